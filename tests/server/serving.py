@@ -15,6 +15,7 @@ from typing import Any
 
 from kvshelf.errors import ObjectMissingError
 from kvshelf.memory.arena import Arena
+from kvshelf.memory.places import Slot
 from kvshelf.server.leases import Leases
 from kvshelf.server.loop import Loop
 from kvshelf.server.messages import (
@@ -48,17 +49,18 @@ class MemoryService:
         self.loop = loop
         self.arena = arena
         self.generations = arena.view[: 8 * SLOTS].cast("Q")
-        self.objects: dict[str, int] = {}
-        self.leases: Leases[int] = Leases(quota=ARENA_BYTES // 2)
-        self.pins: Counter[int] = Counter()
+        self.objects: dict[str, Slot] = {}
+        self.leases = Leases(quota=ARENA_BYTES // 2)
+        self.pins: Counter[Slot] = Counter()
         self.clients: set[bytes] = set()
         self.gone = threading.Semaphore(0)
         self.calls: list[tuple[Any, ...]] = []
         self.held_back: list[Callable[[], None]] = []
 
     def put(self, name: str, content: bytes) -> None:
-        slot = self.objects.setdefault(name, len(self.objects))
-        start = TABLE + slot * OBJECT_BYTES
+        number = len(self.objects)
+        new = Slot(name, None, TABLE + number * OBJECT_BYTES, OBJECT_BYTES, number, 0)
+        start = self.objects.setdefault(name, new).offset
         self.arena.view[start : start + OBJECT_BYTES] = content.ljust(OBJECT_BYTES, b"\0")
 
     def register(self, record: bytes) -> int:
@@ -90,7 +92,7 @@ class MemoryService:
 
     def lease(self, client: bytes, session: str, name: str, *, fetched: bool) -> int:
         slot = self.objects[name]
-        granted = self.leases.grant(client, session, slot, OBJECT_BYTES, fetched=fetched)
+        granted = self.leases.grant(client, session, slot, fetched=fetched)
         assert granted is not None
         number, new = granted
         self.pins[slot] += new
@@ -112,9 +114,9 @@ class MemoryService:
                 outcomes.append(Failed(index, Fault.of(ObjectMissingError(name))))
                 continue
             number = self.lease(client, session, name, fetched=True)
-            offset = TABLE + slot * OBJECT_BYTES
+            generation = self.generations[slot.number]
             outcomes.append(
-                Ready(index, offset, OBJECT_BYTES, slot, self.generations[slot], number)
+                Ready(index, slot.offset, OBJECT_BYTES, slot.number, generation, number)
             )
         if session == "fails half-way":
             half = len(names) // 2
@@ -163,7 +165,7 @@ class MemoryService:
         else:
             done(Result([method, list(args), data]))
 
-    def unpin(self, slots: Sequence[int]) -> None:
+    def unpin(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
             self.pins[slot] -= 1
             assert self.pins[slot] >= 0

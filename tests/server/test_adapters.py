@@ -544,7 +544,7 @@ def test_what_is_held_is_forgotten_with_its_leases(
     engine = engines(lookup_s=0.0)
     for number in range(8):
         engine.scheduler.maybe_submit_lookup_request(str(number), token_ids=prompt(CHUNK))
-    assert len(engine.scheduler._held) == 1
+    assert len(engine.scheduler._leased) == 1
 
 
 def test_an_identity_separates_prompts(engines: Callable[..., Engine]) -> None:

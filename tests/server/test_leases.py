@@ -15,7 +15,18 @@ from tests.support.clocks import Clock
 A, B = b"a" * 16, b"b" * 16
 
 
-def leases(clock: Clock, quota: int = 1000) -> Leases[str]:
+class Thing:
+    """What is leased, whose end can be noticed."""
+
+    def __init__(self, nbytes: int = 10) -> None:
+        self.nbytes = nbytes
+
+
+X, Y, BIG_X, BIG_Y = Thing(), Thing(), Thing(60), Thing(60)
+THINGS = [Thing(15 + 5 * number) for number in range(6)]
+
+
+def leases(clock: Clock, quota: int = 1000) -> Leases:
     return Leases(seconds=30.0, quota=quota, clock=clock)
 
 
@@ -27,103 +38,99 @@ def number(granted: tuple[int, bool] | None) -> int:
 def test_a_lookup_lease_ends_after_its_time_and_a_renewed_one_later() -> None:
     clock = Clock()
     book = leases(clock)
-    book.grant(A, "r", "x", 10, fetched=False)
-    book.grant(A, "r", "y", 10, fetched=False)
+    book.grant(A, "r", X, fetched=False)
+    book.grant(A, "r", Y, fetched=False)
     clock.now = 20
-    assert book.grant(A, "r", "x", 10, fetched=False) == (1, False)
+    assert book.grant(A, "r", X, fetched=False) == (1, False)
     clock.now = 30
-    assert book.expire() == (["y"], [])
+    assert book.expire() == ([Y], [])
     clock.now = 50
-    assert book.expire() == (["x"], [])
+    assert book.expire() == ([X], [])
     assert book.stats().leases == 0
 
 
 def test_what_is_read_stays_until_it_is_released_and_is_overdue_once() -> None:
     clock = Clock()
     book = leases(clock)
-    lease = number(book.grant(A, "r", "x", 10, fetched=True))
+    lease = number(book.grant(A, "r", X, fetched=True))
     clock.now = 31
-    assert book.expire() == ([], ["x"])
+    assert book.expire() == ([], [X])
     assert book.expire() == ([], [])
     assert book.stats().overdue == 1
     assert book.end_session(A, "r") == []
-    assert book.release(A, [lease]) == ["x"]
+    assert book.release(A, [lease]) == [X]
 
 
 def test_another_reader_within_its_time_keeps_what_it_reads_valid() -> None:
     clock = Clock()
     book = leases(clock)
-    book.grant(A, "r", "x", 10, fetched=True)
+    book.grant(A, "r", X, fetched=True)
     clock.now = 20
-    book.grant(B, "r", "x", 10, fetched=True)
+    book.grant(B, "r", X, fetched=True)
     clock.now = 31
     assert book.expire() == ([], [])
     clock.now = 51
-    assert book.expire() == ([], ["x"])
+    assert book.expire() == ([], [X])
 
 
 def test_a_fetch_takes_over_the_lease_of_its_lookup() -> None:
     clock = Clock()
     book = leases(clock)
-    lease = number(book.grant(A, "r", "x", 10, fetched=False))
-    assert book.grant(A, "r", "x", 10, fetched=True) == (lease, False)
+    lease = number(book.grant(A, "r", X, fetched=False))
+    assert book.grant(A, "r", X, fetched=True) == (lease, False)
     # A second fetch of the same object has a lease of its own: both are released.
-    second, new = book.grant(A, "r", "x", 10, fetched=True) or (0, False)
+    second, new = book.grant(A, "r", X, fetched=True) or (0, False)
     assert new
     assert second != lease
-    assert book.release(A, [lease, lease]) == ["x"]
-    assert book.release(A, [second]) == ["x"]
+    assert book.release(A, [lease, lease]) == [X]
+    assert book.release(A, [second]) == [X]
     assert book.stats().clients == 0
 
 
 def test_a_client_ends_only_its_own_leases() -> None:
     book = leases(Clock())
-    lease = number(book.grant(A, "r", "x", 10, fetched=True))
+    lease = number(book.grant(A, "r", X, fetched=True))
     assert book.release(B, [lease, 0, 2**64 - 1]) == []
     assert book.end_session(B, "r") == []
     assert book.end_client(B) == []
-    assert book.end_client(A) == ["x"]
+    assert book.end_client(A) == [X]
 
 
 def test_what_is_fetched_ends_the_lookups_of_other_clients_in_its_session() -> None:
-    book: Leases[str] = Leases(quota=100)
-    for client, session, held in ((A, "1", "x"), (A, "1", "y"), (A, "2", "x"), (B, "1", "x")):
-        assert book.grant(client, session, held, 10, fetched=False)
-    assert book.grant(B, "1", "x", 10, fetched=True)
-    assert book.end_lookups(B, "1", "x") == ["x"]
-    assert book.end_lookups(B, "1", "x") == []
+    book = Leases(quota=100)
+    for client, session, slot in ((A, "1", X), (A, "1", Y), (A, "2", X), (B, "1", X)):
+        assert book.grant(client, session, slot, fetched=False)
+    assert book.grant(B, "1", X, fetched=True)
+    assert book.end_lookups(B, "1", X) == [X]
+    assert book.end_lookups(B, "1", X) == []
     # What was not fetched stays, as does what another request has looked up.
-    assert book.end_session(A, "1") == ["y"]
-    assert book.end_session(A, "2") == ["x"]
+    assert book.end_session(A, "1") == [Y]
+    assert book.end_session(A, "2") == [X]
     assert book.stats().fetched == 1
 
 
 def test_the_quota_counts_distinct_memory() -> None:
     book = leases(Clock(), quota=100)
-    first = number(book.grant(A, "1", "x", 60, fetched=True))
-    assert book.grant(A, "2", "x", 60, fetched=True)
-    assert book.grant(A, "1", "y", 60, fetched=True) is None
-    assert book.grant(B, "1", "y", 60, fetched=True)
+    first = number(book.grant(A, "1", BIG_X, fetched=True))
+    assert book.grant(A, "2", BIG_X, fetched=True)
+    assert book.grant(A, "1", BIG_Y, fetched=True) is None
+    assert book.grant(B, "1", BIG_Y, fetched=True)
     book.release(A, [first])
-    assert book.grant(A, "1", "y", 60, fetched=False) is None
+    assert book.grant(A, "1", BIG_Y, fetched=False) is None
     assert book.end_session(A, "1") == []
     assert len(book.end_client(A)) == 1
-    assert book.grant(A, "1", "y", 60, fetched=False)
-
-
-class Thing:
-    """What is leased, whose end can be noticed."""
+    assert book.grant(A, "1", BIG_Y, fetched=False)
 
 
 def test_what_is_no_longer_leased_is_forgotten() -> None:
     clock = Clock()
-    book: Leases[Thing] = Leases(seconds=30.0, quota=1000, clock=clock)
+    book = Leases(seconds=30.0, quota=1000, clock=clock)
     things: weakref.WeakSet[Thing] = weakref.WeakSet()
     for count in range(400):
         thing = Thing()
         things.add(thing)
-        lease = number(book.grant(A, "r", thing, 10, fetched=count % 2 == 0))
-        assert book.grant(B, "r", thing, 10, fetched=count % 3 == 0)
+        lease = number(book.grant(A, "r", thing, fetched=count % 2 == 0))
+        assert book.grant(B, "r", thing, fetched=count % 3 == 0)
         if count % 5 == 0:
             clock.now += 31
             book.expire()
@@ -139,32 +146,28 @@ class LeaseMachine(RuleBasedStateMachine):
 
     clients = st.sampled_from([A, B])
     sessions = st.sampled_from(["1", "2"])
-    things = st.integers(0, 5)
+    things = st.sampled_from(THINGS)
 
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
-        self.book: Leases[int] = Leases(seconds=30.0, quota=100, clock=self.clock)
-        self.pins: Counter[int] = Counter()
-        #: By number: client, session, held, fetched, end, overdue.
+        self.book = Leases(seconds=30.0, quota=100, clock=self.clock)
+        self.pins: Counter[Thing] = Counter()
+        #: By number: client, session, slot, fetched, end, overdue.
         self.model: dict[int, list] = {}
         self.used: set[int] = set()
 
-    @staticmethod
-    def size(held: int) -> int:
-        return 15 + 5 * held
-
-    def ended(self, returned: list[int], numbers: list[int]) -> None:
+    def ended(self, returned: list[Thing], numbers: list[int]) -> None:
         expected = Counter(self.model.pop(n)[2] for n in numbers)
         assert Counter(returned) == expected
         self.pins -= expected
 
-    @rule(client=clients, session=sessions, held=things, fetched=st.booleans())
-    def grant(self, client: bytes, session: str, held: int, fetched: bool) -> None:
-        known = [n for n, m in self.model.items() if m[:3] == [client, session, held] and not m[3]]
+    @rule(client=clients, session=sessions, slot=things, fetched=st.booleans())
+    def grant(self, client: bytes, session: str, slot: Thing, fetched: bool) -> None:
+        known = [n for n, m in self.model.items() if m[:3] == [client, session, slot] and not m[3]]
         mine = {m[2] for m in self.model.values() if m[0] == client}
-        granted = self.book.grant(client, session, held, self.size(held), fetched=fetched)
-        if not known and held not in mine and sum(map(self.size, [*mine, held])) > 100:
+        granted = self.book.grant(client, session, slot, fetched=fetched)
+        if not known and slot not in mine and sum(one.nbytes for one in {*mine, slot}) > 100:
             assert granted is None
             return
         assert granted is not None
@@ -173,11 +176,11 @@ class LeaseMachine(RuleBasedStateMachine):
         if new:
             assert number not in self.used
             self.used.add(number)
-            self.pins[held] += 1
+            self.pins[slot] += 1
         else:
             assert [number] == known
         end = self.clock.now + 30
-        self.model[number] = [client, session, held, fetched, end, False]
+        self.model[number] = [client, session, slot, fetched, end, False]
 
     @rule(client=clients, data=st.data())
     def release(self, client: bytes, data: st.DataObject) -> None:
@@ -207,7 +210,7 @@ class LeaseMachine(RuleBasedStateMachine):
                 self.model[n][5] = True
                 expected.add(self.model[n][2])
         expected -= {m[2] for m in self.model.values() if m[3] and not m[5]}
-        assert sorted(overdue) == sorted(expected)
+        assert len(overdue) == len(expected) and set(overdue) == expected
 
     @invariant()
     def nothing_is_lost(self) -> None:
@@ -215,9 +218,9 @@ class LeaseMachine(RuleBasedStateMachine):
         assert stats.leases == len(self.model) == sum(self.pins.values())
         assert stats.fetched == sum(m[3] for m in self.model.values())
         assert stats.overdue == sum(m[5] for m in self.model.values())
-        held = {(m[0], m[2]) for m in self.model.values()}
-        assert stats.nbytes == sum(self.size(h) for _, h in held)
-        assert stats.clients == len({c for c, _ in held})
+        leased = {(m[0], m[2]) for m in self.model.values()}
+        assert stats.nbytes == sum(slot.nbytes for _, slot in leased)
+        assert stats.clients == len({c for c, _ in leased})
 
     def teardown(self) -> None:
         for client in (A, B):

@@ -138,7 +138,7 @@ class Fetches:
         self._counts = counts
         self._freed = freed
         self.most = memory.capacity // _CLIENT_SHARE
-        self.leases: Leases[Slot] = Leases(seconds=lease_seconds, quota=self.most, clock=clock)
+        self.leases = Leases(seconds=lease_seconds, quota=self.most, clock=clock)
         self._reads: dict[str, _SharedRead] = {}
         #: Bytes that each client waits for in reads.
         self._coming: dict[bytes, int] = {}
@@ -220,7 +220,7 @@ class Fetches:
         """
         left = []
         for slot in slots:
-            granted = self.leases.grant(client, session, slot, slot.nbytes, fetched=False)
+            granted = self.leases.grant(client, session, slot, fetched=False)
             if granted is None or not granted[1]:
                 left.append(slot)
         return left
@@ -285,7 +285,7 @@ class Fetches:
     def _lease(self, want: _Want, slot: Slot, outcomes: list[Ready | Failed]) -> bool:
         """Turn a pin of a slot into a lease; False if the client holds too much."""
         fetched = want.each is not None
-        granted = self.leases.grant(want.client, want.session, slot, slot.nbytes, fetched=fetched)
+        granted = self.leases.grant(want.client, want.session, slot, fetched=fetched)
         if granted is None:
             return False
         number, new = granted

@@ -21,30 +21,29 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
-Held = TypeVar("Held", bound=Hashable)
+from kvshelf.memory.places import Slot
 
 
 @dataclass(slots=True)
-class _Lease(Generic[Held]):
+class _Lease:
     client: bytes
     session: str
-    held: Held
+    slot: Slot
     fetched: bool
     ends: float
 
 
 @dataclass(slots=True)
-class _Client(Generic[Held]):
+class _Client:
     leases: set[int] = field(default_factory=set)
-    #: For everything that is held: its size, and how many leases name it.
-    held: dict[Held, tuple[int, int]] = field(default_factory=dict)
+    #: How many leases name each.
+    slots: dict[Slot, int] = field(default_factory=dict)
     nbytes: int = 0
     #: Leases of lookups, by session.
-    looked_up: dict[str, dict[Held, int]] = field(default_factory=dict)
+    looked_up: dict[str, dict[Slot, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ class LeaseStats:
     nbytes: int
 
 
-class Leases(Generic[Held]):
+class Leases:
     """The leases of all clients.
 
     Parameters
@@ -92,27 +91,25 @@ class Leases(Generic[Held]):
         self._quota = quota
         self._clock = clock
         self._last_number = 0
-        self._leases: dict[int, _Lease[Held]] = {}
-        self._clients: dict[bytes, _Client[Held]] = {}
+        self._leases: dict[int, _Lease] = {}
+        self._clients: dict[bytes, _Client] = {}
         #: Leases whose time is not over; the first one ends first. A dict would find its first
         #: entry ever more slowly when many before it were removed.
         self._running: OrderedDict[int, None] = OrderedDict()
-        #: How many fetches, within their time, hold each thing.
-        self._readers: dict[Held, int] = {}
+        #: How many fetches, within their time, have each.
+        self._readers: dict[Slot, int] = {}
         self._fetched = 0
 
     def grant(
-        self, client: bytes, session: str, held: Held, nbytes: int, *, fetched: bool
+        self, client: bytes, session: str, slot: Slot, *, fetched: bool
     ) -> tuple[int, bool] | None:
-        """Lease `held` to a client, or renew what its lookup has leased.
+        """Lease `slot` to a client, or renew what its lookup has leased.
 
         Parameters
         ----------
         client : bytes
         session : str
-        held : Held
-        nbytes : int
-            Its size.
+        slot : Slot
         fetched : bool
             The client is about to read the memory. The lease that the session's lookup has of it
             becomes a fetch's.
@@ -120,14 +117,14 @@ class Leases(Generic[Held]):
         Returns
         -------
         tuple of int and bool, or None
-            The lease's number, and whether it is a new one: then the caller has to pin `held`.
+            The lease's number, and whether it is a new one: then the caller has to pin `slot`.
             None: the client would hold more than the quota.
         """
         owner = self._clients.get(client)
         if owner is None:
             owner = _Client()
         looked_up = owner.looked_up.get(session, {})
-        number = looked_up.get(held)
+        number = looked_up.get(slot)
         if number is not None:
             lease = self._leases[number]
             self._renew(number, lease)
@@ -135,39 +132,39 @@ class Leases(Generic[Held]):
                 self._forget_lookup(owner, lease)
                 self._begin_reading(lease)
             return number, False
-        size, count = owner.held.get(held, (nbytes, 0))
-        if not count and owner.nbytes + size > self._quota:
+        count = owner.slots.get(slot, 0)
+        if not count and owner.nbytes + slot.nbytes > self._quota:
             return None
         self._clients[client] = owner
-        owner.held[held] = (size, count + 1)
-        owner.nbytes += 0 if count else size
+        owner.slots[slot] = count + 1
+        owner.nbytes += 0 if count else slot.nbytes
         self._last_number = number = self._last_number + 1
-        lease = _Lease(client, session, held, False, self._clock() + self._seconds)
+        lease = _Lease(client, session, slot, False, self._clock() + self._seconds)
         self._leases[number] = lease
         self._running[number] = None
         owner.leases.add(number)
         if fetched:
             self._begin_reading(lease)
         else:
-            owner.looked_up.setdefault(session, looked_up)[held] = number
+            owner.looked_up.setdefault(session, looked_up)[slot] = number
         return number, True
 
-    def holds(self, client: bytes, held: Held) -> bool:
+    def holds(self, client: bytes, slot: Slot) -> bool:
         """Tell whether a client has a lease of this."""
         owner = self._clients.get(client)
-        return owner is not None and held in owner.held
+        return owner is not None and slot in owner.slots
 
     def nbytes(self, client: bytes) -> int:
         """Return how many bytes a client holds."""
         owner = self._clients.get(client)
         return 0 if owner is None else owner.nbytes
 
-    def release(self, client: bytes, numbers: Iterable[int]) -> list[Held]:
+    def release(self, client: bytes, numbers: Iterable[int]) -> list[Slot]:
         """End leases of a client; numbers that are not its leases do nothing.
 
         Returns
         -------
-        list of Held
+        list of Slot
             What is to be unpinned: once for each lease that has ended.
         """
         ended = []
@@ -177,15 +174,15 @@ class Leases(Generic[Held]):
                 ended.append(self._end(number, lease))
         return ended
 
-    def end_session(self, client: bytes, session: str) -> list[Held]:
+    def end_session(self, client: bytes, session: str) -> list[Slot]:
         """End what a session's lookups have leased and nobody has fetched; return it."""
         owner = self._clients.get(client)
         if owner is None:
             return []
         return self.release(client, list(owner.looked_up.get(session, {}).values()))
 
-    def end_lookups(self, client: bytes, session: str, held: Held) -> list[Held]:
-        """End the leases of `held` that other clients' lookups of a session have; return them.
+    def end_lookups(self, client: bytes, session: str, slot: Slot) -> list[Slot]:
+        """End the leases of `slot` that other clients' lookups of a session have; return them.
 
         An engine's scheduler looks up what its workers fetch, each with a connection of its own:
         what a worker has fetched needs to be kept for nobody any more.
@@ -193,35 +190,35 @@ class Leases(Generic[Held]):
         Parameters
         ----------
         client : bytes
-            Who fetches `held`, in a session of this name.
+            Who fetches `slot`, in a session of this name.
         session : str
-        held : Held
+        slot : Slot
         """
         ended = []
         for other, owner in list(self._clients.items()):
-            number = owner.looked_up.get(session, {}).get(held) if other != client else None
+            number = owner.looked_up.get(session, {}).get(slot) if other != client else None
             if number is not None:
                 ended.append(self._end(number, self._leases[number]))
         return ended
 
-    def end_client(self, client: bytes) -> list[Held]:
-        """End all leases of a client that is gone; return what they held."""
+    def end_client(self, client: bytes) -> list[Slot]:
+        """End all leases of a client that is gone; return what they named."""
         owner = self._clients.get(client)
         return [] if owner is None else self.release(client, list(owner.leases))
 
-    def expire(self) -> tuple[list[Held], list[Held]]:
+    def expire(self) -> tuple[list[Slot], list[Slot]]:
         """End leases of lookups whose time is over, and find the fetches that are overdue.
 
         Returns
         -------
-        ended : list of Held
+        ended : list of Slot
             What is to be unpinned: once for each lease that has ended.
-        overdue : list of Held
+        overdue : list of Slot
             What only overdue fetches hold from now on. Its memory is still in use.
         """
         now = self._clock()
-        ended: list[Held] = []
-        overdue: list[Held] = []
+        ended: list[Slot] = []
+        overdue: list[Slot] = []
         while self._running:
             number = next(iter(self._running))
             lease = self._leases[number]
@@ -232,7 +229,7 @@ class Leases(Generic[Held]):
                 continue
             del self._running[number]
             if self._end_reading(lease):
-                overdue.append(lease.held)
+                overdue.append(lease.slot)
         return ended, overdue
 
     def stats(self) -> LeaseStats:
@@ -246,29 +243,29 @@ class Leases(Generic[Held]):
             sum(client.nbytes for client in list(self._clients.values())),
         )
 
-    def _renew(self, number: int, lease: _Lease[Held]) -> None:
+    def _renew(self, number: int, lease: _Lease) -> None:
         lease.ends = self._clock() + self._seconds
         self._running.move_to_end(number)
 
-    def _begin_reading(self, lease: _Lease[Held]) -> None:
+    def _begin_reading(self, lease: _Lease) -> None:
         lease.fetched = True
         self._fetched += 1
-        self._readers[lease.held] = self._readers.get(lease.held, 0) + 1
+        self._readers[lease.slot] = self._readers.get(lease.slot, 0) + 1
 
-    def _end_reading(self, lease: _Lease[Held]) -> bool:
+    def _end_reading(self, lease: _Lease) -> bool:
         """Count one fetch within its time less; return whether it was the last."""
-        left = self._readers.pop(lease.held) - 1
+        left = self._readers.pop(lease.slot) - 1
         if left:
-            self._readers[lease.held] = left
+            self._readers[lease.slot] = left
         return not left
 
-    def _forget_lookup(self, owner: _Client[Held], lease: _Lease[Held]) -> None:
+    def _forget_lookup(self, owner: _Client, lease: _Lease) -> None:
         looked_up = owner.looked_up[lease.session]
-        del looked_up[lease.held]
+        del looked_up[lease.slot]
         if not looked_up:
             del owner.looked_up[lease.session]
 
-    def _end(self, number: int, lease: _Lease[Held]) -> Held:
+    def _end(self, number: int, lease: _Lease) -> Slot:
         owner = self._clients[lease.client]
         del self._leases[number]
         owner.leases.remove(number)
@@ -280,11 +277,11 @@ class Leases(Generic[Held]):
                 self._end_reading(lease)
         else:
             self._forget_lookup(owner, lease)
-        size, count = owner.held.pop(lease.held)
+        count = owner.slots.pop(lease.slot)
         if count > 1:
-            owner.held[lease.held] = (size, count - 1)
+            owner.slots[lease.slot] = count - 1
         else:
-            owner.nbytes -= size
+            owner.nbytes -= lease.slot.nbytes
         if not owner.leases:
             del self._clients[lease.client]
-        return lease.held
+        return lease.slot

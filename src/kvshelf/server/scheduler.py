@@ -48,16 +48,16 @@ _BESIDE_NAME: Final = 8
 class _PromptLookup:
     """The lookup of one request, and what the server holds for it.
 
-    The adapter's lock guards the fields below `held_until`.
+    The adapter's lock guards the fields below `leased_until`.
     """
 
     #: Without an answer by then, nothing was found.
     deadline: float
     #: The server holds nothing after that.
-    held_until: float
+    leased_until: float
     #: Tokens that were found; None while there is no answer.
     hit: int | None = None
-    #: The names of each chunk that is asked for, then of each that is held, by its number.
+    #: The names of each chunk that is asked for, then of each that is leased, by its number.
     chains: dict[int, list[str]] = field(default_factory=dict)
     #: The session under which the server holds chunks; empty when it holds none.
     session: str = ""
@@ -108,7 +108,7 @@ class SchedulerAdapter(Adapter):
         self._lock = threading.Lock()
         self._lookups: dict[str, _PromptLookup] = {}
         #: What the server may hold, the oldest first; also for results that were cleaned up.
-        self._held: dict[str, _PromptLookup] = {}
+        self._leased: dict[str, _PromptLookup] = {}
         self._threads = AdapterThreads(1, self._on_thread_error)
 
     def maybe_submit_lookup_request(
@@ -172,19 +172,19 @@ class SchedulerAdapter(Adapter):
         if short or welcome is None or not self._channel.connected:
             lookup.hit = 0
             return
-        lookup.held_until += welcome.lease_seconds
+        lookup.leased_until += welcome.lease_seconds
         lookup.session = request_id
         self._forget_ended_leases(now)
-        self._held[request_id] = lookup
+        self._leased[request_id] = lookup
         self._threads.put(lambda: self._ask(lookup, request_id, derive))
 
     def _forget_ended_leases(self, now: float) -> None:
         """Forget lookups of which the server holds nothing any more."""
-        while self._held:
-            oldest = next(iter(self._held))
-            if self._held[oldest].held_until > now:
+        while self._leased:
+            oldest = next(iter(self._leased))
+            if self._leased[oldest].leased_until > now:
                 return
-            del self._held[oldest]
+            del self._leased[oldest]
 
     def _ask(
         self, lookup: _PromptLookup, request_id: str, derive: Callable[[], list[list[str]]]
@@ -265,9 +265,9 @@ class SchedulerAdapter(Adapter):
         start, end : int
             Positions of tokens; to the end of the prompt when `end` is absent.
         request_id : str
-            The request of the lookup. For others, nothing is held.
+            The request of the lookup. For others, nothing is leased.
         """
-        lookup = self._held.get(request_id)
+        lookup = self._leased.get(request_id)
         if lookup is None:
             return
         with self._lock:
@@ -284,26 +284,26 @@ class SchedulerAdapter(Adapter):
                 return
             lookup.chains = kept
         if kept:
-            self._hold_only(lookup, request_id, kept)
+            self._keep_only(lookup, request_id, kept)
         else:
             self.end_session(request_id)
 
-    def _hold_only(self, lookup: _PromptLookup, session: str, kept: dict[int, list[str]]) -> None:
+    def _keep_only(self, lookup: _PromptLookup, session: str, kept: dict[int, list[str]]) -> None:
         """Let go of all chunks of a session but those that are kept, at no time of these."""
         meanwhile = f"{session}+"
 
-        def held_meanwhile(_: Future[Any]) -> None:
+        def leased_meanwhile(_: Future[Any]) -> None:
             self._channel.end_session(session)
             with self._lock:
                 # Others may have been freed by now, or all.
                 chains = list(lookup.chains.values()) if lookup.session else []
             if chains:
                 again = self._channel.request(LookUpChunks(session, chains))
-                again.add_done_callback(held_again)
+                again.add_done_callback(leased_again)
             else:
                 self._channel.end_session(meanwhile)
 
-        def held_again(_: Future[Any]) -> None:
+        def leased_again(_: Future[Any]) -> None:
             self._channel.end_session(meanwhile)
             with self._lock:
                 ended = not lookup.session
@@ -311,11 +311,11 @@ class SchedulerAdapter(Adapter):
                 self._channel.end_session(session)
 
         request = self._channel.request(LookUpChunks(meanwhile, list(kept.values())))
-        request.add_done_callback(held_meanwhile)
+        request.add_done_callback(leased_meanwhile)
 
     def end_session(self, request_id: str) -> None:
         """Let go of all that the server holds for a request. Never waits."""
-        lookup = self._held.pop(request_id, None)
+        lookup = self._leased.pop(request_id, None)
         if lookup is None:
             return
         with self._lock:
@@ -325,7 +325,7 @@ class SchedulerAdapter(Adapter):
 
     def shutdown(self) -> None:
         """Let go of everything and close the connection. Idempotent."""
-        for request_id in list(self._held):
+        for request_id in list(self._leased):
             self.end_session(request_id)
         self._lookups.clear()
         self._threads.close()

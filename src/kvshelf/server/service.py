@@ -271,9 +271,9 @@ class Service:
             done(Fault.of(_unequal(names, sizes)))
             return
         here = self._memory.sizes(list(map(key_of, names)))
-        missing = [name for name, held in zip(names, here, strict=True) if held is None]
+        missing = [name for name, size in zip(names, here, strict=True) if size is None]
         if not missing:
-            done(Found([held for held in here if held is not None]))
+            done(Found([size for size in here if size is not None]))
             return
 
         def answer(outcome: Found | Exception) -> None:
@@ -281,7 +281,7 @@ class Service:
                 done(Fault.of(outcome))
                 return
             rest = iter(outcome.answers)
-            answers = [next(rest) if held is None else held for held in here]
+            answers = [next(rest) if size is None else size for size in here]
             done(Found(answers, outcome.fault))
 
         self._probe(client, missing, answer)
