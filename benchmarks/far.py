@@ -30,7 +30,7 @@ from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.tiers import TieredView
 from kvshelf.shelf.view import ObjectRef, ShelfView
 from kvshelf.transfer.context import ChunkSlots
-from kvshelf.transfer.loads import Load
+from kvshelf.transfer.load import Load
 from kvshelf.transfer.prefetch import KindMemory, Prefetcher
 from kvshelf.transfer.staging import StagingPool
 from kvshelf.transfer.transfer import Transfer, default_io_threads

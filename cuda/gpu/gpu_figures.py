@@ -47,7 +47,7 @@ from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef, ShelfView
 from kvshelf.transfer.context import ChunkSlots
-from kvshelf.transfer.loads import Load
+from kvshelf.transfer.load import Load
 from kvshelf.transfer.staging import StagingPool
 from kvshelf.transfer.transfer import Transfer
 

@@ -72,7 +72,7 @@ from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.tiers import Tier, TieredShelf, open_configured, shelf_url
 from kvshelf.shelf.view import ObjectRef
 from kvshelf.transfer.context import ChunkSlots
-from kvshelf.transfer.loads import Failure, Load
+from kvshelf.transfer.load import Failure, Load
 from kvshelf.transfer.prefetch import IntoMemory, KindMemory
 from kvshelf.transfer.staging import StagingPool
 from kvshelf.transfer.stores import StoreOutcome, StoreResult

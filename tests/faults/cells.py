@@ -27,7 +27,7 @@ from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.lookup import LookupService
 from kvshelf.transfer.context import ChunkSlots
-from kvshelf.transfer.loads import Failure
+from kvshelf.transfer.load import Failure
 from tests.faults.faultfs import FaultMount
 from tests.faults.s3proxy import (
     REFUSED,

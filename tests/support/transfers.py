@@ -27,7 +27,7 @@ from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.threads import StorageThreads
 from kvshelf.transfer.context import ChunkSlots
-from kvshelf.transfer.loads import Load
+from kvshelf.transfer.load import Load
 from kvshelf.transfer.staging import Lender, StagingPool
 from kvshelf.transfer.stores import StoreOutcome
 from kvshelf.transfer.transfer import Transfer

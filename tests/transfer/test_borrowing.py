@@ -15,7 +15,7 @@ from kvshelf.format.keys import Chunk
 from kvshelf.kv.caches import HostKVCache, KVMemory, PendingCopy
 from kvshelf.shelf.view import NamespaceView, ObjectRef
 from kvshelf.transfer.context import ChunkSlots, bytes_at
-from kvshelf.transfer.loads import Failure, Load
+from kvshelf.transfer.load import Failure, Load
 from tests.support.prompts import make_chunks
 from tests.support.storages import (
     CountingBackend,

@@ -32,7 +32,7 @@ from kvshelf.shelf.tiers import TieredShelf
 from kvshelf.shelf.view import ObjectRef, Presence
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.kinds import JointLoad, KindTransfers, share_out
-from kvshelf.transfer.loads import Failure
+from kvshelf.transfer.load import Failure
 from kvshelf.transfer.prefetch import KindMemory
 from kvshelf.transfer.staging import StagingPool
 from kvshelf.transfer.stores import StoreOutcome

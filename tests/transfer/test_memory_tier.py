@@ -18,7 +18,7 @@ from kvshelf.metrics import Counters
 from kvshelf.shelf.disk_tier import DiskTier
 from kvshelf.shelf.tiers import Tier, TieredShelf
 from kvshelf.shelf.view import ObjectRef
-from kvshelf.transfer.loads import Failure
+from kvshelf.transfer.load import Failure
 from kvshelf.transfer.prefetch import KindMemory
 from tests.support.formats import make_format
 from tests.support.prompts import make_chunks

@@ -19,7 +19,7 @@ from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.format.invalid import PayloadDamaged
 from kvshelf.format.keys import Chunk
 from kvshelf.shelf.view import ObjectRef
-from kvshelf.transfer.loads import Failure, Load
+from kvshelf.transfer.load import Failure, Load
 from tests.support.prompts import make_chunks
 from tests.support.storages import posix
 from tests.support.transfers import Rig

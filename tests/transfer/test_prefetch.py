@@ -18,7 +18,7 @@ from kvshelf.memory.tier import MemoryTier
 from kvshelf.shelf.tiers import TieredShelf
 from kvshelf.shelf.view import ObjectRef
 from kvshelf.transfer import prefetch
-from kvshelf.transfer.loads import Failure, Load
+from kvshelf.transfer.load import Failure, Load
 from kvshelf.transfer.prefetch import KindMemory, Prefetcher
 from kvshelf.transfer.transfer import Transfer
 from tests.support.prompts import make_chunks

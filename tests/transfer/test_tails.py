@@ -21,7 +21,7 @@ from kvshelf.memory.tier import MemoryTier
 from kvshelf.metrics import Counters
 from kvshelf.shelf.tiers import TieredShelf
 from kvshelf.transfer.context import ChunkSlots
-from kvshelf.transfer.loads import Failure
+from kvshelf.transfer.load import Failure
 from kvshelf.transfer.prefetch import KindMemory, Prefetcher
 from kvshelf.transfer.stores import StoreOutcome, StoreResult
 from tests.support.formats import BLOCK, HEADS, LAYERS, make_format

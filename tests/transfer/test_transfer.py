@@ -40,7 +40,7 @@ from kvshelf.shelf import threads as threads_module
 from kvshelf.shelf.tiers import TieredShelf
 from kvshelf.transfer import known_chunks, stores
 from kvshelf.transfer.context import ChunkSlots
-from kvshelf.transfer.loads import Failure, Load
+from kvshelf.transfer.load import Failure, Load
 from kvshelf.transfer.prefetch import KindMemory
 from kvshelf.transfer.stores import StoreOutcome
 from kvshelf.transfer.transfer import Transfer

@@ -19,7 +19,7 @@ from kvshelf.format.keys import Chunk
 from kvshelf.kv.caches import HostKVCache, KVMemory, PendingCopy
 from kvshelf.transfer import loads
 from kvshelf.transfer.context import ChunkSlots
-from kvshelf.transfer.loads import Failure, Load
+from kvshelf.transfer.load import Failure, Load
 from kvshelf.transfer.staging import StagingBuffer
 from kvshelf.transfer.transfer import default_io_threads
 from tests.support.prompts import make_chunks

@@ -30,7 +30,7 @@ from kvshelf.format.kinds import KINDS, STATE, Kind
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.topology import ShardPlan
 from kvshelf.transfer.context import ChunkSlots
-from kvshelf.transfer.loads import Failure, Load
+from kvshelf.transfer.load import Failure, Load
 from kvshelf.transfer.staging import bytes_for_stores, least_bytes
 from kvshelf.transfer.stores import StoreOutcome
 from kvshelf.transfer.transfer import Transfer

@@ -1,27 +1,13 @@
 """The loads of a transfer: chunks on their way from a shelf to a paged cache.
 
-Owns the queues of loads, the threads that read, and the loads in progress.
+Owns the threads that read, and the loads in progress (:mod:`kvshelf.transfer.load`).
 
 A load: a load thread reads some objects of a chunk into staging buffers, verifies them and scatters
-them into the paged cache. An object that lies in memory already, or that a tier takes into memory,
-is scattered from there (:meth:`~kvshelf.shelf.view.ShelfView.fetch`): it takes no staging. When all
-objects of a load have arrived or were given up, the load is ``finished`` and says at which chunk it
-failed. Objects that miss their deadline are given up: their thread may hang for ever, the load does
-not.
-
-Order: the objects of a load are read from its beginning, as many at once as there are threads, and
-scattered as they arrive. Where the storage reads many objects in one call, a thread takes all of a
-chunk at once, and fewer towards the end of the load, so that the threads end together. Threads
-alternate between the oldest load (so that every load finishes) and the load with the fewest objects
-left (so that short loads do not queue behind long ones). Loads of equal size are thus served in
-order of arrival. *Early* loads, for requests that do not wait for them yet, get the threads that no
-other load needs, but never all of them. An object that several loads need at the same time is read
-once, for all of them.
-
-Where the caches prefer whole chunks (:attr:`~kvshelf.kv.caches.KVMemory.whole_chunks`), a thread
-leaves its objects to a thread that still reads others of the same chunk; the last of them scatters
-all. So what is left has a taker that needs no further staging, and no thread waits. A thread
-scatters what was left to it before it takes staging.
+them into the paged cache. Which objects, says :mod:`kvshelf.transfer.reads`. An object that lies in
+memory already, or that a tier takes into memory, is scattered from there
+(:meth:`~kvshelf.shelf.view.ShelfView.fetch`): it takes no staging. When all objects of a load have
+arrived or were given up, the load is ``finished`` and says at which chunk it failed. Objects that
+miss their deadline are given up: their thread may hang for ever, the load does not.
 
 Deadlines: what a thread reads at once has the deadline of its backend
 (:mod:`kvshelf.backends.guard`). A load's deadline is that of reading 2 × (the bytes of the loads
@@ -47,16 +33,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from typing import Final
 
-import torch
-
-from kvshelf.backends import Borrowed
 from kvshelf.capacity.history import Event, Reason
 from kvshelf.errors import (
     BadObjectError,
@@ -65,23 +45,13 @@ from kvshelf.errors import (
     TransientStorageError,
     UnavailableStorageError,
 )
-from kvshelf.format.keys import Chunk
 from kvshelf.format.names import object_name
-from kvshelf.shelf.view import FailedRead, Fetched, ObjectRef
+from kvshelf.shelf.view import FailedRead, ObjectRef
 from kvshelf.traces import trace_range
 from kvshelf.transfer.context import ChunkSlots, TransferContext, TransferHalf
-from kvshelf.transfer.staging import StagingBuffer, StagingPool
-
-
-class Failure(Enum):
-    """Why an object could not be loaded."""
-
-    MISSING = "missing"
-    BAD = "bad"
-    ERROR = "error"
-    #: The circuit breaker is open, or the device cannot be used: no verdict on the object.
-    UNAVAILABLE = "unavailable"
-
+from kvshelf.transfer.load import Failure, Load
+from kvshelf.transfer.reads import Arrived, Objects, Reads, ReadTask
+from kvshelf.transfer.staging import StagingBuffer
 
 _REASONS: Final = {
     Failure.MISSING: Reason.ABSENT,
@@ -89,133 +59,6 @@ _REASONS: Final = {
     Failure.ERROR: Reason.ERROR,
     Failure.UNAVAILABLE: Reason.UNAVAILABLE,
 }
-
-
-@dataclass(eq=False, slots=True)
-class Load:
-    """One load, and its outcome once ``finished``.
-
-    Attributes
-    ----------
-    request_id : str
-    items : Sequence[ChunkSlots]
-        In the order of the prompt.
-    failed_at : int or None
-        Index in `items` of the first chunk that is not in the cache.
-    failures : list
-        The chunks that failed, with the reason. Those given up after a failure before
-        them are not listed.
-    early : bool
-        Its request does not wait for it yet.
-    cancelled, finished : bool
-    """
-
-    request_id: str
-    items: Sequence[ChunkSlots]
-    early: bool = False
-    failed_at: int | None = None
-    failures: list[tuple[Chunk, Failure]] = field(default_factory=list)
-    cancelled: bool = False
-    finished: bool = False
-    #: Objects of each item that are in the cache, and number of leading items with all.
-    _arrived: list[int] = field(default_factory=list)
-    _leading: int = 0
-    #: Objects that a thread has taken, counted over items and shards, and the first not taken.
-    _taken: bytearray = field(default_factory=bytearray)
-    _next: int = 0
-    #: The item of each key.
-    _places: dict[bytes, int] = field(default_factory=dict)
-    #: Threads that are copying into the cache at this moment.
-    _scattering: int = 0
-    #: Objects of each item that were read, and left to a thread that reads others.
-    _left: dict[int, list[tuple[ReadTask, _Objects]]] = field(default_factory=dict)
-    _deadline: float = 0.0
-    _bytes: int = 0
-    #: Mark of the engine's work on the cache's device before the load.
-    _fence: object = None
-    _on_done: Callable[[Load], None] | None = None
-
-    @property
-    def leading(self) -> int:
-        """Number of leading items that are in the cache, however the load ended."""
-        return self._leading
-
-    @property
-    def _wanted(self) -> int:
-        """Number of leading items that are still of use."""
-        if self.cancelled:
-            return 0
-        return len(self.items) if self.failed_at is None else self.failed_at
-
-    @property
-    def _lacks(self) -> bool:
-        """Whether items that are of use have not arrived, and may yet."""
-        return not self.finished and self._leading < self._wanted
-
-
-@dataclass(eq=False, slots=True)
-class ReadTask:
-    """Objects of one chunk that a thread reads for one load."""
-
-    load: Load
-    item: int
-    shards: Sequence[int]
-    arrived: bool = False
-    #: It was given up, since its thread is stuck.
-    late: bool = False
-    #: Its thread is borrowing the objects, or has staging buffers and is reading into them.
-    reading: bool = False
-    #: The same objects, or some of them, for other loads.
-    sharers: list[ReadTask] = field(default_factory=list)
-
-    @property
-    def chunk(self) -> Chunk:
-        """The chunk that the objects belong to."""
-        return self.load.items[self.item].chunk
-
-    @property
-    def wanted(self) -> bool:
-        """Whether the objects are still of use to the load."""
-        return not self.load.finished and self.item < self.load._wanted
-
-
-class _Objects:
-    """The bytes of verified objects of one chunk that a thread has.
-
-    Attributes
-    ----------
-    payloads : dict
-        The payload of each shard, uint8 [bytes].
-    """
-
-    __slots__ = ("_fetched", "_staging", "payloads")
-
-    def __init__(self, staging: StagingPool) -> None:
-        self.payloads: dict[int, torch.Tensor] = {}
-        self._staging = staging
-        self._fetched: Sequence[Borrowed] = ()
-
-    def take(self, context: TransferContext, chunk: Chunk, fetched: Fetched) -> None:
-        """Take over objects, once."""
-        self._fetched = tuple(fetched.values())
-        for shard, one in fetched.items():
-            self.payloads[shard] = context.payload(one, chunk, shard)
-
-    def valid(self) -> bool:
-        """Tell whether the bytes were the objects' until now."""
-        return all(one.valid() for one in self._fetched)
-
-    def release(self) -> None:
-        """Give them back, once."""
-        fetched, self._fetched = self._fetched, ()
-        self.payloads.clear()
-        staged = [one for one in fetched if isinstance(one, StagingBuffer)]
-        if staged:
-            self._staging.release(*staged)
-        if len(staged) < len(fetched):
-            for one in fetched:
-                if not isinstance(one, StagingBuffer):
-                    one.release()
 
 
 class Loads(TransferHalf):
@@ -231,27 +74,17 @@ class Loads(TransferHalf):
     def __init__(self, context: TransferContext, threads: int) -> None:
         super().__init__(context)
         self._shards = context.plan.shards
-        self._places = {shard: place for place, shard in enumerate(self._shards)}
         #: Bytes of a chunk's objects that this worker reads.
         self.chunk_bytes = sum(context.fmt.object_size(shard) for shard in self._shards)
         self._deadlines = context.shelf.backend.deadlines
         self._done = threading.Condition(self._lock)
-        #: Loads with objects that no thread has taken, the oldest first.
-        self._queue: deque[Load] = deque()
-        self._early_queue: deque[Load] = deque()
-        self._oldest_next = True
-        self._max_early = max(1, threads - max(1, threads // 4))
-        self._count_threads = threads
         #: Most objects that a thread takes at once: so many that all threads find staging.
         self._most = max(1, self._staging.for_loads // threads)
         #: All loads that are not finished or not yet polled, by request.
         self._active: dict[str, Load] = {}
         self._active_early: dict[str, Load] = {}
         self._finished: list[Load] = []
-        #: The task of each load thread.
-        self._tasks: dict[int, ReadTask] = {}
-        #: Tasks whose objects are being read, so that others may share them.
-        self._reading: set[ReadTask] = set()
+        self._reads = Reads(self._shards, threads)
         self._threads = context.threads(
             "load", threads, self._run, on_stuck=self._give_up_task, on_stop=self._refuse_all
         )
@@ -289,11 +122,8 @@ class Loads(TransferHalf):
             request_id,
             items,
             early,
-            _arrived=[0] * len(items),
-            _bytes=len(items) * self.chunk_bytes,
-            _taken=bytearray(len(items) * len(self._shards)),
-            _places={item.chunk.key: place for place, item in enumerate(items)},
-            _on_done=on_done,
+            nbytes=len(items) * self.chunk_bytes,
+            on_done=on_done,
         )
         if early and on_done is None:
             raise ValueError("an early load needs on_done: it is not returned by poll()")
@@ -301,7 +131,7 @@ class Loads(TransferHalf):
         cache = self._context.cache
         if cache is not None and any(item.memory is None for item in items):
             try:
-                load._fence = cache.fence()
+                load.fence = cache.fence()
             except DeviceUnavailableError:
                 usable = False
         if usable and not early and self._shelf.backend.properties.lends:
@@ -311,8 +141,8 @@ class Loads(TransferHalf):
             )
         with self._lock:
             ahead = bytes_ahead + self._unfinished_bytes()
-            seconds = self._deadlines.to_read(2 * (ahead + load._bytes))
-            load._deadline = time.monotonic() + seconds
+            seconds = self._deadlines.to_read(2 * (ahead + load.nbytes))
+            load.deadline = time.monotonic() + seconds
             (self._active_early if early else self._active)[request_id] = load
             if not items:
                 self._complete(load)
@@ -321,9 +151,7 @@ class Loads(TransferHalf):
             ):
                 self._refuse(load)
             else:
-                (self._early_queue if early else self._queue).append(load)
-                for task in self._reading:
-                    self._share(task, load)
+                self._reads.add(load)
                 self._work.notify(len(items) * len(self._shards))
         return load
 
@@ -340,21 +168,21 @@ class Loads(TransferHalf):
             Whether it counts as one that was cancelled because its request was aborted.
         """
         with self._lock:
-            load = self._active.get(request_id)
-            if load is not None and not load.finished:
-                load.cancelled = True
-                if count:
-                    self._counters.add("cancelled_loads")
-                self._settle(load)
-        self.cancel_early(request_id)
+            self._cancel(self._active.get(request_id), count=count)
+            self._cancel(self._active_early.get(request_id))
 
     def cancel_early(self, request_id: str) -> None:
         """Do as :meth:`cancel` does, to an early load only."""
         with self._lock:
-            load = self._active_early.get(request_id)
-            if load is not None and not load.finished:
-                load.cancelled = True
-                self._settle(load)
+            self._cancel(self._active_early.get(request_id))
+
+    def _cancel(self, load: Load | None, *, count: bool = False) -> None:
+        """Give a load up, if it is not finished. Holds the lock."""
+        if load is not None and not load.finished:
+            load.cancelled = True
+            if count:
+                self._counters.add("cancelled_loads")
+            self._settle(load)
 
     def poll(self, wait: float = 0.0) -> list[Load]:
         """Return the loads that finished since the last call.
@@ -394,96 +222,37 @@ class Loads(TransferHalf):
             return self._unfinished_bytes()
 
     def _unfinished_bytes(self) -> int:
-        return sum(load._bytes for load in self._active.values() if not load.finished)
-
-    # ------------------------------------------------------------- order
-
-    def _next_task(self) -> ReadTask | None:
-        """Take the next objects to read, waiting for them; None at the end. Load threads."""
-        with self._lock:
-            while (task := self._take()) is None:
-                if self._closing:
-                    return None
-                self._work.wait()
-            self._tasks[threading.get_ident()] = task
-            return task
-
-    def _take(self) -> ReadTask | None:
-        """Take the next objects, for all loads that want them. Holds the lock."""
-        load = self._choose()
-        if load is None:
-            return None
-        shards, first = len(self._shards), load._next
-        item, place = divmod(first, shards)
-        # A part of what is left that gets smaller, so that no thread is left with much at the end.
-        share = (load._wanted * shards - first) // (2 * self._count_threads)
-        most = self._most if self._shelf.backend.reads_whole else 1
-        end = min(place + max(1, min(share, most)), shards)
-        taken = load._taken.find(1, first, first - place + end)
-        if taken >= 0:
-            end = place + taken - first
-        task = ReadTask(load, item, self._shards[place:end])
-        self._note_taken(load, item, task.shards)
-        for other in [*self._queue, *self._early_queue]:
-            self._share(task, other)
-        self._reading.add(task)
-        return task
-
-    def _choose(self) -> Load | None:
-        """Return the load whose turn it is, see the module. Holds the lock."""
-        if self._queue:
-            self._oldest_next = not self._oldest_next
-            if not self._oldest_next:
-                return self._queue[0]
-            shards = len(self._shards)
-            return min(self._queue, key=lambda load: load._wanted * shards - load._next)
-        if self._early_queue:
-            early = sum(task.load.early for task in self._tasks.values())
-            if early < self._max_early:
-                return self._early_queue[0]
-        return None
-
-    def _share(self, task: ReadTask, load: Load) -> None:
-        """Let `load` share the objects that `task` reads, if it needs them. Holds the lock."""
-        item = load._places.get(task.chunk.key)
-        if item is None:
-            return
-        first = item * len(self._shards)
-        shards = [s for s in task.shards if not load._taken[first + self._places[s]]]
-        if shards:
-            task.sharers.append(ReadTask(load, item, shards))
-            self._note_taken(load, item, shards)
-
-    def _note_taken(self, load: Load, item: int, shards: Sequence[int]) -> None:
-        """Note that objects of a load are being read. Holds the lock."""
-        first = item * len(self._shards)
-        for shard in shards:
-            load._taken[first + self._places[shard]] = 1
-        left = load._taken.find(0, load._next)
-        load._next = len(load._taken) if left < 0 else left
-        self._leave_queue(load)
-
-    def _leave_queue(self, load: Load) -> None:
-        """Take a load off its queue once all its useful objects are taken. Holds the lock."""
-        queue = self._early_queue if load.early else self._queue
-        if load._next >= load._wanted * len(self._shards) and load in queue:
-            queue.remove(load)
+        return sum(load.nbytes for load in self._active.values() if not load.finished)
 
     # ------------------------------------------------------------- load threads
 
+    def _next_task(self) -> ReadTask | None:
+        """Take the next objects to read, waiting for them; None at the end."""
+        me = threading.get_ident()
+        with self._lock:
+            while True:
+                most = self._most if self._shelf.backend.reads_whole else 1
+                task = self._reads.take(me, most)
+                if task is not None or self._closing:
+                    return task
+                self._work.wait()
+
     def _run(self) -> None:
         while not self._threads.replaced() and (task := self._next_task()) is not None:
-            objects = _Objects(self._staging)
+            objects = Objects(self._context)
             try:
                 with trace_range("kvshelf load"):
                     failure = self._fetch(task, objects)
-                if objects.payloads and self._leave(task, objects):
-                    objects = _Objects(self._staging)
+                left = self._leave(task, objects)
+                if left is None:
+                    objects = Objects(self._context)
                     continue
                 taker: ReadTask | None = task
                 while taker is not None:
-                    ended = self._deliver(taker, objects, failure)
-                    following = self._next_sharer(task)
+                    ended = self._deliver(taker, objects, failure, left)
+                    left = []
+                    with self._lock:
+                        following = self._reads.next_sharer(threading.get_ident(), task)
                     if following is None:
                         # Before its load is finished: what the load has used is free from then on.
                         objects.release()
@@ -492,7 +261,7 @@ class Loads(TransferHalf):
             finally:
                 objects.release()
 
-    def _fetch(self, task: ReadTask, objects: _Objects) -> Failure | None:
+    def _fetch(self, task: ReadTask, objects: Objects) -> Failure | None:
         """Have the objects of a task in memory; otherwise return why not.
 
         `objects` has all of them afterwards, or none: after a failure, or if no staging became
@@ -510,7 +279,7 @@ class Loads(TransferHalf):
             return Failure.ERROR if task.late else None
         if isinstance(fetched, FailedRead):
             return self._reason(task, fetched.shard, fetched.error)
-        objects.take(self._context, chunk, fetched)
+        objects.take(chunk, fetched)
         return None
 
     def _staging_for(self, task: ReadTask, count: int) -> list[StagingBuffer] | None:
@@ -520,7 +289,7 @@ class Loads(TransferHalf):
         # A wait must not keep what others left to this thread.
         self._deliver_left(task)
         # When memory is short, an early load is not worth a wait.
-        deadline = 0.0 if task.load.early else task.load._deadline
+        deadline = 0.0 if task.load.early else task.load.deadline
         while True:
             buffers = self._staging.acquire_for_load(count, deadline - time.monotonic())
             if buffers is not None:
@@ -528,14 +297,14 @@ class Loads(TransferHalf):
                 return buffers
             with self._lock:
                 waiting = [
-                    share.load._deadline
+                    share.load.deadline
                     for share in task.sharers
                     if share.wanted and not share.load.early
                 ]
                 deadline = max(waiting, default=0.0)
                 if deadline <= time.monotonic() or self._closing:
                     # Under this lock, so that no load joins a read that has failed.
-                    self._reading.discard(task)
+                    self._reads.share_no_more(task)
                     return None
 
     def _reason(self, task: ReadTask, shard: int, error: Exception) -> Failure:
@@ -548,105 +317,74 @@ class Loads(TransferHalf):
             return self._load_failed(task, shard, Failure.UNAVAILABLE, error)
         return self._load_failed(task, shard, Failure.ERROR, error)
 
-    def _leave(self, task: ReadTask, objects: _Objects) -> bool:
+    def _leave(self, task: ReadTask, objects: Objects) -> list[Arrived] | None:
         """Leave objects to a thread that still reads others of their chunk, if there is one.
 
-        That thread delivers them, and releases them.
+        Otherwise return what was left to this thread, which delivers all.
         """
-        load = task.load
-        memory = load.items[task.item].memory or self._context.cache
+        memory = task.load.items[task.item].memory or self._context.cache
+        whole = memory is not None and memory.whole_chunks and objects.payloads
         with self._lock:
-            task.reading = False
-            if task.sharers or memory is None or not memory.whole_chunks:
-                return False
-            if not any(
-                other.reading and other.load is load and other.item == task.item
-                for other in self._tasks.values()
-            ):
-                return False
-            self._tasks.pop(threading.get_ident(), None)
-            self._reading.discard(task)
-            load._left.setdefault(task.item, []).append((task, objects))
-            return True
-
-    def _take_left(self, task: ReadTask) -> list[tuple[ReadTask, _Objects]]:
-        """Take over what was left to the thread of `task`; nothing more is left to it."""
-        with self._lock:
-            task.reading = False
-            return task.load._left.pop(task.item, [])
+            if whole and self._reads.leave(threading.get_ident(), task, objects):
+                return None
+            return self._reads.take_left(task)
 
     def _deliver_left(self, task: ReadTask) -> None:
         """Scatter what was left to this thread, without its own objects."""
-        left = self._take_left(task)
-        if not left:
-            return
-        failure = None
-        try:
-            self._scatter(task.load, task.item, left)
-        except Exception as error:  # noqa: BLE001 - the thread must go on
-            other = left[0][0]
-            failure = self._load_failed(other, other.shards[0], Failure.ERROR, error)
-        finally:
-            for _, objects in left:
-                objects.release()
-        for number, (other, _) in enumerate(left):
-            self._end_task(other, None if number else failure)
+        with self._lock:
+            left = self._reads.take_left(task)
+        if left:
+            self._end_left(left, self._scatter(left[0][0], left))
+
+    def _end_left(self, left: Sequence[Arrived], failure: Failure | None = None) -> None:
+        """End what was left to this thread: why it failed counts once."""
+        for _, objects in left:
+            objects.release()
+        for other, _ in left:
+            self._end_task(other, failure)
+            failure = None
 
     def _deliver(
-        self, task: ReadTask, objects: _Objects, failure: Failure | None
+        self, task: ReadTask, objects: Objects, failure: Failure | None, left: Sequence[Arrived]
     ) -> Failure | None:
         """Scatter the objects, and those left to this thread, for one load that needs them.
 
         Returns why the load did not get the objects of `task`; those that were left are ended.
         """
-        left = self._take_left(task)
-        try:
-            if failure is None and not objects.payloads:
+        if failure is None:
+            if objects.payloads:
+                failure = self._scatter(task, [(task, objects), *left])
+            elif task.load.early:
                 failure = Failure.UNAVAILABLE
-                if not task.load.early:
-                    error = TimeoutError("no staging buffer became free")
-                    failure = self._load_failed(task, task.shards[0], Failure.ERROR, error)
-            elif failure is None:
-                try:
-                    self._scatter(task.load, task.item, [(task, objects), *left])
-                except Exception as error:  # noqa: BLE001 - the thread must go on
-                    failure = self._load_failed(task, task.shards[0], Failure.ERROR, error)
-        finally:
-            for _, others in left:
-                others.release()
-        for other, _ in left:
-            self._end_task(other, None)
+            else:
+                error = TimeoutError("no staging buffer became free")
+                failure = self._load_failed(task, task.shards[0], Failure.ERROR, error)
+        self._end_left(left)
         return failure
 
-    def _scatter(
-        self, load: Load, number: int, arrived: Sequence[tuple[ReadTask, _Objects]]
-    ) -> None:
-        """Scatter objects of one item.
-
-        Raises
-        ------
-        TransientStorageError
-            If borrowed bytes were taken back meanwhile: none of the objects counts as arrived.
-        """
+    def _scatter(self, first: ReadTask, arrived: Sequence[Arrived]) -> Failure | None:
+        """Scatter objects of one item; return why that failed, and none of them arrived."""
+        load = first.load
         with self._lock:
             if not all(task.wanted for task, _ in arrived):
-                return
+                return None
             # From here on the load waits for the scatter to end.
-            load._scattering += 1
-        item = load.items[number]
+            load.scattering += 1
+        item = load.items[first.item]
         payloads = {
             shard: objects.payloads[shard] for task, objects in arrived for shard in task.shards
         }
         begin = time.perf_counter()
         try:
             memory = self._context.memory(item)
-            fence = load._fence if item.memory is None else item.fence
+            fence = load.fence if item.memory is None else item.fence
             if len(payloads) == len(self._shards) > 1:
                 in_order = [payloads[shard] for shard in self._shards]
                 memory.scatter_chunk(self._shards, item.slots, in_order, fence)
             else:
                 for shard, payload in payloads.items():
                     memory.scatter(shard, item.slots, payload, fence)
+            # Borrowed bytes may have been taken back meanwhile.
             if not all(objects.valid() for _, objects in arrived):
                 raise TransientStorageError(
                     "the memory that lent it was taken back while it was read; where this recurs,"
@@ -654,22 +392,16 @@ class Loads(TransferHalf):
                 )
             for task, _ in arrived:
                 task.arrived = True
+        except Exception as error:  # noqa: BLE001 - the thread must go on
+            return self._load_failed(first, first.shards[0], Failure.ERROR, error)
         finally:
             with self._lock:
-                load._scattering -= 1
+                load.scattering -= 1
         if not load.early:
             self._counters.observe("scatter", time.perf_counter() - begin)
             nbytes = sum(self._shelf.size(item.chunk, shard) for shard in payloads)
             self._count("loaded_bytes", nbytes)
-
-    def _next_sharer(self, task: ReadTask) -> ReadTask | None:
-        """Return a further load's share in the objects; without one, the task is over."""
-        with self._lock:
-            if task.sharers:
-                return task.sharers.pop(0)
-            self._tasks.pop(threading.get_ident(), None)
-            self._reading.discard(task)
-            return None
+        return None
 
     def _load_failed(
         self, task: ReadTask, shard: int, failure: Failure, error: Exception
@@ -696,19 +428,17 @@ class Loads(TransferHalf):
         return failure
 
     def _end_task(self, task: ReadTask, failure: Failure | None) -> None:
+        load = task.load
         with self._lock:
-            load = task.load
             if load.finished:
                 return
-            if failure is not None:
-                # A late one was given up before; its load may have waited for its scatter.
-                if not task.late:
-                    self._fail(load, task.item, failure)
-            elif task.arrived:
-                load._arrived[task.item] += len(task.shards)
-                items, shards = len(load.items), len(self._shards)
-                while load._leading < items and load._arrived[load._leading] == shards:
-                    load._leading += 1
+            if failure is None:
+                if task.arrived:
+                    load.arrive(task.item, len(task.shards), len(self._shards))
+            elif not task.late:
+                self._fail(load, task.item, failure)
+                return
+            # One that was late was given up before; its load may have waited for its scatter.
             self._settle(load)
 
     # ------------------------------------------------------------- failures
@@ -717,15 +447,14 @@ class Loads(TransferHalf):
         """Fail the loads that are past their deadline. Holds the lock."""
         now = time.monotonic()
         for load in list(self._active.values()):
-            if now > load._deadline and load._lacks:
-                self._give_up(load, load._leading)
+            if now > load.deadline and load.lacks:
+                self._give_up(load, load.leading)
 
     def _give_up(self, load: Load, item: int) -> None:
         """Fail a load from an item on that missed its deadline. Holds the lock."""
         self._counters.add("load_failures_timeout")
         chunk = load.items[item].chunk
         self._fail(load, item, Failure.ERROR, Reason.TIMED_OUT)
-        self._settle(load)
         if not load.early:
             self._log.warning(
                 "%s did not deliver chunk %d of a request in time, its tokens are computed instead",
@@ -737,13 +466,10 @@ class Loads(TransferHalf):
     def _give_up_task(self, thread: int) -> None:
         """Give up the objects that a stuck thread reads."""
         with self._lock:
-            stuck = self._tasks.pop(thread, None)
+            stuck = self._reads.give_up(thread)
             if stuck is None:
                 return
-            # Loads that need the objects from now on have them read again.
-            self._reading.discard(stuck)
-            stuck.reading = False
-            for _, objects in stuck.load._left.pop(stuck.item, []):
+            for _, objects in self._reads.take_left(stuck):
                 # What was left to it is of no use without its own.
                 objects.release()
             for task in (stuck, *stuck.sharers):
@@ -757,55 +483,58 @@ class Loads(TransferHalf):
             # Objects that no tier has fail at once.
             return
         with self._lock:
-            for load in [*self._active.values(), *self._active_early.values()]:
-                if load._lacks:
-                    self._refuse(load)
+            for load in self._lacking():
+                self._refuse(load)
 
     def _refuse(self, load: Load) -> None:
         """Fail the rest of a load without a call to the storage. Holds the lock."""
         if not load.early:
             self._counters.add("load_failures_unavailable")
-        self._fail(load, load._leading, Failure.UNAVAILABLE)
-        self._settle(load)
+        self._fail(load, load.leading, Failure.UNAVAILABLE)
+
+    def _lacking(self) -> list[Load]:
+        return [
+            load
+            for loads in (self._active, self._active_early)
+            for load in loads.values()
+            if load.lacks
+        ]
 
     def _fail(self, load: Load, item: int, failure: Failure, reason: Reason | None = None) -> None:
         """Note that an item will not arrive. Holds the lock."""
-        chunk = load.items[item].chunk
-        load.failures.append((chunk, failure))
+        load.fail(item, failure)
         if not load.early:
+            chunk = load.items[item].chunk
             self._context.note(Event.FAILED_LOAD, chunk, reason or _REASONS[failure])
-        if load.failed_at is None or item < load.failed_at:
-            load.failed_at = item
+        self._settle(load)
 
     # ------------------------------------------------------------- end
 
     def _settle(self, load: Load) -> None:
         """Complete a load if no further object of it is wanted. Holds the lock."""
         # Chunks after a failed one are of no use to this request.
-        self._leave_queue(load)
-        if load._leading >= load._wanted and not load._scattering:
+        self._reads.drop(load)
+        if load.leading >= load.wanted and not load.scattering:
             self._complete(load)
 
     def _complete(self, load: Load) -> None:
         load.finished = True
-        if load._wanted and not load.early:
-            self._count("loaded_chunks", load._wanted)
-        if load._on_done is None:
+        if load.wanted and not load.early:
+            self._count("loaded_chunks", load.wanted)
+        if load.on_done is None:
             self._finished.append(load)
             self._done.notify_all()
         else:
             active = self._active_early if load.early else self._active
             if active.get(load.request_id) is load:
                 del active[load.request_id]
-            self._context.notify(load._on_done, load)
+            self._context.notify(load.on_done, load)
 
     def close(self) -> None:
         """Fail the loads that are not finished and tell the threads to end."""
         self._closing = True
         self._threads.close()
         with self._lock:
-            for load in [*self._active.values(), *self._active_early.values()]:
-                if load._lacks:
-                    self._fail(load, load._leading, Failure.ERROR)
-                    self._settle(load)
+            for load in self._lacking():
+                self._fail(load, load.leading, Failure.ERROR)
             self._work.notify_all()

@@ -36,7 +36,7 @@ from kvshelf.memory.tier import MemoryTier, Pinned
 from kvshelf.metrics import Counters
 from kvshelf.shelf.view import ObjectRef
 from kvshelf.transfer.context import ChunkSlots
-from kvshelf.transfer.loads import Failure, Load
+from kvshelf.transfer.load import Failure, Load
 from kvshelf.transfer.transfer import Transfer
 
 #: Limit of the chunks that are dropped per step.

@@ -32,7 +32,7 @@ from kvshelf.metrics import COUNTERS, Counters
 from kvshelf.shelf.tiers import AnyShelf
 from kvshelf.shelf.view import ShelfView
 from kvshelf.transfer.context import ChunkSlots
-from kvshelf.transfer.loads import Load
+from kvshelf.transfer.load import Load
 from kvshelf.transfer.staging import Lender
 from kvshelf.transfer.transfer import Transfer
 from kvshelf.vllm.metadata import LoadOp, StepMetadata, StoreOp, WorkerReport

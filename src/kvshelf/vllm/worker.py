@@ -78,7 +78,7 @@ from kvshelf.shelf.tiers import AnyShelf, TieredView
 from kvshelf.shelf.view import ShelfView
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.kinds import JointLoad, KindTransfers, share_out
-from kvshelf.transfer.loads import Failure
+from kvshelf.transfer.load import Failure
 from kvshelf.transfer.prefetch import KindMemory, Prefetcher
 from kvshelf.transfer.promises import Promises
 from kvshelf.transfer.staging import Lender
