@@ -15,7 +15,6 @@ from typing import Any
 from kvshelf.backends.base import (
     NOT_REGULAR,
     Backend,
-    Borrowed,
     BytesLike,
     Checked,
     Deadlines,
@@ -25,6 +24,7 @@ from kvshelf.backends.base import (
     Reader,
     Space,
     StatResult,
+    StatResults,
     Touched,
     Whole,
     WriteMode,
@@ -36,7 +36,6 @@ from kvshelf.urls import directory_of
 __all__ = [
     "NOT_REGULAR",
     "Backend",
-    "Borrowed",
     "BytesLike",
     "Checked",
     "Deadlines",
@@ -46,6 +45,7 @@ __all__ = [
     "Reader",
     "Space",
     "StatResult",
+    "StatResults",
     "Touched",
     "Whole",
     "WriteMode",

@@ -25,7 +25,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, overload
+from typing import Final, Literal, NamedTuple, TypeAlias, overload
 
 from kvshelf.backends.notices import Notices
 from kvshelf.errors import ObjectNameError, StorageError
@@ -153,9 +153,6 @@ class Properties:
         size; 0: none.
     probe_cost : float
         Seconds for one probe, typical or as measured.
-    lends : bool
-        :meth:`Backend.borrow` may return objects, and :meth:`Backend.expect` is of use. Elsewhere
-        callers may do without both calls.
     read_only : bool
         The storage is known to refuse writes.
     can_quarantine : bool
@@ -178,7 +175,6 @@ class Properties:
     probes_at_once: int = 1
     part_bytes: int = 0
     probe_cost: float = 10e-6
-    lends: bool = False
     read_only: bool = False
     can_quarantine: bool = False
     temporaries: bool = False
@@ -232,27 +228,6 @@ class Reader(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class Borrowed(Protocol):
-    """The bytes of one whole, verified object in memory that somebody else owns.
-
-    They are read in place, and must not be used after :meth:`release`. Any thread may call the
-    methods; none blocks.
-    """
-
-    @property
-    def view(self) -> memoryview:
-        """The whole object, header included; it may be read-only."""
-
-    def valid(self) -> bool:
-        """Tell whether `view` was the object until now: asked after the last use of the bytes.
-
-        False where the owner took the bytes back meanwhile: what was read from them is of no use.
-        """
-
-    def release(self) -> None:
-        """Give the bytes back. Called exactly once."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -325,24 +300,6 @@ class Backend(ABC):
             raise answer
         return answer
 
-    def find(self, names: Sequence[str], sizes: Sequence[int]) -> StatResults:
-        """Probe objects that are to be read: they may also be in memory only, see :meth:`borrow`.
-
-        The default is :meth:`stat`.
-
-        Parameters
-        ----------
-        names : Sequence of str
-        sizes : Sequence of int
-            The bytes that each object should have.
-
-        Raises
-        ------
-        ObjectNameError
-            If a name is not safe: an error of the caller.
-        """
-        return self.stat(names)
-
     @abstractmethod
     def info(self, name: str) -> ObjectInfo | None:
         """Return size and times of the entry at `name`, of any type; None if missing.
@@ -373,43 +330,6 @@ class Backend(ABC):
         StorageError
             If the storage failed.
         """
-
-    def expect(self, names: Sequence[str], sizes: Sequence[int]) -> None:
-        """Take note that these objects are about to be read, in this order.
-
-        Never blocks and never raises: it may be called on an engine's step thread. Objects that
-        are expected need not be read. Does nothing unless a backend can use the time.
-
-        Parameters
-        ----------
-        names : Sequence of str
-        sizes : Sequence of int
-            The bytes that each object should have.
-        """
-
-    def borrow(self, name: str, size: int) -> Borrowed | None:
-        """Return one object where it lies in memory; may block until it is there.
-
-        Parameters
-        ----------
-        name : str
-        size : int
-            The bytes that the object should have.
-
-        Returns
-        -------
-        Borrowed or None
-            None: this backend has no such memory, or no room in it now. The object may be there all
-            the same, for :meth:`open`.
-
-        Raises
-        ------
-        BadObjectError
-            If whoever has the memory found the object bad.
-        ObjectMissingError, NotRegularError, StorageError
-            As for :meth:`open`.
-        """
-        return None
 
     @property
     def reads_whole(self) -> bool:

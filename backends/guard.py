@@ -59,11 +59,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 from kvshelf.backends.base import (
     Backend,
-    Borrowed,
     BytesLike,
     Checked,
     Deadlines,
@@ -93,6 +92,8 @@ from kvshelf.errors import (
 )
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 LATE_WEIGHT: Final = 2
 #: Seconds for which the write breaker stays open at least when a write was refused.
@@ -251,13 +252,10 @@ class GuardedBackend(WrappedBackend):
 
     def stat(self, names: Sequence[str]) -> StatResults:
         """Probe many names at once; all answers are errors while the read breaker is open."""
-        return self._probe_all(names, lambda: self.inner.stat(names))
+        return self.probe_by(names, lambda: self.inner.stat(names))
 
-    def find(self, names: Sequence[str], sizes: Sequence[int]) -> StatResults:
-        """Probe many names at once; all answers are errors while the read breaker is open."""
-        return self._probe_all(names, lambda: self.inner.find(names, sizes))
-
-    def _probe_all(self, names: Sequence[str], ask: Callable[[], StatResults]) -> StatResults:
+    def probe_by(self, names: Sequence[str], ask: Callable[[], StatResults]) -> StatResults:
+        """Have `ask` probe many names; all answers are errors while the read breaker is open."""
         try:
             call = self._enter(_PROBE, names[0] if names else "", self.deadlines.probe)
         except UnavailableStorageError as error:
@@ -339,29 +337,29 @@ class GuardedBackend(WrappedBackend):
             f"{self.url}/{call.name}",
         )
 
-    def expect(self, names: Sequence[str], sizes: Sequence[int]) -> None:
-        """Pass it on, unless the read breaker is open."""
-        if self.reads.is_closed:
-            self.inner.expect(names, sizes)
+    def read_by(self, name: str, nbytes: int, read: Callable[[], _T | None]) -> _T | None:
+        """Have `read` get one object, with the deadline of reading it.
 
-    def borrow(self, name: str, size: int) -> Borrowed | None:
-        """Borrow one object, with the deadline of reading it.
+        None is no evidence that the storage works.
 
-        That the backend has no such memory is no evidence that the storage works.
+        Raises
+        ------
+        UnavailableStorageError
+            If the read breaker is open.
         """
-        call = self._enter(_READ, name, self.deadlines.to_read(size))
+        call = self._enter(_READ, name, self.deadlines.to_read(nbytes))
         try:
-            borrowed = self.inner.borrow(name, size)
+            found = read()
         except BaseException as error:
             self._leave(call, error)
             raise
-        if borrowed is not None:
+        if found is not None:
             self._worked[_READ] = name
-        if borrowed is not None or call.late or time.monotonic() > call.deadline:
+        if found is not None or call.late or time.monotonic() > call.deadline:
             self._leave(call)
         else:
             self._calls.pop(threading.get_ident(), None)
-        return borrowed
+        return found
 
     def write(
         self, name: str, buffers: Sequence[BytesLike], mode: WriteMode = "create"

@@ -13,7 +13,6 @@ from typing import Any, Final
 
 from kvshelf.backends.base import (
     Backend,
-    Borrowed,
     BytesLike,
     Checked,
     NotRegular,
@@ -34,7 +33,6 @@ from kvshelf.errors import ReadOnlyStorageError
 #: Methods that consist of another one, unless a storage does better, and that other one.
 _MADE_OF: Final = {
     "probe": "stat",
-    "find": "stat",
     "read_into": "open",
     "read_whole": "open",
     "write_marker": "write",
@@ -78,20 +76,11 @@ class WrappedBackend(Backend):
     def probe(self, name: str) -> int | NotRegular | None:
         return self.inner.probe(name)
 
-    def find(self, names: Sequence[str], sizes: Sequence[int]) -> StatResults:
-        return self.inner.find(names, sizes)
-
     def info(self, name: str) -> ObjectInfo | None:
         return self.inner.info(name)
 
     def open(self, name: str, size: int | None = None) -> Reader:
         return self.inner.open(name, size)
-
-    def expect(self, names: Sequence[str], sizes: Sequence[int]) -> None:
-        self.inner.expect(names, sizes)
-
-    def borrow(self, name: str, size: int) -> Borrowed | None:
-        return self.inner.borrow(name, size)
 
     @property
     def reads_whole(self) -> bool:

@@ -24,11 +24,11 @@ from kvshelf.backends import open_backend
 from kvshelf.format.keys import Chunk
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.caches import DONE, KVMemory, PendingCopy
-from kvshelf.memory.tier import MemoryTier
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
-from kvshelf.shelf.tiers import TieredView
 from kvshelf.shelf.view import ObjectRef, ShelfView
+from kvshelf.tiers.memory_tier import MemoryTier
+from kvshelf.tiers.tiered import TieredView
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Load
 from kvshelf.transfer.prefetch import KindMemory, Prefetcher

@@ -40,9 +40,9 @@ from kvshelf.backends import open_backend
 from kvshelf.cache import ChunkCache
 from kvshelf.kv.layout import PagedLayout
 from kvshelf.kv.sources import PagedKV
-from kvshelf.memory.tier import MemoryTier
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef
+from kvshelf.tiers.memory_tier import MemoryTier
 from kvshelf.transfer.context import bytes_at
 
 _CHUNKS = 16

@@ -15,10 +15,10 @@ from benchmarks.settings import Settings
 from kvshelf.backends import open_backend
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
-from kvshelf.shelf.disk_tier import DiskTier
 from kvshelf.shelf.shelf import Shelf
-from kvshelf.shelf.tiers import TieredShelf
 from kvshelf.shelf.view import ObjectRef
+from kvshelf.tiers.disk_tier import DiskTier
+from kvshelf.tiers.tiered import TieredShelf
 from kvshelf.transfer.staging import StagingPool
 
 _DRAIN_SECONDS = 60.0

@@ -54,15 +54,15 @@ from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.caches import HostKVCache, LayerRun, layer_calls
 from kvshelf.kv.layout import PagedLayout
 from kvshelf.kv.sources import PagedKV
-from kvshelf.memory.tier import MemoryTier
 from kvshelf.metrics import Counters
-from kvshelf.server.backend import connect, open_served
 from kvshelf.server.messages import Ping
 from kvshelf.server.segment import Segment
+from kvshelf.server.shelf import connect, open_served
 from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.lookup import LookupService
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef
+from kvshelf.tiers.memory_tier import MemoryTier
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.staging import StagingPool
 from kvshelf.transfer.stores import StoreOutcome

@@ -48,9 +48,9 @@ from kvshelf.kv.caches import HostKVCache
 from kvshelf.kv.device_tensors import DeviceTensors
 from kvshelf.kv.layout import PagedLayout
 from kvshelf.memory.size_classes import SizeClasses
-from kvshelf.memory.tier import MemoryTier
-from kvshelf.server.backend import open_served
-from kvshelf.shelf.disk_tier import DiskTier
+from kvshelf.server.shelf import open_served
+from kvshelf.tiers.disk_tier import DiskTier
+from kvshelf.tiers.memory_tier import MemoryTier
 from tests.native.simulated_device import SimulatedStreams
 from tests.server.node import LocalServer
 from tests.support.prompts import prompt

@@ -62,15 +62,15 @@ from kvshelf.kv.sources import (
     with_slots,
 )
 from kvshelf.kv.state_tensors import StateTensors, empty_state
-from kvshelf.memory.tier import MemoryTier
 from kvshelf.metrics import Counters
-from kvshelf.shelf.disk_tier import DiskTier
 from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.hits import UNLIMITED, window_of
 from kvshelf.shelf.lookup import Lookup, LookupService
 from kvshelf.shelf.shelf import Shelf
-from kvshelf.shelf.tiers import Tier, TieredShelf, open_configured, shelf_url
 from kvshelf.shelf.view import ObjectRef
+from kvshelf.tiers.disk_tier import DiskTier
+from kvshelf.tiers.memory_tier import MemoryTier
+from kvshelf.tiers.tiered import Tier, TieredShelf, open_configured, shelf_url
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Failure, Load
 from kvshelf.transfer.prefetch import IntoMemory, KindMemory

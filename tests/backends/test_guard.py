@@ -22,7 +22,7 @@ from kvshelf.backends.base import WriteResult
 from kvshelf.backends.breaker import LEAST_FAILURES, WINDOW_SECONDS, Backoff, Breaker, BreakerState
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.oserrors import storage_error
-from kvshelf.backends.wrappers import ReadOnlyBackend, WrappedBackend
+from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.errors import (
     NoRoomError,
     NoSpaceStorageError,
@@ -33,7 +33,7 @@ from kvshelf.errors import (
     TransientStorageError,
     UnavailableStorageError,
 )
-from tests.support.storages import CountingBackend, Fault, FaultyBackend, LendingBackend, posix
+from tests.support.storages import CountingBackend, Fault, FaultyBackend, posix
 from tests.support.threads import none_can_be_started
 from tests.support.waiting import AT_ONCE, PATIENCE, SOON, until
 
@@ -759,60 +759,48 @@ def test_a_storage_that_fails_writes_is_not_asked_to_delete(rig: Rig) -> None:
         rig.guard.delete("o1")
 
 
-# ------------------------------------------------------------------------- borrowing
-
-
-def test_wrappers_pass_on_what_is_expected_and_lent(tmp_path: Path) -> None:
-    lending = LendingBackend(posix(tmp_path))
-    lending.inner.write("o", [b"12345"])
-    with closing(GuardedBackend(ReadOnlyBackend(CountingBackend(lending)))) as backend:
-        backend.expect(["o", "p"], [5, 6])
-        assert lending.expected == [("o", 5), ("p", 6)]
-        loan = backend.borrow("o", 5)
-        assert loan is not None and bytes(loan.view) == b"12345" and loan.valid()
-        loan.release()
-        with pytest.raises(ObjectMissingError):
-            backend.borrow("p", 6)
-        lending.lends = lambda name: False
-        assert backend.borrow("o", 5) is None
+# ------------------------------------------------------------------------- by other means
 
 
 @pytest.mark.parametrize("rig", [(None, NEVER)], indirect=True)
-def test_objects_that_are_to_be_read_are_probed_like_others(rig: Rig) -> None:
-    assert rig.guard.find(["o1", "none"], [2, 2]) == rig.guard.stat(["o1", "none"])
+def test_probes_by_other_means_count_like_others(rig: Rig) -> None:
+    ask = lambda: rig.faults.stat(["o1"])  # noqa: E731
+
+    assert rig.guard.probe_by(["o1"], ask) == rig.guard.stat(["o1"])
     rig.faults.add(Fault("stat", error=eio))
     for _ in range(LEAST_FAILURES):
-        assert isinstance(rig.guard.find(["o1"], [2])[0], TransientStorageError)
+        assert isinstance(rig.guard.probe_by(["o1"], ask)[0], TransientStorageError)
     assert rig.guard.reads.state is BreakerState.OPEN
     rig.inner.counts.clear()
-    answers = rig.guard.find(["o1", "o2"], [2, 2])
+    answers = rig.guard.probe_by(["o1", "o2"], ask)
+    assert len(answers) == 2
     assert all(isinstance(answer, UnavailableStorageError) for answer in answers)
     assert not rig.inner.counts
 
 
 @pytest.mark.parametrize("rig", [(SOON, NEVER)], indirect=True)
-def test_a_late_loan_counts_as_a_late_read(rig: Rig) -> None:
+def test_a_late_read_by_other_means_counts_as_one(rig: Rig) -> None:
     gate = threading.Event()
-    rig.faults.add(Fault("borrow", wait=gate, times=2))
-    threads = [start(rig, lambda rig: rig.guard.borrow("o1", 2)) for _ in range(2)]
+
+    def read() -> None:
+        assert gate.wait(PATIENCE)
+
+    threads = [start(rig, lambda rig: rig.guard.read_by("o1", 2, read)) for _ in range(2)]
     until(lambda: rig.guard.reads.state is BreakerState.OPEN)
     assert rig.counts["late_calls"] == 2
     gate.set()
     for thread in threads:
         thread.join(PATIENCE)
-    rig.inner.counts.clear()
     with pytest.raises(UnavailableStorageError):
-        rig.guard.borrow("o1", 2)
-    rig.guard.expect(["o1"], [2])
-    assert not rig.inner.counts
+        rig.guard.read_by("o1", 2, read)
 
 
 @pytest.mark.parametrize("rig", [(None, NEVER)], indirect=True)
-def test_a_refused_loan_is_no_sign_that_the_storage_works(rig: Rig) -> None:
+def test_that_nothing_was_read_is_no_sign_that_the_storage_works(rig: Rig) -> None:
     rig.faults.add(Fault("open", error=eio))
     for _ in range(LEAST_FAILURES):
         for _ in range(3):
-            assert rig.guard.borrow("o1", 2) is None
+            assert rig.guard.read_by("o1", 2, lambda: None) is None
         rig.fail(1)
     assert rig.guard.reads.state is BreakerState.OPEN
 

@@ -175,7 +175,7 @@ class TestServed(_OverFolder):
 
     @pytest.fixture
     def backend(self, server: LocalServer) -> Iterator[Backend]:
-        from kvshelf.server.backend import open_served
+        from kvshelf.server.shelf import open_served
 
         with open_served(server.url) as shelf:
             yield shelf.backend
@@ -215,6 +215,6 @@ class TestServed(_OverFolder):
 
 
 def _open_served_backend(url: str) -> Backend:
-    from kvshelf.server.backend import open_served
+    from kvshelf.server.shelf import open_served
 
     return open_served(url).backend

@@ -45,11 +45,8 @@ WHOLE = Whole("a", b"", b"", b"", array("q", (0, 1)))
 CALLS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "stat": ((["a"],), [1]),
     "probe": (("a",), 1),
-    "find": ((["a"], [1]), [1]),
     "info": (("a",), ObjectInfo("a", 1, 0.0)),
     "open": (("a", 1), Opened()),
-    "expect": ((["a"], [1]), None),
-    "borrow": (("a", 1), object()),
     "read_whole": (("", b"", [WHOLE], [memoryview(bytearray(1))], 1.0), Checked([True], 0, 0)),
     "read_into": (("a", memoryview(bytearray(1)), 7), 1),
     "write": (("a", [b"1"], "replace"), WriteResult.REPLACED),
@@ -141,7 +138,6 @@ def test_nothing_goes_past_a_wrapper() -> None:
         noting = Noting()
         wrapper = kind(noting)
         assert wrapper.probe("a") == 5
-        assert wrapper.find(["a", "b"], [1, 1]) == [5, 5]
         assert wrapper.read_into("a", memoryview(bytearray(1)), 3) == 1
         assert wrapper.write_marker("a") is WriteResult.EXISTED
         assert not wrapper.reads_whole

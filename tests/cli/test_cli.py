@@ -24,9 +24,9 @@ from kvshelf.cli.common import EXIT_CODES
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.shelf.disk_tier import DiskTier
 from kvshelf.shelf.shelf import open_shelf
 from kvshelf.shelf.view import ObjectRef
+from kvshelf.tiers.disk_tier import DiskTier
 from tests.server.node import LocalServer
 from tests.support.commands import run
 from tests.support.filled import CHUNK, hybrid, namespace, store

@@ -21,10 +21,10 @@ from kvshelf.errors import ObjectMissingError
 from kvshelf.format.keys import Chunk
 from kvshelf.format.names import object_name
 from kvshelf.metrics import Counters
-from kvshelf.shelf.disk_tier import DiskTier
 from kvshelf.shelf.shelf import Shelf
-from kvshelf.shelf.tiers import TieredShelf
 from kvshelf.shelf.view import ObjectRef, Presence
+from kvshelf.tiers.disk_tier import DiskTier
+from kvshelf.tiers.tiered import TieredShelf
 from tests.faults.crash_child import make_format
 from tests.faults.faultfs import FaultMount
 from tests.support.formats import sealed

@@ -14,8 +14,8 @@ import sys
 
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.metrics import Counters
-from kvshelf.shelf.disk_tier import DiskTier
 from kvshelf.shelf.view import ObjectRef
+from kvshelf.tiers.disk_tier import DiskTier
 from tests.faults.crash_child import CHUNK, make_format
 from tests.support.formats import sealed
 

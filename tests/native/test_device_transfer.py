@@ -23,7 +23,7 @@ from tests.native.fake_streams import FakeEvent, FakeStreams
 from tests.native.simulated_device import SimulatedStreams
 from tests.support.formats import BLOCK, HEAD_SIZE, HEADS, LAYERS, make_format
 from tests.support.prompts import make_chunks
-from tests.support.storages import LendingBackend, posix
+from tests.support.storages import LendingMemory, posix
 from tests.support.transfers import Rig
 from tests.support.waiting import PATIENCE, until
 
@@ -97,14 +97,17 @@ def test_host_and_device_share_the_tail_of_a_prompt(tmp_path: Path, shards: int)
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_lent_is_given_back_after_the_device_has_read_it(tmp_path: Path, seed: int) -> None:
     # Memory that is given back is spoiled at once.
-    lending = LendingBackend(posix(tmp_path))
+    storage = posix(tmp_path)
+    lending = LendingMemory(storage)
     chunks = make_chunks(make_format(), 6)
     with closing(Rig(posix(tmp_path))) as host:
         host.put(chunks)
     streams = SimulatedStreams(seed, engine_at_once=True, rate=1e8)
     with (
         closing(streams),
-        closing(Rig(lending, streams=streams, blocks=100, options={"load_threads": 2})) as rig,
+        closing(
+            Rig(storage, memory=lending, streams=streams, blocks=100, options={"load_threads": 2})
+        ) as rig,
     ):
         load, items = rig.load(chunks, 30)
         assert load.failed_at is None

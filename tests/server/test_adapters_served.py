@@ -22,7 +22,7 @@ from kvshelf.forms import PagedKV
 from kvshelf.kv import sources
 from kvshelf.kv.device_tensors import DeviceTensors
 from kvshelf.kv.layout import slots_of
-from kvshelf.server import backend
+from kvshelf.server import shelf as shelf_module
 from kvshelf.server.client import LoadStoreOp, SchedulerAdapter, WorkerAdapter, open_cache
 from tests.native.fake_cudart import FakeCudart, fake_cudart
 from tests.native.simulated_device import SimulatedStreams
@@ -301,7 +301,7 @@ def test_a_cache_needs_a_server() -> None:
 def test_a_cache_on_a_server_that_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "CONNECT_SECONDS", 0.1)
+    monkeypatch.setattr(shelf_module, "CONNECT_SECONDS", 0.1)
     config = Config(server=f"ipc://{tmp_path}/none/node.sock", chunk_size=CHUNK)
     with pytest.raises(StorageError):
         open_cache(config, facts())

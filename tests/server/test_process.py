@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from kvshelf.errors import UnavailableStorageError
-from kvshelf.server.backend import open_served
 from kvshelf.server.segment import Segment
+from kvshelf.server.shelf import open_served
 from kvshelf.shelf.view import ObjectRef, Presence
 from tests.server.client_child import FMT, SIZE
 from tests.server.desk import name_of

@@ -14,8 +14,8 @@ from kvshelf.capacity.uses import Uses
 from kvshelf.config import Config
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.metrics import Counters
-from kvshelf.server.backend import open_served
 from kvshelf.server.messages import Fault, LookedUp, Result
+from kvshelf.server.shelf import open_served
 from tests.server.desk import Desk, name_of
 from tests.server.node import LocalServer
 from tests.support.formats import make_format, sealed

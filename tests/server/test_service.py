@@ -21,7 +21,7 @@ from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.server.messages import MISSING, Failed, Found, LookedUp, Ready, Result, Stored
 from kvshelf.server.messages import Fault as Refusal
-from kvshelf.shelf.disk_tier import DiskTier
+from kvshelf.tiers.disk_tier import DiskTier
 from tests.server.desk import Desk, name_of
 from tests.support.formats import make_format, sealed
 from tests.support.prompts import make_chunks

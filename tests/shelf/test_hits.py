@@ -31,15 +31,15 @@ from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
 from kvshelf.shelf import failed_keys as failed_module
 from kvshelf.shelf import presence as presence_module
-from kvshelf.shelf.disk_tier import DiskTier
 from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.hits import HitSearch, window_chunks
 from kvshelf.shelf.lookup import Lookup, LookupService
 from kvshelf.shelf.presence import PresenceCache
 from kvshelf.shelf.search import Answers, RoundCosts
 from kvshelf.shelf.shelf import Shelf
-from kvshelf.shelf.tiers import Tier, TieredShelf
 from kvshelf.shelf.view import ObjectRef, Presence
+from kvshelf.tiers.disk_tier import DiskTier
+from kvshelf.tiers.tiered import Tier, TieredShelf
 from tests.support import prompts
 from tests.support.clocks import Clock
 from tests.support.formats import format_of_kinds

@@ -29,8 +29,8 @@ from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
 from kvshelf.shelf.markers import is_attempt, marker_name
 from kvshelf.shelf.shelf import Shelf
-from kvshelf.shelf.tiers import TieredView
 from kvshelf.shelf.view import ObjectRef, Presence
+from kvshelf.tiers.tiered import TieredView
 from tests.support.formats import make_format
 from tests.support.prompts import make_chunks
 from tests.support.servers import BUCKET, S3Server, command, moto_s3

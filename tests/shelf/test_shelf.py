@@ -18,7 +18,6 @@ import pytest
 
 from kvshelf.backends import WriteResult, open_backend
 from kvshelf.backends.base import StatResults
-from kvshelf.backends.wrappers import ReadOnlyBackend
 from kvshelf.errors import (
     BadObjectError,
     NotRegularError,
@@ -34,9 +33,9 @@ from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf import view as view_module
 from kvshelf.shelf.shelf import Shelf, open_shelf
-from kvshelf.shelf.view import ObjectRef, Presence, find_together
+from kvshelf.shelf.view import ObjectRef, Presence
 from tests.support import formats
-from tests.support.storages import CountingBackend, Fault, FaultyBackend, LendingBackend
+from tests.support.storages import CountingBackend, Fault, FaultyBackend
 from tests.support.waiting import PATIENCE, until
 
 CHUNK = 16
@@ -728,85 +727,6 @@ def test_a_sweep_that_fails_is_no_failed_store(
     faulty.add(Fault("sweep", error=lambda: TransientStorageError(5, "EIO")))
     with Shelf(faulty) as shelf:
         assert store(shelf, fmt, chunks[0]) is WriteResult.CREATED
-
-
-# ------------------------------------------------------------------------------------- borrowing
-
-
-def test_an_object_that_the_storage_has_in_memory_is_lent_whole(
-    root: Path, fmt: ObjectFormat, chunks: list[Chunk]
-) -> None:
-    lending = LendingBackend(open_backend(root))
-    with Shelf(lending) as shelf:
-        store(shelf, fmt, chunks[0])
-        view = shelf.view(fmt)
-        ref, missing = ObjectRef(chunks[0], 0), ObjectRef(chunks[1], 1)
-        view.expect([ref, missing])
-        size = fmt.object_size(0)
-        assert lending.expected == [(view.name(ref), size), (view.name(missing), size)]
-        loan = view.borrow(ref)
-        assert loan is not None and bytes(loan.view) == image(fmt, chunks[0])
-        loan.release()
-        with pytest.raises(ObjectMissingError):
-            view.borrow(missing)
-        lending.lends = lambda name: False
-        assert view.borrow(ref) is None
-
-
-def test_lookups_find_what_is_in_memory_only_and_stores_do_not(
-    root: Path, fmt: ObjectFormat, chunks: list[Chunk]
-) -> None:
-    lending = LendingBackend(open_backend(root))
-    with Shelf(ReadOnlyBackend(lending)) as shelf:
-        view = shelf.view(fmt)
-        refs = [ObjectRef(chunk, 0) for chunk in chunks[:2]]
-        lending.kept = {view.name(refs[1])}
-        assert view.find(refs) == [Presence.MISSING, Presence.PRESENT]
-        assert find_together([(view, refs)]) == [[Presence.MISSING, Presence.PRESENT]]
-        assert view.probe(refs) == [Presence.MISSING, Presence.MISSING]
-
-
-def test_the_bytes_of_another_object_are_not_taken_for_this_one(
-    root: Path, fmt: ObjectFormat, chunks: list[Chunk], caplog: pytest.LogCaptureFixture
-) -> None:
-    lending = LendingBackend(open_backend(root))
-    with Shelf(lending) as shelf:
-        store(shelf, fmt, chunks[0])
-        lending.on_lend = lambda loan: loan.data.__setitem__(slice(None), image(fmt, chunks[1]))
-        assert shelf.view(fmt).borrow(ObjectRef(chunks[0], 0)) is None
-        assert [loan.released for loan in lending.loans] == [1]
-        assert "borrowed bytes are not those of" in caplog.text
-        # The object on the storage is good, and stays.
-        assert not quarantined(shelf, fmt)
-        assert load(shelf, fmt, chunks[0]) == image(fmt, chunks[0])
-
-
-def test_an_object_that_the_owner_of_the_memory_found_bad_is_moved_aside(
-    root: Path, fmt: ObjectFormat, chunks: list[Chunk]
-) -> None:
-    faulty = FaultyBackend(LendingBackend(open_backend(root)))
-    faulty.add(Fault("borrow", error=PayloadDamaged("payload damaged")))
-    with Shelf(faulty) as shelf:
-        store(shelf, fmt, chunks[0])
-        with pytest.raises(PayloadDamaged):
-            shelf.view(fmt).borrow(ObjectRef(chunks[0], 0))
-        assert len(quarantined(shelf, fmt)) == 1
-
-
-def test_objects_of_all_folders_of_a_namespace_are_lent(root: Path, chunks: list[Chunk]) -> None:
-    for slug, chunk in (("one", chunks[0]), ("two", chunks[1])):
-        with open_shelf(root.parent / slug) as alone:
-            store(alone, make_format(slug=slug), chunk)
-        shutil.copytree(root.parent / slug, root, dirs_exist_ok=True)
-    fmt = make_format(slug="one")
-    with Shelf(LendingBackend(open_backend(root))) as shelf:
-        view = shelf.view(fmt)
-        for chunk in chunks[:2]:
-            loan = view.borrow(ObjectRef(chunk, 0))
-            assert loan is not None and bytes(loan.view) == image(fmt, chunk)
-            loan.release()
-        with pytest.raises(ObjectMissingError):
-            view.borrow(ObjectRef(chunks[2], 0))
 
 
 # -------------------------------------------------------------------------------------- listings

@@ -19,7 +19,6 @@ from typing import Any
 from kvshelf.backends import open_backend
 from kvshelf.backends.base import (
     Backend,
-    Borrowed,
     BytesLike,
     ObjectInfo,
     Properties,
@@ -75,17 +74,6 @@ class CountingBackend(WrappedBackend):
         """Open and count."""
         self._count("open")
         return _HookedReader(self.inner.open(name, size), after=self._read)
-
-    def expect(self, names: Sequence[str], sizes: Sequence[int]) -> None:
-        """Pass on and count."""
-        self._count("expect")
-        self.inner.expect(names, sizes)
-
-    def borrow(self, name: str, size: int) -> Borrowed | None:
-        """Borrow and count: ``borrow`` what was lent, ``refuse`` what was not."""
-        borrowed = self.inner.borrow(name, size)
-        self._count("refuse" if borrowed is None else "borrow")
-        return borrowed
 
     def _read(self, part: memoryview) -> int:
         self._count("read")
@@ -155,7 +143,7 @@ class Fault:
     Attributes
     ----------
     operation : str
-        ``stat``, ``info``, ``borrow``, ``open``, ``read``, ``write``, ``publish`` (after a write
+        ``stat``, ``info``, ``open``, ``read``, ``write``, ``publish`` (after a write
         succeeded, before the caller is told), ``list``, ``folders``, ``delete``, ``quarantine``,
         ``sweep``, ``touch``, ``entries``, ``space``, ``now``, or ``*``.
     pattern : str
@@ -199,7 +187,8 @@ class FaultyBackend(WrappedBackend):
         with self._lock:
             self._faults.clear()
 
-    def _meet(self, operation: str, name: str) -> Sequence[Callable[[bytearray], object]]:
+    def meet(self, operation: str, name: str) -> Sequence[Callable[[bytearray], object]]:
+        """Wait or fail as the faults of an operation say; return what damages its bytes."""
         damages: list[Callable[[bytearray], object]] = []
         with self._lock:
             met = [
@@ -232,7 +221,7 @@ class FaultyBackend(WrappedBackend):
         answers: StatResults = []
         for name in names:
             try:
-                self._meet("stat", name)
+                self.meet("stat", name)
             except StorageError as exc:
                 answers.append(exc)
             else:
@@ -241,22 +230,17 @@ class FaultyBackend(WrappedBackend):
 
     def info(self, name: str) -> ObjectInfo | None:
         """Probe one name, with faults."""
-        self._meet("info", name)
+        self.meet("info", name)
         return self.inner.info(name)
-
-    def borrow(self, name: str, size: int) -> Borrowed | None:
-        """Borrow, with faults."""
-        self._meet("borrow", name)
-        return self.inner.borrow(name, size)
 
     def open(self, name: str, size: int | None = None) -> Reader:
         """Open, with faults now and at every read."""
-        self._meet("open", name)
+        self.meet("open", name)
         reader = self.inner.open(name, size)
         return _HookedReader(reader, after=lambda part: self._read(name, part))
 
     def _read(self, name: str, part: memoryview) -> int:
-        damages = self._meet("read", name)
+        damages = self.meet("read", name)
         if not damages:
             return len(part)
         data = bytearray(part)
@@ -269,61 +253,61 @@ class FaultyBackend(WrappedBackend):
         self, name: str, buffers: Sequence[BytesLike], mode: WriteMode = "create"
     ) -> WriteResult:
         """Publish, with faults."""
-        damages = self._meet("write", name)
+        damages = self.meet("write", name)
         if damages:
             data = bytearray().join(memoryview(buffer).cast("B") for buffer in buffers)
             for damage in damages:
                 damage(data)
             buffers = [data]
         result = self.inner.write(name, buffers, mode)
-        self._meet("publish", name)
+        self.meet("publish", name)
         return result
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """List, with faults before each entry."""
         for info in self.inner.list(prefix):
-            self._meet("list", info.name)
+            self.meet("list", info.name)
             yield info
 
     def folders(self, prefix: str = "") -> Sequence[str]:
         """List, with faults."""
-        self._meet("folders", prefix)
+        self.meet("folders", prefix)
         return self.inner.folders(prefix)
 
     def delete(self, name: str) -> bool:
         """Delete, with faults."""
-        self._meet("delete", name)
+        self.meet("delete", name)
         return self.inner.delete(name)
 
     def quarantine(self, name: str, target: str) -> bool:
         """Move, with faults."""
-        self._meet("quarantine", name)
+        self.meet("quarantine", name)
         return self.inner.quarantine(name, target)
 
     def sweep(self, folder: str, older_than: float, is_ours: Callable[[str], bool]) -> int:
         """Sweep, with faults."""
-        self._meet("sweep", folder)
+        self.meet("sweep", folder)
         return self.inner.sweep(folder, older_than, is_ours)
 
     def entries(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """List, with faults before each entry."""
         for info in self.inner.entries(prefix):
-            self._meet("entries", info.name)
+            self.meet("entries", info.name)
             yield info
 
     def touch(self, name: str) -> Touched:
         """Touch, with faults."""
-        self._meet("touch", name)
+        self.meet("touch", name)
         return self.inner.touch(name)
 
     def space(self) -> Space | None:
         """Ask, with faults."""
-        self._meet("space", "")
+        self.meet("space", "")
         return self.inner.space()
 
     def now(self) -> float | None:
         """Ask, with faults."""
-        self._meet("now", "")
+        self.meet("now", "")
         return self.inner.now()
 
 
@@ -533,11 +517,22 @@ class Loan:
         self.data[:] = b"\xa5" * len(self.data)
 
 
-class LendingBackend(WrappedBackend):
-    """Lends the objects that `lends` chooses.
+class LendingMemory:
+    """A memory in which those objects of a storage lie that `lends` chooses.
+
+    Parameters
+    ----------
+    storage : Backend
+        Where objects are read from.
+    faults : FaultyBackend, optional
+        Its faults of ``pin`` are met.
 
     Attributes
     ----------
+    pins : bool
+        Objects are read in place.
+    asked : list of str
+        Names of all objects that somebody wanted to pin, noted before any fault.
     loans : list of Loan
     expected : list of pairs
         Names and sizes of all objects that were expected.
@@ -548,8 +543,11 @@ class LendingBackend(WrappedBackend):
         Called with each loan before the borrower has it.
     """
 
-    def __init__(self, inner: Backend) -> None:
-        super().__init__(inner)
+    def __init__(self, storage: Backend, faults: FaultyBackend | None = None) -> None:
+        self._storage = storage
+        self._faults = faults
+        self.pins = True
+        self.asked: list[str] = []
         self.loans: list[Loan] = []
         self.expected: list[tuple[str, int]] = []
         self.lends: Callable[[str], bool] = lambda name: True
@@ -557,16 +555,12 @@ class LendingBackend(WrappedBackend):
         self.on_lend: Callable[[Loan], None] = lambda loan: None
         self._lock = threading.Lock()
 
-    @property
-    def properties(self) -> Properties:
-        """Those of the storage, and that it lends."""
-        return replace(self.inner.properties, lends=True)
-
     def find(self, names: Sequence[str], sizes: Sequence[int]) -> StatResults:
         """Answer for what is in memory, and ask the storage for the rest."""
+        found = self._storage.stat(names)
         return [
-            size if name in self.kept else found
-            for name, size, found in zip(names, sizes, self.inner.stat(names), strict=True)
+            size if name in self.kept else answer
+            for name, size, answer in zip(names, sizes, found, strict=True)
         ]
 
     def expect(self, names: Sequence[str], sizes: Sequence[int]) -> None:
@@ -574,12 +568,15 @@ class LendingBackend(WrappedBackend):
         with self._lock:
             self.expected += zip(names, sizes, strict=True)
 
-    def borrow(self, name: str, size: int) -> Loan | None:
+    def pin(self, name: str, size: int) -> Loan | None:
         """Lend an object, read from the storage."""
+        self.asked.append(name)
+        if self._faults is not None:
+            self._faults.meet("pin", name)
         if not self.lends(name):
             return None
         data = bytearray(size)
-        with self.inner.open(name) as reader:
+        with self._storage.open(name) as reader:
             assert reader.read_into(memoryview(data), 0) == size
         loan = Loan(name, data, memoryview(data).toreadonly())
         self.on_lend(loan)

@@ -26,6 +26,7 @@ from kvshelf.kv.streams import Streams
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.threads import StorageThreads
+from kvshelf.tiers.object_memory import ObjectMemory, PinningShelf
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Load
 from kvshelf.transfer.staging import Lender, StagingPool
@@ -61,13 +62,20 @@ class Rig:
     ring: int = 4
     #: Puts tiers in front of the shelf.
     in_front: Callable[[Shelf], Shelf] = lambda shelf: shelf
+    #: In which objects lie.
+    memory: ObjectMemory | None = None
     #: Lends memory for staging.
     lender: Lender | None = None
 
     def __post_init__(self) -> None:
         self.guard = GuardedBackend(self.backend, self.deadlines, self.backoff)
         self.counters = Counters()
-        self.shelf = self.in_front(Shelf(self.guard, self.counters))
+        shelf = (
+            Shelf(self.guard, self.counters)
+            if self.memory is None
+            else PinningShelf(self.guard, self.memory, self.counters)
+        )
+        self.shelf = self.in_front(shelf)
         shape = (self.blocks, HEADS, BLOCK, 2 * HEAD_SIZE)
         # The bytes of bfloat16, in a dtype whose values compare as bytes do.
         self.caches = [torch.zeros(shape, dtype=torch.int16) for _ in range(LAYERS)]

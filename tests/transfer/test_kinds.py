@@ -24,12 +24,12 @@ from kvshelf.format.names import object_name
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.caches import DONE, KVMemory, PendingCopy
 from kvshelf.kv.topology import ShardPlan
-from kvshelf.memory.tier import MemoryTier
 from kvshelf.metrics import Counters
-from kvshelf.shelf.disk_tier import DiskTier
 from kvshelf.shelf.shelf import Shelf
-from kvshelf.shelf.tiers import TieredShelf
 from kvshelf.shelf.view import ObjectRef, Presence
+from kvshelf.tiers.disk_tier import DiskTier
+from kvshelf.tiers.memory_tier import MemoryTier
+from kvshelf.tiers.tiered import TieredShelf
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.kinds import JointLoad, KindTransfers, share_out
 from kvshelf.transfer.load import Failure

@@ -13,11 +13,11 @@ import pytest
 from kvshelf.errors import TransientStorageError
 from kvshelf.format.keys import Chunk
 from kvshelf.memory.size_classes import SizeClasses
-from kvshelf.memory.tier import MemoryTier
 from kvshelf.metrics import Counters
-from kvshelf.shelf.disk_tier import DiskTier
-from kvshelf.shelf.tiers import Tier, TieredShelf
 from kvshelf.shelf.view import ObjectRef
+from kvshelf.tiers.disk_tier import DiskTier
+from kvshelf.tiers.memory_tier import MemoryTier
+from kvshelf.tiers.tiered import Tier, TieredShelf
 from kvshelf.transfer.load import Failure
 from kvshelf.transfer.prefetch import KindMemory
 from tests.support.formats import make_format
@@ -170,7 +170,7 @@ def test_where_memory_does_not_lend_objects_pass_through_staging(
     start: Callable[..., Near], tmp_path: Path
 ) -> None:
     chunks = stored(tmp_path, 3)
-    near = start(lends=False)
+    near = start(in_place=False)
     assert near.load(chunks) is None
     assert near.load(chunks, 200) is None
     assert near.opens() == 3 * FMT.shards

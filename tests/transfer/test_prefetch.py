@@ -14,9 +14,9 @@ import pytest
 from kvshelf.errors import TransientStorageError
 from kvshelf.format.keys import Chunk
 from kvshelf.memory.size_classes import SizeClasses
-from kvshelf.memory.tier import MemoryTier
-from kvshelf.shelf.tiers import TieredShelf
 from kvshelf.shelf.view import ObjectRef
+from kvshelf.tiers.memory_tier import MemoryTier
+from kvshelf.tiers.tiered import TieredShelf
 from kvshelf.transfer import prefetch
 from kvshelf.transfer.load import Failure, Load
 from kvshelf.transfer.prefetch import KindMemory, Prefetcher
@@ -415,5 +415,5 @@ def test_nothing_is_kept_for_requests_of_weights_that_are_gone(
     waiting.memory.close()
     assert not waiting.keeps
     # A load that was under way ends after that.
-    assert not waiting.memory.pin(ObjectRef(chunks[0], 0), fresh=True)
+    assert not waiting.memory.retain(ObjectRef(chunks[0], 0), fresh=True)
     assert not waiting.keeps

@@ -19,8 +19,8 @@ from kvshelf.errors import NoSpaceStorageError, PermanentStorageError, Transient
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.metrics import Counters
 from kvshelf.shelf.sweep import Leftover, Sweep
-from kvshelf.shelf.tiers import TieredView
 from kvshelf.shelf.view import ShelfView
+from kvshelf.tiers.tiered import TieredView
 from kvshelf.transfer.promises import Promises
 from kvshelf.transfer.stores import OnStored, StoreOutcome, StoreResult
 from tests.support.formats import make_format

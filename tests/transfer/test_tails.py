@@ -17,9 +17,9 @@ from kvshelf.errors import TransientStorageError, UnsupportedError
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.layout import slots_of
-from kvshelf.memory.tier import MemoryTier
 from kvshelf.metrics import Counters
-from kvshelf.shelf.tiers import TieredShelf
+from kvshelf.tiers.memory_tier import MemoryTier
+from kvshelf.tiers.tiered import TieredShelf
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Failure
 from kvshelf.transfer.prefetch import KindMemory, Prefetcher

@@ -34,10 +34,10 @@ from kvshelf.format.names import parse_path
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.caches import DONE, HostKVCache, KVMemory, LayerRun, PendingCopy, layer_calls
 from kvshelf.kv.layout import PagedLayout
-from kvshelf.memory.tier import MemoryTier
 from kvshelf.metrics import Counters
 from kvshelf.shelf import threads as threads_module
-from kvshelf.shelf.tiers import TieredShelf
+from kvshelf.tiers.memory_tier import MemoryTier
+from kvshelf.tiers.tiered import TieredShelf
 from kvshelf.transfer import known_chunks, stores
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Failure, Load
@@ -46,7 +46,7 @@ from kvshelf.transfer.stores import StoreOutcome
 from kvshelf.transfer.transfer import Transfer
 from tests.support.formats import make_format
 from tests.support.prompts import make_chunks
-from tests.support.storages import Fault, FaultyBackend, LendingBackend, Loan, posix
+from tests.support.storages import Fault, FaultyBackend, LendingMemory, Loan, posix
 from tests.support.threads import none_can_be_started
 from tests.support.transfers import Rig, content
 from tests.support.waiting import PATIENCE, SOON, until
@@ -945,9 +945,7 @@ LENGTH = 3
             st.tuples(st.just("store"), st.integers(0, PROMPTS - 1), st.booleans()),
             st.tuples(st.just("load"), st.integers(0, PROMPTS - 1), st.booleans()),
             st.tuples(st.just("damage"), st.integers(0, PROMPTS - 1), st.integers(0, 2**16)),
-            st.tuples(
-                st.just("fault"), st.sampled_from(["open", "read", "write", "stat", "borrow"])
-            ),
+            st.tuples(st.just("fault"), st.sampled_from(["open", "read", "write", "stat", "pin"])),
             st.tuples(st.just("heal")),
             st.tuples(st.just("lend"), st.integers(0, 3), st.integers(1, 4)),
             st.tuples(st.just("poll")),
@@ -963,16 +961,17 @@ def test_whatever_happens_a_load_delivers_the_right_bytes_or_says_from_where_not
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostKVCache, "whole_chunks", whole_chunks)
-        lending = LendingBackend(posix(Path(folder) / "shelf"))
+        storage = posix(Path(folder) / "shelf")
+        backend = FaultyBackend(storage)
+        lending = LendingMemory(storage, backend)
         lending.lends = lambda name: False
-        backend = FaultyBackend(lending)
         fmt = make_format()
         memory = MemoryTier(max(1, in_memory) * 4 * fmt.object_size(0))
         tiers = [KindMemory(memory, fmt, Counters())] if in_memory else []
         in_front = lambda shelf: TieredShelf(shelf, tiers)  # noqa: E731
         with (
             closing(memory),
-            closing(Rig(backend, fmt=fmt, blocks=400, in_front=in_front)) as rig,
+            closing(Rig(backend, fmt=fmt, blocks=400, in_front=in_front, memory=lending)) as rig,
         ):
             _live(rig, backend, lending, steps)
             assert rig.transfer.drain(PATIENCE) == 0
@@ -996,7 +995,7 @@ class _Bytes:
         return len(part)
 
 
-def _lend(lending: LendingBackend, fmt: ObjectFormat, share: int, every: int) -> None:
+def _lend(lending: LendingMemory, fmt: ObjectFormat, share: int, every: int) -> None:
     """Lend some of the objects from now on, and take the bytes of some loans back at once."""
 
     def lend(loan: Loan) -> None:
@@ -1012,7 +1011,7 @@ def _lend(lending: LendingBackend, fmt: ObjectFormat, share: int, every: int) ->
 
 
 def _live(
-    rig: Rig, backend: FaultyBackend, lending: LendingBackend, steps: list[tuple[object, ...]]
+    rig: Rig, backend: FaultyBackend, lending: LendingMemory, steps: list[tuple[object, ...]]
 ) -> None:
     prompts = [make_chunks(rig.fmt, LENGTH, seed) for seed in range(PROMPTS)]
     home = [rig.items(chunks, i * LENGTH * rig.per_chunk) for i, chunks in enumerate(prompts)]

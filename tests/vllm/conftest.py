@@ -150,7 +150,7 @@ def prompt(request: pytest.FixtureRequest) -> Callable[..., list[int]]:
 @pytest.fixture
 def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyBackend:
     """The storage of all engines of a test, whatever URL they open."""
-    from kvshelf.shelf import tiers
+    from kvshelf.tiers import tiered
     from kvshelf.vllm import connector
 
     backend = FaultyBackend(posix(tmp_path / "shelf"))
@@ -159,7 +159,7 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyBackend:
         guarded = GuardedBackend(backend, replace(Deadlines(), **(deadlines or {})), AT_ONCE)
         return Shelf(guarded)
 
-    monkeypatch.setattr(tiers, "open_shelf", open_shelf)
+    monkeypatch.setattr(tiered, "open_shelf", open_shelf)
     connector._logs.clear()
     return backend
 

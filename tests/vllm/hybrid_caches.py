@@ -44,7 +44,7 @@ with warnings.catch_warnings():
 from kvshelf.config import Config
 from kvshelf.format.kinds import STATE, Kind
 from kvshelf.format.namespace import Namespace
-from kvshelf.shelf.tiers import AnyShelf
+from kvshelf.tiers.tiered import AnyShelf
 from tests.vllm.simulated import PUBLISHED
 
 CHUNK, HEADS, BLOCKS = 16, 4, 40

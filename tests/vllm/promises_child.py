@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from kvshelf.shelf import tiers
 from kvshelf.shelf.shelf import Shelf
+from kvshelf.tiers import tiered
 from kvshelf.vllm.metadata import StepMetadata, StoreOp
 from tests.support.storages import Fault, FaultyBackend, posix
 from tests.vllm.test_worker_side import Rig
@@ -33,7 +33,7 @@ def main(folder: str) -> None:
     """Run the worker."""
     signal.signal(signal.SIGTERM, _end)
     backend = FaultyBackend(posix(Path(folder)))
-    tiers.open_shelf = lambda url, **_: Shelf(backend)  # type: ignore[assignment]
+    tiered.open_shelf = lambda url, **_: Shelf(backend)  # type: ignore[assignment]
     rig = Rig(backend, shutdown_drain_s=3.0)
     try:
         backend.add(Fault("write", "*.safetensors", wait=WRITE_SECONDS))

@@ -20,8 +20,8 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from kvshelf.backends.guard import GuardedBackend
-from kvshelf.shelf import tiers
 from kvshelf.shelf.shelf import Shelf
+from kvshelf.tiers import tiered
 from kvshelf.vllm import connector
 from kvshelf.vllm.groups import CacheGroups
 from tests.native.emulation import emulation
@@ -53,7 +53,7 @@ def start(
     """Make engines on one shelf; a test closes them."""
     folder = tmp_path / "shelf"
     monkeypatch.setattr(
-        tiers, "open_shelf", lambda url, **_: Shelf(GuardedBackend(posix(folder), None, AT_ONCE))
+        tiered, "open_shelf", lambda url, **_: Shelf(GuardedBackend(posix(folder), None, AT_ONCE))
     )
     connector._logs.clear()
 

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvshelf.errors import TransientStorageError
-from kvshelf.shelf import tiers
 from kvshelf.shelf.shelf import Shelf
+from kvshelf.tiers import tiered
 from kvshelf.transfer.transfer import Transfer
 from kvshelf.vllm import connector
 from kvshelf.vllm.read_ahead import ReadAhead
@@ -56,7 +56,7 @@ METHODS: dict[type, dict[str, bool]] = {
 def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyBackend:
     """The storage of all engines of a test."""
     backend = FaultyBackend(posix(tmp_path / "shelf"))
-    monkeypatch.setattr(tiers, "open_shelf", lambda url, **_: Shelf(backend))
+    monkeypatch.setattr(tiered, "open_shelf", lambda url, **_: Shelf(backend))
     connector._logs.clear()
     return backend
 

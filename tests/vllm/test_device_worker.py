@@ -25,9 +25,10 @@ from kvshelf.errors import UnsupportedError
 from kvshelf.format.kinds import FULL
 from kvshelf.kv.device import DeviceKVCache
 from kvshelf.metrics import Counters
-from kvshelf.server import backend as served
-from kvshelf.shelf import tiers
+from kvshelf.server import backend
+from kvshelf.server import shelf as served
 from kvshelf.shelf.shelf import Shelf
+from kvshelf.tiers import tiered
 from kvshelf.transfer.staging import StagingPool
 from kvshelf.vllm import connector, weight_changes
 from kvshelf.vllm.connector import SharedStorageConnector
@@ -194,7 +195,7 @@ def _stored_beside_rdma(
     fills: "never", "after the step" of which vLLM has the output, or "early": while it runs.
     """
     monkeypatch.setattr(
-        tiers, "open_shelf", lambda url, **_: Shelf(GuardedBackend(posix(folder), None, AT_ONCE))
+        tiered, "open_shelf", lambda url, **_: Shelf(GuardedBackend(posix(folder), None, AT_ONCE))
     )
     connector._logs.clear()
     config = make_config(str(folder), lookup_wait_s=PATIENCE, identity_wait_s=PATIENCE)
@@ -383,14 +384,14 @@ def test_the_gpu_of_a_worker_copies_from_a_node_servers_memory(
     monkeypatch.setattr(served, "open_served", lambda url, **options: opened.update(options))
     url = "ipc:///nowhere/node.sock"
     connector._open_served(url, Config(server=url), Counters(), on_cpu=False, gpu=third)
-    assert (opened["lends"], opened["device"]) == (False, third)
+    assert (opened["in_place"], opened["device"]) == (False, third)
 
 
 def test_a_node_server_takes_stores_from_the_staging_of_a_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Whoever calls it fails.
-    monkeypatch.setattr(served, "copy_bytes", None)
+    monkeypatch.setattr(backend, "copy_bytes", None)
     with LocalServer(tmp_path / "node", tmp_path / "served") as node:
         config = make_config("", server=node.url, lookup_wait_s=PATIENCE, identity_wait_s=PATIENCE)
         del config.kv_transfer_config.kv_connector_extra_config["shared_storage_path"]

@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 
 from kvshelf.errors import ObjectMissingError, TransientStorageError
 from kvshelf.metrics import Counters
-from kvshelf.shelf import tiers
 from kvshelf.shelf.shelf import Shelf
+from kvshelf.tiers import tiered
 from kvshelf.vllm import adapters, connector
 from tests.native.emulation import emulation
 from tests.support.prompts import prompt
@@ -1207,7 +1207,7 @@ def test_whatever_happens_no_block_is_wrong_and_every_request_ends(
         emulation().in_use() if by_library else nullcontext(),
     ):
         backend = FaultyBackend(posix(Path(folder) / "shelf"))
-        patch.setattr(tiers, "open_shelf", lambda url, **_: Shelf(backend))
+        patch.setattr(tiered, "open_shelf", lambda url, **_: Shelf(backend))
         _live(backend, data, runner)
 
 

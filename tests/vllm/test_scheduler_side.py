@@ -29,8 +29,8 @@ from kvshelf.format.names import object_name
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
-from kvshelf.shelf import tiers
 from kvshelf.shelf.shelf import Shelf
+from kvshelf.tiers import tiered
 from kvshelf.vllm import check_vllm_version, connector, scheduler
 from kvshelf.vllm.connector import SharedStorageConnector
 from kvshelf.vllm.groups import CacheGroups
@@ -1618,7 +1618,7 @@ def test_log_lines_about_a_shelf_that_does_not_answer_show_no_secrets(
         return Shelf(posix(tmp_path))
 
     monkeypatch.setattr(connector, "START_SECONDS", 0.01)
-    monkeypatch.setattr(tiers, "open_shelf", hang)
+    monkeypatch.setattr(tiered, "open_shelf", hang)
     config = Config(shared_storage_path="sftp://user:hun@ter2@host/kv")
     opening = connector._open(config, Counters(), on_cpu=True, gpu=None)
     opening.close()

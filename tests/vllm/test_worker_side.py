@@ -27,10 +27,10 @@ from kvshelf.format.kinds import FULL
 from kvshelf.format.names import object_name
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.memory.tier import MemoryTier
-from kvshelf.shelf import tiers
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef
+from kvshelf.tiers import tiered
+from kvshelf.tiers.memory_tier import MemoryTier
 from kvshelf.transfer.staging import StagingPool
 from kvshelf.vllm import connector, weight_changes
 from kvshelf.vllm.connector import SharedStorageConnector
@@ -154,7 +154,7 @@ class Rig:
 @pytest.fixture
 def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyBackend:
     backend = FaultyBackend(posix(tmp_path / "shelf"))
-    monkeypatch.setattr(tiers, "open_shelf", lambda url, **_: Shelf(backend))
+    monkeypatch.setattr(tiered, "open_shelf", lambda url, **_: Shelf(backend))
     connector._logs.clear()
     return backend
 

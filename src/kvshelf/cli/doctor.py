@@ -63,7 +63,7 @@ from kvshelf.format.names import parse_namespace_folder
 from kvshelf.format.namespace import Namespace
 from kvshelf.paths import cache_dir
 from kvshelf.shelf.shelf import Shelf, read_namespace
-from kvshelf.shelf.usage_ledger import BoundedBackend
+from kvshelf.tiers.usage_ledger import BoundedBackend
 from kvshelf.tools.noted import still_bad
 from kvshelf.tools.reserved import LOOKS
 from kvshelf.weights.configuration import differing_keys
@@ -350,7 +350,8 @@ def _opener(url: str, options: dict[str, Any], read_only: bool) -> Callable[[], 
 def _server(url: str, read_only: bool, timeout: float, pasts: Sequence[Past]) -> Iterator[Check]:
     """Check access to a shelf through its node server."""
     try:
-        from kvshelf.server.backend import ServedBackend, connect
+        from kvshelf.server.backend import ServedBackend
+        from kvshelf.server.shelf import connect
     except ImportError as error:
         hint = "pip install 'kvshelf[server]'"
         yield Check("node server", State.PROBLEM, f"a package is missing: {error}", hint)

@@ -1,30 +1,15 @@
-"""The storage of an engine is its node server: a backend, and a shelf over it.
+"""The storage of a node server, as its client calls it.
 
-Owns what an engine asks of the server and how: objects are borrowed where they lie in the server's
-memory, and stored from the client's own segment, to which they are copied if they were not made
-there; everything else is a call of the server's storage. The connection is
-:mod:`kvshelf.server.channel`. Above :class:`ServedShelf` everything is as on any other shelf:
-deadlines, circuit breakers, lookups, waits, verification.
-
-Two questions look alike and are not. :meth:`ServedBackend.stat` asks the storage, because a store
-must know what is there. Lookups ask for what can be loaded, from memory or from the storage
-(:meth:`ServedBackend.find`). So an object that was deleted from the storage is found until it is
-gone from the server's memory as well, as with any tier.
+Owns what is a call of the server's storage: probes, reads, listings and changes. Objects are stored
+from the client's own segment, to which they are copied if they were not made there. Those that lie
+in the server's memory are :mod:`kvshelf.server.memory`, the connection is
+:mod:`kvshelf.server.channel`.
 
 Contracts
 ---------
-* While the server is gone, every call fails at once with UnavailableStorageError, so that the
-  circuit breaker opens. When the connection is back, the namespaces are registered anew and the
-  breakers try sooner.
-* A server that hangs is noticed by the deadlines of :mod:`kvshelf.backends.guard`; the call returns
-  when the server answers or its connection ends.
-* What was expected and is not borrowed is given back after :data:`EXPECTED_SECONDS`, or half the
-  time of a lease if that is less.
-
-Threads
--------
-Any thread may call anything. :meth:`ServedBackend.expect` and :meth:`ServedShelf.view` do not
-block. The thread `kvshelf-expected` gives back what nobody has borrowed.
+* While the server is gone, every call fails at once with UnavailableStorageError. When the
+  connection is back, the namespaces are registered anew.
+* Any thread may call anything.
 """
 
 from __future__ import annotations
@@ -35,15 +20,10 @@ import itertools
 import os
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kvshelf.backends.base import (
-    NOT_REGULAR,
     Backend,
     BytesLike,
     Deadlines,
@@ -51,7 +31,6 @@ from kvshelf.backends.base import (
     Properties,
     Reader,
     Space,
-    StatResult,
     StatResults,
     Touched,
     WriteMode,
@@ -59,35 +38,20 @@ from kvshelf.backends.base import (
     check_name,
 )
 from kvshelf.backends.notices import Notices
-from kvshelf.backends.wrappers import ReadOnlyBackend
 from kvshelf.errors import (
-    NoSpaceStorageError,
     PermanentStorageError,
-    StorageError,
     TransientStorageError,
-    UnavailableStorageError,
 )
 from kvshelf.format.names import parse_path
-from kvshelf.format.objects import ObjectFormat
 from kvshelf.memory.arena import copy_bytes
-from kvshelf.metrics import Counters
 from kvshelf.server import messages
-from kvshelf.server.channel import Channel, Leased
-from kvshelf.server.segment import Room, Segment
-from kvshelf.shelf.shelf import Shelf
-from kvshelf.shelf.view import NamespaceView
+from kvshelf.server.channel import Channel
+from kvshelf.server.requests import answer_to, parts, probe
+from kvshelf.server.segment import Room
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
-_Reply = TypeVar("_Reply", bound=messages.Message)
-
-#: Seconds for which what was expected is kept for whoever borrows it.
-EXPECTED_SECONDS: Final = 10.0
-#: Part of the server's arena that one client's expectations may take; a server has many clients.
-_EXPECTED_SHARE: Final = 1 / 8
-#: Most objects that one message asks for ahead. An engine's step thread sends the first.
-_ASKED_AT_ONCE: Final = 32
 #: Seconds for one message to the server and its answer. A probe of many names takes little longer.
 _MESSAGE_SECONDS: Final = 150e-6
 _NAMES_AT_ONCE: Final = 256
@@ -95,12 +59,6 @@ _NAMES_AT_ONCE: Final = 256
 _NEAR_CONCURRENCY: Final = 2
 #: Seconds by which deadlines of a client are later than those of the server.
 _LATER: Final = 1.0
-#: How long the first connection may take.
-CONNECT_SECONDS: Final = 3.0
-#: Default size of a client's segment.
-SEGMENT_BYTES: Final = 256 << 20
-#: The leases of this client are ended one by one.
-_SESSION: Final = ""
 
 
 class ServedBackend(Backend):
@@ -110,32 +68,19 @@ class ServedBackend(Backend):
     ----------
     channel : Channel
         Has been connected once; closed together with the backend.
-    lends : bool
-        Lend objects in place. Otherwise they are copied from the server's memory, unless that is
-        page-locked (:meth:`Channel.page_lock`): then a GPU copies from it.
     """
 
-    def __init__(self, channel: Channel, *, lends: bool = True) -> None:
+    def __init__(self, channel: Channel) -> None:
         assert channel.welcome is not None
         self.url = channel.url
         self._channel = channel
         self._welcome = channel.welcome
-        self._lends = lends
         self._records: list[bytes] = []
         self._notices: ServedNotices | None = None
         #: Notified when room in the segment is given back.
         self._freed = threading.Condition()
-        self._wake = threading.Condition()
+        self._lock = threading.Lock()
         self._closed = False
-        #: What is expected and not asked for yet: the bytes, and until when that is of use.
-        self._later: OrderedDict[str, tuple[int, float]] = OrderedDict()
-        #: Objects that were asked for ahead: the answer, the bytes, when they are given back.
-        self._expected: OrderedDict[str, tuple[Future[Leased], int, float]] = OrderedDict()
-        self._expected_bytes = 0
-        self._thread = threading.Thread(
-            target=self._give_back_unused, name="kvshelf-expected", daemon=True
-        )
-        self._thread.start()
         channel.on_notice(self._noticed)
         channel.on_connect(self._connected)
 
@@ -146,7 +91,6 @@ class ServedBackend(Backend):
     def properties(self) -> Properties:
         """Those of the server's storage; a probe takes a message at least."""
         facts = self._welcome.facts
-        lends = self._lends or self._channel.page_locked
         near = facts.probe_cost < _MESSAGE_SECONDS
         return Properties(
             filesystem=f"{facts.filesystem} through a node server",
@@ -164,9 +108,6 @@ class ServedBackend(Backend):
             can_quarantine=facts.can_quarantine,
             # The server removes those of killed writers.
             temporaries=False,
-            lends=lends,
-            # Any object is opened by its size, so that it can come from the server's memory.
-            part_bytes=0 if lends else 1,
             # The server says itself that its storage is late, if it can.
             deadlines=Deadlines(
                 probe=facts.probe_seconds + _LATER,
@@ -180,34 +121,10 @@ class ServedBackend(Backend):
 
     def stat(self, names: Sequence[str]) -> StatResults:
         """Probe the storage, past the server's memory."""
-        return self._probe(
-            names, [messages.Call("stat", [part]) for part in _parts(list(map(check_name, names)))]
+        checked = list(map(check_name, names))
+        return probe(
+            self._channel, names, [messages.Call("stat", [part]) for part in parts(checked)]
         )
-
-    def find(self, names: Sequence[str], sizes: Sequence[int]) -> StatResults:
-        """Probe the server's memory, and the storage for what is not there."""
-        return self._probe(
-            names,
-            [
-                messages.Find(part, of_part)
-                for part, of_part in zip(_parts(names), _parts(sizes), strict=True)
-            ],
-        )
-
-    def _probe(
-        self, names: Sequence[str], questions: Sequence[messages.Call | messages.Find]
-    ) -> StatResults:
-        answers: StatResults = []
-        try:
-            for future in [self._channel.request(question) for question in questions]:
-                found = _answer(future, messages.Found)
-                unknown: Exception | None = None if found.fault is None else found.fault.error()
-                if not isinstance(unknown, StorageError):
-                    unknown = TransientStorageError(errno.EIO, str(unknown), self.url)
-                answers += [_stat_result(answer, unknown) for answer in found.answers]
-        except StorageError as error:
-            return [error] * len(names)
-        return answers
 
     def info(self, name: str) -> ObjectInfo | None:
         """Ask the storage for size and times of one entry."""
@@ -217,14 +134,7 @@ class ServedBackend(Backend):
     # -------------------------------------------------------------------------------- reads
 
     def open(self, name: str, size: int | None = None) -> Reader:
-        """Open an object in the server's memory if its size is given, and that has room for it.
-
-        Otherwise, past that memory, its bytes come in messages. What is read often is borrowed, see
-        :meth:`borrow`.
-        """
-        leased = None if size is None else self.borrow(name, size)
-        if leased is not None:
-            return _LeasedReader(self, name, leased)
+        """Open an object of the storage, past the server's memory: its bytes come in messages."""
         return _ServedReader(self, check_name(name))
 
     def read(self, name: str, offset: int, nbytes: int) -> tuple[int, bytes]:
@@ -237,105 +147,6 @@ class ServedBackend(Backend):
         """
         size, data = self._call("read", name, offset, nbytes)
         return size, data
-
-    def expect(self, names: Sequence[str], sizes: Sequence[int]) -> None:
-        """Have the server read objects and lease them to this client.
-
-        Few messages serve a load of many objects: the first of them are asked for now, and more
-        when these are borrowed.
-        """
-        until = time.monotonic() + self._keep_seconds
-        with self._wake:
-            if self._closed:
-                return
-            for name, size in zip(names, sizes, strict=True):
-                if len(self._later) == messages.MAX_NAMES:
-                    break
-                if name not in self._expected:
-                    self._later[name] = size, until
-            self._ask_ahead()
-
-    @property
-    def _keep_seconds(self) -> float:
-        return min(EXPECTED_SECONDS, self._welcome.lease_seconds / 2)
-
-    @property
-    def _most_expected(self) -> int:
-        return int(self._welcome.arena_bytes * _EXPECTED_SHARE)
-
-    def _ask_ahead(self) -> None:
-        """Ask for some of what is expected, as far as there is room. The lock is held."""
-        now = time.monotonic()
-        room = self._most_expected - self._expected_bytes
-        names: list[str] = []
-        sizes: list[int] = []
-        while self._later and len(names) < _ASKED_AT_ONCE:
-            name, (size, until) = next(iter(self._later.items()))
-            if until > now:
-                room -= size
-                if room < 0:
-                    break
-                names.append(name)
-                sizes.append(size)
-            del self._later[name]
-        if not names:
-            return
-        futures = self._channel.fetch(_SESSION, names, sizes)
-        until = now + self._keep_seconds
-        for name, size, future in zip(names, sizes, futures, strict=True):
-            self._expected[name] = future, size, until
-            self._expected_bytes += size
-        self._wake.notify()
-
-    def borrow(self, name: str, size: int) -> Leased | None:
-        """Lease an object in the server's memory, read or not yet."""
-        check_name(name)
-        with self._wake:
-            self._later.pop(name, None)
-            future, nbytes, _ = self._expected.pop(name, (None, 0, 0.0))
-            self._expected_bytes -= nbytes
-        if future is not None and nbytes != size:
-            _give_back(future)
-            future = None
-        if future is None:
-            if size > self._welcome.arena_bytes // 2:
-                # More than one client may hold.
-                return None
-            [future] = self._channel.fetch(_SESSION, [name], [size])
-        if (
-            self._later
-            and len(self._expected) <= _ASKED_AT_ONCE // 2
-            and self._expected_bytes <= self._most_expected // 2
-        ):
-            with self._wake:
-                self._ask_ahead()
-        # Past this the server has no room for it now: it would have said that its storage is late.
-        seconds = self.properties.deadlines.to_read(size) - _LATER / 2
-        try:
-            return future.result(seconds)
-        except NoSpaceStorageError:
-            return None
-        except FutureTimeoutError:
-            if future.cancel():
-                return None
-            return future.result()
-
-    def _give_back_unused(self) -> None:
-        """Release what was expected and not borrowed in time; runs on a thread."""
-        while True:
-            with self._wake:
-                while not self._closed and not self._expected:
-                    self._wake.wait()
-                first = next(iter(self._expected.values()), None)
-                if first is None:
-                    return
-                late = self._closed or first[2] <= time.monotonic()
-                if not late:
-                    self._wake.wait(first[2] - time.monotonic())
-                    continue
-                _, (future, nbytes, _) = self._expected.popitem(last=False)
-                self._expected_bytes -= nbytes
-            _give_back(future)
 
     # ------------------------------------------------------------------------------- writes
 
@@ -374,7 +185,7 @@ class ServedBackend(Backend):
 
     def _store(self, name: str, offset: int, nbytes: int, mode: WriteMode) -> WriteResult:
         stored = self._channel.request(messages.Store(name, offset, nbytes, mode))
-        return WriteResult(_answer(stored, messages.Stored).result)
+        return WriteResult(answer_to(stored, messages.Stored).result)
 
     def _take_room(self, name: str, nbytes: int) -> Room:
         segment = self._channel.segment
@@ -459,7 +270,7 @@ class ServedBackend(Backend):
         record : bytes
             The bytes of its ``namespace.json``.
         """
-        with self._wake:
+        with self._lock:
             if record in self._records:
                 return
             self._records.append(record)
@@ -468,10 +279,7 @@ class ServedBackend(Backend):
     def _connected(self, welcome: messages.Welcome) -> None:
         """Tell a server that may have just started what it must know."""
         self._welcome = welcome
-        with self._wake:
-            # These have failed with the old connection.
-            self._expected.clear()
-            self._expected_bytes = 0
+        with self._lock:
             records, notices = list(self._records), self._notices
         for record in records:
             self._channel.request(messages.Register(record))
@@ -480,7 +288,7 @@ class ServedBackend(Backend):
 
     def notices(self) -> Notices | None:
         """Return what says which objects appear in chosen folders; one reader at a time."""
-        with self._wake:
+        with self._lock:
             if self._notices is not None or self._closed:
                 return None
             self._notices = ServedNotices(self)
@@ -499,7 +307,7 @@ class ServedBackend(Backend):
 
     def end_notices(self, notices: ServedNotices) -> None:
         """Have the server tell nothing more."""
-        with self._wake:
+        with self._lock:
             if self._notices is not notices:
                 return
             self._notices = None
@@ -512,15 +320,14 @@ class ServedBackend(Backend):
             notices.tell(notice.names or [f"{notice.folder}/"])
 
     def close(self) -> None:
-        """Give back what was expected, end the connection. Idempotent."""
-        with self._wake:
+        """End the connection. Idempotent."""
+        with self._lock:
             self._closed = True
-            self._wake.notify()
         self._channel.close()
 
     def _call(self, method: messages.Method, *args: Any, data: bytes = b"") -> Any:
         future = self._channel.request(messages.Call(method, [*args], data))
-        return _answer(future, messages.Result).value
+        return answer_to(future, messages.Result).value
 
 
 class _ServedReader(Reader):
@@ -569,37 +376,6 @@ class _ServedReader(Reader):
 
     def close(self) -> None:
         self._beginning = b""
-
-
-class _LeasedReader(Reader):
-    """Copies from an object in the server's memory.
-
-    Parameters
-    ----------
-    backend : ServedBackend
-    name : str
-    leased : Leased
-        Given back when the reader is closed.
-    """
-
-    def __init__(self, backend: ServedBackend, name: str, leased: Leased) -> None:
-        self._place = f"{backend.url}/{name}"
-        self._leased = leased
-        self.size = leased.view.nbytes
-
-    def read_into(self, buffer: memoryview, offset: int) -> int:
-        target = buffer.cast("B")
-        count = max(0, min(target.nbytes, self.size - offset))
-        if count:
-            copy_bytes(target[:count], self._leased.view[offset : offset + count])
-        if not self._leased.valid():
-            raise TransientStorageError(
-                errno.ESTALE, "the server took the memory back while it was read", self._place
-            )
-        return count
-
-    def close(self) -> None:
-        self._leased.release()
 
 
 class ServedNotices:
@@ -662,149 +438,3 @@ class ServedNotices:
         if fd >= 0:
             os.close(fd)
             self._backend.end_notices(self)
-
-
-class ServedShelf(Shelf):
-    """A shelf whose storage is a node server.
-
-    Parameters
-    ----------
-    channel : Channel
-        Connected; closed together with the shelf.
-    counters : Counters, optional
-        As for :class:`~kvshelf.shelf.shelf.Shelf`.
-    read_only : bool
-        This client changes nothing.
-    lends : bool
-        As for :class:`ServedBackend`.
-    deadlines : Mapping, optional
-        Fields of :class:`~kvshelf.backends.Deadlines` that replace those of the server.
-    """
-
-    def __init__(
-        self,
-        channel: Channel,
-        counters: Counters | None = None,
-        *,
-        read_only: bool = False,
-        lends: bool = True,
-        deadlines: Mapping[str, float] | None = None,
-    ) -> None:
-        served = ServedBackend(channel, lends=lends)
-        wanted = replace(served.properties.deadlines, **(deadlines or {}))
-        backend: Backend = ReadOnlyBackend(served) if read_only else served
-        super().__init__(backend, counters, deadlines=wanted)
-        self._served = served
-        # After the backend's own: by then the server knows the namespaces.
-        channel.on_connect(self._connected)
-
-    def view(self, fmt: ObjectFormat) -> NamespaceView:
-        """Return the objects of one kind, after telling the server of their namespace.
-
-        Does not block.
-        """
-        self._served.register(fmt.namespace.encoded)
-        return super().view(fmt)
-
-    def _connected(self, _: messages.Welcome) -> None:
-        for breaker in (self.backend.reads, self.backend.writes):
-            breaker.retry_soon()
-
-
-def connect(url: str, *, segment_bytes: int = 0, segment: Segment | None = None) -> Channel:
-    """Return a connected channel to the node server at `url`. May block for some seconds.
-
-    Parameters
-    ----------
-    url : str
-        ``ipc://`` and the path of the server's socket.
-    segment_bytes : int
-        Most bytes of objects that are being stored at the same time; at least those of the
-        largest. The memory is taken as it is used.
-    segment : Segment, optional
-        That memory. The caller closes it, after the channel.
-
-    Raises
-    ------
-    ConfigError
-        If the URL is none of a server, or its folder is not this user's alone.
-    StorageError
-        If something else than a server of this user and version is there; if there is none, or it
-        does not answer, an UnavailableStorageError.
-    """
-    channel = Channel(url, segment_bytes=segment_bytes, segment=segment)
-    if not channel.wait_connected(CONNECT_SECONDS):
-        channel.close()
-        raise channel.problem or UnavailableStorageError(
-            errno.EAGAIN, "the node server does not answer", url
-        )
-    return channel
-
-
-def open_served(
-    url: str,
-    *,
-    segment_bytes: int = SEGMENT_BYTES,
-    segment: Segment | None = None,
-    read_only: bool = False,
-    lends: bool = True,
-    device: torch.device | None = None,
-    counters: Counters | None = None,
-    deadlines: Mapping[str, float] | None = None,
-) -> ServedShelf:
-    """Return the shelf behind the node server at `url`. May block for some seconds.
-
-    Parameters
-    ----------
-    url, segment_bytes, segment
-        As for :func:`connect`.
-    read_only, lends, counters, deadlines
-        As for :class:`ServedShelf`.
-    device : torch.device, optional
-        The GPU of the caches, for which the server's memory is page-locked.
-
-    Raises
-    ------
-    ConfigError, StorageError
-        As for :func:`connect`.
-    """
-    channel = connect(url, segment_bytes=segment_bytes, segment=segment)
-    if device is not None:
-        channel.page_lock(device)
-    try:
-        return ServedShelf(channel, counters, read_only=read_only, lends=lends, deadlines=deadlines)
-    except BaseException:
-        channel.close()
-        raise
-
-
-def _parts(items: Sequence[Any]) -> list[list[Any]]:
-    """Split what is too long for one message; at least one part."""
-    most = messages.MAX_NAMES
-    return [list(items[begin : begin + most]) for begin in range(0, max(1, len(items)), most)]
-
-
-def _answer(future: Future[messages.Reply], kind: type[_Reply]) -> _Reply:
-    """Wait for the answer to a request; raise what the server says instead of it."""
-    reply = future.result()
-    if not isinstance(reply, kind):
-        raise StorageError(errno.EPROTO, f"the node server answered {type(reply).__name__}")
-    return reply
-
-
-def _stat_result(answer: int, unknown: StorageError) -> StatResult:
-    if answer >= 0:
-        return answer
-    if answer == messages.MISSING:
-        return None
-    return NOT_REGULAR if answer == messages.NOT_REGULAR else unknown
-
-
-def _give_back(future: Future[Leased]) -> None:
-    """Release what a future brings, whenever that is."""
-
-    def release(done: Future[Leased]) -> None:
-        if done.exception() is None:
-            done.result().release()
-
-    future.add_done_callback(release)

@@ -10,9 +10,9 @@ from kvshelf.cache import ChunkCache
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError
 from kvshelf.format.model import ModelFacts
-from kvshelf.server.backend import open_served
 from kvshelf.server.naming import striding_block_hashes
 from kvshelf.server.scheduler import SchedulerAdapter
+from kvshelf.server.shelf import open_served
 from kvshelf.server.worker import Event, Layout, LoadStoreOp, WorkerAdapter
 
 __all__ = [

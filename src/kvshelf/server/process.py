@@ -36,10 +36,10 @@ from kvshelf.metrics import Counters
 from kvshelf.server.health import Health, ServerMetrics
 from kvshelf.server.loop import Loop
 from kvshelf.server.service import LEASE_SECONDS, Service
-from kvshelf.shelf.disk_tier import DiskTier
 from kvshelf.shelf.opening import START_SECONDS, LateBackend, Opening
 from kvshelf.shelf.shelf import Shelf
-from kvshelf.shelf.tiers import open_configured, shelf_url
+from kvshelf.tiers.disk_tier import DiskTier
+from kvshelf.tiers.tiered import open_configured, shelf_url
 from kvshelf.urls import shown_url
 
 logger = logging.getLogger(__name__)

@@ -56,8 +56,8 @@ from kvshelf.server.namespaces import HASH, NamedObject, Namespaces, key_of
 from kvshelf.server.storage import Storage
 from kvshelf.server.stores import ClientStores, Done
 from kvshelf.server.workers import Post, Workers
-from kvshelf.shelf.disk_tier import DiskTier
 from kvshelf.shelf.shelf import Shelf
+from kvshelf.tiers.disk_tier import DiskTier
 
 #: What a service counts, with the meaning of one unit.
 COUNTERS: Final = {

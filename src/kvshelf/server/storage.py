@@ -21,9 +21,9 @@ from kvshelf.backends.base import StatResults, WriteMode
 from kvshelf.errors import StorageError
 from kvshelf.format.keys import Chunk
 from kvshelf.server.namespaces import NamedObject
-from kvshelf.shelf.disk_tier import DiskTier
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef
+from kvshelf.tiers.disk_tier import DiskTier
 
 
 class Copied:

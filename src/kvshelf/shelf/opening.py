@@ -207,24 +207,11 @@ class LateBackend(WrappedBackend):
         except UnavailableStorageError as error:
             return [error] * len(names)
 
-    def find(self, names: Sequence[str], sizes: Sequence[int]) -> StatResults:
-        """Probe many names at once."""
-        try:
-            return self.inner.find(names, sizes)
-        except UnavailableStorageError as error:
-            return [error] * len(names)
-
     @property
     def reads_whole(self) -> bool:
         """Whether the storage is open, and reads whole objects."""
         opened = self._opening.get()
         return opened is not None and opened.reads_whole
-
-    def expect(self, names: Sequence[str], sizes: Sequence[int]) -> None:
-        """Pass it on if the storage is open."""
-        opened = self._opening.get()
-        if opened is not None:
-            opened.expect(names, sizes)
 
     def close(self) -> None:
         """Try no more, close the storage."""

@@ -153,10 +153,12 @@ class Shelf:
         place = fmt.namespace.digest, fmt.kind
         view = self._views.get(place)
         if view is None:
-            fresh = NamespaceView(self.backend, fmt, self._counters, self._orphans)
             # Another thread may have been faster.
-            view = self._views.setdefault(place, fresh)
+            view = self._views.setdefault(place, self._make_view(fmt))
         return view
+
+    def _make_view(self, fmt: ObjectFormat) -> NamespaceView:
+        return NamespaceView(self.backend, fmt, self._counters, self._orphans)
 
     # ---------------------------------------------------------------------------------- listings
 

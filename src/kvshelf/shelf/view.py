@@ -32,7 +32,7 @@ from enum import Enum
 from itertools import product
 from typing import Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from kvshelf.backends import NOT_REGULAR, Borrowed, BytesLike, Whole, WriteResult
+from kvshelf.backends import NOT_REGULAR, BytesLike, StatResults, Whole, WriteResult
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.errors import (
     BadObjectError,
@@ -92,10 +92,31 @@ class FailedRead(NamedTuple):
     error: Exception
 
 
+class Pinned(Protocol):
+    """The bytes of one whole, verified object in memory that somebody else owns.
+
+    They are read in place, and must not be used after :meth:`release`. Any thread may call the
+    methods; none blocks.
+    """
+
+    @property
+    def view(self) -> memoryview:
+        """The whole object, header included; it may be read-only."""
+
+    def valid(self) -> bool:
+        """Tell whether `view` was the object until now: asked after the last use of the bytes.
+
+        False where the owner took the bytes back meanwhile: what was read from them is of no use.
+        """
+
+    def release(self) -> None:
+        """Give the bytes back. Called exactly once."""
+
+
 class Staging(Protocol):
     """Host memory for the objects of one load."""
 
-    def __call__(self, count: int, /) -> Sequence[Borrowed] | None:
+    def __call__(self, count: int, /) -> Sequence[Pinned] | None:
         """Return memory for so many objects, each large enough and writable; None: there is none.
 
         May block.
@@ -103,7 +124,7 @@ class Staging(Protocol):
 
 
 #: Objects in memory, whole and verified, by shard. Who has them releases each, once.
-Fetched: TypeAlias = dict[int, Borrowed]
+Fetched: TypeAlias = dict[int, Pinned]
 
 
 class Presence(Enum):
@@ -263,11 +284,11 @@ class ShelfView(ABC):
         shard = shards[0]
         failed: FailedRead | None = None
         try:
-            if self.lends:
+            if self.pins:
                 for shard in shards:
-                    borrowed = self.borrow(ObjectRef(chunk, shard))
-                    if borrowed is not None:
-                        fetched[shard] = borrowed
+                    pinned = self.pin(ObjectRef(chunk, shard))
+                    if pinned is not None:
+                        fetched[shard] = pinned
             left = [shard for shard in shards if shard not in fetched] if fetched else shards
             if not left:
                 return fetched
@@ -287,23 +308,29 @@ class ShelfView(ABC):
         _release(fetched)
         return failed
 
-    def expect(self, refs: Sequence[ObjectRef]) -> None:
+    def expect(self, chunks: Sequence[Chunk], shards: Sequence[int]) -> None:
         """Say that objects are about to be loaded, in this order. Never blocks, never raises.
 
         An engine's step thread may call it.
+
+        Parameters
+        ----------
+        chunks : Sequence of Chunk
+        shards : Sequence of int
+            Of each chunk.
         """
 
     @property
-    def lends(self) -> bool:
-        """Whether :meth:`borrow` may return an object."""
-        return self.backend.properties.lends
+    def pins(self) -> bool:
+        """Whether :meth:`pin` may return an object."""
+        return False
 
-    def borrow(self, ref: ObjectRef) -> Borrowed | None:
+    def pin(self, ref: ObjectRef) -> Pinned | None:
         """Return one object, whole and verified, where it lies in memory, to be read in place.
 
         Returns
         -------
-        Borrowed or None
+        Pinned or None
             The caller releases it, once. None: :meth:`load` may have it all the same.
 
         Raises
@@ -518,7 +545,7 @@ class NamespaceView(ShelfView):
         return self._probe_named(*self._names_and_sizes(refs))
 
     def find(self, refs: Sequence[ObjectRef]) -> list[Presence]:
-        """Probe the storage, and what it has in memory only, see :meth:`ShelfView.find`."""
+        """Probe for objects that can be loaded, see :meth:`ShelfView.find`."""
         return self._probe_named(*self._names_and_sizes(refs), find=True)
 
     @staticmethod
@@ -586,7 +613,7 @@ class NamespaceView(ShelfView):
         answers: list[Presence] = []
         begin = time.perf_counter()
         named = [start + name for name in names]
-        stats = self.backend.find(named, sizes) if find else self.backend.stat(named)
+        stats = self._ask(named, sizes) if find else self.backend.stat(named)
         self._counters.observe("probe", time.perf_counter() - begin)
         error: StorageError | None = None
         for found, size in zip(stats, sizes, strict=True):
@@ -604,6 +631,10 @@ class NamespaceView(ShelfView):
         if error is not None:
             self._log_failed_probe(error)
         return answers
+
+    def _ask(self, names: list[str], sizes: list[int]) -> StatResults:
+        """Probe objects that are to be loaded."""
+        return self.backend.stat(names)
 
     def _log_failed_probe(self, error: StorageError) -> None:
         """Log that the storage did not answer probes."""
@@ -851,53 +882,6 @@ class NamespaceView(ShelfView):
             self._wholes.clear()
         self._wholes[shard, chunk.tokens] = whole
         return whole
-
-    def expect(self, refs: Sequence[ObjectRef]) -> None:
-        """Tell the storage what is about to be loaded, see :meth:`ShelfView.expect`."""
-        if not self.backend.properties.lends:
-            return
-        names, sizes = self._names_and_sizes(refs)
-        # Not looked for here, since that may block. Nearly all namespaces have one folder.
-        start = self._folders[0] + "/"
-        self.backend.expect([start + name for name in names], sizes)
-
-    def borrow(self, ref: ObjectRef) -> Borrowed | None:
-        """Borrow one object from a storage that has it in memory, see :meth:`ShelfView.borrow`.
-
-        The storage has verified the payload. That the object is this one, its parent included, is
-        compared here.
-        """
-        if not self.backend.properties.lends:
-            return None
-        size = self.size(*ref)
-        folders = self._find_folders()
-        base = self._base(ref)
-        begin = time.monotonic()
-        try:
-            for folder in folders[:-1]:
-                with contextlib.suppress(ObjectMissingError):
-                    borrowed = self.backend.borrow(f"{folder}/{base}", size)
-                    break
-            else:
-                borrowed = self.backend.borrow(f"{folders[-1]}/{base}", size)
-        except BadObjectError as bad:
-            with self._best_effort():
-                self.quarantine(ref, bad)
-            raise
-        if borrowed is None:
-            return None
-        try:
-            self.fmt.verify_header(borrowed.view, *ref)
-        except BadObjectError as error:
-            # What is on the storage is read and judged as any other object.
-            borrowed.release()
-            self._log.warning("borrowed bytes are not those of %s: %s", base, error)
-            return None
-        except BaseException:
-            borrowed.release()
-            raise
-        self._counters.observe("read", time.monotonic() - begin)
-        return borrowed
 
     def load_named(self, parsed: ParsedName, buffer: memoryview) -> Chunk:
         """Read and verify one object of which only the name is known; nothing is quarantined.

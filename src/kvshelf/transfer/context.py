@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvshelf.backends import Borrowed
 from kvshelf.capacity.history import Event, History, Reason
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL, kind_key
@@ -23,7 +22,7 @@ from kvshelf.kv.topology import ShardPlan
 from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
 from kvshelf.shelf.threads import StorageThreads
-from kvshelf.shelf.view import ShelfView
+from kvshelf.shelf.view import Pinned, ShelfView
 from kvshelf.transfer.staging import StagingBuffer, StagingPool
 
 logger = logging.getLogger("kvshelf.transfer")
@@ -143,7 +142,7 @@ class TransferContext:
         if self._history is not None:
             self._history.note_bad(name)
 
-    def payload(self, memory: Borrowed, chunk: Chunk, shard: int) -> torch.Tensor:
+    def payload(self, memory: Pinned, chunk: Chunk, shard: int) -> torch.Tensor:
         """Return the payload of an object in memory, uint8 [bytes]."""
         start, stop = self.fmt.data_offset, self.shelf.size(chunk, shard)
         if isinstance(memory, StagingBuffer):

@@ -22,9 +22,9 @@ Contracts
   its staging buffer stays with it.
 * Of a paged cache only the slots given are written, between :meth:`Loads.load` and the moment
   at which the load is reported finished, however it ends: loaded, failed, cancelled or late.
-* Nothing unverified is ever scattered. Borrowed bytes are asked for their validity after the
+* Nothing unverified is ever scattered. Bytes of others are asked for their validity after the
   scatter: where they were taken back meanwhile, the object counts as failed.
-* What is borrowed is given back exactly once, after the last scatter from it has ended and before
+* What is pinned is given back exactly once, after the last scatter from it has ended and before
   the last load that needs it is reported finished.
 * One lock, held for queue operations and during completion callbacks.
 """
@@ -46,7 +46,7 @@ from kvshelf.errors import (
     UnavailableStorageError,
 )
 from kvshelf.format.names import object_name
-from kvshelf.shelf.view import FailedRead, ObjectRef
+from kvshelf.shelf.view import FailedRead
 from kvshelf.traces import trace_range
 from kvshelf.transfer.context import ChunkSlots, TransferContext, TransferHalf
 from kvshelf.transfer.load import Failure, Load
@@ -134,11 +134,9 @@ class Loads(TransferHalf):
                 load.fence = cache.fence()
             except DeviceUnavailableError:
                 usable = False
-        if usable and not early and self._shelf.backend.properties.lends:
-            # Without the lock: a name for each object takes a while.
-            self._shelf.expect(
-                [ObjectRef(item.chunk, shard) for item in items for shard in self._shards]
-            )
+        if usable and not early:
+            # Without the lock: where there is use for it, a name for each object takes a while.
+            self._shelf.expect([item.chunk for item in items], self._shards)
         with self._lock:
             ahead = bytes_ahead + self._unfinished_bytes()
             seconds = self._deadlines.to_read(2 * (ahead + load.nbytes))
@@ -384,7 +382,7 @@ class Loads(TransferHalf):
             else:
                 for shard, payload in payloads.items():
                     memory.scatter(shard, item.slots, payload, fence)
-            # Borrowed bytes may have been taken back meanwhile.
+            # Bytes of others may have been taken back meanwhile.
             if not all(objects.valid() for _, objects in arrived):
                 raise TransientStorageError(
                     "the memory that lent it was taken back while it was read; where this recurs,"

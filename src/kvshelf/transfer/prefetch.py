@@ -2,7 +2,7 @@
 
 Owns what the loads of one kind see of a memory tier (:class:`KindMemory`), with the objects in it
 that are kept for requests that wait, and the decision what to prefetch for the waiting requests of
-an engine (:class:`Prefetcher`). :mod:`kvshelf.memory.tier` owns the memory.
+an engine (:class:`Prefetcher`). :mod:`kvshelf.tiers.memory_tier` owns the memory.
 
 Contracts
 ---------
@@ -32,9 +32,9 @@ from kvshelf.backends.guard import GuardedBackend
 from kvshelf.format.keys import Chunk
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.caches import KVMemory, PendingCopy
-from kvshelf.memory.tier import MemoryTier, Pinned
 from kvshelf.metrics import Counters
 from kvshelf.shelf.view import ObjectRef
+from kvshelf.tiers.memory_tier import MemoryTier, PinnedObject
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Failure, Load
 from kvshelf.transfer.transfer import Transfer
@@ -51,7 +51,7 @@ _RETRY_SECONDS: Final = 1.0
 class _Pin:
     """One object that is kept for waiting requests."""
 
-    memory: Pinned
+    memory: PinnedObject
     #: It was read for them, and no load has used it.
     unused: bool
 
@@ -71,7 +71,7 @@ class KindMemory:
         The part of the memory that may be pinned for waiting requests.
     keeps : bool
         What is stored and loaded gets into the memory. False: only what is prefetched does.
-    lends : bool
+    in_place : bool
         Loads read in place what is here. False: they copy it to staging, for caches on a GPU to
         which copies from ordinary memory are slow.
 
@@ -90,14 +90,14 @@ class KindMemory:
         shards: Sequence[int] | None = None,
         share: float = 1.0,
         keeps: bool = True,
-        lends: bool = True,
+        in_place: bool = True,
     ) -> None:
         self._memory = memory
         self._fmt = fmt
         self._counters = counters
         self._shards = range(fmt.shards) if shards is None else shards
         self._keeps = keeps
-        self._lends = lends
+        self._in_place = in_place
         self.most_chunks = int(memory.most_chunks(fmt, self._shards) * share)
         self._lock = threading.Lock()
         #: How often each chunk is wanted.
@@ -123,14 +123,14 @@ class KindMemory:
             self._note_use(ref)
         return loaded
 
-    def borrow(self, fmt: ObjectFormat, ref: ObjectRef) -> Pinned | None:
-        """Lend an object; None when it is not here."""
-        pinned = self._memory.borrow(fmt, ref) if self._lends else None
+    def pin(self, fmt: ObjectFormat, ref: ObjectRef) -> PinnedObject | None:
+        """Pin an object for a load; None when it is not here."""
+        pinned = self._memory.pin(fmt, ref) if self._in_place else None
         if pinned is not None:
             self._note_use(ref)
         return pinned
 
-    def reserve(self, fmt: ObjectFormat, ref: ObjectRef) -> Pinned | None:
+    def reserve(self, fmt: ObjectFormat, ref: ObjectRef) -> PinnedObject | None:
         """Make room for an object that is about to be read, if it should be here."""
         return self._memory.reserve(fmt, ref) if self._takes(ref, read=True) else None
 
@@ -158,8 +158,8 @@ class KindMemory:
     def _takes(self, ref: ObjectRef, *, read: bool = False) -> bool:
         if ref.chunk.key in self._wanted:
             return True
-        # What is read into memory is lent from there.
-        return self._keeps and (self._lends or not read)
+        # What is read into memory is read in place there.
+        return self._keeps and (self._in_place or not read)
 
     def _note_use(self, ref: ObjectRef) -> None:
         pin = self._pins.get((ref.chunk.key, ref.shard))
@@ -194,7 +194,7 @@ class KindMemory:
                 if not self._wanted[key]:
                     del self._wanted[key]
 
-    def pin(self, ref: ObjectRef, *, fresh: bool = False) -> bool:
+    def retain(self, ref: ObjectRef, *, fresh: bool = False) -> bool:
         """Keep an object here until :meth:`drop`; False if it is not here, or after :meth:`close`.
 
         Parameters
@@ -204,7 +204,7 @@ class KindMemory:
             It was read for that.
         """
         name = (ref.chunk.key, ref.shard)
-        pinned = self._memory.pin(self._fmt, ref)
+        pinned = self._memory.pin(self._fmt, ref, loads=False)
         if pinned is None:
             return False
         with self._lock:
@@ -215,11 +215,11 @@ class KindMemory:
         pinned.release()
         return kept
 
-    def pin_chunk(self, chunk: Chunk) -> bool:
+    def retain_chunk(self, chunk: Chunk) -> bool:
         """Keep a chunk here until :meth:`drop`, if all its shards are here."""
         if not self.leading([chunk]):
             return False
-        return all(self.pin(ObjectRef(chunk, shard)) for shard in self._shards)
+        return all(self.retain(ObjectRef(chunk, shard)) for shard in self._shards)
 
     def drop(self, keys: Iterable[bytes]) -> None:
         """Keep some chunks no longer. They stay here until they are evicted."""
@@ -261,7 +261,7 @@ class IntoMemory(KVMemory):
 
     def scatter(self, shard: int, slots: Tensor, payload: Tensor, fence: object = None) -> None:
         """Note that an object was read; it is in the memory if there was room."""
-        if not self._pins or self._memory.pin(ObjectRef(self._chunk, shard), fresh=True):
+        if not self._pins or self._memory.retain(ObjectRef(self._chunk, shard), fresh=True):
             self._memory.note_read(payload)
 
     def of_tail(self, tokens: int) -> IntoMemory:
@@ -296,7 +296,7 @@ class Prefetcher:
     Parameters
     ----------
     transfer : Transfer
-        Its shelf is a :class:`~kvshelf.shelf.tiers.TieredView` with the same memory.
+        Its shelf is a :class:`~kvshelf.tiers.tiered.TieredView` with the same memory.
     memory : KindMemory
     """
 
@@ -388,7 +388,7 @@ class Prefetcher:
                     break
                 users = self._users[key] = []
                 self._memory.want([key])
-                if not self._memory.pin_chunk(chunk):
+                if not self._memory.retain_chunk(chunk):
                     fresh.append(chunk)
             elif key not in self._reading and not self._memory.kept([chunk]):
                 # The requests that needed it until now have loads of their own.

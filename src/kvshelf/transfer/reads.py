@@ -32,9 +32,8 @@ from typing import TypeAlias
 
 import torch
 
-from kvshelf.backends import Borrowed
 from kvshelf.format.keys import Chunk
-from kvshelf.shelf.view import Fetched
+from kvshelf.shelf.view import Fetched, Pinned
 from kvshelf.transfer.context import TransferContext
 from kvshelf.transfer.load import Load
 from kvshelf.transfer.staging import StagingBuffer
@@ -54,7 +53,7 @@ class Objects:
     def __init__(self, context: TransferContext) -> None:
         self.payloads: dict[int, torch.Tensor] = {}
         self._context = context
-        self._fetched: Sequence[Borrowed] = ()
+        self._fetched: Sequence[Pinned] = ()
 
     def take(self, chunk: Chunk, fetched: Fetched) -> None:
         """Take over objects, once."""
@@ -89,7 +88,7 @@ class ReadTask:
     arrived: bool = False
     #: It was given up, since its thread is stuck.
     late: bool = False
-    #: Its thread is borrowing the objects, or has staging buffers and is reading into them.
+    #: Its thread is pinning the objects, or has staging buffers and is reading into them.
     reading: bool = False
     #: The same objects, or some of them, for other loads.
     sharers: list[ReadTask] = field(default_factory=list)

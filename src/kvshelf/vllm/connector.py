@@ -53,7 +53,7 @@ from kvshelf.format.namespace import Namespace
 from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
 from kvshelf.shelf.opening import START_SECONDS, Opening
-from kvshelf.shelf.tiers import AnyShelf, TieredShelf, open_configured, shelf_url
+from kvshelf.tiers.tiered import AnyShelf, TieredShelf, open_configured, shelf_url
 from kvshelf.urls import directory_of, shown_url
 from kvshelf.vllm.affinity import widen_cpu_affinity
 from kvshelf.vllm.groups import CacheGroups, with_chunk_size
@@ -573,7 +573,7 @@ def _open_served(
     segment: Segment | None = None,
 ) -> AnyShelf:
     try:
-        from kvshelf.server.backend import open_served
+        from kvshelf.server.shelf import open_served
     except ImportError as error:
         raise ConfigError(
             f"server is {server}, but a package for node servers is missing ({error}): install"
@@ -586,7 +586,7 @@ def _open_served(
         segment=segment,
         read_only=config.read_only,
         # A GPU copies from page-locked memory.
-        lends=on_cpu,
+        in_place=on_cpu,
         device=gpu,
         counters=counters,
         deadlines=config.deadlines,

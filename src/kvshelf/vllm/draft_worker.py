@@ -29,8 +29,8 @@ from kvshelf.kv.streams import Streams
 from kvshelf.kv.topology import ShardPlan
 from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import COUNTERS, Counters
-from kvshelf.shelf.tiers import AnyShelf
 from kvshelf.shelf.view import ShelfView
+from kvshelf.tiers.tiered import AnyShelf
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Load
 from kvshelf.transfer.staging import Lender

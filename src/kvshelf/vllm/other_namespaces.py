@@ -18,7 +18,7 @@ from kvshelf.format.differences import how_to_unite
 from kvshelf.format.names import parse_namespace_folder
 from kvshelf.format.namespace import Namespace
 from kvshelf.shelf.shelf import read_namespace
-from kvshelf.shelf.tiers import AnyShelf
+from kvshelf.tiers.tiered import AnyShelf
 
 logger = logging.getLogger(__name__)
 

@@ -109,9 +109,9 @@ from kvshelf.paths import cache_dir
 from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.hits import window_chunks
 from kvshelf.shelf.lookup import Lookup, LookupService
-from kvshelf.shelf.tiers import AnyShelf
 from kvshelf.shelf.view import ShelfView
 from kvshelf.shelf.waits import Wait, WaitService
+from kvshelf.tiers.tiered import AnyShelf
 from kvshelf.vllm.adapters import AdapterDigests, adapter_settings
 from kvshelf.vllm.awaiting import RETRY_SECONDS, Awaited, Awaiting
 from kvshelf.vllm.block_weights import BlockWeights

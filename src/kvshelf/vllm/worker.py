@@ -71,11 +71,11 @@ from kvshelf.format.kinds import FULL, WINDOW, Kind, kind_key
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.streams import Streams
 from kvshelf.kv.topology import ShardPlan
-from kvshelf.memory.tier import MemoryTier
 from kvshelf.metrics import Counters
 from kvshelf.shelf.sweep import Sweep
-from kvshelf.shelf.tiers import AnyShelf, TieredView
 from kvshelf.shelf.view import ShelfView
+from kvshelf.tiers.memory_tier import MemoryTier
+from kvshelf.tiers.tiered import AnyShelf, TieredView
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.kinds import JointLoad, KindTransfers, share_out
 from kvshelf.transfer.load import Failure
@@ -217,7 +217,7 @@ class WorkerSide:
         self._prefetched: dict[Kind, KindMemory] = {}
         self._memory: MemoryTier | None = None
         #: Loads copy straight from the memory tier to the caches.
-        self._memory_lends = True
+        self._memory_in_place = True
         self._meta: StepMetadata | None = None
         #: Stores of which the drafter's KV is gathered when its drafts are made.
         self._undrafted: list[StoreOp] = []
@@ -294,7 +294,7 @@ class WorkerSide:
                     " way to the GPU",
                     error,
                 )
-            self._memory_lends = False
+            self._memory_in_place = False
         self._memory = MemoryTier(nbytes, counters=self.counters)
 
     def _memory_of(self, fmt: ObjectFormat, plan: ShardPlan, prefetched: int) -> KindMemory | None:
@@ -311,7 +311,7 @@ class WorkerSide:
             shards=plan.shards,
             share=prefetched / self._memory.max_bytes,
             keeps=self._config.memory_bytes > 0,
-            lends=self._memory_lends,
+            in_place=self._memory_in_place,
         )
 
     def _before_drafts(self, view: ShelfView, plan: ShardPlan) -> ShelfView:
@@ -450,7 +450,7 @@ class WorkerSide:
         budget = self._config.prefetch_budget(shelf.backend.properties.probe_cost)
         if budget and self._memory is None:
             self._memory = MemoryTier(budget, counters=self.counters, lazy=True)
-            self._memory_lends = not registration.on_device
+            self._memory_in_place = not registration.on_device
         shares: Mapping[Kind, int] = {}
         if budget:
             formats = [memory.fmt for memory in memories.values()]

@@ -2,7 +2,7 @@
 
 Owns the directory, which is a shelf itself: its objects have the names that they have on the
 shelf. It is filled with the objects that loads have fetched and verified, and with those that are
-stored. It is bounded (:mod:`kvshelf.shelf.usage_ledger`), and any number of processes may share it.
+stored. It is bounded (:mod:`kvshelf.tiers.usage_ledger`), and any number of processes may share it.
 
 Contracts
 ---------
@@ -55,8 +55,8 @@ from kvshelf.metrics import Counters
 from kvshelf.shelf.opening import START_SECONDS, Opening
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.threads import StorageThreads
-from kvshelf.shelf.usage_ledger import LEDGER, BoundedBackend, FullError, share_files
 from kvshelf.shelf.view import NamespaceView, ObjectRef, Presence
+from kvshelf.tiers.usage_ledger import LEDGER, BoundedBackend, FullError, share_files
 
 logger = logging.getLogger(__name__)
 
@@ -324,7 +324,7 @@ class DiskTier:
         self._note_use(fmt, ref)
         return chunk
 
-    def borrow(self, fmt: ObjectFormat, ref: ObjectRef) -> None:
+    def pin(self, fmt: ObjectFormat, ref: ObjectRef) -> None:
         """Return None: no copy lies in memory."""
 
     def reserve(self, fmt: ObjectFormat, ref: ObjectRef) -> None:

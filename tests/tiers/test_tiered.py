@@ -32,16 +32,16 @@ from kvshelf.errors import (
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.names import object_name
 from kvshelf.metrics import Counters
-from kvshelf.shelf import disk_tier as tier_module
 from kvshelf.shelf import opening as opening_module
-from kvshelf.shelf import tiers as tiers_module
-from kvshelf.shelf.disk_tier import DiskTier
 from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.lookup import LookupService
 from kvshelf.shelf.shelf import Shelf, open_shelf
-from kvshelf.shelf.tiers import TieredShelf, open_behind
-from kvshelf.shelf.usage_ledger import LEDGER, Ledger, Use
 from kvshelf.shelf.view import ObjectRef
+from kvshelf.tiers import disk_tier as tier_module
+from kvshelf.tiers import tiered
+from kvshelf.tiers.disk_tier import DiskTier
+from kvshelf.tiers.tiered import TieredShelf, open_behind
+from kvshelf.tiers.usage_ledger import LEDGER, Ledger, Use
 from kvshelf.transfer.stores import StoreOutcome
 from tests.faults import tier_child
 from tests.support.formats import make_format
@@ -554,7 +554,7 @@ def test_a_shelf_that_cannot_be_opened_is_done_without_until_it_can(
         return remote
 
     monkeypatch.setattr(opening_module, "_RETRY_SECONDS", 0.02)
-    monkeypatch.setattr(tiers_module, "open_backend", opening)
+    monkeypatch.setattr(tiered, "open_backend", opening)
     with closing(DiskTier(tmp_path / "tier", ROOM)) as tier:
         shelf = open_behind(tier, "s3://key:se@cret@bucket/kv", deadlines={"probe": 0.5})
         assert shelf.url == "s3://bucket/kv"
@@ -603,7 +603,7 @@ def test_a_shelf_that_is_opened_late_is_read_in_parts(
         return CountingBackend(FaultyBackend(storage))
 
     monkeypatch.setattr(opening_module, "_RETRY_SECONDS", 0.01)
-    monkeypatch.setattr(tiers_module, "open_backend", opening)
+    monkeypatch.setattr(tiered, "open_backend", opening)
     with (
         closing(DiskTier(tmp_path / "tier", ROOM)) as tier,
         closing(open_behind(tier, "s3://bucket/kv")) as shelf,
@@ -619,7 +619,7 @@ def test_a_shelf_that_will_not_open_is_a_mistake(
     def opening(url: str, **_: Any) -> Backend:
         raise PermanentStorageError(2, "there is no bucket")
 
-    monkeypatch.setattr(tiers_module, "open_backend", opening)
+    monkeypatch.setattr(tiered, "open_backend", opening)
     with (
         closing(DiskTier(tmp_path / "tier", ROOM)) as tier,
         pytest.raises(PermanentStorageError, match="bucket"),
@@ -700,7 +700,7 @@ def test_a_tier_is_used_while_its_shelf_hangs_at_opening(
         assert go.wait(PATIENCE)
         return remote
 
-    monkeypatch.setattr(tiers_module, "open_backend", hanging)
+    monkeypatch.setattr(tiered, "open_backend", hanging)
     with (
         closing(DiskTier(tmp_path / "tier", ROOM)) as tier,
         closing(open_behind(tier, "s3://bucket/kv", open_seconds=0.01)) as shelf,
@@ -725,7 +725,7 @@ def test_a_mistake_that_a_shelf_finds_late_is_spoken_of(
         assert go.wait(PATIENCE)
         raise error
 
-    monkeypatch.setattr(tiers_module, "open_backend", hanging)
+    monkeypatch.setattr(tiered, "open_backend", hanging)
     with (
         closing(DiskTier(tmp_path / "tier", ROOM)) as tier,
         closing(open_behind(tier, "s3://bucket/kv", open_seconds=0.01)),
@@ -743,7 +743,7 @@ def test_a_shelf_that_opens_after_it_was_closed_is_closed(
         assert go.wait(PATIENCE)
         return remote
 
-    monkeypatch.setattr(tiers_module, "open_backend", hanging)
+    monkeypatch.setattr(tiered, "open_backend", hanging)
     monkeypatch.setattr(remote, "close", closed.set)
     with closing(DiskTier(tmp_path / "tier", ROOM)) as tier:
         open_behind(tier, "s3://bucket/kv", open_seconds=0.01).close()

@@ -11,15 +11,14 @@ import pytest
 import torch
 
 from kvshelf import pages
-from kvshelf.backends.base import Borrowed
 from kvshelf.errors import ConfigError
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.memory.tier import MemoryTier
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import open_shelf
-from kvshelf.shelf.tiers import Tier, TieredShelf
-from kvshelf.shelf.view import ObjectRef
+from kvshelf.shelf.view import ObjectRef, Pinned
+from kvshelf.tiers.memory_tier import MemoryTier
+from kvshelf.tiers.tiered import Tier, TieredShelf
 from tests.native.fake_cudart import fake_cudart
 from tests.support.formats import make_format
 from tests.support.prompts import make_chunks
@@ -61,9 +60,9 @@ def test_an_object_comes_out_as_it_was_put_in() -> None:
     assert tier.load(FMT, ref(0), memoryview(buffer))
     assert buffer == image(0)
     assert not tier.load(FMT, ref(1), memoryview(buffer))
-    lent = tier.borrow(FMT, ref(0))
+    lent = tier.pin(FMT, ref(0))
     assert lent is not None
-    as_lent: Borrowed = lent
+    as_lent: Pinned = lent
     assert bytes(as_lent.view) == buffer
     assert as_lent.valid()
     tier.keep(FMT, ref(1), image(1))
@@ -283,7 +282,7 @@ def test_threads_read_what_others_replace() -> None:
                     tier.keep(FMT, ref(index), images[index])
                 else:
                     tier.remove(FMT, [ref(rng.randrange(40))])
-                lent = tier.borrow(FMT, ref(rng.randrange(index + 1)))
+                lent = tier.pin(FMT, ref(rng.randrange(index + 1)))
                 if lent is not None:
                     assert bytes(lent.view) in images
                     lent.release()

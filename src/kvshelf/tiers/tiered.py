@@ -2,8 +2,8 @@
 
 Owns the shape of a tier (:class:`Tier`), the shelf that looks into tiers first
 (:class:`TieredShelf`), and how a shelf is opened together with its disk tier
-(:func:`open_configured`). The disk tier is :mod:`kvshelf.shelf.disk_tier`, the memory tier
-:mod:`kvshelf.memory.tier`.
+(:func:`open_configured`). The disk tier is :mod:`kvshelf.tiers.disk_tier`, the memory tier
+:mod:`kvshelf.tiers.memory_tier`.
 
 Contracts
 ---------
@@ -12,7 +12,7 @@ Contracts
   objects that are in no tier. So an object that was deleted from the shelf is found until it is
   gone from the tiers as well.
 * What is in memory is read where it lies, and what is not is read into a tier's memory, where a
-  tier has room for it (:meth:`TieredView.borrow`): it is verified there, and copied from there.
+  tier has room for it (:meth:`TieredView.pin`): it is verified there, and copied from there.
 * All methods may be called from any thread but an engine's step thread, but for
   :meth:`TieredView.expect`.
 """
@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from kvshelf.backends import Backend, Borrowed, BytesLike, WriteResult, open_backend
+from kvshelf.backends import Backend, BytesLike, WriteResult, open_backend
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.config import Config, default_shelf_path
 from kvshelf.format.keys import Chunk
@@ -39,6 +39,7 @@ from kvshelf.shelf.view import (
     FailedRead,
     NamespaceView,
     ObjectRef,
+    Pinned,
     Presence,
     ShelfView,
     find_together,
@@ -46,7 +47,7 @@ from kvshelf.shelf.view import (
 from kvshelf.urls import shown_url
 
 if TYPE_CHECKING:
-    from kvshelf.shelf.disk_tier import DiskTier
+    from kvshelf.tiers.disk_tier import DiskTier
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +59,8 @@ class Reserved(Protocol):
     def view(self) -> memoryview:
         """Memory of the object's size, writable."""
 
-    def publish(self) -> Borrowed | None:
-        """Let the object be found, and lend it: `view` holds it, whole and verified.
+    def publish(self) -> Pinned | None:
+        """Let the object be found, and pin it: `view` holds it, whole and verified.
 
         None only if it was removed meanwhile, or another thread had read it too and it is gone
         again. :meth:`release` is not called then.
@@ -82,7 +83,7 @@ class Tier(Protocol):
     def load(self, fmt: ObjectFormat, ref: ObjectRef, buffer: memoryview) -> bool:
         """Fill `buffer`, or at least its payload; False when the object is not here or is bad."""
 
-    def borrow(self, fmt: ObjectFormat, ref: ObjectRef) -> Borrowed | None:
+    def pin(self, fmt: ObjectFormat, ref: ObjectRef) -> Pinned | None:
         """Return an object where it lies in memory; None if it does not. Never raises."""
 
     def reserve(self, fmt: ObjectFormat, ref: ObjectRef) -> Reserved | None:
@@ -190,38 +191,38 @@ class TieredView(ShelfView):
         for tier in tiers:
             tier.keep(self.fmt, ref, buffer)
 
-    def expect(self, refs: Sequence[ObjectRef]) -> None:
+    def expect(self, chunks: Sequence[Chunk], shards: Sequence[int]) -> None:
         """Tell the shelf, see :meth:`ShelfView.expect`. It is not known what the tiers have."""
-        self._shelf.expect(refs)
+        self._shelf.expect(chunks, shards)
 
     @property
-    def lends(self) -> bool:
-        """Whether a tier or the shelf may lend objects: known when they are asked."""
+    def pins(self) -> bool:
+        """Whether objects may lie in memory, of a tier or of the shelf: known when asked."""
         return True
 
-    def borrow(self, ref: ObjectRef) -> Borrowed | None:
-        """Borrow an object from the first tier that has it, else from the shelf.
+    def pin(self, ref: ObjectRef) -> Pinned | None:
+        """Pin an object in the first tier that has it, else in the memory of the shelf.
 
-        If none lends it, it is read into the first tier that has room for it, and lent from there.
-        None if a tier has it elsewhere than in memory. What the shelf lends is not copied into the
-        tiers: it is in memory already.
+        If it lies in none, it is read into the first tier that has room for it, and pinned there.
+        None if a tier has it elsewhere than in memory. What lies in the memory of the shelf is not
+        copied into the tiers.
         """
-        lends = self.backend.properties.lends
+        shelf_pins = self._shelf.pins
         for tier in self._tiers:
-            borrowed = tier.borrow(self.fmt, ref)
-            if borrowed is not None:
-                return borrowed
-            if lends and tier.holds(self.fmt, [ref])[0]:
+            pinned = tier.pin(self.fmt, ref)
+            if pinned is not None:
+                return pinned
+            if shelf_pins and tier.holds(self.fmt, [ref])[0]:
                 return None
-        if lends:
-            return self._shelf.borrow(ref)
+        if shelf_pins:
+            return self._shelf.pin(ref)
         for tier in self._tiers:
             reserved = tier.reserve(self.fmt, ref)
             if reserved is not None:
-                return self._borrow_from(reserved, tier, ref)
+                return self._read_into(reserved, tier, ref)
         return None
 
-    def _borrow_from(self, reserved: Reserved, tier: Tier, ref: ObjectRef) -> Borrowed | None:
+    def _read_into(self, reserved: Reserved, tier: Tier, ref: ObjectRef) -> Pinned | None:
         """Read an object into the memory that a tier has reserved for it."""
         others = [other for other in self._tiers if other is not tier]
         try:
@@ -385,7 +386,7 @@ def open_configured(
     if place is None:
         return open_shelf(url, **options), None
     # It needs torch, and most engines do not need it.
-    from kvshelf.shelf.disk_tier import DiskTier
+    from kvshelf.tiers.disk_tier import DiskTier
 
     begin = time.monotonic()
     with contextlib.ExitStack() as undo:

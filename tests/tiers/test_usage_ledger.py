@@ -16,8 +16,8 @@ from kvshelf.backends import ObjectInfo, WriteMode, WriteResult, base
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.errors import StorageError
-from kvshelf.shelf import usage_ledger as ledger_module
-from kvshelf.shelf.usage_ledger import LEDGER, BoundedBackend, FullError
+from kvshelf.tiers import usage_ledger as ledger_module
+from kvshelf.tiers.usage_ledger import LEDGER, BoundedBackend, FullError
 
 SIZE = 1000
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvshelf.backends.base import Backend, Borrowed
 from kvshelf.format.invalid import PayloadDamaged
 from kvshelf.format.keys import Chunk
 from kvshelf.kv.caches import HostKVCache, KVMemory, PendingCopy
@@ -21,7 +20,7 @@ from tests.support.storages import (
     CountingBackend,
     Fault,
     FaultyBackend,
-    LendingBackend,
+    LendingMemory,
     Loan,
     posix,
 )
@@ -30,27 +29,17 @@ from tests.support.transfers import Rig
 from tests.support.waiting import PATIENCE, SOON, until
 
 
-class Asked(FaultyBackend):
-    """Notes the names of all objects that somebody wants to borrow, before any fault."""
-
-    def __init__(self, inner: Backend) -> None:
-        super().__init__(inner)
-        self.names: list[str] = []
-
-    def borrow(self, name: str, size: int) -> Borrowed | None:
-        self.names.append(name)
-        return super().borrow(name, size)
-
-
 class Lender:
     """A transfer from a storage that lends."""
 
     def __init__(self, root: Path, **options: object) -> None:
         self.reads = CountingBackend(posix(root))
-        self.lending = LendingBackend(self.reads)
-        self.faults = Asked(self.lending)
+        self.faults = FaultyBackend(self.reads)
+        self.lending = LendingMemory(self.reads, self.faults)
         self.others = named("kvshelf-load")
-        self.rig = Rig(self.faults, blocks=200, options={"load_threads": 2}, **options)
+        self.rig = Rig(
+            self.faults, memory=self.lending, blocks=200, options={"load_threads": 2}, **options
+        )
         #: While it is clear, lent objects do not reach their borrowers.
         self.gate = threading.Event()
         self.gate.set()
@@ -93,9 +82,9 @@ class Lender:
         That is held back while it gets the other object, until the event is set; then it meets the
         error.
         """
-        other, asked = self.name(chunk, 1), self.faults.names
+        other, asked = self.name(chunk, 1), self.lending.asked
         hold = threading.Event()
-        self.faults.add(Fault("borrow", other, wait=hold, error=error))
+        self.faults.add(Fault("pin", other, wait=hold, error=error))
         self.lending.on_lend = lambda loan: until(lambda: other in asked)
         self.start([chunk, following])
         # It has gone on to the next chunk.
@@ -307,7 +296,7 @@ def test_a_loan_that_comes_late_is_given_back_unused(
     read: list[object] = []
     monkeypatch.setattr(NamespaceView, "load", lambda *arguments: read.append(arguments))
     hold = threading.Event()
-    lender.faults.add(Fault("borrow", wait=hold))
+    lender.faults.add(Fault("pin", wait=hold))
     lender.lending.lends = lambda name: lent
     lender.start(chunks)
     load = lender.rig.finished()

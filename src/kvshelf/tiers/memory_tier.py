@@ -7,7 +7,7 @@ Contracts
 * The tier holds whole objects, header included. Callers enter verified bytes only, so nothing is
   verified again when it is read.
 * Memory that is in use or is being filled is pinned: it stays as it is until
-  :meth:`Pinned.release`.
+  :meth:`PinnedObject.release`.
 * The memory is bounded by ``max_bytes``, which is taken when the tier is made, or refused. A lazy
   tier takes it when it is needed.
 * Any thread may call all methods. Those that copy an object (:meth:`MemoryTier.load`,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _Name: TypeAlias = tuple[bytes, Kind, int, int]
 
 
-class Pinned:
+class PinnedObject:
     """The memory of one object in the tier, which stays as it is until :meth:`release`.
 
     Attributes
@@ -58,7 +58,7 @@ class Pinned:
         """Tell that the bytes are the object: they stay so until :meth:`release`."""
         return True
 
-    def publish(self) -> Pinned | None:
+    def publish(self) -> PinnedObject | None:
         """Let an object be found whose memory was reserved: it is whole and verified.
 
         Returns the object that is there now, to be released in place of this one. None only where
@@ -145,21 +145,25 @@ class MemoryTier:
         """Count a use of these objects, those of them that are here."""
         self._memory.touch([_name(fmt, chunk, shard) for chunk, shard in refs])
 
-    def pin(self, fmt: ObjectFormat, ref: ObjectRef) -> Pinned | None:
-        """Keep an object here until its :meth:`Pinned.release`; None if it is not here."""
-        return self._pin(_name(fmt, *ref))
+    def pin(self, fmt: ObjectFormat, ref: ObjectRef, *, loads: bool = True) -> PinnedObject | None:
+        """Keep an object here until its :meth:`PinnedObject.release`; None if it is not here.
 
-    def borrow(self, fmt: ObjectFormat, ref: ObjectRef) -> Pinned | None:
-        """Lend an object for a load; None if it is not here."""
-        pinned = self.pin(fmt, ref)
-        if pinned is not None:
+        Parameters
+        ----------
+        fmt : ObjectFormat
+        ref : ObjectRef
+        loads : bool
+            It is pinned to be loaded, and counted.
+        """
+        pinned = self._pin(_name(fmt, *ref))
+        if pinned is not None and loads:
             self._counters.add("memory_tier_loaded_objects")
             self._counters.add("memory_tier_loaded_bytes", len(pinned.view))
         return pinned
 
     def load(self, fmt: ObjectFormat, ref: ObjectRef, buffer: memoryview) -> bool:
         """Copy an object to `buffer`; False if it is not here."""
-        pinned = self.borrow(fmt, ref)
+        pinned = self.pin(fmt, ref)
         if pinned is None:
             return False
         try:
@@ -170,7 +174,7 @@ class MemoryTier:
 
     # ----------------------------------------------------------------------------------- entering
 
-    def reserve(self, fmt: ObjectFormat, ref: ObjectRef) -> Pinned | None:
+    def reserve(self, fmt: ObjectFormat, ref: ObjectRef) -> PinnedObject | None:
         """Make room for an object that is going to be read; None if it is here, or there is none.
 
         What is used least recently is evicted for it.
@@ -182,7 +186,7 @@ class MemoryTier:
         size = fmt.object_size(shard, chunk.tokens)
         parent = (chunk.parent, fmt.kind, fmt.shards, shard)
         slot = self._memory.reserve(name, size, parent=parent)
-        return None if slot is None else Pinned(self, slot)
+        return None if slot is None else PinnedObject(self, slot)
 
     def keep(self, fmt: ObjectFormat, ref: ObjectRef, buffer: BytesLike) -> None:
         """Copy an object in, if there is room. The bytes must be verified."""
@@ -192,7 +196,7 @@ class MemoryTier:
         if reserved is None:
             self._counters.add("memory_tier_dropped_objects")
             return
-        kept: Pinned | None = reserved
+        kept: PinnedObject | None = reserved
         try:
             copy_bytes(reserved.view, buffer)
             kept = reserved.publish()
@@ -221,9 +225,9 @@ class MemoryTier:
 
     # ------------------------------------------------------------------------------------- inside
 
-    def _pin(self, name: object) -> Pinned | None:
+    def _pin(self, name: object) -> PinnedObject | None:
         slot = self._memory.pin(name)
-        return None if slot is None else Pinned(self, slot)
+        return None if slot is None else PinnedObject(self, slot)
 
     def _release(self, slot: Slot) -> None:
         if slot.state is State.RESERVED:

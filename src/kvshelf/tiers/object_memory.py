@@ -1,0 +1,209 @@
+"""Objects of a shelf that lie in the memory of somebody else, such as a node server.
+
+Owns what a shelf asks of such a memory (:class:`ObjectMemory`), and the view of a namespace whose
+objects are looked for there and read in place (:class:`PinningView`, :class:`PinningShelf`).
+
+Contracts
+---------
+* Lookups find what is in the memory or on the storage; stores ask the storage alone.
+* Who has the memory has verified the objects in it. That an object is the one that was asked for,
+  its parent included, is compared here.
+* Calls of the memory have the deadlines and the circuit breaker of the storage behind it.
+* Any thread may call anything but an engine's step thread, which calls :meth:`PinningView.expect`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvshelf.backends import Backend, Deadlines, StatResults
+from kvshelf.backends.guard import GuardedBackend
+from kvshelf.errors import BadObjectError, ObjectMissingError, TransientStorageError
+from kvshelf.format.keys import Chunk
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.memory.arena import copy_bytes
+from kvshelf.metrics import Counters
+from kvshelf.shelf.orphans import Orphans
+from kvshelf.shelf.shelf import Shelf
+from kvshelf.shelf.view import FailedRead, NamespaceView, ObjectRef, Pinned
+
+
+class ObjectMemory(Protocol):
+    """Memory in which objects of a storage lie, by their names on the storage."""
+
+    @property
+    def pins(self) -> bool:
+        """Whether objects are read in place; otherwise they are copied from there."""
+
+    def find(self, names: Sequence[str], sizes: Sequence[int]) -> StatResults:
+        """Probe objects that are to be loaded, in the memory and on the storage.
+
+        Answers as :meth:`kvshelf.backends.Backend.stat`.
+
+        Parameters
+        ----------
+        names : Sequence of str
+        sizes : Sequence of int
+            The bytes that each object should have.
+        """
+
+    def expect(self, names: Sequence[str], sizes: Sequence[int]) -> None:
+        """Take note that these objects are about to be loaded, in this order.
+
+        Never blocks and never raises. Objects that are expected need not be loaded.
+        """
+
+    def pin(self, name: str, size: int) -> Pinned | None:
+        """Return one object where it lies; may block until it is there.
+
+        Returns
+        -------
+        Pinned or None
+            None: there is no room for it now. The storage may have it all the same.
+
+        Raises
+        ------
+        BadObjectError
+            If whoever has the memory found the object bad.
+        ObjectMissingError, NotRegularError, StorageError
+            As for :meth:`kvshelf.backends.Backend.open`.
+        """
+
+
+class PinningView(NamespaceView):
+    """The objects of one kind on a storage behind a memory.
+
+    Parameters
+    ----------
+    backend, fmt, counters, orphans
+        As for :class:`~kvshelf.shelf.view.NamespaceView`.
+    memory : ObjectMemory
+    """
+
+    def __init__(
+        self,
+        backend: GuardedBackend,
+        fmt: ObjectFormat,
+        counters: Counters,
+        orphans: Orphans | None,
+        memory: ObjectMemory,
+    ) -> None:
+        super().__init__(backend, fmt, counters, orphans)
+        self._memory = memory
+
+    def _ask(self, names: list[str], sizes: list[int]) -> StatResults:
+        return self.backend.probe_by(names, lambda: self._memory.find(names, sizes))
+
+    def expect(self, chunks: Sequence[Chunk], shards: Sequence[int]) -> None:
+        """Tell the memory what is about to be loaded, see :meth:`ShelfView.expect`."""
+        if not (self.available and self.pins):
+            return
+        names, sizes = self._names_and_sizes(
+            [ObjectRef(chunk, shard) for chunk in chunks for shard in shards]
+        )
+        # Not looked for here, since that may block. Nearly all namespaces have one folder.
+        start = self._folders[0] + "/"
+        self._memory.expect([start + name for name in names], sizes)
+
+    @property
+    def pins(self) -> bool:
+        """Whether objects are read in place."""
+        return self._memory.pins
+
+    def pin(self, ref: ObjectRef) -> Pinned | None:
+        """Pin one object in the memory, see :meth:`ShelfView.pin`."""
+        return self._pin(ref) if self.pins else None
+
+    def load_all(
+        self, chunk: Chunk, shards: Sequence[int], buffers: Sequence[memoryview]
+    ) -> FailedRead | None:
+        """Load objects: from the memory where they are not read in place, else past it."""
+        if self.pins:
+            return super().load_all(chunk, shards, buffers)
+        left: dict[int, memoryview] = {}
+        for shard, buffer in zip(shards, buffers, strict=True):
+            try:
+                if not self._copy(ObjectRef(chunk, shard), buffer):
+                    left[shard] = buffer
+            except Exception as error:  # noqa: BLE001 - the caller learns of which object it is
+                return FailedRead(shard, error)
+        return super().load_all(chunk, tuple(left), tuple(left.values())) if left else None
+
+    def _copy(self, ref: ObjectRef, buffer: memoryview) -> bool:
+        pinned = self._pin(ref)
+        if pinned is None:
+            return False
+        try:
+            copy_bytes(buffer, pinned.view)
+            if not pinned.valid():
+                raise TransientStorageError(
+                    errno.ESTALE,
+                    "the memory was taken back while it was read",
+                    f"{self.backend.url}/{self._base(ref)}",
+                )
+        finally:
+            pinned.release()
+        return True
+
+    def _pin(self, ref: ObjectRef) -> Pinned | None:
+        size = self.size(*ref)
+        folders = self._find_folders()
+        base = self._base(ref)
+        begin = time.monotonic()
+        try:
+            for folder in folders[:-1]:
+                with contextlib.suppress(ObjectMissingError):
+                    pinned = self._pin_named(f"{folder}/{base}", size)
+                    break
+            else:
+                pinned = self._pin_named(f"{folders[-1]}/{base}", size)
+        except BadObjectError as bad:
+            with self._best_effort():
+                self.quarantine(ref, bad)
+            raise
+        if pinned is None:
+            return None
+        try:
+            self.fmt.verify_header(pinned.view, *ref)
+        except BadObjectError as error:
+            # What is on the storage is read and judged as any other object.
+            pinned.release()
+            self._log.warning("bytes in memory are not those of %s: %s", base, error)
+            return None
+        except BaseException:
+            pinned.release()
+            raise
+        self._counters.observe("read", time.monotonic() - begin)
+        return pinned
+
+    def _pin_named(self, name: str, size: int) -> Pinned | None:
+        return self.backend.read_by(name, size, lambda: self._memory.pin(name, size))
+
+
+class PinningShelf(Shelf):
+    """A shelf on a storage behind a memory.
+
+    Parameters
+    ----------
+    backend, counters, deadlines
+        As for :class:`~kvshelf.shelf.shelf.Shelf`.
+    memory : ObjectMemory
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        memory: ObjectMemory,
+        counters: Counters | None = None,
+        *,
+        deadlines: Deadlines | None = None,
+    ) -> None:
+        super().__init__(backend, counters, deadlines=deadlines)
+        self.memory = memory
+
+    def _make_view(self, fmt: ObjectFormat) -> NamespaceView:
+        return PinningView(self.backend, fmt, self._counters, self._orphans, self.memory)
