@@ -212,21 +212,6 @@ def asked(mode: str, chunks: int, seed: int = 0) -> dict[str, Any]:
 # ------------------------------------------------------------------------------ both
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_what_one_engine_stores_another_loads(mode: str, engines: Callable[..., Engine]) -> None:
-    one, other = engines(seed=1), engines()
-    ids = random.Random(2).sample(range(BLOCKS), 3 * PER_CHUNK)
-    one.worker.submit_store_request("a", op(mode, ids, 3), None)
-    one.stored("a")
-    assert other.hit("b", **asked(mode, 4)) == 3 * CHUNK
-    into = random.Random(3).sample(range(BLOCKS), 3 * PER_CHUNK)
-    other.worker.submit_retrieve_request("b", op(mode, into, 3), None)
-    assert other.loaded("b") == set()
-    assert torch.equal(other.blocks(into), one.blocks(ids))
-    rest = [block for block in range(BLOCKS) if block not in into]
-    assert not other.blocks(rest).any()
-
-
 def test_the_modes_are_domains_of_their_own(
     server: StandIn, engines: Callable[..., Engine]
 ) -> None:
@@ -601,21 +586,6 @@ def test_blocks_stay_until_the_last_store_has_ended(
     server.answer()
     engine.stored("a")
     assert engine.worker.get_finished({"a"}) == (set(), set())
-
-
-def test_stores_that_ended_wait_for_the_finish(engines: Callable[..., Engine]) -> None:
-    engine = engines(seed=1)
-    engine.worker.submit_store_request("a", op("tokens", range(PER_CHUNK), 1), None)
-    until(lambda: not engine.worker._operations.running)
-    assert engine.worker.get_finished(set()) == (set(), set())
-    assert engine.worker.get_finished({"a"}) == ({"a"}, set())
-    assert engine.worker.get_finished({"a"}) == (set(), set())
-
-
-def test_a_finish_without_stores_returns_at_once(engines: Callable[..., Engine]) -> None:
-    engine = engines()
-    assert engine.worker.get_finished({"a", "b"}) == ({"a", "b"}, set())
-    assert engine.worker.get_finished({"b", "c"}) == ({"c"}, set())
 
 
 def test_all_requests_of_a_batch_keep_their_blocks(

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -17,12 +13,11 @@ import torch
 
 from kvshelf import ChunkCache, Config, Shelf
 from kvshelf.backends import open_backend
-from kvshelf.errors import ConfigError, StorageError
+from kvshelf.errors import ConfigError
 from kvshelf.forms import PagedKV
 from kvshelf.kv import sources
 from kvshelf.kv.device_tensors import DeviceTensors
 from kvshelf.kv.layout import slots_of
-from kvshelf.server import shelf as shelf_module
 from kvshelf.server.client import LoadStoreOp, SchedulerAdapter, WorkerAdapter, open_cache
 from tests.native.fake_cudart import FakeCudart, fake_cudart
 from tests.native.simulated_device import SimulatedStreams
@@ -46,19 +41,6 @@ from tests.support.prompts import prompt
 from tests.support.waiting import until
 
 SEGMENT = 4 << 20
-
-#: Looks a prompt up, says so, and waits to be killed.
-HOLDER = """
-import sys
-from tests.server.test_adapters import BLOCK, asked, namespace
-from kvshelf.server.client import SchedulerAdapter
-from tests.support.waiting import until
-scheduler = SchedulerAdapter(sys.argv[1], namespace(), BLOCK)
-scheduler.maybe_submit_lookup_request("b", **asked("tokens", 1))
-until(lambda: scheduler.check_lookup_result("b") is not None)
-print(scheduler.check_lookup_result("b"), flush=True)
-sys.stdin.read()
-"""
 
 
 @pytest.fixture
@@ -218,65 +200,6 @@ def test_a_server_that_is_killed_and_comes_back(node: ServeProcess) -> None:
         assert engine.hit("d", **asked("tokens", 1, seed=2)) == CHUNK
 
 
-def test_a_server_that_is_stopped_blocks_nothing(node: ServeProcess) -> None:
-    """The blocks of all requests of a batch stay while the server may still store them."""
-    ids = list(range(PER_CHUNK))
-    batch = ["a", "b", "c"]
-    with Engine(node, 1) as engine:
-        engine.store("before", op("tokens", ids, 1))
-        node.process.send_signal(signal.SIGSTOP)
-        try:
-            ops = [op("tokens", ids, 1, seed=1 + number) for number in range(len(batch))]
-            engine.worker.batched_submit_store_requests(batch, ops, None)
-            engine.worker.submit_retrieve_request("l", op("tokens", ids, 1), None)
-            engine.scheduler.maybe_submit_lookup_request("l", **asked("tokens", 1))
-            assert engine.worker.get_finished({"b", "c"}) == (set(), set())
-            assert engine.scheduler.check_lookup_result("l") is None
-            engine.scheduler._lookups["l"].deadline = 0.0
-            assert engine.scheduler.check_lookup_result("l") == 0
-            for operation in engine.worker._operations.running:
-                if operation.request_id == "l":
-                    operation.deadline = 0.0
-            assert engine.worker.get_finished(set()) == (set(), {"l"})
-            assert engine.worker.get_block_ids_with_load_errors() == set(ids)
-            assert engine.worker.get_finished({"a"}) == (set(), set())
-        finally:
-            node.process.send_signal(signal.SIGCONT)
-        found = set[str]()
-
-        def ended() -> bool:
-            found.update(engine.worker.get_finished(set())[0])
-            return found == set(batch)
-
-        until(ended)
-        for number in range(len(batch)):
-            assert engine.hit(f"{number}", **asked("tokens", 1, seed=1 + number)) == CHUNK
-
-
-def test_what_a_killed_engine_held_is_free_at_once(node: ServeProcess) -> None:
-    ids = list(range(PER_CHUNK))
-    with Engine(node, 1) as engine:
-        engine.store("a", op("tokens", ids, 1))
-        holder = subprocess.Popen(
-            [sys.executable, "-c", HOLDER, node.url],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert holder.stdout is not None
-        assert int(holder.stdout.readline()) == CHUNK
-        shards = engine.worker.fmt.shards
-        until(lambda: node.metrics()["leases"] == shards)
-        holder.kill()
-        holder.communicate()
-        until(lambda: node.metrics()["leases"] == 0)
-        assert engine.hit("c", **asked("tokens", 1)) == CHUNK
-        until(lambda: node.metrics()["leases"] == shards)
-        engine.scheduler.end_session("c")
-        until(lambda: node.metrics()["leases"] == 0)
-
-
 def test_a_program_shares_chunks_through_the_server(node: ServeProcess) -> None:
     """What an engine stores, a program retrieves over the same server, and the other way round."""
     ids = list(range(2 * PER_CHUNK))
@@ -296,12 +219,3 @@ def test_a_program_shares_chunks_through_the_server(node: ServeProcess) -> None:
 def test_a_cache_needs_a_server() -> None:
     with pytest.raises(ConfigError, match="no node server is configured"):
         open_cache(Config(), facts())
-
-
-def test_a_cache_on_a_server_that_is_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shelf_module, "CONNECT_SECONDS", 0.1)
-    config = Config(server=f"ipc://{tmp_path}/none/node.sock", chunk_size=CHUNK)
-    with pytest.raises(StorageError):
-        open_cache(config, facts())

@@ -21,7 +21,6 @@ from kvshelf.errors import ConfigError, ObjectMissingError, UnavailableStorageEr
 from kvshelf.server import channel as channel_module
 from kvshelf.server import messages
 from kvshelf.server.channel import Channel, Leased, Notice
-from kvshelf.server.loop import Loop
 from kvshelf.server.messages import (
     Appeared,
     Call,
@@ -43,7 +42,6 @@ from tests.native.fake_cudart import fake_cudart
 from tests.server.serving import (
     OBJECT_BYTES,
     SLOTS,
-    MemoryService,
     serving,
     serving_process,
 )
@@ -374,27 +372,6 @@ def test_closing_does_not_wait_for_a_server_that_hangs(tmp_path: Path) -> None:
             waits.result(0)
 
 
-def test_a_dead_clients_memory_is_free_at_once(tmp_path: Path) -> None:
-    with serving(tmp_path) as (url, _, service):
-        service.put("a", b"hello")
-        process = multiprocessing.get_context("spawn").Process(target=_hold, args=(url,))
-        process.start()
-        until(lambda: bool(service.pins))
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGKILL)
-        # Its socket closes when the system ends it.
-        assert service.gone.acquire(timeout=SECONDS)
-        assert not service.pins
-        process.join()
-
-
-def _hold(url: str) -> None:
-    with channel(url) as client:
-        lent = fetch(client, "a")
-        assert lent.valid()
-        threading.Event().wait()
-
-
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_process_uses_nothing_of_its_parents_channel(tmp_path: Path) -> None:
     with serving(tmp_path) as (url, _, service):
@@ -510,19 +487,6 @@ def test_random_operations_lose_no_lease(tmp_path: Path) -> None:
         assert service.leases.stats().leases == 0
         for client in clients:
             client.close()
-
-
-def test_a_drained_server_can_be_followed_by_another(tmp_path: Path) -> None:
-    def serve() -> contextlib.AbstractContextManager[tuple[str, Loop, MemoryService]]:
-        return serving(tmp_path)
-
-    with serve() as (url, _, _):
-        client = Channel(url)
-        assert client.wait_connected(SECONDS)
-    until(lambda: not client.connected)
-    with serve(), contextlib.closing(client):
-        assert client.wait_connected(SECONDS)
-        ping(client)
 
 
 def test_descriptors_that_run_out_end_no_channel(

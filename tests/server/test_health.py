@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvshelf.errors import ConfigError
 from kvshelf.metrics import Counters
 from kvshelf.server.health import Health, ServerMetrics
 from tests.server.desk import Desk, name_of
@@ -85,17 +84,6 @@ def test_the_page_lists_exactly_the_metrics(asked: Asked) -> None:
     assert listed == shown
 
 
-def test_a_port_that_is_taken_is_an_error_of_the_configuration(asked: Asked) -> None:
-    with pytest.raises(ConfigError, match="cannot listen"):
-        Health(
-            "127.0.0.1",
-            asked.health.port,
-            healthy=lambda: True,
-            problem=lambda: None,
-            metrics=[],
-        )
-
-
 def test_clients_that_send_slowly_take_one_thread_together(asked: Asked) -> None:
     before = threading.active_count()
     address = "127.0.0.1", asked.health.port
@@ -107,13 +95,3 @@ def test_clients_that_send_slowly_take_one_thread_together(asked: Asked) -> None
         assert asked.get("/health") == (200, "ok\n")
         # One more for what the answer calls.
         assert threading.active_count() <= before + 1
-
-
-def test_it_answers_at_an_address_of_ipv6() -> None:
-    health = Health("::1", 0, healthy=lambda: True, problem=lambda: None, metrics=[])
-    with (
-        closing(health),
-        urllib.request.urlopen(f"http://[::1]:{health.port}/health", timeout=20) as answer,
-    ):
-        assert answer.read() == b"ok\n"
-    health.close()

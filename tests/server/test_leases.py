@@ -22,7 +22,7 @@ class Thing:
         self.nbytes = nbytes
 
 
-X, Y, BIG_X, BIG_Y = Thing(), Thing(), Thing(60), Thing(60)
+X, Y = Thing(), Thing()
 THINGS = [Thing(15 + 5 * number) for number in range(6)]
 
 
@@ -49,53 +49,6 @@ def test_a_lookup_lease_ends_after_its_time_and_a_renewed_one_later() -> None:
     assert book.stats().leases == 0
 
 
-def test_what_is_read_stays_until_it_is_released_and_is_overdue_once() -> None:
-    clock = Clock()
-    book = leases(clock)
-    lease = number(book.grant(A, "r", X, fetched=True))
-    clock.now = 31
-    assert book.expire() == ([], [X])
-    assert book.expire() == ([], [])
-    assert book.stats().overdue == 1
-    assert book.end_session(A, "r") == []
-    assert book.release(A, [lease]) == [X]
-
-
-def test_another_reader_within_its_time_keeps_what_it_reads_valid() -> None:
-    clock = Clock()
-    book = leases(clock)
-    book.grant(A, "r", X, fetched=True)
-    clock.now = 20
-    book.grant(B, "r", X, fetched=True)
-    clock.now = 31
-    assert book.expire() == ([], [])
-    clock.now = 51
-    assert book.expire() == ([], [X])
-
-
-def test_a_fetch_takes_over_the_lease_of_its_lookup() -> None:
-    clock = Clock()
-    book = leases(clock)
-    lease = number(book.grant(A, "r", X, fetched=False))
-    assert book.grant(A, "r", X, fetched=True) == (lease, False)
-    # A second fetch of the same object has a lease of its own: both are released.
-    second, new = book.grant(A, "r", X, fetched=True) or (0, False)
-    assert new
-    assert second != lease
-    assert book.release(A, [lease, lease]) == [X]
-    assert book.release(A, [second]) == [X]
-    assert book.stats().clients == 0
-
-
-def test_a_client_ends_only_its_own_leases() -> None:
-    book = leases(Clock())
-    lease = number(book.grant(A, "r", X, fetched=True))
-    assert book.release(B, [lease, 0, 2**64 - 1]) == []
-    assert book.end_session(B, "r") == []
-    assert book.end_client(B) == []
-    assert book.end_client(A) == [X]
-
-
 def test_what_is_fetched_ends_the_lookups_of_other_clients_in_its_session() -> None:
     book = Leases(quota=100)
     for client, session, slot in ((A, "1", X), (A, "1", Y), (A, "2", X), (B, "1", X)):
@@ -107,19 +60,6 @@ def test_what_is_fetched_ends_the_lookups_of_other_clients_in_its_session() -> N
     assert book.end_session(A, "1") == [Y]
     assert book.end_session(A, "2") == [X]
     assert book.stats().fetched == 1
-
-
-def test_the_quota_counts_distinct_memory() -> None:
-    book = leases(Clock(), quota=100)
-    first = number(book.grant(A, "1", BIG_X, fetched=True))
-    assert book.grant(A, "2", BIG_X, fetched=True)
-    assert book.grant(A, "1", BIG_Y, fetched=True) is None
-    assert book.grant(B, "1", BIG_Y, fetched=True)
-    book.release(A, [first])
-    assert book.grant(A, "1", BIG_Y, fetched=False) is None
-    assert book.end_session(A, "1") == []
-    assert len(book.end_client(A)) == 1
-    assert book.grant(A, "1", BIG_Y, fetched=False)
 
 
 def test_what_is_no_longer_leased_is_forgotten() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import shutil
 import socket
 import threading
@@ -35,7 +34,7 @@ from kvshelf.server.messages import (
     Reply,
     Request,
 )
-from tests.server.serving import OBJECT_BYTES, SLOTS, MemoryService, serving
+from tests.server.serving import OBJECT_BYTES, MemoryService, serving
 from tests.support.waiting import until
 
 SECONDS = 30.0
@@ -208,52 +207,6 @@ def test_frames_over_the_limit_end_the_connection(tmp_path: Path) -> None:
         assert monitor.poll(int(SECONDS * 1000))
         monitor.close()
         assert loop.stats()["requests"] == 2
-
-
-def test_ten_thousand_random_frames_change_nothing(tmp_path: Path) -> None:
-    chance = random.Random(3)
-    valid = [
-        Find(["a"] * 20, []),
-        Fetch("r", ["0", "1"], [1, 2]),
-        Release([1, 2, 3]),
-        Call("read", ["x"]),
-        messages.Store("0", 0, 1),
-        messages.EndSession("r"),
-        messages.LookUpChunks("r", [["0"]]),
-        messages.Register(b"{}"),
-    ]
-    with (
-        serving(tmp_path) as (url, loop, service),
-        neighbour(url) as is_served,
-        raw(url) as client,
-    ):
-        for number in range(SLOTS):
-            service.put(str(number), b"%d" % number)
-        content = bytes(service.arena.view)
-        client.socket.setsockopt(zmq.SNDHWM, 0)
-        for round_ in range(10_000):
-            frame = bytearray(messages.encode_request(client.token, 1, chance.choice(valid)))
-            for _ in range(chance.randint(1, 6)):
-                frame[chance.randrange(24, len(frame))] = chance.randrange(256)
-            action = chance.randrange(10)
-            if action == 0:
-                frame = bytearray(chance.randbytes(chance.randrange(200)))
-            elif action == 1:
-                del frame[chance.randrange(len(frame)) :]
-            client.socket.send(frame)
-            while client.socket.poll(0):
-                messages.decode_reply(memoryview(client.socket.recv()))
-            if round_ % 1000 == 0:
-                is_served()
-        client.send(Ping(), number=99)
-        while client.receive() != (99, Done()):
-            pass
-        assert bytes(service.arena.view) == content
-        assert loop.stats()["clients"] == 2
-        assert loop.stats()["refused"] > 1000
-        client.close()
-        assert service.gone.acquire(timeout=SECONDS)
-        assert not service.pins
 
 
 def test_requests_without_an_answer_are_bounded(

@@ -57,36 +57,6 @@ def put(folder: Path, chunk: Chunk, shard: int = 0) -> str:
     return name
 
 
-def test_what_one_client_stores_another_fetches_from_memory(
-    make_desk: Callable[..., Desk], tmp_path: Path
-) -> None:
-    counting = CountingBackend(posix(tmp_path / "shelf"))
-    desk = make_desk(counting)
-    (chunk,) = make_chunks(FMT, 1)
-    name, data = name_of(FMT, chunk), sealed(FMT, chunk)
-    assert desk.store(A, name, data) == Stored("created")
-    assert (tmp_path / "shelf" / name).read_bytes() == data
-    (ready,) = desk.fetch(B, [name], [SIZE])
-    assert desk.bytes_of(ready) == data
-    assert counting.counts["read_bytes"] == 0
-    assert desk.store(B, name, data) == Stored("existed")
-
-
-def test_an_object_of_the_shelf_is_read_once_for_all_who_want_it(
-    make_desk: Callable[..., Desk], tmp_path: Path
-) -> None:
-    names = [put(tmp_path / "shelf", chunk) for chunk in make_chunks(FMT, 8)]
-    counting = CountingBackend(posix(tmp_path / "shelf"))
-    desk = make_desk(counting)
-    sizes = [SIZE] * len(names)
-    fetches = [desk.begin_fetch(bytes([number]) * 16, names, sizes) for number in range(4)]
-    desk.run_until(lambda: all(len(outcomes) == len(names) for outcomes in fetches))
-    for outcomes in fetches:
-        for number, chunk in enumerate(make_chunks(FMT, 8)):
-            assert desk.bytes_of(outcomes[number]) == sealed(FMT, chunk)
-    assert counting.counts["read_bytes"] == len(names) * SIZE
-
-
 def test_several_stores_of_one_object_are_one(
     make_desk: Callable[..., Desk], tmp_path: Path
 ) -> None:
@@ -103,24 +73,6 @@ def test_several_stores_of_one_object_are_one(
     desk.run_until(lambda: len(replies) == 3)
     assert replies == [Stored("created"), Stored("existed"), Stored("existed")]
     assert counting.counts["write"] == 1
-
-
-def test_a_bad_store_is_not_published_and_does_not_spoil_that_of_another(
-    make_desk: Callable[..., Desk], tmp_path: Path
-) -> None:
-    desk = make_desk()
-    (chunk,) = make_chunks(FMT, 1)
-    name, data = name_of(FMT, chunk), sealed(FMT, chunk)
-    bad = bytearray(data)
-    bad[-1] ^= 1
-    replies: list[Any] = []
-    desk.service.store(A, name, memoryview(bad), "create", False, None, replies.append)
-    desk.service.store(B, name, memoryview(data), "create", False, None, replies.append)
-    desk.run_until(lambda: len(replies) == 2)
-    assert isinstance(replies[0], Refusal)
-    assert replies[0].kind == "PayloadDamaged"
-    assert replies[1] == Stored("created")
-    assert (tmp_path / "shelf" / name).read_bytes() == data
 
 
 def test_the_bytes_that_are_verified_are_those_that_are_published(
@@ -143,40 +95,6 @@ def test_the_bytes_that_are_verified_are_those_that_are_published(
     assert replies == [Stored("created")]
     assert (tmp_path / "shelf" / name).read_bytes() == data
     assert desk.bytes_of(desk.fetch(B, [name], [SIZE])[0]) == data
-
-
-def test_an_object_is_found_in_a_folder_that_is_newer_than_the_last_listing(
-    make_desk: Callable[..., Desk],
-) -> None:
-    # The slug of a folder is the client's: the server learns of it by the first name.
-    desk = make_desk()
-    (chunk,) = make_chunks(FMT, 1)
-    name = name_of(FMT, chunk)
-    assert isinstance(desk.fetch(A, [name], [SIZE])[0], Failed)
-    desk.store(A, name, sealed(FMT, chunk))
-    # What else is stored takes all of the memory.
-    for number in range(8):
-        data = bytes([number]) * int(desk.stat("capacity_bytes") / 4)
-        name_in_memory = f"hash/{FMT.namespace.digest.hex()}/{number}"
-        assert desk.remember(A, name_in_memory, data) == Stored("created")
-    assert isinstance(desk.fetch(A, [name], [SIZE])[0], Ready)
-    assert desk.stat("read_objects") == 1
-
-
-def test_a_bad_object_of_the_shelf_reaches_nobody(
-    make_desk: Callable[..., Desk], tmp_path: Path
-) -> None:
-    desk = make_desk()
-    (chunk,) = make_chunks(FMT, 1)
-    name = put(tmp_path / "shelf", chunk)
-    path = tmp_path / "shelf" / name
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    (failed,) = desk.fetch(A, [name], [SIZE])
-    assert isinstance(failed, Failed)
-    assert failed.fault.kind == "PayloadDamaged"
-    assert desk.stat("objects") == desk.stat("pinned_bytes") == 0
 
 
 def test_find_asks_memory_first_and_the_shelf_for_the_rest(
@@ -215,21 +133,6 @@ def test_a_lookup_counts_leading_chunks_and_reads_what_only_the_shelf_has(
     assert desk.stat("pinned_bytes") == 3 * FMT.shards * SIZE
     desk.service.end_session(A, "request")
     assert desk.stat("pinned_bytes") == 0
-
-
-def test_leases_of_lookups_end_with_their_time(make_desk: Callable[..., Desk]) -> None:
-    desk = make_desk()
-    (chunk,) = make_chunks(FMT, 1)
-    desk.store(A, name_of(FMT, chunk), sealed(FMT, chunk))
-    desk.ask("lookup", A, "request", [[name_of(FMT, chunk)]])
-    assert desk.stat("leases") == 1
-    desk.now += 29.0
-    desk.service.tick()
-    assert desk.stat("leases") == 1
-    desk.now += 2.0
-    desk.service.tick()
-    assert desk.stat("leases") == desk.stat("pinned_bytes") == 0
-    assert desk.stat("objects") == 1
 
 
 def test_an_expired_lease_is_not_valid_and_its_memory_waits_for_its_client(
