@@ -15,7 +15,7 @@ from kvshelf.format.keys import Chunk
 from kvshelf.format.names import object_name
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.memory.arena import Arena
-from kvshelf.server.messages import Failed, Ready
+from kvshelf.server.messages import Call, Failed, Fetch, Find, LookUpChunks, Ready, Store
 from kvshelf.server.service import Service
 from kvshelf.shelf.shelf import Shelf
 from tests.support.waiting import AT_ONCE, PATIENCE
@@ -72,10 +72,15 @@ class Desk:
 
         self.run_until(idle)
 
-    def ask(self, method: str, *args: Any) -> Any:
-        """Call a method of the service whose last argument takes the reply; return the reply."""
+    def ask(self, method: str, client: bytes, *args: Any) -> Any:
+        """Ask what a message asks for, by the fields of this; return the reply."""
+        make = {"find": Find, "lookup": LookUpChunks, "call": Call}[method]
         replies: list[Any] = []
-        getattr(self.service, method)(*args, replies.append)
+        getattr(self.service, method)(client, make(*args), replies.append)
+        return self.reply(replies)
+
+    def reply(self, replies: list[Any]) -> Any:
+        """Wait for the one reply to a request."""
         self.run_until(lambda: bool(replies))
         (reply,) = replies
         return reply
@@ -91,7 +96,7 @@ class Desk:
                 assert outcome.index not in outcomes, "it was answered twice"
                 outcomes[outcome.index] = outcome
 
-        self.service.fetch(client, session, names, sizes, each)
+        self.service.fetch(client, Fetch(session, names, sizes), each)
         return outcomes
 
     def fetch(
@@ -102,14 +107,30 @@ class Desk:
         self.run_until(lambda: len(outcomes) == len(names))
         return [outcomes[index] for index in range(len(names))]
 
-    def store(self, client: bytes, name: str, data: bytes, mode: str = "create") -> Any:
-        """Store an object."""
-        return self.ask("store", client, name, memoryview(data), mode, False, None)
+    def begin_store(
+        self,
+        client: bytes,
+        name: str,
+        data: Any,
+        mode: str = "create",
+        replies: list[Any] | None = None,
+        **fields: Any,
+    ) -> list[Any]:
+        """Store an object; the reply appears in the answer."""
+        replies = [] if replies is None else replies
+        source = memoryview(data)
+        request = Store(name, 0, source.nbytes, mode, **fields)
+        self.service.store(client, request, source, replies.append)
+        return replies
 
-    def remember(self, client: bytes, name: str, data: bytes) -> Any:
+    def store(self, client: bytes, name: str, data: bytes | bytearray, mode: str = "create") -> Any:
+        """Store an object."""
+        return self.reply(self.begin_store(client, name, data, mode))
+
+    def remember(self, client: bytes, name: str, data: bytes | bytearray, **fields: Any) -> Any:
         """Store an object in memory only."""
-        checksum = xxhash.xxh3_64_intdigest(data)
-        return self.ask("store", client, name, memoryview(data), "create", True, checksum)
+        fields = {"checksum": xxhash.xxh3_64_intdigest(data), "memory_only": True} | fields
+        return self.reply(self.begin_store(client, name, data, **fields))
 
     def bytes_of(self, ready: Ready | Failed) -> bytes:
         """What a client reads where an object lies."""

@@ -20,15 +20,19 @@ from kvshelf.server.leases import Leases
 from kvshelf.server.loop import Loop
 from kvshelf.server.messages import (
     MISSING,
+    Call,
     Done,
     Facts,
     Failed,
     Fault,
+    Fetch,
+    Find,
     Found,
     LookedUp,
+    LookUpChunks,
     Ready,
-    Reply,
     Result,
+    Store,
     Stored,
 )
 
@@ -67,27 +71,19 @@ class MemoryService:
         self.calls.append(("register", record))
         return 1
 
-    def find(
-        self, client: bytes, names: Sequence[str], sizes: Sequence[int], done: Callable[..., None]
-    ) -> None:
+    def find(self, client: bytes, request: Find, done: Callable[..., None]) -> None:
         self.clients.add(client)
-        done(Found([OBJECT_BYTES if name in self.objects else MISSING for name in names]))
+        done(Found([OBJECT_BYTES if name in self.objects else MISSING for name in request.names]))
 
-    def lookup(
-        self,
-        client: bytes,
-        session: str,
-        chains: Sequence[Sequence[str]],
-        done: Callable[[Reply], None],
-    ) -> None:
+    def lookup(self, client: bytes, request: LookUpChunks, done: Callable[..., None]) -> None:
         self.clients.add(client)
         count = 0
-        for chain in chains:
+        for chain in request.chains:
             if not all(name in self.objects for name in chain):
                 break
             count += 1
             for name in chain:
-                self.lease(client, session, name, fetched=False)
+                self.lease(client, request.session, name, fetched=False)
         done(LookedUp(count))
 
     def lease(self, client: bytes, session: str, name: str, *, fetched: bool) -> int:
@@ -98,28 +94,21 @@ class MemoryService:
         self.pins[slot] += new
         return number
 
-    def fetch(
-        self,
-        client: bytes,
-        session: str,
-        names: Sequence[str],
-        sizes: Sequence[int],
-        each: Callable[[list[Ready | Failed]], None],
-    ) -> None:
+    def fetch(self, client: bytes, request: Fetch, each: Callable[..., None]) -> None:
         self.clients.add(client)
         outcomes: list[Ready | Failed] = []
-        for index, name in enumerate(names):
+        for index, name in enumerate(request.names):
             slot = self.objects.get(name)
             if slot is None:
                 outcomes.append(Failed(index, Fault.of(ObjectMissingError(name))))
                 continue
-            number = self.lease(client, session, name, fetched=True)
+            number = self.lease(client, request.session, name, fetched=True)
             generation = self.generations[slot.number]
             outcomes.append(
                 Ready(index, slot.offset, OBJECT_BYTES, slot.number, generation, number)
             )
-        if session == "fails half-way":
-            half = len(names) // 2
+        if request.session == "fails half-way":
+            half = len(outcomes) // 2
             self.held_back.append(lambda: each(outcomes[half:]))
             each(outcomes[:half])
             raise RuntimeError("the service is broken")
@@ -127,28 +116,14 @@ class MemoryService:
             each(outcomes)
 
     def store(
-        self,
-        client: bytes,
-        name: str,
-        source: memoryview,
-        mode: str,
-        memory_only: bool,
-        checksum: int | None,
-        done: Callable[[Reply], None],
-        parent: str = "",
+        self, client: bytes, request: Store, source: memoryview, done: Callable[..., None]
     ) -> None:
-        self.put(name, bytes(source))
+        self.put(request.name, bytes(source))
         done(Stored("created"))
 
-    def call(
-        self,
-        client: bytes,
-        method: str,
-        args: Sequence[Any],
-        data: bytes,
-        done: Callable[[Reply], None],
-    ) -> None:
+    def call(self, client: bytes, request: Call, done: Callable[..., None]) -> None:
         """Answer by what the name says."""
+        method, args, data = request.method, request.args, request.data
         name = args[0] if args and isinstance(args[0], str) else ""
         if name == "never":
             self.held_back.append(lambda: done(Done()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -126,15 +125,13 @@ class Model:
     def store_together(self) -> None:
         """Several clients store one object; the bytes of some may be bad."""
         (name,) = self.some(OBJECTS, 1)
-        there = name in self.stored
+        there, data = name in self.stored, OBJECTS[name]
         clients = self.random.sample(CLIENTS, 3)
         good = [self.random.random() < 0.7 for _ in clients]
-        replies: list[list[Any]] = [[] for _ in clients]
-        for client, well, reply in zip(clients, good, replies, strict=True):
-            data = OBJECTS[name] if well else self.spoil(OBJECTS[name])
-            self.desk.service.store(
-                client, name, memoryview(data), "create", False, None, reply.append
-            )
+        replies = [
+            self.desk.begin_store(client, name, data if well else self.spoil(data))
+            for client, well in zip(clients, good, strict=True)
+        ]
         self.desk.run_until(lambda: all(replies))
         first = good.index(True) if any(good) else len(clients)
         for number, (reply,) in enumerate(replies):

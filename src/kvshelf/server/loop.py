@@ -382,15 +382,13 @@ class Loop:
         service = self._service
         match request:
             case Find():
-                service.find(client.client, request.names, request.sizes, pending.done)
+                service.find(client.client, request, pending.done)
             case Fetch():
                 if len(request.sizes) != len(request.names):
                     raise PermanentStorageError(
                         f"{len(request.sizes)} sizes for {len(request.names)} names"
                     )
-                service.fetch(
-                    client.client, request.session, request.names, request.sizes, pending.each
-                )
+                service.fetch(client.client, request, pending.each)
             case Release():
                 pending.settle()
                 service.release(client.client, request.leases)
@@ -398,27 +396,17 @@ class Loop:
                 pending.settle()
                 service.end_session(client.client, request.session)
             case LookUpChunks():
-                service.lookup(client.client, request.session, request.chains, pending.done)
+                service.lookup(client.client, request, pending.done)
             case Store():
                 end = request.offset + request.nbytes
                 if end > len(client.segment):
                     raise PermanentStorageError(
                         f"bytes {request.offset} to {end} of a segment of {len(client.segment)}"
                     )
-                service.store(
-                    client.client,
-                    request.name,
-                    client.segment[request.offset : end],
-                    request.mode,
-                    request.memory_only,
-                    request.checksum,
-                    pending.done,
-                    request.parent,
-                )
+                source = client.segment[request.offset : end]
+                service.store(client.client, request, source, pending.done)
             case Call():
-                service.call(
-                    client.client, request.method, request.args, request.data, pending.done
-                )
+                service.call(client.client, request, pending.done)
             case Register():
                 pending.done(Registered(service.register(request.record)))
             case Ping():

@@ -44,13 +44,16 @@ from kvshelf.server.calls import CHANGES, Calls, facts, found
 from kvshelf.server.fetches import Each, Fetches, draining
 from kvshelf.server.messages import (
     UNKNOWN,
+    Call,
     Facts,
-    Failed,
     Fault,
+    Fetch,
+    Find,
     Found,
     LookedUp,
+    LookUpChunks,
     Result,
-    WriteMode,
+    Store,
 )
 from kvshelf.server.namespaces import HASH, NamedObject, Namespaces, key_of
 from kvshelf.server.storage import Storage
@@ -254,22 +257,25 @@ class Service:
 
     # ---------------------------------------------------------------------------- finds and lookups
 
-    def find(self, client: bytes, names: Sequence[str], sizes: Sequence[int], done: Done) -> None:
+    def find(self, client: bytes, request: Find, done: Done) -> None:
         """Tell which objects can be loaded, from memory or from the shelf.
 
         Parameters
         ----------
         client : bytes
-        names : Sequence of str
-        sizes : Sequence of int
-            The bytes that each should have.
+        request : Find
         done : Callable
             Gets a :class:`~kvshelf.server.messages.Found`, or a fault.
+
+        Raises
+        ------
+        ObjectNameError
+            If there is not one size for each name.
         """
         self._clients.add(client)
+        names, sizes = request.names, request.sizes
         if len(sizes) != len(names):
-            done(Fault.of(_unequal(names, sizes)))
-            return
+            raise ObjectNameError(f"{len(sizes)} sizes for {len(names)} names; expected as many")
         here = self._memory.sizes(list(map(key_of, names)))
         missing = [name for name, size in zip(names, here, strict=True) if size is None]
         if not missing:
@@ -302,9 +308,7 @@ class Service:
         except (KVShelfError, ValueError):
             return None
 
-    def lookup(
-        self, client: bytes, session: str, chains: Sequence[Sequence[str]], done: Done
-    ) -> None:
+    def lookup(self, client: bytes, request: LookUpChunks, done: Done) -> None:
         """Count the leading chunks of a prompt that can be loaded, and keep them in memory.
 
         Chunks that only the shelf has are read meanwhile. All are leased until the session ends,
@@ -314,20 +318,19 @@ class Service:
         Parameters
         ----------
         client : bytes
-        session : str
-        chains : Sequence of Sequence of str
-            The names of the objects of each chunk, in the order of the prompt.
+        request : LookUpChunks
         done : Callable
             Gets a :class:`~kvshelf.server.messages.LookedUp`.
         """
         self._clients.add(client)
+        chains = request.chains
         found_here = self._memory.pin_all([key_of(name) for names in chains for name in names])
         here = [slot for slot in found_here if slot is not None]
         if len(here) == len(found_here) and self._fetches.room(client) >= sum(
             [slot.nbytes for slot in here]
         ):
             # The usual case, quickly.
-            self._take(client, session, chains, here, [], done)
+            self._take(client, request.session, chains, here, [], done)
             return
         pinned: list[list[Slot]] = []
         missing: list[list[str]] = []
@@ -345,22 +348,21 @@ class Service:
                 missing.append(absent)
         asked = [name for absent in missing for name in absent]
         if not asked:
-            self._looked_up(client, session, chains, pinned, [[]] * len(missing), done)
+            self._looked_up(client, request, pinned, [[]] * len(missing), done)
             return
 
         def answer(outcome: Found | Exception) -> None:
             # Where the shelf fails, what is in memory counts.
             sizes = iter(outcome.answers if isinstance(outcome, Found) else [UNKNOWN] * len(asked))
             there = [[(name, next(sizes)) for name in absent] for absent in missing]
-            self._looked_up(client, session, chains, pinned, there, done)
+            self._looked_up(client, request, pinned, there, done)
 
         self._probe(client, asked, answer)
 
     def _looked_up(
         self,
         client: bytes,
-        session: str,
-        chains: Sequence[Sequence[str]],
+        request: LookUpChunks,
         pinned: Sequence[list[Slot]],
         there: Sequence[Sequence[tuple[str, int]]],
         done: Done,
@@ -369,7 +371,7 @@ class Service:
 
         Parameters
         ----------
-        client, session, chains, done
+        client, request, done
             As for :meth:`lookup`.
         pinned : Sequence of list of Slot
             The objects of each chunk that are in memory.
@@ -390,7 +392,7 @@ class Service:
                 self._memory.unpin(slot)
         slots = [slot for slots in pinned[:count] for slot in slots]
         asked = [other for chunk in there[:count] for other in chunk]
-        self._take(client, session, chains[:count], slots, asked, done)
+        self._take(client, request.session, request.chains[:count], slots, asked, done)
 
     def _take(
         self,
@@ -440,45 +442,21 @@ class Service:
 
     # -------------------------------------------------------------------------- fetches and stores
 
-    def fetch(
-        self,
-        client: bytes,
-        session: str,
-        names: Sequence[str],
-        sizes: Sequence[int],
-        each: Each,
-    ) -> None:
+    def fetch(self, client: bytes, request: Fetch, each: Each) -> None:
         """Lease objects to a client; those that are not in memory are read first.
 
         Parameters
         ----------
         client : bytes
-        session : str
-            Leases of a lookup under this name become those of the fetch.
-        names : Sequence of str
-        sizes : Sequence of int
-            Bytes of each object.
+        request : Fetch
+            With as many sizes as names.
         each : Callable
             Gets one outcome for each object, in any order and in several calls.
         """
         self._clients.add(client)
-        if len(sizes) != len(names):
-            error = Fault.of(_unequal(names, sizes))
-            each([Failed(index, error) for index in range(len(names))])
-            return
-        self._fetches.begin(client, session, names, sizes, each)
+        self._fetches.begin(client, request.session, request.names, request.sizes, each)
 
-    def store(
-        self,
-        client: bytes,
-        name: str,
-        source: memoryview,
-        mode: WriteMode,
-        memory_only: bool,
-        checksum: int | None,
-        done: Done,
-        parent: str = "",
-    ) -> None:
+    def store(self, client: bytes, request: Store, source: memoryview, done: Done) -> None:
         """Copy an object into memory, verify the copy and publish it from there.
 
         A store of an object that is being stored joins it, and has the same outcome.
@@ -486,28 +464,18 @@ class Service:
         Parameters
         ----------
         client : bytes
-        name : str
+        request : Store
         source : memoryview
-            The object, in the client's segment.
-        mode : str
-            As for :meth:`kvshelf.backends.base.Backend.write`.
-        memory_only : bool
-            Do not publish it. Such names begin with ``hash/``, and no others do.
-        checksum : int or None
-            64-bit xxh3 of an object that is in memory only.
+            The object, in the client's segment, which may change it at any time.
         done : Callable
             Gets a :class:`~kvshelf.server.messages.Stored`, or a fault.
-        parent : str
-            Name of the object before it, of one that is in memory only; empty where not known.
         """
         self._clients.add(client)
-        self._stores.begin(client, name, source, mode, memory_only, checksum, done, parent)
+        self._stores.begin(client, request, source, done)
 
     # --------------------------------------------------------------------------------------- calls
 
-    def call(
-        self, client: bytes, method: str, args: Sequence[Any], data: bytes, done: Done
-    ) -> None:
+    def call(self, client: bytes, request: Call, done: Done) -> None:
         """Call the shelf's storage for a client, see :mod:`kvshelf.server.calls`.
 
         Further methods are ``watch`` with a list of folders, whose answer is a list of those that
@@ -517,13 +485,13 @@ class Service:
         Parameters
         ----------
         client : bytes
-        method, args, data
-            As in :class:`~kvshelf.server.messages.Call`.
+        request : Call
         done : Callable
             Gets a :class:`~kvshelf.server.messages.Result`; for ``stat`` a
             :class:`~kvshelf.server.messages.Found`; or a fault.
         """
         self._clients.add(client)
+        method, args = request.method, request.args
         if method == "unwatch":
             self._appearances.forget(client)
             done(Result(None))
@@ -540,7 +508,7 @@ class Service:
         def work() -> Any:
             if method == "watch":
                 return self._appearances.watch(client, _folders(args))
-            return self._calls.perform(client, method, args, data)
+            return self._calls.perform(client, method, args, request.data)
 
         def answer(outcome: Any) -> None:
             if isinstance(outcome, Exception):
@@ -559,7 +527,7 @@ class Service:
                     forget = partial(self._storage.forget, gone)
                     self._workers["call"].submit(_OWN, forget, lambda _: None)
             elif method in ("write", "write_marker") and not isinstance(outcome, Exception):
-                self._appearances.published(args[0])
+                self._appearances.published(str(args[0]))
             if changes:
                 with self._changed:
                     self._changes -= 1
@@ -654,10 +622,6 @@ class Service:
         self._appearances.close()
         for workers in self._workers.values():
             workers.close()
-
-
-def _unequal(names: Sequence[str], sizes: Sequence[int]) -> ObjectNameError:
-    return ObjectNameError(f"{len(sizes)} sizes for {len(names)} names; expected as many")
 
 
 def _folders(args: Sequence[Any]) -> list[str]:

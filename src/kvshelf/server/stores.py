@@ -46,7 +46,7 @@ from kvshelf.format.keys import Chunk
 from kvshelf.memory.host_memory import HostMemory
 from kvshelf.memory.places import Budget, Slot
 from kvshelf.server.fetches import NO_ROOM, Fetches, draining
-from kvshelf.server.messages import Fault, Reply, Stored, WriteMode
+from kvshelf.server.messages import Fault, Reply, Store, Stored, WriteMode
 from kvshelf.server.namespaces import HASH, NamedObject, Namespaces, key_of
 from kvshelf.server.storage import Copied, Storage
 from kvshelf.server.workers import ClientGoneError, Workers
@@ -66,21 +66,22 @@ class _Store:
     """One object that a client stores, and the stores of it that came meanwhile."""
 
     client: bytes
-    name: str
+    request: Store
     key: str
     source: memoryview
-    mode: WriteMode
     until: float
     done: Done
     #: None: in memory only.
     found: NamedObject | None = None
-    checksum: int | None = None
-    #: Name of the object before it, of one that is in memory only.
-    parent: str = ""
     slot: Slot | None = None
     #: The object was deleted meanwhile.
     gone: bool = False
     joined: list[_Store] = field(default_factory=list)
+
+    @property
+    def place(self) -> tuple[str, WriteMode]:
+        """What it shares with those that it is one with."""
+        return self.request.name, self.request.mode
 
 
 class ClientStores:
@@ -149,52 +150,42 @@ class ClientStores:
         """Of these, those that wait for memory."""
         return sum(map(len, self._waiting.values()))
 
-    def begin(
-        self,
-        client: bytes,
-        name: str,
-        source: memoryview,
-        mode: WriteMode,
-        memory_only: bool,
-        checksum: int | None,
-        done: Done,
-        parent: str = "",
-    ) -> None:
+    def begin(self, client: bytes, request: Store, source: memoryview, done: Done) -> None:
         """Store an object, see :meth:`kvshelf.server.service.Service.store`."""
         until = self._clock() + self._seconds
-        store = _Store(client, name, key_of(name), source, mode, until, done)
-        store.checksum, store.parent = checksum, parent
+        store = _Store(client, request, key_of(request.name), source, until, done)
         try:
-            self._check(store, memory_only)
+            self._check(store)
         except (KVShelfError, ValueError) as error:
             self._counts["failed_stores"] += 1
             done(Fault.of(error))
             return
-        if memory_only and self._memory.holds([store.key])[0]:
+        if request.memory_only and self._memory.holds([store.key])[0]:
             done(Stored("existed"))
             return
-        other = self._running.get((name, mode))
+        other = self._running.get(store.place)
         if other is not None:
             self._counts["joined_stores"] += 1
             other.joined.append(store)
         else:
             self._enter(store)
 
-    def _check(self, store: _Store, memory_only: bool) -> None:
-        nbytes = store.source.nbytes
+    def _check(self, store: _Store) -> None:
+        nbytes, request = store.source.nbytes, store.request
+        name = request.name
         if self._closed:
             raise draining()
-        if not memory_only:
-            store.found = self._namespaces.object(store.name, nbytes)
-        elif not store.name.startswith(HASH) or store.checksum is None or not nbytes:
+        if not request.memory_only:
+            store.found = self._namespaces.object(name, nbytes)
+        elif not name.startswith(HASH) or request.checksum is None or not nbytes:
             raise ObjectNameError(
-                f"{store.name!r}, {nbytes} bytes: what is in memory only has bytes, a checksum, and"
+                f"{name!r}, {nbytes} bytes: what is in memory only has bytes, a checksum, and"
                 f" a name that begins with {HASH}"
             )
-        self._fetches.check_fits(store.name, nbytes)
+        self._fetches.check_fits(name, nbytes)
 
     def _enter(self, store: _Store) -> None:
-        self._running[store.name, store.mode] = store
+        self._running[store.place] = store
         if self._waiting or not self._start(store):
             self._waiting.setdefault(store.client, deque()).append(store)
 
@@ -216,17 +207,17 @@ class ClientStores:
     def _copy_and_publish(self, store: _Store, buffer: memoryview) -> _Outcome:
         """Do the work of one store, on a thread of its own."""
         if store.found is not None:
-            return self._storage.publish(store.found, store.source, buffer, store.mode)
+            return self._storage.publish(store.found, store.source, buffer, store.request.mode)
         Copied(store.source).read_into(buffer, 0)
-        if xxhash.xxh3_64_intdigest(buffer) != store.checksum:
-            raise PayloadDamaged(f"{store.name}: its bytes do not have the given checksum")
+        if xxhash.xxh3_64_intdigest(buffer) != store.request.checksum:
+            raise PayloadDamaged(f"{store.request.name}: its bytes do not have the given checksum")
         return WriteResult.CREATED, None, True
 
     def _end(self, store: _Store, outcome: _Outcome | Exception) -> None:
         """Tell the clients that store an object how it ended."""
         joined, store.joined = store.joined, []
-        if self._running.get((store.name, store.mode)) is store:
-            del self._running[store.name, store.mode]
+        if self._running.get(store.place) is store:
+            del self._running[store.place]
         reply: Reply
         others: Reply
         if isinstance(outcome, Exception):
@@ -256,9 +247,9 @@ class ClientStores:
             if store.found is not None and chunk is not None:
                 slot.parent = store.found.key_of_parent(chunk)
                 if result is not WriteResult.EXISTED:
-                    self._published(store.name)
-            elif store.parent:
-                slot.parent = key_of(store.parent)
+                    self._published(store.request.name)
+            elif store.request.parent:
+                slot.parent = key_of(store.request.parent)
             if kept and not store.gone:
                 self._memory.publish(slot)
             else:
@@ -276,7 +267,7 @@ class ClientStores:
     def forget(self, name: str) -> None:
         """Do not keep an object that was deleted while it is stored."""
         for store in self._running.values():
-            if store.name == name:
+            if store.request.name == name:
                 store.gone = True
 
     def tick(self) -> None:
