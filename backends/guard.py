@@ -35,17 +35,16 @@ That this process has no more files or memory (ProcessLimitError) says nothing a
 and counts neither as a failure nor as a success. Nor does a late call count while the process is
 out of files: some clients then try to connect for a long time.
 
-In the half-open state the read breaker is closed by a *trial*: threads of the guard repeat the call
-that failed last and, for an object that was read or probed successfully before, the same kind of
-call. One success closes the breaker; a trial that fails afterwards says nothing about the storage.
-The half-open write breaker allows the next writes, which delay no request; the first success closes
-it.
+In the half-open state the read breaker is closed by a *trial* (:mod:`kvshelf.backends.trials`):
+threads repeat the call that failed last and, for an object that was read or probed successfully
+before, the same kind of call. The half-open write breaker allows the next writes, which delay no
+request; the first success closes it.
 
 Contracts
 ---------
 * The guard's thread never calls the storage.
 * One log line when a breaker opens, and one when it closes.
-* All threads are daemons. At most 32 trials wait for a storage that never answers.
+* All threads are daemons.
 * Watchers are called on whatever thread notices, without a lock of the guard.
 """
 
@@ -78,6 +77,7 @@ from kvshelf.backends.base import (
 )
 from kvshelf.backends.breaker import DEFAULT_BACKOFF, Backoff, Breaker, BreakerState
 from kvshelf.backends.oserrors import is_out_of_files
+from kvshelf.backends.trials import LIST, PROBE, READ, Trials, try_to_start
 from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.errors import (
     NoRoomError,
@@ -102,12 +102,8 @@ _LONGEST_TICK: Final = 0.25
 #: A call that returns this many times its allowed time after its deadline shows that a stuck
 #: storage answers again.
 _STUCK_FACTOR: Final = 3
-_MOST_TRIALS: Final = 32
-_TRIAL_BYTES: Final = 16 << 20
-_TRIAL_PIECE: Final = 1 << 20
 
 #: Kinds of calls.
-_PROBE, _READ, _LIST = "probe", "read", "list"
 _WRITE, _DELETE, _TOUCH = "write", "deletion", "touch"
 
 
@@ -177,22 +173,17 @@ class GuardedBackend(WrappedBackend):
     ) -> None:
         super().__init__(inner)
         self.deadlines = inner.properties.deadlines if deadlines is None else deadlines
-        self.reads = Breaker((_PROBE, _READ, _LIST), backoff, self._changed)
+        self.reads = Breaker((PROBE, READ, LIST), backoff, self._changed)
         self.writes = Breaker((_WRITE, _DELETE, _TOUCH), backoff, self._changed)
-        self._breakers = {_PROBE: self.reads, _READ: self.reads, _LIST: self.reads}
+        self._breakers = {PROBE: self.reads, READ: self.reads, LIST: self.reads}
         self._breakers |= {_WRITE: self.writes, _DELETE: self.writes, _TOUCH: self.writes}
         self.bound: StoreBound | None = None
         self._calls: dict[int, _Call] = {}
         self._watchers: list[Watcher] = []
         self._count: Callable[[str], None] = _count_nothing
-        #: Kind and name of the call that failed last, and the last name that worked for each kind.
-        self._failed: tuple[str, str] | None = None
-        self._worked: dict[str, str] = {}
+        self._trials = Trials(self, self.reads, self.deadlines)
         #: Whether the write breaker opened because the storage refused a write, not for failures.
         self._refused = False
-        self._trials: set[int] = set()
-        #: When trials without a result count as failed.
-        self._trials_end = 0.0
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
@@ -257,7 +248,7 @@ class GuardedBackend(WrappedBackend):
     def probe_by(self, names: Sequence[str], ask: Callable[[], StatResults]) -> StatResults:
         """Have `ask` probe many names; all answers are errors while the read breaker is open."""
         try:
-            call = self._enter(_PROBE, names[0] if names else "", self.deadlines.probe)
+            call = self._enter(PROBE, names[0] if names else "", self.deadlines.probe)
         except UnavailableStorageError as error:
             return [error] * len(names)
         failure: StorageError | None = None
@@ -271,21 +262,21 @@ class GuardedBackend(WrappedBackend):
             self._leave(call, failure)
 
     def info(self, name: str) -> ObjectInfo | None:
-        with _Guarded(self, _PROBE, name, self.deadlines.probe):
+        with _Guarded(self, PROBE, name, self.deadlines.probe):
             return self.inner.info(name)
 
     def open(self, name: str, size: int | None = None) -> GuardedReader:
         """Open one object; one deadline covers all reads of it."""
         begin = time.monotonic()
         # A backend that knows the size may wait for parts of the object already here.
-        with _Guarded(self, _READ, name, self.deadlines.to_read(size or 0)):
+        with _Guarded(self, READ, name, self.deadlines.to_read(size or 0)):
             reader = self.inner.open(name, size)
         return GuardedReader(self, reader, name, begin)
 
     def read_into(self, name: str, buffer: memoryview, offset: int = 0) -> int:
-        with _Guarded(self, _READ, name, self.deadlines.to_read(buffer.nbytes)):
+        with _Guarded(self, READ, name, self.deadlines.to_read(buffer.nbytes)):
             count = self.inner.read_into(name, buffer, offset)
-        self._worked[_READ] = name
+        self._trials.note_worked(READ, name)
         return count
 
     @property
@@ -311,7 +302,7 @@ class GuardedBackend(WrappedBackend):
         """
         allowed = self.deadlines.to_read(sum([buffer.nbytes for buffer in buffers]))
         name = start + wholes[0].end
-        call = self._enter(_READ, name, allowed)
+        call = self._enter(READ, name, allowed)
         try:
             checked = self.inner.read_whole(start, text, wholes, buffers, min(seconds, allowed))
         except BaseException as error:
@@ -326,8 +317,9 @@ class GuardedBackend(WrappedBackend):
         if late and done < len(wholes):
             raise self._too_late(call)
         if checked is not None and done:
-            self.reads.outcomes(_READ).successes += done - 1
-            self._worked[_READ] = start + wholes[list(checked.done).index(True)].end
+            self.reads.outcomes(READ).successes += done - 1
+            worked = start + wholes[list(checked.done).index(True)].end
+            self._trials.note_worked(READ, worked)
         return checked
 
     def _too_late(self, call: _Call) -> TransientStorageError:
@@ -347,14 +339,14 @@ class GuardedBackend(WrappedBackend):
         UnavailableStorageError
             If the read breaker is open.
         """
-        call = self._enter(_READ, name, self.deadlines.to_read(nbytes))
+        call = self._enter(READ, name, self.deadlines.to_read(nbytes))
         try:
             found = read()
         except BaseException as error:
             self._leave(call, error)
             raise
         if found is not None:
-            self._worked[_READ] = name
+            self._trials.note_worked(READ, name)
         if found is not None or call.late or time.monotonic() > call.deadline:
             self._leave(call)
         else:
@@ -410,17 +402,17 @@ class GuardedBackend(WrappedBackend):
     def _stream(
         self, prefix: str, begin: Callable[[str], Iterator[ObjectInfo]]
     ) -> Iterator[ObjectInfo]:
-        with _Guarded(self, _LIST, prefix, self.deadlines.read):
+        with _Guarded(self, LIST, prefix, self.deadlines.read):
             rows = iter(begin(prefix))
         while True:
-            with _Guarded(self, _LIST, prefix, self.deadlines.read):
+            with _Guarded(self, LIST, prefix, self.deadlines.read):
                 row = next(rows, None)
             if row is None:
                 return
             yield row
 
     def folders(self, prefix: str = "") -> Sequence[str]:
-        with _Guarded(self, _LIST, prefix, self.deadlines.read):
+        with _Guarded(self, LIST, prefix, self.deadlines.read):
             return self.inner.folders(prefix)
 
     def delete(self, name: str) -> bool:
@@ -452,7 +444,7 @@ class GuardedBackend(WrappedBackend):
         return Touched.TOUCHED
 
     def space(self) -> Space | None:
-        with _Guarded(self, _PROBE, "", self.deadlines.probe):
+        with _Guarded(self, PROBE, "", self.deadlines.probe):
             return self.inner.space()
 
     def now(self) -> float | None:
@@ -466,7 +458,7 @@ class GuardedBackend(WrappedBackend):
     @contextmanager
     def _uncounted(self, name: str) -> Iterator[None]:
         """Apply the write deadline to a call that says nothing about other writes."""
-        call = self._enter(_PROBE, name, self.deadlines.write)
+        call = self._enter(PROBE, name, self.deadlines.write)
         try:
             yield
         finally:
@@ -489,7 +481,7 @@ class GuardedBackend(WrappedBackend):
 
     def tracked_probe(self, name: str) -> AbstractContextManager[None]:
         """Apply the deadline and breaker of probes to calls made outside of this backend."""
-        return self._tracked(_PROBE, name, self.deadlines.probe)
+        return self._tracked(PROBE, name, self.deadlines.probe)
 
     @contextmanager
     def _tracked(self, kind: str, name: str, seconds: float) -> Iterator[None]:
@@ -553,14 +545,14 @@ class GuardedBackend(WrappedBackend):
             self._count_failure(threading.get_ident(), call, str(error))
         elif error is None or isinstance(error, ObjectMissingError | NotRegularError):
             breaker.record_success(kind)
-            if kind is not _READ:
-                self._worked[kind] = call.name
+            if kind is not READ:
+                self._trials.note_worked(kind, call.name)
             if kind is _WRITE and breaker.state is BreakerState.HALF_OPEN:
                 breaker.close()
 
     def _note_failed(self, call: _Call) -> None:
         if self._breakers[call.kind] is self.reads:
-            self._failed = call.kind, call.name
+            self._trials.note_failed(call.kind, call.name)
 
     def _count_late(self, thread: int, call: _Call) -> None:
         self._count("late_calls")
@@ -587,7 +579,7 @@ class GuardedBackend(WrappedBackend):
                     "%s: circuit breaker open (%s): %s", self.url, reason, self.without_reads
                 )
             else:
-                self._failed = None
+                self._trials.forget_failed()
                 logger.warning("%s: circuit breaker closed: the storage answers again", self.url)
         elif reason:
             logger.warning(
@@ -657,73 +649,7 @@ class GuardedBackend(WrappedBackend):
                     f"too many threads are stuck, one of them in a {call.kind} for more than"
                     f" {call.seconds:.3g} s"
                 )
-        if self.reads.try_half_open():
-            self._trials_end = now + 2 * self.deadlines.to_read(_TRIAL_BYTES)
-            self._start_trials()
-        elif self.reads.state is BreakerState.HALF_OPEN and now > self._trials_end:
-            # A trial may end, or get stuck, outside of any call that could be late.
-            self.reads.trip("no trial succeeded")
-
-    def _start_trials(self) -> None:
-        """Start the trials, each on a thread of its own; the first success closes the breaker."""
-        trials = []
-        if (failed := self._failed) is not None:
-            kind, name = failed
-            # The object that failed may be the only one that does.
-            trials = list(dict.fromkeys([failed, (kind, self._worked.get(kind, name))]))
-        if not trials or (self.reads.failed_trials > 1 and len(trials) == 1):
-            trials.append((_LIST, ""))
-        if len(self._trials) + len(trials) > _MOST_TRIALS:
-            # The earlier trials are still waiting for an answer.
-            self.reads.trip("no trial succeeded")
-            return
-        threads = [
-            threading.Thread(
-                target=self._trial, args=(kind, name), name="kvshelf-trial", daemon=True
-            )
-            for kind, name in trials
-        ]
-        if not sum(map(try_to_start, threads)):
-            self.reads.trip("no thread could be started for a trial")
-
-    def _trial(self, kind: str, name: str) -> None:
-        thread = threading.get_ident()
-        self._trials.add(thread)
-        try:
-            self._call(kind, name)
-        except (ObjectMissingError, NotRegularError):
-            self.reads.close()
-        except BaseException as error:  # noqa: BLE001 - a panic of a Rust library is a failure too
-            self.reads.trip(str(error), trial=True)
-        else:
-            self.reads.close()
-        finally:
-            self._trials.discard(thread)
-
-    def _call(self, kind: str, name: str) -> None:
-        if kind is _PROBE:
-            self.probe(name)
-        elif kind is _LIST:
-            self.folders(name)
-        else:
-            piece = memoryview(bytearray(_TRIAL_PIECE))
-            with self.open(name) as reader:
-                for offset in range(0, min(reader.size, _TRIAL_BYTES), _TRIAL_PIECE):
-                    reader.read_into(piece[: reader.size - offset], offset)
-
-
-#: For messages: why no thread could be started, and what to check.
-THREAD_LIMIT: Final = "the thread limit is reached (ulimit -u, or pids.max of the container)"
-
-
-def try_to_start(thread: threading.Thread) -> bool:
-    """Start a thread; return False if the system allows no more threads now."""
-    try:
-        thread.start()
-    except RuntimeError as error:
-        logger.debug("%s: %s", thread.name, error)
-        return False
-    return True
+        self._trials.check(now)
 
 
 def _count_nothing(name: str) -> None:
@@ -767,8 +693,8 @@ class GuardedReader(Reader):
         self._inner = inner
         self._read_into = inner.read_into
         allowed = guard.deadlines.to_read(inner.size)
-        self._call = _Call(begin + allowed, _READ, name, allowed)
-        self._outcomes = guard.reads.outcomes(_READ)
+        self._call = _Call(begin + allowed, READ, name, allowed)
+        self._outcomes = guard.reads.outcomes(READ)
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         """Read bytes at `offset`, unless the deadline has passed."""
@@ -793,7 +719,7 @@ class GuardedReader(Reader):
             guard._calls.pop(thread, None)
             self._outcomes.successes += 1
         # Not when it was opened: that does not show that its bytes can be read.
-        guard._worked[_READ] = call.name
+        guard._trials.note_worked(READ, call.name)
         return count
 
     def __enter__(self) -> GuardedReader:
@@ -805,7 +731,7 @@ class GuardedReader(Reader):
         # open, and its success is not counted: it does not show that bytes can be read.
         guard, thread = self._guard, threading.get_ident()
         seconds = guard.deadlines.read
-        call = _Call(time.monotonic() + seconds, _READ, self._call.name, seconds)
+        call = _Call(time.monotonic() + seconds, READ, self._call.name, seconds)
         guard._calls[thread] = call
         if guard._idle:
             guard._start_watching()

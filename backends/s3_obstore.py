@@ -19,7 +19,6 @@ from datetime import datetime, timedelta, timezone
 from typing import Any, Final
 
 from kvshelf.backends.base import ObjectInfo
-from kvshelf.backends.guard import THREAD_LIMIT, try_to_start
 from kvshelf.backends.oserrors import storage_error
 from kvshelf.backends.s3_client import STREAM_BYTES, Body, Client, Put, RangeError
 from kvshelf.backends.s3_clock import Clock
@@ -32,6 +31,7 @@ from kvshelf.backends.s3_options import (
     mapping_of,
     verify_of,
 )
+from kvshelf.backends.trials import THREAD_LIMIT, try_to_start
 from kvshelf.errors import ConfigError, StorageError, TransientStorageError
 
 _RETRY_SECONDS: Final = 3.0

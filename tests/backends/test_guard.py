@@ -16,7 +16,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvshelf.backends import Backend, Checked, Deadlines, Properties, Reader, Touched, base, guard
+from kvshelf.backends import (
+    Backend,
+    Checked,
+    Deadlines,
+    Properties,
+    Reader,
+    Touched,
+    base,
+    guard,
+    trials,
+)
 from kvshelf.backends import breaker as breaker_module
 from kvshelf.backends.base import WriteResult
 from kvshelf.backends.breaker import LEAST_FAILURES, WINDOW_SECONDS, Backoff, Breaker, BreakerState
@@ -447,7 +457,7 @@ def test_too_many_stuck_threads_open_it_whatever_else_goes_well(rig: Rig) -> Non
 def test_a_frozen_storage_is_asked_by_few_threads_and_used_when_it_thaws(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard, "_MOST_TRIALS", 5)
+    monkeypatch.setattr(trials, "_MOST", 5)
     assert rig.read("o1") == b"o1"
     gate = threading.Event()
     rig.faults.add(Fault("*", wait=gate))
@@ -480,11 +490,11 @@ def test_a_trial_that_panics_is_one_that_failed(rig: Rig) -> None:
 def test_trials_that_are_never_heard_of_again_have_failed(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard, "_TRIAL_BYTES", 0)
+    monkeypatch.setattr(trials, "TRIAL_BYTES", 0)
     gate = threading.Event()
     with monkeypatch.context() as patch:
         # As when the thread is kept outside of any call.
-        patch.setattr(rig.guard, "_call", lambda kind, name: gate.wait())
+        patch.setattr(rig.guard._trials, "_call", lambda kind, name: gate.wait())
         rig.guard.reads.trip("it was so")
         until(lambda: rig.guard.reads.failed_trials > 0)
     until(lambda: rig.guard.reads.state is BreakerState.CLOSED)
@@ -853,7 +863,7 @@ def test_each_object_that_is_read_whole_is_a_success(rig: Rig, whole: Whole) -> 
     whole.answer = Checked([False, True, True], 0.1, 0.1)
     assert read_whole(rig) == whole.answer
     assert outcomes.successes == 2
-    assert rig.guard._worked["read"] == "o1"
+    assert rig.guard._trials._worked["read"] == "o1"
     assert whole.seconds == [rig.guard.deadlines.to_read(3 * 500)]
     # That none was is no evidence.
     for answer in (None, Checked([False] * 3, 0.1, 0.1)):

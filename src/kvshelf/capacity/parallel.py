@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Final, TypeVar
 
 from kvshelf.backends import Backend
-from kvshelf.backends.guard import try_to_start
+from kvshelf.backends.trials import try_to_start
 
 _MOST_THREADS: Final = 16
 

@@ -41,7 +41,8 @@ from typing import Final, Protocol
 
 from kvshelf.backends import Backend
 from kvshelf.backends.base import Space
-from kvshelf.backends.guard import GuardedBackend, try_to_start
+from kvshelf.backends.guard import GuardedBackend
+from kvshelf.backends.trials import try_to_start
 from kvshelf.capacity.collect import Limits, Outcome, Plan, carry_out, plan
 from kvshelf.capacity.inventory import Inventory
 from kvshelf.capacity.lease import Finding, Lease, Record

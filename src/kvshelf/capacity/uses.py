@@ -41,7 +41,8 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
 from kvshelf.backends import Touched
-from kvshelf.backends.guard import GuardedBackend, try_to_start
+from kvshelf.backends.guard import GuardedBackend
+from kvshelf.backends.trials import try_to_start
 from kvshelf.capacity import marks
 from kvshelf.capacity.marks import KEY_BYTES, Batch, Marks
 from kvshelf.config import Config

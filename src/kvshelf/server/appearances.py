@@ -23,8 +23,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, TypeAlias
 
-from kvshelf.backends.guard import GuardedBackend, try_to_start
+from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.notices import Notices
+from kvshelf.backends.trials import try_to_start
 from kvshelf.errors import StorageError, TransientStorageError
 
 logger = logging.getLogger(__name__)

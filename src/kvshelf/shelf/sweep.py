@@ -38,7 +38,7 @@ from itertools import islice
 from typing import Final
 
 from kvshelf.backends.base import MOST_APART, NEVER_OLD, time_for_ages
-from kvshelf.backends.guard import try_to_start
+from kvshelf.backends.trials import try_to_start
 from kvshelf.errors import NotRegularError, StorageError
 from kvshelf.format.names import parse_path
 from kvshelf.metrics import Counters

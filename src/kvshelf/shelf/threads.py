@@ -23,7 +23,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from kvshelf.backends.guard import THREAD_LIMIT, GuardedBackend, try_to_start
+from kvshelf.backends.guard import GuardedBackend
+from kvshelf.backends.trials import THREAD_LIMIT, try_to_start
 
 logger = logging.getLogger(__name__)
 

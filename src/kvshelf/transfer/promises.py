@@ -25,7 +25,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Final
 
-from kvshelf.backends.guard import try_to_start
+from kvshelf.backends.trials import try_to_start
 from kvshelf.format.keys import Chunk
 from kvshelf.metrics import Counters
 from kvshelf.shelf.sweep import Sweep

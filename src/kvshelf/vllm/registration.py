@@ -48,7 +48,7 @@ import torch
 from vllm.distributed.parallel_state import get_dcp_group, model_parallel_is_initialized
 
 from kvshelf.backends import Properties
-from kvshelf.backends.guard import try_to_start
+from kvshelf.backends.trials import try_to_start
 from kvshelf.capacity.history import History
 from kvshelf.config import LEAST_STAGING, Config
 from kvshelf.errors import ConfigError, UnsupportedError

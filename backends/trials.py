@@ -1,0 +1,138 @@
+"""Trials: repeats of failed calls, by which an open circuit breaker of reads is closed.
+
+Owns which call of a storage failed last, which worked last, and the threads that repeat them. One
+success closes the breaker; a trial that fails afterwards says nothing about the storage.
+
+Contracts
+---------
+* Each trial is a call through the guard, on a daemon thread of its own, `kvshelf-trial`.
+* At most 32 trials wait for a storage that never answers.
+* :meth:`Trials.check` is called on the guard's thread and calls no storage; the other methods are
+  called on any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Final
+
+from kvshelf.backends.base import Backend, Deadlines
+from kvshelf.backends.breaker import Breaker, BreakerState
+from kvshelf.errors import NotRegularError, ObjectMissingError
+
+logger = logging.getLogger(__name__)
+
+#: Kinds of calls that fail with the storage: those that only look.
+PROBE, READ, LIST = "probe", "read", "list"
+#: Most bytes that one trial reads.
+TRIAL_BYTES: Final = 16 << 20
+_PIECE: Final = 1 << 20
+_MOST: Final = 32
+
+#: For messages: why no thread could be started, and what to check.
+THREAD_LIMIT: Final = "the thread limit is reached (ulimit -u, or pids.max of the container)"
+
+
+def try_to_start(thread: threading.Thread) -> bool:
+    """Start a thread; return False if the system allows no more threads now."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        logger.debug("%s: %s", thread.name, error)
+        return False
+    return True
+
+
+class Trials:
+    """The trials of one storage.
+
+    Parameters
+    ----------
+    guarded : Backend
+        Through which calls are repeated.
+    breaker : Breaker
+        Of its reads.
+    deadlines : Deadlines
+        A round of trials without a result has failed after the time for two of them.
+    """
+
+    def __init__(self, guarded: Backend, breaker: Breaker, deadlines: Deadlines) -> None:
+        self._guarded = guarded
+        self._breaker = breaker
+        self._deadlines = deadlines
+        #: Kind and name of the call that failed last, and the last name that worked for each kind.
+        self._failed: tuple[str, str] | None = None
+        self._worked: dict[str, str] = {}
+        self._running: set[int] = set()
+        self._until = 0.0
+
+    def __contains__(self, thread: int) -> bool:
+        """Whether a thread, by its identity, is a trial."""
+        return thread in self._running
+
+    def note_worked(self, kind: str, name: str) -> None:
+        """Remember a call that worked."""
+        self._worked[kind] = name
+
+    def note_failed(self, kind: str, name: str) -> None:
+        """Remember a call that failed."""
+        self._failed = kind, name
+
+    def forget_failed(self) -> None:
+        """Note that the breaker is closed."""
+        self._failed = None
+
+    def check(self, now: float) -> None:
+        """Start a round of trials, or end one without a result, when it is time."""
+        if self._breaker.try_half_open():
+            self._until = now + 2 * self._deadlines.to_read(TRIAL_BYTES)
+            self._start()
+        elif self._breaker.state is BreakerState.HALF_OPEN and now > self._until:
+            # A trial may end, or get stuck, outside of any call that could be late.
+            self._breaker.trip("no trial succeeded")
+
+    def _start(self) -> None:
+        """Start the trials of one round, each on a thread of its own."""
+        trials = []
+        if (failed := self._failed) is not None:
+            kind, name = failed
+            # The object that failed may be the only one that does.
+            trials = list(dict.fromkeys([failed, (kind, self._worked.get(kind, name))]))
+        if not trials or (self._breaker.failed_trials > 1 and len(trials) == 1):
+            trials.append((LIST, ""))
+        if len(self._running) + len(trials) > _MOST:
+            # The earlier trials are still waiting for an answer.
+            self._breaker.trip("no trial succeeded")
+            return
+        threads = [
+            threading.Thread(target=self._run, args=(kind, name), name="kvshelf-trial", daemon=True)
+            for kind, name in trials
+        ]
+        if not sum(map(try_to_start, threads)):
+            self._breaker.trip("no thread could be started for a trial")
+
+    def _run(self, kind: str, name: str) -> None:
+        thread = threading.get_ident()
+        self._running.add(thread)
+        try:
+            self._call(kind, name)
+        except (ObjectMissingError, NotRegularError):
+            self._breaker.close()
+        except BaseException as error:  # noqa: BLE001 - a panic of a Rust library is a failure too
+            self._breaker.trip(str(error), trial=True)
+        else:
+            self._breaker.close()
+        finally:
+            self._running.discard(thread)
+
+    def _call(self, kind: str, name: str) -> None:
+        if kind == PROBE:
+            self._guarded.probe(name)
+        elif kind == LIST:
+            self._guarded.folders(name)
+        else:
+            piece = memoryview(bytearray(_PIECE))
+            with self._guarded.open(name) as reader:
+                for offset in range(0, min(reader.size, TRIAL_BYTES), _PIECE):
+                    reader.read_into(piece[: reader.size - offset], offset)
