@@ -20,7 +20,7 @@ import pytest
 from kvshelf.backends import WriteResult
 from kvshelf.backends.base import final_name
 from kvshelf.errors import ObjectMissingError
-from kvshelf.shelf import view as view_module
+from kvshelf.shelf import orphans as orphans_module
 from kvshelf.shelf.shelf import Shelf, open_shelf
 from kvshelf.shelf.view import ObjectRef
 from tests.faults import crash_child
@@ -103,8 +103,8 @@ def temporaries(root: Path) -> list[Path]:
 def sweep_all(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Store as often as it takes to come through all folders once."""
     with monkeypatch.context() as patch:
-        patch.setattr(view_module, "_SWEEP_SECONDS", 0.0)
-        patch.setattr(view_module, "TEMPORARY_SECONDS", -1.0)
+        patch.setattr(orphans_module, "_SWEEP_SECONDS", 0.0)
+        patch.setattr(orphans_module, "TEMPORARY_SECONDS", -1.0)
         with open_shelf(root) as shelf:
             for _ in range(8):
                 store_all(shelf)
@@ -240,7 +240,7 @@ def test_a_young_temporary_is_left_alone(run: Kill, tmp_path: Path) -> None:
     old = time.time() - 7200
     os.utime(left, (old, old))  # only its date looks old: it was changed just now
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(view_module, "_SWEEP_SECONDS", 0.0)
+        patch.setattr(orphans_module, "_SWEEP_SECONDS", 0.0)
         with open_shelf(root) as shelf:
             for _ in range(8):
                 store_all(shelf)

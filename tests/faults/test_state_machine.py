@@ -22,7 +22,7 @@ from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.errors import BadObjectError, ObjectMissingError, StorageError
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.shelf import view as view_module
+from kvshelf.shelf import repairs as repairs_module
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef, Presence
 from tests.faults.crash_child import make_format
@@ -348,16 +348,16 @@ class _Machine(RuleBasedStateMachine):
 
 class _OnFolder(_Machine):
     #: Younger files of wrong size may still be copied, and are not moved.
-    copy_seconds = view_module.COPY_SECONDS
+    copy_seconds = repairs_module.COPY_SECONDS
 
     def make_storage(self) -> None:
-        view_module.COPY_SECONDS = self.copy_seconds  # type: ignore[misc]
+        repairs_module.COPY_SECONDS = self.copy_seconds  # type: ignore[misc]
         self._folder = tempfile.TemporaryDirectory()
         self.url = str(Path(self._folder.name) / "shelf")
 
     def teardown(self) -> None:
         super().teardown()
-        view_module.COPY_SECONDS = _OnFolder.copy_seconds  # type: ignore[misc]
+        repairs_module.COPY_SECONDS = _OnFolder.copy_seconds  # type: ignore[misc]
         if hasattr(self, "_folder"):
             left = list(Path(self._folder.name).rglob("*.tmp"))
             self._folder.cleanup()

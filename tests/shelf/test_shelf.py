@@ -31,6 +31,8 @@ from kvshelf.errors import (
 from kvshelf.format.invalid import PayloadDamaged, WrongKey
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.objects import ObjectFormat
+from kvshelf.shelf import orphans as orphans_module
+from kvshelf.shelf import repairs as repairs_module
 from kvshelf.shelf import view as view_module
 from kvshelf.shelf.shelf import Shelf, open_shelf
 from kvshelf.shelf.view import ObjectRef, Presence
@@ -643,9 +645,9 @@ def test_what_is_moved_aside_is_bounded(
         with pytest.raises(BadObjectError):
             load(shelf, fmt, chunk)
     kept = quarantined(shelf, fmt)
-    assert len(kept) == view_module.BAD_COUNT == 32
+    assert len(kept) == repairs_module.BAD_COUNT == 32
     assert kept[-1].endswith(Path(shelf.view(fmt).name(ObjectRef(chunks[39], 0))).name)
-    monkeypatch.setattr(view_module, "BAD_BYTES", 3 * fmt.object_size(0))
+    monkeypatch.setattr(repairs_module, "BAD_BYTES", 3 * fmt.object_size(0))
     store(shelf, fmt, chunks[40])
     flip(path_of(shelf, fmt, chunks[40]))
     with pytest.raises(BadObjectError):
@@ -693,14 +695,14 @@ def test_stores_sweep_the_namespace_of_old_temporaries(
     foreign = {path.parent / name for name in (".notes.0123456789abcdef.tmp", f".{path.name}.tmp")}
     for file in (left, *foreign):
         file.write_bytes(b"begun")
-    monkeypatch.setattr(view_module, "_SWEEP_SECONDS", 0.0)
-    monkeypatch.setattr(view_module, "_SWEEP_ROUND_SECONDS", 0.0)
+    monkeypatch.setattr(orphans_module, "_SWEEP_SECONDS", 0.0)
+    monkeypatch.setattr(orphans_module, "_SWEEP_ROUND_SECONDS", 0.0)
     numbers_of_the_program = random.getstate()
     with open_shelf(shelf.url) as fresh:
         for chunk in chunks[1:5]:
             store(fresh, fmt, chunk)
         assert left in temporaries(Path(shelf.url)), "it may still be written to"
-        monkeypatch.setattr(view_module, "TEMPORARY_SECONDS", -1.0)
+        monkeypatch.setattr(orphans_module, "TEMPORARY_SECONDS", -1.0)
         folders = {path_of(shelf, fmt, chunk).parent for chunk in chunks[:40]}
         for chunk in chunks[5:40]:
             store(fresh, fmt, chunk)

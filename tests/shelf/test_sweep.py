@@ -17,6 +17,7 @@ from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.metrics import Counters
 from kvshelf.shelf import sweep as module
 from kvshelf.shelf.markers import marker_name
+from kvshelf.shelf.orphans import SlowSweep
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.sweep import Sweep
 from kvshelf.shelf.view import NamespaceView, ObjectRef
@@ -96,7 +97,7 @@ class Place:
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     # The sweep of temporaries is not of interest.
-    monkeypatch.setattr(NamespaceView, "sweep", lambda *_: None)
+    monkeypatch.setattr(SlowSweep, "written", lambda *_: None)
     with closing(Place(tmp_path)) as place:
         yield place
 

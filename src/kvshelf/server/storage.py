@@ -152,7 +152,7 @@ class Storage:
         kept = result is not WriteResult.EXISTED or self._backend.probe(found.name) == buffer.nbytes
         if kept and self._tier is not None:
             self._tier.keep(fmt, ObjectRef(chunk, parsed.shard), buffer)
-        self._shelf.view(fmt).sweep(found.name.partition("/")[0])
+        self._shelf.view(fmt).slow_sweep.written(found.name.partition("/")[0])
         return result, chunk, kept
 
     def forget(self, found: NamedObject) -> None:

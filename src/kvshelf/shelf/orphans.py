@@ -12,7 +12,8 @@ Contracts
 * Namespaces of other versions of the format stay as they are, quarantine and temporaries included.
 * Best effort: trouble of the storage ends the removal, and is not raised.
 
-:class:`Orphans` may be called from any thread; it blocks on the storage for about its time.
+Any thread may call all methods. They block on the storage, those of :class:`Orphans` for about
+their time.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ _PAUSE_SECONDS: Final = 60.0
 _ROUND_SECONDS: Final = 600.0
 #: Seconds that one takes, to the end of the call of the storage that is under way then.
 _WORK_SECONDS: Final = 2.0
+#: Seconds from the sweep of one folder to that of the next, and from one round to the next.
+_SWEEP_SECONDS: Final = 10.0
+_SWEEP_ROUND_SECONDS: Final = 3600.0
 #: Most bytes of a description that are read.
 _DESCRIPTION_BYTES: Final = 1 << 20
 
@@ -189,3 +193,56 @@ class Orphans:
                 inner = [f"{group}/{name}" for name in backend.folders(group)]
                 chance.shuffle(inner)
                 yield from inner
+
+
+class SlowSweep:
+    """Removes the temporaries of killed writers while a namespace is written to.
+
+    One folder at a time, seconds apart, after a write and on its thread. Best effort.
+
+    Parameters
+    ----------
+    backend : Backend
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._lock = threading.Lock()
+        #: Folders of this round that are not swept yet; taken from the end.
+        self._unswept: list[str] = []
+        self._swept_until = 0.0
+
+    def written(self, namespace_folder: str) -> None:
+        """Note a write; now and then remove the temporaries of killed writers in one more folder.
+
+        Parameters
+        ----------
+        namespace_folder : str
+        """
+        if not self._backend.properties.temporaries:
+            return
+        with self._lock:
+            now = time.monotonic()
+            if now < self._swept_until:
+                return
+            if not self._unswept:
+                self._unswept.append(namespace_folder)
+            folder = self._unswept.pop()
+            self._swept_until = now + _SWEEP_SECONDS
+        try:
+            self._backend.sweep(
+                folder,
+                TEMPORARY_SECONDS,
+                lambda name: is_written_by_us(f"{folder}/{name}"),
+            )
+            # Objects lie in <namespace>/<group>/<2 hex>.
+            inner = [] if folder.count("/") == 2 else list(self._backend.folders(folder))
+        except StorageError as exc:
+            logger.debug("temporaries could not be removed: %s", exc)
+            return
+        # Of many engines that begin a round at once each begins elsewhere.
+        random.SystemRandom().shuffle(inner)
+        with self._lock:
+            self._unswept += [f"{folder}/{name}" for name in inner]
+            if not self._unswept:
+                self._swept_until = now + _SWEEP_ROUND_SECONDS

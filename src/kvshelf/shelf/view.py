@@ -1,8 +1,7 @@
 """The objects of one namespace on a shelf: probe, publish, load, repair.
 
-Owns the rules about objects that are not what they should be: what counts as present, when a bad
-object is replaced, when it is quarantined and how much is kept in quarantine. It also owns the
-namespace's description (``namespace.json``) and the search for the namespace's folders.
+Owns what counts as present, when a bad object is replaced and when it is quarantined
+(:mod:`kvshelf.shelf.repairs` does both), and the search for the namespace's folders.
 
 Contracts
 ---------
@@ -22,9 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import random
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -37,30 +33,24 @@ from kvshelf.backends.guard import GuardedBackend
 from kvshelf.errors import (
     BadObjectError,
     NoSpaceStorageError,
-    NotRegularError,
     ObjectMissingError,
     PermanentStorageError,
     StorageError,
 )
-from kvshelf.format.invalid import EmptyObject, TruncatedObject, WrongSize
 from kvshelf.format.keys import Chunk
-from kvshelf.format.names import DESCRIPTION, ParsedName, object_name, parse_namespace_folder
+from kvshelf.format.names import ParsedName, object_name, parse_namespace_folder
 from kvshelf.format.objects import ObjectFormat, ReaderLike
 from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
+from kvshelf.shelf.description import Description
 from kvshelf.shelf.markers import is_attempt, marker_name
-from kvshelf.shelf.orphans import QUARANTINE, TEMPORARY_SECONDS, Orphans, is_written_by_us
+from kvshelf.shelf.orphans import Orphans, SlowSweep
+from kvshelf.shelf.repairs import Repairs, best_effort
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-#: An object of wrong size that changed within so many seconds may still be copied to its place.
-COPY_SECONDS: Final = 60.0
-#: Most entries kept in a namespace's quarantine, ``.kvshelf/bad``.
-BAD_COUNT: Final = 32
-#: Most bytes kept there.
-BAD_BYTES: Final = 1 << 30
 
 #: Most folders of one namespace that are looked into: each costs a round of probes.
 _MAX_FOLDERS: Final = 8
@@ -70,12 +60,6 @@ _FOLDERS_SECONDS: Final = 60.0
 _NO_FOLDER_SECONDS: Final = 5.0
 #: Where listings are refused or have no end, which costs requests and memory each time.
 _REFUSED_FOLDERS_SECONDS: Final = 900.0
-_DESCRIPTION_SECONDS: Final = 60.0
-#: Seconds from the sweep of one folder to that of the next, and from one round to the next.
-_SWEEP_SECONDS: Final = 10.0
-_SWEEP_ROUND_SECONDS: Final = 3600.0
-#: Ways to be bad that a file of the right size does not have.
-_WRONG_SIZE_OR_KIND: Final = (EmptyObject, TruncatedObject, WrongSize, NotRegularError)
 
 
 class ObjectRef(NamedTuple):
@@ -462,19 +446,15 @@ class NamespaceView(ShelfView):
         self._orphans = orphans
         self._counters = counters
         self._log = RateLimitedLog(logger)
-        self._lock = threading.Lock()
         self._folders: tuple[str, ...] = (fmt.namespace.folder,)
         self._folders_until = 0.0
-        self._described_until = 0.0
-        #: The description was compared with what it should be, by this process.
-        self._compared = False
         #: Ends of the names of a chunk's objects, by shard.
         self._ends = tuple(f"{shard}of{fmt.shards}.safetensors" for shard in range(fmt.shards))
         #: By shard and number of tokens.
         self._wholes: dict[tuple[int, int], Whole] = {}
-        #: Folders of this round that are not swept yet; taken from the end.
-        self._unswept: list[str] = []
-        self._swept_until = 0.0
+        self._repairs = Repairs(backend)
+        self._description = Description(backend, fmt.namespace, self._repairs)
+        self.slow_sweep = SlowSweep(backend)
 
     def __repr__(self) -> str:
         return f"NamespaceView({self.backend.url!r}, {self.fmt.namespace.folder!r})"
@@ -662,7 +642,7 @@ class NamespaceView(ShelfView):
                 pass
             except BadObjectError as error:
                 bad = True
-                with self._best_effort():
+                with best_effort():
                     self.quarantine(ref, error)
             else:
                 return WriteResult.EXISTED
@@ -670,45 +650,18 @@ class NamespaceView(ShelfView):
         folder = self.folder()
         name = f"{folder}/{self._base(ref)}"
         try:
-            self._describe(folder)
+            self._description.publish(folder)
             if bad:
-                result = self._replace(folder, name, buffer)
+                result = self._repairs.replace(folder, name, buffer)
             else:
-                result = self._create(folder, name, buffer, size)
+                result = self._repairs.create(folder, name, buffer, size)
         except NoSpaceStorageError:
             if self._orphans is not None:
                 self._orphans.remove(name.rpartition("/")[0])
             raise
         self._counters.observe("publish", time.perf_counter() - begin)
-        self.sweep(folder)
+        self.slow_sweep.written(folder)
         return result
-
-    def _create(self, folder: str, name: str, buffer: BytesLike, size: int) -> WriteResult:
-        """Write a file unless one of its size is there."""
-        result = self.backend.write(name, [buffer])
-        if result is not WriteResult.EXISTED:
-            return result
-        found = self.backend.probe(name)
-        if found == size:
-            return result
-        if found is None:
-            return self.backend.write(name, [buffer])
-        # While its size is no evidence of damage, replacing it is right all the same: a copier
-        # goes on with a file that has no name any more.
-        if found is NOT_REGULAR or (
-            self.backend.properties.can_quarantine and self._is_surely_of_wrong_size(name)
-        ):
-            with self._best_effort():
-                self._quarantine(folder, name)
-        return self._replace(folder, name, buffer)
-
-    def _replace(self, folder: str, name: str, buffer: BytesLike) -> WriteResult:
-        try:
-            self.backend.write(name, [buffer], "replace")
-        except NotRegularError:
-            self._quarantine(folder, name)
-            self.backend.write(name, [buffer], "replace")
-        return WriteResult.REPLACED
 
     def delete(self, ref: ObjectRef) -> bool:
         """Delete one object, from all folders of the namespace; whether there was one.
@@ -730,77 +683,7 @@ class NamespaceView(ShelfView):
         StorageError
             If the storage refused or failed.
         """
-        self._describe(self.folder())
-
-    def _describe(self, folder: str) -> None:
-        if time.monotonic() < self._described_until:
-            return
-        name = f"{folder}/{DESCRIPTION}"
-        encoded = self.fmt.namespace.encoded
-        high_latency = self.backend.properties.high_latency
-        # On a high-latency storage the create serves as the first probe: a backend learns from it.
-        first = high_latency and not self._described_until
-        if first or self.backend.stat([name])[0] != len(encoded):
-            created = self._create(folder, name, encoded, len(encoded))
-            self._compared = self._compared or created is not WriteResult.EXISTED
-        if not self._compared:
-            self._compared = True
-            self._compare_description(folder, name, encoded)
-        if high_latency:
-            self._described_until = time.monotonic() + _DESCRIPTION_SECONDS
-
-    def _compare_description(self, folder: str, name: str, encoded: bytes) -> None:
-        """Replace a description of the right size with other bytes, as a power loss leaves it."""
-        found = bytearray(len(encoded))
-        try:
-            count = self.backend.read_into(name, memoryview(found))
-        except StorageError as error:
-            logger.debug("%s could not be compared: %s", name, error)
-            return
-        if count == len(encoded) and found != encoded:
-            logger.warning(
-                "%s/%s is damaged: its bytes are not those of the namespace; it is replaced",
-                self.backend.url,
-                name,
-            )
-            self._replace(folder, name, encoded)
-
-    def sweep(self, namespace_folder: str) -> None:
-        """Now and then, remove the temporaries of killed writers in one more folder.
-
-        Done after each write. Best effort.
-
-        Parameters
-        ----------
-        namespace_folder : str
-        """
-        if not self.backend.properties.temporaries:
-            return
-        with self._lock:
-            now = time.monotonic()
-            if now < self._swept_until:
-                return
-            if not self._unswept:
-                self._unswept.append(namespace_folder)
-            folder = self._unswept.pop()
-            self._swept_until = now + _SWEEP_SECONDS
-        try:
-            self.backend.sweep(
-                folder,
-                TEMPORARY_SECONDS,
-                lambda name: is_written_by_us(f"{folder}/{name}"),
-            )
-            # Objects lie in <namespace>/<group>/<2 hex>.
-            inner = [] if folder.count("/") == 2 else list(self.backend.folders(folder))
-        except StorageError as exc:
-            logger.debug("temporaries could not be removed: %s", exc)
-            return
-        # Of many engines that begin a round at once each begins elsewhere.
-        random.SystemRandom().shuffle(inner)
-        with self._lock:
-            self._unswept += [f"{folder}/{name}" for name in inner]
-            if not self._unswept:
-                self._swept_until = now + _SWEEP_ROUND_SECONDS
+        self._description.publish(self.folder())
 
     # ----------------------------------------------------------------------------------- markers
 
@@ -808,7 +691,7 @@ class NamespaceView(ShelfView):
         """Write a marker, see :meth:`ShelfView.give_up`."""
         name = marker_name(attempt)
         folder = self.folder()
-        self._describe(folder)
+        self._description.publish(folder)
         return self.backend.write_marker(f"{folder}/{name}") is not WriteResult.EXISTED
 
     def gave_up(self, attempts: Sequence[str]) -> list[bool]:
@@ -842,7 +725,7 @@ class NamespaceView(ShelfView):
                 if done is None or not done[place]:
                     self._read(ObjectRef(chunk, shard), buffers[place])
         except BadObjectError as bad:
-            with self._best_effort():
+            with best_effort():
                 self.quarantine(ObjectRef(chunk, shard), bad)
             return FailedRead(shard, bad)
         except Exception as error:  # noqa: BLE001 - the caller learns of which object it is
@@ -969,12 +852,8 @@ class NamespaceView(ShelfView):
     def quarantine(self, ref: ObjectRef, bad: BadObjectError) -> bool:
         """Move an object that was found bad to ``.kvshelf/bad`` of its namespace folder.
 
-        Does nothing where the storage cannot move things or takes no writes. A file of wrong size
-        stays where it is, to be replaced by a store, if it changed within the last minute (it may
-        still be copied to its place) or if caches of the storage may show the size of an earlier
-        file: the file that stands there now may be good. An object that was found bad for its size
-        or kind also stays if it is a file of the right size now: another stands in its place. The
-        newest 32 entries and 1 GiB are kept in quarantine.
+        Does nothing where the storage cannot move things or takes no writes, nor where the file
+        that stands there now may be good, see :mod:`kvshelf.shelf.repairs`.
 
         Parameters
         ----------
@@ -996,76 +875,16 @@ class NamespaceView(ShelfView):
         if properties.read_only or not properties.can_quarantine:
             return False
         for folder in self._find_folders():
-            moved = self._quarantine_if_bad(f"{folder}/{self._base(ref)}", self.size(*ref), bad)
+            moved = self._repairs.quarantine(f"{folder}/{self._base(ref)}", self.size(*ref), bad)
             if moved is not None:
                 return moved
         return False
 
     def quarantine_named(self, name: str, size: int | None, bad: Exception) -> bool:
-        """Move a file that was found bad to quarantine, by the rules of :meth:`quarantine`.
+        """Move a file that was found bad to quarantine; whether something was moved.
 
         It is exactly this file: another folder of the namespace may have a good one. Where the
-        storage cannot move things, it is deleted.
-
-        Parameters
-        ----------
-        name : str
-            Relative to the shelf's root.
-        size : int or None
-            The bytes that it should have; None if the namespace has no object of this name.
-        bad : Exception
-            What was found wrong with it.
-
-        Returns
-        -------
-        bool
-            Whether something was moved.
-
-        Raises
-        ------
-        StorageError
-            If the storage refused or failed.
+        storage cannot move things, it is deleted. Parameters and errors are those of
+        :meth:`kvshelf.shelf.repairs.Repairs.quarantine`.
         """
-        return self._quarantine_if_bad(name, size, bad) or False
-
-    def _quarantine_if_bad(self, name: str, size: int | None, bad: Exception) -> bool | None:
-        """Move a file, unless it may be good now; None if there is none."""
-        found = self.backend.probe(name)
-        if found is None:
-            return None
-        if isinstance(found, int) and size is not None:
-            if found != size:
-                if not self._is_surely_of_wrong_size(name):
-                    return False
-            elif isinstance(bad, _WRONG_SIZE_OR_KIND):
-                return False
-        return self._quarantine(name.partition("/")[0], name)
-
-    @staticmethod
-    @contextlib.contextmanager
-    def _best_effort() -> Iterator[None]:
-        """Go on when a bad object cannot be quarantined: keeping it is a courtesy."""
-        try:
-            yield
-        except StorageError as exc:
-            logger.debug("a bad object could not be quarantined: %s", exc)
-
-    def _is_surely_of_wrong_size(self, name: str) -> bool:
-        """Whether a wrong size that was seen shows that the object is bad."""
-        if self.backend.properties.cache_seconds:
-            return False
-        info, now = self.backend.info(name), self.backend.now()
-        if info is None:
-            return True
-        # By either clock: one of them may be wrong.
-        clocks = (now, time.time())
-        return all(c is not None and abs(c - info.mtime) >= COPY_SECONDS for c in clocks)
-
-    def _quarantine(self, folder: str, name: str) -> bool:
-        # The time makes names sort by age, which is how trim() finds the oldest.
-        bad = f"{folder}/{QUARANTINE}"
-        target = f"{bad}/{time.time_ns():020d}-{os.urandom(4).hex()}-{name.rpartition('/')[2]}"
-        moved = self.backend.quarantine(name, target)
-        if moved:
-            self.backend.trim(bad, BAD_COUNT, BAD_BYTES)
-        return moved
+        return self._repairs.quarantine(name, size, bad) or False

@@ -28,6 +28,7 @@ from kvshelf.format.objects import ObjectFormat
 from kvshelf.memory.arena import copy_bytes
 from kvshelf.metrics import Counters
 from kvshelf.shelf.orphans import Orphans
+from kvshelf.shelf.repairs import best_effort
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import FailedRead, NamespaceView, ObjectRef, Pinned
 
@@ -162,7 +163,7 @@ class PinningView(NamespaceView):
             else:
                 pinned = self._pin_named(f"{folders[-1]}/{base}", size)
         except BadObjectError as bad:
-            with self._best_effort():
+            with best_effort():
                 self.quarantine(ref, bad)
             raise
         if pinned is None:

@@ -1,0 +1,81 @@
+"""The description of a namespace on a shelf, ``namespace.json``: published beside its objects.
+
+Where a process publishes the first object, and now and then later, it makes sure that the
+description is there, and once that its bytes are the right ones. Races of threads only repeat a
+look at the storage, on which all methods block.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Final
+
+from kvshelf.backends import Backend, WriteResult
+from kvshelf.errors import StorageError
+from kvshelf.format.names import DESCRIPTION
+from kvshelf.format.namespace import Namespace
+from kvshelf.shelf.repairs import Repairs
+
+logger = logging.getLogger(__name__)
+
+_DESCRIPTION_SECONDS: Final = 60.0
+
+
+class Description:
+    """The description of one namespace.
+
+    Parameters
+    ----------
+    backend : Backend
+    namespace : Namespace
+    repairs : Repairs
+    """
+
+    def __init__(self, backend: Backend, namespace: Namespace, repairs: Repairs) -> None:
+        self._backend = backend
+        self._namespace = namespace
+        self._repairs = repairs
+        self._described_until = 0.0
+        #: The description was compared with what it should be, by this process.
+        self._compared = False
+
+    def publish(self, folder: str) -> None:
+        """Publish the description in a folder of the namespace, if it is not there.
+
+        Raises
+        ------
+        StorageError
+            If the storage refused or failed.
+        """
+        if time.monotonic() < self._described_until:
+            return
+        name = f"{folder}/{DESCRIPTION}"
+        encoded = self._namespace.encoded
+        high_latency = self._backend.properties.high_latency
+        # On a high-latency storage the create serves as the first probe: a backend learns from it.
+        first = high_latency and not self._described_until
+        if first or self._backend.stat([name])[0] != len(encoded):
+            created = self._repairs.create(folder, name, encoded, len(encoded))
+            self._compared = self._compared or created is not WriteResult.EXISTED
+        if not self._compared:
+            self._compared = True
+            self._compare(folder, name, encoded)
+        if high_latency:
+            self._described_until = time.monotonic() + _DESCRIPTION_SECONDS
+
+    def _compare(self, folder: str, name: str, encoded: bytes) -> None:
+        """Replace a description of the right size with other bytes, as a power loss leaves it."""
+        found = bytearray(len(encoded))
+        try:
+            count = self._backend.read_into(name, memoryview(found))
+        except StorageError as error:
+            logger.debug("%s could not be compared: %s", name, error)
+            return
+        if count == len(encoded) and found != encoded:
+            logger.warning(
+                "%s/%s is damaged: its bytes are not those of the namespace; it is replaced",
+                self._backend.url,
+                name,
+            )
+            self._repairs.replace(folder, name, encoded)
