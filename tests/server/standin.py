@@ -24,6 +24,7 @@ from kvshelf.server.messages import (
     Store,
     Stored,
 )
+from kvshelf.server.storage import Copied
 
 
 @dataclass
@@ -209,7 +210,9 @@ class StandIn:
         else:
             assert parsed is not None and parsed.namespace is not None
             fmt = self.formats[parsed.namespace[-16:]]
-            assert fmt.read_named(_Bytes(data), parsed, memoryview(bytearray(len(data)))).key
+            assert fmt.read_named(
+                Copied(memoryview(data)), parsed, memoryview(bytearray(len(data)))
+            ).key
         existed = message.name in self.objects
         self.objects.setdefault(message.name, data)
         return Stored("existed" if existed else "created")
@@ -221,17 +224,3 @@ class StandIn:
         loan = Loan(memoryview(data))
         self.loans.append(loan)
         return loan
-
-
-@dataclass
-class _Bytes:
-    data: bytes
-
-    @property
-    def size(self) -> int:
-        return len(self.data)
-
-    def read_into(self, buffer: memoryview, offset: int) -> int:
-        part = self.data[offset : offset + len(buffer)]
-        buffer[: len(part)] = part
-        return len(part)

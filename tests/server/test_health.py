@@ -35,7 +35,7 @@ class Asked:
             0,
             healthy=lambda: self.well,
             problem=lambda: self.found,
-            metrics=[ServerMetrics(desk.service.stats, counters, desk.shelf.backend)],
+            metrics=ServerMetrics(desk.service.stats, counters, desk.shelf.backend),
         )
 
     def get(self, path: str) -> tuple[int, str]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -144,7 +144,7 @@ class Health:
         Whether the server's loop answers.
     problem : Callable
         Why no client is served; None if all is well.
-    metrics : iterable of Collector
+    metrics : Collector
 
     Attributes
     ----------
@@ -164,11 +164,10 @@ class Health:
         *,
         healthy: Callable[[], bool],
         problem: Callable[[], str | None],
-        metrics: Iterable[Collector],
+        metrics: Collector,
     ) -> None:
         registry = CollectorRegistry()
-        for each in metrics:
-            registry.register(each)
+        registry.register(metrics)
 
         def page(path: str) -> Page | None:
             if path == "/health":

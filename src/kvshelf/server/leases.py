@@ -46,27 +46,6 @@ class _Client:
     looked_up: dict[str, dict[Slot, int]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseStats:
-    """How many leases there are.
-
-    Attributes
-    ----------
-    leases, fetched, overdue : int
-        All leases; those of fetches; those of fetches whose time is over.
-    clients : int
-        Clients that hold something.
-    nbytes : int
-        Bytes that clients hold. What two clients hold counts twice.
-    """
-
-    leases: int
-    fetched: int
-    overdue: int
-    clients: int
-    nbytes: int
-
-
 class Leases:
     """The leases of all clients.
 
@@ -98,7 +77,6 @@ class Leases:
         self._running: OrderedDict[int, None] = OrderedDict()
         #: How many fetches, within their time, have each.
         self._readers: dict[Slot, int] = {}
-        self._fetched = 0
 
     def grant(
         self, client: bytes, session: str, slot: Slot, *, fetched: bool
@@ -232,16 +210,10 @@ class Leases:
                 overdue.append(lease.slot)
         return ended, overdue
 
-    def stats(self) -> LeaseStats:
-        """Return how many leases there are."""
-        return LeaseStats(
-            len(self._leases),
-            self._fetched,
-            len(self._leases) - len(self._running),
-            len(self._clients),
-            # A copy: the metrics are asked for on another thread.
-            sum(client.nbytes for client in list(self._clients.values())),
-        )
+    def stats(self) -> tuple[int, int]:
+        """Return the number of leases, and the bytes: what two clients hold counts twice."""
+        # A copy: the metrics are asked for on another thread.
+        return len(self._leases), sum(client.nbytes for client in list(self._clients.values()))
 
     def _renew(self, number: int, lease: _Lease) -> None:
         lease.ends = self._clock() + self._seconds
@@ -249,7 +221,6 @@ class Leases:
 
     def _begin_reading(self, lease: _Lease) -> None:
         lease.fetched = True
-        self._fetched += 1
         self._readers[lease.slot] = self._readers.get(lease.slot, 0) + 1
 
     def _end_reading(self, lease: _Lease) -> bool:
@@ -272,7 +243,6 @@ class Leases:
         running = number in self._running
         self._running.pop(number, None)
         if lease.fetched:
-            self._fetched -= 1
             if running:
                 self._end_reading(lease)
         else:

@@ -43,7 +43,7 @@ Everything is safe to call from any thread.
 from __future__ import annotations
 
 import struct
-from typing import Annotated, Any, Final, Literal, TypeAlias, cast
+from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar, cast
 
 import msgspec
 
@@ -473,6 +473,8 @@ Reply: TypeAlias = (
 _REQUEST_HEAD: Final = struct.Struct(f"<{TOKEN_BYTES}sQ")
 _REPLY_HEAD: Final = struct.Struct("<Q")
 
+_Decoded = TypeVar("_Decoded")
+
 _encode: Final = msgspec.msgpack.Encoder().encode
 _requests: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(Request)
 _replies: Final[msgspec.msgpack.Decoder[Reply]] = msgspec.msgpack.Decoder(Reply)
@@ -484,6 +486,13 @@ _answers: Final[msgspec.msgpack.Decoder[Welcome | Refused]] = msgspec.msgpack.De
 
 class MalformedError(ValueError):
     """A frame is no message of the protocol."""
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_Decoded], data: bytes | memoryview) -> _Decoded:
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedError(str(error)) from None
 
 
 def encode_request(token: bytes, number: int, request: Request) -> bytes:
@@ -523,10 +532,7 @@ def decode_request(frame: memoryview) -> Request:
     MalformedError
         If it is no request, or over a limit.
     """
-    try:
-        return _requests.decode(frame[_REQUEST_HEAD.size :])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedError(str(error)) from None
+    return _decode(_requests, frame[_REQUEST_HEAD.size :])
 
 
 def encode_reply(number: int, reply: Reply) -> bytes:
@@ -548,11 +554,7 @@ def decode_reply(frame: memoryview) -> tuple[int, Reply]:
     """
     if len(frame) < _REPLY_HEAD.size:
         raise MalformedError(f"a reply of {len(frame)} bytes")
-    number = cast("int", _REPLY_HEAD.unpack_from(frame)[0])
-    try:
-        return number, _replies.decode(frame[_REPLY_HEAD.size :])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedError(str(error)) from None
+    return _REPLY_HEAD.unpack_from(frame)[0], _decode(_replies, frame[_REPLY_HEAD.size :])
 
 
 def encode_greeting(message: Hello | Welcome | Refused) -> bytes:
@@ -568,10 +570,7 @@ def decode_hello(data: bytes) -> Hello:
     MalformedError
         If it is no hello.
     """
-    try:
-        return _greetings.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedError(str(error)) from None
+    return _decode(_greetings, data)
 
 
 def decode_answer(data: bytes) -> Welcome | Refused:
@@ -582,7 +581,4 @@ def decode_answer(data: bytes) -> Welcome | Refused:
     MalformedError
         If it is neither a welcome nor a refusal.
     """
-    try:
-        return _answers.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedError(str(error)) from None
+    return _decode(_answers, data)

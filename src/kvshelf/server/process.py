@@ -173,11 +173,9 @@ def serve(
                 *place.http,
                 healthy=lambda: answers(loop.post, _HEALTH_SECONDS),
                 problem=problem,
-                metrics=[
-                    ServerMetrics(
-                        lambda: {**service.stats(), **loop.stats()}, counters, shelf.backend
-                    )
-                ],
+                metrics=ServerMetrics(
+                    lambda: {**service.stats(), **loop.stats()}, counters, shelf.backend
+                ),
             )
             opened.callback(health.close)
             port = health.port

@@ -598,7 +598,7 @@ class Service:
 
     def stats(self) -> dict[str, float]:
         """Return the counters (:data:`COUNTERS`) and the gauges (:data:`GAUGES`) by name."""
-        memory, leases = self._memory.stats(), self._fetches.leases.stats()
+        memory, (leases, leased_bytes) = self._memory.stats(), self._fetches.leases.stats()
         return {
             **self._counts,
             "objects": memory.objects,
@@ -609,8 +609,8 @@ class Service:
             "largest_free_bytes": memory.largest_free,
             "evicted_objects": memory.evictions,
             "evicted_bytes": memory.evicted_bytes,
-            "leases": leases.leases,
-            "leased_bytes": leases.nbytes,
+            "leases": leases,
+            "leased_bytes": leased_bytes,
             "clients": len(self._clients),
             "reads": self._fetches.reads,
             "stores": self._stores.running,

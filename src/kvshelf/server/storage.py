@@ -14,12 +14,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-import numpy as np
-
 from kvshelf.backends import WriteResult
 from kvshelf.backends.base import StatResults, WriteMode
 from kvshelf.errors import StorageError
 from kvshelf.format.keys import Chunk
+from kvshelf.memory.arena import copy_bytes
 from kvshelf.server.namespaces import NamedObject
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef
@@ -42,9 +41,7 @@ class Copied:
         """Copy bytes from `offset`; return how many."""
         count = min(buffer.nbytes, max(0, self.size - offset))
         if count:
-            # By NumPy, which releases the GIL meanwhile.
-            source = np.frombuffer(self._source, np.uint8, count, offset)
-            np.copyto(np.frombuffer(buffer, np.uint8, count), source)
+            copy_bytes(buffer[:count], self._source[offset : offset + count])
         return count
 
 
