@@ -109,15 +109,26 @@ def answer(scheduler: SchedulerAdapter, request_id: str) -> int:
 class Engine:
     """The adapters of one engine with one worker, and the worker's caches."""
 
-    def __init__(self, server: StandIn, kv: dict[str, torch.Tensor], **options: Any) -> None:
-        self.server = server
+    def __init__(
+        self, kv: dict[str, torch.Tensor], channel: Any = None, url: str = URL, **options: Any
+    ) -> None:
         self.kv = kv
         space = options.pop("namespace", None) or namespace()
         self.scheduler = SchedulerAdapter(
-            URL, space, BLOCK, channel=server, timeout_s=options.pop("lookup_s", 30.0)
+            url, space, BLOCK, channel=channel, timeout_s=options.pop("lookup_s", 30.0)
         )
-        self.worker = WorkerAdapter(URL, space, BLOCK, channel=server, **options)
+        self.worker = WorkerAdapter(url, space, BLOCK, channel=channel, **options)
         self.worker.register_kv_caches(kv, layout_of(kv))
+
+    def store(self, request_id: str, work: LoadStoreOp) -> None:
+        """Store, and wait for the end."""
+        self.worker.submit_store_request(request_id, work)
+        self.stored(request_id)
+
+    def load(self, request_id: str, work: LoadStoreOp) -> set[int]:
+        """Load, wait for the end, and return the blocks with errors."""
+        self.worker.submit_retrieve_request(request_id, work)
+        return self.loaded(request_id)
 
     def hit(self, request_id: str, **prompt_: Any) -> int:
         self.scheduler.maybe_submit_lookup_request(request_id, **prompt_)
@@ -171,13 +182,19 @@ class Engine:
         self.scheduler.shutdown()
         self.worker.shutdown()
 
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
 
 @pytest.fixture
 def engines(server: StandIn) -> Iterator[Callable[..., Engine]]:
     made: list[Engine] = []
 
     def make(seed: int | None = None, **options: Any) -> Engine:
-        made.append(Engine(server, caches(seed), **options))
+        made.append(Engine(caches(seed), server, **options))
         return made[-1]
 
     yield make
@@ -232,8 +249,7 @@ def test_hashes_of_another_model_find_nothing(
     server: StandIn, engines: Callable[..., Engine]
 ) -> None:
     one = engines(seed=1)
-    one.worker.submit_store_request("a", op("hashes", range(PER_CHUNK), 1), None)
-    one.stored("a")
+    one.store("a", op("hashes", range(PER_CHUNK), 1))
     other = engines(namespace=namespace(weights="other"))
     assert one.hit("b", **asked("hashes", 1)) == CHUNK
     assert other.hit("b", **asked("hashes", 1)) == 0
@@ -246,14 +262,13 @@ def test_chunks_named_by_hashes_say_what_comes_before_them(
     engine = engines(seed=1, namespace=facts().namespace(chunk_size=CHUNK, shards=1))
     for first, chunks in ((0, 2), (2, 1)):
         work = op("hashes", range(chunks * PER_CHUNK), chunks, first=first)
-        engine.worker.submit_store_request("a", work, None)
+        engine.worker.submit_store_request("a", work)
     engine.stored("a")
     stores = {store.name: store for store in server.stores}
     ends = [one.hex() for one in striding_block_hashes(hashes(3 * PER_CHUNK), PER_CHUNK)]
     found = [next(name for name in stores if end in name) for end in ends]
     assert [stores[name].parent for name in found] == ["", *found[:-1]]
-    engine.worker.submit_store_request("t", op("tokens", range(PER_CHUNK), 1), None)
-    engine.stored("t")
+    engine.store("t", op("tokens", range(PER_CHUNK), 1))
     assert server.stores[-1].parent == ""
     assert not engine.worker._last_hashes
 
@@ -305,14 +320,12 @@ def test_without_a_server_there_is_no_chunk_size(
     server.connected, server.welcome = False, None
     with pytest.raises(UnavailableStorageError, match="chunk size is not known"):
         SchedulerAdapter(URL, facts(), BLOCK, channel=server)
-    engine = Engine(server, caches(1))
+    engine = Engine(caches(1), server)
     assert engine.hit("a", token_ids=prompt(CHUNK)) == 0
-    engine.worker.submit_store_request("a", op("tokens", range(PER_CHUNK), 1), None)
-    engine.stored("a")
+    engine.store("a", op("tokens", range(PER_CHUNK), 1))
     server.welcome = StandIn(CHUNK).welcome
     server.come_back()
-    engine.worker.submit_store_request("b", op("tokens", range(PER_CHUNK), 1), None)
-    engine.stored("b")
+    engine.store("b", op("tokens", range(PER_CHUNK), 1))
     assert engine.hit("b", token_ids=prompt(CHUNK)) == CHUNK
     engine.shutdown()
 
@@ -325,11 +338,9 @@ def test_a_server_that_comes_back_is_told_the_namespace(
     for _ in range(2):
         # The shelf is told of a namespace when it gets the first object of it.
         assert not server.files
-        engine.worker.submit_store_request("h", op("hashes", range(PER_CHUNK), 1), None)
-        engine.stored("h")
+        engine.store("h", op("hashes", range(PER_CHUNK), 1))
         assert not server.files
-        engine.worker.submit_store_request("t", op("tokens", range(PER_CHUNK), 1), None)
-        engine.stored("t")
+        engine.store("t", op("tokens", range(PER_CHUNK), 1))
         assert server.files == {f"{space.folder}/namespace.json": space.encoded}
         server.lose()
         server.come_back()
@@ -371,8 +382,7 @@ def test_block_hashes_are_the_second_argument(
     server: StandIn, engines: Callable[..., Engine]
 ) -> None:
     engine = engines(seed=1)
-    engine.worker.submit_store_request("s", op("hashes", range(PER_CHUNK), 1), None)
-    engine.stored("s")
+    engine.store("s", op("hashes", range(PER_CHUNK), 1))
     engine.scheduler.maybe_submit_lookup_request("a", hashes(PER_CHUNK))
     engine.scheduler.maybe_submit_lookup_request("b", None, prompt(CHUNK))
     for request_id, hit in (("a", CHUNK), ("b", 0)):
@@ -417,8 +427,7 @@ def test_without_a_server_nothing_is_found(server: StandIn, engines: Callable[..
 
 def test_a_server_that_hangs_finds_nothing(server: StandIn, engines: Callable[..., Engine]) -> None:
     engine = engines(seed=1, lookup_s=0.0)
-    engine.worker.submit_store_request("s", op("tokens", range(PER_CHUNK), 1), None)
-    engine.stored("s")
+    engine.store("s", op("tokens", range(PER_CHUNK), 1))
     server.holding = ("LookUpChunks",)
     engine.scheduler.maybe_submit_lookup_request("a", token_ids=prompt(CHUNK))
     until(lambda: bool(server.held))
@@ -479,8 +488,7 @@ def test_locks_are_freed_chunk_by_chunk(
     mode: str, server: StandIn, engines: Callable[..., Engine]
 ) -> None:
     engine = engines(seed=1)
-    engine.worker.submit_store_request("s", op(mode, range(4 * PER_CHUNK), 4), None)
-    engine.stored("s")
+    engine.store("s", op(mode, range(4 * PER_CHUNK), 4))
 
     def held() -> int:
         return sum(map(len, server.sessions.values())) // engine.worker.fmt.shards
@@ -504,8 +512,7 @@ def test_locks_are_freed_chunk_by_chunk(
 
 def test_the_end_of_a_session_frees_all(server: StandIn, engines: Callable[..., Engine]) -> None:
     engine = engines(seed=1)
-    engine.worker.submit_store_request("s", op("tokens", range(2 * PER_CHUNK), 2), None)
-    engine.stored("s")
+    engine.store("s", op("tokens", range(2 * PER_CHUNK), 2))
     assert engine.hit("a", token_ids=prompt(2 * CHUNK)) == 2 * CHUNK
     engine.scheduler.free_lookup_locks(start=0, end=CHUNK, request_id="a")
     engine.scheduler.end_session("a")
@@ -641,16 +648,14 @@ def test_kv_is_copied_before_a_store_returns(engines: Callable[..., Engine]) -> 
     engine.stored("a", "b")
     for request_id, seed in (("a", 0), ("b", 1)):
         work = op("tokens", range(PER_CHUNK), 1, seed=seed)
-        other.worker.submit_retrieve_request(request_id, work, None)
-        assert other.loaded(request_id) == set()
+        assert other.load(request_id, work) == set()
         assert torch.equal(other.blocks(range(PER_CHUNK)), truth)
 
 
 def test_a_load_waits_for_its_event(engines: Callable[..., Engine]) -> None:
     one, other = engines(seed=1), engines()
     work = op("tokens", range(PER_CHUNK), 1)
-    one.worker.submit_store_request("a", work, None)
-    one.stored("a")
+    one.store("a", work)
     event = Event()
     other.worker.submit_retrieve_request("a", work, event)
     assert other.worker.get_finished(set()) == (set(), set())
@@ -739,11 +744,9 @@ def test_a_device_that_failed_neither_stores_nor_loads(
 def test_a_failed_store_ends(server: StandIn, engines: Callable[..., Engine]) -> None:
     engine = engines(seed=1)
     work = op("tokens", range(PER_CHUNK), 1)
-    engine.worker.submit_store_request("probe", work, None)
-    engine.stored("probe")
+    engine.store("probe", work)
     server.refuses = {store.name for store in server.stores}
-    engine.worker.submit_store_request("a", work, None)
-    engine.stored("a")
+    engine.store("a", work)
 
 
 @pytest.mark.parametrize("where", ["gather", "wait", "seal"])
@@ -778,8 +781,7 @@ def test_any_error_in_one_chunk_ends_it_and_no_other(
 
     monkeypatch.setattr(memory, "gather", gather)
     monkeypatch.setattr(ObjectFormat, "seal", seal)
-    engine.worker.submit_store_request("a", op("tokens", range(3 * PER_CHUNK), 3), None)
-    engine.stored("a")
+    engine.store("a", op("tokens", range(3 * PER_CHUNK), 3))
     assert not server.segment.rooms
     assert len(server.objects) == 2
 
@@ -790,8 +792,7 @@ def test_any_error_of_a_copy_is_a_load_error(
 ) -> None:
     engine = engines(seed=1)
     work = op("tokens", range(2 * PER_CHUNK), 2)
-    engine.worker.submit_store_request("s", work, None)
-    engine.stored("s")
+    engine.store("s", work)
     assert engine.worker._caches is not None
     memory = engine.worker._caches.memory
     real = memory.scatter
@@ -804,8 +805,7 @@ def test_any_error_of_a_copy_is_a_load_error(
         real(shard, slots, payload, fence)
 
     monkeypatch.setattr(memory, "scatter", scatter)
-    engine.worker.submit_retrieve_request("a", work, None)
-    assert engine.loaded("a") == set(range(PER_CHUNK))
+    assert engine.load("a", work) == set(range(PER_CHUNK))
 
 
 def test_a_store_ends_when_the_server_dies(server: StandIn, engines: Callable[..., Engine]) -> None:
@@ -825,8 +825,7 @@ def test_a_server_that_hangs_ends_nothing_but_its_own_operations(
 ) -> None:
     engine = engines(seed=1)
     work = op("tokens", range(PER_CHUNK), 1)
-    engine.worker.submit_store_request("before", work, None)
-    engine.stored("before")
+    engine.store("before", work)
     server.holding = ("Store", "Fetch")
     engine.worker.submit_store_request("s", work, None)
     engine.worker.submit_retrieve_request("l", work, None)
@@ -861,11 +860,9 @@ def test_chunks_without_room_are_not_stored(
 
 def test_missing_chunks_are_load_errors(server: StandIn, engines: Callable[..., Engine]) -> None:
     engine = engines(seed=1)
-    engine.worker.submit_store_request("s", op("tokens", range(PER_CHUNK), 1), None)
-    engine.stored("s")
+    engine.store("s", op("tokens", range(PER_CHUNK), 1))
     ids = list(range(20, 20 + 3 * PER_CHUNK))
-    engine.worker.submit_retrieve_request("a", op("tokens", ids, 3), None)
-    assert engine.loaded("a") == set(ids[PER_CHUNK:])
+    assert engine.load("a", op("tokens", ids, 3)) == set(ids[PER_CHUNK:])
     assert engine.worker.get_block_ids_with_load_errors() == set()
     server.lose()
     engine.worker.submit_retrieve_request("b", op("tokens", ids, 3), None)
@@ -878,8 +875,7 @@ def test_a_lease_that_expired_is_a_load_error(
 ) -> None:
     engine = engines(seed=1)
     work = op("tokens", range(PER_CHUNK), 1)
-    engine.worker.submit_store_request("s", work, None)
-    engine.stored("s")
+    engine.store("s", work)
     event = Event()
     engine.worker.submit_retrieve_request("a", work, event)
     until(lambda: bool(server.loans))
@@ -893,12 +889,10 @@ def test_another_object_is_a_load_error(server: StandIn, engines: Callable[..., 
     engine = engines(seed=1)
     for seed in (0, 1):
         work = op("tokens", range(PER_CHUNK), 1, seed=seed)
-        engine.worker.submit_store_request(str(seed), work, None)
-        engine.stored(str(seed))
+        engine.store(str(seed), work)
     first, second = list(server.objects)[:: engine.worker.fmt.shards][:2]
     server.objects[first] = server.objects[second]
-    engine.worker.submit_retrieve_request("a", op("tokens", range(PER_CHUNK), 1), None)
-    assert engine.loaded("a") == set(range(PER_CHUNK))
+    assert engine.load("a", op("tokens", range(PER_CHUNK), 1)) == set(range(PER_CHUNK))
 
 
 def test_the_first_tokens_of_a_load_are_skipped(
@@ -906,19 +900,16 @@ def test_the_first_tokens_of_a_load_are_skipped(
 ) -> None:
     one, other = engines(seed=1), engines()
     ids = list(range(2 * PER_CHUNK))
-    one.worker.submit_store_request("s", op("tokens", ids, 2), None)
-    one.stored("s")
+    one.store("s", op("tokens", ids, 2))
     work = op("tokens", ids, 2)
     work.skip_first_n_tokens = CHUNK + BLOCK
-    other.worker.submit_retrieve_request("a", work, None)
-    assert other.loaded("a") == set()
+    assert other.load("a", work) == set()
     skipped = PER_CHUNK + 1
     assert not other.blocks(ids[:skipped]).any()
     assert torch.equal(other.blocks(ids[skipped:]), one.blocks(ids[skipped:]))
     # Blocks that are not written cannot fail either.
     server.objects.clear()
-    other.worker.submit_retrieve_request("b", work, None)
-    assert other.loaded("b") == set(ids[skipped:])
+    assert other.load("b", work) == set(ids[skipped:])
 
 
 def test_a_part_of_a_prompt(engines: Callable[..., Engine]) -> None:
@@ -927,8 +918,7 @@ def test_a_part_of_a_prompt(engines: Callable[..., Engine]) -> None:
     one.worker.submit_store_request("s", op("tokens", ids[:PER_CHUNK], 1), None)
     rest = op("tokens", ids[PER_CHUNK:], 2, first=1)
     rest.token_ids = prompt(3 * CHUNK)
-    one.worker.submit_store_request("s", rest, None)
-    one.stored("s")
+    one.store("s", rest)
     other.worker.submit_retrieve_request("a", op("tokens", ids, 3), None)
     # Chunk 0 of the shorter prompt is another one than that of the longer.
     whole = prompt(CHUNK) == prompt(3 * CHUNK)[:CHUNK]
@@ -1012,7 +1002,7 @@ def test_each_rank_stores_and_loads_its_heads(server: StandIn) -> None:
     """Keys hold no rank: two ranks store what one loads, and the other way round."""
     space = namespace()
     shards = WorkerAdapter(URL, space, BLOCK, channel=server).fmt.shards
-    whole = Engine(server, caches(1))
+    whole = Engine(caches(1), server)
     topology = Topology(HEADS, shards, tensor_parallel=2)
     ranks = []
     for rank in range(2):
@@ -1027,9 +1017,8 @@ def test_each_rank_stores_and_loads_its_heads(server: StandIn) -> None:
         until(lambda one=worker: one.get_finished({"a"})[0] == {"a"})
         assert whole.hit(f"after {number}", token_ids=prompt(2 * CHUNK)) == number * 2 * CHUNK
     into = caches()
-    loader = Engine(server, into)
-    loader.worker.submit_retrieve_request("l", work, None)
-    assert loader.loaded("l") == set()
+    loader = Engine(into, server)
+    assert loader.load("l", work) == set()
     assert torch.equal(loader.blocks(range(2 * PER_CHUNK)), whole.blocks(range(2 * PER_CHUNK)))
     for worker, kv in ranks:
         truth = {name: cache.clone() for name, cache in kv.items()}
@@ -1058,8 +1047,7 @@ def test_replicas_share_the_chunks_of_a_prompt(
         for replica in range(2)
     ]
     for engine in workers:
-        engine.worker.submit_store_request("a", op(mode, range(8 * PER_CHUNK), 8), None)
-        engine.stored("a")
+        engine.store("a", op(mode, range(8 * PER_CHUNK), 8))
     assert len(server.stores) == len(server.objects) == 8 * HEADS
     assert workers[0].hit("b", **asked(mode, 8)) == 8 * CHUNK
     workers[0].scheduler.end_session("b")
@@ -1068,8 +1056,7 @@ def test_replicas_share_the_chunks_of_a_prompt(
 def test_leases_are_bounded(server: StandIn, engines: Callable[..., Engine]) -> None:
     engine = engines(seed=1)
     ids = range(8 * PER_CHUNK)
-    engine.worker.submit_store_request("s", op("tokens", ids, 8), None)
-    engine.stored("s")
+    engine.store("s", op("tokens", ids, 8))
     assert server.welcome is not None
     one = engine.worker.fmt.object_size(0)
     server.welcome.arena_bytes = 8 * 3 * one
@@ -1089,7 +1076,7 @@ def test_leases_are_bounded(server: StandIn, engines: Callable[..., Engine]) -> 
 def test_shutdown_waits_for_stores_and_then_touches_nothing(
     server: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(server, caches(1))
+    engine = Engine(caches(1), server)
     server.holding = ("Store",)
     engine.worker.submit_store_request("a", op("tokens", range(PER_CHUNK), 1), None)
     until(lambda: bool(server.held))
@@ -1112,7 +1099,7 @@ def test_shutdown_does_not_wait_for_a_server_that_hangs(
     from kvshelf.server import worker as worker_module
 
     monkeypatch.setattr(worker_module, "_DRAIN_SECONDS", 0.05)
-    engine = Engine(server, caches(1))
+    engine = Engine(caches(1), server)
     server.holding = ("Store",)
     engine.worker.submit_store_request("a", op("tokens", range(PER_CHUNK), 1), None)
     until(lambda: bool(server.held))

@@ -18,7 +18,7 @@ from kvshelf.forms import PagedKV
 from kvshelf.kv import sources
 from kvshelf.kv.device_tensors import DeviceTensors
 from kvshelf.kv.layout import slots_of
-from kvshelf.server.client import LoadStoreOp, SchedulerAdapter, WorkerAdapter, open_cache
+from kvshelf.server.client import open_cache
 from tests.native.fake_cudart import FakeCudart, fake_cudart
 from tests.native.simulated_device import SimulatedStreams
 from tests.server.serve_process import ServeProcess
@@ -28,7 +28,7 @@ from tests.server.test_adapters import (
     CHUNK,
     MODES,
     PER_CHUNK,
-    answer,
+    Engine,
     asked,
     caches,
     facts,
@@ -56,45 +56,18 @@ def node(tmp_path: Path, shelf: Path) -> Iterator[ServeProcess]:
         yield node
 
 
-class Engine:
-    """An engine's two adapters, each with a connection of its own, and its caches."""
+def connect(node: ServeProcess, seed: int | None = None) -> Engine:
+    """An engine whose adapters have a connection each."""
+    return Engine(caches(seed), url=node.url, segment_bytes=SEGMENT)
 
-    def __init__(self, node: ServeProcess, seed: int | None = None, **options: Any) -> None:
-        self.kv = caches(seed)
-        self.scheduler = SchedulerAdapter(node.url, namespace(), BLOCK, **options)
-        self.worker = WorkerAdapter(node.url, namespace(), BLOCK, segment_bytes=SEGMENT, **options)
-        self.worker.register_kv_caches(self.kv, layout_of(self.kv))
 
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.scheduler.shutdown()
-        self.worker.shutdown()
-
-    def hit(self, request_id: str, **what: Any) -> int:
-        self.scheduler.maybe_submit_lookup_request(request_id, **what)
-        return answer(self.scheduler, request_id)
-
-    def store(self, request_id: str, work: LoadStoreOp) -> None:
-        self.worker.submit_store_request(request_id, work, None)
-        until(lambda: self.worker.get_finished({request_id})[0] == {request_id})
-
-    def load(self, request_id: str, work: LoadStoreOp) -> set[int]:
-        self.worker.submit_retrieve_request(request_id, work, None)
-        until(lambda: self.worker.get_finished(set())[1] == {request_id})
-        return self.worker.get_block_ids_with_load_errors()
-
-    def blocks(self, ids: list[int]) -> torch.Tensor:
-        return torch.stack([self.kv[name][ids] for name in names()])
-
-    def until_connected(self) -> None:
-        until(lambda: self.scheduler._channel.connected and self.worker._channel.connected)
+def until_connected(engine: Engine) -> None:
+    until(lambda: engine.scheduler._channel.connected and engine.worker._channel.connected)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_engines_share_what_they_store(mode: str, node: ServeProcess) -> None:
-    with Engine(node, 1) as one, Engine(node) as other:
+    with connect(node, 1) as one, connect(node) as other:
         ids = [5, 3, 60, 7, 8, 9, 1, 0]
         one.store("a", op(mode, ids, 2))
         assert other.hit("b", **asked(mode, 3)) == 2 * CHUNK
@@ -137,7 +110,7 @@ def test_a_store_on_a_gpu_does_not_wait_for_the_engine(node: ServeProcess) -> No
         with (
             closing(streams),
             mock.patch.object(sources, "HostKVCache", lambda calls: DeviceTensors(calls, streams)),
-            Engine(node, 1) as engine,
+            connect(node, 1) as engine,
         ):
             engine.worker._page_lock(torch.device("cuda", 0))
             until(lambda: engine.worker._channel.page_locked)
@@ -157,13 +130,13 @@ def test_a_store_on_a_gpu_does_not_wait_for_the_engine(node: ServeProcess) -> No
 def test_tokens_are_on_the_shelf_and_hashes_are_not(node: ServeProcess, shelf: Path) -> None:
     """What is stored by tokens is there for all programs; by hashes, until the server ends."""
     ids = list(range(PER_CHUNK))
-    with Engine(node, 1) as one:
+    with connect(node, 1) as one:
         one.store("t", op("tokens", ids, 1))
         one.store("h", op("hashes", ids, 1, seed=1))
         truth = one.blocks(ids).clone()
         node.kill()
         node.start()
-        one.until_connected()
+        until_connected(one)
         assert one.hit("t", **asked("tokens", 1)) == CHUNK
         assert one.hit("h", **asked("hashes", 1, seed=1)) == 0
     files = [path.name for path in shelf.rglob("*") if path.is_file()]
@@ -185,7 +158,7 @@ def test_tokens_are_on_the_shelf_and_hashes_are_not(node: ServeProcess, shelf: P
 
 def test_a_server_that_is_killed_and_comes_back(node: ServeProcess) -> None:
     ids = list(range(PER_CHUNK))
-    with Engine(node, 1) as engine:
+    with connect(node, 1) as engine:
         engine.store("a", op("tokens", ids, 1))
         node.kill()
         # Whether or not the end of the socket was noticed already, nothing waits for the server.
@@ -193,7 +166,7 @@ def test_a_server_that_is_killed_and_comes_back(node: ServeProcess) -> None:
         assert engine.load("b", op("tokens", ids, 1)) == set(ids)
         engine.store("b", op("tokens", ids, 1, seed=1))
         node.start()
-        engine.until_connected()
+        until_connected(engine)
         assert engine.hit("c", **asked("tokens", 1)) == CHUNK
         assert engine.load("c", op("tokens", ids, 1)) == set()
         engine.store("d", op("tokens", ids, 1, seed=2))
@@ -206,7 +179,7 @@ def test_a_program_shares_chunks_through_the_server(node: ServeProcess) -> None:
     mapping = slots_of(ids, BLOCK, 0, 2 * CHUNK)
     config = Config(server=node.url, chunk_size=CHUNK, staging_bytes=SEGMENT)
     kv = caches()
-    with Engine(node, 1) as engine, open_cache(config, facts()) as cache:
+    with connect(node, 1) as engine, open_cache(config, facts()) as cache:
         engine.store("a", op("tokens", ids, 2))
         paged = PagedKV([kv[name] for name in names()], layout_of(kv), mapping)
         assert cache.lookup(prompt(2 * CHUNK)) == 2 * CHUNK
