@@ -82,7 +82,7 @@ def test_a_promise_is_broken_when_a_store_fails_or_is_lost(
 
 
 def test_a_tail_that_nobody_waits_for_leaves_no_marker(rig: Rig, promises: Promises) -> None:
-    done = promises.watch_tail()
+    done = promises.watch("")
     for outcome in StoreOutcome:
         promises.note("", chunk(), outcome)
     for result in StoreResult:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 import numpy as np
 import torch
@@ -63,48 +64,31 @@ def bytes_at(view: memoryview) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_uint8 * array.size).from_address(address), dtype=torch.uint8)
 
 
+@dataclass(eq=False)
 class TransferContext:
-    """The shelf, the format, the caches and the staging of one transfer.
+    """The shelf, the caches and the staging of one transfer, and how its chunks are counted.
 
-    Parameters
-    ----------
-    shelf, cache, staging, counters, plan, on_thread_start, quiet, history
-        See :class:`kvshelf.transfer.transfer.Transfer`.
-
-    Attributes
-    ----------
-    log : RateLimitedLog
-        At most ten lines a minute, and one for each object; none where `quiet`.
+    The fields are parameters of :class:`kvshelf.transfer.transfer.Transfer`. The log has at most
+    ten lines a minute, and one for each object; none where `quiet`.
     """
 
-    def __init__(
-        self,
-        shelf: ShelfView,
-        cache: KVCache | None,
-        staging: StagingPool,
-        counters: Counters,
-        plan: ShardPlan,
-        on_thread_start: Callable[[str], None] | None,
-        quiet: bool = False,
-        history: History | None = None,
-    ) -> None:
-        self.shelf = shelf
-        self.fmt = shelf.fmt
-        self.cache = cache
-        self.staging = staging
-        self.counters = counters
-        self.plan = plan
+    shelf: ShelfView
+    cache: KVCache | None
+    staging: StagingPool
+    counters: Counters
+    plan: ShardPlan
+    on_thread_start: Callable[[str], None] | None
+    quiet: InitVar[bool]
+    history: History | None
+
+    def __post_init__(self, quiet: bool) -> None:
+        self.fmt = self.shelf.fmt
         self.log = RateLimitedLog(logger, 0 if quiet else _LINES_PER_MINUTE)
-        self._on_thread_start = on_thread_start
-        self._history = history
 
     def memory(self, item: ChunkSlots) -> KVMemory:
         """Return the memory that has a chunk's slots, in the form that takes the chunk.
 
-        Raises
-        ------
-        UnsupportedError
-            If the chunk is a tail, and the memory has none.
+        Raises UnsupportedError if the chunk is a tail, and the memory has none.
         """
         memory = self.cache if item.memory is None else item.memory
         if memory is None:
@@ -112,14 +96,7 @@ class TransferContext:
         return memory.of_tail(item.chunk.tokens) if item.chunk.tail else memory
 
     def count(self, name: str, amount: float = 1) -> None:
-        """Add to a counter, and for kinds other than full to the kind's own one.
-
-        Parameters
-        ----------
-        name : str
-            A counter of chunks or bytes that are loaded, stored or dropped.
-        amount : float
-        """
+        """Add to a counter of chunks or bytes, and for kinds other than full to the kind's own."""
         self.counters.add(name, amount)
         if self.fmt.kind != FULL:
             # Dropped chunks are counted by reason for all kinds together.
@@ -133,14 +110,9 @@ class TransferContext:
 
     def note(self, event: Event, chunk: Chunk, reason: Reason) -> None:
         """Note an event in the history, if there is one."""
-        if self._history is not None:
+        if self.history is not None:
             key = kind_key(chunk.key, self.fmt.kind)
-            self._history.note(event, key, chunk=chunk.index, detail=reason)
-
-    def note_bad(self, name: str) -> None:
-        """Note the name of a bad object in the history, if there is one."""
-        if self._history is not None:
-            self._history.note_bad(name)
+            self.history.note(event, key, chunk=chunk.index, detail=reason)
 
     def payload(self, memory: Pinned, chunk: Chunk, shard: int) -> torch.Tensor:
         """Return the payload of an object in memory, uint8 [bytes]."""
@@ -148,28 +120,6 @@ class TransferContext:
         if isinstance(memory, StagingBuffer):
             return memory.part(start, stop)
         return bytes_at(memory.view)[start:stop]
-
-    def threads(
-        self,
-        kind: str,
-        count: int,
-        run: Callable[[], None],
-        *,
-        on_stuck: Callable[[int], None],
-        on_stop: Callable[[], None],
-    ) -> StorageThreads:
-        """Return the threads of one half of the transfer, not yet started."""
-        prepare = self._on_thread_start
-        return StorageThreads(
-            f"kvshelf-{kind}",
-            count,
-            run,
-            self.shelf.backend,
-            count_stuck=lambda: self.counters.add("stuck_threads"),
-            on_stuck=on_stuck,
-            on_stop=on_stop,
-            on_thread_start=None if prepare is None else lambda: prepare(kind),
-        )
 
     def notify(self, callback: Callable[..., None], *values: object) -> None:
         """Call a completion callback; an exception that it raises must not end the thread."""
@@ -181,37 +131,49 @@ class TransferContext:
             )
 
 
-class TransferHalf:
+class TransferHalf(ABC):
     """What the stores and the loads of a transfer have alike: each has its own lock and threads.
 
-    Parameters
-    ----------
-    context : TransferContext
+    `kind` is ``load`` or ``store``, for the names of the threads.
     """
 
-    _threads: StorageThreads
-
-    def __init__(self, context: TransferContext) -> None:
+    def __init__(self, context: TransferContext, kind: str, threads: int) -> None:
         self._context = context
         self._shelf = context.shelf
         self._fmt = context.fmt
         self._staging = context.staging
         self._counters = context.counters
-        self._count = context.count
         self._log = context.log
         self._closing = False
         self._lock = threading.Lock()
         #: There is work, or the half is closed.
         self._work = threading.Condition(self._lock)
+        prepare = context.on_thread_start
+        self._threads = StorageThreads(
+            f"kvshelf-{kind}",
+            threads,
+            self._run,
+            self._shelf.backend,
+            count_stuck=lambda: self._counters.add("stuck_threads"),
+            on_stuck=self._give_up_thread,
+            on_stop=self._give_up_all,
+            on_thread_start=None if prepare is None else lambda: prepare(kind),
+        )
+
+    @abstractmethod
+    def _run(self) -> None:
+        """Work, until there is no more, or another thread has taken the place of this one."""
+
+    @abstractmethod
+    def _give_up_thread(self, thread: int) -> None:
+        """Give up what a stuck thread does."""
+
+    @abstractmethod
+    def _give_up_all(self) -> None:
+        """Give up what waits for the storage, as far as it cannot be called."""
 
     def start(self) -> None:
-        """Start the threads.
-
-        Raises
-        ------
-        RuntimeError
-            If the system allows none.
-        """
+        """Start the threads; RuntimeError if the system allows none."""
         self._threads.start()
 
     def join(self, seconds: float) -> None:

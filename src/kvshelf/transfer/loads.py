@@ -35,7 +35,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final
 
 from kvshelf.capacity.history import Event, Reason
 from kvshelf.errors import (
@@ -53,12 +52,15 @@ from kvshelf.transfer.load import Failure, Load
 from kvshelf.transfer.reads import Arrived, Objects, Reads, ReadTask
 from kvshelf.transfer.staging import StagingBuffer
 
-_REASONS: Final = {
-    Failure.MISSING: Reason.ABSENT,
-    Failure.BAD: Reason.BAD,
-    Failure.ERROR: Reason.ERROR,
-    Failure.UNAVAILABLE: Reason.UNAVAILABLE,
-}
+
+def _failure_of(error: Exception) -> Failure:
+    if isinstance(error, ObjectMissingError):
+        return Failure.MISSING
+    if isinstance(error, BadObjectError):
+        return Failure.BAD
+    if isinstance(error, UnavailableStorageError | DeviceUnavailableError):
+        return Failure.UNAVAILABLE
+    return Failure.ERROR
 
 
 class Loads(TransferHalf):
@@ -72,11 +74,10 @@ class Loads(TransferHalf):
     """
 
     def __init__(self, context: TransferContext, threads: int) -> None:
-        super().__init__(context)
+        super().__init__(context, "load", threads)
         self._shards = context.plan.shards
         #: Bytes of a chunk's objects that this worker reads.
         self.chunk_bytes = sum(context.fmt.object_size(shard) for shard in self._shards)
-        self._deadlines = context.shelf.backend.deadlines
         self._done = threading.Condition(self._lock)
         #: Most objects that a thread takes at once: so many that all threads find staging.
         self._most = max(1, self._staging.for_loads // threads)
@@ -85,9 +86,6 @@ class Loads(TransferHalf):
         self._active_early: dict[str, Load] = {}
         self._finished: list[Load] = []
         self._reads = Reads(self._shards, threads)
-        self._threads = context.threads(
-            "load", threads, self._run, on_stuck=self._give_up_task, on_stop=self._refuse_all
-        )
 
     # ------------------------------------------------------------- step thread
 
@@ -118,13 +116,8 @@ class Loads(TransferHalf):
             call the transfer. Such a load is not returned by :meth:`poll`; a caller that
             waits for it calls :meth:`check` now and then.
         """
-        load = Load(
-            request_id,
-            items,
-            early,
-            nbytes=len(items) * self.chunk_bytes,
-            on_done=on_done,
-        )
+        nbytes = len(items) * self.chunk_bytes
+        load = Load(request_id, items, early, nbytes=nbytes, on_done=on_done)
         if early and on_done is None:
             raise ValueError("an early load needs on_done: it is not returned by poll()")
         usable = True
@@ -138,8 +131,8 @@ class Loads(TransferHalf):
             # Without the lock: where there is use for it, a name for each object takes a while.
             self._shelf.expect([item.chunk for item in items], self._shards)
         with self._lock:
-            ahead = bytes_ahead + self._unfinished_bytes()
-            seconds = self._deadlines.to_read(2 * (ahead + load.nbytes))
+            ahead = bytes_ahead + self.loading_bytes
+            seconds = self._shelf.backend.deadlines.to_read(2 * (ahead + nbytes))
             load.deadline = time.monotonic() + seconds
             (self._active_early if early else self._active)[request_id] = load
             if not items:
@@ -157,13 +150,8 @@ class Loads(TransferHalf):
         """Give a load up, and the early one of the same name.
 
         It is still reported finished, once no thread writes to the cache for it. Objects that
-        no thread has begun to read are not read any more.
-
-        Parameters
-        ----------
-        request_id : str
-        count : bool
-            Whether it counts as one that was cancelled because its request was aborted.
+        no thread has begun to read are not read any more. With `count` it counts as one whose
+        request was aborted.
         """
         with self._lock:
             self._cancel(self._active.get(request_id), count=count)
@@ -185,16 +173,12 @@ class Loads(TransferHalf):
     def poll(self, wait: float = 0.0) -> list[Load]:
         """Return the loads that finished since the last call.
 
-        Parameters
-        ----------
-        wait : float
-            Seconds to wait for the first one while any load is running: for steps that
-            have nothing else to do.
+        Steps that have nothing else to do wait for the first one, `wait` seconds at most.
         """
         with self._lock:
             if wait > 0 and not self._finished and self._active:
                 self._done.wait(wait)
-            if self._active and not self._finished:
+            if not self._finished:
                 self._give_up_late()
             finished, self._finished = self._finished, []
             for load in finished:
@@ -205,8 +189,7 @@ class Loads(TransferHalf):
     def check(self) -> None:
         """Give up the loads that are past their deadline, as :meth:`poll` does too."""
         with self._lock:
-            if self._active:
-                self._give_up_late()
+            self._give_up_late()
 
     @property
     def loading(self) -> bool:
@@ -216,21 +199,16 @@ class Loads(TransferHalf):
     @property
     def loading_bytes(self) -> int:
         """Bytes of the loads that are not finished, early ones apart."""
-        with self._lock:
-            return self._unfinished_bytes()
-
-    def _unfinished_bytes(self) -> int:
-        return sum(load.nbytes for load in self._active.values() if not load.finished)
+        return sum(load.nbytes for load in list(self._active.values()) if not load.finished)
 
     # ------------------------------------------------------------- load threads
 
     def _next_task(self) -> ReadTask | None:
         """Take the next objects to read, waiting for them; None at the end."""
-        me = threading.get_ident()
         with self._lock:
             while True:
                 most = self._most if self._shelf.backend.reads_whole else 1
-                task = self._reads.take(me, most)
+                task = self._reads.take(threading.get_ident(), most)
                 if task is not None or self._closing:
                     return task
                 self._work.wait()
@@ -247,7 +225,8 @@ class Loads(TransferHalf):
                     continue
                 taker: ReadTask | None = task
                 while taker is not None:
-                    ended = self._deliver(taker, objects, failure, left)
+                    ended = failure or self._scatter(taker, [(taker, objects), *left])
+                    self._end_left(left)
                     left = []
                     with self._lock:
                         following = self._reads.next_sharer(threading.get_ident(), task)
@@ -271,12 +250,12 @@ class Loads(TransferHalf):
         try:
             fetched = self._shelf.fetch(chunk, task.shards, partial(self._staging_for, task))
         except Exception as error:  # noqa: BLE001 - the thread must go on
-            return self._reason(task, task.shards[0], error)
+            return self._load_failed(task, task.shards[0], _failure_of(error), error)
         if fetched is None:
             # Nobody waits for the objects of a thread that was stuck any more.
             return Failure.ERROR if task.late else None
         if isinstance(fetched, FailedRead):
-            return self._reason(task, fetched.shard, fetched.error)
+            return self._load_failed(task, fetched.shard, _failure_of(fetched.error), fetched.error)
         objects.take(chunk, fetched)
         return None
 
@@ -305,25 +284,16 @@ class Loads(TransferHalf):
                     self._reads.share_no_more(task)
                     return None
 
-    def _reason(self, task: ReadTask, shard: int, error: Exception) -> Failure:
-        """Count and log that an object could not be had; return why."""
-        if isinstance(error, ObjectMissingError):
-            return self._load_failed(task, shard, Failure.MISSING, error)
-        if isinstance(error, BadObjectError):
-            return self._load_failed(task, shard, Failure.BAD, error)
-        if isinstance(error, UnavailableStorageError | DeviceUnavailableError):
-            return self._load_failed(task, shard, Failure.UNAVAILABLE, error)
-        return self._load_failed(task, shard, Failure.ERROR, error)
-
     def _leave(self, task: ReadTask, objects: Objects) -> list[Arrived] | None:
         """Leave objects to a thread that still reads others of their chunk, if there is one.
 
         Otherwise return what was left to this thread, which delivers all.
         """
         memory = task.load.items[task.item].memory or self._context.cache
-        whole = memory is not None and memory.whole_chunks and objects.payloads
+        if memory is None or not memory.whole_chunks:
+            return []
         with self._lock:
-            if whole and self._reads.leave(threading.get_ident(), task, objects):
+            if objects.payloads and self._reads.leave(threading.get_ident(), task, objects):
                 return None
             return self._reads.take_left(task)
 
@@ -342,27 +312,14 @@ class Loads(TransferHalf):
             self._end_task(other, failure)
             failure = None
 
-    def _deliver(
-        self, task: ReadTask, objects: Objects, failure: Failure | None, left: Sequence[Arrived]
-    ) -> Failure | None:
-        """Scatter the objects, and those left to this thread, for one load that needs them.
-
-        Returns why the load did not get the objects of `task`; those that were left are ended.
-        """
-        if failure is None:
-            if objects.payloads:
-                failure = self._scatter(task, [(task, objects), *left])
-            elif task.load.early:
-                failure = Failure.UNAVAILABLE
-            else:
-                error = TimeoutError("no staging buffer became free")
-                failure = self._load_failed(task, task.shards[0], Failure.ERROR, error)
-        self._end_left(left)
-        return failure
-
     def _scatter(self, first: ReadTask, arrived: Sequence[Arrived]) -> Failure | None:
         """Scatter objects of one item; return why that failed, and none of them arrived."""
         load = first.load
+        if not arrived[0][1].payloads:
+            if load.early:
+                return Failure.UNAVAILABLE
+            error = TimeoutError("no staging buffer became free")
+            return self._load_failed(first, first.shards[0], Failure.ERROR, error)
         with self._lock:
             if not all(task.wanted for task, _ in arrived):
                 return None
@@ -398,7 +355,7 @@ class Loads(TransferHalf):
         if not load.early:
             self._counters.observe("scatter", time.perf_counter() - begin)
             nbytes = sum(self._shelf.size(item.chunk, shard) for shard in payloads)
-            self._count("loaded_bytes", nbytes)
+            self._context.count("loaded_bytes", nbytes)
         return None
 
     def _load_failed(
@@ -408,13 +365,9 @@ class Loads(TransferHalf):
             # It was counted when it was given up, or the storage was not called.
             return failure
         name = object_name(task.chunk, shard, self._fmt.shards, self._fmt.kind)
-        if failure is Failure.MISSING:
-            self._counters.add("load_failures_missing")
-        elif failure is Failure.BAD:
-            self._counters.add("load_failures_bad")
-            self._context.note_bad(f"{self._fmt.namespace.folder}/{name}")
-        else:
-            self._counters.add("load_failures_error")
+        self._counters.add(f"load_failures_{failure.value}")
+        if failure is Failure.BAD and self._context.history is not None:
+            self._context.history.note_bad(f"{self._fmt.namespace.folder}/{name}")
         early = all(share.load.early for share in [task, *task.sharers])
         self._log.warning(
             "object %s was not %s: %s",
@@ -461,10 +414,10 @@ class Loads(TransferHalf):
                 about="late",
             )
 
-    def _give_up_task(self, thread: int) -> None:
+    def _give_up_thread(self, thread: int) -> None:
         """Give up the objects that a stuck thread reads."""
         with self._lock:
-            stuck = self._reads.give_up(thread)
+            stuck = self._reads.end(thread)
             if stuck is None:
                 return
             for _, objects in self._reads.take_left(stuck):
@@ -475,7 +428,7 @@ class Loads(TransferHalf):
                 if task.wanted:
                     self._give_up(task.load, task.item)
 
-    def _refuse_all(self) -> None:
+    def _give_up_all(self) -> None:
         """Give up all loads: the circuit breaker is open, and no tier is in front of the shelf."""
         if self._shelf.available and self._threads.any:
             # Objects that no tier has fail at once.
@@ -491,22 +444,17 @@ class Loads(TransferHalf):
         self._fail(load, load.leading, Failure.UNAVAILABLE)
 
     def _lacking(self) -> list[Load]:
-        return [
-            load
-            for loads in (self._active, self._active_early)
-            for load in loads.values()
-            if load.lacks
-        ]
+        loads = (*self._active.values(), *self._active_early.values())
+        return [load for load in loads if load.lacks]
 
     def _fail(self, load: Load, item: int, failure: Failure, reason: Reason | None = None) -> None:
         """Note that an item will not arrive. Holds the lock."""
         load.fail(item, failure)
         if not load.early:
-            chunk = load.items[item].chunk
-            self._context.note(Event.FAILED_LOAD, chunk, reason or _REASONS[failure])
+            if reason is None:
+                reason = Reason.ABSENT if failure is Failure.MISSING else Reason[failure.name]
+            self._context.note(Event.FAILED_LOAD, load.items[item].chunk, reason)
         self._settle(load)
-
-    # ------------------------------------------------------------- end
 
     def _settle(self, load: Load) -> None:
         """Complete a load if no further object of it is wanted. Holds the lock."""
@@ -518,7 +466,7 @@ class Loads(TransferHalf):
     def _complete(self, load: Load) -> None:
         load.finished = True
         if load.wanted and not load.early:
-            self._count("loaded_chunks", load.wanted)
+            self._context.count("loaded_chunks", load.wanted)
         if load.on_done is None:
             self._finished.append(load)
             self._done.notify_all()

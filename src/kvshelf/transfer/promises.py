@@ -38,14 +38,6 @@ logger = logging.getLogger(__name__)
 _BROKEN_MEMORY: Final = 4096
 #: Most markers that wait to be written.
 _MOST_QUEUED: Final = 1024
-_BROKEN: Final = frozenset(
-    (
-        StoreOutcome.STAGING_FULL,
-        StoreOutcome.PARENT_DROPPED,
-        StoreOutcome.NO_ROOM,
-        StoreOutcome.UNAVAILABLE,
-    )
-)
 _LOST: Final = frozenset((StoreResult.FAILED, StoreResult.LOST))
 
 
@@ -99,28 +91,21 @@ class Promises:
     # ------------------------------------------------------------- the outcomes of stores
 
     def watch(self, attempt: str) -> OnStored:
-        """Return what a promised store of an attempt calls at its end."""
-        self.given = True
+        """Return what a promised store of an attempt, or that of a tail, calls at its end.
+
+        `attempt` is empty where nobody waits for it.
+        """
+        self.given = self.given or bool(attempt)
         if self._sweep is not None:
             self._sweep.begin(self._view)
         return functools.partial(self._ended, attempt)
 
-    def watch_tail(self) -> OnStored:
-        """Return what the store of a tail calls at its end for which nobody waits."""
-        if self._sweep is not None:
-            self._sweep.begin(self._view)
-        return functools.partial(self._ended, "")
-
     def note(self, attempt: str, chunk: Chunk, outcome: StoreOutcome) -> None:
-        """Note what became of the call that should queue a watched store.
-
-        `attempt` is empty where nobody waits for it.
-        """
-        if outcome in _BROKEN:
-            if attempt:
-                self.give_up(attempt)
-        elif outcome is StoreOutcome.KNOWN:
+        """Note what became of the call that should queue a watched store."""
+        if outcome is StoreOutcome.KNOWN:
             self._note_tail(chunk)
+        elif outcome is not StoreOutcome.QUEUED and attempt:
+            self.give_up(attempt)
 
     def _ended(self, attempt: str, chunk: Chunk, result: StoreResult) -> None:
         if result not in _LOST:
@@ -153,15 +138,11 @@ class Promises:
             if not self._closed and len(self._queue) < _MOST_QUEUED:
                 self._queue.append(attempt)
                 if self._thread is None:
-                    self._start()
+                    # Where the system allows no thread now, the next marker tries again.
+                    thread = threading.Thread(target=self._run, name="kvshelf-marker", daemon=True)
+                    self._thread = thread if try_to_start(thread) else None
                 self._changed.notify_all()
         self._counters.add("promises_broken")
-
-    def _start(self) -> None:
-        """Start the thread; the next marker tries again where the system allows none now."""
-        thread = threading.Thread(target=self._run, name="kvshelf-marker", daemon=True)
-        if try_to_start(thread):
-            self._thread = thread
 
     def _run(self) -> None:
         if self._on_thread_start is not None:
@@ -189,19 +170,15 @@ class Promises:
             logger.debug("a marker was not written: %s", error)
 
     def close(self, seconds: float = 0.0) -> None:
-        """Take no more; wait for the markers that are not written. Idempotent.
+        """Take no more; wait so long for the markers that are not written. Idempotent.
 
-        Parameters
-        ----------
-        seconds : float
-            The longest time to wait. The thread goes on afterwards, until all are written.
+        The thread goes on afterwards, until all are written.
         """
         deadline = time.monotonic() + seconds
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            while self._queue and self._thread is not None:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    break
+            left = seconds
+            while self._queue and self._thread is not None and left > 0:
                 self._changed.wait(left)
+                left = deadline - time.monotonic()

@@ -69,13 +69,11 @@ class Objects:
         """Give them back, once."""
         fetched, self._fetched = self._fetched, ()
         self.payloads.clear()
-        staged = [one for one in fetched if isinstance(one, StagingBuffer)]
-        if staged:
+        if staged := [one for one in fetched if isinstance(one, StagingBuffer)]:
             self._context.staging.release(*staged)
-        if len(staged) < len(fetched):
-            for one in fetched:
-                if not isinstance(one, StagingBuffer):
-                    one.release()
+        for one in fetched:
+            if not isinstance(one, StagingBuffer):
+                one.release()
 
 
 @dataclass(eq=False, slots=True)
@@ -154,28 +152,16 @@ class Reads:
             self._share(task, untaken)
 
     def drop(self, load: Load) -> None:
-        """Do not have the objects of a load read that are of no use, and that no thread took."""
-        untaken = (self._early_queue if load.early else self._queue).get(load)
-        if untaken is not None:
-            self._leave_queue(untaken)
-
-    def _leave_queue(self, untaken: _Untaken) -> None:
         """Take a load off its queue once all its useful objects are taken."""
-        load = untaken.load
-        if untaken.first >= load.wanted * len(self._shards):
-            (self._early_queue if load.early else self._queue).pop(load, None)
+        queue = self._early_queue if load.early else self._queue
+        untaken = queue.get(load)
+        if untaken is not None and untaken.first >= load.wanted * len(self._shards):
+            del queue[load]
 
     # ------------------------------------------------------------- order
 
     def take(self, thread: int, most: int) -> ReadTask | None:
-        """Hand the next objects to a thread, for all loads that want them; None: there are none.
-
-        Parameters
-        ----------
-        thread : int
-        most : int
-            Objects, at most.
-        """
+        """Hand up to `most` objects to a thread, for all loads that want them; None: none left."""
         untaken = self._choose()
         if untaken is None:
             return None
@@ -227,7 +213,7 @@ class Reads:
             untaken.taken[first + self._places[shard]] = 1
         left = untaken.taken.find(0, untaken.first)
         untaken.first = len(untaken.taken) if left < 0 else left
-        self._leave_queue(untaken)
+        self.drop(untaken.load)
 
     # ------------------------------------------------------------- tasks
 
@@ -241,7 +227,7 @@ class Reads:
             for other in self._tasks.values():
                 if other.reading and other.load is task.load and other.item == task.item:
                     other.left += [(task, objects), *self.take_left(task)]
-                    self.end(thread, task)
+                    self.end(thread)
                     return True
         return False
 
@@ -255,19 +241,14 @@ class Reads:
         """Return a further load's share in the objects; without one, the task is over."""
         if task.sharers:
             return task.sharers.pop(0)
-        self.end(thread, task)
+        self.end(thread)
         return None
 
-    def end(self, thread: int, task: ReadTask) -> None:
-        """Forget a task, which is over or given up."""
-        self._tasks.pop(thread, None)
-        self._shared.discard(task)
-
-    def give_up(self, thread: int) -> ReadTask | None:
-        """Return the task of a stuck thread; loads that need its objects have them read again."""
-        task = self._tasks.get(thread)
+    def end(self, thread: int) -> ReadTask | None:
+        """Forget the task of a thread, and return it; who needs its objects has them read again."""
+        task = self._tasks.pop(thread, None)
         if task is not None:
-            self.end(thread, task)
+            self._shared.discard(task)
         return task
 
     def share_no_more(self, task: ReadTask) -> None:

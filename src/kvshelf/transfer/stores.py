@@ -120,7 +120,7 @@ class Stores(TransferHalf):
     """
 
     def __init__(self, context: TransferContext, threads: int, *, check_finite: bool) -> None:
-        super().__init__(context)
+        super().__init__(context, "store", threads)
         self._plan = context.plan
         high_latency = context.shelf.backend.properties.high_latency
         self.known = KnownChunks(context.fmt.kind, high_latency=high_latency)
@@ -133,9 +133,6 @@ class Stores(TransferHalf):
         self._running: dict[int, _StoreJob] = {}
         #: Queued and running jobs, by the chunk's key.
         self._in_flight: dict[bytes, _StoreJob] = {}
-        self._threads = context.threads(
-            "store", threads, self._run, on_stuck=self._give_up, on_stop=self._drop_queue
-        )
 
     # ------------------------------------------------------------- step thread
 
@@ -210,7 +207,7 @@ class Stores(TransferHalf):
         if buffers is None and promised:
             buffers = self._take_staging(len(shards))
         if buffers is None:
-            return self._no_staging(item.chunk, postponable)
+            return self._drop(item.chunk, StoreOutcome.STAGING_FULL, postponable)
         begin = time.perf_counter()
         pending = None
         try:
@@ -228,18 +225,16 @@ class Stores(TransferHalf):
             if pending is None:
                 self._staging.release(*buffers)
         if pending is None:
-            return self._no_staging(item.chunk, postponable)
+            return self._drop(item.chunk, StoreOutcome.STAGING_FULL, postponable)
         self._counters.observe("gather", time.perf_counter() - begin)
         job = _StoreJob(item.chunk, buffers, repair, seen, on_done, promised, pending)
         with self._lock:
-            queued = not self._closing and self._threads.any
-            if queued:
+            if not self._closing and self._threads.any:
                 self.known.note_queued(key)
                 self._in_flight[key] = job
                 (self._promised if promised else self._queue).append(job)
                 self._work.notify()
-        if queued:
-            return StoreOutcome.QUEUED
+                return StoreOutcome.QUEUED
         self._release(job)
         return self._drop(item.chunk, StoreOutcome.UNAVAILABLE)
 
@@ -275,15 +270,12 @@ class Stores(TransferHalf):
         self._staging.release(*taken[count:])
         return taken[:count]
 
-    def _drop(self, chunk: Chunk, outcome: StoreOutcome) -> StoreOutcome:
-        """Count and remember a chunk that is not stored."""
-        self._context.count_dropped(chunk, Reason[outcome.name])
-        self.known.note_dropped(chunk.key)
+    def _drop(self, chunk: Chunk, outcome: StoreOutcome, postponable: bool = False) -> StoreOutcome:
+        """Count and remember a chunk that is not stored, unless it is offered again."""
+        if not postponable:
+            self._context.count_dropped(chunk, Reason[outcome.name])
+            self.known.note_dropped(chunk.key)
         return outcome
-
-    def _no_staging(self, chunk: Chunk, postponable: bool) -> StoreOutcome:
-        full = StoreOutcome.STAGING_FULL
-        return full if postponable else self._drop(chunk, full)
 
     def _log_read_only(self) -> None:
         """Log, once, that the storage takes no writes: no write fails that could say so."""
@@ -346,10 +338,17 @@ class Stores(TransferHalf):
             written += size
             if suspect:
                 repaired += 1
-                self._log_replaced(ref, answer)
+                name = object_name(*ref, fmt.shards, fmt.kind)
+                # A load that met the object has logged it already, under the same subject.
+                self._log.warning(
+                    "object %s was bad (%s) and has been replaced",
+                    name,
+                    answer.value,
+                    about=("load", name),
+                )
         if written:
-            self._count("stored_chunks")
-            self._count("stored_bytes", written)
+            self._context.count("stored_chunks")
+            self._context.count("stored_bytes", written)
         else:
             self._counters.add("existing_chunks")
         if repaired:
@@ -373,31 +372,23 @@ class Stores(TransferHalf):
                 return False
         return True
 
-    def _log_replaced(self, ref: ObjectRef, found: Presence) -> None:
-        name = object_name(*ref, self._fmt.shards, self._fmt.kind)
-        # A load that met the object has logged it already, under the same subject.
-        self._log.warning(
-            "object %s was bad (%s) and has been replaced", name, found.value, about=("load", name)
-        )
-
     def _store_failed(self, job: _StoreJob, error: Exception) -> None:
         if job.ended:
             # It was counted when it was given up.
             return
         self.known.note_dropped(job.chunk.key)
+        reason = Reason.ERROR
         if isinstance(error, (UnavailableStorageError, DeviceUnavailableError)):
-            self._context.count_dropped(job.chunk, Reason.UNAVAILABLE)
-            return
-        if isinstance(error, NoRoomError):
+            reason = Reason.UNAVAILABLE
+        elif isinstance(error, NoRoomError):
             # Whoever has the bound has logged it.
-            self._context.count_dropped(job.chunk, Reason.NO_ROOM)
-            return
-        self._context.count_dropped(job.chunk, Reason.ERROR)
-        if not isinstance(error, StorageError):
+            reason = Reason.NO_ROOM
+        elif not isinstance(error, StorageError):
             self._log.error("a chunk was not stored", exc_info=error, about=("store", type(error)))
         elif not self._shelf.backend.properties.read_only:
             # A storage that takes no writes at all was logged by its guard.
             self._log.warning("a chunk was not stored: %s", error, about=("store", job.chunk.key))
+        self._context.count_dropped(job.chunk, reason)
 
     def _end(self, thread: int, job: _StoreJob, result: StoreResult) -> None:
         """End a job, once: a stuck thread whose job was given up may come back."""
@@ -428,9 +419,9 @@ class Stores(TransferHalf):
         for on_done in job.waiting:
             self._context.notify(on_done, job.chunk, result)
 
-    # ------------------------------------------------------------- jobs without a thread
+    # ------------------------------------------------------------- the end
 
-    def _give_up(self, thread: int) -> None:
+    def _give_up_thread(self, thread: int) -> None:
         """End the job of a stuck thread, which keeps its staging buffers."""
         with self._lock:
             job = self._running.get(thread)
@@ -439,27 +430,27 @@ class Stores(TransferHalf):
             self.known.note_dropped(job.chunk.key)
             self._end(thread, job, StoreResult.FAILED)
 
-    def _drop_queue(self) -> None:
+    def _give_up_all(self) -> None:
         """Drop the queued stores if no thread is left for them."""
-        if self._threads.any:
-            return
-        for job in self._take_queue():
-            self._drop(job.chunk, StoreOutcome.UNAVAILABLE)
-            self._end_queued(job, StoreResult.FAILED)
+        if not self._threads.any:
+            self._end_queued(StoreResult.FAILED)
 
-    def _take_queue(self) -> list[_StoreJob]:
+    def _end_queued(self, result: StoreResult) -> None:
+        """End the jobs that no thread has begun."""
         with self._lock:
             queued = [*self._promised, *self._queue]
             self._promised.clear()
             self._queue.clear()
-            return queued
-
-    def _end_queued(self, job: _StoreJob, result: StoreResult) -> None:
-        """End a job that no thread has begun."""
-        self._release(job)
-        with self._lock:
-            self._forget(job)
-        self._report(job, result)
+        for job in queued:
+            if result is StoreResult.LOST:
+                # The transfer has counted them.
+                self._context.note(Event.DROPPED_STORE, job.chunk, Reason.SHUTDOWN)
+            else:
+                self._drop(job.chunk, StoreOutcome.UNAVAILABLE)
+            self._release(job)
+            with self._lock:
+                self._forget(job)
+            self._report(job, result)
 
     def _release(self, job: _StoreJob) -> None:
         # A device that is still copying into a buffer would write into memory of another owner.
@@ -467,18 +458,16 @@ class Stores(TransferHalf):
             job.pending.wait()
         self._staging.release(*job.buffers)
 
-    # ------------------------------------------------------------- end
-
     def drain(self, seconds: float) -> int:
         """Wait until all stores are published; return how many were not in time."""
         deadline = time.monotonic() + seconds
         with self._lock:
-            while self._promised or self._queue or self._running:
+            while True:
+                lost = len(self._promised) + len(self._queue) + len(self._running)
                 left = deadline - time.monotonic()
-                if left <= 0:
-                    break
+                if not lost or left <= 0:
+                    return lost
                 self._idle.wait(left)
-            return len(self._promised) + len(self._queue) + len(self._running)
 
     def retire(self) -> None:
         """Take no more stores; the threads end when the queued ones are published."""
@@ -490,10 +479,7 @@ class Stores(TransferHalf):
         """Drop the queued stores and tell the threads to end."""
         self._closing = True
         self._threads.close()
-        for job in self._take_queue():
-            # The transfer has counted them.
-            self._context.note(Event.DROPPED_STORE, job.chunk, Reason.SHUTDOWN)
-            self._end_queued(job, StoreResult.LOST)
+        self._end_queued(StoreResult.LOST)
         with self._lock:
             self._work.notify_all()
 

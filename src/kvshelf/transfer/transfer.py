@@ -75,12 +75,11 @@ class Transfer:
     ----------
     chunk_bytes : int
         Bytes of the objects of a chunk that this worker reads.
-    store, drain
-        The methods of :class:`~kvshelf.transfer.stores.Stores`.
+    load, cancel, cancel_early, poll, check, store, drain
+        The methods of :class:`~kvshelf.transfer.loads.Loads` and of
+        :class:`~kvshelf.transfer.stores.Stores`.
     take_repaired, take_published, forget_stored
         Those of :class:`~kvshelf.transfer.known_chunks.KnownChunks`.
-    load, cancel, cancel_early, poll, check
-        The methods of :class:`~kvshelf.transfer.loads.Loads`.
 
     Raises
     ------

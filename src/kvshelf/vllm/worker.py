@@ -766,9 +766,7 @@ class WorkerSide:
         size = self._config.chunk_size
         slots = slots_to_store(memory.slots, op.block_ids, chunk.index, size, tokens=tokens)
         promises = self._promises if op.attempt or chunk.tail else None
-        on_done = None
-        if promises is not None:
-            on_done = promises.watch(op.attempt) if op.attempt else promises.watch_tail()
+        on_done = None if promises is None else promises.watch(op.attempt)
         outcome = self._transfer.store(
             op.kind,
             ChunkSlots(chunk, slots),
