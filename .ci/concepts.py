@@ -55,7 +55,7 @@ ROOMS: Final = ("memory", "server", "shelf", "tiers", "transfer")
 #: Modules of ``src/kvshelf``.
 MODULES: Final = ("buffers.py", "pages.py", "numa.py")
 #: Where a load asks for an object: the loads, and what joins tiers and a shelf.
-LOAD_PATH: Final = ("transfer/loads.py", "shelf/tiers.py", "tiers")
+LOAD_PATH: Final = ("transfer/loads.py", "shelf/tiers.py", "tiers/tiered.py")
 OBTAIN: Final = frozenset({"borrow", "fetch", "lend", "load", "load_all", "pin", "read", "reserve"})
 #: Forms of each word.
 PINNED: Final = {

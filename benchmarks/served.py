@@ -217,10 +217,10 @@ class _Stores:
     ) -> None:
         size = fmt.object_size(0)
         capacity = 2 * _STORED * (size + 4096)
-        segment = Segment(4 * (size + 4096), lends=capacity * 33 // 32)
+        segment = Segment(4 * (size + 4096), regions=capacity * 33 // 32)
         stack.callback(segment.close)
         self._view = stack.enter_context(open_served(url, segment=segment)).view(fmt)
-        staging = StagingPool(capacity, size, lender=segment.lend if in_place else None)
+        staging = StagingPool(capacity, size, regions=segment.take_region if in_place else None)
         # As an engine's staging is before its first step.
         staging.warm(capacity)
         assert kv.layout is not None

@@ -406,10 +406,10 @@ def test_a_transfer_stores_and_loads_in_place(setting: Setting) -> None:
 def test_what_was_gathered_in_the_segment_is_stored_from_there(
     setting: Setting, on_device: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    segment = Segment(4096, lends=1 << 20)
+    segment = Segment(4096, regions=1 << 20)
     setting.stack.callback(segment.close)
     streams = SimulatedStreams() if on_device else None
-    writer = setting.rig(segment, streams=streams, lender=segment.lend)
+    writer = setting.rig(segment, streams=streams, regions=segment.take_region)
     with monkeypatch.context() as patch:
         # Whoever calls it fails.
         patch.setattr(backend_module, "copy_bytes", None)
@@ -423,12 +423,12 @@ def test_what_was_gathered_in_the_segment_is_stored_from_there(
 
 
 def test_what_was_gathered_elsewhere_is_copied_to_the_segment(setting: Setting) -> None:
-    segment = Segment(1 << 16, lends=1 << 20)
+    segment = Segment(1 << 16, regions=1 << 20)
     setting.stack.callback(segment.close)
     writer = setting.rig(segment=segment)
     writer.put(setting.chunks)
     assert writer.count("stored_chunks") == 8
-    assert segment.lend(1 << 20) is not None
+    assert segment.take_region(1 << 20) is not None
 
 
 def test_a_lookup_takes_few_messages(setting: Setting) -> None:

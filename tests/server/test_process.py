@@ -265,7 +265,7 @@ def test_stores_under_way_when_the_server_is_killed_are_dropped_and_stored_later
     chunks = make_chunks(fmt, 20)
     refs = [ObjectRef(chunk, shard) for chunk in chunks for shard in range(fmt.shards)]
     with contextlib.ExitStack() as stack:
-        segment = Segment(4096, lends=1 << 20)
+        segment = Segment(4096, regions=1 << 20)
         shelf = stack.enter_context(open_served(server.url, segment=segment))
         rig = Rig(
             posix(tmp_path / "unused"),
@@ -274,7 +274,7 @@ def test_stores_under_way_when_the_server_is_killed_are_dropped_and_stored_later
             in_front=lambda _: shelf,
             staging_objects=64,
             options={"store_threads": 3},
-            lender=segment.lend,
+            regions=segment.take_region,
         )
         stack.callback(rig.close)
         items = rig.items(chunks, 0)

@@ -29,7 +29,7 @@ from kvshelf.shelf.threads import StorageThreads
 from kvshelf.tiers.object_memory import ObjectMemory, PinningShelf
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Load
-from kvshelf.transfer.staging import Lender, StagingPool
+from kvshelf.transfer.staging import Regions, StagingPool
 from kvshelf.transfer.stores import StoreOutcome
 from kvshelf.transfer.transfer import Transfer
 from tests.support.formats import BLOCK, HEAD_SIZE, HEADS, LAYERS, make_format
@@ -65,7 +65,7 @@ class Rig:
     #: In which objects lie.
     memory: ObjectMemory | None = None
     #: Lends memory for staging.
-    lender: Lender | None = None
+    regions: Regions | None = None
 
     def __post_init__(self) -> None:
         self.guard = GuardedBackend(self.backend, self.deadlines, self.backoff)
@@ -95,7 +95,7 @@ class Rig:
             self.staging_objects * -(-size // 4096) * 4096,
             size,
             together=self.fmt.shards,
-            lender=self.lender,
+            regions=self.regions,
         )
         self.transfer = Transfer(
             self.shelf.view(self.fmt),

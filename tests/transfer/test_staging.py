@@ -268,8 +268,8 @@ def test_staging_that_cannot_be_page_locked_is_ordinary_memory(
 @pytest.mark.parametrize("pinned", [False, True])
 def test_staging_may_lie_in_memory_of_somebody_else(pinned: bool) -> None:
     with fake_cudart() as runtime:
-        segment = Segment(4096, lends=1 << 20)
-        pool = StagingPool(16 * ROUNDED, SIZE, pinned=pinned, lender=segment.lend)
+        segment = Segment(4096, regions=1 << 20)
+        pool = StagingPool(16 * ROUNDED, SIZE, pinned=pinned, regions=segment.take_region)
         assert pool.pinned == pinned
         taken = pool.acquire_for_load(16, 0)
         assert taken is not None
@@ -282,15 +282,15 @@ def test_staging_may_lie_in_memory_of_somebody_else(pinned: bool) -> None:
         pool.close()
         # A copy may still be under way.
         assert runtime.holds(taken[0].view) == pinned
-        assert segment.lend(1 << 20) is None
+        assert segment.take_region(1 << 20) is None
         pool.release(taken[0])
         assert runtime.registered == {}
-        assert segment.lend(1 << 20) is not None
+        assert segment.take_region(1 << 20) is not None
 
 
 def test_staging_that_nobody_lends_is_of_the_system() -> None:
-    segment = Segment(1 << 20, lends=8 * ROUNDED)
-    pool = StagingPool(16 * ROUNDED, SIZE, lender=segment.lend)
+    segment = Segment(1 << 20, regions=8 * ROUNDED)
+    pool = StagingPool(16 * ROUNDED, SIZE, regions=segment.take_region)
     taken = pool.acquire_for_load(16, 0)
     assert taken is not None
     assert {segment.offset_of(buffer.view) for buffer in taken} == {None}
@@ -300,8 +300,8 @@ def test_staging_that_nobody_lends_is_of_the_system() -> None:
 def test_lent_memory_that_cannot_be_page_locked_is_staging_all_the_same() -> None:
     with fake_cudart() as runtime:
         runtime.most = 0
-        segment = Segment(4096, lends=16 * ROUNDED + 4096)
-        pool = StagingPool(16 * ROUNDED, SIZE, pinned=True, lender=segment.lend)
+        segment = Segment(4096, regions=16 * ROUNDED + 4096)
+        pool = StagingPool(16 * ROUNDED, SIZE, pinned=True, regions=segment.take_region)
         assert not pool.pinned
         (buffer,) = pool.acquire_for_load() or ()
         assert segment.offset_of(buffer.view) is not None

@@ -2,8 +2,8 @@
 
 Owns a range of shared memory, and who uses which part of it. Safe to call from any thread.
 
-The staging of an engine lies in it (:meth:`Segment.lend`): what was gathered there is handed over
-where it is. All else is copied to rooms of its own, for which a part of the memory is kept.
+The staging of an engine lies in it (:meth:`Segment.take_region`): what was gathered there is handed
+over where it is. All else is copied to rooms of its own, for which a part of the memory is kept.
 
 A forked process does not have the memory: it would write into what its parent stores.
 """
@@ -55,8 +55,8 @@ class Segment:
     ----------
     nbytes : int
         Memory for objects that are copied here to be stored. It is taken as it is used.
-    lends : int
-        Further memory, which :meth:`lend` returns parts of.
+    regions : int
+        Further memory, which :meth:`take_region` returns parts of.
 
     Attributes
     ----------
@@ -71,10 +71,10 @@ class Segment:
         If the system knows no sealed shared memory.
     """
 
-    def __init__(self, nbytes: int, *, lends: int = 0) -> None:
-        self.nbytes = nbytes = nbytes + lends
+    def __init__(self, nbytes: int, *, regions: int = 0) -> None:
+        self.nbytes = nbytes = nbytes + regions
         self._arena = Arena(nbytes, shared=True, lazy=True)
-        self._lends = lends
+        self._region_bytes = regions
         base = address_of(self._arena.view)
         self._addresses = range(base, base + nbytes)
         self._lock = threading.Lock()
@@ -104,12 +104,12 @@ class Segment:
         """Return room for an object, None if there is none now. Never blocks."""
         return self._reserve(nbytes, self.nbytes)
 
-    def lend(self, nbytes: int) -> Room | None:
+    def take_region(self, nbytes: int) -> Room | None:
         """Return memory for staging, None where it would take that of other objects.
 
         Never blocks. Whoever has it may use it after :meth:`close`.
         """
-        return self._reserve(nbytes, self._lends)
+        return self._reserve(nbytes, self._region_bytes)
 
     def _reserve(self, nbytes: int, most: int) -> Room | None:
         """Return room if no more than `most` bytes are in use then."""

@@ -44,7 +44,7 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 _LOAD_SHARE = 0.25
 
 
-class Lent(Protocol):
+class Region(Protocol):
     """Memory of somebody else, until it is released.
 
     Attributes
@@ -59,8 +59,8 @@ class Lent(Protocol):
         """Give the memory back."""
 
 
-#: Lends host memory of at least so many bytes; None: there is none.
-Lender: TypeAlias = Callable[[int], Lent | None]
+#: Takes host memory of at least so many bytes; None: there is none.
+Regions: TypeAlias = Callable[[int], Region | None]
 
 
 def _least_buffers(together: int) -> int:
@@ -148,8 +148,8 @@ class StagingPool:
         Take all memory now, page-locked where that is possible: for caches on a GPU.
     device : torch.device, optional
         The GPU near which page-locked memory should lie.
-    lender : Callable, optional
-        Lends memory for the buffers: that from which a node server takes what is stored.
+    regions : Callable, optional
+        Takes memory for the buffers: that from which a node server takes what is stored.
 
     Attributes
     ----------
@@ -173,10 +173,10 @@ class StagingPool:
         together: int = 1,
         pinned: bool = False,
         device: torch.device | None = None,
-        lender: Lender | None = None,
+        regions: Regions | None = None,
     ) -> None:
         self._device = device
-        self._lender = lender
+        self._regions = regions
         self.buffer_bytes = -(-buffer_bytes // STAGING_ALIGNMENT) * STAGING_ALIGNMENT
         self.limit = capacity // self.buffer_bytes
         self._store_limit = self.limit - max(1, int(self.limit * _LOAD_SHARE))
@@ -214,9 +214,9 @@ class StagingPool:
         # Buffers are not to lie across what is page-locked by itself.
         size = self.buffer_bytes
         nbytes = self.limit * size
-        lent = None if self._lender is None else self._lender(nbytes)
+        region = None if self._regions is None else self._regions(nbytes)
         with contextlib.ExitStack() as stack:
-            if lent is None:
+            if region is None:
                 arena = Arena(
                     nbytes, device=self._device if pinned else None, unit=size, lazy=not pinned
                 )
@@ -225,8 +225,8 @@ class StagingPool:
                     arena.page_lock(self._device)
                 view, tensor = arena.view, arena.tensor
             else:
-                stack.callback(lent.release)
-                view = lent.view
+                stack.callback(region.release)
+                view = region.view
                 # Who gets the memory next must not find it page-locked.
                 if pinned:
                     stack.callback(page_lock(view, self._device, size))

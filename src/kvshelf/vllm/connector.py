@@ -82,7 +82,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: Most bytes of staging that lie where a node server reads them; more staging lies elsewhere.
-_MOST_LENT: Final = 16 << 30
+_MOST_IN_REGIONS: Final = 16 << 30
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -220,7 +220,7 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
                 rank=int(vllm_config.parallel_config.rank),
                 counters=self._counters,
                 streams=self._streams_of,
-                lender=None if self._segment is None else self._segment.lend,
+                regions=None if self._segment is None else self._segment.take_region,
                 may_store=not refuses,
                 others_fill=bool(others),
                 history=self._history,
@@ -505,7 +505,7 @@ def _segment(config: Config) -> Segment | None:
     from kvshelf.server.segment import Segment
 
     try:
-        return Segment(_room_bytes(config), lends=_MOST_LENT)
+        return Segment(_room_bytes(config), regions=_MOST_IN_REGIONS)
     except (ConfigError, UnsupportedError):
         # The shelf cannot be opened then, which is logged.
         return None

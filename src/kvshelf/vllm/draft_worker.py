@@ -33,7 +33,7 @@ from kvshelf.shelf.view import ShelfView
 from kvshelf.tiers.tiered import AnyShelf
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Load
-from kvshelf.transfer.staging import Lender
+from kvshelf.transfer.staging import Regions
 from kvshelf.transfer.transfer import Transfer
 from kvshelf.vllm.metadata import LoadOp, StepMetadata, StoreOp, WorkerReport
 from kvshelf.vllm.namespace import stage_ranks
@@ -89,7 +89,7 @@ class DraftWorker:
     counters : Counters
     streams : Callable[[torch.device], Streams or None], optional
         As for the worker side.
-    lender : Callable, optional
+    regions : Callable, optional
         As for the worker side.
     in_front : Callable[[ShelfView, ShardPlan], ShelfView], optional
         Puts the worker's memory tier in front of the shelf.
@@ -105,7 +105,7 @@ class DraftWorker:
         rank: int,
         counters: Counters,
         streams: Callable[[torch.device], Streams | None] | None,
-        lender: Lender | None = None,
+        regions: Regions | None = None,
         in_front: Callable[[ShelfView, ShardPlan], ShelfView] = lambda view, plan: view,
     ) -> None:
         self._engine = engine
@@ -115,7 +115,7 @@ class DraftWorker:
         self._rank = rank
         self._counters = _DraftCounters(counters)
         self._registration = Registration(
-            engine, config, kv_cache_config, rank, streams, lender=lender, of_drafter=True
+            engine, config, kv_cache_config, rank, streams, regions=regions, of_drafter=True
         )
         self._transfer: Transfer | None = None
         self._ops: dict[Load, LoadOp] = {}
@@ -133,7 +133,7 @@ class DraftWorker:
         rank: int,
         counters: Counters,
         streams: Callable[[torch.device], Streams | None] | None,
-        lender: Lender | None = None,
+        regions: Regions | None = None,
         in_front: Callable[[ShelfView, ShardPlan], ShelfView] = lambda view, plan: view,
     ) -> DraftWorker | None:
         """Return the drafter's side of a worker; None where it has none or it is left out.
@@ -146,7 +146,7 @@ class DraftWorker:
             The engine's options.
         rank : int
             The worker's rank, over all stages.
-        shelf, kv_cache_config, counters, streams, lender, in_front
+        shelf, kv_cache_config, counters, streams, regions, in_front
             As for the class.
         """
         if not drafter_has_kv(vllm_config):
@@ -171,7 +171,7 @@ class DraftWorker:
             rank=rank,
             counters=counters,
             streams=streams,
-            lender=lender,
+            regions=regions,
             in_front=in_front,
         )
 

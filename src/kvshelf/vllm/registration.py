@@ -64,7 +64,7 @@ from kvshelf.metrics import Counters
 from kvshelf.pages import memory_limit
 from kvshelf.shelf.view import ShelfView
 from kvshelf.transfer.kinds import bytes_for_steps, share_out
-from kvshelf.transfer.staging import Lender, StagingPool
+from kvshelf.transfer.staging import Regions, StagingPool
 from kvshelf.transfer.transfer import Transfer, default_io_threads
 from kvshelf.vllm.affinity import widen_cpu_affinity
 from kvshelf.vllm.metadata import WorkerReport
@@ -169,8 +169,8 @@ class Registration:
     rank : int
     streams : Callable[[torch.device], Streams or None], optional
         Returns the streams to use on a device; its own where the answer is None.
-    lender : Callable, optional
-        Lends memory for staging, see :class:`~kvshelf.transfer.staging.StagingPool`.
+    regions : Callable, optional
+        Takes memory for staging, see :class:`~kvshelf.transfer.staging.StagingPool`.
     of_drafter : bool
         The caches are those of the drafter's layers, not of the model's.
 
@@ -191,14 +191,14 @@ class Registration:
         rank: int,
         streams: Callable[[torch.device], Streams | None] | None = None,
         *,
-        lender: Lender | None = None,
+        regions: Regions | None = None,
         of_drafter: bool = False,
     ) -> None:
         self._vllm_config = vllm_config
         self._config = config
         self._kv_cache_config = kv_cache_config
         self._rank = rank
-        self._lender = lender
+        self._regions = regions
         self._of_drafter = of_drafter
         self._context_ranks = context_ranks(vllm_config, kv_cache_config)
         self._streams_of = streams
@@ -591,7 +591,7 @@ class Registration:
             together=len(plan.shards),
             pinned=on_device,
             device=self.caches.device,
-            lender=self._lender,
+            regions=self._regions,
         )
         cache: KVCache
         try:

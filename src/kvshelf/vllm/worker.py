@@ -81,7 +81,7 @@ from kvshelf.transfer.kinds import JointLoad, KindTransfers, share_out
 from kvshelf.transfer.load import Failure
 from kvshelf.transfer.prefetch import KindMemory, Prefetcher
 from kvshelf.transfer.promises import Promises
-from kvshelf.transfer.staging import Lender
+from kvshelf.transfer.staging import Regions
 from kvshelf.transfer.stores import StoreOutcome
 from kvshelf.transfer.transfer import Transfer
 from kvshelf.vllm import weight_changes
@@ -139,8 +139,8 @@ class WorkerSide:
         Where to count; new counters when absent.
     streams : Callable[[torch.device], Streams or None], optional
         Returns the streams to use on a device; its own where the answer is None.
-    lender : Callable, optional
-        Lends memory for staging: that from which a node server takes what is stored.
+    regions : Callable, optional
+        Takes memory for staging: that from which a node server takes what is stored.
     may_store : bool
         Whether the engine stores anything: no object that it finds bad is replaced otherwise.
     others_fill : bool
@@ -164,7 +164,7 @@ class WorkerSide:
         rank: int = 0,
         counters: Counters | None = None,
         streams: Callable[[torch.device], Streams | None] | None = None,
-        lender: Lender | None = None,
+        regions: Regions | None = None,
         may_store: bool = True,
         others_fill: bool = False,
         history: History | None = None,
@@ -185,7 +185,7 @@ class WorkerSide:
         #: Tokens in a block of the cache manager, where there is one group.
         self._block_size = manager_block_size(vllm_config, kv_cache_config)
         self._registration = Registration(
-            vllm_config, config, kv_cache_config, rank, streams, lender=lender
+            vllm_config, config, kv_cache_config, rank, streams, regions=regions
         )
         self._weights: LoadedWeights | None = None
         self._drafts = DraftWorker.of(
@@ -196,7 +196,7 @@ class WorkerSide:
             rank=rank,
             counters=self.counters,
             streams=streams,
-            lender=lender,
+            regions=regions,
             in_front=self._before_drafts,
         )
         self._transfer: KindTransfers | None = None
