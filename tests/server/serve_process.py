@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -37,27 +38,46 @@ class ServeProcess:
     """A server; started anew by :meth:`start` after it was killed."""
 
     def __init__(
-        self, shelf: str | Path, socket: Path, memory: str = "64MiB", *more: str, **environ: str
+        self,
+        shelf: str | Path,
+        socket: Path,
+        memory: str = "64MiB",
+        *more: str,
+        started: bool = True,
+        **environ: str,
     ) -> None:
         self.url = f"ipc://{socket}"
         self._command = command(shelf, socket, memory, *more)
         self._environ = os.environ | environ
-        self.http = ""
-        self.start()
+        # A file never gets full, as a pipe does that nobody reads.
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.process: subprocess.Popen[str] | None = None
+        if started:
+            self.start()
 
     def start(self) -> None:
+        """Start it, and wait until it takes clients."""
         self.process = subprocess.Popen(
             self._command,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._errors,
             text=True,
             env=self._environ,
         )
         assert self.process.stdout is not None
         self.line = self.process.stdout.readline()
         found = re.search(r"http://\S+", self.line)
-        assert found, self.line + self.process.communicate()[1]
+        assert found, self.line + self.errors()
         self.http = found[0]
+
+    def errors(self) -> str:
+        """What it wrote to standard error."""
+        self._errors.seek(0)
+        return self._errors.read()
+
+    def signal(self, which: signal.Signals) -> None:
+        """Send a signal."""
+        self.process.send_signal(which)
 
     def get(self, path: str) -> tuple[int, str]:
         """What it answers over HTTP."""
@@ -81,23 +101,26 @@ class ServeProcess:
     def kill(self) -> None:
         """End it at once (SIGKILL)."""
         self.process.kill()
-        self._close()
+        self.process.communicate()
 
     def stop(self) -> tuple[int, str]:
         """End it (SIGTERM); return its exit code and what it wrote to standard error."""
         self.process.terminate()
-        errors = self.process.communicate(timeout=60)[1]
-        return self.process.returncode, errors
+        self.process.communicate(timeout=60)
+        return self.process.returncode, self.errors()
 
-    def _close(self) -> None:
-        self.process.communicate()
+    def restart(self) -> None:
+        """Stop it in order, and start it anew."""
+        assert self.stop()[0] == 0
+        self.start()
 
     def __enter__(self) -> ServeProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
+        if self.process is not None and self.process.poll() is None:
             self.kill()
+        self._errors.close()
 
 
 class Client:

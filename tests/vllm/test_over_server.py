@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from make_hybrid_model import make_hybrid_model
 
-from tests.server.node import NodeServer
+from tests.server.serve_process import ServeProcess
 from tests.support.engines import (
     SHELF_CONNECTOR,
     Answer,
@@ -35,7 +35,7 @@ Reference = Callable[..., Answer]
 NEVER = 600.0
 
 
-def start(engines: Engines, name: str, node: NodeServer, core: int, **options: object) -> Engine:
+def start(engines: Engines, name: str, node: ServeProcess, core: int, **options: object) -> Engine:
     arguments = options.pop("arguments", {})
     assert isinstance(arguments, dict)
     return engines.start(
@@ -53,13 +53,16 @@ def shelf(engines: Engines) -> ShelfFiles:
 
 
 @pytest.fixture(scope="module")
-def node(shelf: ShelfFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeServer]:
-    with NodeServer(tmp_path_factory.mktemp("node"), shelf.root) as node:
+def node(shelf: ShelfFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+    socket = tmp_path_factory.mktemp("node") / "socket" / "node.sock"
+    # What engines are told does not concern the server.
+    environment = {"KVSHELF_SERVER": f"ipc://{socket}"}
+    with ServeProcess(shelf.root, socket, "256MiB", **environment) as node:
         yield node
 
 
 @pytest.fixture(scope="module")
-def both(engines: Engines, node: NodeServer) -> Iterator[tuple[Engine, Engine]]:
+def both(engines: Engines, node: ServeProcess) -> Iterator[tuple[Engine, Engine]]:
     started = [
         start(engines, f"over a server, {name}", node, core)
         for core, name in enumerate(("first", "second"))
@@ -102,7 +105,7 @@ def eventually_hits(engine: Engine, tokens: list[int], expected: Answer, hit: in
 def test_the_first_request_of_another_engine_hits_without_a_read(
     one: Engine,
     other: Engine,
-    node: NodeServer,
+    node: ServeProcess,
     shelf: ShelfFiles,
     reference: Reference,
     prompt: MakePrompt,
@@ -111,19 +114,19 @@ def test_the_first_request_of_another_engine_hits_without_a_read(
     tokens = prompt(1500)
     assert_same(one.generate(tokens), reference(tokens))
     shelf.wait_stored(tokens)
-    before = node.counts()
+    before = node.metrics()
     answer = other.generate(tokens)
     assert answer.shelf_tokens == 1280
     assert_same(answer, reference(tokens))
     # What one engine has stored is in the server's memory for all.
-    assert node.counts()["read_bytes"] == before["read_bytes"]
-    assert node.counts()["memory_hits"] > before["memory_hits"]
+    assert node.metrics()["read_bytes"] == before["read_bytes"]
+    assert node.metrics()["memory_hits"] > before["memory_hits"]
 
 
 def test_a_fresh_server_reads_each_object_once_for_all_engines(
     one: Engine,
     other: Engine,
-    node: NodeServer,
+    node: ServeProcess,
     shelf: ShelfFiles,
     reference: Reference,
     prompt: MakePrompt,
@@ -136,12 +139,12 @@ def test_a_fresh_server_reads_each_object_once_for_all_engines(
     node.restart()
     for engine in (one, other):
         eventually_hits(engine, tokens, expected, 1280)
-    assert node.counts()["read_bytes"] == size
+    assert node.metrics()["read_bytes"] == size
     for engine in (one, other):
         engine.reset_prefix_cache()
     for request in [engine.submit(tokens) for engine in (one, other)]:
         assert_same(request.result(), expected)
-    assert node.counts()["read_bytes"] == size
+    assert node.metrics()["read_bytes"] == size
 
 
 def test_two_engines_store_the_same_chunks_at_once(
@@ -231,7 +234,7 @@ def test_the_server_is_killed_under_load_and_restarted(
     one: Engine,
     other: Engine,
     inert: Engine,
-    node: NodeServer,
+    node: ServeProcess,
     shelf: ShelfFiles,
     reference: Reference,
     prompt: MakePrompt,
@@ -271,7 +274,7 @@ def _stores(engine: Engine, tokens: list[int], shelf: ShelfFiles, expected: Answ
 def test_the_server_hangs_while_requests_run(
     one: Engine,
     other: Engine,
-    node: NodeServer,
+    node: ServeProcess,
     shelf: ShelfFiles,
     reference: Reference,
     prompt: MakePrompt,
@@ -297,7 +300,7 @@ def test_the_server_hangs_while_requests_run(
 def test_an_engine_is_killed_while_it_uses_the_server(
     one: Engine,
     other: Engine,
-    node: NodeServer,
+    node: ServeProcess,
     shelf: ShelfFiles,
     reference: Reference,
     prompt: MakePrompt,
@@ -309,11 +312,11 @@ def test_an_engine_is_killed_while_it_uses_the_server(
     other.reset_prefix_cache()
     requests = [other.submit(tokens) for tokens in (known, prompt(900), prompt(900))]
     requests[0].wait_first_token()
-    clients = node.counts()["clients"]
+    clients = node.metrics()["clients"]
     other.kill()
-    until(lambda: node.counts()["clients"] < clients, "the end of a session")
+    until(lambda: node.metrics()["clients"] < clients, "the end of a session")
     one.generate(prompt(5))
-    until(lambda: node.counts()["leases"] == 0, "no lease left")
+    until(lambda: node.metrics()["leases"] == 0, "no lease left")
     one.reset_prefix_cache()
     answer = one.generate(known)
     assert answer.shelf_tokens == 1280
@@ -341,7 +344,7 @@ def test_a_hybrid_model_hits_over_a_server_that_starts_late(
     if family == "qwen3-next":
         arguments = {"model": model, "mamba_ssm_cache_dtype": "float32"}
     shelf = HybridFiles(tmp_path / "shelf")
-    node = NodeServer(tmp_path, shelf.root, started=False)
+    node = ServeProcess(shelf.root, tmp_path / "socket" / "node.sock", "256MiB", started=False)
     tokens = prompt(3 * chunk + 40)
     with start(engines, f"{family} over a server", node, 0, arguments=arguments) as engine, node:
         node.start()
