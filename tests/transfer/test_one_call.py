@@ -180,23 +180,6 @@ def test_an_object_that_is_good_when_read_again_is_loaded(
     assert rig.holds(item)
 
 
-def test_a_cancelled_load_reads_nothing_more(make: Callable[..., Rig], noting: Noting) -> None:
-    rig = make()
-    chunks = stored(rig, 20)
-    noting.gate = threading.Event()
-    items = rig.items(chunks, 100)
-    rig.transfer.load("r", items)
-    until(lambda: len(noting.calls) == 2)
-    assert rig.staging.in_use == 2 * rig.fmt.shards
-    rig.transfer.cancel("r")
-    assert rig.finished().cancelled
-    assert rig.staging.in_use == 2 * rig.fmt.shards
-    noting.gate.set()
-    until(lambda: rig.staging.in_use == 0)
-    assert len(noting.calls) == 2
-    assert all(rig.untouched(item) for item in items)
-
-
 def test_what_two_loads_want_is_read_once(make: Callable[..., Rig], noting: Noting) -> None:
     rig = make()
     chunks = stored(rig, 20)

@@ -105,25 +105,6 @@ def test_promised_stores_take_staging_from_the_last_of_the_others(
     assert all(rig.holds(item) for item in loaded)
 
 
-def test_children_of_a_chunk_that_lost_its_staging_are_dropped(
-    rig: Rig, backend: FaultyBackend
-) -> None:
-    gate = Gate(backend)
-    other, promised = rig.items(single(2), 0)
-    parent, child = rig.items(make_chunks(FMT, 2, 7), 20)
-    ends = Ends()
-    assert rig.transfer.store(other) is QUEUED
-    assert gate.waiting.acquire(timeout=PATIENCE)
-    for item in (parent, child):
-        assert rig.transfer.store(item, age=1.0, on_done=ends) is QUEUED
-    assert rig.transfer.store(promised, promised=True) is QUEUED
-    # The child alone: the parent is worth something without it.
-    assert ends.chunks == [child.chunk]
-    gate.let(6)
-    assert rig.transfer.drain(PATIENCE) == 0
-    assert ends.of[1:] == [(parent.chunk, StoreResult.PUBLISHED)]
-
-
 def test_a_store_whose_copy_has_not_ended_keeps_its_staging(backend: FaultyBackend) -> None:
     with closing(
         Rig(backend, make_format(native=False), False, staging_objects=8, streams=Streams())

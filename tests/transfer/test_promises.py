@@ -20,7 +20,6 @@ from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.metrics import Counters
 from kvshelf.shelf.sweep import Leftover, Sweep
 from kvshelf.shelf.view import ShelfView
-from kvshelf.tiers.tiered import TieredView
 from kvshelf.transfer.promises import Promises
 from kvshelf.transfer.stores import OnStored, StoreOutcome, StoreResult
 from tests.support.formats import make_format
@@ -116,12 +115,6 @@ def test_ranks_of_an_engine_write_one_marker(rig: Rig) -> None:
         rank.close(PATIENCE)
     assert marked(rig) == {ONE}
     assert (rig.count("promises_broken"), rig.count("markers_written")) == (4, 1)
-
-
-def test_markers_of_a_tiered_view_go_to_the_shelf(rig: Rig) -> None:
-    with closing(Promises(TieredView(rig.shelf.view(FMT), []), (0,), rig.counters)) as promises:
-        promises.give_up(ONE)
-    until(lambda: marked(rig) == {ONE})
 
 
 def test_what_is_not_an_attempt_harms_nothing(rig: Rig, promises: Promises) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshelf.backends import open_backend
-from kvshelf.errors import TransientStorageError, UnsupportedError
+from kvshelf.errors import UnsupportedError
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.layout import slots_of
@@ -21,11 +21,10 @@ from kvshelf.metrics import Counters
 from kvshelf.tiers.memory_tier import MemoryTier
 from kvshelf.tiers.tiered import TieredShelf
 from kvshelf.transfer.context import ChunkSlots
-from kvshelf.transfer.load import Failure
 from kvshelf.transfer.prefetch import KindMemory, Prefetcher
 from kvshelf.transfer.stores import StoreOutcome, StoreResult
 from tests.support.formats import BLOCK, HEADS, LAYERS, make_format
-from tests.support.storages import Fault, FaultyBackend, posix
+from tests.support.storages import FaultyBackend, posix
 from tests.support.transfers import Rig, content
 from tests.support.waiting import PATIENCE, until
 
@@ -121,31 +120,6 @@ def test_a_tail_in_canonical_shape_is_what_is_stored(rig: Rig) -> None:
         assert torch.equal(found, torch.cat([part.reshape(-1) for part in expected]))
 
 
-@pytest.mark.parametrize("failure", [Failure.MISSING, Failure.BAD, Failure.ERROR])
-def test_a_tail_that_cannot_be_loaded_costs_only_itself(
-    rig: Rig, backend: FaultyBackend, failure: Failure
-) -> None:
-    *chunks, tail = pieces(rig.fmt, 2, 3)
-    rig.put(chunks)
-    put(rig, tail)
-    path = rig.path(tail, 1)
-    if failure is Failure.MISSING:
-        path.unlink()
-    elif failure is Failure.BAD:
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(data)
-    else:
-        backend.add(Fault("open", pattern=f"*{path.name}", error=TransientStorageError("away")))
-    items = [*rig.items(chunks, 20), tail_item(rig, tail, 30)]
-    rig.transfer.load("r", items)
-    load = rig.finished()
-    assert load.failed_at == 2
-    assert load.failures == [(tail, failure)]
-    assert all(rig.holds(item) for item in items[:2])
-    until(lambda: rig.staging.in_use == 0)
-
-
 def test_a_bad_tail_is_replaced_by_the_next_one_that_is_computed(rig: Rig) -> None:
     tail = pieces(rig.fmt, 1, 3)[-1]
     put(rig, tail)
@@ -178,17 +152,6 @@ def test_a_tail_that_is_not_finite_is_not_stored(tmp_path: Path, native: bool) -
     assert not rig.path(tail, 0).exists()
     put(rig, pieces(rig.fmt, 1, 5)[-1])
     rig.close()
-
-
-def test_a_tail_is_dropped_with_the_chunk_before_it(rig: Rig, backend: FaultyBackend) -> None:
-    chunk, tail = pieces(rig.fmt, 1, 3)
-    backend.add(Fault("write", error=TransientStorageError("away"), times=1))
-    (item,) = rig.items([chunk], 0)
-    rig.transfer.store(item, age=1.0)
-    assert rig.transfer.drain(PATIENCE) == 0
-    until(lambda: rig.count("dropped_chunks_error") == 1)
-    outcome = rig.transfer.store(tail_item(rig, tail, 12), age=2.0)
-    assert outcome == StoreOutcome.PARENT_DROPPED
 
 
 def test_an_engine_whose_layout_is_unknown_has_no_tails(backend: FaultyBackend) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import statistics
 import tempfile
 import threading
 import time
@@ -21,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvshelf.backends import Deadlines, open_backend
+from kvshelf.backends import open_backend
 from kvshelf.backends.breaker import Backoff
 from kvshelf.backends.wrappers import ReadOnlyBackend
 from kvshelf.errors import (
@@ -496,26 +495,6 @@ def test_a_store_that_fails_takes_those_behind_it_out_of_the_queue(
     assert rig.staging.in_use == 0
 
 
-@pytest.mark.alone
-def test_memory_is_bounded_and_steps_are_short_while_stores_hang(
-    backend: FaultyBackend,
-) -> None:
-    with closing(Rig(backend, blocks=1024, deadlines=SOON)) as rig:
-        gate = threading.Event()
-        backend.add(Fault("write", wait=gate))
-        slowest = []
-        for seed in range(100):
-            for item in rig.items(make_chunks(rig.fmt, 4, seed), 0):
-                begin = time.perf_counter()
-                rig.transfer.store(item)
-                slowest.append(time.perf_counter() - begin)
-            assert rig.staging.in_use <= rig.staging.for_stores
-        # Far from what a write takes that hangs; `make bench` measures how far.
-        assert statistics.median(slowest) < 0.01
-        gate.set()
-        until(lambda: rig.staging.in_use == 0)
-
-
 def test_a_gather_that_fails_gives_its_buffers_back(rig: Rig) -> None:
     (chunk,) = make_chunks(rig.fmt, 1)
     with pytest.raises(ValueError, match="slot_mapping"):
@@ -609,35 +588,6 @@ def test_a_shelf_that_vanishes_is_a_miss_and_comes_back(tmp_path: Path) -> None:
         until(lambda: rig.load(chunks, 20)[0].failed_at is None)
 
 
-def test_stores_that_hang_hold_up_no_load(rig: Rig, backend: FaultyBackend) -> None:
-    stored = make_chunks(rig.fmt, 3)
-    rig.put(stored)
-    gate = threading.Event()
-    backend.add(Fault("write", wait=gate))
-    rig.transfer.store(rig.items(make_chunks(rig.fmt, 1, 7), 0)[0])
-    assert rig.load(stored, 20)[0].failed_at is None
-    gate.set()
-
-
-def test_a_cancelled_load_ends_though_its_read_hangs_and_touches_nothing_later(
-    rig: Rig, backend: FaultyBackend
-) -> None:
-    chunks = make_chunks(rig.fmt, 3)
-    rig.put(chunks)
-    gate = threading.Event()
-    items = rig.items(chunks, 20)
-    backend.add(Fault("read", wait=gate))
-    rig.transfer.load("r", items)
-    rig.transfer.cancel("r")
-    load = rig.finished()
-    assert load.cancelled
-    assert load.request_id == "r"
-    rig.transfer.cancel("r")
-    gate.set()
-    assert rig.load(chunks, 40)[0].failed_at is None
-    assert all(rig.untouched(item) for item in items)
-
-
 def _note(event: threading.Event) -> Exception:
     event.set()
     return TransientStorageError(5, "EIO")
@@ -696,43 +646,6 @@ def test_loads_go_on_when_threads_can_be_started_again(
         assert all(rig.holds(item) for item in items)
         assert rig.loading.stuck == 1
         rig.let_go(gate)
-
-
-def test_the_buffer_of_a_read_that_hangs_is_not_used_until_it_returns(
-    backend: FaultyBackend,
-) -> None:
-    with closing(Rig(backend, deadlines=SOON, options={"load_threads": 1})) as rig:
-        chunks, others = make_chunks(rig.fmt, 1), make_chunks(rig.fmt, 6, 7)
-        rig.put(chunks)
-        rig.put(others)
-        gate = threading.Event()
-        backend.add(Fault("read", f"*{chunks[0].key.hex()}-0-0of*", wait=gate))
-        rig.transfer.load("r", rig.items(chunks, 20))
-        assert _end(rig).failed_at == 0
-        until(lambda: rig.staging.in_use == 1)
-        for _ in range(3):
-            assert rig.load(others, 40)[0].failed_at is None
-            assert rig.staging.in_use == 1
-        rig.let_go(gate)
-        until(lambda: rig.staging.in_use == 0)
-        assert rig.load(chunks, 20)[0].failed_at is None
-
-
-def test_a_load_as_a_whole_has_a_deadline(backend: FaultyBackend) -> None:
-    slow = Deadlines(read=0.3, bytes_per_second=1e12)
-    options = {"load_threads": 1}
-    with closing(Rig(backend, deadlines=slow, staging_objects=64, options=options)) as rig:
-        chunks = make_chunks(rig.fmt, 12)
-        rig.put(chunks)
-        # Each object is in time, all together are not.
-        backend.add(Fault("read", wait=0.1))
-        items = rig.items(chunks, 24)
-        rig.transfer.load("r", items)
-        load = _end(rig)
-        assert load.failed_at is not None
-        assert 0 < load.failed_at < 12
-        assert all(rig.holds(item) for item in items[: load.failed_at])
-        assert rig.shelf.available
 
 
 def _end(rig: Rig) -> Load:

@@ -197,6 +197,7 @@ def test_an_aborted_load_makes_no_further_reads(rig: Rig, gate: Gate) -> None:
     assert rig.staging.in_use == 2
     rig.transfer.cancel("r")
     assert rig.finished().cancelled
+    rig.transfer.cancel("r")
     # What the reads under way write to is nobody else's before they return.
     assert rig.staging.in_use == 2
     rig.transfer.load("s", rig.items(others, 100))
@@ -595,13 +596,16 @@ def test_a_load_has_the_time_that_later_ones_may_take_from_it(
         clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
         monkeypatch.setattr(loads, "time", clock)
         gate.shut()
-        rig.transfer.load("first", rig.items(chunks, 20))
-        rig.transfer.load("second", rig.items(chunks, 40))
+        both = [rig.transfer.load("first", rig.items(chunks, 20))]
+        both.append(rig.transfer.load("second", rig.items(chunks, 40)))
+        gate.let(2, chunks[0])
+        until(lambda: [load.leading for load in both] == [1, 1])
         seconds = 2 * rig.transfer.loading_bytes / 2 / 1e3
         for name, allowed in (("first", 5.0 + seconds), ("second", 5.0 + 2 * seconds)):
             now[0] = 1000.0 + allowed - 0.1
             assert rig.transfer.poll() == []
             now[0] = 1000.0 + allowed + 0.1
             (load,) = rig.transfer.poll()
-            assert (load.request_id, load.failed_at) == (name, 0)
+            assert (load.request_id, load.failed_at) == (name, 1)
+        assert rig.shelf.available
         gate.lift()
