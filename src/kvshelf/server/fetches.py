@@ -203,27 +203,20 @@ class Fetches:
         """Return how many bytes more a client would hold with these."""
         return sum([slot.nbytes for slot in slots if not self.leases.holds(client, slot)])
 
-    def lock(self, client: bytes, session: str, slots: Sequence[Slot]) -> list[Slot]:
-        """Lease what a lookup has found in memory, as far as the client may hold it.
+    def lease(self, client: bytes, session: str, slots: Sequence[Slot]) -> None:
+        """Lease what a lookup has found in memory, as far as the client may have it.
 
         Parameters
         ----------
         client : bytes
         session : str
         slots : Sequence of Slot
-            Pinned.
-
-        Returns
-        -------
-        list of Slot
-            Those whose pins are not the leases' now.
+            Pinned for the leases; what is not leased, or was before, is unpinned.
         """
-        left = []
         for slot in slots:
             granted = self.leases.grant(client, session, slot, fetched=False)
             if granted is None or not granted[1]:
-                left.append(slot)
-        return left
+                self._memory.unpin(slot)
 
     def check_fits(self, name: str, nbytes: int) -> None:
         """Refuse an object for which there can never be room.

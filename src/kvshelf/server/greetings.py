@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable, Collection
+import time
+from collections.abc import Collection
 from typing import Final
 
 import zmq
@@ -47,8 +48,6 @@ class Greetings:
         Knows the descriptors that :meth:`handle` is to be called for.
     clients : Collection of bytes
         The ids of those who have a session.
-    clock : Callable
-        Seconds.
     log : RateLimitedLog
 
     Attributes
@@ -67,13 +66,11 @@ class Greetings:
         path: str,
         poller: zmq.Poller,
         clients: Collection[bytes],
-        clock: Callable[[], float],
         log: RateLimitedLog,
     ) -> None:
         self._path = path
         self._poller = poller
         self._clients = clients
-        self._clock = clock
         self._log = log
         self._greeting: dict[int, tuple[socket.socket, float]] = {}
         self.refused = 0
@@ -113,7 +110,7 @@ class Greetings:
             session.refuse(connection, f"there are {len(self._clients)} clients already")
             connection.close()
             return
-        self._greeting[connection.fileno()] = connection, self._clock() + _GREETING_SECONDS
+        self._greeting[connection.fileno()] = connection, time.monotonic() + _GREETING_SECONDS
         self._poller.register(connection.fileno(), zmq.POLLIN)
 
     def _greet(self, fd: int) -> tuple[socket.socket, Hello, memoryview] | None:
@@ -162,7 +159,7 @@ class Greetings:
         ConfigError
             If another server has taken the place.
         """
-        now = self._clock()
+        now = time.monotonic()
         for fd, (_, deadline) in list(self._greeting.items()):
             if now >= deadline:
                 self._refuse(fd, "it said nothing")

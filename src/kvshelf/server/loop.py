@@ -99,8 +99,6 @@ class Loop:
     ----------
     url : str
         The folder of the socket is made if it does not exist.
-    clock : Callable
-        Seconds, for deadlines of greetings and ticks.
 
     Raises
     ------
@@ -108,9 +106,8 @@ class Loop:
         If another server runs there, or the folder is not this user's alone.
     """
 
-    def __init__(self, url: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, url: str) -> None:
         self.url = url
-        self._clock = clock
         self._log = RateLimitedLog(logger, lines=5)
         self._poller = zmq.Poller()
         #: By their ids, also those that have lost their session and not closed their socket.
@@ -118,7 +115,7 @@ class Loop:
         #: By descriptor.
         self._sockets: dict[int, _Session] = {}
         path = session.socket_path(url)
-        self._greetings = Greetings(path, self._poller, self._sessions, clock, self._log)
+        self._greetings = Greetings(path, self._poller, self._sessions, self._log)
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)
@@ -217,9 +214,9 @@ class Loop:
         self._welcome = welcome
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._wake, zmq.POLLIN)
-        next_tick = self._clock()
+        next_tick = time.monotonic()
         while not self._stopping:
-            wait = _BACKLOG_SECONDS if self._due else max(0.0, next_tick - self._clock())
+            wait = _BACKLOG_SECONDS if self._due else max(0.0, next_tick - time.monotonic())
             events = self._poller.poll(0 if self._posted else int(wait * 1000) + 1)
             for source, _ in events:
                 try:
@@ -231,8 +228,8 @@ class Loop:
             self._run_posted()
             for answers in list(self._due):
                 answers.flush()
-            if self._clock() >= next_tick:
-                next_tick = self._clock() + _TICK_SECONDS
+            if time.monotonic() >= next_tick:
+                next_tick = time.monotonic() + _TICK_SECONDS
                 self._tick()
 
     def _handle_event(self, source: object) -> None:

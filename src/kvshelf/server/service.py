@@ -238,20 +238,7 @@ class Service:
     def register(self, record: bytes) -> int:
         """Take the record of a namespace, so that its objects can be verified.
 
-        Parameters
-        ----------
-        record : bytes
-            The bytes of its ``namespace.json``.
-
-        Returns
-        -------
-        int
-            A number of the namespace; the same each time.
-
-        Raises
-        ------
-        ConfigError
-            If the record is not one, or a namespace of another digest has the same folder.
+        See :meth:`kvshelf.server.namespaces.Namespaces.register`.
         """
         return self._namespaces.register(record)
 
@@ -406,8 +393,7 @@ class Service:
         """Answer a lookup, lease what is in memory, and read the others."""
         # All is pinned: the answer need not wait for the leases.
         done(LookedUp(len(found)))
-        for slot in self._fetches.lock(client, session, slots):
-            self._memory.unpin(slot)
+        self._fetches.lease(client, session, slots)
         if others:
             names, sizes = zip(*others, strict=True)
             self._fetches.begin(client, session, names, sizes, None)
