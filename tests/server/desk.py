@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -18,12 +19,22 @@ from kvshelf.memory.arena import Arena
 from kvshelf.server.messages import Call, Failed, Fetch, Find, LookUpChunks, Ready, Store
 from kvshelf.server.service import Service
 from kvshelf.shelf.shelf import Shelf
+from tests.support.formats import sealed
 from tests.support.waiting import AT_ONCE, PATIENCE
 
 
 def name_of(fmt: ObjectFormat, chunk: Chunk, shard: int = 0) -> str:
     """The name of an object on the storage."""
     return f"{fmt.namespace.folder}/{object_name(chunk, shard, fmt.shards, fmt.kind)}"
+
+
+def put(shelf: Path, fmt: ObjectFormat, chunk: Chunk, shard: int = 0) -> str:
+    """Publish an object as another machine would; return its name."""
+    name = name_of(fmt, chunk, shard)
+    path = shelf / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(sealed(fmt, chunk, shard))
+    return name
 
 
 class Desk:

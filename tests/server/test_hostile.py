@@ -29,7 +29,7 @@ from kvshelf.server.messages import (
 )
 from kvshelf.server.segment import Segment
 from tests.server.client_child import FMT, SIZE
-from tests.server.desk import name_of
+from tests.server.desk import name_of, put
 from tests.server.serve_process import Client, ServeProcess
 from tests.support.formats import sealed
 from tests.support.prompts import make_chunks
@@ -129,10 +129,8 @@ def test_ten_thousand_requests_of_a_hostile_client_change_nothing_for_another(
     tmp_path: Path,
 ) -> None:
     shelf = tmp_path / "shelf"
-    for chunk, name in zip(CHUNKS[:COUNT], NAMES[:COUNT], strict=True):
-        path = shelf / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(sealed(FMT, chunk))
+    for chunk in CHUNKS[:COUNT]:
+        put(shelf, FMT, chunk)
     with (
         ServeProcess(shelf, tmp_path / "sockets" / "node.sock", "4MiB") as server,
         contextlib.closing(Client(server.url, FMT)) as other,

@@ -19,7 +19,7 @@ from kvshelf.server.segment import Segment
 from kvshelf.server.shelf import open_served
 from kvshelf.shelf.view import ObjectRef, Presence
 from tests.server.client_child import FMT, SIZE
-from tests.server.desk import name_of
+from tests.server.desk import name_of, put
 from tests.server.serve_process import Client, ClientProcess, ServeProcess, command
 from tests.support.formats import make_format, sealed
 from tests.support.prompts import make_chunks
@@ -35,10 +35,8 @@ NAMES = [name_of(FMT, chunk) for chunk in CHUNKS]
 
 def fill(shelf: Path, count: int) -> None:
     """Publish the first chunks of the prompt as another machine would."""
-    for chunk, name in zip(CHUNKS[:count], NAMES[:count], strict=True):
-        path = shelf / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(sealed(FMT, chunk))
+    for chunk in CHUNKS[:count]:
+        put(shelf, FMT, chunk)
 
 
 @pytest.fixture
