@@ -293,13 +293,6 @@ class Backend(ABC):
             If a name is not safe: an error of the caller.
         """
 
-    def probe(self, name: str) -> int | NotRegular | None:
-        """Probe one name; raise what :meth:`stat` would answer as an error."""
-        answer = self.stat([name])[0]
-        if isinstance(answer, StorageError):
-            raise answer
-        return answer
-
     @abstractmethod
     def info(self, name: str) -> ObjectInfo | None:
         """Return size and times of the entry at `name`, of any type; None if missing.
@@ -402,32 +395,25 @@ class Backend(ABC):
         return self.write(name, [b""])
 
     @abstractmethod
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+    def list(self, prefix: str = "", *, hidden: bool = False) -> Iterator[ObjectInfo]:
         """Stream all objects below the folder `prefix`, in no particular order.
 
-        `prefix` is "" or a folder name without trailing slash. Skipped are links, special
-        files, temporaries and every other entry below `prefix` with a leading dot in a part of
-        its name (reserved folders). Objects that are created or deleted meanwhile may be missed.
-        A missing folder is empty.
+        Objects that are created or deleted meanwhile may be missed. A missing folder is empty.
+
+        Parameters
+        ----------
+        prefix : str
+            A folder's name without trailing slash, or "".
+        hidden : bool
+            List what has a leading dot in a part of its name below `prefix` as well: temporaries,
+            and files in reserved folders. A storage may be unable to: what bounds a shelf neither
+            counts nor deletes them there. Links and special files are never listed or followed.
 
         Raises
         ------
         StorageError
             If the storage failed.
         """
-
-    def entries(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Stream what :meth:`list` does, and what it skips because of a leading dot.
-
-        These are temporaries, and files in reserved folders. No link is followed or listed. The
-        default is :meth:`list`: then neither is counted or cleaned up by what bounds a shelf.
-
-        Raises
-        ------
-        StorageError
-            If the storage failed.
-        """
-        return self.list(prefix)
 
     @abstractmethod
     def folders(self, prefix: str = "") -> Sequence[str]:
@@ -550,6 +536,14 @@ class Backend(ABC):
 
     def close(self) -> None:
         """Release connections and threads. Idempotent."""
+
+
+def probe(backend: Backend, name: str) -> int | NotRegular | None:
+    """Probe one name; raise what :meth:`Backend.stat` would answer as an error."""
+    answer = backend.stat([name])[0]
+    if isinstance(answer, StorageError):
+        raise answer
+    return answer
 
 
 _TEMPORARY: Final = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp", re.ASCII)

@@ -50,6 +50,7 @@ from kvshelf.backends.base import (
     check_name,
     endless_listing,
     final_name,
+    probe,
     temporary_name,
     time_for_ages,
 )
@@ -346,7 +347,7 @@ class GenericBackend(Backend):
 
     def open(self, name: str, size: int | None = None) -> Reader:
         """Probe one object; the first read fetches it."""
-        answer = self.probe(name)
+        answer = probe(self, name)
         if answer is None:
             raise ObjectMissingError(
                 errno.ENOENT, "opening failed: no such object", f"{self.url}/{name}"
@@ -392,7 +393,7 @@ class GenericBackend(Backend):
         self, name: str, buffers: Sequence[BytesLike], mode: WriteMode = "create"
     ) -> WriteResult:
         """Publish with one put, or with a temporary name and a move."""
-        answer = self.probe(name)
+        answer = probe(self, name)
         if answer is not None and mode == "create":
             return WriteResult.EXISTED
         data = b"".join(memoryview(buffer).cast("B") for buffer in buffers)
@@ -443,15 +444,8 @@ class GenericBackend(Backend):
 
     # ---------------------------------------------------------------------------------- listings
 
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+    def list(self, prefix: str = "", *, hidden: bool = False) -> Iterator[ObjectInfo]:
         """Stream all objects below `prefix`, with one listing per folder."""
-        return self._walk(prefix, hidden=False)
-
-    def entries(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Stream all files below `prefix`, with one listing per folder."""
-        return self._walk(prefix, hidden=True)
-
-    def _walk(self, prefix: str, *, hidden: bool) -> Iterator[ObjectInfo]:
         pending = [check_name(prefix) if prefix else ""]
         while pending:
             folder = pending.pop()
@@ -515,7 +509,7 @@ class GenericBackend(Backend):
 
     def delete(self, name: str) -> bool:
         """Remove one object."""
-        answer = self.probe(name)
+        answer = probe(self, name)
         if answer is None:
             return False
         path = self._path(name)

@@ -391,19 +391,10 @@ class GuardedBackend(WrappedBackend):
         with self._uncounted(name):
             return self.inner.write_marker(name)
 
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+    def list(self, prefix: str = "", *, hidden: bool = False) -> Iterator[ObjectInfo]:
         """Stream the objects below a folder; each step has a deadline of its own."""
-        return self._stream(prefix, self.inner.list)
-
-    def entries(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Stream all files below a folder; each step has a deadline of its own."""
-        return self._stream(prefix, self.inner.entries)
-
-    def _stream(
-        self, prefix: str, begin: Callable[[str], Iterator[ObjectInfo]]
-    ) -> Iterator[ObjectInfo]:
         with _Guarded(self, LIST, prefix, self.deadlines.read):
-            rows = iter(begin(prefix))
+            rows = iter(self.inner.list(prefix, hidden=hidden))
         while True:
             with _Guarded(self, LIST, prefix, self.deadlines.read):
                 row = next(rows, None)

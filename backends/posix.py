@@ -387,13 +387,9 @@ class PosixBackend(Backend):
 
     # ------------------------------------------------------------------------ listings, and others
 
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+    def list(self, prefix: str = "", *, hidden: bool = False) -> Iterator[ObjectInfo]:
         """Stream all objects below `prefix`, one open folder at a time."""
-        return self._listing.walk(prefix, hidden=False)
-
-    def entries(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Stream all files below `prefix`, one open folder at a time."""
-        return self._listing.walk(prefix, hidden=True)
+        return self._listing.walk(prefix, hidden=hidden)
 
     def folders(self, prefix: str = "") -> Sequence[str]:
         """Names of the folders directly below `prefix`."""

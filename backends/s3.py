@@ -31,7 +31,7 @@ import errno
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -50,6 +50,7 @@ from kvshelf.backends.base import (
     WriteResult,
     check_name,
     endless_listing,
+    probe,
 )
 from kvshelf.backends.s3_client import PROBES_AT_ONCE, Body, Client, Part, Put, RangeError
 from kvshelf.backends.s3_options import OPTIONS, is_installed, unknown_options
@@ -421,7 +422,7 @@ class S3Backend(Backend):
         if not offset:
             return super().read_into(name, buffer, offset)
         view = buffer.cast("B")
-        answer = self.probe(name)
+        answer = probe(self, name)
         if answer is None:
             raise ObjectMissingError(
                 errno.ENOENT, "reading failed: no such object", f"{self.url}/{name}"
@@ -452,7 +453,7 @@ class S3Backend(Backend):
         data: Any = views[0] if len(views) == 1 else b"".join(views)
         if mode == "create":
             return self._create(name, data)
-        existed = self.probe(name)
+        existed = probe(self, name)
         self._put(name, data, create=False)
         return WriteResult.CREATED if existed is None else WriteResult.REPLACED
 
@@ -473,7 +474,7 @@ class S3Backend(Backend):
 
     def _is_there(self, name: str, data: Any) -> bool:
         """Probe before a create; learn about the condition from an object with equal bytes."""
-        existed = self.probe(name)
+        existed = probe(self, name)
         if self._honours_condition is None and existed == len(data) <= _SMALL_BYTES:
             found = bytearray(len(data))
             with contextlib.suppress(StorageError):
@@ -510,19 +511,13 @@ class S3Backend(Backend):
 
     # ---------------------------------------------------------------------------------- listings
 
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+    def list(self, prefix: str = "", *, hidden: bool = False) -> Iterator[ObjectInfo]:
         """Stream all objects below `prefix`, a thousand per request.
 
         Raises :class:`~kvshelf.errors.PermanentStorageError` if no rows arrive for a minute or
         rows are repeated: such a listing may have no end.
         """
-        return self._rows(prefix, _is_listed)
-
-    def entries(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Stream everything below `prefix`, a thousand per request; raises as :meth:`list`."""
-        return self._rows(prefix, _is_name)
-
-    def _rows(self, prefix: str, wanted: Callable[[str], bool]) -> Iterator[ObjectInfo]:
+        wanted = _is_name if hidden else _is_listed
         folder = check_name(prefix) + "/" if prefix else ""
         pages = self.client.rows(prefix, _ROWS, _ROWS_SECONDS)
         cycle = _Cycle()
@@ -553,7 +548,7 @@ class S3Backend(Backend):
 
     def delete(self, name: str) -> bool:
         """Remove one object."""
-        if self.probe(name) is None:
+        if probe(self, name) is None:
             return False
         try:
             with self._errors("deleting", name, writing=True):

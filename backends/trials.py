@@ -17,7 +17,7 @@ import logging
 import threading
 from typing import Final
 
-from kvshelf.backends.base import Backend, Deadlines
+from kvshelf.backends.base import Backend, Deadlines, probe
 from kvshelf.backends.breaker import Breaker, BreakerState
 from kvshelf.errors import NotRegularError, ObjectMissingError
 
@@ -128,7 +128,7 @@ class Trials:
 
     def _call(self, kind: str, name: str) -> None:
         if kind == PROBE:
-            self._guarded.probe(name)
+            probe(self._guarded, name)
         elif kind == LIST:
             self._guarded.folders(name)
         else:

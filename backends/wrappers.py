@@ -15,7 +15,6 @@ from kvshelf.backends.base import (
     Backend,
     BytesLike,
     Checked,
-    NotRegular,
     ObjectInfo,
     Properties,
     Reader,
@@ -32,7 +31,6 @@ from kvshelf.errors import ReadOnlyStorageError
 
 #: Methods that consist of another one, unless a storage does better, and that other one.
 _MADE_OF: Final = {
-    "probe": "stat",
     "read_into": "open",
     "read_whole": "open",
     "write_marker": "write",
@@ -73,9 +71,6 @@ class WrappedBackend(Backend):
     def stat(self, names: Sequence[str]) -> StatResults:
         return self.inner.stat(names)
 
-    def probe(self, name: str) -> int | NotRegular | None:
-        return self.inner.probe(name)
-
     def info(self, name: str) -> ObjectInfo | None:
         return self.inner.info(name)
 
@@ -107,11 +102,8 @@ class WrappedBackend(Backend):
     def write_marker(self, name: str) -> WriteResult:
         return self.inner.write_marker(name)
 
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        return self.inner.list(prefix)
-
-    def entries(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        return self.inner.entries(prefix)
+    def list(self, prefix: str = "", *, hidden: bool = False) -> Iterator[ObjectInfo]:
+        return self.inner.list(prefix, hidden=hidden)
 
     def folders(self, prefix: str = "") -> Sequence[str]:
         return self.inner.folders(prefix)

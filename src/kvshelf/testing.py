@@ -240,7 +240,7 @@ def _every_call(backend: Backend, name: str) -> dict[str, Callable[[], object]]:
     }
     if name:  # "" is the root in a listing
         calls["list"] = lambda: list(backend.list(name))
-        calls["entries"] = lambda: list(backend.entries(name))
+        calls["entries"] = lambda: list(backend.list(name, hidden=True))
         calls["folders"] = lambda: backend.folders(name)
     return calls
 
@@ -530,7 +530,7 @@ class BackendSuite:
             assert backend.quarantine(name, "aside/x") is False
             assert isinstance(backend.touch(name), Touched)
         assert list(backend.list()) == []
-        assert list(backend.entries("no/such")) == []
+        assert list(backend.list("no/such", hidden=True)) == []
         assert list(backend.list("no/such")) == []
         assert list(backend.folders("no")) == []
         backend.write("no/such/other", [b""])
@@ -678,11 +678,13 @@ class BackendSuite:
         if "link" in oracle.specials:
             oracle.put_special("a/link", "link")
             oracle.put_special(".kvshelf/link", "link")
-        found = {row.name: row.size for row in backend.entries()}
+        found = {row.name: row.size for row in backend.list(hidden=True)}
         assert found == objects
-        inside = {row.name for row in backend.entries("a")}
+        inside = {row.name for row in backend.list("a", hidden=True)}
         assert inside == {name for name in objects if name.startswith("a/")}
-        assert [row.name for row in backend.entries(".kvshelf")] == [".kvshelf/pins/z.json"]
+        assert [row.name for row in backend.list(".kvshelf", hidden=True)] == [
+            ".kvshelf/pins/z.json"
+        ]
 
     # ---------------------------------------------------------------------------- other changes
 

@@ -204,7 +204,7 @@ def test_a_full_storage_tells_what_it_takes_to_make_room(rig: Rig) -> None:
     assert rig.guard.space() is not None
     assert rig.guard.touch("o1") is Touched.TOUCHED
     assert rig.inner.counts["touch"] == 1
-    assert {row.name for row in rig.guard.entries()} == set(rig.names)
+    assert {row.name for row in rig.guard.list(hidden=True)} == set(rig.names)
     assert rig.guard.delete("o1")
 
 
@@ -377,7 +377,7 @@ CALLS = {
     "delete": lambda rig: rig.guard.delete("o1"),
     "quarantine": lambda rig: rig.guard.quarantine("o1", "o2"),
     "touch": lambda rig: rig.guard.touch("o1"),
-    "entries": lambda rig: list(rig.guard.entries()),
+    "entries": lambda rig: list(rig.guard.list(hidden=True)),
     "space": lambda rig: rig.guard.space(),
     "now": lambda rig: rig.guard.now(),
     "sweep": lambda rig: rig.guard.sweep("folder", 3600.0, lambda name: False),

@@ -135,7 +135,7 @@ def test_a_bucket_gets_marks_in_one_request(bucket: Bucket) -> None:
 
 
 def names(bucket: Bucket) -> list[str]:
-    return [row.name for row in bucket.backend.entries()]
+    return [row.name for row in bucket.backend.list(hidden=True)]
 
 
 def test_what_is_used_is_written_anew_once_in_half_of_its_age(bucket: Bucket) -> None:

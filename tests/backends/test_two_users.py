@@ -38,7 +38,7 @@ CALLS: dict[str, Callable[[GuardedBackend], Any]] = {
     "touch": lambda backend: backend.touch("a/x").value,
     "touch own": lambda backend: backend.touch("a/own").value,
     "write": lambda backend: backend.write("a/own", [b"mine"]).value,
-    "entries": lambda backend: sorted(row.name for row in backend.entries()),
+    "entries": lambda backend: sorted(row.name for row in backend.list(hidden=True)),
     "now": lambda backend: backend.now() is not None,
     "space": lambda backend: backend.space() is not None,
     "sweep": lambda backend: backend.sweep("a", -60, lambda name: name == "x"),

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvshelf.backends import Backend, open_backend
+from kvshelf.backends.base import probe
 from kvshelf.capacity import pins as pins_module
 from kvshelf.capacity.pins import MAX_BYTES, Pin, Pins, pin_file
 from kvshelf.errors import ConfigError, TransientStorageError
@@ -273,4 +274,4 @@ def test_a_pin_that_is_too_large_is_refused(backend: Backend) -> None:
     with pytest.raises(ConfigError, match="in several parts"):
         Pins.add(backend, "large", Pin(keys=keys))
     assert Pins.add(backend, "less", Pin(keys=keys[:15_000]))
-    assert backend.probe(pin_file("less"))
+    assert probe(backend, pin_file("less"))

@@ -306,7 +306,7 @@ def test_what_kvshelf_does_not_expect_ends_a_command_in_one_line(
         "pin": ["--shelf", root],
         "explain": [prompts, root],
     }
-    for method in ("list", "entries", "folders", "stat", "find", "probe"):
+    for method in ("list", "folders", "stat"):
         monkeypatch.setattr(PosixBackend, method, fail)
     result = run(name, *arguments.get(name, [root]))
     assert result.exit_code == UNEXPECTED

@@ -88,10 +88,10 @@ class CountingBackend(WrappedBackend):
         self._count("write_bytes", sum(memoryview(buffer).nbytes for buffer in buffers))
         return self.inner.write(name, buffers, mode)
 
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """List and count."""
-        self._count("list")
-        return self.inner.list(prefix)
+    def list(self, prefix: str = "", *, hidden: bool = False) -> Iterator[ObjectInfo]:
+        """List and count: with what is hidden, as ``entries``."""
+        self._count("entries" if hidden else "list")
+        return self.inner.list(prefix, hidden=hidden)
 
     def folders(self, prefix: str = "") -> Sequence[str]:
         """List and count."""
@@ -112,11 +112,6 @@ class CountingBackend(WrappedBackend):
         """Sweep and count."""
         self._count("sweep")
         return self.inner.sweep(folder, older_than, is_ours)
-
-    def entries(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """List and count."""
-        self._count("entries")
-        return self.inner.entries(prefix)
 
     def touch(self, name: str) -> Touched:
         """Touch and count."""
@@ -263,10 +258,10 @@ class FaultyBackend(WrappedBackend):
         self.meet("publish", name)
         return result
 
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """List, with faults before each entry."""
-        for info in self.inner.list(prefix):
-            self.meet("list", info.name)
+    def list(self, prefix: str = "", *, hidden: bool = False) -> Iterator[ObjectInfo]:
+        """List, with faults before each entry: with what is hidden, those of ``entries``."""
+        for info in self.inner.list(prefix, hidden=hidden):
+            self.meet("entries" if hidden else "list", info.name)
             yield info
 
     def folders(self, prefix: str = "") -> Sequence[str]:
@@ -288,12 +283,6 @@ class FaultyBackend(WrappedBackend):
         """Sweep, with faults."""
         self.meet("sweep", folder)
         return self.inner.sweep(folder, older_than, is_ours)
-
-    def entries(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """List, with faults before each entry."""
-        for info in self.inner.entries(prefix):
-            self.meet("entries", info.name)
-            yield info
 
     def touch(self, name: str) -> Touched:
         """Touch, with faults."""

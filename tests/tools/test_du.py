@@ -84,13 +84,13 @@ def test_by_group_depth_and_kind_of_one_listing(
     shelf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listed: list[str] = []
-    real = PosixBackend.entries
+    real = PosixBackend.list
 
-    def entries(self: PosixBackend, prefix: str = "") -> Any:
+    def list_all(self: PosixBackend, prefix: str = "", *, hidden: bool = False) -> Any:
         listed.append(prefix)
-        return real(self, prefix)
+        return real(self, prefix, hidden=hidden)
 
-    monkeypatch.setattr(PosixBackend, "entries", entries)
+    monkeypatch.setattr(PosixBackend, "list", list_all)
     found = usage(shelf, "--by", "group", "--by", "depth", "--by", "kind", "--by", "kind")
     assert len(listed) == len(set(listed))
     assert rows(found, "group") == {

@@ -635,12 +635,12 @@ class Inventory:
             space = NamespaceFolder(name, name[-16:], read_record(backend, name))
             number = len(found.namespaces)
             found.namespaces.append(space)
-            for info in backend.entries(name):
+            for info in backend.list(name, hidden=True):
                 listing.add(number, info)
                 pace()
                 if stop():
                     return None
-        for info in backend.entries(RESERVED) if folders is None else ():
+        for info in backend.list(RESERVED, hidden=True) if folders is None else ():
             listing.add_reserved(info)
             pace()
         found.groups = list(listing.groups)

@@ -235,15 +235,9 @@ class ServedBackend(Backend):
 
     # ----------------------------------------------------------------------------- listings
 
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+    def list(self, prefix: str = "", *, hidden: bool = False) -> Iterator[ObjectInfo]:
         """Stream the storage's listing, in pages."""
-        return self._rows("list", prefix)
-
-    def entries(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Stream the listing of all files of the storage, in pages."""
-        return self._rows("entries", prefix)
-
-    def _rows(self, method: Literal["list", "entries"], prefix: str) -> Iterator[ObjectInfo]:
+        method: Literal["list", "entries"] = "entries" if hidden else "list"
         if prefix:
             check_name(prefix)
         rows, number = self._call(method, prefix, None)

@@ -123,7 +123,7 @@ class Calls:
             "list": (tuple[str, int | None], partial(self._list, client, self._backend.list)),
             "entries": (
                 tuple[str, int | None],
-                partial(self._list, client, self._backend.entries),
+                partial(self._list, client, partial(self._backend.list, hidden=True)),
             ),
             "write": (tuple[str, WriteMode], lambda *rest: self._write(data, *rest)),
         }

@@ -15,7 +15,7 @@ import contextlib
 from collections.abc import Sequence
 
 from kvshelf.backends import WriteResult
-from kvshelf.backends.base import StatResults, WriteMode
+from kvshelf.backends.base import StatResults, WriteMode, probe
 from kvshelf.errors import StorageError
 from kvshelf.format.keys import Chunk
 from kvshelf.memory.arena import copy_bytes
@@ -146,7 +146,9 @@ class Storage:
         fmt, parsed = found.fmt, found.parsed
         chunk = fmt.read_named(Copied(source), parsed, buffer)
         result = self._backend.write(found.name, [buffer], mode)
-        kept = result is not WriteResult.EXISTED or self._backend.probe(found.name) == buffer.nbytes
+        kept = (
+            result is not WriteResult.EXISTED or probe(self._backend, found.name) == buffer.nbytes
+        )
         if kept and self._tier is not None:
             self._tier.keep(fmt, ObjectRef(chunk, parsed.shard), buffer)
         self._shelf.view(fmt).slow_sweep.written(found.name.partition("/")[0])

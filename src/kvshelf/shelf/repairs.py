@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from kvshelf.backends import NOT_REGULAR, Backend, BytesLike, WriteResult
+from kvshelf.backends.base import probe
 from kvshelf.errors import NotRegularError, StorageError
 from kvshelf.format.invalid import EmptyObject, TruncatedObject, WrongSize
 from kvshelf.shelf.orphans import QUARANTINE
@@ -76,7 +77,7 @@ class Repairs:
         result = self._backend.write(name, [buffer])
         if result is not WriteResult.EXISTED:
             return result
-        found = self._backend.probe(name)
+        found = probe(self._backend, name)
         if found == size:
             return result
         if found is None:
@@ -121,7 +122,7 @@ class Repairs:
         StorageError
             If the storage refused or failed.
         """
-        found = self._backend.probe(name)
+        found = probe(self._backend, name)
         if found is None:
             return None
         if isinstance(found, int) and size is not None:

@@ -536,7 +536,7 @@ class Explainer:
         folder, _, _ = name.partition("/")
         if folder not in self._bad:
             try:
-                listed = self._shelf.backend.entries(f"{folder}/.kvshelf/bad")
+                listed = self._shelf.backend.list(f"{folder}/.kvshelf/bad", hidden=True)
                 self._bad[folder] = [info.name for info in islice(listed, _MOST_BAD)]
             except StorageError:
                 self._bad[folder] = []
