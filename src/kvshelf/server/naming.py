@@ -21,12 +21,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import Final
+from typing import Final, TypeAlias
 
 from kvshelf.cache import PromptIdentity
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.names import object_name
 from kvshelf.format.objects import ObjectFormat
+
+#: A chunk by its tokens, or by the hash of its last block.
+NamedChunk: TypeAlias = "Chunk | bytes"
 
 #: A prompt that its tokens identify.
 PLAIN: Final = PromptIdentity()
@@ -73,22 +76,8 @@ def chunks_of(
     return chain.extend(token_ids[: end // fmt.chunk_size * fmt.chunk_size])
 
 
-def chunk_names(fmt: ObjectFormat, chunk: Chunk) -> list[str]:
-    """Return the names of all objects of a chunk: every shard of every kind."""
-    return [
-        stored_name(fmt.of(kind), chunk, shard)
-        for kind in fmt.kinds
-        for shard in range(fmt.of(kind).shards)
-    ]
-
-
-def stored_name(fmt: ObjectFormat, chunk: Chunk, shard: int) -> str:
-    """Return the name of one object of the format, with the namespace's folder."""
-    return f"{fmt.namespace.folder}/{object_name(chunk, shard, fmt.shards, fmt.kind)}"
-
-
-def hash_names(fmt: ObjectFormat, block_hash: bytes) -> list[str]:
-    """Return the names of all parts of the chunk that ends with a block of this hash.
+def names_of(fmt: ObjectFormat, chunk: NamedChunk) -> list[str]:
+    """Return the names of all objects of a chunk: every shard of every kind.
 
     Raises
     ------
@@ -96,16 +85,18 @@ def hash_names(fmt: ObjectFormat, block_hash: bytes) -> list[str]:
         As :func:`check_hash`.
     """
     return [
-        hash_name(fmt.of(kind), block_hash, shard)
+        name_of(fmt.of(kind), chunk, shard)
         for kind in fmt.kinds
         for shard in range(fmt.of(kind).shards)
     ]
 
 
-def hash_name(fmt: ObjectFormat, block_hash: bytes, shard: int) -> str:
-    """Return the name of one shard of the chunk that ends with a block of this hash."""
+def name_of(fmt: ObjectFormat, chunk: NamedChunk, shard: int) -> str:
+    """Return the name of one object: the format's, or with a block hash one in memory only."""
+    if isinstance(chunk, Chunk):
+        return f"{fmt.namespace.folder}/{object_name(chunk, shard, fmt.shards, fmt.kind)}"
     digest = fmt.namespace.digest.hex()
-    return f"hash/{digest}/{check_hash(block_hash).hex()}/{fmt.kind}-{shard}of{fmt.shards}"
+    return f"hash/{digest}/{check_hash(chunk).hex()}/{fmt.kind}-{shard}of{fmt.shards}"
 
 
 def check_hash(block_hash: bytes) -> bytes:

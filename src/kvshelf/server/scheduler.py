@@ -30,13 +30,7 @@ from kvshelf.format.namespace import Namespace
 from kvshelf.server.adapter import Adapter, AdapterThreads
 from kvshelf.server.channel import Channel
 from kvshelf.server.messages import MAX_NAMES, MAX_REQUEST, LookedUp, LookUpChunks
-from kvshelf.server.naming import (
-    PLAIN,
-    chunk_names,
-    chunks_of,
-    hash_names,
-    striding_block_hashes,
-)
+from kvshelf.server.naming import PLAIN, chunks_of, names_of, striding_block_hashes
 
 _LOOKUP_SECONDS: Final = 2.0
 #: Bytes of a message beside its names, and beside the characters of each name.
@@ -149,7 +143,7 @@ class SchedulerAdapter(Adapter):
             short = not hashes
 
             def derive() -> list[list[str]]:
-                return [hash_names(self.fmt, one) for one in hashes]
+                return [names_of(self.fmt, one) for one in hashes]
 
         elif token_ids is not None and block_hashes is None:
             tokens = list(token_ids)
@@ -157,7 +151,7 @@ class SchedulerAdapter(Adapter):
 
             def derive() -> list[list[str]]:
                 chunks = chunks_of(self.fmt, tokens, len(tokens), identity)
-                return [chunk_names(self.fmt, chunk) for chunk in chunks]
+                return [names_of(self.fmt, chunk) for chunk in chunks]
 
         else:
             raise ValueError(

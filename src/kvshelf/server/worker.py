@@ -56,10 +56,10 @@ from kvshelf.server.lease_window import LeaseWindow, WantedObject
 from kvshelf.server.messages import Call, Store, Stored, Welcome
 from kvshelf.server.naming import (
     PLAIN,
+    NamedChunk,
     check_hash,
     chunks_of,
-    hash_name,
-    stored_name,
+    name_of,
     striding_block_hashes,
 )
 from kvshelf.server.operations import LoadOperations, Operation, Operations, StoreOperations
@@ -160,12 +160,12 @@ class _Gathered:
 
 @dataclass(frozen=True, slots=True)
 class _Object:
-    """One object of a load; without a chunk in hash mode."""
+    """One object of a load."""
 
     work: _Work
     copy: _ChunkCopy
     shard: int
-    chunk: Chunk | None
+    chunk: NamedChunk
     #: What :meth:`kvshelf.kv.caches.KVCache.fence` returned when the load began.
     fence: object
 
@@ -398,28 +398,27 @@ class WorkerAdapter(Adapter):
         self,
         work: _Work,
         copy: _ChunkCopy,
-        chunk: Chunk | bytes,
-        parent: Chunk | bytes | None,
+        chunk: NamedChunk,
+        parent: NamedChunk | None,
         shard: int,
         room: Room,
     ) -> None:
-        """Ask the server to publish one object; chunks are block hashes in hash mode."""
+        """Ask the server to publish one object."""
+        checksum = None
         if isinstance(chunk, Chunk):
             self._describe()
             self.fmt.seal(room.view, chunk, shard)
-            name, checksum = stored_name(self.fmt, chunk, shard), None
         else:
-            name = hash_name(self.fmt, chunk, shard)
             checksum = xxhash.xxh3_64_intdigest(room.view)
         request = self._channel.request(
             Store(
-                name,
+                name_of(self.fmt, chunk, shard),
                 room.offset,
                 room.nbytes,
                 memory_only=checksum is not None,
                 checksum=checksum,
                 # Objects of the format name theirs.
-                parent=hash_name(self.fmt, parent, shard) if isinstance(parent, bytes) else "",
+                parent=name_of(self.fmt, parent, shard) if isinstance(parent, bytes) else "",
             )
         )
 
@@ -522,23 +521,20 @@ class WorkerAdapter(Adapter):
         if chunks is None:
             work.operation.expire()
             return
-        wanted = []
-        for copy in work.copies:
-            for shard in copy.shards:
-                chunk = chunks[copy.number]
-                if isinstance(chunk, Chunk):
-                    name, size = stored_name(self.fmt, chunk, shard), self.fmt.object_size(shard)
-                    one = _Object(work, copy, shard, chunk, fence)
-                else:
-                    name, size = hash_name(self.fmt, chunk, shard), self.fmt.payload_size(shard)
-                    one = _Object(work, copy, shard, None, fence)
-                wanted.append(self._wanted(one, name, size))
-        self._window.want(wanted)
+        self._window.want(
+            [
+                self._wanted(_Object(work, copy, shard, chunks[copy.number], fence))
+                for copy in work.copies
+                for shard in copy.shards
+            ]
+        )
 
-    def _wanted(self, one: _Object, name: str, nbytes: int) -> WantedObject:
+    def _wanted(self, one: _Object) -> WantedObject:
         def arrived(future: Future[Leased]) -> None:
             self._threads.put(lambda: self._scatter(one, wanted, future))
 
+        name = name_of(self.fmt, one.chunk, one.shard)
+        nbytes = self._header_bytes(one.work.op) + self.fmt.payload_size(one.shard)
         wanted = WantedObject(one.work.operation, name, nbytes, arrived)
         return wanted
 
@@ -567,7 +563,7 @@ class WorkerAdapter(Adapter):
     def _copy(self, one: _Object, borrowed: Leased) -> bool:
         """Copy the KV of a borrowed object; return whether it was the object until the end."""
         view = borrowed.view
-        if one.chunk is not None:
+        if isinstance(one.chunk, Chunk):
             self.fmt.verify_header(view, one.chunk, one.shard)
         if one.work.event is not None:
             one.work.event.synchronize()
@@ -693,7 +689,7 @@ class WorkerAdapter(Adapter):
                 copies.append(_ChunkCopy(number, slots(start, start + size), shards))
         return self._caches, copies
 
-    def _chunks(self, work: _Work) -> Sequence[Chunk | bytes] | None:
+    def _chunks(self, work: _Work) -> Sequence[NamedChunk] | None:
         """Return the operation's chunks, or in hash mode their block hashes; None: malformed."""
         op = work.op
         if op.block_hashes is not None:
