@@ -154,13 +154,14 @@ def test_nothing_goes_past_a_wrapper() -> None:
 def test_a_read_only_backend_passes_on_what_changes_nothing() -> None:
     changing = {"write", "write_marker", "delete", "quarantine", "trim", "sweep", "touch", "now"}
     for name, (args, _) in CALLS.items():
-        noting = Noting()
+        noting, options = Noting(), OPTIONS.get(name, {})
         if name in ("write", "write_marker", "delete", "quarantine"):
             with pytest.raises(PermissionError, match="read-only"):
                 getattr(ReadOnlyBackend(noting), name)(*args)
         else:
-            getattr(ReadOnlyBackend(noting), name)(*args)
-        assert noting.calls == ([] if name in changing else [(name, args)])
+            getattr(ReadOnlyBackend(noting), name)(*args, **options)
+        passed_on = [(name, (*args, *options.values()))]
+        assert noting.calls == ([] if name in changing else passed_on)
 
 
 @pytest.fixture
