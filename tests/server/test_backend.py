@@ -106,6 +106,12 @@ class Setting:
         loan.release()
         return data
 
+    def loaded(self, shelf: Shelf, index: int) -> bytearray:
+        """Load an object to memory of the client."""
+        data = bytearray(self.fmt.object_size(0))
+        shelf.view(self.fmt).load(self.ref(index), memoryview(data))
+        return data
+
     def rig(self, segment: Segment | None = None, **options: Any) -> Rig:
         """A transfer whose shelf is behind the server."""
         rig = Rig(
@@ -202,28 +208,23 @@ def test_objects_too_large_for_the_memory_come_in_messages(tmp_path: Path) -> No
         fmt = make_format(chunk_size=2048)
         setting = Setting(tmp_path, stack, arena_bytes=64 << 10, fmt=fmt)
         setting.place(0)
-        view = setting.connect().view(fmt)
-        assert view.pin(setting.ref(0)) is None
-        data = bytearray(fmt.object_size(0))
-        assert len(data) > 64 << 10
-        view.load(setting.ref(0), memoryview(data))
-        assert data == setting.image(0)
+        shelf = setting.connect()
+        assert shelf.view(fmt).pin(setting.ref(0)) is None
+        assert fmt.object_size(0) > 64 << 10
+        assert setting.loaded(shelf, 0) == setting.image(0)
 
 
 def test_memory_that_a_device_cannot_read_is_copied_from(setting: Setting) -> None:
     setting.place(0, 1)
     shelf = setting.connect(in_place=False)
-    view = shelf.view(setting.fmt)
-    assert view.pin(setting.ref(0)) is None
-    data = memoryview(bytearray(setting.fmt.object_size(0)))
+    assert shelf.view(setting.fmt).pin(setting.ref(0)) is None
     for _ in range(2):
-        view.load(setting.ref(0), data)
-        assert data == setting.image(0)
+        assert setting.loaded(shelf, 0) == setting.image(0)
     # The second time it was in the server's memory.
     assert setting.stats()["read_objects"] == 1
     until(lambda: setting.stats()["leases"] == 0)
     with pytest.raises(ObjectMissingError):
-        view.load(setting.ref(2), data)
+        setting.loaded(shelf, 2)
 
 
 def test_a_gpu_reads_from_memory_that_is_page_locked_in_pieces(
@@ -263,9 +264,7 @@ def test_a_gpu_copies_from_memory_that_cannot_be_page_locked(
         until(lambda: "a GPU gets its objects by way of other memory" in caplog.text)
         view = shelf.view(setting.fmt)
         assert view.pin(setting.ref(0)) is None
-        data = memoryview(bytearray(setting.fmt.object_size(0)))
-        view.load(setting.ref(0), data)
-        assert data == setting.image(0)
+        assert setting.loaded(shelf, 0) == setting.image(0)
 
 
 class NoAnswer(Future[Any]):
@@ -292,9 +291,7 @@ def test_what_finds_no_room_in_time_is_read_past_the_memory(
     served = setting.server.shelf.backend.deadlines
     assert served.to_read(size) < answer.waited < deadlines.to_read(size)
     assert answer.cancelled()
-    data = memoryview(bytearray(setting.fmt.object_size(0)))
-    view.load(setting.ref(0), data)
-    assert data == setting.image(0)
+    assert setting.loaded(shelf, 0) == setting.image(0)
     assert shelf.available
 
 
@@ -312,9 +309,7 @@ def test_what_the_server_has_no_room_for_is_read_past_the_memory(
 
     monkeypatch.setattr(Channel, "fetch", fetch)
     assert view.pin(setting.ref(0)) is None
-    data = memoryview(bytearray(setting.fmt.object_size(0)))
-    view.load(setting.ref(0), data)
-    assert data == setting.image(0)
+    assert setting.loaded(shelf, 0) == setting.image(0)
     assert shelf.available
 
 
