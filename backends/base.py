@@ -22,10 +22,10 @@ import re
 import time
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, Literal, NamedTuple, TypeAlias, overload
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from kvshelf.backends.notices import Notices
 from kvshelf.errors import ObjectNameError, StorageError
@@ -57,6 +57,9 @@ NOT_REGULAR: Final = NotRegular.NOT_REGULAR
 StatResult: TypeAlias = "int | None | NotRegular | StorageError"
 
 StatResults: TypeAlias = "list[StatResult]"  # inside the classes `list` is a method
+
+#: Answers of :meth:`Backend.delete_all`: deleted, was gone, or why not.
+DeleteResults: TypeAlias = "list[bool | StorageError]"
 
 
 class WriteResult(Enum):
@@ -148,6 +151,8 @@ class Properties:
         Number of concurrent calls up to which throughput grows.
     probes_at_once : int
         Number of names for which one call of ``stat`` takes little longer than for one.
+    deletes_at_once : int
+        The same for ``delete_all``.
     part_bytes : int
         Objects of at least this size may be read faster if :meth:`Backend.open` is told their
         size; 0: none.
@@ -158,7 +163,7 @@ class Properties:
     can_quarantine : bool
         :meth:`Backend.quarantine` moves the entry; False: it deletes the object.
     temporaries : bool
-        A writer that is killed may leave a temporary, which :meth:`Backend.sweep` removes.
+        A writer that is killed may leave a temporary, see :func:`final_name`.
     deadlines : Deadlines
         Upper bounds for calls when the storage works.
     available : bool
@@ -173,6 +178,7 @@ class Properties:
     links: bool = False
     concurrency: int = 8
     probes_at_once: int = 1
+    deletes_at_once: int = 1
     part_bytes: int = 0
     probe_cost: float = 10e-6
     read_only: bool = False
@@ -395,8 +401,16 @@ class Backend(ABC):
         return self.write(name, [b""])
 
     @abstractmethod
-    def list(self, prefix: str = "", *, hidden: bool = False) -> Iterator[ObjectInfo]:
-        """Stream all objects below the folder `prefix`, in no particular order.
+    def list(
+        self,
+        prefix: str = "",
+        *,
+        hidden: bool = False,
+        wanted: Callable[[str], bool] | None = None,
+        unopened: str | None = None,
+        after: str | None = None,
+    ) -> Iterator[ObjectInfo]:
+        """Stream all objects below the folder `prefix`, each time in the same order of folders.
 
         Objects that are created or deleted meanwhile may be missed. A missing folder is empty.
 
@@ -407,7 +421,17 @@ class Backend(ABC):
         hidden : bool
             List what has a leading dot in a part of its name below `prefix` as well: temporaries,
             and files in reserved folders. A storage may be unable to: what bounds a shelf neither
-            counts nor deletes them there. Links and special files are never listed or followed.
+            counts nor deletes them there. Links and special files are never followed.
+        wanted : Callable, optional
+            Called with the name of each entry before anything else is asked about it: what it
+            refuses is left out, a folder with all that is in it. A storage without folders calls
+            it for objects only.
+        unopened : str, optional
+            A folder in which no other folder is opened: what is there is listed whatever it is,
+            links, special files and folders too, which are listed nowhere else.
+        after : str, optional
+            The last name of a folder that an earlier listing came to, which then came to another
+            folder: the listing goes on there.
 
         Raises
         ------
@@ -427,15 +451,43 @@ class Backend(ABC):
 
     @abstractmethod
     def delete(self, name: str) -> bool:
-        """Remove one object (never a link's target); return False if it did not exist.
+        """Remove one entry (never a link's target); return False if it did not exist.
 
         Raises
         ------
         NotRegularError
-            If the entry is a folder.
+            If the entry is a folder. Where folders can be moved to quarantine one that is empty is
+            removed.
         StorageError
             If the storage failed.
         """
+
+    def delete_all(self, names: Sequence[str]) -> DeleteResults:
+        """Remove objects, by few requests where the storage has some for many.
+
+        Returns
+        -------
+        list of bool or StorageError
+            For each name what :meth:`delete` returns or raises; True for what was gone where the
+            storage does not tell. After an error that may pass the others are not tried, and have
+            the same answer. Any of them may be gone if the process is killed meanwhile.
+
+        Raises
+        ------
+        ObjectNameError
+            If a name is not safe: an error of the caller.
+        """
+        for name in names:
+            check_name(name)
+        answers: DeleteResults = []
+        for name in names:
+            try:
+                answers.append(self.delete(name))
+            except StorageError as error:
+                answers.append(error)
+                if error.retryable:
+                    break
+        return answers + answers[-1:] * (len(names) - len(answers))
 
     @abstractmethod
     def quarantine(self, name: str, target: str) -> bool:
@@ -450,38 +502,6 @@ class Backend(ABC):
         StorageError
             If the storage failed.
         """
-
-    def trim(self, folder: str, max_count: int, max_bytes: int) -> None:
-        """Remove the first entries of `folder`, by name, until it is within both bounds.
-
-        For quarantine folders, whose names begin with a time. No entry is followed or descended
-        into; a folder that is not empty stays. Best effort.
-        """
-
-    def sweep(self, folder: str, older_than: float, is_ours: Callable[[str], bool]) -> int:
-        """Remove temporaries of killed writers directly in `folder`.
-
-        Parameters
-        ----------
-        folder : str
-            Its subfolders are skipped.
-        older_than : float
-            Seconds since the last change of a temporary; younger ones may be in use.
-        is_ours : Callable
-            Called with the final name (without folder) of a temporary. A regular file is removed
-            only if its name is exactly that of a temporary and this function returns True.
-
-        Returns
-        -------
-        int
-            Number of files removed.
-
-        Raises
-        ------
-        StorageError
-            If the storage failed.
-        """
-        return 0
 
     @abstractmethod
     def touch(self, name: str) -> Touched:
@@ -576,11 +596,31 @@ NEVER_OLD: Final = -math.inf
 _apart_log: Final = RateLimitedLog(logger, seconds=3600.0)
 
 
-@overload
-def time_for_ages(now: float, url: str) -> float: ...
-@overload
-def time_for_ages(now: float | None, url: str) -> float | None: ...
-def time_for_ages(now: float | None, url: str) -> float | None:
+def folders_left(folders: Iterable[str], after: str | None) -> list[str]:
+    """Return the folders in one folder that are still to be listed, the first of them last.
+
+    Parameters
+    ----------
+    folders : Iterable of str
+        Their names.
+    after : str or None
+        See :meth:`Backend.list`. What is listed in one folder comes before the folders in it.
+    """
+    left = (f"{folder}/" for folder in folders)
+    if after is not None:
+        done = after[: after.rfind("/") + 1]
+        left = (folder for folder in left if folder > done or done.startswith(folder))
+    return [folder[:-1] for folder in sorted(left, reverse=True)]
+
+
+def is_behind(folder: str, after: str | None) -> bool:
+    """Whether what is listed directly in a folder is left out because of `after`."""
+    if after is None:
+        return False
+    return not folder or after[: after.rfind("/") + 1].startswith(f"{folder}/")
+
+
+def time_for_ages(now: float, url: str) -> float:
     """Return the time by which files are old enough to be deleted.
 
     That is the earlier of the storage's time and this machine's: a clock that is ahead deletes
@@ -589,18 +629,11 @@ def time_for_ages(now: float | None, url: str) -> float | None:
 
     Parameters
     ----------
-    now : float or None
+    now : float
         The storage's time, see :meth:`Backend.now`.
     url : str
         The storage, for the warning.
-
-    Returns
-    -------
-    float or None
-        None if `now` is None.
     """
-    if now is None:
-        return None
     own = time.time()
     if abs(now - own) <= MOST_APART:
         return min(now, own)

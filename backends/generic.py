@@ -49,10 +49,10 @@ from kvshelf.backends.base import (
     WriteResult,
     check_name,
     endless_listing,
-    final_name,
+    folders_left,
+    is_behind,
     probe,
     temporary_name,
-    time_for_ages,
 )
 from kvshelf.backends.oserrors import process_limit, storage_error
 from kvshelf.errors import (
@@ -444,16 +444,30 @@ class GenericBackend(Backend):
 
     # ---------------------------------------------------------------------------------- listings
 
-    def list(self, prefix: str = "", *, hidden: bool = False) -> Iterator[ObjectInfo]:
+    def list(
+        self,
+        prefix: str = "",
+        *,
+        hidden: bool = False,
+        wanted: Callable[[str], bool] | None = None,
+        unopened: str | None = None,
+        after: str | None = None,
+    ) -> Iterator[ObjectInfo]:
         """Stream all objects below `prefix`, with one listing per folder."""
         pending = [check_name(prefix) if prefix else ""]
         while pending:
             folder = pending.pop()
+            listed = is_behind(folder, after)
+            inner: list[str] = []
             for name, found in self._entries(folder, hidden=hidden):
-                if found.get("type") == "directory" and not found.get("islink"):
-                    pending.append(name)
-                elif _is_file(found):
+                if wanted is not None and not wanted(name):
+                    continue
+                opens = folder != unopened
+                if opens and _is_folder(found):
+                    inner.append(name)
+                elif not listed and (not opens or _is_file(found)):
                     yield _object_info(name, found)
+            pending += folders_left(inner, after)
 
     def folders(self, prefix: str = "") -> Sequence[str]:
         """Names of the folders directly below `prefix`."""
@@ -462,7 +476,7 @@ class GenericBackend(Backend):
             for name, found in self._entries(
                 check_name(prefix) if prefix else "", seconds=_FOLDERS_SECONDS
             )
-            if found.get("type") == "directory" and not found.get("islink")
+            if _is_folder(found)
         )
 
     def _entries(
@@ -528,29 +542,6 @@ class GenericBackend(Backend):
         check_name(target)
         return self.delete(name)
 
-    def sweep(self, folder: str, older_than: float, is_ours: Callable[[str], bool]) -> int:
-        """Remove old temporaries, if writes make any and the filesystem reports times."""
-        if self._atomic_put:
-            return 0
-        ours = [
-            (base, _object_info(base, found).mtime)
-            for base, found in self._all_entries(check_name(folder) if folder else "")
-            if (final := final_name(base)) is not None and is_ours(final) and _is_file(found)
-        ]
-        now = time_for_ages(self.now(), self.url) if ours else None
-        removed = 0
-        for base, changed in ours:
-            if now is None or not 0 < changed < now - older_than:
-                continue
-            try:
-                self._fs.rm_file(f"{self._path(folder)}/{base}")
-            except FileNotFoundError:
-                continue
-            except Exception as exc:
-                raise self._translate(exc, "sweeping", folder, writing=True) from exc
-            removed += 1
-        return removed
-
     def touch(self, name: str) -> Touched:
         """Do nothing: fsspec does not know access times."""
         check_name(name)
@@ -586,6 +577,10 @@ def _secrets(options: Mapping[str, Any]) -> set[str]:
         elif isinstance(value, str) and len(value) >= 4 and _SECRET_OPTION.search(str(key)):
             found.add(value)
     return found
+
+
+def _is_folder(found: Mapping[str, Any]) -> bool:
+    return found.get("type") == "directory" and not found.get("islink")
 
 
 def _is_file(found: Mapping[str, Any]) -> bool:

@@ -65,6 +65,7 @@ from kvshelf.backends.base import (
     BytesLike,
     Checked,
     Deadlines,
+    DeleteResults,
     ObjectInfo,
     Properties,
     Reader,
@@ -77,8 +78,9 @@ from kvshelf.backends.base import (
 )
 from kvshelf.backends.breaker import DEFAULT_BACKOFF, Backoff, Breaker, BreakerState
 from kvshelf.backends.oserrors import is_out_of_files
-from kvshelf.backends.trials import LIST, PROBE, READ, Trials, try_to_start
+from kvshelf.backends.trials import LIST, PROBE, READ, Trials
 from kvshelf.backends.wrappers import WrappedBackend
+from kvshelf.background import try_to_start
 from kvshelf.errors import (
     NoRoomError,
     NoSpaceStorageError,
@@ -156,6 +158,10 @@ class GuardedBackend(WrappedBackend):
     reads, writes : Breaker
     bound : StoreBound or None
         Bounds what is written; None: nothing does.
+    written : set of str
+        The first parts of the names that were written, until somebody clears it.
+    on_full : Callable
+        Called when a write found no room on the storage. It must not block.
     """
 
     #: Effect of an open breaker, for the log.
@@ -178,6 +184,8 @@ class GuardedBackend(WrappedBackend):
         self._breakers = {PROBE: self.reads, READ: self.reads, LIST: self.reads}
         self._breakers |= {_WRITE: self.writes, _DELETE: self.writes, _TOUCH: self.writes}
         self.bound: StoreBound | None = None
+        self.written: set[str] = set()
+        self.on_full: Callable[[], None] = _do_nothing
         self._calls: dict[int, _Call] = {}
         self._watchers: list[Watcher] = []
         self._count: Callable[[str], None] = _count_nothing
@@ -373,9 +381,13 @@ class GuardedBackend(WrappedBackend):
         try:
             with _Guarded(self, _WRITE, name, self.deadlines.to_write(size)):
                 result = self.inner.write(name, buffers, mode)
+        except NoSpaceStorageError:
+            self.on_full()
+            raise
         finally:
             if bound is not None:
                 bound.end(size, result not in (None, WriteResult.EXISTED))
+        self.written.add(name.partition("/")[0])
         return result
 
     def write_marker(self, name: str) -> WriteResult:
@@ -391,13 +403,30 @@ class GuardedBackend(WrappedBackend):
         with self._uncounted(name):
             return self.inner.write_marker(name)
 
-    def list(self, prefix: str = "", *, hidden: bool = False) -> Iterator[ObjectInfo]:
+    def list(
+        self,
+        prefix: str = "",
+        *,
+        hidden: bool = False,
+        wanted: Callable[[str], bool] | None = None,
+        unopened: str | None = None,
+        after: str | None = None,
+    ) -> Iterator[ObjectInfo]:
         """Stream the objects below a folder; each step has a deadline of its own."""
         with _Guarded(self, LIST, prefix, self.deadlines.read):
-            rows = iter(self.inner.list(prefix, hidden=hidden))
+            listing = self.inner.list(
+                prefix, hidden=hidden, wanted=wanted, unopened=unopened, after=after
+            )
+            rows = iter(listing)
         while True:
-            with _Guarded(self, LIST, prefix, self.deadlines.read):
+            # No context manager, which would take as long as the row.
+            call = self._enter(LIST, prefix, self.deadlines.read)
+            try:
                 row = next(rows, None)
+            except BaseException as error:
+                self._leave(call, error)
+                raise
+            self._leave(call)
             if row is None:
                 return
             yield row
@@ -410,17 +439,26 @@ class GuardedBackend(WrappedBackend):
         with _Guarded(self, _DELETE, name, self.deadlines.write):
             return self.inner.delete(name)
 
+    def delete_all(self, names: Sequence[str]) -> DeleteResults:
+        """Remove objects, with one deadline for each request that this takes."""
+        requests = 1
+        if len(names) > 1:
+            requests = -(-len(names) // self.inner.properties.deletes_at_once)
+        try:
+            call = self._enter(_DELETE, names[0] if names else "", self.deadlines.write * requests)
+        except UnavailableStorageError as error:
+            return [error] * len(names)
+        failure: StorageError | None = None
+        try:
+            answers = self.inner.delete_all(names)
+            failure = next((a for a in answers if isinstance(a, StorageError)), None)
+            return answers
+        finally:
+            self._leave(call, failure)
+
     def quarantine(self, name: str, target: str) -> bool:
         with _Guarded(self, _WRITE, name, self.deadlines.write):
             return self.inner.quarantine(name, target)
-
-    def trim(self, folder: str, max_count: int, max_bytes: int) -> None:
-        with _Guarded(self, _DELETE, folder, self.deadlines.write):
-            self.inner.trim(folder, max_count, max_bytes)
-
-    def sweep(self, folder: str, older_than: float, is_ours: Callable[[str], bool]) -> int:
-        with _Guarded(self, _DELETE, folder, self.deadlines.write):
-            return self.inner.sweep(folder, older_than, is_ours)
 
     @property
     def touches(self) -> bool:
@@ -641,6 +679,10 @@ class GuardedBackend(WrappedBackend):
                     f" {call.seconds:.3g} s"
                 )
         self._trials.check(now)
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _count_nothing(name: str) -> None:

@@ -335,7 +335,7 @@ class PosixBackend(Backend):
         return self._publisher.write(name, buffers, mode)
 
     def delete(self, name: str) -> bool:
-        """Unlink one file or link."""
+        """Unlink one file or link, or remove one empty folder."""
         self._place.check_writable(check_name(name))
         folder, _, base = name.rpartition("/")
         with self._folders.opened(folder, "deleting", writing=True) as fd:
@@ -350,8 +350,20 @@ class PosixBackend(Backend):
                     exc.errno == errno.EPERM
                     and stat_module.S_ISDIR(os.lstat(base, dir_fd=fd).st_mode)
                 ):
-                    raise not_regular(exc.errno, "a folder", self._place.base + name) from exc
+                    return self._delete_folder(name, base, fd)
                 raise self._place.failed(exc, "deleting", name, writing=True) from exc
+        return True
+
+    def _delete_folder(self, name: str, base: str, fd: int) -> bool:
+        try:
+            os.rmdir(base, dir_fd=fd)
+        except FileNotFoundError:
+            return False
+        except OSError as exc:
+            if exc.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                path = self._place.base + name
+                raise not_regular(exc.errno, "a folder that is not empty", path) from exc
+            raise self._place.failed(exc, "deleting", name, writing=True) from exc
         return True
 
     def quarantine(self, name: str, target: str) -> bool:
@@ -387,21 +399,21 @@ class PosixBackend(Backend):
 
     # ------------------------------------------------------------------------ listings, and others
 
-    def list(self, prefix: str = "", *, hidden: bool = False) -> Iterator[ObjectInfo]:
+    def list(
+        self,
+        prefix: str = "",
+        *,
+        hidden: bool = False,
+        wanted: Callable[[str], bool] | None = None,
+        unopened: str | None = None,
+        after: str | None = None,
+    ) -> Iterator[ObjectInfo]:
         """Stream all objects below `prefix`, one open folder at a time."""
-        return self._listing.walk(prefix, hidden=hidden)
+        return self._listing.walk(prefix, hidden, wanted, unopened, after)
 
     def folders(self, prefix: str = "") -> Sequence[str]:
         """Names of the folders directly below `prefix`."""
         return self._listing.folders(prefix)
-
-    def trim(self, folder: str, max_count: int, max_bytes: int) -> None:
-        """Remove the first entries of `folder`, empty folders included."""
-        self._listing.trim(folder, max_count, max_bytes)
-
-    def sweep(self, folder: str, older_than: float, is_ours: Callable[[str], bool]) -> int:
-        """Remove old temporaries among the first 65536 entries of one folder."""
-        return self._listing.sweep(folder, older_than, is_ours, self.now)
 
     def space(self) -> Space | None:
         """Return what `statvfs` says of the root; None for filesystems that do not tell."""

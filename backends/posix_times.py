@@ -14,14 +14,13 @@ from collections.abc import Callable
 from typing import Final
 
 from kvshelf.backends.base import CLOCK_FOLDER, Touched, check_name, temporary_name
+from kvshelf.backends.clock import StorageClock
 from kvshelf.backends.oserrors import storage_error
 from kvshelf.backends.posix_folders import Folders, libc
 from kvshelf.backends.posix_mount import Mount, Root
 from kvshelf.backends.posix_publish import CREATE, NO_LINKS
 from kvshelf.errors import NoSpaceStorageError, ReadOnlyStorageError
 
-#: Seconds for which the difference between two clocks is believed.
-_APART_SECONDS: Final = 600.0
 #: Errors of `utimensat` if this user may not set the times, or the filesystem has none.
 _NO_TIMES: Final = frozenset((errno.EACCES, errno.EROFS, *NO_LINKS))
 #: A filesystem may know times no better than to so many seconds.
@@ -55,9 +54,7 @@ class Times:
         self._sets_both = mount.kind.startswith("fuse")
         #: Whether access times that are set are kept; None while that is not known.
         self._kept = True if mount.local else None
-        #: Seconds by which the storage's clock is ahead of this machine's, as of the last look.
-        self._apart = 0.0
-        self._apart_until = 0.0
+        self._clock = StorageClock(self.now)
 
     def touch(self, name: str) -> Touched:
         """Set an access time; refused also where it is seen that this was said, and not done."""
@@ -68,10 +65,10 @@ class Times:
             fd = self._folders.open(folder)
             try:
                 before = None if self._kept else os.lstat(base, dir_fd=fd)
-                _touch(base, fd, self._time() if self._sets_both else None)
+                _touch(base, fd, self._clock.now() if self._sets_both else None)
                 if before is not None:
                     after = os.lstat(base, dir_fd=fd)
-                    self._kept = _has_kept(before, after, self._time())
+                    self._kept = _has_kept(before, after, self._clock.now())
                     return Touched.REFUSED if self._kept is False else Touched.TOUCHED
             finally:
                 os.close(fd)
@@ -79,14 +76,6 @@ class Times:
             if exc.errno in _NO_TIMES:
                 return Touched.REFUSED
         return Touched.TOUCHED
-
-    def _time(self) -> float:
-        """Return the storage's time by this machine's clock and how far the two are apart."""
-        if time.monotonic() >= self._apart_until:
-            self._apart_until = time.monotonic() + _APART_SECONDS
-            now = self.now()
-            self._apart = 0.0 if now is None else now - time.time()
-        return time.time() + self._apart
 
     def now(self) -> float | None:
         """Create a temporary, look at its time, and remove it."""

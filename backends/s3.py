@@ -10,6 +10,7 @@ Contracts
   object is fetched as several parts in parallel if one connection was measured to be slow, few
   requests are in flight and the server supports ranges. A body that is not read to its end is
   dropped.
+* Objects are deleted a thousand by one request, where so many are.
 * A publication is one PUT, with ``If-None-Match: *`` unless the object may be replaced. A store
   that ignores the condition would overwrite. Whether it honours the condition is learned once, by
   writing a small object a second time with the same bytes. Until the store is known to honour the
@@ -31,7 +32,7 @@ import errno
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -40,6 +41,7 @@ from kvshelf.backends.base import (
     Backend,
     BytesLike,
     Deadlines,
+    DeleteResults,
     ObjectInfo,
     Properties,
     Reader,
@@ -52,7 +54,15 @@ from kvshelf.backends.base import (
     endless_listing,
     probe,
 )
-from kvshelf.backends.s3_client import PROBES_AT_ONCE, Body, Client, Part, Put, RangeError
+from kvshelf.backends.s3_client import (
+    DELETES_AT_ONCE,
+    PROBES_AT_ONCE,
+    Body,
+    Client,
+    Part,
+    Put,
+    RangeError,
+)
 from kvshelf.backends.s3_options import OPTIONS, is_installed, unknown_options
 from kvshelf.errors import (
     ConfigError,
@@ -308,6 +318,7 @@ class S3Backend(Backend):
             conditional_create=False,
             concurrency=PROBES_AT_ONCE,
             probes_at_once=PROBES_AT_ONCE,
+            deletes_at_once=DELETES_AT_ONCE,
             part_bytes=_LARGE_BYTES,
             probe_cost=10e-3,
             # Includes the time to open a connection and the client's own retries.
@@ -511,15 +522,23 @@ class S3Backend(Backend):
 
     # ---------------------------------------------------------------------------------- listings
 
-    def list(self, prefix: str = "", *, hidden: bool = False) -> Iterator[ObjectInfo]:
+    def list(
+        self,
+        prefix: str = "",
+        *,
+        hidden: bool = False,
+        wanted: Callable[[str], bool] | None = None,
+        unopened: str | None = None,
+        after: str | None = None,
+    ) -> Iterator[ObjectInfo]:
         """Stream all objects below `prefix`, a thousand per request.
 
         Raises :class:`~kvshelf.errors.PermanentStorageError` if no rows arrive for a minute or
         rows are repeated: such a listing may have no end.
         """
-        wanted = _is_name if hidden else _is_listed
+        is_listed = _is_name if hidden else _is_listed
         folder = check_name(prefix) + "/" if prefix else ""
-        pages = self.client.rows(prefix, _ROWS, _ROWS_SECONDS)
+        pages = self.client.rows(prefix, _ROWS, _ROWS_SECONDS, after)
         cycle = _Cycle()
         while True:
             with self._errors("listing", prefix, seconds=_ROWS_SECONDS):
@@ -533,7 +552,13 @@ class S3Backend(Backend):
                         "listing failed: the server lists the same objects again and again",
                         f"{self.url}/{prefix}" if prefix else self.url,
                     )
-                if row.name.startswith(folder) and wanted(row.name[len(folder) :]):
+                if (
+                    row.name.startswith(folder)
+                    # Servers may not know what to begin with.
+                    and (after is None or row.name > after)
+                    and is_listed(row.name[len(folder) :])
+                    and (wanted is None or wanted(row.name))
+                ):
                     yield row
 
     def folders(self, prefix: str = "") -> Sequence[str]:
@@ -552,10 +577,28 @@ class S3Backend(Backend):
             return False
         try:
             with self._errors("deleting", name, writing=True):
-                self.client.delete(name)
-        except FileNotFoundError:
+                self.client.delete([name])
+        except ObjectMissingError:
             return False
         return True
+
+    def delete_all(self, names: Sequence[str]) -> DeleteResults:
+        """Remove objects, a thousand by one request, which does not tell which were there."""
+        for name in names:
+            check_name(name)
+        answers: DeleteResults = []
+        for begin in range(0, len(names), DELETES_AT_ONCE):
+            some = names[begin : begin + DELETES_AT_ONCE]
+            try:
+                with self._errors("deleting", some[0], writing=True):
+                    self.client.delete(some)
+                answers += [True] * len(some)
+            except StorageError as error:
+                if error.retryable:
+                    return answers + [error] * (len(names) - len(answers))
+                # Which of them stay, each tells by itself.
+                answers += super().delete_all(some)
+        return answers
 
     def quarantine(self, name: str, target: str) -> bool:
         """Delete the object: S3 can move only by copying."""

@@ -19,6 +19,8 @@ from kvshelf.backends.base import ObjectInfo
 from kvshelf.errors import StorageError
 
 PROBES_AT_ONCE: Final = 64
+#: Most objects that one request removes.
+DELETES_AT_ONCE: Final = 1000
 #: A body arrives in pieces of about this size.
 STREAM_BYTES: Final = 1 << 20
 
@@ -105,8 +107,8 @@ class Client(ABC):
         """Write an object; `create`: on the condition that there is none."""
 
     @abstractmethod
-    def delete(self, name: str) -> None:
-        """Remove an object."""
+    def delete(self, names: Sequence[str]) -> None:
+        """Remove objects, whether they are there or not; raise if one of them stays."""
 
     @abstractmethod
     def now(self) -> float | None:
@@ -134,7 +136,9 @@ class Client(ABC):
         """Request a part: the object's size, an asynchronous iterator of pieces, its close."""
 
     @abstractmethod
-    def _pages(self, prefix: str, count: int) -> Callable[[], Awaitable[Sequence[ObjectInfo]]]:
+    def _pages(
+        self, prefix: str, count: int, after: str | None
+    ) -> Callable[[], Awaitable[Sequence[ObjectInfo]]]:
         """Return a function that returns the next rows of a listing, none at its end."""
 
     @abstractmethod
@@ -194,9 +198,11 @@ class Client(ABC):
         """Fail now if every later call would fail; TimeoutError after `seconds`."""
         next(self.rows("", 1, seconds), None)
 
-    def rows(self, prefix: str, count: int, seconds: float) -> Iterator[Sequence[ObjectInfo]]:
-        """List objects, `count` at once; TimeoutError if the next take more than `seconds`."""
-        following = self._pages(prefix, count)
+    def rows(
+        self, prefix: str, count: int, seconds: float, after: str | None = None
+    ) -> Iterator[Sequence[ObjectInfo]]:
+        """List objects behind `after`, `count` at once; TimeoutError if the next take `seconds`."""
+        following = self._pages(prefix, count, after)
         while rows := self._wait(following, seconds):
             yield rows
 

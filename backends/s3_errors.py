@@ -22,6 +22,8 @@ from kvshelf.errors import (
 )
 
 _CODE: Final = re.compile(r"<Code>(\w+)</Code>")
+#: As obstore says that one object of many was not deleted.
+_CODE_OF_ONE: Final = re.compile(r"\(code: (\w+)\)")
 _STATUS: Final = re.compile(r"status code: (\d{3})")
 _REGION: Final = re.compile(r"<Region>([\w-]+)</Region>|expecting '([\w-]+)'")
 _BAD_KEYS: Final = frozenset(
@@ -161,7 +163,7 @@ def explain(
             "the access key, its secret or its token is not accepted: correct key, secret and"
             " token in storage_options, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
         )
-    if codes & {"403", "401"}:
+    if codes & {"403", "401", "AccessDenied"}:
         refused = ReadOnlyStorageError if writing else PermanentStorageError
         return refused, errno.EACCES, _RIGHTS
     if codes & _FULL:
@@ -196,4 +198,5 @@ def _said(text: str) -> str:
 
 def codes_of(text: str) -> set[str]:
     """Return the error code and the status in a message."""
-    return {found[1] for found in (_CODE.search(text), _STATUS.search(text)) if found is not None}
+    searched = (pattern.search(text) for pattern in (_CODE, _CODE_OF_ONE, _STATUS))
+    return {found[1] for found in searched if found is not None}

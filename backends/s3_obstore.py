@@ -31,7 +31,7 @@ from kvshelf.backends.s3_options import (
     mapping_of,
     verify_of,
 )
-from kvshelf.backends.trials import THREAD_LIMIT, try_to_start
+from kvshelf.background import THREAD_LIMIT, try_to_start
 from kvshelf.errors import ConfigError, StorageError, TransientStorageError
 
 _RETRY_SECONDS: Final = 3.0
@@ -133,12 +133,14 @@ class ObstoreClient(Client):
             raise
         return Put.DONE
 
-    def delete(self, name: str) -> None:
-        """Make a DELETE request."""
-        self._store.delete(name)
+    def delete(self, names: Sequence[str]) -> None:
+        """Make a DeleteObjects request for each thousand."""
+        self._store.delete(list(names))
 
-    def _pages(self, prefix: str, count: int) -> Callable[[], Awaitable[Sequence[ObjectInfo]]]:
-        stream = self._store.list(prefix or None, chunk_size=count)
+    def _pages(
+        self, prefix: str, count: int, after: str | None
+    ) -> Callable[[], Awaitable[Sequence[ObjectInfo]]]:
+        stream = self._store.list(prefix or None, offset=after, chunk_size=count)
 
         async def following() -> Sequence[ObjectInfo]:
             rows = await anext(stream, None)

@@ -153,12 +153,23 @@ class S3fsClient(Client):
             raise
         return Put.DONE
 
-    def delete(self, name: str) -> None:
-        """Make a DELETE request."""
-        self._wait(lambda: self._call("delete_object", name))
+    def delete(self, names: Sequence[str]) -> None:
+        """Make a DELETE request, or one that removes many."""
+        if len(names) == 1:
+            self._wait(lambda: self._call("delete_object", names[0]))
+            return
+        wanted = [{"Key": self._prefix + name} for name in names]
+        found = self._wait(
+            lambda: self._call("delete_objects", Delete={"Objects": wanted, "Quiet": True})
+        )
+        if errors := found.get("Errors"):
+            raise _RefusedError(errors[0])
 
-    def _pages(self, prefix: str, count: int) -> Callable[[], Awaitable[Sequence[ObjectInfo]]]:
-        pages = self._listing(prefix, MaxKeys=count)
+    def _pages(
+        self, prefix: str, count: int, after: str | None
+    ) -> Callable[[], Awaitable[Sequence[ObjectInfo]]]:
+        first = {} if after is None else {"StartAfter": self._prefix + after}
+        pages = self._listing(prefix, MaxKeys=count, **first)
 
         async def following() -> Sequence[ObjectInfo]:
             async for page in pages:
@@ -206,6 +217,14 @@ class S3fsClient(Client):
 
     def close(self) -> None:
         """Do nothing: s3fs closes its connections itself."""
+
+
+class _RefusedError(Exception):
+    """One object of many was not deleted; with the answer as an error of botocore has it."""
+
+    def __init__(self, error: Mapping[str, Any]) -> None:
+        super().__init__(str(error.get("Message")))
+        self.response = {"Error": error}
 
 
 def _answer(exc: Exception) -> Mapping[str, Any] | None:

@@ -19,6 +19,7 @@ from typing import Final
 
 from kvshelf.backends.base import Backend, Deadlines, probe
 from kvshelf.backends.breaker import Breaker, BreakerState
+from kvshelf.background import try_to_start
 from kvshelf.errors import NotRegularError, ObjectMissingError
 
 logger = logging.getLogger(__name__)
@@ -29,19 +30,6 @@ PROBE, READ, LIST = "probe", "read", "list"
 TRIAL_BYTES: Final = 16 << 20
 _PIECE: Final = 1 << 20
 _MOST: Final = 32
-
-#: For messages: why no thread could be started, and what to check.
-THREAD_LIMIT: Final = "the thread limit is reached (ulimit -u, or pids.max of the container)"
-
-
-def try_to_start(thread: threading.Thread) -> bool:
-    """Start a thread; return False if the system allows no more threads now."""
-    try:
-        thread.start()
-    except RuntimeError as error:
-        logger.debug("%s: %s", thread.name, error)
-        return False
-    return True
 
 
 class Trials:

@@ -15,6 +15,7 @@ from kvshelf.backends.base import (
     Backend,
     BytesLike,
     Checked,
+    DeleteResults,
     ObjectInfo,
     Properties,
     Reader,
@@ -34,13 +35,14 @@ _MADE_OF: Final = {
     "read_into": "open",
     "read_whole": "open",
     "write_marker": "write",
+    "delete_all": "delete",
 }
 
 
 class WrappedBackend(Backend):
     """Forwards every call; subclasses override some.
 
-    Nothing goes past a subclass: where it overrides `stat`, `open` or `write`, the methods that
+    Nothing goes past a subclass: where it overrides `open`, `write` or `delete`, the methods that
     consist of that one by default consist of its own, such as `read_into` of its `open`, unless it
     overrides them as well.
 
@@ -102,8 +104,16 @@ class WrappedBackend(Backend):
     def write_marker(self, name: str) -> WriteResult:
         return self.inner.write_marker(name)
 
-    def list(self, prefix: str = "", *, hidden: bool = False) -> Iterator[ObjectInfo]:
-        return self.inner.list(prefix, hidden=hidden)
+    def list(
+        self,
+        prefix: str = "",
+        *,
+        hidden: bool = False,
+        wanted: Callable[[str], bool] | None = None,
+        unopened: str | None = None,
+        after: str | None = None,
+    ) -> Iterator[ObjectInfo]:
+        return self.inner.list(prefix, hidden=hidden, wanted=wanted, unopened=unopened, after=after)
 
     def folders(self, prefix: str = "") -> Sequence[str]:
         return self.inner.folders(prefix)
@@ -111,14 +121,11 @@ class WrappedBackend(Backend):
     def delete(self, name: str) -> bool:
         return self.inner.delete(name)
 
+    def delete_all(self, names: Sequence[str]) -> DeleteResults:
+        return self.inner.delete_all(names)
+
     def quarantine(self, name: str, target: str) -> bool:
         return self.inner.quarantine(name, target)
-
-    def trim(self, folder: str, max_count: int, max_bytes: int) -> None:
-        self.inner.trim(folder, max_count, max_bytes)
-
-    def sweep(self, folder: str, older_than: float, is_ours: Callable[[str], bool]) -> int:
-        return self.inner.sweep(folder, older_than, is_ours)
 
     def notices(self) -> Notices | None:
         return self.inner.notices()
@@ -159,12 +166,6 @@ class ReadOnlyBackend(WrappedBackend):
 
     def quarantine(self, name: str, target: str) -> bool:
         raise self._refuse(name)
-
-    def trim(self, folder: str, max_count: int, max_bytes: int) -> None:
-        """Do nothing."""
-
-    def sweep(self, folder: str, older_than: float, is_ours: Callable[[str], bool]) -> int:
-        return 0
 
     def touch(self, name: str) -> Touched:
         """Do nothing."""

@@ -1352,22 +1352,10 @@ def test_a_configuration_decides_the_namespace(config: Config) -> None:
     assert len(different) == 5
 
 
-def test_a_configuration_decides_how_much_is_prefetched(config: Config) -> None:
-    tokens = prompt(2 * CHUNK)
-    with ChunkCache.open(config, facts()) as cache:
-        put(cache, tokens)
-        assert cache.prefetch(tokens) == len(tokens)
-    with ChunkCache.open(config.model_copy(update={"prefetch_bytes": 0}), facts()) as cache:
-        assert cache.prefetch(tokens) == 0
-
-
-def test_a_configuration_decides_how_much_is_kept_in_memory(
-    config: Config, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_configuration_decides_how_much_is_kept_in_memory(config: Config) -> None:
     tokens = prompt(2 * CHUNK)
     for options, kept in (
         ({"memory_tier": MemoryTierConfig(max_bytes=ByteSize(1 << 24))}, True),
-        ({"prefetch_bytes": 1 << 24}, True),
         ({}, False),
     ):
         with ChunkCache.open(config.model_copy(update=options), facts()) as cache:
@@ -1375,7 +1363,7 @@ def test_a_configuration_decides_how_much_is_kept_in_memory(
             assert fetch(cache, tokens) == len(tokens)
             found = cache.lookup(tokens, tiers=["memory"])
             assert found == (len(tokens) if kept else 0)
-    assert caplog.text.count("prefetch_bytes is an earlier name of memory_tier") == 1
+            assert cache.prefetch(tokens) == len(tokens)
 
 
 def test_a_configuration_that_cannot_be_used_is_refused(config: Config) -> None:

@@ -155,7 +155,7 @@ def test_the_address_of_a_node_server(monkeypatch: pytest.MonkeyPatch) -> None:
         {"shared_storage_path": "/kv"},
         {"storage_options": {"create": False}},
         {"disk_tier": {"path": "/nvme/kv", "max_bytes": "1GiB"}},
-        {"prefetch_bytes": 0},
+        {"memory_tier": {"max_bytes": "1GiB"}},
         {"capacity": {"max_bytes": "1TiB"}},
     ],
 )
@@ -350,17 +350,12 @@ def test_options_that_contradict_each_other() -> None:
     assert "save_decode" in text
 
 
-def test_an_earlier_name_means_the_same_but_not_at_once() -> None:
-    text = problem({"memory_tier": {"max_bytes": "1GiB"}, "prefetch_bytes": "1GiB"})
-    assert "prefetch_bytes is an earlier name of memory_tier" in text
-    named = load({}, {"KVSHELF_MEMORY_TIER": '{"max_bytes": "1GiB"}'})
-    for config in (named, load({"prefetch_bytes": "1GiB"})):
-        assert config.memory_bytes == 1 << 30
-        assert config.prefetch_budget(0.0) == config.prefetch_budget(1.0) == 1 << 29
-    without, nothing = load({}), load({"prefetch_bytes": 0})
+def test_without_a_memory_tier_only_far_storage_is_read_ahead() -> None:
+    config, without = load({}, {"KVSHELF_MEMORY_TIER": '{"max_bytes": "1GiB"}'}), load({})
+    assert config.memory_bytes == 1 << 30
+    assert config.prefetch_budget(0.0) == config.prefetch_budget(1.0) == 1 << 29
     assert (without.prefetch_budget(0.0), without.memory_bytes) == (0, 0)
     assert without.prefetch_budget(1.0) > 0
-    assert (nothing.prefetch_budget(1.0), nothing.memory_bytes) == (0, 0)
 
 
 def test_a_disk_tier_is_a_place_and_a_size(monkeypatch: pytest.MonkeyPatch) -> None:

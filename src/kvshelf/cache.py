@@ -42,7 +42,8 @@ from torch import Tensor
 
 from kvshelf.capacity.sweeper import Sweeper
 from kvshelf.capacity.uses import Uses
-from kvshelf.config import EARLIER_NAME, Config
+from kvshelf.capacity.walk import Walk
+from kvshelf.config import Config
 from kvshelf.errors import ConfigError
 from kvshelf.format.keys import Chunk, KeyChain, MultimodalItem, salt_group_of
 from kvshelf.format.kinds import FULL, STATE, Kind, kind_key
@@ -667,8 +668,6 @@ class ChunkCache:
             weights=config.weights,
         )
         counters = Counters()
-        if config.prefetch_bytes:
-            logger.warning(EARLIER_NAME, config.memory_bytes)
         uses = Uses.of(config, counters)
         shelf, disk_tier = open_shelf(counters)
         memory_tier = sweeper = None
@@ -681,6 +680,7 @@ class ChunkCache:
                     shelf,
                     config.capacity,
                     counters,
+                    walk=Walk(shelf.backend, counters),
                     keep_tails=config.handover_keep_s or None,
                 )
                 sweeper.start()
@@ -691,7 +691,6 @@ class ChunkCache:
                 memory_tier=memory_tier,
                 staging_bytes=config.least_staging,
                 io_threads=config.io_threads,
-                prefetch_bytes=_PREFETCH_BYTES if config.prefetch_bytes is None else 0,
                 group_by_salt=config.group_by_salt,
                 check_finite=config.check_finite,
                 timeout_s=timeout_s,
@@ -1325,7 +1324,7 @@ class ChunkCache:
 
     def _note_used(self, chunks: Sequence[Chunk]) -> None:
         """Record that chunks of this kind were used."""
-        self._uses.hit(self.shelf.view(self.fmt), chunks)
+        self._uses.note(self.shelf.view(self.fmt), chunks)
 
     def _note_stored(self, chunk: Chunk) -> None:
         """Let lookups find a chunk that was just published."""

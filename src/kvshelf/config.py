@@ -90,7 +90,6 @@ _OF_THE_SERVER: Final = (
     "storage_options",
     "disk_tier",
     "memory_tier",
-    "prefetch_bytes",
     "capacity",
 )
 _PREFETCH_BYTES: Final = 256 << 20
@@ -102,11 +101,6 @@ _LEAST_MAX_AGE: Final = 120.0
 #: Seconds of the units of time that options know.
 TIME_UNITS: Final = types.MappingProxyType({"s": 1, "m": 60, "h": 3600, "d": 86400})
 _PREFETCH_FROM_PROBE_SECONDS: Final = 1e-3
-#: For the log, where the option is used.
-EARLIER_NAME: Final = (
-    "prefetch_bytes is an earlier name of memory_tier, which keeps what is stored and loaded as"
-    ' well: set memory_tier to {"max_bytes": %d} instead'
-)
 _SECRET_FIELDS: Final = frozenset({"storage_options"})
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)")
 _SERVICE_LINK = re.compile(r"KVSHELF_(\w+_)?(SERVICE_(HOST|PORT)\w*|PORT(_\d+_\w+)?)")
@@ -357,9 +351,9 @@ class Config(BaseSettings):
             "The node server of this machine, as `kvshelf serve` shows it: `ipc://` and the path of"
             " its socket. Its engines share one memory tier and one set of connections to the"
             " storage. The shelf, its bounds and the tiers are then options of the server: "
-            "`shared_storage_path`, `storage_options`, `capacity`, `disk_tier`, `memory_tier` and "
-            "`prefetch_bytes` are errors beside this option. Without the server the engine runs as "
-            "without a cache. See [Node server](node-server.md)."
+            "`shared_storage_path`, `storage_options`, `capacity`, `disk_tier` and `memory_tier` "
+            "are errors beside this option. Without the server the engine runs as without a cache. "
+            "See [Node server](node-server.md)."
         ),
     )
     memory_tier: MemoryTierConfig | None = Field(
@@ -512,13 +506,6 @@ class Config(BaseSettings):
             "request runs; what is left then, windows and states are dropped and counted. The "
             "engine never waits for it. The kinds of KV of a hybrid model share it, and each needs "
             "enough for two chunks."
-        ),
-    )
-    prefetch_bytes: Annotated[_Size, Field(ge=0)] | None = Field(
-        default=None,
-        description=(
-            "An earlier name: the same as `memory_tier` with this `max_bytes`, and a warning. `0`: "
-            "nothing is read ahead for requests that wait. Not together with `memory_tier`."
         ),
     )
     io_threads: _Count | None = Field(
@@ -731,9 +718,7 @@ class Config(BaseSettings):
     @property
     def memory_bytes(self) -> int:
         """Bytes of each worker's memory tier; 0 if none is configured."""
-        if self.memory_tier is not None:
-            return int(self.memory_tier.max_bytes)
-        return max(int(self.prefetch_bytes), _LEAST_MEMORY) if self.prefetch_bytes else 0
+        return 0 if self.memory_tier is None else int(self.memory_tier.max_bytes)
 
     def prefetch_budget(self, probe_seconds: float) -> int:
         """Bytes for what is read ahead from storage with this probe latency.
@@ -744,9 +729,7 @@ class Config(BaseSettings):
             return 0
         if self.memory_bytes:
             return self.memory_bytes // 2
-        if self.prefetch_bytes is not None or probe_seconds < _PREFETCH_FROM_PROBE_SECONDS:
-            return 0
-        return _PREFETCH_BYTES
+        return 0 if probe_seconds < _PREFETCH_FROM_PROBE_SECONDS else _PREFETCH_BYTES
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
@@ -757,11 +740,6 @@ class Config(BaseSettings):
             raise ValueError(
                 f"disk_tier.path is {tier.path} and shared_storage_path {where}: one is inside "
                 "the other; give the disk tier a directory of its own"
-            )
-        if self.memory_tier is not None and self.prefetch_bytes is not None:
-            raise ValueError(
-                "memory_tier and prefetch_bytes are both set, but prefetch_bytes is an earlier name"
-                " of memory_tier: remove it"
             )
         if self.capacity.group_max_bytes is not None and not self.group_by_salt:
             raise ValueError(

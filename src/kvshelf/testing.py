@@ -234,6 +234,7 @@ def _every_call(backend: Backend, name: str) -> dict[str, Callable[[], object]]:
         "write": lambda: backend.write(name, [b"x"]),
         "replace": lambda: backend.write(name, [b"x"], "replace"),
         "delete": lambda: backend.delete(name),
+        "delete_all": lambda: backend.delete_all(["good", name]),
         "quarantine": lambda: backend.quarantine(name, "aside"),
         "quarantine to": lambda: backend.quarantine("good", name),
         "touch": lambda: backend.touch(name),
@@ -665,7 +666,10 @@ class BackendSuite:
         assert list(backend.folders("a")) == []
 
     def test_entries_are_all_files(self, backend: Backend, oracle: Oracle) -> None:
-        """Temporaries and reserved folders are listed too, with their sizes; links are not."""
+        """Temporaries and reserved folders are listed too, with their sizes; links are not.
+
+        What is not wanted is left out. A folder is listed as it is where nothing is to be opened.
+        """
         objects = {
             "top": 1,
             "a/x": 2,
@@ -685,6 +689,31 @@ class BackendSuite:
         assert [row.name for row in backend.list(".kvshelf", hidden=True)] == [
             ".kvshelf/pins/z.json"
         ]
+        wanted = {"a", "a/x", ".kvshelf/pins/z.json"}
+        some = backend.list(hidden=True, wanted=wanted.__contains__)
+        # Of a folder that is not wanted nothing is.
+        assert {row.name for row in some} - {".kvshelf/pins/z.json"} == {"a/x"}
+        bad = {"a/.kvshelf/bad/y"}
+        for kind in oracle.specials:
+            oracle.put_special(f"a/.kvshelf/bad/{kind}", kind)
+            bad.add(f"a/.kvshelf/bad/{kind}")
+        for prefix in ("a", "a/.kvshelf/bad"):
+            as_it_is = backend.list(prefix, hidden=True, unopened="a/.kvshelf/bad")
+            assert {row.name for row in as_it_is if "/bad/" in row.name} == bad
+
+    def test_a_listing_goes_on_behind_a_folder(self, backend: Backend, oracle: Oracle) -> None:
+        """Behind the last file of a folder are exactly the files that came behind it before."""
+        for folder in ("a", "a/_", "a/_/00", "a/_/0f", "a/_/ff", "a/0.x", "a/x-y", "a/x", "b"):
+            for name in ("0", "m", "z"):
+                oracle.put(f"{folder}/{name}.y", b"1")
+        oracle.put("a/.kvshelf/bad/y", b"1")
+        for prefix, hidden in (("a", True), ("a", False), ("a/_", True), ("", False)):
+            names = [row.name for row in backend.list(prefix, hidden=hidden)]
+            inside = [name.rpartition("/")[0] for name in names]
+            for number in range(1, len(names)):
+                if inside[number] != inside[number - 1]:
+                    rows = backend.list(prefix, hidden=hidden, after=names[number - 1])
+                    assert {row.name for row in rows} == {*names[number:]}
 
     # ---------------------------------------------------------------------------- other changes
 
@@ -697,6 +726,17 @@ class BackendSuite:
         assert oracle.names() == {"a/y"}
         assert backend.stat(["a/x", "a/y"]) == [None, 1]
         assert backend.write("a/x", [b"again"]) is WriteResult.CREATED
+
+    def test_delete_all(self, backend: Backend, oracle: Oracle) -> None:
+        """Exactly the named objects are deleted; a storage need not tell which were there."""
+        for number in range(5):
+            backend.write(f"a/{number}", [b"1"])
+        answers = backend.delete_all(["a/3", "b/none", "a/0", "a/1"])
+        assert [answers[0], *answers[2:]] == [True] * 3
+        assert answers[1] in (True, False)
+        assert oracle.names() == {"a/2", "a/4"}
+        assert backend.stat([f"a/{number}" for number in range(5)]) == [None, None, 1, None, 1]
+        assert backend.delete_all([]) == []
 
     def test_quarantine(self, backend: Backend, oracle: Oracle) -> None:
         """The object leaves its name; if the backend can move objects, it is kept."""
@@ -770,7 +810,8 @@ class BackendSuite:
         ):
             with pytest.raises(ReadOnlyStorageError):
                 change()
-        fixed.trim("a", 0, 0)
+        (refused,) = fixed.delete_all(["a/x"])
+        assert isinstance(refused, ReadOnlyStorageError)
         assert oracle.names() == {"a/x"}
 
     def test_close_twice(self, backend: Backend) -> None:

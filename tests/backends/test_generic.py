@@ -158,20 +158,6 @@ def test_lost_bytes_are_noticed_before_publishing(tmp_path: Path, monkeypatch: A
     assert list(tmp_path.iterdir()) == []
 
 
-def test_sweep_takes_only_old_temporaries_of_its_own(tmp_path: Path) -> None:
-    backend = GenericBackend(f"file://{tmp_path}")
-    kept = [".foreign.0123456789abcdef.tmp", "x", ".x.tmp"]
-    for name in (".x.0123456789abcdef.tmp", *kept):
-        (tmp_path / "a").mkdir(exist_ok=True)
-        (tmp_path / "a" / name).write_bytes(b"")
-    (tmp_path / "a" / ".x.000000000000000a.tmp").symlink_to("x")
-    (tmp_path / "a" / ".x.000000000000000b.tmp").mkdir()
-    assert backend.properties.temporaries
-    assert backend.sweep("a", 60, lambda name: name == "x") == 0
-    assert backend.sweep("a", -1, lambda name: name == "x") == 1
-    assert len(list((tmp_path / "a").iterdir())) == len(kept) + 2
-
-
 class _LaterFileSystem(AsyncFileSystem):  # type: ignore[misc]
     """memory:// behind the asynchronous interface of object stores."""
 

@@ -29,6 +29,7 @@ from kvshelf.backends import (
     posix_mount,
     posix_publish,
 )
+from kvshelf.backends.base import final_name
 from kvshelf.backends.oserrors import storage_error
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.posix_mount import READ_ONLY_MEMORY, Mount, find_mount
@@ -122,7 +123,6 @@ def test_no_folder_link_leads_outside(backend: PosixBackend, root: Path, level: 
         lambda: backend.delete(name),
         lambda: backend.quarantine(name, "aside"),
         lambda: list(backend.list("ns/_/ab")),
-        lambda: backend.sweep("ns/_/ab", -1, any_name),
     ):
         with pytest.raises(PermanentStorageError):
             call()
@@ -294,8 +294,6 @@ def test_files_that_nfs_keeps_for_readers_are_no_objects(backend: PosixBackend, 
     kept = root / "a" / ".nfs00000000000004d200000001"
     kept.write_bytes(b"deleted, and open")
     assert [row.name for row in backend.list()] == ["a/x"]
-    assert backend.sweep("a", -60, any_name) == 0
-    assert kept.exists()
 
 
 def test_shelf_deleted_during_a_write(backend: PosixBackend, root: Path, monkeypatch: Any) -> None:
@@ -343,7 +341,6 @@ def test_read_only_by_option(root: Path) -> None:
         with pytest.raises(ReadOnlyStorageError, match="read-only"):
             call()
     backend.touch("a/x")
-    backend.trim("a", 0, 0)
     assert everything(root.parent) == before
     missing = open_backend(root.parent / "none", read_only=True)
     assert missing.stat(["a/x"]) == [None]
@@ -571,8 +568,6 @@ def test_nothing_stays_open(backend: PosixBackend, root: Path, monkeypatch: Any)
         list(backend.folders("a"))
         backend.quarantine("a/b/x", "q/x")
         backend.delete("q/x")
-        backend.sweep("a", 0, any_name)
-        backend.trim("a", 0, 0)
         with monkeypatch.context() as patch:
             patch.setattr(os, "writev", failing(errno.EIO))
             with pytest.raises(StorageError):
@@ -673,29 +668,10 @@ def test_killed_before_publishing(root: Path, call: str, mode: str) -> None:
     assert backend.stat(["a/x"]) == [None]
     assert list(backend.list()) == []
     (left,) = files(root)
-    assert left.startswith("a/.x.")
-    assert backend.sweep("a", 3600, any_name) == 0
+    assert final_name(left.removeprefix("a/")) == "x"
     assert backend.write("a/x", [b"1"]) is WriteResult.CREATED
-    assert backend.sweep("a", -1, any_name) == 1
+    assert backend.delete(left)
     assert files(root) == {"a/x"}
-
-
-def test_sweep_takes_only_old_temporaries_of_its_own(backend: PosixBackend, root: Path) -> None:
-    kept = {"a/x", "a/.hidden", "a/x.tmp", "a/.x.tmp", "a/b/.x.0123456789abcdef.tmp"}
-    kept |= {"a/.foreign.0123456789abcdef.tmp", "a/.x.0123456789ABCDEF.tmp"}
-    gone = {"a/.x.0123456789abcdef.tmp", "a/.x.fedcba9876543210.tmp"}
-    for name in kept | gone:
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(b"")
-    (root / "a" / ".x.000000000000000a.tmp").symlink_to("x")
-    (root / "a" / ".x.000000000000000b.tmp").mkdir()
-    os.mkfifo(root / "a" / ".x.000000000000000c.tmp")
-    kept |= {"a/.x.000000000000000a.tmp", "a/.x.000000000000000c.tmp"}
-    assert backend.sweep("a", 60, lambda name: name == "x") == 0
-    assert backend.sweep("none", -1, lambda name: name == "x") == 0
-    assert backend.sweep("a", -1, lambda name: name == "x") == 2
-    assert files(root) == kept
-    assert (root / "a" / ".x.000000000000000b.tmp").is_dir()
 
 
 def test_reader_goes_on_after_a_replace_by_another_size(backend: PosixBackend) -> None:
@@ -709,26 +685,6 @@ def test_reader_goes_on_after_a_replace_by_another_size(backend: PosixBackend) -
 
 
 # ------------------------------------------------------------------------------------------ other
-
-
-def test_trim_keeps_the_newest_within_both_bounds(backend: PosixBackend, root: Path) -> None:
-    bad = root / "bad"
-    bad.mkdir()
-    outside = root.parent / "outside"
-    outside.mkdir()
-    (outside / "file").write_bytes(b"")
-    for number in range(6):
-        (bad / f"{number}-file").write_bytes(b"." * 10)
-    (bad / "00-full").mkdir()
-    (bad / "00-full" / "inside").write_bytes(b"")
-    (bad / "01-empty").mkdir()
-    (bad / "02-link").symlink_to(outside)
-    backend.trim("bad", 4, 1 << 20)
-    assert {p.name for p in bad.iterdir()} == {"00-full", "2-file", "3-file", "4-file", "5-file"}
-    assert (outside / "file").exists()
-    backend.trim("bad", 100, 25)
-    assert {p.name for p in bad.iterdir()} == {"00-full", "4-file", "5-file"}
-    backend.trim("none", 0, 0)
 
 
 def test_touch_changes_the_access_time_only(backend: PosixBackend, root: Path) -> None:

@@ -22,6 +22,7 @@ from kvshelf.errors import (
     ConfigError,
     ObjectMissingError,
     PermanentStorageError,
+    ReadOnlyStorageError,
     StorageError,
     TransientStorageError,
 )
@@ -414,6 +415,29 @@ def test_a_conflict_is_tried_again(moto: S3Server) -> None:
         proxy.add("409", "write", "*second*", times=2)
         assert backend.write("second", [b"1"]) is WriteResult.CREATED
         assert proxy.met == 2
+
+
+@needs_moto
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_thousand_objects_are_deleted_by_one_request(moto: S3Server, client: str) -> None:
+    options = {"client": client}
+    with (
+        S3Proxy(moto.endpoint) as proxy,
+        closing(opened(moto, endpoint_url=proxy.endpoint, **options)) as backend,
+    ):
+        names = [f"a/{number}" for number in range(3)]
+        for name in names:
+            backend.write(name, [b"1"])
+        others = [f"b/{number}" for number in range(1500)]
+        asked = requests_of(proxy, lambda: backend.delete_all([*others, *names]))
+        assert asked == ["delete", "delete"]
+        assert list(backend.list()) == []
+        for name in names:
+            backend.write(name, [b"1"])
+        proxy.add("403", "delete")
+        answers = backend.delete_all(names)
+        assert all(isinstance(answer, ReadOnlyStorageError) for answer in answers)
+        assert len(answers) == len(list(backend.list())) == 3
 
 
 @needs_rclone

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from typing import Any
@@ -17,7 +18,12 @@ from typer.testing import CliRunner
 
 from kvshelf.backends import Backend, open_backend
 from kvshelf.cli.app import app
-from kvshelf.errors import ConfigError, PermanentStorageError, StorageError
+from kvshelf.errors import (
+    ConfigError,
+    PermanentStorageError,
+    ReadOnlyStorageError,
+    StorageError,
+)
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import Shelf
 
@@ -25,6 +31,7 @@ pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[
 
 from kvshelf.backends import generic as generic_module
 from kvshelf.backends import s3 as s3_module
+from kvshelf.backends.s3 import S3Backend
 from tests.support.filled import namespace
 
 FORGED = "\x1b]0;title\x07\x1b[2J\nINFO forged line\u202e" + "x" * 100_000
@@ -70,6 +77,8 @@ class Hostile:
 
             def do_GET(self) -> None:
                 hostile.requests += 1
+                if self.command == "POST":
+                    self.rfile.read(int(self.headers["Content-Length"]))
                 if hostile.body_bytes:
                     self._send_too_much()
                     return
@@ -95,7 +104,7 @@ class Hostile:
                     self.wfile.write(bytes(1 << 20))
                     hostile.sent += 1 << 20
 
-            do_PUT = do_HEAD = do_DELETE = do_GET  # noqa: N815
+            do_PUT = do_HEAD = do_DELETE = do_POST = do_GET  # noqa: N815
 
             def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
                 """Say nothing."""
@@ -167,6 +176,28 @@ def test_a_listing_of_empty_pages_ends_with_an_error(hostile: Hostile, backend: 
     result = CliRunner().invoke(app, ["ls"], env=hostile.env())
     assert result.exit_code == 3
     assert "prefix of its own" in result.stderr
+
+
+@pytest.mark.parametrize("client", ["obstore", "s3fs"])
+def test_that_one_object_of_many_may_not_be_deleted_is_a_refusal(
+    hostile: Hostile, client: str
+) -> None:
+    pytest.importorskip(client, reason="it is missing: pip install 'kvshelf[s3]'")
+    hostile.answer = lambda query: (
+        "<DeleteResult><Deleted><Key>a</Key></Deleted><Error><Key>b</Key>"
+        "<Code>AccessDenied</Code><Message>not yours</Message></Error></DeleteResult>"
+        if "delete" in query
+        else page("", last=True)
+    )
+    with closing(
+        open_backend("s3://b", storage_options={**hostile.options, "client": client})
+    ) as s3:
+        assert isinstance(s3, S3Backend)
+        with (
+            pytest.raises(ReadOnlyStorageError, match="allow s3:"),
+            s3._errors("deleting", "a", writing=True),
+        ):
+            s3.client.delete(["a", "b"])
 
 
 @pytest.mark.usefixtures("soon")

@@ -185,7 +185,9 @@ def test_deleting_takes_one_more_right(server: S3Server, log: Log) -> None:
     assert all(allows(loading, *request) for request in asked[url])
     assert [request for request in asked["--yes"] if not allows(sweeping, *request)] == []
     refused = [request for request in asked["--yes"] if not allows(storing, *request)]
-    assert {method for method, _ in refused} == {"POST"} and len(refused) == 6
+    # All objects are deleted by one request. None is looked at: the listing is seconds old.
+    assert [method for method, _ in refused] == ["POST"]
+    assert not [place for method, place in asked["--yes"] if method == "HEAD" and "-0of" in place]
     assert sweeping["Statement"][:-1] == storing["Statement"]
 
 

@@ -122,7 +122,7 @@ def test_a_bucket_gets_marks_in_one_request(bucket: Bucket) -> None:
     before = bucket.modified([*HOT, *COLD])
     with closing(bucket.uses()) as uses:
         bucket.counting.counts.clear()
-        uses.hit(bucket.view, HOT)
+        uses.note(bucket.view, HOT)
         assert uses.flush(PATIENCE)
         assert bucket.counting.counts["write"] == 1
     keys = np.frombuffer(b"".join(c.key for c in [*HOT, *COLD]), np.uint8).reshape(-1, 32)
@@ -144,7 +144,7 @@ def test_what_is_used_is_written_anew_once_in_half_of_its_age(bucket: Bucket) ->
         for days, rewritten in [(0, 0), (3.4, 0), (3.6, 3), (5.0, 3)]:
             bucket.later.ahead = days * DAY
             bucket.next_second()
-            uses.hit(bucket.view, HOT)
+            uses.note(bucket.view, HOT)
             assert uses.flush(PATIENCE)
             counts = bucket.counters.snapshot()
             assert counts.get("rewritten_objects", 0) == rewritten * FMT.shards
@@ -180,7 +180,7 @@ def test_readers_of_what_is_written_anew_read_the_same(bucket: Bucket) -> None:
             for number in range(1, 6):
                 bucket.later.ahead = number * 2 * DAY
                 with closing(bucket.uses(how="rewrite", max_age=1.0)) as uses:
-                    uses.hit(bucket.view, HOT)
+                    uses.note(bucket.view, HOT)
                     assert uses.flush(PATIENCE)
             seen = loads[0]
             until(lambda: loads[0] > seen + 5)
@@ -225,7 +225,7 @@ def test_a_rule_of_the_bucket_deletes_what_is_not_used(bucket: Bucket) -> None:
         # A prompt that is sent every second day, by engines that are restarted now and then.
         pass_days(2)
         with closing(bucket.uses(how="rewrite", max_age=days * DAY)) as uses:
-            uses.hit(bucket.view, HOT)
+            uses.note(bucket.view, HOT)
             assert uses.flush(PATIENCE)
         expire()
     refs = [ObjectRef(chunk, shard) for chunk in HOT for shard in range(FMT.shards)]

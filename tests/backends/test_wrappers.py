@@ -54,9 +54,8 @@ CALLS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "list": (("a",), [ObjectInfo("a/b", 1, 0.0)]),
     "folders": (("a",), ["b"]),
     "delete": (("a",), True),
+    "delete_all": ((["a", "b"],), [True, False]),
     "quarantine": (("a", "b"), True),
-    "trim": (("a", 1, 2), None),
-    "sweep": (("a", 1.0, bool), 3),
     "touch": (("a",), Touched.REFUSED),
     "space": ((), Space(1, 2)),
     "now": ((), 5.0),
@@ -64,7 +63,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "close": ((), None),
 }
 #: Further ones, by name.
-OPTIONS = {"list": {"hidden": True}}
+OPTIONS = {"list": {"hidden": True, "wanted": bool, "unopened": "a/b", "after": "a/c"}}
 PROPERTIES = Properties("noting", part_bytes=17)
 
 
@@ -152,7 +151,7 @@ def test_nothing_goes_past_a_wrapper() -> None:
 
 
 def test_a_read_only_backend_passes_on_what_changes_nothing() -> None:
-    changing = {"write", "write_marker", "delete", "quarantine", "trim", "sweep", "touch", "now"}
+    changing = {"write", "write_marker", "delete", "delete_all", "quarantine", "touch", "now"}
     for name, (args, _) in CALLS.items():
         noting, options = Noting(), OPTIONS.get(name, {})
         if name in ("write", "write_marker", "delete", "quarantine"):

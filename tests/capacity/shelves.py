@@ -8,14 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvshelf.capacity.inventory import Inventory
+from kvshelf.capacity.rules import Rules
 from kvshelf.format.keys import Chunk
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef
-from tests.support.formats import sealed
+from tests.support.formats import make_format, sealed
+from tests.support.prompts import make_chunks
 from tests.support.storages import CountingBackend, FaultyBackend, LaterBackend, posix
 
 DAY = 86400.0
+FMT = make_format(native=False)
+SIZE = sum(FMT.object_size(shard) for shard in range(FMT.shards))
+HEX = "0123456789abcdef"
 
 
 class Place:
@@ -80,3 +85,16 @@ class Place:
 
 def salted(chunk: Chunk, group: str) -> Chunk:
     return replace(chunk, salt_group=group)
+
+
+def chunks(count: int, seed: int = 0) -> list[Chunk]:
+    return make_chunks(FMT, count, seed)
+
+
+def bound(place: Place, kept: int) -> Rules:
+    """Return a bound of bytes at which so many chunks stay of those on the shelf."""
+    held = place.scan().nbytes
+    others = held - sum(
+        path.stat().st_size for path in place.root.rglob("*.safetensors") if path.is_file()
+    )
+    return Rules(max_bytes=others + kept * SIZE, high=0.999, low=1.0)

@@ -17,10 +17,11 @@ from typer.testing import CliRunner
 
 from kvshelf.backends import open_backend
 from kvshelf.capacity import marks
-from kvshelf.capacity.collect import Limits, plan
+from kvshelf.capacity.collect import plan
 from kvshelf.capacity.inventory import Inventory, NamespaceFolder
 from kvshelf.capacity.lease import _decode
 from kvshelf.capacity.marks import MARKS, Marks
+from kvshelf.capacity.rules import Rules
 from kvshelf.capacity.sweeper import Sweeper
 from kvshelf.cli.app import app
 from kvshelf.config import CapacityConfig
@@ -149,7 +150,7 @@ def test_any_bytes_may_be_the_header_of_an_object(
     write(root, f"x-{TAG}/_/aa/{'aa' * 32}-1-0of1.safetensors", data)
     found = Inventory.scan(open_backend(str(root)), parents=True)
     assert found is not None
-    plan(found, Limits(max_age=60.0))
+    plan(found, Rules(max_age=60.0))
 
 
 def within(seconds: float, work: Callable[[], object]) -> None:
@@ -174,7 +175,7 @@ def test_parents_in_a_circle_hang_nothing(tmp_path: Path, length: int, kind: str
     found = Inventory.scan(open_backend(str(tmp_path)), parents=True)
     assert found is not None and len(found) == length
     # A process of its own is slow to start, and a thread that hangs ends with this one.
-    within(60, lambda: plan(found, Limits(max_age=60.0, max_bytes=1)))
+    within(60, lambda: plan(found, Rules(max_age=60.0, max_bytes=1)))
 
 
 # ------------------------------------------------------------------------ files, one by one

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvshelf.backends import ObjectInfo
-from kvshelf.capacity.inventory import Inventory, Sort, last_use
+from kvshelf.capacity import inventory as inventory_module
+from kvshelf.capacity.collect import plan
+from kvshelf.capacity.eviction import GONE, STATE_BIT, UNKNOWN, WINDOW_BIT, Units
+from kvshelf.capacity.inventory import Inventory, Scan, Sort, last_use
 from kvshelf.capacity.marks import Batch, Marks, write
 from kvshelf.capacity.pins import Pin, Pins
-from kvshelf.errors import TransientStorageError
+from kvshelf.capacity.rules import Rules
+from kvshelf.errors import PermanentStorageError, TransientStorageError
 from kvshelf.format.keys import KeyChain
 from kvshelf.format.kinds import FULL, STATE, WINDOW
-from kvshelf.shelf.eviction import GONE, STATE_BIT, UNKNOWN, WINDOW_BIT
 from tests.capacity.shelves import DAY, Place, salted
 from tests.support.formats import hybrid_format, make_format
 from tests.support.prompts import make_chunks
@@ -57,6 +63,27 @@ def test_every_object_is_in_it_under_its_name(place: Place) -> None:
     assert together == [FMT.shards] * 11 + [shards] * 2
 
 
+@pytest.mark.parametrize("parents", [False, True])
+def test_units_are_the_same_however_many_are_joined_at_the_same_time(
+    place: Place, monkeypatch: pytest.MonkeyPatch, parents: bool
+) -> None:
+    hybrid = hybrid_format()
+    for seed in range(4):
+        place.put(FMT, make_chunks(FMT, 5, seed), age=100 * seed, used=30)
+        for kind in (FULL, WINDOW, STATE):
+            place.put(hybrid.of(kind), make_chunks(hybrid, 3, seed), age=100 * seed)
+    found = place.scan(parents=parents)
+    pins = Pins({"it": Pin(keys=[make_chunks(FMT, 1)[0].key])})
+    whole = found.units(pins=pins)
+    assert whole.pinned.sum() == 1
+    monkeypatch.setattr(inventory_module, "_UNITS_AT_ONCE", 3)
+    parted = found.units(pins=pins)
+    for column in fields(Units):
+        np.testing.assert_array_equal(
+            getattr(parted, column.name), getattr(whole, column.name), column.name
+        )
+
+
 def test_an_empty_shelf_has_nothing(place: Place) -> None:
     found = place.scan(parents=True)
     assert (len(found), found.unit_count, found.nbytes) == (0, 0, 0)
@@ -76,7 +103,7 @@ def test_files_beside_objects_are_told_apart(place: Place) -> None:
         ],
         Sort.QUARANTINED: [f"{folder}/.kvshelf/bad/00-11-{base}"],
         Sort.MARKER: [f"{folder}/.kvshelf/gave-up/{'2' * 32}"],
-        Sort.RESERVED: [".kvshelf/pins/mine.json", f"{folder}/.kvshelf/bad/folder/{base}"],
+        Sort.RESERVED: [".kvshelf/pins/mine.json"],
         Sort.FOREIGN: [
             f"{folder}/README",
             f"{inner}/.{base}.tmp",
@@ -101,6 +128,114 @@ def test_files_beside_objects_are_told_apart(place: Place) -> None:
     foreign = sum(place.path(name).stat().st_size for name in expected[Sort.FOREIGN])
     files = [place.path(name) for name in place.files() if name.startswith((".kvshelf", folder))]
     assert found.nbytes == sum(path.stat().st_size for path in files) - foreign
+
+
+def test_what_is_in_quarantine_is_found_whatever_it_is(place: Place) -> None:
+    place.put(FMT, make_chunks(FMT, 1))
+    bad = f"{FMT.namespace.folder}/.kvshelf/bad"
+    place.write(f"{bad}/folder/inside")
+    os.symlink(place.root, place.root / bad / "link")
+    os.mkfifo(place.root / bad / "fifo")
+    for found in (place.scan(), place.scan(folders=[bad])):
+        assert {leftover.name for leftover in found.leftovers} == {
+            f"{bad}/{name}" for name in ("folder", "link", "fifo")
+        }
+
+
+def test_a_scan_goes_on_where_it_ended(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = KeyChain(FMT.namespace.digest, FMT.chunk_size)
+    chain.extend(range(11))
+    tail = chain.tail()
+    assert tail is not None
+    place.put(FMT, [*make_chunks(FMT, 6), tail], age=100)
+    place.put(FMT, [salted(chunk, "0123456789abcdef") for chunk in make_chunks(FMT, 4, 1)])
+    hybrid = hybrid_format()
+    for kind in (FULL, WINDOW, STATE):
+        place.put(hybrid.of(kind), make_chunks(hybrid, 3))
+    folder = FMT.namespace.folder
+    for name in ("notes", "_/notes", "_/00/notes", ".kvshelf/bad/00-11-x", "zz/notes"):
+        place.write(f"{folder}/{name}", b"foreign")
+    place.write(f"{folder}/.kvshelf/gave-up/{'2' * 32}", b"")
+    place.write(f".kvshelf/.sweep{TEMPORARY}")
+
+    def content(found: Inventory | None) -> object:
+        assert found is not None
+        names = sorted((found.name(row), int(found.size[row])) for row in range(len(found)))
+        left = sorted(left.name for left in found.leftovers)
+        return names, left, found.totals, found.unit_count, sorted(found.units().parent)
+
+    whole = content(place.scan())
+    listed: list[str] = []
+    failing, left = "", 0
+
+    def meet(operation: str, name: str) -> tuple[()]:
+        nonlocal left
+        if operation == failing:
+            left -= 1
+            if left == 0:
+                raise TransientStorageError(5, "EIO")
+        if operation == "entries":
+            listed.append(name)
+        return ()
+
+    def stop() -> bool:
+        nonlocal left
+        left -= failing == "stop"
+        return failing == "stop" and left == 0
+
+    monkeypatch.setattr(place.faults, "meet", meet)
+    for failing in ("entries", "folders", "open", "read", "stop"):
+        for calls in range(1, 1000):
+            left = calls
+            scan, first = Scan(place.counting), None
+            with contextlib.suppress(TransientStorageError):
+                first = scan.run(stop)
+            if first is not None:
+                break
+            seen = {*listed}
+            listed.clear()
+            assert content(scan.run()) == whole, (failing, calls)
+            again = {name.rpartition("/")[0] for name in seen.intersection(listed)}
+            assert len(again) <= 1, "only the folder in which it ended is listed again"
+            listed.clear()
+        listed.clear()
+        assert calls > 1, failing
+
+
+def test_a_part_is_listed(place: Place) -> None:
+    """Of folders, files, and what of them is wanted."""
+    first, second, *_ = place.put(FMT, make_chunks(FMT, 2))
+    other, *_ = place.put(OTHER, make_chunks(OTHER, 1))
+    place.write(f".kvshelf/.sweep{TEMPORARY}")
+
+    def listed(**options: object) -> set[str]:
+        found = place.scan(parents=None, **options)
+        return {left.name for left in found.leftovers} | set(map(found.name, range(len(found))))
+
+    assert other in listed(folders=[OTHER.namespace.folder])
+    assert first not in listed(folders=[OTHER.namespace.folder, "none-" + "0" * 16])
+    inner = first.rpartition("/")[0]
+    assert listed(folders=[inner, ".kvshelf"]) >= {first, f".kvshelf/.sweep{TEMPORARY}"}
+    assert listed(folders=[inner], wanted=lambda name: name == first) == {first}
+    assert listed(folders=(), names=[second, other, f"{inner}/none"]) == {second, other}
+
+
+@pytest.mark.parametrize("limit", ["_MOST_OBJECTS", "_MOST_GROUPS", "_MOST_FILES"])
+def test_more_than_fits_is_counted_or_refused(
+    place: Place, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    for number in range(8):
+        place.put(FMT, [salted(make_chunks(FMT, 1, number)[0], f"{number:016x}")])
+    held = place.scan().nbytes
+    monkeypatch.setattr(inventory_module, limit, 4)
+    with pytest.raises(PermanentStorageError, match="may have no end"):
+        place.scan()
+    found = place.scan(in_part=True)
+    assert found.is_part
+    assert 0 < len(found) <= 4 * FMT.shards
+    assert found.nbytes <= held
+    assert (found.nbytes == held) == (limit != "_MOST_FILES")
+    assert len(plan(found, Rules(max_bytes=1)).units)
 
 
 def test_links_are_neither_followed_nor_counted(place: Place, tmp_path: Path) -> None:
@@ -200,7 +335,7 @@ def test_parents_are_read_once_and_only_where_asked_for(place: Place) -> None:
     assert place.counting.counts["open"] == 4
     place.put(FMT, make_chunks(FMT, 4, 1))
     place.counting.counts.clear()
-    again = place.scan(parents=True, before=found)
+    again = place.scan(parents=True, before=found.parents)
     assert place.counting.counts["open"] == 4
     assert (again.units().parent >= 0).sum() == 6
 

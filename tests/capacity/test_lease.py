@@ -26,7 +26,7 @@ from kvshelf.errors import NoSpaceStorageError, TransientStorageError
 from tests.support.storages import Fault, FaultyBackend
 
 NOW = 1_800_000_000.0
-FOUND = Finding(at=NOW - 5, nbytes=1234, seconds=0.5, free=99, max_age=3600.0)
+FOUND = Finding(at=NOW - 5, nbytes=1234, seconds=0.5, free=99, max_age=3600.0, written=77)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_one_has_the_lease_and_others_learn_what_it_found(backend: FaultyBackend
     taken = one.take(one.read(NOW), NOW)
     assert taken is not None
     assert other.take(other.read(NOW), NOW + 1) is None
-    one.release(replace(taken, finding=FOUND))
+    one.release(replace(taken, finding=FOUND), NOW + 1)
     read = other.read(NOW)
     assert read.finding == FOUND
     again = other.take(read, NOW + 2)
@@ -54,12 +54,82 @@ def test_a_lease_of_a_killed_process_ends(backend: FaultyBackend) -> None:
     one, other = Lease(backend), Lease(backend)
     taken = one.take(Record(), NOW)
     assert taken is not None
-    one.renew(taken, NOW + 30)
+    assert one.renew(NOW + 30) is not None
     late = NOW + LEASE_SECONDS + 1
     assert other.take(other.read(late), late) is None
     later = NOW + 30 + LEASE_SECONDS
     assert other.take(other.read(later), later) is not None
     assert one.take(one.read(later), later) is None
+
+
+def test_who_holds_a_lease_for_an_hour_and_finds_nothing_is_not_believed(
+    backend: FaultyBackend,
+) -> None:
+    """Somebody may write there again and again that he sweeps."""
+    one, now, taken = Lease(backend), NOW, None
+    while taken is None and now < NOW + 2 * BOUND_SECONDS:
+        lie = {"version": 1, "owner": "x", "until": now + 50}
+        backend.write(SWEEP, [json.dumps(lie).encode()], "replace")
+        now += 10
+        taken = one.take(one.read(now), now)
+    assert taken is not None
+    assert now >= NOW + BOUND_SECONDS
+    lie = {"version": 1, "owner": "x", "until": now + 50}
+    backend.write(SWEEP, [json.dumps(lie).encode()], "replace")
+    assert one.renew(now + 5) is not None, "nor does that end the sweep"
+
+
+def test_a_process_that_was_paused_leaves_the_lease_of_another(backend: FaultyBackend) -> None:
+    one, other = Lease(backend), Lease(backend)
+    taken = one.take(Record(), NOW)
+    assert taken is not None
+    later = NOW + LEASE_SECONDS + 40
+    others = other.take(other.read(later), later)
+    assert others is not None
+    assert one.renew(later + 1, FOUND) is None
+    assert one.release(replace(taken, finding=FOUND), later + 1) == others
+    assert Lease(backend).read(later + 1) == others
+    # Also when the other has given it back: what it found is newer.
+    other.release(others, later + 2)
+    assert one.renew(later + 3, FOUND) is None
+    one.release(replace(taken, finding=FOUND), later + 3)
+    assert Lease(backend).read(later + 3).finding is None
+
+
+def test_clocks_that_differ_by_a_second_lose_no_lease_and_no_finding(
+    backend: FaultyBackend,
+) -> None:
+    """The time of an S3 server is in whole seconds."""
+    one, other = Lease(backend), Lease(backend)
+    taken = one.take(Record(), NOW)
+    assert taken is not None
+    assert other.is_others(other.read(NOW - 0.9), NOW - 0.9)
+    one.release(replace(taken, finding=replace(FOUND, at=NOW)), NOW)
+    found = other.read(NOW - 0.9).finding
+    assert found is not None
+    assert found.at == NOW - 0.9
+
+
+def test_who_renews_tells_what_is_known_by_now(backend: FaultyBackend) -> None:
+    one = Lease(backend)
+    assert one.take(Record(max_bytes=5, max_bytes_at=NOW), NOW) is not None
+    assert one.renew(NOW + 20, FOUND) is not None
+    assert one.renew(NOW + 40) is not None
+    read = Lease(backend).read(NOW + 40)
+    assert (read.finding, read.max_bytes, read.until) == (FOUND, 5, NOW + 40 + LEASE_SECONDS)
+    assert FOUND.less(1000) == replace(FOUND, nbytes=234, free=1099)
+
+
+def test_a_lease_that_could_not_be_written_is_lost_to_one_that_could(
+    backend: FaultyBackend,
+) -> None:
+    full = backend.add(Fault("write", error=NoSpaceStorageError(28, "ENOSPC")))
+    one, other = Lease(backend), Lease(backend)
+    assert one.take(one.read(NOW), NOW) is not None
+    assert one.renew(NOW + 20) is not None
+    full.times = 0
+    assert other.take(other.read(NOW), NOW + 30) is not None
+    assert one.renew(NOW + 40) is None
 
 
 def test_of_two_that_take_it_at_once_the_last_one_has_it(

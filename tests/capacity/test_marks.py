@@ -1,4 +1,4 @@
-"""Marks say when chunks were used last, whoever wrote them and whatever else lies beside them."""
+"""Marks say when chunks were used last, of all processes, and whatever lies beside them."""
 
 from __future__ import annotations
 

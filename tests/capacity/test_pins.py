@@ -19,7 +19,12 @@ from kvshelf.backends import Backend, open_backend
 from kvshelf.backends.base import probe
 from kvshelf.capacity import pins as pins_module
 from kvshelf.capacity.pins import MAX_BYTES, Pin, Pins, pin_file
-from kvshelf.errors import ConfigError, TransientStorageError
+from kvshelf.errors import (
+    ConfigError,
+    PermanentStorageError,
+    ReadOnlyStorageError,
+    TransientStorageError,
+)
 from kvshelf.logs import RateLimitedLog
 from tests.support.storages import Fault, FaultyBackend
 
@@ -166,10 +171,9 @@ def test_the_file_is_that_of_the_format(backend: Backend, tmp_path: Path) -> Non
         (b"[" * 100_000, "not JSON"),
         (b"[]", "expected an object"),
         (b"{}", "version"),
-        (b'{"version":2,"namespace":null}', "version is 2"),
+        (b'{"version":0,"namespace":null}', "version is 0"),
         (b'{"version":true}', "version is True"),
         (b'{"version":1}', "neither"),
-        (b'{"version":1,"group":"_","kinds":["full"]}', "unknown field 'kinds'"),
         (b'{"version":1,"namespace":"../x"}', "namespace is"),
         (b'{"version":1,"namespace":7}', "namespace is"),
         (b'{"version":1,"group":"G"}', "salt group 'G'"),
@@ -204,6 +208,49 @@ def test_a_file_that_is_no_pin_pins_nothing_and_is_named_once(
     (line,) = caplog.messages
     assert "the pin bad on" in line
     assert "pins nothing" in line
+
+
+@pytest.mark.parametrize(
+    ("content", "problem", "covered"),
+    [
+        (b'{"version":2}', "version is 2", {ONE, TWO, "_", GROUP}),
+        (b'{"version":1,"group":"_","kinds":["full"]}', "unknown field 'kinds'", {ONE, TWO, "_"}),
+        (f'{{"version":2,"namespace":"{ONE}","keys":[]}}'.encode(), "is 2", {ONE, "_", GROUP}),
+        (
+            f'{{"version":2,"namespace":["{ONE}"],"group":"{GROUP}"}}'.encode(),
+            "version is 2",
+            {ONE, TWO, GROUP},
+        ),
+    ],
+)
+def test_a_pin_of_a_later_version_pins_all_that_it_may(
+    backend: Backend, content: bytes, problem: str, covered: set[str]
+) -> None:
+    write(backend, "new", content)
+    Pins.add(backend, "good", Pin(namespace=ONE, keys=[key(1)]))
+    pins = Pins.load(backend)
+    assert pins
+    assert problem in pins.unknown["new"][1]
+    assert pins.all.keys() == {"good"}
+    assert not pins.unreadable
+    assert pins.problem is not None
+    assert "the pin new is not known" in pins.problem
+    for folder in (ONE, TWO):
+        for group in ("_", GROUP):
+            expected = {folder, group} <= covered
+            assert pins.covers(folder, group, rows(key(2))).tolist() == [expected]
+
+
+@pytest.mark.parametrize("error", [PermanentStorageError, ReadOnlyStorageError])
+def test_a_pin_that_may_not_be_read_pins_the_shelf(
+    backend: Backend, error: type[PermanentStorageError]
+) -> None:
+    Pins.add(backend, "secret", Pin(namespace=ONE))
+    faulty = FaultyBackend(backend, Fault("open", error=error(13, "EACCES")))
+    pins = Pins.load(faulty)
+    assert "EACCES" in pins.unknown["secret"][1]
+    assert pins.covers(TWO, GROUP, rows(key(1))).all()
+    assert Pins.load(backend).problem is None
 
 
 def test_what_else_lies_beside_pins_is_skipped(backend: Backend, tmp_path: Path) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-import math
+from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvshelf.backends.base import Space
 from kvshelf.capacity import room as room_module
 from kvshelf.capacity.lease import Finding
-from kvshelf.capacity.room import Room, least_free
+from kvshelf.capacity.room import Room, Sum, least_free
 from kvshelf.config import CapacityConfig
 from kvshelf.metrics import Counters
 
@@ -36,8 +38,20 @@ def counters() -> Counters:
     return Counters()
 
 
-def room(counters: Counters, **capacity: object) -> Room:
-    return Room(CapacityConfig.model_validate(capacity), counters, "/mnt/kv")
+class WokenRoom(Room):
+    """Counts how often it calls for a look."""
+
+    def __init__(self, counters: Counters, **capacity: object) -> None:
+        self.woken = 0
+        config = CapacityConfig.model_validate(capacity)
+        super().__init__(config, counters, "/mnt/kv", self._count)
+
+    def _count(self) -> None:
+        self.woken += 1
+
+
+def room(counters: Counters, **capacity: object) -> WokenRoom:
+    return WokenRoom(counters, **capacity)
 
 
 def write(found: Room, nbytes: int) -> None:
@@ -82,16 +96,18 @@ def test_own_writes_use_up_the_room_and_call_for_another_look(counters: Counters
     found = room(counters, max_bytes=1000)
     found.update(None, 200, 1000)
     assert found.allows(1)
-    assert found.wake.is_set(), "the first store after a pause"
-    found.wake.clear()
+    assert found.woken == 1, "the first store after a look"
     found.update(None, 200, 1000)
     write(found, 150)
-    assert not found.wake.is_set()
+    assert found.woken == 1
     write(found, 100)
-    assert found.wake.is_set()
+    assert found.woken == 2
+    assert found.is_urgent
     assert found.allows(150)
     assert not found.begin(151), "half of it is for others"
+    assert found.woken == 2
     found.update(None, 450, 1000)
+    assert not found.is_urgent
     assert found.begin(275)
 
 
@@ -115,12 +131,16 @@ def test_half_of_the_room_is_for_others_but_there_is_always_enough_for_one_chunk
 def test_a_bound_that_is_reached_calls_for_no_look_at_each_store(counters: Counters) -> None:
     found = room(counters, max_bytes=1000)
     found.update(None, 1200, 1000)
-    assert not found.begin(100)
-    assert found.wake.is_set(), "the first store after a pause"
-    found.wake.clear()
-    assert not found.begin(100)
-    assert not found.allows(100)
-    assert not found.wake.is_set()
+    for _ in range(3):
+        assert not found.begin(100)
+        assert not found.allows(100)
+    assert found.woken == 1, "the first store after a look"
+    assert not found.is_urgent, "deletions make room, and no look"
+    assert not found.refuses
+    found.update(None, 1200, 1000)
+    assert found.refuses
+    found.update(None, 700, 1000)
+    assert not found.refuses
 
 
 def test_writes_that_go_on_count_and_those_that_failed_do_not(counters: Counters) -> None:
@@ -169,17 +189,51 @@ def test_the_estimate_is_the_listing_and_all_that_was_written_since(
     assert found.estimate(listed, None, now) == 500 + 40
     assert found.estimate(listed, Space(8990, 10000), now) == 500 + 40, "somebody deletes files"
     assert found.estimate(listed, Space(8000, 10000), now) == 500 + 1000, "others write too"
-    assert found.written_since(math.inf) == 104
+    assert found.written == 104
 
 
-def test_writes_are_remembered_in_bounded_memory(
+def test_own_writes_are_never_forgotten(
     counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room_module, "_WRITES_SECONDS", 0.0)
-    found = room(counters, max_bytes=1)
-    for _ in range(8000):
-        write(found, 1)
-    assert found.written_since(math.inf) == room_module._MOST_WRITES
+    """However long ago the listing was: on S3 nothing else tells of them."""
+    clock = 1000.0
+    monkeypatch.setattr(room_module.time, "monotonic", lambda: clock)
+    found = room(counters, max_bytes=1 << 60)
+    listed = Finding(at=5000.0, nbytes=0, seconds=0.1)
+    for _ in range(12_000):
+        clock += 1.0
+        write(found, 1 << 30)
+    assert found.estimate(listed, None, 17_000.0) == 12_000 << 30
+    recent = Finding(at=16_990.0, nbytes=0, seconds=0.1)
+    assert 10 << 30 <= found.estimate(recent, None, 17_000.0) <= 20 << 30
+
+
+@given(st.lists(st.tuples(st.floats(0, 50), st.integers(0, 9)), max_size=60), st.floats(0, 99))
+def test_a_sum_says_at_least_what_was_added_since(
+    added: list[tuple[float, int]], seconds: float
+) -> None:
+    clock = 0.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(room_module, "time", SimpleNamespace(monotonic=lambda: clock))
+        patch.setattr(room_module, "_MOST_PIECES", 8)
+        total, times = Sum(), []
+        for pause, nbytes in added:
+            clock += pause
+            total.add(nbytes)
+            times.append((clock, nbytes))
+        exact = sum(nbytes for at, nbytes in times if at >= clock - seconds)
+        assert exact <= total.since(seconds) <= total.value == sum(n for _, n in added)
+        assert len(total._ends) <= 8
+
+
+def test_what_all_writers_tell_counts_where_free_space_is_not_known(counters: Counters) -> None:
+    found = room(counters, max_bytes=10_000)
+    write(found, 100)
+    listed = Finding(at=100.0, nbytes=500, seconds=0.0, written=3000)
+    assert found.estimate(listed, None, 110.0, 3700) == 1200
+    # Some files were removed.
+    assert found.estimate(listed, None, 110.0, 200) == 600
+    assert found.estimate(listed, None, 110.0) == 600
 
 
 def test_space_that_somebody_frees_hides_no_writes_of_others(
@@ -200,10 +254,11 @@ def test_space_that_somebody_frees_hides_no_writes_of_others(
 
 
 def test_own_deletions_hide_no_writes_of_others(counters: Counters) -> None:
-    room = Room(CapacityConfig.model_validate({"max_bytes": 1000}), counters, "/shelf")
-    room.look(Space(5000, 20000))
+    found = room(counters, max_bytes=1000)
+    found.look(Space(5000, 20000))
     # 300 bytes were deleted, and others wrote 200 meanwhile; then somebody else frees much.
-    room.look(Space(5100, 20000), 300)
-    room.look(Space(9000, 20000))
-    found = Finding(at=100.0, nbytes=500, seconds=0.0, free=5300)
-    assert room.estimate(found, Space(9000, 20000), 110.0) == 700
+    found.free(300)
+    found.look(Space(5100, 20000))
+    found.look(Space(9000, 20000))
+    listed = Finding(at=100.0, nbytes=500, seconds=0.0, free=5300)
+    assert found.estimate(listed, Space(9000, 20000), 110.0) == 700

@@ -12,7 +12,6 @@ from kvshelf.backends import Deadlines
 from kvshelf.capacity.sweeper import Sweeper
 from kvshelf.config import CapacityConfig
 from kvshelf.format.keys import Chunk
-from kvshelf.shelf import orphans as orphans_module
 from tests.faults.faultfs import FaultMount, mounted
 from tests.support.prompts import make_chunks
 from tests.support.storages import posix
@@ -30,11 +29,7 @@ def mount(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultMount]:
 
 
 @pytest.fixture
-def rig(
-    mount: FaultMount, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Rig]:
-    # Writes look for temporaries in these folders, now and then.
-    monkeypatch.setattr(orphans_module, "_SWEEP_SECONDS", 1e6)
+def rig(mount: FaultMount, request: pytest.FixtureRequest) -> Iterator[Rig]:
     rig = Rig(posix(mount.path / request.node.name), deadlines=Deadlines(1.0, 1.0, 1.0))
     with closing(rig):
         yield rig

@@ -6,6 +6,7 @@ import contextlib
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -16,11 +17,17 @@ import pytest
 
 from kvshelf.backends import Deadlines
 from kvshelf.backends.base import Space
+from kvshelf.capacity import deletion as deletion_module
+from kvshelf.capacity import room as room_module
 from kvshelf.capacity import sweeper as sweeper_module
+from kvshelf.capacity import sweeping as sweeping_module
+from kvshelf.capacity import written as written_module
 from kvshelf.capacity.collect import Plan, plan
 from kvshelf.capacity.lease import SWEEP, Lease, Record
 from kvshelf.capacity.pins import Pin, Pins
 from kvshelf.capacity.sweeper import Sweeper
+from kvshelf.capacity.walk import Walk
+from kvshelf.capacity.written import WRITTEN
 from kvshelf.config import CapacityConfig
 from kvshelf.errors import (
     NoSpaceStorageError,
@@ -29,11 +36,10 @@ from kvshelf.errors import (
     TransientStorageError,
 )
 from kvshelf.metrics import Counters
-from kvshelf.shelf import orphans as orphans_module
 from tests.capacity.shelves import Place
 from tests.support.formats import make_format
 from tests.support.prompts import make_chunks
-from tests.support.storages import Fault, LaterBackend
+from tests.support.storages import Fault
 from tests.support.threads import named
 from tests.support.waiting import until
 
@@ -92,10 +98,13 @@ def later(place: Place, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], No
     clock = SimpleNamespace(
         monotonic=lambda: time.monotonic() + passed,
         time=lambda: time.time() + passed,
+        clock_gettime=lambda which: time.clock_gettime(which) + passed,
         thread_time=time.thread_time,
         sleep=time.sleep,
     )
-    monkeypatch.setattr(sweeper_module, "time", clock)
+    modules = sweeper_module, sweeping_module, room_module, written_module, deletion_module
+    for module in modules:
+        monkeypatch.setattr(module, "time", clock)
     return let_pass
 
 
@@ -128,11 +137,9 @@ def test_without_bounds_nothing_is_listed_and_nothing_deleted(
 
 
 def test_orphans_go_when_stores_find_too_little_room(
-    place: Place, make: Callable[..., Sweeper], monkeypatch: pytest.MonkeyPatch
+    place: Place, make: Callable[..., Sweeper]
 ) -> None:
     """Stores are refused then before they come to the storage: none of them finds it full."""
-    # Nobody can set the time of a file's last change.
-    monkeypatch.setattr(orphans_module, "TEMPORARY_SECONDS", -1.0)
     (name, *_) = fill(place)
     folder, _, base = name.rpartition("/")
     orphan = place.write(f"{folder}/.{base}.0123456789abcdef.tmp", bytes(5000), 200 * HOUR)
@@ -141,11 +148,9 @@ def test_orphans_go_when_stores_find_too_little_room(
     assert orphan.exists()
     room = place.later.space()
     assert room is not None
-    make({"sweeps": False}, min_free=room.free + 1000).step()
+    make(min_free=room.free + 1000).step()
     assert orphan.exists()
-    sweeper = make(min_free=room.free + 1000)
-    # It asks the filesystem itself, whose clock is that of this machine.
-    monkeypatch.setattr(LaterBackend, "own_ahead", 0.0)
+    sweeper = make({"walk": Walk(place.backend, Counters())}, min_free=room.free + 1000)
     sweeper.step()
     assert not orphan.exists()
     assert objects(place) == before
@@ -258,7 +263,7 @@ def test_who_finds_the_lease_taken_waits(
     sweeper = make(max_bytes=CHUNK_BYTES)
     sweeper.step()
     assert objects(place) == before
-    lease.release(taken)
+    lease.release(taken, place.later.now())
     later(60.0)
     sweeper.step()
     assert objects(place) < before
@@ -272,6 +277,10 @@ def test_the_smallest_bound_acts_on_all(place: Place, make: Callable[..., Sweepe
     assert others.take()["shelf_limit_bytes"] == 30 * CHUNK_BYTES
 
 
+def in_many_threads(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    monkeypatch.setattr(deletion_module, "threads_for_calls", lambda _: threads)
+
+
 def write_record(place: Place, **fields: Any) -> None:
     path = place.root / SWEEP
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -279,52 +288,27 @@ def write_record(place: Place, **fields: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capacity", "found", "due"),
-    [
-        # Room is short: after a second, or a hundred times what the last sweep took.
-        ({"max_bytes": 100}, {"nbytes": 10, "free": 5000, "age": 5}, 0),
-        ({"max_bytes": 100}, {"nbytes": 10, "free": 5000, "age": 5, "seconds": 0.1}, 5),
-        ({"max_bytes": 100}, {"nbytes": 10, "free": 5000, "age": 11, "seconds": 0.1}, 0),
-        # The last sweep could not make room.
-        ({"max_bytes": 100}, {"nbytes": 95, "free": 1000, "age": 5}, 55),
-        ({"max_bytes": 100}, {"nbytes": 95, "free": 1000, "age": 61}, 0),
-        # There is room, and the filesystem tells what others write.
-        ({"max_bytes": 10000}, {"nbytes": 10, "free": 1000, "age": 3000}, 600),
-        ({"max_bytes": 10000}, {"nbytes": 10, "free": 1000, "age": 3601}, 0),
-        # Nothing tells it.
-        ({"max_bytes": 10000}, {"nbytes": 10, "age": 59}, 1),
-        ({"max_bytes": 10000}, {"nbytes": 10, "age": 61}, 0),
-        ({"max_bytes": 10000}, {"nbytes": 10, "age": 61, "seconds": 1.0}, 39),
-        ({"max_age": 10 * HOUR}, {"nbytes": 10, "age": 100, "max_age": 10 * HOUR}, 3500),
-        ({"max_age": 10 * HOUR}, {"nbytes": 10, "age": 3601, "max_age": 10 * HOUR}, 0),
-        ({"max_age": 10 * HOUR}, {"nbytes": 10, "age": 100}, 0),
-        ({"max_age": 10 * HOUR}, {"nbytes": 10, "age": 100, "max_age": 90 * HOUR}, 0),
-        ({"max_age": 10 * HOUR}, {"nbytes": 10, "age": 100, "max_age": 9 * HOUR}, 3500),
-        ({"group_max_bytes": 10}, {"nbytes": 10, "free": 1000, "age": 100}, 3500),
-        ({"group_max_bytes": 10}, {"nbytes": 10, "free": 1001, "age": 100}, 0),
-    ],
+    ("free", "passed", "sweeps"),
+    [(900, 60.0, 0), (900, 3590.0, 0), (900, 3610.0, 1), (20, 60.0, 1)],
 )
-def test_when_a_sweep_is_due(
+def test_a_finding_of_another_engine_and_free_space_say_when_to_sweep(
     place: Place,
     make: Callable[..., Sweeper],
     counters: Counters,
     later: Callable[[float], None],
     monkeypatch: pytest.MonkeyPatch,
-    capacity: dict[str, object],
-    found: dict[str, Any],
-    due: float,
+    free: int,
+    passed: float,
+    sweeps: int,
 ) -> None:
-    monkeypatch.setattr(place.later, "space", lambda: Space(1000, 10000))
-    at = place.later.now() - found["age"]
-    write_record(place, finding={"seconds": 0.0, **found, "at": at})
-    sweeper = make(**capacity)
-    if due:
-        later(due - 0.5)
-        sweeper.step()
-        assert count(counters, "sweeps") == 0
-        later(1.0)
+    monkeypatch.setattr(place.later, "space", lambda: Space(free, 10000))
+    write_record(
+        place, finding={"seconds": 0.0, "nbytes": 10, "free": 1000, "at": place.later.now()}
+    )
+    sweeper = make(max_bytes=1000)
+    later(passed)
     sweeper.step()
-    assert count(counters, "sweeps") == 1
+    assert count(counters, "sweeps") == sweeps
 
 
 def test_a_sweep_that_is_due_soon_waits_for_no_store(
@@ -353,6 +337,97 @@ def test_the_first_look_is_a_sweep_and_a_failed_one_is_not_repeated_at_once(
     assert place.backend.reads.is_closed
     assert count(counters, "sweeps") == 0
     assert Lease(place.backend).read(place.later.now()).until == 0.0, "the lease was given back"
+
+
+@pytest.fixture
+def failed(
+    place: Place, make: Callable[..., Sweeper], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], tuple[Sweeper, list[str]]]:
+    """Makes a sweep that fails in its listing, and says which files are listed from then on."""
+
+    def sweep() -> tuple[Sweeper, list[str]]:
+        fill(place)
+        last = max(objects(place))
+        fault = Fault("entries", last, error=lambda: TransientStorageError(5, "EIO"))
+        place.faults.add(fault)
+        sweeper = make(max_bytes=20 * CHUNK_BYTES)
+        before = objects(place)
+        sweeper.step()
+        assert objects(place) == before
+        fault.times = 0
+        listed: list[str] = []
+        meet = place.faults.meet
+
+        def note(operation: str, name: str) -> Any:
+            if operation == "entries" and name.endswith(".safetensors"):
+                listed.append(name)
+            return meet(operation, name)
+
+        monkeypatch.setattr(place.faults, "meet", note)
+        return sweeper, listed
+
+    return sweep
+
+
+def test_a_sweep_that_failed_goes_on_where_it_ended(
+    place: Place,
+    failed: Callable[[], tuple[Sweeper, list[str]]],
+    later: Callable[[float], None],
+    counters: Counters,
+) -> None:
+    sweeper, listed = failed()
+    spent = count(counters, "sweep_seconds")
+    taken: list[float] = []
+    sweeper._allowance.take = taken.append  # type: ignore[method-assign]
+    # What is stored meanwhile is in the estimate, listed or not.
+    new = place.put(FMT, make_chunks(FMT, 3, 9))
+    later(40)
+    sweeper.step()
+    # The one in which it ended, and perhaps the one before.
+    assert len({name.rpartition("/")[0] for name in listed}) <= 2
+    assert len(objects(place) - {*new}) <= 0.8 * 20 * FMT.shards
+    assert objects(place) >= {*new}
+    assert taken == [pytest.approx(count(counters, "sweep_seconds"))], "each counts once"
+    assert count(counters, "sweep_seconds") > spent
+    assert count(counters, "sweeps") == 1
+    later(2 * HOUR)
+    sweeper.step()
+    assert len(listed) > len(objects(place)) / 2, "the next one begins anew"
+
+
+def test_a_listing_is_not_kept_for_long(
+    place: Place,
+    failed: Callable[[], tuple[Sweeper, list[str]]],
+    later: Callable[[float], None],
+) -> None:
+    sweeper, listed = failed()
+    kept = weakref.ref(sweeper._begun)  # type: ignore[arg-type]
+    later(601)
+    trouble = place.faults.add(Fault("space", error=TransientStorageError(5, "EIO")))
+    sweeper.step()
+    assert kept() is None
+    trouble.times = 0
+    sweeper.step()
+    assert len(listed) == 40 * FMT.shards / 2
+
+
+def test_what_another_engine_has_swept_meanwhile_is_listed_anew(
+    place: Place,
+    failed: Callable[[], tuple[Sweeper, list[str]]],
+    make: Callable[..., Sweeper],
+    later: Callable[[float], None],
+) -> None:
+    sweeper, listed = failed()
+    later(1)
+    make(max_bytes=20 * CHUNK_BYTES).step()
+    left = objects(place)
+    assert len(left) <= 16 * FMT.shards
+    place.put(FMT, make_chunks(FMT, 10, 9))
+    listed.clear()
+    later(61)
+    sweeper.step()
+    assert {*listed} >= left
+    assert len(objects(place)) > 14 * FMT.shards
 
 
 @pytest.mark.parametrize("operation", ["entries", "folders", "delete"])
@@ -452,10 +527,10 @@ def test_a_store_wakes_it(
     sweeper = make(max_bytes=100 * CHUNK_BYTES)
     sweeper.start()
     until(lambda: count(counters, "sweeps") > 0)
-    until(lambda: not sweeper.room.wake.is_set())
-    looks = place.counting.counts["space"]
-    place.backend.has_room(1)
-    until(lambda: place.counting.counts["space"] > looks)
+    for _ in range(3):
+        looks = place.counting.counts["space"]
+        place.backend.has_room(1)
+        until(lambda before=looks: place.counting.counts["space"] > before)
 
 
 def test_stores_know_the_room_while_a_sweep_goes_on(
@@ -473,7 +548,7 @@ def test_stores_know_the_room_while_a_sweep_goes_on(
         allowed.append(sweeper.room.allows(5 * CHUNK_BYTES))
         return plan(*arguments, **options)
 
-    monkeypatch.setattr(sweeper_module, "plan", observed)
+    monkeypatch.setattr(sweeping_module, "plan", observed)
     until(lambda: sweeper.step() > 0 and bool(allowed))
     assert allowed == [False]
     assert sweeper.room.allows(5 * CHUNK_BYTES)
@@ -497,7 +572,7 @@ def test_an_error_of_its_own_keeps_the_bounds_and_is_tried_again(
         raise ZeroDivisionError
 
     with monkeypatch.context() as patch:
-        patch.setattr(sweeper_module, where, broken)
+        patch.setattr(sweeping_module if where == "plan" else room_module, where, broken)
         assert sweeper.step() > 0
         if where == "plan":
             assert count(counters, "sweep_errors") == 1
@@ -591,3 +666,259 @@ def test_a_sweep_ends_with_its_engine(place: Place, make: Callable[..., Sweeper]
     listing.set()
     until(lambda: not named("kvshelf-capacity") - running)
     assert objects(place) == before
+
+
+# ------------------------------------------------------------------------- while a sweep goes on
+
+
+@pytest.fixture
+def used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let listings of small shelves be used again, as those of large ones are."""
+    monkeypatch.setattr(sweeping_module, "_LEAST_OBJECTS", 1)
+
+
+def test_a_listing_is_used_again_while_it_is_fresh(
+    place: Place, make: Callable[..., Sweeper], later: Callable[[float], None], used_again: None
+) -> None:
+    old = fill(place)
+    sweeper = make(max_bytes=20 * CHUNK_BYTES)
+    sweeper.step()
+    listings = place.counting.counts["entries"]
+    assert listings
+    new: list[str] = []
+    for seed in range(20, 23):
+        new += place.put(FMT, make_chunks(FMT, 3, seed))
+        later(30.0)
+        sweeper.step()
+        assert len(objects(place)) <= 0.9 * 20 * FMT.shards
+    assert place.counting.counts["entries"] == listings, "a part of the shelf shows its growth"
+    assert objects(place) >= set(new)
+    assert objects(place).isdisjoint(old[-4:])
+    assert count(sweeper._counters, "sweeps") == 1
+    # It is no longer fresh.
+    place.put(FMT, make_chunks(FMT, 4, 40))
+    later(600.0)
+    sweeper.step()
+    assert place.counting.counts["entries"] > listings
+
+
+def test_what_others_say_deletes_nothing_from_a_plan(
+    place: Place,
+    make: Callable[..., Sweeper],
+    later: Callable[[float], None],
+    monkeypatch: pytest.MonkeyPatch,
+    used_again: None,
+) -> None:
+    """Another program fills the filesystem: the shelf has not grown."""
+    fill(place)
+    sweeper = make(max_bytes=20 * CHUNK_BYTES)
+    sweeper.step()
+    left = objects(place)
+    space = place.later.space()
+    assert space is not None
+    monkeypatch.setattr(place.later, "space", lambda: Space(space.free - (1 << 30), space.total))
+    for _ in range(3):
+        later(30.0)
+        sweeper.step()
+    assert objects(place) == left
+    assert sweeper.room.allows(CHUNK_BYTES), "it was found out"
+
+
+def test_pins_are_read_again_before_a_plan_goes_on(
+    place: Place, make: Callable[..., Sweeper], later: Callable[[float], None], used_again: None
+) -> None:
+    fill(place)
+    sweeper = make(max_bytes=20 * CHUNK_BYTES)
+    sweeper.step()
+    left = objects(place)
+    Pins.add(place.backend, "all", Pin(keys=[chunk.key for chunk in CHUNKS]))
+    place.put(FMT, make_chunks(FMT, 4, 20))
+    later(120.0)
+    sweeper.step()
+    gone = left - objects(place)
+    assert gone
+    assert not any(chunk.key.hex() in name for chunk in CHUNKS for name in gone)
+
+
+@pytest.mark.parametrize(("passes", "most"), [(0.0, 20), (100.0, 2), (45.0, 15)])
+def test_a_plan_ends_when_the_process_was_paused_or_it_is_old(
+    place: Place,
+    make: Callable[..., Sweeper],
+    later: Callable[[float], None],
+    passes: float,
+    most: int,
+) -> None:
+    fill(place)
+    before = len(objects(place))
+    sweeper = make({"on_evicted": lambda *_: later(passes)}, max_bytes=CHUNK_BYTES)
+    sweeper.step()
+    gone = (before - len(objects(place))) // FMT.shards
+    assert 0 < gone <= most
+    if passes == 0.0:
+        assert gone == 20
+    found = Lease(place.backend).read(place.later.now())
+    assert found.finding is not None
+    assert (found.finding.max_age, found.until) == (None, 0.0)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_sweep_ends_when_the_lease_is_lost_and_keeps_it_until_then(
+    place: Place,
+    make: Callable[..., Sweeper],
+    later: Callable[[float], None],
+    monkeypatch: pytest.MonkeyPatch,
+    threads: int,
+) -> None:
+    in_many_threads(monkeypatch, threads)
+    fill(place)
+    other = Lease(place.backend)
+    evicted: list[int] = []
+
+    def on_evicted(key: bytes, index: int) -> None:
+        evicted.append(index)
+        later(25.0)
+        now = place.later.now()
+        record = other.read(now)
+        if len(evicted) == 6:
+            assert now < record.until < now + 61
+            write_record(place, owner="other", until=now + 50)
+
+    sweeper = make({"on_evicted": on_evicted}, max_bytes=CHUNK_BYTES)
+    sweeper.step()
+    assert 6 <= len(evicted) <= 8
+    assert other.read(place.later.now()).owner == "other"
+
+
+# ----------------------------------------------------------------------------------------- quiet
+
+
+def test_at_the_bound_little_is_read(
+    place: Place, make: Callable[..., Sweeper], later: Callable[[float], None]
+) -> None:
+    fill(place)
+    Pins.add(place.backend, "all", Pin(namespace=FMT.namespace.folder))
+    sweeper, rank = (
+        make({"sweeps": sweeps}, max_bytes=18 * CHUNK_BYTES) for sweeps in (True, False)
+    )
+    for each, most in ((sweeper, 22), (rank, 3)):
+        each.step()
+        place.counting.counts.clear()
+        for _ in range(200):
+            later(0.1)
+            assert not each.room.allows(CHUNK_BYTES)
+            each._turn()
+        assert 0 < place.counting.counts["open"] <= most
+        assert place.counting.counts["entries"] == 0
+
+
+def test_who_loses_the_lease_asks_again_after_some_seconds(
+    place: Place, make: Callable[..., Sweeper], later: Callable[[float], None]
+) -> None:
+    fill(place)
+    sweeper = make(max_bytes=CHUNK_BYTES)
+    other = Lease(place.backend)
+    assert other.take(Record(), place.later.now()) is not None
+    place.counting.counts.clear()
+    for _ in range(20):
+        later(1.0)
+        sweeper.room.allows(1)
+        sweeper._turn()
+    assert place.counting.counts["now"] <= 3
+    assert place.counting.counts["open"] <= 4
+
+
+def test_engines_that_lose_the_lease_together_come_back_apart(
+    place: Place,
+    make: Callable[..., Sweeper],
+    later: Callable[[float], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All of them saw it free; one was faster."""
+    fill(place)
+    tries: list[Lease] = []
+    monkeypatch.setattr(Lease, "take", lambda lease, *_: tries.append(lease))
+    engines = [make(max_bytes=CHUNK_BYTES) for _ in range(8)]
+    seconds = []
+    for second in range(20):
+        before = len(tries)
+        for engine in engines:
+            engine.step()
+        seconds += [second] * (len(tries) - before)
+        later(1.0)
+    assert seconds[:8] == [0] * 8
+    assert seconds[8] >= 5
+    assert len(set(seconds[8:16])) > 1
+
+
+def test_stores_that_are_refused_wake_it_once_a_look(
+    place: Place, make: Callable[..., Sweeper]
+) -> None:
+    fill(place)
+    Pins.add(place.backend, "all", Pin(namespace=FMT.namespace.folder))
+    sweeper = make(max_bytes=18 * CHUNK_BYTES)
+    assert 0 < sweeper._turn() <= 60.0
+    looks = place.counting.counts["space"]
+    for _ in range(50):
+        assert not sweeper.room.allows(CHUNK_BYTES)
+        pause = sweeper._turn()
+        assert pause is not None
+        assert pause <= 1.0
+    assert place.counting.counts["space"] == looks
+
+
+# ------------------------------------------------------------- storages that do not tell free space
+
+
+@pytest.fixture
+def untold(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place.later, "space", lambda: None)
+
+
+def test_four_engines_do_not_exceed_the_bound_together(
+    place: Place, make: Callable[..., Sweeper], later: Callable[[float], None], untold: None
+) -> None:
+    bound = 60
+    engines = [make(max_bytes=bound * CHUNK_BYTES) for _ in range(4)]
+    for engine in engines:
+        engine.step()
+    stored = most = 0
+    for second in range(60):
+        later(3.0)
+        for number, engine in enumerate(engines):
+            engine._turn()
+            if not engine.room.begin(CHUNK_BYTES):
+                continue
+            place.put(FMT, make_chunks(FMT, 1, 100 + 4 * second + number))
+            engine.room.end(CHUNK_BYTES, written=True)
+            stored += 1
+        most = max(most, len(objects(place)) // FMT.shards)
+    assert most <= 1.1 * bound
+    assert stored > 0.9 * 4 * 60
+
+
+def test_a_lie_about_what_was_written_deletes_nothing_and_ends_stores_for_a_while(
+    place: Place, make: Callable[..., Sweeper], later: Callable[[float], None], untold: None
+) -> None:
+    fill(place)
+    before = objects(place)
+    sweeper = make(max_bytes=40 * CHUNK_BYTES)
+    sweeper.step()
+    place.write(f"{WRITTEN}/0123456789abcdef-{10**17}")
+    later(61.0)
+    # A sweep finds out that nothing was written, and counts from there.
+    sweeper.step()
+    assert objects(place) == before
+    assert sweeper.room.allows(CHUNK_BYTES)
+
+
+def test_the_last_words_of_a_process_are_what_it_wrote(
+    place: Place, make: Callable[..., Sweeper], counters: Counters, untold: None
+) -> None:
+    sweeper = make(max_bytes=40 * CHUNK_BYTES)
+    sweeper.start()
+    until(lambda: count(counters, "sweeps") > 0)
+    assert sweeper.room.begin(77)
+    sweeper.room.end(77, written=True)
+    sweeper.close()
+    (path,) = (place.root / WRITTEN).iterdir()
+    assert path.name.endswith("-77")

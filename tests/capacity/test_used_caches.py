@@ -78,14 +78,14 @@ def test_questions_are_no_use(cache: ChunkCache) -> None:
 def test_caches_of_all_kinds_record_on_one_thread(cache: ChunkCache) -> None:
     assert cache.of("window")._uses is cache._uses is cache.of("state")._uses
     cache.of("window").close()
-    assert cache._uses._closed
+    assert cache._uses.closed
 
 
-def test_whoever_gives_a_cache_its_uses_closes_them(tmp_path: Path) -> None:
+def test_a_cache_does_not_close_the_uses_that_it_is_given(tmp_path: Path) -> None:
     uses = Uses(Counters())
     namespace = facts().namespace(chunk_size=CHUNK, shards=4)
     ChunkCache(Shelf(posix(tmp_path)), namespace, staging_bytes=1 << 20, uses=uses).close()
-    assert not uses._closed
+    assert not uses.closed
     uses.close()
 
 
@@ -94,4 +94,4 @@ def test_a_cache_that_is_opened_records_as_its_configuration_says(tmp_path: Path
     config = Config(shared_storage_path=str(tmp_path), capacity=capacity)  # type: ignore[arg-type]
     with ChunkCache.open(config, facts()) as cache:
         assert (cache._uses._how, cache._uses.resolution) == ("marks", 500)
-    assert cache._uses._closed
+    assert cache._uses.closed

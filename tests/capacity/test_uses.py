@@ -5,9 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import random
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 import weakref
@@ -18,12 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvshelf.backends import Touched, open_backend
+from kvshelf.backends import Touched
 from kvshelf.backends.base import Backend
 from kvshelf.backends.wrappers import ReadOnlyBackend
 from kvshelf.capacity import uses as uses_module
-from kvshelf.capacity.collect import Limits, carry_out, plan
-from kvshelf.capacity.inventory import Inventory
 from kvshelf.capacity.marks import MARKS, Marks
 from kvshelf.capacity.uses import How, Uses, resolution
 from kvshelf.errors import (
@@ -39,12 +34,11 @@ from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import NamespaceView, ObjectRef
 from tests.support.clocks import Clock
 from tests.support.formats import make_format, sealed
-from tests.support.prompts import make_chunks
+from tests.support.prompts import make_chunks, make_tail
 from tests.support.storages import (
     CountingBackend,
     Fault,
     FaultyBackend,
-    LaterBackend,
     TouchesBackend,
     posix,
 )
@@ -53,6 +47,7 @@ from tests.support.waiting import PATIENCE, until
 
 FMT = make_format(native=False)
 CHUNKS = make_chunks(FMT, 6)
+TAIL = make_tail(FMT)
 DAY = 86400.0
 
 
@@ -130,7 +125,7 @@ def test_the_resolution_follows_from_the_age(max_age: float | None, expected: fl
 
 def test_a_hit_sets_the_access_times_of_all_its_objects(place: Place) -> None:
     with closing(place.uses()) as uses:
-        uses.hit(place.view, CHUNKS[:3])
+        uses.note(place.view, CHUNKS[:3])
         assert uses.flush(PATIENCE)
         assert place.fresh() == [0, 1, 2] and place.marked() == []
     assert place.count("touched_objects") == 3 * FMT.shards
@@ -141,24 +136,47 @@ def test_a_use_is_recorded_again_when_it_is_of_use(place: Place) -> None:
     with closing(place.uses(resolution=600.0)) as uses:
         for seconds, expected in [(0, 4), (300, 4), (200, 4), (101, 8), (1, 8)]:
             place.clock.now += seconds
-            uses.hit(place.view, CHUNKS[:2])
+            uses.note(place.view, CHUNKS[:2])
             assert uses.flush(PATIENCE)
             assert place.counting.counts["touch"] == expected
 
 
 def test_what_the_storage_refuses_for_one_object_is_marked(tmp_path: Path) -> None:
+    refused = [CHUNKS[1].key.hex(), CHUNKS[4].key.hex(), TAIL.key.hex()]
+
     class Partly(TouchesBackend):
         def touch(self, name: str) -> Touched:
             done = super().touch(name)
-            return Touched.REFUSED if CHUNKS[1].key.hex() in name else done
+            return Touched.REFUSED if any(key in name for key in refused) else done
 
     place = Place(tmp_path, Partly)
     with closing(place.shelf), closing(place.uses()) as uses:
-        uses.hit(place.view, CHUNKS[:3])
+        uses.note(place.view, CHUNKS[:3])
+        names = [place.view.name(ObjectRef(CHUNKS[4], shard)) for shard in range(FMT.shards)]
+        # No program reads marks of tails.
+        tail = place.view.name(ObjectRef(TAIL, 0))
+        uses.note_names(place.shelf.backend, [*names, tail, "foreign/file"])
         assert uses.flush(PATIENCE)
-        assert place.marked() == [1]
-        assert place.count("marked_chunks") == 1
+        assert place.marked() == [1, 4] and len(Marks.read(place.shelf.backend)) == 2
+        assert place.count("marked_chunks") == 2
         assert place.count("touched_objects") == 2 * FMT.shards
+
+
+def test_nothing_is_marked_where_no_program_reads_marks(tmp_path: Path) -> None:
+    place = Place(tmp_path, Refusing)
+    with closing(place.shelf), closing(place.uses("touch")) as uses:
+        uses.note(place.view, CHUNKS)
+        assert uses.flush(PATIENCE)
+        assert place.counting.counts["touch"] and not place.counting.counts["write"]
+
+
+def test_tails_are_recorded_some_times_in_their_age(place: Place) -> None:
+    with closing(place.uses(keep_tails=100.0)) as uses:
+        for seconds, expected in [(0, 1), (24, 1), (2, 2), (10, 2)]:
+            place.clock.now += seconds
+            uses.note_names(place.shelf.backend, [place.view.name(ObjectRef(TAIL, 0))])
+            assert uses.flush(PATIENCE)
+            assert place.counting.counts["touch"] == expected
 
 
 def test_marks_are_written_in_batches(tmp_path: Path) -> None:
@@ -167,29 +185,29 @@ def test_marks_are_written_in_batches(tmp_path: Path) -> None:
         uses = place.uses(resolution=3600.0)
         counts = place.counting.counts
         for count in (1, 2, 5, 3):
-            uses.hit(place.view, CHUNKS[:count])
+            uses.note(place.view, CHUNKS[:count])
         until(lambda: counts["touch"] == 5 * FMT.shards)
         place.clock.now += 800
-        uses.hit(place.view, CHUNKS)
+        uses.note(place.view, CHUNKS)
         until(lambda: counts["touch"] == 6 * FMT.shards)
         assert counts["write"] == 0
         place.clock.now += 100
-        uses.hit(place.view, CHUNKS[:1])
+        uses.note(place.view, CHUNKS[:1])
         until(lambda: place.count("marked_chunks") == 6)
         assert counts["write"] == 1 and place.marked() == [0, 1, 2, 3, 4, 5]
         uses.close()
 
 
-def test_marks_do_not_pile_up_where_nobody_sweeps(
+def test_marks_do_not_pile_up_where_no_process_sweeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Whoever writes marks merges them as well.
+    # Processes that write marks merge them as well.
     monkeypatch.setattr(random, "random", lambda: 0.0)
     place = Place(tmp_path, Refusing)
     with closing(place.shelf):
         uses = place.uses(resolution=3600.0)
         for turn in range(200):
-            uses.hit(place.view, CHUNKS[: 1 + turn % 5])
+            uses.note(place.view, CHUNKS[: 1 + turn % 5])
             assert uses.flush(30.0)
             place.clock.now += 3600
         uses.close()
@@ -206,17 +224,17 @@ def test_the_end_of_a_process_records_what_it_used(tmp_path: Path) -> None:
     place = Place(tmp_path, Refusing)
     with closing(place.shelf):
         uses = place.uses()
-        uses.hit(place.view, CHUNKS[:2])
+        uses.note(place.view, CHUNKS[:2])
         uses.close()
         uses.close()
         assert place.marked() == [0, 1]
-        uses.hit(place.view, CHUNKS)
+        uses.note(place.view, CHUNKS)
         assert place.marked() == [0, 1]
 
 
 def test_only_marks_where_that_is_asked_for(place: Place) -> None:
     with closing(place.uses("marks")) as uses:
-        uses.hit(place.view, CHUNKS[:2])
+        uses.note(place.view, CHUNKS[:2])
         assert uses.flush(PATIENCE)
         assert place.marked() == [0, 1] and place.fresh() == []
 
@@ -224,8 +242,8 @@ def test_only_marks_where_that_is_asked_for(place: Place) -> None:
 def test_off_is_off(place: Place) -> None:
     before = named("kvshelf-uses")
     with closing(place.uses("off")) as uses:
-        uses.hit(place.view, CHUNKS)
-        uses.used(place.shelf.backend, [place.view.name(ObjectRef(CHUNKS[0], 0))])
+        uses.note(place.view, CHUNKS)
+        uses.note_names(place.shelf.backend, [place.view.name(ObjectRef(CHUNKS[0], 0))])
         assert uses.flush(PATIENCE) and not named("kvshelf-uses") - before
     assert place.fresh() == [] and place.marked() == []
 
@@ -233,7 +251,7 @@ def test_off_is_off(place: Place) -> None:
 def test_a_shelf_that_takes_no_writes_is_left_alone(tmp_path: Path) -> None:
     place = Place(tmp_path, ReadOnlyBackend)
     with closing(place.shelf), closing(place.uses()) as uses:
-        uses.hit(place.view, CHUNKS)
+        uses.note(place.view, CHUNKS)
         assert uses.flush(PATIENCE)
         assert place.counting.counts["touch"] == place.counting.counts["write"] == 0
 
@@ -241,10 +259,10 @@ def test_a_shelf_that_takes_no_writes_is_left_alone(tmp_path: Path) -> None:
 def test_a_storage_in_trouble_is_asked_again_at_the_next_hit(place: Place) -> None:
     place.faults.add(Fault("touch", error=TransientStorageError(5, "down", "x"), times=1))
     with closing(place.uses()) as uses:
-        uses.hit(place.view, CHUNKS[:2])
+        uses.note(place.view, CHUNKS[:2])
         assert uses.flush(PATIENCE)
         assert place.fresh() == []
-        uses.hit(place.view, CHUNKS[:2])
+        uses.note(place.view, CHUNKS[:2])
         assert uses.flush(PATIENCE)
         assert place.fresh() == [0, 1]
 
@@ -257,7 +275,7 @@ def test_uses_are_recorded_on_a_full_storage(place: Place) -> None:
         backend.write("x", [b"x"])
     assert backend.properties.read_only
     with closing(place.uses()) as uses:
-        uses.hit(place.view, CHUNKS[:2])
+        uses.note(place.view, CHUNKS[:2])
         assert uses.flush(PATIENCE)
     assert place.fresh() == [0, 1]
 
@@ -266,11 +284,11 @@ def test_what_a_storage_that_fails_has_not_recorded_is_recorded_later(place: Pla
     backend = place.shelf.backend
     backend.writes.trip("down")
     with closing(place.uses()) as uses:
-        uses.hit(place.view, CHUNKS[:2])
+        uses.note(place.view, CHUNKS[:2])
         assert uses.flush(PATIENCE)
         assert place.counting.counts["touch"] == 0
         backend.writes.close()
-        uses.hit(place.view, CHUNKS[:2])
+        uses.note(place.view, CHUNKS[:2])
         assert uses.flush(PATIENCE)
     assert place.fresh() == [0, 1]
 
@@ -284,7 +302,7 @@ def test_marks_that_could_not_be_written_are_written_later(
     place = Place(tmp_path, Refusing)
     place.faults.add(Fault("write", error=error, times=1))
     with closing(place.shelf), closing(place.uses()) as uses:
-        uses.hit(place.view, CHUNKS[:2])
+        uses.note(place.view, CHUNKS[:2])
         assert uses.flush(PATIENCE)
         assert place.marked() == []
         # A full storage is given a rest.
@@ -301,33 +319,36 @@ def test_marks_that_may_not_be_written_are_spoken_of_once_an_hour(
     with closing(place.shelf), closing(place.uses(resolution=60.0)) as uses:
         for seconds in (0, 61, 61, 61):
             place.clock.now += seconds
-            uses.hit(place.view, CHUNKS)
+            uses.note(place.view, CHUNKS)
             assert uses.flush(PATIENCE)
         assert place.counting.counts["write"] == 1
         place.clock.now += 3600
         place.faults.heal()
-        uses.hit(place.view, CHUNKS)
+        uses.note(place.view, CHUNKS)
         assert uses.flush(PATIENCE)
         assert place.marked() == [0, 1, 2, 3, 4, 5]
     lines = [r for r in caplog.records if "are not recorded" in r.message]
     assert len(lines) == 1 and "capacity.uses" in lines[0].message
 
 
-def test_a_storage_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_storage_that_hangs_holds_up_no_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uses_module, "_MOST_WAITING", 600)
     place = Place(tmp_path)
     hang = threading.Event()
     place.faults.add(Fault("touch", wait=hang))
     with closing(place.shelf):
         before = named("kvshelf-uses")
         uses = place.uses()
-        uses.hit(place.view, CHUNKS)
+        uses.note(place.view, CHUNKS)
         until(lambda: place.counting.counts["touch"] == 1)
         hits = []
-        for _ in range(5000):
+        for _ in range(500):
             chunks = Prompt(CHUNKS)
             hits.append(weakref.ref(chunks))
-            uses.hit(place.view, chunks)
-        assert sum(hit() is not None for hit in hits) <= 1025
+            uses.note(place.view, chunks)
+        assert sum(hit() is not None for hit in hits) <= 600 / len(CHUNKS) + 1
         assert not uses.flush(0.01)
         uses.close()
         hang.set()
@@ -339,12 +360,12 @@ def test_a_storage_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
 def test_what_is_remembered_is_bounded(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uses_module, "_MOST_USES", 4)
     with closing(place.uses()) as uses:
-        uses.hit(place.view, CHUNKS)
+        uses.note(place.view, CHUNKS)
         assert uses.flush(PATIENCE)
-        uses.hit(place.view, CHUNKS[-1:])
+        uses.note(place.view, CHUNKS[-1:])
         assert uses.flush(PATIENCE)
         assert place.counting.counts["touch"] == len(CHUNKS) * FMT.shards
-        uses.hit(place.view, CHUNKS[:1])
+        uses.note(place.view, CHUNKS[:1])
         assert uses.flush(PATIENCE)
         assert place.counting.counts["touch"] == (len(CHUNKS) + 1) * FMT.shards
 
@@ -352,20 +373,11 @@ def test_what_is_remembered_is_bounded(place: Place, monkeypatch: pytest.MonkeyP
 def test_objects_are_used_by_their_names(place: Place) -> None:
     names = [place.view.name(ObjectRef(CHUNKS[3], shard)) for shard in range(FMT.shards)]
     with closing(place.uses()) as uses:
-        uses.used(place.shelf.backend, names)
-        uses.used(place.shelf.backend, names)
+        uses.note_names(place.shelf.backend, names)
+        uses.note_names(place.shelf.backend, names)
         assert uses.flush(PATIENCE)
     assert place.fresh() == [3]
     assert place.counting.counts["touch"] == FMT.shards
-
-
-def test_objects_used_by_name_are_marked_where_that_is_refused(tmp_path: Path) -> None:
-    place = Place(tmp_path, Refusing)
-    names = [place.view.name(ObjectRef(CHUNKS[3], shard)) for shard in range(FMT.shards)]
-    with closing(place.shelf), closing(place.uses()) as uses:
-        uses.used(place.shelf.backend, [*names, "foreign/file"])
-        assert uses.flush(PATIENCE)
-        assert place.marked() == [3] and place.count("marked_chunks") == 1
 
 
 # ------------------------------------------------------------------------- rewriting
@@ -400,7 +412,7 @@ def test_a_used_object_is_written_anew_at_half_of_its_age(tmp_path: Path) -> Non
     stale(place, 4.0, CHUNKS[1:])
     before = {path: path.read_bytes() for path in place.root.rglob("*.safetensors")}
     with closing(place.shelf), closing(place.uses("rewrite", max_age=7 * DAY)) as uses:
-        uses.hit(place.view, CHUNKS[:3])
+        uses.note(place.view, CHUNKS[:3])
         assert uses.flush(PATIENCE)
         # The first chunk is a day old.
         assert moved(place) == [1, 2]
@@ -412,7 +424,7 @@ def test_a_used_object_is_written_anew_at_half_of_its_age(tmp_path: Path) -> Non
         )
         place.clock.now += DAY
         probed = place.counting.counts["info"]
-        uses.hit(place.view, CHUNKS[:3])
+        uses.note(place.view, CHUNKS[:3])
         assert uses.flush(PATIENCE)
         assert place.counting.counts["info"] == probed
     assert before == {path: path.read_bytes() for path in place.root.rglob("*.safetensors")}
@@ -424,7 +436,7 @@ def test_what_another_engine_has_written_anew_is_not_written_again(tmp_path: Pat
     stale(place, 4.0, CHUNKS)
     for number in range(2):
         with closing(place.uses("rewrite", max_age=7 * DAY)) as uses:
-            uses.hit(place.view, CHUNKS)
+            uses.note(place.view, CHUNKS)
             assert uses.flush(PATIENCE)
         assert place.count("rewritten_objects") == len(CHUNKS) * FMT.shards, number
     place.shelf.close()
@@ -438,7 +450,7 @@ def test_a_damaged_object_is_not_written_anew(tmp_path: Path) -> None:
     path.write_bytes(data)
     stale(place, 4.0, CHUNKS)
     with closing(place.shelf), closing(place.uses("rewrite", max_age=7 * DAY)) as uses:
-        uses.hit(place.view, CHUNKS)
+        uses.note(place.view, CHUNKS)
         assert uses.flush(PATIENCE)
     assert not is_new(path) and moved(place) == [1, 2, 3, 4, 5]
 
@@ -448,7 +460,7 @@ def test_an_object_that_is_gone_is_not_brought_back(tmp_path: Path) -> None:
     stale(place, 4.0, CHUNKS)
     place.path(CHUNKS[2]).unlink()
     with closing(place.shelf), closing(place.uses("rewrite", max_age=7 * DAY)) as uses:
-        uses.hit(place.view, CHUNKS)
+        uses.note(place.view, CHUNKS)
         assert uses.flush(PATIENCE)
     assert not place.path(CHUNKS[2]).exists()
     assert place.count("rewritten_objects") == len(CHUNKS) * FMT.shards - 1
@@ -458,7 +470,7 @@ def test_access_times_are_enough_where_there_are_any(place: Place) -> None:
     stale(place, 4.0, CHUNKS)
     place.then = time.time() - 4 * DAY
     with closing(place.uses("rewrite", max_age=7 * DAY)) as uses:
-        uses.hit(place.view, CHUNKS[:2])
+        uses.note(place.view, CHUNKS[:2])
         assert uses.flush(PATIENCE)
     assert place.fresh() == [0, 1] and place.count("rewritten_objects") == 0
 
@@ -469,67 +481,7 @@ def test_objects_used_by_name_are_written_anew(tmp_path: Path) -> None:
     names = [place.view.name(ObjectRef(CHUNKS[3], shard)) for shard in range(FMT.shards)]
     images = {name: sealed(FMT, CHUNKS[3], shard) for shard, name in enumerate(names)}
     with closing(place.shelf), closing(place.uses("rewrite", max_age=7 * DAY)) as uses:
-        uses.used(place.shelf.backend, names, lambda name: memoryview(images[name]))
-        uses.used(place.shelf.backend, [place.view.name(ObjectRef(CHUNKS[4], 0))])
+        uses.note_names(place.shelf.backend, names, lambda name: memoryview(images[name]))
+        uses.note_names(place.shelf.backend, [place.view.name(ObjectRef(CHUNKS[4], 0))])
         assert uses.flush(PATIENCE)
     assert moved(place) == [3]
-
-
-# ------------------------------------------------------------------------- two users
-
-
-def as_other_user(root: Path) -> None:
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    script = Path(__file__).with_name("other_user.py")
-    command = [sys.executable, str(script), str(root)]
-    done = subprocess.run(
-        command, env=environ, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_marks_what_it_may_not_touch() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o777)
-        root = Path(folder) / "shelf"
-        root.mkdir()
-        os.chmod(root, 0o777)
-        place = Place(root)
-        stale(place, 2.0, CHUNKS)
-        place.then = time.time() - 2 * DAY
-        as_other_user(place.root)
-        assert place.fresh() == [] and place.marked() == [0, 1, 2]
-        (mark,) = (place.root / MARKS).iterdir()
-        assert mark.stat().st_uid == 65534
-        # What it stored itself it may touch.
-        own = [path for path in place.root.rglob("*.safetensors") if path.stat().st_uid == 65534]
-        assert own and all(path.stat().st_atime > path.stat().st_mtime for path in own)
-        with closing(place.shelf), closing(place.uses()) as uses:
-            uses.hit(place.view, CHUNKS[:1])
-            assert uses.flush(PATIENCE)
-            assert place.fresh() == [0]
-        # Whoever deletes by age, two days later, takes what neither of the two has used.
-        later = LaterBackend(posix(root), 2 * DAY)
-        inventory = Inventory.scan(later)
-        assert inventory is not None
-        found = plan(inventory, Limits(max_age=3 * DAY), marks=Marks.read(later))
-        carry_out(later, found)
-        left = [number for number, chunk in enumerate(CHUNKS) if place.path(chunk).exists()]
-        assert left == [0, 1, 2] and all(path.exists() for path in own)
-
-
-# ------------------------------------------------------------------------- storages
-
-
-def test_a_storage_without_access_times_gets_marks() -> None:
-    with closing(Shelf(open_backend("memory://uses"))) as shelf:
-        view = shelf.view(FMT)
-        for shard in range(FMT.shards):
-            view.publish(ObjectRef(CHUNKS[0], shard), sealed(FMT, CHUNKS[0], shard))
-        with closing(Uses(Counters())) as uses:
-            uses.hit(view, CHUNKS[:1])
-            assert uses.flush(PATIENCE)
-        keys = np.frombuffer(CHUNKS[0].key + CHUNKS[1].key, np.uint8).reshape(-1, 32)
-        times = Marks.read(shelf.backend).used(view.folder(), keys)
-        assert abs(times[0] - time.time()) < 60 and times[1] == 0

@@ -149,8 +149,8 @@ def test_ls_streams(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen_before_the_end: list[int] = []
     real = PosixBackend.list
 
-    def slow(self: PosixBackend, prefix: str = "", *, hidden: bool = False) -> Iterator[Any]:
-        for info in real(self, prefix, hidden=hidden):
+    def slow(self: PosixBackend, prefix: str = "", **asked: Any) -> Iterator[Any]:
+        for info in real(self, prefix, **asked):
             yield info
             seen_before_the_end.append(len(written))
 

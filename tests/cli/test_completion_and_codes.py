@@ -356,7 +356,7 @@ def test_what_engines_write_there_is_not_damaged(tmp_path: Path) -> None:
     lease = Lease(backend)
     taken = lease.take(Record(max_bytes=1 << 40, max_bytes_at=now), now)
     assert taken is not None
-    for record in (taken, lease.release(Record("x", 0.0, Finding(now, 5, 0.1, None, None)))):
+    for record in (taken, lease.release(Record("x", 0.0, Finding(now, 5, 0.1)), now)):
         assert record is not None
         assert (run("doctor", root).exit_code, run("verify", root).exit_code) == (0, 0)
     backend.close()

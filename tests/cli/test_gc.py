@@ -6,13 +6,18 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from kvshelf.backends import base
+from kvshelf.backends.posix import PosixBackend
 from kvshelf.capacity.pins import Pin, Pins
+from kvshelf.capacity.rules import Rules
 from kvshelf.cli.app import app
 from kvshelf.cli.common import PROBLEM, UNREACHABLE, USAGE
 from kvshelf.shelf.shelf import Shelf, open_shelf
@@ -173,12 +178,39 @@ def test_pinned_chunks_stay_and_are_told_if_they_are_too_many(folder: Filled) ->
     assert len(folder.names()) == 24
 
 
+def test_what_a_pin_of_a_later_version_may_cover_stays(folder: Filled) -> None:
+    with folder.open() as shelf:
+        shelf.backend.write(".kvshelf/pins/later.json", [b'{"version": 2}'])
+    row = folder.row("--max-bytes", 1000, "--yes", code=PROBLEM)
+    assert "the pin later is not known" in row["problem"]
+    assert len(folder.names()) == 24
+
+
+def test_tails_stay_for_as_long_as_their_shelf_says(
+    folder: Filled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever calls it need not know how engines are configured."""
+    space = Path(folder.url) / namespace().folder
+    tail = space / "_" / "ab" / f"{'ab' * 32}-0t20-0of2.safetensors"
+    tail.parent.mkdir(exist_ok=True)
+    tail.write_bytes(b"KV")
+    # Nobody can set the time of a file's last change.
+    ahead = SimpleNamespace(time=lambda: time.time() + 2 * DAY)
+    monkeypatch.setattr(PosixBackend, "now", lambda _: ahead.time())
+    monkeypatch.setattr(base, "time", ahead)
+    os.utime(tail, (ahead.time() - 7200, ahead.time() - 7200))
+    said = space / ".kvshelf" / "keeps-tails" / "2592000"
+    said.parent.mkdir(parents=True)
+    said.touch()
+    assert folder.row("--yes")["deleted"] == {}
+    said.unlink()
+    assert set(folder.row("--yes")["deleted"]) == {"tail"}
+
+
 def test_what_hangs_on_a_missing_chunk_is_looked_for(
     folder: Filled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvshelf.capacity import collect
-
-    monkeypatch.setattr(collect, "ORPHAN_SECONDS", -1.0)
+    monkeypatch.setattr("kvshelf.cli.gc.Rules", partial(Rules, orphans=-1.0))
     for path in Path(folder.url).rglob("*-1-*.safetensors"):
         path.unlink()
     assert folder.row("--no-orphans")["chosen"] == {}

@@ -5,13 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvshelf.capacity.inventory import time_of
+from kvshelf.capacity.lease import Lease, Record
 from kvshelf.capacity.pins import Pin, Pins
+from kvshelf.cli import pin as pin_module
 from kvshelf.format.keys import KeyChain, salt_group_of
 from kvshelf.format.namespace import Namespace
 from tests.support.filled import CHUNK, hybrid, namespace, prompt
@@ -238,3 +242,65 @@ def test_the_salt_of_a_file_is_that_of_requests(tmp_path: Path) -> None:
         assert row["group"] == hashlib.sha256(expected.encode()).hexdigest()[:16]
     salt.write_bytes(b"\n")
     assert place.run("pin", "none", "--salt-file", salt).exit_code == 2
+
+
+@pytest.fixture
+def others_sweep(place: Place) -> Iterator[Callable[[], None]]:
+    """Another process sweeps the shelf, until it is told to end."""
+    with place.open() as shelf:
+        lease = Lease(shelf.backend)
+        now = time_of(shelf.backend)
+        taken = lease.take(Record(), now)
+        assert taken is not None
+
+        def end() -> None:
+            lease.release(taken, now)
+
+        yield end
+
+
+def test_who_pins_during_a_sweep_hears_of_it(
+    place: Place, others_sweep: Callable[[], None]
+) -> None:
+    result = place.run("pin", "a", "--group", "_")
+    assert result.exit_code == 0
+    assert "sweeps" in result.stderr
+    assert "--wait" in result.stderr
+    others_sweep()
+    assert place.run("pin", "b", "--group", "_", "--wait").stderr == ""
+
+
+def test_waiting_ends_with_the_sweep_or_when_it_must_have_read_the_pin(
+    place: Place, others_sweep: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3:
+            others_sweep()
+
+    monkeypatch.setattr(pin_module.time, "sleep", sleep)
+    assert place.run("pin", "a", "--group", "_", "--wait").exit_code == 0
+    assert len(slept) == 3
+    assert "a" in pins_of(place).all
+
+
+def test_waiting_has_an_end(
+    place: Place, others_sweep: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pin_module, "_READ_SECONDS", 0.0)
+    result = place.run("pin", "a", "--group", "_", "--wait")
+    assert result.exit_code == 0
+    assert "waiting for that" in result.stderr
+
+
+def test_a_pin_of_a_later_version_is_listed_and_keeps_all_from_gc(place: Place) -> None:
+    before = place.names()
+    with place.open() as shelf:
+        shelf.backend.write(".kvshelf/pins/new.json", [b'{"version": 2}'])
+    result = place.run("pin")
+    assert result.exit_code == 1, result.output
+    assert "the pin new is not known" in result.stderr
+    assert place.run("gc", "--max-bytes", "1KiB", "--yes").exit_code == 1
+    assert place.names() == before

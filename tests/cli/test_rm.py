@@ -13,14 +13,16 @@ import pytest
 
 from kvshelf.backends import base
 from kvshelf.backends.base import probe
-from kvshelf.capacity import inventory, marks
+from kvshelf.backends.clock import StorageClock
+from kvshelf.capacity import marks
+from kvshelf.capacity.deletion import carry_out
+from kvshelf.capacity.rules import Choice
 from kvshelf.errors import PermanentStorageError
 from kvshelf.format.keys import KeyChain, salt_group_of
 from kvshelf.format.names import parse_path
 from kvshelf.format.namespace import Namespace
 from kvshelf.shelf.shelf import Shelf, open_shelf
-from kvshelf.tools import remove
-from kvshelf.tools.remove import Choice, find_objects, remove_objects
+from kvshelf.tools.remove import find_objects
 from tests.support.filled import CHUNK, hybrid, namespace, prompt
 from tests.support.places import Place
 from tests.support.storages import Fault, FaultyBackend
@@ -155,12 +157,24 @@ def test_an_unreadable_pin_is_named(place: Place) -> None:
     assert rm(place, "-n", ONE.folder)["unreadable_pins"].keys() == {"torn"}
 
 
+def test_what_a_pin_of_a_later_version_may_cover_stays(place: Place) -> None:
+    with place.open() as shelf:
+        pin = {"version": 2, "namespace": ONE.folder}
+        shelf.backend.write(".kvshelf/pins/later.json", [json.dumps(pin).encode()])
+    result = place.run("rm", "-n", ONE.folder, "--yes")
+    assert result.exit_code == 1
+    assert "the pin later is not known" in result.stderr
+    assert rm(place, "-n", ONE.folder, "--yes", code=1)["pinned"] == 14
+    assert rm(place, "-n", OTHER.folder, "--yes", code=1)["deleted"]["removed"] == 14
+    assert rm(place, "-n", ONE.folder, "--pinned", "--yes", code=1)["deleted"]["removed"] == 14
+
+
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch) -> float:
     """It is three days after what was just written."""
     now = time.time() + 3 * 86400
-    monkeypatch.setattr(inventory, "time_of", lambda backend: now)
-    monkeypatch.setattr(remove, "time_of", lambda backend: now)
+    monkeypatch.setattr(StorageClock, "ask", lambda clock: now)
+    monkeypatch.setattr(StorageClock, "now", lambda clock: now)
     monkeypatch.setattr(base, "time", SimpleNamespace(time=lambda: now))
     return now
 
@@ -207,7 +221,7 @@ def test_a_use_counts_by_its_time_or_its_mark(tmp_path: Path, later: float) -> N
     assert keys(place.names()) == {chunk.key for chunk in chunks[:2]}
 
 
-def test_an_object_that_is_used_meanwhile_stays(tmp_path: Path, later: float) -> None:
+def test_a_chunk_of_which_an_object_is_used_meanwhile_stays(tmp_path: Path, later: float) -> None:
     place = Place(str(tmp_path / "shelf"))
     place.fill(ONE, prompt(1, chunks=3))
     names = sorted(place.names())
@@ -215,17 +229,17 @@ def test_an_object_that_is_used_meanwhile_stays(tmp_path: Path, later: float) ->
         found = find_objects(shelf, Choice(unused_for=86400.0))
         assert found.objects == 6
         use(place.url, names[0], later)
-        report = remove_objects(shelf, found)
-    assert (report.removed, report.kept) == (5, 1)
-    assert place.names() == {names[0]}
+        outcome = carry_out(shelf.backend, found.plan)
+    assert (outcome.count, outcome.kept.count) == (4, 2)
+    assert names[0] in place.names()
 
 
 def test_the_ends_of_prompts_go_first(tmp_path: Path) -> None:
     place = Place(str(tmp_path / "shelf"))
     place.fill(ONE, prompt(1, chunks=9))
     with open_shelf(place.url) as shelf:
-        found = find_objects(shelf, Choice(folders=[ONE.folder]))
-        names = [name for part in found.parts for name, _ in part.files()]
+        found = find_objects(shelf, Choice(), [ONE.folder])
+        names = [name for name, _ in found.plan.names()]
         indexes = [parsed.index for name in names if (parsed := parse_path(name)) is not None]
         assert indexes == sorted(indexes, reverse=True)
         assert len(indexes) == 18
@@ -241,11 +255,14 @@ def test_what_the_storage_refuses_is_named_and_the_rest_goes(tmp_path: Path) -> 
             Fault("delete", "*-1-0of2.safetensors", error=PermanentStorageError("not yours")),
         )
         with Shelf(refused) as shelf:
-            found = find_objects(shelf, Choice(folders=[ONE.folder]))
-            report = remove_objects(
-                shelf, found, on_problem=lambda name, text: problems.append((name, text))
+            found = find_objects(shelf, Choice(), [ONE.folder])
+            outcome = carry_out(
+                shelf.backend,
+                found.plan,
+                threads=2,
+                on_problem=lambda name, text: problems.append((name, text)),
             )
-    assert (report.removed, report.failed) == (5, 1)
+    assert (outcome.count, outcome.failed) == (5, 1)
     assert [text for _, text in problems] == ["not yours"]
     (left,) = place.names()
     assert left.endswith("-1-0of2.safetensors")
@@ -315,9 +332,8 @@ def test_a_shelf_that_takes_no_changes_keeps_all(tmp_path: Path) -> None:
     place = Place(str(tmp_path / "shelf"))
     place.fill(ONE, prompt(1, chunks=1))
     with open_shelf(place.url, read_only=True) as shelf:
-        found = find_objects(shelf, Choice(folders=[ONE.folder]))
-        with pytest.raises(OSError, match="read-only"):
-            remove_objects(shelf, found)
+        found = find_objects(shelf, Choice(), [ONE.folder])
+        assert "read-only" in str(carry_out(shelf.backend, found.plan).error)
     assert len(place.names()) == 2
 
 

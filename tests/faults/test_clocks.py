@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 
 from kvshelf.backends import Touched, WriteResult, open_backend
+from kvshelf.capacity.rules import Rules
+from kvshelf.capacity.walk import Walk
 from kvshelf.metrics import Counters
 from kvshelf.shelf.markers import MARKERS
 from kvshelf.shelf.shelf import Shelf
-from kvshelf.shelf.sweep import Sweep
 from kvshelf.shelf.view import ObjectRef
 from tests.faults.cells import (
     AHEAD,
@@ -37,10 +38,11 @@ from tests.faults.test_table import loads_all
 from tests.support.formats import make_format, sealed
 from tests.support.prompts import make_chunks
 from tests.support.storages import DescribedBackend
+from tests.support.walks import clean
 
 FMT = make_format()
 HOUR = 3600.0
-OURS = ".x.0123456789abcdef.tmp"
+OURS = ".namespace.json.0123456789abcdef.tmp"
 
 
 class Skewed:
@@ -85,17 +87,13 @@ def test_temporaries_go_by_the_clock_of_the_storage(
     skewed: Skewed, note_cell: Callable[..., None]
 ) -> None:
     note_cell(skewed.fault, "delete", "fuse")
-    skewed.backend.write("a/x", [b"1"])
-    (skewed.files / "a" / OURS).write_bytes(b"being written")
-
-    def sweep(older_than: float) -> int:
-        return skewed.backend.sweep("a", older_than, lambda name: name == "x")
-
-    assert sweep(60.0) == 0
-    # The change time of a file cannot be set: what was written now counts as old by a minute, by
-    # the earlier of the two clocks.
-    assert sweep(-60.0 - HOUR) == 1
-    assert [row.name for row in skewed.backend.list(hidden=True)] == ["a/x"]
+    skewed.view.describe()
+    folder = FMT.namespace.folder
+    (skewed.files / folder / OURS).write_bytes(b"being written")
+    # By the earlier of the two clocks it was changed an hour ago, at most.
+    assert clean(skewed.shelf.backend) == 0
+    assert clean(skewed.shelf.backend, HOUR + HOUR + 60) == 1
+    assert [row.name for row in skewed.backend.list(hidden=True)] == [f"{folder}/namespace.json"]
 
 
 def test_a_file_that_is_being_copied_stays_by_the_clock_of_the_storage(
@@ -119,12 +117,10 @@ def test_leftovers_go_by_the_clock_of_the_storage(
 ) -> None:
     note_cell(skewed.fault, "list", "fuse")
     folder = f"{FMT.namespace.folder}/{MARKERS}"
-    for attempt, age in (("0" * 32, 1.0), ("1" * 32, 2 * HOUR)):
-        skewed.view.give_up(attempt)
-        skewed.make_older(f"{folder}/{attempt}", age)
-    with closing(Sweep(HOUR / 6, Counters())) as sweep:
-        sweep._look_into(skewed.view, folder)
-    assert [row.name for row in skewed.backend.list(folder)] == [f"{folder}/{'0' * 32}"]
+    skewed.view.give_up("0" * 32)
+    walk = Walk(skewed.shelf.backend, Counters())
+    assert walk._look_into(folder, Rules(tails=HOUR / 6, markers=HOUR / 6)).count == 0
+    assert walk._look_into(folder, Rules(tails=-HOUR - 60, markers=-HOUR - 60)).count == 1
 
 
 def test_uses_are_recorded_in_the_time_of_the_storage(skewed: Skewed) -> None:
@@ -179,9 +175,9 @@ def test_times_that_make_no_sense(
         for name in names:
             assert storage.backend.touch(name) is Touched.TOUCHED
         folder = names[0].rpartition("/")[0]
-        assert storage.backend.sweep(folder, 60.0, lambda name: True) == 0
-        with closing(Sweep(HOUR, Counters())) as sweep:
-            sweep._look_into(engine.rig.shelf.view(FMT), folder)
+        walk = Walk(engine.rig.shelf.backend, Counters())
+        assert walk.make_room() == 0
+        assert walk._look_into(folder, Rules(tails=HOUR, markers=HOUR)).count == 0
         assert {row.name for row in storage.plain.list()} == set(names)
         assert storage.backend.delete(names[0])
         eventually(loads_all(engine, known))

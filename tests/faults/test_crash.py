@@ -20,12 +20,12 @@ import pytest
 from kvshelf.backends import WriteResult
 from kvshelf.backends.base import final_name
 from kvshelf.errors import ObjectMissingError
-from kvshelf.shelf import orphans as orphans_module
 from kvshelf.shelf.shelf import Shelf, open_shelf
 from kvshelf.shelf.view import ObjectRef
 from tests.faults import crash_child
 from tests.support.formats import sealed
 from tests.support.prompts import make_chunks
+from tests.support.walks import clean
 
 FMT = crash_child.make_format()
 CHUNKS = make_chunks(FMT, 2)
@@ -100,16 +100,6 @@ def temporaries(root: Path) -> list[Path]:
     return [path for path in root.rglob(".*") if path.is_file()]
 
 
-def sweep_all(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Store as often as it takes to come through all folders once."""
-    with monkeypatch.context() as patch:
-        patch.setattr(orphans_module, "_SWEEP_SECONDS", 0.0)
-        patch.setattr(orphans_module, "TEMPORARY_SECONDS", -1.0)
-        with open_shelf(root) as shelf:
-            for _ in range(8):
-                store_all(shelf)
-
-
 def store_all(shelf: Shelf) -> None:
     for chunk, shard in ITEMS:
         shelf.view(FMT).publish(ObjectRef(chunk, shard), sealed(FMT, chunk, shard))
@@ -125,9 +115,7 @@ WAYS = {
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=pytest.mark.slow if way == "fsync" else ()) for way in WAYS]
 )
-def test_a_writer_killed_at_every_step(
-    run: Kill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
+def test_a_writer_killed_at_every_step(run: Kill, tmp_path: Path, way: str) -> None:
     left = 0
     for last in itertools.count():
         root = tmp_path / str(last)
@@ -135,7 +123,8 @@ def test_a_writer_killed_at_every_step(
         left += len(temporaries(root))
         check(root)
         if temporaries(root):
-            sweep_all(root, monkeypatch)
+            with open_shelf(root) as shelf:
+                clean(shelf.backend, 3660.0)
             assert temporaries(root) == []
         shutil.rmtree(root, ignore_errors=True)
         if code == 0:
@@ -239,9 +228,6 @@ def test_a_young_temporary_is_left_alone(run: Kill, tmp_path: Path) -> None:
     (left,) = temporaries(root)
     old = time.time() - 7200
     os.utime(left, (old, old))  # only its date looks old: it was changed just now
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(orphans_module, "_SWEEP_SECONDS", 0.0)
-        with open_shelf(root) as shelf:
-            for _ in range(8):
-                store_all(shelf)
+    with open_shelf(root) as shelf:
+        assert clean(shelf.backend) == 0
     assert left.exists()

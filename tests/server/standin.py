@@ -50,7 +50,7 @@ class Loan:
 
 
 @dataclass
-class Room:
+class SegmentPart:
     view: memoryview
     nbytes: int
     offset: int
@@ -63,14 +63,14 @@ class Room:
 @dataclass
 class Segment:
     nbytes: int
-    rooms: dict[int, Room] = field(default_factory=dict)
+    rooms: dict[int, SegmentPart] = field(default_factory=dict)
     _next: int = 0
 
-    def reserve(self, nbytes: int) -> Room | None:
+    def reserve(self, nbytes: int) -> SegmentPart | None:
         if sum(room.nbytes for room in self.rooms.values()) + nbytes > self.nbytes:
             return None
         self._next += 1
-        room = Room(memoryview(bytearray(nbytes)), nbytes, self._next, self)
+        room = SegmentPart(memoryview(bytearray(nbytes)), nbytes, self._next, self)
         self.rooms[self._next] = room
         return room
 

@@ -12,14 +12,14 @@ import pytest
 from kvshelf.backends import Touched
 from kvshelf.capacity.uses import Uses
 from kvshelf.config import Config
-from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.format.keys import Chunk
 from kvshelf.metrics import Counters
 from kvshelf.server.messages import Fault, LookedUp, Result
 from kvshelf.server.shelf import open_served
 from tests.server.desk import Desk, name_of
 from tests.server.node import LocalServer
 from tests.support.formats import make_format, sealed
-from tests.support.prompts import make_chunks
+from tests.support.prompts import make_chunks, make_tail
 from tests.support.storages import TouchesBackend, posix
 from tests.support.waiting import PATIENCE, until
 
@@ -45,7 +45,6 @@ class Used:
         return [name_of(FMT, chunk, shard) for shard in range(FMT.shards)]
 
     def recorded(self) -> list[str]:
-        self.desk.service.tick()
         assert self.uses.flush(PATIENCE)
         return self.touches.names
 
@@ -83,39 +82,20 @@ def test_what_is_in_memory_only_is_not_recorded(make: Callable[..., Used]) -> No
 def test_what_a_client_says_it_has_used_is_recorded_by_the_server(
     make: Callable[..., Used],
 ) -> None:
-    used = make(Touched.REFUSED)
-    names = used.names(used.chunks[0])
+    used = make()
+    names = [*used.names(used.chunks[0]), name_of(FMT, make_tail(FMT))]
     for name in names * 2:
         answer = used.desk.ask("call", CLIENT, "touch", [name], b"")
         assert answer == Result(Touched.TOUCHED.value)
-    assert used.touches.names == []
     assert used.recorded() == names
-    # The server marks what it may not touch.
-    assert used.counters.snapshot()["marked_chunks"] == 1
 
 
-def test_of_tails_and_foreign_names_the_storage_is_asked(make: Callable[..., Used]) -> None:
+def test_of_foreign_names_the_storage_is_asked(make: Callable[..., Used]) -> None:
     used = make()
-    chain = KeyChain(FMT.namespace.digest, FMT.chunk_size)
-    chain.extend([1, 2, 3])
-    tail = chain.tail()
-    assert tail is not None
-    for name in (name_of(FMT, tail), "some/file"):
-        assert used.desk.ask("call", CLIENT, "touch", [name], b"") == Result("touched")
-        assert used.touches.names.pop() == name
+    assert used.desk.ask("call", CLIENT, "touch", ["some/file"], b"") == Result("touched")
+    assert used.touches.names.pop() == "some/file"
     assert isinstance(used.desk.ask("call", CLIENT, "touch", [5], b""), Fault)
     assert used.recorded() == []
-
-
-def test_what_clients_say_is_bounded(
-    make: Callable[..., Used], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvshelf.server.service._MOST_USED", 3)
-    used = make()
-    for chunk in used.chunks:
-        for name in used.names(chunk):
-            used.desk.ask("call", CLIENT, "touch", [name], b"")
-    assert len(used.recorded()) == 3
 
 
 def test_the_server_writes_objects_anew(make: Callable[..., Used], tmp_path: Path) -> None:
@@ -132,7 +112,7 @@ def test_the_server_writes_objects_anew(make: Callable[..., Used], tmp_path: Pat
 
 def test_an_engines_hits_reach_the_server(tmp_path: Path) -> None:
     """As the connector records them: each object of the whole prefix."""
-    storage = TouchesBackend(posix(tmp_path / "shelf"), Touched.REFUSED)
+    storage = TouchesBackend(posix(tmp_path / "shelf"))
     chunks = make_chunks(FMT, 3)
     for chunk in chunks:
         for shard in range(FMT.shards):
@@ -144,12 +124,11 @@ def test_an_engines_hits_reach_the_server(tmp_path: Path) -> None:
         shelf = stack.enter_context(closing(open_served(server.url)))
         uses = stack.enter_context(closing(Uses.of(Config(server=server.url), counts)))
         assert uses.resolution == 60.0
-        uses.hit(shelf.view(FMT), chunks)
+        uses.note(shelf.view(FMT), chunks)
         assert uses.flush(PATIENCE)
         assert counts.snapshot()["touched_objects"] == 3 * FMT.shards
         until(lambda: bool(of_server.flush(PATIENCE) and server_counts.snapshot()))
-        # The server may not touch them, and marks.
-        assert server_counts.snapshot() == {"marked_chunks": 3}
+        assert server_counts.snapshot() == {"touched_objects": 3 * FMT.shards}
         assert sorted(storage.names) == sorted(
             name_of(FMT, chunk, shard) for chunk in chunks for shard in range(FMT.shards)
         )

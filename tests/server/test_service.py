@@ -539,7 +539,7 @@ def test_calls_go_to_the_storage(make_desk: Callable[..., Desk], tmp_path: Path)
     names = [name_of(FMT, chunk) for chunk in chunks]
     for chunk in chunks:
         put(shelf, FMT, chunk)
-    rows, more = call("list", folder, None)
+    rows, more = call("list", folder, None, None)
     assert more is None
     assert {row[0] for row in rows} == {*names, f"{folder}/namespace.json"}
     desk.fetch(B, names[:1], [SIZE])
@@ -560,7 +560,7 @@ def test_calls_go_to_the_storage(make_desk: Callable[..., Desk], tmp_path: Path)
         ("stat", ["a"], "PermanentStorageError"),
         ("close", [], "PermanentStorageError"),
         ("perform", ["a"], "PermanentStorageError"),
-        ("list", ["", 77], "PermanentStorageError"),
+        ("list", ["", 77, None], "PermanentStorageError"),
         ("write", [name_of(FMT, make_chunks(FMT, 1)[0]), "create"], "ObjectNameError"),
         ("watch", [["../x"]], "ObjectNameError"),
         ("watch", ["x"], "PermanentStorageError"),
@@ -581,7 +581,7 @@ def test_long_listings_come_in_pages(make_desk: Callable[..., Desk], tmp_path: P
     names: set[str] = set()
     more, pages = None, 0
     while more is not None or not pages:
-        rows, more = desk.ask("call", A, "list", ["many", more], b"").value
+        rows, more = desk.ask("call", A, "list", ["many", more, None], b"").value
         names |= {row[0] for row in rows}
         pages += 1
     assert len(names) == 2500

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import random
 import shutil
 import threading
 import time
@@ -12,7 +11,6 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -31,8 +29,6 @@ from kvshelf.errors import (
 from kvshelf.format.invalid import PayloadDamaged, WrongKey
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.shelf import orphans as orphans_module
-from kvshelf.shelf import repairs as repairs_module
 from kvshelf.shelf import view as view_module
 from kvshelf.shelf.shelf import Shelf, open_shelf
 from kvshelf.shelf.view import ObjectRef, Presence
@@ -636,25 +632,6 @@ def test_something_else_in_an_objects_place(
     assert len(quarantined(shelf, fmt)) == 1
 
 
-def test_what_is_moved_aside_is_bounded(
-    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk], monkeypatch: Any
-) -> None:
-    for chunk in chunks[:40]:
-        store(shelf, fmt, chunk)
-        flip(path_of(shelf, fmt, chunk))
-        with pytest.raises(BadObjectError):
-            load(shelf, fmt, chunk)
-    kept = quarantined(shelf, fmt)
-    assert len(kept) == repairs_module.BAD_COUNT == 32
-    assert kept[-1].endswith(Path(shelf.view(fmt).name(ObjectRef(chunks[39], 0))).name)
-    monkeypatch.setattr(repairs_module, "BAD_BYTES", 3 * fmt.object_size(0))
-    store(shelf, fmt, chunks[40])
-    flip(path_of(shelf, fmt, chunks[40]))
-    with pytest.raises(BadObjectError):
-        load(shelf, fmt, chunks[40])
-    assert len(quarantined(shelf, fmt)) == 3
-
-
 def test_bad_folder_that_is_a_link_does_not_break_a_load(
     shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk], tmp_path: Path
 ) -> None:
@@ -670,65 +647,6 @@ def test_bad_folder_that_is_a_link_does_not_break_a_load(
         shelf.view(fmt).publish(ObjectRef(chunks[0], 0), good, suspect=True) is WriteResult.REPLACED
     )
     assert load(shelf, fmt, chunks[0]) == good
-
-
-# ---------------------------------------------------------------------- what killed writers leave
-
-
-def temporaries(root: Path) -> set[Path]:
-    return {path for path in root.rglob("*.tmp") if not path.is_dir()}
-
-
-@pytest.mark.parametrize("place", ["folder", "group", "fan-out"])
-def test_stores_sweep_the_namespace_of_old_temporaries(
-    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk], monkeypatch: Any, place: str
-) -> None:
-    store(shelf, fmt, chunks[0])
-    path = path_of(shelf, fmt, chunks[0])
-    if place == "folder":
-        left = path.parents[2] / ".namespace.json.0123456789abcdef.tmp"
-    elif place == "group":
-        # Nothing of ours is ever here.
-        left = path.parents[1] / f".{path.name}.0123456789abcdef.tmp"
-    else:
-        left = path.parent / f".{path.name}.0123456789abcdef.tmp"
-    foreign = {path.parent / name for name in (".notes.0123456789abcdef.tmp", f".{path.name}.tmp")}
-    for file in (left, *foreign):
-        file.write_bytes(b"begun")
-    monkeypatch.setattr(orphans_module, "_SWEEP_SECONDS", 0.0)
-    monkeypatch.setattr(orphans_module, "_SWEEP_ROUND_SECONDS", 0.0)
-    numbers_of_the_program = random.getstate()
-    with open_shelf(shelf.url) as fresh:
-        for chunk in chunks[1:5]:
-            store(fresh, fmt, chunk)
-        assert left in temporaries(Path(shelf.url)), "it may still be written to"
-        monkeypatch.setattr(orphans_module, "TEMPORARY_SECONDS", -1.0)
-        folders = {path_of(shelf, fmt, chunk).parent for chunk in chunks[:40]}
-        for chunk in chunks[5:40]:
-            store(fresh, fmt, chunk)
-        for _ in range(2 * len(folders)):
-            store(fresh, fmt, chunks[0])
-        assert left.exists() == (place == "group")
-        assert temporaries(Path(shelf.url)) - {left} == foreign
-        assert load(fresh, fmt, chunks[0]) == image(fmt, chunks[0])
-    assert random.getstate() == numbers_of_the_program
-
-
-def test_sweeps_are_rare(root: Path, fmt: ObjectFormat, chunks: list[Chunk]) -> None:
-    counting = CountingBackend(open_backend(root))
-    with Shelf(counting) as shelf:
-        for chunk in chunks[:20]:
-            store(shelf, fmt, chunk)
-    assert counting.counts["sweep"] == 1
-
-
-def test_a_sweep_that_fails_is_no_failed_store(
-    root: Path, fmt: ObjectFormat, chunks: list[Chunk]
-) -> None:
-    faulty = FaultyBackend(open_backend(root))
-    faulty.add(Fault("sweep", error=lambda: TransientStorageError(5, "EIO")))
-    with Shelf(faulty) as shelf:
-        assert store(shelf, fmt, chunks[0]) is WriteResult.CREATED
 
 
 # -------------------------------------------------------------------------------------- listings

@@ -24,3 +24,12 @@ def make_chunks(fmt: ObjectFormat, count: int, seed: int = 0) -> list[Chunk]:
     """Make the chunks of a random prompt."""
     tokens = prompt(count, seed, unit=fmt.chunk_size)
     return KeyChain(fmt.namespace.digest, fmt.chunk_size).extend(tokens)
+
+
+def make_tail(fmt: ObjectFormat, tokens: int = 3) -> Chunk:
+    """Make the tail of a prompt of one chunk and a few tokens more."""
+    chain = KeyChain(fmt.namespace.digest, fmt.chunk_size)
+    chain.extend(prompt(1, unit=fmt.chunk_size, rest=tokens))
+    tail = chain.tail()
+    assert tail is not None
+    return tail

@@ -88,10 +88,12 @@ class CountingBackend(WrappedBackend):
         self._count("write_bytes", sum(memoryview(buffer).nbytes for buffer in buffers))
         return self.inner.write(name, buffers, mode)
 
-    def list(self, prefix: str = "", *, hidden: bool = False) -> Iterator[ObjectInfo]:
+    def list(
+        self, prefix: str = "", *, hidden: bool = False, **options: Any
+    ) -> Iterator[ObjectInfo]:
         """List and count: with what is hidden, as ``entries``."""
         self._count("entries" if hidden else "list")
-        return self.inner.list(prefix, hidden=hidden)
+        return self.inner.list(prefix, hidden=hidden, **options)
 
     def folders(self, prefix: str = "") -> Sequence[str]:
         """List and count."""
@@ -107,11 +109,6 @@ class CountingBackend(WrappedBackend):
         """Move and count."""
         self._count("quarantine")
         return self.inner.quarantine(name, target)
-
-    def sweep(self, folder: str, older_than: float, is_ours: Callable[[str], bool]) -> int:
-        """Sweep and count."""
-        self._count("sweep")
-        return self.inner.sweep(folder, older_than, is_ours)
 
     def touch(self, name: str) -> Touched:
         """Touch and count."""
@@ -140,7 +137,7 @@ class Fault:
     operation : str
         ``stat``, ``info``, ``open``, ``read``, ``write``, ``publish`` (after a write
         succeeded, before the caller is told), ``list``, ``folders``, ``delete``, ``quarantine``,
-        ``sweep``, ``touch``, ``entries``, ``space``, ``now``, or ``*``.
+        ``touch``, ``entries``, ``space``, ``now``, or ``*``.
     pattern : str
         Names to which it applies, as for :mod:`fnmatch`.
     wait : threading.Event, threading.Semaphore or float, optional
@@ -258,9 +255,11 @@ class FaultyBackend(WrappedBackend):
         self.meet("publish", name)
         return result
 
-    def list(self, prefix: str = "", *, hidden: bool = False) -> Iterator[ObjectInfo]:
+    def list(
+        self, prefix: str = "", *, hidden: bool = False, **options: Any
+    ) -> Iterator[ObjectInfo]:
         """List, with faults before each entry: with what is hidden, those of ``entries``."""
-        for info in self.inner.list(prefix, hidden=hidden):
+        for info in self.inner.list(prefix, hidden=hidden, **options):
             self.meet("entries" if hidden else "list", info.name)
             yield info
 
@@ -278,11 +277,6 @@ class FaultyBackend(WrappedBackend):
         """Move, with faults."""
         self.meet("quarantine", name)
         return self.inner.quarantine(name, target)
-
-    def sweep(self, folder: str, older_than: float, is_ours: Callable[[str], bool]) -> int:
-        """Sweep, with faults."""
-        self.meet("sweep", folder)
-        return self.inner.sweep(folder, older_than, is_ours)
 
     def touch(self, name: str) -> Touched:
         """Touch, with faults."""

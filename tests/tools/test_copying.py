@@ -575,9 +575,9 @@ def test_a_source_that_vanishes_while_it_is_listed_is_a_failure(
                 source.rename(tmp_path / "elsewhere")
                 source.mkdir()
 
-        def list(self, prefix: str = "", *, hidden: bool = False) -> Iterator[ObjectInfo]:
+        def list(self, prefix: str = "", **options: Any) -> Iterator[ObjectInfo]:
             self._vanish()
-            return super().list(prefix, hidden=hidden)
+            return super().list(prefix, **options)
 
         def stat(self, names: Sequence[str]) -> StatResults:
             self._vanish()

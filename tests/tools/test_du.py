@@ -86,9 +86,9 @@ def test_by_group_depth_and_kind_of_one_listing(
     listed: list[str] = []
     real = PosixBackend.list
 
-    def list_all(self: PosixBackend, prefix: str = "", *, hidden: bool = False) -> Any:
+    def list_all(self: PosixBackend, prefix: str = "", **options: Any) -> Any:
         listed.append(prefix)
-        return real(self, prefix, hidden=hidden)
+        return real(self, prefix, **options)
 
     monkeypatch.setattr(PosixBackend, "list", list_all)
     found = usage(shelf, "--by", "group", "--by", "depth", "--by", "kind", "--by", "kind")

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvshelf.capacity.history import WITH_RECORD, Event, History, Reason, read_histories
 from kvshelf.cli.app import app
 from kvshelf.errors import BadObjectError, ConfigError
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind, kind_key
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
+from kvshelf.history import WITH_RECORD, Event, History, Reason, read_histories
 from kvshelf.shelf.shelf import open_shelf
 from kvshelf.shelf.view import ObjectRef
 from kvshelf.tools import explain as explain_module

@@ -15,16 +15,23 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvshelf.backends import open_backend
 from kvshelf.backends.wrappers import ReadOnlyBackend
+from kvshelf.capacity.uses import Uses
+from kvshelf.capacity.walk import Left, Walk
 from kvshelf.errors import NoSpaceStorageError, PermanentStorageError, TransientStorageError
-from kvshelf.format.keys import Chunk, KeyChain
-from kvshelf.metrics import Counters
-from kvshelf.shelf.sweep import Leftover, Sweep
-from kvshelf.shelf.view import ShelfView
+from kvshelf.format.keys import Chunk
+from kvshelf.shelf.view import ObjectRef, ShelfView
 from kvshelf.transfer.promises import Promises
 from kvshelf.transfer.stores import OnStored, StoreOutcome, StoreResult
 from tests.support.formats import make_format
-from tests.support.prompts import make_chunks
-from tests.support.storages import CountingBackend, Fault, FaultyBackend, Gate, posix
+from tests.support.prompts import make_chunks, make_tail
+from tests.support.storages import (
+    CountingBackend,
+    Fault,
+    FaultyBackend,
+    Gate,
+    TouchesBackend,
+    posix,
+)
 from tests.support.threads import named, none_can_be_started
 from tests.support.transfers import Rig
 from tests.support.waiting import PATIENCE, until
@@ -125,40 +132,51 @@ def test_what_is_not_an_attempt_harms_nothing(rig: Rig, promises: Promises) -> N
     assert (rig.count("promises_broken"), rig.count("markers_written")) == (2, 1)
 
 
-class NotedSweep(Sweep):
+class NotedWalk(Walk):
     """Notes what it is told, and deletes nothing."""
 
-    def __init__(self, counters: Counters) -> None:
-        super().__init__(1000.0, counters)
+    def __init__(self, rig: Rig) -> None:
+        super().__init__(rig.shelf.backend, rig.counters)
         self.begun = 0
         self.written: list[object] = []
 
     def begin(self, view: ShelfView) -> None:
         self.begun += 1
 
-    def wrote(self, view: ShelfView, leftover: Leftover) -> None:
-        self.written.append(leftover)
+    def wrote(self, view: ShelfView, left: Left) -> None:
+        self.written.append(left)
 
 
-def test_tails_and_markers_are_given_to_the_sweep(rig: Rig) -> None:
-    sweep = NotedSweep(rig.counters)
+def test_tails_and_markers_are_given_to_the_walk(rig: Rig) -> None:
+    walk = NotedWalk(rig)
     view = rig.shelf.view(FMT)
-    promises = Promises(view, (0, 1), rig.counters, sweep=sweep)
-    chain = KeyChain(FMT.namespace.digest, FMT.chunk_size)
-    chain.extend(range(FMT.chunk_size + 3))
-    tail = chain.tail()
-    assert tail is not None
-    assert not sweep.begun
+    promises = Promises(view, (0, 1), rig.counters, walk=walk)
+    tail = make_tail(FMT)
+    assert not walk.begun
     done = promises.watch(ONE)
-    assert sweep.begun
-    done(chain.chunks[0], StoreResult.PUBLISHED)
-    assert not sweep.written
+    assert walk.begun
+    done(chunk(), StoreResult.PUBLISHED)
+    assert not walk.written
     done(tail, StoreResult.PUBLISHED)
     promises.note(TWO, tail, KNOWN)
-    assert set(sweep.written) == {(tail, 0), (tail, 1)}
+    assert set(walk.written) == {(tail, 0), (tail, 1)}
     done(tail, StoreResult.FAILED)
     promises.close(PATIENCE)
-    assert sweep.written[-1] == ONE
+    assert walk.written[-1] == ONE
+
+
+def test_the_use_of_a_tail_that_was_loaded_is_recorded(tmp_path: Path) -> None:
+    storage, tail = TouchesBackend(posix(tmp_path)), make_tail(FMT)
+    with closing(Rig(storage, FMT)) as rig, closing(Uses(rig.counters)) as uses:
+        walk = NotedWalk(rig)
+        view = rig.shelf.view(FMT)
+        promises = Promises(view, (0, 1), rig.counters, walk=walk, uses=uses)
+        promises.loaded(chunk())
+        promises.loaded(tail)
+        assert uses.flush(PATIENCE)
+        refs = [ObjectRef(tail, shard) for shard in (0, 1)]
+        assert storage.names == [view.name(ref) for ref in refs]
+        assert walk.written == refs
 
 
 # ------------------------------------------------------------------------------- trouble
@@ -270,7 +288,7 @@ class StagingIsShort(RuleBasedStateMachine):
         # A memory filesystem of its own.
         self.backend = FaultyBackend(open_backend(f"memory://{id(self)}-{next(_numbers)}"))
         self.rig = Rig(self.backend, FMT, staging_objects=8)
-        self.promises = Promises(self.rig.shelf.view(FMT), (0, 1), self.rig.counters, sweep=None)
+        self.promises = Promises(self.rig.shelf.view(FMT), (0, 1), self.rig.counters, walk=None)
         self.gate = Gate(self.backend)
         self.seeds = 0
         self.broken: set[str] = set()

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from kvshelf.backends import open_backend
-from kvshelf.capacity.collect import Limits, carry_out, plan
+from kvshelf.capacity.collect import plan
+from kvshelf.capacity.deletion import carry_out
 from kvshelf.capacity.inventory import Inventory
+from kvshelf.capacity.rules import Rules
 from kvshelf.format.keys import salt_group_of
 from tests.support.engines import Answer, Engine, assert_same, assert_same_up_to_ties
 from tests.support.fleet import Engines, Places
@@ -189,7 +191,7 @@ def test_what_is_deleted_while_it_is_loaded_is_a_miss(
         while not stop.is_set():
             inventory = Inventory.scan(backend)
             assert inventory is not None
-            carry_out(backend, plan(inventory, Limits(max_bytes=1)))
+            carry_out(backend, plan(inventory, Rules(max_bytes=1)))
         backend.close()
 
     thread = threading.Thread(target=sweep)

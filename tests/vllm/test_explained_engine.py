@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvshelf.capacity.history import LARGEST, read_histories
 from kvshelf.cli.app import app
+from kvshelf.history import LARGEST, read_histories
 from tests.support.engines import Engine
 from tests.support.fleet import Engines
 from tests.support.servers import BUCKET, S3Server, command, rclone_s3

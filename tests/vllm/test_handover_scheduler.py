@@ -1047,7 +1047,7 @@ def test_no_step_sleeps_where_others_wait_for_it(
 
 
 def test_pieces_are_read_ahead_as_they_appear(waiting: Callable[..., Any]) -> None:
-    engine, promised, _ = waiting(prefetch_bytes=1 << 20)
+    engine, promised, _ = waiting(memory_tier={"max_bytes": 1 << 20})
 
     def named() -> list[int]:
         ops = [op for meta in engine.metas for op in meta.prefetches]
@@ -1066,7 +1066,7 @@ def test_requests_behind_those_that_wait_are_read_ahead(
     start: Callable[..., ScheduledEngine],
 ) -> None:
     start().run(prompt(100, seed=99))
-    engine = start(prefetch_bytes=1 << 20, seqs=1)
+    engine = start(memory_tier={"max_bytes": 1 << 20}, seqs=1)
     engine.add("running", prompt(60, seed=98), answer=200)
     for number in range(40):
         promised = Promised(engine, prompt(100, seed=number), number)
@@ -1119,7 +1119,7 @@ def test_no_request_waits_past_its_deadline_and_every_request_ends(
             "asynchronous": draw(st.booleans(), "asynchronous"),
             "blocks": draw(st.sampled_from([70, 400]), "blocks"),
             "max_waiting": draw(st.sampled_from([1, 3, 100]), "max_waiting"),
-            "prefetch_bytes": draw(st.sampled_from([0, 1 << 20]), "prefetch_bytes"),
+            "memory_tier": draw(st.sampled_from([None, {"max_bytes": 1 << 20}]), "memory_tier"),
             "state_interval": 2,
         }
         producer = ScheduledEngine(world, MODELS[model], chunk_size=CHUNK, state_interval=1)

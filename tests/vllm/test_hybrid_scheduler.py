@@ -228,7 +228,7 @@ def test_requests_that_are_preempted_aborted_and_reset(
 @pytest.mark.parametrize("model", MODELS)
 def test_waiting_requests_are_read_ahead(start: Callable[..., ScheduledEngine], model: str) -> None:
     start(model).run(prompt(203))
-    engine = start(model, seqs=1, prefetch_bytes=1 << 20)
+    engine = start(model, seqs=1, memory_tier={"max_bytes": 1 << 20})
     engine.add("first", prompt(400, seed=1), answer=30)
     for _ in range(3):
         engine.step()
@@ -346,7 +346,7 @@ def test_anything_that_may_happen(model: str, data: st.DataObject) -> None:
             "seed": draw(st.integers(0, 9), "seed"),
             "save_decode": draw(st.booleans(), "save_decode"),
             "state_interval": draw(st.sampled_from([1, 2, 8]), "state_interval"),
-            "prefetch_bytes": draw(st.sampled_from([0, 1 << 20]), "prefetch_bytes"),
+            "memory_tier": draw(st.sampled_from([None, {"max_bytes": 1 << 20}]), "memory_tier"),
             "chunk_size": draw(st.sampled_from([32, 64]), "chunk_size"),
         }
         engine = ScheduledEngine(world, MODELS[model], **options)

@@ -21,13 +21,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.sched.output import KVConnectorBlockState
 
 from kvshelf.backends import Deadlines
-from kvshelf.capacity.history import Event, Reason
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.keys import KeyChain, MultimodalItem
 from kvshelf.format.names import object_name
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
+from kvshelf.history import Event, Reason
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tiers import tiered
@@ -402,7 +402,7 @@ def test_what_vllm_would_not_use_is_not_offered_held_or_counted_but_stored(
         # As in vllm/config/aux_output.py.
         config.aux_output_config = SimpleNamespace(enabled=why == "the engine")
 
-    side = make(change=change, prefetch_bytes=1 << 20)
+    side = make(change=change, memory_tier={"max_bytes": 1 << 20})
     side.put(prompt(40), 3)
     gate = threading.Event()
     side.faults.add(Fault("stat", wait=gate))
@@ -786,7 +786,7 @@ def test_stores_that_cannot_be_planned_do_not_hold_up_loads(
 def test_what_to_read_ahead_that_cannot_be_planned_does_not_hold_up_loads(
     make: Callable[..., Side], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    side = make(prefetch_bytes=1 << 20)
+    side = make(memory_tier={"max_bytes": 1 << 20})
     side.put(prompt(20))
     _known(side, "gone", prompt(20))
     side.step()
@@ -1843,7 +1843,7 @@ def _named(meta: StepMetadata) -> dict[str, list[int]]:
 def test_chunks_of_a_request_that_steps_pass_over_are_named_once(
     make: Callable[..., Side],
 ) -> None:
-    side = make(prefetch_bytes=1 << 20)
+    side = make(memory_tier={"max_bytes": 1 << 20})
     tokens = prompt(40)
     side.put(tokens, 4)
     request = _known(side, "r", tokens)
@@ -1863,7 +1863,7 @@ def test_chunks_of_a_request_that_steps_pass_over_are_named_once(
 
 
 def test_a_request_that_ends_while_it_waits_is_told(make: Callable[..., Side]) -> None:
-    side = make(prefetch_bytes=1 << 20)
+    side = make(memory_tier={"max_bytes": 1 << 20})
     tokens = prompt(40)
     side.put(tokens, 4)
     _known(side, "r", tokens)
@@ -1876,7 +1876,7 @@ def test_a_request_that_ends_while_it_waits_is_told(make: Callable[..., Side]) -
 
 
 def test_what_runs_without_a_load_waits_no_more(make: Callable[..., Side]) -> None:
-    side = make(prefetch_bytes=1 << 20)
+    side = make(memory_tier={"max_bytes": 1 << 20})
     tokens = prompt(40)
     side.put(tokens, 4)
     _known(side, "r", tokens)
@@ -1887,7 +1887,7 @@ def test_what_runs_without_a_load_waits_no_more(make: Callable[..., Side]) -> No
 
 
 def test_what_the_engine_has_at_hand_is_not_named(make: Callable[..., Side]) -> None:
-    side = make(prefetch_bytes=1 << 20)
+    side = make(memory_tier={"max_bytes": 1 << 20})
     tokens = prompt(40)
     side.put(tokens, 5)
     first = _known(side, "first", tokens[:24])
@@ -1909,7 +1909,7 @@ def test_a_step_names_a_bounded_number_of_chunks_oldest_requests_first(
     make: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvshelf.vllm.read_ahead._CHUNKS_PER_STEP", 3)
-    side = make(prefetch_bytes=1 << 20)
+    side = make(memory_tier={"max_bytes": 1 << 20})
     prompts = {name: prompt(40, seed) for seed, name in enumerate("ab")}
     for name, tokens in prompts.items():
         side.put(tokens, 4)
@@ -1926,7 +1926,7 @@ def test_a_step_names_a_bounded_number_of_chunks_oldest_requests_first(
 def test_requests_that_cannot_be_admitted_do_not_starve_those_behind_them(
     make: Callable[..., Side],
 ) -> None:
-    side = make(prefetch_bytes=1 << 20)
+    side = make(memory_tier={"max_bytes": 1 << 20})
     tokens = prompt(40)
     side.put(tokens, 4)
     # Their grammar is not compiled, or no step has room for their adapter: vLLM asks for none.
@@ -1954,7 +1954,7 @@ def test_requests_that_cannot_be_admitted_do_not_starve_those_behind_them(
 
 
 def test_a_preempted_request_waits_before_all_others(make: Callable[..., Side]) -> None:
-    side = make(prefetch_bytes=1 << 20)
+    side = make(memory_tier={"max_bytes": 1 << 20})
     tokens = prompt(40)
     side.put(tokens, 4)
     preempted, other = (_known(side, name, tokens) for name in ("preempted", "other"))
@@ -1972,13 +1972,12 @@ def test_nothing_is_named_without_memory_for_it_or_while_the_storage_rests(
     make: Callable[..., Side],
 ) -> None:
     tokens = prompt(40)
-    for options in ({}, {"prefetch_bytes": 0}):
-        # A local disk is as near as memory.
-        side = make(**options)
-        side.put(tokens, 4)
-        _known(side, "r", tokens)
-        assert [_named(side.step()) for _ in range(3)] == [{}] * 3
-    side = make(prefetch_bytes=1 << 20)
+    # A local disk is as near as memory.
+    side = make()
+    side.put(tokens, 4)
+    _known(side, "r", tokens)
+    assert [_named(side.step()) for _ in range(3)] == [{}] * 3
+    side = make(memory_tier={"max_bytes": 1 << 20})
     _known(side, "r", tokens)
     side.step()
     side.side.worker_output(WorkerMetadata(breaker_open={0: True}))
@@ -1988,7 +1987,7 @@ def test_nothing_is_named_without_memory_for_it_or_while_the_storage_rests(
 
 
 def test_nothing_is_named_when_nothing_is_loaded_any_more(make: Callable[..., Side]) -> None:
-    side = make(prefetch_bytes=1 << 20)
+    side = make(memory_tier={"max_bytes": 1 << 20})
     tokens = prompt(40)
     side.put(tokens, 4)
     _known(side, "r", tokens)
@@ -2001,7 +2000,7 @@ def test_nothing_is_named_when_nothing_is_loaded_any_more(make: Callable[..., Si
 def test_what_could_not_be_brought_shortens_the_hit_before_it_is_announced(
     make: Callable[..., Side],
 ) -> None:
-    side = make(prefetch_bytes=1 << 20)
+    side = make(memory_tier={"max_bytes": 1 << 20})
     tokens = prompt(40)
     side.put(tokens, 4)
     request = _known(side, "r", tokens)

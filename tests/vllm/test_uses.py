@@ -40,7 +40,7 @@ class Noted(Uses):
         super().__init__(Counters())
         self.hits: list[tuple[Kind, list[int]]] = []
 
-    def hit(self, view: ShelfView, chunks: Sequence[Chunk]) -> None:
+    def note(self, view: ShelfView, chunks: Sequence[Chunk]) -> None:
         """Note the kind and the indices."""
         self.hits.append((view.fmt.kind, [chunk.index for chunk in chunks]))
 
@@ -119,17 +119,20 @@ def test_a_hit_of_a_hybrid_engine_uses_all_kinds_that_it_needs(
 ) -> None:
     start(model, state_interval=1, budget=32).run(prompt(203))
     engine = start(model)
+
+    def recorded_to(last: int) -> None:
+        expected = {FULL: set(range(last + 1)), WINDOW: {last}, STATE: {last}}
+        expected = {kind: expected[kind] for kind in engine.groups.kinds}
+        recorded(engine.connector._uses, lambda: used(touched) == expected)
+
     if warm:
         # Most of it is in vLLM's prefix cache by then.
         engine.run(prompt(190))
-        recorded(engine.connector._uses, lambda: engine.connector._uses._due)
+        recorded_to(4)
         engine.connector._uses._due.clear()
         touched.clear()
     engine.run(prompt(203))
-    kinds = engine.groups.kinds
-    expected = {FULL: {0, 1, 2, 3, 4, 5}, WINDOW: {5}, STATE: {5}}
-    expected = {kind: chunks for kind, chunks in expected.items() if kind in kinds}
-    recorded(engine.connector._uses, lambda: used(touched) == expected)
+    recorded_to(5)
     counts = engine.connector._counters.snapshot()
     assert counts["touched_objects"] and "marked_chunks" not in counts
 
@@ -141,7 +144,7 @@ def test_an_engine_that_may_not_set_access_times_writes_marks(
     start("Gemma 3").run(prompt(203))
     engine = start("Gemma 3")
     engine.run(prompt(203))
-    until(lambda: engine.connector._uses._queue or engine.connector._uses._marked)
+    until(lambda: engine.connector._uses._marked == 6 + 1, "a mark of each use")
     engine.connector.shutdown()
     assert len(list((world.root / MARKS).iterdir())) == 1
     found = Marks.read(world.backend)

@@ -21,6 +21,7 @@ pytest.importorskip("vllm")
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 
+from kvshelf.backends.posix import PosixBackend
 from kvshelf.errors import ConfigError, TransientStorageError, UnsupportedError
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import FULL
@@ -50,7 +51,7 @@ from kvshelf.vllm.registration import Registration, State
 from kvshelf.vllm.slots import TokenSlots
 from kvshelf.vllm.worker import WorkerSide
 from kvshelf.weights.fingerprints import weights_fingerprint
-from tests.support.prompts import prompt
+from tests.support.prompts import make_tail, prompt
 from tests.support.storages import Fault, FaultyBackend, posix
 from tests.support.threads import none_can_be_started
 from tests.support.waiting import PATIENCE, until, while_patient
@@ -1350,7 +1351,7 @@ def test_a_chunk_that_is_not_stored_breaks_its_promise(
     happens(rig, op)
     rig.step(StepMetadata(stores=[op]))
     until(lambda: gave_up(rig) == [True])
-    assert rig.side.counters.snapshot()["promises_broken"] == 1
+    until(lambda: rig.side.counters.snapshot().get("promises_broken") == 1)
 
 
 def test_a_forward_pass_that_fails_breaks_promises(make: Callable[..., Rig]) -> None:
@@ -1373,19 +1374,36 @@ def test_the_promises_after_an_error_are_broken_too(make: Callable[..., Rig]) ->
     until(lambda: gave_up(rig, ATTEMPT, OTHER) == [True, True])
 
 
-def test_the_sweep_begins_with_the_first_hand_over(make: Callable[..., Rig]) -> None:
+def test_tails_are_looked_for_from_the_first_hand_over_on(make: Callable[..., Rig]) -> None:
     rig = make()
     chunks = rig.chunks(2)
     rig.store(chunks[:1])
-    sweep = rig.side._sweep
-    assert sweep is not None
-    assert (sweep.keep, sweep._thread) == (3600.0, None)
+    walk = rig.side._walk
+    assert walk is not None
+    assert (walk._keep, walk._view) == (3600.0, None)
     rig.step(StepMetadata(stores=[promised(chunks[1])]))
-    assert sweep._thread is not None
-    thread = sweep._thread
+    assert walk._view is not None
     rig.connector.shutdown()
-    until(lambda: not thread.is_alive())
-    assert make(handover_keep_s=0).side._sweep is None
+    assert walk._closed
+    without = make(handover_keep_s=0)
+    without.store(chunks[:1])
+    assert without.side._walk is not None
+    assert without.side._walk._keep is None
+
+
+def test_the_use_of_a_tail_that_is_loaded_is_recorded(
+    make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(PosixBackend, "touch", lambda _, name: names.append(name))
+    rig = make(cache_tails=True)
+    (chunk,), tail = rig.chunks(1), make_tail(rig.fmt)
+    rig.store([chunk, tail])
+    rig.load(LoadOp("r", 0, CHUNK + tail.tokens, [chunk, tail], ([1, 2, 3],)))
+    shards = range(rig.fmt.shards)
+    assert rig.side._uses.flush(PATIENCE)
+    view = rig.side._shelf().view(rig.fmt)
+    assert names == [view.name(ObjectRef(tail, shard)) for shard in shards]
 
 
 def test_shutting_down_says_which_hand_overs_are_lost(make: Callable[..., Rig]) -> None:
@@ -1677,12 +1695,3 @@ def test_an_engine_does_not_start_without_the_memory_of_its_tier(
 ) -> None:
     with pytest.raises(ConfigError, match="max_bytes"):
         make(memory_tier={"max_bytes": 1 << 50})
-
-
-def test_an_earlier_name_of_the_memory_tier_is_warned_of_once(
-    make: Callable[..., Rig], caplog: pytest.LogCaptureFixture
-) -> None:
-    rig = make(prefetch_bytes=1 << 20)
-    assert tier_of(rig).max_bytes == 1 << 20
-    rig.connector.register_kv_caches(rig.caches)
-    assert caplog.text.count("prefetch_bytes is an earlier name of memory_tier") == 1

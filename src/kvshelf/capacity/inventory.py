@@ -1,7 +1,8 @@
-"""What is on a whole shelf: one listing of all its namespaces, in compact arrays.
+"""What is on a shelf, or on a part of it: one listing, in compact arrays.
 
-Owns the listing (:meth:`Inventory.scan`), the sorts of files that a shelf has beside objects, the
-age of an object, and how objects join to units, which are deleted together.
+Owns the listing (:meth:`Inventory.scan`), which nothing else makes that bounds or cleans a shelf;
+the sorts of files that a shelf has beside objects, the age of an object, and how objects join to
+units, which are deleted together.
 
 An object takes about 90 bytes, whatever the length of its name; :meth:`Inventory.name` makes the
 name again. With parents, a unit takes 8 bytes more: the first of its parent's key, which are enough
@@ -19,7 +20,9 @@ Contracts
 * Only folders of namespaces and the reserved folder of the root are listed. No link is followed.
 * An object is a file with exactly the name of one, in a namespace whose record does not say that
   it is of another version of the format. All else is counted, and never among the objects.
+* Links, pipes and folders in quarantine are leftovers like bad objects; elsewhere they are nothing.
 * A shelf may change while it is listed. Who deletes looks at each object again.
+* What is more than a shelf has (2^24 objects, 2^20 salt groups) is counted only, or refused.
 
 Threads
 -------
@@ -31,21 +34,25 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import re
 import struct
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import Final, TypeAlias
+from itertools import islice
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvshelf.backends import Backend, ObjectInfo
 from kvshelf.backends.base import time_for_ages
+from kvshelf.backends.clock import StorageClock
+from kvshelf.capacity.eviction import GONE, STATE_BIT, UNKNOWN, WINDOW_BIT, Units
 from kvshelf.capacity.marks import Marks
-from kvshelf.capacity.parallel import in_parallel, threads_for
+from kvshelf.capacity.parallel import in_parallel, threads_for_calls
 from kvshelf.capacity.pins import Pins
 from kvshelf.errors import (
     BadObjectError,
@@ -61,16 +68,15 @@ from kvshelf.format.names import (
     parse_namespace_folder,
     parse_object_name,
 )
-from kvshelf.shelf.eviction import GONE, STATE_BIT, UNKNOWN, WINDOW_BIT, Units
 from kvshelf.shelf.hits import UNLIMITED, window_chunks
-from kvshelf.shelf.markers import MARKERS, is_attempt
-from kvshelf.shelf.orphans import (
+from kvshelf.shelf.leftovers import (
     QUARANTINE,
     RESERVED,
     is_of_other_version,
     is_temporary,
     read_record,
 )
+from kvshelf.shelf.markers import KEEPS, MARKERS, is_attempt, said_seconds
 
 Integers: TypeAlias = "npt.NDArray[np.int64]"
 Floats: TypeAlias = "npt.NDArray[np.float64]"
@@ -79,20 +85,25 @@ Masks: TypeAlias = "npt.NDArray[np.uint8]"
 Flags: TypeAlias = "npt.NDArray[np.bool_]"
 
 _DAY: Final = 86400.0
+#: How long tails are kept is believed for so much longer: they are younger than what says it.
+SAID_SECONDS: Final = _DAY
 #: An access time that is later than the modification time by this is a use: writing takes time.
 _HIT_SECONDS: Final = 1.0
 #: Most files beside objects of which the names are remembered: the others are found again later.
 _MOST_NAMED: Final = 65536
-#: More objects, or salt groups, than a shelf has: a listing of more may have no end.
+#: Most files that are read of those that say how long tails are kept.
+_MOST_KEEPS: Final = 4096
+#: Most objects and salt groups of an inventory, and files of a listing: more may have no end.
 _MOST_OBJECTS: Final = 1 << 24
 _MOST_GROUPS: Final = 1 << 20
+_MOST_FILES: Final = 1 << 27
 #: Sizes above this are counted as this: sums of forged ones must not overflow.
 _MOST_BYTES: Final = 1 << 46
 #: Units that are worked on at the same time where that takes much memory for each.
 _UNITS_AT_ONCE: Final = 1 << 16
 #: Numbers of the kinds in rows.
 _KIND_NUMBERS: Final = {kind: number for number, kind in enumerate(KINDS)}
-#: Bits of masks of kinds, see :mod:`kvshelf.shelf.eviction`, by the number of the kind.
+#: Bits of masks of kinds, see :mod:`kvshelf.capacity.eviction`, by the number of the kind.
 _KIND_BITS: Final = np.array([1, 2, 4], np.uint8)
 
 _ROW: Final = np.dtype(
@@ -112,6 +123,15 @@ _ROW: Final = np.dtype(
     ]
 )
 _PACK: Final = struct.Struct("=IIIIIIB?32sqdd")
+#: The same with keys as numbers.
+_KEYS: Final = np.dtype(
+    {
+        "names": ["key"],
+        "formats": [("u8", 4)],
+        "offsets": [26],
+        "itemsize": _ROW.itemsize,
+    }
+)
 #: The beginning of a header, up to the parent's key.
 _HEADER: Final = re.compile(
     rb'\{"__metadata__":\{"format":"kvshelf/1","namespace":"([0-9a-f]{16})[0-9a-f]{48}",'
@@ -147,7 +167,7 @@ class Total:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A temporary, a bad object in quarantine, or a marker.
+    """A temporary, a bad object in quarantine, a marker, or what says how long tails are kept.
 
     Attributes
     ----------
@@ -176,11 +196,15 @@ class NamespaceFolder:
         The 16 hex digits at the end of its name. Folders with the same tag hold one namespace.
     record : Mapping
         The namespace's record, as far as it can be read; else empty. Nothing in it is checked.
+    keeps : float
+        Seconds for which engines keep its tails and markers, as they say, where there are any;
+        -inf: they say nothing.
     """
 
     name: str
     tag: str
     record: Mapping[str, object] = field(default_factory=dict)
+    keeps: float = -math.inf
 
     @property
     def of_other_version(self) -> bool:
@@ -201,7 +225,7 @@ class NamespaceFolder:
         """Number of last chunks whose window objects a hit needs."""
         kinds, windows = self.record.get("kinds"), self.record.get("sliding_windows")
         size = self.record.get("chunk_size")
-        if not self.kinds & WINDOW_BIT:
+        if self.kinds and not self.kinds & WINDOW_BIT:
             return 0
         if not (isinstance(kinds, list) and isinstance(windows, list) and isinstance(size, int)):
             return UNLIMITED
@@ -213,6 +237,20 @@ class NamespaceFolder:
         ):
             return UNLIMITED
         return len(window_chunks(UNLIMITED, max(reach), size))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Parents:
+    """The parents of chunks that an inventory knows; all that is kept of it for the next one.
+
+    Attributes
+    ----------
+    keys, parents : uint64 array [n]
+        The first bytes of the keys, in order, and of their parents' keys.
+    """
+
+    keys: npt.NDArray[np.uint64]
+    parents: npt.NDArray[np.uint64]
 
 
 def last_use(info: ObjectInfo, now: float) -> float:
@@ -249,7 +287,7 @@ def _do_nothing() -> None:
 
 
 class Inventory:
-    """All that is on a shelf, see the module. Made by :meth:`scan`.
+    """What is on a shelf, see the module. Made by :meth:`scan`.
 
     Attributes
     ----------
@@ -264,11 +302,13 @@ class Inventory:
         Files beside objects, by sort.
     leftovers : list of Leftover
         Those of them that may be deleted at some age; the first 65,536 that were found.
+    unlisted : Total
+        What was listed and did not fit: then this is a part of the shelf only.
     """
 
-    def __init__(self, now: float, aged_at: float | None = None) -> None:
-        self.now = now
-        self.aged_at = now if aged_at is None else aged_at
+    def __init__(self) -> None:
+        self.now = self.aged_at = 0.0
+        self.unlisted = Total()
         self.namespaces: list[NamespaceFolder] = []
         self.groups: list[str] = []
         self.totals: dict[Sort, Total] = {sort: Total() for sort in Sort}
@@ -354,20 +394,26 @@ class Inventory:
     def nbytes(self) -> int:
         """Bytes of all that is kvshelf's: what counts against ``max_bytes``."""
         others = (total.nbytes for sort, total in self.totals.items() if sort is not Sort.FOREIGN)
-        return int(self.size.sum()) + sum(others)
+        return int(self.size.sum()) + sum(others) + self.unlisted.nbytes
+
+    @property
+    def is_part(self) -> bool:
+        """Whether there was more than fits."""
+        return self.unlisted.count > 0
 
     def name(self, row: int) -> str:
         """Return the name of an object, relative to the root."""
-        return self._name_and_key(row)[0]
+        return self.found(row)[0]
 
-    def _name_and_key(self, row: int) -> tuple[str, bytes]:
+    def found(self, row: int) -> tuple[str, int, float, bytes]:
+        """Return name, bytes, last use by its own times, and chunk key of one object."""
         # Numpy takes ten times as long for the fields of one row.
-        space, group, index, tail, shard, shards, kind, _, key, *_ = _PACK.unpack_from(
+        space, group, index, tail, shard, shards, kind, _, key, size, used, _ = _PACK.unpack_from(
             self._packed, row * _PACK.size
         )
         chunk = Chunk(key, b"", index, tail or 1, tail=tail > 0, salt_group=self.groups[group])
         inner = object_name(chunk, shard, shards, KINDS[kind])
-        return f"{self.namespaces[space].name}/{inner}", key
+        return f"{self.namespaces[space].name}/{inner}", size, used, key
 
     # ------------------------------------------------------------------------------------- units
 
@@ -400,7 +446,8 @@ class Inventory:
         #: Number of the namespace of each folder: those with the same tag have the same.
         self._tags = np.array([tags[space.tag] for space in self.namespaces], np.uint32)
         rows = self._rows
-        keys = np.ascontiguousarray(rows["key"]).view(np.uint64)
+        # Copies of one column at a time.
+        keys = np.frombuffer(self._packed, _KEYS)["key"]
         columns = [rows["group"], self._tags[rows["namespace"]], *keys.T[::-1]]
         order = np.lexsort(columns) if len(rows) else np.empty(0, np.int64)
         first = np.ones(len(rows), np.bool_)
@@ -428,20 +475,45 @@ class Inventory:
             Uses that the objects' times do not show.
         pins : Pins, optional
         """
-        rows, order, starts, first = self._rows, self._order, self._starts, self.first_rows
-        count = len(starts)
+        count = self.unit_count
         if not count:
             return _no_units()
-        needs, parent = self._needs(first), self._parent_units()
+        kinds, several = self._kinds_of_spaces(), bool(self.kind.any())
+        parent = None if self._parents is None else self._parent_units()
+        columns: dict[str, npt.NDArray[Any]] = {}
+        for begin in range(0, count, _UNITS_AT_ONCE):
+            some = slice(begin, begin + _UNITS_AT_ONCE)
+            units = self._some_units(some, kinds, several, marks, pins)
+            if parent is not None:
+                units.parent = parent[some]
+            for column in fields(Units):
+                values = getattr(units, column.name)
+                if values is None:
+                    continue
+                if column.name not in columns:
+                    columns[column.name] = np.zeros(count, values.dtype)
+                # Zeros that are not written take no memory.
+                if values.any():
+                    columns[column.name][some] = values
+        return Units(**columns)
+
+    def _some_units(
+        self, some: slice, kinds: Bytes, several: bool, marks: Marks | None, pins: Pins | None
+    ) -> Units:
+        """Return some units, of which no parent is known."""
+        rows, starts = self._rows, self._starts[some]
+        after = self._starts[some.stop : some.stop + 1].tolist() or [len(self)]
+        order = self._order[starts[0] : after[0]]
+        first, starts = self._order[starts].astype(np.int64), starts - starts[0]
+        count = len(starts)
         born = np.maximum.reduceat(rows["born"][order], starts)
         used = np.maximum.reduceat(rows["used"][order], starts)
         hit = np.logical_or.reduceat(rows["hit"][order], starts)
         kind = rows["kind"][order]
-        several = bool(kind.any())
         #: By kind, where there are several.
         marked = np.zeros((len(KINDS) if several else 1, count))
         if marks:
-            for space, _, of_space in self._by_folder(first, by_group=False):
+            for space, _, of_space in self.by_folder(first, by_group=False):
                 keys = rows["key"][first[of_space]]
                 for number, last in enumerate(marked):
                     asked = KINDS[number] if several else None
@@ -449,7 +521,7 @@ class Inventory:
             hit |= marked.max(axis=0) > born
         pinned = np.zeros(count, np.bool_)
         if pins:
-            for space, group, of_group in self._by_folder(first, by_group=True):
+            for space, group, of_group in self.by_folder(first, by_group=True):
                 keys = rows["key"][first[of_group]]
                 name = self.namespaces[space].name
                 pinned[of_group] = pins.covers(name, self.groups[group], keys)
@@ -468,37 +540,46 @@ class Inventory:
             if several:
                 of_use = np.maximum.reduceat(np.where(of_kind, rows["used"][order], 0.0), starts)
                 uses.append(np.maximum(of_use, marked[number]))
+        index = rows["index"][first]
         return Units(
             used=np.maximum(np.maximum(used, marked.max(axis=0)), born),
             born=born,
-            index=rows["index"][first],
-            parent=parent,
+            index=index,
+            parent=np.where(index == 0, np.int32(GONE), np.int32(UNKNOWN)),
             full=sizes[0],
             window=sizes[1],
             state=sizes[2],
             hit=hit,
             pinned=pinned,
-            needs=needs,
+            needs=kinds[self.namespace[first]],
             broken=broken,
             window_used=uses[1] if several else None,
             state_used=uses[2] if several else None,
         )
+
+    def keeps(self) -> Floats:
+        """Return for how long the engines of each unit's namespace keep tails, float64 [units]."""
+        if not self.unit_count:
+            return np.empty(0)
+        of_space = np.array([space.keeps for space in self.namespaces])
+        found: Floats = np.maximum.reduceat(of_space[self.namespace[self._order]], self._starts)
+        return found
 
     def window_chunks(self) -> Integers:
         """Return how many last chunks' windows a hit needs in each unit's namespace, int64."""
         of_space = np.array([space.window_chunks for space in self.namespaces], np.int64)
         return of_space[self.namespace[self.first_rows]]
 
-    def _needs(self, first: Integers) -> Bytes:
-        """Kinds of each unit's namespace, by its record, else by its objects."""
+    def _kinds_of_spaces(self) -> Bytes:
+        """Kinds of each namespace, by its record, else by its objects."""
         seen = np.zeros(len(self.namespaces), np.uint8)
         np.bitwise_or.at(seen, self.namespace, _KIND_BITS[self.kind])
         said = np.array([space.kinds for space in self.namespaces], np.uint8)
-        needs: Bytes = np.where(said > 0, said, seen)[self.namespace[first]]
-        return needs
+        found: Bytes = np.where(said > 0, said, seen)
+        return found
 
-    def _by_folder(self, first: Integers, *, by_group: bool) -> Iterator[tuple[int, int, Integers]]:
-        """Yield namespace folder, group, and some of the units there."""
+    def by_folder(self, first: Integers, *, by_group: bool) -> Iterator[tuple[int, int, Integers]]:
+        """Yield namespace folder, group, and places in `first` of some of its rows there."""
         spaces, groups = self.namespace[first], self.group[first]
         place = spaces.astype(np.int64) * (len(self.groups) if by_group else 1)
         if by_group:
@@ -516,9 +597,8 @@ class Inventory:
     def _parent_units(self) -> Integers:
         """Return the unit before each one."""
         rows, first = self._rows, self.first_rows
-        parent = np.where(rows["index"][first] == 0, np.int64(GONE), np.int64(UNKNOWN))
-        if self._parents is None:
-            return parent
+        parent = np.where(rows["index"][first] == 0, np.int32(GONE), np.int32(UNKNOWN))
+        assert self._parents is not None
         asked = np.flatnonzero((self._parents != 0) & (parent == UNKNOWN))
         keys = _beginnings(self, first)
         tags, groups, index = self.unit_tags(), rows["group"][first], rows["index"][first]
@@ -541,13 +621,21 @@ class Inventory:
                 units, at, wanted = units[~same], at[~same] + 1, wanted[~same]
         return parent
 
-    def _remember_parents(self, before: Inventory) -> None:
-        """Take over the parents that an earlier inventory knows."""
-        if before._parents is None or not len(before) or not len(self):
+    @property
+    def parents(self) -> Parents | None:
+        """The parents that are known; None if there are none."""
+        if self._parents is None:
+            return None
+        known = np.flatnonzero(self._parents)
+        return Parents(_beginnings(self, self.first_rows[known]), self._parents[known])
+
+    def _remember_parents(self, before: Parents) -> None:
+        """Take over the parents that an earlier inventory knew."""
+        if not len(before.keys) or not len(self):
             return
-        old, new = (_beginnings(one, one.first_rows) for one in (before, self))
-        at = np.minimum(np.searchsorted(old, new), len(old) - 1)
-        self._parents = np.where(old[at] == new, before._parents[at], np.uint64(0))
+        new = _beginnings(self, self.first_rows)
+        at = np.minimum(np.searchsorted(before.keys, new), len(before.keys) - 1)
+        self._parents = np.where(before.keys[at] == new, before.parents[at], np.uint64(0))
 
     def _read_parents(
         self,
@@ -560,7 +648,8 @@ class Inventory:
         first = self.first_rows
         wanted = self.index[first] > 0
         if not every:
-            wanted &= (self._needs(first) & (WINDOW_BIT | STATE_BIT)) != 0
+            kinds = self._kinds_of_spaces()[self.namespace[first]]
+            wanted &= (kinds & (WINDOW_BIT | STATE_BIT)) != 0
         if self._parents is not None:
             wanted &= self._parents == 0
         units = np.flatnonzero(wanted)
@@ -572,12 +661,13 @@ class Inventory:
         def read(unit: int) -> bytes | None:
             pace()
             for row in self.members(unit).tolist():
-                found = _read_parent(backend, *self._name_and_key(row))
+                name, _, _, key = self.found(row)
+                found = _read_parent(backend, name, key)
                 if found is not None:
                     return found
             return None
 
-        for unit, parent in in_parallel(read, map(int, units), threads_for(backend)):
+        for unit, parent in in_parallel(read, map(int, units), threads_for_calls(backend)):
             if parent is not None:
                 self._parents[unit] = np.frombuffer(parent, np.uint64, 1)[0]
             if stop():
@@ -591,24 +681,38 @@ class Inventory:
         cls,
         backend: Backend,
         *,
-        before: Inventory | None = None,
         folders: Collection[str] | None = None,
+        names: Collection[str] = (),
+        wanted: Callable[[str], bool] | None = None,
+        before: Parents | None = None,
+        records: bool = True,
         parents: bool | None = False,
+        in_part: bool = False,
         stop: Callable[[], bool] = _never,
         pace: Callable[[], None] = _do_nothing,
     ) -> Inventory | None:
-        """List a whole shelf, or some of its namespace folders.
+        """List a whole shelf, some folders, or look at some files.
 
         Parameters
         ----------
         backend : Backend
-        before : Inventory, optional
-            An earlier inventory of the shelf: the parents that it knows are not read again.
         folders : Collection of str, optional
-            Only these namespace folders, and not the root's reserved folder.
+            Only these: folders of namespaces, folders in them, the root's reserved folder.
+        names : Collection of str
+            Files to look at, one by one, also where `folders` is empty.
+        wanted : Callable, optional
+            Called with the name of each file and folder that is listed; what it refuses is not
+            looked at, nor listed, see :meth:`kvshelf.backends.base.Backend.list`.
+        before : Parents, optional
+            What an earlier inventory knew: these parents are not read again.
+        records : bool
+            Read the namespaces' records. Without them, objects of other versions of the format are
+            objects too, and the kinds of a namespace are those of its objects.
         parents : bool or None
             Read the parent of every chunk, from the beginning of one of its objects. False: only
             in namespaces with kinds other than full; None: nowhere.
+        in_part : bool
+            Of more than fits take a part, see :attr:`is_part`.
         stop : Callable
             Asked often; True ends the scan.
         pace : Callable
@@ -622,74 +726,239 @@ class Inventory:
         Raises
         ------
         StorageError
-            If the storage failed, does not allow listing, or lists more than any shelf has.
+            If the storage failed, does not allow listing, or lists more than fits.
         """
-        now = time_of(backend)
-        found = cls(now, time_for_ages(now, backend.url))
-        listing = _Listing(found)
-        for name in backend.folders():
-            if parse_namespace_folder(name) is None or (
-                folders is not None and name not in folders
-            ):
-                continue
-            space = NamespaceFolder(name, name[-16:], read_record(backend, name))
-            number = len(found.namespaces)
-            found.namespaces.append(space)
-            for info in backend.list(name, hidden=True):
-                listing.add(number, info)
+        scan = Scan(
+            backend,
+            folders=folders,
+            names=names,
+            wanted=wanted,
+            before=before,
+            records=records,
+            parents=parents,
+            in_part=in_part,
+        )
+        return scan.run(stop, pace)
+
+
+class Scan:
+    """A scan that goes on where it ended, if the storage failed or it was stopped.
+
+    The rows of the folder that it was in are listed again, all others are kept.
+
+    Parameters
+    ----------
+    backend, folders, names, wanted, before, records, parents, in_part
+        As for :meth:`Inventory.scan`.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        folders: Collection[str] | None = None,
+        names: Collection[str] = (),
+        wanted: Callable[[str], bool] | None = None,
+        before: Parents | None = None,
+        records: bool = True,
+        parents: bool | None = False,
+        in_part: bool = False,
+    ) -> None:
+        self._backend = backend
+        self._folders = folders
+        self._wanted = wanted
+        self._before = before
+        self._records = records
+        self._parents = parents
+        self._in_part = in_part
+        self._inventory = Inventory()
+        self._packed = bytearray()
+        self._groups: dict[str, int] = {}
+        self._files = 0
+        #: What is to be listed still: names, and folders once they are known; the first ones last.
+        self._names = list(names)[::-1]
+        self._left: list[str] | None = None
+        #: The last file before which all is complete, and the numbers of what was found there.
+        self._after: str | None = None
+        self._counts = self._count()
+        self._is_listed = False
+
+    def run(
+        self, stop: Callable[[], bool] = _never, pace: Callable[[], None] = _do_nothing
+    ) -> Inventory | None:
+        """Scan, or go on; see :meth:`Inventory.scan`."""
+        found = self._inventory
+        if not self._is_listed:
+            self._go_back()
+            for folder, info in self._rows(pace):
+                if not self._add(folder, info):
+                    break
                 pace()
                 if stop():
                     return None
-        for info in backend.list(RESERVED, hidden=True) if folders is None else ():
-            listing.add_reserved(info)
-            pace()
-        found.groups = list(listing.groups)
-        found._hold(listing.packed)
-        if before is not None:
-            found._remember_parents(before)
-        if parents is None or found._read_parents(backend, parents, stop, pace):
+            if stop():
+                return None
+            if not found.now:
+                self._ask_time()
+            found.groups = list(self._groups)
+            found._hold(self._packed)
+            if self._before is not None:
+                found._remember_parents(self._before)
+            self._is_listed = True
+        self._read_keeps()
+        parents = self._parents
+        if parents is None or found._read_parents(self._backend, parents, stop, pace):
             return found
         return None
 
+    def _count(self) -> tuple[int, ...]:
+        found = self._inventory
+        totals = (number for each in self._all_totals() for number in (each.count, each.nbytes))
+        return self._files, len(self._packed), len(found.leftovers), *totals
 
-class _Listing:
-    """Sorts the rows of a listing into an inventory that is being made."""
+    def _all_totals(self) -> list[Total]:
+        return [self._inventory.unlisted, *self._inventory.totals.values()]
 
-    def __init__(self, inventory: Inventory) -> None:
-        self._inventory = inventory
-        self.packed = bytearray()
-        self.groups: dict[str, int] = {}
+    def _go_back(self) -> None:
+        """Forget what was found in the folder in which the scan ended."""
+        self._files, packed, leftovers, *totals = self._counts
+        del self._packed[packed:], self._inventory.leftovers[leftovers:]
+        for total, count, nbytes in zip(self._all_totals(), totals[::2], totals[1::2], strict=True):
+            total.count, total.nbytes = count, nbytes
 
-    def add(self, number: int, info: ObjectInfo) -> None:
-        """Add a file below a namespace's folder.
+    def _complete(self, after: str | None) -> None:
+        """Note that all is complete up to the last file of a folder."""
+        self._after, self._counts = after, self._count()
+
+    def _rows(self, pace: Callable[[], None]) -> Iterator[tuple[int, ObjectInfo]]:
+        """Yield the files with the numbers of their namespaces' folders; -1: it is in none."""
+        backend, wanted = self._backend, self._wanted
+
+        def paced(name: str) -> bool:
+            pace()
+            return wanted is None or wanted(name)
+
+        while self._names:
+            info = backend.info(self._names[-1])
+            if info is not None:
+                yield self._number(info.name.partition("/")[0]), info
+            self._names.pop()
+            self._complete(None)
+        if self._left is None:
+            self._left = self._find_folders()
+        while self._left:
+            folder = self._left[-1]
+            space = folder.partition("/")[0]
+            number = self._number(space)
+            inside: str | None = None
+            last = self._after
+            for info in backend.list(
+                folder,
+                hidden=True,
+                wanted=None if wanted is None else paced,
+                unopened=f"{space}/{QUARANTINE}",
+                after=self._after,
+            ):
+                now_in = info.name.rpartition("/")[0]
+                if now_in != inside:
+                    if inside is not None:
+                        self._complete(last)
+                    inside = now_in
+                yield number, info
+                last = info.name
+            self._left.pop()
+            self._complete(None)
+
+    def _find_folders(self) -> list[str]:
+        """Return the folders that are to be listed, the first one last."""
+        folders = self._folders
+        spaces: Collection[str] = ()
+        if folders is None or any(parse_namespace_folder(folder) for folder in folders):
+            spaces = [name for name in self._backend.folders() if parse_namespace_folder(name)]
+        inner: Collection[str] = (RESERVED,)
+        if folders is not None:
+            spaces = [name for name in spaces if name in folders]
+            inner = [name for name in folders if parse_namespace_folder(name) is None]
+        return [*spaces, *inner][::-1]
+
+    def _number(self, folder: str) -> int:
+        """Return the number of a namespace's folder; -1 for others."""
+        if parse_namespace_folder(folder) is None:
+            return -1
+        spaces = self._inventory.namespaces
+        for number, space in enumerate(spaces):
+            if space.name == folder:
+                return number
+        record = read_record(self._backend, folder) if self._records else {}
+        spaces.append(NamespaceFolder(folder, folder[-16:], record))
+        return len(spaces) - 1
+
+    def _read_keeps(self) -> None:
+        """Learn for how long tails and markers are kept where some were found."""
+        inventory = self._inventory
+        tails = np.unique(inventory.namespace[inventory.tail > 0]).tolist()
+        marked = {
+            left.name.partition("/")[0] for left in inventory.leftovers if left.sort is Sort.MARKER
+        }
+        for number, space in enumerate(inventory.namespaces):
+            if number in tails or space.name in marked:
+                rows = self._backend.list(f"{space.name}/{KEEPS}", hidden=True)
+                found = (self._believed(info) for info in islice(rows, _MOST_KEEPS))
+                inventory.namespaces[number] = replace(space, keeps=max(found, default=-math.inf))
+
+    def _believed(self, info: ObjectInfo) -> float:
+        """Return for how long tails are kept, as an object says; -inf: it says nothing."""
+        said = None if info.size else said_seconds(info.name)
+        if said is None or info.mtime > self._inventory.now + _DAY:
+            return -math.inf
+        old = self._inventory.aged_at - said - SAID_SECONDS
+        return -math.inf if changed_at(info) < old else float(said)
+
+    def _ask_time(self) -> None:
+        self._inventory.now = now = time_of(self._backend)
+        self._inventory.aged_at = time_for_ages(now, self._backend.url)
+
+    def _add(self, number: int, info: ObjectInfo) -> bool:
+        """Add a file; return whether the listing may go on.
 
         Raises
         ------
         PermanentStorageError
-            If there are more files than any shelf has: the listing may have no end.
+            If there are more files than fit.
         """
         inventory = self._inventory
-        if len(self.packed) >= _MOST_OBJECTS * _ROW.itemsize or len(self.groups) > _MOST_GROUPS:
-            raise PermanentStorageError(
-                errno.EOVERFLOW,
-                f"found more than {_MOST_OBJECTS} objects, or than {_MOST_GROUPS} salt groups:"
-                " the listing may have no end",
-                info.name,
-            )
+        if not self._files:
+            self._ask_time()
+        self._files += 1
+        if self._files > _MOST_FILES:
+            self._overflow(info)
+            return False
+        if number < 0:
+            sort = Sort.TEMPORARY if is_temporary(info.name) else Sort.RESERVED
+            self._add_other(sort, info)
+            return True
         space = inventory.namespaces[number]
         inner = info.name[len(space.name) + 1 :]
         if space.of_other_version:
             inventory.totals[Sort.OTHER_VERSION].add(info.size)
-            return
+            return True
         parsed = parse_object_name(inner)
         if parsed is None:
             self._add_other(_sort_of(info, inner), info)
-            return
+            return True
+        group = self._groups.get(parsed.salt_group)
+        if len(self._packed) >= _MOST_OBJECTS * _ROW.itemsize or (
+            group is None and len(self._groups) >= _MOST_GROUPS
+        ):
+            self._overflow(info)
+            return True
+        if group is None:
+            group = self._groups[parsed.salt_group] = len(self._groups)
         used = last_use(info, inventory.now)
         born = info.mtime if 0 < info.mtime <= used else used
-        self.packed += _PACK.pack(
+        self._packed += _PACK.pack(
             number,
-            self.groups.setdefault(parsed.salt_group, len(self.groups)),
+            group,
             parsed.index,
             parsed.tail_tokens or 0,
             parsed.shard,
@@ -701,11 +970,18 @@ class _Listing:
             used,
             born,
         )
+        return True
 
-    def add_reserved(self, info: ObjectInfo) -> None:
-        """Add a file in the reserved folder of the root."""
-        sort = Sort.TEMPORARY if is_temporary(info.name) else Sort.RESERVED
-        self._add_other(sort, info)
+    def _overflow(self, info: ObjectInfo) -> None:
+        """Count a file for which there is no room."""
+        if not self._in_part:
+            raise PermanentStorageError(
+                errno.EOVERFLOW,
+                f"found more than {_MOST_OBJECTS} objects, or than {_MOST_GROUPS} salt groups:"
+                " the listing may have no end",
+                info.name,
+            )
+        self._inventory.unlisted.add(min(info.size, _MOST_BYTES))
 
     def _add_other(self, sort: Sort, info: ObjectInfo) -> None:
         inventory = self._inventory
@@ -723,7 +999,9 @@ def _sort_of(info: ObjectInfo, inner: str) -> Sort:
     folder, _, base = inner.rpartition("/")
     if folder == QUARANTINE:
         return Sort.QUARANTINED
-    if folder == MARKERS and not info.size and is_attempt(base):
+    if not info.size and (
+        (folder == MARKERS and is_attempt(base)) or said_seconds(info.name) is not None
+    ):
         return Sort.MARKER
     if is_temporary(info.name):
         return Sort.TEMPORARY
@@ -732,7 +1010,8 @@ def _sort_of(info: ObjectInfo, inner: str) -> Sort:
 
 def _beginnings(inventory: Inventory, rows: Integers) -> npt.NDArray[np.uint64]:
     """Return the first eight bytes of keys as numbers, in the order of units."""
-    return np.ascontiguousarray(inventory.key[:, :8][rows]).view(np.uint64)[:, 0]
+    found: npt.NDArray[np.uint64] = np.frombuffer(inventory._packed, _KEYS)["key"][rows, 0]
+    return found
 
 
 def _no_units() -> Units:
@@ -744,9 +1023,7 @@ def _no_units() -> Units:
 def time_of(backend: Backend) -> float:
     """Return the storage's time; this machine's where it does not tell."""
     with contextlib.suppress(StorageError):
-        now = backend.now()
-        if now is not None:
-            return now
+        return StorageClock(backend.now).ask()
     return time.time()
 
 

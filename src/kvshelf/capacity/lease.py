@@ -10,7 +10,8 @@ Contracts
   may then sweep at once, or list a shelf more often, or less often for an hour. Nothing is deleted
   that would not be deleted otherwise, since no deletion follows from what stands here: the bound of
   another engine only ends stores, and what cannot be true is left out.
-* A lease ends by itself when its holder says nothing for :data:`LEASE_SECONDS`.
+* A lease ends by itself when its holder says nothing for :data:`LEASE_SECONDS`. A holder that was
+  paused for as long finds out that it has lost the lease, and leaves another's alone.
 * Times are those of the storage's clock.
 * Reading and writing block on the storage. Used by one thread.
 """
@@ -20,6 +21,8 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
+import platform
 import secrets
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
@@ -37,6 +40,9 @@ LEASE_SECONDS: Final = 60.0
 #: Seconds for which the smallest ``max_bytes`` of all engines ends the stores of the others.
 BOUND_SECONDS: Final = 3600.0
 
+#: Seconds by which what two processes take for the storage's time may differ: an HTTP date is
+#: whole seconds, and several servers may answer.
+_APART_SECONDS: Final = 5.0
 _VERSION: Final = 1
 _MOST_BYTES: Final = 4096
 
@@ -57,6 +63,9 @@ class Finding:
         Bytes that were free on the storage at `at`, and what the sweep deleted. None: unknown.
     max_age : float or None
         The age at which the sweep deleted chunks.
+    written : int or None
+        The bytes that all writers had told of at `at`, see :mod:`kvshelf.capacity.written`. None:
+        unknown.
     """
 
     at: float
@@ -64,6 +73,12 @@ class Finding:
     seconds: float
     free: int | None = None
     max_age: float | None = None
+    written: int | None = None
+
+    def less(self, nbytes: int) -> Finding:
+        """Return the finding after `nbytes` more were deleted."""
+        free = None if self.free is None else self.free + nbytes
+        return replace(self, nbytes=max(0, self.nbytes - nbytes), free=free)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +88,7 @@ class Record:
     Attributes
     ----------
     owner : str
-        Who holds the lease, or held it last: a random id.
+        Who holds the lease, or held it last: a host, a process and a random id.
     until : float
         When the lease ends.
     finding : Finding or None
@@ -122,11 +137,21 @@ class Lease:
     Parameters
     ----------
     backend : Backend
+
+    Attributes
+    ----------
+    owner : str
+        The id of this process in the record.
     """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._owner = secrets.token_hex(8)
+        self.owner: Final = f"{platform.node()[:64]}:{os.getpid()}:{secrets.token_hex(8)}"
+        #: Whether the record has said that this process holds the lease, and nobody else claimed it
+        #: then.
+        self._said = False
+        #: What the last finding was, and since when another process has held the lease.
+        self._held: tuple[float | None, float] | None = None
 
     def read(self, now: float) -> Record:
         """Return the record; an empty one where there is none, or it makes no sense.
@@ -148,6 +173,19 @@ class Lease:
             data = None
         return Record() if data is None else _decode(data, now)
 
+    def is_others(self, record: Record, now: float) -> bool:
+        """Whether another process holds the lease at `now`, the storage's time.
+
+        Whoever holds it for an hour and finds nothing does not sweep, and is not believed.
+        """
+        if record.owner == self.owner or now >= record.until:
+            self._held = None
+            return False
+        found = None if record.finding is None else record.finding.at
+        if self._held is None or self._held[0] != found:
+            self._held = found, now
+        return now < self._held[1] + BOUND_SECONDS
+
     def take(self, record: Record, now: float) -> Record | None:
         """Take the lease, for :data:`LEASE_SECONDS`; return the record, None if another has it.
 
@@ -165,25 +203,62 @@ class Lease:
         StorageError
             If the storage failed while the record was read again.
         """
-        if record.owner != self._owner and now < record.until:
+        if self.is_others(record, now):
             return None
-        taken = replace(record, owner=self._owner, until=now + LEASE_SECONDS)
-        if not self._write(taken):
-            # A full storage, or one that takes no such file, must be swept all the same.
-            return taken
-        return taken if self.read(now).owner == self._owner else None
+        taken = replace(record, owner=self.owner, until=now + LEASE_SECONDS)
+        self._said = self._held is None and self._write(taken)
+        # A full storage, or one that takes no such file, must be swept all the same.
+        return taken if not self._said or self.read(now).owner == self.owner else None
 
-    def renew(self, record: Record, now: float) -> Record:
-        """Prolong the lease. Best effort."""
-        renewed = replace(record, until=now + LEASE_SECONDS)
+    def renew(self, now: float, finding: Finding | None = None) -> Record | None:
+        """Prolong the lease; return the record, None if the lease was lost.
+
+        Parameters
+        ----------
+        now : float
+            The storage's time.
+        finding : Finding, optional
+            What is known by now, for the others.
+
+        Raises
+        ------
+        StorageError
+            If the record could not be read.
+        """
+        found = self.read(now)
+        if self._is_lost(found, now):
+            return None
+        renewed = replace(
+            found,
+            owner=self.owner,
+            until=now + LEASE_SECONDS,
+            finding=found.finding if finding is None else finding,
+        )
         self._write(renewed)
         return renewed
 
-    def release(self, record: Record) -> Record:
-        """Give the lease back, and tell others what was found. Best effort."""
-        released = replace(record, until=0.0)
+    def release(self, record: Record, now: float) -> Record:
+        """Give the lease back, and tell others what was found, unless it was lost. Best effort.
+
+        Returns
+        -------
+        Record
+            What stands there now, as far as is known.
+        """
+        released = replace(record, owner=self.owner, until=0.0)
+        try:
+            found = self.read(now)
+        except StorageError as error:
+            logger.debug("the lease of a sweep was not given back: %s", error)
+            return released
+        if self._is_lost(found, now):
+            return found
         self._write(released)
         return released
+
+    def _is_lost(self, found: Record, now: float) -> bool:
+        """Whether another process has taken the lease since this one did."""
+        return found.owner != self.owner and (self._said or self.is_others(found, now))
 
     def _write(self, record: Record) -> bool:
         encoded = json.dumps({"version": _VERSION, **asdict(record)}).encode()
@@ -249,8 +324,8 @@ def _decode(data: bytes, now: float) -> Record:
         return Record()
     # Nothing may claim more of the future than a lease lasts: clocks may step back.
     latest = now + LEASE_SECONDS
-    owner, until = found.get("owner"), _number(found.get("until"), latest)
-    max_bytes, bound_at = _count(found.get("max_bytes")), _number(found.get("max_bytes_at"), latest)
+    owner, until = found.get("owner"), _time(found.get("until"), latest)
+    max_bytes, bound_at = _count(found.get("max_bytes")), _time(found.get("max_bytes_at"), latest)
     return Record(
         owner=owner if isinstance(owner, str) else "",
         until=until or 0.0,
@@ -263,12 +338,19 @@ def _decode(data: bytes, now: float) -> Record:
 def _finding(found: Any, now: float) -> Finding | None:
     if not isinstance(found, dict):
         return None
-    at, nbytes = _number(found.get("at"), now), _count(found.get("nbytes"))
+    at, nbytes = _time(found.get("at"), now), _count(found.get("nbytes"))
     seconds = _number(found.get("seconds"))
     if at is None or nbytes is None or seconds is None:
         return None
     max_age = _number(found.get("max_age"))
-    return Finding(at, nbytes, seconds, _count(found.get("free")), max_age)
+    free, written = _count(found.get("free")), _count(found.get("written"))
+    return Finding(at, nbytes, seconds, free, max_age, written)
+
+
+def _time(value: Any, latest: float) -> float | None:
+    """Return a time up to `latest`, which one a little later counts as; None for anything else."""
+    found = _number(value, latest + _APART_SECONDS)
+    return None if found is None else min(found, latest)
 
 
 def _number(value: Any, most: float = math.inf) -> float | None:

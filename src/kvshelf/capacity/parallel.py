@@ -1,7 +1,17 @@
-"""Many small calls of a storage at the same time.
+"""Work on many objects of a storage at the same time: threads, retries and interrupts.
 
-Owns the threads of :func:`in_parallel`. They are daemons: a process can end whatever they wait for.
-A storage with low latency is called on the caller's thread alone, which is faster in Python.
+Contracts
+---------
+* An error or an interrupt lets what is in progress finish, for at most five seconds; then the
+  caller goes on without it. What is queued is dropped.
+* An error with one item that may pass is retried after pauses. If it remains although other items
+  succeed, it is the item's; if nothing has succeeded yet, or nothing between the errors of two
+  items, it ends the work.
+
+Threads
+-------
+:func:`in_parallel` takes the items on the calling thread and works on them on daemon threads of its
+own (``kvshelf-parallel``), so that a storage that hangs cannot keep the process alive.
 """
 
 from __future__ import annotations
@@ -9,27 +19,53 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Final, TypeVar
 
 from kvshelf.backends import Backend
-from kvshelf.backends.trials import try_to_start
+from kvshelf.background import try_to_start
+from kvshelf.errors import (
+    BadObjectError,
+    NoSpaceStorageError,
+    ObjectMissingError,
+    ReadOnlyStorageError,
+    StorageError,
+)
 
+#: More threads than this make no storage faster.
 _MOST_THREADS: Final = 16
+#: Seconds between the attempts for one item of a command.
+PAUSES: Final = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+
+#: Most items that are taken before their results are.
+_AHEAD: Final = 1024
+#: Seconds that an interrupt waits for the items in progress.
+_INTERRUPT_SECONDS: Final = 5.0
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 
-def threads_for(backend: Backend) -> int:
-    """Return how many threads should call a storage at the same time; 1: the caller's own."""
-    properties = backend.properties
-    return min(properties.concurrency, _MOST_THREADS) if properties.high_latency else 1
+def threads_for(*backends: Backend) -> int:
+    """Return how many threads should work on objects of all these storages; at least one."""
+    return max(1, min(_MOST_THREADS, *(one.properties.concurrency for one in backends)))
+
+
+def threads_for_calls(backend: Backend) -> int:
+    """Return how many threads should make small calls of a storage; 0: the caller's own.
+
+    With low latency that is faster in Python.
+    """
+    return threads_for(backend) if backend.properties.high_latency else 0
 
 
 def in_parallel(
-    work: Callable[[_T], _R], items: Iterable[_T], threads: int
-) -> Iterator[tuple[_T, _R]]:
+    work: Callable[[_T], _R],
+    items: Iterable[_T],
+    threads: int,
+    stop: threading.Event | None = None,
+) -> Generator[tuple[_T, _R], None, None]:
     """Call `work` for each item; yield the items and results, in no particular order.
 
     Parameters
@@ -37,32 +73,39 @@ def in_parallel(
     work : Callable
         Called on several threads. The first exception that it raises is raised here, and ends all.
     items : Iterable
-        Consumed on the caller's thread, a few more than there are results.
+        Consumed on the caller's thread, a bounded number ahead.
     threads : int
-        1: all is done on the caller's thread.
+        0: all is done on the caller's thread.
+    stop : threading.Event, optional
+        Set here if the work ends early; `work` should then end soon.
     """
-    if threads <= 1:
+    if not threads:
         yield from ((item, work(item)) for item in items)
         return
+    ending = threading.Event() if stop is None else stop
     todo: queue.SimpleQueue[list[_T]] = queue.SimpleQueue()
-    done: queue.SimpleQueue[tuple[_T, _R] | BaseException] = queue.SimpleQueue()
+    #: None of each thread that ends.
+    done: queue.SimpleQueue[tuple[_T, _R] | BaseException | None] = queue.SimpleQueue()
 
     def run() -> None:
         # An empty list ends the thread.
-        while given := todo.get():
+        while (given := todo.get()) and not ending.is_set():
             try:
                 done.put((given[0], work(given[0])))
             except BaseException as error:  # noqa: BLE001  raised by the caller's thread
                 done.put(error)
+                ending.set()
+        done.put(None)
 
     def result() -> tuple[_T, _R]:
+        # Nothing else is there while no work has failed.
         found = done.get()
+        assert found is not None
         if isinstance(found, BaseException):
             raise found
         return found
 
-    started = 0
-    pending = 0
+    started = pending = 0
     source = iter(items)
     try:
         for item in source:
@@ -71,15 +114,84 @@ def in_parallel(
                 started += try_to_start(thread)
                 if not started:
                     # The system allows no thread now.
-                    yield from in_parallel(work, itertools.chain([item], source), 1)
+                    yield from in_parallel(work, itertools.chain([item], source), 0)
                     return
             todo.put([item])
             pending += 1
-            if pending >= 2 * threads:
+            while pending and (pending >= _AHEAD or not done.empty()):
                 yield result()
                 pending -= 1
-        for _ in range(pending):
+        while pending:
             yield result()
+            pending -= 1
     finally:
+        if pending:
+            ending.set()
         for _ in range(started):
             todo.put([])
+        deadline = time.monotonic() + _INTERRUPT_SECONDS
+        while started and pending:
+            try:
+                started -= done.get(timeout=max(0.0, deadline - time.monotonic())) is None
+            except queue.Empty:
+                break
+
+
+class Attempts:
+    """Tries calls of the storage again; used by all threads of one piece of work.
+
+    Parameters
+    ----------
+    pauses : Sequence of float
+        Seconds between the attempts.
+
+    Attributes
+    ----------
+    stop : threading.Event
+        Ends all pauses; nothing is retried afterwards.
+    """
+
+    def __init__(self, pauses: Sequence[float] | None = None) -> None:
+        self.stop = threading.Event()
+        self._pauses = PAUSES if pauses is None else pauses
+        self._successes = 0
+        #: Successes when an item failed last.
+        self._failed_at = 0
+
+    def make(self, call: Callable[[], object]) -> StorageError | None:
+        """Make a call, again after errors that may pass; return the error that remains.
+
+        Returns None also where `stop` is set before the call has succeeded.
+
+        Raises
+        ------
+        ObjectMissingError, BadObjectError, ReadOnlyStorageError, NoSpaceStorageError
+            At once.
+        StorageError
+            If the storage seems to answer no more: no call has succeeded yet, or none since another
+            one failed for good.
+        """
+        pauses = iter(self._pauses)
+        while True:
+            try:
+                call()
+            except (
+                ObjectMissingError,
+                BadObjectError,
+                ReadOnlyStorageError,
+                NoSpaceStorageError,
+            ):
+                raise
+            except StorageError as error:
+                pause = next(pauses, None) if error.retryable else None
+                if pause is not None and not self.stop.wait(pause):
+                    continue
+                if self.stop.is_set():
+                    return None
+                # A lost update only causes more retries.
+                before, self._failed_at = self._failed_at, self._successes
+                if self._successes == before and error.retryable:
+                    raise
+                return error
+            self._successes += 1
+            return None

@@ -7,9 +7,10 @@ Contracts
 ---------
 * A pin protects chunks from deletions that bound a shelf. It does not lift a bound: chunks that are
   pinned count against ``max_bytes`` like all others.
-* A pin that cannot be read pins nothing, and neither does one that has expired. Nobody's sweep ends
-  because of a file that somebody else has damaged. A storage that does not answer is an error: who
-  does not know the pins must not delete.
+* A damaged pin pins nothing, nor does one that has expired: nobody's sweep ends because of a
+  file that somebody else has damaged. One that may not be read, or that a later version wrote,
+  pins all of the namespace and group that can be read in it, or else of the shelf. A storage that
+  does not answer is an error: who does not know the pins must not delete.
 * What is read is bounded: 1 MiB for each pin, 64 MiB for all.
 
 Threads
@@ -24,7 +25,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -42,6 +43,8 @@ _log: Final = RateLimitedLog(logger, lines=8)
 
 #: The folder of pins at the root of a shelf.
 PINS: Final = ".kvshelf/pins"
+#: Seconds after which, at the latest, a sweep that goes on reads the pins again.
+PINS_SECONDS: Final = 60.0
 #: Most bytes of one pin.
 MAX_BYTES: Final = 1 << 20
 #: Most bytes of all pins; those that come after, by name, pin nothing.
@@ -118,8 +121,10 @@ class Pin:
 
         Raises
         ------
+        UnknownPinError
+            If a later version wrote it.
         ValueError
-            If it is not one that this version knows.
+            If it is no pin.
         """
         try:
             value = json.loads(data.decode("utf-8"))
@@ -128,14 +133,31 @@ class Pin:
         if not isinstance(value, dict):
             raise ValueError(f"found {short_repr(value)}; expected an object")
         version = value.get("version")
-        if type(version) is not int or version != _VERSION:
+        if type(version) is not int or version < _VERSION:
             raise ValueError(f"its version is {short_repr(version)}; expected {_VERSION}")
+        if version > _VERSION:
+            problem = f"its version is {short_repr(version)}; expected {_VERSION}"
+            raise UnknownPinError(problem, _widest(value))
         if unknown := sorted(set(value) - _FIELDS):
-            raise ValueError(f"unknown field {short_repr(unknown[0])}")
+            raise UnknownPinError(f"unknown field {short_repr(unknown[0])}", _widest(value))
         pin = cls(_namespace(value), _group(value), _keys(value), _until(value))
         if pin.namespace is None and pin.group is None and pin.keys is None:
             raise ValueError("found neither a namespace, nor a group, nor keys")
         return pin
+
+
+class UnknownPinError(ValueError):
+    """A pin of a later version.
+
+    Attributes
+    ----------
+    pin : Pin
+        Its namespace and group, as far as they can be read.
+    """
+
+    def __init__(self, problem: str, pin: Pin) -> None:
+        super().__init__(problem)
+        self.pin = pin
 
 
 class Pins:
@@ -149,11 +171,15 @@ class Pins:
         The files of pins that pin nothing, by name, and why.
     now : float
         Seconds since the epoch: pins that have expired then cover nothing.
+    unknown : Mapping
+        The files of pins that may not be read or are of a later version, by name: what they pin at
+        most, and why that is not known.
 
     Attributes
     ----------
     all : Mapping
     unreadable : Mapping
+    unknown : Mapping
     """
 
     def __init__(
@@ -161,12 +187,14 @@ class Pins:
         pins: Mapping[str, Pin] | None = None,
         unreadable: Mapping[str, str] | None = None,
         now: float = 0.0,
+        unknown: Mapping[str, tuple[Pin, str]] | None = None,
     ) -> None:
         self.all: Mapping[str, Pin] = dict(pins or {})
         self.unreadable: Mapping[str, str] = dict(unreadable or {})
+        self.unknown: Mapping[str, tuple[Pin, str]] = dict(unknown or {})
         whole: set[_Scope] = set()
         keys: dict[_Scope, list[bytes]] = {}
-        for pin in self.all.values():
+        for pin in (*self.all.values(), *(pin for pin, _ in self.unknown.values())):
             if pin.expired(now):
                 continue
             tag = None if pin.namespace is None else parse_namespace_folder(pin.namespace)
@@ -184,9 +212,20 @@ class Pins:
         """Whether anything can be covered."""
         return bool(self._whole or self._keys)
 
+    @property
+    def problem(self) -> str | None:
+        """Why less may be deleted than all pins say; None if each pin is known."""
+        for name, (pin, why) in self.unknown.items():
+            return (
+                f"the pin {name} is not known, and nothing is deleted in {_scope_text(pin)}: {why}."
+                " Allow that it is read, use the version of kvshelf that wrote it, or remove it"
+                " with `kvshelf unpin`"
+            )
+        return None
+
     @classmethod
     def load(cls, backend: Backend, now: float | None = None) -> Pins:
-        """Read the pins of a shelf; log one warning for each that cannot be read.
+        """Read the pins of a shelf; log one warning for each that is damaged.
 
         Parameters
         ----------
@@ -216,6 +255,7 @@ class Pins:
         """As :meth:`load`, without warnings."""
         pins: dict[str, Pin] = {}
         unreadable: dict[str, str] = {}
+        unknown: dict[str, tuple[Pin, str]] = {}
         left = MAX_TOTAL_BYTES
         for name, size in sorted(_files(backend)):
             left -= min(size, MAX_BYTES)
@@ -226,13 +266,16 @@ class Pins:
                 pins[name] = Pin.from_bytes(_content(backend, pin_file(name)))
             except ObjectMissingError:
                 continue
+            except UnknownPinError as error:
+                unknown[name] = error.pin, str(error)
+            except ValueError as error:
+                # Also what is no file.
+                unreadable[name] = str(error)
             except StorageError as error:
                 if error.retryable:
                     raise
-                unreadable[name] = str(error)
-            except ValueError as error:
-                unreadable[name] = str(error)
-        return cls(pins, unreadable, time.time() if now is None else now)
+                unknown[name] = Pin(), str(error)
+        return cls(pins, unreadable, time.time() if now is None else now, unknown)
 
     def covers(
         self, namespace_folder: str, group: str, keys: NDArray[np.uint8]
@@ -343,6 +386,23 @@ def _content(backend: Backend, file: str) -> bytes:
         data = bytearray(reader.size)
         count = reader.read_into(memoryview(data), 0)
     return bytes(data[:count])
+
+
+def _widest(value: Mapping[str, Any]) -> Pin:
+    """Return all that a pin of a later version can pin, by its namespace and group."""
+
+    def read(part: Callable[[Mapping[str, Any]], str | None]) -> str | None:
+        try:
+            return part(value)
+        except ValueError:
+            return None
+
+    return Pin(read(_namespace), read(_group))
+
+
+def _scope_text(pin: Pin) -> str:
+    named = [part for part in (pin.namespace, pin.group) if part is not None]
+    return "/".join(named) or "the whole shelf"
 
 
 def _namespace(value: Mapping[str, Any]) -> str | None:

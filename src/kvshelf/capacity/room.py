@@ -8,8 +8,9 @@ it back if nothing was written.
 The estimate is what the last listing found, and since then what this process wrote, or what the
 filesystem's free space has become less by, if that is more: what other engines wrote, and other
 programs. Space that somebody frees meanwhile hides nothing of that: decreases from one look to the
-next are added up, with what this process deleted in between. A storage that does not tell its free
-space leaves only the first until the next listing. Writes under way are added to either.
+next are added up, with what this process deleted in between. Where the storage does not tell its
+free space, writers tell what they wrote (:mod:`kvshelf.capacity.written`). Writes under way are
+added to any of them.
 
 Other processes see the same room. So this one uses at most half of it, or as much as one chunk
 takes, until the sweeper looks again, which it does soon when a quarter is used up.
@@ -27,7 +28,8 @@ import logging
 import math
 import threading
 import time
-from collections import deque
+from bisect import bisect_left
+from collections.abc import Callable
 from typing import Final
 
 from kvshelf.backends.base import Space
@@ -50,9 +52,12 @@ _SHORT: Final = 0.9
 _OWN_PART: Final = 0.5
 #: Part of the room that is used up when the sweeper looks again.
 _WAKE_PART: Final = 0.25
-#: Seconds of own writes that are added up in one number, and how many such numbers are kept.
-_WRITES_SECONDS: Final = 1.0
-_MOST_WRITES: Final = 7200
+#: Seconds from one look of the sweeper to the next that a store asks for: the first one after a
+#: look, and one that has used up much of the room.
+LOOK_SECONDS: Final = 1.0
+HURRIED_SECONDS: Final = 0.1
+#: Pieces of a sum; an even number.
+_MOST_PIECES: Final = 2048
 
 
 def least_free(space: Space, min_free: int | None) -> int:
@@ -71,6 +76,41 @@ def least_free(space: Space, min_free: int | None) -> int:
     return min(int(space.total * FREE_PART), FREE_BYTES)
 
 
+class Sum:
+    """A sum that grows, and by how much it has grown since any time: exactly, or a little more.
+
+    Attributes
+    ----------
+    value : int
+    """
+
+    def __init__(self) -> None:
+        self.value = 0
+        #: When the last part of each piece came, and the sum before it. Where they become many, two
+        #: pieces become one.
+        self._ends: list[float] = []
+        self._before: list[int] = []
+        self._begun = -math.inf
+
+    def add(self, nbytes: int) -> None:
+        """Add what came about just now."""
+        now = time.monotonic()
+        if now < self._begun + LOOK_SECONDS:
+            self._ends[-1] = now
+        else:
+            self._begun = now
+            if len(self._ends) >= _MOST_PIECES:
+                self._ends, self._before = self._ends[1::2], self._before[::2]
+            self._ends.append(now)
+            self._before.append(self.value)
+        self.value += nbytes
+
+    def since(self, seconds: float) -> int:
+        """Return what was added in the last `seconds`, and perhaps a little before."""
+        place = bisect_left(self._ends, time.monotonic() - seconds)
+        return self.value - self._before[place] if place < len(self._ends) else 0
+
+
 class Room:
     """The room for stores on one shelf, as one process sees it.
 
@@ -81,39 +121,48 @@ class Room:
         Gets the gauges ``shelf_used_bytes``, ``shelf_limit_bytes`` and ``storage_free_bytes``.
     url : str
         The shelf, for log lines.
+    wake : Callable
+        Called when the sweeper should look at the storage soon: the first store has asked since its
+        last look, or a quarter of the room is used up. Must not block.
 
     Attributes
     ----------
+    left : float
+        Bytes that may be written to the shelf, as the last update said.
+    asked : bool
+        A store has asked since the last look.
     is_short : bool
         Little is left of `max_bytes`.
+    is_urgent : bool
+        Much of the room is used up: look at once.
+    refuses : bool
+        Stores were refused lately.
     largest : int
         Most bytes that a store has asked for: those of a chunk, or of a kind of it.
-    wake : threading.Event
-        The sweeper should look at the storage soon: the first store has asked since its last look,
-        or a quarter of the room is used up.
     """
 
-    def __init__(self, capacity: CapacityConfig, counters: Counters, url: str) -> None:
-        self.wake = threading.Event()
+    def __init__(
+        self, capacity: CapacityConfig, counters: Counters, url: str, wake: Callable[[], None]
+    ) -> None:
+        self._wake = wake
         self._capacity = capacity
         self._counters = counters
         self._url = url
         self._log = RateLimitedLog(logger, lines=2)
         self._lock = threading.Lock()
-        #: Bytes that may be written to the shelf, as the last update said.
-        self._room = math.inf
+        self.left = math.inf
         #: Bytes of the writes that have begun since then, and of all that are under way.
         self._taken = 0
         self._begun = 0
         self.largest = 0
         self._why: tuple[str, str] = ("", "")
-        self._asked = False
-        self.is_short = False
-        #: What this process wrote: when, and bytes; the latest last.
-        self._writes: deque[tuple[float, int]] = deque(maxlen=_MOST_WRITES)
-        #: By how much the free space had decreased at a look, and what was free at the last one.
-        self._decreases: deque[tuple[float, int]] = deque(maxlen=_MOST_WRITES)
+        self.asked = self._refused = False
+        self.is_short = self.is_urgent = self.refuses = False
+        #: What this process wrote, and by how much free space had decreased from look to look.
+        self._written = Sum()
+        self._decreased = Sum()
         self._free: int | None = None
+        self._freed = 0
 
     # ------------------------------------------------------------- stores
 
@@ -128,64 +177,69 @@ class Room:
     def _ask(self, nbytes: int, take: bool) -> bool:
         with self._lock:
             self.largest = max(self.largest, nbytes)
-            most = min(self._room, max(self._room * _OWN_PART, self.largest))
-            allowed, full = self._taken + nbytes <= most, self._taken + nbytes > self._room
+            most = min(self.left, max(self.left * _OWN_PART, self.largest))
+            allowed, full = self._taken + nbytes <= most, self._taken + nbytes > self.left
             about, text = self._why
-            wake = not self._asked
+            wake, self.asked = not self.asked, True
             if allowed and take:
                 self._taken += nbytes
                 self._begun += nbytes
-                wake = wake or self._taken > self._room * _WAKE_PART
+            self._refused |= not allowed
+            # A store that finds no room at all hurries nobody: deletions make room.
+            if not full and not self.is_urgent and self._taken > self.left * _WAKE_PART:
+                wake = self.is_urgent = True
         if wake:
-            self._asked = True
-            self.wake.set()
+            self._wake()
         if full:
             self._log.warning("%s: %s", self._url, text, about=about)
         return allowed
 
     def end(self, nbytes: int, written: bool) -> None:
         """Note that a write which has begun is over, and whether it wrote anything."""
-        now = time.monotonic()
         with self._lock:
             self._begun -= nbytes
-            if not written:
+            if written:
+                self._written.add(nbytes)
+            else:
                 # What began before the last update is not in it.
                 self._taken = max(0, self._taken - nbytes)
-            elif self._writes and now < self._writes[-1][0] + _WRITES_SECONDS:
-                begin, before = self._writes.pop()
-                self._writes.append((begin, before + nbytes))
-            else:
-                self._writes.append((now, nbytes))
 
     # ------------------------------------------------------------- the sweeper
 
     def take_asked(self) -> bool:
         """Whether a store has asked since the last call."""
-        asked, self._asked = self._asked, False
+        asked, self.asked = self.asked, False
         return asked
 
-    def written_since(self, seconds: float) -> int:
-        """Return the bytes that this process wrote in the last `seconds`, or a little longer."""
-        with self._lock:
-            # A number is of the second after its time.
-            return _sum_since(self._writes, time.monotonic() - seconds - _WRITES_SECONDS)
+    @property
+    def written(self) -> int:
+        """The bytes that this process has written."""
+        return self._written.value
 
-    def look(self, space: Space | None, freed: int = 0) -> None:
-        """Note how much is free now; the sweeper's thread, at each look at the storage.
+    @property
+    def keeps_free(self) -> bool:
+        """Whether anything is to stay free on the storage."""
+        return self._capacity.min_free != 0
 
-        Parameters
-        ----------
-        space : Space or None
-        freed : int
-            Bytes that this process has deleted since the last look: they hide no writes.
-        """
+    def is_full(self, space: Space | None) -> bool:
+        """Whether less is free than stores leave."""
+        return space is not None and space.free < least_free(space, self._capacity.min_free)
+
+    def free(self, nbytes: int) -> None:
+        """Note that this process has deleted so much since the last look: it hides no writes."""
+        self._freed += nbytes
+
+    def look(self, space: Space | None) -> None:
+        """Note how much is free now; the sweeper's thread, at each look at the storage."""
         if space is None:
             return
-        if self._free is not None and space.free < self._free + freed:
-            self._decreases.append((time.monotonic(), self._free + freed - space.free))
-        self._free = space.free
+        if self._free is not None and space.free < self._free + self._freed:
+            self._decreased.add(self._free + self._freed - space.free)
+        self._free, self._freed = space.free, 0
 
-    def estimate(self, finding: Finding, space: Space | None, now: float) -> int:
+    def estimate(
+        self, finding: Finding, space: Space | None, now: float, told: int | None = None
+    ) -> int:
         """Return the bytes that are on the shelf, judged by its last listing.
 
         Parameters
@@ -195,12 +249,16 @@ class Room:
             The storage's room now.
         now : float
             The storage's time.
+        told : int or None
+            The bytes that all writers have told of.
         """
         seconds = max(0.0, now - finding.at)
-        more = self.written_since(seconds)
+        with self._lock:
+            more = self._written.since(seconds)
         if space is not None and finding.free is not None:
-            decreases = _sum_since(self._decreases, time.monotonic() - seconds)
-            more = max(more, finding.free - space.free, decreases)
+            more = max(more, finding.free - space.free, self._decreased.since(seconds))
+        if told is not None and finding.written is not None:
+            more = max(more, told - finding.written)
         return finding.nbytes + more + self._begun
 
     def update(self, space: Space | None, used: int | None, max_bytes: int | None) -> None:
@@ -239,16 +297,8 @@ class Room:
                 )
         self.is_short = bool(used and max_bytes and used > max_bytes * _SHORT)
         with self._lock:
-            self._room = left
+            self.left = left
             self._taken = 0
             self._why = why
-
-
-def _sum_since(noted: deque[tuple[float, int]], since: float) -> int:
-    """Return the bytes that were noted since a time."""
-    total = 0
-    for at, nbytes in reversed(noted):
-        if at < since:
-            break
-        total += nbytes
-    return total
+            self.is_urgent = False
+            self.refuses, self._refused = self._refused, False

@@ -1,4 +1,4 @@
-"""Records which chunks are used, so that the chunks that nobody uses are deleted first.
+"""Records which chunks are used, so that those that no request needs are deleted first.
 
 A hit uses all that it needs, from the beginning of the prompt: what of it the engine has in memory
 already would be read by the next engine. Owns the thread that records uses (``kvshelf-uses``), how
@@ -13,8 +13,12 @@ way           what is done
 ``rewrite``   the access time is set; where that is refused, the object is written anew with its
               own, verified bytes when it is older than half the age at which it would be deleted.
               So a bucket's lifecycle rule, which knows no other age, keeps what is used
+``touch``     the access time is set, and where that is refused nothing is done: a disk tier, of
+              which no program reads marks
 ``off``       nothing
 ============  ======================================================================================
+
+Of tails only access times are set: no program reads marks of them, and they are not worth a write.
 
 Contracts
 ---------
@@ -22,9 +26,9 @@ Contracts
   while a circuit breaker is open, unless it is open because the storage is full, or where the
   storage is read-only.
 * A use of an object that was recorded less than :attr:`Uses.resolution` ago is not recorded again
-  by this process. All ages are by the storage's clock.
-* :meth:`Uses.hit` and :meth:`Uses.used` may be called on any thread and never block. What waits
-  to be recorded is bounded; the oldest is dropped.
+  by this process; of a tail, less than a minute ago at most. All ages are by the storage's clock.
+* :meth:`Uses.note` and :meth:`Uses.note_names` may be called on any thread and never block. What
+  waits to be recorded is bounded; the oldest is dropped.
 * No thread is started before the first use.
 """
 
@@ -36,13 +40,15 @@ import random
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal, TypeAlias
 
 from kvshelf.backends import Touched
+from kvshelf.backends.clock import StorageClock
 from kvshelf.backends.guard import GuardedBackend
-from kvshelf.backends.trials import try_to_start
+from kvshelf.background import Background
 from kvshelf.capacity import marks
 from kvshelf.capacity.marks import KEY_BYTES, Batch, Marks
 from kvshelf.config import Config
@@ -56,7 +62,7 @@ from kvshelf.errors import (
 )
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import Kind
-from kvshelf.format.names import parse_path
+from kvshelf.format.names import ParsedName, parse_path
 from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
 from kvshelf.shelf.pacing import GilPace
@@ -67,29 +73,31 @@ __all__ = ["How", "Marks", "Uses", "resolution"]
 logger = logging.getLogger(__name__)
 
 #: How uses are recorded.
-How: TypeAlias = Literal["auto", "marks", "rewrite", "off"]
+How: TypeAlias = Literal["auto", "marks", "rewrite", "touch", "off"]
 _Keys: TypeAlias = dict[tuple[str, Kind], set[bytes]]
 #: Returns one whole, verified object by its name; None if it cannot.
 Read: TypeAlias = Callable[[str], memoryview | None]
+#: Objects that were used together, and what reads each to be written anew.
+_Objects: TypeAlias = Mapping[str, Read | None]
 
 #: Bounds of :func:`resolution`.
 _FINEST: Final = 60.0
 _COARSEST: Final = 3600.0
-#: Most hits that wait to be recorded, and most uses and marks that are remembered.
-_MOST_HITS: Final = 1024
+#: Least number of uses of a tail that are recorded in its age, if so many are noted.
+_TAIL_PARTS: Final = 4
+#: Most chunks and names that wait to be recorded, and most uses and marks that are remembered.
+_MOST_WAITING: Final = 1 << 17
 _MOST_USES: Final = 1 << 17
 _MOST_MARKS: Final = 1 << 16
-#: Seconds after a hit before its uses are recorded: its loads go first.
-_DELAY_SECONDS: Final = 1.0
+#: Seconds after a hit before its uses are recorded: its loads come first.
+_DELAY_SECONDS: Final = 0.5
 #: Parts of :attr:`Uses.resolution` after which marks are written.
 _MARK_PARTS: Final = 4
 #: Part of the times that marks are written after which they are merged.
 _MERGE_PART: Final = 1 / 16
 #: Seconds for which nothing is marked where marks were refused.
 _REFUSED_SECONDS: Final = 3600.0
-#: Seconds for which a storage's clock is known.
-_CLOCK_SECONDS: Final = 3600.0
-#: Seconds that :meth:`Uses.close` waits for the thread.
+#: Seconds that :meth:`Uses.close` waits for the thread, unless it is told.
 _CLOSE_SECONDS: Final = 1.0
 
 
@@ -105,20 +113,21 @@ def resolution(max_age: float | None) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Hit:
-    """Chunks of one kind."""
+class _Noted:
+    """What was used at one time.
 
-    view: ShelfView
-    chunks: Sequence[Chunk]
-
-
-@dataclass(frozen=True, slots=True)
-class _Named:
-    """Objects by their names."""
+    Attributes
+    ----------
+    backend : GuardedBackend
+    uses : Iterator
+        What each use is remembered by, and what returns its objects.
+    count : int
+        How many they are.
+    """
 
     backend: GuardedBackend
-    names: Iterable[str]
-    read: Read | None
+    uses: Iterator[tuple[object, Callable[[], _Objects]]]
+    count: int
 
 
 class Uses:
@@ -132,9 +141,11 @@ class Uses:
     resolution : float
         Seconds, see :func:`resolution`.
     how : str
-        ``auto``, ``marks``, ``rewrite`` or ``off``.
+        ``auto``, ``marks``, ``rewrite``, ``touch`` or ``off``.
     max_age : float, optional
         Seconds at which objects that are not written anew are deleted; needed for ``rewrite``.
+    keep_tails : float, optional
+        Seconds after its last use at which a tail is deleted.
     on_thread_start : Callable, optional
         Called first on the thread, to set its processors.
     clock : Callable
@@ -157,6 +168,7 @@ class Uses:
         resolution: float = _COARSEST,
         how: How = "auto",
         max_age: float | None = None,
+        keep_tails: float | None = None,
         on_thread_start: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -166,21 +178,24 @@ class Uses:
                 " at half of that age; set it to the age at which the bucket's rule deletes them"
             )
         self.resolution = resolution
+        self._of_tails = min(resolution, _FINEST, (keep_tails or math.inf) / _TAIL_PARTS)
         self._counters = counters
         self._how = how
         self._max_age = max_age
         #: The storage whose marks are merged next.
         self._to_merge: GuardedBackend | None = None
         self._rewrite_age = math.inf if max_age is None else max_age / 2
-        self._on_thread_start = on_thread_start
         self._clock = clock
         self._log = RateLimitedLog(logger)
-        self._queue: deque[_Hit | _Named | threading.Event] = deque(maxlen=_MOST_HITS)
+        self._thread = Background("kvshelf-uses", self._step, on_start=on_thread_start)
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._closed = False
-        self._wake = threading.Event()
-        #: Nobody waits for loads to go first.
+        self._queue: deque[_Noted] = deque()
+        #: How many chunks and names wait in the queue, and since when.
+        self._waiting = 0
+        self._waits_since = 0.0
+        #: Set when all that was noted before is recorded.
+        self._flushes: list[threading.Event] = []
+        #: Loads need not come first.
         self._hurry = threading.Event()
         #: When the use of a chunk, or of an object, is recorded again; the oldest first.
         self._due: OrderedDict[object, float] = OrderedDict()
@@ -190,8 +205,7 @@ class Uses:
         self._marks_due = math.inf
         #: Until when nothing is marked, by storage.
         self._refused: dict[GuardedBackend, float] = {}
-        #: The difference between each storage's clock and ours, and when that was learned.
-        self._offsets: dict[GuardedBackend, tuple[float, float]] = {}
+        self._clocks: dict[GuardedBackend, StorageClock] = {}
 
     @classmethod
     def of(
@@ -222,13 +236,14 @@ class Uses:
             resolution=_FINEST if config.server is not None else resolution(capacity.max_age),
             how="off" if config.read_only else capacity.uses,
             max_age=capacity.max_age,
+            keep_tails=config.handover_keep_s,
             on_thread_start=on_thread_start,
         )
 
     # ------------------------------------------------------------- any thread
 
-    def hit(self, view: ShelfView, chunks: Sequence[Chunk]) -> None:
-        """Record that chunks were hit: what a hit needs of one kind, from the prompt's beginning.
+    def note(self, view: ShelfView, chunks: Sequence[Chunk]) -> None:
+        """Note that chunks were used: what a hit needs of one kind, from the prompt's beginning.
 
         Parameters
         ----------
@@ -237,154 +252,139 @@ class Uses:
         chunks : Sequence of Chunk
             It must not change.
         """
-        if chunks:
-            self._add(_Hit(view, chunks))
+        found = view.on_storage
+        uses = (((found, chunk.key), partial(_objects_of, view, chunk)) for chunk in chunks)
+        self._add(_Noted(found.backend, uses, len(chunks)))
 
-    def used(self, backend: GuardedBackend, names: Iterable[str], read: Read | None = None) -> None:
-        """Record that objects were used, by their names.
+    def note_names(
+        self, backend: GuardedBackend, names: Sequence[str], read: Read | None = None
+    ) -> None:
+        """Note that objects were used, by their names.
 
         Parameters
         ----------
         backend : GuardedBackend
-        names : Iterable of str
-            Iterated over on the thread; it must not change.
+        names : Sequence of str
+            It must not change. Names of other things are left out.
         read : Callable, optional
             Returns a whole, verified object, to be written anew. Called on the thread; may block
             and raise StorageError. Without it objects are not written anew.
         """
-        self._add(_Named(backend, names, read))
+        uses = (((backend, name), lambda name=name: {name: read}) for name in names)
+        self._add(_Noted(backend, uses, len(names)))
 
-    def _add(self, item: _Hit | _Named) -> None:
-        if self._how == "off" or self._closed:
+    def _add(self, noted: _Noted) -> None:
+        if self._how == "off" or self.closed or not noted.count:
             return
-        self._queue.append(item)
-        if not self._wake.is_set():
-            self._wake.set()
-        if self._thread is None:
-            self._start()
-
-    def _start(self) -> None:
         with self._lock:
-            if self._thread is not None or self._closed:
-                return
-            thread = threading.Thread(target=self._run, name="kvshelf-uses", daemon=True)
-            # Where the system allows no thread now, the next hit tries again.
-            if try_to_start(thread):
-                self._thread = thread
+            first = not self._queue
+            if first:
+                self._waits_since = time.monotonic()
+            self._queue.append(noted)
+            self._waiting += noted.count
+            while self._waiting > _MOST_WAITING and len(self._queue) > 1:
+                self._waiting -= self._queue.popleft().count
+        # Where the system allows no thread now, the next use tries again.
+        if first or not self._thread.running:
+            self._thread.start()
+            self._thread.wake()
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is recorded any more."""
+        return self._thread.closed
 
     def flush(self, seconds: float) -> bool:
         """Record what waits, marks included; return whether that was done in time."""
-        if self._thread is None and not self._queue:
+        if not self._queue and not self._thread.running:
             return True
-        self._start()
         done = threading.Event()
-        self._queue.append(done)
+        with self._lock:
+            self._flushes.append(done)
         self._hurry.set()
-        self._wake.set()
+        self._thread.start()
+        self._thread.wake()
         return done.wait(seconds)
 
-    def close(self) -> None:
-        """Record what waits, for at most a second, and end the thread. Idempotent."""
-        if self._closed:
-            return
-        self.flush(_CLOSE_SECONDS)
-        self._closed = True
-        self._hurry.set()
-        self._wake.set()
+    def close(self, seconds: float = _CLOSE_SECONDS) -> None:
+        """Record what waits, for at most so long, and end the thread. Idempotent."""
+        if not self.closed:
+            self.flush(seconds)
+            self._thread.close()
+            self._hurry.set()
 
     # ------------------------------------------------------------- its thread
 
-    def _run(self) -> None:
-        if self._on_thread_start is not None:
-            self._on_thread_start()
-        while not self._closed:
-            left = self._marks_due - self._clock()
-            if self._wake.wait(None if left == math.inf else max(0.0, left)):
-                self._hurry.wait(_DELAY_SECONDS)
-            self._wake.clear()
-            self._hurry.clear()
-            try:
-                self._work()
-                self._merge_marks()
-            except Exception as error:  # noqa: BLE001 - the thread must go on
-                self._log.error("uses of chunks were not recorded", exc_info=error)
+    def _step(self) -> float | None:
+        """Record what waits; return the seconds until there is more."""
+        early = self._waits_since + _DELAY_SECONDS - time.monotonic() if self._queue else 0.0
+        if early > 0 and not self._hurry.is_set():
+            return early
+        self._hurry.clear()
+        try:
+            self._work()
+            self._merge_marks()
+        except Exception as error:  # noqa: BLE001 - the thread must go on
+            self._log.error("uses of chunks were not recorded", exc_info=error)
+        left = self._marks_due - self._clock()
+        return None if left == math.inf else max(0.0, left)
 
     def _work(self) -> None:
         """Record what waits, and write the marks that are due."""
-        waiting: list[threading.Event] = []
+        with self._lock:
+            flushes, self._flushes = self._flushes, []
         try:
-            while self._queue and not self._closed:
-                item = self._queue.popleft()
-                if isinstance(item, threading.Event):
-                    waiting.append(item)
-                    continue
+            while not self.closed and (noted := self._next()) is not None:
                 try:
-                    self._record(item)
+                    self._record(noted)
                 except StorageError as error:
                     logger.debug("uses were not recorded: %s", error)
-            if waiting or self._clock() >= self._marks_due or self._marked >= _MOST_MARKS:
+            if flushes or self._clock() >= self._marks_due or self._marked >= _MOST_MARKS:
                 self._write_marks()
         finally:
-            for done in waiting:
+            for done in flushes:
                 done.set()
 
-    def _record(self, item: _Hit | _Named) -> None:
-        if isinstance(item, _Named):
-            self._record_named(item)
-            return
-        view = item.view.on_storage
-        backend = view.backend
-        if not _records(backend):
-            return
-        pace = GilPace()
-        for chunk in item.chunks:
-            pace.rest()
-            key = view, chunk.key
-            if self._closed:
-                return
-            if self._is_recent(key):
-                continue
-            refs = [ObjectRef(chunk, shard) for shard in range(view.fmt.shards)]
-            names = [name for ref in refs for name in view.names(ref)]
-            refused = self._touch(backend, names, pace)
-            if refused and self._how == "rewrite":
-                for ref in refs:
-                    self._rewrite(backend, view.name(ref), _reader_of(item.view, ref))
-            elif refused:
-                self._mark(backend, view.folder(), view.fmt.kind, chunk.key)
-            self._remember(key, self.resolution)
+    def _next(self) -> _Noted | None:
+        with self._lock:
+            if not self._queue:
+                return None
+            noted = self._queue.popleft()
+            self._waiting -= noted.count
+            return noted
 
-    def _record_named(self, item: _Named) -> None:
-        backend = item.backend
+    def _record(self, noted: _Noted) -> None:
+        backend = noted.backend
         if not _records(backend):
             return
         pace = GilPace()
-        for name in item.names:
+        for key, find in noted.uses:
             pace.rest()
-            key = backend, name
-            if self._closed:
+            if self.closed:
                 return
             if self._is_recent(key):
                 continue
-            refused = self._touch(backend, [name], pace)
-            parsed = parse_path(name) if refused else None
-            if parsed is not None and self._how != "rewrite":
-                self._mark(backend, name.partition("/")[0], parsed.kind, parsed.key)
-            elif parsed is not None and item.read is not None:
-                self._rewrite(backend, name, item.read)
-            self._remember(key, self.resolution)
+            objects = find()
+            parsed = parse_path(next(iter(objects)))
+            if parsed is None:
+                continue
+            is_tail = parsed.tail_tokens is not None
+            if self._touch(backend, objects, pace) and not is_tail:
+                self._record_otherwise(backend, parsed, objects)
+            self._remember(key, self._of_tails if is_tail else self.resolution)
 
     def _is_recent(self, key: object) -> bool:
         return self._clock() < self._due.get(key, -math.inf)
 
     def _remember(self, key: object, seconds: float) -> None:
-        self._due[key] = self._clock() + seconds
-        self._due.move_to_end(key)
-        if len(self._due) > _MOST_USES:
-            self._due.popitem(last=False)
+        now, due = self._clock(), self._due
+        due[key] = now + seconds
+        due.move_to_end(key)
+        while len(due) > _MOST_USES or (due and next(iter(due.values())) <= now):
+            due.popitem(last=False)
 
-    def _touch(self, backend: GuardedBackend, names: Sequence[str], pace: GilPace) -> bool:
-        """Set access times; return whether another way is needed."""
+    def _touch(self, backend: GuardedBackend, names: Mapping[str, object], pace: GilPace) -> bool:
+        """Set access times; return whether that is refused."""
         if self._how == "marks":
             return True
         touched = 0
@@ -395,14 +395,26 @@ class Uses:
             self._counters.add("touched_objects", touched)
         return touched < len(names)
 
+    def _record_otherwise(
+        self, backend: GuardedBackend, parsed: ParsedName, objects: _Objects
+    ) -> None:
+        if self._how == "rewrite":
+            for name, read in objects.items():
+                if read is not None:
+                    self._rewrite(backend, name, read)
+        elif self._how != "touch":
+            self._mark(backend, parsed)
+
     # ------------------------------------------------------------- marks
 
-    def _mark(self, backend: GuardedBackend, folder: str, kind: Kind, key: bytes) -> None:
+    def _mark(self, backend: GuardedBackend, parsed: ParsedName) -> None:
         refused = self._clock() < self._refused.get(backend, -math.inf)
         if refused or self._marked >= _MOST_MARKS:
             return
-        found = self._marks.setdefault(backend, {}).setdefault((folder, kind), set())
-        short = key[:KEY_BYTES]
+        assert parsed.namespace is not None
+        chunks = self._marks.setdefault(backend, {})
+        found = chunks.setdefault((parsed.namespace, parsed.kind), set())
+        short = parsed.key[:KEY_BYTES]
         if short in found:
             return
         found.add(short)
@@ -440,9 +452,9 @@ class Uses:
         self._marks_due = self._clock() + self.resolution / _MARK_PARTS if left else math.inf
 
     def _merge_marks(self) -> None:
-        """Now and then bound the number of files: perhaps nobody sweeps this shelf."""
+        """Now and then bound the number of files: perhaps no process sweeps this shelf."""
         backend, self._to_merge = self._to_merge, None
-        if backend is None or self._closed:
+        if backend is None or self.closed:
             return
         try:
             Marks.compact(backend, max_age=self._max_age, resolution=self.resolution)
@@ -459,7 +471,8 @@ class Uses:
         info = backend.info(name)
         if info is None:
             return
-        young = self._rewrite_age - (self._now(backend) - info.mtime)
+        clock = self._clocks.setdefault(backend, StorageClock(backend.now, self._clock))
+        young = self._rewrite_age - (clock.now() - info.mtime)
         if young > 0:
             self._remember(key, young)
             return
@@ -490,28 +503,19 @@ class Uses:
         # At most half of the bandwidth of one connection.
         self._hurry.wait(time.monotonic() - begin)
 
-    def _now(self, backend: GuardedBackend) -> float:
-        """Return the time by the storage's clock, which is asked now and then."""
-        here = self._clock()
-        known = self._offsets.get(backend)
-        if known is None or here >= known[1] + _CLOCK_SECONDS:
-            there = backend.now()
-            known = (time.time() if there is None else there) - here, here
-            self._offsets[backend] = known
-        return known[0] + here
-
 
 def _records(backend: GuardedBackend) -> bool:
     """Whether uses can be recorded at present: on a full storage they can."""
     return backend.touches and not backend.inner.properties.read_only
 
 
-def _reader_of(view: ShelfView, ref: ObjectRef) -> Read:
-    """Return what reads one object through a view, from a tier if one has it."""
+def _objects_of(view: ShelfView, chunk: Chunk) -> _Objects:
+    """Return the objects of a chunk, and what reads each: from a tier if one has it."""
 
-    def read(_: str) -> memoryview:
+    def read(ref: ObjectRef, _: str) -> memoryview:
         image = memoryview(bytearray(view.fmt.object_size(ref.shard, ref.chunk.tokens)))
         view.load(ref, image)
         return image
 
-    return read
+    refs = [ObjectRef(chunk, shard) for shard in range(view.fmt.shards)]
+    return {name: partial(read, ref) for ref in refs for name in view.on_storage.names(ref)}

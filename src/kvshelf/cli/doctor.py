@@ -34,7 +34,6 @@ from rich.text import Text
 from kvshelf import __version__
 from kvshelf.backends import Backend, WriteResult, open_backend
 from kvshelf.backends.posix import PosixBackend
-from kvshelf.capacity.history import Past, read_histories
 from kvshelf.cli.common import (
     OK,
     PROBLEM,
@@ -61,9 +60,10 @@ from kvshelf.errors import (
 from kvshelf.format.differences import differing_fields
 from kvshelf.format.names import parse_namespace_folder
 from kvshelf.format.namespace import Namespace
+from kvshelf.history import Past, read_histories
 from kvshelf.paths import cache_dir
 from kvshelf.shelf.shelf import Shelf, read_namespace
-from kvshelf.tiers.usage_ledger import BoundedBackend
+from kvshelf.tiers.ledger import Ledger
 from kvshelf.tools.noted import still_bad
 from kvshelf.tools.reserved import LOOKS
 from kvshelf.weights.configuration import differing_keys
@@ -394,7 +394,7 @@ def _fill_of(tier: DiskTierConfig) -> str:
     if not os.path.lexists(tier.path):
         return ""
     backend = PosixBackend(tier.path, create=False)
-    use = BoundedBackend(backend, tier.max_bytes).ledger.read()
+    use = Ledger(backend).read()
     bound = size_text(tier.max_bytes)
     free = size_text(shutil.disk_usage(tier.path).free)
     if use is None:

@@ -12,7 +12,6 @@ from typing import Annotated
 
 import typer
 
-from kvshelf.capacity.history import read_histories
 from kvshelf.cli.common import (
     PROBLEM,
     JsonOption,
@@ -27,6 +26,7 @@ from kvshelf.cli.prompts import ModelOption, token_prompts
 from kvshelf.config import history_dir
 from kvshelf.errors import printable
 from kvshelf.format.kinds import FULL
+from kvshelf.history import read_histories
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tools.explain import Explainer, Explanation
 

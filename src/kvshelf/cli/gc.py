@@ -1,27 +1,26 @@
 """``kvshelf gc``: deletes what a shelf need not keep; shows it first.
 
-Owns the options, the table and the JSON. What goes, in which order, and that it is looked at again
-before it is deleted, is :mod:`kvshelf.capacity.collect`'s, which engines use too.
+Owns the options, the table and the JSON. What goes is :mod:`kvshelf.capacity.collect`'s, and that
+it is looked at again before it is deleted :mod:`kvshelf.capacity.deletion`'s; engines use both too.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator
 from typing import Annotated, Any, Final
 
-import numpy as np
 import typer
 
 from kvshelf.backends.guard import GuardedBackend
-from kvshelf.capacity.collect import Limits, Outcome, Plan, Reason, carry_out, plan
-from kvshelf.capacity.history import History
+from kvshelf.capacity.collect import Plan, plan
+from kvshelf.capacity.deletion import Outcome, carry_out
 from kvshelf.capacity.inventory import Inventory, Total
 from kvshelf.capacity.marks import Marks
 from kvshelf.capacity.pins import Pins
+from kvshelf.capacity.rules import Reason, Rules
 from kvshelf.capacity.uses import resolution
 from kvshelf.cli.common import (
     PROBLEM,
@@ -39,9 +38,7 @@ from kvshelf.cli.common import (
 )
 from kvshelf.cli.progress import Display
 from kvshelf.config import CapacityConfig, Config, history_dir
-
-#: Files between two changes of what is shown on a terminal.
-_SHOWN: Final = 1000
+from kvshelf.history import History
 
 _WHY: Final = {
     Reason.TEMPORARY: "temporaries of killed writers",
@@ -100,20 +97,20 @@ def gc(
     """Delete leftovers, and chunks above the bounds that are given; a dry run unless --yes."""
     given = {"max_bytes": max_bytes, "max_age": max_age, "group_max_bytes": group_max_bytes}
     given = {name: value for name, value in given.items() if value is not None}
-    limits = _limits(shelf, given)
-    bounds = _bounds(limits, given)
+    rules = _rules(shelf, given)
+    bounds = _bounds(rules, given)
     url, options = find_shelf(shelf)
     with (open_to_change if yes else open_to_look)(url, options) as opened:
         shown = opened.url
         with Display("deleting", as_json=as_json) as display:
-            found = _plan(opened.backend, limits, orphans, display)
+            found = _plan(opened.backend, rules, orphans, display)
         _write_names(found, names, as_json)
         with (
             Display("deleting", as_json=as_json) as display,
             _history(shelf, shown, yes) as history,
         ):
             note = None if history is None else history.note_evicted
-            outcome = _carry_out(opened.backend, found, limits, display, note) if yes else None
+            outcome = _carry_out(opened.backend, found, display, note) if yes else None
     if as_json:
         write_json(_json(shown, found, outcome) | {"bounds": bounds})
     else:
@@ -121,28 +118,30 @@ def gc(
     _exit(found, outcome)
 
 
-def _limits(shelf: str | None, given: dict[str, Any]) -> Limits:
-    """Return the configured bounds, those of the command line in their place."""
+def _rules(shelf: str | None, given: dict[str, Any]) -> Rules:
+    """Return the rules with the configured bounds, those of the command line in their place."""
     config = configuration(shelf)
     capacity: CapacityConfig = config.capacity
     if given:
         bounds = capacity.model_dump(exclude_none=True) | given
         # What lies on a shelf shows its groups, whatever engines started here would do.
         capacity = Config.load({"capacity": bounds, "group_by_salt": True}).capacity
-    return Limits(
+    keep_tails = config.handover_keep_s or None
+    return Rules(
         max_bytes=capacity.max_bytes,
         max_age=capacity.max_age,
         group_max_bytes=capacity.group_max_bytes,
-        keep_tails=config.handover_keep_s or None,
+        markers=keep_tails,
+        tails=keep_tails,
     )
 
 
-def _bounds(limits: Limits, given: Collection[str]) -> dict[str, dict[str, Any]]:
+def _bounds(rules: Rules, given: Collection[str]) -> dict[str, dict[str, Any]]:
     """Return the bounds that act, and who gave each."""
     values = {
-        "max_bytes": limits.max_bytes,
-        "max_age": limits.max_age,
-        "group_max_bytes": limits.group_max_bytes,
+        "max_bytes": rules.max_bytes,
+        "max_age": rules.max_age,
+        "group_max_bytes": rules.group_max_bytes,
     }
     configured = "KVSHELF_CAPACITY" if os.environ.get("KVSHELF_CAPACITY") else "KVSHELF_CONFIG"
     return {
@@ -167,7 +166,7 @@ def _history(shelf: str | None, url: str, yes: bool) -> Iterator[History | None]
             history.close()
 
 
-def _plan(backend: GuardedBackend, limits: Limits, orphans: bool | None, display: Display) -> Plan:
+def _plan(backend: GuardedBackend, rules: Rules, orphans: bool | None, display: Display) -> Plan:
     near = not backend.properties.high_latency
     inventory = Inventory.scan(
         backend, parents=near if orphans is None else orphans, pace=display.listed
@@ -175,33 +174,30 @@ def _plan(backend: GuardedBackend, limits: Limits, orphans: bool | None, display
     assert inventory is not None, "nothing stops it"
     return plan(
         inventory,
-        limits,
+        rules,
         pins=Pins.load(backend, inventory.aged_at),
         marks=Marks.read(backend),
-        resolution=resolution(limits.max_age),
+        resolution=resolution(rules.max_age),
     )
 
 
 def _carry_out(
     backend: GuardedBackend,
     found: Plan,
-    limits: Limits,
     display: Display,
     note: Callable[[bytes, int], None] | None,
 ) -> Outcome:
-    sizes = np.concatenate([[left.size for left, _ in found.leftovers], found.nbytes]).cumsum()
-    begun = itertools.count()
-
-    def show() -> None:
-        number = next(begun)
-        if number % _SHOWN == 0:
-            display.show(number, len(sizes), int(sizes[number]))
-
+    total = len(found.leftovers) + int(found.counts().sum())
     try:
-        outcome = carry_out(backend, found, pace=show, on_deleted=note)
+        outcome = carry_out(
+            backend,
+            found,
+            on_deleted=note,
+            on_progress=lambda now: display.show(now.done, total, now.nbytes),
+        )
         if outcome.finished:
-            used = resolution(limits.max_age)
-            Marks.compact(backend, max_age=limits.max_age, resolution=used)
+            max_age = found.rules.max_age
+            Marks.compact(backend, max_age=max_age, resolution=resolution(max_age))
     except KeyboardInterrupt:
         exit_interrupted()
     return outcome
@@ -222,7 +218,7 @@ def _json(url: str, found: Plan, outcome: Outcome | None) -> dict[str, Any]:
         "objects": len(found.inventory),
         "bytes": found.before,
         "bytes_after": found.after,
-        "pinned_bytes": found.pinned,
+        "pinned_bytes": found.pinned.nbytes,
         "chosen": _totals(found.totals()),
         "problem": found.problem,
     }

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
-from kvshelf.capacity.pins import Pin, Pins, check_pin_name
+from kvshelf.backends import Backend
+from kvshelf.capacity.inventory import time_of
+from kvshelf.capacity.lease import LEASE_SECONDS, Lease
+from kvshelf.capacity.pins import PINS_SECONDS, Pin, Pins, check_pin_name
 from kvshelf.cli.common import (
     PROBLEM,
     JsonOption,
@@ -38,6 +41,11 @@ from kvshelf.cli.prompts import (
 from kvshelf.errors import ConfigError, printable
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tools.pinning import PromptKeys, prompt_keys
+
+#: Seconds after which a sweep that goes on has read a new pin: in between one call may take as long
+#: as a lease lasts.
+_READ_SECONDS: Final = PINS_SECONDS + LEASE_SECONDS
+_POLL_SECONDS: Final = 1.0
 
 
 def pin(
@@ -69,6 +77,9 @@ def pin(
     replace: Annotated[
         bool, typer.Option("--replace", help="Replace the pin that has this name.")
     ] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait until a sweep that goes on must have read the pin.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Keep chunks from being deleted when a shelf is bounded; without a name, list the pins."""
@@ -81,7 +92,7 @@ def pin(
         )
     url, options = find_shelf(shelf)
     if name is None:
-        if namespaces or chosen or prompts or model or until or replace:
+        if namespaces or chosen or prompts or model or until or replace or wait:
             raise ConfigError("the pin has no name; give one, or no options to list the pins")
         with Shelf(open_existing(url, options)) as opened:
             _list(opened, as_json)
@@ -108,6 +119,28 @@ def pin(
             write_json(_row(name, made, time.time()) | _counts(keys))
         else:
             sys.stdout.write(f"pinned {name}: {_text(made, keys)}\n")
+        _tell_of_sweep(opened.backend, wait)
+
+
+def _tell_of_sweep(backend: Backend, wait: bool) -> None:
+    """Say who sweeps the shelf now, if anybody; wait until it must have read the new pin."""
+    now, lease = time_of(backend), Lease(backend)
+    record = lease.read(now)
+    owner = record.owner
+    if not lease.is_others(record, now):
+        return
+    message(
+        f"{printable(owner)} sweeps {backend.url} now, and may delete what is pinned until it reads"
+        f" the pin, within {_READ_SECONDS:g} s"
+        + (": waiting for that" if wait else "; --wait waits for that")
+    )
+    end = time.monotonic() + _READ_SECONDS
+    while wait and time.monotonic() < end:
+        time.sleep(_POLL_SECONDS)
+        now = time_of(backend)
+        record = lease.read(now)
+        if record.owner != owner or not lease.is_others(record, now):
+            return
 
 
 def unpin(
@@ -188,7 +221,12 @@ def _list(opened: Shelf, as_json: bool) -> None:
         if as_json:
             write_json({"pin": name, "problem": problem})
         message(f"the pin {name} pins nothing: {printable(problem)}")
-    if pins.unreadable:
+    for name, (_, problem) in pins.unknown.items():
+        if as_json:
+            write_json({"pin": name, "problem": problem})
+    if pins.problem is not None:
+        message(printable(pins.problem))
+    if pins.unreadable or pins.unknown:
         raise typer.Exit(PROBLEM)
 
 

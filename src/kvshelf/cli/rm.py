@@ -1,16 +1,20 @@
 """``kvshelf rm``: deletes chosen objects of a shelf; without ``--yes`` it only says which.
 
-Owns the command's options, the table and the summary; :mod:`kvshelf.tools.remove` does the work.
+Owns the command's options, the table and the summary. :mod:`kvshelf.tools.remove` finds what goes,
+and :mod:`kvshelf.capacity.deletion` deletes it.
 """
 
 from __future__ import annotations
 
+import errno
 import sys
-from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
+from kvshelf.capacity.deletion import Outcome, carry_out
+from kvshelf.capacity.parallel import PAUSES
+from kvshelf.capacity.rules import Choice
 from kvshelf.cli.common import (
     JsonOption,
     ShelfArgument,
@@ -32,9 +36,9 @@ from kvshelf.cli.prompts import (
     salt_group,
     token_prompts,
 )
-from kvshelf.errors import ConfigError, printable
+from kvshelf.errors import ConfigError, ReadOnlyStorageError, printable
 from kvshelf.shelf.shelf import Shelf
-from kvshelf.tools.remove import Choice, Found, RemoveReport, find_objects, remove_objects
+from kvshelf.tools.remove import Found, find_objects
 
 
 def rm(
@@ -79,35 +83,46 @@ def rm(
             " --unused-for"
         )
     url, options = find_shelf(shelf)
-    report = RemoveReport()
+    # What engines use meanwhile goes as well, unless an age was given.
+    choice = Choice(
+        chosen, age, pinned, leftovers=chosen is None and wanted is None and age is None
+    )
+    outcome = Outcome()
     display = Display("deleting", as_json=as_json)
     with open_to_change(url, options) if yes else Shelf(open_existing(url, options)) as opened:
         folders = find_folders(opened, namespaces)
-        choice = Choice(folders, chosen, wanted, age, pinned)
         with Display("listing", as_json=as_json) as listing:
-            found = find_objects(opened, choice, on_listed=listing.listed)
+            found = find_objects(opened, choice, folders, wanted, on_listed=listing.listed)
         for name, problem in found.unreadable_pins.items():
             message(f"the pin {name} pins nothing: {printable(problem)}")
+        if found.plan.problem is not None:
+            message(found.plan.problem)
         if not as_json:
             sys.stdout.write(_table(found))
-        total = found.objects + len(found.leftovers)
+        total = found.objects + len(found.plan.leftovers)
 
         def delete() -> None:
-            if yes:
-                remove_objects(
-                    opened,
-                    found,
-                    jobs=jobs,
-                    report=report,
-                    on_progress=lambda now: display.show(now.done, total, now.bytes),
-                    on_problem=display.problem,
-                )
+            if not yes:
+                return
+            if opened.backend.properties.read_only:
+                raise ReadOnlyStorageError(errno.EROFS, "nothing can be deleted", opened.url)
+            carry_out(
+                opened.backend,
+                found.plan,
+                pauses=PAUSES,
+                threads=jobs,
+                on_progress=lambda now: display.show(now.done, total, now.nbytes),
+                on_problem=display.problem,
+                outcome=outcome,
+            )
+            if not outcome.finished and outcome.error is not None and outcome.error.retryable:
+                raise outcome.error
 
         display.run(
             delete,
-            row=lambda: _json(found, report, yes),
-            summary=lambda: _summary(found, report, yes=yes),
-            complete=lambda: not report.failed,
+            row=lambda: _json(found, outcome, yes),
+            summary=lambda: _summary(found, outcome, yes=yes),
+            complete=lambda: not outcome.failed and found.plan.problem is None,
         )
 
 
@@ -123,34 +138,35 @@ def _table(found: Found) -> str:
     return "\n".join(lines) + "\n\n"
 
 
-def _summary(found: Found, report: RemoveReport, *, yes: bool) -> str:
+def _summary(found: Found, outcome: Outcome, *, yes: bool) -> str:
+    leftovers, pinned = found.plan.leftovers, found.plan.pinned
     if yes:
-        parts = [f"deleted {report.removed} files, {size_text(report.bytes)}"]
+        parts = [f"deleted {outcome.count} files, {size_text(outcome.nbytes)}"]
     else:
         parts = [f"would delete {found.objects} objects, {size_text(found.bytes)}"]
-        if found.leftovers:
-            parts[0] += f", and {len(found.leftovers)} files of quarantine and markers"
+        if leftovers:
+            parts[0] += f", and {len(leftovers)} files of quarantine and markers"
     for count, what in (
-        (report.kept, "used meanwhile, left"),
-        (report.gone, "gone meanwhile"),
-        (report.failed, "failed"),
-        (found.pinned, f"({size_text(found.pinned_bytes)}) pinned, left (see --pinned)"),
+        (outcome.kept.count, "used meanwhile, left"),
+        (outcome.gone, "gone meanwhile"),
+        (outcome.failed, "failed"),
+        (pinned.count, f"({size_text(pinned.nbytes)}) pinned, left (see --pinned)"),
     ):
         if count:
             parts.append(f"{count} {what}")
-    if not yes and (found.objects or found.leftovers):
+    if not yes and (found.objects or leftovers):
         parts.append("nothing was changed; --yes deletes")
     return "; ".join(parts) + "\n"
 
 
-def _json(found: Found, report: RemoveReport, yes: bool) -> dict[str, Any]:
+def _json(found: Found, outcome: Outcome, yes: bool) -> dict[str, Any]:
     return {
         "dry_run": not yes,
         "objects": found.objects,
         "bytes": found.bytes,
-        "leftovers": len(found.leftovers),
-        "pinned": found.pinned,
-        "pinned_bytes": found.pinned_bytes,
+        "leftovers": len(found.plan.leftovers),
+        "pinned": found.plan.pinned.count,
+        "pinned_bytes": found.plan.pinned.nbytes,
         "parts": [
             {
                 "namespace": part.folder,
@@ -162,5 +178,11 @@ def _json(found: Found, report: RemoveReport, yes: bool) -> dict[str, Any]:
             for part in found.parts
         ],
         "unreadable_pins": found.unreadable_pins,
-        "deleted": asdict(report),
+        "deleted": {
+            "removed": outcome.count,
+            "bytes": outcome.nbytes,
+            "kept": outcome.kept.count,
+            "gone": outcome.gone,
+            "failed": outcome.failed,
+        },
     }

@@ -25,7 +25,7 @@ from typing import Final, TypeAlias
 
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.notices import Notices
-from kvshelf.backends.trials import try_to_start
+from kvshelf.background import try_to_start
 from kvshelf.errors import StorageError, TransientStorageError
 
 logger = logging.getLogger(__name__)

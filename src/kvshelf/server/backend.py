@@ -20,8 +20,8 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 from kvshelf.backends.base import (
     Backend,
@@ -47,7 +47,7 @@ from kvshelf.memory.arena import copy_bytes
 from kvshelf.server import messages
 from kvshelf.server.channel import Channel
 from kvshelf.server.requests import answer_to, parts, probe
-from kvshelf.server.segment import Room
+from kvshelf.server.segment import SegmentPart
 
 if TYPE_CHECKING:
     pass
@@ -187,7 +187,7 @@ class ServedBackend(Backend):
         stored = self._channel.request(messages.Store(name, offset, nbytes, mode))
         return WriteResult(answer_to(stored, messages.Stored).result)
 
-    def _take_room(self, name: str, nbytes: int) -> Room:
+    def _take_room(self, name: str, nbytes: int) -> SegmentPart:
         segment = self._channel.segment
         if segment is None:
             raise PermanentStorageError(errno.ENOBUFS, "this client stores nothing", name)
@@ -215,10 +215,6 @@ class ServedBackend(Backend):
         """Move an entry, which is gone from the server's memory as well."""
         return bool(self._call("quarantine", check_name(name), check_name(target)))
 
-    def trim(self, folder: str, max_count: int, max_bytes: int) -> None:
-        """Remove the first entries of a folder."""
-        self._call("trim", folder, max_count, max_bytes)
-
     def touch(self, name: str) -> Touched:
         """Record a use, with the rights of the server."""
         return Touched(self._call("touch", check_name(name)))
@@ -235,17 +231,31 @@ class ServedBackend(Backend):
 
     # ----------------------------------------------------------------------------- listings
 
-    def list(self, prefix: str = "", *, hidden: bool = False) -> Iterator[ObjectInfo]:
+    def list(
+        self,
+        prefix: str = "",
+        *,
+        hidden: bool = False,
+        wanted: Callable[[str], bool] | None = None,
+        unopened: str | None = None,
+        after: str | None = None,
+    ) -> Iterator[ObjectInfo]:
         """Stream the storage's listing, in pages."""
-        method: Literal["list", "entries"] = "entries" if hidden else "list"
         if prefix:
             check_name(prefix)
-        rows, number = self._call(method, prefix, None)
+
+        def ask(number: int | None) -> Any:
+            if hidden:
+                return self._call("entries", prefix, number, after, unopened)
+            return self._call("list", prefix, number, after)
+
+        rows, number = ask(None)
         while True:
-            yield from itertools.starmap(ObjectInfo, rows)
+            found = itertools.starmap(ObjectInfo, rows)
+            yield from found if wanted is None else (row for row in found if wanted(row.name))
             if number is None:
                 return
-            rows, number = self._call(method, prefix, number)
+            rows, number = ask(number)
 
     def folders(self, prefix: str = "") -> Sequence[str]:
         """List folders of the storage."""

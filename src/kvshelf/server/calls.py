@@ -10,15 +10,15 @@ method             arguments                    answer
 ``stat``           names                        :class:`~kvshelf.server.messages.Found`
 ``info``           name                         ``[name, size, mtime, atime, ctime]``, or None
 ``read``           name, offset, bytes          ``[size of the object, bytes]``
-``list``           folder, number or None       ``[rows as those of info, number or None]``
-``entries``        folder, number or None       the same
+``list``           folder, number or None,      ``[rows as those of info, number or None]``; the
+                   name or None                 listing begins behind the name
+``entries``        the same, folder or None     the same, of what is hidden too; the folder at the
+                                                end is not to be opened
 ``folders``        folder                       names
 ``write``          name, mode; bytes as data    ``created``, ``existed`` or ``replaced``
 ``write_marker``   name                         the same
 ``delete``         name                         bool
 ``quarantine``     name, target                 bool
-``trim``           folder, count, bytes         None
-``sweep``          folder, age in seconds       number of files removed
 ``touch``          name                         ``touched`` or ``refused``
 ``space``                                       ``[free, total, memory]``, or None
 ``now``                                         seconds since the epoch, or None
@@ -44,7 +44,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvshelf.backends.base import NotRegular, ObjectInfo, StatResults, check_name
+from kvshelf.backends.base import NotRegular, ObjectInfo, StatResults
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.errors import ObjectNameError, PermanentStorageError
 from kvshelf.format.names import parse_path
@@ -58,16 +58,13 @@ from kvshelf.server.messages import (
     Found,
     WriteMode,
 )
-from kvshelf.shelf.orphans import is_written_by_us
 
 #: Rows of a page, and listings that one client may be in the middle of.
 _PAGE: Final = 1000
 _LISTINGS: Final = 16
 
 #: What changes the storage.
-CHANGES: Final = frozenset(
-    ("write", "write_marker", "delete", "quarantine", "trim", "sweep", "touch", "now")
-)
+CHANGES: Final = frozenset(("write", "write_marker", "delete", "quarantine", "touch", "now"))
 
 
 class Calls:
@@ -92,8 +89,6 @@ class Calls:
             "write_marker": (tuple[str], lambda name: backend.write_marker(name).value),
             "delete": (tuple[str], backend.delete),
             "quarantine": (tuple[str, str], backend.quarantine),
-            "trim": (tuple[str, int, int], backend.trim),
-            "sweep": (tuple[str, float], self._sweep),
             "touch": (tuple[str], lambda name: backend.touch(name).value),
             "space": (tuple[()], self._space),
             "now": (tuple[()], backend.now),
@@ -120,10 +115,10 @@ class Calls:
             If the storage failed.
         """
         own: dict[str, tuple[Any, Callable[..., Any]]] = {
-            "list": (tuple[str, int | None], partial(self._list, client, self._backend.list)),
+            "list": (tuple[str, int | None, str | None], partial(self._list, client)),
             "entries": (
-                tuple[str, int | None],
-                partial(self._list, client, partial(self._backend.list, hidden=True)),
+                tuple[str, int | None, str | None, str | None],
+                partial(self._list, client, hidden=True),
             ),
             "write": (tuple[str, WriteMode], lambda *rest: self._write(data, *rest)),
         }
@@ -159,15 +154,6 @@ class Calls:
             raise ObjectNameError(f"{name!r} is the name of an object, which only Store writes")
         return self._backend.write(name, [data], mode).value
 
-    def _sweep(self, folder: str, age: float) -> int:
-        if folder:
-            check_name(folder)
-        return self._backend.sweep(
-            folder,
-            age,
-            lambda name: is_written_by_us(f"{folder}/{name}"),
-        )
-
     def _space(self) -> list[Any] | None:
         space = self._backend.space()
         return None if space is None else [space.free, space.total, space.memory]
@@ -175,13 +161,17 @@ class Calls:
     def _list(
         self,
         client: bytes,
-        begin: Callable[[str], Iterator[ObjectInfo]],
         folder: str,
         number: int | None,
+        after: str | None,
+        unopened: str | None = None,
+        *,
+        hidden: bool = False,
     ) -> list[Any]:
         rows: Iterator[ObjectInfo] | None
         if number is None:
-            rows = iter(begin(folder))
+            found = self._backend.list(folder, hidden=hidden, unopened=unopened, after=after)
+            rows = iter(found)
         else:
             with self._lock:
                 rows = self._listings.get(client, {}).pop(number, None)

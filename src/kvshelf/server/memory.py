@@ -23,6 +23,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Final
 
 from kvshelf.backends.base import StatResults, check_name
+from kvshelf.background import Background
 from kvshelf.errors import NoSpaceStorageError
 from kvshelf.server import messages
 from kvshelf.server.channel import Channel, Leased
@@ -59,17 +60,14 @@ class ServedMemory:
         self._channel = channel
         self._welcome = channel.welcome
         self._in_place = in_place
-        self._wake = threading.Condition()
+        self._lock = threading.Lock()
         self._closed = False
         #: What is expected and not asked for yet: the bytes, and until when that is of use.
         self._later: OrderedDict[str, tuple[int, float]] = OrderedDict()
         #: Objects that were asked for ahead: the answer, the bytes, when they are given back.
         self._expected: OrderedDict[str, tuple[Future[Leased], int, float]] = OrderedDict()
         self._expected_bytes = 0
-        self._thread = threading.Thread(
-            target=self._give_back_unused, name="kvshelf-expected", daemon=True
-        )
-        self._thread.start()
+        self._thread = Background("kvshelf-expected", self._give_back_unused)
         channel.on_connect(self._connected)
 
     @property
@@ -95,7 +93,7 @@ class ServedMemory:
         when these are pinned.
         """
         until = time.monotonic() + self._keep_seconds
-        with self._wake:
+        with self._lock:
             if self._closed:
                 return
             for name, size in zip(names, sizes, strict=True):
@@ -135,12 +133,13 @@ class ServedMemory:
         for name, size, future in zip(names, sizes, futures, strict=True):
             self._expected[name] = future, size, until
             self._expected_bytes += size
-        self._wake.notify()
+        self._thread.start()
+        self._thread.wake()
 
     def pin(self, name: str, size: int) -> Leased | None:
         """Lease an object in the server's memory, read or not yet."""
         check_name(name)
-        with self._wake:
+        with self._lock:
             self._later.pop(name, None)
             future, nbytes, _ = self._expected.pop(name, (None, 0, 0.0))
             self._expected_bytes -= nbytes
@@ -157,7 +156,7 @@ class ServedMemory:
             and len(self._expected) <= _ASKED_AT_ONCE // 2
             and self._expected_bytes <= self._most_expected // 2
         ):
-            with self._wake:
+            with self._lock:
                 self._ask_ahead()
         # Past this the server has no room for it now: it would have said that its storage is late.
         facts = self._welcome.facts
@@ -171,35 +170,34 @@ class ServedMemory:
                 return None
             return future.result()
 
-    def _give_back_unused(self) -> None:
-        """Release what was expected and not pinned in time; runs on a thread."""
+    def _give_back_unused(self) -> float | None:
+        """Release what was expected and not pinned in time; return the seconds to the next."""
         while True:
-            with self._wake:
-                while not self._closed and not self._expected:
-                    self._wake.wait()
+            with self._lock:
                 first = next(iter(self._expected.values()), None)
                 if first is None:
-                    return
-                late = self._closed or first[2] <= time.monotonic()
-                if not late:
-                    self._wake.wait(first[2] - time.monotonic())
-                    continue
+                    if self._closed:
+                        self._thread.close()
+                    return None
+                left = first[2] - time.monotonic()
+                if left > 0 and not self._closed:
+                    return left
                 _, (future, nbytes, _) = self._expected.popitem(last=False)
                 self._expected_bytes -= nbytes
             _give_back(future)
 
     def _connected(self, welcome: messages.Welcome) -> None:
         self._welcome = welcome
-        with self._wake:
+        with self._lock:
             # These have failed with the old connection.
             self._expected.clear()
             self._expected_bytes = 0
 
     def close(self) -> None:
         """Give back what was expected. Idempotent."""
-        with self._wake:
+        with self._lock:
             self._closed = True
-            self._wake.notify()
+        self._thread.wake()
 
 
 def _give_back(future: Future[Leased]) -> None:

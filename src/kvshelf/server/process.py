@@ -27,10 +27,11 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from kvshelf.backends import Backend, open_backend
-from kvshelf.capacity.history import History
 from kvshelf.capacity.sweeper import Sweeper
 from kvshelf.capacity.uses import Uses
+from kvshelf.capacity.walk import Walk
 from kvshelf.config import Config, history_dir
+from kvshelf.history import History
 from kvshelf.memory.arena import Arena
 from kvshelf.metrics import Counters
 from kvshelf.server.health import Health, ServerMetrics
@@ -133,6 +134,7 @@ def serve(
                 shelf,
                 config.capacity,
                 counters,
+                walk=Walk(shelf.backend, counters),
                 keep_tails=config.handover_keep_s or None,
                 on_evicted=None if history is None else history.note_evicted,
             )

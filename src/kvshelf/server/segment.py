@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Room:
+class SegmentPart:
     """A part of a segment.
 
     Attributes
@@ -100,18 +100,18 @@ class Segment:
             if self.fd is not None:
                 self._arena.page_lock(device)
 
-    def reserve(self, nbytes: int) -> Room | None:
+    def reserve(self, nbytes: int) -> SegmentPart | None:
         """Return room for an object, None if there is none now. Never blocks."""
         return self._reserve(nbytes, self.nbytes)
 
-    def take_region(self, nbytes: int) -> Room | None:
+    def take_region(self, nbytes: int) -> SegmentPart | None:
         """Return memory for staging, None where it would take that of other objects.
 
         Never blocks. Whoever has it may use it after :meth:`close`.
         """
         return self._reserve(nbytes, self._region_bytes)
 
-    def _reserve(self, nbytes: int, most: int) -> Room | None:
+    def _reserve(self, nbytes: int, most: int) -> SegmentPart | None:
         """Return room if no more than `most` bytes are in use then."""
         with self._lock:
             if self._closed or self._parts.used + self._parts.rounded(nbytes) > most:
@@ -119,7 +119,7 @@ class Segment:
             offset = self._parts.allocate(nbytes)
             if offset is None:
                 return None
-            return Room(self, offset, nbytes, self._arena.view[offset : offset + nbytes])
+            return SegmentPart(self, offset, nbytes, self._arena.view[offset : offset + nbytes])
 
     def offset_of(self, view: memoryview) -> int | None:
         """Return where bytes lie in the segment; None for other memory.

@@ -26,8 +26,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, Final
 
 from kvshelf.backends import Touched
@@ -95,8 +96,6 @@ GAUGES: Final = {
     "waiting": "objects that wait for memory",
 }
 
-#: Most objects that clients say they have used, from one tick to the next.
-_MOST_USED: Final = 1 << 16
 #: Seconds that a lease lives.
 LEASE_SECONDS: Final = 30.0
 #: Part of the storage's deadlines for which a request waits for memory.
@@ -172,8 +171,6 @@ class Service:
         self._backend = shelf.backend
         self._storage = storage
         self._uses = uses
-        #: What clients have said since the last tick that they use.
-        self._used: list[str] = []
         self._clients: set[bytes] = set()
         self._namespaces = Namespaces()
         self._calls = Calls(self._backend)
@@ -398,15 +395,14 @@ class Service:
             names, sizes = zip(*others, strict=True)
             self._fetches.begin(client, session, names, sizes, None)
         self._counts["lookups"] += 1
-        self._record(name for names in found for name in names if not name.startswith(HASH))
+        self._note(list(chain.from_iterable(found)))
         self._resume()
 
     # ---------------------------------------------------------------------------------------- uses
 
-    def _record(self, names: Iterable[str]) -> None:
-        """Record the use of objects; `names` is iterated over on another thread."""
+    def _note(self, names: Sequence[str]) -> None:
         if self._uses is not None:
-            self._uses.used(self._backend, names, self._read)
+            self._uses.note_names(self._backend, names, self._read)
 
     def _read(self, name: str) -> memoryview | None:
         """Read an object, from the disk tier if it is there, to be written anew."""
@@ -416,15 +412,6 @@ class Service:
         image = memoryview(bytearray(found.fmt.object_size(found.parsed.shard)))
         self._storage.load(found, image)
         return image
-
-    def _note_used(self, name: str) -> bool:
-        """Take note of a use that a client tells of; False if the storage is to be called."""
-        parsed = parse_path(name)
-        if self._uses is None or parsed is None or parsed.tail_tokens is not None:
-            return False
-        if len(self._used) < _MOST_USED:
-            self._used.append(name)
-        return True
 
     # -------------------------------------------------------------------------- fetches and stores
 
@@ -482,7 +469,8 @@ class Service:
             self._appearances.forget(client)
             done(Result(None))
             return
-        if method == "touch" and len(args) == 1 and self._note_used(str(args[0])):
+        if method == "touch" and self._uses is not None and _is_object(args):
+            self._note([str(args[0])])
             done(Result(Touched.TOUCHED.value))
             return
         changes = method in CHANGES
@@ -549,9 +537,6 @@ class Service:
         """End what has lasted too long; to be called several times a second."""
         self._stores.tick()
         self._fetches.tick()
-        if self._used:
-            used, self._used = self._used, []
-            self._record(used)
 
     def _resume(self) -> None:
         """Let those who wait for memory have what is free."""
@@ -608,6 +593,10 @@ class Service:
         self._appearances.close()
         for workers in self._workers.values():
             workers.close()
+
+
+def _is_object(args: Sequence[Any]) -> bool:
+    return len(args) == 1 and parse_path(str(args[0])) is not None
 
 
 def _folders(args: Sequence[Any]) -> list[str]:

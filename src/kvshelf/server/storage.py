@@ -151,7 +151,6 @@ class Storage:
         )
         if kept and self._tier is not None:
             self._tier.keep(fmt, ObjectRef(chunk, parsed.shard), buffer)
-        self._shelf.view(fmt).slow_sweep.written(found.name.partition("/")[0])
         return result, chunk, kept
 
     def forget(self, found: NamedObject) -> None:

@@ -63,7 +63,7 @@ from kvshelf.server.naming import (
     striding_block_hashes,
 )
 from kvshelf.server.operations import LoadOperations, Operation, Operations, StoreOperations
-from kvshelf.server.segment import Room
+from kvshelf.server.segment import SegmentPart
 from kvshelf.transfer.context import bytes_at
 
 Layout: TypeAlias = "PagedLayout | PermutedLayout"
@@ -154,7 +154,7 @@ class _Gathered:
     """The KV of one chunk on its way into the segment: room for each shard."""
 
     copy: _ChunkCopy
-    rooms: list[Room]
+    rooms: list[SegmentPart]
     pending: PendingCopy
 
 
@@ -346,7 +346,7 @@ class WorkerAdapter(Adapter):
         for copy in work.copies:
             if not work.operation.touch():
                 break
-            rooms: list[Room] = []
+            rooms: list[SegmentPart] = []
             pending = None
             try:
                 for shard in copy.shards:
@@ -369,7 +369,7 @@ class WorkerAdapter(Adapter):
             work.operation.let_go()
         return gathered
 
-    def _reserve(self, nbytes: int) -> Room | None:
+    def _reserve(self, nbytes: int) -> SegmentPart | None:
         segment = self._channel.segment
         return None if segment is None else segment.reserve(nbytes)
 
@@ -401,7 +401,7 @@ class WorkerAdapter(Adapter):
         chunk: NamedChunk,
         parent: NamedChunk | None,
         shard: int,
-        room: Room,
+        room: SegmentPart,
     ) -> None:
         """Ask the server to publish one object."""
         checksum = None

@@ -3,8 +3,8 @@
 Owns when a file may be replaced or moved: a file of wrong size stays where it is if it changed
 within the last minute (it may still be copied to its place) or if caches of the storage may show
 the size of an earlier file. A file that was found bad for its size or kind also stays if it is a
-file of the right size now: another stands in its place. The newest 32 entries and 1 GiB are kept in
-quarantine.
+file of the right size now: another stands in its place. How much is kept in quarantine is
+:mod:`kvshelf.capacity.collect`'s.
 
 All methods block on the storage, and any thread may call them.
 """
@@ -22,16 +22,12 @@ from kvshelf.backends import NOT_REGULAR, Backend, BytesLike, WriteResult
 from kvshelf.backends.base import probe
 from kvshelf.errors import NotRegularError, StorageError
 from kvshelf.format.invalid import EmptyObject, TruncatedObject, WrongSize
-from kvshelf.shelf.orphans import QUARANTINE
+from kvshelf.shelf.leftovers import QUARANTINE
 
 logger = logging.getLogger(__name__)
 
 #: An object of wrong size that changed within so many seconds may still be copied to its place.
 COPY_SECONDS: Final = 60.0
-#: Most entries kept in a namespace's quarantine, ``.kvshelf/bad``.
-BAD_COUNT: Final = 32
-#: Most bytes kept there.
-BAD_BYTES: Final = 1 << 30
 #: Ways to be bad that a file of the right size does not have.
 _WRONG_SIZE_OR_KIND: Final = (EmptyObject, TruncatedObject, WrongSize, NotRegularError)
 
@@ -145,10 +141,6 @@ class Repairs:
         return all(c is not None and abs(c - info.mtime) >= COPY_SECONDS for c in clocks)
 
     def _quarantine(self, folder: str, name: str) -> bool:
-        # The time makes names sort by age, which is how trim() finds the oldest.
-        bad = f"{folder}/{QUARANTINE}"
-        target = f"{bad}/{time.time_ns():020d}-{os.urandom(4).hex()}-{name.rpartition('/')[2]}"
-        moved = self._backend.quarantine(name, target)
-        if moved:
-            self._backend.trim(bad, BAD_COUNT, BAD_BYTES)
-        return moved
+        # The time makes names sort by age: the oldest go first.
+        base = f"{time.time_ns():020d}-{os.urandom(4).hex()}-{name.rpartition('/')[2]}"
+        return self._backend.quarantine(name, f"{folder}/{QUARANTINE}/{base}")

@@ -30,7 +30,6 @@ from kvshelf.format.names import DESCRIPTION, ParsedName, parse_namespace_folder
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
-from kvshelf.shelf.orphans import Orphans
 from kvshelf.shelf.view import NamespaceView
 
 #: Most bytes read of a ``namespace.json``. Those of real models have some tens of thousands; one of
@@ -112,7 +111,6 @@ class Shelf:
         )
         self._counters = Counters() if counters is None else counters
         self._views: dict[tuple[bytes, Kind], NamespaceView] = {}
-        self._orphans = Orphans(self.backend)
 
     def __repr__(self) -> str:
         return f"Shelf({self.url!r})"
@@ -158,7 +156,7 @@ class Shelf:
         return view
 
     def _make_view(self, fmt: ObjectFormat) -> NamespaceView:
-        return NamespaceView(self.backend, fmt, self._counters, self._orphans)
+        return NamespaceView(self.backend, fmt, self._counters)
 
     # ---------------------------------------------------------------------------------- listings
 

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvshelf.backends.guard import GuardedBackend
-from kvshelf.backends.trials import THREAD_LIMIT, try_to_start
+from kvshelf.background import THREAD_LIMIT, try_to_start
 
 logger = logging.getLogger(__name__)
 

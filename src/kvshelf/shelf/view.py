@@ -10,9 +10,6 @@ Contracts
 * I/O errors (:class:`~kvshelf.errors.StorageError`) never delete, move or replace anything.
 * A folder belongs to a namespace by the 16 hex at its end, whatever the slug before them. Objects
   are read from all such folders and written to one.
-* A namespace that is written to is swept of the temporaries of killed writers: one folder at a
-  time, seconds apart, after a write and on its thread. When a write finds no room, orphans of the
-  whole shelf are removed at once, see :class:`~kvshelf.shelf.orphans.Orphans`.
 * All methods block on storage and may be called from any number of threads, never from an engine's
   step thread.
 """
@@ -32,7 +29,6 @@ from kvshelf.backends import NOT_REGULAR, BytesLike, StatResults, Whole, WriteRe
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.errors import (
     BadObjectError,
-    NoSpaceStorageError,
     ObjectMissingError,
     PermanentStorageError,
     StorageError,
@@ -44,7 +40,6 @@ from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
 from kvshelf.shelf.description import Description
 from kvshelf.shelf.markers import is_attempt, marker_name
-from kvshelf.shelf.orphans import Orphans, SlowSweep
 from kvshelf.shelf.repairs import Repairs, best_effort
 
 logger = logging.getLogger(__name__)
@@ -431,8 +426,6 @@ class NamespaceView(ShelfView):
         As for :class:`ShelfView`.
     counters : Counters
         Gets the times of probes, reads, verifications and writes.
-    orphans : Orphans, optional
-        Makes room when a write finds none.
     """
 
     def __init__(
@@ -440,10 +433,8 @@ class NamespaceView(ShelfView):
         backend: GuardedBackend,
         fmt: ObjectFormat,
         counters: Counters,
-        orphans: Orphans | None = None,
     ) -> None:
         super().__init__(backend, fmt)
-        self._orphans = orphans
         self._counters = counters
         self._log = RateLimitedLog(logger)
         self._folders: tuple[str, ...] = (fmt.namespace.folder,)
@@ -454,7 +445,6 @@ class NamespaceView(ShelfView):
         self._wholes: dict[tuple[int, int], Whole] = {}
         self._repairs = Repairs(backend)
         self._description = Description(backend, fmt.namespace, self._repairs)
-        self.slow_sweep = SlowSweep(backend)
 
     def __repr__(self) -> str:
         return f"NamespaceView({self.backend.url!r}, {self.fmt.namespace.folder!r})"
@@ -649,18 +639,12 @@ class NamespaceView(ShelfView):
         begin = time.perf_counter()
         folder = self.folder()
         name = f"{folder}/{self._base(ref)}"
-        try:
-            self._description.publish(folder)
-            if bad:
-                result = self._repairs.replace(folder, name, buffer)
-            else:
-                result = self._repairs.create(folder, name, buffer, size)
-        except NoSpaceStorageError:
-            if self._orphans is not None:
-                self._orphans.remove(name.rpartition("/")[0])
-            raise
+        self._description.publish(folder)
+        if bad:
+            result = self._repairs.replace(folder, name, buffer)
+        else:
+            result = self._repairs.create(folder, name, buffer, size)
         self._counters.observe("publish", time.perf_counter() - begin)
-        self.slow_sweep.written(folder)
         return result
 
     def delete(self, ref: ObjectRef) -> bool:

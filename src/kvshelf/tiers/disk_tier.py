@@ -2,7 +2,7 @@
 
 Owns the directory, which is a shelf itself: its objects have the names that they have on the
 shelf. It is filled with the objects that loads have fetched and verified, and with those that are
-stored. It is bounded (:mod:`kvshelf.tiers.usage_ledger`), and any number of processes may share it.
+stored. It is bounded (:mod:`kvshelf.tiers.bounded`), and any number of processes may share it.
 
 Contracts
 ---------
@@ -37,9 +37,12 @@ from kvshelf.backends.breaker import DEFAULT_BACKOFF, Backoff
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.buffers import Buffer, BufferPool
+from kvshelf.capacity.rules import Reason
+from kvshelf.capacity.uses import Uses
 from kvshelf.errors import (
     BadObjectError,
     ConfigError,
+    NoRoomError,
     NoSpaceStorageError,
     ObjectMissingError,
     ReadOnlyStorageError,
@@ -56,15 +59,14 @@ from kvshelf.shelf.opening import START_SECONDS, Opening
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.threads import StorageThreads
 from kvshelf.shelf.view import NamespaceView, ObjectRef, Presence
-from kvshelf.tiers.usage_ledger import LEDGER, BoundedBackend, FullError, share_files
+from kvshelf.tiers.bounded import BoundedBackend, share_files
 
 logger = logging.getLogger(__name__)
 
 #: Most host memory for objects that wait to be copied to a disk tier.
 QUEUE_BYTES: Final = 256 << 20
-#: Most uses of objects that wait to be noted.
-_QUEUED_USES: Final = 4096
-_NOTE_SECONDS: Final = 0.5
+#: Seconds after which a use of the same copy is recorded again.
+_USE_SECONDS: Final = 0.5
 _CLOSE_SECONDS: Final = 1.0
 
 
@@ -162,11 +164,10 @@ class DiskTier:
         self._copies: OrderedDict[_Key, _Copy] = OrderedDict()
         #: Those that are being written: several where a stuck thread has been replaced.
         self._writing: list[_Key] = []
-        #: Objects whose use is to be noted, all at once and not before a moment has passed: a
-        #: thread that wakes after each load takes the GIL from the next.
-        self._uses: dict[_Key, tuple[ObjectFormat, ObjectRef]] = {}
-        self._note_at = 0.0
-        self._busy = 0
+        # Its metrics are those of the shelf.
+        self._uses = Uses(
+            Counters(), resolution=_USE_SECONDS, how="touch", on_thread_start=on_thread_start
+        )
         self._log = RateLimitedLog(logger)
         #: Replaced, never changed. Weak, since a tier may outlive many shelves.
         self._before: list[weakref.ref[GuardedBackend]] = []
@@ -321,7 +322,7 @@ class DiskTier:
             return None
         self._counters.add("disk_tier_loaded_objects")
         self._counters.add("disk_tier_loaded_bytes", len(buffer))
-        self._note_use(fmt, ref)
+        self._uses.note_names(view.backend, [view.name(ref)])
         return chunk
 
     def pin(self, fmt: ObjectFormat, ref: ObjectRef) -> None:
@@ -329,17 +330,6 @@ class DiskTier:
 
     def reserve(self, fmt: ObjectFormat, ref: ObjectRef) -> None:
         """Return None: no copy lies in memory."""
-
-    def _note_use(self, fmt: ObjectFormat, ref: ObjectRef) -> None:
-        with self._work:
-            if len(self._uses) >= _QUEUED_USES or self._closing.is_set():
-                return
-            if not self._uses:
-                if not self._start_thread():
-                    return
-                self._note_at = time.monotonic() + _NOTE_SECONDS
-                self._work.notify_all()
-            self._uses[_key(fmt, ref)] = fmt, ref
 
     def _remove_bad(self, view: NamespaceView, ref: ObjectRef, error: BadObjectError) -> None:
         self._counters.add("disk_tier_bad_objects")
@@ -388,17 +378,17 @@ class DiskTier:
 
         One that is in the queue already is not copied again.
         """
-        if self.is_queued(fmt, ref):
-            return
+        if not self.is_queued(fmt, ref) and not self._queue(fmt, ref, memoryview(buffer)):
+            self._counters.add("disk_tier_dropped_objects")
+
+    def _queue(self, fmt: ObjectFormat, ref: ObjectRef, view: memoryview) -> bool:
+        """Copy an object; whether it is in the queue."""
         shelf = self.usable
         if shelf is None or not shelf.available or shelf.read_only or self._closing.is_set():
-            self._counters.add("disk_tier_dropped_objects")
-            return
-        view = memoryview(buffer)
+            return False
         copy = self._pool.allocate(view.nbytes)
         if copy is None:
-            self._counters.add("disk_tier_dropped_objects")
-            return
+            return False
         if view.readonly:
             copy.view[:] = view.cast("B")
         else:
@@ -411,10 +401,9 @@ class DiskTier:
             if not queued and not self._closing.is_set() and self._start_thread():
                 self._copies[key] = _Copy(fmt, ref, copy)
                 self._work.notify_all()
-                return
+                return True
         copy.release()
-        if not queued:
-            self._counters.add("disk_tier_dropped_objects")
+        return queued
 
     def _start_thread(self) -> bool:
         """Start the thread when it is needed; whether there is one. Holds the lock."""
@@ -438,54 +427,40 @@ class DiskTier:
                 return False
         return self._threads.ready()
 
-    def _next(self) -> _Copy | list[tuple[ObjectFormat, ObjectRef]] | None:
-        """Wait for a copy to write or for uses to note; None at the end."""
+    def _next(self) -> _Copy | None:
+        """Wait for a copy to write; None at the end."""
         with self._work:
             while True:
                 if self._copies:
-                    self._busy += 1
                     key, copy = self._copies.popitem(last=False)
                     self._writing.append(key)
                     return copy
                 if self._closing.is_set():
                     return None
-                left = self._note_at - time.monotonic()
-                if self._uses and left <= 0:
-                    self._busy += 1
-                    uses, self._uses = list(self._uses.values()), {}
-                    return uses
-                self._work.wait(left if self._uses else None)
+                self._work.wait()
 
     def _run(self) -> None:
         shelf = self._opening.get()
         assert self._threads is not None and shelf is not None
         while not self._threads.replaced() and (item := self._next()) is not None:
             try:
-                if isinstance(item, _Copy):
-                    self._write(shelf, item)
-                else:
-                    for fmt, ref in item:
-                        shelf.backend.touch(shelf.view(fmt).name(ref))
+                self._write(shelf, item)
             except StorageError as error:
                 # The guard says so where the whole directory takes no writes or fails.
                 spoken_of = error.retryable or isinstance(
-                    error, FullError | NoSpaceStorageError | ReadOnlyStorageError
+                    error, NoRoomError | NoSpaceStorageError | ReadOnlyStorageError
                 )
                 if spoken_of:
                     logger.debug("the disk tier was not written to: %s", error)
                 else:
                     self._log.warning("the disk tier %s was not written to: %s", self.path, error)
-                if isinstance(item, _Copy):
-                    self._counters.add("disk_tier_dropped_objects")
+                self._counters.add("disk_tier_dropped_objects")
             except Exception as error:
                 logger.error("the disk tier was not written to", exc_info=error)
             finally:
-                if isinstance(item, _Copy):
-                    item.buffer.release()
+                item.buffer.release()
                 with self._work:
-                    if isinstance(item, _Copy):
-                        self._writing.remove(_key(item.fmt, item.ref))
-                    self._busy -= 1
+                    self._writing.remove(_key(item.fmt, item.ref))
                     self._work.notify_all()
 
     def _write(self, shelf: Shelf, item: _Copy) -> None:
@@ -495,40 +470,34 @@ class DiskTier:
         if size > self.max_bytes or self._refused:
             self._counters.add("disk_tier_dropped_objects")
             return
-        with shelf.backend.tracked_write(LEDGER):
-            recent = bounded.scanned_recently
-        if not recent:
-            self._evict(shelf, bounded, size)
         view = shelf.view(item.fmt)
         try:
             result = view.publish(item.ref, item.buffer.view)
-        except FullError:
-            self._evict(shelf, bounded, size)
+        except NoRoomError:
+            self._make_room(shelf, bounded, size)
             result = view.publish(item.ref, item.buffer.view)
         if result is not WriteResult.EXISTED:
             self._counters.add("disk_tier_stored_bytes", size)
-        with shelf.backend.tracked_write(LEDGER):
-            use = bounded.ledger.read()
-        if use is not None:
-            self._counters.set_gauge("disk_tier_used_bytes", use.used)
+        if (used := bounded.ledger.last_used) is not None:
+            self._counters.set_gauge("disk_tier_used_bytes", used)
 
-    def _evict(self, shelf: Shelf, bounded: BoundedBackend, size: int) -> None:
-        guard = shelf.backend
-        removed, freed = bounded.evict(size, guard, lambda: guard.tracked_write(LEDGER))
-        if removed:
-            self._counters.add("disk_tier_evicted_objects", removed)
-            self._counters.add("disk_tier_evicted_bytes", freed)
+    def _make_room(self, shelf: Shelf, bounded: BoundedBackend, size: int) -> None:
+        outcome = bounded.make_room(size, shelf.backend)
+        evicted = outcome.deleted.get(Reason.SIZE)
+        if evicted is not None:
+            self._counters.add("disk_tier_evicted_objects", evicted.count)
+            self._counters.add("disk_tier_evicted_bytes", evicted.nbytes)
+        if outcome.error is not None:
+            raise outcome.error
 
     # ---------------------------------------------------------------------------------- the end
 
     def drain(self, seconds: float) -> bool:
-        """Wait until all copies are written and all uses noted; whether it was in time."""
+        """Wait until all copies are written and all uses recorded; whether it was in time."""
+        end = time.monotonic() + seconds
         with self._work:
-            self._note_at = 0.0
-            self._work.notify_all()
-            return self._work.wait_for(
-                lambda: not (self._copies or self._uses or self._busy), seconds
-            )
+            written = self._work.wait_for(lambda: not (self._copies or self._writing), seconds)
+        return self._uses.flush(max(0.0, end - time.monotonic())) and written
 
     def close(self) -> None:
         """Write what waits for at most a second, stop the thread. Idempotent."""
@@ -536,6 +505,7 @@ class DiskTier:
             return
         if self.available:
             self.drain(_CLOSE_SECONDS)
+        self._uses.close(0.0)
         self._closing.set()
         with self._work:
             for copy in self._copies.values():

@@ -27,7 +27,6 @@ from kvshelf.format.keys import Chunk
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.memory.arena import copy_bytes
 from kvshelf.metrics import Counters
-from kvshelf.shelf.orphans import Orphans
 from kvshelf.shelf.repairs import best_effort
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import FailedRead, NamespaceView, ObjectRef, Pinned
@@ -80,7 +79,7 @@ class PinningView(NamespaceView):
 
     Parameters
     ----------
-    backend, fmt, counters, orphans
+    backend, fmt, counters
         As for :class:`~kvshelf.shelf.view.NamespaceView`.
     memory : ObjectMemory
     """
@@ -90,10 +89,9 @@ class PinningView(NamespaceView):
         backend: GuardedBackend,
         fmt: ObjectFormat,
         counters: Counters,
-        orphans: Orphans | None,
         memory: ObjectMemory,
     ) -> None:
-        super().__init__(backend, fmt, counters, orphans)
+        super().__init__(backend, fmt, counters)
         self._memory = memory
 
     def _ask(self, names: list[str], sizes: list[int]) -> StatResults:
@@ -207,4 +205,4 @@ class PinningShelf(Shelf):
         self.memory = memory
 
     def _make_view(self, fmt: ObjectFormat) -> NamespaceView:
-        return PinningView(self.backend, fmt, self._counters, self._orphans, self.memory)
+        return PinningView(self.backend, fmt, self._counters, self.memory)

@@ -21,7 +21,7 @@ Contracts
 Threads
 -------
 :func:`copy_shelf` lists and probes on the calling thread and copies on the threads of
-:mod:`kvshelf.tools.parallel`, each with one buffer that it reuses; large objects are copied one
+:mod:`kvshelf.capacity.parallel`, each with one buffer that it reuses; large objects are copied one
 after another. `on_progress` and `on_problem` are called on any of these threads, one call at a
 time.
 """
@@ -36,6 +36,7 @@ from itertools import groupby, islice
 from operator import itemgetter
 from typing import Final, TypeVar
 
+from kvshelf.capacity.parallel import PAUSES, Attempts, in_parallel, threads_for
 from kvshelf.errors import (
     BadObjectError,
     ConfigError,
@@ -56,7 +57,6 @@ from kvshelf.format.names import (
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import NamespaceView, ObjectRef, Presence
-from kvshelf.tools.parallel import MOST_JOBS, PAUSES, Attempts, work_on
 from kvshelf.tools.prompt_objects import prompt_chunks
 from kvshelf.tools.prompts import Prompt
 
@@ -183,7 +183,7 @@ class _State:
     #: Namespace folders at the source.
     folders: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    stop: threading.Event = field(default_factory=threading.Event)
+    attempts: Attempts = field(default_factory=Attempts)
 
     def count(self, name: str, more: int = 1) -> None:
         with self.lock:
@@ -253,27 +253,16 @@ def copy_shelf(
     begin = time.monotonic()
     report = CopyReport() if report is None else report
     state = _State(report, on_progress, on_problem)
-    count = jobs or max(
-        1,
-        min(
-            MOST_JOBS,
-            source.backend.properties.concurrency,
-            target.backend.properties.concurrency,
-        ),
+    to_do = _to_do(
+        _find(source, target, selection, state, describe=not dry_run),
+        state,
+        verify_existing=verify_existing,
+        dry_run=dry_run,
     )
+    threads = jobs or threads_for(source.backend, target.backend)
     try:
-        work_on(
-            _to_do(
-                _find(source, target, selection, state, describe=not dry_run),
-                state,
-                verify_existing=verify_existing,
-                dry_run=dry_run,
-            ),
-            _Copier(source, target, state),
-            jobs=0 if dry_run else count,
-            name="kvshelf-copy",
-            stop=state.stop,
-        )
+        for _ in in_parallel(_Copier(source, target, state), to_do, threads, state.attempts.stop):
+            pass
         if report.gone:
             _check_there(source, state.folders)
     finally:
@@ -350,7 +339,7 @@ def _describe(target: Shelf, fmt: ObjectFormat, state: _State) -> None:
         try:
             return target.view(fmt).describe()
         except TransientStorageError:
-            if state.stop.wait(pause):
+            if state.attempts.stop.wait(pause):
                 return None
     return target.view(fmt).describe()
 
@@ -456,7 +445,6 @@ class _Copier:
         self._source = source
         self._target = target
         self._state = state
-        self._attempts = Attempts(state.stop)
         self._own = threading.local()
         self._large = threading.Lock()
 
@@ -464,7 +452,7 @@ class _Copier:
         """Copy one object, with retries after errors that may pass; count what became of it."""
         state = self._state
         try:
-            error = self._attempts.make(lambda: self._copy(item))
+            error = state.attempts.make(lambda: self._copy(item))
         except ObjectMissingError:
             state.count("gone")
         except BadObjectError as bad:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final, TypeAlias
 
-from kvshelf.capacity.history import Past, Reason
+from kvshelf.capacity.inventory import Inventory
 from kvshelf.errors import (
     BadObjectError,
     ConfigError,
@@ -36,7 +36,9 @@ from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind
 from kvshelf.format.names import object_name
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
+from kvshelf.history import Past, Reason
 from kvshelf.shelf.hits import UNLIMITED, window_chunks, window_of
+from kvshelf.shelf.leftovers import QUARANTINE
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef, Presence
 from kvshelf.tools.noted import ADVICE, Noted, events_of, header_text, of_shelf, process_of
@@ -51,8 +53,6 @@ _BEYOND: Final = 64
 #: Namespaces, and pieces that are missing, that an explanation lists.
 _MOST_NEAR: Final = 16
 _MOST_MISSING: Final = 16
-#: Files that are looked at in a namespace's quarantine.
-_MOST_BAD: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -536,8 +536,10 @@ class Explainer:
         folder, _, _ = name.partition("/")
         if folder not in self._bad:
             try:
-                listed = self._shelf.backend.list(f"{folder}/.kvshelf/bad", hidden=True)
-                self._bad[folder] = [info.name for info in islice(listed, _MOST_BAD)]
+                bad = Inventory.scan(
+                    self._shelf.backend, folders=(f"{folder}/{QUARANTINE}",), parents=None
+                )
+                self._bad[folder] = [] if bad is None else [left.name for left in bad.leftovers]
             except StorageError:
                 self._bad[folder] = []
         base = name.rpartition("/")[2]

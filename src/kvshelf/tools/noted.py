@@ -1,7 +1,7 @@
 """What the histories of a machine say of prompts, as texts; and of bad objects.
 
 Owns the texts of events, and which objects that engines have found bad still are. No content of a
-history (:mod:`kvshelf.capacity.history`) is an error here.
+history (:mod:`kvshelf.history`) is an error here.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvshelf.capacity.history import KEY_BYTES, Event, Past, Reason
 from kvshelf.errors import BadObjectError, ConfigError, ObjectMissingError, ObjectNameError
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL, KINDS, Kind
 from kvshelf.format.names import parse_path
 from kvshelf.format.objects import ObjectFormat
+from kvshelf.history import KEY_BYTES, Event, Past, Reason
 from kvshelf.shelf.shelf import Shelf, read_namespace
 
 #: Events of a prompt that are returned.
@@ -78,8 +78,8 @@ class Noted:
     time : float
         Seconds since the epoch.
     event, reason : str
-        Names of :class:`~kvshelf.capacity.history.Event` and
-        :class:`~kvshelf.capacity.history.Reason`, in lower case.
+        Names of :class:`~kvshelf.history.Event` and
+        :class:`~kvshelf.history.Reason`, in lower case.
     chunk : int
     kind : Kind
     process : str

@@ -31,14 +31,17 @@ def damaged_marks(backend: Backend) -> Problems:
 
 
 def damaged_pins(backend: Backend) -> Problems:
-    """Yield the files of pins that pin nothing, and why.
+    """Yield the files of pins that pin nothing, or nobody knows what, and why.
 
     Raises
     ------
     StorageError
         If the storage failed.
     """
-    for name, problem in Pins.read(backend).unreadable.items():
+    pins = Pins.read(backend)
+    for name, problem in pins.unreadable.items():
+        yield pin_file(name), problem
+    for name, (_, problem) in pins.unknown.items():
         yield pin_file(name), problem
 
 

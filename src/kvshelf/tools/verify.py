@@ -31,8 +31,8 @@ Contracts
 Threads
 -------
 :func:`verify_shelf` lists on the calling thread and reads on the threads of
-:mod:`kvshelf.tools.parallel`, with about a MiB of memory for each. `on_progress` and `on_problem`
-are called on any of these threads, one call at a time.
+:mod:`kvshelf.capacity.parallel`, with about a MiB of memory for each. `on_progress` and
+`on_problem` are called on any of these threads, one call at a time.
 """
 
 from __future__ import annotations
@@ -43,15 +43,18 @@ import random
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import xxhash
 
 from kvshelf.backends import Backend, Reader
-from kvshelf.capacity.collect import Limits, carry_out, plan
-from kvshelf.capacity.inventory import Inventory, Sort
+from kvshelf.capacity.collect import plan
+from kvshelf.capacity.deletion import carry_out
+from kvshelf.capacity.inventory import Inventory
+from kvshelf.capacity.parallel import Attempts, in_parallel, threads_for
+from kvshelf.capacity.rules import Rules
 from kvshelf.errors import (
     BadObjectError,
     ConfigError,
@@ -65,7 +68,6 @@ from kvshelf.format.names import DESCRIPTION, ParsedName, parse_namespace_folder
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import Shelf, read_description
-from kvshelf.tools.parallel import MOST_JOBS, Attempts, work_on
 from kvshelf.tools.reserved import damaged_files
 
 _PIECE_BYTES: Final = 1 << 20
@@ -165,7 +167,7 @@ class _State:
     on_progress: Callable[[VerifyReport], None]
     on_problem: Callable[[str, str], None]
     lock: threading.Lock = field(default_factory=threading.Lock)
-    stop: threading.Event = field(default_factory=threading.Event)
+    attempts: Attempts = field(default_factory=Attempts)
 
     def count(self, name: str, more: int = 1) -> None:
         with self.lock:
@@ -230,16 +232,14 @@ def verify_shelf(
         inventory = Inventory.scan(backend, folders=folders, parents=None, pace=on_listed)
         assert inventory is not None
         formats = _formats(backend, inventory, folders, state, repair=repair)
-        work_on(
-            _items(inventory, formats, sample, state),
-            _Verifier(shelf, state, repair=repair),
-            jobs=jobs or max(1, min(MOST_JOBS, backend.properties.concurrency)),
-            name="kvshelf-verify",
-            stop=state.stop,
-        )
+        items = _items(inventory, formats, sample, state)
+        verifier = _Verifier(shelf, state, repair=repair)
+        threads = jobs or threads_for(backend)
+        for _ in in_parallel(verifier, items, threads, state.attempts.stop):
+            pass
         for name, problem in damaged_files(backend) if folders is None else ():
             state.problem("reserved", name, problem)
-        _orphans(backend, inventory, folders, state, repair=repair)
+        _orphans(backend, inventory, state, repair=repair)
     finally:
         report.seconds = time.monotonic() - begin
     return report
@@ -391,12 +391,11 @@ class _Verifier:
         self._backend = shelf.backend
         self._state = state
         self._repair = repair
-        self._attempts = Attempts(state.stop)
 
     def __call__(self, item: _Item) -> None:
         """Verify one object, with retries after errors that may pass; count what was found."""
         try:
-            error = self._attempts.make(lambda: self._verify(item))
+            error = self._state.attempts.make(lambda: self._verify(item))
         except ObjectMissingError:
             self._state.count("gone")
         else:
@@ -512,35 +511,13 @@ def _read(reader: Reader, offset: int, length: int) -> bytes:
 # --------------------------------------------------------------------------- orphans
 
 
-def _orphans(
-    backend: Backend,
-    inventory: Inventory,
-    wanted: Collection[str] | None,
-    state: _State,
-    *,
-    repair: bool,
-) -> None:
+def _orphans(backend: Backend, inventory: Inventory, state: _State, *, repair: bool) -> None:
     """Count the temporaries and the quarantined objects that are old; delete them in a repair."""
-    old = plan(inventory, Limits(keep_tails=None))
-    leftovers = [
-        (leftover, reason)
-        for leftover, reason in old.leftovers
-        if leftover.sort is not Sort.MARKER
-        and (wanted is None or leftover.name.partition("/")[0] in wanted)
-    ]
-    state.count("orphans", len(leftovers))
-    state.count("orphan_bytes", sum(leftover.size for leftover, _ in leftovers))
-    if repair and leftovers:
-        none = np.empty(0, np.int64)
-        only = replace(
-            old,
-            leftovers=leftovers,
-            units=none,
-            kinds=none.astype(np.uint8),
-            reasons=none.astype(np.uint8),
-            nbytes=none,
-        )
-        outcome = carry_out(backend, only)
+    found = plan(inventory, Rules(markers=None, tails=None))
+    state.count("orphans", len(found.leftovers))
+    state.count("orphan_bytes", sum(leftover.size for leftover, _ in found.leftovers))
+    if repair and found.leftovers:
+        outcome = carry_out(backend, found)
         state.count("removed", outcome.count)
         if outcome.error is not None:
             raise outcome.error

@@ -15,9 +15,9 @@ from dataclasses import InitVar, dataclass
 import numpy as np
 import torch
 
-from kvshelf.capacity.history import Event, History, Reason
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL, kind_key
+from kvshelf.history import Event, History, Reason
 from kvshelf.kv.caches import KVCache, KVMemory
 from kvshelf.kv.topology import ShardPlan
 from kvshelf.logs import RateLimitedLog

@@ -36,7 +36,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvshelf.capacity.history import Event, Reason
 from kvshelf.errors import (
     BadObjectError,
     DeviceUnavailableError,
@@ -45,6 +44,7 @@ from kvshelf.errors import (
     UnavailableStorageError,
 )
 from kvshelf.format.names import object_name
+from kvshelf.history import Event, Reason
 from kvshelf.shelf.view import FailedRead
 from kvshelf.traces import trace_range
 from kvshelf.transfer.context import ChunkSlots, TransferContext, TransferHalf

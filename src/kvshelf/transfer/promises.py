@@ -3,13 +3,13 @@
 Owns the account of broken promises, and the thread that writes their markers
 (:mod:`kvshelf.shelf.markers`). An engine that hands a request over promises that all chunks of the
 prompt will be stored. If one of them is dropped, fails or is lost at shutdown, the promise is
-broken: a marker says so to the engine that waits for the chunks. Also tells the sweep which tails
-were stored, promised or not, and which were loaded.
+broken: a marker says so to the engine that waits for the chunks. Also tells the walk which tails
+were stored, promised or not, and notes the use of those that were loaded.
 
 Contracts
 ---------
-* A marker is written at most once for an attempt, and a write that fails is not repeated: who waits
-  has a deadline. It is counted in ``promises_broken`` in any case.
+* A marker is written at most once for an attempt, and a write that fails is not repeated: the
+  engine that waits has a deadline. It is counted in ``promises_broken`` in any case.
 * No thread is started before the first broken promise. It is a daemon thread: one that is stuck in
   the storage keeps no process alive.
 * All methods may be called from any thread; only :meth:`Promises.close` waits.
@@ -25,10 +25,11 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Final
 
-from kvshelf.backends.trials import try_to_start
+from kvshelf.background import Background
+from kvshelf.capacity.uses import Uses
+from kvshelf.capacity.walk import Walk
 from kvshelf.format.keys import Chunk
 from kvshelf.metrics import Counters
-from kvshelf.shelf.sweep import Sweep
 from kvshelf.shelf.view import ObjectRef, ShelfView
 from kvshelf.transfer.stores import OnStored, StoreOutcome, StoreResult
 
@@ -52,8 +53,10 @@ class Promises:
         The shards that this worker writes.
     counters : Counters
         Gets ``promises_broken`` and ``markers_written``.
-    sweep : Sweep, optional
+    walk : Walk, optional
         Deletes tails and markers.
+    uses : Uses, optional
+        Records the uses of tails.
     on_thread_start : Callable, optional
         Called first on the thread, to set its processors.
 
@@ -71,16 +74,17 @@ class Promises:
         shards: tuple[int, ...],
         counters: Counters,
         *,
-        sweep: Sweep | None = None,
+        walk: Walk | None = None,
+        uses: Uses | None = None,
         on_thread_start: Callable[[], None] | None = None,
     ) -> None:
         self._view = view
         self._shards = shards
         self._counters = counters
-        self._sweep = sweep
-        self._on_thread_start = on_thread_start
+        self._walk = walk
+        self._uses = uses
+        self._thread = Background("kvshelf-marker", self._write_all, on_start=on_thread_start)
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
         #: The marker that is being written is the first one.
         self._queue: deque[str] = deque()
         self._broken: OrderedDict[str, None] = OrderedDict()
@@ -93,11 +97,11 @@ class Promises:
     def watch(self, attempt: str) -> OnStored:
         """Return what a promised store of an attempt, or that of a tail, calls at its end.
 
-        `attempt` is empty where nobody waits for it.
+        `attempt` is empty where no engine waits for it.
         """
         self.given = self.given or bool(attempt)
-        if self._sweep is not None:
-            self._sweep.begin(self._view)
+        if self._walk is not None:
+            self._walk.begin(self._view)
         return functools.partial(self._ended, attempt)
 
     def note(self, attempt: str, chunk: Chunk, outcome: StoreOutcome) -> None:
@@ -116,14 +120,17 @@ class Promises:
 
     def loaded(self, chunk: Chunk) -> None:
         """Note that the last chunk of a prompt was loaded, perhaps a tail."""
-        if chunk.tail and self._sweep is not None:
-            for shard in self._shards:
-                self._sweep.used(self._view, ObjectRef(chunk, shard))
+        if chunk.tail and self._uses is not None:
+            view = self._view.on_storage
+            names = [view.name(ObjectRef(chunk, shard)) for shard in self._shards]
+            self._uses.note_names(view.backend, names)
+        # The age of what this process wrote counts from now on, also where no uses are recorded.
+        self._note_tail(chunk)
 
     def _note_tail(self, chunk: Chunk) -> None:
-        if chunk.tail and self._sweep is not None:
+        if chunk.tail and self._walk is not None:
             for shard in self._shards:
-                self._sweep.wrote(self._view, ObjectRef(chunk, shard))
+                self._walk.wrote(self._view, ObjectRef(chunk, shard))
 
     # ------------------------------------------------------------- markers
 
@@ -137,35 +144,29 @@ class Promises:
                 self._broken.popitem(last=False)
             if not self._closed and len(self._queue) < _MOST_QUEUED:
                 self._queue.append(attempt)
-                if self._thread is None:
-                    # Where the system allows no thread now, the next marker tries again.
-                    thread = threading.Thread(target=self._run, name="kvshelf-marker", daemon=True)
-                    self._thread = thread if try_to_start(thread) else None
-                self._changed.notify_all()
+                # Where the system allows no thread now, the next marker tries again.
+                self._thread.start()
+                self._thread.wake()
         self._counters.add("promises_broken")
 
-    def _run(self) -> None:
-        if self._on_thread_start is not None:
-            self._on_thread_start()
-        while True:
-            with self._changed:
-                while not (self._queue or self._closed):
-                    self._changed.wait()
-                if not self._queue:
-                    return
-                attempt = self._queue[0]
-            self._write(attempt)
+    def _write_all(self) -> None:
+        """Write the markers that wait; the last call of the thread writes all."""
+        while self._queue:
+            self._write(self._queue[0])
             with self._changed:
                 self._queue.popleft()
                 self._changed.notify_all()
+        with self._changed:
+            if self._closed and not self._queue:
+                self._thread.close()
 
     def _write(self, attempt: str) -> None:
         try:
             if self._view.give_up(attempt):
                 self._counters.add("markers_written")
-                if self._sweep is not None:
-                    self._sweep.wrote(self._view, attempt)
-        except Exception as error:  # noqa: BLE001 - who waits has a deadline
+                if self._walk is not None:
+                    self._walk.wrote(self._view, attempt)
+        except Exception as error:  # noqa: BLE001 - the engine that waits has a deadline
             self.unmarked = True
             logger.debug("a marker was not written: %s", error)
 
@@ -177,8 +178,8 @@ class Promises:
         deadline = time.monotonic() + seconds
         with self._changed:
             self._closed = True
-            self._changed.notify_all()
+            self._thread.wake()
             left = seconds
-            while self._queue and self._thread is not None and left > 0:
+            while self._queue and self._thread.running and left > 0:
                 self._changed.wait(left)
                 left = deadline - time.monotonic()

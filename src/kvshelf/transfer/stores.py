@@ -38,7 +38,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvshelf.backends import WriteResult
-from kvshelf.capacity.history import Event, Reason
 from kvshelf.errors import (
     DeviceUnavailableError,
     NoRoomError,
@@ -47,6 +46,7 @@ from kvshelf.errors import (
 )
 from kvshelf.format.keys import Chunk
 from kvshelf.format.names import object_name
+from kvshelf.history import Event, Reason
 from kvshelf.kv.caches import DONE, PendingCopy
 from kvshelf.kv.finite import FiniteCheck
 from kvshelf.shelf.view import ObjectRef, Presence

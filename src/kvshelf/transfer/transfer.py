@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 
 from kvshelf.backends import Properties
-from kvshelf.capacity.history import History
+from kvshelf.history import History
 from kvshelf.kv.caches import KVCache
 from kvshelf.kv.topology import ShardPlan
 from kvshelf.metrics import Counters

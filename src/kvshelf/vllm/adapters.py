@@ -51,7 +51,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from kvshelf.backends.trials import try_to_start
+from kvshelf.background import try_to_start
 from kvshelf.errors import ConfigError
 from kvshelf.vllm.metadata import AdapterContent
 from kvshelf.weights.fingerprints import FingerprintCache, adapter_files, is_settled, lora_digest

@@ -45,11 +45,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, iter_layer_specs
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvshelf import __version__
-from kvshelf.capacity.history import HEADER, LARGEST, WITH_RECORD, History
 from kvshelf.capacity.uses import Uses
 from kvshelf.config import Config, history_dir
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.namespace import Namespace
+from kvshelf.history import HEADER, LARGEST, WITH_RECORD, History
 from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
 from kvshelf.shelf.opening import START_SECONDS, Opening

@@ -48,13 +48,13 @@ import torch
 from vllm.distributed.parallel_state import get_dcp_group, model_parallel_is_initialized
 
 from kvshelf.backends import Properties
-from kvshelf.backends.trials import try_to_start
-from kvshelf.capacity.history import History
+from kvshelf.background import try_to_start
 from kvshelf.config import LEAST_STAGING, Config
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.kinds import STATE, Kind
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
+from kvshelf.history import History
 from kvshelf.kv import ops
 from kvshelf.kv.caches import HostKVCache, KVCache, layer_calls
 from kvshelf.kv.device import DEFAULT_RING, DeviceKVCache

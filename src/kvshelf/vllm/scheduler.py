@@ -96,13 +96,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kvshelf.capacity.history import Event, History, Reason
 from kvshelf.capacity.uses import Uses
 from kvshelf.config import Config
 from kvshelf.format.keys import Chunk, KeyChain, MultimodalItem, salt_group_of
 from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind, kind_key, kind_of_key
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
+from kvshelf.history import Event, History, Reason
 from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
 from kvshelf.paths import cache_dir
@@ -856,9 +856,9 @@ class SchedulerSide:
                 return
             for kind, indices in self._ranges(0, end * size).items():
                 # The step thread may append chunks meanwhile, behind the hit.
-                uses.hit(views[kind], chain.chunks[indices.start : indices.stop])
+                uses.note(views[kind], chain.chunks[indices.start : indices.stop])
             if drafts is not None and isinstance(chain, DraftedChain):
-                uses.hit(drafts, chain.drafts.chunks[:end])
+                uses.note(drafts, chain.drafts.chunks[:end])
 
         return record
 

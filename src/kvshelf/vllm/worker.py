@@ -64,15 +64,17 @@ from typing import Any
 import torch
 
 from kvshelf.backends.breaker import BreakerState
-from kvshelf.capacity.history import Event, History, Reason
+from kvshelf.background import Background
 from kvshelf.capacity.sweeper import Sweeper
-from kvshelf.config import EARLIER_NAME, Config
+from kvshelf.capacity.uses import Uses
+from kvshelf.capacity.walk import Walk
+from kvshelf.config import Config
 from kvshelf.format.kinds import FULL, WINDOW, Kind, kind_key
 from kvshelf.format.objects import ObjectFormat
+from kvshelf.history import Event, History, Reason
 from kvshelf.kv.streams import Streams
 from kvshelf.kv.topology import ShardPlan
 from kvshelf.metrics import Counters
-from kvshelf.shelf.sweep import Sweep
 from kvshelf.shelf.view import ShelfView
 from kvshelf.tiers.memory_tier import MemoryTier
 from kvshelf.tiers.tiered import AnyShelf, TieredView
@@ -200,16 +202,12 @@ class WorkerSide:
             in_front=self._before_drafts,
         )
         self._transfer: KindTransfers | None = None
-        self._sweep: Sweep | None = None
-        if config.handover_keep_s:
-            self._sweep = Sweep(
-                config.handover_keep_s,
-                self.counters,
-                # One rank for all.
-                walks=rank == 0,
-                on_thread_start=widen_cpu_affinity,
-            )
+        self._walk: Walk | None = None
+        #: The walk's thread; with a node server there is no sweeper.
+        self._walking: Background | None = None
         self._sweeper: Sweeper | None = None
+        #: Of tails; the scheduler side records those of chunks.
+        self._uses = Uses.of(config, self.counters, on_thread_start=widen_cpu_affinity)
         self._promises: Promises | None = None
         #: Transfers of earlier weights that still publish, and their promises.
         self._retired: list[tuple[KindTransfers, Promises]] = []
@@ -282,8 +280,6 @@ class WorkerSide:
             return
         if self._registration.disabled_reason:
             return
-        if self._config.prefetch_bytes and self.rank == 0:
-            logger.warning(EARLIER_NAME, nbytes)
         if caches.device.type == "cuda":
             try:
                 self._memory = MemoryTier(nbytes, counters=self.counters, device=caches.device)
@@ -487,7 +483,20 @@ class WorkerSide:
 
     def _bound(self, shelf: AnyShelf) -> None:
         """Keep the shelf within its bounds, unless others see to that. Idempotent."""
-        if self._config.server is not None or self._config.read_only:
+        if self._config.read_only:
+            return
+        keep = self._config.handover_keep_s or None
+        if self._walk is None:
+            # One rank for all.
+            self._walk = Walk(shelf.backend, self.counters, keep=keep, walks=self.rank == 0)
+        if self._config.server is not None:
+            if self._walking is None and keep is not None:
+                self._walking = Background(
+                    "kvshelf-capacity", self._walk.step, on_start=widen_cpu_affinity
+                )
+                self._walk.wake = self._walking.wake
+            if self._walking is not None:
+                self._walking.start()
             return
         if self._sweeper is None:
             self._sweeper = Sweeper(
@@ -496,7 +505,8 @@ class WorkerSide:
                 self.counters,
                 # One rank for all.
                 sweeps=self.rank == 0,
-                keep_tails=self._config.handover_keep_s or None,
+                walk=self._walk,
+                keep_tails=keep,
                 on_evicted=None if self._history is None else self._history.note_evicted,
                 on_thread_start=widen_cpu_affinity,
             )
@@ -508,7 +518,8 @@ class WorkerSide:
             shelf.view(memories[kind].fmt),
             memories[kind].plan.shards,
             self.counters,
-            sweep=self._sweep,
+            walk=self._walk,
+            uses=self._uses,
             on_thread_start=widen_cpu_affinity,
         )
 
@@ -977,8 +988,10 @@ class WorkerSide:
         seconds = self._config.shutdown_drain_s
         deadline = time.monotonic() + seconds
         self._drop_postponed(self._postponed.drop_all())
-        if self._sweep is not None:
-            self._sweep.close()
+        if self._walk is not None:
+            self._walk.close()
+        if self._walking is not None:
+            self._walking.close()
         if self._transfer is not None or self._retired:
             given = [self._promises, *(promises for _, promises in self._retired)]
             markers = 0.0
@@ -995,6 +1008,7 @@ class WorkerSide:
             self._drafts.close(max(0.0, deadline - time.monotonic()))
         if self._sweeper is not None:
             self._sweeper.close()
+        self._uses.close()
         if self._memory is not None:
             self._memory.close()
         self._registration.close()

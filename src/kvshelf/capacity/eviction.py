@@ -14,11 +14,11 @@ A *unit* is one chunk, or one tail, with all its shards and kinds. The order is:
    longer than it has been idle ages more slowly, at most by half. Windows inside a prompt, where no
    hit ended and no prompts part, age 32 times as fast.
 
-Of units with about the same age those deepest in their prompts go first: a chunk is of no use
-without the ones before it. For the same reason a use of a chunk counts for all chunks before it, as
-far as parents are known. "About the same" is a small part of the age that most units have, at most
-the resolution with which uses are recorded: where all is replaced within minutes, an hour would
-make all uses equal.
+Of units with about the same age those deepest in their prompts are deleted first: a chunk is of no
+use without the ones before it. For the same reason a use of a chunk counts for all chunks before
+it, as far as parents are known. "About the same" is a small part of the age that most units have,
+at most the resolution with which uses are recorded: where all is replaced within minutes, an hour
+would make all uses equal.
 
 ``python -m benchmarks.traces`` compares this order with others, on traces of requests.
 
@@ -26,7 +26,7 @@ Contracts
 ---------
 * Pure: numpy arrays in, numpy arrays out. It neither reads nor deletes anything, and has no state.
 * Deleting the victims in order, and stopping anywhere, leaves the beginnings of prompts.
-* A state goes before the KV of its chunk only if an older state of the branch stays.
+* A state is deleted before the KV of its chunk only if an older state of the branch stays.
 * Pinned units are never chosen.
 * A million units take less than a second.
 
@@ -38,8 +38,8 @@ Everything is safe to call from any thread.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Final, TypeAlias
+from dataclasses import dataclass, fields
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -67,13 +67,18 @@ _BITS: Final = (FULL_BIT, WINDOW_BIT, STATE_BIT)
 _NEVER_HIT_AGES: Final = 2.0
 #: The same, besides, for a window inside a prompt, where no hit ended and no prompts part.
 _UNLIKELY_AGES: Final = 32.0
-_UNLIKELY_STATE = 1.0
 #: A unit that was used for so many times as long as it has been idle ages at half the rate.
 _LONG_USED: Final = 2.0
 #: Part of the median age, and least seconds, within which ages count as equal: the uses of one hit
 #: are recorded one after the other.
 _SAME_PART: Final = 1 / 32
 _LEAST_SAME: Final = 1.0
+#: About so many units tell the ages that most have.
+_SAMPLED: Final = 1 << 20
+#: Units that are judged at the same time, where each is judged by itself.
+_AT_ONCE: Final = 1 << 16
+#: The sample tells how many come first to within such a part of all.
+_SPARE_PART: Final = 1 / 256
 #: Units before a place: all, from the beginning of the prompt.
 _WHOLE: Final = 1 << 40
 #: Most ages that are told apart, and the place of the rank above them in a key of sorting.
@@ -95,7 +100,7 @@ class Units:
         When the last of its objects was stored, seconds since the epoch.
     index : uint32 array [n]
         Chunk index: the unit's place in its prompt.
-    parent : int64 array [n]
+    parent : int32 or int64 array [n]
         Row of the unit before it in its prompt; `UNKNOWN` if that was not looked up, `GONE` if it
         is not there or the unit is the first of its prompt.
     full, window, state : int64 array [n]
@@ -115,7 +120,7 @@ class Units:
     used: Floats
     born: Floats
     index: npt.NDArray[np.uint32]
-    parent: Integers
+    parent: npt.NDArray[np.signedinteger]
     full: Integers
     window: Integers
     state: Integers
@@ -129,12 +134,21 @@ class Units:
     def __len__(self) -> int:
         return len(self.used)
 
+    def part(self, some: slice | Integers) -> Units:
+        """Return some rows, with the parents that they have."""
+        columns: dict[str, Any] = {
+            column.name: values[some]
+            for column in fields(self)
+            if (values := getattr(self, column.name)) is not None
+        }
+        return Units(**columns)
+
 
 @dataclass(frozen=True, slots=True)
 class Victims:
     """What to delete, in this order.
 
-    A row comes more than once if its kinds go at different times.
+    A row comes more than once if its kinds are deleted at different times.
 
     Attributes
     ----------
@@ -166,7 +180,7 @@ def choose(
     ----------
     units : Units
     free : int
-        Bytes to free. 0 or less: only what is too old goes. Victims hold fewer bytes only if
+        Bytes to free. 0 or less: only what is too old is deleted. Victims hold fewer bytes only if
         nothing else may be deleted.
     now : float
         By the clock of the storage, seconds since the epoch.
@@ -182,16 +196,38 @@ def choose(
     size = len(units)
     if not size or (free <= 0 and max_age is None):
         return _none()
+    needs = _needs(units)
     reach = np.broadcast_to(np.minimum(np.asarray(window_chunks, np.int64), _WHOLE), (size,))
-    deepest_first = np.uint32(0xFFFFFFFF) - units.index
     # What lies in the future was used now.
     same = _LEAST_SAME
-    if not units.pinned.all():
-        same = max(same, float(np.median(now - units.used[~units.pinned])) * _SAME_PART)
+    some = slice(None, None, 1 + size // _SAMPLED)
+    used = units.used[some][~units.pinned[some]]
+    if len(used):
+        same = max(same, float(np.median(now - used)) * _SAME_PART)
     same = min(same, resolution)
     keys: list[npt.NDArray[np.uint64]] = []
+    several = units.window.any() or units.state.any() or (needs != FULL_BIT).any()
+    if several or (units.parent >= 0).any():
+        keys = _keys(units, needs, reach, now, same, max_age)
+    else:
+        # Each is judged by itself: some at a time need less memory.
+        keys.append(np.empty(size, np.uint64))
+        for begin in range(0, size, _AT_ONCE):
+            some = slice(begin, begin + _AT_ONCE)
+            part = units.part(some), needs[some], reach[some]
+            (keys[0][some],) = _keys(*part, now, same, max_age)
+    return _take(units, keys, free)
+
+
+def _keys(
+    units: Units, needs: Masks, reach: Integers, now: float, same: float, max_age: float | None
+) -> list[npt.NDArray[np.uint64]]:
+    """Return by what full, window and state are sorted; one where there is full only."""
+    size = len(units)
+    deepest_first = np.uint32(0xFFFFFFFF) - units.index
+    keys: list[npt.NDArray[np.uint64]] = []
     sizes = (units.full, units.window, units.state)
-    for of_kind, (used, ages, dead) in zip(sizes, _judge(units, reach, now), strict=True):
+    for of_kind, (used, ages, dead) in zip(sizes, _judge(units, needs, reach, now), strict=True):
         if keys and not of_kind.any():
             keys.append(keys[0])
             continue
@@ -206,8 +242,9 @@ def choose(
         key[~expired & ~dead] |= _USEFUL << _RANK_BITS
         key[~expired & dead] |= _DEAD << _RANK_BITS
         keys.append(key)
-    del used, ages, dead, key, deepest_first
-    return _take(units, keys, free)
+        if not (units.window.any() or units.state.any()):
+            break
+    return keys
 
 
 def _none() -> Victims:
@@ -218,20 +255,25 @@ def _take(units: Units, keys: list[npt.NDArray[np.uint64]], free: int) -> Victim
     """Sort what may be deleted by the keys of full, window and state; take what is needed."""
     sizes = (units.full, units.window, units.state)
     has_full = (units.full > 0) & ~units.pinned
-    # Kinds that do not go before their chunk's full object go with it.
+    # Kinds that are not deleted before their chunk's full object are deleted with it.
     mask = np.where(has_full, np.uint8(FULL_BIT), np.uint8(0))
-    nbytes = np.where(has_full, units.full, 0)
-    parts = []
-    for key, of_kind, bit in zip(keys[1:], sizes[1:], _BITS[1:], strict=True):
+    nbytes = units.full
+    parts: list[tuple[Integers, Masks, Integers, npt.NDArray[np.uint64]]] = []
+    for key, of_kind, bit in zip(keys[1:], sizes[1:], _BITS[1:], strict=False):
         there = (of_kind > 0) & ~units.pinned
         if not there.any():
             continue
+        if not parts:
+            nbytes = np.where(has_full, units.full, 0)
         apart = there & (~has_full | (key < keys[0]))
         together = there & ~apart
         mask[together] |= bit
         nbytes[together] += of_kind[together]
         rows = np.flatnonzero(apart)
         parts.append((rows, np.full(len(rows), bit, np.uint8), of_kind[rows], key[rows]))
+    if not parts:
+        # Where nothing else goes, those that come first are enough.
+        has_full &= keys[0] <= _last(keys[0], nbytes, has_full, free)
     rows = np.flatnonzero(has_full)
     parts.append((rows, mask[rows], nbytes[rows], keys[0][rows]))
     keys.clear()
@@ -240,8 +282,10 @@ def _take(units: Units, keys: list[npt.NDArray[np.uint64]], free: int) -> Victim
         rows, kinds, held, key = parts[0]
     else:
         rows, kinds, held, key = (np.concatenate(column) for column in zip(*parts, strict=True))
+    del parts
     order = np.argsort(key, kind="stable")
-    held, key = held[order], key[order]
+    held = held[order]
+    key = key[order]
     before = np.cumsum(held)
     before -= held
     taken = (before < free) | (key < _DEAD << _RANK_BITS)
@@ -249,9 +293,23 @@ def _take(units: Units, keys: list[npt.NDArray[np.uint64]], free: int) -> Victim
     return Victims(rows[order].astype(np.int64, copy=False), kinds[order], held[taken])
 
 
-def _judge(units: Units, reach: Integers, now: float) -> Iterator[tuple[Floats, Floats, Flags]]:
-    """Yield for each kind: the last use that counts, the age, whether it goes as dead."""
-    needs = _needs(units)
+def _last(key: npt.NDArray[np.uint64], nbytes: Integers, there: Flags, free: int) -> int:
+    """Return a key up to which there is all that is taken, and little more."""
+    some = np.sort(key[:: 1 + len(key) // _SAMPLED])
+    expired = int(_DEAD << _RANK_BITS) - 1
+    part = max(0, free) / max(1, int(nbytes.sum())) + _SPARE_PART
+    while part < 1:
+        last = max(int(some[int(part * len(some))]), expired)
+        if int(nbytes[there & (key <= last)].sum()) >= free:
+            return last
+        part *= 1.5
+    return (1 << 64) - 1
+
+
+def _judge(
+    units: Units, needs: Masks, reach: Integers, now: float
+) -> Iterator[tuple[Floats, Floats, Flags]]:
+    """Yield for each kind: the last use that counts, the age, whether it is dead."""
     broken = np.zeros(len(units), np.uint8) if units.broken is None else units.broken
     forest = _Forest(units)
     needs_full, needs_window, needs_state = ((needs & bit) != 0 for bit in _BITS)
@@ -273,7 +331,7 @@ def _judge(units: Units, reach: Integers, now: float) -> Iterator[tuple[Floats, 
     settled = latest <= now - SETTLE_SECONDS
     del latest
 
-    # Who used what follows has used this as well.
+    # A use of what follows is one of this as well.
     full_used, full_ages = units.used.copy(), _ages(units, units.used, units.hit, now)
     forest.upwards(full_used)
     np.negative(full_ages, out=full_ages)
@@ -295,7 +353,7 @@ def _judge(units: Units, reach: Integers, now: float) -> Iterator[tuple[Floats, 
 
     used, ages, _ = _of_kind(units, units.state_used, now)
     if needs_state.any():
-        # The oldest state of a branch goes with the KV of its chunk.
+        # The oldest state of a branch is deleted with the KV of its chunk.
         oldest = end & needs_full & ~forest.any_before(end)
         used, ages = np.where(oldest, full_used, used), np.where(oldest, full_ages, ages)
     yield used, ages, settled & (~reached | (judged & ~end))

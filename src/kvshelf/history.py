@@ -42,6 +42,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from kvshelf.background import THREAD_LIMIT, Background
 from kvshelf.format.kinds import KINDS, kind_of_key
 from kvshelf.shelf.pacing import GilPace
 
@@ -168,7 +169,9 @@ class History:
         self.describe(started=time.time(), **header)
         self._fresh: deque[tuple[float, Event, bytes, int, int]] = deque(maxlen=self._slots)
         self._next = 0
-        self._ended = threading.Event()
+        self._thread: Background | None = None
+        self._has_looked = False
+        self._ended = False
         self._writing = threading.Lock()
 
     @classmethod
@@ -203,13 +206,11 @@ class History:
             None, with a log line, if no thread can be started.
         """
         history = cls(Path(folder), nbytes, header_bytes, header)
-        try:
-            threading.Thread(
-                target=history._run, args=(on_thread_start,), name="kvshelf-history", daemon=True
-            ).start()
-        except RuntimeError as error:
-            logger.info("%s: no history is kept: %s", folder, error)
+        thread = Background("kvshelf-history", history._step, on_start=on_thread_start)
+        if not thread.start():
+            logger.info("%s: no history is kept: %s", folder, THREAD_LIMIT)
             return None
+        history._thread = thread
         return history
 
     def note(self, event: Event, key: bytes, *, chunk: int = 0, detail: int = 0) -> None:
@@ -264,7 +265,7 @@ class History:
     def flush(self) -> None:
         """Write what was noted."""
         with self._writing:
-            if not self._ended.is_set():
+            if not self._ended:
                 try:
                     self._write()
                 except OSError as error:
@@ -275,7 +276,7 @@ class History:
         """Write what was noted and close the file, which stays. Waits for a second at most."""
         if self._writing.acquire(timeout=_WRITE_SECONDS):
             try:
-                if not self._ended.is_set():
+                if not self._ended:
                     with contextlib.suppress(OSError):
                         self._write()
                     self._end()
@@ -283,18 +284,18 @@ class History:
                 self._writing.release()
 
     def _end(self) -> None:
-        self._ended.set()
+        self._ended = True
+        if self._thread is not None:
+            self._thread.close()
         if self._file >= 0:
             os.close(self._file)
 
-    def _run(self, prepare: Callable[[], None] | None) -> None:
-        if prepare is not None:
-            prepare()
+    def _step(self) -> float:
         self.flush()
-        if self.path is not None:
+        if self.path is not None and not self._has_looked:
+            self._has_looked = True
             _remove_old(self._folder)
-        while not self._ended.wait(_WRITE_SECONDS):
-            self.flush()
+        return _WRITE_SECONDS
 
     def _make(self) -> None:
         """Make the file."""

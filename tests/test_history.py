@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from kvshelf.capacity import history as module
-from kvshelf.capacity.history import LARGEST, Event, History, Reason, read_histories
+from kvshelf import history as module
 from kvshelf.format.kinds import KINDS, STATE, kind_key
+from kvshelf.history import LARGEST, Event, History, Reason, read_histories
 
 
 def key(number: int) -> bytes:
@@ -116,7 +116,7 @@ def test_old_files_of_processes_that_ended_are_removed(tmp_path: Path) -> None:
 
 def test_a_process_that_was_killed_counts_as_ended(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from kvshelf.capacity.history import *;"
+        "import sys, time; from kvshelf.history import *;"
         "h = History.open(sys.argv[1], role='killed'); h.note(Event.MISSED, bytes(32)); h.flush();"
         "print('noted', flush=True); time.sleep(600)"
     )

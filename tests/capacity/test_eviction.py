@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvshelf.shelf.eviction import (
+from kvshelf.capacity import eviction
+from kvshelf.capacity.eviction import (
     FULL_BIT,
     GONE,
     STATE_BIT,
@@ -76,6 +78,30 @@ def test_what_was_used_longest_ago_goes_first_and_no_more_than_is_needed() -> No
     assert found.rows.tolist() == [1, 2]
     assert found.kinds.tolist() == [FULL_BIT, FULL_BIT]
     assert found.nbytes.tolist() == [10, 10]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_many_units_are_taken_in_the_order_of_all(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever their sizes, and though they are judged in parts and not all of them sorted."""
+    random = np.random.default_rng(seed)
+    of = units(
+        random.integers(0, 9, 1000).tolist(),
+        age=random.integers(60, 9000, 1000).tolist(),
+        full=(random.pareto(0.5, 1000) * 10).astype(np.int64).clip(0, 1 << 30).tolist(),
+        hit=(random.random(1000) < 0.5).tolist(),
+        pinned=(random.random(1000) < random.choice([0.1, 0.9])).tolist(),
+    )
+    whole = select(of)
+    held = np.cumsum(whole.nbytes)
+    assert sorted(whole.rows) == np.flatnonzero(~of.pinned & (of.full > 0)).tolist()
+    monkeypatch.setattr(eviction, "_AT_ONCE", 7)
+    for free in [1, *random.integers(1, held[-1], 20), held[-1]]:
+        count = int(np.searchsorted(held, free)) + 1
+        assert steps(select(of, int(free))) == steps(whole)[:count]
+    old = set(np.flatnonzero(~of.pinned & (of.full > 0) & (of.used < NOW - 5000)).tolist())
+    assert set(select(of, 0, max_age=5000).rows.tolist()) == old
 
 
 def test_nothing_goes_without_need() -> None:

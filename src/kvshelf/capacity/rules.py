@@ -1,0 +1,122 @@
+"""The rules by which files of a shelf go, as values.
+
+==============  ================================================================================
+reason          what goes
+==============  ================================================================================
+temporary       temporaries that nothing has changed for an hour
+quarantine      bad objects a week after they were moved aside, or an hour if room is needed; at
+                once those of a namespace beyond the newest 32, or 1 GiB
+marker, tail    markers and tails of hand-overs at some age, or at that for which the engines of
+                their namespace say that they keep them, if it is greater; what says so once it is
+                not believed any more
+orphan          chunks whose parent is gone, a day after their last use
+age             what was not used for some time
+group           the oldest chunks of a salt group that holds too many bytes
+size            the oldest chunks of all while the shelf holds too many bytes
+chosen          what a command was told to delete
+==============  ================================================================================
+
+A bound in bytes acts when 90 % of it are used, and makes room until 80 % are. What goes because of
+its age goes by the earlier of the storage's clock and this machine's. While these are more than an
+hour apart nothing has an age.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final
+
+
+class Reason(IntEnum):
+    """Why something is deleted, see the module."""
+
+    TEMPORARY = 0
+    QUARANTINE = 1
+    MARKER = 2
+    TAIL = 3
+    ORPHAN = 4
+    AGE = 5
+    GROUP = 6
+    SIZE = 7
+    CHOSEN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a command was told to delete of an inventory; the conditions all have to hold.
+
+    Attributes
+    ----------
+    group : str or None
+        Only of this salt group: ``_`` or 16 hex.
+    unused_for : float or None
+        Only what was neither stored nor used for so many seconds. Without it, uses are of no
+        matter: what is chosen goes, and is not looked at again.
+    pinned : bool
+        Also what is pinned.
+    leftovers : bool
+        Also all bad objects in quarantine, and all markers.
+    """
+
+    group: str | None = None
+    unused_for: float | None = None
+    pinned: bool = False
+    leftovers: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What goes from a shelf, see the module. None, or infinite: the rule is off.
+
+    Attributes
+    ----------
+    temporaries, quarantine, crowded_quarantine, markers, tails, orphans : float, or None
+        Ages in seconds; of quarantine also where room is needed for `max_bytes`.
+    quarantine_count, quarantine_bytes : float
+        Most bad objects of a namespace, and bytes of these.
+    max_age : float or None
+        Seconds after its last use at which a chunk goes.
+    group_max_bytes : int or None
+        Most bytes of each salt group of a namespace. Requests without a salt are in none.
+    max_bytes : int or None
+        Most bytes of the whole shelf.
+    choice : Choice or None
+    largest : int
+        Bytes of the largest chunk that is stored at present: a bound in bytes leaves room for it.
+    high, low : float
+        Shares of a bound in bytes at which deletions begin, and end, unless that is too little.
+    spare : int
+        If anything must go because of `max_bytes`, so many bytes more are picked, for later.
+    """
+
+    temporaries: float | None = 3600.0
+    quarantine: float = 7 * 86400.0
+    crowded_quarantine: float = 3600.0
+    quarantine_count: float = 32
+    quarantine_bytes: float = 1 << 30
+    markers: float | None = 3600.0
+    tails: float | None = 3600.0
+    #: The parent may come back.
+    orphans: float | None = 86400.0
+    max_age: float | None = None
+    group_max_bytes: int | None = None
+    max_bytes: int | None = None
+    choice: Choice | None = None
+    largest: int = 0
+    high: float = 0.9
+    low: float = 0.8
+    spare: int = 0
+
+    def to_free(self, held: int, bound: int | None) -> int:
+        """Return how many of `held` bytes must go because of a bound in bytes."""
+        if bound is None:
+            return 0
+        # What is larger than the bound is not stored, whatever goes.
+        most = bound - self.largest if self.largest <= bound else bound
+        return held - min(int(self.low * bound), most) if held > min(self.high * bound, most) else 0
+
+
+#: All rules are off.
+NO_RULES: Final = Rules(None, math.inf, math.inf, math.inf, math.inf, None, None, None)

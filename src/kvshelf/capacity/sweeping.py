@@ -1,0 +1,361 @@
+"""One sweep: what a listing of a shelf found, and what is deleted because of it while it is fresh.
+
+Owns how a listing is made (:class:`Begun`) and used (:class:`Listed`), and what a sweep does all
+the time (:class:`Running`): it rests, keeps its lease, and ends when it should.
+
+A listing is used for ten minutes. When room is short again, a part of the shelf is listed anew, and
+shows how much it has grown; then the next of the plan go. So a shelf to which much is written need
+not be listed each time. A listing that did not come to its end goes on in the next sweep, if that
+begins within ten minutes.
+
+Contracts
+---------
+* What is deleted follows from listings alone, never from what other processes say.
+* A plan ends ten minutes after its listing, when the lease was lost, and when a step took longer
+  than a lease lasts: then the process, or the machine, was paused.
+
+Threads
+-------
+All functions block on the storage. :meth:`Running.rests` may be called on any thread, all else is
+used by one.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from typing import Any, Final
+
+import numpy as np
+
+from kvshelf.backends import Backend
+from kvshelf.capacity.collect import Plan, plan
+from kvshelf.capacity.deletion import Outcome, carry_out
+from kvshelf.capacity.eviction import FULL_BIT
+from kvshelf.capacity.inventory import Inventory, Parents, Scan
+from kvshelf.capacity.lease import LEASE_SECONDS, Finding, Lease
+from kvshelf.capacity.marks import Marks
+from kvshelf.capacity.pins import Pins
+from kvshelf.capacity.room import HURRIED_SECONDS, LOOK_SECONDS, Room
+from kvshelf.capacity.rules import Reason, Rules
+from kvshelf.errors import StorageError
+
+#: Seconds for which a listing is used.
+PLAN_SECONDS: Final = 600.0
+#: Smaller shelves are listed anew each time.
+_LEAST_OBJECTS: Final = 1 << 13
+#: Most units that are chosen for later.
+_MOST_SPARE: Final = 1 << 22
+#: Folders with objects of a salt group. As many of them show how much the shelf has grown as have
+#: so many objects, and at least this part, in so many groups at most.
+_FOLDERS: Final = 256
+_SAMPLED: Final = 2048
+_LEAST_PART: Final = 1 / 32
+_MOST_GROUPS: Final = 64
+#: Seconds after which a lease is renewed.
+_RENEW_SECONDS: Final = 20.0
+#: Processor time after which a sweep rests for a moment: as long it may keep the GIL.
+_WORK_SECONDS: Final = 0.5e-3
+#: Goes on while the machine sleeps.
+_CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
+
+def steady() -> float:
+    """Return seconds of a clock that never steps back, and goes on while the machine sleeps."""
+    return time.clock_gettime(_CLOCK)
+
+
+class Running:
+    """What a sweep does again and again while it runs.
+
+    Parameters
+    ----------
+    lease : Lease
+        Which this process holds.
+    room : Room
+    now : Callable
+        Returns the storage's time.
+    finding : Callable
+        Returns what others are told whenever the lease is renewed.
+    goes_on : Callable
+        Whether the sweep may go on.
+    look : Callable
+        Called about once a second: tells stores of the room, and returns the part of a core that
+        the sweep may take.
+    earlier : float
+        Seconds that its listing has taken in sweeps before it.
+
+    Attributes
+    ----------
+    lost : bool
+        The lease was lost, or the process was paused during deletions.
+    """
+
+    def __init__(
+        self,
+        lease: Lease,
+        room: Room,
+        *,
+        now: Callable[[], float],
+        finding: Callable[[], Finding | None],
+        goes_on: Callable[[], bool],
+        look: Callable[[], float],
+        earlier: float = 0.0,
+    ) -> None:
+        self._earlier = earlier
+        self._began = time.thread_time()
+        self._spent = 0.0
+        self.lost = False
+        self._lease = lease
+        self._room = room
+        self._now = now
+        self._finding = finding
+        self._goes_on = goes_on
+        self._look = look
+        self._part = look()
+        self._local = threading.local()
+        self._stepped = self._renewed = self._looked = steady()
+        #: When the plan ends that is carried out.
+        self._end: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of processor time of all threads, roughly, and those of earlier sweeps."""
+        # On remote storage the work is done on several threads.
+        return self._earlier + max(time.thread_time() - self._began, self._spent)
+
+    def until(self, end: float) -> None:
+        """Carry out a plan that ends at `end`, by :func:`steady`."""
+        self._end = end
+
+    def stops(self) -> bool:
+        """Whether the sweep is to end now; on its own thread, after each piece of work."""
+        now = steady()
+        paused, self._stepped = now > self._stepped + LEASE_SECONDS, now
+        if paused or now >= self._renewed + _RENEW_SECONDS:
+            self._renew(now)
+        self.lost |= paused and self._end is not None
+        if now >= self._looked + (HURRIED_SECONDS if self._room.is_urgent else LOOK_SECONDS):
+            self._looked, self._part = now, self._look()
+        return self.lost or not self._goes_on() or (self._end is not None and now >= self._end)
+
+    def rests(self) -> None:
+        """Sleep if the calling thread has worked for long enough; for each piece of its work."""
+        worked = time.thread_time()
+        spent = worked - getattr(self._local, "slept_at", worked)
+        if spent > _WORK_SECONDS:
+            self._spent += spent
+            time.sleep(min(spent * (1 / self._part - 1), 1.0))
+            self._local.slept_at = time.thread_time()
+        elif not hasattr(self._local, "slept_at"):
+            self._local.slept_at = worked
+
+    def _renew(self, now: float) -> None:
+        try:
+            self.lost |= self._lease.renew(self._now(), self._finding()) is None
+            self._renewed = now
+        except StorageError:
+            # It is tried again until the lease has ended by itself.
+            self.lost |= now > self._renewed + LEASE_SECONDS
+
+
+class Begun:
+    """A listing that goes on where it ended.
+
+    Parameters
+    ----------
+    storage : Backend
+    begin : Finding
+        What is known of the shelf at its begin.
+    before : Parents or None
+        What an earlier listing knew.
+
+    Attributes
+    ----------
+    begin : Finding
+    seconds : float
+        Seconds of processor time of the sweeps that it has taken.
+    end : float
+        When it is too old to go on, by :func:`steady`.
+    """
+
+    def __init__(self, storage: Backend, begin: Finding, before: Parents | None) -> None:
+        self.begin = begin
+        self.seconds = 0.0
+        self.end = math.inf
+        self._storage = storage
+        self._scan = Scan(storage, before=before, in_part=True)
+
+    def complete(self, rules: Rules, running: Running, resolution: float) -> Listed | None:
+        """List what is not listed yet, and choose what goes; None if the sweep was ended.
+
+        Raises
+        ------
+        StorageError
+            If the storage failed.
+        """
+        try:
+            inventory = self._scan.run(running.stops, running.rests)
+            if inventory is None:
+                return None
+            if rules.max_bytes is not None and len(inventory) >= _LEAST_OBJECTS:
+                spare = rules.max_bytes * min(1.0, _MOST_SPARE / len(inventory))
+                rules = replace(rules, spare=int(spare))
+            pins = Pins.load(self._storage, inventory.aged_at)
+            marks = Marks.read(self._storage)
+        finally:
+            self.end = steady() + PLAN_SECONDS
+        return Listed(plan(inventory, rules, pins=pins, marks=marks, resolution=resolution))
+
+
+class Listed:
+    """What a listing found, and what of it is left to be deleted.
+
+    Attributes
+    ----------
+    plan : Plan
+        What is left, in order. What goes to make room is chosen for later as well.
+    end : float
+        When the listing is no longer used, by :func:`steady`.
+    parents : Parents or None
+        For the next listing, which need not read them again.
+    """
+
+    def __init__(self, planned: Plan) -> None:
+        self.plan = planned
+        self.end = steady() + PLAN_SECONDS
+        several = any(space.kinds & ~FULL_BIT for space in planned.inventory.namespaces)
+        self.parents = planned.inventory.parents if several else None
+        self._folders = _folders(planned.inventory)
+
+    def held_at(self, now: float) -> int:
+        """Return the bytes of what was on the shelf when the listing began, at `now`."""
+        inventory = self.plan.inventory
+        return self.plan.before - int(inventory.size[inventory.born >= now].sum())
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether more may be deleted because of it."""
+        worthwhile = (
+            len(self.plan.inventory) >= _LEAST_OBJECTS and len(self._folders) <= _MOST_GROUPS
+        )
+        return worthwhile and len(self.plan.units) > 0 and steady() < self.end
+
+    def measure(self, storage: Backend, running: Running, estimate: int) -> int | None:
+        """Return the bytes on the shelf now, by a part of it; None if the sweep was ended.
+
+        Parameters
+        ----------
+        storage : Backend
+        running : Running
+        estimate : int
+            What others say. It counts as far as the part bears it out.
+
+        Raises
+        ------
+        StorageError
+            If the storage failed.
+        """
+        inventory = self.plan.inventory
+        part = min(max(_SAMPLED / len(inventory), _LEAST_PART), 1.0)
+        chosen = random.SystemRandom().sample(range(_FOLDERS), round(part * _FOLDERS))
+        among = np.isin(inventory.key[:, 0], chosen)
+        before, count = int(inventory.size[among].sum()), int(among.sum())
+        now = 0
+        for folder in self._folders:
+            for byte in chosen:
+                for info in storage.list(f"{folder}/{byte:02x}"):
+                    now += info.size
+                    running.rests()
+                if running.stops():
+                    return None
+        # Twice the standard deviation, if all objects had changed.
+        error = 2 * math.sqrt(2 * count * (1 - part)) * before / max(1, count)
+        most = inventory.nbytes + (now - before + error) * (_FOLDERS / len(chosen))
+        return max(0, min(estimate, int(most)))
+
+    def take(self, rules: Rules, held: int) -> Plan:
+        """Take from the plan what goes now, of a shelf that holds so many bytes."""
+        planned = self.plan
+        # What goes to make room comes last.
+        by_size = planned.reasons == Reason.SIZE
+        first = int(by_size.argmax()) if by_size.any() else len(planned.units)
+        held -= int(planned.nbytes[:first].sum())
+        held -= sum(leftover.size for leftover, _ in planned.leftovers)
+        free = rules.to_free(held, rules.max_bytes)
+        freed = np.cumsum(planned.nbytes[first:]) - planned.nbytes[first:]
+        end = first + int(np.searchsorted(freed, free))
+        self.plan = _rows(replace(planned, leftovers=[]), slice(end, None))
+        return _rows(planned, slice(end))
+
+    def delete(
+        self,
+        storage: Backend,
+        rules: Rules,
+        held: int,
+        running: Running,
+        *,
+        on_deleted: Callable[[bytes, int], None] | None,
+        on_freed: Callable[[int, int], None],
+    ) -> Iterator[Outcome]:
+        """Delete what goes of a shelf that holds so many bytes; yield what was done, in pieces.
+
+        Parameters
+        ----------
+        storage : Backend
+        rules : Rules
+        held : int
+        running : Running
+        on_deleted : Callable, optional
+            Called with chunk key and chunk index of each chunk of which something was deleted.
+        on_freed : Callable
+            Called with number and bytes of the files of each deletion.
+        """
+        running.until(self.end)
+        while True:
+            taken = self.take(rules, held)
+            if not len(taken.units) and not taken.leftovers:
+                return
+            count = freed = 0
+
+            def note(outcome: Outcome) -> None:
+                nonlocal count, freed
+                on_freed(outcome.count - count, outcome.nbytes - freed)
+                count, freed = outcome.count, outcome.nbytes
+
+            outcome = carry_out(
+                storage,
+                taken,
+                stop=running.stops,
+                pace=running.rests,
+                on_deleted=on_deleted,
+                on_progress=note,
+            )
+            yield outcome
+            if not outcome.finished:
+                return
+            # Some stay, because they were used since: it goes on until enough is free.
+            held, rules = held - freed, replace(rules, high=rules.low)
+
+
+def _folders(inventory: Inventory) -> list[str]:
+    """Return the folders of salt groups of namespaces; some more than are looked at, at most."""
+    places = np.unique(inventory.namespace.astype(np.int64) << 32 | inventory.group)
+    return [
+        f"{inventory.namespaces[place >> 32].name}/{inventory.groups[place & 0xFFFFFFFF]}"
+        for place in places[: _MOST_GROUPS + 1].tolist()
+    ]
+
+
+def _rows(planned: Plan, rows: slice) -> Plan:
+    """Return some of the units of a plan."""
+    columns: dict[str, Any] = {
+        column.name: values[rows]
+        for column in fields(planned)
+        if isinstance(values := getattr(planned, column.name), np.ndarray)
+    }
+    return replace(planned, **columns)

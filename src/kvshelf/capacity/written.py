@@ -1,0 +1,157 @@
+"""What all writers of a shelf have written, where the storage does not tell its free space.
+
+Owns the files ``.kvshelf/written/<id>-<bytes>`` at the root of a shelf: each process that stores to
+a bounded shelf says there how much it has written since it began. The number is in the name, so
+that one listing reads them all. A process that tells of more writes a new file and removes its old
+one.
+
+Contracts
+---------
+* Anybody may write anything there. From these numbers follows when stores end, and when a shelf is
+  listed again; never what is deleted. A number that makes no sense is left out.
+* Files that are older than a day are removed by who lists the shelf: their writers have ended, or
+  tell again, and begin at nothing.
+* A process that may not delete tells once only.
+
+Blocks on the storage. Used by one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import secrets
+import time
+from typing import Final
+
+from kvshelf.backends import Backend
+from kvshelf.errors import StorageError
+
+logger = logging.getLogger(__name__)
+
+#: The folder.
+WRITTEN: Final = ".kvshelf/written"
+#: Seconds from one telling to the next: at most while there is much room, and at least.
+TELL_SECONDS: Final = 60.0
+_LEAST_SECONDS: Final = 1.0
+#: All writers together may have written this part of the room that is left, and not told of it.
+_UNTOLD_PART: Final = 1 / 8
+#: A file of this age belongs to a process that has ended.
+_OLD_SECONDS: Final = 86400.0
+#: Most files that are read: a listing may have no end.
+_MOST_FILES: Final = 65536
+_NAME: Final = re.compile(r"([0-9a-f]{16})-([0-9]{1,18})", re.ASCII)
+
+
+class Written:
+    """What the writers of one shelf have written; and this process's part in telling it.
+
+    Parameters
+    ----------
+    backend : Backend
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._id = secrets.token_hex(8)
+        #: What this process had written when it began to tell under its name.
+        self._base = 0
+        self._told = 0
+        self._name: str | None = None
+        self._tells = True
+        #: What each of the others had written, those that the last listing missed, and old files.
+        self._others: dict[str, int] = {}
+        self._missed: set[str] = set()
+        self._old: list[str] = []
+        self._read_at = -math.inf
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anything was read or told."""
+        return self._read_at > -math.inf
+
+    def total(self, own: int) -> int:
+        """Return what all have written, this process `own` bytes."""
+        return sum(self._others.values()) + own - self._base
+
+    def exchange(self, own: int, left: float, now: float, *, at_once: bool = False) -> None:
+        """Tell what this process has written, and read what others have, if it is time.
+
+        Parameters
+        ----------
+        own : int
+            Bytes that this process has written.
+        left : float
+            Bytes that may still be written to the shelf.
+        now : float
+            The storage's time.
+        at_once : bool
+            It is time.
+
+        Raises
+        ------
+        StorageError
+            If the storage failed while the files were listed.
+        """
+        passed = time.monotonic() - self._read_at
+        untold = own - self._told
+        hurries = untold * (len(self._others) + 1) > left * _UNTOLD_PART
+        if not at_once and passed < (_LEAST_SECONDS if hurries else TELL_SECONDS):
+            return
+        self._read_at = time.monotonic()
+        self._read(now)
+        if self._name is None or untold > 0:
+            self.tell(own)
+
+    def tell(self, own: int) -> None:
+        """Tell what this process has written. Best effort."""
+        if not self._tells or (self._name is not None and own <= self._told):
+            return
+        name = f"{WRITTEN}/{self._id}-{own - self._base}"
+        before = self._name
+        try:
+            self._backend.write_marker(name)
+            self._name, self._told = name, own
+            if before is not None:
+                self._backend.delete(before)
+        except StorageError as error:
+            # Files that nobody may remove would become many.
+            self._tells = error.retryable
+            logger.debug("it is not told what was written: %s", error)
+
+    def _read(self, now: float) -> None:
+        found: dict[str, int] = {}
+        self._old = []
+        is_there = False
+        for count, info in enumerate(self._backend.list(WRITTEN, hidden=True)):
+            if count >= _MOST_FILES:
+                break
+            is_there |= info.name == self._name
+            parsed = _NAME.fullmatch(info.name.removeprefix(f"{WRITTEN}/"))
+            if parsed is None or parsed[1] == self._id:
+                continue
+            nbytes = int(parsed[2])
+            # One that could not remove its old file has two.
+            found[parsed[1]] = max(nbytes, found.get(parsed[1], 0))
+            if info.mtime < now - _OLD_SECONDS:
+                self._old.append(info.name)
+        # A file that is replaced while the folder is listed may be missed, but not twice.
+        missed = self._others.keys() - found.keys() - self._missed
+        self._others = found | {each: self._others[each] for each in missed}
+        self._missed = missed
+        if self._name is not None and not is_there:
+            self._id, self._name, self._base = secrets.token_hex(8), None, self._told
+
+    def remove_old(self) -> int:
+        """Remove the files of processes that have ended; return the bytes that they told of."""
+        removed = 0
+        for name in self._old:
+            try:
+                self._backend.delete(name)
+            except StorageError as error:
+                logger.debug("%s was not removed: %s", name, error)
+                break
+            removed += self._others.pop(name.rpartition("/")[2][:16], 0)
+        self._old = []
+        return removed

@@ -1,0 +1,73 @@
+"""Files of a shelf that are no objects: which of them are kvshelf's, and which namespaces are not.
+
+Owns the names of reserved folders, the rule by which a temporary is one of kvshelf's, and the look
+at a namespace's record that tells its version. Nothing is deleted here.
+
+Any thread may call all functions. :func:`read_record` blocks on the storage.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Final
+
+from kvshelf.backends import Backend
+from kvshelf.backends.base import final_name
+from kvshelf.errors import BadObjectError, ObjectMissingError, StorageError
+from kvshelf.format.names import DESCRIPTION, parse_namespace_folder, parse_path
+from kvshelf.format.namespace import FORMAT
+
+#: The reserved folder, at the root and in each namespace folder.
+RESERVED: Final = ".kvshelf"
+#: The folder of bad objects inside a namespace folder.
+QUARANTINE: Final = f"{RESERVED}/bad"
+#: Most bytes of a description that are read.
+_DESCRIPTION_BYTES: Final = 1 << 20
+
+
+def read_record(backend: Backend, folder: str) -> Mapping[str, object]:
+    """Return what a namespace's description says; nothing if it cannot be read as JSON.
+
+    One that may not be read counts as that of another version: the namespace is left alone.
+
+    Raises
+    ------
+    StorageError
+        If the storage failed.
+    """
+    try:
+        with backend.open(f"{folder}/{DESCRIPTION}") as reader:
+            data = bytearray(min(reader.size, _DESCRIPTION_BYTES))
+            count = reader.read_into(memoryview(data), 0)
+        record = json.loads(bytes(data[:count]))
+    except (ObjectMissingError, BadObjectError, ValueError, RecursionError):
+        return {}
+    except StorageError as error:
+        if error.retryable:
+            raise
+        return {"format": ""}
+    return record if isinstance(record, dict) else {}
+
+
+def is_of_other_version(record: Mapping[str, object]) -> bool:
+    """Whether a namespace's record says that it is of another version of the format."""
+    said = record.get("format", FORMAT)
+    return isinstance(said, str) and said != FORMAT
+
+
+def is_written_by_us(name: str) -> bool:
+    """Whether kvshelf writes a file of this name, relative to the root, by way of a temporary."""
+    first, _, rest = name.partition("/")
+    if first == RESERVED:
+        return bool(rest)
+    if parse_namespace_folder(first) is None:
+        return False
+    return rest == DESCRIPTION or rest.startswith(f"{RESERVED}/") or parse_path(name) is not None
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a name, relative to the root, is that of a temporary of kvshelf."""
+    folder, _, base = name.rpartition("/")
+    final = final_name(base)
+    return final is not None and is_written_by_us(f"{folder}/{final}")

@@ -1,0 +1,221 @@
+"""A directory of objects that stays below a number of bytes, whoever writes to it.
+
+Owns when room is made in it, and how much, and whether two storages are one directory. What goes,
+and that only what is unused goes, is :mod:`kvshelf.capacity.collect`'s, as on a shelf: chunks and
+tails, each with all its shards and kinds, of which the directory knows no parents.
+
+How many bytes there are all processes count in the ledger (:mod:`kvshelf.tiers.ledger`). The
+estimate that bounds a shelf (:mod:`kvshelf.capacity.room`) would not do: it follows the free space
+of the filesystem, which other programs use as well; each process has one of its own, and takes half
+of the room that it sees; and what it does not know bounds nothing.
+
+Contracts
+---------
+* Nothing is written before the objects have been counted by a scan, nor an hour after the last one.
+  The count is kept from one process to the next: where there is room nothing is scanned.
+* Several processes that make room at the same time stop as soon as the ledger says that there is
+  room: together they remove no more than one alone.
+* Only objects are counted and removed, those of other versions of the format too; and temporaries
+  of killed writers are removed. Other files are left alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Final
+
+from kvshelf.backends import Backend, BytesLike, Properties, WriteMode, WriteResult
+from kvshelf.backends.guard import GuardedBackend
+from kvshelf.backends.posix import PosixBackend
+from kvshelf.backends.wrappers import WrappedBackend
+from kvshelf.capacity.collect import plan
+from kvshelf.capacity.deletion import Outcome, carry_out
+from kvshelf.capacity.inventory import Inventory
+from kvshelf.capacity.rules import Rules
+from kvshelf.errors import NoRoomError, StorageError, UnavailableStorageError
+from kvshelf.format.names import parse_path
+from kvshelf.shelf.pacing import GilPace
+from kvshelf.tiers.ledger import LEDGER, Ledger
+
+#: Share of the bound that is full after room was made: ten objects are scanned for each written.
+_FULL_AFTER: Final = 0.9
+#: A temporary that has not changed for so many seconds belongs to a writer that was killed.
+_TEMPORARY_SECONDS: Final = 300.0
+
+
+class BoundedBackend(WrappedBackend):
+    """A directory that takes no object for which there is no room below a bound.
+
+    Bad objects are removed from it, not quarantined.
+
+    Parameters
+    ----------
+    inner : PosixBackend
+    max_bytes : int
+        Most bytes of all objects together.
+
+    Attributes
+    ----------
+    ledger : Ledger
+    max_bytes : int
+    """
+
+    def __init__(self, inner: PosixBackend, max_bytes: int) -> None:
+        super().__init__(inner)
+        self.max_bytes = max_bytes
+        self.ledger = Ledger(inner)
+
+    @property
+    def properties(self) -> Properties:
+        """Those of the directory."""
+        return replace(self.inner.properties, can_quarantine=False)
+
+    def write(
+        self, name: str, buffers: Sequence[BytesLike], mode: WriteMode = "create"
+    ) -> WriteResult:
+        """Publish one object.
+
+        Raises
+        ------
+        NoRoomError
+            If :meth:`make_room` must be called first.
+        """
+        if parse_path(name) is None:
+            return self.inner.write(name, buffers, mode)
+        size = sum(memoryview(buffer).nbytes for buffer in buffers)
+        before = self.inner.info(name)
+        if mode == "create" and before is not None:
+            return WriteResult.EXISTED
+        if not self._take(size):
+            raise NoRoomError(
+                errno.ENOSPC, f"no room for {size} bytes: max_bytes is {self.max_bytes}", self.url
+            )
+        result = None
+        try:
+            result = self.inner.write(name, buffers, mode)
+        finally:
+            if result is None or result is WriteResult.EXISTED:
+                with suppress(StorageError):
+                    self.ledger.add(-size)
+        if result is WriteResult.REPLACED and before is not None:
+            self.ledger.add(-before.size)
+        return result
+
+    def delete(self, name: str) -> bool:
+        """Remove one object."""
+        before = self.inner.info(name) if parse_path(name) is not None else None
+        deleted = self.inner.delete(name)
+        if deleted and before is not None:
+            self.ledger.add(-before.size, removed=True)
+        return deleted
+
+    def quarantine(self, name: str, target: str) -> bool:
+        """Remove what stands at `name`."""
+        return self.delete(name)
+
+    def _has_room(self, size: int) -> bool:
+        """Whether `size` bytes fit, by a count that is recent."""
+        use = self.ledger.read()
+        return use is not None and use.is_recent and use.used + size <= self.max_bytes
+
+    def _take(self, size: int) -> bool:
+        """Note an object that is about to be written, if it fits."""
+        # Look first: a change that is noted and withdrawn makes the next scan less precise.
+        use = self.ledger.add(size) if self._has_room(size) else None
+        if use is not None and use.used > self.max_bytes:
+            self.ledger.add(-size)
+            return False
+        return use is not None
+
+    def make_room(self, size: int, guard: GuardedBackend) -> Outcome:
+        """Scan the objects, and remove those that go first until `size` bytes fit.
+
+        Goes through all objects, in small steps: not for a thread whose caller waits. Does
+        nothing when there is room and the last scan is recent.
+
+        Parameters
+        ----------
+        size : int
+        guard : GuardedBackend
+            Of this backend: all calls of the directory go through it.
+
+        Returns
+        -------
+        Outcome
+            Also what was done before trouble of the directory, see
+            :func:`kvshelf.capacity.deletion.carry_out`.
+
+        Raises
+        ------
+        StorageError
+            If the directory failed before anything was removed.
+        """
+        with guard.tracked_write(LEDGER):
+            before = self.ledger.read()
+            if self._has_room(size):
+                return Outcome()
+        found = Inventory.scan(
+            guard, records=False, parents=None, in_part=True, pace=GilPace().rest
+        )
+        assert found is not None
+        held = int(found.size.sum()) + found.unlisted.nbytes
+        with guard.tracked_write(LEDGER):
+            self.ledger.restart(held, before)
+            full = not self._has_room(size)
+        rules = Rules(
+            max_bytes=self.max_bytes if full else None,
+            markers=None,
+            tails=None,
+            temporaries=_TEMPORARY_SECONDS,
+            largest=size,
+            high=_FULL_AFTER,
+            low=_FULL_AFTER,
+        )
+
+        outcome, noted = Outcome(), 0
+
+        def there_is_room() -> bool:
+            nonlocal noted
+            if not full:
+                return False
+            if outcome.count == noted:
+                # Another process was quicker. What is deleted here is noted, which reads as well.
+                with guard.tracked_write(LEDGER):
+                    self.ledger.read()
+            noted, used = outcome.count, self.ledger.last_used
+            return used is None or not rules.to_free(used, self.max_bytes)
+
+        return carry_out(guard, plan(found, rules), stop=there_is_room, outcome=outcome)
+
+
+def share_files(one: Backend, other: Backend) -> bool:
+    """Whether both are directories, and one is the other or lies in it, by whatever path."""
+    root, other_root = _root_of(one), _root_of(other)
+    if root is None or other_root is None:
+        return False
+    return _lies_in(root, other_root) or _lies_in(other_root, root)
+
+
+def _root_of(backend: Backend) -> str | None:
+    with suppress(UnavailableStorageError):  # it is not open
+        while isinstance(backend, WrappedBackend):
+            backend = backend.inner
+    return backend.root if isinstance(backend, PosixBackend) else None
+
+
+def _lies_in(path: str, root: str) -> bool:
+    """Compare the folders themselves: a bind mount gives one of them two names."""
+    if os.path.commonpath((path, root)) == root:
+        return True
+    with suppress(OSError):
+        top = os.stat(root)
+        while (parent := os.path.dirname(path)) != path:
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(path), top):
+                    return True
+            path = parent
+    return False

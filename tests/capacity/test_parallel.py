@@ -1,0 +1,118 @@
+"""Work on many items at once: its order, its errors, its retries, and what an interrupt leaves."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import pytest
+
+from kvshelf.capacity.parallel import Attempts, in_parallel
+from kvshelf.errors import NoSpaceStorageError, TransientStorageError
+
+
+@pytest.mark.parametrize("threads", [0, 1, 4])
+def test_all_is_done_once(threads: int) -> None:
+    caller = threading.get_ident()
+    found = list(in_parallel(lambda item: (2 * item, threading.get_ident()), range(3000), threads))
+    assert sorted((item, twice) for item, (twice, _) in found) == [(n, 2 * n) for n in range(3000)]
+    assert all((thread == caller) == (threads == 0) for _, (_, thread) in found)
+
+
+@pytest.mark.parametrize("threads", [0, 4])
+def test_the_first_error_ends_all(threads: int) -> None:
+    stop = threading.Event()
+
+    def work(item: int) -> None:
+        if item == 5:
+            raise KeyError("five")
+
+    with pytest.raises(KeyError, match="five"):
+        for _ in in_parallel(work, itertools.count() if threads else range(9), threads, stop):
+            pass
+    assert stop.is_set() == (threads > 0)
+
+
+def test_an_error_of_the_items_is_raised() -> None:
+    def items() -> Iterator[int]:
+        yield 1
+        raise KeyError("no more")
+
+    with pytest.raises(KeyError, match="no more"):
+        list(in_parallel(str, items(), 2))
+
+
+@pytest.mark.parametrize("left", [GeneratorExit, KeyboardInterrupt])
+def test_who_leaves_waits_for_what_is_in_progress_and_the_rest_is_dropped(
+    left: type[BaseException],
+) -> None:
+    stop, queued, in_progress = threading.Event(), threading.Event(), threading.Barrier(3)
+    begun, ended = [], []
+
+    def work(item: int) -> None:
+        begun.append(item)
+        queued.wait(20)
+        if item:
+            in_progress.wait(20)
+            stop.wait(20)
+        ended.append(item)
+
+    def items() -> Iterator[int]:
+        yield from range(100)
+        queued.set()
+        if left is KeyboardInterrupt:
+            in_progress.wait(20)
+            raise KeyboardInterrupt
+
+    with closing(in_parallel(work, items(), 2, stop)) as results:
+        if left is KeyboardInterrupt:
+            with pytest.raises(KeyboardInterrupt):
+                list(results)
+        else:
+            next(results)
+            in_progress.wait(20)
+    assert stop.is_set()
+    assert sorted(begun) == sorted(ended) == [0, 1, 2]
+
+
+def failing(times: dict[str, int], error: Exception) -> Callable[[str], Callable[[], None]]:
+    """Make calls that fail so often, by name."""
+
+    def make(name: str) -> Callable[[], None]:
+        def call() -> None:
+            if times.get(name, 0):
+                times[name] -= 1
+                raise error
+
+        return call
+
+    return make
+
+
+def test_trouble_that_passes_is_waited_for_and_what_remains_is_the_item_s() -> None:
+    error = TransientStorageError(5, "EIO")
+    attempts = Attempts((0.0, 0.0))
+    calls = failing({"a": 2, "b": 3, "c": 3, "d": 3}, error)
+    assert attempts.make(calls("a")) is None
+    assert attempts.make(calls("b")) is error
+    assert attempts.make(calls("fine")) is None
+    assert attempts.make(calls("c")) is error
+    # Nothing has succeeded between two items.
+    with pytest.raises(TransientStorageError):
+        attempts.make(calls("d"))
+
+
+def test_a_storage_that_never_answers_or_is_full_ends_the_work() -> None:
+    for error in (TransientStorageError(5, "EIO"), NoSpaceStorageError(28, "full")):
+        with pytest.raises(type(error)):
+            Attempts(()).make(failing({"a": 9}, error)("a"))
+
+
+def test_nothing_is_retried_after_the_end() -> None:
+    attempts = Attempts((60.0,))
+    attempts.stop.set()
+    times = {"a": 9}
+    assert attempts.make(failing(times, TransientStorageError(5, "EIO"))("a")) is None
+    assert times == {"a": 8}
