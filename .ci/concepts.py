@@ -29,9 +29,15 @@ Classes with many attributes
     smaller by being divided among its bases.
 Long files
     More than :data:`MOST_LINES` lines.
+What deletes, walks through and records uses of a storage
+    Classes, and functions outside of classes, with a call of a backend's :data:`DELETE`,
+    :data:`LIST` or :data:`RECORD`. Not counted is what knows the names that it asks for: backends
+    themselves, calls passed on, the names of :data:`BY_NAME`, and files of its own
+    (:data:`OWN_FILES`).
 Lines
     All lines, and code: lines that are neither blank nor only comment nor part of a docstring.
-    Those of tests are with ``tests/support``, which other tests use as well.
+    Those of tests are with ``tests/support``, which other tests use as well. Those of what bounds a
+    shelf and deletes (:data:`HOUSEKEEPING`) have rows of their own.
 
 The rooms that a load enters, one after the other, are not counted: which method of a class is
 called, and how often, is not in the syntax.
@@ -66,6 +72,43 @@ PINNED: Final = {
     "pinned": {"pin", "pins", "pinned", "unpin"},
     "resident": {"resident", "residents"},
 }
+#: Methods of a backend that delete what they are told or find, that list, and that record a use.
+DELETE: Final = frozenset({"delete", "delete_all", "sweep", "trim"})
+LIST: Final = frozenset({"list", "sweep", "trim"})
+RECORD: Final = frozenset({"touch"})
+#: Names of variables and attributes that hold a backend.
+BACKENDS: Final = frozenset({"backend", "storage", "guard", "inner", "through", "source"})
+#: What deletes or lists single objects, for whoever asks by name.
+BY_NAME: Final = frozenset({"shelf/shelf.py", "shelf/view.py", "server/calls.py", "testing.py"})
+#: What keeps files of its own on a shelf.
+OWN_FILES: Final = frozenset({"capacity/pins.py", "capacity/marks.py", "cli/doctor.py"})
+#: Files of ``src/kvshelf`` that bound a shelf and delete, and their tests, wherever they lie.
+HOUSEKEEPING: Final = (
+    "capacity/[!h]*.py",
+    "shelf/eviction.py",
+    "shelf/orphans.py",
+    "shelf/leftovers.py",
+    "shelf/sweep.py",
+    "tiers/*ledger.py",
+    "tiers/bounded.py",
+    "tiers/disk_tier.py",
+    "tools/parallel.py",
+    "tools/remove.py",
+    "tools/verify.py",
+)
+HOUSEKEEPING_TESTS: Final = (
+    "capacity/[!_]*.py",
+    "cli/test_gc.py",
+    "cli/test_rm.py",
+    "shelf/test_eviction.py",
+    "shelf/test_leftovers.py",
+    "shelf/test_orphans.py",
+    "shelf/test_reserved.py",
+    "shelf/test_sweep.py",
+    "tiers/test_*ledger.py",
+    "tiers/test_bounded.py",
+    "tools/test_verify.py",
+)
 MOST_ATTRIBUTES: Final = 20
 MOST_LINES: Final = 900
 
@@ -143,6 +186,27 @@ def tests(root: Path) -> list[Module]:
     return found + read((folder / "support").rglob("*.py"), "support", folder)
 
 
+def housekeeping(root: Path) -> list[Module]:
+    """Return the modules that bound a shelf and delete."""
+    package = root / "src" / "kvshelf"
+    return [
+        module
+        for pattern in HOUSEKEEPING
+        for module in read(package.glob(pattern), pattern.partition("/")[0], package)
+    ]
+
+
+def housekeeping_tests(root: Path) -> list[Module]:
+    """Return their tests."""
+    folder = root / "tests"
+    return [
+        module
+        for pattern in HOUSEKEEPING_TESTS
+        for module in read(folder.glob(pattern), pattern.partition("/")[0], folder)
+        if module.name != "capacity/test_history.py"
+    ]
+
+
 # ------------------------------------------------------------------------------------ single counts
 
 
@@ -217,6 +281,27 @@ def what_maps(modules: Iterable[Module]) -> list[str]:
         for place, name in found
         if place != "buffers.py" and name != "map_pages"
     ]
+
+
+def what_calls(modules: Iterable[Module], methods: frozenset[str]) -> list[str]:
+    """Return the classes and functions that call one of these methods of a backend."""
+    return [
+        f"{node.name} ({module.name})"
+        for module in modules
+        if module.room != "backends" and module.name not in BY_NAME | OWN_FILES
+        for node in module.tree.body
+        if isinstance(node, Function | ast.ClassDef) and _calls(node, methods)
+    ]
+
+
+def _calls(node: ast.AST, methods: frozenset[str]) -> bool:
+    return any(
+        isinstance(one, ast.Call)
+        and isinstance(one.func, ast.Attribute)
+        and one.func.attr in methods
+        and _last_name(one.func.value).lstrip("_") in BACKENDS
+        for one in ast.walk(node)
+    )
 
 
 def words_for_pinned(modules: Iterable[Module]) -> dict[str, list[str]]:
@@ -374,6 +459,19 @@ def count(root: Path) -> list[Row]:
         if len(found) > MOST_ATTRIBUTES
     }
     long = {module.name: module.lines for module in modules if module.lines > MOST_LINES}
+    package = root / "src" / "kvshelf"
+    everything = read(package.rglob("*.py"), "", package)
+    ours = {module.name for module in housekeeping(root)}
+    again = {
+        name: places
+        for name, places in names_defined_twice(everything).items()
+        if ours & set(places)
+    }
+    calls = {
+        "what deletes from a storage": what_calls(everything, DELETE),
+        "what walks through a storage": what_calls(everything, LIST),
+        "what records uses": what_calls(everything, RECORD),
+    }
     return [
         ("ways in which a load gets an object", str(len(ways)), sorted(ways)),
         ("  asked for by transfer/loads.py", str(len(asked)), asked),
@@ -400,8 +498,16 @@ def count(root: Path) -> list[Row]:
             [f"{name}: {number}" for name, number in sorted(long.items())],
         ),
         ("rooms that a load enters", "not counted", []),
+        *((what, str(len(found)), found) for what, found in calls.items()),
+        (
+            "class names defined twice, of what bounds and deletes",
+            str(len(again)),
+            [f"{name}: {', '.join(places)}" for name, places in again.items()],
+        ),
         *_sizes("lines", modules),
         *_sizes("lines of tests", tests(root)),
+        *_sizes("lines that bound and delete", housekeeping(root)),
+        *_sizes("lines of their tests", housekeeping_tests(root)),
     ]
 
 

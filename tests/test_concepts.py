@@ -64,7 +64,28 @@ FILES = {
 
             def held_until(self): ...
         ''',
+    "src/kvshelf/capacity/collect.py": """
+        class Cleaner:
+            def clean(self):
+                for row in self._backend.list(""):
+                    self._backend.delete(row.name)
+                self.known.delete("x")
+
+
+        def note(view):
+            view.backend.touch("x")
+        """,
+    "src/kvshelf/capacity/pins.py": """
+        class Pins:
+            def remove(self, backend):
+                backend.delete("x")
+        """,
+    "src/kvshelf/shelf/sweep.py": """
+        class Cleaner:
+            pass
+        """,
     "tests/shelf/test_view.py": "x = 1\n",
+    "tests/capacity/test_collect.py": "x = 1\n",
 }
 
 
@@ -90,6 +111,20 @@ def table(tmp_path: Path) -> dict[str, tuple[str, list[str]]]:
             ["borrowed: borrow", "held: held_until", "lent: lent_bytes"],
         ),
         ("class names defined twice", "1", ["View: shelf/tiers.py, transfer/loads.py"]),
+        ("what deletes from a storage", "1", ["Cleaner (capacity/collect.py)"]),
+        ("what walks through a storage", "1", ["Cleaner (capacity/collect.py)"]),
+        ("what records uses", "1", ["note (capacity/collect.py)"]),
+        (
+            "class names defined twice, of what bounds and deletes",
+            "1",
+            ["Cleaner: capacity/collect.py, shelf/sweep.py"],
+        ),
+        (
+            "lines that bound and delete: all / code",
+            "14 / 12",
+            ["capacity: 12 / 10", "shelf: 2 / 2"],
+        ),
+        ("lines of their tests: all / code", "1 / 1", ["capacity: 1 / 1"]),
         ("lines of tests: all / code", "1 / 1", ["shelf: 1 / 1"]),
     ],
 )
