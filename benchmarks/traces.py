@@ -1,8 +1,8 @@
 """``python -m benchmarks.traces``: what the order of eviction is worth, on traces of real requests.
 
 Owns simulations of one bounded shelf, and the tables and the plot that compare kvshelf's order
-(:mod:`kvshelf.shelf.eviction`, the code that engines and tools run) with other orders. No bytes are
-moved; it needs neither vLLM nor a storage.
+(:mod:`kvshelf.capacity.eviction`, the code that engines and tools run) with other orders. No bytes
+are moved; it needs neither vLLM nor a storage.
 
 Traces have the format that :mod:`benchmarks.state_policy` describes; two that Mooncake publishes
 lie in ``benchmarks/traces``. A chunk is one block of a trace, 512 tokens.
@@ -40,7 +40,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.state_policy import TRACE_BLOCK, read_trace
-from kvshelf.shelf.eviction import FULL_BIT, GONE, STATE_BIT, UNKNOWN, WINDOW_BIT, Units, choose
+from kvshelf.capacity.eviction import FULL_BIT, GONE, STATE_BIT, UNKNOWN, WINDOW_BIT, Units, choose
 
 TRACES: Final = Path(__file__).parent / "traces"
 SHARES: Final = (0.01, 0.03, 0.1, 0.3)
@@ -171,7 +171,7 @@ class Watermarks:
     low: float
 
 
-#: As :class:`kvshelf.capacity.collect.Limits` has them.
+#: As :class:`kvshelf.capacity.rules.Rules` has them.
 MARKS: Final = Watermarks(0.9, 0.8)
 
 

@@ -112,8 +112,10 @@ def test_a_sweep_of_many_objects_is_measured_when_asked_for(tmp_path: Path) -> N
     file = tmp_path / "figures.json"
     assert bench.main(["gc", "--quick", "--json", str(file)]) == 0
     rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
-    assert set(rows) == {"gc/plan", "gc/orphans", "gc/delete"}
-    assert all(row["extra"]["resident_bytes"] > 20 << 20 for row in rows.values())
+    commands = {"gc/plan", "gc/orphans", "gc/delete"}
+    assert set(rows) == commands | {"gc/evict", "gc/evict-s3"}
+    assert all(rows[name]["extra"]["resident_bytes"] > 20 << 20 for name in commands)
+    assert rows["gc/evict"]["ours_seconds"]["median"] > 0
 
 
 def test_runs_as_a_module() -> None:
