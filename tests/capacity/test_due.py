@@ -34,6 +34,9 @@ HOUR = 3600.0
         # The last sweep could not make room.
         ({"max_bytes": 100}, {"nbytes": 95}, 97, 5, 55),
         ({"max_bytes": 100}, {"nbytes": 95}, 97, 61, 0),
+        ({"max_bytes": 100}, {"nbytes": 95, "ours": True}, 97, 5, 55),
+        # Its plan was too old, or used up: another one may.
+        ({"max_bytes": 100}, {"nbytes": 95, "ours": True, "finished": False}, 97, 5, 0),
         # There is room, and it is known what others write.
         ({"max_bytes": 10000}, {"nbytes": 10}, 10, 3000, 600),
         ({"max_bytes": 10000}, {"nbytes": 10}, 10, 3601, 0),
@@ -53,10 +56,11 @@ HOUR = 3600.0
 def test_when_a_sweep_is_due(
     rules: dict[str, Any], found: dict[str, Any], used: int, age: float, due: float
 ) -> None:
-    given = {"at": 0.0, "seconds": 0.0, "ours": False, **found}
-    ours = given.pop("ours")
-    finding = Finding(**given)
-    assert due_in(finding, Rules(**rules), used, age, HOUR, ours=ours) == pytest.approx(due)
+    given = {"at": 0.0, "seconds": 0.0, "ours": False, "finished": True, **found}
+    options = {name: given.pop(name) for name in ("ours", "finished")}
+    assert due_in(Finding(**given), Rules(**rules), used, age, HOUR, **options) == pytest.approx(
+        due
+    )
 
 
 def test_nothing_is_known_before_the_first_sweep() -> None:

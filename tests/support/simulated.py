@@ -704,4 +704,7 @@ def _live_in(patch: pytest.MonkeyPatch, clock: Clock) -> None:
         # the costs.
         if hasattr(module, "threads_for_calls"):
             patch.setattr(module, "threads_for_calls", lambda backend: 0)
+    # So that each run is the same.
+    chance = random.Random(1)
+    patch.setattr(random, "SystemRandom", lambda: chance)
     patch.setattr(base, "time", clock)

@@ -398,7 +398,7 @@ class _Picks:
         """Pick what is too old, and the oldest units of all if `held` bytes are too many."""
         held -= sum(int(nbytes.sum()) for *_, nbytes in self._parts)
         free = self._rules.to_free(held, self._rules.max_bytes)
-        free += self._rules.spare if free else 0
+        free += self._rules.spare
         if free or self._rules.max_age is not None:
             victims = self._order(None, free)
             self._add(victims.rows, victims.kinds, self._why(victims.rows, Reason.SIZE))

@@ -123,7 +123,14 @@ class Growth:
 
 
 def due_in(
-    finding: Finding | None, rules: Rules, used: int, age: float, resolution: float, *, ours: bool
+    finding: Finding | None,
+    rules: Rules,
+    used: int,
+    age: float,
+    resolution: float,
+    *,
+    ours: bool,
+    finished: bool = True,
 ) -> float:
     """Return the seconds until a sweep is due; 0: it is due.
 
@@ -140,6 +147,9 @@ def due_in(
         Seconds in which uses are recorded once.
     ours : bool
         It was this process's sweep: it has a plan at hand, and goes first.
+    finished : bool
+        The sweep deleted all that it might, as far as is known: its plan did not end because of
+        its age, and was not one that an earlier sweep had used up.
     """
     if finding is None:
         return 0.0
@@ -147,7 +157,7 @@ def due_in(
     high = rules if ours or age > RELIST_SECONDS else replace(rules, high=_OTHERS)
     if high.to_free(used, bound) > 0:
         # After a sweep that could not make room another one cannot either: all is pinned, or young.
-        in_vain = rules.to_free(finding.nbytes, bound) > 0
+        in_vain = finished and rules.to_free(finding.nbytes, bound) > 0
         return max(0.0, (SWEEP_SECONDS if in_vain else SHORT_SECONDS) - age)
     least = max(SWEEP_SECONDS, min(finding.seconds / CORE_PART, RELIST_SECONDS))
     if max_age is not None and (finding.max_age is None or finding.max_age > max_age):

@@ -88,7 +88,7 @@ class Rules:
     high, low : float
         Shares of a bound in bytes at which deletions begin, and end, unless that is too little.
     spare : int
-        If anything must go because of `max_bytes`, so many bytes more are picked, for later.
+        So many bytes more are picked because of `max_bytes` than must go, for later.
     """
 
     temporaries: float | None = 3600.0

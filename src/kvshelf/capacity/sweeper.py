@@ -150,6 +150,8 @@ class Sweeper:
         self._growth = Growth()
         #: Seconds that the last listing took.
         self._took = 0.0
+        #: Whether the last sweep listed the shelf and came to the end of its plan.
+        self._finished = True
         #: Set when the thread has said its last word.
         self._end: threading.Event | None = None
 
@@ -304,9 +306,9 @@ class Sweeper:
         rules = replace(self._rules, largest=self.room.largest)
         used = self._expected(space) or 0
         ours = self._record.owner == lease.owner
-        return max(
-            pause, due_in(finding, rules, used, now - finding.at, self._resolution, ours=ours)
-        )
+        age, finished = now - finding.at, self._finished or not ours
+        due = due_in(finding, rules, used, age, self._resolution, ours=ours, finished=finished)
+        return max(pause, due)
 
     @property
     def _resolution(self) -> float:
@@ -398,6 +400,7 @@ class Sweeper:
             if outcome.error is not None and (outcome.error.retryable or not outcome.count):
                 trouble = outcome.error
             finished = finished and outcome.finished
+        self._finished = trouble is not None or (finished and before is None)
         if before is None:
             self._after_listing(listed, rules, finished, running.seconds)
         return trouble

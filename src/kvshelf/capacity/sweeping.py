@@ -44,8 +44,12 @@ from kvshelf.capacity.room import HURRIED_SECONDS, LOOK_SECONDS, Room
 from kvshelf.capacity.rules import Reason, Rules
 from kvshelf.errors import StorageError
 
-#: Seconds for which a listing is used.
+#: Seconds for which a listing is used; in the last ones no sweep begins because of it, so that the
+#: next listing is there in time.
 PLAN_SECONDS: Final = 600.0
+_LAST_SECONDS: Final = 60.0
+#: Part of the shelf that is left in a plan when it is used again: as much as a sweep deletes.
+_LEAST_LEFT: Final = 0.1
 #: Smaller shelves are listed anew each time.
 _LEAST_OBJECTS: Final = 1 << 13
 #: Most units that are chosen for later.
@@ -202,8 +206,10 @@ class Begun:
             inventory = self._scan.run(running.stops, running.rests)
             if inventory is None:
                 return None
-            if rules.max_bytes is not None and len(inventory) >= _LEAST_OBJECTS:
-                spare = rules.max_bytes * min(1.0, _MOST_SPARE / len(inventory))
+            bound, large = rules.max_bytes, len(inventory) >= _LEAST_OBJECTS
+            # A sweep may begin before the shelf is full.
+            if bound is not None and large and inventory.nbytes > rules.low * bound:
+                spare = bound * min(1.0, _MOST_SPARE / len(inventory))
                 rules = replace(rules, spare=int(spare))
             pins = Pins.load(self._storage, inventory.aged_at)
             marks = Marks.read(self._storage)
@@ -231,6 +237,8 @@ class Listed:
         several = any(space.kinds & ~FULL_BIT for space in planned.inventory.namespaces)
         self.parents = planned.inventory.parents if several else None
         self._folders = _folders(planned.inventory)
+        #: Bytes of what is left.
+        self._left = int(planned.nbytes.sum())
 
     def held_at(self, now: float) -> int:
         """Return the bytes of what was on the shelf when the listing began, at `now`."""
@@ -239,11 +247,12 @@ class Listed:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether more may be deleted because of it."""
+        """Whether another sweep may begin because of it."""
         worthwhile = (
             len(self.plan.inventory) >= _LEAST_OBJECTS and len(self._folders) <= _MOST_GROUPS
         )
-        return worthwhile and len(self.plan.units) > 0 and steady() < self.end
+        enough = self._left >= _LEAST_LEFT * self.plan.before
+        return worthwhile and enough and steady() < self.end - _LAST_SECONDS
 
     def measure(self, storage: Backend, running: Running, estimate: int) -> int | None:
         """Return the bytes on the shelf now, by a part of it; None if the sweep was ended.
@@ -290,6 +299,7 @@ class Listed:
         freed = np.cumsum(planned.nbytes[first:]) - planned.nbytes[first:]
         end = first + int(np.searchsorted(freed, free))
         self.plan = _rows(replace(planned, leftovers=[]), slice(end, None))
+        self._left = int(self.plan.nbytes.sum())
         return _rows(planned, slice(end))
 
     def delete(
