@@ -74,7 +74,8 @@ def test_the_file_is_private_and_bounded(tmp_path: Path) -> None:
     assert found.st_size == 16384
     (past,) = read_histories(tmp_path / "state")
     kept = [int.from_bytes(bytes(row), "little") for row in past.events["key"]]
-    assert kept == list(range(2 * slots + 5, 3 * slots + 5))
+    # By their times; the system's clock may step back.
+    assert sorted(kept) == list(range(2 * slots + 5, 3 * slots + 5))
 
 
 def test_all_threads_may_note_at_once(tmp_path: Path) -> None:

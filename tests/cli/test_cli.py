@@ -435,7 +435,8 @@ def test_doctor_of_a_good_shelf(unchanged: Path) -> None:
     result = run("doctor", unchanged, "--json")
     found = checks(result)
     assert result.exit_code == 0
-    assert found["torch"]["found"] == torch.__version__
+    # A build for CUDA has its version without "+cu130" in its package's metadata.
+    assert torch.__version__.startswith(found["torch"]["found"].partition("+")[0])
     steps = ("open", "root", "storage", "list", "write", "read back", "probe", "create again")
     for step in (*steps, "delete"):
         assert found[step]["state"] == "ok", found[step]
