@@ -226,6 +226,24 @@ def test_a_sum_says_at_least_what_was_added_since(
         assert len(total._ends) <= 8
 
 
+def test_what_was_written_before_a_listing_does_not_count_twice(
+    counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where stores fill a small shelf within a second, listings follow each other as fast."""
+    clock = 1000.0
+    monkeypatch.setattr(room_module.time, "monotonic", lambda: clock)
+    found, free = room(counters, max_bytes=1 << 20), 10_000
+    found.look(Space(free, 20_000))
+    for _ in range(3):
+        clock += 0.2
+        free -= 100
+        write(found, 100)
+        found.look(Space(free, 20_000))
+    # The listing began 0.1 seconds before the last write.
+    listed = Finding(at=clock - 0.1, nbytes=200, seconds=0.0, free=free + 100)
+    assert found.estimate(listed, Space(free, 20_000), clock) == 300
+
+
 def test_what_all_writers_tell_counts_where_free_space_is_not_known(counters: Counters) -> None:
     found = room(counters, max_bytes=10_000)
     write(found, 100)

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from kvshelf.capacity import sweeper as sweeper_module
 from kvshelf.capacity import sweeping as sweeping_module
 from kvshelf.capacity import written as written_module
 from kvshelf.capacity.collect import Plan, plan
-from kvshelf.capacity.lease import SWEEP, Lease, Record
+from kvshelf.capacity.lease import SWEEP, Finding, Lease, Record
 from kvshelf.capacity.pins import Pin, Pins
 from kvshelf.capacity.sweeper import Sweeper
 from kvshelf.capacity.walk import Walk
@@ -824,7 +825,27 @@ def test_who_loses_the_lease_asks_again_after_some_seconds(
         sweeper.room.allows(1)
         sweeper._turn()
     assert place.counting.counts["now"] <= 3
-    assert place.counting.counts["open"] <= 4
+    assert place.counting.counts["open"] <= 7
+
+
+def test_who_starts_in_the_first_sweep_of_another_learns_its_finding_soon(
+    place: Place, make: Callable[..., Sweeper], later: Callable[[float], None]
+) -> None:
+    fill(place)
+    lease = Lease(place.backend)
+    taken = lease.take(Record(), place.later.now())
+    assert taken is not None
+    sweeper = make(max_bytes=20 * CHUNK_BYTES)
+    sweeper._turn()
+    assert sweeper.room.allows(CHUNK_BYTES)
+    finding = Finding(place.later.now(), 18 * CHUNK_BYTES, 0.0)
+    lease.release(replace(taken, finding=finding), place.later.now())
+    later(1.1)
+    assert sweeper.room.allows(CHUNK_BYTES)
+    # It wakes up because a store asks.
+    later(1.1)
+    sweeper._turn()
+    assert not sweeper.room.allows(4 * CHUNK_BYTES)
 
 
 def test_engines_that_lose_the_lease_together_come_back_apart(

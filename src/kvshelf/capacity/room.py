@@ -95,7 +95,7 @@ class Sum:
     def add(self, nbytes: int) -> None:
         """Add what came about just now."""
         now = time.monotonic()
-        if now < self._begun + LOOK_SECONDS:
+        if now < self._begun + HURRIED_SECONDS:
             self._ends[-1] = now
         else:
             self._begun = now

@@ -16,6 +16,8 @@ size            the oldest chunks of all while the shelf holds too many bytes
 chosen          what a command was told to delete
 ==============  ================================================================================
 
+In which order chunks go to make room is :mod:`kvshelf.capacity.eviction`'s.
+
 A bound in bytes acts when 90 % of it are used, and makes room until 80 % are. What goes because of
 its age goes by the earlier of the storage's clock and this machine's. While these are more than an
 hour apart nothing has an age.

@@ -19,7 +19,8 @@ Contracts
 * The record and the files that other processes write decide what is stored here, never what is
   deleted: a sweep keeps to this process's own bounds.
 * No file is read more than once a second while room is short, and once in ten seconds else, also
-  where the process does not sweep.
+  where the process does not sweep. While another engine sweeps a shelf for the first time, its
+  finding is looked for after one second, two, four, eight, and then every ten.
 * No other thread waits for this one. It calls the storage without the deadlines of loads and
   stores, which a slow listing would miss: its trouble opens no circuit breaker. While that for
   reads is open it leaves the storage alone.
@@ -141,6 +142,8 @@ class Sweeper:
         self._record = Record()
         #: When to look, when the record may be read again, and when this process may sweep again.
         self._look_at = self._read_at = self._sweep_at = 0.0
+        #: Seconds to the next look for a finding while there is none.
+        self._unknown = LOOK_SECONDS
         self._allowance = Allowance()
         #: A listing that did not come to its end, and the last one that did, while they are of use;
         #: for the next one the parents that it knew.
@@ -251,6 +254,12 @@ class Sweeper:
         often = self._sweeps and self.room.is_short
         self._read_at = now + (LOOK_SECONDS if often else _RECORD_SECONDS)
         self._record = self._lease.read(self._clock.now()).believed(space)
+        if self._record.finding is not None:
+            self._unknown = LOOK_SECONDS
+        elif self._unknown < _RECORD_SECONDS:
+            # Until the first listing ends nothing bounds stores. That of a small shelf ends soon.
+            self._read_at = now + self._unknown
+            self._unknown *= 2
         self._exchange(space)
 
     def _exchange(self, space: Space | None, *, at_once: bool = False) -> None:
