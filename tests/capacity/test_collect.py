@@ -11,7 +11,7 @@ from kvshelf.capacity import collect
 from kvshelf.capacity.collect import Plan, plan
 from kvshelf.capacity.inventory import Inventory, Total
 from kvshelf.capacity.pins import Pin, Pins
-from kvshelf.capacity.rules import NO_RULES, Choice, Reason, Rules
+from kvshelf.capacity.rules import NO_RULES, Choice, Rule, Rules
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import FULL, STATE, WINDOW
 from kvshelf.format.names import parse_path
@@ -39,7 +39,7 @@ def tail_of(seed: int, fmt: ObjectFormat = FMT) -> Chunk:
     return tail
 
 
-def names(found: Plan) -> dict[str, Reason]:
+def names(found: Plan) -> dict[str, Rule]:
     return dict(found.names())
 
 
@@ -68,7 +68,7 @@ def test_what_was_used_longest_ago_goes_first_and_ends_before_beginnings(place: 
     assert together == prompt(old) + prompt(used) + prompt(new)
     found = plan(place.scan(), bound(place, 4))
     assert set(names(found)) == {*old, *used[2:]}
-    assert {reason: total.count for reason, total in found.totals().items()} == {Reason.SIZE: 10}
+    assert {reason: total.count for reason, total in found.totals().items()} == {Rule.SIZE: 10}
     assert found.before - found.after == 5 * SIZE
     assert found.problem is None
 
@@ -85,7 +85,7 @@ def test_what_was_not_used_for_an_age_goes(place: Place) -> None:
     old = place.put(FMT, chunks(3, 1), age=8 * DAY)
     place.put(FMT, chunks(3, 2), age=9 * DAY, used=6 * DAY)
     found = plan(place.scan(), Rules(max_age=7 * DAY))
-    assert names(found) == dict.fromkeys(old, Reason.AGE)
+    assert names(found) == dict.fromkeys(old, Rule.AGE)
 
 
 def test_objects_copied_to_a_shelf_with_their_old_times_are_young(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_pinned_chunks_stay_whatever_their_age(place: Place) -> None:
     place.path(place.name(FMT, pinned[0])).unlink()
     place.path(place.name(FMT, pinned[0], 1)).unlink()
     assert names(plan(place.scan(parents=True), Rules())) == dict.fromkeys(
-        [place.name(FMT, pinned[1], shard) for shard in (0, 1)], Reason.ORPHAN
+        [place.name(FMT, pinned[1], shard) for shard in (0, 1)], Rule.ORPHAN
     )
     assert not names(plan(place.scan(parents=True), Rules(), pins=behind))
 
@@ -121,9 +121,9 @@ def test_old_tails_go_although_they_are_pinned(place: Place) -> None:
     place.put(FMT, [tail_of(2)], age=600.0)
     kept = place.put(FMT, chunks(2), age=90 * DAY)
     pins = Pins({"it": Pin(namespace=FMT.namespace.folder)}, {}, place.now)
-    assert names(plan(place.scan(), Rules(), pins=pins)) == dict.fromkeys(tails, Reason.TAIL)
+    assert names(plan(place.scan(), Rules(), pins=pins)) == dict.fromkeys(tails, Rule.TAIL)
     found = plan(place.scan(), bound(place, 1), pins=pins)
-    assert names(found) == dict.fromkeys(tails, Reason.TAIL)
+    assert names(found) == dict.fromkeys(tails, Rule.TAIL)
     assert not set(kept) & set(names(found))
     assert found.problem is not None and "pinned chunks alone" in found.problem
 
@@ -170,7 +170,7 @@ def test_each_salt_group_has_a_bound_of_its_own(
     choose = collect.choose
     monkeypatch.setattr(collect, "choose", lambda *of, **at: orders.append(of) or choose(*of, **at))
     found = plan(place.scan(), Rules(group_max_bytes=8 * SIZE))
-    assert names(found) == dict.fromkeys(large, Reason.GROUP)
+    assert names(found) == dict.fromkeys(large, Rule.GROUP)
     assert len(orders) == 1, "all groups are sorted at once"
 
 
@@ -190,17 +190,17 @@ def test_leftovers_go_at_their_own_ages(tmp_path: Path) -> None:
     place.write(f"{folder}/notes.txt", bytes(100), age=900 * DAY)
     place.write(".kvshelf/pins/mine.json", b"{}", age=900 * DAY)
 
-    def plan_at(ahead: float, **limits: float) -> dict[str, Reason]:
+    def plan_at(ahead: float, **limits: float) -> dict[str, Rule]:
         place.later.ahead = ahead
         return names(plan(place.scan(), Rules(**limits)))  # type: ignore[arg-type]
 
     assert plan_at(30 * 60.0) == {}
-    old = {temporary: Reason.TEMPORARY, marker: Reason.MARKER}
-    assert plan_at(61 * 60.0, tails=7200.0, markers=7200.0) == {temporary: Reason.TEMPORARY}
-    assert plan_at(61 * 60.0) == {**old, **dict.fromkeys(tails, Reason.TAIL)}
+    old = {temporary: Rule.TEMPORARY, marker: Rule.MARKER}
+    assert plan_at(61 * 60.0, tails=7200.0, markers=7200.0) == {temporary: Rule.TEMPORARY}
+    assert plan_at(61 * 60.0) == {**old, **dict.fromkeys(tails, Rule.TAIL)}
     assert bad in plan_at(8 * DAY)
     # Where room is needed.
-    assert plan_at(61 * 60.0, max_bytes=10)[bad] is Reason.QUARANTINE
+    assert plan_at(61 * 60.0, max_bytes=10)[bad] is Rule.QUARANTINE
 
 
 def test_tails_and_markers_stay_for_ever_if_that_is_wanted(place: Place) -> None:
@@ -219,7 +219,7 @@ def test_tails_and_markers_stay_for_as_long_as_engines_say(place: Place) -> None
     # In a namespace of which nobody said anything.
     theirs = place.put(OTHER, [tail_of(3, OTHER)], age=7200.0)
     found = names(plan(place.scan(), Rules()))
-    assert found == dict.fromkeys([*theirs, *old], Reason.TAIL)
+    assert found == dict.fromkeys([*theirs, *old], Rule.TAIL)
     assert names(plan(place.scan(folders=[f"{folder}/_"]), Rules())).keys() == {*old}
     # What is kept as a cache can be pinned, what a hand-over left cannot.
     pins = Pins({"all": Pin()}, {}, place.now)
@@ -232,8 +232,8 @@ def test_tails_and_markers_stay_for_as_long_as_engines_say(place: Place) -> None
 def test_bounds_reach_tails_whatever_is_said_of_them(place: Place) -> None:
     tails = place.put(FMT, [tail_of(1)], age=29 * DAY)
     place.write(f"{FMT.namespace.folder}/{keep_name(30 * DAY)}", b"")
-    assert names(plan(place.scan(), Rules(max_age=28 * DAY))) == dict.fromkeys(tails, Reason.AGE)
-    assert names(plan(place.scan(), Rules(max_bytes=1))) == dict.fromkeys(tails, Reason.SIZE)
+    assert names(plan(place.scan(), Rules(max_age=28 * DAY))) == dict.fromkeys(tails, Rule.AGE)
+    assert names(plan(place.scan(), Rules(max_bytes=1))) == dict.fromkeys(tails, Rule.SIZE)
 
 
 def test_what_is_said_of_tails_is_believed_while_it_may_hold(place: Place) -> None:
@@ -242,8 +242,8 @@ def test_what_is_said_of_tails_is_believed_while_it_may_hold(place: Place) -> No
     said = place.write(f"{folder}/{keep_name(7400)}", b"", age=7400 + DAY - 60)
     assert not names(plan(place.scan(), Rules()))
     place.age(said, 7400 + DAY + 60)
-    left = {str(said.relative_to(place.root)): Reason.MARKER}
-    gone = dict.fromkeys(tails, Reason.TAIL)
+    left = {str(said.relative_to(place.root)): Rule.MARKER}
+    gone = dict.fromkeys(tails, Rule.TAIL)
     assert names(plan(place.scan(), Rules())) == left | gone
     assert names(plan(place.scan(), Rules(markers=None))) == gone
     said.unlink()
@@ -262,7 +262,7 @@ def test_chunks_behind_a_missing_one_go_a_day_after_their_last_use(place: Place)
     place.put(FMT, chunks(3, 1)[1:], age=9 * DAY, used=DAY / 2)
     assert not names(plan(place.scan(), Rules())), "their parents are not known"
     found = names(plan(place.scan(parents=True), Rules()))
-    assert found == dict.fromkeys(behind, Reason.ORPHAN)
+    assert found == dict.fromkeys(behind, Rule.ORPHAN)
     # The deepest first: a process that ends in between leaves no others without a parent.
     indexes = [parsed.index for name in found if (parsed := parse_path(name))]
     assert indexes == sorted(indexes, reverse=True)
@@ -310,7 +310,7 @@ def test_a_command_chooses_by_group_and_use_and_nothing_else_goes(place: Place) 
         return plan(place.scan(), rules, pins=pins)
 
     found = chosen(group=GROUP, unused_for=7 * DAY)
-    assert names(found) == dict.fromkeys(old[2:], Reason.CHOSEN)
+    assert names(found) == dict.fromkeys(old[2:], Rule.CHOSEN)
     assert found.pinned == Total(2, SIZE)
     assert set(names(chosen(group=GROUP, unused_for=7 * DAY, pinned=True))) == set(old)
     assert len(names(chosen(pinned=True))) == 2 * 10

@@ -20,7 +20,7 @@ from kvshelf.capacity import deletion, marks
 from kvshelf.capacity.collect import Plan, plan
 from kvshelf.capacity.deletion import Outcome, carry_out
 from kvshelf.capacity.pins import Pin, Pins
-from kvshelf.capacity.rules import NO_RULES, Choice, Reason, Rules
+from kvshelf.capacity.rules import NO_RULES, Choice, Rule, Rules
 from kvshelf.errors import TransientStorageError
 from kvshelf.format.keys import Chunk
 from kvshelf.format.names import parse_path
@@ -46,7 +46,7 @@ def test_a_plan_is_carried_out_whole(place: Place) -> None:
     )
     assert outcome.finished and outcome.error is None
     assert (outcome.count, outcome.nbytes) == (8, 4 * SIZE)
-    assert outcome.deleted[Reason.AGE].count == 8
+    assert outcome.deleted[Rule.AGE].count == 8
     assert {name for name in place.files() if name.endswith("safetensors")} == set(young)
     assert sorted(told, key=lambda chunk: chunk[1]) == [
         (chunk.key, chunk.index) for chunk in chunks(4)
@@ -85,7 +85,7 @@ def test_a_temporary_that_is_written_again_stays(place: Place) -> None:
     folder, _, base = name.rpartition("/")
     path = place.write(f"{folder}/.{base}.{HEX}.tmp", age=9 * DAY)
     found = everything(place)
-    assert [reason for _, reason in found.names()] == [Reason.TEMPORARY]
+    assert [reason for _, reason in found.names()] == [Rule.TEMPORARY]
     place.age(path, 0)
     assert carry_out(place.backend, found).kept.count == 1
     assert path.exists()

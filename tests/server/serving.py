@@ -27,7 +27,7 @@ from kvshelf.server.messages import (
     Fault,
     Fetch,
     Find,
-    Found,
+    FoundSizes,
     LookedUp,
     LookUpChunks,
     Ready,
@@ -73,7 +73,11 @@ class MemoryService:
 
     def find(self, client: bytes, request: Find, done: Callable[..., None]) -> None:
         self.clients.add(client)
-        done(Found([OBJECT_BYTES if name in self.objects else MISSING for name in request.names]))
+        done(
+            FoundSizes(
+                [OBJECT_BYTES if name in self.objects else MISSING for name in request.names]
+            )
+        )
 
     def lookup(self, client: bytes, request: LookUpChunks, done: Callable[..., None]) -> None:
         self.clients.add(client)

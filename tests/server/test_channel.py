@@ -27,7 +27,7 @@ from kvshelf.server.messages import (
     Done,
     Draining,
     Find,
-    Found,
+    FoundSizes,
     LookedUp,
     LookUpChunks,
     Ping,
@@ -72,7 +72,7 @@ def test_requests_get_their_answers(tmp_path: Path) -> None:
     with serving(tmp_path) as (url, _, service), channel(url, 1 << 20) as client:
         service.put("a", b"hello")
         assert client.request(Register(b"{}")).result(SECONDS) == Registered(1)
-        assert client.request(Find(["a", "b"], [])).result(SECONDS) == Found([4096, -1])
+        assert client.request(Find(["a", "b"], [])).result(SECONDS) == FoundSizes([4096, -1])
         assert client.request(LookUpChunks("r", [["a"], ["b"]])).result(SECONDS) == LookedUp(1)
         assert client.welcome is not None
         assert client.welcome.chunk_size == 256
@@ -358,7 +358,7 @@ def test_a_server_that_hangs_blocks_nobody(tmp_path: Path) -> None:
         with pytest.raises(UnavailableStorageError, match="has not answered"):
             futures[-1].result(0)
         os.kill(pid, signal.SIGCONT)
-        assert isinstance(futures[0].result(SECONDS), Found)
+        assert isinstance(futures[0].result(SECONDS), FoundSizes)
         wait(futures, SECONDS)
         ping(client)
 

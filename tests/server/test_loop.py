@@ -26,7 +26,7 @@ from kvshelf.server.messages import (
     Fetch,
     Fetched,
     Find,
-    Found,
+    FoundSizes,
     Hello,
     Ping,
     Ready,
@@ -94,7 +94,7 @@ def neighbour(url: str) -> Iterator[Callable[[], None]]:
         assert client.wait_connected(SECONDS)
 
         def is_served() -> None:
-            assert client.request(Find(["a"], [])).result(SECONDS) == Found([-1])
+            assert client.request(Find(["a"], [])).result(SECONDS) == FoundSizes([-1])
 
         is_served()
         yield is_served

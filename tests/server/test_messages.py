@@ -26,7 +26,7 @@ from kvshelf.server.messages import (
     Fetch,
     Fetched,
     Find,
-    Found,
+    FoundSizes,
     Hello,
     LookedUp,
     LookUpChunks,
@@ -60,7 +60,7 @@ REQUESTS: list[Request] = [
 REPLIES: list[Reply] = [
     Done(),
     Registered(3),
-    Found([1, messages.MISSING], Fault("StorageError", "no")),
+    FoundSizes([1, messages.MISSING], Fault("StorageError", "no")),
     LookedUp(512),
     Fetched([Ready(0, 4096, 100, 7, 2**63, 9), Failed(1, Fault("BadObjectError", "bad"))]),
     Stored("created"),

@@ -22,7 +22,7 @@ from kvshelf.server.messages import (
     Call,
     Failed,
     Find,
-    Found,
+    FoundSizes,
     LookedUp,
     Ready,
     Result,
@@ -106,7 +106,7 @@ def test_find_asks_memory_first_and_the_shelf_for_the_rest(
     desk.store(A, names[0], sealed(FMT, chunks[0]))
     put(tmp_path / "shelf", FMT, chunks[1])
     counting.counts.clear()
-    assert desk.ask("find", A, names, [SIZE] * 3) == Found([SIZE, SIZE, MISSING])
+    assert desk.ask("find", A, names, [SIZE] * 3) == FoundSizes([SIZE, SIZE, MISSING])
     assert counting.counts["stat"] == 1
     assert counting.counts["stat_names"] == 2
 
@@ -369,7 +369,7 @@ def test_what_is_deleted_while_it_is_read_or_stored_is_not_kept(
     gate.set()
     desk.run_until(lambda: bool(outcomes and replies))
     desk.settle()
-    assert desk.ask("find", B, names, [SIZE] * 2) == Found([MISSING] * 2)
+    assert desk.ask("find", B, names, [SIZE] * 2) == FoundSizes([MISSING] * 2)
 
 
 def test_clients_that_store_take_turns(make_desk: Callable[..., Desk], tmp_path: Path) -> None:
@@ -528,7 +528,7 @@ def test_calls_go_to_the_storage(make_desk: Callable[..., Desk], tmp_path: Path)
     assert call("write", f"{folder}/namespace.json", "create", data=b"{}") == "created"
     assert call("write", f"{folder}/namespace.json", "create", data=b"{}") == "existed"
     assert call("folders", "") == [folder]
-    assert call("stat", [f"{folder}/namespace.json", f"{folder}/x"]) == Found([2, MISSING])
+    assert call("stat", [f"{folder}/namespace.json", f"{folder}/x"]) == FoundSizes([2, MISSING])
     assert call("info", f"{folder}/namespace.json")[:2] == [f"{folder}/namespace.json", 2]
     assert call("info", f"{folder}/x") is None
     assert call("read", f"{folder}/namespace.json", 1, 100) == [2, b"}"]
@@ -546,7 +546,7 @@ def test_calls_go_to_the_storage(make_desk: Callable[..., Desk], tmp_path: Path)
     assert call("delete", names[0]) is True
     assert call("delete", names[0]) is False
     # Gone from memory as well.
-    assert desk.ask("find", A, names[:1], [SIZE]) == Found([MISSING])
+    assert desk.ask("find", A, names[:1], [SIZE]) == FoundSizes([MISSING])
     assert call("quarantine", names[1], f"{folder}/.kvshelf/bad/1") is True
     assert (shelf / folder / ".kvshelf/bad/1").exists()
 
@@ -648,9 +648,11 @@ def test_a_disk_tier_stands_before_the_shelf(
         counting.counts.clear()
         # After a restart the objects come from the tier.
         desk = make_desk(counting, disk_tier=tier)
-        assert desk.ask("find", A, names, [SIZE] * 2) == Found([SIZE] * 2)
+        assert desk.ask("find", A, names, [SIZE] * 2) == FoundSizes([SIZE] * 2)
         for ready, chunk in zip(desk.fetch(A, names, [SIZE] * 2), make_chunks(FMT, 2), strict=True):
             assert desk.bytes_of(ready) == sealed(FMT, chunk)
         assert not counting.counts
         desk.ask("call", A, "delete", [names[0]], b"")
-        desk.run_until(lambda: desk.ask("find", A, names, [SIZE] * 2) == Found([MISSING, SIZE]))
+        desk.run_until(
+            lambda: desk.ask("find", A, names, [SIZE] * 2) == FoundSizes([MISSING, SIZE])
+        )

@@ -36,7 +36,7 @@ from kvshelf.capacity.inventory import (
 )
 from kvshelf.capacity.marks import Marks
 from kvshelf.capacity.pins import Pins
-from kvshelf.capacity.rules import Reason, Rules
+from kvshelf.capacity.rules import Rule, Rules
 from kvshelf.format.kinds import KINDS
 from kvshelf.shelf.markers import said_seconds
 
@@ -49,13 +49,13 @@ class Plan:
     ----------
     inventory : Inventory
     rules : Rules
-    leftovers : list of (Leftover, Reason)
+    leftovers : list of (Leftover, Rule)
     units : int64 array [n]
         Numbers of units.
     kinds : uint8 array [n]
         The kinds of each that go, as bits, see :mod:`kvshelf.capacity.eviction`.
     reasons : uint8 array [n]
-        A :class:`Reason` for each.
+        A :class:`Rule` for each.
     nbytes : int64 array [n]
         Bytes of each.
     used : float64 array [n]
@@ -73,7 +73,7 @@ class Plan:
 
     inventory: Inventory
     rules: Rules
-    leftovers: list[tuple[Leftover, Reason]]
+    leftovers: list[tuple[Leftover, Rule]]
     units: Integers
     kinds: Masks
     reasons: Masks
@@ -89,13 +89,13 @@ class Plan:
         """Bytes that stay."""
         return self.before - int(self.nbytes.sum()) - sum(left.size for left, _ in self.leftovers)
 
-    def totals(self) -> dict[Reason, Total]:
+    def totals(self) -> dict[Rule, Total]:
         """Return the number and bytes of the files that go, by reason; only reasons that occur."""
-        found = {reason: Total() for reason in Reason}
+        found = {reason: Total() for reason in Rule}
         for leftover, reason in self.leftovers:
             found[reason].add(leftover.size)
         counts = self.counts()
-        for reason in Reason:
+        for reason in Rule:
             there = self.reasons == reason
             found[reason].add(int(self.nbytes[there].sum()), int(counts[there].sum()))
         return {reason: total for reason, total in found.items() if total.count}
@@ -106,7 +106,7 @@ class Plan:
         counts: Integers = (self.inventory.object_counts()[self.units] * bits).sum(axis=1)
         return counts
 
-    def victims(self) -> Iterator[tuple[list[int], Reason]]:
+    def victims(self) -> Iterator[tuple[list[int], Rule]]:
         """Yield the objects that go together, as rows of the inventory, and why; in order."""
         kind = self.inventory.kind
         several = bool(kind.any())
@@ -115,9 +115,9 @@ class Plan:
             rows = self.inventory.members(unit)
             if several:
                 rows = rows[(kinds >> kind[rows]) & 1 == 1]
-            yield rows.tolist(), Reason(reason)
+            yield rows.tolist(), Rule(reason)
 
-    def names(self) -> Iterator[tuple[str, Reason]]:
+    def names(self) -> Iterator[tuple[str, Rule]]:
         """Yield the names of all that goes, relative to the root, and why; in order."""
         yield from ((leftover.name, reason) for leftover, reason in self.leftovers)
         for rows, reason in self.victims():
@@ -204,15 +204,15 @@ def _problem(
 
 def _leftovers(
     inventory: Inventory, rules: Rules, now: float, crowded: bool
-) -> list[tuple[Leftover, Reason]]:
+) -> list[tuple[Leftover, Rule]]:
     """Return the leftovers that go."""
     ages = {
-        Sort.TEMPORARY: (Reason.TEMPORARY, rules.temporaries),
+        Sort.TEMPORARY: (Rule.TEMPORARY, rules.temporaries),
         Sort.QUARANTINED: (
-            Reason.QUARANTINE,
+            Rule.QUARANTINE,
             min(rules.crowded_quarantine, rules.quarantine) if crowded else rules.quarantine,
         ),
-        Sort.MARKER: (Reason.MARKER, rules.markers),
+        Sort.MARKER: (Rule.MARKER, rules.markers),
     }
     chosen = rules.choice is not None and rules.choice.leftovers
     keeps = {space.name: space.keeps for space in inventory.namespaces}
@@ -225,7 +225,7 @@ def _leftovers(
             kept = keeps[leftover.name.partition("/")[0]]
             age = max(age, kept) if said is None else said + SAID_SECONDS
         if chosen and leftover.sort is not Sort.TEMPORARY:
-            found.append((leftover, Reason.CHOSEN))
+            found.append((leftover, Rule.CHOSEN))
         elif leftover.name in beyond or (age is not None and leftover.changed < now - age):
             found.append((leftover, reason))
     return found
@@ -302,7 +302,7 @@ class _Picks:
                 sizes[units[of_kind]] = 0
         self._parts.append((units, kinds, reasons, nbytes))
 
-    def _take(self, wanted: Flags, reason: Reason) -> None:
+    def _take(self, wanted: Flags, reason: Rule) -> None:
         """Pick whole units, those deepest in their prompts first."""
         full, window, state = self.sizes
         units = np.flatnonzero(wanted & ((full > 0) | (window > 0) | (state > 0)))
@@ -323,7 +323,7 @@ class _Picks:
             wanted &= self.units.used < self._now - choice.unused_for
         pinned = wanted & self.units.pinned & (not choice.pinned)
         self.pinned = self._total(pinned)
-        self._take(wanted & ~pinned, Reason.CHOSEN)
+        self._take(wanted & ~pinned, Rule.CHOSEN)
 
     def take_old_tails(self) -> None:
         """Pick tails by their own age."""
@@ -334,7 +334,7 @@ class _Picks:
         keeps = self._inventory.keeps()
         # Where they are kept for longer they are a cache, and nothing of a hand-over.
         tails &= ~(self.units.pinned & (keeps > 0))
-        self._take(tails & (self.units.used < self._now - np.maximum(keeps, keep)), Reason.TAIL)
+        self._take(tails & (self.units.used < self._now - np.maximum(keeps, keep)), Rule.TAIL)
 
     def take_orphans(self) -> None:
         """Pick what comes behind a chunk that is gone."""
@@ -359,7 +359,7 @@ class _Picks:
                 break
             cut, above = more, further
         cut &= ~units.pinned & (units.used < self._now - self._rules.orphans)
-        self._take(cut, Reason.ORPHAN)
+        self._take(cut, Rule.ORPHAN)
 
     def take_above_group_bounds(self) -> None:
         """Pick the oldest units of each salt group of a namespace that holds too much."""
@@ -387,7 +387,7 @@ class _Picks:
         before = np.cumsum(victims.nbytes[order]) - victims.nbytes[order]
         before -= np.repeat(before[first], np.diff(first, append=len(order)))
         taken = np.sort(order[before < free[place[rows[order]]]])
-        self._add(rows[taken], victims.kinds[taken], self._why(rows[taken], Reason.GROUP))
+        self._add(rows[taken], victims.kinds[taken], self._why(rows[taken], Rule.GROUP))
         for crowded in np.flatnonzero(pinned > bound).tolist():
             row = inventory.first_rows[any_unit[crowded]]
             folder = inventory.namespaces[inventory.namespace[row]].name
@@ -401,7 +401,7 @@ class _Picks:
         free += self._rules.spare
         if free or self._rules.max_age is not None:
             victims = self._order(None, free)
-            self._add(victims.rows, victims.kinds, self._why(victims.rows, Reason.SIZE))
+            self._add(victims.rows, victims.kinds, self._why(victims.rows, Rule.SIZE))
 
     def _order(self, among: Integers | None, free: int) -> Victims:
         """Return what goes of some units or all, in the order of eviction."""
@@ -416,11 +416,11 @@ class _Picks:
             window_chunks=0 if reach is None else reach,
         )
 
-    def _why(self, units: Integers, reason: Reason) -> Masks:
+    def _why(self, units: Integers, reason: Rule) -> Masks:
         """Return the reasons for units that go because of a bound in bytes, or of their age."""
         reasons = np.full(len(units), reason, np.uint8)
         if self._rules.max_age is not None:
-            reasons[self.units.used[units] < self._now - self._rules.max_age] = Reason.AGE
+            reasons[self.units.used[units] < self._now - self._rules.max_age] = Rule.AGE
         return reasons
 
 

@@ -43,7 +43,7 @@ from kvshelf.capacity.inventory import Leftover, Total, changed_at, last_use
 from kvshelf.capacity.marks import MARKS, Marks
 from kvshelf.capacity.parallel import Attempts, in_parallel, threads_for_calls
 from kvshelf.capacity.pins import PINS, Pins
-from kvshelf.capacity.rules import Reason
+from kvshelf.capacity.rules import Rule
 from kvshelf.errors import NotRegularError, StorageError
 
 #: Most objects that are looked at one after the other, and then deleted together.
@@ -52,7 +52,7 @@ _LOOKS: Final = 100
 _MOST_REFUSED: Final = 64
 #: Seconds after a listing for which what makes room need not be looked at where looks are dear.
 _FRESH_SECONDS: Final = 600.0
-_MAKES_ROOM: Final = (Reason.GROUP, Reason.SIZE)
+_MAKES_ROOM: Final = (Rule.GROUP, Rule.SIZE)
 #: Seconds, and deletions, after which pins and marks are read again.
 _AGAIN_SECONDS: Final = 60.0
 _AGAIN_DELETIONS: Final = 1000
@@ -80,7 +80,7 @@ class Outcome:
 
     Attributes
     ----------
-    deleted : dict of Reason and Total
+    deleted : dict of Rule and Total
         Files that were deleted, by reason.
     kept : Total
         Files that stay, because they were used, replaced, changed or pinned meanwhile.
@@ -94,7 +94,7 @@ class Outcome:
         Whether all of the plan was tried.
     """
 
-    deleted: dict[Reason, Total] = field(default_factory=dict)
+    deleted: dict[Rule, Total] = field(default_factory=dict)
     kept: Total = field(default_factory=Total)
     gone: int = 0
     failed: int = 0
@@ -120,7 +120,7 @@ class Outcome:
 class _Task(NamedTuple):
     """What goes together: a leftover, or objects of the plan's unit `number` by their rows."""
 
-    reason: Reason
+    reason: Rule
     what: Leftover | list[int]
     number: int = -1
 
@@ -182,7 +182,7 @@ def carry_out(
     inventory = plan.inventory
     attempts = Attempts(pauses)
     try:
-        work = _Work(backend, plan, pace, attempts)
+        work = _Deletions(backend, plan, pace, attempts)
     except StorageError as trouble:
         outcome.error = trouble
         return outcome
@@ -229,7 +229,7 @@ def _groups(plan: Plan, at_once: int) -> Iterator[list[_Task]]:
         yield group
 
 
-class _Work:
+class _Deletions:
     """Looks at some files, and deletes them; called by any thread."""
 
     def __init__(
@@ -412,9 +412,9 @@ class _Kept:
         pins = Pins.load(backend, time_for_ages(self.now(), backend.url))
         marks = Marks.read(backend)
         inventory, choice = plan.inventory, plan.rules.choice
-        chosen = plan.reasons == Reason.CHOSEN
+        chosen = plan.reasons == Rule.CHOSEN
         # A tail goes at its age, pinned or not.
-        by_pins = plan.reasons != Reason.TAIL
+        by_pins = plan.reasons != Rule.TAIL
         by_uses = np.ones(len(by_pins), np.bool_)
         if choice is not None:
             by_pins &= ~(chosen & choice.pinned)

@@ -31,7 +31,7 @@ from enum import IntEnum
 from typing import Final
 
 
-class Reason(IntEnum):
+class Rule(IntEnum):
     """Why something is deleted, see the module."""
 
     TEMPORARY = 0

@@ -41,7 +41,7 @@ from kvshelf.capacity.lease import LEASE_SECONDS, Finding, Lease
 from kvshelf.capacity.marks import Marks
 from kvshelf.capacity.pins import Pins
 from kvshelf.capacity.room import HURRIED_SECONDS, LOOK_SECONDS, Room
-from kvshelf.capacity.rules import Reason, Rules
+from kvshelf.capacity.rules import Rule, Rules
 from kvshelf.errors import StorageError
 
 #: Seconds for which a listing is used; in the last ones no sweep begins because of it, so that the
@@ -291,7 +291,7 @@ class Listed:
         """Take from the plan what goes now, of a shelf that holds so many bytes."""
         planned = self.plan
         # What goes to make room comes last.
-        by_size = planned.reasons == Reason.SIZE
+        by_size = planned.reasons == Rule.SIZE
         first = int(by_size.argmax()) if by_size.any() else len(planned.units)
         held -= int(planned.nbytes[:first].sum())
         held -= sum(leftover.size for leftover, _ in planned.leftovers)

@@ -40,7 +40,7 @@ from kvshelf.backends.guard import GuardedBackend
 from kvshelf.capacity.collect import plan
 from kvshelf.capacity.deletion import Outcome, carry_out
 from kvshelf.capacity.inventory import Inventory, Total
-from kvshelf.capacity.rules import Reason, Rules
+from kvshelf.capacity.rules import Rule, Rules
 from kvshelf.errors import StorageError
 from kvshelf.format.names import parse_namespace_folder, parse_path
 from kvshelf.metrics import Counters
@@ -447,7 +447,7 @@ class Walk:
             stop=lambda: self._stops() or time.monotonic() > end,
             pace=GilPace().rest,
         )
-        for reason in (Reason.TAIL, Reason.MARKER):
+        for reason in (Rule.TAIL, Rule.MARKER):
             deleted = outcome.deleted.get(reason, Total())
             self._counters.add("leftovers_deleted", deleted.count)
         if outcome.error is not None and outcome.error.retryable:

@@ -20,7 +20,7 @@ from kvshelf.capacity.deletion import Outcome, carry_out
 from kvshelf.capacity.inventory import Inventory, Total
 from kvshelf.capacity.marks import Marks
 from kvshelf.capacity.pins import Pins
-from kvshelf.capacity.rules import Reason, Rules
+from kvshelf.capacity.rules import Rule, Rules
 from kvshelf.capacity.uses import resolution
 from kvshelf.cli.common import (
     PROBLEM,
@@ -41,14 +41,14 @@ from kvshelf.config import CapacityConfig, Config, history_dir
 from kvshelf.history import History
 
 _WHY: Final = {
-    Reason.TEMPORARY: "temporaries of killed writers",
-    Reason.QUARANTINE: "bad objects that were moved aside long ago",
-    Reason.MARKER: "markers of old hand-overs",
-    Reason.TAIL: "tails of old hand-overs",
-    Reason.ORPHAN: "chunks behind one that is gone",
-    Reason.AGE: "not used for max_age",
-    Reason.GROUP: "used longest ago in a salt group above its bound",
-    Reason.SIZE: "used longest ago of all, above max_bytes",
+    Rule.TEMPORARY: "temporaries of killed writers",
+    Rule.QUARANTINE: "bad objects that were moved aside long ago",
+    Rule.MARKER: "markers of old hand-overs",
+    Rule.TAIL: "tails of old hand-overs",
+    Rule.ORPHAN: "chunks behind one that is gone",
+    Rule.AGE: "not used for max_age",
+    Rule.GROUP: "used longest ago in a salt group above its bound",
+    Rule.SIZE: "used longest ago of all, above max_bytes",
 }
 
 
@@ -235,7 +235,7 @@ def _json(url: str, found: Plan, outcome: Outcome | None) -> dict[str, Any]:
     return row
 
 
-def _totals(totals: dict[Reason, Total]) -> dict[str, dict[str, int]]:
+def _totals(totals: dict[Rule, Total]) -> dict[str, dict[str, int]]:
     return {
         reason.name.lower(): {"files": total.count, "bytes": total.nbytes}
         for reason, total in totals.items()

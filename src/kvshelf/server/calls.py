@@ -7,7 +7,7 @@ listings that clients are in the middle of:
 method             arguments                    answer
 =================  ===========================  =================================================
 ``properties``                                  :class:`~kvshelf.server.messages.Facts`
-``stat``           names                        :class:`~kvshelf.server.messages.Found`
+``stat``           names                        :class:`~kvshelf.server.messages.FoundSizes`
 ``info``           name                         ``[name, size, mtime, atime, ctime]``, or None
 ``read``           name, offset, bytes          ``[size of the object, bytes]``
 ``list``           folder, number or None,      ``[rows as those of info, number or None]``; the
@@ -55,7 +55,7 @@ from kvshelf.server.messages import (
     UNKNOWN,
     Facts,
     Fault,
-    Found,
+    FoundSizes,
     WriteMode,
 )
 
@@ -194,7 +194,7 @@ def _row(info: ObjectInfo) -> list[Any]:
     return [info.name, info.size, info.mtime, info.atime, info.ctime]
 
 
-def found(answers: StatResults) -> Found:
+def found(answers: StatResults) -> FoundSizes:
     """Return the message for the answers of a probe."""
     sizes: list[int] = []
     fault = None
@@ -208,7 +208,7 @@ def found(answers: StatResults) -> Found:
         else:
             fault = fault or Fault.of(answer)
             sizes.append(UNKNOWN)
-    return Found(sizes, fault)
+    return FoundSizes(sizes, fault)
 
 
 def facts(backend: GuardedBackend) -> Facts:

@@ -17,7 +17,7 @@ request                   reply
 ========================  ===========================================
 :class:`Ping`             :class:`Done`
 :class:`Register`         :class:`Registered`
-:class:`Find`             :class:`Found`
+:class:`Find`             :class:`FoundSizes`
 :class:`LookUpChunks`     :class:`LookedUp`
 :class:`Fetch`            :class:`Fetched`, once or several times: one outcome for each object
 :class:`Store`            :class:`Stored`
@@ -107,7 +107,7 @@ Argument: TypeAlias = (
     bool | int | float | Annotated[str, msgspec.Meta(max_length=4096)] | Names | None
 )
 
-#: Answers of :class:`Found` that are no sizes.
+#: Answers of :class:`FoundSizes` that are no sizes.
 MISSING: Final = -1
 NOT_REGULAR: Final = -2
 UNKNOWN: Final = -3
@@ -374,7 +374,7 @@ class Registered(Message, frozen=True, tag="registered"):
     namespace: int
 
 
-class Found(Message, frozen=True, tag="found"):
+class FoundSizes(Message, frozen=True, tag="found"):
     """What exists.
 
     Attributes
@@ -463,7 +463,16 @@ class Draining(Message, frozen=True, tag="draining"):
 
 
 Reply: TypeAlias = (
-    Done | Registered | Found | LookedUp | Fetched | Stored | Result | Appeared | Draining | Fault
+    Done
+    | Registered
+    | FoundSizes
+    | LookedUp
+    | Fetched
+    | Stored
+    | Result
+    | Appeared
+    | Draining
+    | Fault
 )
 
 # ------------------------------------------------------------------------------- frames

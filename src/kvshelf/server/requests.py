@@ -39,7 +39,7 @@ def probe(
     answers: StatResults = []
     try:
         for future in [channel.request(question) for question in questions]:
-            found = answer_to(future, messages.Found)
+            found = answer_to(future, messages.FoundSizes)
             unknown: Exception | None = None if found.fault is None else found.fault.error()
             if not isinstance(unknown, StorageError):
                 unknown = TransientStorageError(errno.EIO, str(unknown), channel.url)

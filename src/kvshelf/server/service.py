@@ -50,7 +50,7 @@ from kvshelf.server.messages import (
     Fault,
     Fetch,
     Find,
-    Found,
+    FoundSizes,
     LookedUp,
     LookUpChunks,
     Result,
@@ -249,7 +249,7 @@ class Service:
         client : bytes
         request : Find
         done : Callable
-            Gets a :class:`~kvshelf.server.messages.Found`, or a fault.
+            Gets a :class:`~kvshelf.server.messages.FoundSizes`, or a fault.
 
         Raises
         ------
@@ -263,21 +263,21 @@ class Service:
         here = self._memory.sizes(list(map(key_of, names)))
         missing = [name for name, size in zip(names, here, strict=True) if size is None]
         if not missing:
-            done(Found([size for size in here if size is not None]))
+            done(FoundSizes([size for size in here if size is not None]))
             return
 
-        def answer(outcome: Found | Exception) -> None:
+        def answer(outcome: FoundSizes | Exception) -> None:
             if isinstance(outcome, Exception):
                 done(Fault.of(outcome))
                 return
             rest = iter(outcome.answers)
             answers = [next(rest) if size is None else size for size in here]
-            done(Found(answers, outcome.fault))
+            done(FoundSizes(answers, outcome.fault))
 
         self._probe(client, missing, answer)
 
     def _probe(
-        self, client: bytes, names: Sequence[str], answer: Callable[[Found | Exception], None]
+        self, client: bytes, names: Sequence[str], answer: Callable[[FoundSizes | Exception], None]
     ) -> None:
         objects: list[NamedObject | None] = [None] * len(names)
         if self._storage.has_tier:
@@ -335,9 +335,11 @@ class Service:
             self._looked_up(client, request, pinned, [[]] * len(missing), done)
             return
 
-        def answer(outcome: Found | Exception) -> None:
+        def answer(outcome: FoundSizes | Exception) -> None:
             # Where the shelf fails, what is in memory counts.
-            sizes = iter(outcome.answers if isinstance(outcome, Found) else [UNKNOWN] * len(asked))
+            sizes = iter(
+                outcome.answers if isinstance(outcome, FoundSizes) else [UNKNOWN] * len(asked)
+            )
             there = [[(name, next(sizes)) for name in absent] for absent in missing]
             self._looked_up(client, request, pinned, there, done)
 
@@ -461,7 +463,7 @@ class Service:
         request : Call
         done : Callable
             Gets a :class:`~kvshelf.server.messages.Result`; for ``stat`` a
-            :class:`~kvshelf.server.messages.Found`; or a fault.
+            :class:`~kvshelf.server.messages.FoundSizes`; or a fault.
         """
         self._clients.add(client)
         method, args = request.method, request.args
@@ -488,7 +490,7 @@ class Service:
             if isinstance(outcome, Exception):
                 done(Fault.of(outcome))
             else:
-                done(outcome if isinstance(outcome, Found) else Result(outcome))
+                done(outcome if isinstance(outcome, FoundSizes) else Result(outcome))
 
         def returned(outcome: Any) -> None:
             if client not in self._clients:

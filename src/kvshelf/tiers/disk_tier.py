@@ -37,7 +37,7 @@ from kvshelf.backends.breaker import DEFAULT_BACKOFF, Backoff
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.buffers import Buffer, BufferPool
-from kvshelf.capacity.rules import Reason
+from kvshelf.capacity.rules import Rule
 from kvshelf.capacity.uses import Uses
 from kvshelf.errors import (
     BadObjectError,
@@ -483,7 +483,7 @@ class DiskTier:
 
     def _make_room(self, shelf: Shelf, bounded: BoundedBackend, size: int) -> None:
         outcome = bounded.make_room(size, shelf.backend)
-        evicted = outcome.deleted.get(Reason.SIZE)
+        evicted = outcome.deleted.get(Rule.SIZE)
         if evicted is not None:
             self._counters.add("disk_tier_evicted_objects", evicted.count)
             self._counters.add("disk_tier_evicted_bytes", evicted.nbytes)

@@ -161,7 +161,7 @@ class CopyReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _Item:
+class _ToCopy:
     """One selected object; `fmt` is of its kind, `chunk` has its parent only if `parent_known`."""
 
     fmt: ObjectFormat
@@ -174,7 +174,7 @@ class _Item:
 
 
 @dataclass(slots=True)
-class _State:
+class _Progress:
     """The state shared by the threads of one copy."""
 
     report: CopyReport
@@ -190,7 +190,7 @@ class _State:
             setattr(self.report, name, getattr(self.report, name) + more)
             self.on_progress(self.report)
 
-    def count_copied(self, item: _Item, nbytes: int) -> None:
+    def count_copied(self, item: _ToCopy, nbytes: int) -> None:
         with self.lock:
             self.report.copied += 1
             self.report.windows += item.parsed.kind == WINDOW
@@ -252,7 +252,7 @@ def copy_shelf(
     """
     begin = time.monotonic()
     report = CopyReport() if report is None else report
-    state = _State(report, on_progress, on_problem)
+    state = _Progress(report, on_progress, on_problem)
     to_do = _to_do(
         _find(source, target, selection, state, describe=not dry_run),
         state,
@@ -271,8 +271,8 @@ def copy_shelf(
 
 
 def _to_do(
-    items: Iterable[_Item], state: _State, *, verify_existing: bool, dry_run: bool
-) -> Iterator[_Item]:
+    items: Iterable[_ToCopy], state: _Progress, *, verify_existing: bool, dry_run: bool
+) -> Iterator[_ToCopy]:
     """Yield what is to be copied or verified; count the rest."""
     for item in items:
         if dry_run:
@@ -290,8 +290,8 @@ def _to_do(
 
 
 def _find(
-    source: Shelf, target: Shelf, selection: Selection, state: _State, *, describe: bool
-) -> Iterator[_Item]:
+    source: Shelf, target: Shelf, selection: Selection, state: _Progress, *, describe: bool
+) -> Iterator[_ToCopy]:
     """Yield the selected objects, and whether the target has each of them."""
     formats = _formats(source, target, selection, state)
     described: set[bytes] = set()
@@ -334,7 +334,7 @@ def _check_there(source: Shelf, folders: Sequence[str]) -> None:
             )
 
 
-def _describe(target: Shelf, fmt: ObjectFormat, state: _State) -> None:
+def _describe(target: Shelf, fmt: ObjectFormat, state: _Progress) -> None:
     for pause in PAUSES:
         try:
             return target.view(fmt).describe()
@@ -351,7 +351,7 @@ def _batches(items: Iterable[_T], size: int) -> Iterator[list[_T]]:
 
 
 def _formats(
-    source: Shelf, target: Shelf, selection: Selection, state: _State
+    source: Shelf, target: Shelf, selection: Selection, state: _Progress
 ) -> list[tuple[str, ObjectFormat]]:
     found = []
     infos = list(source.namespaces())
@@ -394,8 +394,8 @@ def _formats(
 
 
 def _listed(
-    source: Shelf, folder: str, fmt: ObjectFormat, selection: Selection, state: _State
-) -> Iterator[_Item]:
+    source: Shelf, folder: str, fmt: ObjectFormat, selection: Selection, state: _Progress
+) -> Iterator[_ToCopy]:
     for row in source.objects(folder):
         if not selection.has_time(row.mtime):
             continue
@@ -406,10 +406,10 @@ def _listed(
             state.count("found")
             state.problem("bad", row.name, str(error))
             continue
-        yield _Item(own, row.name, row.parsed, chunk, row.size)
+        yield _ToCopy(own, row.name, row.parsed, chunk, row.size)
 
 
-def _of_prompts(source: Shelf, fmt: ObjectFormat, prompts: Sequence[Prompt]) -> Iterator[_Item]:
+def _of_prompts(source: Shelf, fmt: ObjectFormat, prompts: Sequence[Prompt]) -> Iterator[_ToCopy]:
     """Yield the objects of the prompts that the source has, of all kinds."""
     wanted = (
         (own, ObjectRef(chunk, shard))
@@ -425,7 +425,7 @@ def _of_prompts(source: Shelf, fmt: ObjectFormat, prompts: Sequence[Prompt]) -> 
             name = object_name(chunk, shard, own.shards, own.kind)
             parsed = parse_object_name(name)
             assert parsed is not None
-            yield _Item(
+            yield _ToCopy(
                 own,
                 f"{fmt.namespace.folder}/{name}",
                 parsed,
@@ -441,14 +441,14 @@ def _of_prompts(source: Shelf, fmt: ObjectFormat, prompts: Sequence[Prompt]) -> 
 class _Copier:
     """Copies one object; called by any of the threads."""
 
-    def __init__(self, source: Shelf, target: Shelf, state: _State) -> None:
+    def __init__(self, source: Shelf, target: Shelf, state: _Progress) -> None:
         self._source = source
         self._target = target
         self._state = state
         self._own = threading.local()
         self._large = threading.Lock()
 
-    def __call__(self, item: _Item) -> None:
+    def __call__(self, item: _ToCopy) -> None:
         """Copy one object, with retries after errors that may pass; count what became of it."""
         state = self._state
         try:
@@ -468,7 +468,7 @@ class _Copier:
             buffer = self._own.buffer = bytearray(size)
         return memoryview(buffer)[:size]
 
-    def _copy(self, item: _Item) -> None:
+    def _copy(self, item: _ToCopy) -> None:
         size = item.fmt.object_size(item.parsed.shard, item.parsed.tail_tokens)
         if size > _MOST_BYTES:
             text = f"it cannot be copied: {size} bytes, more than {_MOST_BYTES}"
@@ -479,7 +479,7 @@ class _Copier:
         else:
             self._copy_through(item, self._buffer(size))
 
-    def _copy_through(self, item: _Item, buffer: memoryview) -> None:
+    def _copy_through(self, item: _ToCopy, buffer: memoryview) -> None:
         bad = False
         if item.present:
             try:
@@ -507,7 +507,7 @@ class _Copier:
         return self._state.count_copied(item, len(buffer))
 
     @staticmethod
-    def _read(shelf: Shelf, item: _Item, buffer: memoryview) -> Chunk:
+    def _read(shelf: Shelf, item: _ToCopy, buffer: memoryview) -> Chunk:
         chunk = shelf.view(item.fmt).load_named(item.parsed, buffer)
         if item.parent_known and chunk != item.chunk:
             item.fmt.verify_buffer(buffer, item.chunk, item.parsed.shard)
