@@ -2,15 +2,16 @@
 
 Contracts
 ---------
-* Each object is looked at once more before it goes. A unit stays of which an object has been used
-  or replaced since the inventory, by the storage's clock of now, and a leftover that has changed.
-  Not looked at is what a command chose without regard to uses; and what makes room within ten
-  minutes of the listing where one request deletes many: a look at each would take a hundred times
-  as long as its deletion, and there marks tell of uses, not the times of objects.
+* Each object is checked once more before it is deleted. A unit is kept if one of its objects was
+  used or replaced since the inventory, by the storage's current clock; so is a leftover that has
+  changed. Objects are not checked if a command chose them without regard to uses, nor if they make
+  room within ten minutes of the listing where one request deletes many: a check would take a
+  hundred times as long as the deletion, and there uses are recorded in marks, not in the times of
+  objects.
 * Pins and marks are read again every minute and every thousand deletions, also after the process
   or the machine has slept: what has become pinned, or is marked as used since the plan, stays. A
   plan that heeds no pins is carried out without them.
-* What others have deleted meanwhile is not an error.
+* An object that another process has deleted meanwhile is not an error.
 * A process that is killed in between leaves what costs a miss, at most: some of the objects that
   are deleted at the same time may be left, and all that follow them in the plan. Without latency
   these are the objects of one unit; else a hundred, or as many as one request deletes, for each
@@ -85,7 +86,7 @@ class Outcome:
     kept : Total
         Files that stay, because they were used, replaced, changed or pinned meanwhile.
     gone : int
-        Files that somebody else had deleted.
+        Files that another process had deleted.
     failed : int
         Files that the storage did not allow to delete.
     error : StorageError or None
@@ -283,7 +284,7 @@ class _Work:
                 raise trouble
 
         try:
-            # Who does not know the pins must not delete.
+            # Without the pins nothing may be deleted.
             turn = self._kept.turn()
             error = self._attempts.make(make)
         except StorageError as trouble:

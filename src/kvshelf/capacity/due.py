@@ -34,7 +34,8 @@ _MOST_RUNNING_PART: Final = 0.9
 #: Share of ``max_bytes`` from which on sweeps may take more, and as much as they may take at all.
 SHORT: Final = 0.9
 _PRESSED: Final = 0.925
-#: Share from which on others sweep than who did last: it has a plan at hand.
+#: Share of ``max_bytes`` from which on processes other than the last sweeper sweep: that one still
+#: has a plan.
 _OTHERS: Final = 0.95
 #: Sweeps may take at once what they may take in so many seconds.
 _AVERAGE_SECONDS: Final = 600.0
@@ -156,7 +157,7 @@ def due_in(
     bound, max_age, group = rules.max_bytes, rules.max_age, rules.group_max_bytes
     high = rules if ours or age > RELIST_SECONDS else replace(rules, high=_OTHERS)
     if high.to_free(used, bound) > 0:
-        # After a sweep that could not make room another one cannot either: all is pinned, or young.
+        # If a sweep freed nothing (all pinned or too new), another one right away would not either.
         in_vain = finished and rules.to_free(finding.nbytes, bound) > 0
         return max(0.0, (SWEEP_SECONDS if in_vain else SHORT_SECONDS) - age)
     least = max(SWEEP_SECONDS, min(finding.seconds / CORE_PART, RELIST_SECONDS))

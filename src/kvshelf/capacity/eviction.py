@@ -198,7 +198,7 @@ def choose(
         return _none()
     needs = _needs(units)
     reach = np.broadcast_to(np.minimum(np.asarray(window_chunks, np.int64), _WHOLE), (size,))
-    # What lies in the future was used now.
+    # Times in the future count as now.
     same = _LEAST_SAME
     some = slice(None, None, 1 + size // _SAMPLED)
     used = units.used[some][~units.pinned[some]]

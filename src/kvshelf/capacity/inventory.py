@@ -21,7 +21,7 @@ Contracts
 * An object is a file with exactly the name of one, in a namespace whose record does not say that
   it is of another version of the format. All else is counted, and never among the objects.
 * Links, pipes and folders in quarantine are leftovers like bad objects; elsewhere they are nothing.
-* A shelf may change while it is listed. Who deletes looks at each object again.
+* A shelf may change while it is listed. A deletion checks each object again.
 * What is more than a shelf has (2^24 objects, 2^20 salt groups) is counted only, or refused.
 
 Threads
@@ -587,7 +587,7 @@ class Inventory:
         order = np.argsort(place, kind="stable")
         cuts = np.flatnonzero(np.diff(place[order])) + 1
         for units in np.split(order, cuts):
-            # Whoever asks for their keys makes a copy of them.
+            # A caller that asks for their keys makes a copy of them.
             for begin in range(0, len(units), _UNITS_AT_ONCE):
                 some = units[begin : begin + _UNITS_AT_ONCE]
                 yield int(spaces[some[0]]), int(groups[some[0]]), some

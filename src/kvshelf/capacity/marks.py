@@ -268,7 +268,7 @@ def _write_file(backend: Backend, batches: Sequence[Batch]) -> None:
         for batch in batches
     ]
     header = json.dumps({"version": _VERSION, "sections": described}).encode() + b"\n"
-    # The hour only helps people who look at a listing.
+    # The hour is for people: they see it in a listing.
     name = f"{MARKS}/{int(time.time() // 3600)}-{os.urandom(8).hex()}"
     backend.write(name, [header, *(batch.keys for batch in batches)])
 

@@ -7,7 +7,7 @@ it back if nothing was written.
 
 The estimate is what the last listing found, and since then what this process wrote, or what the
 filesystem's free space has become less by, if that is more: what other engines wrote, and other
-programs. Space that somebody frees meanwhile hides nothing of that: decreases from one look to the
+programs. Space that is freed meanwhile hides none of these writes: decreases from one look to the
 next are added up, with what this process deleted in between. Where the storage does not tell its
 free space, writers tell what they wrote (:mod:`kvshelf.capacity.written`). Writes under way are
 added to any of them.
@@ -185,7 +185,7 @@ class Room:
                 self._taken += nbytes
                 self._begun += nbytes
             self._refused |= not allowed
-            # A store that finds no room at all hurries nobody: deletions make room.
+            # A store that finds no room at all does not wake the sweeper: deletions make room.
             if not full and not self.is_urgent and self._taken > self.left * _WAKE_PART:
                 wake = self.is_urgent = True
         if wake:

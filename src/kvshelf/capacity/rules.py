@@ -115,7 +115,7 @@ class Rules:
         """Return how many of `held` bytes must go because of a bound in bytes."""
         if bound is None:
             return 0
-        # What is larger than the bound is not stored, whatever goes.
+        # An object larger than the bound is never stored, however much is deleted.
         most = bound - self.largest if self.largest <= bound else bound
         return held - min(int(self.low * bound), most) if held > min(self.high * bound, most) else 0
 

@@ -356,7 +356,7 @@ class Sweeper:
         except StorageError as error:
             failed, pause = True, self._handle("list", error)
         except Exception as error:  # noqa: BLE001  logged and counted
-            # Nothing that somebody can put onto a shelf may lift its bounds.
+            # No file on a shelf, whatever wrote it, may lift the shelf's bounds.
             failed, pause = True, self._note_error(error)
             self._begun = None
         else:

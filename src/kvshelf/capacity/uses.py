@@ -195,7 +195,8 @@ class Uses:
         self._waits_since = 0.0
         #: Set when all that was noted before is recorded.
         self._flushes: list[threading.Event] = []
-        #: Loads need not come first.
+        #: Set by flush and close: uses are recorded now, without the delay that lets loads go
+        #: first.
         self._hurry = threading.Event()
         #: When the use of a chunk, or of an object, is recorded again; the oldest first.
         self._due: OrderedDict[object, float] = OrderedDict()

@@ -1,8 +1,8 @@
 """Walks through a shelf for what hand-overs, killed writers and bad objects leave behind.
 
 Owns when which folder is looked into, and the account of the tails and markers of this process. One
-folder is listed at a time (:class:`~kvshelf.capacity.inventory.Inventory`), so that nobody notices;
-what goes is :mod:`kvshelf.capacity.collect`'s. With or without bounds a process looks
+folder is listed at a time (:class:`~kvshelf.capacity.inventory.Inventory`), so that the load stays
+low; what goes is :mod:`kvshelf.capacity.collect`'s. With or without bounds a process looks
 
 * into the folders of the namespaces that it writes to, for temporaries of killed writers and old
   bad objects, once an hour while it writes, and for tails and markers of hand-overs once in the age
@@ -20,8 +20,8 @@ Contracts
 * Deletes nothing more where the storage forbids it; one log line says so. Other trouble of the
   storage ends a piece of work, which is done later. It opens no circuit breaker, and while that for
   reads is open the storage is left alone.
-* Whoever has the thread calls :meth:`Walk.step` and :meth:`Walk.make_room` on it, which block on
-  the storage. All other methods may be called from any thread, and none waits for the storage.
+* :meth:`Walk.step` and :meth:`Walk.make_room` block on the storage; the owner of the thread calls
+  them on it. All other methods may be called from any thread, and none waits for the storage.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ _PERIOD: Final = 3600.0
 _FOLDERS: Final = 256
 #: Least seconds from one folder of a walk to the next.
 _LEAST_PAUSE: Final = 1.0
-#: Seconds after which it is said again how long tails are kept. Until others would delete tails
-#: they know it again, if somebody deleted what says it.
+#: Seconds after which the object that says how long tails are kept is written again. If it was
+#: deleted, it is back before others would delete tails.
 _SAY_SECONDS: Final = 1800.0
-#: Seconds after trouble of the storage.
+#: Pause after an error of the storage, in seconds.
 _TROUBLE_SECONDS: Final = 30.0
 #: Most of its own leftovers that a process remembers, and looks at in one piece of work; walks find
 #: the others.
@@ -376,9 +376,9 @@ class Walk:
     # ------------------------------------------------------------- a full storage
 
     def make_room(self) -> int:
-        """Delete what nobody needs on a storage that is full, for about two seconds.
+        """Delete unneeded files on a storage that is full, for about two seconds.
 
-        The next call goes on there. Trouble of the storage ends it, and is not raised.
+        The next call continues there. An error of the storage ends it, and is not raised.
 
         Returns
         -------

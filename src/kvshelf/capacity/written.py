@@ -1,17 +1,17 @@
 """What all writers of a shelf have written, where the storage does not tell its free space.
 
 Owns the files ``.kvshelf/written/<id>-<bytes>`` at the root of a shelf: each process that stores to
-a bounded shelf says there how much it has written since it began. The number is in the name, so
-that one listing reads them all. A process that tells of more writes a new file and removes its old
-one.
+a bounded shelf publishes there how much it has written since it started. The number is in the name,
+so that one listing reads them all. To publish a new number a process writes a new file and removes
+its old one.
 
 Contracts
 ---------
-* Anybody may write anything there. From these numbers follows when stores end, and when a shelf is
-  listed again; never what is deleted. A number that makes no sense is left out.
-* Files that are older than a day are removed by who lists the shelf: their writers have ended, or
-  tell again, and begin at nothing.
-* A process that may not delete tells once only.
+* Any writer of the shelf can write false numbers there. They decide when stores end and when a
+  shelf is listed again, never what is deleted. A number that makes no sense is ignored.
+* A process that lists the shelf removes files older than a day: their writers have ended, or
+  publish again and begin at 0.
+* A process that may not delete publishes once only.
 
 Blocks on the storage. Used by one thread.
 """
@@ -116,7 +116,7 @@ class Written:
             if before is not None:
                 self._backend.delete(before)
         except StorageError as error:
-            # Files that nobody may remove would become many.
+            # Files that cannot be removed would accumulate.
             self._tells = error.retryable
             logger.debug("it is not told what was written: %s", error)
 

@@ -8,7 +8,7 @@ Contracts
   can map the memory for reading only, and neither process can change its length: the file is
   sealed. The file has no name, so the memory is gone with the last process that has it.
 * Memory of another process is mapped for reading only, and only if its length can never change: a
-  file that becomes shorter would end whoever reads it with SIGBUS.
+  process that reads a file after it was cut short is killed by SIGBUS.
 * A process that is forked from this one has neither memory that is page-locked nor shared.
 * A GPU copies no object that lies across one of :attr:`Arena.borders`, where its memory is
   page-locked.

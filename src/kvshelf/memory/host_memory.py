@@ -1,8 +1,8 @@
 """Host memory that holds named objects: what is here, what is pinned, what each owner may have.
 
 Owns an arena and the table from names to the objects in it. The memory tier of a process and the
-memory of a node server are uses of it. Which objects go to make room for others is decided by
-:mod:`kvshelf.memory.places`.
+memory of a node server are uses of it. :mod:`kvshelf.memory.places` decides which objects are
+evicted to make room for others.
 
 Contracts
 ---------
@@ -12,8 +12,8 @@ Contracts
   for lookups at once; its memory is free when its last pin is. What was reserved for a name before
   the name was forgotten is not published: it may be a copy of what is gone.
 * An owner reserves no more than its :class:`~kvshelf.memory.places.Budget`, or one object.
-* A slot's number is free again together with its memory, and gets another generation before that.
-  Who knows number and generation can tell whether the memory was still the object's.
+* A slot's number is reused together with its memory, with a new *generation*. Number and generation
+  together tell a reader whether the memory still held the object.
 * After :meth:`HostMemory.close` the arena is closed once nothing is pinned or reserved.
 * Any thread may call all methods. None waits for anything but the lock, and none holds it for much
   longer than a few evictions take, however many objects there are. :meth:`HostMemory.reserve` and
@@ -395,8 +395,8 @@ class HostMemory:
     def expire(self, slot: Slot) -> None:
         """Change the generation of a pinned slot now.
 
-        Who was told the one before notices it. The object stays, for others and with the new
-        generation; its memory cannot be reused before the pin ends.
+        Readers that know the previous one notice the change. The object stays, for others and with
+        the new generation; its memory cannot be reused before the pin ends.
         """
         with self._lock:
             if slot.state in (State.RESIDENT, State.REMOVED):

@@ -1,4 +1,4 @@
-"""Where the objects of a host memory lie, and which of them go to make room.
+"""Where the objects of a host memory lie, and which of them are evicted to make room.
 
 Owns the range of memory, the slots in it, and the order of eviction; :mod:`.host_memory` owns
 names, pins and the lock. It knows offsets, and touches no memory itself.
@@ -6,13 +6,13 @@ names, pins and the lock. It knows offsets, and touches no memory itself.
 Contracts
 ---------
 * *Leaves* are evicted, the least recently used first: an object stays while an object that names
-  it as its parent is there. So the beginning of a prompt outlives its end. Only where evicted
-  leaves of as many bytes as the new object has left gaps that are too small for it, objects that
-  lie side by side go, those that were used least recently, leaves or not. So an object of any
-  size finds room without much else being evicted, whatever sizes came before it.
-* Nothing is evicted for an object that finds no room: pins leave no run (:mod:`.runs`) of its
-  size. Leaves in runs that are too short for it stay too. Where most of the oldest leaves lie in
-  such runs, the order of eviction is that of a sample.
+  it as its parent is there. So the beginning of a prompt outlives its end. Where leaves with as
+  many bytes as the new object were evicted and left only gaps too small for it, adjacent objects
+  are evicted, the least recently used ones, leaves or not. So an object of any size finds room
+  without much else being evicted, whatever sizes came before it.
+* If pinned objects leave no contiguous range (:mod:`.runs`) of its size, nothing is evicted, and
+  the reservation fails. Leaves in ranges too short for the object stay too. Where most of the
+  oldest leaves lie in such ranges, the order of eviction is that of a sample.
 * It has no lock: its owner locks. No step takes much longer than a few evictions, however many
   objects there are.
 """
@@ -34,7 +34,7 @@ _STEPS: Final = 8
 _LOOKS: Final = 16
 #: In one step, so many changes of pins are sorted into the runs, or leaves into the queue.
 _SORTED: Final = 4
-#: Says that room is still being made.
+#: Means that room is still being made.
 GO_ON: Final = -1
 
 
@@ -118,7 +118,7 @@ class Slot:
         #: Whose budget it takes while it is reserved.
         self.owner: Budget | None = None
         self.state = State.RESERVED
-        #: While it is reserved, the pin of who reserved it.
+        #: While it is reserved, this includes the pin of its reserver.
         self.pins = 1
         self.used = 0
         #: Whether it is in the queue of leaves.

@@ -285,7 +285,7 @@ class HitSearch:
     def remember(self) -> None:
         """Let other searches know the answer; after :meth:`finish`.
 
-        By itself, as it takes longer than the rest: whoever waits for the answer has it before.
+        Separate, as it takes longer than the rest: callers get their answer before it.
         """
         if self._prefix is not None:
             self._prefix.remember()

@@ -286,8 +286,8 @@ class LookupService:
             Called once on the background thread when the answer is there, also when the
             lookup was cancelled. Must not block.
         prepare : Callable, optional
-            Called first, on the background thread, with a function; `make_chain` is called once
-            somebody, on any thread, has called this one. Neither may block.
+            Called first, on the background thread, with a function. `make_chain` is called once
+            that function was called, on any thread. Neither may block.
         """
         lookup = Lookup(
             tokens, make_chain, first_chunk, on_done, self._log, ends, tail_end, prepare
@@ -779,7 +779,7 @@ class _Rounds:
                         known=search.known,
                         tail=tail if search.hit_chunks > chunks else None,
                     )
-                # Whoever waits for the answer goes on before that.
+                # The threads that wait for the answer continue before that.
                 self._pace.rest()
                 search.remember()
                 service._note_speed(lookup, self._lookups[lookup])

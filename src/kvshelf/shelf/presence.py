@@ -5,9 +5,9 @@ dropped before. It knows keys and times; it does not call the storage. Each kind
 remembered for itself, by its kind key (:func:`kvshelf.format.kinds.kind_key`).
 
 Each thing that is learned has a *generation*: a number for the moment at which the storage was
-asked, or at which an event happened to the chunk. An older answer never replaces a younger one,
-however late it arrives. When an entry is evicted, its generation becomes the floor for every key
-without an entry.
+asked, or at which an event happened to the chunk. Answers are ordered by the time of their probe: a
+stale one never replaces a newer one. When an entry is evicted, its generation becomes the floor for
+every key without an entry.
 
 ===========  ===========================================================  =================
 a chunk is   because                                                      for

@@ -72,7 +72,7 @@ class FailedRead(NamedTuple):
 
 
 class Pinned(Protocol):
-    """The bytes of one whole, verified object in memory that somebody else owns.
+    """The bytes of one whole, verified object in memory of another owner.
 
     They are read in place, and must not be used after :meth:`release`. Any thread may call the
     methods; none blocks.
@@ -102,7 +102,7 @@ class Staging(Protocol):
         """
 
 
-#: Objects in memory, whole and verified, by shard. Who has them releases each, once.
+#: Objects in memory, whole and verified, by shard. Their holder releases each, once.
 Fetched: TypeAlias = dict[int, Pinned]
 
 

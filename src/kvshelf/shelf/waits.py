@@ -2,35 +2,35 @@
 
 One engine stores the KV of a prompt while another waits for it. The waiting side names the
 *pieces* that it needs, in their order: one kind of KV of one chunk or tail each. Owns the thread
-that asks the storage for the pieces of all who wait, and how often it asks.
+that probes the storage for the pieces of all waits, and how often it does.
 
 A piece is there when its objects of all shards have the right sizes. Nothing is remembered but
 which pieces were seen: no misses, and no failed loads. A piece that vanishes after it was seen
 still counts as seen; the load finds out.
 
-What is asked
+What is probed
 -------------
 * Of each wait only the next missing piece, and of that only the object that was missing last. When
-  it appears, the rest of the piece and more and more of the pieces behind it are asked for at once.
-* All who are due are asked for together, each object once.
+  it appears, one probe covers the rest of the piece and more and more of the pieces behind it.
+* All due waits share one probe per object.
 * Now and then the marker by which the producer of the pieces says that it gave up.
 
-When it is asked
+When it is probed
 ----------------
 Where the storage gives notices (:mod:`kvshelf.backends.notices`), when a missing object appears
 in the folder that the shelf writes to, and now and then. Elsewhere, and where the system refuses a
-watch, at intervals that follow from what a round of questions costs: asking takes a bounded share
-of one core, a smaller one when no piece has come for a while.
+watch, at intervals that follow from the cost of a round: probes take a bounded share of one core, a
+smaller one when no piece has appeared for a while.
 
 Contracts
 ---------
 * :class:`Wait` and :class:`WaitService` are used on an engine's step thread: their calls take
   microseconds and never touch the storage. A wait's state is written by the background thread.
-* A storage error or an open circuit breaker means "not yet": the pieces are asked for again, less
-  and less often. Only its caller ends a wait that takes too long (:meth:`Wait.cancel`).
+* A storage error or an open circuit breaker means "not yet": the pieces are probed again, less and
+  less often. Only its caller ends a wait that takes too long (:meth:`Wait.cancel`).
 * A thread that is stuck in the storage is replaced (:mod:`kvshelf.shelf.threads`). The other thread
   goes on with all waits.
-* Folders are watched only while somebody waits for an object in them.
+* Folders are watched only while a wait needs an object in them.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ _HIGH_LATENCY_COST: Final = 0.2e-3
 #: Time to the next question after a storage error, doubled with each further one.
 _FIRST_BACKOFF: Final = 50e-3
 _LONGEST_BACKOFF: Final = 0.5
-#: Rest of the thread after notices of objects that nobody waits for: those that come meanwhile are
-#: read together.
+#: Pause of the thread after notices of objects that no wait needs, so that it reads several at
+#: once.
 _NOTICE_REST: Final = 0.5e-3
 #: Time between two looks for a marker, and for an object whose folder is watched.
 _MARKER_SECONDS: Final = 0.5
@@ -189,7 +189,7 @@ class Wait:
 
 
 class WaitService:
-    """Asks one shelf for the pieces of all who wait.
+    """Probes one shelf for the pieces of all waits.
 
     Parameters
     ----------
@@ -230,7 +230,7 @@ class WaitService:
         self._closed = False
         #: Wakes the thread that asks.
         self._bell = _Bell()
-        #: Wakes those who sleep.
+        #: Wakes sleeping steps.
         self._progress = threading.Event()
         #: Seconds of processor time for one question, and when a piece was seen last.
         self._cost = 0.0
@@ -329,7 +329,7 @@ class WaitService:
                 with self._lock:
                     waits = list(self._waits)
                 now = time.monotonic()
-                # Those who are due soon are asked for at once, so that rounds are few.
+                # Waits that are due soon are probed now, so that there are fewer rounds.
                 due = [wait for wait in waits if wait._due <= now + self._paused / 2]
                 if due:
                     self._try_round(due, sum(not wait._watched for wait in waits))
@@ -339,7 +339,7 @@ class WaitService:
                 self._sleep(min((wait._due for wait in waits), default=None), watcher)
 
     def _sleep(self, until: float | None, watcher: _Watcher) -> None:
-        """Wait until a time, a ring, or notice of something that somebody waits for."""
+        """Sleep until a time, a wake-up, or the notice of an object that a wait needs."""
         while True:
             seconds = None if until is None else max(0.0, until - time.monotonic())
             rung, noticed = self._bell.wait(seconds, watcher.fileno())
@@ -500,7 +500,7 @@ class _Bell:
 
     def ring(self) -> None:
         """Wake the thread, now or when it waits next."""
-        # A pipe that is full is bell enough.
+        # If the pipe is full, the thread is signalled already.
         with contextlib.suppress(BlockingIOError):
             os.write(self._rung, b"\0")
 
@@ -533,7 +533,7 @@ class _Watcher:
         self._backend = backend
         self._views = views
         self._notices: Notices | None = None
-        #: Who waits for each object.
+        #: The waits for each object.
         self._names: dict[str, list[Wait]] = {}
         self._count = 0
 
@@ -547,8 +547,8 @@ class _Watcher:
         Parameters
         ----------
         waits : Sequence of Wait
-            All who wait. Those whose folders were not watched before become due once more: their
-            objects may have come meanwhile.
+            All waits. Those whose folders were not watched before become due once more, since their
+            objects may have appeared meanwhile.
         """
         if not waits:
             self.close()

@@ -1,4 +1,4 @@
-"""A directory of objects that stays below a number of bytes, whoever writes to it.
+"""A directory of objects that stays below a number of bytes, however many processes write to it.
 
 Owns when room is made in it, and how much, and whether two storages are one directory. What goes,
 and that only what is unused goes, is :mod:`kvshelf.capacity.collect`'s, as on a shelf: chunks and

@@ -101,7 +101,7 @@ def _key(fmt: ObjectFormat, ref: ObjectRef) -> _Key:
 
 
 class _PassOn:
-    """Tells the watchers of the storages behind a tier which threads the tier keeps."""
+    """Passes late calls of the tier's threads on to the watchers of the storages behind it."""
 
     def __init__(self, tier: DiskTier) -> None:
         self._tier = tier

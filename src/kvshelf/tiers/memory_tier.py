@@ -43,8 +43,7 @@ class PinnedObject:
     Attributes
     ----------
     view : memoryview
-        The whole object, header included. It is written to only before :meth:`publish`, by who
-        reserved it.
+        The whole object, header included. Only its reserver writes to it, before :meth:`publish`.
     """
 
     __slots__ = ("_slot", "_tier", "view")

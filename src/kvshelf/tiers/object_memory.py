@@ -1,4 +1,4 @@
-"""Objects of a shelf that lie in the memory of somebody else, such as a node server.
+"""Objects of a shelf that lie in memory of another process, such as a node server.
 
 Owns what a shelf asks of such a memory (:class:`ObjectMemory`), and the view of a namespace whose
 objects are looked for there and read in place (:class:`PinningView`, :class:`PinningShelf`).
@@ -6,8 +6,8 @@ objects are looked for there and read in place (:class:`PinningView`, :class:`Pi
 Contracts
 ---------
 * Lookups find what is in the memory or on the storage; stores ask the storage alone.
-* Who has the memory has verified the objects in it. That an object is the one that was asked for,
-  its parent included, is compared here.
+* The owner of the memory has verified the objects in it. Whether an object is the requested one,
+  its parent included, is checked here.
 * Calls of the memory have the deadlines and the circuit breaker of the storage behind it.
 * Any thread may call anything but an engine's step thread, which calls :meth:`PinningView.expect`.
 """
@@ -68,7 +68,7 @@ class ObjectMemory(Protocol):
         Raises
         ------
         BadObjectError
-            If whoever has the memory found the object bad.
+            If the owner of the memory found the object bad.
         ObjectMissingError, NotRegularError, StorageError
             As for :meth:`kvshelf.backends.Backend.open`.
         """

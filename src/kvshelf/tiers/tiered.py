@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 class Reserved(Protocol):
-    """Memory of a tier for one object that is about to be read, which nobody finds yet."""
+    """Reserved tier memory for one object being read; not visible to lookups until published."""
 
     @property
     def view(self) -> memoryview:

@@ -322,7 +322,7 @@ def share_out(
         rest = total - sum(shares.values())
         weight = sum(weights[kind] for kind in sizes if kind not in shares)
         parts = {kind: int(rest * weights[kind] / weight) for kind in sizes if kind not in shares}
-        # Who would get too little gets the least; the others share what that leaves.
+        # Kinds whose part would be too small get their minimum; the others share the rest.
         short = {kind: least[kind] for kind, part in parts.items() if part < least[kind]}
         shares |= short or parts
     return {kind: shares[kind] for kind in sizes}

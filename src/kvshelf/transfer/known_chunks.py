@@ -38,8 +38,8 @@ class KnownChunks:
     ----------
     kind : Kind
     high_latency : bool
-        Lookups in other processes remember what is missing. On low-latency storage they probe
-        again anyway, and nobody asks what was published.
+        Lookups in other processes remember what is missing. On low-latency storage they probe again
+        anyway, so published chunks need not be noted.
     """
 
     def __init__(self, kind: Kind, *, high_latency: bool) -> None:

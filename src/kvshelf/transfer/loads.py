@@ -252,7 +252,7 @@ class Loads(TransferHalf):
         except Exception as error:  # noqa: BLE001 - the thread must go on
             return self._load_failed(task, task.shards[0], _failure_of(error), error)
         if fetched is None:
-            # Nobody waits for the objects of a thread that was stuck any more.
+            # No load waits any more for the objects of a thread that was stuck.
             return Failure.ERROR if task.late else None
         if isinstance(fetched, FailedRead):
             return self._load_failed(task, fetched.shard, _failure_of(fetched.error), fetched.error)

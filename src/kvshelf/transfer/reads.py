@@ -21,7 +21,7 @@ Contracts
 * :class:`Reads` has no lock: its methods are called with that of the loads held. Only
   ``ReadTask.reading`` is set without it: a thread that sees it too late scatters by itself.
 * Each object of a load is taken at most once: in a task, or in a share of another load's task.
-* What a thread leaves to another one is released by that one, or by who gives it up.
+* What a thread leaves to another one is released by that one, or by the thread that gives it up.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ class Reads:
         return None
 
     def end(self, thread: int) -> ReadTask | None:
-        """Forget the task of a thread, and return it; who needs its objects has them read again."""
+        """Forget and return a thread's task; other loads that need its objects read them again."""
         task = self._tasks.pop(thread, None)
         if task is not None:
             self._shared.discard(task)

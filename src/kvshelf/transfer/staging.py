@@ -45,7 +45,7 @@ _LOAD_SHARE = 0.25
 
 
 class Region(Protocol):
-    """Memory of somebody else, until it is released.
+    """Memory of another owner, usable until it is released.
 
     Attributes
     ----------
@@ -125,7 +125,7 @@ class StagingBuffer:
         return self._part
 
     def valid(self) -> bool:
-        """Tell that nobody else writes to the bytes until :meth:`release`."""
+        """Whether nothing else writes to the bytes until :meth:`release`."""
         return True
 
     def release(self) -> None:
@@ -227,7 +227,7 @@ class StagingPool:
             else:
                 stack.callback(region.release)
                 view = region.view
-                # Who gets the memory next must not find it page-locked.
+                # The next user of the memory must not find it page-locked.
                 if pinned:
                     stack.callback(page_lock(view, self._device, size))
                 # vLLM's step runs under inference_mode. Other threads cannot write to tensors that

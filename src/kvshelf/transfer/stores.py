@@ -381,7 +381,7 @@ class Stores(TransferHalf):
         if isinstance(error, (UnavailableStorageError, DeviceUnavailableError)):
             reason = Reason.UNAVAILABLE
         elif isinstance(error, NoRoomError):
-            # Whoever has the bound has logged it.
+            # The owner of the bound has logged it.
             reason = Reason.NO_ROOM
         elif not isinstance(error, StorageError):
             self._log.error("a chunk was not stored", exc_info=error, about=("store", type(error)))
@@ -484,7 +484,7 @@ class Stores(TransferHalf):
             self._work.notify_all()
 
     def join(self, seconds: float) -> None:
-        """Wait for the threads that are not stuck; who waits for promised chunks is told."""
+        """Wait for the threads that are not stuck; report promised chunks that are lost."""
         super().join(seconds)
         with self._lock:
             left = [job for job in self._running.values() if job.promised and not job.ended]

@@ -67,7 +67,7 @@ class Transfer:
     on_thread_start : Callable, optional
         Called first on each thread with ``"load"`` or ``"store"``, to set its processors.
     quiet : bool
-        Write failures to the debug log only: nobody depends on these chunks.
+        Write failures to the debug log only: no request depends on these chunks.
     history : History, optional
         Gets what becomes of chunks.
 

@@ -24,8 +24,8 @@ KV of requests with such an adapter is neither stored nor loaded.
 Contracts
 ---------
 * Files are looked at on threads of their own, at most one for each adapter and side, and hashed
-  where they have changed. Nobody waits for them: a request's lookup goes on when its digest is
-  there. Where that takes longer than a second, further requests of this adapter are computed
+  where they have changed. No step waits for them: a request's lookup continues when its digest is
+  known. Where that takes longer than a second, further requests of this adapter are computed
   without the shelf, so that only these suffer if the files' storage never answers. A worker stores
   nothing for an adapter until it has hashed the files.
 * What vLLM has loaded for an id is compared with a load's chunks when the load begins and again

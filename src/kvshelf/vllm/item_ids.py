@@ -2,7 +2,7 @@
 
 vLLM names an item by a hash of its content, or, where the client sent one, by a ``uuid``. With
 arguments for the processor it hashes the ``uuid`` with them, so an id's form does not tell where
-it comes from. Whoever guesses another client's ``uuid`` could send it with another image: KV
+it comes from. A client that guesses another one's ``uuid`` could send it with another image: KV
 under this id would be wrong for the other client, on all engines and for as long as the shelf
 lasts. So kvshelf's plugin marks ids where vLLM makes them, in the processes that prepare requests,
 and the scheduler side leaves out requests with ids that may be a client's, unless their

@@ -36,12 +36,12 @@ Contracts
 * With ``cache_tails`` the tails of all prompts are stored, and lookups look for them. Only a prompt
   with equal tokens to its end finds one. Its hit then has all tokens, as that of a hand-over,
   unless vLLM computes the tail sooner than it could be loaded.
-* A step sleeps, for at most 10 ms, if it computes nothing, all requests wait for hand-overs, and
-  nobody waits for this engine's steps.
-* A request of which vLLM would not use a hit is not held, not read ahead and not counted; it is
-  stored like others. Such are requests that skip the prefix cache, as those for log probabilities
-  of the prompt do, and all requests of engines that return the routed experts: vLLM takes KV only
-  together with the experts of its tokens, which a shelf does not have.
+* An idle step sleeps up to 10 ms when every request waits for a hand-over and no other rank or
+  stage depends on this engine's steps.
+* Requests for which vLLM would ignore a hit are not delayed, prefetched or counted; they are stored
+  like others. These are requests that skip the prefix cache (log probabilities of the prompt), and
+  all requests of engines that return the routed experts: vLLM takes KV only together with the
+  experts of its tokens, which a shelf does not have.
 * What vLLM or the workers must hear of stays on a list until it is handed out, whatever raises.
 * There is one load for each time that a request is admitted: what the load did not deliver is
   computed, so no request can loop. Of a hybrid engine a load brings everything or nothing: after
@@ -49,8 +49,8 @@ Contracts
 * Windows are stored in the step that completes the chunk. vLLM frees their blocks soon after: a
   window of which it has freed a block is not stored.
 * A state is stored only at chunk boundaries at which vLLM has one: where a step happens to end, in
-  that step or the next one, or where vLLM names a block for it. No step is changed for that. Which
-  of them are worth their bytes says :meth:`SchedulerSide._is_worth_storing`.
+  that step or the next one, or where vLLM names a block for it. No step is changed for that.
+  :meth:`SchedulerSide._is_worth_storing` decides which of them are worth their bytes.
 * Behind the prompt of an engine that drafts a step's end is not known, and states lie in other
   columns: there only blocks that vLLM names are stored, when it has judged the step's drafts.
 * Until the namespace is known there are no hits and no stores.
@@ -339,8 +339,8 @@ class SchedulerSide:
         #: The drafter's objects.
         self._draft_view: ShelfView | None = None
         self._others = OtherNamespaces()
-        #: Requests that were asked for since the last step and wait for a hand-over. Of some of
-        #: them a lookup is about to end.
+        #: `_held`: how many requests polled since the last step wait for a hand-over. `_hurried`: a
+        #: lookup of one of them will end soon, so the step must not sleep.
         self._held = 0
         self._hurried = False
         self._read_ahead = ReadAhead()
@@ -682,7 +682,7 @@ class SchedulerSide:
 
     @property
     def _may_wait(self) -> bool:
-        """Whether nothing is computed, and nobody waits for this engine's steps."""
+        """Whether nothing is computed, and no other rank depends on this engine's steps."""
         if self._holds_up_others or self._idle_steps == 0:
             return False
         # A step that computes may still be in flight, unless its requests have ended.

@@ -31,7 +31,7 @@ Contracts
 * Every load that the scheduler planned is reported as finished, whether it succeeded or not, and
   the blocks that it left without KV no later than that. It stays on the list until vLLM takes the
   report. Where an error hides which blocks those are, all tokens of the request are computed.
-* A step waits for loads only where the scheduler says that nobody waits for the step.
+* A step waits for loads only where the scheduler says that no other rank waits for the step.
 * Where a sliding window leaves blocks out of a hit, a load succeeds as a whole or not at all: the
   tokens computed behind a part of the hit would read blocks that are not there.
 * Where the engine has several cache groups or states, all loads do: no block of a load that failed
@@ -114,7 +114,7 @@ _IDLE_WAIT_SECONDS = 10e-3
 _JOIN_SECONDS = 0.5
 # How much of its time the end of an engine leaves for the markers of what it could not store.
 _MARKER_SECONDS = 0.5
-# A step gathers at least so many chunks of earlier steps, if there is room.
+# A step gathers at least this many chunks of earlier steps, if staging has space.
 _LEAST_AGAIN = 4
 # Breaker states as numbers, for metrics.
 _STATES = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
@@ -769,7 +769,7 @@ class WorkerSide:
             self._drop(op, Reason.ADAPTER_UNKNOWN)
             return None
         if drafted and self._drafts is not None:
-            # First, so that who finds the model's KV finds the drafter's as well.
+            # First, so that a lookup that finds the model's KV also finds the drafter's.
             self._drafts.store(op)
         assert self._transfer is not None
         chunk = op.chunk
