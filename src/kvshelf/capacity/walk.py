@@ -406,9 +406,7 @@ class Walk:
             logger.debug("no room was made: %s", error)
         self._next_when_full = time.monotonic() + pause
         if deleted:
-            logger.info(
-                "%s is full: %d files that nobody needs were deleted", self._guard.url, deleted
-            )
+            logger.info("%s is full: %d files of no use were deleted", self._guard.url, deleted)
         return deleted
 
     def _all_folders(self) -> Iterator[str]:

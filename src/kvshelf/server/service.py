@@ -539,7 +539,7 @@ class Service:
         self._fetches.tick()
 
     def _resume(self) -> None:
-        """Let those who wait for memory have what is free."""
+        """Give free memory to the stores and reads that wait for it."""
         self._stores.resume()
         self._fetches.resume()
 

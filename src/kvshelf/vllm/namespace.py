@@ -71,8 +71,8 @@ def check_environment() -> None:
     name = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
     if os.environ.get(name):
         raise UnsupportedError(
-            f"{name} gives each token to experts that the model did not choose, so its KV is of use"
-            " to nobody else: unset it, or remove --kv-transfer-config"
+            f"{name} gives each token to experts that the model did not choose, so no other"
+            " engine can use its KV: unset it, or remove --kv-transfer-config"
         )
 
 
@@ -770,7 +770,7 @@ class WeightsIdentity:
         if load_format == "dummy":
             # Objects of such weights would fill the shelf, and no later engine could load them.
             raise ConfigError(
-                "load_format is dummy: nobody else has a use for these random weights"
+                "load_format is dummy: no other engine can use KV of these random weights"
             )
         try:
             return self._fingerprint(load_format, process_start_time())

@@ -55,7 +55,7 @@ class OtherNamespaces:
 
 
 def _hand_over(digest: bytes) -> str:
-    return f"requests are computed that wait for KV of namespace {digest.hex()[:16]}"
+    return f"requests that wait for KV of namespace {digest.hex()[:16]} are computed"
 
 
 def _explain(shelf: AnyShelf, own: Namespace, digest: bytes) -> None:

@@ -119,8 +119,8 @@ _LEAST_AGAIN = 4
 # Breaker states as numbers, for metrics.
 _STATES = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
 _WEIGHTS_CHANGED = (
-    "the engine's weights were changed in place ({}), and it is not known to what: this vLLM"
-    " version does not show its model; restart the engine, with a `version` of its own or from"
+    "the engine's weights were changed in place ({}) and their new content is unknown, because this"
+    " vLLM version does not show its model; restart the engine, with a `version` of its own or from"
     " files of the new weights"
 )
 
