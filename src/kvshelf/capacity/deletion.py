@@ -59,7 +59,7 @@ _AGAIN_SECONDS: Final = 60.0
 _AGAIN_DELETIONS: Final = 1000
 #: A file: the number of its task in a group, its name, and bytes.
 _File: TypeAlias = tuple[int, str, int]
-#: Goes on while the machine sleeps.
+#: A clock that continues while the machine sleeps.
 _CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
@@ -119,7 +119,7 @@ class Outcome:
 
 
 class _Task(NamedTuple):
-    """What goes together: a leftover, or objects of the plan's unit `number` by their rows."""
+    """Files to delete together: a leftover, or objects of unit `number` of the plan, by rows."""
 
     reason: Reason
     what: Leftover | list[int]
@@ -306,7 +306,7 @@ class _Work:
                     yield number, name, nbytes
 
     def _look_at(self, group: Sequence[_Task]) -> tuple[list[_File], list[_Done]]:
-        """Return the files that go, and what became of the others."""
+        """Return the files to delete, and what became of the others."""
         done = [_Done() for _ in group]
         found = [
             (number, name, nbytes)
@@ -316,7 +316,7 @@ class _Work:
         return found, done
 
     def _look(self, task: _Task, done: _Done) -> list[tuple[str, int]]:
-        """Return names and bytes of the files that go."""
+        """Return names and bytes of the files to delete."""
         inventory, what = self._inventory, task.what
         self._pace()
         if isinstance(what, Leftover):
@@ -414,7 +414,7 @@ class _Kept:
         marks = Marks.read(backend)
         inventory, choice = plan.inventory, plan.rules.choice
         chosen = plan.reasons == Reason.CHOSEN
-        # A tail goes at its age, pinned or not.
+        # A tail is deleted at its age, pinned or not.
         by_pins = plan.reasons != Reason.TAIL
         by_uses = np.ones(len(by_pins), np.bool_)
         if choice is not None:

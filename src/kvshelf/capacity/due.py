@@ -1,6 +1,6 @@
 """When the next sweep of a shelf is due, and how much of a processor sweeps may take.
 
-Owns these decisions as functions of what is known; nothing here asks a clock or a storage.
+Owns these decisions as functions of what is known; nothing here reads a clock or a storage.
 
 The nearer a shelf is to its bound, the more sweeps may take, so that they keep up with stores:
 
@@ -12,8 +12,8 @@ below 90 % of `max_bytes`   20 %              1 %
 above, or stores refused    90 %              25 %
 ==========================  ================  =================
 
-Both grow evenly until 92.5 %. Each process counts what its own sweeps took. What several processes
-do for nothing, because nothing is short, they share: then a sweep of any of them counts for all.
+Both grow evenly until 92.5 %. Each process counts what its own sweeps took. While nothing is short,
+the processes share one allowance: a sweep of any of them counts for all.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def due_in(
     resolution : float
         Seconds in which uses are recorded once.
     ours : bool
-        It was this process's sweep: it has a plan at hand, and goes first.
+        It was this process's sweep: it still has the plan, so it sweeps first.
     finished : bool
         The sweep deleted all that it might, as far as is known: its plan did not end because of
         its age, and was not one that an earlier sweep had used up.

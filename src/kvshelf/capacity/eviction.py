@@ -14,11 +14,11 @@ A *unit* is one chunk, or one tail, with all its shards and kinds. The order is:
    longer than it has been idle ages more slowly, at most by half. Windows inside a prompt, where no
    hit ended and no prompts part, age 32 times as fast.
 
-Of units with about the same age those deepest in their prompts are deleted first: a chunk is of no
-use without the ones before it. For the same reason a use of a chunk counts for all chunks before
-it, as far as parents are known. "About the same" is a small part of the age that most units have,
-at most the resolution with which uses are recorded: where all is replaced within minutes, an hour
-would make all uses equal.
+Of units with about the same age those deepest in their prompts are deleted first: a chunk is
+useless without the ones before it. For the same reason a use of a chunk counts for all chunks
+before it, as far as parents are known. "About the same" is a small part of the age that most units
+have, at most the resolution with which uses are recorded: where all is replaced within minutes, an
+hour would make all uses equal.
 
 ``python -m benchmarks.traces`` compares this order with others, on traces of requests.
 
@@ -272,7 +272,7 @@ def _take(units: Units, keys: list[npt.NDArray[np.uint64]], free: int) -> Victim
         rows = np.flatnonzero(apart)
         parts.append((rows, np.full(len(rows), bit, np.uint8), of_kind[rows], key[rows]))
     if not parts:
-        # Where nothing else goes, those that come first are enough.
+        # Where nothing else is deleted, those that come first are enough.
         has_full &= keys[0] <= _last(keys[0], nbytes, has_full, free)
     rows = np.flatnonzero(has_full)
     parts.append((rows, mask[rows], nbytes[rows], keys[0][rows]))

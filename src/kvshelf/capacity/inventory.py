@@ -12,7 +12,7 @@ Ages
 ----
 The last use of an object is the latest of its access time and its modification time. The time of
 the last change of its entry counts too, in the first day after that: objects that were copied to a
-shelf with their old times are not the first to go. Times more than a day in the future mean
+shelf with their old times are not the first to be deleted. Times more than a day in the future mean
 nothing; an object that has no other times counts as used now.
 
 Contracts
@@ -742,7 +742,7 @@ class Inventory:
 
 
 class Scan:
-    """A scan that goes on where it ended, if the storage failed or it was stopped.
+    """A scan that can continue where it ended, if the storage failed or it was stopped.
 
     The rows of the folder that it was in are listed again, all others are kept.
 
@@ -786,7 +786,7 @@ class Scan:
     def run(
         self, stop: Callable[[], bool] = _never, pace: Callable[[], None] = _do_nothing
     ) -> Inventory | None:
-        """Scan, or go on; see :meth:`Inventory.scan`."""
+        """Scan, or continue; see :meth:`Inventory.scan`."""
         found = self._inventory
         if not self._is_listed:
             self._go_back()
@@ -919,7 +919,7 @@ class Scan:
         self._inventory.aged_at = time_for_ages(now, self._backend.url)
 
     def _add(self, number: int, info: ObjectInfo) -> bool:
-        """Add a file; return whether the listing may go on.
+        """Add a file; return whether the listing may continue.
 
         Raises
         ------

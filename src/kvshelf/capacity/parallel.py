@@ -3,7 +3,7 @@
 Contracts
 ---------
 * An error or an interrupt lets what is in progress finish, for at most five seconds; then the
-  caller goes on without it. What is queued is dropped.
+  caller continues without it. Queued work is dropped.
 * An error with one item that may pass is retried after pauses. If it remains although other items
   succeed, it is the item's; if nothing has succeeded yet, or nothing between the errors of two
   items, it ends the work.

@@ -1,19 +1,19 @@
 """How much may still be stored on a shelf: ``min_free`` and ``max_bytes`` for stores.
 
-Owns the question that every store asks (:meth:`Room.allows`), and the estimate of a shelf's bytes
-between two listings. The sweeper's thread (:mod:`kvshelf.capacity.sweeper`) reads the storage and
-tells (:meth:`Room.update`); writes take their room when they begin (:meth:`Room.begin`), and give
-it back if nothing was written.
+Owns the check before every store (:meth:`Room.allows`), and the estimate of a shelf's bytes between
+two listings. The sweeper's thread (:mod:`kvshelf.capacity.sweeper`) reads the storage and calls
+:meth:`Room.update`; writes take their room when they begin (:meth:`Room.begin`), and give it back
+if nothing was written.
 
-The estimate is what the last listing found, and since then what this process wrote, or what the
-filesystem's free space has become less by, if that is more: what other engines wrote, and other
-programs. Space that is freed meanwhile hides none of these writes: decreases from one look to the
-next are added up, with what this process deleted in between. Where the storage does not tell its
-free space, writers tell what they wrote (:mod:`kvshelf.capacity.written`). Writes under way are
-added to any of them.
+The estimate is what the last listing found, plus what this process wrote since then or the decrease
+of the filesystem's free space, if that is more: other engines and programs write too. Space that is
+freed meanwhile hides none of these writes: decreases from one look to the next are added up, with
+what this process deleted in between. Where the storage does not report its free space, writers
+publish what they wrote (:mod:`kvshelf.capacity.written`). Writes under way are added to any of
+them.
 
-Other processes see the same room. So this one uses at most half of it, or as much as one chunk
-takes, until the sweeper looks again, which it does soon when a quarter is used up.
+Other processes see the same free space. So this one uses at most half of it, or as much as one
+chunk takes, until the sweeper looks again, which it does soon when a quarter is used up.
 
 Contracts
 ---------

@@ -1,28 +1,27 @@
 """Keeps a shelf within its bounds, on a thread of its own (``kvshelf-capacity``).
 
-Owns the thread, and what stores are told of the room on the shelf
-(:class:`~kvshelf.capacity.room.Room`). When a sweep is due is :mod:`kvshelf.capacity.due`'s, what a
-sweep does :mod:`kvshelf.capacity.sweeping`'s, and what goes, and in which order,
-:mod:`kvshelf.capacity.collect`'s.
+Owns the thread, and the room on the shelf that stores see (:class:`~kvshelf.capacity.room.Room`).
+:mod:`kvshelf.capacity.due` decides when a sweep is due, :mod:`kvshelf.capacity.sweeping` has its
+steps, and :mod:`kvshelf.capacity.collect` chooses what is deleted, and in which order.
 
 Every process that stores to a shelf has one; of an engine's ranks one sweeps, the others only read
 how much there is. The lease and the findings of :mod:`kvshelf.capacity.lease` keep engines from
-doing the same work twice. What hand-overs and killed writers leave behind is looked for on the same
-thread (:mod:`kvshelf.capacity.walk`).
+doing the same work twice. The same thread looks for what hand-overs and killed writers leave behind
+(:mod:`kvshelf.capacity.walk`).
 
 Contracts
 ---------
 * No chunk is deleted without ``max_bytes``, ``max_age`` or ``group_max_bytes``: without them the
   shelf is not even listed.
-* When less than ``min_free`` is free, with or without bounds, the walk makes room: then no store
-  comes to the storage any more, and finds it full.
+* When less than ``min_free`` is free, with or without bounds, the walk makes room: stores, which
+  would notice that the storage is full, do not reach it then.
 * The record and the files that other processes write decide what is stored here, never what is
   deleted: a sweep keeps to this process's own bounds.
 * No file is read more than once a second while room is short, and once in ten seconds else, also
-  where the process does not sweep. While another engine sweeps a shelf for the first time, its
-  finding is looked for after one second, two, four, eight, and then every ten.
+  where the process does not sweep. While another engine sweeps a shelf for the first time, this
+  process looks for its finding after one second, two, four, eight, and then every ten.
 * No other thread waits for this one. It calls the storage without the deadlines of loads and
-  stores, which a slow listing would miss: its trouble opens no circuit breaker. While that for
+  stores, which a slow listing would miss: its errors open no circuit breaker. While the one for
   reads is open it leaves the storage alone.
 * Where listing or deleting is not allowed, one log line says so. It is tried again every hour. So
   is a sweep that failed because of an error of its own; ``min_free`` and the last estimate bound
@@ -83,7 +82,7 @@ class HasBackend(Protocol):
 
 
 class Sweeper:
-    """What keeps one shelf within its bounds, as far as one process sees to it.
+    """One process's part in keeping a shelf within its bounds.
 
     Parameters
     ----------
@@ -98,7 +97,7 @@ class Sweeper:
     walk : Walk, optional
         Is given steps on the thread.
     keep_tails : float or None
-        Age in seconds at which tails and markers go in a sweep; None: they do not.
+        Age in seconds at which a sweep deletes tails and markers; None: it does not.
     on_evicted : Callable, optional
         Called with chunk key and chunk index of each chunk of which something was deleted.
     on_thread_start : Callable, optional
@@ -377,7 +376,7 @@ class Sweeper:
     def _list_and_delete(
         self, space: Space | None, now: float, running: Running
     ) -> StorageError | None:
-        """List the shelf, or a part of it, and delete what goes; return trouble of deletions."""
+        """List the shelf, or a part of it, and delete; return the first error of a deletion."""
         storage, rules = self._guard.inner, replace(self._rules, largest=self.room.largest)
         self._exchange(space, at_once=True)
         before, listed = self._record.finding, self._listed

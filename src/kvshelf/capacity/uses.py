@@ -1,7 +1,7 @@
 """Records which chunks are used, so that those that no request needs are deleted first.
 
-A hit uses all that it needs, from the beginning of the prompt: what of it the engine has in memory
-already would be read by the next engine. Owns the thread that records uses (``kvshelf-uses``), how
+A hit uses all chunks from the beginning of the prompt, also those that the engine has in memory
+already: the next engine would read them. Owns the thread that records uses (``kvshelf-uses``), how
 often a use is recorded, and in which way:
 
 ============  ======================================================================================
@@ -22,13 +22,13 @@ Of tails only access times are set: no program reads marks of them, and they are
 
 Contracts
 ---------
-* Best effort: a use that is lost has a chunk deleted early, which costs a miss. Nothing is recorded
-  while a circuit breaker is open, unless it is open because the storage is full, or where the
-  storage is read-only.
+* Best effort: after a lost use a chunk may be deleted early, which costs a miss. Nothing is
+  recorded while a circuit breaker is open, unless it is open because the storage is full, or where
+  the storage is read-only.
 * A use of an object that was recorded less than :attr:`Uses.resolution` ago is not recorded again
   by this process; of a tail, less than a minute ago at most. All ages are by the storage's clock.
-* :meth:`Uses.note` and :meth:`Uses.note_names` may be called on any thread and never block. What
-  waits to be recorded is bounded; the oldest is dropped.
+* :meth:`Uses.note` and :meth:`Uses.note_names` may be called on any thread and never block. The
+  queue is bounded; its oldest entries are dropped.
 * No thread is started before the first use.
 """
 

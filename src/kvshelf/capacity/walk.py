@@ -2,12 +2,13 @@
 
 Owns when which folder is looked into, and the account of the tails and markers of this process. One
 folder is listed at a time (:class:`~kvshelf.capacity.inventory.Inventory`), so that the load stays
-low; what goes is :mod:`kvshelf.capacity.collect`'s. With or without bounds a process looks
+low; :mod:`kvshelf.capacity.collect` chooses what is deleted. With or without bounds a process looks
 
 * into the folders of the namespaces that it writes to, for temporaries of killed writers and old
   bad objects, once an hour while it writes, and for tails and markers of hand-overs once in the age
-  at which these go. A walk through 256 folders takes about as long. Engines walk independently;
-  each begins elsewhere. One that keeps tails for longer than others do says so in the namespace;
+  at which these are deleted. A walk through 256 folders takes about as long. Engines walk
+  independently; each begins elsewhere. One that keeps tails for longer than others do says so in
+  the namespace;
 * at the tails and markers that it wrote itself, when they have come to that age;
 * into all folders of the shelf, at once, when the storage is full: for two seconds a minute, and
   for bad objects of any age. Nothing else makes room there without a loss.
@@ -17,9 +18,9 @@ Contracts
 * Nothing is followed or descended into that is not a folder of a namespace. Namespaces of other
   versions of the format stay as they are, quarantine and temporaries included.
 * Where the storage does not tell its time, what others left stays.
-* Deletes nothing more where the storage forbids it; one log line says so. Other trouble of the
-  storage ends a piece of work, which is done later. It opens no circuit breaker, and while that for
-  reads is open the storage is left alone.
+* Deletes nothing more where the storage forbids it; one log line says so. Another error of the
+  storage ends a piece of work, which is done later. It opens no circuit breaker, and while the one
+  for reads is open the storage is left alone.
 * :meth:`Walk.step` and :meth:`Walk.make_room` block on the storage; the owner of the thread calls
   them on it. All other methods may be called from any thread, and none waits for the storage.
 """
@@ -96,7 +97,8 @@ class Walk:
     counters : Counters
         Gets ``leftovers_deleted``.
     keep : float, optional
-        Age in seconds at which tails and markers go, of the namespace that :meth:`begin` names.
+        Age in seconds at which tails and markers of the namespace that :meth:`begin` names are
+        deleted.
     walks : bool
         Also delete what others left.
 
@@ -153,7 +155,7 @@ class Walk:
             self.wake()
 
     def wrote(self, view: ShelfView, left: Left) -> None:
-        """Note what this process wrote, loaded, or found in its place: it goes at its age."""
+        """Note what this process wrote, loaded, or found: it is to be deleted at its age."""
         if self._keep is None:
             return
         key = (view.on_storage, left)

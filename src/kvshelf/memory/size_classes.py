@@ -1,6 +1,6 @@
 """Divides a range of memory among objects of many sizes.
 
-Owns which bytes of the range are in use, and what lies beside what is free. It knows offsets only,
+Owns which bytes of the range are in use, and the neighbours of free ranges. It knows offsets only,
 and touches no memory.
 
 Contracts
@@ -9,8 +9,8 @@ Contracts
   an object fits later ones of nearly its size. That wastes less than 1/32 of an object, or less
   than the alignment for one that is smaller than 32 times the alignment.
 * No allocation lies across a border: what precedes each, as much as the alignment, is never used.
-* No memory belongs to a class for good. What is freed merges with what is free beside it, and
-  :meth:`SizeClasses.neighbours` names what must go to make a free range larger.
+* No memory belongs to a class for good. A freed range merges with adjacent free ones, and
+  :meth:`SizeClasses.neighbours` names what must be evicted to make a free range larger.
 * It has no lock: its owner locks.
 """
 

@@ -102,7 +102,7 @@ LEASE_SECONDS: Final = 30.0
 _WAIT_SHARE: Final = 0.8
 #: Whose turn the server's own work takes.
 _OWN: Final = b""
-#: Threads of each kind where the storage is near, and most where it is not.
+#: Threads of each kind on low-latency storage, and the most on others.
 _NEAR_THREADS: Final = 4
 _MOST_THREADS: Final = 16
 

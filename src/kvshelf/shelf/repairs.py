@@ -3,8 +3,7 @@
 Owns when a file may be replaced or moved: a file of wrong size stays where it is if it changed
 within the last minute (it may still be copied to its place) or if caches of the storage may show
 the size of an earlier file. A file that was found bad for its size or kind also stays if it is a
-file of the right size now: another stands in its place. How much is kept in quarantine is
-:mod:`kvshelf.capacity.collect`'s.
+file of the right size now: it was replaced. :mod:`kvshelf.capacity.collect` bounds the quarantine.
 
 All methods block on the storage, and any thread may call them.
 """
@@ -34,7 +33,7 @@ _WRONG_SIZE_OR_KIND: Final = (EmptyObject, TruncatedObject, WrongSize, NotRegula
 
 @contextlib.contextmanager
 def best_effort() -> Iterator[None]:
-    """Go on when a bad object cannot be quarantined: keeping it is a courtesy."""
+    """Ignore errors of a move to quarantine, which is best effort."""
     try:
         yield
     except StorageError as error:
@@ -141,6 +140,6 @@ class Repairs:
         return all(c is not None and abs(c - info.mtime) >= COPY_SECONDS for c in clocks)
 
     def _quarantine(self, folder: str, name: str) -> bool:
-        # The time makes names sort by age: the oldest go first.
+        # The time makes names sort by age: the oldest are deleted first.
         base = f"{time.time_ns():020d}-{os.urandom(4).hex()}-{name.rpartition('/')[2]}"
         return self._backend.quarantine(name, f"{folder}/{QUARANTINE}/{base}")

@@ -1,13 +1,13 @@
 """A directory of objects that stays below a number of bytes, however many processes write to it.
 
-Owns when room is made in it, and how much, and whether two storages are one directory. What goes,
-and that only what is unused goes, is :mod:`kvshelf.capacity.collect`'s, as on a shelf: chunks and
-tails, each with all its shards and kinds, of which the directory knows no parents.
+Owns when room is made in it, and how much, and whether two storages are one directory. As on a
+shelf, :mod:`kvshelf.capacity.collect` chooses what is deleted, unused objects only: chunks and
+tails, each with all its shards and kinds. The directory knows no parents of them.
 
-How many bytes there are all processes count in the ledger (:mod:`kvshelf.tiers.ledger`). The
-estimate that bounds a shelf (:mod:`kvshelf.capacity.room`) would not do: it follows the free space
-of the filesystem, which other programs use as well; each process has one of its own, and takes half
-of the room that it sees; and what it does not know bounds nothing.
+All processes count the bytes in one ledger (:mod:`kvshelf.tiers.ledger`). The estimate that bounds
+a shelf (:mod:`kvshelf.capacity.room`) is not exact enough: it follows the free space of the
+filesystem, which other programs use as well; each process has its own, and takes half of the space
+that it sees; and unknown numbers bound nothing.
 
 Contracts
 ---------
@@ -132,7 +132,7 @@ class BoundedBackend(WrappedBackend):
         return use is not None
 
     def make_room(self, size: int, guard: GuardedBackend) -> Outcome:
-        """Scan the objects, and remove those that go first until `size` bytes fit.
+        """Scan the objects, and remove the first in the order of eviction until `size` bytes fit.
 
         Goes through all objects, in small steps: not for a thread whose caller waits. Does
         nothing when there is room and the last scan is recent.

@@ -269,7 +269,7 @@ class DiskTier:
 
     @property
     def guard(self) -> GuardedBackend | None:
-        """What all calls of the directory go through; None while it is not open."""
+        """The guard of all calls to the directory; None while it is not open."""
         shelf = self._opening.get()
         return None if shelf is None else shelf.backend
 

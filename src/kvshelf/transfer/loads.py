@@ -107,7 +107,7 @@ class Loads(TransferHalf):
             names of their own.
         items : Sequence of ChunkSlots
         early : bool
-            The request does not wait for it yet: other loads go first. Needs `on_done`.
+            The request does not wait for it yet: other loads come first. Needs `on_done`.
         bytes_ahead : int
             Bytes of loads of other transfers, which share the storage with this one.
         on_done : Callable, optional

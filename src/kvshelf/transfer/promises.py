@@ -173,7 +173,7 @@ class Promises:
     def close(self, seconds: float = 0.0) -> None:
         """Take no more; wait so long for the markers that are not written. Idempotent.
 
-        The thread goes on afterwards, until all are written.
+        The thread continues afterwards, until all are written.
         """
         deadline = time.monotonic() + seconds
         with self._changed:

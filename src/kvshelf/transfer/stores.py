@@ -127,7 +127,7 @@ class Stores(TransferHalf):
         self._finite = FiniteCheck(context.fmt) if check_finite else None
         self._idle = threading.Condition(self._lock)
         self._queue: deque[_StoreJob] = deque()
-        #: Queued stores that are promised: they go before those in the queue.
+        #: Queued stores that are promised: they run before those in the queue.
         self._promised: deque[_StoreJob] = deque()
         #: The job of each store thread.
         self._running: dict[int, _StoreJob] = {}

@@ -200,7 +200,7 @@ class DraftWorker:
         self.stop_loads()
 
     def fall_asleep(self, seconds: float) -> None:
-        """Publish what is staged, and stop using the caches: their memory goes. Idempotent."""
+        """Publish what is staged, and stop using the caches: their memory is freed. Idempotent."""
         self.stop_loads()
         if self._transfer is not None:
             self._transfer.drain(seconds)

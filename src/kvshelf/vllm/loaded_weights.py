@@ -11,7 +11,8 @@ A round
 2. The scheduler begins a round with a step's metadata. The worker then reads all parameters in
    slices, one at the end of each step.
 3. The worker reports its digest. If a change was noticed meanwhile, it asks for another round.
-4. When all ranks have reported, the scheduler names a namespace, and loads and stores go on in it.
+4. When all ranks have reported, the scheduler names a namespace, and loads and stores continue in
+   it.
 
 Threads
 -------
@@ -186,7 +187,7 @@ class LoadedWeights:
         )
 
     def settle(self, name: str) -> None:
-        """Note that loads and stores go on, with weights that the namespace calls `name`.
+        """Note that loads and stores continue, with weights that the namespace calls `name`.
 
         A version that is not their name is kept: it names weights that are not there yet.
         """

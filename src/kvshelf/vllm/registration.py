@@ -405,7 +405,7 @@ class Registration:
     # ------------------------------------------------------------- sleep
 
     def pause(self) -> None:
-        """Wait for the copies that run and begin no more: the caches' memory is about to go."""
+        """Wait for running copies and begin no more: the caches' memory is about to be freed."""
         for memory in self.memories.values():
             memory.cache.pause()
 
@@ -497,7 +497,7 @@ class Registration:
     def _ring(self, kind: Kind) -> int:
         """Return how many chunks may be on their way from the device at once.
 
-        A step's chunks are gathered in one go, much faster than they reach staging. If a step
+        A step's chunks are gathered at once, much faster than they reach staging. If a step
         completes more chunks than this, some are not stored. A step stores few states, which are
         many times as large as a chunk's KV.
         """

@@ -626,7 +626,7 @@ class SchedulerSide:
             self._history.note(event, key, chunk=chunk.index, detail=reason)
 
     def _note_miss(self, state: _Request, lookup: Lookup, computed: int) -> None:
-        """Note the chunk at which the hit of a request ends, if the prompt goes on behind it."""
+        """Note the chunk at which the hit of a request ends, if the prompt is longer."""
         if self._history is None or lookup.chain is None:
             return
         size, awaited = self._config.chunk_size, state.awaited
@@ -1534,7 +1534,7 @@ class SchedulerSide:
         if not self._groups.hybrid:
             return
         if state.awaited is not None and state.awaited.outcome is not None:
-            # A wait that still goes on is not that of the load.
+            # A wait that has not ended is not that of the load.
             state.awaited = None
         if state.loaded:
             # The load brought nothing. Other ranks may report the same one later.

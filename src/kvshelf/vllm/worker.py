@@ -367,7 +367,7 @@ class WorkerSide:
             self._drafts.stop_loads()
 
     def fall_asleep(self) -> None:
-        """Publish what is staged, and stop using the caches: their memory goes. Idempotent.
+        """Publish what is staged, and stop using the caches: their memory is freed. Idempotent.
 
         Waits for copies that are running. Loads that are not reported yet fail, and so do loads
         that come later.
@@ -418,7 +418,7 @@ class WorkerSide:
         self._stop_loads()
 
     def _agree(self, number: int, encoded: bytes, slug: str) -> None:
-        """Go on in the namespace that the scheduler has named in a round."""
+        """Continue in the namespace that the scheduler has named in a round."""
         if self._weights is not None and not self._weights.agree(number):
             return
         self._open_namespace(encoded, slug)
