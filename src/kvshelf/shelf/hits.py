@@ -2,8 +2,8 @@
 
 A hit of N chunks needs all full objects before N, the window objects that the windows of the next
 token reach (:func:`window_chunks`), and the state object of chunk N − 1: the state after N chunks.
-Which N are possible (the *ends*) is the caller's to say. Where there is only one kind, full, a hit
-is the longest stored prefix.
+The caller says which N are possible (the *ends*). Where there is only one kind, full, a hit is the
+longest stored prefix.
 
 Owns which objects a search probes in each round, and what follows from the answers. It has no
 thread and does not call the storage: the caller probes, and passes the answers back.

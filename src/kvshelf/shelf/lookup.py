@@ -1,8 +1,8 @@
 """Lookups: how many leading chunks of a prompt can be loaded from the shelf.
 
-:mod:`kvshelf.shelf.hits` tells what can be loaded, for each kind of KV. Owns the threads that
-search for it. Existence of objects is the only index. On a low-latency storage every answer comes
-from probes made for that lookup; on a high-latency storage an answer also stands for a while in a
+:mod:`kvshelf.shelf.hits` says what can be loaded, for each kind of KV. Owns the threads that search
+for it. Existence of objects is the only index. On a low-latency storage every answer comes from
+probes made for that lookup; on a high-latency storage an answer also stands for a while in a
 :class:`~kvshelf.shelf.presence.PresenceCache`.
 
 Contracts
@@ -11,9 +11,9 @@ Contracts
   background thread. Once it is ``done``, its answer is valid, ``chain`` holds the
   keys of all complete chunks, and both belong to the caller.
 * A storage that does not answer delays the lookups in the queue, never their callers:
-  :meth:`LookupService.stalled` tells that waiting is of no use. A lookup whose probe
-  missed its deadline ends with nothing found and no keys; another thread goes on with
-  the next lookups (:mod:`kvshelf.shelf.threads`).
+  :meth:`LookupService.stalled` is true when waiting is useless. A lookup whose probe missed its
+  deadline ends with nothing found and no keys; another thread goes on with the next lookups
+  (:mod:`kvshelf.shelf.threads`).
 * A lookup may have to wait for something before its keys can be made. It waits outside the queue,
   so that no other lookup waits with it.
 * While the circuit breaker is open, lookups still compute chunk keys but report no hit, at once.
@@ -21,11 +21,11 @@ Contracts
 * On a low-latency storage every object that a hit needs has been seen. On a high-latency storage
   some full chunks of a hit were not probed; a gap between them is found by the load, and probed
   by every search from then on. All windows and states that a hit needs have been seen.
-* What is remembered of a chunk, failures and answers of the storage, is remembered for each kind
-  by its kind key (:func:`kvshelf.format.kinds.kind_key`).
-* On a high-latency storage the lookups that wait are searched for together. A *round* sends the
-  probes of all of them to the storage at once, each probe once, and none that another thread is
-  already waiting for. A lookup that comes meanwhile joins the next round.
+* Failures and answers of the storage are remembered for each kind of a chunk, by its kind key
+  (:func:`kvshelf.format.kinds.kind_key`).
+* On a high-latency storage waiting lookups share a search. A *round* sends the probes of all of
+  them to the storage at once, each probe once, and none that another thread has sent already. A
+  lookup that arrives meanwhile joins the next round.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The names of empty objects by which engines inform others of hand-overs and tails.
 
-Owns the form of an attempt's id and of a marker's name, and that of what says how long tails are
+Owns the form of an attempt's id, of a marker's name, and of the name that says how long tails are
 kept. An attempt is one try of an engine to hand a request over to another. If the engine cannot
 store a chunk that it promised, it writes an empty object under the marker's name, and waiting
 consumers stop waiting for the chunk.
@@ -14,7 +14,7 @@ Contracts
 ---------
 * An attempt's id may come from any client. Only 32 lowercase hex digits become part of a name.
 * A marker says nothing about any chunk: one that is missing, late or forged costs time only.
-* From what is said about tails follows only that tails and markers stay for longer.
+* Names about tails can only make tails and markers stay for longer.
 * No storage is called here. Everything is safe to call from any thread.
 """
 

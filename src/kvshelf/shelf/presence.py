@@ -4,10 +4,10 @@ Owns the rules by which an answer of the storage holds for a while, and those by
 dropped before. It knows keys and times; it does not call the storage. Each kind of a chunk is
 remembered for itself, by its kind key (:func:`kvshelf.format.kinds.kind_key`).
 
-Each thing that is learned has a *generation*: a number for the moment at which the storage was
-asked, or at which an event happened to the chunk. Answers are ordered by the time of their probe: a
-stale one never replaces a newer one. When an entry is evicted, its generation becomes the floor for
-every key without an entry.
+Each thing that is learned has a *generation*: a number for the moment of the probe, or of an event
+that happened to the chunk. Answers are ordered by the time of their probe: a stale one never
+replaces a newer one. When an entry is evicted, its generation becomes the floor for every key
+without an entry.
 
 ===========  ===========================================================  =================
 a chunk is   because                                                      for
@@ -24,7 +24,7 @@ Contracts
   engine's step thread: they append to a queue. All other methods take a lock, for as long as a
   pass over a prompt's chunks lasts.
 * A store of this engine ends "missing", a failed load ends "seen" and "inferred", both at once:
-  for every answer that was asked for before, too.
+  also for every answer whose probe was sent before.
 * Every search probes a gap until it is seen again, since a search could be wrong about it twice.
 * All times are bounded, and so is the number of entries; the oldest are evicted first.
 """

@@ -9,14 +9,14 @@ which pieces were seen: no misses, and no failed loads. A piece that vanishes af
 still counts as seen; the load finds out.
 
 What is probed
--------------
+--------------
 * Of each wait only the next missing piece, and of that only the object that was missing last. When
   it appears, one probe covers the rest of the piece and more and more of the pieces behind it.
 * All due waits share one probe per object.
-* Now and then the marker by which the producer of the pieces says that it gave up.
+* Now and then the marker of a producer that gave up.
 
 When it is probed
-----------------
+-----------------
 Where the storage gives notices (:mod:`kvshelf.backends.notices`), when a missing object appears
 in the folder that the shelf writes to, and now and then. Elsewhere, and where the system refuses a
 watch, at intervals that follow from the cost of a round: probes take a bounded share of one core, a
@@ -28,8 +28,8 @@ Contracts
   microseconds and never touch the storage. A wait's state is written by the background thread.
 * A storage error or an open circuit breaker means "not yet": the pieces are probed again, less and
   less often. Only its caller ends a wait that takes too long (:meth:`Wait.cancel`).
-* A thread that is stuck in the storage is replaced (:mod:`kvshelf.shelf.threads`). The other thread
-  goes on with all waits.
+* A thread that is stuck in the storage is replaced (:mod:`kvshelf.shelf.threads`). The new thread
+  continues all waits.
 * Folders are watched only while a wait needs an object in them.
 """
 

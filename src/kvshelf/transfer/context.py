@@ -1,4 +1,4 @@
-"""The objects that the stores and the loads of one transfer share, and what they have alike.
+"""The objects and functions that the stores and the loads of one transfer share.
 
 :class:`TransferContext` is immutable, its parts have their own locks: any thread may use it.
 """

@@ -1,4 +1,4 @@
-"""One load of a request: what it asks for, how much of it has arrived, and how it ended."""
+"""One load of a request: what it needs, how much of it has arrived, and how it ended."""
 
 from __future__ import annotations
 

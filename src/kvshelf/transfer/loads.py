@@ -3,7 +3,7 @@
 Owns the threads that read, and the loads in progress (:mod:`kvshelf.transfer.load`).
 
 A load: a load thread reads some objects of a chunk into staging buffers, verifies them and scatters
-them into the paged cache. Which objects, says :mod:`kvshelf.transfer.reads`. An object that lies in
+them into the paged cache. :mod:`kvshelf.transfer.reads` chooses the objects. An object that lies in
 memory already, or that a tier takes into memory, is scattered from there
 (:meth:`~kvshelf.shelf.view.ShelfView.fetch`): it takes no staging. When all objects of a load have
 arrived or were given up, the load is ``finished`` and says at which chunk it failed. Objects that
@@ -22,8 +22,8 @@ Contracts
   its staging buffer stays with it.
 * Of a paged cache only the slots given are written, between :meth:`Loads.load` and the moment
   at which the load is reported finished, however it ends: loaded, failed, cancelled or late.
-* Nothing unverified is ever scattered. Bytes of others are asked for their validity after the
-  scatter: where they were taken back meanwhile, the object counts as failed.
+* Nothing unverified is ever scattered. Memory of other owners is checked for validity after the
+  scatter: if it was taken back meanwhile, the object counts as failed.
 * What is pinned is given back exactly once, after the last scatter from it has ended and before
   the last load that needs it is reported finished.
 * One lock, held for queue operations and during completion callbacks.

@@ -1,9 +1,9 @@
-"""What an engine has promised to others, and what becomes of it.
+"""The chunks that an engine has promised to others, and what becomes of them.
 
 Owns the account of broken promises, and the thread that writes their markers
 (:mod:`kvshelf.shelf.markers`). An engine that hands a request over promises that all chunks of the
 prompt will be stored. If one of them is dropped, fails or is lost at shutdown, the promise is
-broken: a marker says so to the engine that waits for the chunks. Also tells the walk which tails
+broken: a marker informs the engine that waits for the chunks. Also reports to the walk which tails
 were stored, promised or not, and notes the use of those that were loaded.
 
 Contracts

@@ -13,8 +13,8 @@ once, for all of them.
 
 Where the caches prefer whole chunks (:attr:`~kvshelf.kv.caches.KVMemory.whole_chunks`), a thread
 leaves its objects to a thread that still reads others of the same chunk; the last of them scatters
-all. So what is left has a taker that needs no further staging, and no thread waits. A thread
-scatters what was left to it before it takes staging.
+all. So the objects left over have a thread that needs no further staging for them, and no thread
+waits. A thread scatters what was left to it before it takes staging.
 
 Contracts
 ---------

@@ -23,11 +23,11 @@ KV of requests with such an adapter is neither stored nor loaded.
 
 Contracts
 ---------
-* Files are looked at on threads of their own, at most one for each adapter and side, and hashed
-  where they have changed. No step waits for them: a request's lookup continues when its digest is
-  known. Where that takes longer than a second, further requests of this adapter are computed
-  without the shelf, so that only these suffer if the files' storage never answers. A worker stores
-  nothing for an adapter until it has hashed the files.
+* Threads of their own, at most one for each adapter and side, check the files and hash those that
+  have changed. No step waits for them: a request's lookup continues when its digest is known. Where
+  that takes longer than a second, further requests of this adapter are computed without the shelf,
+  so that only these suffer if the files' storage never answers. A worker stores nothing for an
+  adapter until it has hashed the files.
 * What vLLM has loaded for an id is compared with a load's chunks when the load begins and again
   when it ends. If the files are replaced between a lookup and the first time that vLLM reads them,
   which may be after the load, one answer may depend on both contents, as with vLLM's own prefix

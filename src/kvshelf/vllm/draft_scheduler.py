@@ -1,7 +1,7 @@
 """The scheduler side of a drafter's KV: its namespace, and what may be stored in it.
 
-Chunks of the drafter's KV are stored and loaded beside those of the model. No lookup asks for them:
-a load reads those that are there.
+Chunks of the drafter's KV are stored and loaded beside those of the model. No lookup searches for
+them: a load reads those that are there.
 
 The drafter computes KV from KV of all tokens before. So behind a token without KV of the drafter
 it computes KV that belongs to no prefix, and this side keeps such KV from being stored. It may lie

@@ -9,9 +9,9 @@ drafts would be accepted. So its KV is stored in a namespace of its own, by a se
 Contracts
 ---------
 * All methods run on the worker's step thread.
-* A drafter's KV decides how many drafts are accepted, and no answer. So nothing here raises, no
-  failure is reported to vLLM, and whatever cannot be served is left out with one warning.
-* Of each load the scheduler side is told from which token on the drafter's KV is missing.
+* A drafter's KV decides how many drafts are accepted, but changes no answer. So nothing here
+  raises, no failure is reported to vLLM, and what cannot be served is left out with one warning.
+* For each load it reports to the scheduler side from which token on the drafter's KV is missing.
 * A load writes to its blocks until it is no longer in :meth:`DraftWorker.loading`.
 """
 

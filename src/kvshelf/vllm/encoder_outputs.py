@@ -1,9 +1,9 @@
-"""Which outputs of encoders are of weights that the engine no longer has.
+"""Encoder outputs that were computed with weights that the engine no longer has.
 
-vLLM keeps what its encoder made of an image, audio or video, by the item's id, and forgets it after
-a change of weights only where it is told to (``reset_encoder_cache``; ``reload_weights`` and a
-pause with ``clear_cache`` do). KV that is computed of such an output is neither of the old weights
-nor of the new ones. So requests with these items are treated as requests with old blocks are
+vLLM caches the encoder's output for an image, audio or video by the item's id. After a change of
+weights it drops these only on demand (``reset_encoder_cache``; ``reload_weights`` and a pause with
+``clear_cache`` call it). KV that is computed of such an output is neither of the old weights nor of
+the new ones. So requests with these items are treated as requests with old blocks are
 (:mod:`kvshelf.vllm.block_weights`): what they compute is not stored.
 
 Owns the wrappers of vLLM's ``EncoderCacheManager``, which lives in the scheduler's process, and the

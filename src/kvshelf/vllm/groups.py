@@ -18,7 +18,7 @@ Contracts
 * The KV of a model with one group and without states is of kind full, also with a sliding window:
   each of its chunks is one kind of object, and a hit needs all of them.
 * Which groups are the drafter's follows from the names of the model's layers, which only workers
-  know. Until :meth:`CacheGroups.narrow` was told of them, all groups count as the model's.
+  know. Until :meth:`CacheGroups.narrow` is called with them, all groups count as the model's.
 * All functions are pure. They read the specifications of ``vllm/v1/kv_cache_interface.py``.
 """
 

@@ -24,7 +24,7 @@ The digests of all ranks together name the weights:
   or, where these are unknown, from the digests as in the last case;
 * digests that have a name already: that name;
 * a `version` that the trainer gave to all ranks: ``version:<version>``. It names only weights that
-  have no name yet, and waits, with a warning, for a round that finds such: the trainer may say it
+  have no name yet, and waits, with a warning, for a round that finds such: the trainer may give it
   before the first parameter changes. Where other engines hold a part of the weights, it counts
   although this engine's part may be the same;
 * other ones: ``params:<SHA-256>`` of the digests of all ranks in order, the parallelism that

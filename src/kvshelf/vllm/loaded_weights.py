@@ -1,8 +1,8 @@
 """The weights that a worker computes with: where they are, and what they are now.
 
-Owns the digest of the loaded model's parameters and buffers at the start and in each *round*, a
-comparison of the weights of all ranks that the scheduler asks for, and whether a change was noticed
-since. What the digests mean, :mod:`kvshelf.vllm.handshake` decides.
+Owns the digest of the loaded model's parameters and buffers at the start and in each *round* (a
+comparison of the weights of all ranks, which the scheduler begins), and whether a change was
+noticed since. :mod:`kvshelf.vllm.handshake` decides what the digests mean.
 
 A round
 -------
@@ -10,7 +10,7 @@ A round
    reset its caches. Nothing is loaded or stored from that moment on.
 2. The scheduler begins a round with a step's metadata. The worker then reads all parameters in
    slices, one at the end of each step.
-3. The worker reports its digest. If a change was noticed meanwhile, it asks for another round.
+3. The worker reports its digest. If a change was noticed meanwhile, it requests another round.
 4. When all ranks have reported, the scheduler names a namespace, and loads and stores continue in
    it.
 

@@ -1,8 +1,8 @@
-"""Says why a producer's KV is of no use to this engine: how their namespaces differ.
+"""Logs why this engine cannot use a producer's KV: how their namespaces differ.
 
 Owns one log line for each other namespace of which a request brings a hand-over, with what to set.
-The record of the other namespace is read from the shelf, on a thread of its own. Params name
-namespaces freely, so only a few of them are looked for.
+The record of the other namespace is read from the shelf, on a thread of its own. Params may name
+any namespace, so only a few of them are looked up.
 
 :meth:`OtherNamespaces.met` runs on the engine's step thread and does no I/O.
 """

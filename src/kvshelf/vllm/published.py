@@ -2,8 +2,8 @@
 
 Owns the way from vLLM's configuration to the fields ``config`` and ``code`` of a namespace record:
 which local folder vLLM has read the configuration from, whether its files are still those that
-were read, and which remote code the loaded model comes from. What the files mean is said in
-:mod:`kvshelf.weights.configuration`.
+were read, and which remote code the loaded model comes from. :mod:`kvshelf.weights.configuration`
+says what the files mean.
 
 Contracts
 ---------

@@ -12,9 +12,9 @@ Contracts
 * Oldest requests first; a step looks at a bounded number of requests and names a bounded number
   of chunks. Of requests that wait for a hand-over, the chunks that have appeared are named; there
   is a bound on these requests elsewhere, and they do not count.
-* A request that vLLM passes over is not looked at until vLLM asks for it again. vLLM asks for
-  requests in the order in which they wait, and passes over those that it cannot admit yet, such as
-  one whose grammar is not compiled or for whose LoRA adapter a step has no room.
+* A request that vLLM passes over is ignored until vLLM polls it again. vLLM polls requests in the
+  order in which they wait, and passes over those that it cannot admit yet, such as one whose
+  grammar is not compiled or for whose LoRA adapter a step has no room.
 * A kind of a chunk is named at most once for each time that its request is admitted.
 * The workers learn of each request with named chunks when it stops waiting: by its load, or by
   :meth:`ReadAhead.take_ended`.

@@ -9,8 +9,8 @@ A request's life
 ----------------
 1. ``new_request`` starts its lookup.
 2. vLLM calls ``matched_tokens``, perhaps many times: the answer is (None, False) until the lookup
-   is done or its time is up. A request that brings a hand-over goes on waiting until all of it is
-   on the shelf.
+   is done or its time is up. A request that brings a hand-over keeps waiting until all of it is on
+   the shelf.
 3. ``allocated`` turns the answer into a load, unless vLLM did not use it.
 4. ``step_metadata`` hands loads to the worker, and as stores all chunks that the step completes
    and that the lookup did not find. It also names chunks of waiting requests, which the worker
@@ -42,7 +42,7 @@ Contracts
   like others. These are requests that skip the prefix cache (log probabilities of the prompt), and
   all requests of engines that return the routed experts: vLLM takes KV only together with the
   experts of its tokens, which a shelf does not have.
-* What vLLM or the workers must hear of stays on a list until it is handed out, whatever raises.
+* Reports to vLLM and to the workers stay on a list until they are delivered, whatever raises.
 * There is one load for each time that a request is admitted: what the load did not deliver is
   computed, so no request can loop. Of a hybrid engine a load brings everything or nothing: after
   one that failed, the request gets a new lookup for a shorter hit, for a bounded number of times.
@@ -51,8 +51,8 @@ Contracts
 * A state is stored only at chunk boundaries at which vLLM has one: where a step happens to end, in
   that step or the next one, or where vLLM names a block for it. No step is changed for that.
   :meth:`SchedulerSide._is_worth_storing` decides which of them are worth their bytes.
-* Behind the prompt of an engine that drafts a step's end is not known, and states lie in other
-  columns: there only blocks that vLLM names are stored, when it has judged the step's drafts.
+* With speculative decoding the end of a step behind the prompt is not known, and states lie in
+  other columns: there only blocks that vLLM names are stored, once it has judged the step's drafts.
 * Until the namespace is known there are no hits and no stores.
 * While the weights are compared (:mod:`kvshelf.vllm.handshake`) there are neither, and no other
   request waits. After a change nothing is stored that was computed before it, or behind blocks
@@ -63,14 +63,14 @@ Contracts
   nothing may take longer, and workers may then wait for loads, but only where no other rank or
   pipeline stage waits for this engine's step: not with several stages, nor with data parallelism
   over the experts of one model, whose ranks step together.
-* A preempted and resumed request gets a new lookup. So does one that vLLM asks for when its answer
-  is older than a second, or a chunk that it missed was stored since, unless it finds all. It waits
-  for this one as for the first, and has the old answer if there is none in time.
+* A preempted and resumed request gets a new lookup. So does one that vLLM polls when its answer is
+  older than a second, or a chunk that it missed was stored since, unless all of it was found. It
+  waits for this lookup as for the first, and keeps the old answer if there is none in time.
 * Of a long queue only the first requests have a lookup and keys.
 * What depends on a load that another connector (inside MultiConnector) does synchronously is not
   stored until the outcome of that load is known: it may depend on blocks without KV.
 * A request whose prompt another connector transfers (``do_remote_prefill`` beside NixlConnector and
-  its like) is neither held nor loaded, unless the option says so: that connector has all of it.
+  its like) is neither delayed nor loaded, unless the option says so: that connector has all of it.
 * Where the tokens of an image attend to each other in both directions, the KV of an image depends
   on which of its tokens one step computes. So no hit ends within an image, because a later step
   would have to continue it; and where vLLM divided an image all the same, nothing from its first

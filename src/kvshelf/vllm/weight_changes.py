@@ -1,16 +1,16 @@
 """Notices that a running worker changes its weights, or frees the memory of its KV cache.
 
-vLLM does not tell a connector that it loads new weights into a running engine or discards them
-(sleep level 2). Only from 0.33 on it tells that the memory of the KV cache is freed (sleep of any
-level, ``/release_kv_cache_memory``) and allocated again. But all engine commands call named methods
-of the worker's class, so :func:`watch` wraps these methods. Worker extensions load weights by the
-model's ``load_weights`` or by vLLM's ``AutoWeightsLoader``, which :func:`watch_loading` wraps. This
-module owns the wrappers, one for each method.
+vLLM does not notify a connector when it loads new weights into a running engine or discards them
+(sleep level 2). Only from 0.33 on it notifies it when the memory of the KV cache is freed (sleep of
+any level, ``/release_kv_cache_memory``) and allocated again. But all engine commands call named
+methods of the worker's class, so :func:`watch` wraps these methods. Worker extensions load weights
+by the model's ``load_weights`` or by vLLM's ``AutoWeightsLoader``, which :func:`watch_loading`
+wraps. This module owns the wrappers, one for each method.
 
 Users' code reaches a worker through ``apply_model`` and through remote calls: of functions, and of
-methods that are not vLLM's own, such as those of worker extensions. :func:`watch_user_code` tells
-of each such call before it begins; the weights are compared then. What changes weights from inside
-the process in another way is noticed at the next reset of the connector's cache, or has to call
+methods that are not vLLM's own, such as those of worker extensions. :func:`watch_user_code` reports
+each such call before it begins; the weights are compared then. What changes weights from inside the
+process in another way is noticed at the next reset of the connector's cache, or has to call
 :meth:`kvshelf.vllm.connector.SharedStorageConnector.weights_changed`.
 
 Listeners are called on the worker's step thread: before weights change or memory is freed, and

@@ -26,7 +26,7 @@ Contracts
   and the drafter's KV are gathered in :meth:`WorkerSide.save`, after the rest, and not at all
   beside such a connector.
 * From the moment that an engine sleeps until it is awake nothing touches the caches. A device
-  that failed is not used again: the engine goes on without a cache.
+  that failed is not used again: the engine continues without a cache.
 * A block counts as loaded only when all of its tokens that the hit covers are loaded.
 * Every load that the scheduler planned is reported as finished, whether it succeeded or not, and
   the blocks that it left without KV no later than that. It stays on the list until vLLM takes the
@@ -35,7 +35,7 @@ Contracts
 * Where a sliding window leaves blocks out of a hit, a load succeeds as a whole or not at all: the
   tokens computed behind a part of the hit would read blocks that are not there.
 * Where the engine has several cache groups or states, all loads do: no block of a load that failed
-  is used, and vLLM computes all tokens that it was for, or asks again.
+  is used, and vLLM computes all tokens that it was for, or polls the request again.
 * One memory tier serves all kinds of KV and outlives changes of the weights: objects have the names
   of their namespace. The scheduler side knows nothing of it: the shelf decides what is a hit.
 * What a failed step left in the cache is never stored.
