@@ -43,7 +43,7 @@ from kvshelf.shelf.markers import said_seconds
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be deleted, in order: leftovers first, then units or kinds of them.
+    """The files to delete, in order: leftovers first, then units or kinds of them.
 
     Attributes
     ----------

@@ -158,7 +158,7 @@ def carry_out(
     backend : Backend
     plan : Plan
     stop : Callable
-        Asked after each deletion; True says that the plan is over.
+        Called after each deletion; True ends the plan.
     pace : Callable
         Called for each look, on any thread; may sleep.
     pauses : Sequence of float
@@ -355,7 +355,7 @@ class _Work:
 
 
 class _Kept:
-    """Which units of a plan stay, because they have become pinned or used; and the time.
+    """The units of a plan that stay, because they have become pinned or used; and the time.
 
     Attributes
     ----------

@@ -100,7 +100,7 @@ class Allowance:
 
 
 class Growth:
-    """How fast a shelf grows, by what is noted of it.
+    """How fast a shelf grows, by the notes of its size.
 
     Attributes
     ----------

@@ -58,12 +58,12 @@ STATE_BIT: Final = 4
 UNKNOWN: Final = -1
 GONE: Final = -2
 
-#: What was stored in the last so many seconds is not dead, nor is what it follows: the prompt may
-#: still be computed, and what makes it useful not be stored yet.
+#: Seconds for which a stored chunk is not dead, nor are those before it: the prompt may still be
+#: computed, and the objects that make it useful not be stored yet.
 SETTLE_SECONDS: Final = 300.0
 
 _BITS: Final = (FULL_BIT, WINDOW_BIT, STATE_BIT)
-#: How many times faster a unit ages that was never used since it was stored.
+#: Factor by which a unit that was never used since it was stored ages faster.
 _NEVER_HIT_AGES: Final = 2.0
 #: The same, besides, for a window inside a prompt, where no hit ended and no prompts part.
 _UNLIKELY_AGES: Final = 32.0
@@ -81,7 +81,7 @@ _AT_ONCE: Final = 1 << 16
 _SPARE_PART: Final = 1 / 256
 #: Units before a place: all, from the beginning of the prompt.
 _WHOLE: Final = 1 << 40
-#: Most ages that are told apart, and the place of the rank above them in a key of sorting.
+#: Most ages that are distinguished, and the place of the rank above them in a sort key.
 _MOST_AGES: Final = (1 << 30) - 1
 _RANK_BITS: Final = np.uint64(62)
 #: Ranks in keys of sorting; what is too old has 0.
@@ -325,7 +325,7 @@ def _judge(
     # Where a chunk's followers are not known, it counts as useful.
     judged = forest.followers_known(needs_state | needs_window)
 
-    # What follows was stored just now: the prompt may still be computed.
+    # The following chunks were stored just now: the prompt may still be computed.
     latest = np.maximum(units.used, units.born)
     forest.upwards(latest)
     settled = latest <= now - SETTLE_SECONDS

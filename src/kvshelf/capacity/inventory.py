@@ -85,7 +85,7 @@ Masks: TypeAlias = "npt.NDArray[np.uint8]"
 Flags: TypeAlias = "npt.NDArray[np.bool_]"
 
 _DAY: Final = 86400.0
-#: How long tails are kept is believed for so much longer: they are younger than what says it.
+#: A statement of how long tails are kept is valid for this much longer: tails are younger than it.
 SAID_SECONDS: Final = _DAY
 #: An access time that is later than the modification time by this is a use: writing takes time.
 _HIT_SECONDS: Final = 1.0
@@ -141,7 +141,7 @@ _HEADER_BYTES: Final = 288
 
 
 class Sort(Enum):
-    """What a file below a root is, if it is no object."""
+    """The class of a file below a root that is no object."""
 
     TEMPORARY = "temporaries"
     QUARANTINED = "quarantine"
@@ -274,7 +274,7 @@ def last_use(info: ObjectInfo, now: float) -> float:
 
 def changed_at(info: ObjectInfo) -> float:
     """Return when a file was last written, linked or moved; seconds since the epoch."""
-    # What is linked or moved keeps its modification time.
+    # Linked or moved files keep their modification time.
     return max(info.mtime, info.ctime or 0.0)
 
 
@@ -714,7 +714,7 @@ class Inventory:
         in_part : bool
             Of more than fits take a part, see :attr:`is_part`.
         stop : Callable
-            Asked often; True ends the scan.
+            Called often; True ends the scan.
         pace : Callable
             Called for each file, on any thread; may sleep.
 
@@ -775,7 +775,7 @@ class Scan:
         self._packed = bytearray()
         self._groups: dict[str, int] = {}
         self._files = 0
-        #: What is to be listed still: names, and folders once they are known; the first ones last.
+        #: What is left to list: names, and folders once they are known; in reverse order.
         self._names = list(names)[::-1]
         self._left: list[str] | None = None
         #: The last file before which all is complete, and the numbers of what was found there.
@@ -1028,7 +1028,7 @@ def time_of(backend: Backend) -> float:
 
 
 def _read_parent(backend: Backend, name: str, key: bytes) -> bytes | None:
-    """Return the parent's key that an object names; None if that cannot be told."""
+    """Return the parent's key that an object names; None if that cannot be determined."""
     data = bytearray(_HEADER_BYTES)
     try:
         count = backend.read_into(name, memoryview(data))

@@ -64,7 +64,7 @@ class Finding:
     max_age : float or None
         The age at which the sweep deleted chunks.
     written : int or None
-        The bytes that all writers had told of at `at`, see :mod:`kvshelf.capacity.written`. None:
+        The bytes that all writers had published at `at`, see :mod:`kvshelf.capacity.written`. None:
         unknown.
     """
 

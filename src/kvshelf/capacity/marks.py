@@ -61,7 +61,7 @@ _ALL_KEYS: Final = 4 << 20
 #: Files from which on they are merged, because each sweep reads all: one of each of 500 processes
 #: for each of 30 days were 15,000, and the bound above 279 keys in each.
 _MANY_FILES: Final = 64
-#: What a file raises that is not one of marks, or may not be read.
+#: Errors of a file that has no marks, or may not be read.
 _NOT_MARKS: Final = (
     NotRegularError,
     PermanentStorageError,
@@ -71,7 +71,7 @@ _NOT_MARKS: Final = (
     KeyError,
     RecursionError,
 )
-#: So often a listing is repeated because another process has merged files meanwhile.
+#: Most repetitions of a listing because another process has merged files meanwhile.
 _ATTEMPTS: Final = 3
 
 _Words = npt.NDArray[np.uint64]
@@ -156,7 +156,7 @@ class Marks:
         keys : ndarray
             uint8 [chunks, 32], the chunk keys; 16 bytes of each are enough.
         kind : Kind, optional
-            The kind whose use is asked for; when absent, that of any.
+            The kind whose use is wanted; if absent, that of any kind.
 
         Returns
         -------

@@ -122,7 +122,7 @@ class Room:
     url : str
         The shelf, for log lines.
     wake : Callable
-        Called when the sweeper should look at the storage soon: the first store has asked since its
+        Called when the sweeper should look at the storage soon: the first store has come since its
         last look, or a quarter of the room is used up. Must not block.
 
     Attributes
@@ -130,7 +130,7 @@ class Room:
     left : float
         Bytes that may be written to the shelf, as the last update said.
     asked : bool
-        A store has asked since the last look.
+        A store has come since the last look.
     is_short : bool
         Little is left of `max_bytes`.
     is_urgent : bool
@@ -138,7 +138,7 @@ class Room:
     refuses : bool
         Stores were refused lately.
     largest : int
-        Most bytes that a store has asked for: those of a chunk, or of a kind of it.
+        Most bytes that a store has requested: those of a chunk, or of a kind of it.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Room:
         self._why: tuple[str, str] = ("", "")
         self.asked = self._refused = False
         self.is_short = self.is_urgent = self.refuses = False
-        #: What this process wrote, and by how much free space had decreased from look to look.
+        #: What this process wrote, and the sum of the decreases of free space between two looks.
         self._written = Sum()
         self._decreased = Sum()
         self._free: int | None = None
@@ -201,13 +201,13 @@ class Room:
             if written:
                 self._written.add(nbytes)
             else:
-                # What began before the last update is not in it.
+                # Writes that began before the last update are not in it.
                 self._taken = max(0, self._taken - nbytes)
 
     # ------------------------------------------------------------- the sweeper
 
     def take_asked(self) -> bool:
-        """Whether a store has asked since the last call."""
+        """Whether a store has come since the last call."""
         asked, self.asked = self.asked, False
         return asked
 
@@ -250,7 +250,7 @@ class Room:
         now : float
             The storage's time.
         told : int or None
-            The bytes that all writers have told of.
+            The bytes that all writers have published.
         """
         seconds = max(0.0, now - finding.at)
         with self._lock:

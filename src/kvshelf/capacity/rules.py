@@ -47,7 +47,7 @@ class Reason(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a command was told to delete of an inventory; the conditions all have to hold.
+    """What a command deletes of an inventory: files for which all conditions hold.
 
     Attributes
     ----------

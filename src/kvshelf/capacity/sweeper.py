@@ -337,7 +337,7 @@ class Sweeper:
         self._record = taken
         begun, finding = self._begun, taken.finding
         if begun is not None and finding is not None and finding.at > begun.begin.at:
-            # What another engine has deleted since is no longer there.
+            # The interrupted listing has files that another engine may have deleted since.
             begun = self._begun = None
         earlier = 0.0 if begun is None else begun.seconds
         running = Running(
@@ -386,7 +386,7 @@ class Sweeper:
             self._begun = begun = self._begun or Begun(storage, finding, self._before)
             listed, before, finding = self._list(begun, rules, running), None, begun.begin
             held = None if listed is None else listed.plan.before
-            # What was written meanwhile, seen or not, is in the estimate.
+            # The estimate includes what was written meanwhile, seen or not.
             found = None if listed is None else listed.held_at(finding.at)
         else:
             held = found = listed.measure(storage, running, self._used(space) or 0)

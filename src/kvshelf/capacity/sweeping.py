@@ -74,7 +74,7 @@ def steady() -> float:
 
 
 class Running:
-    """What a sweep does again and again while it runs.
+    """The recurring work of a sweep: pauses, its lease, its end.
 
     Parameters
     ----------
@@ -219,7 +219,7 @@ class Begun:
 
 
 class Listed:
-    """What a listing found, and what of it is left to be deleted.
+    """The findings of a listing, and the part of its plan that is left.
 
     Attributes
     ----------

@@ -97,7 +97,7 @@ _MARK_PARTS: Final = 4
 _MERGE_PART: Final = 1 / 16
 #: Seconds for which nothing is marked where marks were refused.
 _REFUSED_SECONDS: Final = 3600.0
-#: Seconds that :meth:`Uses.close` waits for the thread, unless it is told.
+#: Seconds that :meth:`Uses.close` waits for the thread by default.
 _CLOSE_SECONDS: Final = 1.0
 
 

@@ -264,7 +264,7 @@ class Walk:
                         if key in later:
                             self._own[key] = now + later[key]
                 if later:
-                    # What others used comes to its age sooner than what is written now.
+                    # Tails that others used reach their age sooner than those written now.
                     self._own = OrderedDict(sorted(self._own.items(), key=itemgetter(1)))
 
     def _delete_named(
@@ -350,7 +350,7 @@ class Walk:
         todo = [*spaces, *(f"{space}/{inner}" for space in spaces for inner in (MARKERS, KEEPS))]
         if self._cleans and spaces:
             todo += [RESERVED, *(f"{space}/{QUARANTINE}" for space in spaces)]
-        # Of many engines that begin at the same time each begins elsewhere.
+        # Engines that start at the same time begin at different folders.
         chance.shuffle(todo)
         while todo:
             folder = todo.pop()

@@ -1,4 +1,4 @@
-"""What all writers of a shelf have written, where the storage does not tell its free space.
+"""What all writers of a shelf have written, where the storage does not report its free space.
 
 Owns the files ``.kvshelf/written/<id>-<bytes>`` at the root of a shelf: each process that stores to
 a bounded shelf publishes there how much it has written since it started. The number is in the name,
@@ -35,7 +35,7 @@ WRITTEN: Final = ".kvshelf/written"
 #: Seconds from one telling to the next: at most while there is much room, and at least.
 TELL_SECONDS: Final = 60.0
 _LEAST_SECONDS: Final = 1.0
-#: All writers together may have written this part of the room that is left, and not told of it.
+#: All writers together may have written this part of the room that is left without publishing it.
 _UNTOLD_PART: Final = 1 / 8
 #: A file of this age belongs to a process that has ended.
 _OLD_SECONDS: Final = 86400.0
@@ -45,7 +45,7 @@ _NAME: Final = re.compile(r"([0-9a-f]{16})-([0-9]{1,18})", re.ASCII)
 
 
 class Written:
-    """What the writers of one shelf have written; and this process's part in telling it.
+    """What the writers of one shelf have written; publishes this process's part.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ class Written:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._id = secrets.token_hex(8)
-        #: What this process had written when it began to tell under its name.
+        #: What this process had written when it began to publish under its name.
         self._base = 0
         self._told = 0
         self._name: str | None = None
@@ -68,7 +68,7 @@ class Written:
 
     @property
     def is_used(self) -> bool:
-        """Whether anything was read or told."""
+        """Whether anything was read or published."""
         return self._read_at > -math.inf
 
     def total(self, own: int) -> int:
@@ -144,7 +144,7 @@ class Written:
             self._id, self._name, self._base = secrets.token_hex(8), None, self._told
 
     def remove_old(self) -> int:
-        """Remove the files of processes that have ended; return the bytes that they told of."""
+        """Remove the files of processes that have ended; return the bytes that they published."""
         removed = 0
         for name in self._old:
             try:

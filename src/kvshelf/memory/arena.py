@@ -3,7 +3,7 @@
 Contracts
 ---------
 * Without ``lazy`` all memory is there when the constructor returns, or it has raised. On a system
-  that lends more memory than it has, memory that was only asked for would end some process later.
+  that lends more memory than it has, memory that was only requested would end some process later.
 * Memory that is ``shared`` has a file descriptor, which another process gets over a Unix socket. It
   can map the memory for reading only, and neither process can change its length: the file is
   sealed. The file has no name, so the memory is gone with the last process that has it.

@@ -58,7 +58,7 @@ class Budget:
 
 
 class State(Enum):
-    """What a slot is at present."""
+    """The state of a slot."""
 
     RESERVED = 0
     #: It can be found.
@@ -214,7 +214,7 @@ class Places:
             # Slots that were removed are still in it.
             self._leaves, self._mixed = [], self._leaves
         for _ in range(min(_SORTED, len(self._mixed))):
-            # What is left without its last entry is a heap still.
+            # Without its last entry the rest is still a heap.
             _, other = self._mixed.pop()
             other.queued = self._is_evictable(other)
             if other.queued:

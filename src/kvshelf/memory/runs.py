@@ -30,7 +30,7 @@ class Runs:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        #: Of the held places: the starts in order, and the ends by start.
+        #: The held places: their starts in order, and their ends by start.
         self._starts: list[int] = []
         self._ends: dict[int, int] = {}
         #: The runs, as (length, start) in order.

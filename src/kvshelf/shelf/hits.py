@@ -130,9 +130,9 @@ class HitSearch:
         self._ends = [end for end in reversed(ends) if end > first] if self._kinds else []
         self._scan = _FIRST_SCAN
         self._first_round = True
-        #: What this round probes for an end that seems to be the answer.
+        #: The pieces that this round probes for an end that is probably the answer.
         self._hoped: set[Piece] = set()
-        #: Such a piece was missing: from then on other ends are looked at meanwhile.
+        #: Such a piece was missing: from then on other ends are probed too.
         self._misled = False
         #: The pieces that this round probes, and whether all their shards.
         self._wanted: dict[Piece, bool] = {}

@@ -586,7 +586,7 @@ class LookupService:
         return usable
 
     def _ask(self, questions: Questions) -> Answers:
-        """Send probes to the storage, all at once; return answers, and when each was asked for.
+        """Send probes to the storage, all at once; return answers, and when each probe was sent.
 
         An object that another thread is probing now is not probed again, unless that answer would
         be older than something that is known to have happened to the chunk.
@@ -659,7 +659,7 @@ class _Flight:
 
 
 class _Search(NamedTuple):
-    """What one lookup needs while it is searched for."""
+    """The state of one lookup while its search runs."""
 
     search: HitSearch
     chain: KeyChain

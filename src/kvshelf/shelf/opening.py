@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 #: How long the start of an engine waits for its shelf.
 START_SECONDS: Final = 5.0
-#: How long a shelf and its disk tier are waited for, together. Less than the start waits, so that
-#: the objects in the tier can be loaded from the start even if the shelf does not answer.
+#: Longest wait for a shelf and its disk tier, together. Less than the start waits, so that the
+#: objects in the tier can be loaded from the start even if the shelf does not answer.
 TIERED_SECONDS: Final = 4.0
 _RETRY_SECONDS = 10.0
 

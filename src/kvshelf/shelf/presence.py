@@ -56,7 +56,7 @@ _THERE: Final = frozenset((Known.SEEN, Known.INFERRED))
 
 
 class Asked(NamedTuple):
-    """When the storage was asked: as a generation, and in ``time.monotonic()``."""
+    """When a probe was sent: as a generation, and in ``time.monotonic()``."""
 
     generation: int
     at: float
@@ -142,7 +142,7 @@ class PresenceCache:
         self._events.append((next(self._numbers), key, False))
 
     def clear(self) -> None:
-        """Forget everything, and accept no answer that was asked for before."""
+        """Forget everything, and accept no answer to a probe that was sent before."""
         with self._lock:
             self._forget_all()
 
@@ -179,7 +179,7 @@ class PresenceCache:
         there : bool
             Whether all are there. False: at least one is not.
         asked : Asked
-            What :meth:`ask` returned before the storage was asked.
+            What :meth:`ask` returned before the probe was sent.
         """
         with self._lock:
             self._settle()
@@ -217,7 +217,7 @@ class PresenceCache:
         if entry is None:
             entry = _Entry(0, known, 0.0)
         entry.generation, entry.known = asked.generation, known
-        # An answer that took long was true when the storage was asked.
+        # An answer that took long was true when its probe was sent.
         entry.until = asked.at + self._seconds[known]
         if known is Known.SEEN:
             entry.gap_until = 0.0

@@ -24,7 +24,7 @@ _MOST_POINTS = 64
 
 #: A chunk's key and a shard.
 Question: TypeAlias = "tuple[bytes, int]"
-#: The storage's answers, and when each was asked for.
+#: The storage's answers, and when each probe was sent.
 Answers: TypeAlias = "dict[Question, tuple[Presence, Asked]]"
 
 

@@ -83,7 +83,7 @@ class Pinned(Protocol):
         """The whole object, header included; it may be read-only."""
 
     def valid(self) -> bool:
-        """Tell whether `view` was the object until now: asked after the last use of the bytes.
+        """Whether `view` was the object until now: called after the last use of the bytes.
 
         False where the owner took the bytes back meanwhile: what was read from them is of no use.
         """

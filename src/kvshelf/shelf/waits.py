@@ -71,8 +71,7 @@ _QUIET_SECONDS: Final = 1.0
 _SHORTEST: Final = 2e-3
 _SHORTEST_HIGH_LATENCY: Final = 20e-3
 _LONGEST: Final = 1.0
-#: What one question of a high-latency storage costs at least: other threads and a server work on
-#: it as well.
+#: Least cost of one probe of a high-latency storage: other threads and a server work on it as well.
 _HIGH_LATENCY_COST: Final = 0.2e-3
 #: Time to the next question after a storage error, doubled with each further one.
 _FIRST_BACKOFF: Final = 50e-3
@@ -141,7 +140,7 @@ class Wait:
         #: Whether the storage failed to answer for the next object, and how long it then rests.
         self._failed = False
         self._backoff = 0.0
-        #: Whether the marker was seen: it counts when the pieces, asked for once more, are missing.
+        #: Whether the marker was seen: it counts if the pieces, probed once more, are missing.
         self._lost = False
 
     @property
@@ -164,7 +163,7 @@ class Wait:
         ]
 
     def _take(self, answers: Mapping[_Object, Presence], shards: Mapping[Kind, int]) -> list[bytes]:
-        """Use the answers to what was asked for; return the kind keys of the pieces that are there.
+        """Use the answers to the probes; return the kind keys of the pieces that are there.
 
         As many leading pieces as are returned are not in :attr:`seen` yet.
         """
@@ -450,9 +449,9 @@ class WaitService:
         Parameters
         ----------
         polled : int
-            Number of waits that are asked for at such intervals.
+            Number of waits that are probed at such intervals.
         asked : int
-            Number of objects that this round has asked for.
+            Number of objects that this round has probed.
         used, passed : float
             Its processor time and its duration, in seconds.
         """
@@ -484,7 +483,7 @@ class WaitService:
             for wait, lost in zip(group, found, strict=True):
                 wait._marker_due = now + period
                 if lost:
-                    # A piece may have come before the marker: asked for once more, pieces win.
+                    # A piece may have appeared before the marker: probed once more, pieces win.
                     wait._lost, wait._due = True, 0.0
             pace.rest()
 
@@ -562,7 +561,7 @@ class _Watcher:
                 self._watch(self._notices, [w for w in waits if w._questions and not w.ended])
                 self._count = len(waits)
         except (StorageError, OSError) as error:
-            # They are asked for at short intervals.
+            # They are probed at short intervals.
             logger.debug("folders could not be watched: %s", error)
             for wait in waits:
                 wait._watched = False

@@ -198,7 +198,7 @@ class Ledger:
         except FileNotFoundError:
             return None
         except NotADirectoryError:
-            # So says the system of a link, too.
+            # The system reports this for a link, too.
             if os.path.islink(folder):
                 raise OSError(errno.ELOOP, f"{folder} is a link; remove it") from None
             return None

@@ -169,7 +169,7 @@ class PinningView(NamespaceView):
         try:
             self.fmt.verify_header(pinned.view, *ref)
         except BadObjectError as error:
-            # What is on the storage is read and judged as any other object.
+            # The object on the storage is read and verified as any other.
             pinned.release()
             self._log.warning("bytes in memory are not those of %s: %s", base, error)
             return None

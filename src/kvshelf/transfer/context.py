@@ -132,7 +132,7 @@ class TransferContext:
 
 
 class TransferHalf(ABC):
-    """What the stores and the loads of a transfer have alike: each has its own lock and threads.
+    """The common base of a transfer's stores and loads: each has its own lock and threads.
 
     `kind` is ``load`` or ``store``, for the names of the threads.
     """

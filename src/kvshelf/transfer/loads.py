@@ -421,7 +421,7 @@ class Loads(TransferHalf):
             if stuck is None:
                 return
             for _, objects in self._reads.take_left(stuck):
-                # What was left to it is of no use without its own.
+                # Objects that were left to it are useless without its own.
                 objects.release()
             for task in (stuck, *stuck.sharers):
                 task.late = True

@@ -158,7 +158,7 @@ class KindMemory:
     def _takes(self, ref: ObjectRef, *, read: bool = False) -> bool:
         if ref.chunk.key in self._wanted:
             return True
-        # What is read into memory is read in place there.
+        # A read puts its object into memory only where it reads in place.
         return self._keeps and (self._in_place or not read)
 
     def _note_use(self, ref: ObjectRef) -> None:
@@ -309,7 +309,7 @@ class Prefetcher:
         #: The requests that need each chunk with reserved memory. The list may be empty while
         #: the chunk is still being read.
         self._users: dict[bytes, list[_Request]] = {}
-        #: Of these, the chunks that are being read, and those whose load ended without them.
+        #: The chunks among these that are being read, and those whose load ended without them.
         self._reading: set[bytes] = set()
         self._retries: dict[bytes, Chunk] = {}
         self._retry_at = 0.0

@@ -109,7 +109,7 @@ Arrived: TypeAlias = tuple[ReadTask, Objects]
 
 
 class _Untaken:
-    """What no thread has taken of a load: a flag for each object, over items and shards."""
+    """The objects of a load that no thread has taken: a flag for each, over items and shards."""
 
     __slots__ = ("first", "load", "taken")
 

@@ -119,7 +119,7 @@ class StagingBuffer:
         self._part_at = (0, len(self.view))
 
     def part(self, start: int, stop: int) -> torch.Tensor:
-        """Return some of the bytes, as a tensor; quick for those that were asked for last."""
+        """Return some of the bytes, as a tensor; quick for those returned last."""
         if self._part_at != (start, stop):
             self._part, self._part_at = self.tensor[start:stop], (start, stop)
         return self._part

@@ -402,7 +402,7 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request; return whether it keeps its blocks, and what it hands over.
 
-        Where the request asked for a hand-over, the answer is what another engine needs to know
+        Where the request wants a hand-over, the answer is what another engine needs to know
         (:mod:`kvshelf.vllm.handover`). Its blocks are kept until :meth:`get_finished` of all
         workers has named the request, if stores of its chunks may have been postponed.
         """

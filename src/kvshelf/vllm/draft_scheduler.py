@@ -270,7 +270,7 @@ class DraftScheduler:
         if progress.good < computed:
             self._spoil(request, progress, progress.good)
         else:
-            # What a load did not deliver is computed.
+            # Tokens that a load did not deliver are computed.
             progress.good = sys.maxsize
         progress.fresh = at_hand
 

@@ -301,7 +301,7 @@ class DraftWorker:
             groups = self._registration.memories[FULL].slots
             size = self._config.chunk_size
             slots = slots_to_store(groups, op.block_ids, op.draft.index, size)
-            # What waits for the chunk does not wait for the drafter's KV, but profits from it.
+            # Requests that wait for the chunk do not wait for the drafter's KV, but profit from it.
             transfer.store(ChunkSlots(op.draft, slots), age=op.age, promised=bool(op.attempt))
         except Exception as error:  # noqa: BLE001 - drafts are accepted less often
             self._log.error("a chunk of a drafter's KV was not stored", exc_info=error)

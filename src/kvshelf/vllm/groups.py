@@ -242,7 +242,7 @@ class CacheGroups(Sequence[CacheGroup]):
 
     @property
     def _or_one_group(self) -> str:
-        """What a model without states may do instead."""
+        """The remedy for a model without states."""
         if STATE in self.kinds:
             return ", or remove --kv-transfer-config"
         return ", or start vLLM with --disable-hybrid-kv-cache-manager"
@@ -290,8 +290,8 @@ def _is_ring(spec: Any) -> bool:
 def _kind_of(specs: Iterable[Any], *, single: bool) -> Kind:
     """Return the kind of a group from the specifications of its layers.
 
-    Subclasses are told by their base: MLA, R-SWA and sinks are full attention, and the sliding
-    windows of MLA are windows.
+    Subclasses are recognised by their base: MLA, R-SWA and sinks are full attention, and the
+    sliding windows of MLA are windows.
     """
     kinds: set[Kind] = set()
     for spec in specs:

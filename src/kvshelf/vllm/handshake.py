@@ -73,7 +73,7 @@ def _by_number(ranks: Iterable[ExpertDigests]) -> _Experts:
 
 
 class Handshake:
-    """What the workers have reported, and the namespace once it is known.
+    """The workers' reports, and the namespace once it is known.
 
     Parameters
     ----------

@@ -124,7 +124,7 @@ class LoadedWeights:
         self._digest: ParameterDigest | None = None
         #: The tensors of the digest that are not of balanced experts.
         self._plain: dict[str, str] = {}
-        #: What held weights that cannot be read at the start, by name, and the names of later ones.
+        #: Objects that held unreadable weights at the start, by name, and the names of later ones.
         self._unreadable = {one.name: one.held for one in self._hidden()}
         self._later: dict[str, tuple[object, str]] = {}
         self._result: str | None = None
@@ -139,7 +139,7 @@ class LoadedWeights:
 
     @property
     def watched(self) -> bool:
-        """Whether changes can be told by digests."""
+        """Whether digests can show changes."""
         return self._first is not None and not self.problem
 
     def changed(self, version: str = "") -> None:

@@ -41,7 +41,7 @@ _SETTINGS: Final = ("*processor_config.json", "audio_tokenizer_config.json")
 #: Files that name code for a processor, and the names under which they do.
 _NAME_CODE: Final = ("config.json", "tokenizer_config.json")
 _CODE_OF: Final = re.compile("Auto(Image|Video)?Processor|AutoFeatureExtractor")
-#: What no encoder sees, wherever it stands in a file.
+#: Settings that do not reach any encoder, anywhere in a file.
 _LEFT_OUT: Final = frozenset({"chat_template", "processor_class", "auto_map"})
 #: The parts of Mistral's tokenizer files that are about images and audio.
 _TEKKEN: Final = ("multimodal", "image", "audio")
@@ -54,7 +54,7 @@ _FIT_INTO_PROMPT: Final = (
     "NemotronH_Super_Omni_Reasoning_V3",
 )
 
-#: What tells whether a file changed: name, inode, size, times.
+#: Shows whether a file changed: name, inode, size, times.
 _Seen = tuple[tuple[str, int, int, int, int], ...]
 
 

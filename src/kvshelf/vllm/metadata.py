@@ -268,7 +268,7 @@ class WeightsReport:
     Attributes
     ----------
     round : int
-        The last round that this rank was told of.
+        The last round that this rank knows.
     first : str
         Digest of its parameters and buffers at the start, 64 hex digits.
     digest : str, optional

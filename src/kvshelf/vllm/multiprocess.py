@@ -203,8 +203,8 @@ def learn_layouts(
     kv_caches : Mapping[str, Tensor]
         As vLLM registers them.
     kv_cache_config : KVCacheConfig, optional
-        Says how many blocks the caches have. A worker in a process of its own is told by nothing
-        else.
+        Says how many blocks the caches have. A worker in a process of its own is notified by
+        nothing else.
 
     Raises
     ------

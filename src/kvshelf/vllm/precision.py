@@ -161,7 +161,7 @@ _KERNELS: Final = ("kernel", "fp8_linear", "linear_kernel", "ocp_mx_linear")
 _INNER: Final = ("scheme", "quant_method", "linear_method")
 #: Dtypes that Humming spells in its own way.
 _SPELLED: Final[Mapping[str, str]] = {"float8e4m3": "float8_e4m3fn", "float8e5m2": "float8_e5m2"}
-#: What kernels of int4 weights set on layers whose activations they make int8.
+#: Attribute that kernels of int4 weights set on layers whose activations they make int8.
 _INT8_ACTIVATIONS: Final = ("use_w4a8", "_zentorch_da8w4")
 
 #: Variables that change the precision behind the classes, and their defaults as vLLM parses them.
@@ -245,7 +245,7 @@ def _of_module(module: torch.nn.Module, compute: str) -> Iterator[str]:
     if method is None:
         own = module.parameters(recurse=False)
         packed = any(one.element_size() == 1 and one.dtype != torch.bool for one in own)
-        # Those of MLA are told by `_of_attention`.
+        # `_of_attention` returns those of MLA.
         if packed and not hasattr(module, "W_K"):
             yield _by_name(module)
         return

@@ -1,8 +1,8 @@
 """What this engine may promise of a prompt that it prefills for another engine.
 
-Owns the record of one request that asked for a hand-over: which kinds of which chunks are on the
-shelf or planned to be stored, and the tail. From it follows the answer of the request: the most
-leading tokens of the prompt of which a load would find everything.
+Owns the record of one request that wants a hand-over: which kinds of which chunks are on the shelf
+or planned to be stored, and the tail. From it follows the answer of the request: the most leading
+tokens of the prompt of which a load would find everything.
 
 Contracts
 ---------

@@ -69,9 +69,9 @@ class _Waiting:
     ready : bool
         A step has passed since its lookup was done.
     asked : bool
-        vLLM has asked for it since the last step.
+        vLLM has polled it since the last step.
     passed_over : bool
-        vLLM has asked for others behind it and not for it.
+        vLLM has polled others behind it and not this one.
     """
 
     place: int
@@ -87,7 +87,7 @@ class ReadAhead:
         self._enabled = False
         #: By age.
         self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
-        #: The highest place of a request for which vLLM has asked since the last step.
+        #: The highest place of a request that vLLM has polled since the last step.
         self._last_asked: int | None = None
         #: For each request and kind, the number of leading chunks that were named or need not be.
         self._named: dict[str, dict[Kind, int]] = {}
@@ -218,7 +218,7 @@ class ReadAhead:
                 yield kind, wanted
 
     def _note_passed_over(self) -> None:
-        """Note which requests vLLM left waiting while it asked for one behind them."""
+        """Note which requests vLLM left waiting while it polled one behind them."""
         last, self._last_asked = self._last_asked, None
         for waiting in self._waiting.values():
             if last is None or waiting.place > last:

@@ -478,7 +478,7 @@ class Registration:
         """
         load_threads, store_threads = self.io_threads(view.backend.properties)
         if memory.fmt.kind != memory.fmt.kinds[0]:
-            # Of these there are fewer objects, and all kinds share the processors.
+            # These have fewer objects, and all kinds share the processors.
             load_threads, store_threads = max(1, load_threads // 2), max(1, store_threads // 2)
         return Transfer(
             view,

@@ -155,7 +155,7 @@ _PUBLISHED_REMEMBERED = 4096
 _LOOKUPS_AHEAD = 256
 #: Shorter tails are computed sooner than they could be loaded, and take the same space.
 _LEAST_TAIL = 16
-#: So many loads of a request of a hybrid engine may fail before it is computed without the shelf.
+#: Loads of a hybrid engine's request that may fail before it is computed without the shelf.
 _MOST_FAILED_LOADS = 3
 
 
@@ -229,7 +229,7 @@ class _Request:
         self.next_boundary = (0, 0)
         #: The step in which stores of the request were last planned.
         self.planned_at = 0
-        #: Where the request asked for a hand-over.
+        #: Set if the request wants a hand-over.
         self.promise: Promise | None = None
         #: Index of the last chunk whose state was planned to be stored.
         self.last_state = -1
@@ -248,7 +248,7 @@ class _Request:
         if self.reads:
             self.not_loaded = None
         if self.awaited is not None and self.awaited.outcome is not None:
-            # What is promised is there, or is not waited for again.
+            # Promised chunks are there, or are not waited for again.
             self.awaited.deadline = math.inf
         self.drop_lookup()
 
@@ -326,7 +326,7 @@ class SchedulerSide:
         self._encoder_outputs = EncoderOutputs()
         speculative_config = getattr(vllm_config, "speculative_config", None)
         self._drafting = speculative_config is not None
-        #: So many tokens before a prompt's last block boundary vLLM's cache has the last state.
+        #: Tokens between the last state in vLLM's cache and a prompt's last block boundary.
         self._held_back = groups.alignment if drops_last_block(speculative_config) else 0
         self._drafts: DraftScheduler | None = None
         if draft_engine(vllm_config) is not None:
@@ -372,7 +372,7 @@ class SchedulerSide:
         self._loads: list[LoadOp] = []
         self._cancelled: list[str] = []
         self._reset = False
-        #: The cache was reset before all workers had told that they can compare their weights.
+        #: The cache was reset before all workers had reported that they can compare their weights.
         self._reset_early = False
         self._budget = config.lookup_budget_ms * 1e-3
         # With asynchronous scheduling or pipeline stages, later steps are scheduled before earlier
@@ -532,7 +532,7 @@ class SchedulerSide:
         request_id, now = state.request.request_id, self._awaiting.clock()
         lookups, wait = self._lookups, awaited.wait
         known = lookups is not None and not self._handshake.checking
-        # vLLM may not have asked for a while.
+        # vLLM may not have polled for a while.
         there = known and wait is not None and wait.complete
         if now >= awaited.deadline and not there:
             self._awaiting.end(request_id, awaited, "late")
@@ -871,7 +871,7 @@ class SchedulerSide:
         return self._draft_view
 
     def _has_cached_tail(self, state: _Request) -> bool:
-        """Whether a prompt ends in a tail that is cached without being asked for."""
+        """Whether a prompt ends in a tail that is cached without a hand-over."""
         rest = state.request.num_prompt_tokens % self._config.chunk_size
         return self._caches_tails and bool(rest >= _LEAST_TAIL)
 
@@ -1141,7 +1141,7 @@ class SchedulerSide:
             if self._requests[request_id].request.num_preemptions != preempted:
                 del self._postponed[request_id]
                 self._gone.append((request_id, preempted))
-                # What it lost is stored when it is in the cache again.
+                # Lost chunks are stored when they are in the cache again.
                 self._requests[request_id].next_store = 0
             elif request_id in output.num_scheduled_tokens:
                 meta.again.append((request_id, preempted))
@@ -1680,7 +1680,7 @@ class SchedulerSide:
         held : bool
             The request keeps its blocks until all workers have reported it.
         params : dict or None
-            What is promised to another engine, where the request asked for that.
+            What is promised to another engine, if the request wants a hand-over.
         """
         state = self._requests.pop(request_id, None)
         if state is None:
@@ -1711,7 +1711,7 @@ class SchedulerSide:
         params = handover.params()
         self.counters.add("handovers_promised")
         owner = (request_id, request.num_preemptions)
-        # What workers postponed in the last steps they have not reported yet.
+        # Workers have not reported yet which stores they postponed in the last steps.
         unknown = self._steps - state.planned_at <= self._steps_in_flight and state.planned_at
         if state.loading or not (unknown or owner in self._gone):
             return False, params

@@ -106,7 +106,7 @@ def draft_layers(vllm_config: Any) -> frozenset[str]:
     Raises
     ------
     UnsupportedError
-        If the engine has a drafter and its layers cannot be told from the model's.
+        If the engine has a drafter whose layers cannot be distinguished from the model's.
     """
     if not drafter_has_kv(vllm_config):
         return frozenset()

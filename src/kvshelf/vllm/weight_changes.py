@@ -41,7 +41,7 @@ _DISCARDING_SLEEP = 2
 
 
 class Listener(Protocol):
-    """An object that is told of these events."""
+    """An object that is notified of these events."""
 
     def weights_changed(self, how: str) -> None:
         """Weights are about to change; `how` names the method."""
@@ -235,7 +235,7 @@ def _telling(
     *about: str,
     listeners: weakref.WeakSet[Any] = _listeners,
 ) -> Callable[..., Any]:
-    """Wrap a method, bound or of a class: listeners are told before each call."""
+    """Wrap a method, bound or of a class: listeners are notified before each call."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -206,7 +206,7 @@ class WorkerSide:
         #: The walk's thread; with a node server there is no sweeper.
         self._walking: Background | None = None
         self._sweeper: Sweeper | None = None
-        #: Of tails; the scheduler side records those of chunks.
+        #: Uses of tails; the scheduler side records those of chunks.
         self._uses = Uses.of(config, self.counters, on_thread_start=widen_cpu_affinity)
         self._promises: Promises | None = None
         #: Transfers of earlier weights that still publish, and their promises.
@@ -226,7 +226,7 @@ class WorkerSide:
         self._invalidated: set[JointLoad] = set()
         #: Loads that ended while it is not known what vLLM loaded for their adapter.
         self._undecided: list[JointLoad] = []
-        #: Requests whose loads are over, until vLLM is told.
+        #: Requests whose loads have ended, until that is reported to vLLM.
         self._finished: set[str] = set()
         #: For each cache group.
         self._bad_blocks: tuple[set[int], ...] = (set(),)
@@ -234,7 +234,7 @@ class WorkerSide:
         self._failed_requests: set[str] = set()
         self._failures: list[LoadFailure] = []
         self._adapters = LoadedAdapters(adapter_settings(vllm_config))
-        #: What the scheduler was told last; None: it must be told again.
+        #: The last report to the scheduler; None: it must be sent again.
         self._breaker_open: bool | None = False
         self._writes_refused = False
         self._postponed = PostponedStores(config.handover_wait_s)
@@ -741,7 +741,7 @@ class WorkerSide:
                 logger.error("a chunk was not stored", exc_info=error)
             if may_wait and outcome is StoreOutcome.STAGING_FULL:
                 full = True
-                # Of the drafter's KV there is another staging.
+                # The drafter's KV has a staging of its own.
                 later.append(replace(op, draft=None) if drafted else op)
             elif outcome is not None:
                 stored.append(op)
@@ -752,7 +752,7 @@ class WorkerSide:
         return stored
 
     def _store(self, op: StoreOp, *, drafted: bool, wait: float = 0.0) -> StoreOutcome | None:
-        """Gather one chunk; None if it cannot be stored, and :class:`Stores` was not asked."""
+        """Gather one chunk; None if it cannot be stored, and :class:`Stores` was not called."""
         if not (self._serving and self._is_current(op)):
             self._drop(op, Reason.WEIGHTS_CHANGED)
             return None
@@ -795,7 +795,7 @@ class WorkerSide:
         return outcome
 
     def _drop_postponed(self, ops: Iterable[StoreOp]) -> None:
-        """Count postponed stores as dropped; engines that wait for them are told."""
+        """Count postponed stores as dropped, and mark their promises as broken."""
         for op in ops:
             self._drop(op, Reason.STAGING_FULL)
             if op.attempt and self._promises is not None:
