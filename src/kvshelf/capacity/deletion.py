@@ -10,7 +10,7 @@ Contracts
   objects.
 * Pins and marks are read again every minute and every thousand deletions, also after the process
   or the machine has slept: what has become pinned, or is marked as used since the plan, stays. A
-  plan that heeds no pins is carried out without them.
+  plan made without pins is carried out without them.
 * An object that another process has deleted meanwhile is not an error.
 * A process that is killed in between leaves what costs a miss, at most: some of the objects that
   are deleted at the same time may be left, and all that follow them in the plan. Without latency
@@ -90,7 +90,7 @@ class Outcome:
     failed : int
         Files that the storage did not allow to delete.
     error : StorageError or None
-        The first such refusal, or the trouble of the storage that ended the execution.
+        The first such refusal, or the error of the storage that ended the execution.
     finished : bool
         Whether all of the plan was tried.
     """
@@ -177,7 +177,7 @@ def carry_out(
     Returns
     -------
     Outcome
-        Also what was done before trouble of the storage, which is in it and is not raised.
+        Also what was done before an error of the storage, which is in it and is not raised.
     """
     outcome = Outcome() if outcome is None else outcome
     inventory = plan.inventory
@@ -248,7 +248,7 @@ class _Work:
         self._kept = _Kept(backend, plan)
 
     def __call__(self, group: Sequence[_Task]) -> tuple[list[_Done], StorageError | None]:
-        """Return what became of each task, and the trouble that ends the work."""
+        """Return what became of each task, and the error that ends the work."""
         done = [_Done() for _ in group]
         #: The files that are to be deleted, once they are known.
         left: list[_File] | None = None

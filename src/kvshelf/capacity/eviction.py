@@ -73,11 +73,11 @@ _LONG_USED: Final = 2.0
 #: are recorded one after the other.
 _SAME_PART: Final = 1 / 32
 _LEAST_SAME: Final = 1.0
-#: About so many units tell the ages that most have.
+#: Size of the sample of units that shows the ages that most have.
 _SAMPLED: Final = 1 << 20
 #: Units that are judged at the same time, where each is judged by itself.
 _AT_ONCE: Final = 1 << 16
-#: The sample tells how many come first to within such a part of all.
+#: The sample shows how many come first to within this part of all.
 _SPARE_PART: Final = 1 / 256
 #: Units before a place: all, from the beginning of the prompt.
 _WHOLE: Final = 1 << 40
@@ -454,7 +454,7 @@ class _Forest:
         return left > 0
 
     def followers_known(self, asked: Flags) -> Flags:
-        """Return of which units it is known which others follow them."""
+        """Return for which units all followers are known."""
         units = self._units
         orphans = asked & (units.parent == UNKNOWN) & (units.index > 0)
         return units.index >= (units.index[orphans].max() if orphans.any() else 0)

@@ -1021,7 +1021,7 @@ def _no_units() -> Units:
 
 
 def time_of(backend: Backend) -> float:
-    """Return the storage's time; this machine's where it does not tell."""
+    """Return the storage's time; this machine's where it has none."""
     with contextlib.suppress(StorageError):
         return StorageClock(backend.now).ask()
     return time.time()

@@ -111,7 +111,7 @@ class Record:
         Parameters
         ----------
         space : Space or None
-            The storage's room, if it tells.
+            The storage's size and free space, if it reports these.
         """
         found = self.finding
         if found is None or space is None or max(found.nbytes, found.free or 0) <= space.total:
@@ -238,7 +238,7 @@ class Lease:
         return renewed
 
     def release(self, record: Record, now: float) -> Record:
-        """Give the lease back, and tell others what was found, unless it was lost. Best effort.
+        """Give the lease back, and publish what was found, unless it was lost. Best effort.
 
         Returns
         -------

@@ -1,4 +1,4 @@
-"""Marks: the uses of chunks that no access time tells.
+"""Marks: the uses of chunks that no access time shows.
 
 Where a process may not set the access times of objects (those of another user), or there are none
 (S3), it writes the keys of the chunks that were used into files below ``.kvshelf/uses`` of the
@@ -148,7 +148,7 @@ class Marks:
     def used(
         self, namespace_folder: str, keys: npt.NDArray[np.uint8], kind: Kind | None = None
     ) -> _Times:
-        """Return when chunks were used last, as far as marks tell.
+        """Return when chunks were used last, as far as marks show.
 
         Parameters
         ----------
@@ -185,7 +185,7 @@ class Marks:
         ----------
         backend : Backend
         max_age : float, optional
-            Seconds after its last use at which a chunk is deleted: older marks are of no use. They
+            Seconds after its last use at which a chunk is deleted: older marks are useless. They
             are kept for 30 days at most.
         resolution : float
             Seconds by which the time of a use may be wrong after the merge.
@@ -205,7 +205,7 @@ class Marks:
         if not times:
             return 0
         told = backend.now()
-        # A storage that does not tell its time gave the files theirs.
+        # A storage that does not report its time gave the files theirs.
         now = max(times) if told is None else told
         aged_at = min(now, time.time()) if told is None else time_for_ages(now, backend.url)
         oldest = aged_at - min(max_age or KEEP_SECONDS, KEEP_SECONDS)

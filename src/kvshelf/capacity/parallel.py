@@ -169,7 +169,7 @@ class Attempts:
             At once.
         StorageError
             If the storage seems to answer no more: no call has succeeded yet, or none since another
-            one failed for good.
+            one failed finally.
         """
         pauses = iter(self._pauses)
         while True:

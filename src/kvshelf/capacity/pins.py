@@ -42,7 +42,7 @@ _log: Final = RateLimitedLog(logger, lines=8)
 
 #: The folder of pins at the root of a shelf.
 PINS: Final = ".kvshelf/pins"
-#: Seconds after which, at the latest, a sweep that goes on reads the pins again.
+#: Seconds after which, at the latest, a running sweep reads the pins again.
 PINS_SECONDS: Final = 60.0
 #: Most bytes of one pin.
 MAX_BYTES: Final = 1 << 20

@@ -59,15 +59,16 @@ from kvshelf.metrics import Counters
 
 logger = logging.getLogger(__name__)
 
-#: Seconds from one look at the storage to the next while no store asks.
+#: Seconds from one look at the storage to the next while nothing is stored.
 _IDLE_SECONDS: Final = 60.0
 #: The same for the record of the last sweep of any engine.
 _RECORD_SECONDS: Final = 10.0
-#: Roughly, after another engine had the lease. Engines that lose it together come back apart.
+#: About this long after another engine had the lease; engines that lose it together try again at
+#: different times.
 _LOST_SECONDS: Final = 10.0
-#: After trouble of the storage.
+#: Pause after an error of the storage.
 _TROUBLE_SECONDS: Final = 30.0
-#: After a listing, or all deletions, were not allowed.
+#: Pause after a listing, or all deletions, were not allowed.
 _REFUSED_SECONDS: Final = 3600.0
 #: Seconds that the end of a process waits for the thread.
 _JOIN_SECONDS: Final = 0.5
@@ -144,17 +145,17 @@ class Sweeper:
         #: Seconds to the next look for a finding while there is none.
         self._unknown = LOOK_SECONDS
         self._allowance = Allowance()
-        #: A listing that did not come to its end, and the last one that did, while they are of use;
-        #: for the next one the parents that it knew.
+        #: A listing that was interrupted, and the last complete one, while they are usable; the
+        #: parents that it knew, for the next one.
         self._begun: Begun | None = None
         self._listed: Listed | None = None
         self._before: Parents | None = None
         self._growth = Growth()
         #: Seconds that the last listing took.
         self._took = 0.0
-        #: Whether the last sweep listed the shelf and came to the end of its plan.
+        #: Whether the last sweep listed the shelf and finished its plan.
         self._finished = True
-        #: Set when the thread has said its last word.
+        #: Set when the thread has finished.
         self._end: threading.Event | None = None
 
     def start(self) -> None:
@@ -168,7 +169,7 @@ class Sweeper:
             self._guard.bound = self.room
 
     def close(self) -> None:
-        """Bound nothing any more, and end the thread, unless it waits for the storage."""
+        """Lift the bounds, and end the thread, unless it waits for the storage."""
         if self._walk is not None:
             self._walk.close()
         if self._guard.bound is self.room:
@@ -224,7 +225,7 @@ class Sweeper:
             return _TROUBLE_SECONDS
 
     def _look(self) -> float:
-        """Tell stores of the room, after a sweep if one is due; return the seconds to the next."""
+        """Update the room that stores see, after a sweep if due; return the seconds to the next."""
         storage = self._guard.inner
         space = storage.space()
         if self._walk is not None and self.room.is_full(space) and self._walk.make_room():
@@ -246,7 +247,7 @@ class Sweeper:
         return pause
 
     def _read_record(self, space: Space | None) -> None:
-        """Learn what other engines found and wrote, if that was not done lately."""
+        """Read what other engines found and wrote, if that was not done recently."""
         now = time.monotonic()
         if now < self._read_at:
             return
@@ -262,14 +263,14 @@ class Sweeper:
         self._exchange(space)
 
     def _exchange(self, space: Space | None, *, at_once: bool = False) -> None:
-        """Tell what this process has written, and learn what others have, if nothing else tells."""
+        """Publish this process's writes, and read those of others, unless free space shows them."""
         if space is None and self._rules.max_bytes is not None:
             room, now = self.room, self._clock.last()
             self._written.exchange(room.written, room.left, now, at_once=at_once)
 
     @property
     def _told(self) -> int | None:
-        """The bytes that all writers have written, as far as they tell."""
+        """The bytes that all writers have written, as far as they publish them."""
         return self._written.total(self.room.written) if self._written.is_used else None
 
     def _used(self, space: Space | None) -> int | None:
@@ -280,7 +281,7 @@ class Sweeper:
         return self.room.estimate(finding, space, self._clock.last(), self._told)
 
     def _tell(self, space: Space | None) -> None:
-        """Tell stores of the room."""
+        """Update the room that stores see."""
         own = self._rules.max_bytes
         limit = None if own is None else self._record.bound(own, self._clock.last())
         used = self._used(space)
@@ -366,7 +367,7 @@ class Sweeper:
         if running.lost:
             self._begun = self._listed = None
         if self._begun is not None:
-            # It counts once the listing has come to its end.
+            # It counts once the listing is complete.
             self._begun.seconds = seconds
         elif not failed:
             self._allowance.take(seconds)
@@ -414,7 +415,7 @@ class Sweeper:
         return trouble
 
     def _list(self, begun: Begun, rules: Rules, running: Running) -> Listed | None:
-        """List what is left of the shelf; None if the sweep was ended."""
+        """List the rest of the shelf; None if the sweep was ended."""
         self._listed, begin = None, steady()
         listed = begun.complete(rules, running, self._resolution)
         if listed is not None:
@@ -425,7 +426,7 @@ class Sweeper:
         return listed
 
     def _after_listing(self, listed: Listed, rules: Rules, finished: bool, seconds: float) -> None:
-        """Complete the finding, and delete what is old of what processes tell each other."""
+        """Complete the finding, and delete old files by which processes inform each other."""
         self._counters.add("sweeps")
         storage, finding = self._guard.inner, self._record.finding
         assert finding is not None
@@ -460,7 +461,7 @@ class Sweeper:
             self._record = replace(self._record, finding=self._record.finding.less(nbytes))
 
     def _look_meanwhile(self) -> float:
-        """Tell stores of the room during a sweep; return the part of a core that it may take."""
+        """Update the room during a sweep; return the part of a core that it may take."""
         try:
             space = self._guard.inner.space()
             self._exchange(space)
@@ -485,7 +486,7 @@ class Sweeper:
         return _REFUSED_SECONDS
 
     def _handle(self, what: str, error: StorageError) -> float:
-        """Handle that the storage failed, or does not allow a sweep; return how long to pause."""
+        """Handle a storage that failed, or does not allow a sweep; return how long to pause."""
         if error.retryable:
             logger.debug("%s: a sweep was ended: %s", self._guard.url, error)
             return _TROUBLE_SECONDS

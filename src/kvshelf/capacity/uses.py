@@ -83,7 +83,7 @@ _Objects: TypeAlias = Mapping[str, Read | None]
 #: Bounds of :func:`resolution`.
 _FINEST: Final = 60.0
 _COARSEST: Final = 3600.0
-#: Least number of uses of a tail that are recorded in its age, if so many are noted.
+#: Least number of uses of a tail that are recorded within its age, if that many are noted.
 _TAIL_PARTS: Final = 4
 #: Most chunks and names that wait to be recorded, and most uses and marks that are remembered.
 _MOST_WAITING: Final = 1 << 17
@@ -193,7 +193,7 @@ class Uses:
         #: How many chunks and names wait in the queue, and since when.
         self._waiting = 0
         self._waits_since = 0.0
-        #: Set when all that was noted before is recorded.
+        #: Set when all uses noted before are recorded.
         self._flushes: list[threading.Event] = []
         #: Set by flush and close: uses are recorded now, without the delay that lets loads go
         #: first.
@@ -216,13 +216,13 @@ class Uses:
         *,
         on_thread_start: Callable[[], None] | None = None,
     ) -> Uses:
-        """Return what records uses as a configuration says.
+        """Return the recorder of uses for a configuration.
 
         Parameters
         ----------
         config : Config
-            With `read_only` nothing is recorded. A client of a node server tells the server, which
-            knows the age of chunks.
+            With `read_only` nothing is recorded. A client of a node server reports to the server,
+            which knows the age of chunks.
         counters, on_thread_start
             As for the class.
 
@@ -296,7 +296,7 @@ class Uses:
         return self._thread.closed
 
     def flush(self, seconds: float) -> bool:
-        """Record what waits, marks included; return whether that was done in time."""
+        """Record all queued uses, marks included; return whether that was done in time."""
         if not self._queue and not self._thread.running:
             return True
         done = threading.Event()
@@ -308,7 +308,7 @@ class Uses:
         return done.wait(seconds)
 
     def close(self, seconds: float = _CLOSE_SECONDS) -> None:
-        """Record what waits, for at most so long, and end the thread. Idempotent."""
+        """Record queued uses, for a limited time, and end the thread. Idempotent."""
         if not self.closed:
             self.flush(seconds)
             self._thread.close()
@@ -317,7 +317,7 @@ class Uses:
     # ------------------------------------------------------------- its thread
 
     def _step(self) -> float | None:
-        """Record what waits; return the seconds until there is more."""
+        """Record queued uses; return the seconds until the next step."""
         early = self._waits_since + _DELAY_SECONDS - time.monotonic() if self._queue else 0.0
         if early > 0 and not self._hurry.is_set():
             return early
@@ -331,7 +331,7 @@ class Uses:
         return None if left == math.inf else max(0.0, left)
 
     def _work(self) -> None:
-        """Record what waits, and write the marks that are due."""
+        """Record queued uses, and write the marks that are due."""
         with self._lock:
             flushes, self._flushes = self._flushes, []
         try:

@@ -17,7 +17,7 @@ Contracts
 ---------
 * Nothing is followed or descended into that is not a folder of a namespace. Namespaces of other
   versions of the format stay as they are, quarantine and temporaries included.
-* Where the storage does not tell its time, what others left stays.
+* Where the storage does not report its time, files of other processes stay.
 * Deletes nothing more where the storage forbids it; one log line says so. Another error of the
   storage ends a piece of work, which is done later. It opens no circuit breaker, and while the one
   for reads is open the storage is left alone.
@@ -216,7 +216,7 @@ class Walk:
     def _stops(self) -> bool:
         return self._closed or not self._guard.reads.is_closed
 
-    # ------------------------------------------------------------- what others are told
+    # ------------------------------------------------------------- what is published
 
     @property
     def _says(self) -> bool:
@@ -439,7 +439,7 @@ class Walk:
         )
 
     def _carry_out(self, inventory: Inventory, rules: Rules) -> Outcome:
-        """Delete what rules say; raise trouble of the storage that may pass."""
+        """Delete what rules say; raise errors of the storage that may pass."""
         end = time.monotonic() + _WORK_SECONDS
         outcome = carry_out(
             self._guard.inner,

@@ -76,7 +76,7 @@ class Written:
         return sum(self._others.values()) + own - self._base
 
     def exchange(self, own: int, left: float, now: float, *, at_once: bool = False) -> None:
-        """Tell what this process has written, and read what others have, if it is time.
+        """Publish what this process has written, and read what others have, if it is time.
 
         Parameters
         ----------

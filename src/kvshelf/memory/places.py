@@ -53,7 +53,7 @@ class Budget:
         self.used = 0
 
     def allows(self, nbytes: int) -> bool:
-        """Tell whether so many bytes more may be reserved; an owner without any may have one."""
+        """Whether `nbytes` more may be reserved; an owner without a reservation may have one."""
         return not self.used or self.used + nbytes <= self.most
 
 
@@ -165,29 +165,29 @@ class Places:
         self._mixed: list[tuple[int, Slot]] = []
 
     def enter(self, slot: Slot) -> None:
-        """Take a reserved slot in."""
+        """Add a reserved slot."""
         self._slots[slot.offset] = slot
         self.note_repinned(slot)
 
     def free(self, slot: Slot) -> int:
-        """Free a slot; return where the free range begins that it is part of now."""
+        """Free a slot; return the begin of the free range that it is part of now."""
         del self._slots[slot.offset]
         return self.space.free(slot.offset)
 
     def note_repinned(self, slot: Slot) -> None:
-        """Take note of a slot's first pin, or of the end of its last."""
-        # The runs are only looked at when memory is full: most pins are gone until then.
+        """Note a slot's first pin, or the end of its last."""
+        # The runs are only used when memory is full: most pins have ended by then.
         if slot in self._repinned:
             del self._repinned[slot]
         else:
             self._repinned[slot] = None
 
     def add_child(self, parent: Hashable) -> None:
-        """Take note of an object that names `parent`."""
+        """Note an object that names `parent`."""
         self._children[parent] = self._children.get(parent, 0) + 1
 
     def remove_child(self, parent: Hashable) -> bool:
-        """Take note of its end; return whether it was the last one."""
+        """Note that the object is gone; return whether it was the last one."""
         left = self._children[parent] - 1
         if left:
             self._children[parent] = left
@@ -196,7 +196,7 @@ class Places:
         return not left
 
     def forget_leaves(self) -> object:
-        """Forget the order of eviction; return what takes long to be freed."""
+        """Forget the order of eviction; return containers that take long to free."""
         queues = self._leaves, self._mixed
         self._leaves, self._mixed = [], []
         return queues
@@ -264,7 +264,7 @@ class Places:
         yield offset
 
     def _sort_pins(self) -> None:
-        """Bring the runs nearer to what is pinned now."""
+        """Update some of the runs to the current pins."""
         for _ in range(min(_SORTED, len(self._repinned))):
             slot, _ = self._repinned.popitem(last=False)
             if self._runs.holds(slot.offset):
@@ -282,7 +282,7 @@ class Places:
         return evict(min(beside, key=lambda slot: slot.used)) if beside else None
 
     def _victim(self, size: int) -> Slot | None:
-        """Return the least recently used leaf in a run of this size, if it is soon found.
+        """Return the least recently used leaf in a run of this size, if it is found soon.
 
         Otherwise an object of a sample in such a run, there is one; None if it needs another look.
         """

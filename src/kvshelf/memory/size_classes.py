@@ -20,7 +20,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import Final
 
-#: Binary digits that tell the classes between a power of two and the next apart.
+#: Binary digits that distinguish the classes between a power of two and the next.
 _DIGITS: Final = 5
 
 
@@ -105,7 +105,7 @@ class SizeClasses:
         return self._lengths[offset]
 
     def divides(self, offset: int) -> bool:
-        """Tell whether an allocation or a free range begins at an offset."""
+        """Whether an allocation or a free range begins at an offset."""
         return offset in self._lengths
 
     def allocate(self, nbytes: int) -> int | None:
@@ -135,7 +135,7 @@ class SizeClasses:
         return offset
 
     def free(self, offset: int) -> int:
-        """Free what :meth:`allocate` returned; return where the free range begins it is part of."""
+        """Free an allocation; return the begin of the free range that it is part of."""
         assert offset not in self._is_free
         size = self._lengths.pop(offset)
         end = offset + size
@@ -162,7 +162,7 @@ class SizeClasses:
         return [*beside, after] if after in self._lengths else beside
 
     def most(self, nbytes: int) -> int:
-        """Return how many ranges of so many bytes fit if nothing is in use."""
+        """Return how many ranges of `nbytes` fit if nothing is in use."""
         starts = [0, *(gap + self.alignment for gap in self.gaps)]
         return sum(
             (end - start) // nbytes

@@ -232,7 +232,7 @@ class HitSearch:
             certain = end <= found
             last = place == 0 and self._first_round and self._probes(unseen) <= _MOST_FOR_LAST
             if last or (likely and (place == 0 or (certain and not has_favourite))):
-                # If this one is the answer, the round tells.
+                # The round shows whether this one is the answer.
                 wanted |= dict.fromkeys(unseen, True)
                 if likely and certain:
                     has_favourite = True
@@ -240,7 +240,7 @@ class HitSearch:
             elif likely:
                 scanned |= dict.fromkeys(fresh)
             else:
-                # Its windows are of no use unless there is a state.
+                # Its windows are useless without a state.
                 scanned[state] = None
             sure = likely and certain and not (fresh and self._misled)
             if sure or len(scanned) >= self._scan:

@@ -687,7 +687,7 @@ class _Rounds:
                 self._take_more()
                 self._round()
                 if self._thread not in service._busy:
-                    # The thread was given up: another one goes on with later lookups.
+                    # The thread was given up: another one continues with later lookups.
                     break
         except Exception as error:  # noqa: BLE001 - cache trouble never ends an engine
             service._count_failure(error)
@@ -730,7 +730,7 @@ class _Rounds:
         if chain is None:
             return None
         service._extend(lookup, chain, GilPace(), lookup._count)
-        # Remembered answers are of no use while nothing can be loaded.
+        # Remembered answers are useless while nothing can be loaded.
         useful = service._remembers and service._shelf.backend.reads.is_closed
         cache = service._cache if useful else PresenceCache()
         tail = service._tail_of(lookup, chain)

@@ -44,7 +44,7 @@ T = TypeVar("T", bound=_Closable)
 
 
 def may_pass(error: Exception) -> bool:
-    """Whether the cause of `error` may pass by itself, so that a later attempt is of use."""
+    """Whether the cause of `error` may pass by itself, so that a later attempt can succeed."""
     return isinstance(error, StorageError) and error.retryable
 
 
@@ -91,7 +91,7 @@ class Opening(Generic[T]):
         Raises
         ------
         Exception
-            What `make` raised, if another attempt is of no use.
+            What `make` raised, if another attempt is useless.
         """
         self._tried.wait(seconds)
         with self._lock:

@@ -78,7 +78,7 @@ class Repairs:
         if found is None:
             return self._backend.write(name, [buffer])
         # While its size is no evidence of damage, replacing it is right all the same: a copier
-        # goes on with a file that has no name any more.
+        # continues with a file that has no name any more.
         if found is NOT_REGULAR or (
             self._backend.properties.can_quarantine and self._is_surely_of_wrong_size(name)
         ):

@@ -85,7 +85,7 @@ class Pinned(Protocol):
     def valid(self) -> bool:
         """Whether `view` was the object until now: called after the last use of the bytes.
 
-        False where the owner took the bytes back meanwhile: what was read from them is of no use.
+        False where the owner took the bytes back meanwhile: what was read from them is invalid.
         """
 
     def release(self) -> None:
@@ -160,7 +160,7 @@ class ShelfView(ABC):
         Returns
         -------
         list of Presence
-            One for each object, in order. Storage trouble is ERROR, never an exception.
+            One for each object, in order. An error of the storage is ERROR, never an exception.
         """
 
     def find(self, refs: Sequence[ObjectRef]) -> list[Presence]:
@@ -381,7 +381,7 @@ class ShelfView(ABC):
         Returns
         -------
         list of bool
-            One for each attempt, in order. Storage trouble is False, never an exception.
+            One for each attempt, in order. An error of the storage is False, never an exception.
         """
         return self.on_storage.gave_up(attempts)
 
@@ -462,8 +462,8 @@ class NamespaceView(ShelfView):
         if now < self._folders_until:
             return self._folders
         if self._folders_until:
-            # One caller looks, the others go on. So do all of them where the listing fails: reads
-            # and probes work, and failed listings of each caller must not open the breaker.
+            # One caller looks, the others continue. So do all of them where the listing fails:
+            # reads and probes work, and failed listings of each caller must not open the breaker.
             self._folders_until = now + _FOLDERS_SECONDS
         own = self.fmt.namespace.folder
         tag = self.fmt.namespace.digest.hex()[:16]
@@ -609,7 +609,7 @@ class NamespaceView(ShelfView):
     def _log_failed_probe(self, error: StorageError) -> None:
         """Log that the storage did not answer probes."""
         if error.retryable:
-            # If the trouble lasts, the breaker opens and its guard logs that.
+            # If the error persists, the breaker opens and its guard logs that.
             logger.debug("a probe failed: %s", error)
         else:
             self._log.warning(
@@ -719,7 +719,7 @@ class NamespaceView(ShelfView):
     def _read_whole(
         self, chunk: Chunk, shards: Sequence[int], buffers: Sequence[memoryview]
     ) -> Sequence[bool] | None:
-        """Let the storage read and verify objects in one call; tell of which it has done so."""
+        """Let the storage read and verify objects in one call; return for which it has done so."""
         if not self.backend.reads_whole:
             return None
         wholes = []

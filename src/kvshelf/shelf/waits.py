@@ -63,7 +63,7 @@ Piece: TypeAlias = "tuple[Kind, Chunk]"
 #: One object: the kind key of its piece, and the shard.
 _Object: TypeAlias = "tuple[bytes, int]"
 
-#: Share of one core that asking may take; the smaller one when no piece has come for a while.
+#: Share of one core that probes may take; the smaller one when no piece has appeared for a while.
 _SHARE: Final = 0.1
 _QUIET_SHARE: Final = 0.03
 _QUIET_SECONDS: Final = 1.0
@@ -73,7 +73,7 @@ _SHORTEST_HIGH_LATENCY: Final = 20e-3
 _LONGEST: Final = 1.0
 #: Least cost of one probe of a high-latency storage: other threads and a server work on it as well.
 _HIGH_LATENCY_COST: Final = 0.2e-3
-#: Time to the next question after a storage error, doubled with each further one.
+#: Time to the next probe after a storage error, doubled with each further one.
 _FIRST_BACKOFF: Final = 50e-3
 _LONGEST_BACKOFF: Final = 0.5
 #: Pause of the thread after notices of objects that no wait needs, so that it reads several at
@@ -84,7 +84,7 @@ _MARKER_SECONDS: Final = 0.5
 _MARKER_SECONDS_HIGH_LATENCY: Final = 2.0
 #: Most pieces of one wait in one round.
 _MOST_AHEAD: Final = 64
-#: Questions of a low-latency storage between two rests.
+#: Probes of a low-latency storage between two pauses.
 _BATCH: Final = 32
 
 
@@ -127,17 +127,17 @@ class Wait:
         self._service = service
         self._pieces = pieces
         self._attempt = attempt
-        #: The objects to ask for next; empty for a moment, while others are to be chosen.
+        #: The objects to probe next; empty for a moment, while others are chosen.
         self._questions: list[tuple[_Object, Kind, ObjectRef]] = []
-        #: The shard of the next piece that was missing last; None: ask for all shards.
+        #: The shard of the next piece that was missing last; None: probe all shards.
         self._missing: int | None = 0
-        #: Pieces to ask for where no shard is known to be missing.
+        #: Pieces to probe where no shard is known to be missing.
         self._ahead = 1
         self._due = self._marker_due = 0.0
         #: Name of the next object, once its folder was to be watched, and whether it is watched.
         self._name: str | None = None
         self._watched = False
-        #: Whether the storage failed to answer for the next object, and how long it then rests.
+        #: Whether the storage failed to answer for the next object, and how long it then pauses.
         self._failed = False
         self._backoff = 0.0
         #: Whether the marker was seen: it counts if the pieces, probed once more, are missing.
@@ -145,7 +145,7 @@ class Wait:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more is to be expected."""
+        """Whether the wait is complete or failed."""
         return self.complete or self.gave_up
 
     def cancel(self) -> None:
@@ -153,7 +153,7 @@ class Wait:
         self._service._forget(self)
 
     def _plan(self, shards: Mapping[Kind, int]) -> None:
-        """Choose what to ask for next."""
+        """Choose what to probe next."""
         self._name, self._watched = None, False
         count = self._ahead if self._missing is None else 1
         self._questions = [
@@ -227,11 +227,11 @@ class WaitService:
         self._lock = threading.Lock()
         self._waits: dict[Wait, None] = {}
         self._closed = False
-        #: Wakes the thread that asks.
+        #: Wakes the thread that probes.
         self._bell = _Bell()
         #: Wakes sleeping steps.
         self._progress = threading.Event()
-        #: Seconds of processor time for one question, and when a piece was seen last.
+        #: Seconds of processor time for one probe, and when a piece was seen last.
         self._cost = 0.0
         #: Seconds from the last round to the next.
         self._paused = 0.0
@@ -254,7 +254,7 @@ class WaitService:
         Parameters
         ----------
         pieces : Sequence of (Kind, Chunk)
-            What to wait for, in the order in which it is of use. Must not be changed afterwards.
+            What to wait for, in the order in which it is needed. Must not be changed afterwards.
         attempt : str
             Id of the producer's attempt, 32 hex digits, whose marker ends the wait; empty: none.
 
@@ -292,7 +292,7 @@ class WaitService:
         bool
             Whether a piece was seen, or a wait has ended, since the last call that returned True.
         """
-        # A thread that could not be started may be by now.
+        # A thread that could not be started before may start now.
         self._threads.ready()
         if not self._progress.wait(seconds):
             return False
@@ -357,7 +357,7 @@ class WaitService:
                 self._back_off(wait, now)
 
     def _round(self, waits: list[Wait], polled: int) -> None:
-        """Ask for what these waits need next, and look for markers.
+        """Probe what these waits need next, and look for markers.
 
         Parameters
         ----------
@@ -369,7 +369,7 @@ class WaitService:
         questions = {name: (kind, ref) for wait in waits for name, kind, ref in wait._questions}
         answers = self._ask(questions)
         if self._threads.replaced():
-            # Another thread asks for the same.
+            # Another thread probes the same.
             return
         found = [(wait, wait._take(answers, self._shards)) for wait in waits]
         self._tell([key for _, seen in found for key in seen])
@@ -425,7 +425,7 @@ class WaitService:
                 self._log.error("a callback for objects that appeared raised", exc_info=error)
 
     def _finish(self, found: Sequence[tuple[Wait, list[bytes]]]) -> None:
-        """Show the waits which of their pieces are there, and end those that are over."""
+        """Pass the pieces that are there to the waits; end waits that are complete or failed."""
         progress = False
         with self._lock:
             for wait, there in found:
@@ -504,7 +504,7 @@ class _Bell:
             os.write(self._rung, b"\0")
 
     def wait(self, seconds: float | None, other: int | None) -> tuple[bool, bool]:
-        """Wait for a ring or until `other` is readable; return whether each is true.
+        """Wait for :meth:`ring` or until `other` is readable; return whether each is true.
 
         Parameters
         ----------
@@ -537,7 +537,7 @@ class _Watcher:
         self._count = 0
 
     def fileno(self) -> int | None:
-        """Return what is readable when :meth:`read` has something to do; None: nothing is."""
+        """Return the descriptor that is readable when :meth:`read` has work, if there is one."""
         return None if self._notices is None else self._notices.fileno()
 
     def follow(self, waits: Sequence[Wait]) -> None:
@@ -587,11 +587,11 @@ class _Watcher:
                     wait._due = 0.0
 
     def read(self) -> bool:
-        """Let those be due whose objects have appeared; return whether there are any."""
+        """Make waits due whose objects have appeared; return whether there are any."""
         appeared = None if self._notices is None else self._notices.appeared()
         if appeared is None:
             found = [wait for waits in self._names.values() for wait in waits]
-            # Folders may be among what was lost.
+            # Notices of folders may be lost too.
             self._count = 0
         else:
             found = [wait for name in appeared for wait in self._names.get(name, ())]

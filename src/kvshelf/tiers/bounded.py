@@ -146,7 +146,7 @@ class BoundedBackend(WrappedBackend):
         Returns
         -------
         Outcome
-            Also what was done before trouble of the directory, see
+            Also what was done before an error of the directory, see
             :func:`kvshelf.capacity.deletion.carry_out`.
 
         Raises

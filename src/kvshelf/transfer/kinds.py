@@ -175,7 +175,7 @@ class KindTransfers:
         return bool(self._active)
 
     def _stop_failed(self) -> None:
-        """Give up what is late, and the parts that are of no use because another one failed."""
+        """Give up late parts, and those that are useless because another one failed."""
         with self._lock:
             active = [load for load in self._active.values() if not load.finished]
         if not active:

@@ -339,7 +339,7 @@ class Loads(TransferHalf):
             else:
                 for shard, payload in payloads.items():
                     memory.scatter(shard, item.slots, payload, fence)
-            # Bytes of others may have been taken back meanwhile.
+            # Memory of other owners may have been taken back meanwhile.
             if not all(objects.valid() for _, objects in arrived):
                 raise TransientStorageError(
                     "the memory that lent it was taken back while it was read; where this recurs,"
@@ -458,7 +458,7 @@ class Loads(TransferHalf):
 
     def _settle(self, load: Load) -> None:
         """Complete a load if no further object of it is wanted. Holds the lock."""
-        # Chunks after a failed one are of no use to this request.
+        # Chunks after a failed one are useless to this request.
         self._reads.drop(load)
         if load.leading >= load.wanted and not load.scattering:
             self._complete(load)
@@ -477,7 +477,7 @@ class Loads(TransferHalf):
             self._context.notify(load.on_done, load)
 
     def close(self) -> None:
-        """Fail the loads that are not finished and tell the threads to end."""
+        """Fail the loads that are not finished, and end the threads."""
         self._closing = True
         self._threads.close()
         with self._lock:

@@ -251,7 +251,7 @@ class Stores(TransferHalf):
         victims: list[_StoreJob] = []
         found = 0
         with self._lock:
-            # The last ones: the others' children are worth nothing without them.
+            # The last ones: children of the others would be useless without their parents.
             for job in reversed(self._queue):
                 if found >= count:
                     break
@@ -327,7 +327,7 @@ class Stores(TransferHalf):
             if answer is not Presence.PRESENT or job.repair
         ]
         if found and not shelf.backend.has_room(sum(size for *_, size in found)):
-            # Some of the objects alone would be of no use.
+            # Some of the objects alone would be useless.
             raise NoRoomError(errno.ENOSPC, "not stored: a bound of the shelf is reached")
         for ref, answer, buffer, size in found:
             object_buffer = buffer.view[:size]
@@ -476,7 +476,7 @@ class Stores(TransferHalf):
             self._work.notify_all()
 
     def close(self) -> None:
-        """Drop the queued stores and tell the threads to end."""
+        """Drop the queued stores, and end the threads."""
         self._closing = True
         self._threads.close()
         self._end_queued(StoreResult.LOST)

@@ -167,7 +167,7 @@ class AdapterDigests:
         self._in_engine_cache: dict[tuple[str, str], dict[int, bytes] | None] = {}
 
     def ask(self, adapter: Any, tell: Callable[[bytes | None], None]) -> None:
-        """Have `tell` called once with the digest for a request's adapter; does not block.
+        """Call `tell` once with the digest for a request's adapter, perhaps later; does not block.
 
         Parameters
         ----------

@@ -9,7 +9,7 @@ A wait begins when its request arrives, and ends in one of these ways, each of w
 * ``complete``: everything that was promised is on the shelf;
 * ``gave_up``: the producer's marker says that a part will never be;
 * ``late``: the deadline has passed;
-* ``other_namespace``: the producer's KV is of no use to this engine;
+* ``other_namespace``: this engine cannot use the producer's KV;
 * ``invalid``: the params are malformed, or do not fit the request;
 * ``refused``: too many requests wait already.
 
@@ -126,7 +126,7 @@ class Awaited:
         self._full = list(itertools.accumulate(full, initial=0))
 
     def drop(self) -> None:
-        """Forget what was seen, and ask for nothing more."""
+        """Forget what was seen, and cancel the wait."""
         if self.wait is not None:
             self.wait.cancel()
         self.wait, self._first, self._full, self._places = None, 0, (0,), {}

@@ -39,7 +39,7 @@ class BlockWeights:
         self._blocks: dict[int, int] = {}
 
     def begin(self) -> None:
-        """Begin a period: the weights may be others from now on."""
+        """Begin a period: the weights may differ from now on."""
         self.period += 1
 
     def settle(self, *, changed: bool) -> None:

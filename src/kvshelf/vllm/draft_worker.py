@@ -282,7 +282,7 @@ class DraftWorker:
         self._missing.append((op.request_id, op.start))
 
     def loading(self) -> set[str]:
-        """Return the requests whose loads are not over; note what the others have not loaded."""
+        """Return the requests whose loads have not ended; note what the others have not loaded."""
         transfer = self._transfer
         if transfer is not None and self._ops:
             for load in transfer.poll():

@@ -71,14 +71,14 @@ class EncoderOutputs:
         self._said = False
 
     def begin(self) -> None:
-        """Note that the weights may be others from now on."""
+        """Note that the weights may differ from now on."""
         before = self._round or {}
         self._round = {
             manager: before.get(manager, set()).union(manager.cached) for manager in _managers
         }
 
     def settle(self, *, changed: bool) -> bool:
-        """Note whether the weights are others than when the last round began.
+        """Note whether the weights differ from those at the begin of the last round.
 
         Returns
         -------

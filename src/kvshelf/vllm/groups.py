@@ -251,7 +251,7 @@ class CacheGroups(Sequence[CacheGroup]):
 def _check_cacheable(groups: Sequence[Any], kv_cache_config: Any) -> frozenset[int]:
     """Return the scratch groups; refuse engines with other groups that hold no KV of prefixes.
 
-    Such are windows that vLLM computes anew behind a hit. Each hit would have to be told of as
+    These are windows that vLLM computes anew behind a hit. Each hit would have to be reported as
     shorter by a window than it is.
     """
     if not groups:

@@ -168,7 +168,7 @@ class Handshake:
 
     @property
     def watched(self) -> bool:
-        """Whether all ranks can tell whether their weights changed."""
+        """Whether all ranks can detect changes of their weights."""
         return len(self._first) == self.ranks
 
     @property

@@ -1,12 +1,12 @@
 """Ids of images, audio and video: by content or chosen by a client, and by which processor.
 
 vLLM names an item by a hash of its content, or, where the client sent one, by a ``uuid``. With
-arguments for the processor it hashes the ``uuid`` with them, so an id's form does not tell where
-it comes from. A client that guesses another one's ``uuid`` could send it with another image: KV
-under this id would be wrong for the other client, on all engines and for as long as the shelf
-lasts. So kvshelf's plugin marks ids where vLLM makes them, in the processes that prepare requests,
-and the scheduler side leaves out requests with ids that may be a client's, unless their
-``cache_salt`` keeps them apart.
+arguments for the processor it hashes the ``uuid`` with them, so an id's form does not show where it
+comes from. A client that guesses another one's ``uuid`` could send it with another image: KV under
+this id would be wrong for the other client, on all engines and for as long as the shelf lasts. So
+kvshelf's plugin marks ids where vLLM makes them, in the processes that prepare requests, and the
+scheduler side leaves out requests with ids that may be a client's, unless their ``cache_salt``
+keeps them apart.
 
 vLLM also puts the model's name or path into each hash, which keeps engines apart that could share,
 and not what makes another input of the same image: the files of the processor. The plugin puts

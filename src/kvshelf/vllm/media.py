@@ -138,7 +138,7 @@ class ProcessorFiles:
         self._tokenizers = sorted(self._tokenizer_files(model))
 
     def seen(self) -> _Seen:
-        """Return what tells whether the files changed."""
+        """Return a value that shows whether the files changed."""
         found = []
         for file in (*self._settings, *self._code, *self._tokenizers):
             status = file.stat()

@@ -554,7 +554,7 @@ def layer_kv_heads(vllm_config: Any, name: str, heads: int) -> int | None:
     Returns
     -------
     int or None
-        None if vLLM's configuration does not tell of which head ranks hold a copy.
+        None if vLLM's configuration does not say of which head ranks hold a copy.
     """
     model = vllm_config.model_config
     ranks = int(vllm_config.parallel_config.tensor_parallel_size)

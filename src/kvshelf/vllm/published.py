@@ -80,7 +80,7 @@ def read_published(vllm_config: Any, classes: Iterable[type], process_began: flo
     Raises
     ------
     ConfigError
-        If the configuration that vLLM has parsed is not at hand.
+        If the configuration that vLLM has parsed is not available.
     OSError
         If a file cannot be read.
     """
@@ -102,7 +102,7 @@ def attention_temperature(modules: Iterable[object]) -> tuple[str, ...]:
     """Return the field `attention_temperature` of a namespace record for a rank's layers.
 
     vLLM decides on it when it builds Llama 4, by ``--max-model-len`` and the generation's
-    configuration, and only the modules tell (vllm/model_executor/models/llama4.py).
+    configuration, and only the modules show it (vllm/model_executor/models/llama4.py).
     """
     return tuple(
         sorted(

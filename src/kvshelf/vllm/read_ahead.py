@@ -65,7 +65,7 @@ class _Waiting:
     Attributes
     ----------
     place : int
-        Grows with the order in which vLLM asks for requests.
+        Grows with the order in which vLLM polls requests.
     ready : bool
         A step has passed since its lookup was done.
     asked : bool

@@ -29,8 +29,8 @@ Contracts
   until its deadline, and never longer. What ends the wait of others does not end this one: a
   lookup's misses, chunks that failed, ``lookup_wait_s``, a storage that does not answer, an open
   breaker, a namespace that is not known yet. At its end there is a hit of what was seen.
-* A request that asks for a hand-over has its tail stored, in the step that completes the prompt,
-  and promises what is stored or planned (:mod:`kvshelf.vllm.promise`). While a worker's storage
+* Of a request that wants a hand-over the tail is stored, in the step that completes the prompt, and
+  everything stored or planned is promised (:mod:`kvshelf.vllm.promise`). While a worker's storage
   takes no writes, it promises only what lookups have seen. When it ends it keeps its blocks until
   the workers have gathered what they had postponed (:mod:`kvshelf.vllm.postponed`).
 * With ``cache_tails`` the tails of all prompts are stored, and lookups look for them. Only a prompt
@@ -140,20 +140,20 @@ from kvshelf.weights.fingerprints import FingerprintCache
 
 logger = logging.getLogger(__name__)
 
-# An engine that computes nothing loses nothing by waiting as long as an empty step takes.
+# An idle engine loses nothing by a wait as long as an empty step.
 _IDLE_LOOKUP_SECONDS = 2e-3
-# A lookup that takes longer is not about to end.
+# A lookup that takes longer will not end soon.
 _IDLE_WAIT_SECONDS = 10e-3
-# After so long without a step, a worker's last word on its breaker no longer counts.
+# After this long without a step, a worker's last report of its breaker no longer counts.
 _STALE_SECONDS = 1.0
 _REPAIRS_REMEMBERED = 4096
-# A waiting request looks again when its answer is so old; each time it does, twice as old.
+# Age of an answer at which a waiting request is looked up again; doubled each time.
 _ANSWER_SECONDS = 1.0
-# Chunks remembered as stored lately.
+# Most chunks that are remembered as stored recently.
 _PUBLISHED_REMEMBERED = 4096
-# Waiting requests whose lookups are made before vLLM asks for them.
+# Waiting requests whose lookups are made before vLLM polls them.
 _LOOKUPS_AHEAD = 256
-#: Shorter tails are computed sooner than they could be loaded, and take the same space.
+#: Least tokens of a tail: a shorter one is computed sooner than loaded, and takes the same space.
 _LEAST_TAIL = 16
 #: Loads of a hybrid engine's request that may fail before it is computed without the shelf.
 _MOST_FAILED_LOADS = 3
@@ -205,7 +205,7 @@ class _Request:
         # A request that was preempted since then is admitted anew.
         self.admission: int = request.num_preemptions
         self.lookup: Lookup | None = None
-        #: A lookup that will take the place of `lookup`, whose answer is old; how many there were.
+        #: A newer lookup, to replace `lookup`, whose answer is old; how many there were.
         self.newer: Lookup | None = None
         self.renewals = 0
         #: The hand-over that the request brought.
@@ -222,7 +222,7 @@ class _Request:
         self.failures: dict[bytes, bool] = {}
         #: Indices of the chunks whose windows and states could not be loaded.
         self.failed: dict[Kind, set[int]] = {WINDOW: set(), STATE: set()}
-        #: Since the request was admitted.
+        #: Failed loads since the request was admitted.
         self.failed_loads = 0
         self.next_store = 0
         #: `next_store`, and the first token behind which there is more to store with it.
@@ -355,9 +355,10 @@ class SchedulerSide:
         #: Ranks whose storage takes no writes.
         self._refusing: set[int] = set()
         self._steps = 0
-        #: Requests of which workers have postponed stores, and how often each had been preempted.
+        #: Requests with stores that workers postponed, and how often each had been preempted.
         self._postponed: dict[str, int] = {}
-        #: Requests that ended and keep their blocks until all workers have what they postponed.
+        #: Requests that ended and keep their blocks until all workers have gathered what they
+        #: postponed.
         self._held_blocks: set[str] = set()
         self._to_hold: list[Owner] = []
         self._gone: list[Owner] = []
@@ -391,7 +392,7 @@ class SchedulerSide:
         #: By request that depends on another connector's load whose outcome is not known: for how
         #: many steps more, and its blocks.
         self._unsettled: dict[str, tuple[int, frozenset[int]]] = {}
-        #: For so many steps more it is not known what a step computes.
+        #: Number of further steps of which it is not known what they compute.
         self._unsettled_steps = 0
         self._log = RateLimitedLog(logger)
         self._item_ids = ItemIds(vllm_config, config.trust_uuids, self.counters)
@@ -496,7 +497,7 @@ class SchedulerSide:
         return (hit - computed, True) if hit > computed else (0, False)
 
     def _newest(self, lookups: LookupService, state: _Request, lookup: Lookup) -> Lookup | None:
-        """Return a request's lookup with an answer that is not old; None while one is looked for.
+        """Return a request's lookup with a recent answer; None while it runs.
 
         A request may have waited for long, and what its prompt begins with may be stored by now.
         """
@@ -517,7 +518,7 @@ class SchedulerSide:
         return state.lookup
 
     def _is_old(self, state: _Request, lookup: Lookup) -> bool:
-        """Whether a lookup from now on may well find more."""
+        """Whether a new lookup probably finds more."""
         chain = lookup.chain
         if chain is None or state.awaited is not None or lookup.hit_chunks >= len(chain.chunks):
             return False
@@ -568,12 +569,12 @@ class SchedulerSide:
         elif wait.gave_up:
             self._awaiting.end(request_id, awaited, "gave_up")
             if self._groups.hybrid:
-                # Where a shorter hit can end is not among what was waited for.
+                # The wait did not cover the objects that a shorter hit needs at its end.
                 state.drop_lookup()
         return awaited.outcome is None
 
     def _is_of_another_namespace(self, request_id: str, awaited: Awaited) -> bool:
-        """Whether the producer's KV is of no use here; says once how the namespaces differ."""
+        """Whether the producer's KV is unusable here; logs once how the namespaces differ."""
         namespace, shelf = self.namespace, self._shelf()
         assert namespace is not None
         if awaited.handover.namespace == namespace.digest:
@@ -584,7 +585,7 @@ class SchedulerSide:
         return True
 
     def _begin_wait(self, state: _Request, awaited: Awaited, lookup: Lookup) -> Wait | None:
-        """Wait for what the lookup has not seen; None if the hand-over is not of this request."""
+        """Wait for pieces that the lookup missed; None if the hand-over is not of this request."""
         request = state.request
         try:
             if not self._adapters.trusts(request.lora_request):
@@ -613,7 +614,7 @@ class SchedulerSide:
         return bool(self._open_breakers) or not lookups.available
 
     def _no_answer(self, state: _Request) -> tuple[int, bool]:
-        """Have a request computed whose lookup took too long."""
+        """Give up a request's lookup that took too long: the request is computed."""
         state.gave_up = True
         state.not_loaded = Reason.TIMED_OUT
         self.counters.add("lookup_timeouts")
@@ -676,7 +677,7 @@ class SchedulerSide:
         return state
 
     def _is_transferred(self, request: Any) -> bool:
-        """Whether another connector transfers a prompt; it says itself when it has done so."""
+        """Whether another connector transfers a prompt; it reports the end of that itself."""
         params = request.kv_transfer_params if self._others_transfer else None
         return isinstance(params, Mapping) and params.get("do_remote_prefill") is True
 
@@ -696,7 +697,8 @@ class SchedulerSide:
         """Wait within the step's budget; return whether the lookup is done."""
         if self._budget_left <= 0:
             return False
-        # A wait in vain takes longer than its timeout: until the lookup thread releases the GIL.
+        # A wait that times out lasts longer than its timeout: until the lookup thread releases the
+        # GIL.
         if not self._may_wait and not lookups.may_be_done_within(lookup, self._budget_left):
             return False
         begin = time.monotonic()
@@ -710,7 +712,7 @@ class SchedulerSide:
         if state.waiting_since is None:
             state.waiting_since = now
         longest = self._config.lookup_wait_s
-        # Once the storage has held up one request for so long, the next does not wait for it.
+        # Once the storage has delayed one request for this long, the next does not wait for it.
         return now - state.waiting_since >= longest or lookups.stalled(longest)
 
     def _hit_tokens(self, state: _Request, lookup: Lookup, computed: int) -> int:
@@ -719,7 +721,7 @@ class SchedulerSide:
         if self._groups.hybrid:
             ends = self._ends(state)
             if not self._groups.mixed and ends is not None:
-                # A search for full chunks alone heeds no ends.
+                # A search for full chunks alone has no ends.
                 chunks = ([0, *ends])[bisect_right(ends, chunks)]
             # One of _ends.
             handed = 0 if awaited is None else awaited.hit_tokens
@@ -740,7 +742,7 @@ class SchedulerSide:
         if state.limit is not None:
             chunks = min(chunks, state.limit)
             whole = whole if whole <= state.limit * size else 0
-        # One token must be left: the model has to compute something to sample from.
+        # One token must be left: the model has to compute an output to sample from.
         hit: int = min(chunks * size, last)
         hit -= hit % self._block_size
         # Behind a hand-over vLLM computes the last token once more.
@@ -811,7 +813,7 @@ class SchedulerSide:
             self._not_looked_up[request_id] = None
 
     def _look_up_next(self) -> None:
-        """Start lookups of those that wait next, in place of those that wait no more."""
+        """Start lookups of the next waiting requests, in place of those that no longer wait."""
         lookups = self._lookups
         while lookups is not None and len(self._looked_up) < _LOOKUPS_AHEAD and self._not_looked_up:
             request_id, _ = self._not_looked_up.popitem(last=False)
@@ -844,7 +846,7 @@ class SchedulerSide:
         )
 
     def _recorder(self) -> Callable[[Lookup], None] | None:
-        """Return what records the hit of a lookup that begins now, called on its thread."""
+        """Return the function that records the hit of a lookup that begins now, on its thread."""
         if self._uses is None:
             return None
         uses, views, drafts = self._uses, self._views, self._view_of_drafts()
@@ -970,7 +972,7 @@ class SchedulerSide:
         if not self._groups.hybrid:
             return {FULL: range(start // size, -(-end // size))}
         if end % size:
-            # Not a hit that was offered: nothing is known to be loaded for it.
+            # Not a hit that was offered: no load for it is known.
             return {}
         ranges: dict[Kind, range] = {}
         first, last = start // size, end // size
@@ -988,7 +990,7 @@ class SchedulerSide:
     ) -> int:
         """Note which blocks a request has, of which the first `computed` tokens are in a cache."""
         scratch = self._groups.scratch
-        # A ring has nothing of these tokens.
+        # A ring has no KV of these tokens.
         sizes = [0 if group.index in scratch else group.block_size for group in self._groups]
         filled = [-(-computed // size) if size else 0 for size in sizes]
         old = self._encoder_outputs.are_old(features)
@@ -1064,7 +1066,7 @@ class SchedulerSide:
         return meta
 
     def _rest(self, meta: StepMetadata) -> None:
-        """Sleep for a moment if all requests wait for hand-overs, and a step brings nothing."""
+        """Sleep for a moment if all requests wait for hand-overs, and a step has no work."""
         held, self._held = self._held, 0
         hurried, self._hurried = self._hurried, False
         if not meta.idle or hurried or not held or held < len(self._requests):
@@ -1132,7 +1134,7 @@ class SchedulerSide:
                 self._blocks.take(blocks, state.period)
 
     def _allow_postponed(self, output: Any, meta: StepMetadata) -> None:
-        """Say of which requests workers may gather what they have postponed.
+        """Name the requests whose postponed stores workers may gather.
 
         Of those of this step: vLLM keeps their blocks until it has the step's output. But the
         blocks of a request that was preempted since then may be others'.
@@ -1168,7 +1170,7 @@ class SchedulerSide:
             return None
         size, first = self._config.chunk_size, state.offered_from
         if awaited is not None and awaited.outcome is None:
-            # Windows and states are of use at the end of the wait only.
+            # Windows and states are useful at the end of the wait only.
             full = range(first // size, awaited.full_chunks)
             return Loadable(lookup.chain.chunks, {FULL: full} if full else {}, grows=True)
         hit = self._hit_tokens(state, lookup, first)
@@ -1308,7 +1310,7 @@ class SchedulerSide:
         return state.next_store, boundary
 
     def _needs_tail(self, state: _Request, end: int) -> bool:
-        """Whether a request's tail is to be stored, of which tokens before `end` have KV."""
+        """Whether to store the tail of a request whose tokens before `end` have KV."""
         prompt = state.request.num_prompt_tokens
         if not self._tails or end < prompt or not prompt % self._config.chunk_size:
             return False
@@ -1323,7 +1325,7 @@ class SchedulerSide:
             state.promise.add(self.namespace, kind, chunk, seen=seen)
 
     def _break_promises(self, request_ids: Iterable[str]) -> None:
-        """Promise nothing of requests of which it is not known what is stored."""
+        """Promise nothing of requests whose stores are unknown."""
         for request_id in request_ids:
             state = self._requests.get(request_id)
             if state is not None:
@@ -1585,7 +1587,7 @@ class SchedulerSide:
                 if state.awaited is not None and state.awaited.outcome is not None:
                     state.awaited = None
         previous = self._lookups
-        # If no thread can be started, the next report tries again: nothing is settled yet.
+        # If no thread can be started, the next report tries again: the namespace is not in use yet.
         self._views = {kind: shelf.view(fmt.of(kind)) for kind in fmt.kinds}
         self._lookups = LookupService(
             self._views[fmt.kind],
@@ -1652,7 +1654,7 @@ class SchedulerSide:
             )
 
     def _look_up_again(self) -> None:
-        """Start the lookups of waiting requests that came while there were none."""
+        """Start the lookups of requests that arrived before lookups were possible."""
         assert self._lookups is not None
         for state in self._requests.values():
             waits = state.request.num_computed_tokens == 0 and not state.loading
@@ -1725,7 +1727,7 @@ class SchedulerSide:
         self._held_blocks.difference_update(request_ids)
 
     def reset(self) -> bool:
-        """Forget everything known of the shelf, and have the workers compare their weights.
+        """Forget everything known of the shelf, and let the workers compare their weights.
 
         Requests that are being computed keep their chunk keys, under which they store.
         """
@@ -1751,7 +1753,7 @@ class SchedulerSide:
         self._encoder_outputs.begin()
 
     def _settle_weights(self, changed: bool) -> None:
-        """Note whether the weights are others than before the round."""
+        """Note whether the weights differ from those before the round."""
         self._blocks.settle(changed=changed)
         if self._encoder_outputs.settle(changed=changed):
             self._blocks.lose()

@@ -107,12 +107,12 @@ from kvshelf.vllm.slots import slots_to_load, slots_to_store, state_to_load
 
 logger = logging.getLogger(__name__)
 
-# How long a step waits for a load where the scheduler allows it: the next step that computes
-# nothing would cost the load 2 to 3 ms. A new request that arrives meanwhile waits as long.
+# How long a step waits for a load where the scheduler allows it: another empty step would cost the
+# load 2 to 3 ms. A new request that arrives meanwhile waits as long.
 _IDLE_WAIT_SECONDS = 10e-3
 # How long the end of an engine waits for threads that publish KV of earlier weights.
 _JOIN_SECONDS = 0.5
-# How much of its time the end of an engine leaves for the markers of what it could not store.
+# Part of the shutdown time that is kept for the markers of chunks that could not be stored.
 _MARKER_SECONDS = 0.5
 # A step gathers at least this many chunks of earlier steps, if staging has space.
 _LEAST_AGAIN = 4
@@ -181,7 +181,7 @@ class WorkerSide:
         self.counters = Counters() if counters is None else counters
         groups = CacheGroups(vllm_config, kv_cache_config)
         self._hybrid = groups.hybrid
-        #: On a device, loads start before the forward pass and write beside it.
+        #: On a device, loads start before the forward pass and write during it.
         self._beside_step = config.load_beside_step and groups.keeps_blocks
         self._beside_step &= vllm_config.speculative_config is None
         #: Tokens in a block of the cache manager, where there is one group.
@@ -217,7 +217,7 @@ class WorkerSide:
         #: Loads copy straight from the memory tier to the caches.
         self._memory_in_place = True
         self._meta: StepMetadata | None = None
-        #: Stores of which the drafter's KV is gathered when its drafts are made.
+        #: Stores whose drafter's KV is gathered when the drafts are made.
         self._undrafted: list[StoreOp] = []
         #: Loads that the scheduler planned and that have not started.
         self._planned: list[LoadOp] = []
@@ -337,7 +337,7 @@ class WorkerSide:
         how : str
             Names the method that changes them.
         version : str
-            What the new weights are called; empty where only their content tells.
+            The name of the new weights; empty where only their content identifies them.
         """
         weights = self._weights
         if weights is None or not weights.watched:
@@ -411,7 +411,7 @@ class WorkerSide:
         return self._weights is None or op.round == self._weights.round
 
     def _begin_round(self, number: int) -> None:
-        """Compare the weights, because the scheduler asks for it."""
+        """Compare the weights, as the scheduler requested."""
         if self._weights is None or number <= self._weights.round:
             return
         self._weights.begin(number)
@@ -482,7 +482,7 @@ class WorkerSide:
         registration.serve(memories)
 
     def _bound(self, shelf: AnyShelf) -> None:
-        """Keep the shelf within its bounds, unless others see to that. Idempotent."""
+        """Keep the shelf within its bounds, unless other processes do. Idempotent."""
         if self._config.read_only:
             return
         keep = self._config.handover_keep_s or None
@@ -576,7 +576,7 @@ class WorkerSide:
         self._planned += meta.loads
         self._postponed.hold(meta.held)
         self._drop_postponed(self._postponed.drop(meta.gone))
-        # Their blocks hold what they held.
+        # Their blocks keep their content.
         meta.again = self._postponed.held + meta.again
         self._begin_round(meta.weights_round)
         if meta.namespace is not None:
@@ -720,7 +720,7 @@ class WorkerSide:
             taken = self._postponed.take(again, max(_LEAST_AGAIN, len(stores)))
             later = [op for op in stores if op.kind == FULL and op.owner in self._postponed]
             stores = taken + [op for op in stores if op not in later]
-        # Those of hand-overs first: staging may not hold all.
+        # Stores of hand-overs first: staging may not hold all.
         stores.sort(key=lambda op: not op.attempt)
         idle = meta.idle and self._postponed.held
         wait_until = time.monotonic() + (_IDLE_WAIT_SECONDS if idle else 0.0)
@@ -879,7 +879,7 @@ class WorkerSide:
         for known, block_ids in zip(self._bad_blocks, op.block_ids, strict=True):
             blocks = block_ids[: -(-op.end // self._block_size)]
             if len(blocks) * self._block_size < op.end:
-                # The scheduler did not come to know the blocks.
+                # The scheduler did not learn the blocks.
                 self._failed_requests.add(op.request_id)
             if NULL_BLOCK in blocks:
                 # vLLM left out the blocks that the window of the token behind the hit does not
