@@ -206,7 +206,7 @@ class Arena:
             self._unlock = page_lock(self.view, device, self._unit)
 
     def close(self) -> None:
-        """End page-locking, close the descriptor and refer to the memory no more. Idempotent."""
+        """End page-locking, close the descriptor and drop the memory. Idempotent."""
         self.view = memoryview(b"")
         self.__dict__.pop("tensor", None)
         unlock, self._unlock = self._unlock, None
@@ -218,14 +218,14 @@ class Arena:
 
     def _take(self, *, shared: bool, locked: bool, lazy: bool) -> memoryview:
         if not lazy:
-            # Before it is mapped: the system's own refusal does not say what is free.
+            # Checked before the mapping: the system's own refusal does not say what is free.
             require_free(self.nbytes)
         if shared:
             self.fd = os.memfd_create("kvshelf", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.fd, self.nbytes)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)
         # After a fork, the first process that writes to a private page gets a copy of it, and a
-        # GPU would go on with the other one. To shared pages both would write.
+        # GPU would continue with the other one. To shared pages both would write.
         view = map_pages(self.nbytes, fd=self.fd, inherited=not (locked or shared))
         if self.fd is not None:
             try:

@@ -42,7 +42,7 @@ _GENERATION_BYTES: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class MemoryStats:
-    """What a range of memory holds.
+    """The content of a range of memory, in numbers.
 
     Attributes
     ----------
@@ -246,7 +246,7 @@ class HostMemory:
         return slot
 
     def publish(self, slot: Slot, *, pinned: bool = False) -> bool:
-        """Let a reserved object be found.
+        """Publish a reserved object.
 
         Parameters
         ----------
@@ -276,7 +276,7 @@ class HostMemory:
             return True
 
     def abandon(self, slot: Slot) -> None:
-        """Free a reserved slot whose object does not come."""
+        """Free a reserved slot whose object was given up."""
         with self._lock:
             self._arrive(slot)
             self._unpin(slot)
@@ -354,7 +354,7 @@ class HostMemory:
         self._note_use(slot)
 
     def holds(self, names: Sequence[Hashable]) -> list[bool]:
-        """Tell which of these objects are here. Takes no lock and counts as no use."""
+        """Return which of these objects are here. Takes no lock and counts as no use."""
         slots = self._slots
         return [name in slots for name in names]
 
@@ -382,7 +382,7 @@ class HostMemory:
     # ------------------------------------------------------------------------------------ leaving
 
     def forget(self, name: Hashable) -> bool:
-        """Drop an object; whether it was here. What is reserved for its name does not come."""
+        """Drop an object; return whether it was here. Reservations for its name are given up."""
         with self._lock:
             for coming in self._coming.get(name, ()):
                 coming.refused = True
@@ -457,7 +457,7 @@ class HostMemory:
                 self._places.queue(above)
 
     def _free(self, slot: Slot) -> int:
-        """Free a slot; return where the free range begins that it is part of now."""
+        """Free a slot; return the begin of the free range that it is part of now."""
         slot.state = State.FREE
         self._exact -= slot.nbytes
         self._next_generation(slot)
@@ -470,7 +470,7 @@ class HostMemory:
             self._on_generation(slot.number, self._generations[slot.number])
 
     def _evict(self, slot: Slot) -> int:
-        """Evict an object; return where the free range begins that it was in."""
+        """Evict an object; return the begin of the free range that it is part of now."""
         self._evictions += 1
         self._evicted_bytes += slot.nbytes
         self._hide(slot)

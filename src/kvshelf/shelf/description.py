@@ -65,7 +65,7 @@ class Description:
             self._described_until = time.monotonic() + _DESCRIPTION_SECONDS
 
     def _compare(self, folder: str, name: str, encoded: bytes) -> None:
-        """Replace a description of the right size with other bytes, as a power loss leaves it."""
+        """Replace a description of the right size but other bytes, as a power loss leaves it."""
         found = bytearray(len(encoded))
         try:
             count = self._backend.read_into(name, memoryview(found))

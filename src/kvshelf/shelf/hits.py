@@ -154,7 +154,7 @@ class HitSearch:
         return kind_key(self._chunks[index].key, kind)
 
     def _recall(self) -> None:
-        """Take what is known already about the pieces that a hit may need."""
+        """Use what is known already about the pieces that a hit may need."""
         last = self._ends[0] if self._ends else self.first
         pieces = [(kind, index) for kind in self._kinds for index in range(self.first, last)]
         keys = [self._key(piece) for piece in pieces]

@@ -105,7 +105,7 @@ class Lookup:
         self._tokens = tokens
         self._count = len(tokens)
         self._make_chain = make_chain
-        #: None once it has gone on.
+        #: None once it continues.
         self._prepare = prepare
         self._ends = ends
         self._tail_end = tail_end
@@ -130,7 +130,7 @@ class Lookup:
         return self._done.wait(seconds)
 
     def cancel(self) -> None:
-        """Tell the background thread that the answer is not needed any more."""
+        """Note that the answer is not needed any more; the background thread skips it."""
         self._cancelled = True
         # The lookup may stay in the queue for long: release what it holds. A thread that reads
         # these attributes now checks whether the lookup is cancelled before it gives an answer.
@@ -332,7 +332,7 @@ class LookupService:
         return len(since) >= self._count and max(since) < time.monotonic() - seconds
 
     def may_be_done_within(self, lookup: Lookup, seconds: float) -> bool:
-        """Whether waiting for `lookup` for `seconds` makes sense, going by those before it."""
+        """Whether waiting for `lookup` for `seconds` makes sense, judging by those before it."""
         if self._waits_for_keys(lookup, seconds):
             return False
         chunks = 1 if self._high_latency else lookup._count // self._fmt.chunk_size
@@ -359,7 +359,7 @@ class LookupService:
         self._cache.clear()
 
     def close(self) -> None:
-        """Stop the threads once they have worked off what was submitted."""
+        """Stop the threads once they have finished what was submitted."""
         self._failed.unsubscribe(self._cache.note_failed)
         self._threads.close()
         with self._submitting:
@@ -383,7 +383,7 @@ class LookupService:
                 while (lookup := self._queue.get_nowait()) is not None:
                     waiting.append(lookup)
             if self._closed:
-                # For threads that come back.
+                # For threads whose call returns.
                 self._queue.put(None)
         for lookup in waiting:
             lookup._finish(0, None, given_up=True)
@@ -461,7 +461,7 @@ class LookupService:
         if not 0 < count < chain.chunk_size or self._views.keys() != {FULL}:
             return None
         tokens = lookup._tokens[first : lookup._tail_end]
-        # They are gone from a lookup that was cancelled.
+        # A cancelled lookup has none any more.
         return chain.tail_after(len(chain.chunks), tokens) if len(tokens) == count else None
 
     def _ends(self, lookup: Lookup, chunks: Sequence[Chunk]) -> Sequence[int]:
@@ -516,7 +516,7 @@ class LookupService:
         }
 
     def _present(self, kind: Kind, chunks: Sequence[Chunk]) -> list[bool]:
-        """Tell which of `chunks` are there in full."""
+        """Return which of `chunks` are there in full."""
         view = self._views[kind]
         shards = view.fmt.shards
         refs = [ObjectRef(chunk, shard) for chunk in chunks for shard in range(shards)]
@@ -703,7 +703,7 @@ class _Rounds:
             except queue.Empty:
                 return
             if lookup is None:
-                # For a thread that has nothing else to do.
+                # For a thread without other work.
                 self._service._queue.put(None)
                 return
             if not self._service._put_back(lookup):

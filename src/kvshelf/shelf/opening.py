@@ -122,7 +122,7 @@ class Opening(Generic[T]):
         return self._opened
 
     def close(self) -> None:
-        """Close what was opened, and try no more. Idempotent."""
+        """Close what was opened, and stop trying. Idempotent."""
         with self._lock:
             self._closing.set()
             opened = self._opened
@@ -189,7 +189,7 @@ class LateBackend(WrappedBackend):
 
     @property
     def properties(self) -> Properties:
-        """Those of the storage, or while it is not open those of a typical remote one."""
+        """The properties of the storage, or while it is not open those of a typical remote one."""
         opened = self._opening.get()
         if opened is not None:
             return opened.properties
@@ -214,5 +214,5 @@ class LateBackend(WrappedBackend):
         return opened is not None and opened.reads_whole
 
     def close(self) -> None:
-        """Try no more, close the storage."""
+        """Stop trying, close the storage."""
         self._opening.close()

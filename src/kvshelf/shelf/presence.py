@@ -128,7 +128,7 @@ class PresenceCache:
         return len(self._entries)
 
     def ask(self) -> Asked:
-        """Return the moment for a question that is about to be put to the storage."""
+        """Return the moment for a probe that is about to be sent."""
         return Asked(next(self._numbers), time.monotonic())
 
     # ------------------------------------------------------------------------- events

@@ -25,9 +25,9 @@ from kvshelf.shelf.leftovers import QUARANTINE
 
 logger = logging.getLogger(__name__)
 
-#: An object of wrong size that changed within so many seconds may still be copied to its place.
+#: Seconds after its last change in which an object of wrong size may still be being copied.
 COPY_SECONDS: Final = 60.0
-#: Ways to be bad that a file of the right size does not have.
+#: Defects that a file of the right size does not have.
 _WRONG_SIZE_OR_KIND: Final = (EmptyObject, TruncatedObject, WrongSize, NotRegularError)
 
 
@@ -87,7 +87,7 @@ class Repairs:
         return self.replace(folder, name, buffer)
 
     def replace(self, folder: str, name: str, buffer: BytesLike) -> WriteResult:
-        """Write a file, whatever stands in its place."""
+        """Write a file, and replace what is in its place."""
         try:
             self._backend.write(name, [buffer], "replace")
         except NotRegularError:

@@ -200,7 +200,7 @@ class StorageThreads:
         return not started or stuck > self._count
 
     def on_reads_open(self) -> None:
-        """Tell the owner that the storage cannot be called."""
+        """Notify the owner that the storage cannot be called."""
         if self._on_stop is not None:
             self._on_stop()
 

@@ -41,14 +41,15 @@ from kvshelf.format.names import parse_path
 from kvshelf.shelf.pacing import GilPace
 from kvshelf.tiers.ledger import LEDGER, Ledger
 
-#: Share of the bound that is full after room was made: ten objects are scanned for each written.
+#: Share of the bound that is left in use when room is made: ten objects are scanned for each
+#: written.
 _FULL_AFTER: Final = 0.9
-#: A temporary that has not changed for so many seconds belongs to a writer that was killed.
+#: Seconds without a change after which a temporary belongs to a writer that was killed.
 _TEMPORARY_SECONDS: Final = 300.0
 
 
 class BoundedBackend(WrappedBackend):
-    """A directory that takes no object for which there is no room below a bound.
+    """A directory that refuses objects for which there is no room below a bound.
 
     Bad objects are removed from it, not quarantined.
 
@@ -71,7 +72,7 @@ class BoundedBackend(WrappedBackend):
 
     @property
     def properties(self) -> Properties:
-        """Those of the directory."""
+        """The properties of the directory."""
         return replace(self.inner.properties, can_quarantine=False)
 
     def write(
@@ -114,7 +115,7 @@ class BoundedBackend(WrappedBackend):
         return deleted
 
     def quarantine(self, name: str, target: str) -> bool:
-        """Remove what stands at `name`."""
+        """Remove the file at `name`."""
         return self.delete(name)
 
     def _has_room(self, size: int) -> bool:
@@ -183,7 +184,7 @@ class BoundedBackend(WrappedBackend):
             if not full:
                 return False
             if outcome.count == noted:
-                # Another process was quicker. What is deleted here is noted, which reads as well.
+                # Another process was quicker. Noting the deletions here reads its changes as well.
                 with guard.tracked_write(LEDGER):
                     self.ledger.read()
             noted, used = outcome.count, self.ledger.last_used

@@ -108,7 +108,7 @@ class _PassOn:
 
     def on_late_call(self, thread: int) -> bool:
         guards = [guard for known in self._tier._before if (guard := known()) is not None]
-        # Tell every watcher, also after one has answered yes.
+        # Notify every watcher, also after one has answered yes.
         late = [watcher.on_late_call(thread) for guard in guards for watcher in guard.watchers]
         return any(late)
 
@@ -162,7 +162,7 @@ class DiskTier:
         self._pool = BufferPool(queue_bytes)
         self._work = threading.Condition()
         self._copies: OrderedDict[_Key, _Copy] = OrderedDict()
-        #: Those that are being written: several where a stuck thread has been replaced.
+        #: Copies that are being written: several where a stuck thread has been replaced.
         self._writing: list[_Key] = []
         # Its metrics are those of the shelf.
         self._uses = Uses(
@@ -242,7 +242,7 @@ class DiskTier:
             self._counters.add("disk_tier_breaker_opens")
 
     def attach(self, guard: GuardedBackend) -> None:
-        """Tell the watchers of `guard` which of their threads this directory keeps.
+        """Report to the watchers of `guard` which of their threads are stuck in this directory.
 
         Raises
         ------
@@ -274,7 +274,7 @@ class DiskTier:
         return None if shelf is None else shelf.backend
 
     def holds(self, fmt: ObjectFormat, refs: Sequence[ObjectRef]) -> list[bool]:
-        """Tell of which objects there are copies of the right size."""
+        """Return of which objects there are copies of the right size."""
         shelf = self.usable
         if shelf is None or not shelf.available:
             return [False] * len(refs)
@@ -295,7 +295,7 @@ class DiskTier:
         See :meth:`kvshelf.shelf.view.NamespaceView.load_named`.
         """
         ref = ObjectRef(fmt.named_chunk(parsed), parsed.shard)
-        # Folders have other names here.
+        # Folders have other names in the tier.
         parsed = replace(parsed, namespace=None)
         return self._load(fmt, ref, buffer, lambda view: view.load_named(parsed, buffer))
 
@@ -500,7 +500,7 @@ class DiskTier:
         return self._uses.flush(max(0.0, end - time.monotonic())) and written
 
     def close(self) -> None:
-        """Write what waits for at most a second, stop the thread. Idempotent."""
+        """Write queued copies for at most a second, stop the thread. Idempotent."""
         if self._closing.is_set():
             return
         if self.available:

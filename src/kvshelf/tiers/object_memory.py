@@ -52,7 +52,7 @@ class ObjectMemory(Protocol):
         """
 
     def expect(self, names: Sequence[str], sizes: Sequence[int]) -> None:
-        """Take note that these objects are about to be loaded, in this order.
+        """Note that these objects are about to be loaded, in this order.
 
         Never blocks and never raises. Objects that are expected need not be loaded.
         """
@@ -98,7 +98,7 @@ class PinningView(NamespaceView):
         return self.backend.probe_by(names, lambda: self._memory.find(names, sizes))
 
     def expect(self, chunks: Sequence[Chunk], shards: Sequence[int]) -> None:
-        """Tell the memory what is about to be loaded, see :meth:`ShelfView.expect`."""
+        """Announce to the memory what is about to be loaded, see :meth:`ShelfView.expect`."""
         if not (self.available and self.pins):
             return
         names, sizes = self._names_and_sizes(

@@ -149,7 +149,7 @@ class Transfer:
         self._stores.retire()
 
     def end(self, join_seconds: float = 0.0) -> None:
-        """Tell the threads of a transfer that was retired to end; drop what is queued."""
+        """End the threads of a transfer that was retired; drop what is queued."""
         self._stores.close()
         self._stores.join(join_seconds)
 

@@ -95,7 +95,7 @@ class _Hashing:
     def __init__(self, work: Callable[[], bytes]) -> None:
         self.digest: bytes | None = None
         self.problem = ""
-        #: Whether there is a digest or a problem.
+        #: Set once there is a digest or a problem.
         self.done = False
         self._lock = threading.Lock()
         self._waiting: list[Callable[[], None]] = []
@@ -158,7 +158,7 @@ class AdapterDigests:
         self._hashings: dict[tuple[int, str], _Hashing] = {}
         #: By path, the stamp of the files that were hashed last, and their digest.
         self._read_before: dict[str, tuple[_Stamp, bytes]] = {}
-        # Never removed: the digest of an id that changed would pass for its first one.
+        # Never removed: else a changed digest of an id would count as its first one.
         self._digests: dict[int, bytes] = {}
         self._untrusted: set[int] = set()
         self._warned: set[tuple[int, str]] = set()
@@ -340,7 +340,7 @@ class LoadedAdapters:
             return
 
         def content() -> bytes:
-            # Without a cache, which would be one file more to read: stores are dropped meanwhile.
+            # Not cached: a cache would be one more file to read, and stores are dropped meanwhile.
             found = _digest(path, self._settings, FingerprintCache(None))
             if before is not None and _stamp(path) != before:
                 raise ConfigError("its files changed while they were loaded")
@@ -376,7 +376,7 @@ class LoadedAdapters:
         return hashing is None or not hashing.overdue
 
     def is_undecided(self, content: AdapterContent | None) -> bool:
-        """Whether it will soon be known what was loaded for an id."""
+        """Whether the digest of what was loaded for an id will be known soon."""
         hashing = None if content is None else self._hashings.get(content.number)
         return hashing is not None and not hashing.done and not hashing.overdue
 

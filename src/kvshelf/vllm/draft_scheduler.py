@@ -160,7 +160,7 @@ class DraftScheduler:
             if report.disabled_reason:
                 self._disable(report.disabled_reason, quiet=report.already_logged)
         if self._target and target is not None and target.digest != self._target:
-            # It is not known whether those of the drafter changed as well.
+            # The weights of the drafter may have changed as well.
             self._disable("the engine's weights were changed in place")
         known = self._reports.get(0)
         if (

@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 class _DraftCounters(Counters):
-    """Counts chunks of a drafter apart from the model's, and what the storage does with them.
+    """Counts a drafter's chunks, and what the storage does with them, apart from the model's.
 
     All other counters and all durations are about the model's chunks.
     """
@@ -211,7 +211,7 @@ class DraftWorker:
         self._registration.resume()
 
     def stop_loads(self) -> None:
-        """Give up the loads that are not over."""
+        """Give up the loads that have not ended."""
         for load, op in self._ops.items():
             self._missing.append((op.request_id, op.start))
             if self._transfer is not None:

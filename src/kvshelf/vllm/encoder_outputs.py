@@ -26,7 +26,7 @@ _managers: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary(
 
 @functools.cache
 def watch() -> None:
-    """Have each manager that vLLM makes from now on be known, and its resets. Idempotent.
+    """Register each manager that vLLM makes from now on, and its resets. Idempotent.
 
     Raises
     ------

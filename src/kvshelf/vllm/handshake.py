@@ -173,7 +173,7 @@ class Handshake:
 
     @property
     def weights_changed(self) -> bool:
-        """Whether the weights are not those of the round before, or were not for a while."""
+        """Whether the weights differ from those of the round before, or did for a while."""
         return self._united != self._settled_united or self._change_noticed
 
     @property
@@ -181,7 +181,7 @@ class Handshake:
         return any(found.noticed for found in self._weights.values())
 
     def begin_round(self) -> None:
-        """Have all ranks digest their weights."""
+        """Let all ranks digest their weights."""
         self.round += 1
         self.checking = True
         self._weights.clear()
@@ -323,7 +323,7 @@ class Handshake:
         return f"version:{version}"
 
     def _note_waiting_version(self, reports: Sequence[WeightsReport]) -> None:
-        """Say once of each version that the weights which it shall name are not there yet."""
+        """Log once for each version that the weights which it will name are not there yet."""
         for version in sorted({report.version for report in reports} - {"", *self._waiting}):
             self._waiting.add(version)
             logger.warning(

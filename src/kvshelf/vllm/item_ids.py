@@ -91,7 +91,7 @@ class _ModelName(str):
 
 @functools.cache
 def mark_ids() -> None:
-    """Have vLLM mark the ids that it makes in this process. Idempotent.
+    """Let vLLM mark the ids that it makes in this process. Idempotent.
 
     Raises
     ------
@@ -230,7 +230,7 @@ def _ids_are_shared(vllm_config: Any) -> bool:
 
 
 class ItemIds:
-    """Judges the ids of the items in requests, and gives them as they enter keys.
+    """Decides which ids of items in requests are trusted, and how they enter keys.
 
     Parameters
     ----------
@@ -257,7 +257,7 @@ class ItemIds:
             )
 
     def may_enter_keys(self, request: Any) -> bool:
-        """Whether a request may be loaded and stored; says once why one may not."""
+        """Whether a request may be loaded and stored; logs once why one may not."""
         features = request.mm_features
         if not features:
             return True

@@ -169,7 +169,7 @@ class LoadedWeights:
             self._begin_digest()
 
     def advance(self, *, idle: bool) -> None:
-        """Read on, for a few milliseconds at most."""
+        """Continue to read, for a few milliseconds at most."""
         if self._digest is None:
             return
         try:

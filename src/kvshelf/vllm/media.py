@@ -220,7 +220,7 @@ def _places(folder: Path) -> Iterator[Path]:
 
 
 def _folder(name: str, revision: str | None) -> Path:
-    """Return the folder on this machine that stands for a model's name; never asks a hub."""
+    """Return the folder on this machine with a model of this name; never contacts a hub."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -295,7 +295,7 @@ def media_options(vllm_config: Any) -> dict[str, Any]:
     model = vllm_config.model_config
     settings = getattr(model, "multimodal_config", None)
     processor = dict(getattr(settings, "mm_processor_kwargs", None) or {})
-    # Says where the processor runs, not what it computes.
+    # This option says where the processor runs, not what it computes.
     processor.pop("device", None)
     options = {
         "mm_processor_kwargs": processor,

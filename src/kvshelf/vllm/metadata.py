@@ -199,7 +199,7 @@ class StepMetadata(KVConnectorMetadata):
     gone: list[Owner] = field(default_factory=list)
 
 
-#: Stands for a weights fingerprint: the weights are named by the digests of all ranks at the start.
+#: In place of a weights fingerprint: the digests of all ranks at the start name the weights.
 BY_PARAMETERS = "params"
 
 

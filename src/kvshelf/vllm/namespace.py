@@ -62,7 +62,7 @@ _FP8 = {"fp8": "F8_E4M3", "fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
 
 
 def check_environment() -> None:
-    """Refuse an environment in which vLLM computes KV that is no KV of the model.
+    """Refuse an environment in which vLLM computes KV that the model would not compute.
 
     Raises
     ------
@@ -164,7 +164,7 @@ def build_namespace(
     )
     return facts.namespace(
         chunk_size=config.chunk_size,
-        # Those of full where the namespace has layers of it.
+        # The shards of full where the namespace has layers of this kind.
         shards=next(iter(shards.values())),
         version=config.version or None,
     )
@@ -793,7 +793,7 @@ class WeightsIdentity:
             folder = model_dir / one.subfolder
             files += weight_files(folder, load_format, patterns=one.patterns)
             if one.subfolder and (configuration := folder / "config.json").is_file():
-                # It says what is computed with these weights, and no other field holds it.
+                # It decides what is computed with these weights, and no other field holds it.
                 files.append(configuration)
         files = sorted(set(files))
         for link in {

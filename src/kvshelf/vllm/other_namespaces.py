@@ -22,7 +22,7 @@ from kvshelf.tiers.tiered import AnyShelf
 
 logger = logging.getLogger(__name__)
 
-#: Other namespaces that are looked for, in an engine's life.
+#: Most other namespaces that an engine looks up.
 _MOST: Final = 16
 
 

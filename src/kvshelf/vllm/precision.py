@@ -249,7 +249,7 @@ def _of_module(module: torch.nn.Module, compute: str) -> Iterator[str]:
         if packed and not hasattr(module, "W_K"):
             yield _by_name(module)
         return
-    # Those of embeddings, of attention and of layers that stay as they are.
+    # The methods of embeddings, of attention and of layers that are not quantized.
     ancestors = [one.__name__ for one in type(method).__mro__]
     if "BaseKVCacheMethod" in ancestors or any(one.startswith("Unquant") for one in ancestors):
         return
@@ -300,7 +300,7 @@ def _kernel(module: Any) -> Any:
 
 
 def _of_humming(kernel: Any, module: Any) -> tuple[int, str] | None:
-    """Return what a kernel was made for that serves most precisions; None where it does not say."""
+    """Return the precision a generic kernel was made for; None where it does not say."""
     schema = getattr(module, "weight_schema", None) or getattr(kernel, "weight_schema", None)
     bits = getattr(getattr(schema, "b_dtype", None), "num_bits", None)
     dtype = getattr(getattr(kernel, "layer_config", None), "a_dtype", None)

@@ -44,7 +44,7 @@ class Promise:
         self._namespace: Namespace | None = None
         self._chunks: dict[int, Chunk] = {}
         self._kinds: dict[Kind, set[int]] = {FULL: set(), WINDOW: set(), STATE: set()}
-        #: Those of them that were seen on the shelf.
+        #: The part of these that was seen on the shelf.
         self._seen: dict[Kind, set[int]] = {FULL: set(), WINDOW: set(), STATE: set()}
 
     def add(self, namespace: Namespace, kind: Kind, chunk: Chunk, *, seen: bool) -> None:
@@ -69,7 +69,7 @@ class Promise:
     def handover(
         self, groups: CacheGroups, prompt: int, chunk_size: int, *, seen_only: bool = False
     ) -> Handover | None:
-        """Return what may be promised; None if that is nothing.
+        """Return what may be promised; None if nothing may.
 
         Parameters
         ----------

@@ -36,7 +36,7 @@ from kvshelf.weights.configuration import (
     published_lines,
 )
 
-#: Tells the processes of an engine when vLLM began to make its configuration.
+#: Variable with the time at which vLLM began to make its configuration, for the engine's processes.
 _BEGAN: Final = "_KVSHELF_ENGINE_BEGAN"
 _OWN_MODELS: Final = "vllm.model_executor.models."
 
@@ -51,7 +51,7 @@ class Published:
 
 @functools.cache
 def note_begins() -> None:
-    """Have an engine's processes know when vLLM began to make its configuration. Idempotent."""
+    """Record for an engine's processes when vLLM began to make its configuration. Idempotent."""
     from vllm.engine.arg_utils import EngineArgs
 
     create: Any = EngineArgs.create_engine_config

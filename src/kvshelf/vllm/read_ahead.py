@@ -32,7 +32,7 @@ from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL, Kind
 from kvshelf.vllm.metadata import PrefetchOp
 
-#: In each step so many waiting requests are looked at, and so many chunks named.
+#: Most waiting requests that a step looks at, and most chunks that it names.
 _REQUESTS_PER_STEP: Final = 32
 _CHUNKS_PER_STEP: Final = 64
 #: Chunks assumed to be in the engine's prefix cache at most, where its size is not known.
@@ -175,7 +175,7 @@ class ReadAhead:
                 continue
             looked_at += 1
             if request_id in scheduled:
-                # Admitted without a load: vLLM had what the shelf has, or the shelf has nothing.
+                # Admitted without a load: vLLM had all of it, or the shelf has nothing.
                 admitted.append(request_id)
                 continue
             found = loadable(request_id)

@@ -268,7 +268,7 @@ class Registration:
         report = replace(
             found.report,
             attention_temperature=attention_temperature(modules),
-            # A drafter decides no answer.
+            # A drafter changes no answer.
             precision=() if self._of_drafter else precision(self._vllm_config, modules),
         )
         caches = self.caches = replace(found, report=report)
@@ -333,7 +333,7 @@ class Registration:
             current = generation == self._generation
             if current:
                 self._weights, self._published = weights, published
-                # The engine may serve other weights already, and come back to these.
+                # The engine may serve other weights already, and return to these.
                 self._reported = False
                 self._ready = ready
                 if ready is not None:

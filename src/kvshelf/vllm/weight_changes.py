@@ -73,12 +73,12 @@ def _discards(level: int = 1, *_: Any, **__: Any) -> bool:
 
 
 def _frees_weights(tags: Collection[str]) -> bool:
-    """Whether discarding these tags gives the weights' memory away."""
+    """Whether discarding these tags frees the weights' memory."""
     return "weights" in tags
 
 
 def _with_cache(tags: Collection[str] | None = None) -> bool:
-    """Whether a call with these tags is about the KV cache's memory."""
+    """Whether a call with these tags concerns the KV cache's memory."""
     return tags is None or "kv_cache" in tags
 
 
@@ -99,7 +99,7 @@ _FREEING: dict[str, Callable[..., bool]] = {"sleep": _always, "discard": _with_c
 
 
 def watch(listener: Listener, worker_class: type | None = None) -> bool:
-    """Tell `listener` when the weights or the KV cache's memory of this process change.
+    """Notify `listener` when the weights or the KV cache's memory of this process change.
 
     Parameters
     ----------
@@ -126,7 +126,7 @@ def watch(listener: Listener, worker_class: type | None = None) -> bool:
 
 
 def watch_user_code(worker_class: type | None = None) -> None:
-    """Tell all listeners of :func:`watch` before users' code runs in a worker.
+    """Notify all listeners of :func:`watch` before users' code runs in a worker.
 
     Parameters
     ----------
@@ -205,7 +205,7 @@ class _Unpickler:
 
 
 def watch_loading(listener: Listener, model: Any, loader_class: type | None = None) -> None:
-    """Tell `listener` when weights are loaded into `model`, and all listeners of vLLM's loader.
+    """Notify `listener` when weights are loaded into `model`, and all listeners of vLLM's loader.
 
     Parameters
     ----------
