@@ -132,7 +132,7 @@ def plan(
     marks: Marks | None = None,
     resolution: float = 3600.0,
 ) -> Plan:
-    """Return what is to be deleted by some rules.
+    """Return the plan of deletions by some rules.
 
     Parameters
     ----------
@@ -332,12 +332,12 @@ class _Picks:
             return
         tails = self._inventory.tail[self._inventory.first_rows] > 0
         keeps = self._inventory.keeps()
-        # Where they are kept for longer they are a cache, and nothing of a hand-over.
+        # Where they are kept for longer they are a cache, and belong to no hand-over.
         tails &= ~(self.units.pinned & (keeps > 0))
         self._take(tails & (self.units.used < self._now - np.maximum(keeps, keep)), Reason.TAIL)
 
     def take_orphans(self) -> None:
-        """Pick what comes behind a chunk that is gone."""
+        """Pick the chunks behind one that is gone."""
         if self._rules.orphans is None:
             return
         units = self.units
@@ -350,7 +350,7 @@ class _Picks:
         cut[followed] |= needs_full[followed] & ~is_there[units.parent[followed]]
         if not cut.any():
             return
-        # In each step the unit that is looked at is twice as far away.
+        # Each step checks a unit twice as far away as the one before.
         above = np.where(followed, units.parent, np.arange(len(units)))
         for _ in range(len(units).bit_length() + 1):
             further = above[above]

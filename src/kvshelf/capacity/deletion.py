@@ -47,11 +47,11 @@ from kvshelf.capacity.pins import PINS, Pins
 from kvshelf.capacity.rules import Reason
 from kvshelf.errors import NotRegularError, StorageError
 
-#: Most objects that are looked at one after the other, and then deleted together.
+#: Most objects that are checked one after the other, and then deleted together.
 _LOOKS: Final = 100
-#: After so many deletions that the storage refuses, and none that it allows, no more are tried.
+#: Refused deletions, without an allowed one, after which no more are tried.
 _MOST_REFUSED: Final = 64
-#: Seconds after a listing for which what makes room need not be looked at where looks are dear.
+#: Seconds after a listing in which deletions that make room need no check where checks are costly.
 _FRESH_SECONDS: Final = 600.0
 _MAKES_ROOM: Final = (Reason.GROUP, Reason.SIZE)
 #: Seconds, and deletions, after which pins and marks are read again.
@@ -77,7 +77,7 @@ def _do_nothing(*_: object) -> None:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a plan's execution did.
+    """The result of a plan's execution.
 
     Attributes
     ----------
@@ -128,7 +128,7 @@ class _Task(NamedTuple):
 
 @dataclass(slots=True)
 class _Done:
-    """What became of a task."""
+    """The result of a task."""
 
     count: int = 0
     nbytes: int = 0
@@ -214,7 +214,7 @@ def carry_out(
 
 
 def _groups(plan: Plan, at_once: int) -> Iterator[list[_Task]]:
-    """Yield what is deleted together, in the plan's order: units with about so many objects."""
+    """Yield groups to delete together, in the plan's order: units with about `at_once` objects."""
     group: list[_Task] = []
     objects = 0
     for task in itertools.chain(
@@ -258,7 +258,7 @@ class _Work:
             if left is None:
                 left, done[:] = self._look_at(group)
                 if self._kept.turn() != turn:
-                    # This process may have slept behind the look.
+                    # This process may have slept since the check.
                     left, done[:] = self._look_at(group)
             answers = self._backend.delete_all([name for _, name, _ in left]) if left else []
             again: list[_File] = []

@@ -37,7 +37,7 @@ _PRESSED: Final = 0.925
 #: Share of ``max_bytes`` from which on processes other than the last sweeper sweep: that one still
 #: has a plan.
 _OTHERS: Final = 0.95
-#: Sweeps may take at once what they may take in so many seconds.
+#: Seconds of their allowance that sweeps may take at once.
 _AVERAGE_SECONDS: Final = 600.0
 #: Seconds over which the growth of a shelf is averaged.
 _GROWTH_SECONDS: Final = 30.0

@@ -67,7 +67,7 @@ _BITS: Final = (FULL_BIT, WINDOW_BIT, STATE_BIT)
 _NEVER_HIT_AGES: Final = 2.0
 #: The same, besides, for a window inside a prompt, where no hit ended and no prompts part.
 _UNLIKELY_AGES: Final = 32.0
-#: A unit that was used for so many times as long as it has been idle ages at half the rate.
+#: Ratio of time in use to idle time from which on a unit ages at half the rate.
 _LONG_USED: Final = 2.0
 #: Part of the median age, and least seconds, within which ages count as equal: the uses of one hit
 #: are recorded one after the other.
@@ -210,7 +210,7 @@ def choose(
     if several or (units.parent >= 0).any():
         keys = _keys(units, needs, reach, now, same, max_age)
     else:
-        # Each is judged by itself: some at a time need less memory.
+        # Units are judged one by one: batches need less memory.
         keys.append(np.empty(size, np.uint64))
         for begin in range(0, size, _AT_ONCE):
             some = slice(begin, begin + _AT_ONCE)
@@ -331,7 +331,7 @@ def _judge(
     settled = latest <= now - SETTLE_SECONDS
     del latest
 
-    # A use of what follows is one of this as well.
+    # A use of a follower is one of this unit as well.
     full_used, full_ages = units.used.copy(), _ages(units, units.used, units.hit, now)
     forest.upwards(full_used)
     np.negative(full_ages, out=full_ages)
@@ -409,7 +409,7 @@ class _Forest:
             np.maximum.at(values, self._parent[rows], values[rows])
 
     def downwards(self, flags: Flags) -> None:
-        """Keep the flags of those units only that have it, and all before them."""
+        """Keep the flag only of units that have it and before which all have it."""
         for rows in self._levels:
             flags[rows] &= flags[self._parent[rows]]
 

@@ -91,7 +91,7 @@ SAID_SECONDS: Final = _DAY
 _HIT_SECONDS: Final = 1.0
 #: Most files beside objects of which the names are remembered: the others are found again later.
 _MOST_NAMED: Final = 65536
-#: Most files that are read of those that say how long tails are kept.
+#: Most files that are read about how long tails are kept.
 _MOST_KEEPS: Final = 4096
 #: Most objects and salt groups of an inventory, and files of a listing: more may have no end.
 _MOST_OBJECTS: Final = 1 << 24
@@ -167,7 +167,7 @@ class Total:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A temporary, a bad object in quarantine, a marker, or what says how long tails are kept.
+    """A temporary, bad object, marker, or object that says how long tails are kept.
 
     Attributes
     ----------
@@ -392,7 +392,7 @@ class Inventory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is kvshelf's: what counts against ``max_bytes``."""
+        """Bytes of all files of kvshelf: they count against ``max_bytes``."""
         others = (total.nbytes for sort, total in self.totals.items() if sort is not Sort.FOREIGN)
         return int(self.size.sum()) + sum(others) + self.unlisted.nbytes
 
@@ -630,7 +630,7 @@ class Inventory:
         return Parents(_beginnings(self, self.first_rows[known]), self._parents[known])
 
     def _remember_parents(self, before: Parents) -> None:
-        """Take over the parents that an earlier inventory knew."""
+        """Use the parents that an earlier inventory knew."""
         if not len(before.keys) or not len(self):
             return
         new = _beginnings(self, self.first_rows)
@@ -644,7 +644,7 @@ class Inventory:
         stop: Callable[[], bool],
         pace: Callable[[], None],
     ) -> bool:
-        """Read the parents that something hangs on; whether it came to an end."""
+        """Read the parents that decide something; return whether all were read."""
         first = self.first_rows
         wanted = self.index[first] > 0
         if not every:

@@ -116,7 +116,7 @@ class _File:
 
 
 class Marks:
-    """What all marks of a shelf say.
+    """All marks of a shelf.
 
     Parameters
     ----------

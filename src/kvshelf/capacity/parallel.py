@@ -98,7 +98,7 @@ def in_parallel(
         done.put(None)
 
     def result() -> tuple[_T, _R]:
-        # Nothing else is there while no work has failed.
+        # There is nothing else while no work has failed.
         found = done.get()
         assert found is not None
         if isinstance(found, BaseException):

@@ -213,7 +213,7 @@ class Pins:
 
     @property
     def problem(self) -> str | None:
-        """Why less may be deleted than all pins say; None if each pin is known."""
+        """Why more is kept than the pins name; None if each pin is known."""
         for name, (pin, why) in self.unknown.items():
             return (
                 f"the pin {name} is not known, and nothing is deleted in {_scope_text(pin)}: {why}."
@@ -268,7 +268,7 @@ class Pins:
             except UnknownPinError as error:
                 unknown[name] = error.pin, str(error)
             except ValueError as error:
-                # Also what is no file.
+                # Also things that are no files.
                 unreadable[name] = str(error)
             except StorageError as error:
                 if error.retryable:

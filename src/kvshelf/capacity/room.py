@@ -40,7 +40,7 @@ from kvshelf.metrics import Counters
 
 logger = logging.getLogger(__name__)
 
-#: ``min_free`` unless it is set: a part of the storage, at most so many bytes.
+#: ``min_free`` unless it is set: a part of the storage, at most this many bytes.
 FREE_PART: Final = 0.05
 FREE_BYTES: Final = 20 << 30
 #: The same for a filesystem in memory, whatever its size.
@@ -93,7 +93,7 @@ class Sum:
         self._begun = -math.inf
 
     def add(self, nbytes: int) -> None:
-        """Add what came about just now."""
+        """Add an amount at the current time."""
         now = time.monotonic()
         if now < self._begun + HURRIED_SECONDS:
             self._ends[-1] = now
@@ -195,7 +195,7 @@ class Room:
         return allowed
 
     def end(self, nbytes: int, written: bool) -> None:
-        """Note that a write which has begun is over, and whether it wrote anything."""
+        """Note that a write has ended, and whether it wrote anything."""
         with self._lock:
             self._begun -= nbytes
             if written:
@@ -218,7 +218,7 @@ class Room:
 
     @property
     def keeps_free(self) -> bool:
-        """Whether anything is to stay free on the storage."""
+        """Whether some space must stay free on the storage."""
         return self._capacity.min_free != 0
 
     def is_full(self, space: Space | None) -> bool:
@@ -226,7 +226,7 @@ class Room:
         return space is not None and space.free < least_free(space, self._capacity.min_free)
 
     def free(self, nbytes: int) -> None:
-        """Note that this process has deleted so much since the last look: it hides no writes."""
+        """Note the bytes that this process has deleted since the last look: they hide no writes."""
         self._freed += nbytes
 
     def look(self, space: Space | None) -> None:

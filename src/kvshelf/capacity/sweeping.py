@@ -62,7 +62,7 @@ _LEAST_PART: Final = 1 / 32
 _MOST_GROUPS: Final = 64
 #: Seconds after which a lease is renewed.
 _RENEW_SECONDS: Final = 20.0
-#: Processor time after which a sweep rests for a moment: as long it may keep the GIL.
+#: Processor time after which a sweep pauses for a moment: the longest time it may keep the GIL.
 _WORK_SECONDS: Final = 0.5e-3
 #: A clock that continues while the machine sleeps.
 _CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
@@ -123,7 +123,7 @@ class Running:
         self._part = look()
         self._local = threading.local()
         self._stepped = self._renewed = self._looked = steady()
-        #: When the plan ends that is carried out.
+        #: When the current plan ends.
         self._end: float | None = None
 
     @property
@@ -137,7 +137,7 @@ class Running:
         self._end = end
 
     def stops(self) -> bool:
-        """Whether the sweep is to end now; on its own thread, after each piece of work."""
+        """Whether the sweep must end now; on its own thread, after each piece of work."""
         now = steady()
         paused, self._stepped = now > self._stepped + LEASE_SECONDS, now
         if paused or now >= self._renewed + _RENEW_SECONDS:

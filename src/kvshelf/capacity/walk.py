@@ -149,7 +149,7 @@ class Walk:
                 self._view = view.on_storage
                 self._left = None
                 self._say_at = 0.0
-                # Engines that start together do not walk together.
+                # Engines that start at the same time walk at different times.
                 self._next_folder = time.monotonic() + random.SystemRandom().uniform(0, self._pause)
                 self._next_walk = 0.0
             self.wake()
@@ -165,7 +165,7 @@ class Walk:
                 self._own[key] = time.monotonic() + self._keep
                 self._own.move_to_end(key)
         if first:
-            # The thread knows nothing yet that will be due.
+            # The thread has nothing that will be due yet.
             self.wake()
 
     def found_full(self) -> None:
@@ -180,7 +180,7 @@ class Walk:
     # ------------------------------------------------------------- its thread
 
     def step(self) -> float:
-        """Do what is to be done now; return the seconds until there is more, at the earliest."""
+        """Do the due work; return the seconds until there is more, at the earliest."""
         if self._closed or not self._guard.reads.is_closed:
             return _TROUBLE_SECONDS
         try:

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 #: The folder.
 WRITTEN: Final = ".kvshelf/written"
-#: Seconds from one telling to the next: at most while there is much room, and at least.
+#: Seconds between two publications: at most, while there is much room, and at least.
 TELL_SECONDS: Final = 60.0
 _LEAST_SECONDS: Final = 1.0
 #: All writers together may have written this part of the room that is left without publishing it.
@@ -72,7 +72,7 @@ class Written:
         return self._read_at > -math.inf
 
     def total(self, own: int) -> int:
-        """Return what all have written, this process `own` bytes."""
+        """Return the bytes that all processes have written, this one `own`."""
         return sum(self._others.values()) + own - self._base
 
     def exchange(self, own: int, left: float, now: float, *, at_once: bool = False) -> None:
@@ -105,7 +105,7 @@ class Written:
             self.tell(own)
 
     def tell(self, own: int) -> None:
-        """Tell what this process has written. Best effort."""
+        """Publish what this process has written. Best effort."""
         if not self._tells or (self._name is not None and own <= self._told):
             return
         name = f"{WRITTEN}/{self._id}-{own - self._base}"

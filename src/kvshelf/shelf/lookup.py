@@ -105,7 +105,7 @@ class Lookup:
         self._tokens = tokens
         self._count = len(tokens)
         self._make_chain = make_chain
-        #: None once it continues.
+        #: None once the lookup no longer waits for it.
         self._prepare = prepare
         self._ends = ends
         self._tail_end = tail_end

@@ -96,7 +96,7 @@ class Staging(Protocol):
     """Host memory for the objects of one load."""
 
     def __call__(self, count: int, /) -> Sequence[Pinned] | None:
-        """Return memory for so many objects, each large enough and writable; None: there is none.
+        """Return memory for `count` objects, each large enough and writable; None: there is none.
 
         May block.
         """
@@ -150,7 +150,7 @@ class ShelfView(ABC):
 
     @abstractmethod
     def probe(self, refs: Sequence[ObjectRef]) -> list[Presence]:
-        """Tell for many objects what stands in their places.
+        """Return for many objects what is in their places.
 
         Parameters
         ----------
@@ -168,7 +168,7 @@ class ShelfView(ABC):
         return self.probe(refs)
 
     def nearby(self, refs: Sequence[ObjectRef]) -> list[Presence | None]:
-        """Tell what :meth:`find` answers without the storage; None where it must be probed."""
+        """Return what :meth:`find` answers without the storage; None where it must be probed."""
         return [None] * len(refs)
 
     @property
@@ -177,7 +177,7 @@ class ShelfView(ABC):
         """The view of the storage alone, without tiers."""
 
     def present(self, chunks: Sequence[Chunk], shards: Sequence[int] | None = None) -> list[bool]:
-        """Tell for each of `chunks` whether all its objects are found with the right size.
+        """Return for each of `chunks` whether all its objects are found with the right size.
 
         Parameters
         ----------
@@ -288,7 +288,7 @@ class ShelfView(ABC):
         return failed
 
     def expect(self, chunks: Sequence[Chunk], shards: Sequence[int]) -> None:
-        """Say that objects are about to be loaded, in this order. Never blocks, never raises.
+        """Announce objects that are about to be loaded, in order. Never blocks, never raises.
 
         An engine's step thread may call it.
 
@@ -321,7 +321,7 @@ class ShelfView(ABC):
 
     @abstractmethod
     def publish(self, ref: ObjectRef, buffer: BytesLike, *, suspect: bool = False) -> WriteResult:
-        """Publish one object, or replace what stands in its place if that is bad.
+        """Publish one object, or replace the one in its place if that is bad.
 
         Parameters
         ----------
@@ -511,7 +511,7 @@ class NamespaceView(ShelfView):
     # ------------------------------------------------------------------------------------ probes
 
     def probe(self, refs: Sequence[ObjectRef]) -> list[Presence]:
-        """Tell for many objects what stands in their places, see :meth:`ShelfView.probe`."""
+        """Return for many objects what is in their places, see :meth:`ShelfView.probe`."""
         return self._probe_named(*self._names_and_sizes(refs))
 
     def find(self, refs: Sequence[ObjectRef]) -> list[Presence]:
@@ -735,7 +735,7 @@ class NamespaceView(ShelfView):
             return None
         done = sum(checked.done)
         if done:
-            # It is known how long all took together.
+            # Only the time that all took together is known.
             self._counters.observe("read", checked.reading / done, done)
             self._counters.observe("verify", checked.checking / done, done)
         return checked.done

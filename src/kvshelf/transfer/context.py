@@ -162,15 +162,15 @@ class TransferHalf(ABC):
 
     @abstractmethod
     def _run(self) -> None:
-        """Work, until there is no more, or another thread has taken the place of this one."""
+        """Work until the half is closed, or another thread has taken the place of this one."""
 
     @abstractmethod
     def _give_up_thread(self, thread: int) -> None:
-        """Give up what a stuck thread does."""
+        """Give up the work of a stuck thread."""
 
     @abstractmethod
     def _give_up_all(self) -> None:
-        """Give up what waits for the storage, as far as it cannot be called."""
+        """Give up work that waits for the storage and cannot be done without it."""
 
     def start(self) -> None:
         """Start the threads; RuntimeError if the system allows none."""

@@ -235,7 +235,7 @@ class KindTransfers:
             transfer.retire()
 
     def end(self, join_seconds: float = 0.0) -> None:
-        """Tell the threads of transfers that were retired to end; drop what is queued."""
+        """End the threads of transfers that were retired; drop what is queued."""
         deadline = time.monotonic() + join_seconds
         for transfer in self.transfers.values():
             transfer.end(max(0.0, deadline - time.monotonic()))
@@ -249,7 +249,7 @@ class KindTransfers:
 def bytes_for_steps(
     formats: Sequence[ObjectFormat], plans: Mapping[Kind, ShardPlan], chunks: int
 ) -> int:
-    """Return how many bytes hold so many chunks of all kinds at once, beside the part of loads.
+    """Return how many bytes hold `chunks` chunks of all kinds at once, beside the part of loads.
 
     Of the states a quarter, as in :func:`share_out`.
 

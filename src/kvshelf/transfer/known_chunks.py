@@ -47,7 +47,7 @@ class KnownChunks:
         self._lock = threading.Lock()
         self._dropped_at: OrderedDict[bytes, float] = OrderedDict()
         self._published_at: OrderedDict[bytes, float] = OrderedDict()
-        #: Since the last calls that took them; it may be that no caller takes them.
+        #: Since the last calls that took them; perhaps no caller ever takes them.
         self._repaired: deque[bytes] = deque(maxlen=_PUBLISHED_MEMORY)
         self._published: deque[bytes] = deque(maxlen=_PUBLISHED_MEMORY if high_latency else 0)
 

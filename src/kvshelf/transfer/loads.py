@@ -79,7 +79,7 @@ class Loads(TransferHalf):
         #: Bytes of a chunk's objects that this worker reads.
         self.chunk_bytes = sum(context.fmt.object_size(shard) for shard in self._shards)
         self._done = threading.Condition(self._lock)
-        #: Most objects that a thread takes at once: so many that all threads find staging.
+        #: Most objects that a thread takes at once: few enough that all threads find staging.
         self._most = max(1, self._staging.for_loads // threads)
         #: All loads that are not finished or not yet polled, by request.
         self._active: dict[str, Load] = {}
@@ -128,7 +128,7 @@ class Loads(TransferHalf):
             except DeviceUnavailableError:
                 usable = False
         if usable and not early:
-            # Without the lock: where there is use for it, a name for each object takes a while.
+            # Without the lock: a name for each object, where it is needed, takes a while.
             self._shelf.expect([item.chunk for item in items], self._shards)
         with self._lock:
             ahead = bytes_ahead + self.loading_bytes
@@ -231,7 +231,8 @@ class Loads(TransferHalf):
                     with self._lock:
                         following = self._reads.next_sharer(threading.get_ident(), task)
                     if following is None:
-                        # Before its load is finished: what the load has used is free from then on.
+                        # Before its load is finished: the memory that the load has used is free
+                        # from then on.
                         objects.release()
                     self._end_task(taker, ended)
                     taker = following
@@ -239,7 +240,7 @@ class Loads(TransferHalf):
                 objects.release()
 
     def _fetch(self, task: ReadTask, objects: Objects) -> Failure | None:
-        """Have the objects of a task in memory; otherwise return why not.
+        """Bring the objects of a task into memory; return why that failed, if it did.
 
         `objects` has all of them afterwards, or none: after a failure, or if no staging became
         free.
@@ -389,7 +390,7 @@ class Loads(TransferHalf):
             elif not task.late:
                 self._fail(load, task.item, failure)
                 return
-            # One that was late was given up before; its load may have waited for its scatter.
+            # A late task was given up before; its load may have waited for its scatter.
             self._settle(load)
 
     # ------------------------------------------------------------- failures

@@ -62,7 +62,7 @@ class Objects:
             self.payloads[shard] = self._context.payload(one, chunk, shard)
 
     def valid(self) -> bool:
-        """Tell whether the bytes were the objects' until now."""
+        """Whether the bytes were the objects' until now."""
         return all(one.valid() for one in self._fetched)
 
     def release(self) -> None:
@@ -100,7 +100,7 @@ class ReadTask:
 
     @property
     def wanted(self) -> bool:
-        """Whether the objects are still of use to the load."""
+        """Whether the load still needs the objects."""
         return not self.load.finished and self.item < self.load.wanted
 
 
@@ -141,11 +141,11 @@ class Reads:
         self._oldest_next = True
         #: The task of each thread.
         self._tasks: dict[int, ReadTask] = {}
-        #: Those whose objects are being read, so that other loads may share them.
+        #: Tasks whose objects are being read, so that other loads may share them.
         self._shared: set[ReadTask] = set()
 
     def add(self, load: Load) -> None:
-        """Have the objects of a load read."""
+        """Queue the objects of a load."""
         queue = self._early_queue if load.early else self._queue
         queue[load] = untaken = _Untaken(load, len(self._shards))
         for task in self._shared:
@@ -252,5 +252,5 @@ class Reads:
         return task
 
     def share_no_more(self, task: ReadTask) -> None:
-        """Let no load join a read that fails."""
+        """Stop loads from joining a read that fails."""
         self._shared.discard(task)
