@@ -3,7 +3,7 @@
 Owns these measurements, and the producer, which is a process of its own. On a local directory and
 on a real S3 server behind a delay: the time from the beginning of an object's write until its wait
 tells of it, while 1, 10 and 100 wait; processor time of the waiting process while nothing comes,
-and while the producer stores objects that nobody waits for. The same with watchdog in the place of
+and while the producer stores objects that no wait needs. The same with watchdog in the place of
 kvshelf's own reader of inotify, and with neither, in turn. There is no model.
 """
 
@@ -309,7 +309,7 @@ def _idle(root: str, waiting: int, seconds: float, quick: bool) -> Row:
 
 
 def _beside_others(backend: Backend, events: int) -> tuple[float, float]:
-    """Let 100 wait while objects come that nobody waits for.
+    """Let 100 wait while objects come that no wait needs.
 
     Returns
     -------
@@ -333,7 +333,7 @@ def _beside_others(backend: Backend, events: int) -> tuple[float, float]:
 
 
 def _others(root: str, events: int) -> Row:
-    """Measure the processor time of waiting while objects come that nobody waits for."""
+    """Measure the processor time of waiting while objects come that no wait needs."""
     share, rate = _beside_others(open_backend(root), events)
     return Row(
         "waits/others",

@@ -1158,7 +1158,7 @@ class ChunkCache:
         *,
         identity: PromptIdentity = _PLAIN,
     ) -> Handle[int]:
-        """Start :meth:`prefetch`. It goes on if nobody keeps the handle."""
+        """Start :meth:`prefetch`. It goes on when the handle is dropped."""
         self._check_kind("prefetch")
         prompt = self._prompt("prefetch", tokens, mask, identity)
         handle = _PrefetchHandle(self, prompt, self._timeout, self._memory)

@@ -13,8 +13,8 @@ Contracts
 * :meth:`History.note` appends to a queue in memory: no lock, no storage, any thread, the step
   thread too. A thread of its own, ``kvshelf-history``, writes the file about once a second; a
   process that is killed loses what it noted in its last second.
-* Nobody but that thread waits for the file, and :meth:`History.close` for a second. A file that
-  cannot be made or written ends the history with one log line, and nothing else.
+* Only that thread waits for the file, and :meth:`History.close` for a second. A file that cannot be
+  made or written ends the history with one log line, and nothing else.
 * Files are made with mode 0600, in a folder of mode 0700, and are locked (``flock``) while their
   process lives. Of the others a new history keeps the youngest :data:`KEPT`.
 * The reader takes nothing on trust: files of any content give a history or none, no error.

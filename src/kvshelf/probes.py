@@ -9,8 +9,8 @@ Contracts
   one answer.
 * A client has :data:`SECONDS` for all of it: its request, the answer, and taking that. However
   slowly it sends or reads, its connection then ends.
-* There are at most :data:`CONNECTIONS`; a further one ends the oldest, so that nobody is kept out
-  by those who say nothing.
+* There are at most :data:`CONNECTIONS`; a further one ends the oldest, so that silent clients keep
+  no others out.
 
 Threads
 -------
@@ -81,7 +81,7 @@ def listen(host: str, port: int) -> socket.socket:
     Raises
     ------
     ConfigError
-        If nobody can listen there.
+        If the address cannot be listened at.
     """
     try:
         [family, *_], *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

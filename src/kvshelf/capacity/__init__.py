@@ -1,1 +1,1 @@
-"""What bounds a shelf: how much is on it, what may go, and who deletes it."""
+"""Bounds of a shelf: how much is on it, what may be deleted, and which process deletes it."""

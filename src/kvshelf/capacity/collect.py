@@ -1,15 +1,15 @@
 """What is deleted from a shelf: a plan, made from an inventory and rules.
 
-Owns when files go and how much at once. The rules are :mod:`kvshelf.capacity.rules`', in which
-order chunks go is :mod:`kvshelf.capacity.eviction`'s, and :mod:`kvshelf.capacity.deletion` carries
+Owns the choice of the files to delete. :mod:`kvshelf.capacity.rules` has the rules,
+:mod:`kvshelf.capacity.eviction` the order of chunks, and :mod:`kvshelf.capacity.deletion` carries
 plans out. Engines and commands make the same plans.
 
 Contracts
 ---------
 * :func:`plan` is pure. Pinned chunks are in no plan, whatever their age, unless a command chose
-  them as well. Tails are no chunks: they go at their own age, that of the rules, or that for which
-  the engines of their namespace say that they keep them. Only there pins keep older ones.
-* Each unit goes whole, or the kinds of it that no hit can use.
+  them as well. Tails have an age of their own: that of the rules, or the one for which the engines
+  of their namespace say that they keep them. Only in the latter case do pins keep older ones.
+* Each unit is deleted whole, or only the kinds of it that no hit can use.
 * Nothing is in a plan that the inventory did not find in its place: an object, or a file that
   kvshelf itself leaves behind.
 """
@@ -43,7 +43,7 @@ from kvshelf.shelf.markers import said_seconds
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be deleted, in order: leftovers first, then units or kinds of them.
+    """The files to delete, in order: leftovers first, then units or kinds of them.
 
     Attributes
     ----------
@@ -53,7 +53,7 @@ class Plan:
     units : int64 array [n]
         Numbers of units.
     kinds : uint8 array [n]
-        The kinds of each that go, as bits, see :mod:`kvshelf.capacity.eviction`.
+        The kinds of each that are deleted, as bits, see :mod:`kvshelf.capacity.eviction`.
     reasons : uint8 array [n]
         A :class:`Rule` for each.
     nbytes : int64 array [n]
@@ -90,7 +90,7 @@ class Plan:
         return self.before - int(self.nbytes.sum()) - sum(left.size for left, _ in self.leftovers)
 
     def totals(self) -> dict[Rule, Total]:
-        """Return the number and bytes of the files that go, by reason; only reasons that occur."""
+        """Return number and bytes of the files to delete, by reason; only reasons that occur."""
         found = {reason: Total() for reason in Rule}
         for leftover, reason in self.leftovers:
             found[reason].add(leftover.size)
@@ -101,13 +101,13 @@ class Plan:
         return {reason: total for reason, total in found.items() if total.count}
 
     def counts(self) -> Integers:
-        """Return the number of objects that go of each unit, int64 [n]."""
+        """Return the number of objects to delete of each unit, int64 [n]."""
         bits = (self.kinds[:, None] >> np.arange(len(KINDS), dtype=np.uint8)) & 1
         counts: Integers = (self.inventory.object_counts()[self.units] * bits).sum(axis=1)
         return counts
 
     def victims(self) -> Iterator[tuple[list[int], Rule]]:
-        """Yield the objects that go together, as rows of the inventory, and why; in order."""
+        """Yield the objects to delete together, as rows of the inventory, and why; in order."""
         kind = self.inventory.kind
         several = bool(kind.any())
         columns = (column.tolist() for column in (self.units, self.kinds, self.reasons))
@@ -118,7 +118,7 @@ class Plan:
             yield rows.tolist(), Rule(reason)
 
     def names(self) -> Iterator[tuple[str, Rule]]:
-        """Yield the names of all that goes, relative to the root, and why; in order."""
+        """Yield the names of all files to delete, relative to the root, and why; in order."""
         yield from ((leftover.name, reason) for leftover, reason in self.leftovers)
         for rows, reason in self.victims():
             yield from ((self.inventory.name(row), reason) for row in rows)
@@ -132,15 +132,15 @@ def plan(
     marks: Marks | None = None,
     resolution: float = 3600.0,
 ) -> Plan:
-    """Return what is to be deleted by some rules.
+    """Return the plan of deletions by some rules.
 
     Parameters
     ----------
     inventory : Inventory
     rules : Rules
     pins : Pins, optional
-        None: what is made later keeps nothing either. For a shelf only where no pin may keep what
-        the rules let go.
+        None: pins that are made later keep nothing either. For a shelf only where no pin may keep
+        what the rules delete.
     marks : Marks, optional
         Uses that the objects' times do not show.
     resolution : float
@@ -205,7 +205,7 @@ def _problem(
 def _leftovers(
     inventory: Inventory, rules: Rules, now: float, crowded: bool
 ) -> list[tuple[Leftover, Rule]]:
-    """Return the leftovers that go."""
+    """Return the leftovers to delete."""
     ages = {
         Sort.TEMPORARY: (Rule.TEMPORARY, rules.temporaries),
         Sort.QUARANTINED: (
@@ -246,7 +246,7 @@ def _beyond_quarantine(inventory: Inventory, rules: Rules) -> set[str]:
 
 
 class _Picks:
-    """What goes of the units of an inventory, picked rule by rule."""
+    """The units of an inventory to delete, picked rule by rule."""
 
     def __init__(
         self,
@@ -332,12 +332,12 @@ class _Picks:
             return
         tails = self._inventory.tail[self._inventory.first_rows] > 0
         keeps = self._inventory.keeps()
-        # Where they are kept for longer they are a cache, and nothing of a hand-over.
+        # Where they are kept for longer they are a cache, and belong to no hand-over.
         tails &= ~(self.units.pinned & (keeps > 0))
         self._take(tails & (self.units.used < self._now - np.maximum(keeps, keep)), Rule.TAIL)
 
     def take_orphans(self) -> None:
-        """Pick what comes behind a chunk that is gone."""
+        """Pick the chunks behind one that is gone."""
         if self._rules.orphans is None:
             return
         units = self.units
@@ -350,7 +350,7 @@ class _Picks:
         cut[followed] |= needs_full[followed] & ~is_there[units.parent[followed]]
         if not cut.any():
             return
-        # In each step the unit that is looked at is twice as far away.
+        # Each step checks a unit twice as far away as the one before.
         above = np.where(followed, units.parent, np.arange(len(units)))
         for _ in range(len(units).bit_length() + 1):
             further = above[above]
@@ -404,7 +404,7 @@ class _Picks:
             self._add(victims.rows, victims.kinds, self._why(victims.rows, Rule.SIZE))
 
     def _order(self, among: Integers | None, free: int) -> Victims:
-        """Return what goes of some units or all, in the order of eviction."""
+        """Return what to delete of some units or all, in the order of eviction."""
         units = self.units if among is None else _part(self.units, among)
         reach = self._reach if among is None or self._reach is None else self._reach[among]
         return choose(
@@ -417,7 +417,7 @@ class _Picks:
         )
 
     def _why(self, units: Integers, reason: Rule) -> Masks:
-        """Return the reasons for units that go because of a bound in bytes, or of their age."""
+        """Return the reasons for units deleted because of a bound in bytes, or of their age."""
         reasons = np.full(len(units), reason, np.uint8)
         if self._rules.max_age is not None:
             reasons[self.units.used[units] < self._now - self._rules.max_age] = Rule.AGE

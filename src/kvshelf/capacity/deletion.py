@@ -2,15 +2,16 @@
 
 Contracts
 ---------
-* Each object is looked at once more before it goes. A unit stays of which an object has been used
-  or replaced since the inventory, by the storage's clock of now, and a leftover that has changed.
-  Not looked at is what a command chose without regard to uses; and what makes room within ten
-  minutes of the listing where one request deletes many: a look at each would take a hundred times
-  as long as its deletion, and there marks tell of uses, not the times of objects.
+* Each object is checked once more before it is deleted. A unit is kept if one of its objects was
+  used or replaced since the inventory, by the storage's current clock; so is a leftover that has
+  changed. Objects are not checked if a command chose them without regard to uses, nor if they make
+  room within ten minutes of the listing where one request deletes many: a check would take a
+  hundred times as long as the deletion, and there uses are recorded in marks, not in the times of
+  objects.
 * Pins and marks are read again every minute and every thousand deletions, also after the process
   or the machine has slept: what has become pinned, or is marked as used since the plan, stays. A
-  plan that heeds no pins is carried out without them.
-* What others have deleted meanwhile is not an error.
+  plan made without pins is carried out without them.
+* An object that another process has deleted meanwhile is not an error.
 * A process that is killed in between leaves what costs a miss, at most: some of the objects that
   are deleted at the same time may be left, and all that follow them in the plan. Without latency
   these are the objects of one unit; else a hundred, or as many as one request deletes, for each
@@ -46,11 +47,11 @@ from kvshelf.capacity.pins import PINS, Pins
 from kvshelf.capacity.rules import Rule
 from kvshelf.errors import NotRegularError, StorageError
 
-#: Most objects that are looked at one after the other, and then deleted together.
+#: Most objects that are checked one after the other, and then deleted together.
 _LOOKS: Final = 100
-#: After so many deletions that the storage refuses, and none that it allows, no more are tried.
+#: Refused deletions, without an allowed one, after which no more are tried.
 _MOST_REFUSED: Final = 64
-#: Seconds after a listing for which what makes room need not be looked at where looks are dear.
+#: Seconds after a listing in which deletions that make room need no check where checks are costly.
 _FRESH_SECONDS: Final = 600.0
 _MAKES_ROOM: Final = (Rule.GROUP, Rule.SIZE)
 #: Seconds, and deletions, after which pins and marks are read again.
@@ -58,7 +59,7 @@ _AGAIN_SECONDS: Final = 60.0
 _AGAIN_DELETIONS: Final = 1000
 #: A file: the number of its task in a group, its name, and bytes.
 _File: TypeAlias = tuple[int, str, int]
-#: Goes on while the machine sleeps.
+#: A clock that continues while the machine sleeps.
 _CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
@@ -76,7 +77,7 @@ def _do_nothing(*_: object) -> None:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a plan's execution did.
+    """The result of a plan's execution.
 
     Attributes
     ----------
@@ -85,11 +86,11 @@ class Outcome:
     kept : Total
         Files that stay, because they were used, replaced, changed or pinned meanwhile.
     gone : int
-        Files that somebody else had deleted.
+        Files that another process had deleted.
     failed : int
         Files that the storage did not allow to delete.
     error : StorageError or None
-        The first such refusal, or the trouble of the storage that ended the execution.
+        The first such refusal, or the error of the storage that ended the execution.
     finished : bool
         Whether all of the plan was tried.
     """
@@ -118,7 +119,7 @@ class Outcome:
 
 
 class _Task(NamedTuple):
-    """What goes together: a leftover, or objects of the plan's unit `number` by their rows."""
+    """Files to delete together: a leftover, or objects of unit `number` of the plan, by rows."""
 
     reason: Rule
     what: Leftover | list[int]
@@ -127,7 +128,7 @@ class _Task(NamedTuple):
 
 @dataclass(slots=True)
 class _Done:
-    """What became of a task."""
+    """The result of a task."""
 
     count: int = 0
     nbytes: int = 0
@@ -157,7 +158,7 @@ def carry_out(
     backend : Backend
     plan : Plan
     stop : Callable
-        Asked after each deletion; True says that the plan is over.
+        Called after each deletion; True ends the plan.
     pace : Callable
         Called for each look, on any thread; may sleep.
     pauses : Sequence of float
@@ -176,7 +177,7 @@ def carry_out(
     Returns
     -------
     Outcome
-        Also what was done before trouble of the storage, which is in it and is not raised.
+        Also what was done before an error of the storage, which is in it and is not raised.
     """
     outcome = Outcome() if outcome is None else outcome
     inventory = plan.inventory
@@ -213,7 +214,7 @@ def carry_out(
 
 
 def _groups(plan: Plan, at_once: int) -> Iterator[list[_Task]]:
-    """Yield what is deleted together, in the plan's order: units with about so many objects."""
+    """Yield groups to delete together, in the plan's order: units with about `at_once` objects."""
     group: list[_Task] = []
     objects = 0
     for task in itertools.chain(
@@ -247,7 +248,7 @@ class _Deletions:
         self._kept = _Kept(backend, plan)
 
     def __call__(self, group: Sequence[_Task]) -> tuple[list[_Done], StorageError | None]:
-        """Return what became of each task, and the trouble that ends the work."""
+        """Return what became of each task, and the error that ends the work."""
         done = [_Done() for _ in group]
         #: The files that are to be deleted, once they are known.
         left: list[_File] | None = None
@@ -257,7 +258,7 @@ class _Deletions:
             if left is None:
                 left, done[:] = self._look_at(group)
                 if self._kept.turn() != turn:
-                    # This process may have slept behind the look.
+                    # This process may have slept since the check.
                     left, done[:] = self._look_at(group)
             answers = self._backend.delete_all([name for _, name, _ in left]) if left else []
             again: list[_File] = []
@@ -283,7 +284,7 @@ class _Deletions:
                 raise trouble
 
         try:
-            # Who does not know the pins must not delete.
+            # Without the pins nothing may be deleted.
             turn = self._kept.turn()
             error = self._attempts.make(make)
         except StorageError as trouble:
@@ -305,7 +306,7 @@ class _Deletions:
                     yield number, name, nbytes
 
     def _look_at(self, group: Sequence[_Task]) -> tuple[list[_File], list[_Done]]:
-        """Return the files that go, and what became of the others."""
+        """Return the files to delete, and what became of the others."""
         done = [_Done() for _ in group]
         found = [
             (number, name, nbytes)
@@ -315,7 +316,7 @@ class _Deletions:
         return found, done
 
     def _look(self, task: _Task, done: _Done) -> list[tuple[str, int]]:
-        """Return names and bytes of the files that go."""
+        """Return names and bytes of the files to delete."""
         inventory, what = self._inventory, task.what
         self._pace()
         if isinstance(what, Leftover):
@@ -354,7 +355,7 @@ class _Deletions:
 
 
 class _Kept:
-    """Which units of a plan stay, because they have become pinned or used; and the time.
+    """The units of a plan that stay, because they have become pinned or used; and the time.
 
     Attributes
     ----------
@@ -413,7 +414,7 @@ class _Kept:
         marks = Marks.read(backend)
         inventory, choice = plan.inventory, plan.rules.choice
         chosen = plan.reasons == Rule.CHOSEN
-        # A tail goes at its age, pinned or not.
+        # A tail is deleted at its age, pinned or not.
         by_pins = plan.reasons != Rule.TAIL
         by_uses = np.ones(len(by_pins), np.bool_)
         if choice is not None:

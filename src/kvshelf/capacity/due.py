@@ -1,6 +1,6 @@
 """When the next sweep of a shelf is due, and how much of a processor sweeps may take.
 
-Owns these decisions as functions of what is known; nothing here asks a clock or a storage.
+Owns these decisions as functions of what is known; nothing here reads a clock or a storage.
 
 The nearer a shelf is to its bound, the more sweeps may take, so that they keep up with stores:
 
@@ -12,8 +12,8 @@ below 90 % of `max_bytes`   20 %              1 %
 above, or stores refused    90 %              25 %
 ==========================  ================  =================
 
-Both grow evenly until 92.5 %. Each process counts what its own sweeps took. What several processes
-do for nothing, because nothing is short, they share: then a sweep of any of them counts for all.
+Both grow evenly until 92.5 %. Each process counts what its own sweeps took. While nothing is short,
+the processes share one allowance: a sweep of any of them counts for all.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ _MOST_RUNNING_PART: Final = 0.9
 #: Share of ``max_bytes`` from which on sweeps may take more, and as much as they may take at all.
 SHORT: Final = 0.9
 _PRESSED: Final = 0.925
-#: Share from which on others sweep than who did last: it has a plan at hand.
+#: Share of ``max_bytes`` from which on processes other than the last sweeper sweep: that one still
+#: has a plan.
 _OTHERS: Final = 0.95
-#: Sweeps may take at once what they may take in so many seconds.
+#: Seconds of their allowance that sweeps may take at once.
 _AVERAGE_SECONDS: Final = 600.0
 #: Seconds over which the growth of a shelf is averaged.
 _GROWTH_SECONDS: Final = 30.0
@@ -99,7 +100,7 @@ class Allowance:
 
 
 class Growth:
-    """How fast a shelf grows, by what is noted of it.
+    """How fast a shelf grows, by the notes of its size.
 
     Attributes
     ----------
@@ -146,7 +147,7 @@ def due_in(
     resolution : float
         Seconds in which uses are recorded once.
     ours : bool
-        It was this process's sweep: it has a plan at hand, and goes first.
+        It was this process's sweep: it still has the plan, so it sweeps first.
     finished : bool
         The sweep deleted all that it might, as far as is known: its plan did not end because of
         its age, and was not one that an earlier sweep had used up.
@@ -156,7 +157,7 @@ def due_in(
     bound, max_age, group = rules.max_bytes, rules.max_age, rules.group_max_bytes
     high = rules if ours or age > RELIST_SECONDS else replace(rules, high=_OTHERS)
     if high.to_free(used, bound) > 0:
-        # After a sweep that could not make room another one cannot either: all is pinned, or young.
+        # If a sweep freed nothing (all pinned or too new), another one right away would not either.
         in_vain = finished and rules.to_free(finding.nbytes, bound) > 0
         return max(0.0, (SWEEP_SECONDS if in_vain else SHORT_SECONDS) - age)
     least = max(SWEEP_SECONDS, min(finding.seconds / CORE_PART, RELIST_SECONDS))

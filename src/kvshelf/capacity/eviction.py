@@ -14,11 +14,11 @@ A *unit* is one chunk, or one tail, with all its shards and kinds. The order is:
    longer than it has been idle ages more slowly, at most by half. Windows inside a prompt, where no
    hit ended and no prompts part, age 32 times as fast.
 
-Of units with about the same age those deepest in their prompts are deleted first: a chunk is of no
-use without the ones before it. For the same reason a use of a chunk counts for all chunks before
-it, as far as parents are known. "About the same" is a small part of the age that most units have,
-at most the resolution with which uses are recorded: where all is replaced within minutes, an hour
-would make all uses equal.
+Of units with about the same age those deepest in their prompts are deleted first: a chunk is
+useless without the ones before it. For the same reason a use of a chunk counts for all chunks
+before it, as far as parents are known. "About the same" is a small part of the age that most units
+have, at most the resolution with which uses are recorded: where all is replaced within minutes, an
+hour would make all uses equal.
 
 ``python -m benchmarks.traces`` compares this order with others, on traces of requests.
 
@@ -58,30 +58,30 @@ STATE_BIT: Final = 4
 UNKNOWN: Final = -1
 GONE: Final = -2
 
-#: What was stored in the last so many seconds is not dead, nor is what it follows: the prompt may
-#: still be computed, and what makes it useful not be stored yet.
+#: Seconds for which a stored chunk is not dead, nor are those before it: the prompt may still be
+#: computed, and the objects that make it useful not be stored yet.
 SETTLE_SECONDS: Final = 300.0
 
 _BITS: Final = (FULL_BIT, WINDOW_BIT, STATE_BIT)
-#: How many times faster a unit ages that was never used since it was stored.
+#: Factor by which a unit that was never used since it was stored ages faster.
 _NEVER_HIT_AGES: Final = 2.0
 #: The same, besides, for a window inside a prompt, where no hit ended and no prompts part.
 _UNLIKELY_AGES: Final = 32.0
-#: A unit that was used for so many times as long as it has been idle ages at half the rate.
+#: Ratio of time in use to idle time from which on a unit ages at half the rate.
 _LONG_USED: Final = 2.0
 #: Part of the median age, and least seconds, within which ages count as equal: the uses of one hit
 #: are recorded one after the other.
 _SAME_PART: Final = 1 / 32
 _LEAST_SAME: Final = 1.0
-#: About so many units tell the ages that most have.
+#: Size of the sample of units that shows the ages that most have.
 _SAMPLED: Final = 1 << 20
 #: Units that are judged at the same time, where each is judged by itself.
 _AT_ONCE: Final = 1 << 16
-#: The sample tells how many come first to within such a part of all.
+#: The sample shows how many come first to within this part of all.
 _SPARE_PART: Final = 1 / 256
 #: Units before a place: all, from the beginning of the prompt.
 _WHOLE: Final = 1 << 40
-#: Most ages that are told apart, and the place of the rank above them in a key of sorting.
+#: Most ages that are distinguished, and the place of the rank above them in a sort key.
 _MOST_AGES: Final = (1 << 30) - 1
 _RANK_BITS: Final = np.uint64(62)
 #: Ranks in keys of sorting; what is too old has 0.
@@ -198,7 +198,7 @@ def choose(
         return _none()
     needs = _needs(units)
     reach = np.broadcast_to(np.minimum(np.asarray(window_chunks, np.int64), _WHOLE), (size,))
-    # What lies in the future was used now.
+    # Times in the future count as now.
     same = _LEAST_SAME
     some = slice(None, None, 1 + size // _SAMPLED)
     used = units.used[some][~units.pinned[some]]
@@ -210,7 +210,7 @@ def choose(
     if several or (units.parent >= 0).any():
         keys = _keys(units, needs, reach, now, same, max_age)
     else:
-        # Each is judged by itself: some at a time need less memory.
+        # Units are judged one by one: batches need less memory.
         keys.append(np.empty(size, np.uint64))
         for begin in range(0, size, _AT_ONCE):
             some = slice(begin, begin + _AT_ONCE)
@@ -272,7 +272,7 @@ def _take(units: Units, keys: list[npt.NDArray[np.uint64]], free: int) -> Victim
         rows = np.flatnonzero(apart)
         parts.append((rows, np.full(len(rows), bit, np.uint8), of_kind[rows], key[rows]))
     if not parts:
-        # Where nothing else goes, those that come first are enough.
+        # Where nothing else is deleted, those that come first are enough.
         has_full &= keys[0] <= _last(keys[0], nbytes, has_full, free)
     rows = np.flatnonzero(has_full)
     parts.append((rows, mask[rows], nbytes[rows], keys[0][rows]))
@@ -325,13 +325,13 @@ def _judge(
     # Where a chunk's followers are not known, it counts as useful.
     judged = forest.followers_known(needs_state | needs_window)
 
-    # What follows was stored just now: the prompt may still be computed.
+    # The following chunks were stored just now: the prompt may still be computed.
     latest = np.maximum(units.used, units.born)
     forest.upwards(latest)
     settled = latest <= now - SETTLE_SECONDS
     del latest
 
-    # A use of what follows is one of this as well.
+    # A use of a follower is one of this unit as well.
     full_used, full_ages = units.used.copy(), _ages(units, units.used, units.hit, now)
     forest.upwards(full_used)
     np.negative(full_ages, out=full_ages)
@@ -409,7 +409,7 @@ class _Forest:
             np.maximum.at(values, self._parent[rows], values[rows])
 
     def downwards(self, flags: Flags) -> None:
-        """Keep the flags of those units only that have it, and all before them."""
+        """Keep the flag only of units that have it and before which all have it."""
         for rows in self._levels:
             flags[rows] &= flags[self._parent[rows]]
 
@@ -454,7 +454,7 @@ class _Forest:
         return left > 0
 
     def followers_known(self, asked: Flags) -> Flags:
-        """Return of which units it is known which others follow them."""
+        """Return for which units all followers are known."""
         units = self._units
         orphans = asked & (units.parent == UNKNOWN) & (units.index > 0)
         return units.index >= (units.index[orphans].max() if orphans.any() else 0)

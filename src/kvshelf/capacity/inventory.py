@@ -12,7 +12,7 @@ Ages
 ----
 The last use of an object is the latest of its access time and its modification time. The time of
 the last change of its entry counts too, in the first day after that: objects that were copied to a
-shelf with their old times are not the first to go. Times more than a day in the future mean
+shelf with their old times are not the first to be deleted. Times more than a day in the future mean
 nothing; an object that has no other times counts as used now.
 
 Contracts
@@ -21,7 +21,7 @@ Contracts
 * An object is a file with exactly the name of one, in a namespace whose record does not say that
   it is of another version of the format. All else is counted, and never among the objects.
 * Links, pipes and folders in quarantine are leftovers like bad objects; elsewhere they are nothing.
-* A shelf may change while it is listed. Who deletes looks at each object again.
+* A shelf may change while it is listed. A deletion checks each object again.
 * What is more than a shelf has (2^24 objects, 2^20 salt groups) is counted only, or refused.
 
 Threads
@@ -85,13 +85,13 @@ Masks: TypeAlias = "npt.NDArray[np.uint8]"
 Flags: TypeAlias = "npt.NDArray[np.bool_]"
 
 _DAY: Final = 86400.0
-#: How long tails are kept is believed for so much longer: they are younger than what says it.
+#: A statement of how long tails are kept is valid for this much longer: tails are younger than it.
 SAID_SECONDS: Final = _DAY
 #: An access time that is later than the modification time by this is a use: writing takes time.
 _HIT_SECONDS: Final = 1.0
 #: Most files beside objects of which the names are remembered: the others are found again later.
 _MOST_NAMED: Final = 65536
-#: Most files that are read of those that say how long tails are kept.
+#: Most files that are read about how long tails are kept.
 _MOST_KEEPS: Final = 4096
 #: Most objects and salt groups of an inventory, and files of a listing: more may have no end.
 _MOST_OBJECTS: Final = 1 << 24
@@ -141,7 +141,7 @@ _HEADER_BYTES: Final = 288
 
 
 class Sort(Enum):
-    """What a file below a root is, if it is no object."""
+    """The class of a file below a root that is no object."""
 
     TEMPORARY = "temporaries"
     QUARANTINED = "quarantine"
@@ -167,7 +167,7 @@ class Total:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A temporary, a bad object in quarantine, a marker, or what says how long tails are kept.
+    """A temporary, bad object, marker, or object that says how long tails are kept.
 
     Attributes
     ----------
@@ -274,7 +274,7 @@ def last_use(info: ObjectInfo, now: float) -> float:
 
 def changed_at(info: ObjectInfo) -> float:
     """Return when a file was last written, linked or moved; seconds since the epoch."""
-    # What is linked or moved keeps its modification time.
+    # Linked or moved files keep their modification time.
     return max(info.mtime, info.ctime or 0.0)
 
 
@@ -392,7 +392,7 @@ class Inventory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is kvshelf's: what counts against ``max_bytes``."""
+        """Bytes of all files of kvshelf: they count against ``max_bytes``."""
         others = (total.nbytes for sort, total in self.totals.items() if sort is not Sort.FOREIGN)
         return int(self.size.sum()) + sum(others) + self.unlisted.nbytes
 
@@ -587,7 +587,7 @@ class Inventory:
         order = np.argsort(place, kind="stable")
         cuts = np.flatnonzero(np.diff(place[order])) + 1
         for units in np.split(order, cuts):
-            # Whoever asks for their keys makes a copy of them.
+            # A caller that asks for their keys makes a copy of them.
             for begin in range(0, len(units), _UNITS_AT_ONCE):
                 some = units[begin : begin + _UNITS_AT_ONCE]
                 yield int(spaces[some[0]]), int(groups[some[0]]), some
@@ -630,7 +630,7 @@ class Inventory:
         return Parents(_beginnings(self, self.first_rows[known]), self._parents[known])
 
     def _remember_parents(self, before: Parents) -> None:
-        """Take over the parents that an earlier inventory knew."""
+        """Use the parents that an earlier inventory knew."""
         if not len(before.keys) or not len(self):
             return
         new = _beginnings(self, self.first_rows)
@@ -644,7 +644,7 @@ class Inventory:
         stop: Callable[[], bool],
         pace: Callable[[], None],
     ) -> bool:
-        """Read the parents that something hangs on; whether it came to an end."""
+        """Read the parents that decide something; return whether all were read."""
         first = self.first_rows
         wanted = self.index[first] > 0
         if not every:
@@ -714,7 +714,7 @@ class Inventory:
         in_part : bool
             Of more than fits take a part, see :attr:`is_part`.
         stop : Callable
-            Asked often; True ends the scan.
+            Called often; True ends the scan.
         pace : Callable
             Called for each file, on any thread; may sleep.
 
@@ -742,7 +742,7 @@ class Inventory:
 
 
 class Scan:
-    """A scan that goes on where it ended, if the storage failed or it was stopped.
+    """A scan that can continue where it ended, if the storage failed or it was stopped.
 
     The rows of the folder that it was in are listed again, all others are kept.
 
@@ -775,7 +775,7 @@ class Scan:
         self._packed = bytearray()
         self._groups: dict[str, int] = {}
         self._files = 0
-        #: What is to be listed still: names, and folders once they are known; the first ones last.
+        #: What is left to list: names, and folders once they are known; in reverse order.
         self._names = list(names)[::-1]
         self._left: list[str] | None = None
         #: The last file before which all is complete, and the numbers of what was found there.
@@ -786,7 +786,7 @@ class Scan:
     def run(
         self, stop: Callable[[], bool] = _never, pace: Callable[[], None] = _do_nothing
     ) -> Inventory | None:
-        """Scan, or go on; see :meth:`Inventory.scan`."""
+        """Scan, or continue; see :meth:`Inventory.scan`."""
         found = self._inventory
         if not self._is_listed:
             self._go_back()
@@ -919,7 +919,7 @@ class Scan:
         self._inventory.aged_at = time_for_ages(now, self._backend.url)
 
     def _add(self, number: int, info: ObjectInfo) -> bool:
-        """Add a file; return whether the listing may go on.
+        """Add a file; return whether the listing may continue.
 
         Raises
         ------
@@ -1021,14 +1021,14 @@ def _no_units() -> Units:
 
 
 def time_of(backend: Backend) -> float:
-    """Return the storage's time; this machine's where it does not tell."""
+    """Return the storage's time; this machine's where it has none."""
     with contextlib.suppress(StorageError):
         return StorageClock(backend.now).ask()
     return time.time()
 
 
 def _read_parent(backend: Backend, name: str, key: bytes) -> bytes | None:
-    """Return the parent's key that an object names; None if that cannot be told."""
+    """Return the parent's key that an object names; None if that cannot be determined."""
     data = bytearray(_HEADER_BYTES)
     try:
         count = backend.read_into(name, memoryview(data))

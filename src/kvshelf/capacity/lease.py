@@ -1,8 +1,8 @@
 """The lease of a sweep, and what the last sweep of any process found.
 
-Owns the file ``.kvshelf/sweep`` at the root of a shelf (:class:`Record`), which processes write
-that sweep the shelf. Whoever lists a whole shelf says so there, so that others need not list it
-too: neither at the same time (the *lease*) nor soon afterwards (the *finding*).
+Owns the file ``.kvshelf/sweep`` at the root of a shelf (:class:`Record`), which processes that
+sweep the shelf write. A process that lists a whole shelf says so there, so that others need not
+list it at the same time (the *lease*) or soon afterwards (the *finding*).
 
 Contracts
 ---------
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 #: Name of the file.
 SWEEP: Final = ".kvshelf/sweep"
-#: Seconds after which a lease ends that nobody has renewed.
+#: Seconds after which a lease ends unless it is renewed.
 LEASE_SECONDS: Final = 60.0
 #: Seconds for which the smallest ``max_bytes`` of all engines ends the stores of the others.
 BOUND_SECONDS: Final = 3600.0
@@ -64,7 +64,7 @@ class Finding:
     max_age : float or None
         The age at which the sweep deleted chunks.
     written : int or None
-        The bytes that all writers had told of at `at`, see :mod:`kvshelf.capacity.written`. None:
+        The bytes that all writers had published at `at`, see :mod:`kvshelf.capacity.written`. None:
         unknown.
     """
 
@@ -88,7 +88,7 @@ class Record:
     Attributes
     ----------
     owner : str
-        Who holds the lease, or held it last: a host, a process and a random id.
+        The last holder of the lease: a host, a process and a random id.
     until : float
         When the lease ends.
     finding : Finding or None
@@ -111,7 +111,7 @@ class Record:
         Parameters
         ----------
         space : Space or None
-            The storage's room, if it tells.
+            The storage's size and free space, if it reports these.
         """
         found = self.finding
         if found is None or space is None or max(found.nbytes, found.free or 0) <= space.total:
@@ -147,8 +147,8 @@ class Lease:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self.owner: Final = f"{platform.node()[:64]}:{os.getpid()}:{secrets.token_hex(8)}"
-        #: Whether the record has said that this process holds the lease, and nobody else claimed it
-        #: then.
+        #: Whether the record named this process as the holder, and no other process claimed the
+        #: lease then.
         self._said = False
         #: What the last finding was, and since when another process has held the lease.
         self._held: tuple[float | None, float] | None = None
@@ -176,7 +176,7 @@ class Lease:
     def is_others(self, record: Record, now: float) -> bool:
         """Whether another process holds the lease at `now`, the storage's time.
 
-        Whoever holds it for an hour and finds nothing does not sweep, and is not believed.
+        A process that holds it for an hour without a finding does not sweep; its lease is ignored.
         """
         if record.owner == self.owner or now >= record.until:
             self._held = None
@@ -238,7 +238,7 @@ class Lease:
         return renewed
 
     def release(self, record: Record, now: float) -> Record:
-        """Give the lease back, and tell others what was found, unless it was lost. Best effort.
+        """Give the lease back, and publish what was found, unless it was lost. Best effort.
 
         Returns
         -------
@@ -288,7 +288,7 @@ def problem_of(backend: Backend) -> str | None:
     found = _object(data)
     if found is None:
         return f"found {short_repr(data[:50])}; expected an object of version {_VERSION}"
-    # Whoever wrote it knew nothing that was later.
+    # Its writer knew nothing later than that.
     known, none = _decode(data, info.mtime), Record()
     for name in ("owner", "until", "finding", "max_bytes"):
         said, ignored = found.get(name), getattr(none, name)

@@ -1,4 +1,4 @@
-"""Marks: the uses of chunks that no access time tells.
+"""Marks: the uses of chunks that no access time shows.
 
 Where a process may not set the access times of objects (those of another user), or there are none
 (S3), it writes the keys of the chunks that were used into files below ``.kvshelf/uses`` of the
@@ -61,7 +61,7 @@ _ALL_KEYS: Final = 4 << 20
 #: Files from which on they are merged, because each sweep reads all: one of each of 500 processes
 #: for each of 30 days were 15,000, and the bound above 279 keys in each.
 _MANY_FILES: Final = 64
-#: What a file raises that is not one of marks, or may not be read.
+#: Errors of a file that has no marks, or may not be read.
 _NOT_MARKS: Final = (
     NotRegularError,
     PermanentStorageError,
@@ -71,7 +71,7 @@ _NOT_MARKS: Final = (
     KeyError,
     RecursionError,
 )
-#: So often a listing is repeated because another process has merged files meanwhile.
+#: Most repetitions of a listing because another process has merged files meanwhile.
 _ATTEMPTS: Final = 3
 
 _Words = npt.NDArray[np.uint64]
@@ -116,7 +116,7 @@ class _File:
 
 
 class Marks:
-    """What all marks of a shelf say.
+    """All marks of a shelf.
 
     Parameters
     ----------
@@ -148,7 +148,7 @@ class Marks:
     def used(
         self, namespace_folder: str, keys: npt.NDArray[np.uint8], kind: Kind | None = None
     ) -> _Times:
-        """Return when chunks were used last, as far as marks tell.
+        """Return when chunks were used last, as far as marks show.
 
         Parameters
         ----------
@@ -156,7 +156,7 @@ class Marks:
         keys : ndarray
             uint8 [chunks, 32], the chunk keys; 16 bytes of each are enough.
         kind : Kind, optional
-            The kind whose use is asked for; when absent, that of any.
+            The kind whose use is wanted; if absent, that of any kind.
 
         Returns
         -------
@@ -185,7 +185,7 @@ class Marks:
         ----------
         backend : Backend
         max_age : float, optional
-            Seconds after its last use at which a chunk is deleted: older marks are of no use. They
+            Seconds after its last use at which a chunk is deleted: older marks are useless. They
             are kept for 30 days at most.
         resolution : float
             Seconds by which the time of a use may be wrong after the merge.
@@ -205,7 +205,7 @@ class Marks:
         if not times:
             return 0
         told = backend.now()
-        # A storage that does not tell its time gave the files theirs.
+        # A storage that does not report its time gave the files theirs.
         now = max(times) if told is None else told
         aged_at = min(now, time.time()) if told is None else time_for_ages(now, backend.url)
         oldest = aged_at - min(max_age or KEEP_SECONDS, KEEP_SECONDS)
@@ -268,7 +268,7 @@ def _write_file(backend: Backend, batches: Sequence[Batch]) -> None:
         for batch in batches
     ]
     header = json.dumps({"version": _VERSION, "sections": described}).encode() + b"\n"
-    # The hour only helps people who look at a listing.
+    # The hour is for people: they see it in a listing.
     name = f"{MARKS}/{int(time.time() // 3600)}-{os.urandom(8).hex()}"
     backend.write(name, [header, *(batch.keys for batch in batches)])
 

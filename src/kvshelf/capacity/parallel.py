@@ -3,7 +3,7 @@
 Contracts
 ---------
 * An error or an interrupt lets what is in progress finish, for at most five seconds; then the
-  caller goes on without it. What is queued is dropped.
+  caller continues without it. Queued work is dropped.
 * An error with one item that may pass is retried after pauses. If it remains although other items
   succeed, it is the item's; if nothing has succeeded yet, or nothing between the errors of two
   items, it ends the work.
@@ -98,7 +98,7 @@ def in_parallel(
         done.put(None)
 
     def result() -> tuple[_T, _R]:
-        # Nothing else is there while no work has failed.
+        # There is nothing else while no work has failed.
         found = done.get()
         assert found is not None
         if isinstance(found, BaseException):
@@ -169,7 +169,7 @@ class Attempts:
             At once.
         StorageError
             If the storage seems to answer no more: no call has succeeded yet, or none since another
-            one failed for good.
+            one failed finally.
         """
         pauses = iter(self._pauses)
         while True:

@@ -7,10 +7,9 @@ Contracts
 ---------
 * A pin protects chunks from deletions that bound a shelf. It does not lift a bound: chunks that are
   pinned count against ``max_bytes`` like all others.
-* A damaged pin pins nothing, nor does one that has expired: nobody's sweep ends because of a
-  file that somebody else has damaged. One that may not be read, or that a later version wrote,
-  pins all of the namespace and group that can be read in it, or else of the shelf. A storage that
-  does not answer is an error: who does not know the pins must not delete.
+* A damaged or expired pin pins nothing, and does not stop a sweep. One that may not be read, or
+  that a later version wrote, pins all of the namespace and group that can be read in it, or else of
+  the shelf. A storage that does not answer is an error: without the pins nothing may be deleted.
 * What is read is bounded: 1 MiB for each pin, 64 MiB for all.
 
 Threads
@@ -43,7 +42,7 @@ _log: Final = RateLimitedLog(logger, lines=8)
 
 #: The folder of pins at the root of a shelf.
 PINS: Final = ".kvshelf/pins"
-#: Seconds after which, at the latest, a sweep that goes on reads the pins again.
+#: Seconds after which, at the latest, a running sweep reads the pins again.
 PINS_SECONDS: Final = 60.0
 #: Most bytes of one pin.
 MAX_BYTES: Final = 1 << 20
@@ -214,7 +213,7 @@ class Pins:
 
     @property
     def problem(self) -> str | None:
-        """Why less may be deleted than all pins say; None if each pin is known."""
+        """Why more is kept than the pins name; None if each pin is known."""
         for name, (pin, why) in self.unknown.items():
             return (
                 f"the pin {name} is not known, and nothing is deleted in {_scope_text(pin)}: {why}."
@@ -269,7 +268,7 @@ class Pins:
             except UnknownPinError as error:
                 unknown[name] = error.pin, str(error)
             except ValueError as error:
-                # Also what is no file.
+                # Also things that are no files.
                 unreadable[name] = str(error)
             except StorageError as error:
                 if error.retryable:

@@ -1,19 +1,19 @@
 """How much may still be stored on a shelf: ``min_free`` and ``max_bytes`` for stores.
 
-Owns the question that every store asks (:meth:`Room.allows`), and the estimate of a shelf's bytes
-between two listings. The sweeper's thread (:mod:`kvshelf.capacity.sweeper`) reads the storage and
-tells (:meth:`Room.update`); writes take their room when they begin (:meth:`Room.begin`), and give
-it back if nothing was written.
+Owns the check before every store (:meth:`Room.allows`), and the estimate of a shelf's bytes between
+two listings. The sweeper's thread (:mod:`kvshelf.capacity.sweeper`) reads the storage and calls
+:meth:`Room.update`; writes take their room when they begin (:meth:`Room.begin`), and give it back
+if nothing was written.
 
-The estimate is what the last listing found, and since then what this process wrote, or what the
-filesystem's free space has become less by, if that is more: what other engines wrote, and other
-programs. Space that somebody frees meanwhile hides nothing of that: decreases from one look to the
-next are added up, with what this process deleted in between. Where the storage does not tell its
-free space, writers tell what they wrote (:mod:`kvshelf.capacity.written`). Writes under way are
-added to any of them.
+The estimate is what the last listing found, plus what this process wrote since then or the decrease
+of the filesystem's free space, if that is more: other engines and programs write too. Space that is
+freed meanwhile hides none of these writes: decreases from one look to the next are added up, with
+what this process deleted in between. Where the storage does not report its free space, writers
+publish what they wrote (:mod:`kvshelf.capacity.written`). Writes under way are added to any of
+them.
 
-Other processes see the same room. So this one uses at most half of it, or as much as one chunk
-takes, until the sweeper looks again, which it does soon when a quarter is used up.
+Other processes see the same free space. So this one uses at most half of it, or as much as one
+chunk takes, until the sweeper looks again, which it does soon when a quarter is used up.
 
 Contracts
 ---------
@@ -40,7 +40,7 @@ from kvshelf.metrics import Counters
 
 logger = logging.getLogger(__name__)
 
-#: ``min_free`` unless it is set: a part of the storage, at most so many bytes.
+#: ``min_free`` unless it is set: a part of the storage, at most this many bytes.
 FREE_PART: Final = 0.05
 FREE_BYTES: Final = 20 << 30
 #: The same for a filesystem in memory, whatever its size.
@@ -93,7 +93,7 @@ class Sum:
         self._begun = -math.inf
 
     def add(self, nbytes: int) -> None:
-        """Add what came about just now."""
+        """Add an amount at the current time."""
         now = time.monotonic()
         if now < self._begun + HURRIED_SECONDS:
             self._ends[-1] = now
@@ -122,7 +122,7 @@ class Room:
     url : str
         The shelf, for log lines.
     wake : Callable
-        Called when the sweeper should look at the storage soon: the first store has asked since its
+        Called when the sweeper should look at the storage soon: the first store has come since its
         last look, or a quarter of the room is used up. Must not block.
 
     Attributes
@@ -130,7 +130,7 @@ class Room:
     left : float
         Bytes that may be written to the shelf, as the last update said.
     asked : bool
-        A store has asked since the last look.
+        A store has come since the last look.
     is_short : bool
         Little is left of `max_bytes`.
     is_urgent : bool
@@ -138,7 +138,7 @@ class Room:
     refuses : bool
         Stores were refused lately.
     largest : int
-        Most bytes that a store has asked for: those of a chunk, or of a kind of it.
+        Most bytes that a store has requested: those of a chunk, or of a kind of it.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Room:
         self._why: tuple[str, str] = ("", "")
         self.asked = self._refused = False
         self.is_short = self.is_urgent = self.refuses = False
-        #: What this process wrote, and by how much free space had decreased from look to look.
+        #: What this process wrote, and the sum of the decreases of free space between two looks.
         self._written = Sum()
         self._decreased = Sum()
         self._free: int | None = None
@@ -185,7 +185,7 @@ class Room:
                 self._taken += nbytes
                 self._begun += nbytes
             self._refused |= not allowed
-            # A store that finds no room at all hurries nobody: deletions make room.
+            # A store that finds no room at all does not wake the sweeper: deletions make room.
             if not full and not self.is_urgent and self._taken > self.left * _WAKE_PART:
                 wake = self.is_urgent = True
         if wake:
@@ -195,19 +195,19 @@ class Room:
         return allowed
 
     def end(self, nbytes: int, written: bool) -> None:
-        """Note that a write which has begun is over, and whether it wrote anything."""
+        """Note that a write has ended, and whether it wrote anything."""
         with self._lock:
             self._begun -= nbytes
             if written:
                 self._written.add(nbytes)
             else:
-                # What began before the last update is not in it.
+                # Writes that began before the last update are not in it.
                 self._taken = max(0, self._taken - nbytes)
 
     # ------------------------------------------------------------- the sweeper
 
     def take_asked(self) -> bool:
-        """Whether a store has asked since the last call."""
+        """Whether a store has come since the last call."""
         asked, self.asked = self.asked, False
         return asked
 
@@ -218,7 +218,7 @@ class Room:
 
     @property
     def keeps_free(self) -> bool:
-        """Whether anything is to stay free on the storage."""
+        """Whether some space must stay free on the storage."""
         return self._capacity.min_free != 0
 
     def is_full(self, space: Space | None) -> bool:
@@ -226,7 +226,7 @@ class Room:
         return space is not None and space.free < least_free(space, self._capacity.min_free)
 
     def free(self, nbytes: int) -> None:
-        """Note that this process has deleted so much since the last look: it hides no writes."""
+        """Note the bytes that this process has deleted since the last look: they hide no writes."""
         self._freed += nbytes
 
     def look(self, space: Space | None) -> None:
@@ -250,7 +250,7 @@ class Room:
         now : float
             The storage's time.
         told : int or None
-            The bytes that all writers have told of.
+            The bytes that all writers have published.
         """
         seconds = max(0.0, now - finding.at)
         with self._lock:

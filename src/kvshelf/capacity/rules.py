@@ -1,7 +1,7 @@
-"""The rules by which files of a shelf go, as values.
+"""The rules by which files of a shelf are deleted, as values.
 
 ==============  ================================================================================
-reason          what goes
+reason          what is deleted
 ==============  ================================================================================
 temporary       temporaries that nothing has changed for an hour
 quarantine      bad objects a week after they were moved aside, or an hour if room is needed; at
@@ -16,11 +16,11 @@ size            the oldest chunks of all while the shelf holds too many bytes
 chosen          what a command was told to delete
 ==============  ================================================================================
 
-In which order chunks go to make room is :mod:`kvshelf.capacity.eviction`'s.
+:mod:`kvshelf.capacity.eviction` has the order in which chunks are deleted to make room.
 
-A bound in bytes acts when 90 % of it are used, and makes room until 80 % are. What goes because of
-its age goes by the earlier of the storage's clock and this machine's. While these are more than an
-hour apart nothing has an age.
+A bound in bytes acts when 90 % of it are used, and makes room until 80 % are. Ages count by the
+earlier of the storage's clock and this machine's. While these are more than an hour apart nothing
+is deleted because of its age.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ class Rule(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a command was told to delete of an inventory; the conditions all have to hold.
+    """What a command deletes of an inventory: files for which all conditions hold.
 
     Attributes
     ----------
     group : str or None
         Only of this salt group: ``_`` or 16 hex.
     unused_for : float or None
-        Only what was neither stored nor used for so many seconds. Without it, uses are of no
-        matter: what is chosen goes, and is not looked at again.
+        Only what was neither stored nor used for so many seconds. Without it, uses do not matter:
+        what is chosen is deleted, and is not checked again.
     pinned : bool
         Also what is pinned.
     leftovers : bool
@@ -70,7 +70,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What goes from a shelf, see the module. None, or infinite: the rule is off.
+    """What is deleted from a shelf, see the module. None, or infinite: the rule is off.
 
     Attributes
     ----------
@@ -79,7 +79,7 @@ class Rules:
     quarantine_count, quarantine_bytes : float
         Most bad objects of a namespace, and bytes of these.
     max_age : float or None
-        Seconds after its last use at which a chunk goes.
+        Seconds after its last use at which a chunk is deleted.
     group_max_bytes : int or None
         Most bytes of each salt group of a namespace. Requests without a salt are in none.
     max_bytes : int or None
@@ -90,7 +90,8 @@ class Rules:
     high, low : float
         Shares of a bound in bytes at which deletions begin, and end, unless that is too little.
     spare : int
-        So many bytes more are picked because of `max_bytes` than must go, for later.
+        Bytes that are picked because of `max_bytes` beyond those that must be deleted now, for
+        later.
     """
 
     temporaries: float | None = 3600.0
@@ -112,10 +113,10 @@ class Rules:
     spare: int = 0
 
     def to_free(self, held: int, bound: int | None) -> int:
-        """Return how many of `held` bytes must go because of a bound in bytes."""
+        """Return how many of `held` bytes must be deleted because of a bound in bytes."""
         if bound is None:
             return 0
-        # What is larger than the bound is not stored, whatever goes.
+        # An object larger than the bound is never stored, however much is deleted.
         most = bound - self.largest if self.largest <= bound else bound
         return held - min(int(self.low * bound), most) if held > min(self.high * bound, most) else 0
 

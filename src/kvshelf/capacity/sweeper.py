@@ -1,28 +1,27 @@
 """Keeps a shelf within its bounds, on a thread of its own (``kvshelf-capacity``).
 
-Owns the thread, and what stores are told of the room on the shelf
-(:class:`~kvshelf.capacity.room.Room`). When a sweep is due is :mod:`kvshelf.capacity.due`'s, what a
-sweep does :mod:`kvshelf.capacity.sweeping`'s, and what goes, and in which order,
-:mod:`kvshelf.capacity.collect`'s.
+Owns the thread, and the room on the shelf that stores see (:class:`~kvshelf.capacity.room.Room`).
+:mod:`kvshelf.capacity.due` decides when a sweep is due, :mod:`kvshelf.capacity.sweeping` has its
+steps, and :mod:`kvshelf.capacity.collect` chooses what is deleted, and in which order.
 
 Every process that stores to a shelf has one; of an engine's ranks one sweeps, the others only read
 how much there is. The lease and the findings of :mod:`kvshelf.capacity.lease` keep engines from
-doing the same work twice. What hand-overs and killed writers leave behind is looked for on the same
-thread (:mod:`kvshelf.capacity.walk`).
+doing the same work twice. The same thread looks for what hand-overs and killed writers leave behind
+(:mod:`kvshelf.capacity.walk`).
 
 Contracts
 ---------
 * No chunk is deleted without ``max_bytes``, ``max_age`` or ``group_max_bytes``: without them the
   shelf is not even listed.
-* When less than ``min_free`` is free, with or without bounds, the walk makes room: then no store
-  comes to the storage any more, and finds it full.
+* When less than ``min_free`` is free, with or without bounds, the walk makes room: stores, which
+  would notice that the storage is full, do not reach it then.
 * The record and the files that other processes write decide what is stored here, never what is
   deleted: a sweep keeps to this process's own bounds.
 * No file is read more than once a second while room is short, and once in ten seconds else, also
-  where the process does not sweep. While another engine sweeps a shelf for the first time, its
-  finding is looked for after one second, two, four, eight, and then every ten.
+  where the process does not sweep. While another engine sweeps a shelf for the first time, this
+  process looks for its finding after one second, two, four, eight, and then every ten.
 * No other thread waits for this one. It calls the storage without the deadlines of loads and
-  stores, which a slow listing would miss: its trouble opens no circuit breaker. While that for
+  stores, which a slow listing would miss: its errors open no circuit breaker. While the one for
   reads is open it leaves the storage alone.
 * Where listing or deleting is not allowed, one log line says so. It is tried again every hour. So
   is a sweep that failed because of an error of its own; ``min_free`` and the last estimate bound
@@ -60,15 +59,16 @@ from kvshelf.metrics import Counters
 
 logger = logging.getLogger(__name__)
 
-#: Seconds from one look at the storage to the next while no store asks.
+#: Seconds from one look at the storage to the next while nothing is stored.
 _IDLE_SECONDS: Final = 60.0
 #: The same for the record of the last sweep of any engine.
 _RECORD_SECONDS: Final = 10.0
-#: Roughly, after another engine had the lease. Engines that lose it together come back apart.
+#: About this long after another engine had the lease; engines that lose it together try again at
+#: different times.
 _LOST_SECONDS: Final = 10.0
-#: After trouble of the storage.
+#: Pause after an error of the storage.
 _TROUBLE_SECONDS: Final = 30.0
-#: After a listing, or all deletions, were not allowed.
+#: Pause after a listing, or all deletions, were not allowed.
 _REFUSED_SECONDS: Final = 3600.0
 #: Seconds that the end of a process waits for the thread.
 _JOIN_SECONDS: Final = 0.5
@@ -83,7 +83,7 @@ class HasBackend(Protocol):
 
 
 class Sweeper:
-    """What keeps one shelf within its bounds, as far as one process sees to it.
+    """One process's part in keeping a shelf within its bounds.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ class Sweeper:
     walk : Walk, optional
         Is given steps on the thread.
     keep_tails : float or None
-        Age in seconds at which tails and markers go in a sweep; None: they do not.
+        Age in seconds at which a sweep deletes tails and markers; None: it does not.
     on_evicted : Callable, optional
         Called with chunk key and chunk index of each chunk of which something was deleted.
     on_thread_start : Callable, optional
@@ -145,17 +145,17 @@ class Sweeper:
         #: Seconds to the next look for a finding while there is none.
         self._unknown = LOOK_SECONDS
         self._allowance = Allowance()
-        #: A listing that did not come to its end, and the last one that did, while they are of use;
-        #: for the next one the parents that it knew.
+        #: A listing that was interrupted, and the last complete one, while they are usable; the
+        #: parents that it knew, for the next one.
         self._begun: Begun | None = None
         self._listed: Listed | None = None
         self._before: Parents | None = None
         self._growth = Growth()
         #: Seconds that the last listing took.
         self._took = 0.0
-        #: Whether the last sweep listed the shelf and came to the end of its plan.
+        #: Whether the last sweep listed the shelf and finished its plan.
         self._finished = True
-        #: Set when the thread has said its last word.
+        #: Set when the thread has finished.
         self._end: threading.Event | None = None
 
     def start(self) -> None:
@@ -169,7 +169,7 @@ class Sweeper:
             self._guard.bound = self.room
 
     def close(self) -> None:
-        """Bound nothing any more, and end the thread, unless it waits for the storage."""
+        """Lift the bounds, and end the thread, unless it waits for the storage."""
         if self._walk is not None:
             self._walk.close()
         if self._guard.bound is self.room:
@@ -225,7 +225,7 @@ class Sweeper:
             return _TROUBLE_SECONDS
 
     def _look(self) -> float:
-        """Tell stores of the room, after a sweep if one is due; return the seconds to the next."""
+        """Update the room that stores see, after a sweep if due; return the seconds to the next."""
         storage = self._guard.inner
         space = storage.space()
         if self._walk is not None and self.room.is_full(space) and self._walk.make_room():
@@ -247,7 +247,7 @@ class Sweeper:
         return pause
 
     def _read_record(self, space: Space | None) -> None:
-        """Learn what other engines found and wrote, if that was not done lately."""
+        """Read what other engines found and wrote, if that was not done recently."""
         now = time.monotonic()
         if now < self._read_at:
             return
@@ -263,14 +263,14 @@ class Sweeper:
         self._exchange(space)
 
     def _exchange(self, space: Space | None, *, at_once: bool = False) -> None:
-        """Tell what this process has written, and learn what others have, if nothing else tells."""
+        """Publish this process's writes, and read those of others, unless free space shows them."""
         if space is None and self._rules.max_bytes is not None:
             room, now = self.room, self._clock.last()
             self._written.exchange(room.written, room.left, now, at_once=at_once)
 
     @property
     def _told(self) -> int | None:
-        """The bytes that all writers have written, as far as they tell."""
+        """The bytes that all writers have written, as far as they publish them."""
         return self._written.total(self.room.written) if self._written.is_used else None
 
     def _used(self, space: Space | None) -> int | None:
@@ -281,7 +281,7 @@ class Sweeper:
         return self.room.estimate(finding, space, self._clock.last(), self._told)
 
     def _tell(self, space: Space | None) -> None:
-        """Tell stores of the room."""
+        """Update the room that stores see."""
         own = self._rules.max_bytes
         limit = None if own is None else self._record.bound(own, self._clock.last())
         used = self._used(space)
@@ -338,7 +338,7 @@ class Sweeper:
         self._record = taken
         begun, finding = self._begun, taken.finding
         if begun is not None and finding is not None and finding.at > begun.begin.at:
-            # What another engine has deleted since is no longer there.
+            # The interrupted listing has files that another engine may have deleted since.
             begun = self._begun = None
         earlier = 0.0 if begun is None else begun.seconds
         running = Running(
@@ -356,7 +356,7 @@ class Sweeper:
         except StorageError as error:
             failed, pause = True, self._handle("list", error)
         except Exception as error:  # noqa: BLE001  logged and counted
-            # Nothing that somebody can put onto a shelf may lift its bounds.
+            # No file on a shelf, whatever wrote it, may lift the shelf's bounds.
             failed, pause = True, self._note_error(error)
             self._begun = None
         else:
@@ -367,7 +367,7 @@ class Sweeper:
         if running.lost:
             self._begun = self._listed = None
         if self._begun is not None:
-            # It counts once the listing has come to its end.
+            # It counts once the listing is complete.
             self._begun.seconds = seconds
         elif not failed:
             self._allowance.take(seconds)
@@ -377,7 +377,7 @@ class Sweeper:
     def _list_and_delete(
         self, space: Space | None, now: float, running: Running
     ) -> StorageError | None:
-        """List the shelf, or a part of it, and delete what goes; return trouble of deletions."""
+        """List the shelf, or a part of it, and delete; return the first error of a deletion."""
         storage, rules = self._guard.inner, replace(self._rules, largest=self.room.largest)
         self._exchange(space, at_once=True)
         before, listed = self._record.finding, self._listed
@@ -387,7 +387,7 @@ class Sweeper:
             self._begun = begun = self._begun or Begun(storage, finding, self._before)
             listed, before, finding = self._list(begun, rules, running), None, begun.begin
             held = None if listed is None else listed.plan.before
-            # What was written meanwhile, seen or not, is in the estimate.
+            # The estimate includes what was written meanwhile, seen or not.
             found = None if listed is None else listed.held_at(finding.at)
         else:
             held = found = listed.measure(storage, running, self._used(space) or 0)
@@ -415,7 +415,7 @@ class Sweeper:
         return trouble
 
     def _list(self, begun: Begun, rules: Rules, running: Running) -> Listed | None:
-        """List what is left of the shelf; None if the sweep was ended."""
+        """List the rest of the shelf; None if the sweep was ended."""
         self._listed, begin = None, steady()
         listed = begun.complete(rules, running, self._resolution)
         if listed is not None:
@@ -426,7 +426,7 @@ class Sweeper:
         return listed
 
     def _after_listing(self, listed: Listed, rules: Rules, finished: bool, seconds: float) -> None:
-        """Complete the finding, and delete what is old of what processes tell each other."""
+        """Complete the finding, and delete old files by which processes inform each other."""
         self._counters.add("sweeps")
         storage, finding = self._guard.inner, self._record.finding
         assert finding is not None
@@ -461,7 +461,7 @@ class Sweeper:
             self._record = replace(self._record, finding=self._record.finding.less(nbytes))
 
     def _look_meanwhile(self) -> float:
-        """Tell stores of the room during a sweep; return the part of a core that it may take."""
+        """Update the room during a sweep; return the part of a core that it may take."""
         try:
             space = self._guard.inner.space()
             self._exchange(space)
@@ -486,7 +486,7 @@ class Sweeper:
         return _REFUSED_SECONDS
 
     def _handle(self, what: str, error: StorageError) -> float:
-        """Handle that the storage failed, or does not allow a sweep; return how long to pause."""
+        """Handle a storage that failed, or does not allow a sweep; return how long to pause."""
         if error.retryable:
             logger.debug("%s: a sweep was ended: %s", self._guard.url, error)
             return _TROUBLE_SECONDS

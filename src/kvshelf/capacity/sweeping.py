@@ -3,10 +3,10 @@
 Owns how a listing is made (:class:`Begun`) and used (:class:`Listed`), and what a sweep does all
 the time (:class:`Running`): it rests, keeps its lease, and ends when it should.
 
-A listing is used for ten minutes. When room is short again, a part of the shelf is listed anew, and
-shows how much it has grown; then the next of the plan go. So a shelf to which much is written need
-not be listed each time. A listing that did not come to its end goes on in the next sweep, if that
-begins within ten minutes.
+A listing is used for ten minutes. When room is short again, a part of the shelf is listed anew,
+which shows how much the shelf has grown; then the next objects of the plan are deleted. So a shelf
+to which much is written need not be listed each time. A listing that was interrupted continues in
+the next sweep, if that begins within ten minutes.
 
 Contracts
 ---------
@@ -62,9 +62,9 @@ _LEAST_PART: Final = 1 / 32
 _MOST_GROUPS: Final = 64
 #: Seconds after which a lease is renewed.
 _RENEW_SECONDS: Final = 20.0
-#: Processor time after which a sweep rests for a moment: as long it may keep the GIL.
+#: Processor time after which a sweep pauses for a moment: the longest time it may keep the GIL.
 _WORK_SECONDS: Final = 0.5e-3
-#: Goes on while the machine sleeps.
+#: A clock that continues while the machine sleeps.
 _CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
@@ -74,7 +74,7 @@ def steady() -> float:
 
 
 class Running:
-    """What a sweep does again and again while it runs.
+    """The recurring work of a sweep: pauses, its lease, its end.
 
     Parameters
     ----------
@@ -84,12 +84,12 @@ class Running:
     now : Callable
         Returns the storage's time.
     finding : Callable
-        Returns what others are told whenever the lease is renewed.
+        Returns what is published to other processes whenever the lease is renewed.
     goes_on : Callable
         Whether the sweep may go on.
     look : Callable
-        Called about once a second: tells stores of the room, and returns the part of a core that
-        the sweep may take.
+        Called about once a second: updates the room that stores see, and returns the part of a core
+        that the sweep may take.
     earlier : float
         Seconds that its listing has taken in sweeps before it.
 
@@ -123,7 +123,7 @@ class Running:
         self._part = look()
         self._local = threading.local()
         self._stepped = self._renewed = self._looked = steady()
-        #: When the plan ends that is carried out.
+        #: When the current plan ends.
         self._end: float | None = None
 
     @property
@@ -137,7 +137,7 @@ class Running:
         self._end = end
 
     def stops(self) -> bool:
-        """Whether the sweep is to end now; on its own thread, after each piece of work."""
+        """Whether the sweep must end now; on its own thread, after each piece of work."""
         now = steady()
         paused, self._stepped = now > self._stepped + LEASE_SECONDS, now
         if paused or now >= self._renewed + _RENEW_SECONDS:
@@ -168,7 +168,7 @@ class Running:
 
 
 class Begun:
-    """A listing that goes on where it ended.
+    """A listing that can continue where it was interrupted.
 
     Parameters
     ----------
@@ -184,7 +184,7 @@ class Begun:
     seconds : float
         Seconds of processor time of the sweeps that it has taken.
     end : float
-        When it is too old to go on, by :func:`steady`.
+        When it is too old to continue, by :func:`steady`.
     """
 
     def __init__(self, storage: Backend, begin: Finding, before: Parents | None) -> None:
@@ -195,7 +195,7 @@ class Begun:
         self._scan = Scan(storage, before=before, in_part=True)
 
     def complete(self, rules: Rules, running: Running, resolution: float) -> Listed | None:
-        """List what is not listed yet, and choose what goes; None if the sweep was ended.
+        """List the rest, and choose what to delete; None if the sweep was ended.
 
         Raises
         ------
@@ -219,12 +219,12 @@ class Begun:
 
 
 class Listed:
-    """What a listing found, and what of it is left to be deleted.
+    """The findings of a listing, and the part of its plan that is left.
 
     Attributes
     ----------
     plan : Plan
-        What is left, in order. What goes to make room is chosen for later as well.
+        What is left to delete, in order. Deletions that make room are chosen for later as well.
     end : float
         When the listing is no longer used, by :func:`steady`.
     parents : Parents or None
@@ -262,7 +262,7 @@ class Listed:
         storage : Backend
         running : Running
         estimate : int
-            What others say. It counts as far as the part bears it out.
+            By the numbers of other processes. It counts as far as the part confirms it.
 
         Raises
         ------
@@ -288,9 +288,9 @@ class Listed:
         return max(0, min(estimate, int(most)))
 
     def take(self, rules: Rules, held: int) -> Plan:
-        """Take from the plan what goes now, of a shelf that holds so many bytes."""
+        """Take from the plan what to delete now, of a shelf that holds so many bytes."""
         planned = self.plan
-        # What goes to make room comes last.
+        # Deletions that make room come last.
         by_size = planned.reasons == Rule.SIZE
         first = int(by_size.argmax()) if by_size.any() else len(planned.units)
         held -= int(planned.nbytes[:first].sum())
@@ -312,7 +312,7 @@ class Listed:
         on_deleted: Callable[[bytes, int], None] | None,
         on_freed: Callable[[int, int], None],
     ) -> Iterator[Outcome]:
-        """Delete what goes of a shelf that holds so many bytes; yield what was done, in pieces.
+        """Delete from a shelf that holds so many bytes; yield what was done, in pieces.
 
         Parameters
         ----------
@@ -348,7 +348,7 @@ class Listed:
             yield outcome
             if not outcome.finished:
                 return
-            # Some stay, because they were used since: it goes on until enough is free.
+            # Some stay, because they were used since: deletions continue until enough is free.
             held, rules = held - freed, replace(rules, high=rules.low)
 
 

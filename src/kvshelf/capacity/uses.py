@@ -1,7 +1,7 @@
 """Records which chunks are used, so that those that no request needs are deleted first.
 
-A hit uses all that it needs, from the beginning of the prompt: what of it the engine has in memory
-already would be read by the next engine. Owns the thread that records uses (``kvshelf-uses``), how
+A hit uses all chunks from the beginning of the prompt, also those that the engine has in memory
+already: the next engine would read them. Owns the thread that records uses (``kvshelf-uses``), how
 often a use is recorded, and in which way:
 
 ============  ======================================================================================
@@ -22,13 +22,13 @@ Of tails only access times are set: no program reads marks of them, and they are
 
 Contracts
 ---------
-* Best effort: a use that is lost has a chunk deleted early, which costs a miss. Nothing is recorded
-  while a circuit breaker is open, unless it is open because the storage is full, or where the
-  storage is read-only.
+* Best effort: after a lost use a chunk may be deleted early, which costs a miss. Nothing is
+  recorded while a circuit breaker is open, unless it is open because the storage is full, or where
+  the storage is read-only.
 * A use of an object that was recorded less than :attr:`Uses.resolution` ago is not recorded again
   by this process; of a tail, less than a minute ago at most. All ages are by the storage's clock.
-* :meth:`Uses.note` and :meth:`Uses.note_names` may be called on any thread and never block. What
-  waits to be recorded is bounded; the oldest is dropped.
+* :meth:`Uses.note` and :meth:`Uses.note_names` may be called on any thread and never block. The
+  queue is bounded; its oldest entries are dropped.
 * No thread is started before the first use.
 """
 
@@ -83,7 +83,7 @@ _Objects: TypeAlias = Mapping[str, Read | None]
 #: Bounds of :func:`resolution`.
 _FINEST: Final = 60.0
 _COARSEST: Final = 3600.0
-#: Least number of uses of a tail that are recorded in its age, if so many are noted.
+#: Least number of uses of a tail that are recorded within its age, if that many are noted.
 _TAIL_PARTS: Final = 4
 #: Most chunks and names that wait to be recorded, and most uses and marks that are remembered.
 _MOST_WAITING: Final = 1 << 17
@@ -97,7 +97,7 @@ _MARK_PARTS: Final = 4
 _MERGE_PART: Final = 1 / 16
 #: Seconds for which nothing is marked where marks were refused.
 _REFUSED_SECONDS: Final = 3600.0
-#: Seconds that :meth:`Uses.close` waits for the thread, unless it is told.
+#: Seconds that :meth:`Uses.close` waits for the thread by default.
 _CLOSE_SECONDS: Final = 1.0
 
 
@@ -193,9 +193,10 @@ class Uses:
         #: How many chunks and names wait in the queue, and since when.
         self._waiting = 0
         self._waits_since = 0.0
-        #: Set when all that was noted before is recorded.
+        #: Set when all uses noted before are recorded.
         self._flushes: list[threading.Event] = []
-        #: Loads need not come first.
+        #: Set by flush and close: uses are recorded now, without the delay that lets loads go
+        #: first.
         self._hurry = threading.Event()
         #: When the use of a chunk, or of an object, is recorded again; the oldest first.
         self._due: OrderedDict[object, float] = OrderedDict()
@@ -215,13 +216,13 @@ class Uses:
         *,
         on_thread_start: Callable[[], None] | None = None,
     ) -> Uses:
-        """Return what records uses as a configuration says.
+        """Return the recorder of uses for a configuration.
 
         Parameters
         ----------
         config : Config
-            With `read_only` nothing is recorded. A client of a node server tells the server, which
-            knows the age of chunks.
+            With `read_only` nothing is recorded. A client of a node server reports to the server,
+            which knows the age of chunks.
         counters, on_thread_start
             As for the class.
 
@@ -295,7 +296,7 @@ class Uses:
         return self._thread.closed
 
     def flush(self, seconds: float) -> bool:
-        """Record what waits, marks included; return whether that was done in time."""
+        """Record all queued uses, marks included; return whether that was done in time."""
         if not self._queue and not self._thread.running:
             return True
         done = threading.Event()
@@ -307,7 +308,7 @@ class Uses:
         return done.wait(seconds)
 
     def close(self, seconds: float = _CLOSE_SECONDS) -> None:
-        """Record what waits, for at most so long, and end the thread. Idempotent."""
+        """Record queued uses, for a limited time, and end the thread. Idempotent."""
         if not self.closed:
             self.flush(seconds)
             self._thread.close()
@@ -316,7 +317,7 @@ class Uses:
     # ------------------------------------------------------------- its thread
 
     def _step(self) -> float | None:
-        """Record what waits; return the seconds until there is more."""
+        """Record queued uses; return the seconds until the next step."""
         early = self._waits_since + _DELAY_SECONDS - time.monotonic() if self._queue else 0.0
         if early > 0 and not self._hurry.is_set():
             return early
@@ -330,7 +331,7 @@ class Uses:
         return None if left == math.inf else max(0.0, left)
 
     def _work(self) -> None:
-        """Record what waits, and write the marks that are due."""
+        """Record queued uses, and write the marks that are due."""
         with self._lock:
             flushes, self._flushes = self._flushes, []
         try:

@@ -1,13 +1,14 @@
 """Walks through a shelf for what hand-overs, killed writers and bad objects leave behind.
 
 Owns when which folder is looked into, and the account of the tails and markers of this process. One
-folder is listed at a time (:class:`~kvshelf.capacity.inventory.Inventory`), so that nobody notices;
-what goes is :mod:`kvshelf.capacity.collect`'s. With or without bounds a process looks
+folder is listed at a time (:class:`~kvshelf.capacity.inventory.Inventory`), so that the load stays
+low; :mod:`kvshelf.capacity.collect` chooses what is deleted. With or without bounds a process looks
 
 * into the folders of the namespaces that it writes to, for temporaries of killed writers and old
   bad objects, once an hour while it writes, and for tails and markers of hand-overs once in the age
-  at which these go. A walk through 256 folders takes about as long. Engines walk independently;
-  each begins elsewhere. One that keeps tails for longer than others do says so in the namespace;
+  at which these are deleted. A walk through 256 folders takes about as long. Engines walk
+  independently; each begins elsewhere. One that keeps tails for longer than others do says so in
+  the namespace;
 * at the tails and markers that it wrote itself, when they have come to that age;
 * into all folders of the shelf, at once, when the storage is full: for two seconds a minute, and
   for bad objects of any age. Nothing else makes room there without a loss.
@@ -16,12 +17,12 @@ Contracts
 ---------
 * Nothing is followed or descended into that is not a folder of a namespace. Namespaces of other
   versions of the format stay as they are, quarantine and temporaries included.
-* Where the storage does not tell its time, what others left stays.
-* Deletes nothing more where the storage forbids it; one log line says so. Other trouble of the
-  storage ends a piece of work, which is done later. It opens no circuit breaker, and while that for
-  reads is open the storage is left alone.
-* Whoever has the thread calls :meth:`Walk.step` and :meth:`Walk.make_room` on it, which block on
-  the storage. All other methods may be called from any thread, and none waits for the storage.
+* Where the storage does not report its time, files of other processes stay.
+* Deletes nothing more where the storage forbids it; one log line says so. Another error of the
+  storage ends a piece of work, which is done later. It opens no circuit breaker, and while the one
+  for reads is open the storage is left alone.
+* :meth:`Walk.step` and :meth:`Walk.make_room` block on the storage; the owner of the thread calls
+  them on it. All other methods may be called from any thread, and none waits for the storage.
 """
 
 from __future__ import annotations
@@ -64,10 +65,10 @@ _PERIOD: Final = 3600.0
 _FOLDERS: Final = 256
 #: Least seconds from one folder of a walk to the next.
 _LEAST_PAUSE: Final = 1.0
-#: Seconds after which it is said again how long tails are kept. Until others would delete tails
-#: they know it again, if somebody deleted what says it.
+#: Seconds after which the object that says how long tails are kept is written again. If it was
+#: deleted, it is back before others would delete tails.
 _SAY_SECONDS: Final = 1800.0
-#: Seconds after trouble of the storage.
+#: Pause after an error of the storage, in seconds.
 _TROUBLE_SECONDS: Final = 30.0
 #: Most of its own leftovers that a process remembers, and looks at in one piece of work; walks find
 #: the others.
@@ -96,7 +97,8 @@ class Walk:
     counters : Counters
         Gets ``leftovers_deleted``.
     keep : float, optional
-        Age in seconds at which tails and markers go, of the namespace that :meth:`begin` names.
+        Age in seconds at which tails and markers of the namespace that :meth:`begin` names are
+        deleted.
     walks : bool
         Also delete what others left.
 
@@ -147,13 +149,13 @@ class Walk:
                 self._view = view.on_storage
                 self._left = None
                 self._say_at = 0.0
-                # Engines that start together do not walk together.
+                # Engines that start at the same time walk at different times.
                 self._next_folder = time.monotonic() + random.SystemRandom().uniform(0, self._pause)
                 self._next_walk = 0.0
             self.wake()
 
     def wrote(self, view: ShelfView, left: Left) -> None:
-        """Note what this process wrote, loaded, or found in its place: it goes at its age."""
+        """Note what this process wrote, loaded, or found: it is to be deleted at its age."""
         if self._keep is None:
             return
         key = (view.on_storage, left)
@@ -163,7 +165,7 @@ class Walk:
                 self._own[key] = time.monotonic() + self._keep
                 self._own.move_to_end(key)
         if first:
-            # The thread knows nothing yet that will be due.
+            # The thread has nothing that will be due yet.
             self.wake()
 
     def found_full(self) -> None:
@@ -178,7 +180,7 @@ class Walk:
     # ------------------------------------------------------------- its thread
 
     def step(self) -> float:
-        """Do what is to be done now; return the seconds until there is more, at the earliest."""
+        """Do the due work; return the seconds until there is more, at the earliest."""
         if self._closed or not self._guard.reads.is_closed:
             return _TROUBLE_SECONDS
         try:
@@ -214,7 +216,7 @@ class Walk:
     def _stops(self) -> bool:
         return self._closed or not self._guard.reads.is_closed
 
-    # ------------------------------------------------------------- what others are told
+    # ------------------------------------------------------------- what is published
 
     @property
     def _says(self) -> bool:
@@ -262,7 +264,7 @@ class Walk:
                         if key in later:
                             self._own[key] = now + later[key]
                 if later:
-                    # What others used comes to its age sooner than what is written now.
+                    # Tails that others used reach their age sooner than those written now.
                     self._own = OrderedDict(sorted(self._own.items(), key=itemgetter(1)))
 
     def _delete_named(
@@ -348,7 +350,7 @@ class Walk:
         todo = [*spaces, *(f"{space}/{inner}" for space in spaces for inner in (MARKERS, KEEPS))]
         if self._cleans and spaces:
             todo += [RESERVED, *(f"{space}/{QUARANTINE}" for space in spaces)]
-        # Of many engines that begin at the same time each begins elsewhere.
+        # Engines that start at the same time begin at different folders.
         chance.shuffle(todo)
         while todo:
             folder = todo.pop()
@@ -376,9 +378,9 @@ class Walk:
     # ------------------------------------------------------------- a full storage
 
     def make_room(self) -> int:
-        """Delete what nobody needs on a storage that is full, for about two seconds.
+        """Delete unneeded files on a storage that is full, for about two seconds.
 
-        The next call goes on there. Trouble of the storage ends it, and is not raised.
+        The next call continues there. An error of the storage ends it, and is not raised.
 
         Returns
         -------
@@ -406,9 +408,7 @@ class Walk:
             logger.debug("no room was made: %s", error)
         self._next_when_full = time.monotonic() + pause
         if deleted:
-            logger.info(
-                "%s is full: %d files that nobody needs were deleted", self._guard.url, deleted
-            )
+            logger.info("%s is full: %d files of no use were deleted", self._guard.url, deleted)
         return deleted
 
     def _all_folders(self) -> Iterator[str]:
@@ -439,7 +439,7 @@ class Walk:
         )
 
     def _carry_out(self, inventory: Inventory, rules: Rules) -> Outcome:
-        """Delete what rules say; raise trouble of the storage that may pass."""
+        """Delete what rules say; raise errors of the storage that may pass."""
         end = time.monotonic() + _WORK_SECONDS
         outcome = carry_out(
             self._guard.inner,

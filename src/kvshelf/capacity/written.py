@@ -1,17 +1,17 @@
-"""What all writers of a shelf have written, where the storage does not tell its free space.
+"""What all writers of a shelf have written, where the storage does not report its free space.
 
 Owns the files ``.kvshelf/written/<id>-<bytes>`` at the root of a shelf: each process that stores to
-a bounded shelf says there how much it has written since it began. The number is in the name, so
-that one listing reads them all. A process that tells of more writes a new file and removes its old
-one.
+a bounded shelf publishes there how much it has written since it started. The number is in the name,
+so that one listing reads them all. To publish a new number a process writes a new file and removes
+its old one.
 
 Contracts
 ---------
-* Anybody may write anything there. From these numbers follows when stores end, and when a shelf is
-  listed again; never what is deleted. A number that makes no sense is left out.
-* Files that are older than a day are removed by who lists the shelf: their writers have ended, or
-  tell again, and begin at nothing.
-* A process that may not delete tells once only.
+* Any writer of the shelf can write false numbers there. They decide when stores end and when a
+  shelf is listed again, never what is deleted. A number that makes no sense is ignored.
+* A process that lists the shelf removes files older than a day: their writers have ended, or
+  publish again and begin at 0.
+* A process that may not delete publishes once only.
 
 Blocks on the storage. Used by one thread.
 """
@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 
 #: The folder.
 WRITTEN: Final = ".kvshelf/written"
-#: Seconds from one telling to the next: at most while there is much room, and at least.
+#: Seconds between two publications: at most, while there is much room, and at least.
 TELL_SECONDS: Final = 60.0
 _LEAST_SECONDS: Final = 1.0
-#: All writers together may have written this part of the room that is left, and not told of it.
+#: All writers together may have written this part of the room that is left without publishing it.
 _UNTOLD_PART: Final = 1 / 8
 #: A file of this age belongs to a process that has ended.
 _OLD_SECONDS: Final = 86400.0
@@ -45,7 +45,7 @@ _NAME: Final = re.compile(r"([0-9a-f]{16})-([0-9]{1,18})", re.ASCII)
 
 
 class Written:
-    """What the writers of one shelf have written; and this process's part in telling it.
+    """What the writers of one shelf have written; publishes this process's part.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ class Written:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._id = secrets.token_hex(8)
-        #: What this process had written when it began to tell under its name.
+        #: What this process had written when it began to publish under its name.
         self._base = 0
         self._told = 0
         self._name: str | None = None
@@ -68,15 +68,15 @@ class Written:
 
     @property
     def is_used(self) -> bool:
-        """Whether anything was read or told."""
+        """Whether anything was read or published."""
         return self._read_at > -math.inf
 
     def total(self, own: int) -> int:
-        """Return what all have written, this process `own` bytes."""
+        """Return the bytes that all processes have written, this one `own`."""
         return sum(self._others.values()) + own - self._base
 
     def exchange(self, own: int, left: float, now: float, *, at_once: bool = False) -> None:
-        """Tell what this process has written, and read what others have, if it is time.
+        """Publish what this process has written, and read what others have, if it is time.
 
         Parameters
         ----------
@@ -105,7 +105,7 @@ class Written:
             self.tell(own)
 
     def tell(self, own: int) -> None:
-        """Tell what this process has written. Best effort."""
+        """Publish what this process has written. Best effort."""
         if not self._tells or (self._name is not None and own <= self._told):
             return
         name = f"{WRITTEN}/{self._id}-{own - self._base}"
@@ -116,7 +116,7 @@ class Written:
             if before is not None:
                 self._backend.delete(before)
         except StorageError as error:
-            # Files that nobody may remove would become many.
+            # Files that cannot be removed would accumulate.
             self._tells = error.retryable
             logger.debug("it is not told what was written: %s", error)
 
@@ -144,7 +144,7 @@ class Written:
             self._id, self._name, self._base = secrets.token_hex(8), None, self._told
 
     def remove_old(self) -> int:
-        """Remove the files of processes that have ended; return the bytes that they told of."""
+        """Remove the files of processes that have ended; return the bytes that they published."""
         removed = 0
         for name in self._old:
             try:

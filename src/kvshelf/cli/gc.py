@@ -137,7 +137,7 @@ def _rules(shelf: str | None, given: dict[str, Any]) -> Rules:
 
 
 def _bounds(rules: Rules, given: Collection[str]) -> dict[str, dict[str, Any]]:
-    """Return the bounds that act, and who gave each."""
+    """Return the bounds that act, and where each comes from."""
     values = {
         "max_bytes": rules.max_bytes,
         "max_age": rules.max_age,

@@ -123,7 +123,7 @@ def pin(
 
 
 def _tell_of_sweep(backend: Backend, wait: bool) -> None:
-    """Say who sweeps the shelf now, if anybody; wait until it must have read the new pin."""
+    """Name the process that sweeps the shelf now; wait until it must have read the new pin."""
     now, lease = time_of(backend), Lease(backend)
     record = lease.read(now)
     owner = record.owner

@@ -73,7 +73,7 @@ def _is_opaque(record: Mapping[str, Any]) -> bool:
 
 
 def _shown(value: object) -> str:
-    """Return a value of a record: short, and printable whoever wrote the record."""
+    """Return a value of a record: short, and printable even in a forged record."""
     if isinstance(value, list) and value and all(item == value[0] for item in value):
         value = value[0]
     text = "absent" if value is None else ascii(value)

@@ -238,7 +238,7 @@ class DeviceKVCache(KVCache):
         self._gathers = 0
         self._thread = threading.Thread(target=self._copier.run, name="kvshelf-copy", daemon=True)
         self._thread.start()
-        # The thread of caches that nobody closed ends with them, or before Python does.
+        # The thread of caches that were not closed ends with them, or before Python does.
         weakref.finalize(self, _end_thread, self._copier, self._thread)
 
     @property

@@ -174,7 +174,7 @@ class NativeCopier(Copier):
         self._runs = runs
         self._streams = streams
         self._buffers: list[Tensor] = []
-        #: Payloads of chunks for which nobody waits: the library knows their addresses only.
+        #: Payloads of chunks that are not waited for: the library knows their addresses only.
         self._forgotten: list[Sequence[Tensor]] = []
         # Not at the end of the process: the driver may be gone by then.
         weakref.finalize(self, functions.close, handle).atexit = False

@@ -57,7 +57,7 @@ class TensorCopier(Copier):
         )
         self._streams = streams
         self._stream = streams.stream(urgent=True)
-        #: Chunks for which nobody has waited. Sets need no lock.
+        #: Chunks that were not waited for yet. Sets need no lock.
         self._under_way: set[_Gathered] = set()
 
     # ------------------------------------------------------------- single copies

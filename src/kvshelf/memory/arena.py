@@ -3,12 +3,12 @@
 Contracts
 ---------
 * Without ``lazy`` all memory is there when the constructor returns, or it has raised. On a system
-  that lends more memory than it has, memory that was only asked for would end some process later.
+  that lends more memory than it has, memory that was only requested would end some process later.
 * Memory that is ``shared`` has a file descriptor, which another process gets over a Unix socket. It
   can map the memory for reading only, and neither process can change its length: the file is
   sealed. The file has no name, so the memory is gone with the last process that has it.
 * Memory of another process is mapped for reading only, and only if its length can never change: a
-  file that becomes shorter would end whoever reads it with SIGBUS.
+  process that reads a file after it was cut short is killed by SIGBUS.
 * A process that is forked from this one has neither memory that is page-locked nor shared.
 * A GPU copies no object that lies across one of :attr:`Arena.borders`, where its memory is
   page-locked.
@@ -206,7 +206,7 @@ class Arena:
             self._unlock = page_lock(self.view, device, self._unit)
 
     def close(self) -> None:
-        """End page-locking, close the descriptor and refer to the memory no more. Idempotent."""
+        """End page-locking, close the descriptor and drop the memory. Idempotent."""
         self.view = memoryview(b"")
         self.__dict__.pop("tensor", None)
         unlock, self._unlock = self._unlock, None
@@ -218,14 +218,14 @@ class Arena:
 
     def _take(self, *, shared: bool, locked: bool, lazy: bool) -> memoryview:
         if not lazy:
-            # Before it is mapped: the system's own refusal does not say what is free.
+            # Checked before the mapping: the system's own refusal does not say what is free.
             require_free(self.nbytes)
         if shared:
             self.fd = os.memfd_create("kvshelf", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.fd, self.nbytes)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)
         # After a fork, the first process that writes to a private page gets a copy of it, and a
-        # GPU would go on with the other one. To shared pages both would write.
+        # GPU would continue with the other one. To shared pages both would write.
         view = map_pages(self.nbytes, fd=self.fd, inherited=not (locked or shared))
         if self.fd is not None:
             try:

@@ -1,8 +1,8 @@
 """Host memory that holds named objects: what is here, what is pinned, what each owner may have.
 
 Owns an arena and the table from names to the objects in it. The memory tier of a process and the
-memory of a node server are uses of it. Which objects go to make room for others is decided by
-:mod:`kvshelf.memory.places`.
+memory of a node server are uses of it. :mod:`kvshelf.memory.places` decides which objects are
+evicted to make room for others.
 
 Contracts
 ---------
@@ -12,8 +12,8 @@ Contracts
   for lookups at once; its memory is free when its last pin is. What was reserved for a name before
   the name was forgotten is not published: it may be a copy of what is gone.
 * An owner reserves no more than its :class:`~kvshelf.memory.places.Budget`, or one object.
-* A slot's number is free again together with its memory, and gets another generation before that.
-  Who knows number and generation can tell whether the memory was still the object's.
+* A slot's number is reused together with its memory, with a new *generation*. Number and generation
+  together tell a reader whether the memory still held the object.
 * After :meth:`HostMemory.close` the arena is closed once nothing is pinned or reserved.
 * Any thread may call all methods. None waits for anything but the lock, and none holds it for much
   longer than a few evictions take, however many objects there are. :meth:`HostMemory.reserve` and
@@ -42,7 +42,7 @@ _GENERATION_BYTES: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class MemoryStats:
-    """What a range of memory holds.
+    """The content of a range of memory, in numbers.
 
     Attributes
     ----------
@@ -246,7 +246,7 @@ class HostMemory:
         return slot
 
     def publish(self, slot: Slot, *, pinned: bool = False) -> bool:
-        """Let a reserved object be found.
+        """Publish a reserved object.
 
         Parameters
         ----------
@@ -276,7 +276,7 @@ class HostMemory:
             return True
 
     def abandon(self, slot: Slot) -> None:
-        """Free a reserved slot whose object does not come."""
+        """Free a reserved slot whose object was given up."""
         with self._lock:
             self._arrive(slot)
             self._unpin(slot)
@@ -354,7 +354,7 @@ class HostMemory:
         self._note_use(slot)
 
     def holds(self, names: Sequence[Hashable]) -> list[bool]:
-        """Tell which of these objects are here. Takes no lock and counts as no use."""
+        """Return which of these objects are here. Takes no lock and counts as no use."""
         slots = self._slots
         return [name in slots for name in names]
 
@@ -382,7 +382,7 @@ class HostMemory:
     # ------------------------------------------------------------------------------------ leaving
 
     def forget(self, name: Hashable) -> bool:
-        """Drop an object; whether it was here. What is reserved for its name does not come."""
+        """Drop an object; return whether it was here. Reservations for its name are given up."""
         with self._lock:
             for coming in self._coming.get(name, ()):
                 coming.refused = True
@@ -395,8 +395,8 @@ class HostMemory:
     def expire(self, slot: Slot) -> None:
         """Change the generation of a pinned slot now.
 
-        Who was told the one before notices it. The object stays, for others and with the new
-        generation; its memory cannot be reused before the pin ends.
+        Readers that know the previous one notice the change. The object stays, for others and with
+        the new generation; its memory cannot be reused before the pin ends.
         """
         with self._lock:
             if slot.state in (State.RESIDENT, State.REMOVED):
@@ -457,7 +457,7 @@ class HostMemory:
                 self._places.queue(above)
 
     def _free(self, slot: Slot) -> int:
-        """Free a slot; return where the free range begins that it is part of now."""
+        """Free a slot; return the begin of the free range that it is part of now."""
         slot.state = State.FREE
         self._exact -= slot.nbytes
         self._next_generation(slot)
@@ -470,7 +470,7 @@ class HostMemory:
             self._on_generation(slot.number, self._generations[slot.number])
 
     def _evict(self, slot: Slot) -> int:
-        """Evict an object; return where the free range begins that it was in."""
+        """Evict an object; return the begin of the free range that it is part of now."""
         self._evictions += 1
         self._evicted_bytes += slot.nbytes
         self._hide(slot)

@@ -1,4 +1,4 @@
-"""Where the objects of a host memory lie, and which of them go to make room.
+"""Where the objects of a host memory lie, and which of them are evicted to make room.
 
 Owns the range of memory, the slots in it, and the order of eviction; :mod:`.host_memory` owns
 names, pins and the lock. It knows offsets, and touches no memory itself.
@@ -6,13 +6,13 @@ names, pins and the lock. It knows offsets, and touches no memory itself.
 Contracts
 ---------
 * *Leaves* are evicted, the least recently used first: an object stays while an object that names
-  it as its parent is there. So the beginning of a prompt outlives its end. Only where evicted
-  leaves of as many bytes as the new object has left gaps that are too small for it, objects that
-  lie side by side go, those that were used least recently, leaves or not. So an object of any
-  size finds room without much else being evicted, whatever sizes came before it.
-* Nothing is evicted for an object that finds no room: pins leave no run (:mod:`.runs`) of its
-  size. Leaves in runs that are too short for it stay too. Where most of the oldest leaves lie in
-  such runs, the order of eviction is that of a sample.
+  it as its parent is there. So the beginning of a prompt outlives its end. Where leaves with as
+  many bytes as the new object were evicted and left only gaps too small for it, adjacent objects
+  are evicted, the least recently used ones, leaves or not. So an object of any size finds room
+  without much else being evicted, whatever sizes came before it.
+* If pinned objects leave no contiguous range (:mod:`.runs`) of its size, nothing is evicted, and
+  the reservation fails. Leaves in ranges too short for the object stay too. Where most of the
+  oldest leaves lie in such ranges, the order of eviction is that of a sample.
 * It has no lock: its owner locks. No step takes much longer than a few evictions, however many
   objects there are.
 """
@@ -34,7 +34,7 @@ _STEPS: Final = 8
 _LOOKS: Final = 16
 #: In one step, so many changes of pins are sorted into the runs, or leaves into the queue.
 _SORTED: Final = 4
-#: Says that room is still being made.
+#: Means that room is still being made.
 GO_ON: Final = -1
 
 
@@ -53,12 +53,12 @@ class Budget:
         self.used = 0
 
     def allows(self, nbytes: int) -> bool:
-        """Tell whether so many bytes more may be reserved; an owner without any may have one."""
+        """Whether `nbytes` more may be reserved; an owner without a reservation may have one."""
         return not self.used or self.used + nbytes <= self.most
 
 
 class State(Enum):
-    """What a slot is at present."""
+    """The state of a slot."""
 
     RESERVED = 0
     #: It can be found.
@@ -118,7 +118,7 @@ class Slot:
         #: Whose budget it takes while it is reserved.
         self.owner: Budget | None = None
         self.state = State.RESERVED
-        #: While it is reserved, the pin of who reserved it.
+        #: While it is reserved, this includes the pin of its reserver.
         self.pins = 1
         self.used = 0
         #: Whether it is in the queue of leaves.
@@ -165,29 +165,29 @@ class Places:
         self._mixed: list[tuple[int, Slot]] = []
 
     def enter(self, slot: Slot) -> None:
-        """Take a reserved slot in."""
+        """Add a reserved slot."""
         self._slots[slot.offset] = slot
         self.note_repinned(slot)
 
     def free(self, slot: Slot) -> int:
-        """Free a slot; return where the free range begins that it is part of now."""
+        """Free a slot; return the begin of the free range that it is part of now."""
         del self._slots[slot.offset]
         return self.space.free(slot.offset)
 
     def note_repinned(self, slot: Slot) -> None:
-        """Take note of a slot's first pin, or of the end of its last."""
-        # The runs are only looked at when memory is full: most pins are gone until then.
+        """Note a slot's first pin, or the end of its last."""
+        # The runs are only used when memory is full: most pins have ended by then.
         if slot in self._repinned:
             del self._repinned[slot]
         else:
             self._repinned[slot] = None
 
     def add_child(self, parent: Hashable) -> None:
-        """Take note of an object that names `parent`."""
+        """Note an object that names `parent`."""
         self._children[parent] = self._children.get(parent, 0) + 1
 
     def remove_child(self, parent: Hashable) -> bool:
-        """Take note of its end; return whether it was the last one."""
+        """Note that the object is gone; return whether it was the last one."""
         left = self._children[parent] - 1
         if left:
             self._children[parent] = left
@@ -196,7 +196,7 @@ class Places:
         return not left
 
     def forget_leaves(self) -> object:
-        """Forget the order of eviction; return what takes long to be freed."""
+        """Forget the order of eviction; return containers that take long to free."""
         queues = self._leaves, self._mixed
         self._leaves, self._mixed = [], []
         return queues
@@ -214,7 +214,7 @@ class Places:
             # Slots that were removed are still in it.
             self._leaves, self._mixed = [], self._leaves
         for _ in range(min(_SORTED, len(self._mixed))):
-            # What is left without its last entry is a heap still.
+            # Without its last entry the rest is still a heap.
             _, other = self._mixed.pop()
             other.queued = self._is_evictable(other)
             if other.queued:
@@ -264,7 +264,7 @@ class Places:
         yield offset
 
     def _sort_pins(self) -> None:
-        """Bring the runs nearer to what is pinned now."""
+        """Update some of the runs to the current pins."""
         for _ in range(min(_SORTED, len(self._repinned))):
             slot, _ = self._repinned.popitem(last=False)
             if self._runs.holds(slot.offset):
@@ -282,7 +282,7 @@ class Places:
         return evict(min(beside, key=lambda slot: slot.used)) if beside else None
 
     def _victim(self, size: int) -> Slot | None:
-        """Return the least recently used leaf in a run of this size, if it is soon found.
+        """Return the least recently used leaf in a run of this size, if it is found soon.
 
         Otherwise an object of a sample in such a run, there is one; None if it needs another look.
         """

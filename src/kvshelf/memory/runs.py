@@ -30,7 +30,7 @@ class Runs:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        #: Of the held places: the starts in order, and the ends by start.
+        #: The held places: their starts in order, and their ends by start.
         self._starts: list[int] = []
         self._ends: dict[int, int] = {}
         #: The runs, as (length, start) in order.
@@ -43,7 +43,7 @@ class Runs:
         return start, start + length
 
     def holds(self, start: int) -> bool:
-        """Tell whether a held place begins here."""
+        """Whether a held place begins here."""
         return start in self._ends
 
     def around(self, offset: int) -> tuple[int, int]:
@@ -65,7 +65,7 @@ class Runs:
         self._ends[start] = end
 
     def let_go(self, start: int) -> None:
-        """Hold the place that begins here no longer."""
+        """Release the place that begins here."""
         del self._starts[bisect_left(self._starts, start)]
         end = self._ends.pop(start)
         low, high = self.around(start)

@@ -1,6 +1,6 @@
 """Divides a range of memory among objects of many sizes.
 
-Owns which bytes of the range are in use, and what lies beside what is free. It knows offsets only,
+Owns which bytes of the range are in use, and the neighbours of free ranges. It knows offsets only,
 and touches no memory.
 
 Contracts
@@ -9,8 +9,8 @@ Contracts
   an object fits later ones of nearly its size. That wastes less than 1/32 of an object, or less
   than the alignment for one that is smaller than 32 times the alignment.
 * No allocation lies across a border: what precedes each, as much as the alignment, is never used.
-* No memory belongs to a class for good. What is freed merges with what is free beside it, and
-  :meth:`SizeClasses.neighbours` names what must go to make a free range larger.
+* No memory belongs to a class for good. A freed range merges with adjacent free ones, and
+  :meth:`SizeClasses.neighbours` names what must be evicted to make a free range larger.
 * It has no lock: its owner locks.
 """
 
@@ -20,7 +20,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import Final
 
-#: Binary digits that tell the classes between a power of two and the next apart.
+#: Binary digits that distinguish the classes between a power of two and the next.
 _DIGITS: Final = 5
 
 
@@ -105,7 +105,7 @@ class SizeClasses:
         return self._lengths[offset]
 
     def divides(self, offset: int) -> bool:
-        """Tell whether an allocation or a free range begins at an offset."""
+        """Whether an allocation or a free range begins at an offset."""
         return offset in self._lengths
 
     def allocate(self, nbytes: int) -> int | None:
@@ -135,7 +135,7 @@ class SizeClasses:
         return offset
 
     def free(self, offset: int) -> int:
-        """Free what :meth:`allocate` returned; return where the free range begins it is part of."""
+        """Free an allocation; return the begin of the free range that it is part of."""
         assert offset not in self._is_free
         size = self._lengths.pop(offset)
         end = offset + size
@@ -162,7 +162,7 @@ class SizeClasses:
         return [*beside, after] if after in self._lengths else beside
 
     def most(self, nbytes: int) -> int:
-        """Return how many ranges of so many bytes fit if nothing is in use."""
+        """Return how many ranges of `nbytes` fit if nothing is in use."""
         starts = [0, *(gap + self.alignment for gap in self.gaps)]
         return sum(
             (end - start) // nbytes

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 #: Bytes of a body from which on it takes milliseconds to parse.
 _LARGE: Final = 1 << 18
-#: How long what engines said of themselves is told to others who ask.
+#: How long the health that an engine reported is served to further requests.
 _HEALTH_SECONDS: Final = 1.0
 _T = TypeVar("_T")
 

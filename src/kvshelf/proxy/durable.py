@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 #: Seconds between two looks at what the threads have found, and for the description of a namespace.
 _PAUSE: Final = 0.01
 _DESCRIPTION_PAUSE: Final = 0.25
-#: Services that are kept although nobody waits, and descriptions of namespaces. New namespaces come
-#: with each change of an engine's configuration, and old ones are not asked for again.
+#: Services that are kept although no request waits, and descriptions of namespaces. New namespaces
+#: come with each change of an engine's configuration, and old ones are not asked for again.
 _MOST_IDLE: Final = 4
 _MOST_FORMATS: Final = 64
 #: The last event of a stream, and what ends an event.

@@ -9,8 +9,8 @@ Contracts
   engine that cannot be reached costs nothing. A leg that an engine had received, and answered with
   5xx or not at all, is repeated once: a request that ends engines must not end all of them.
 * A time-out is not repeated: the client has waited that long.
-* Whoever leaves :meth:`Legs.answer` early, a cancelled task included, closes the connection to the
-  engine, which ends the request there.
+* A caller that leaves :meth:`Legs.answer` early, a cancelled task included, closes the connection
+  to the engine, which ends the request there.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ class PendingRequest:
         if expected and not self._answers.ended:
             self._answers.announce(self._number, outcomes)
         else:
-            # The request has failed as a whole, or its client: nobody waits for its objects.
+            # The request as a whole has failed, or its client is gone: its objects are not needed.
             self._answers.release(outcomes)
 
     def fail(self, reply: Reply) -> None:

@@ -133,7 +133,7 @@ class Appearances:
                 if not try_to_start(self._thread):
                     self._stop()
                     return
-        # Whoever watched them until now was not told of what is in them already.
+        # Clients that watched them until now got no notice of what is in them already.
         self._may_have_appeared(fresh)
 
     @contextlib.contextmanager

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 #: Seconds for one message to the server and its answer. A probe of many names takes little longer.
 _MESSAGE_SECONDS: Final = 150e-6
 _NAMES_AT_ONCE: Final = 256
-#: Threads of a client where the server's storage is near.
+#: Threads of a client where the server's storage has low latency.
 _NEAR_CONCURRENCY: Final = 2
 #: Seconds by which deadlines of a client are later than those of the server.
 _LATER: Final = 1.0

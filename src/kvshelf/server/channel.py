@@ -6,21 +6,22 @@ given back. What is said is in :mod:`kvshelf.server.messages`.
 Contracts
 ---------
 * No method blocks, except :meth:`Channel.wait_connected` for as long as it is told, and
-  :meth:`Channel.close` for a moment. A server that hangs leaves futures without a result: whoever
-  waits has a deadline, and cancels a future that it gives up.
+  :meth:`Channel.close` for a moment. A server that hangs leaves futures without a result: callers
+  wait with a deadline, and cancel a future that they give up.
 * A server that is gone fails all futures at once with :class:`UnavailableStorageError`, and so does
   every request until there is a server again. The channel looks for one at least once a second.
 * Nothing of one session is used in another one. Memory that the old server lent stays mapped until
   it is released.
-* A lease whose future was cancelled, or whose :class:`Leased` nobody has any more, is given back.
+* A lease whose future was cancelled, or whose :class:`Leased` is not referenced any more, is given
+  back.
 * A channel belongs to the process that made it. After a fork, the child's copy is closed.
-* Where the server's memory is page-locked for a GPU, it stays so until nobody has anything of it.
+* Where the server's memory is page-locked for a GPU, it stays so until no part of it is in use.
 
 Threads
 -------
 Any thread may call all methods. One thread, ``kvshelf-channel``, connects, completes the futures
-and calls the callbacks: these must not wait for the channel. Requests are sent by whoever makes
-them, under a lock, through a ZMQ socket of their own: handing them to a thread would take longer
+and calls the callbacks: these must not wait for the channel. The calling thread sends its request,
+under a lock, through a ZMQ socket for requests only: handing it to another thread would take longer
 than the server needs for its answer. Page-locking takes a tenth of a second for each gigabyte: one
 thread for each connection, ``kvshelf-lock``, does it, and undoes it at the end.
 """

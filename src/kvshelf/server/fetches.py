@@ -9,7 +9,8 @@ Contracts
   valid, and its memory still waits until the client gives it back or is gone.
 * One client holds at most half of the memory. Requests that find no room wait, those of one client
   in their order, and fail after a while; when memory is given back, each client has its turn.
-* A read that hangs fails those who wait for it. Its memory is not reused before it has returned.
+* A read that hangs fails the requests that wait for it. Its memory is not reused before it has
+  returned.
 
 Threads
 -------
@@ -77,7 +78,7 @@ class _Want:
 
 @dataclass(eq=False, slots=True)
 class _SharedRead:
-    """One read for all who want an object."""
+    """One read for all requests that want an object."""
 
     found: NamedObject
     slot: Slot
@@ -314,7 +315,7 @@ class Fetches:
             if left > 0:
                 self._coming[want.client] = left
         if isinstance(outcome, ClientGoneError):
-            # Others who want it have it read when the memory is free again, in a moment.
+            # Other clients that want it get a new read when the memory is free again, in a moment.
             for want in wants:
                 if want.each is not None:
                     self._waiting.setdefault(want.client, deque()).appendleft(want)
@@ -337,7 +338,7 @@ class Fetches:
             self._memory.forget(key)
 
     def _returned(self, read: _SharedRead, outcome: Chunk | Exception) -> None:
-        """End a read. One that was late is of use for whoever asks next."""
+        """End a read. A late one still serves the next request for the object."""
         if not read.settled:
             if isinstance(outcome, Exception):
                 self._memory.abandon(read.slot)

@@ -5,11 +5,12 @@ have said hello. Then they are their receiver's, the loop's.
 
 Contracts
 ---------
-* Connections that say nothing are bounded, in number and in time. Whoever says something else than
-  hello, comes when the server is full, or has the id of another client, is told so and counted.
-* The server stays at its path: what a cleaner deletes there is made again, and those who have a
+* Connections that say nothing are bounded, in number and in time. A client that sends something
+  else than hello, comes when the server is full, or has the id of another client, gets an error and
+  is counted.
+* The server stays at its path: what a cleaner deletes there is made again, and clients with a
   session notice nothing. If another server has taken the place meanwhile, this one ends.
-* Without descriptors nobody is taken, until the next :meth:`Greetings.tick`.
+* Without descriptors no client is accepted, until the next :meth:`Greetings.tick`.
 
 Threads
 -------
@@ -47,7 +48,7 @@ class Greetings:
     poller : zmq.Poller
         Knows the descriptors that :meth:`handle` is to be called for.
     clients : Collection of bytes
-        The ids of those who have a session.
+        The ids of the clients with a session.
     log : RateLimitedLog
 
     Attributes
@@ -147,7 +148,7 @@ class Greetings:
         return self._greeting.pop(fd)[0]
 
     def tick(self) -> bool:
-        """Refuse who has said nothing for too long, and stay in place; several times a second.
+        """Refuse clients that stay silent for too long, and stay in place; several times a second.
 
         Returns
         -------

@@ -1,10 +1,11 @@
 """Leases: which client holds which memory of the arena, and until when.
 
-Owns the book of leases, and no memory: whoever grants a lease pins what it names, and unpins what
-these methods return. A lease of a *lookup* keeps an object in memory until it is fetched; it ends
-with its session, or after its time. A lease of a *fetch* belongs to a client that reads the memory
-at this moment: nothing but that client, or the end of its connection, ends it. If its time is over,
-it is *overdue*: the memory stays, but the client is to learn that it may no longer trust it.
+Owns the book of leases, and no memory: the caller that grants a lease pins what it names, and
+unpins what these methods return. A lease of a *lookup* keeps an object in memory until it is
+fetched; it ends with its session, or after its time. A lease of a *fetch* belongs to a client that
+reads the memory at this moment: nothing but that client, or the end of its connection, ends it. If
+its time is over, it is *overdue*: the memory stays, but the client is to learn that it may no
+longer trust it.
 
 Contracts
 ---------
@@ -153,7 +154,7 @@ class Leases:
         return ended
 
     def end_session(self, client: bytes, session: str) -> list[Slot]:
-        """End what a session's lookups have leased and nobody has fetched; return it."""
+        """End and return the leases of a session's lookups that were not fetched."""
         owner = self._clients.get(client)
         if owner is None:
             return []
@@ -163,12 +164,12 @@ class Leases:
         """End the leases of `slot` that other clients' lookups of a session have; return them.
 
         An engine's scheduler looks up what its workers fetch, each with a connection of its own:
-        what a worker has fetched needs to be kept for nobody any more.
+        an object that a worker has fetched need not be kept any more.
 
         Parameters
         ----------
         client : bytes
-            Who fetches `slot`, in a session of this name.
+            The client that fetches `slot`, in a session of this name.
         session : str
         slot : Slot
         """

@@ -140,8 +140,8 @@ class Loop:
         """Let ZMQ listen at the path.
 
         The sockets are the listener's: ZMQ would delete what is at the path when it begins and when
-        it ends, whoever it belongs to. One at which it listened before goes on: to unbind it would
-        end the connections that it has taken.
+        it ends, even another server's socket. One at which it listened before goes on: to unbind it
+        would end the connections that it has taken.
         """
         try:
             self._router.setsockopt(zmq.USE_FD, self._greetings.take_requests())

@@ -1,6 +1,6 @@
 """The memory of a node server, as its client asks for objects there.
 
-Owns which objects are expected, asked for ahead, and leased to whoever loads them
+Owns which objects are expected, requested ahead, and leased to the threads that load them
 (:class:`ServedMemory`). The connection is :mod:`kvshelf.server.channel`.
 
 Contracts
@@ -9,7 +9,7 @@ Contracts
 * What was expected and is not pinned is given back after :data:`EXPECTED_SECONDS`, or half the time
   of a lease if that is less.
 * Any thread may call anything. :meth:`ServedMemory.expect` does not block. The thread
-  `kvshelf-expected` gives back what nobody has pinned.
+  `kvshelf-expected` gives back what was not pinned.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvshelf.server import messages
 from kvshelf.server.channel import Channel, Leased
 from kvshelf.server.requests import parts, probe
 
-#: Seconds for which what was expected is kept for whoever pins it.
+#: Seconds for which an expected object is kept until it is pinned.
 EXPECTED_SECONDS: Final = 10.0
 #: Part of the server's arena that one client's expectations may take; a server has many clients.
 _EXPECTED_SHARE: Final = 1 / 8

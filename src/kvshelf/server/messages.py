@@ -66,7 +66,7 @@ MAX_INLINE: Final = 1 << 20
 #: Largest segment of a client. It takes memory as the client uses it.
 MAX_SEGMENT: Final = 32 << 30
 
-#: Most names in one request; longer lists are split by whoever sends them.
+#: Most names in one request; the sender splits longer lists.
 MAX_NAMES: Final = 8192
 MAX_NAME: Final = 512
 
@@ -451,7 +451,7 @@ class Appeared(Message, frozen=True, tag="appeared"):
     ----------
     folder : str
     names : list of str
-        Empty: something may have appeared that nobody can name.
+        Empty: something of unknown name may have appeared.
     """
 
     folder: str

@@ -127,7 +127,7 @@ class Namespaces:
         ----------
         name : str
         nbytes : int, optional
-            The size that somebody says it has.
+            The size that its sender claims.
 
         Raises
         ------

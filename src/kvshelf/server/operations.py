@@ -12,7 +12,7 @@ Contracts
 * A request is named once, however often the engine reports its finish. A request that begins an
   operation after it was named is a new one.
 * Whatever the outcome of an operation, its end counts. It ends once, at the latest after its
-  deadline, and never while somebody touches the engine's memory for it.
+  deadline, and never while a thread or the GPU touches the engine's memory for it.
 * The blocks that a load did not fill are known before its request is named.
 
 Threads
@@ -69,7 +69,7 @@ class Operation:
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended, or will as soon as nobody touches the engine's memory."""
+        """Whether it has ended, or will once nothing touches the engine's memory."""
         return self._ended or self._expired
 
     @property
@@ -94,13 +94,13 @@ class Operation:
             return True
 
     def let_go(self) -> None:
-        """Count one who touches the engine's memory no more."""
+        """Note that one of its parts does not touch the engine's memory any more."""
         with self._lock:
             self._touching -= 1
         self._finish()
 
     def expire(self) -> None:
-        """End with what has succeeded so far, as soon as nobody touches the engine's memory."""
+        """End with what has succeeded so far, once nothing touches the engine's memory."""
         with self._lock:
             self._expired = True
         self._finish()

@@ -213,7 +213,7 @@ class SchedulerAdapter(Adapter):
                 lookup.hit = chunks * self.chunk_size
                 lookup.chains = {number: lookup.chains[number] for number in range(chunks)}
         if late and chunks:
-            # Nobody loads what was said not to be there, or is not wanted any more.
+            # What was reported as missing, or is not wanted any more, will not be loaded.
             self._channel.end_session(request_id)
 
     def check_lookup_result(self, request_id: str) -> int | None:

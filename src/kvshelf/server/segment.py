@@ -1,6 +1,7 @@
 """The memory of a client that the node server reads: where objects lie until they are stored.
 
-Owns a range of shared memory, and who uses which part of it. Safe to call from any thread.
+Owns a range of shared memory, and which part of it is in use, and for what. Safe to call from any
+thread.
 
 The staging of an engine lies in it (:meth:`Segment.take_region`): what was gathered there is handed
 over where it is. All else is copied to rooms of its own, for which a part of the memory is kept.
@@ -107,7 +108,7 @@ class Segment:
     def take_region(self, nbytes: int) -> SegmentPart | None:
         """Return memory for staging, None where it would take that of other objects.
 
-        Never blocks. Whoever has it may use it after :meth:`close`.
+        Never blocks. The memory may be used after :meth:`close`.
         """
         return self._reserve(nbytes, self._region_bytes)
 

@@ -102,7 +102,7 @@ LEASE_SECONDS: Final = 30.0
 _WAIT_SHARE: Final = 0.8
 #: Whose turn the server's own work takes.
 _OWN: Final = b""
-#: Threads of each kind where the storage is near, and most where it is not.
+#: Threads of each kind on low-latency storage, and the most on others.
 _NEAR_THREADS: Final = 4
 _MOST_THREADS: Final = 16
 
@@ -541,7 +541,7 @@ class Service:
         self._fetches.tick()
 
     def _resume(self) -> None:
-        """Let those who wait for memory have what is free."""
+        """Give free memory to the stores and reads that wait for it."""
         self._stores.resume()
         self._fetches.resume()
 

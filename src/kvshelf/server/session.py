@@ -1,4 +1,4 @@
-"""The session socket: who may talk to the node server, and how both get each other's memory.
+"""The session socket: which processes may connect to the node server; exchange of memory.
 
 Owns the Unix socket ``<path>.session`` beside the ZMQ socket ``<path>``, the names of both, the
 checks of both sides, and the passing of file descriptors. What is said is in
@@ -6,11 +6,11 @@ checks of both sides, and the passing of file descriptors. What is said is in
 
 Contracts
 ---------
-* Server and clients belong to one user. Both check the folder (its owner, and that nobody else may
-  enter it), and each asks the system for the other's user (SO_PEERCRED).
+* Server and clients belong to one user. Both check the folder (its owner, and that no other user
+  may enter it), and each gets the other's user from the system (SO_PEERCRED).
 * Memory is taken from the other side only if its size can never change, and for reading only
   (:meth:`kvshelf.memory.arena.Arena.of`).
-* Descriptors are closed on exec, and those that nobody asked for at once.
+* Descriptors are closed on exec, and unrequested ones at once.
 * One server has a path. Cleaners of ``/tmp`` may delete the lock and the sockets of one that runs:
   a server takes no path where another answers, notices what was deleted
   (:meth:`Listener.in_place`), and removes only what it has made itself.
@@ -60,7 +60,7 @@ _UCRED: Final = struct.Struct("3i")
 
 
 class SessionError(StorageError):
-    """The other side of a session socket is not to be trusted, or says what nobody expects."""
+    """The other side of a session socket cannot be trusted, or sent something unexpected."""
 
 
 def socket_path(url: str) -> str:
@@ -87,7 +87,7 @@ def socket_path(url: str) -> str:
 
 
 def check_folder(path: str) -> None:
-    """Check that nobody but this user can put a socket at `path`, or connect to one.
+    """Check that only this user can put a socket at `path`, or connect to one.
 
     Raises
     ------
@@ -191,7 +191,7 @@ class Listener:
     Attributes
     ----------
     requests : socket
-        Listens at `path`, for ZMQ. Whoever takes it closes it.
+        Listens at `path`, for ZMQ. The caller that takes it closes it.
 
     Raises
     ------
@@ -219,7 +219,7 @@ class Listener:
             for name in (path, path + _SUFFIX):
                 if _answers(name):
                     raise _taken(path)
-            # Nobody else runs here, so what is there is what a server that was killed has left.
+            # No other server runs here: a server that was killed has left what is there.
             self.requests = self._listen(path, socket.SOCK_STREAM)
             self._socket = self._listen(path + _SUFFIX, socket.SOCK_SEQPACKET)
         except (ConfigError, OSError) as error:
@@ -305,7 +305,7 @@ def _answers(path: str) -> bool:
     """Whether a process listens at a path, also one that is stopped or has no room left."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trial:
         trial.setblocking(False)
-        # A socket of the other type is EPROTOTYPE, one that nobody listens at ECONNREFUSED.
+        # A socket of the other type gives EPROTOTYPE, one without a listener ECONNREFUSED.
         return trial.connect_ex(path) not in (errno.ENOENT, errno.ECONNREFUSED)
 
 

@@ -84,7 +84,7 @@ class Storage:
         asked = list(range(len(names)))
         if self._tier is not None:
             for number, found in enumerate(objects):
-                # The tier is near: many calls cost little more than one.
+                # The tier has low latency: many calls cost little more than one.
                 if found is not None and self._tier.holds(found.fmt, [_ref(found)])[0]:
                     answers[number] = found.fmt.object_size(found.parsed.shard, found.chunk.tokens)
             asked = [number for number in asked if answers[number] is None]

@@ -257,7 +257,7 @@ class ClientStores:
         self._freed()
 
     def client_gone(self, client: bytes) -> None:
-        """Forget what a client wants to store and nobody has begun."""
+        """Forget the stores of a client that were not begun."""
         for store in list(self._running.values()):
             store.joined = [other for other in store.joined if other.client != client]
             if store.client == client and store.slot is None:

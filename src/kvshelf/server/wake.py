@@ -10,7 +10,7 @@ import os
 
 
 class Wake:
-    """An event with a descriptor. It is open until nobody refers to the object any more."""
+    """An event with a descriptor. It is open until the last reference to the object is gone."""
 
     def __init__(self) -> None:
         self._is_set = False

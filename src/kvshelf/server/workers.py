@@ -37,7 +37,7 @@ _CLOSE_SECONDS: Final = 1.0
 
 
 class ClientGoneError(UnavailableStorageError):
-    """The client whose work it is has gone, and nobody has begun it."""
+    """The client is gone, and its work was not begun."""
 
 
 @dataclass(eq=False, slots=True)

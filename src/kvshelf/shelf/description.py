@@ -1,8 +1,8 @@
 """The description of a namespace on a shelf, ``namespace.json``: published beside its objects.
 
-Where a process publishes the first object, and now and then later, it makes sure that the
-description is there, and once that its bytes are the right ones. Races of threads only repeat a
-look at the storage, on which all methods block.
+When a process publishes its first object, and now and then later, it makes sure that the
+description is there, and once that its bytes are right. Races of threads only repeat this check of
+the storage, on which all methods block.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Description:
             self._described_until = time.monotonic() + _DESCRIPTION_SECONDS
 
     def _compare(self, folder: str, name: str, encoded: bytes) -> None:
-        """Replace a description of the right size with other bytes, as a power loss leaves it."""
+        """Replace a description of the right size but other bytes, as a power loss leaves it."""
         found = bytearray(len(encoded))
         try:
             count = self._backend.read_into(name, memoryview(found))

@@ -79,7 +79,7 @@ class FailedKeys:
         self._listeners.append(listener)
 
     def unsubscribe(self, listener: Callable[[bytes], None]) -> None:
-        """Call `listener` no more. Nothing happens to one that was not subscribed."""
+        """Stop calling `listener`. Does nothing if it was not subscribed."""
         self._listeners = [other for other in self._listeners if other != listener]
 
     def add(self, key: bytes, *, bad: bool) -> None:
@@ -101,7 +101,7 @@ class FailedKeys:
                 self._keys.popitem(last=False)
 
     def forget(self, key: bytes) -> None:
-        """Let `key` be tried again, since a good object has been published.
+        """Allow `key` again, since a good object has been published.
 
         A key that fails again after that waits: its objects are not the cause.
         """

@@ -2,8 +2,8 @@
 
 A hit of N chunks needs all full objects before N, the window objects that the windows of the next
 token reach (:func:`window_chunks`), and the state object of chunk N − 1: the state after N chunks.
-Which N are possible (the *ends*) is the caller's to say. Where there is only one kind, full, a hit
-is the longest stored prefix.
+The caller says which N are possible (the *ends*). Where there is only one kind, full, a hit is the
+longest stored prefix.
 
 Owns which objects a search probes in each round, and what follows from the answers. It has no
 thread and does not call the storage: the caller probes, and passes the answers back.
@@ -130,9 +130,9 @@ class HitSearch:
         self._ends = [end for end in reversed(ends) if end > first] if self._kinds else []
         self._scan = _FIRST_SCAN
         self._first_round = True
-        #: What this round probes for an end that seems to be the answer.
+        #: The pieces that this round probes for an end that is probably the answer.
         self._hoped: set[Piece] = set()
-        #: Such a piece was missing: from then on other ends are looked at meanwhile.
+        #: Such a piece was missing: from then on other ends are probed too.
         self._misled = False
         #: The pieces that this round probes, and whether all their shards.
         self._wanted: dict[Piece, bool] = {}
@@ -154,7 +154,7 @@ class HitSearch:
         return kind_key(self._chunks[index].key, kind)
 
     def _recall(self) -> None:
-        """Take what is known already about the pieces that a hit may need."""
+        """Use what is known already about the pieces that a hit may need."""
         last = self._ends[0] if self._ends else self.first
         pieces = [(kind, index) for kind in self._kinds for index in range(self.first, last)]
         keys = [self._key(piece) for piece in pieces]
@@ -232,7 +232,7 @@ class HitSearch:
             certain = end <= found
             last = place == 0 and self._first_round and self._probes(unseen) <= _MOST_FOR_LAST
             if last or (likely and (place == 0 or (certain and not has_favourite))):
-                # If this one is the answer, the round tells.
+                # The round shows whether this one is the answer.
                 wanted |= dict.fromkeys(unseen, True)
                 if likely and certain:
                     has_favourite = True
@@ -240,7 +240,7 @@ class HitSearch:
             elif likely:
                 scanned |= dict.fromkeys(fresh)
             else:
-                # Its windows are of no use unless there is a state.
+                # Its windows are useless without a state.
                 scanned[state] = None
             sure = likely and certain and not (fresh and self._misled)
             if sure or len(scanned) >= self._scan:
@@ -285,7 +285,7 @@ class HitSearch:
     def remember(self) -> None:
         """Let other searches know the answer; after :meth:`finish`.
 
-        By itself, as it takes longer than the rest: whoever waits for the answer has it before.
+        Separate, as it takes longer than the rest: callers get their answer before it.
         """
         if self._prefix is not None:
             self._prefix.remember()

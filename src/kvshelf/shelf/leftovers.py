@@ -1,7 +1,7 @@
 """Files of a shelf that are no objects: which of them are kvshelf's, and which namespaces are not.
 
-Owns the names of reserved folders, the rule by which a temporary is one of kvshelf's, and the look
-at a namespace's record that tells its version. Nothing is deleted here.
+Owns the names of reserved folders, the rule by which a temporary is one of kvshelf's, and the read
+of a namespace's record that finds its version. Nothing is deleted here.
 
 Any thread may call all functions. :func:`read_record` blocks on the storage.
 """

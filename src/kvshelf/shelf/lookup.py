@@ -1,8 +1,8 @@
 """Lookups: how many leading chunks of a prompt can be loaded from the shelf.
 
-:mod:`kvshelf.shelf.hits` tells what can be loaded, for each kind of KV. Owns the threads that
-search for it. Existence of objects is the only index. On a low-latency storage every answer comes
-from probes made for that lookup; on a high-latency storage an answer also stands for a while in a
+:mod:`kvshelf.shelf.hits` says what can be loaded, for each kind of KV. Owns the threads that search
+for it. Existence of objects is the only index. On a low-latency storage every answer comes from
+probes made for that lookup; on a high-latency storage an answer also stands for a while in a
 :class:`~kvshelf.shelf.presence.PresenceCache`.
 
 Contracts
@@ -11,9 +11,9 @@ Contracts
   background thread. Once it is ``done``, its answer is valid, ``chain`` holds the
   keys of all complete chunks, and both belong to the caller.
 * A storage that does not answer delays the lookups in the queue, never their callers:
-  :meth:`LookupService.stalled` tells that waiting is of no use. A lookup whose probe
-  missed its deadline ends with nothing found and no keys; another thread goes on with
-  the next lookups (:mod:`kvshelf.shelf.threads`).
+  :meth:`LookupService.stalled` is true when waiting is useless. A lookup whose probe missed its
+  deadline ends with nothing found and no keys; another thread goes on with the next lookups
+  (:mod:`kvshelf.shelf.threads`).
 * A lookup may have to wait for something before its keys can be made. It waits outside the queue,
   so that no other lookup waits with it.
 * While the circuit breaker is open, lookups still compute chunk keys but report no hit, at once.
@@ -21,11 +21,11 @@ Contracts
 * On a low-latency storage every object that a hit needs has been seen. On a high-latency storage
   some full chunks of a hit were not probed; a gap between them is found by the load, and probed
   by every search from then on. All windows and states that a hit needs have been seen.
-* What is remembered of a chunk, failures and answers of the storage, is remembered for each kind
-  by its kind key (:func:`kvshelf.format.kinds.kind_key`).
-* On a high-latency storage the lookups that wait are searched for together. A *round* sends the
-  probes of all of them to the storage at once, each probe once, and none that another thread is
-  already waiting for. A lookup that comes meanwhile joins the next round.
+* Failures and answers of the storage are remembered for each kind of a chunk, by its kind key
+  (:func:`kvshelf.format.kinds.kind_key`).
+* On a high-latency storage waiting lookups share a search. A *round* sends the probes of all of
+  them to the storage at once, each probe once, and none that another thread has sent already. A
+  lookup that arrives meanwhile joins the next round.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Lookup:
         self._tokens = tokens
         self._count = len(tokens)
         self._make_chain = make_chain
-        #: None once it has gone on.
+        #: None once the lookup no longer waits for it.
         self._prepare = prepare
         self._ends = ends
         self._tail_end = tail_end
@@ -130,7 +130,7 @@ class Lookup:
         return self._done.wait(seconds)
 
     def cancel(self) -> None:
-        """Tell the background thread that the answer is not needed any more."""
+        """Note that the answer is not needed any more; the background thread skips it."""
         self._cancelled = True
         # The lookup may stay in the queue for long: release what it holds. A thread that reads
         # these attributes now checks whether the lookup is cancelled before it gives an answer.
@@ -286,8 +286,8 @@ class LookupService:
             Called once on the background thread when the answer is there, also when the
             lookup was cancelled. Must not block.
         prepare : Callable, optional
-            Called first, on the background thread, with a function; `make_chain` is called once
-            somebody, on any thread, has called this one. Neither may block.
+            Called first, on the background thread, with a function. `make_chain` is called once
+            that function was called, on any thread. Neither may block.
         """
         lookup = Lookup(
             tokens, make_chain, first_chunk, on_done, self._log, ends, tail_end, prepare
@@ -332,7 +332,7 @@ class LookupService:
         return len(since) >= self._count and max(since) < time.monotonic() - seconds
 
     def may_be_done_within(self, lookup: Lookup, seconds: float) -> bool:
-        """Whether waiting for `lookup` for `seconds` makes sense, going by those before it."""
+        """Whether waiting for `lookup` for `seconds` makes sense, judging by those before it."""
         if self._waits_for_keys(lookup, seconds):
             return False
         chunks = 1 if self._high_latency else lookup._count // self._fmt.chunk_size
@@ -359,7 +359,7 @@ class LookupService:
         self._cache.clear()
 
     def close(self) -> None:
-        """Stop the threads once they have worked off what was submitted."""
+        """Stop the threads once they have finished what was submitted."""
         self._failed.unsubscribe(self._cache.note_failed)
         self._threads.close()
         with self._submitting:
@@ -383,7 +383,7 @@ class LookupService:
                 while (lookup := self._queue.get_nowait()) is not None:
                     waiting.append(lookup)
             if self._closed:
-                # For threads that come back.
+                # For threads whose call returns.
                 self._queue.put(None)
         for lookup in waiting:
             lookup._finish(0, None, given_up=True)
@@ -461,7 +461,7 @@ class LookupService:
         if not 0 < count < chain.chunk_size or self._views.keys() != {FULL}:
             return None
         tokens = lookup._tokens[first : lookup._tail_end]
-        # They are gone from a lookup that was cancelled.
+        # A cancelled lookup has none any more.
         return chain.tail_after(len(chain.chunks), tokens) if len(tokens) == count else None
 
     def _ends(self, lookup: Lookup, chunks: Sequence[Chunk]) -> Sequence[int]:
@@ -516,7 +516,7 @@ class LookupService:
         }
 
     def _present(self, kind: Kind, chunks: Sequence[Chunk]) -> list[bool]:
-        """Tell which of `chunks` are there in full."""
+        """Return which of `chunks` are there in full."""
         view = self._views[kind]
         shards = view.fmt.shards
         refs = [ObjectRef(chunk, shard) for chunk in chunks for shard in range(shards)]
@@ -586,7 +586,7 @@ class LookupService:
         return usable
 
     def _ask(self, questions: Questions) -> Answers:
-        """Send probes to the storage, all at once; return answers, and when each was asked for.
+        """Send probes to the storage, all at once; return answers, and when each probe was sent.
 
         An object that another thread is probing now is not probed again, unless that answer would
         be older than something that is known to have happened to the chunk.
@@ -659,7 +659,7 @@ class _Flight:
 
 
 class _Search(NamedTuple):
-    """What one lookup needs while it is searched for."""
+    """The state of one lookup while its search runs."""
 
     search: HitSearch
     chain: KeyChain
@@ -687,7 +687,7 @@ class _Rounds:
                 self._take_more()
                 self._round()
                 if self._thread not in service._busy:
-                    # The thread was given up: another one goes on with later lookups.
+                    # The thread was given up: another one continues with later lookups.
                     break
         except Exception as error:  # noqa: BLE001 - cache trouble never ends an engine
             service._count_failure(error)
@@ -703,7 +703,7 @@ class _Rounds:
             except queue.Empty:
                 return
             if lookup is None:
-                # For a thread that has nothing else to do.
+                # For a thread without other work.
                 self._service._queue.put(None)
                 return
             if not self._service._put_back(lookup):
@@ -730,7 +730,7 @@ class _Rounds:
         if chain is None:
             return None
         service._extend(lookup, chain, GilPace(), lookup._count)
-        # Remembered answers are of no use while nothing can be loaded.
+        # Remembered answers are useless while nothing can be loaded.
         useful = service._remembers and service._shelf.backend.reads.is_closed
         cache = service._cache if useful else PresenceCache()
         tail = service._tail_of(lookup, chain)
@@ -779,7 +779,7 @@ class _Rounds:
                         known=search.known,
                         tail=tail if search.hit_chunks > chunks else None,
                     )
-                # Whoever waits for the answer goes on before that.
+                # The threads that wait for the answer continue before that.
                 self._pace.rest()
                 search.remember()
                 service._note_speed(lookup, self._lookups[lookup])

@@ -1,20 +1,20 @@
-"""The names of empty objects by which engines tell others about hand-overs and tails.
+"""The names of empty objects by which engines inform others of hand-overs and tails.
 
-Owns the form of an attempt's id and of a marker's name, and that of what says how long tails are
-kept. An attempt is one try of an engine to hand a request over to another. If a chunk that it
-promised is not stored, it writes an empty object under the marker's name, and who waits for the
-chunk stops waiting.
+Owns the form of an attempt's id, of a marker's name, and of the name that says how long tails are
+kept. An attempt is one try of an engine to hand a request over to another. If the engine cannot
+store a chunk that it promised, it writes an empty object under the marker's name, and waiting
+consumers stop waiting for the chunk.
 
-Whoever deletes tails keeps those of a namespace for as long as its engines do. An engine that keeps
-them for longer than others would says so by an empty object, of which the name is the number of
-seconds. It is written again while the engine lives, and is believed for these seconds and a day:
-then nothing is left that the engine wrote.
+Every process that deletes tails keeps those of a namespace for as long as its engines do. An engine
+that keeps them for longer than the default says so by an empty object, whose name is the number of
+seconds. The engine writes it again while it runs. It is valid for these seconds and a day: by then
+no tail of the engine is left.
 
 Contracts
 ---------
 * An attempt's id may come from any client. Only 32 lowercase hex digits become part of a name.
 * A marker says nothing about any chunk: one that is missing, late or forged costs time only.
-* From what is said about tails follows only that tails and markers stay for longer.
+* Names about tails can only make tails and markers stay for longer.
 * No storage is called here. Everything is safe to call from any thread.
 """
 

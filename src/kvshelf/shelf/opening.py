@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 #: How long the start of an engine waits for its shelf.
 START_SECONDS: Final = 5.0
-#: How long a shelf and its disk tier are waited for, together. Less than the start waits, so that
-#: the objects in the tier can be loaded from the start even if the shelf does not answer.
+#: Longest wait for a shelf and its disk tier, together. Less than the start waits, so that the
+#: objects in the tier can be loaded from the start even if the shelf does not answer.
 TIERED_SECONDS: Final = 4.0
 _RETRY_SECONDS = 10.0
 
@@ -44,7 +44,7 @@ T = TypeVar("T", bound=_Closable)
 
 
 def may_pass(error: Exception) -> bool:
-    """Whether the cause of `error` may pass by itself, so that a later attempt is of use."""
+    """Whether the cause of `error` may pass by itself, so that a later attempt can succeed."""
     return isinstance(error, StorageError) and error.retryable
 
 
@@ -91,7 +91,7 @@ class Opening(Generic[T]):
         Raises
         ------
         Exception
-            What `make` raised, if another attempt is of no use.
+            What `make` raised, if another attempt is useless.
         """
         self._tried.wait(seconds)
         with self._lock:
@@ -122,7 +122,7 @@ class Opening(Generic[T]):
         return self._opened
 
     def close(self) -> None:
-        """Close what was opened, and try no more. Idempotent."""
+        """Close what was opened, and stop trying. Idempotent."""
         with self._lock:
             self._closing.set()
             opened = self._opened
@@ -189,7 +189,7 @@ class LateBackend(WrappedBackend):
 
     @property
     def properties(self) -> Properties:
-        """Those of the storage, or while it is not open those of a typical remote one."""
+        """The properties of the storage, or while it is not open those of a typical remote one."""
         opened = self._opening.get()
         if opened is not None:
             return opened.properties
@@ -214,5 +214,5 @@ class LateBackend(WrappedBackend):
         return opened is not None and opened.reads_whole
 
     def close(self) -> None:
-        """Try no more, close the storage."""
+        """Stop trying, close the storage."""
         self._opening.close()

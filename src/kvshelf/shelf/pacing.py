@@ -16,7 +16,7 @@ _SLEEP_SECONDS: Final = 50e-6
 
 
 class GilPace:
-    """The pace of one thread: made when its work begins, told of each small piece of it."""
+    """The pace of one thread: made when its work begins, called after each small piece of it."""
 
     def __init__(self) -> None:
         self._slept = time.perf_counter()

@@ -4,9 +4,9 @@ Owns the rules by which an answer of the storage holds for a while, and those by
 dropped before. It knows keys and times; it does not call the storage. Each kind of a chunk is
 remembered for itself, by its kind key (:func:`kvshelf.format.kinds.kind_key`).
 
-Each thing that is learned has a *generation*: a number for the moment at which the storage was
-asked, or at which an event happened to the chunk. An older answer never replaces a younger one,
-however late it arrives. When an entry is evicted, its generation becomes the floor for every key
+Each thing that is learned has a *generation*: a number for the moment of the probe, or of an event
+that happened to the chunk. Answers are ordered by the time of their probe: a stale one never
+replaces a newer one. When an entry is evicted, its generation becomes the floor for every key
 without an entry.
 
 ===========  ===========================================================  =================
@@ -24,7 +24,7 @@ Contracts
   engine's step thread: they append to a queue. All other methods take a lock, for as long as a
   pass over a prompt's chunks lasts.
 * A store of this engine ends "missing", a failed load ends "seen" and "inferred", both at once:
-  for every answer that was asked for before, too.
+  also for every answer whose probe was sent before.
 * Every search probes a gap until it is seen again, since a search could be wrong about it twice.
 * All times are bounded, and so is the number of entries; the oldest are evicted first.
 """
@@ -56,7 +56,7 @@ _THERE: Final = frozenset((Known.SEEN, Known.INFERRED))
 
 
 class Asked(NamedTuple):
-    """When the storage was asked: as a generation, and in ``time.monotonic()``."""
+    """When a probe was sent: as a generation, and in ``time.monotonic()``."""
 
     generation: int
     at: float
@@ -128,7 +128,7 @@ class PresenceCache:
         return len(self._entries)
 
     def ask(self) -> Asked:
-        """Return the moment for a question that is about to be put to the storage."""
+        """Return the moment for a probe that is about to be sent."""
         return Asked(next(self._numbers), time.monotonic())
 
     # ------------------------------------------------------------------------- events
@@ -142,7 +142,7 @@ class PresenceCache:
         self._events.append((next(self._numbers), key, False))
 
     def clear(self) -> None:
-        """Forget everything, and accept no answer that was asked for before."""
+        """Forget everything, and accept no answer to a probe that was sent before."""
         with self._lock:
             self._forget_all()
 
@@ -179,7 +179,7 @@ class PresenceCache:
         there : bool
             Whether all are there. False: at least one is not.
         asked : Asked
-            What :meth:`ask` returned before the storage was asked.
+            What :meth:`ask` returned before the probe was sent.
         """
         with self._lock:
             self._settle()
@@ -217,7 +217,7 @@ class PresenceCache:
         if entry is None:
             entry = _Entry(0, known, 0.0)
         entry.generation, entry.known = asked.generation, known
-        # An answer that took long was true when the storage was asked.
+        # An answer that took long was true when its probe was sent.
         entry.until = asked.at + self._seconds[known]
         if known is Known.SEEN:
             entry.gap_until = 0.0

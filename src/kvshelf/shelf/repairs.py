@@ -3,8 +3,7 @@
 Owns when a file may be replaced or moved: a file of wrong size stays where it is if it changed
 within the last minute (it may still be copied to its place) or if caches of the storage may show
 the size of an earlier file. A file that was found bad for its size or kind also stays if it is a
-file of the right size now: another stands in its place. How much is kept in quarantine is
-:mod:`kvshelf.capacity.collect`'s.
+file of the right size now: it was replaced. :mod:`kvshelf.capacity.collect` bounds the quarantine.
 
 All methods block on the storage, and any thread may call them.
 """
@@ -26,15 +25,15 @@ from kvshelf.shelf.leftovers import QUARANTINE
 
 logger = logging.getLogger(__name__)
 
-#: An object of wrong size that changed within so many seconds may still be copied to its place.
+#: Seconds after its last change in which an object of wrong size may still be being copied.
 COPY_SECONDS: Final = 60.0
-#: Ways to be bad that a file of the right size does not have.
+#: Defects that a file of the right size does not have.
 _WRONG_SIZE_OR_KIND: Final = (EmptyObject, TruncatedObject, WrongSize, NotRegularError)
 
 
 @contextlib.contextmanager
 def best_effort() -> Iterator[None]:
-    """Go on when a bad object cannot be quarantined: keeping it is a courtesy."""
+    """Ignore errors of a move to quarantine, which is best effort."""
     try:
         yield
     except StorageError as error:
@@ -79,7 +78,7 @@ class Repairs:
         if found is None:
             return self._backend.write(name, [buffer])
         # While its size is no evidence of damage, replacing it is right all the same: a copier
-        # goes on with a file that has no name any more.
+        # continues with a file that has no name any more.
         if found is NOT_REGULAR or (
             self._backend.properties.can_quarantine and self._is_surely_of_wrong_size(name)
         ):
@@ -88,7 +87,7 @@ class Repairs:
         return self.replace(folder, name, buffer)
 
     def replace(self, folder: str, name: str, buffer: BytesLike) -> WriteResult:
-        """Write a file, whatever stands in its place."""
+        """Write a file, and replace what is in its place."""
         try:
             self._backend.write(name, [buffer], "replace")
         except NotRegularError:
@@ -141,6 +140,6 @@ class Repairs:
         return all(c is not None and abs(c - info.mtime) >= COPY_SECONDS for c in clocks)
 
     def _quarantine(self, folder: str, name: str) -> bool:
-        # The time makes names sort by age: the oldest go first.
+        # The time makes names sort by age: the oldest are deleted first.
         base = f"{time.time_ns():020d}-{os.urandom(4).hex()}-{name.rpartition('/')[2]}"
         return self._backend.quarantine(name, f"{folder}/{QUARANTINE}/{base}")

@@ -24,7 +24,7 @@ _MOST_POINTS = 64
 
 #: A chunk's key and a shard.
 Question: TypeAlias = "tuple[bytes, int]"
-#: The storage's answers, and when each was asked for.
+#: The storage's answers, and when each probe was sent.
 Answers: TypeAlias = "dict[Question, tuple[Presence, Asked]]"
 
 
@@ -39,7 +39,7 @@ class RoundCosts:
         Probes that take little longer than one, as the storage states it.
     """
 
-    #: From a round of so many probes as much is learned of the one cost as of the other.
+    #: A round of this many probes shows as much of the one cost as of the other.
     _SCALE = 16.0
 
     def __init__(self, latency: float, concurrency: int) -> None:
@@ -50,7 +50,7 @@ class RoundCosts:
         """Learn from a round."""
         size = probes / self._SCALE
         expected = self.latency + probes * self.each
-        # One round that hangs says little about the next.
+        # One slow round says little about the next.
         error = (min(seconds, 4 * expected) - expected) / (2 * (1 + size * size))
         self.latency = max(self.latency + error, 1e-6)
         self.each = max(self.each + error * size / self._SCALE, 1e-8)
@@ -74,7 +74,7 @@ class RoundCosts:
         return best
 
     def is_worth(self, probes: int) -> bool:
-        """Whether so many more probes take less time than another round."""
+        """Whether this many more probes take less time than another round."""
         return probes * self.each < self.latency
 
 

@@ -166,7 +166,7 @@ class Shelf:
         Raises
         ------
         StorageError
-            If the storage failed; trouble with one description is that entry's `problem`.
+            If the storage failed; an error with one description is that entry's `problem`.
         """
         for folder in self.backend.folders():
             tag = parse_namespace_folder(folder)

@@ -2,16 +2,16 @@
 
 Owns the threads of one kind (load, store, lookup) of one owner. A thread whose call missed its
 deadline is *stuck*: another thread takes its place. If more threads are stuck than there should be
-threads in total, or no replacement can be started, the guard is told and opens the circuit breaker;
-from then on no further threads enter the storage. At most :data:`MAX_STUCK` threads are ever stuck.
-A thread that could not be started is started later, when there is work
+threads in total, or no replacement can be started, the guard is notified and opens the circuit
+breaker; from then on no further threads enter the storage. At most :data:`MAX_STUCK` threads are
+ever stuck. A thread that could not be started is started later, when there is work
 (:meth:`StorageThreads.ready`).
 
 Contracts
 ---------
 * All threads are daemons of this class: the process can end whatever they wait for. (Threads of
   concurrent.futures are joined at exit, and one blocked read would delay that for ever.)
-* The guard's thread tells the owner which of its threads is stuck. A stuck thread whose call
+* The guard's thread reports to the owner which of its threads is stuck. A stuck thread whose call
   returns calls :meth:`StorageThreads.replaced` and ends.
 """
 
@@ -200,7 +200,7 @@ class StorageThreads:
         return not started or stuck > self._count
 
     def on_reads_open(self) -> None:
-        """Tell the owner that the storage cannot be called."""
+        """Notify the owner that the storage cannot be called."""
         if self._on_stop is not None:
             self._on_stop()
 

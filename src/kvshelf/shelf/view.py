@@ -72,7 +72,7 @@ class FailedRead(NamedTuple):
 
 
 class Pinned(Protocol):
-    """The bytes of one whole, verified object in memory that somebody else owns.
+    """The bytes of one whole, verified object in memory of another owner.
 
     They are read in place, and must not be used after :meth:`release`. Any thread may call the
     methods; none blocks.
@@ -83,9 +83,9 @@ class Pinned(Protocol):
         """The whole object, header included; it may be read-only."""
 
     def valid(self) -> bool:
-        """Tell whether `view` was the object until now: asked after the last use of the bytes.
+        """Whether `view` was the object until now: called after the last use of the bytes.
 
-        False where the owner took the bytes back meanwhile: what was read from them is of no use.
+        False where the owner took the bytes back meanwhile: what was read from them is invalid.
         """
 
     def release(self) -> None:
@@ -96,13 +96,13 @@ class Staging(Protocol):
     """Host memory for the objects of one load."""
 
     def __call__(self, count: int, /) -> Sequence[Pinned] | None:
-        """Return memory for so many objects, each large enough and writable; None: there is none.
+        """Return memory for `count` objects, each large enough and writable; None: there is none.
 
         May block.
         """
 
 
-#: Objects in memory, whole and verified, by shard. Who has them releases each, once.
+#: Objects in memory, whole and verified, by shard. Their holder releases each, once.
 Fetched: TypeAlias = dict[int, Pinned]
 
 
@@ -150,7 +150,7 @@ class ShelfView(ABC):
 
     @abstractmethod
     def probe(self, refs: Sequence[ObjectRef]) -> list[Presence]:
-        """Tell for many objects what stands in their places.
+        """Return for many objects what is in their places.
 
         Parameters
         ----------
@@ -160,7 +160,7 @@ class ShelfView(ABC):
         Returns
         -------
         list of Presence
-            One for each object, in order. Storage trouble is ERROR, never an exception.
+            One for each object, in order. An error of the storage is ERROR, never an exception.
         """
 
     def find(self, refs: Sequence[ObjectRef]) -> list[Presence]:
@@ -168,7 +168,7 @@ class ShelfView(ABC):
         return self.probe(refs)
 
     def nearby(self, refs: Sequence[ObjectRef]) -> list[Presence | None]:
-        """Tell what :meth:`find` answers without the storage; None where it must be probed."""
+        """Return what :meth:`find` answers without the storage; None where it must be probed."""
         return [None] * len(refs)
 
     @property
@@ -177,7 +177,7 @@ class ShelfView(ABC):
         """The view of the storage alone, without tiers."""
 
     def present(self, chunks: Sequence[Chunk], shards: Sequence[int] | None = None) -> list[bool]:
-        """Tell for each of `chunks` whether all its objects are found with the right size.
+        """Return for each of `chunks` whether all its objects are found with the right size.
 
         Parameters
         ----------
@@ -288,7 +288,7 @@ class ShelfView(ABC):
         return failed
 
     def expect(self, chunks: Sequence[Chunk], shards: Sequence[int]) -> None:
-        """Say that objects are about to be loaded, in this order. Never blocks, never raises.
+        """Announce objects that are about to be loaded, in order. Never blocks, never raises.
 
         An engine's step thread may call it.
 
@@ -321,7 +321,7 @@ class ShelfView(ABC):
 
     @abstractmethod
     def publish(self, ref: ObjectRef, buffer: BytesLike, *, suspect: bool = False) -> WriteResult:
-        """Publish one object, or replace what stands in its place if that is bad.
+        """Publish one object, or replace the one in its place if that is bad.
 
         Parameters
         ----------
@@ -381,7 +381,7 @@ class ShelfView(ABC):
         Returns
         -------
         list of bool
-            One for each attempt, in order. Storage trouble is False, never an exception.
+            One for each attempt, in order. An error of the storage is False, never an exception.
         """
         return self.on_storage.gave_up(attempts)
 
@@ -462,8 +462,8 @@ class NamespaceView(ShelfView):
         if now < self._folders_until:
             return self._folders
         if self._folders_until:
-            # One caller looks, the others go on. So do all of them where the listing fails: reads
-            # and probes work, and failed listings of each caller must not open the breaker.
+            # One caller looks, the others continue. So do all of them where the listing fails:
+            # reads and probes work, and failed listings of each caller must not open the breaker.
             self._folders_until = now + _FOLDERS_SECONDS
         own = self.fmt.namespace.folder
         tag = self.fmt.namespace.digest.hex()[:16]
@@ -511,7 +511,7 @@ class NamespaceView(ShelfView):
     # ------------------------------------------------------------------------------------ probes
 
     def probe(self, refs: Sequence[ObjectRef]) -> list[Presence]:
-        """Tell for many objects what stands in their places, see :meth:`ShelfView.probe`."""
+        """Return for many objects what is in their places, see :meth:`ShelfView.probe`."""
         return self._probe_named(*self._names_and_sizes(refs))
 
     def find(self, refs: Sequence[ObjectRef]) -> list[Presence]:
@@ -609,7 +609,7 @@ class NamespaceView(ShelfView):
     def _log_failed_probe(self, error: StorageError) -> None:
         """Log that the storage did not answer probes."""
         if error.retryable:
-            # If the trouble lasts, the breaker opens and its guard logs that.
+            # If the error persists, the breaker opens and its guard logs that.
             logger.debug("a probe failed: %s", error)
         else:
             self._log.warning(
@@ -719,7 +719,7 @@ class NamespaceView(ShelfView):
     def _read_whole(
         self, chunk: Chunk, shards: Sequence[int], buffers: Sequence[memoryview]
     ) -> Sequence[bool] | None:
-        """Let the storage read and verify objects in one call; tell of which it has done so."""
+        """Let the storage read and verify objects in one call; return for which it has done so."""
         if not self.backend.reads_whole:
             return None
         wholes = []
@@ -735,7 +735,7 @@ class NamespaceView(ShelfView):
             return None
         done = sum(checked.done)
         if done:
-            # It is known how long all took together.
+            # Only the time that all took together is known.
             self._counters.observe("read", checked.reading / done, done)
             self._counters.observe("verify", checked.checking / done, done)
         return checked.done

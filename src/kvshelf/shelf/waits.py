@@ -2,35 +2,35 @@
 
 One engine stores the KV of a prompt while another waits for it. The waiting side names the
 *pieces* that it needs, in their order: one kind of KV of one chunk or tail each. Owns the thread
-that asks the storage for the pieces of all who wait, and how often it asks.
+that probes the storage for the pieces of all waits, and how often it does.
 
 A piece is there when its objects of all shards have the right sizes. Nothing is remembered but
 which pieces were seen: no misses, and no failed loads. A piece that vanishes after it was seen
 still counts as seen; the load finds out.
 
-What is asked
--------------
+What is probed
+--------------
 * Of each wait only the next missing piece, and of that only the object that was missing last. When
-  it appears, the rest of the piece and more and more of the pieces behind it are asked for at once.
-* All who are due are asked for together, each object once.
-* Now and then the marker by which the producer of the pieces says that it gave up.
+  it appears, one probe covers the rest of the piece and more and more of the pieces behind it.
+* All due waits share one probe per object.
+* Now and then the marker of a producer that gave up.
 
-When it is asked
-----------------
+When it is probed
+-----------------
 Where the storage gives notices (:mod:`kvshelf.backends.notices`), when a missing object appears
 in the folder that the shelf writes to, and now and then. Elsewhere, and where the system refuses a
-watch, at intervals that follow from what a round of questions costs: asking takes a bounded share
-of one core, a smaller one when no piece has come for a while.
+watch, at intervals that follow from the cost of a round: probes take a bounded share of one core, a
+smaller one when no piece has appeared for a while.
 
 Contracts
 ---------
 * :class:`Wait` and :class:`WaitService` are used on an engine's step thread: their calls take
   microseconds and never touch the storage. A wait's state is written by the background thread.
-* A storage error or an open circuit breaker means "not yet": the pieces are asked for again, less
-  and less often. Only its caller ends a wait that takes too long (:meth:`Wait.cancel`).
-* A thread that is stuck in the storage is replaced (:mod:`kvshelf.shelf.threads`). The other thread
-  goes on with all waits.
-* Folders are watched only while somebody waits for an object in them.
+* A storage error or an open circuit breaker means "not yet": the pieces are probed again, less and
+  less often. Only its caller ends a wait that takes too long (:meth:`Wait.cancel`).
+* A thread that is stuck in the storage is replaced (:mod:`kvshelf.shelf.threads`). The new thread
+  continues all waits.
+* Folders are watched only while a wait needs an object in them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ Piece: TypeAlias = "tuple[Kind, Chunk]"
 #: One object: the kind key of its piece, and the shard.
 _Object: TypeAlias = "tuple[bytes, int]"
 
-#: Share of one core that asking may take; the smaller one when no piece has come for a while.
+#: Share of one core that probes may take; the smaller one when no piece has appeared for a while.
 _SHARE: Final = 0.1
 _QUIET_SHARE: Final = 0.03
 _QUIET_SECONDS: Final = 1.0
@@ -71,21 +71,20 @@ _QUIET_SECONDS: Final = 1.0
 _SHORTEST: Final = 2e-3
 _SHORTEST_HIGH_LATENCY: Final = 20e-3
 _LONGEST: Final = 1.0
-#: What one question of a high-latency storage costs at least: other threads and a server work on
-#: it as well.
+#: Least cost of one probe of a high-latency storage: other threads and a server work on it as well.
 _HIGH_LATENCY_COST: Final = 0.2e-3
-#: Time to the next question after a storage error, doubled with each further one.
+#: Time to the next probe after a storage error, doubled with each further one.
 _FIRST_BACKOFF: Final = 50e-3
 _LONGEST_BACKOFF: Final = 0.5
-#: Rest of the thread after notices of objects that nobody waits for: those that come meanwhile are
-#: read together.
+#: Pause of the thread after notices of objects that no wait needs, so that it reads several at
+#: once.
 _NOTICE_REST: Final = 0.5e-3
 #: Time between two looks for a marker, and for an object whose folder is watched.
 _MARKER_SECONDS: Final = 0.5
 _MARKER_SECONDS_HIGH_LATENCY: Final = 2.0
 #: Most pieces of one wait in one round.
 _MOST_AHEAD: Final = 64
-#: Questions of a low-latency storage between two rests.
+#: Probes of a low-latency storage between two pauses.
 _BATCH: Final = 32
 
 
@@ -128,25 +127,25 @@ class Wait:
         self._service = service
         self._pieces = pieces
         self._attempt = attempt
-        #: The objects to ask for next; empty for a moment, while others are to be chosen.
+        #: The objects to probe next; empty for a moment, while others are chosen.
         self._questions: list[tuple[_Object, Kind, ObjectRef]] = []
-        #: The shard of the next piece that was missing last; None: ask for all shards.
+        #: The shard of the next piece that was missing last; None: probe all shards.
         self._missing: int | None = 0
-        #: Pieces to ask for where no shard is known to be missing.
+        #: Pieces to probe where no shard is known to be missing.
         self._ahead = 1
         self._due = self._marker_due = 0.0
         #: Name of the next object, once its folder was to be watched, and whether it is watched.
         self._name: str | None = None
         self._watched = False
-        #: Whether the storage failed to answer for the next object, and how long it then rests.
+        #: Whether the storage failed to answer for the next object, and how long it then pauses.
         self._failed = False
         self._backoff = 0.0
-        #: Whether the marker was seen: it counts when the pieces, asked for once more, are missing.
+        #: Whether the marker was seen: it counts if the pieces, probed once more, are missing.
         self._lost = False
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more is to be expected."""
+        """Whether the wait is complete or failed."""
         return self.complete or self.gave_up
 
     def cancel(self) -> None:
@@ -154,7 +153,7 @@ class Wait:
         self._service._forget(self)
 
     def _plan(self, shards: Mapping[Kind, int]) -> None:
-        """Choose what to ask for next."""
+        """Choose what to probe next."""
         self._name, self._watched = None, False
         count = self._ahead if self._missing is None else 1
         self._questions = [
@@ -164,7 +163,7 @@ class Wait:
         ]
 
     def _take(self, answers: Mapping[_Object, Presence], shards: Mapping[Kind, int]) -> list[bytes]:
-        """Use the answers to what was asked for; return the kind keys of the pieces that are there.
+        """Use the answers to the probes; return the kind keys of the pieces that are there.
 
         As many leading pieces as are returned are not in :attr:`seen` yet.
         """
@@ -189,7 +188,7 @@ class Wait:
 
 
 class WaitService:
-    """Asks one shelf for the pieces of all who wait.
+    """Probes one shelf for the pieces of all waits.
 
     Parameters
     ----------
@@ -228,11 +227,11 @@ class WaitService:
         self._lock = threading.Lock()
         self._waits: dict[Wait, None] = {}
         self._closed = False
-        #: Wakes the thread that asks.
+        #: Wakes the thread that probes.
         self._bell = _Bell()
-        #: Wakes those who sleep.
+        #: Wakes sleeping steps.
         self._progress = threading.Event()
-        #: Seconds of processor time for one question, and when a piece was seen last.
+        #: Seconds of processor time for one probe, and when a piece was seen last.
         self._cost = 0.0
         #: Seconds from the last round to the next.
         self._paused = 0.0
@@ -255,7 +254,7 @@ class WaitService:
         Parameters
         ----------
         pieces : Sequence of (Kind, Chunk)
-            What to wait for, in the order in which it is of use. Must not be changed afterwards.
+            What to wait for, in the order in which it is needed. Must not be changed afterwards.
         attempt : str
             Id of the producer's attempt, 32 hex digits, whose marker ends the wait; empty: none.
 
@@ -293,7 +292,7 @@ class WaitService:
         bool
             Whether a piece was seen, or a wait has ended, since the last call that returned True.
         """
-        # A thread that could not be started may be by now.
+        # A thread that could not be started before may start now.
         self._threads.ready()
         if not self._progress.wait(seconds):
             return False
@@ -329,7 +328,7 @@ class WaitService:
                 with self._lock:
                     waits = list(self._waits)
                 now = time.monotonic()
-                # Those who are due soon are asked for at once, so that rounds are few.
+                # Waits that are due soon are probed now, so that there are fewer rounds.
                 due = [wait for wait in waits if wait._due <= now + self._paused / 2]
                 if due:
                     self._try_round(due, sum(not wait._watched for wait in waits))
@@ -339,7 +338,7 @@ class WaitService:
                 self._sleep(min((wait._due for wait in waits), default=None), watcher)
 
     def _sleep(self, until: float | None, watcher: _Watcher) -> None:
-        """Wait until a time, a ring, or notice of something that somebody waits for."""
+        """Sleep until a time, a wake-up, or the notice of an object that a wait needs."""
         while True:
             seconds = None if until is None else max(0.0, until - time.monotonic())
             rung, noticed = self._bell.wait(seconds, watcher.fileno())
@@ -358,7 +357,7 @@ class WaitService:
                 self._back_off(wait, now)
 
     def _round(self, waits: list[Wait], polled: int) -> None:
-        """Ask for what these waits need next, and look for markers.
+        """Probe what these waits need next, and look for markers.
 
         Parameters
         ----------
@@ -370,7 +369,7 @@ class WaitService:
         questions = {name: (kind, ref) for wait in waits for name, kind, ref in wait._questions}
         answers = self._ask(questions)
         if self._threads.replaced():
-            # Another thread asks for the same.
+            # Another thread probes the same.
             return
         found = [(wait, wait._take(answers, self._shards)) for wait in waits]
         self._tell([key for _, seen in found for key in seen])
@@ -426,7 +425,7 @@ class WaitService:
                 self._log.error("a callback for objects that appeared raised", exc_info=error)
 
     def _finish(self, found: Sequence[tuple[Wait, list[bytes]]]) -> None:
-        """Show the waits which of their pieces are there, and end those that are over."""
+        """Pass the pieces that are there to the waits; end waits that are complete or failed."""
         progress = False
         with self._lock:
             for wait, there in found:
@@ -450,9 +449,9 @@ class WaitService:
         Parameters
         ----------
         polled : int
-            Number of waits that are asked for at such intervals.
+            Number of waits that are probed at such intervals.
         asked : int
-            Number of objects that this round has asked for.
+            Number of objects that this round has probed.
         used, passed : float
             Its processor time and its duration, in seconds.
         """
@@ -484,7 +483,7 @@ class WaitService:
             for wait, lost in zip(group, found, strict=True):
                 wait._marker_due = now + period
                 if lost:
-                    # A piece may have come before the marker: asked for once more, pieces win.
+                    # A piece may have appeared before the marker: probed once more, pieces win.
                     wait._lost, wait._due = True, 0.0
             pace.rest()
 
@@ -500,12 +499,12 @@ class _Bell:
 
     def ring(self) -> None:
         """Wake the thread, now or when it waits next."""
-        # A pipe that is full is bell enough.
+        # If the pipe is full, the thread is signalled already.
         with contextlib.suppress(BlockingIOError):
             os.write(self._rung, b"\0")
 
     def wait(self, seconds: float | None, other: int | None) -> tuple[bool, bool]:
-        """Wait for a ring or until `other` is readable; return whether each is true.
+        """Wait for :meth:`ring` or until `other` is readable; return whether each is true.
 
         Parameters
         ----------
@@ -533,12 +532,12 @@ class _Watcher:
         self._backend = backend
         self._views = views
         self._notices: Notices | None = None
-        #: Who waits for each object.
+        #: The waits for each object.
         self._names: dict[str, list[Wait]] = {}
         self._count = 0
 
     def fileno(self) -> int | None:
-        """Return what is readable when :meth:`read` has something to do; None: nothing is."""
+        """Return the descriptor that is readable when :meth:`read` has work, if there is one."""
         return None if self._notices is None else self._notices.fileno()
 
     def follow(self, waits: Sequence[Wait]) -> None:
@@ -547,8 +546,8 @@ class _Watcher:
         Parameters
         ----------
         waits : Sequence of Wait
-            All who wait. Those whose folders were not watched before become due once more: their
-            objects may have come meanwhile.
+            All waits. Those whose folders were not watched before become due once more, since their
+            objects may have appeared meanwhile.
         """
         if not waits:
             self.close()
@@ -562,7 +561,7 @@ class _Watcher:
                 self._watch(self._notices, [w for w in waits if w._questions and not w.ended])
                 self._count = len(waits)
         except (StorageError, OSError) as error:
-            # They are asked for at short intervals.
+            # They are probed at short intervals.
             logger.debug("folders could not be watched: %s", error)
             for wait in waits:
                 wait._watched = False
@@ -588,11 +587,11 @@ class _Watcher:
                     wait._due = 0.0
 
     def read(self) -> bool:
-        """Let those be due whose objects have appeared; return whether there are any."""
+        """Make waits due whose objects have appeared; return whether there are any."""
         appeared = None if self._notices is None else self._notices.appeared()
         if appeared is None:
             found = [wait for waits in self._names.values() for wait in waits]
-            # Folders may be among what was lost.
+            # Notices of folders may be lost too.
             self._count = 0
         else:
             found = [wait for name in appeared for wait in self._names.get(name, ())]

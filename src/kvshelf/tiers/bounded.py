@@ -1,13 +1,13 @@
-"""A directory of objects that stays below a number of bytes, whoever writes to it.
+"""A directory of objects that stays below a number of bytes, however many processes write to it.
 
-Owns when room is made in it, and how much, and whether two storages are one directory. What goes,
-and that only what is unused goes, is :mod:`kvshelf.capacity.collect`'s, as on a shelf: chunks and
-tails, each with all its shards and kinds, of which the directory knows no parents.
+Owns when room is made in it, and how much, and whether two storages are one directory. As on a
+shelf, :mod:`kvshelf.capacity.collect` chooses what is deleted, unused objects only: chunks and
+tails, each with all its shards and kinds. The directory knows no parents of them.
 
-How many bytes there are all processes count in the ledger (:mod:`kvshelf.tiers.ledger`). The
-estimate that bounds a shelf (:mod:`kvshelf.capacity.room`) would not do: it follows the free space
-of the filesystem, which other programs use as well; each process has one of its own, and takes half
-of the room that it sees; and what it does not know bounds nothing.
+All processes count the bytes in one ledger (:mod:`kvshelf.tiers.ledger`). The estimate that bounds
+a shelf (:mod:`kvshelf.capacity.room`) is not exact enough: it follows the free space of the
+filesystem, which other programs use as well; each process has its own, and takes half of the space
+that it sees; and unknown numbers bound nothing.
 
 Contracts
 ---------
@@ -41,14 +41,15 @@ from kvshelf.format.names import parse_path
 from kvshelf.shelf.pacing import GilPace
 from kvshelf.tiers.ledger import LEDGER, Ledger
 
-#: Share of the bound that is full after room was made: ten objects are scanned for each written.
+#: Share of the bound that is left in use when room is made: ten objects are scanned for each
+#: written.
 _FULL_AFTER: Final = 0.9
-#: A temporary that has not changed for so many seconds belongs to a writer that was killed.
+#: Seconds without a change after which a temporary belongs to a writer that was killed.
 _TEMPORARY_SECONDS: Final = 300.0
 
 
 class BoundedBackend(WrappedBackend):
-    """A directory that takes no object for which there is no room below a bound.
+    """A directory that refuses objects for which there is no room below a bound.
 
     Bad objects are removed from it, not quarantined.
 
@@ -71,7 +72,7 @@ class BoundedBackend(WrappedBackend):
 
     @property
     def properties(self) -> Properties:
-        """Those of the directory."""
+        """The properties of the directory."""
         return replace(self.inner.properties, can_quarantine=False)
 
     def write(
@@ -114,7 +115,7 @@ class BoundedBackend(WrappedBackend):
         return deleted
 
     def quarantine(self, name: str, target: str) -> bool:
-        """Remove what stands at `name`."""
+        """Remove the file at `name`."""
         return self.delete(name)
 
     def _has_room(self, size: int) -> bool:
@@ -132,7 +133,7 @@ class BoundedBackend(WrappedBackend):
         return use is not None
 
     def make_room(self, size: int, guard: GuardedBackend) -> Outcome:
-        """Scan the objects, and remove those that go first until `size` bytes fit.
+        """Scan the objects, and remove the first in the order of eviction until `size` bytes fit.
 
         Goes through all objects, in small steps: not for a thread whose caller waits. Does
         nothing when there is room and the last scan is recent.
@@ -146,7 +147,7 @@ class BoundedBackend(WrappedBackend):
         Returns
         -------
         Outcome
-            Also what was done before trouble of the directory, see
+            Also what was done before an error of the directory, see
             :func:`kvshelf.capacity.deletion.carry_out`.
 
         Raises
@@ -183,7 +184,7 @@ class BoundedBackend(WrappedBackend):
             if not full:
                 return False
             if outcome.count == noted:
-                # Another process was quicker. What is deleted here is noted, which reads as well.
+                # Another process was quicker. Noting the deletions here reads its changes as well.
                 with guard.tracked_write(LEDGER):
                     self.ledger.read()
             noted, used = outcome.count, self.ledger.last_used

@@ -101,14 +101,14 @@ def _key(fmt: ObjectFormat, ref: ObjectRef) -> _Key:
 
 
 class _PassOn:
-    """Tells the watchers of the storages behind a tier which threads the tier keeps."""
+    """Passes late calls of the tier's threads on to the watchers of the storages behind it."""
 
     def __init__(self, tier: DiskTier) -> None:
         self._tier = tier
 
     def on_late_call(self, thread: int) -> bool:
         guards = [guard for known in self._tier._before if (guard := known()) is not None]
-        # Tell every watcher, also after one has answered yes.
+        # Notify every watcher, also after one has answered yes.
         late = [watcher.on_late_call(thread) for guard in guards for watcher in guard.watchers]
         return any(late)
 
@@ -162,7 +162,7 @@ class DiskTier:
         self._pool = BufferPool(queue_bytes)
         self._work = threading.Condition()
         self._copies: OrderedDict[_Key, _Copy] = OrderedDict()
-        #: Those that are being written: several where a stuck thread has been replaced.
+        #: Copies that are being written: several where a stuck thread has been replaced.
         self._writing: list[_Key] = []
         # Its metrics are those of the shelf.
         self._uses = Uses(
@@ -242,7 +242,7 @@ class DiskTier:
             self._counters.add("disk_tier_breaker_opens")
 
     def attach(self, guard: GuardedBackend) -> None:
-        """Tell the watchers of `guard` which of their threads this directory keeps.
+        """Report to the watchers of `guard` which of their threads are stuck in this directory.
 
         Raises
         ------
@@ -269,12 +269,12 @@ class DiskTier:
 
     @property
     def guard(self) -> GuardedBackend | None:
-        """What all calls of the directory go through; None while it is not open."""
+        """The guard of all calls to the directory; None while it is not open."""
         shelf = self._opening.get()
         return None if shelf is None else shelf.backend
 
     def holds(self, fmt: ObjectFormat, refs: Sequence[ObjectRef]) -> list[bool]:
-        """Tell of which objects there are copies of the right size."""
+        """Return of which objects there are copies of the right size."""
         shelf = self.usable
         if shelf is None or not shelf.available:
             return [False] * len(refs)
@@ -295,7 +295,7 @@ class DiskTier:
         See :meth:`kvshelf.shelf.view.NamespaceView.load_named`.
         """
         ref = ObjectRef(fmt.named_chunk(parsed), parsed.shard)
-        # Folders have other names here.
+        # Folders have other names in the tier.
         parsed = replace(parsed, namespace=None)
         return self._load(fmt, ref, buffer, lambda view: view.load_named(parsed, buffer))
 
@@ -500,7 +500,7 @@ class DiskTier:
         return self._uses.flush(max(0.0, end - time.monotonic())) and written
 
     def close(self) -> None:
-        """Write what waits for at most a second, stop the thread. Idempotent."""
+        """Write queued copies for at most a second, stop the thread. Idempotent."""
         if self._closing.is_set():
             return
         if self.available:

@@ -198,7 +198,7 @@ class Ledger:
         except FileNotFoundError:
             return None
         except NotADirectoryError:
-            # So says the system of a link, too.
+            # The system reports this for a link, too.
             if os.path.islink(folder):
                 raise OSError(errno.ELOOP, f"{folder} is a link; remove it") from None
             return None
@@ -229,7 +229,7 @@ class Ledger:
             return False
 
     def _publish(self, used: int, mode: WriteMode) -> None:
-        # The number tells this file from a later one that gets the same inode.
+        # The number distinguishes this file from a later one that gets the same inode.
         head = _HEAD.pack(secrets.randbits(62), int(time.time()), used)
         self._backend.write(LEDGER, [head], mode)
 

@@ -43,8 +43,7 @@ class PinnedObject:
     Attributes
     ----------
     view : memoryview
-        The whole object, header included. It is written to only before :meth:`publish`, by who
-        reserved it.
+        The whole object, header included. Only its reserver writes to it, before :meth:`publish`.
     """
 
     __slots__ = ("_slot", "_tier", "view")
@@ -55,11 +54,11 @@ class PinnedObject:
         self.view = tier._memory.view(slot)
 
     def valid(self) -> bool:
-        """Tell that the bytes are the object: they stay so until :meth:`release`."""
+        """Return True: the bytes stay those of the object until :meth:`release`."""
         return True
 
     def publish(self) -> PinnedObject | None:
-        """Let an object be found whose memory was reserved: it is whole and verified.
+        """Publish an object whose memory was reserved: it is whole and verified.
 
         Returns the object that is there now, to be released in place of this one. None only where
         the object was removed since its memory was reserved, or another thread had entered it and
@@ -68,7 +67,7 @@ class PinnedObject:
         return self if self._tier._publish(self._slot) else self._tier._pin(self._slot.name)
 
     def release(self) -> None:
-        """End the pin; an object that was not published does not come. Called exactly once."""
+        """End the pin; an object that was not published is given up. Called exactly once."""
         self._tier._release(self._slot)
 
 
@@ -138,7 +137,7 @@ class MemoryTier:
     # ------------------------------------------------------------------------------------ reading
 
     def holds(self, fmt: ObjectFormat, refs: Sequence[ObjectRef]) -> list[bool]:
-        """Tell which of these objects are here."""
+        """Return which of these objects are here."""
         return self._memory.holds([_name(fmt, chunk, shard) for chunk, shard in refs])
 
     def touch(self, fmt: ObjectFormat, refs: Sequence[ObjectRef]) -> None:

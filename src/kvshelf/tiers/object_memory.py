@@ -1,4 +1,4 @@
-"""Objects of a shelf that lie in the memory of somebody else, such as a node server.
+"""Objects of a shelf that lie in memory of another process, such as a node server.
 
 Owns what a shelf asks of such a memory (:class:`ObjectMemory`), and the view of a namespace whose
 objects are looked for there and read in place (:class:`PinningView`, :class:`PinningShelf`).
@@ -6,8 +6,8 @@ objects are looked for there and read in place (:class:`PinningView`, :class:`Pi
 Contracts
 ---------
 * Lookups find what is in the memory or on the storage; stores ask the storage alone.
-* Who has the memory has verified the objects in it. That an object is the one that was asked for,
-  its parent included, is compared here.
+* The owner of the memory has verified the objects in it. Whether an object is the requested one,
+  its parent included, is checked here.
 * Calls of the memory have the deadlines and the circuit breaker of the storage behind it.
 * Any thread may call anything but an engine's step thread, which calls :meth:`PinningView.expect`.
 """
@@ -52,7 +52,7 @@ class ObjectMemory(Protocol):
         """
 
     def expect(self, names: Sequence[str], sizes: Sequence[int]) -> None:
-        """Take note that these objects are about to be loaded, in this order.
+        """Note that these objects are about to be loaded, in this order.
 
         Never blocks and never raises. Objects that are expected need not be loaded.
         """
@@ -68,7 +68,7 @@ class ObjectMemory(Protocol):
         Raises
         ------
         BadObjectError
-            If whoever has the memory found the object bad.
+            If the owner of the memory found the object bad.
         ObjectMissingError, NotRegularError, StorageError
             As for :meth:`kvshelf.backends.Backend.open`.
         """
@@ -98,7 +98,7 @@ class PinningView(NamespaceView):
         return self.backend.probe_by(names, lambda: self._memory.find(names, sizes))
 
     def expect(self, chunks: Sequence[Chunk], shards: Sequence[int]) -> None:
-        """Tell the memory what is about to be loaded, see :meth:`ShelfView.expect`."""
+        """Announce to the memory what is about to be loaded, see :meth:`ShelfView.expect`."""
         if not (self.available and self.pins):
             return
         names, sizes = self._names_and_sizes(
@@ -169,7 +169,7 @@ class PinningView(NamespaceView):
         try:
             self.fmt.verify_header(pinned.view, *ref)
         except BadObjectError as error:
-            # What is on the storage is read and judged as any other object.
+            # The object on the storage is read and verified as any other.
             pinned.release()
             self._log.warning("bytes in memory are not those of %s: %s", base, error)
             return None

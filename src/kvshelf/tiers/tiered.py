@@ -53,32 +53,32 @@ logger = logging.getLogger(__name__)
 
 
 class Reserved(Protocol):
-    """Memory of a tier for one object that is about to be read, which nobody finds yet."""
+    """Reserved tier memory for one object being read; not visible to lookups until published."""
 
     @property
     def view(self) -> memoryview:
         """Memory of the object's size, writable."""
 
     def publish(self) -> Pinned | None:
-        """Let the object be found, and pin it: `view` holds it, whole and verified.
+        """Publish the object, and pin it: `view` holds it, whole and verified.
 
         None only if it was removed meanwhile, or another thread had read it too and it is gone
         again. :meth:`release` is not called then.
         """
 
     def release(self) -> None:
-        """Give the memory back: the object does not come."""
+        """Give the memory back: the object is given up."""
 
 
 class Tier(Protocol):
-    """Something in front of a shelf that has copies of some of its objects."""
+    """A store in front of a shelf that has copies of some of its objects."""
 
     @property
     def available(self) -> bool:
         """Whether anything can be loaded from it."""
 
     def holds(self, fmt: ObjectFormat, refs: Sequence[ObjectRef]) -> list[bool]:
-        """Tell which of these objects are here."""
+        """Return which of these objects are here."""
 
     def load(self, fmt: ObjectFormat, ref: ObjectRef, buffer: memoryview) -> bool:
         """Fill `buffer`, or at least its payload; False when the object is not here or is bad."""
@@ -130,11 +130,11 @@ class TieredView(ShelfView):
         return self._shelf.probe(refs)
 
     def find(self, refs: Sequence[ObjectRef]) -> list[Presence]:
-        """Ask each tier for the objects that those before it do not have, then the shelf."""
+        """Probe each tier for the objects that those before it do not have, then the shelf."""
         return find_together([(self, refs)])[0]
 
     def nearby(self, refs: Sequence[ObjectRef]) -> list[Presence | None]:
-        """Ask the tiers alone, see :meth:`ShelfView.nearby`."""
+        """Probe the tiers alone, see :meth:`ShelfView.nearby`."""
         unknown = None if self._ask_shelf else Presence.MISSING
         answers: list[Presence | None] = [unknown] * len(refs)
         asked: Sequence[int] = range(len(refs))
@@ -192,7 +192,7 @@ class TieredView(ShelfView):
             tier.keep(self.fmt, ref, buffer)
 
     def expect(self, chunks: Sequence[Chunk], shards: Sequence[int]) -> None:
-        """Tell the shelf, see :meth:`ShelfView.expect`. It is not known what the tiers have."""
+        """Announce to the shelf, see :meth:`ShelfView.expect`. What the tiers have is not known."""
         self._shelf.expect(chunks, shards)
 
     @property

@@ -346,7 +346,7 @@ class Explainer:
         groups = ["_", salt_group_of(prompt.salt)] if prompt.salt else ["_"]
         found = [self._look(space, prompt, group, prompt.salt) for group in groups]
         by_salt = self._past is not None and self._past.header.get("group_by_salt") is True
-        # Of equals that one in which an engine looks.
+        # On a tie, prefer the group in which this engine looks.
         return max(reversed(found) if by_salt else found, key=lambda one: one.hit)
 
     def _look(self, space: _Space, prompt: AnyPrompt, group: str, salt: str) -> _Found:

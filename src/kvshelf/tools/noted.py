@@ -176,8 +176,8 @@ def header_text(past: Past, name: str) -> str:
 def still_bad(shelf: Shelf, pasts: Sequence[Past]) -> dict[str, str]:
     """Read the objects that engines of this machine have found bad, and return those that are.
 
-    An engine that stores replaces a bad object when it computes the chunk anew. Where all engines
-    are read-only nobody does.
+    An engine that stores replaces a bad object when it computes the chunk anew. Read-only engines
+    do not.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """Finds damaged files in the reserved folder at the root of a shelf.
 
 Owns the look at marks, pins and the record of sweeps for ``kvshelf doctor`` and ``kvshelf verify``.
-Who sweeps a shelf skips what is damaged there, so nothing else tells of it. Nothing is changed.
+Sweeps skip what is damaged there, so nothing else reports it. Nothing is changed.
 
 All functions block on the storage, on the calling thread.
 """
@@ -31,7 +31,7 @@ def damaged_marks(backend: Backend) -> Problems:
 
 
 def damaged_pins(backend: Backend) -> Problems:
-    """Yield the files of pins that pin nothing, or nobody knows what, and why.
+    """Yield the files of pins that pin nothing, or more than they should, and why.
 
     Raises
     ------

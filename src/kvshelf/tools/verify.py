@@ -338,7 +338,7 @@ def recovered(data: bytes, folder: str) -> Namespace | None:
     """Return the record that damaged bytes of a ``namespace.json`` certainly were.
 
     That is so if their JSON, in whatever encoding, has canonical bytes with the digest in the
-    folder's name: somebody has formatted the file, or something is behind its end.
+    folder's name: the file was reformatted, or something is behind its end.
 
     Parameters
     ----------

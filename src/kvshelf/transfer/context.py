@@ -1,4 +1,4 @@
-"""The objects that the stores and the loads of one transfer share, and what they have alike.
+"""The objects and functions that the stores and the loads of one transfer share.
 
 :class:`TransferContext` is immutable, its parts have their own locks: any thread may use it.
 """
@@ -132,7 +132,7 @@ class TransferContext:
 
 
 class TransferHalf(ABC):
-    """What the stores and the loads of a transfer have alike: each has its own lock and threads.
+    """The common base of a transfer's stores and loads: each has its own lock and threads.
 
     `kind` is ``load`` or ``store``, for the names of the threads.
     """
@@ -162,15 +162,15 @@ class TransferHalf(ABC):
 
     @abstractmethod
     def _run(self) -> None:
-        """Work, until there is no more, or another thread has taken the place of this one."""
+        """Work until the half is closed, or another thread has taken the place of this one."""
 
     @abstractmethod
     def _give_up_thread(self, thread: int) -> None:
-        """Give up what a stuck thread does."""
+        """Give up the work of a stuck thread."""
 
     @abstractmethod
     def _give_up_all(self) -> None:
-        """Give up what waits for the storage, as far as it cannot be called."""
+        """Give up work that waits for the storage and cannot be done without it."""
 
     def start(self) -> None:
         """Start the threads; RuntimeError if the system allows none."""

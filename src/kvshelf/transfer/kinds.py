@@ -175,7 +175,7 @@ class KindTransfers:
         return bool(self._active)
 
     def _stop_failed(self) -> None:
-        """Give up what is late, and the parts that are of no use because another one failed."""
+        """Give up late parts, and those that are useless because another one failed."""
         with self._lock:
             active = [load for load in self._active.values() if not load.finished]
         if not active:
@@ -235,7 +235,7 @@ class KindTransfers:
             transfer.retire()
 
     def end(self, join_seconds: float = 0.0) -> None:
-        """Tell the threads of transfers that were retired to end; drop what is queued."""
+        """End the threads of transfers that were retired; drop what is queued."""
         deadline = time.monotonic() + join_seconds
         for transfer in self.transfers.values():
             transfer.end(max(0.0, deadline - time.monotonic()))
@@ -249,7 +249,7 @@ class KindTransfers:
 def bytes_for_steps(
     formats: Sequence[ObjectFormat], plans: Mapping[Kind, ShardPlan], chunks: int
 ) -> int:
-    """Return how many bytes hold so many chunks of all kinds at once, beside the part of loads.
+    """Return how many bytes hold `chunks` chunks of all kinds at once, beside the part of loads.
 
     Of the states a quarter, as in :func:`share_out`.
 
@@ -322,7 +322,7 @@ def share_out(
         rest = total - sum(shares.values())
         weight = sum(weights[kind] for kind in sizes if kind not in shares)
         parts = {kind: int(rest * weights[kind] / weight) for kind in sizes if kind not in shares}
-        # Who would get too little gets the least; the others share what that leaves.
+        # Kinds whose part would be too small get their minimum; the others share the rest.
         short = {kind: least[kind] for kind, part in parts.items() if part < least[kind]}
         shares |= short or parts
     return {kind: shares[kind] for kind in sizes}

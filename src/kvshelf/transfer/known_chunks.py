@@ -38,8 +38,8 @@ class KnownChunks:
     ----------
     kind : Kind
     high_latency : bool
-        Lookups in other processes remember what is missing. On low-latency storage they probe
-        again anyway, and nobody asks what was published.
+        Lookups in other processes remember what is missing. On low-latency storage they probe again
+        anyway, so published chunks need not be noted.
     """
 
     def __init__(self, kind: Kind, *, high_latency: bool) -> None:
@@ -47,7 +47,7 @@ class KnownChunks:
         self._lock = threading.Lock()
         self._dropped_at: OrderedDict[bytes, float] = OrderedDict()
         self._published_at: OrderedDict[bytes, float] = OrderedDict()
-        #: Since the last calls that took them; it may be that no caller takes them.
+        #: Since the last calls that took them; perhaps no caller ever takes them.
         self._repaired: deque[bytes] = deque(maxlen=_PUBLISHED_MEMORY)
         self._published: deque[bytes] = deque(maxlen=_PUBLISHED_MEMORY if high_latency else 0)
 

@@ -1,4 +1,4 @@
-"""One load of a request: what it asks for, how much of it has arrived, and how it ended."""
+"""One load of a request: what it needs, how much of it has arrived, and how it ended."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ class Load:
 
     @property
     def wanted(self) -> int:
-        """Number of leading items that are still of use."""
+        """Number of leading items that are still useful."""
         if self.cancelled:
             return 0
         return len(self.items) if self.failed_at is None else self.failed_at
 
     @property
     def lacks(self) -> bool:
-        """Whether items that are of use have not arrived, and may yet."""
+        """Whether useful items have not arrived, and may yet."""
         return not self.finished and self.leading < self.wanted
 
     def arrive(self, item: int, objects: int, of: int) -> None:

@@ -3,7 +3,7 @@
 Owns the threads that read, and the loads in progress (:mod:`kvshelf.transfer.load`).
 
 A load: a load thread reads some objects of a chunk into staging buffers, verifies them and scatters
-them into the paged cache. Which objects, says :mod:`kvshelf.transfer.reads`. An object that lies in
+them into the paged cache. :mod:`kvshelf.transfer.reads` chooses the objects. An object that lies in
 memory already, or that a tier takes into memory, is scattered from there
 (:meth:`~kvshelf.shelf.view.ShelfView.fetch`): it takes no staging. When all objects of a load have
 arrived or were given up, the load is ``finished`` and says at which chunk it failed. Objects that
@@ -22,8 +22,8 @@ Contracts
   its staging buffer stays with it.
 * Of a paged cache only the slots given are written, between :meth:`Loads.load` and the moment
   at which the load is reported finished, however it ends: loaded, failed, cancelled or late.
-* Nothing unverified is ever scattered. Bytes of others are asked for their validity after the
-  scatter: where they were taken back meanwhile, the object counts as failed.
+* Nothing unverified is ever scattered. Memory of other owners is checked for validity after the
+  scatter: if it was taken back meanwhile, the object counts as failed.
 * What is pinned is given back exactly once, after the last scatter from it has ended and before
   the last load that needs it is reported finished.
 * One lock, held for queue operations and during completion callbacks.
@@ -79,7 +79,7 @@ class Loads(TransferHalf):
         #: Bytes of a chunk's objects that this worker reads.
         self.chunk_bytes = sum(context.fmt.object_size(shard) for shard in self._shards)
         self._done = threading.Condition(self._lock)
-        #: Most objects that a thread takes at once: so many that all threads find staging.
+        #: Most objects that a thread takes at once: few enough that all threads find staging.
         self._most = max(1, self._staging.for_loads // threads)
         #: All loads that are not finished or not yet polled, by request.
         self._active: dict[str, Load] = {}
@@ -107,7 +107,7 @@ class Loads(TransferHalf):
             names of their own.
         items : Sequence of ChunkSlots
         early : bool
-            The request does not wait for it yet: other loads go first. Needs `on_done`.
+            The request does not wait for it yet: other loads come first. Needs `on_done`.
         bytes_ahead : int
             Bytes of loads of other transfers, which share the storage with this one.
         on_done : Callable, optional
@@ -128,7 +128,7 @@ class Loads(TransferHalf):
             except DeviceUnavailableError:
                 usable = False
         if usable and not early:
-            # Without the lock: where there is use for it, a name for each object takes a while.
+            # Without the lock: a name for each object, where it is needed, takes a while.
             self._shelf.expect([item.chunk for item in items], self._shards)
         with self._lock:
             ahead = bytes_ahead + self.loading_bytes
@@ -231,7 +231,8 @@ class Loads(TransferHalf):
                     with self._lock:
                         following = self._reads.next_sharer(threading.get_ident(), task)
                     if following is None:
-                        # Before its load is finished: what the load has used is free from then on.
+                        # Before its load is finished: the memory that the load has used is free
+                        # from then on.
                         objects.release()
                     self._end_task(taker, ended)
                     taker = following
@@ -239,7 +240,7 @@ class Loads(TransferHalf):
                 objects.release()
 
     def _fetch(self, task: ReadTask, objects: Objects) -> Failure | None:
-        """Have the objects of a task in memory; otherwise return why not.
+        """Bring the objects of a task into memory; return why that failed, if it did.
 
         `objects` has all of them afterwards, or none: after a failure, or if no staging became
         free.
@@ -252,7 +253,7 @@ class Loads(TransferHalf):
         except Exception as error:  # noqa: BLE001 - the thread must go on
             return self._load_failed(task, task.shards[0], _failure_of(error), error)
         if fetched is None:
-            # Nobody waits for the objects of a thread that was stuck any more.
+            # No load waits any more for the objects of a thread that was stuck.
             return Failure.ERROR if task.late else None
         if isinstance(fetched, FailedRead):
             return self._load_failed(task, fetched.shard, _failure_of(fetched.error), fetched.error)
@@ -339,7 +340,7 @@ class Loads(TransferHalf):
             else:
                 for shard, payload in payloads.items():
                     memory.scatter(shard, item.slots, payload, fence)
-            # Bytes of others may have been taken back meanwhile.
+            # Memory of other owners may have been taken back meanwhile.
             if not all(objects.valid() for _, objects in arrived):
                 raise TransientStorageError(
                     "the memory that lent it was taken back while it was read; where this recurs,"
@@ -389,7 +390,7 @@ class Loads(TransferHalf):
             elif not task.late:
                 self._fail(load, task.item, failure)
                 return
-            # One that was late was given up before; its load may have waited for its scatter.
+            # A late task was given up before; its load may have waited for its scatter.
             self._settle(load)
 
     # ------------------------------------------------------------- failures
@@ -421,7 +422,7 @@ class Loads(TransferHalf):
             if stuck is None:
                 return
             for _, objects in self._reads.take_left(stuck):
-                # What was left to it is of no use without its own.
+                # Objects that were left to it are useless without its own.
                 objects.release()
             for task in (stuck, *stuck.sharers):
                 task.late = True
@@ -458,7 +459,7 @@ class Loads(TransferHalf):
 
     def _settle(self, load: Load) -> None:
         """Complete a load if no further object of it is wanted. Holds the lock."""
-        # Chunks after a failed one are of no use to this request.
+        # Chunks after a failed one are useless to this request.
         self._reads.drop(load)
         if load.leading >= load.wanted and not load.scattering:
             self._complete(load)
@@ -477,7 +478,7 @@ class Loads(TransferHalf):
             self._context.notify(load.on_done, load)
 
     def close(self) -> None:
-        """Fail the loads that are not finished and tell the threads to end."""
+        """Fail the loads that are not finished, and end the threads."""
         self._closing = True
         self._threads.close()
         with self._lock:

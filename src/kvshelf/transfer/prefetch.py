@@ -158,7 +158,7 @@ class KindMemory:
     def _takes(self, ref: ObjectRef, *, read: bool = False) -> bool:
         if ref.chunk.key in self._wanted:
             return True
-        # What is read into memory is read in place there.
+        # A read puts its object into memory only where it reads in place.
         return self._keeps and (self._in_place or not read)
 
     def _note_use(self, ref: ObjectRef) -> None:
@@ -182,7 +182,7 @@ class KindMemory:
         return len(chunks)
 
     def want(self, keys: Iterable[bytes]) -> None:
-        """Let objects of these chunks get into the memory until :meth:`unwant`."""
+        """Admit objects of these chunks to the memory until :meth:`unwant`."""
         with self._lock:
             self._wanted.update(keys)
 
@@ -222,7 +222,7 @@ class KindMemory:
         return all(self.retain(ObjectRef(chunk, shard)) for shard in self._shards)
 
     def drop(self, keys: Iterable[bytes]) -> None:
-        """Keep some chunks no longer. They stay here until they are evicted."""
+        """Unpin some chunks. They stay here until they are evicted."""
         with self._lock:
             pins = [self._pins.pop((key, shard), None) for key in keys for shard in self._shards]
         dropped = [pin for pin in pins if pin is not None]
@@ -309,7 +309,7 @@ class Prefetcher:
         #: The requests that need each chunk with reserved memory. The list may be empty while
         #: the chunk is still being read.
         self._users: dict[bytes, list[_Request]] = {}
-        #: Of these, the chunks that are being read, and those whose load ended without them.
+        #: The chunks among these that are being read, and those whose load ended without them.
         self._reading: set[bytes] = set()
         self._retries: dict[bytes, Chunk] = {}
         self._retry_at = 0.0
@@ -329,7 +329,7 @@ class Prefetcher:
         self._advance()
 
     def cancel_reads(self, request_id: str) -> None:
-        """Read no more for a request, since its load has begun. Chunks in memory stay."""
+        """Stop reading for a request, since its load has begun. Chunks in memory stay."""
         request = self._requests.get(request_id)
         if request is not None:
             request.ended = True
@@ -338,7 +338,7 @@ class Prefetcher:
                 self._transfer.cancel_early(load.request_id)
 
     def release(self, request_id: str) -> None:
-        """Keep the chunks no longer that no other request needs."""
+        """Unpin the chunks that no other request needs."""
         self.cancel_reads(request_id)
         request = self._requests.pop(request_id, None)
         if request is not None:
@@ -346,8 +346,8 @@ class Prefetcher:
             self._advance()
 
     def release_all(self) -> None:
-        """Keep no chunk any longer."""
-        # The reads of all are cancelled first, so that no request takes the room of another.
+        """Unpin all chunks."""
+        # All reads are cancelled first, so that no request takes the memory of another.
         for request_id in self._requests:
             self.cancel_reads(request_id)
         for request_id in list(self._requests):
@@ -373,7 +373,7 @@ class Prefetcher:
             if fresh:
                 self._read(request, fresh)
             if request.chunks:
-                # Later requests would take the room that this one waits for.
+                # Later requests would take the memory that this one waits for.
                 return
 
     def _reserve(self, request: _Request) -> list[Chunk]:
@@ -407,7 +407,7 @@ class Prefetcher:
         ]
         self._reading.update(chunk.key for chunk in chunks)
         request.loads = [load for load in request.loads if not load.finished]
-        # A load of its own, since the request's earlier chunks are being read already.
+        # In a separate load, since the request's earlier chunks are being read already.
         request.loads.append(
             self._transfer.load(name, items, early=True, on_done=self._finished.append)
         )
@@ -467,7 +467,7 @@ class Prefetcher:
                 self._released.append((rest, key))
 
     def _drop(self) -> None:
-        """Unpin what no request needs any more, once nothing is read for it."""
+        """Unpin chunks that no request needs any more, once nothing is read for them."""
         gone = []
         # Limited per step, since each chunk takes a microsecond or two.
         for _ in range(min(_DROPS_PER_STEP, len(self._released))):

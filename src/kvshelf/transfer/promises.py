@@ -1,9 +1,9 @@
-"""What an engine has promised to others, and what becomes of it.
+"""The chunks that an engine has promised to others, and what becomes of them.
 
 Owns the account of broken promises, and the thread that writes their markers
 (:mod:`kvshelf.shelf.markers`). An engine that hands a request over promises that all chunks of the
 prompt will be stored. If one of them is dropped, fails or is lost at shutdown, the promise is
-broken: a marker says so to the engine that waits for the chunks. Also tells the walk which tails
+broken: a marker informs the engine that waits for the chunks. Also reports to the walk which tails
 were stored, promised or not, and notes the use of those that were loaded.
 
 Contracts
@@ -35,7 +35,7 @@ from kvshelf.transfer.stores import OnStored, StoreOutcome, StoreResult
 
 logger = logging.getLogger(__name__)
 
-#: Attempts of which it is remembered that they are broken.
+#: Most broken attempts that are remembered.
 _BROKEN_MEMORY: Final = 4096
 #: Most markers that wait to be written.
 _MOST_QUEUED: Final = 1024
@@ -95,7 +95,7 @@ class Promises:
     # ------------------------------------------------------------- the outcomes of stores
 
     def watch(self, attempt: str) -> OnStored:
-        """Return what a promised store of an attempt, or that of a tail, calls at its end.
+        """Return the callback for the end of a promised store of an attempt, or of a tail.
 
         `attempt` is empty where no engine waits for it.
         """
@@ -105,7 +105,7 @@ class Promises:
         return functools.partial(self._ended, attempt)
 
     def note(self, attempt: str, chunk: Chunk, outcome: StoreOutcome) -> None:
-        """Note what became of the call that should queue a watched store."""
+        """Note the result of the call that should queue a watched store."""
         if outcome is StoreOutcome.KNOWN:
             self._note_tail(chunk)
         elif outcome is not StoreOutcome.QUEUED and attempt:
@@ -135,7 +135,7 @@ class Promises:
     # ------------------------------------------------------------- markers
 
     def give_up(self, attempt: str) -> None:
-        """Note that a promise is broken. The first call for an attempt has its marker written."""
+        """Note that a promise is broken. The first call for an attempt queues its marker."""
         with self._changed:
             if attempt in self._broken:
                 return
@@ -171,9 +171,9 @@ class Promises:
             logger.debug("a marker was not written: %s", error)
 
     def close(self, seconds: float = 0.0) -> None:
-        """Take no more; wait so long for the markers that are not written. Idempotent.
+        """Take no more; wait for a limited time for unwritten markers. Idempotent.
 
-        The thread goes on afterwards, until all are written.
+        The thread continues afterwards, until all are written.
         """
         deadline = time.monotonic() + seconds
         with self._changed:

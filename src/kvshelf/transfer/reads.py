@@ -13,15 +13,15 @@ once, for all of them.
 
 Where the caches prefer whole chunks (:attr:`~kvshelf.kv.caches.KVMemory.whole_chunks`), a thread
 leaves its objects to a thread that still reads others of the same chunk; the last of them scatters
-all. So what is left has a taker that needs no further staging, and no thread waits. A thread
-scatters what was left to it before it takes staging.
+all. So the objects left over have a thread that needs no further staging for them, and no thread
+waits. A thread scatters what was left to it before it takes staging.
 
 Contracts
 ---------
 * :class:`Reads` has no lock: its methods are called with that of the loads held. Only
   ``ReadTask.reading`` is set without it: a thread that sees it too late scatters by itself.
 * Each object of a load is taken at most once: in a task, or in a share of another load's task.
-* What a thread leaves to another one is released by that one, or by who gives it up.
+* What a thread leaves to another one is released by that one, or by the thread that gives it up.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Objects:
             self.payloads[shard] = self._context.payload(one, chunk, shard)
 
     def valid(self) -> bool:
-        """Tell whether the bytes were the objects' until now."""
+        """Whether the bytes were the objects' until now."""
         return all(one.valid() for one in self._fetched)
 
     def release(self) -> None:
@@ -100,7 +100,7 @@ class ReadTask:
 
     @property
     def wanted(self) -> bool:
-        """Whether the objects are still of use to the load."""
+        """Whether the load still needs the objects."""
         return not self.load.finished and self.item < self.load.wanted
 
 
@@ -109,7 +109,7 @@ Arrived: TypeAlias = tuple[ReadTask, Objects]
 
 
 class _Untaken:
-    """What no thread has taken of a load: a flag for each object, over items and shards."""
+    """The objects of a load that no thread has taken: a flag for each, over items and shards."""
 
     __slots__ = ("first", "load", "taken")
 
@@ -141,11 +141,11 @@ class Reads:
         self._oldest_next = True
         #: The task of each thread.
         self._tasks: dict[int, ReadTask] = {}
-        #: Those whose objects are being read, so that other loads may share them.
+        #: Tasks whose objects are being read, so that other loads may share them.
         self._shared: set[ReadTask] = set()
 
     def add(self, load: Load) -> None:
-        """Have the objects of a load read."""
+        """Queue the objects of a load."""
         queue = self._early_queue if load.early else self._queue
         queue[load] = untaken = _Untaken(load, len(self._shards))
         for task in self._shared:
@@ -245,12 +245,12 @@ class Reads:
         return None
 
     def end(self, thread: int) -> ReadTask | None:
-        """Forget the task of a thread, and return it; who needs its objects has them read again."""
+        """Forget and return a thread's task; other loads that need its objects read them again."""
         task = self._tasks.pop(thread, None)
         if task is not None:
             self._shared.discard(task)
         return task
 
     def share_no_more(self, task: ReadTask) -> None:
-        """Let no load join a read that fails."""
+        """Stop loads from joining a read that fails."""
         self._shared.discard(task)

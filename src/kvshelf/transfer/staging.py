@@ -45,7 +45,7 @@ _LOAD_SHARE = 0.25
 
 
 class Region(Protocol):
-    """Memory of somebody else, until it is released.
+    """Memory of another owner, usable until it is released.
 
     Attributes
     ----------
@@ -119,13 +119,13 @@ class StagingBuffer:
         self._part_at = (0, len(self.view))
 
     def part(self, start: int, stop: int) -> torch.Tensor:
-        """Return some of the bytes, as a tensor; quick for those that were asked for last."""
+        """Return some of the bytes, as a tensor; quick for those returned last."""
         if self._part_at != (start, stop):
             self._part, self._part_at = self.tensor[start:stop], (start, stop)
         return self._part
 
     def valid(self) -> bool:
-        """Tell that nobody else writes to the bytes until :meth:`release`."""
+        """Whether nothing else writes to the bytes until :meth:`release`."""
         return True
 
     def release(self) -> None:
@@ -227,7 +227,7 @@ class StagingPool:
             else:
                 stack.callback(region.release)
                 view = region.view
-                # Who gets the memory next must not find it page-locked.
+                # The next user of the memory must not find it page-locked.
                 if pinned:
                     stack.callback(page_lock(view, self._device, size))
                 # vLLM's step runs under inference_mode. Other threads cannot write to tensors that

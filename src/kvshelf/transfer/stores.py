@@ -127,7 +127,7 @@ class Stores(TransferHalf):
         self._finite = FiniteCheck(context.fmt) if check_finite else None
         self._idle = threading.Condition(self._lock)
         self._queue: deque[_StoreJob] = deque()
-        #: Queued stores that are promised: they go before those in the queue.
+        #: Queued stores that are promised: they run before those in the queue.
         self._promised: deque[_StoreJob] = deque()
         #: The job of each store thread.
         self._running: dict[int, _StoreJob] = {}
@@ -251,7 +251,7 @@ class Stores(TransferHalf):
         victims: list[_StoreJob] = []
         found = 0
         with self._lock:
-            # The last ones: the others' children are worth nothing without them.
+            # The last ones: children of the others would be useless without their parents.
             for job in reversed(self._queue):
                 if found >= count:
                     break
@@ -327,7 +327,7 @@ class Stores(TransferHalf):
             if answer is not Presence.PRESENT or job.repair
         ]
         if found and not shelf.backend.has_room(sum(size for *_, size in found)):
-            # Some of the objects alone would be of no use.
+            # Some of the objects alone would be useless.
             raise NoRoomError(errno.ENOSPC, "not stored: a bound of the shelf is reached")
         for ref, answer, buffer, size in found:
             object_buffer = buffer.view[:size]
@@ -381,7 +381,7 @@ class Stores(TransferHalf):
         if isinstance(error, (UnavailableStorageError, DeviceUnavailableError)):
             reason = Reason.UNAVAILABLE
         elif isinstance(error, NoRoomError):
-            # Whoever has the bound has logged it.
+            # The owner of the bound has logged it.
             reason = Reason.NO_ROOM
         elif not isinstance(error, StorageError):
             self._log.error("a chunk was not stored", exc_info=error, about=("store", type(error)))
@@ -476,7 +476,7 @@ class Stores(TransferHalf):
             self._work.notify_all()
 
     def close(self) -> None:
-        """Drop the queued stores and tell the threads to end."""
+        """Drop the queued stores, and end the threads."""
         self._closing = True
         self._threads.close()
         self._end_queued(StoreResult.LOST)
@@ -484,7 +484,7 @@ class Stores(TransferHalf):
             self._work.notify_all()
 
     def join(self, seconds: float) -> None:
-        """Wait for the threads that are not stuck; who waits for promised chunks is told."""
+        """Wait for the threads that are not stuck; report promised chunks that are lost."""
         super().join(seconds)
         with self._lock:
             left = [job for job in self._running.values() if job.promised and not job.ended]

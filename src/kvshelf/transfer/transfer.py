@@ -67,7 +67,7 @@ class Transfer:
     on_thread_start : Callable, optional
         Called first on each thread with ``"load"`` or ``"store"``, to set its processors.
     quiet : bool
-        Write failures to the debug log only: nobody depends on these chunks.
+        Write failures to the debug log only: no request depends on these chunks.
     history : History, optional
         Gets what becomes of chunks.
 
@@ -149,7 +149,7 @@ class Transfer:
         self._stores.retire()
 
     def end(self, join_seconds: float = 0.0) -> None:
-        """Tell the threads of a transfer that was retired to end; drop what is queued."""
+        """End the threads of a transfer that was retired; drop what is queued."""
         self._stores.close()
         self._stores.join(join_seconds)
 

@@ -1,9 +1,9 @@
 """kvshelf's vLLM connector: the only package of kvshelf that imports vllm.
 
-Owns the plugin, which registers ``SharedStorageConnector`` with vLLM, has ids of multimodal items
-marked (:mod:`kvshelf.vllm.item_ids`), has configurations know when they were made
-(:mod:`kvshelf.vllm.published`), and the check of vLLM's version. Importing this package
-does not import vllm, nor torch.
+Owns the check of vLLM's version, and the plugin, which registers ``SharedStorageConnector`` with
+vLLM, marks the ids of multimodal items (:mod:`kvshelf.vllm.item_ids`) and records when
+configurations were made (:mod:`kvshelf.vllm.published`). Importing this package does not import
+vllm, nor torch.
 """
 
 from __future__ import annotations

@@ -23,11 +23,11 @@ KV of requests with such an adapter is neither stored nor loaded.
 
 Contracts
 ---------
-* Files are looked at on threads of their own, at most one for each adapter and side, and hashed
-  where they have changed. Nobody waits for them: a request's lookup goes on when its digest is
-  there. Where that takes longer than a second, further requests of this adapter are computed
-  without the shelf, so that only these suffer if the files' storage never answers. A worker stores
-  nothing for an adapter until it has hashed the files.
+* Threads of their own, at most one for each adapter and side, check the files and hash those that
+  have changed. No step waits for them: a request's lookup continues when its digest is known. Where
+  that takes longer than a second, further requests of this adapter are computed without the shelf,
+  so that only these suffer if the files' storage never answers. A worker stores nothing for an
+  adapter until it has hashed the files.
 * What vLLM has loaded for an id is compared with a load's chunks when the load begins and again
   when it ends. If the files are replaced between a lookup and the first time that vLLM reads them,
   which may be after the load, one answer may depend on both contents, as with vLLM's own prefix
@@ -95,7 +95,7 @@ class _Hashing:
     def __init__(self, work: Callable[[], bytes]) -> None:
         self.digest: bytes | None = None
         self.problem = ""
-        #: Whether there is a digest or a problem.
+        #: Set once there is a digest or a problem.
         self.done = False
         self._lock = threading.Lock()
         self._waiting: list[Callable[[], None]] = []
@@ -158,7 +158,7 @@ class AdapterDigests:
         self._hashings: dict[tuple[int, str], _Hashing] = {}
         #: By path, the stamp of the files that were hashed last, and their digest.
         self._read_before: dict[str, tuple[_Stamp, bytes]] = {}
-        # Never removed: the digest of an id that changed would pass for its first one.
+        # Never removed: else a changed digest of an id would count as its first one.
         self._digests: dict[int, bytes] = {}
         self._untrusted: set[int] = set()
         self._warned: set[tuple[int, str]] = set()
@@ -167,7 +167,7 @@ class AdapterDigests:
         self._in_engine_cache: dict[tuple[str, str], dict[int, bytes] | None] = {}
 
     def ask(self, adapter: Any, tell: Callable[[bytes | None], None]) -> None:
-        """Have `tell` called once with the digest for a request's adapter; does not block.
+        """Call `tell` once with the digest for a request's adapter, perhaps later; does not block.
 
         Parameters
         ----------
@@ -340,7 +340,7 @@ class LoadedAdapters:
             return
 
         def content() -> bytes:
-            # Without a cache, which would be one file more to read: stores are dropped meanwhile.
+            # Not cached: a cache would be one more file to read, and stores are dropped meanwhile.
             found = _digest(path, self._settings, FingerprintCache(None))
             if before is not None and _stamp(path) != before:
                 raise ConfigError("its files changed while they were loaded")
@@ -376,7 +376,7 @@ class LoadedAdapters:
         return hashing is None or not hashing.overdue
 
     def is_undecided(self, content: AdapterContent | None) -> bool:
-        """Whether it will soon be known what was loaded for an id."""
+        """Whether the digest of what was loaded for an id will be known soon."""
         hashing = None if content is None else self._hashings.get(content.number)
         return hashing is not None and not hashing.done and not hashing.overdue
 

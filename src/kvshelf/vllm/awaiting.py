@@ -1,19 +1,19 @@
 """The hand-overs that requests of this engine wait for.
 
-Owns which requests wait, until when, for which objects, and how each wait ends. The objects are
-looked for by :class:`kvshelf.shelf.waits.WaitService`, and the scheduler side asks in each step
-whether a request still waits.
+Owns which requests wait, until when, for which objects, and how each wait ends.
+:class:`kvshelf.shelf.waits.WaitService` looks for the objects, and the scheduler side checks in
+each step whether a request still waits.
 
 A wait begins when its request arrives, and ends in one of these ways, each of which is counted:
 
 * ``complete``: everything that was promised is on the shelf;
 * ``gave_up``: the producer's marker says that a part will never be;
 * ``late``: the deadline has passed;
-* ``other_namespace``: the producer's KV is of no use to this engine;
+* ``other_namespace``: this engine cannot use the producer's KV;
 * ``invalid``: the params are malformed, or do not fit the request;
 * ``refused``: too many requests wait already.
 
-Or it ends uncounted with its request, which may be aborted, or computed because vLLM has its KV.
+A wait also ends, uncounted, when its request is aborted or served from vLLM's own cache.
 
 Contracts
 ---------
@@ -48,9 +48,9 @@ Outcome: TypeAlias = Literal[
     "complete", "gave_up", "late", "other_namespace", "invalid", "refused", "unneeded"
 ]
 
-#: Time after which a lookup is started again to which the storage gave no answer.
+#: Seconds until a lookup that the storage did not answer is started again.
 RETRY_SECONDS: Final = 0.25
-#: A request that arrives meanwhile is delayed by at most so much.
+#: Longest sleep of a step, in seconds: a request that arrives meanwhile waits that long.
 _LONGEST_REST: Final = 10e-3
 
 
@@ -69,7 +69,7 @@ class Awaited:
     wait : Wait or None
         None until it is known what is missing.
     retry_at : float
-        There is no lookup until then.
+        No lookup is started before that.
     """
 
     __slots__ = (
@@ -113,7 +113,7 @@ class Awaited:
         return self._first + self._full[seen]
 
     def is_overdue(self, now: float) -> bool:
-        """Whether the request has waited in vain, and may wait for nothing else either."""
+        """Whether the wait failed (late, or the producer gave up) and its deadline has passed."""
         return self.outcome in ("late", "gave_up") and now >= self.deadline
 
     def begin(self, wait: Wait, first: int, pieces: Sequence[Piece]) -> None:
@@ -126,7 +126,7 @@ class Awaited:
         self._full = list(itertools.accumulate(full, initial=0))
 
     def drop(self) -> None:
-        """Forget what was seen, and ask for nothing more."""
+        """Forget what was seen, and cancel the wait."""
         if self.wait is not None:
             self.wait.cancel()
         self.wait, self._first, self._full, self._places = None, 0, (0,), {}
@@ -229,7 +229,7 @@ class Awaiting:
             self.forget(request_id)
 
     def longest_rest(self) -> float:
-        """Return for how long a step may sleep in which nothing else is to be done, in seconds."""
+        """Return for how many seconds a step without other work may sleep."""
         first = min((one.deadline for one in self._waiting.values()), default=0.0)
         return min(_LONGEST_REST, first - self.clock())
 

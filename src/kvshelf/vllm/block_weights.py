@@ -39,7 +39,7 @@ class BlockWeights:
         self._blocks: dict[int, int] = {}
 
     def begin(self) -> None:
-        """Begin a period: the weights may be others from now on."""
+        """Begin a period: the weights may differ from now on."""
         self.period += 1
 
     def settle(self, *, changed: bool) -> None:
@@ -48,7 +48,7 @@ class BlockWeights:
             self._first_valid = self.period
 
     def lose(self) -> None:
-        """Note that it is not known which blocks a step filled: none of before counts any more."""
+        """Note that it is unknown which blocks a step filled: all earlier blocks count as old."""
         if self.period:
             self.begin()
             self.settle(changed=True)

@@ -27,7 +27,7 @@ import vllm
 
 from kvshelf.vllm import check_vllm_version, register
 
-# Before importing names that other versions lack, so that their users get a helpful message.
+# Checked before the import of names that other versions lack, so that users get a clear message.
 check_vllm_version(vllm.__version__)
 
 # ruff: noqa: E402
@@ -162,7 +162,7 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
         _check_other_loads(vllm_config, others)
         url, server = self._config.shared_storage_path, self._config.server
         if server is not None or directory_of(url or "") is None:
-            # A remote store. It is not known here which tier a hit will come from.
+            # A remote store. The tier from which a hit will come is not known here.
             self._cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED
         self._counters = Counters()
         device = getattr(vllm_config, "device_config", None)
@@ -261,7 +261,7 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
         self._as_worker().wake_up()
 
     def weights_changed(self, version: str = "") -> None:
-        """Say that this worker's weights are about to change in place.
+        """Announce that this worker's weights are about to change in place.
 
         kvshelf notices when vLLM's own methods change weights, or the model's ``load_weights``.
         Code that changes them otherwise, such as a worker extension that writes into parameters,
@@ -402,7 +402,7 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request; return whether it keeps its blocks, and what it hands over.
 
-        Where the request asked for a hand-over, the answer is what another engine needs to know
+        Where the request wants a hand-over, the answer is what another engine needs to know
         (:mod:`kvshelf.vllm.handover`). Its blocks are kept until :meth:`get_finished` of all
         workers has named the request, if stores of its chunks may have been postponed.
         """
@@ -416,7 +416,7 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_contained(lambda *_: False)
     def reset_cache(self) -> bool | None:
-        """Forget lookups' results and have the workers compare their weights; objects stay."""
+        """Forget lookups' results and let the workers compare their weights; objects stay."""
         return self._as_scheduler().reset()
 
     # ------------------------------------------------------------- both
@@ -551,7 +551,7 @@ def _begin_history(
     least = 2 * WITH_RECORD if scheduler else 2 * HEADER
     return History.open(
         folder,
-        # The processes of an engine share the bytes, but for very many.
+        # The processes of an engine share the bytes, unless there are very many.
         nbytes=max(least, LARGEST // (1 + int(parallel.world_size))),
         header_bytes=WITH_RECORD if scheduler else HEADER,
         on_thread_start=widen_cpu_affinity,
@@ -655,7 +655,7 @@ def _why_no_stores(config: Config, transfer: Any, ranks: int) -> str:
 
 
 def _apply_load_failure_policy(transfer: Any, policy: Literal["recompute", "vllm"]) -> None:
-    """Have vLLM recompute tokens whose load fails, unless `policy` leaves that to vLLM.
+    """Let vLLM recompute tokens whose load fails, unless `policy` leaves that to vLLM.
 
     Raises
     ------

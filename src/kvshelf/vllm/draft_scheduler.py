@@ -1,7 +1,7 @@
 """The scheduler side of a drafter's KV: its namespace, and what may be stored in it.
 
-Chunks of the drafter's KV are stored and loaded beside those of the model. No lookup asks for them:
-a load reads those that are there.
+Chunks of the drafter's KV are stored and loaded beside those of the model. No lookup searches for
+them: a load reads those that are there.
 
 The drafter computes KV from KV of all tokens before. So behind a token without KV of the drafter
 it computes KV that belongs to no prefix, and this side keeps such KV from being stored. It may lie
@@ -89,7 +89,7 @@ class _Progress:
     loaded : int
         End of the tokens that a load was planned for.
     fresh : int
-        Behind the tokens at hand, until where marks of spoiled blocks were removed.
+        Behind the known tokens, the end up to which marks of invalid blocks were removed.
     good : int
         From this token on the drafter's KV does not belong to the prefix.
     running : bool
@@ -160,7 +160,7 @@ class DraftScheduler:
             if report.disabled_reason:
                 self._disable(report.disabled_reason, quiet=report.already_logged)
         if self._target and target is not None and target.digest != self._target:
-            # It is not known whether those of the drafter changed as well.
+            # The weights of the drafter may have changed as well.
             self._disable("the engine's weights were changed in place")
         known = self._reports.get(0)
         if (
@@ -256,7 +256,7 @@ class DraftScheduler:
                 self._clear(request, progress, before)
 
     def _admit(self, request: Any, progress: _Progress, computed: int) -> None:
-        """Find the first token at hand without KV of the drafter that belongs to the prefix."""
+        """Find the first known token without KV of the drafter that belongs to the prefix."""
         at_hand = min(progress.at_hand, computed)
         if computed > max(at_hand, progress.loaded):
             # Another connector has loaded the model's KV.
@@ -270,12 +270,12 @@ class DraftScheduler:
         if progress.good < computed:
             self._spoil(request, progress, progress.good)
         else:
-            # What a load did not deliver is computed.
+            # Tokens that a load did not deliver are computed.
             progress.good = sys.maxsize
         progress.fresh = at_hand
 
     def _clear(self, request: Any, progress: _Progress, computed: int) -> None:
-        """Forget that blocks were spoiled that have been loaded or computed anew.
+        """Remove the marks of invalid blocks that were loaded or computed anew.
 
         vLLM's prefix cache did not have them when it was searched. Blocks of the same hash that
         were found spoiled since then may be in it.
@@ -287,14 +287,14 @@ class DraftScheduler:
         progress.fresh = max(progress.fresh, computed)
 
     def _spoil(self, request: Any, progress: _Progress, token: int) -> None:
-        """Remember that the drafter's KV of a request is of no use from a token on."""
+        """Remember that the drafter's KV of a request is invalid from a token on."""
         if token < progress.good or progress.unnamed < 0:
             progress.unnamed = token // self._block_size
         progress.good = min(progress.good, token)
         self._name(request, progress)
 
     def _name(self, request: Any, progress: _Progress) -> None:
-        """Remember a spoiled block by its hash, if vLLM has computed it by now."""
+        """Remember an invalid block by its hash, if vLLM has computed it by now."""
         if 0 <= progress.unnamed < len(request.block_hashes):
             self._spoiled[request.block_hashes[progress.unnamed]] = self._step
             progress.unnamed = -1

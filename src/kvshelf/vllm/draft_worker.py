@@ -9,9 +9,9 @@ drafts would be accepted. So its KV is stored in a namespace of its own, by a se
 Contracts
 ---------
 * All methods run on the worker's step thread.
-* A drafter's KV decides how many drafts are accepted, and no answer. So nothing here raises, no
-  failure is reported to vLLM, and whatever cannot be served is left out with one warning.
-* Of each load the scheduler side is told from which token on the drafter's KV is missing.
+* A drafter's KV decides how many drafts are accepted, but changes no answer. So nothing here
+  raises, no failure is reported to vLLM, and what cannot be served is left out with one warning.
+* For each load it reports to the scheduler side from which token on the drafter's KV is missing.
 * A load writes to its blocks until it is no longer in :meth:`DraftWorker.loading`.
 """
 
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 class _DraftCounters(Counters):
-    """Counts chunks of a drafter apart from the model's, and what the storage does with them.
+    """Counts a drafter's chunks, and what the storage does with them, apart from the model's.
 
     All other counters and all durations are about the model's chunks.
     """
@@ -200,7 +200,7 @@ class DraftWorker:
         self.stop_loads()
 
     def fall_asleep(self, seconds: float) -> None:
-        """Publish what is staged, and stop using the caches: their memory goes. Idempotent."""
+        """Publish what is staged, and stop using the caches: their memory is freed. Idempotent."""
         self.stop_loads()
         if self._transfer is not None:
             self._transfer.drain(seconds)
@@ -211,7 +211,7 @@ class DraftWorker:
         self._registration.resume()
 
     def stop_loads(self) -> None:
-        """Give up the loads that are not over."""
+        """Give up the loads that have not ended."""
         for load, op in self._ops.items():
             self._missing.append((op.request_id, op.start))
             if self._transfer is not None:
@@ -282,7 +282,7 @@ class DraftWorker:
         self._missing.append((op.request_id, op.start))
 
     def loading(self) -> set[str]:
-        """Return the requests whose loads are not over; note what the others have not loaded."""
+        """Return the requests whose loads have not ended; note what the others have not loaded."""
         transfer = self._transfer
         if transfer is not None and self._ops:
             for load in transfer.poll():
@@ -301,7 +301,7 @@ class DraftWorker:
             groups = self._registration.memories[FULL].slots
             size = self._config.chunk_size
             slots = slots_to_store(groups, op.block_ids, op.draft.index, size)
-            # What waits for the chunk does not wait for the drafter's KV, but profits from it.
+            # Requests that wait for the chunk do not wait for the drafter's KV, but profit from it.
             transfer.store(ChunkSlots(op.draft, slots), age=op.age, promised=bool(op.attempt))
         except Exception as error:  # noqa: BLE001 - drafts are accepted less often
             self._log.error("a chunk of a drafter's KV was not stored", exc_info=error)

@@ -1,9 +1,9 @@
-"""Which outputs of encoders are of weights that the engine no longer has.
+"""Encoder outputs that were computed with weights that the engine no longer has.
 
-vLLM keeps what its encoder made of an image, audio or video, by the item's id, and forgets it after
-a change of weights only where it is told to (``reset_encoder_cache``; ``reload_weights`` and a
-pause with ``clear_cache`` do). KV that is computed of such an output is neither of the old weights
-nor of the new ones. So requests with these items are treated as requests with old blocks are
+vLLM caches the encoder's output for an image, audio or video by the item's id. After a change of
+weights it drops these only on demand (``reset_encoder_cache``; ``reload_weights`` and a pause with
+``clear_cache`` call it). KV that is computed of such an output is neither of the old weights nor of
+the new ones. So requests with these items are treated as requests with old blocks are
 (:mod:`kvshelf.vllm.block_weights`): what they compute is not stored.
 
 Owns the wrappers of vLLM's ``EncoderCacheManager``, which lives in the scheduler's process, and the
@@ -26,7 +26,7 @@ _managers: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary(
 
 @functools.cache
 def watch() -> None:
-    """Have each manager that vLLM makes from now on be known, and its resets. Idempotent.
+    """Register each manager that vLLM makes from now on, and its resets. Idempotent.
 
     Raises
     ------
@@ -71,14 +71,14 @@ class EncoderOutputs:
         self._said = False
 
     def begin(self) -> None:
-        """Note that the weights may be others from now on."""
+        """Note that the weights may differ from now on."""
         before = self._round or {}
         self._round = {
             manager: before.get(manager, set()).union(manager.cached) for manager in _managers
         }
 
     def settle(self, *, changed: bool) -> bool:
-        """Note whether the weights are others than when the last round began.
+        """Note whether the weights differ from those at the begin of the last round.
 
         Returns
         -------

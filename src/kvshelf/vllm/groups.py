@@ -18,7 +18,7 @@ Contracts
 * The KV of a model with one group and without states is of kind full, also with a sliding window:
   each of its chunks is one kind of object, and a hit needs all of them.
 * Which groups are the drafter's follows from the names of the model's layers, which only workers
-  know. Until :meth:`CacheGroups.narrow` was told of them, all groups count as the model's.
+  know. Until :meth:`CacheGroups.narrow` is called with them, all groups count as the model's.
 * All functions are pure. They read the specifications of ``vllm/v1/kv_cache_interface.py``.
 """
 
@@ -242,7 +242,7 @@ class CacheGroups(Sequence[CacheGroup]):
 
     @property
     def _or_one_group(self) -> str:
-        """What a model without states may do instead."""
+        """The remedy for a model without states."""
         if STATE in self.kinds:
             return ", or remove --kv-transfer-config"
         return ", or start vLLM with --disable-hybrid-kv-cache-manager"
@@ -251,7 +251,7 @@ class CacheGroups(Sequence[CacheGroup]):
 def _check_cacheable(groups: Sequence[Any], kv_cache_config: Any) -> frozenset[int]:
     """Return the scratch groups; refuse engines with other groups that hold no KV of prefixes.
 
-    Such are windows that vLLM computes anew behind a hit. Each hit would have to be told of as
+    These are windows that vLLM computes anew behind a hit. Each hit would have to be reported as
     shorter by a window than it is.
     """
     if not groups:
@@ -290,8 +290,8 @@ def _is_ring(spec: Any) -> bool:
 def _kind_of(specs: Iterable[Any], *, single: bool) -> Kind:
     """Return the kind of a group from the specifications of its layers.
 
-    Subclasses are told by their base: MLA, R-SWA and sinks are full attention, and the sliding
-    windows of MLA are windows.
+    Subclasses are recognised by their base: MLA, R-SWA and sinks are full attention, and the
+    sliding windows of MLA are windows.
     """
     kinds: set[Kind] = set()
     for spec in specs:

@@ -1,4 +1,4 @@
-"""Hand-overs: what the producer of a prompt's KV and its consumer tell each other in a request.
+"""Hand-overs: the fields that the producer of a prompt's KV and its consumer exchange in requests.
 
 Owns the fields of vLLM's ``kv_transfer_params`` that are kvshelf's own, in both directions. A
 request asks a producer for a hand-over with ``do_remote_decode`` or ``kvshelf_handover``; the
@@ -9,8 +9,8 @@ Contracts
 * Every answered field begins with ``kvshelf_``: inside MultiConnector, vLLM ends the engine where
   two connectors answer the same field.
 * Params may come from any API client. The type and the size of every field are checked, before
-  anything else looks at it. No message holds what was found as it is: it is shortened, and
-  everything but printable ASCII is escaped.
+  anything else uses it. Messages quote a field shortened, with everything but printable ASCII
+  escaped.
 * Pure functions: neither torch nor storage. Safe to call from any thread.
 """
 

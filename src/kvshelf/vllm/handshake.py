@@ -24,7 +24,7 @@ The digests of all ranks together name the weights:
   or, where these are unknown, from the digests as in the last case;
 * digests that have a name already: that name;
 * a `version` that the trainer gave to all ranks: ``version:<version>``. It names only weights that
-  have no name yet, and waits, with a warning, for a round that finds such: the trainer may say it
+  have no name yet, and waits, with a warning, for a round that finds such: the trainer may give it
   before the first parameter changes. Where other engines hold a part of the weights, it counts
   although this engine's part may be the same;
 * other ones: ``params:<SHA-256>`` of the digests of all ranks in order, the parallelism that
@@ -73,7 +73,7 @@ def _by_number(ranks: Iterable[ExpertDigests]) -> _Experts:
 
 
 class Handshake:
-    """What the workers have reported, and the namespace once it is known.
+    """The workers' reports, and the namespace once it is known.
 
     Parameters
     ----------
@@ -168,12 +168,12 @@ class Handshake:
 
     @property
     def watched(self) -> bool:
-        """Whether all ranks can tell whether their weights changed."""
+        """Whether all ranks can detect changes of their weights."""
         return len(self._first) == self.ranks
 
     @property
     def weights_changed(self) -> bool:
-        """Whether the weights are not those of the round before, or were not for a while."""
+        """Whether the weights differ from those of the round before, or did for a while."""
         return self._united != self._settled_united or self._change_noticed
 
     @property
@@ -181,7 +181,7 @@ class Handshake:
         return any(found.noticed for found in self._weights.values())
 
     def begin_round(self) -> None:
-        """Have all ranks digest their weights."""
+        """Let all ranks digest their weights."""
         self.round += 1
         self.checking = True
         self._weights.clear()
@@ -323,7 +323,7 @@ class Handshake:
         return f"version:{version}"
 
     def _note_waiting_version(self, reports: Sequence[WeightsReport]) -> None:
-        """Say once of each version that the weights which it shall name are not there yet."""
+        """Log once for each version that the weights which it will name are not there yet."""
         for version in sorted({report.version for report in reports} - {"", *self._waiting}):
             self._waiting.add(version)
             logger.warning(

@@ -1,12 +1,12 @@
 """Ids of images, audio and video: by content or chosen by a client, and by which processor.
 
 vLLM names an item by a hash of its content, or, where the client sent one, by a ``uuid``. With
-arguments for the processor it hashes the ``uuid`` with them, so an id's form does not tell where
-it comes from. Whoever guesses another client's ``uuid`` could send it with another image: KV
-under this id would be wrong for the other client, on all engines and for as long as the shelf
-lasts. So kvshelf's plugin marks ids where vLLM makes them, in the processes that prepare requests,
-and the scheduler side leaves out requests with ids that may be a client's, unless their
-``cache_salt`` keeps them apart.
+arguments for the processor it hashes the ``uuid`` with them, so an id's form does not show where it
+comes from. A client that guesses another one's ``uuid`` could send it with another image: KV under
+this id would be wrong for the other client, on all engines and for as long as the shelf lasts. So
+kvshelf's plugin marks ids where vLLM makes them, in the processes that prepare requests, and the
+scheduler side leaves out requests with ids that may be a client's, unless their ``cache_salt``
+keeps them apart.
 
 vLLM also puts the model's name or path into each hash, which keeps engines apart that could share,
 and not what makes another input of the same image: the files of the processor. The plugin puts
@@ -91,7 +91,7 @@ class _ModelName(str):
 
 @functools.cache
 def mark_ids() -> None:
-    """Have vLLM mark the ids that it makes in this process. Idempotent.
+    """Let vLLM mark the ids that it makes in this process. Idempotent.
 
     Raises
     ------
@@ -230,7 +230,7 @@ def _ids_are_shared(vllm_config: Any) -> bool:
 
 
 class ItemIds:
-    """Judges the ids of the items in requests, and gives them as they enter keys.
+    """Decides which ids of items in requests are trusted, and how they enter keys.
 
     Parameters
     ----------
@@ -257,7 +257,7 @@ class ItemIds:
             )
 
     def may_enter_keys(self, request: Any) -> bool:
-        """Whether a request may be loaded and stored; says once why one may not."""
+        """Whether a request may be loaded and stored; logs once why one may not."""
         features = request.mm_features
         if not features:
             return True

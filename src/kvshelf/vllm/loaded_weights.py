@@ -1,8 +1,8 @@
 """The weights that a worker computes with: where they are, and what they are now.
 
-Owns the digest of the loaded model's parameters and buffers at the start and in each *round*, a
-comparison of the weights of all ranks that the scheduler asks for, and whether a change was noticed
-since. What the digests mean, :mod:`kvshelf.vllm.handshake` decides.
+Owns the digest of the loaded model's parameters and buffers at the start and in each *round* (a
+comparison of the weights of all ranks, which the scheduler begins), and whether a change was
+noticed since. :mod:`kvshelf.vllm.handshake` decides what the digests mean.
 
 A round
 -------
@@ -10,8 +10,9 @@ A round
    reset its caches. Nothing is loaded or stored from that moment on.
 2. The scheduler begins a round with a step's metadata. The worker then reads all parameters in
    slices, one at the end of each step.
-3. The worker reports its digest. If a change was noticed meanwhile, it asks for another round.
-4. When all ranks have reported, the scheduler names a namespace, and loads and stores go on in it.
+3. The worker reports its digest. If a change was noticed meanwhile, it requests another round.
+4. When all ranks have reported, the scheduler names a namespace, and loads and stores continue in
+   it.
 
 Threads
 -------
@@ -123,7 +124,7 @@ class LoadedWeights:
         self._digest: ParameterDigest | None = None
         #: The tensors of the digest that are not of balanced experts.
         self._plain: dict[str, str] = {}
-        #: What held weights that cannot be read at the start, by name, and the names of later ones.
+        #: Objects that held unreadable weights at the start, by name, and the names of later ones.
         self._unreadable = {one.name: one.held for one in self._hidden()}
         self._later: dict[str, tuple[object, str]] = {}
         self._result: str | None = None
@@ -138,7 +139,7 @@ class LoadedWeights:
 
     @property
     def watched(self) -> bool:
-        """Whether changes can be told by digests."""
+        """Whether digests can show changes."""
         return self._first is not None and not self.problem
 
     def changed(self, version: str = "") -> None:
@@ -168,7 +169,7 @@ class LoadedWeights:
             self._begin_digest()
 
     def advance(self, *, idle: bool) -> None:
-        """Read on, for a few milliseconds at most."""
+        """Continue to read, for a few milliseconds at most."""
         if self._digest is None:
             return
         try:
@@ -186,7 +187,7 @@ class LoadedWeights:
         )
 
     def settle(self, name: str) -> None:
-        """Note that loads and stores go on, with weights that the namespace calls `name`.
+        """Note that loads and stores continue, with weights that the namespace calls `name`.
 
         A version that is not their name is kept: it names weights that are not there yet.
         """

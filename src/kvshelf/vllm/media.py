@@ -41,7 +41,7 @@ _SETTINGS: Final = ("*processor_config.json", "audio_tokenizer_config.json")
 #: Files that name code for a processor, and the names under which they do.
 _NAME_CODE: Final = ("config.json", "tokenizer_config.json")
 _CODE_OF: Final = re.compile("Auto(Image|Video)?Processor|AutoFeatureExtractor")
-#: What no encoder sees, wherever it stands in a file.
+#: Settings that do not reach any encoder, anywhere in a file.
 _LEFT_OUT: Final = frozenset({"chat_template", "processor_class", "auto_map"})
 #: The parts of Mistral's tokenizer files that are about images and audio.
 _TEKKEN: Final = ("multimodal", "image", "audio")
@@ -54,7 +54,7 @@ _FIT_INTO_PROMPT: Final = (
     "NemotronH_Super_Omni_Reasoning_V3",
 )
 
-#: What tells whether a file changed: name, inode, size, times.
+#: Shows whether a file changed: name, inode, size, times.
 _Seen = tuple[tuple[str, int, int, int, int], ...]
 
 
@@ -138,7 +138,7 @@ class ProcessorFiles:
         self._tokenizers = sorted(self._tokenizer_files(model))
 
     def seen(self) -> _Seen:
-        """Return what tells whether the files changed."""
+        """Return a value that shows whether the files changed."""
         found = []
         for file in (*self._settings, *self._code, *self._tokenizers):
             status = file.stat()
@@ -220,7 +220,7 @@ def _places(folder: Path) -> Iterator[Path]:
 
 
 def _folder(name: str, revision: str | None) -> Path:
-    """Return the folder on this machine that stands for a model's name; never asks a hub."""
+    """Return the folder on this machine with a model of this name; never contacts a hub."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -295,7 +295,7 @@ def media_options(vllm_config: Any) -> dict[str, Any]:
     model = vllm_config.model_config
     settings = getattr(model, "multimodal_config", None)
     processor = dict(getattr(settings, "mm_processor_kwargs", None) or {})
-    # Says where the processor runs, not what it computes.
+    # This option says where the processor runs, not what it computes.
     processor.pop("device", None)
     options = {
         "mm_processor_kwargs": processor,

@@ -199,7 +199,7 @@ class StepMetadata(KVConnectorMetadata):
     gone: list[Owner] = field(default_factory=list)
 
 
-#: Stands for a weights fingerprint: the weights are named by the digests of all ranks at the start.
+#: In place of a weights fingerprint: the digests of all ranks at the start name the weights.
 BY_PARAMETERS = "params"
 
 
@@ -268,7 +268,7 @@ class WeightsReport:
     Attributes
     ----------
     round : int
-        The last round that this rank was told of.
+        The last round that this rank knows.
     first : str
         Digest of its parameters and buffers at the start, 64 hex digits.
     digest : str, optional

@@ -13,8 +13,8 @@ Most weights are parameters and buffers. vLLM keeps others elsewhere:
 
 :func:`readable` yields the first three as tensors, :func:`unreadable` what no tensor shows. With
 expert parallel load balancing vLLM moves experts between ranks while it serves, and holds some of
-them several times; :func:`balanced` tells which expert is where.
-Nothing here keeps state; the worker's step thread makes all calls.
+them several times; :func:`balanced` returns which expert is where. Nothing here keeps state; the
+worker's step thread makes all calls.
 """
 
 from __future__ import annotations

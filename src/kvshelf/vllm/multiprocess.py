@@ -117,7 +117,7 @@ class ParallelStrategy:
             most_kv_heads=max(heads),
         )
         plan = topology.plan(self.actual_worker_id)
-        # With MLA the connector calls no rank but the first for stores.
+        # With MLA the connector calls only the first rank for stores.
         return replace(plan, replicas=1, replica=0) if self.use_mla else plan
 
 
@@ -203,8 +203,8 @@ def learn_layouts(
     kv_caches : Mapping[str, Tensor]
         As vLLM registers them.
     kv_cache_config : KVCacheConfig, optional
-        Says how many blocks the caches have. A worker in a process of its own is told by nothing
-        else.
+        Says how many blocks the caches have. A worker in a process of its own is notified by
+        nothing else.
 
     Raises
     ------
@@ -261,7 +261,7 @@ def _stages(model: Namespace | ModelFacts) -> int:
 def _engine(
     model: Namespace | ModelFacts, given: Sequence[Any], named: Mapping[str, Any]
 ) -> tuple[int, ParallelStrategy]:
-    """Return the block size and the strategy that the arguments after the model's name say."""
+    """Return the block size and the strategy in the arguments after the model's name."""
     names: tuple[str, ...] = ("vllm_block_size", "parallel_strategy")
     if len(given) + len(named) != len(names):
         names = ("world_size", "kv_rank", "vllm_block_size")

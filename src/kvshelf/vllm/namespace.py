@@ -62,7 +62,7 @@ _FP8 = {"fp8": "F8_E4M3", "fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
 
 
 def check_environment() -> None:
-    """Refuse an environment in which vLLM computes KV that is no KV of the model.
+    """Refuse an environment in which vLLM computes KV that the model would not compute.
 
     Raises
     ------
@@ -71,8 +71,8 @@ def check_environment() -> None:
     name = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
     if os.environ.get(name):
         raise UnsupportedError(
-            f"{name} gives each token to experts that the model did not choose, so its KV is of use"
-            " to nobody else: unset it, or remove --kv-transfer-config"
+            f"{name} gives each token to experts that the model did not choose, so no other"
+            " engine can use its KV: unset it, or remove --kv-transfer-config"
         )
 
 
@@ -164,7 +164,7 @@ def build_namespace(
     )
     return facts.namespace(
         chunk_size=config.chunk_size,
-        # Those of full where the namespace has layers of it.
+        # The shards of full where the namespace has layers of this kind.
         shards=next(iter(shards.values())),
         version=config.version or None,
     )
@@ -554,7 +554,7 @@ def layer_kv_heads(vllm_config: Any, name: str, heads: int) -> int | None:
     Returns
     -------
     int or None
-        None if vLLM's configuration does not tell of which head ranks hold a copy.
+        None if vLLM's configuration does not say of which head ranks hold a copy.
     """
     model = vllm_config.model_config
     ranks = int(vllm_config.parallel_config.tensor_parallel_size)
@@ -770,7 +770,7 @@ class WeightsIdentity:
         if load_format == "dummy":
             # Objects of such weights would fill the shelf, and no later engine could load them.
             raise ConfigError(
-                "load_format is dummy: nobody else has a use for these random weights"
+                "load_format is dummy: no other engine can use KV of these random weights"
             )
         try:
             return self._fingerprint(load_format, process_start_time())
@@ -793,7 +793,7 @@ class WeightsIdentity:
             folder = model_dir / one.subfolder
             files += weight_files(folder, load_format, patterns=one.patterns)
             if one.subfolder and (configuration := folder / "config.json").is_file():
-                # It says what is computed with these weights, and no other field holds it.
+                # It decides what is computed with these weights, and no other field holds it.
                 files.append(configuration)
         files = sorted(set(files))
         for link in {

@@ -1,8 +1,8 @@
-"""Says why a producer's KV is of no use to this engine: how their namespaces differ.
+"""Logs why this engine cannot use a producer's KV: how their namespaces differ.
 
 Owns one log line for each other namespace of which a request brings a hand-over, with what to set.
-The record of the other namespace is read from the shelf, on a thread of its own. Params name
-namespaces freely, so only a few of them are looked for.
+The record of the other namespace is read from the shelf, on a thread of its own. Params may name
+any namespace, so only a few of them are looked up.
 
 :meth:`OtherNamespaces.met` runs on the engine's step thread and does no I/O.
 """
@@ -22,7 +22,7 @@ from kvshelf.tiers.tiered import AnyShelf
 
 logger = logging.getLogger(__name__)
 
-#: Other namespaces that are looked for, in an engine's life.
+#: Most other namespaces that an engine looks up.
 _MOST: Final = 16
 
 
@@ -55,7 +55,7 @@ class OtherNamespaces:
 
 
 def _hand_over(digest: bytes) -> str:
-    return f"requests are computed that wait for KV of namespace {digest.hex()[:16]}"
+    return f"requests that wait for KV of namespace {digest.hex()[:16]} are computed"
 
 
 def _explain(shelf: AnyShelf, own: Namespace, digest: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Stores that found no staging, until there is room.
+"""Stores that found no staging, kept until staging is free.
 
 Owns the stores of chunks of full attention, and of tails, that a worker could not gather in the
 step that completed them, because staging or the device's buffers were used up, and the requests

@@ -161,7 +161,7 @@ _KERNELS: Final = ("kernel", "fp8_linear", "linear_kernel", "ocp_mx_linear")
 _INNER: Final = ("scheme", "quant_method", "linear_method")
 #: Dtypes that Humming spells in its own way.
 _SPELLED: Final[Mapping[str, str]] = {"float8e4m3": "float8_e4m3fn", "float8e5m2": "float8_e5m2"}
-#: What kernels of int4 weights set on layers whose activations they make int8.
+#: Attribute that kernels of int4 weights set on layers whose activations they make int8.
 _INT8_ACTIVATIONS: Final = ("use_w4a8", "_zentorch_da8w4")
 
 #: Variables that change the precision behind the classes, and their defaults as vLLM parses them.
@@ -245,11 +245,11 @@ def _of_module(module: torch.nn.Module, compute: str) -> Iterator[str]:
     if method is None:
         own = module.parameters(recurse=False)
         packed = any(one.element_size() == 1 and one.dtype != torch.bool for one in own)
-        # Those of MLA are told by `_of_attention`.
+        # `_of_attention` returns those of MLA.
         if packed and not hasattr(module, "W_K"):
             yield _by_name(module)
         return
-    # Those of embeddings, of attention and of layers that stay as they are.
+    # The methods of embeddings, of attention and of layers that are not quantized.
     ancestors = [one.__name__ for one in type(method).__mro__]
     if "BaseKVCacheMethod" in ancestors or any(one.startswith("Unquant") for one in ancestors):
         return
@@ -300,7 +300,7 @@ def _kernel(module: Any) -> Any:
 
 
 def _of_humming(kernel: Any, module: Any) -> tuple[int, str] | None:
-    """Return what a kernel was made for that serves most precisions; None where it does not say."""
+    """Return the precision a generic kernel was made for; None where it does not say."""
     schema = getattr(module, "weight_schema", None) or getattr(kernel, "weight_schema", None)
     bits = getattr(getattr(schema, "b_dtype", None), "num_bits", None)
     dtype = getattr(getattr(kernel, "layer_config", None), "a_dtype", None)

@@ -1,13 +1,13 @@
 """What this engine may promise of a prompt that it prefills for another engine.
 
-Owns the record of one request that asked for a hand-over: which kinds of which chunks are on the
-shelf or planned to be stored, and the tail. From it follows the answer of the request: the most
-leading tokens of the prompt of which a load would find everything.
+Owns the record of one request that wants a hand-over: which kinds of which chunks are on the shelf
+or planned to be stored, and the tail. From it follows the answer of the request: the most leading
+tokens of the prompt of which a load would find everything.
 
 Contracts
 ---------
-* Only what was seen on the shelf, or handed to the workers to be stored, is promised. What a store
-  loses later, the workers tell the consumer by a marker.
+* Only what was seen on the shelf, or handed to the workers to be stored, is promised. If a store
+  fails later, the workers inform the consumer by a marker.
 * Everything promised is in one namespace.
 * Runs on the engine's step thread.
 """
@@ -44,7 +44,7 @@ class Promise:
         self._namespace: Namespace | None = None
         self._chunks: dict[int, Chunk] = {}
         self._kinds: dict[Kind, set[int]] = {FULL: set(), WINDOW: set(), STATE: set()}
-        #: Those of them that were seen on the shelf.
+        #: The part of these that was seen on the shelf.
         self._seen: dict[Kind, set[int]] = {FULL: set(), WINDOW: set(), STATE: set()}
 
     def add(self, namespace: Namespace, kind: Kind, chunk: Chunk, *, seen: bool) -> None:
@@ -69,7 +69,7 @@ class Promise:
     def handover(
         self, groups: CacheGroups, prompt: int, chunk_size: int, *, seen_only: bool = False
     ) -> Handover | None:
-        """Return what may be promised; None if that is nothing.
+        """Return what may be promised; None if nothing may.
 
         Parameters
         ----------

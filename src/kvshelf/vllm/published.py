@@ -2,8 +2,8 @@
 
 Owns the way from vLLM's configuration to the fields ``config`` and ``code`` of a namespace record:
 which local folder vLLM has read the configuration from, whether its files are still those that
-were read, and which remote code the loaded model comes from. What the files mean is said in
-:mod:`kvshelf.weights.configuration`.
+were read, and which remote code the loaded model comes from. :mod:`kvshelf.weights.configuration`
+says what the files mean.
 
 Contracts
 ---------
@@ -36,7 +36,7 @@ from kvshelf.weights.configuration import (
     published_lines,
 )
 
-#: Tells the processes of an engine when vLLM began to make its configuration.
+#: Variable with the time at which vLLM began to make its configuration, for the engine's processes.
 _BEGAN: Final = "_KVSHELF_ENGINE_BEGAN"
 _OWN_MODELS: Final = "vllm.model_executor.models."
 
@@ -51,7 +51,7 @@ class Published:
 
 @functools.cache
 def note_begins() -> None:
-    """Have an engine's processes know when vLLM began to make its configuration. Idempotent."""
+    """Record for an engine's processes when vLLM began to make its configuration. Idempotent."""
     from vllm.engine.arg_utils import EngineArgs
 
     create: Any = EngineArgs.create_engine_config
@@ -80,7 +80,7 @@ def read_published(vllm_config: Any, classes: Iterable[type], process_began: flo
     Raises
     ------
     ConfigError
-        If the configuration that vLLM has parsed is not at hand.
+        If the configuration that vLLM has parsed is not available.
     OSError
         If a file cannot be read.
     """
@@ -102,7 +102,7 @@ def attention_temperature(modules: Iterable[object]) -> tuple[str, ...]:
     """Return the field `attention_temperature` of a namespace record for a rank's layers.
 
     vLLM decides on it when it builds Llama 4, by ``--max-model-len`` and the generation's
-    configuration, and only the modules tell (vllm/model_executor/models/llama4.py).
+    configuration, and only the modules show it (vllm/model_executor/models/llama4.py).
     """
     return tuple(
         sorted(

@@ -12,9 +12,9 @@ Contracts
 * Oldest requests first; a step looks at a bounded number of requests and names a bounded number
   of chunks. Of requests that wait for a hand-over, the chunks that have appeared are named; there
   is a bound on these requests elsewhere, and they do not count.
-* A request that vLLM passes over is not looked at until vLLM asks for it again. vLLM asks for
-  requests in the order in which they wait, and passes over those that it cannot admit yet, such as
-  one whose grammar is not compiled or for whose LoRA adapter a step has no room.
+* A request that vLLM passes over is ignored until vLLM polls it again. vLLM polls requests in the
+  order in which they wait, and passes over those that it cannot admit yet, such as one whose
+  grammar is not compiled or for whose LoRA adapter a step has no room.
 * A kind of a chunk is named at most once for each time that its request is admitted.
 * The workers learn of each request with named chunks when it stops waiting: by its load, or by
   :meth:`ReadAhead.take_ended`.
@@ -32,7 +32,7 @@ from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL, Kind
 from kvshelf.vllm.metadata import PrefetchOp
 
-#: In each step so many waiting requests are looked at, and so many chunks named.
+#: Most waiting requests that a step looks at, and most chunks that it names.
 _REQUESTS_PER_STEP: Final = 32
 _CHUNKS_PER_STEP: Final = 64
 #: Chunks assumed to be in the engine's prefix cache at most, where its size is not known.
@@ -65,13 +65,13 @@ class _Waiting:
     Attributes
     ----------
     place : int
-        Grows with the order in which vLLM asks for requests.
+        Grows with the order in which vLLM polls requests.
     ready : bool
         A step has passed since its lookup was done.
     asked : bool
-        vLLM has asked for it since the last step.
+        vLLM has polled it since the last step.
     passed_over : bool
-        vLLM has asked for others behind it and not for it.
+        vLLM has polled others behind it and not this one.
     """
 
     place: int
@@ -87,7 +87,7 @@ class ReadAhead:
         self._enabled = False
         #: By age.
         self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
-        #: The highest place of a request for which vLLM has asked since the last step.
+        #: The highest place of a request that vLLM has polled since the last step.
         self._last_asked: int | None = None
         #: For each request and kind, the number of leading chunks that were named or need not be.
         self._named: dict[str, dict[Kind, int]] = {}
@@ -175,7 +175,7 @@ class ReadAhead:
                 continue
             looked_at += 1
             if request_id in scheduled:
-                # Admitted without a load: vLLM had what the shelf has, or the shelf has nothing.
+                # Admitted without a load: vLLM had all of it, or the shelf has nothing.
                 admitted.append(request_id)
                 continue
             found = loadable(request_id)
@@ -218,7 +218,7 @@ class ReadAhead:
                 yield kind, wanted
 
     def _note_passed_over(self) -> None:
-        """Note which requests vLLM left waiting while it asked for one behind them."""
+        """Note which requests vLLM left waiting while it polled one behind them."""
         last, self._last_asked = self._last_asked, None
         for waiting in self._waiting.values():
             if last is None or waiting.place > last:

@@ -45,7 +45,7 @@ from kvshelf.vllm.speculation import draft_layers
 
 logger = logging.getLogger(__name__)
 
-#: What models call the number of groups of B and C of Mamba 2.
+#: Names that models use for the number of groups of B and C of Mamba 2.
 _FIELDS_OF_GROUPS: Final = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 
 

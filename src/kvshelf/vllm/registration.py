@@ -268,7 +268,7 @@ class Registration:
         report = replace(
             found.report,
             attention_temperature=attention_temperature(modules),
-            # A drafter decides no answer.
+            # A drafter changes no answer.
             precision=() if self._of_drafter else precision(self._vllm_config, modules),
         )
         caches = self.caches = replace(found, report=report)
@@ -333,7 +333,7 @@ class Registration:
             current = generation == self._generation
             if current:
                 self._weights, self._published = weights, published
-                # The engine may serve other weights already, and come back to these.
+                # The engine may serve other weights already, and return to these.
                 self._reported = False
                 self._ready = ready
                 if ready is not None:
@@ -405,7 +405,7 @@ class Registration:
     # ------------------------------------------------------------- sleep
 
     def pause(self) -> None:
-        """Wait for the copies that run and begin no more: the caches' memory is about to go."""
+        """Wait for running copies and begin no more: the caches' memory is about to be freed."""
         for memory in self.memories.values():
             memory.cache.pause()
 
@@ -478,7 +478,7 @@ class Registration:
         """
         load_threads, store_threads = self.io_threads(view.backend.properties)
         if memory.fmt.kind != memory.fmt.kinds[0]:
-            # Of these there are fewer objects, and all kinds share the processors.
+            # These have fewer objects, and all kinds share the processors.
             load_threads, store_threads = max(1, load_threads // 2), max(1, store_threads // 2)
         return Transfer(
             view,
@@ -497,7 +497,7 @@ class Registration:
     def _ring(self, kind: Kind) -> int:
         """Return how many chunks may be on their way from the device at once.
 
-        A step's chunks are gathered in one go, much faster than they reach staging. If a step
+        A step's chunks are gathered at once, much faster than they reach staging. If a step
         completes more chunks than this, some are not stored. A step stores few states, which are
         many times as large as a chunk's KV.
         """

@@ -9,8 +9,8 @@ A request's life
 ----------------
 1. ``new_request`` starts its lookup.
 2. vLLM calls ``matched_tokens``, perhaps many times: the answer is (None, False) until the lookup
-   is done or its time is up. A request that brings a hand-over goes on waiting until all of it is
-   on the shelf.
+   is done or its time is up. A request that brings a hand-over keeps waiting until all of it is on
+   the shelf.
 3. ``allocated`` turns the answer into a load, unless vLLM did not use it.
 4. ``step_metadata`` hands loads to the worker, and as stores all chunks that the step completes
    and that the lookup did not find. It also names chunks of waiting requests, which the worker
@@ -29,30 +29,30 @@ Contracts
   until its deadline, and never longer. What ends the wait of others does not end this one: a
   lookup's misses, chunks that failed, ``lookup_wait_s``, a storage that does not answer, an open
   breaker, a namespace that is not known yet. At its end there is a hit of what was seen.
-* A request that asks for a hand-over has its tail stored, in the step that completes the prompt,
-  and promises what is stored or planned (:mod:`kvshelf.vllm.promise`). While a worker's storage
+* Of a request that wants a hand-over the tail is stored, in the step that completes the prompt, and
+  everything stored or planned is promised (:mod:`kvshelf.vllm.promise`). While a worker's storage
   takes no writes, it promises only what lookups have seen. When it ends it keeps its blocks until
   the workers have gathered what they had postponed (:mod:`kvshelf.vllm.postponed`).
 * With ``cache_tails`` the tails of all prompts are stored, and lookups look for them. Only a prompt
   with equal tokens to its end finds one. Its hit then has all tokens, as that of a hand-over,
   unless vLLM computes the tail sooner than it could be loaded.
-* A step sleeps, for at most 10 ms, if it computes nothing, all requests wait for hand-overs, and
-  nobody waits for this engine's steps.
-* A request of which vLLM would not use a hit is not held, not read ahead and not counted; it is
-  stored like others. Such are requests that skip the prefix cache, as those for log probabilities
-  of the prompt do, and all requests of engines that return the routed experts: vLLM takes KV only
-  together with the experts of its tokens, which a shelf does not have.
-* What vLLM or the workers must hear of stays on a list until it is handed out, whatever raises.
+* An idle step sleeps up to 10 ms when every request waits for a hand-over and no other rank or
+  stage depends on this engine's steps.
+* Requests for which vLLM would ignore a hit are not delayed, prefetched or counted; they are stored
+  like others. These are requests that skip the prefix cache (log probabilities of the prompt), and
+  all requests of engines that return the routed experts: vLLM takes KV only together with the
+  experts of its tokens, which a shelf does not have.
+* Reports to vLLM and to the workers stay on a list until they are delivered, whatever raises.
 * There is one load for each time that a request is admitted: what the load did not deliver is
   computed, so no request can loop. Of a hybrid engine a load brings everything or nothing: after
   one that failed, the request gets a new lookup for a shorter hit, for a bounded number of times.
 * Windows are stored in the step that completes the chunk. vLLM frees their blocks soon after: a
   window of which it has freed a block is not stored.
 * A state is stored only at chunk boundaries at which vLLM has one: where a step happens to end, in
-  that step or the next one, or where vLLM names a block for it. No step is changed for that. Which
-  of them are worth their bytes says :meth:`SchedulerSide._is_worth_storing`.
-* Behind the prompt of an engine that drafts a step's end is not known, and states lie in other
-  columns: there only blocks that vLLM names are stored, when it has judged the step's drafts.
+  that step or the next one, or where vLLM names a block for it. No step is changed for that.
+  :meth:`SchedulerSide._is_worth_storing` decides which of them are worth their bytes.
+* With speculative decoding the end of a step behind the prompt is not known, and states lie in
+  other columns: there only blocks that vLLM names are stored, once it has judged the step's drafts.
 * Until the namespace is known there are no hits and no stores.
 * While the weights are compared (:mod:`kvshelf.vllm.handshake`) there are neither, and no other
   request waits. After a change nothing is stored that was computed before it, or behind blocks
@@ -63,14 +63,14 @@ Contracts
   nothing may take longer, and workers may then wait for loads, but only where no other rank or
   pipeline stage waits for this engine's step: not with several stages, nor with data parallelism
   over the experts of one model, whose ranks step together.
-* A preempted and resumed request gets a new lookup. So does one that vLLM asks for when its answer
-  is older than a second, or a chunk that it missed was stored since, unless it finds all. It waits
-  for this one as for the first, and has the old answer if there is none in time.
+* A preempted and resumed request gets a new lookup. So does one that vLLM polls when its answer is
+  older than a second, or a chunk that it missed was stored since, unless all of it was found. It
+  waits for this lookup as for the first, and keeps the old answer if there is none in time.
 * Of a long queue only the first requests have a lookup and keys.
 * What depends on a load that another connector (inside MultiConnector) does synchronously is not
   stored until the outcome of that load is known: it may depend on blocks without KV.
 * A request whose prompt another connector transfers (``do_remote_prefill`` beside NixlConnector and
-  its like) is neither held nor loaded, unless the option says so: that connector has all of it.
+  its like) is neither delayed nor loaded, unless the option says so: that connector has all of it.
 * Where the tokens of an image attend to each other in both directions, the KV of an image depends
   on which of its tokens one step computes. So no hit ends within an image, because a later step
   would have to continue it; and where vLLM divided an image all the same, nothing from its first
@@ -140,22 +140,22 @@ from kvshelf.weights.fingerprints import FingerprintCache
 
 logger = logging.getLogger(__name__)
 
-# An engine that computes nothing loses nothing by waiting as long as an empty step takes.
+# An idle engine loses nothing by a wait as long as an empty step.
 _IDLE_LOOKUP_SECONDS = 2e-3
-# A lookup that takes longer is not about to end.
+# A lookup that takes longer will not end soon.
 _IDLE_WAIT_SECONDS = 10e-3
-# After so long without a step, a worker's last word on its breaker no longer counts.
+# After this long without a step, a worker's last report of its breaker no longer counts.
 _STALE_SECONDS = 1.0
 _REPAIRS_REMEMBERED = 4096
-# A waiting request looks again when its answer is so old; each time it does, twice as old.
+# Age of an answer at which a waiting request is looked up again; doubled each time.
 _ANSWER_SECONDS = 1.0
-# Chunks remembered as stored lately.
+# Most chunks that are remembered as stored recently.
 _PUBLISHED_REMEMBERED = 4096
-# Waiting requests whose lookups are made before vLLM asks for them.
+# Waiting requests whose lookups are made before vLLM polls them.
 _LOOKUPS_AHEAD = 256
-#: Shorter tails are computed sooner than they could be loaded, and take the same space.
+#: Least tokens of a tail: a shorter one is computed sooner than loaded, and takes the same space.
 _LEAST_TAIL = 16
-#: So many loads of a request of a hybrid engine may fail before it is computed without the shelf.
+#: Loads of a hybrid engine's request that may fail before it is computed without the shelf.
 _MOST_FAILED_LOADS = 3
 
 
@@ -205,7 +205,7 @@ class _Request:
         # A request that was preempted since then is admitted anew.
         self.admission: int = request.num_preemptions
         self.lookup: Lookup | None = None
-        #: A lookup that will take the place of `lookup`, whose answer is old; how many there were.
+        #: A newer lookup, to replace `lookup`, whose answer is old; how many there were.
         self.newer: Lookup | None = None
         self.renewals = 0
         #: The hand-over that the request brought.
@@ -222,14 +222,14 @@ class _Request:
         self.failures: dict[bytes, bool] = {}
         #: Indices of the chunks whose windows and states could not be loaded.
         self.failed: dict[Kind, set[int]] = {WINDOW: set(), STATE: set()}
-        #: Since the request was admitted.
+        #: Failed loads since the request was admitted.
         self.failed_loads = 0
         self.next_store = 0
         #: `next_store`, and the first token behind which there is more to store with it.
         self.next_boundary = (0, 0)
         #: The step in which stores of the request were last planned.
         self.planned_at = 0
-        #: Where the request asked for a hand-over.
+        #: Set if the request wants a hand-over.
         self.promise: Promise | None = None
         #: Index of the last chunk whose state was planned to be stored.
         self.last_state = -1
@@ -248,7 +248,7 @@ class _Request:
         if self.reads:
             self.not_loaded = None
         if self.awaited is not None and self.awaited.outcome is not None:
-            # What is promised is there, or is not waited for again.
+            # Promised chunks are there, or are not waited for again.
             self.awaited.deadline = math.inf
         self.drop_lookup()
 
@@ -326,7 +326,7 @@ class SchedulerSide:
         self._encoder_outputs = EncoderOutputs()
         speculative_config = getattr(vllm_config, "speculative_config", None)
         self._drafting = speculative_config is not None
-        #: So many tokens before a prompt's last block boundary vLLM's cache has the last state.
+        #: Tokens between the last state in vLLM's cache and a prompt's last block boundary.
         self._held_back = groups.alignment if drops_last_block(speculative_config) else 0
         self._drafts: DraftScheduler | None = None
         if draft_engine(vllm_config) is not None:
@@ -339,8 +339,8 @@ class SchedulerSide:
         #: The drafter's objects.
         self._draft_view: ShelfView | None = None
         self._others = OtherNamespaces()
-        #: Requests that were asked for since the last step and wait for a hand-over. Of some of
-        #: them a lookup is about to end.
+        #: `_held`: how many requests polled since the last step wait for a hand-over. `_hurried`: a
+        #: lookup of one of them will end soon, so the step must not sleep.
         self._held = 0
         self._hurried = False
         self._read_ahead = ReadAhead()
@@ -355,9 +355,10 @@ class SchedulerSide:
         #: Ranks whose storage takes no writes.
         self._refusing: set[int] = set()
         self._steps = 0
-        #: Requests of which workers have postponed stores, and how often each had been preempted.
+        #: Requests with stores that workers postponed, and how often each had been preempted.
         self._postponed: dict[str, int] = {}
-        #: Requests that ended and keep their blocks until all workers have what they postponed.
+        #: Requests that ended and keep their blocks until all workers have gathered what they
+        #: postponed.
         self._held_blocks: set[str] = set()
         self._to_hold: list[Owner] = []
         self._gone: list[Owner] = []
@@ -372,7 +373,7 @@ class SchedulerSide:
         self._loads: list[LoadOp] = []
         self._cancelled: list[str] = []
         self._reset = False
-        #: The cache was reset before all workers had told that they can compare their weights.
+        #: The cache was reset before all workers had reported that they can compare their weights.
         self._reset_early = False
         self._budget = config.lookup_budget_ms * 1e-3
         # With asynchronous scheduling or pipeline stages, later steps are scheduled before earlier
@@ -391,7 +392,7 @@ class SchedulerSide:
         #: By request that depends on another connector's load whose outcome is not known: for how
         #: many steps more, and its blocks.
         self._unsettled: dict[str, tuple[int, frozenset[int]]] = {}
-        #: For so many steps more it is not known what a step computes.
+        #: Number of further steps of which it is not known what they compute.
         self._unsettled_steps = 0
         self._log = RateLimitedLog(logger)
         self._item_ids = ItemIds(vllm_config, config.trust_uuids, self.counters)
@@ -496,7 +497,7 @@ class SchedulerSide:
         return (hit - computed, True) if hit > computed else (0, False)
 
     def _newest(self, lookups: LookupService, state: _Request, lookup: Lookup) -> Lookup | None:
-        """Return a request's lookup with an answer that is not old; None while one is looked for.
+        """Return a request's lookup with a recent answer; None while it runs.
 
         A request may have waited for long, and what its prompt begins with may be stored by now.
         """
@@ -517,7 +518,7 @@ class SchedulerSide:
         return state.lookup
 
     def _is_old(self, state: _Request, lookup: Lookup) -> bool:
-        """Whether a lookup from now on may well find more."""
+        """Whether a new lookup probably finds more."""
         chain = lookup.chain
         if chain is None or state.awaited is not None or lookup.hit_chunks >= len(chain.chunks):
             return False
@@ -532,7 +533,7 @@ class SchedulerSide:
         request_id, now = state.request.request_id, self._awaiting.clock()
         lookups, wait = self._lookups, awaited.wait
         known = lookups is not None and not self._handshake.checking
-        # vLLM may not have asked for a while.
+        # vLLM may not have polled for a while.
         there = known and wait is not None and wait.complete
         if now >= awaited.deadline and not there:
             self._awaiting.end(request_id, awaited, "late")
@@ -568,12 +569,12 @@ class SchedulerSide:
         elif wait.gave_up:
             self._awaiting.end(request_id, awaited, "gave_up")
             if self._groups.hybrid:
-                # Where a shorter hit can end is not among what was waited for.
+                # The wait did not cover the objects that a shorter hit needs at its end.
                 state.drop_lookup()
         return awaited.outcome is None
 
     def _is_of_another_namespace(self, request_id: str, awaited: Awaited) -> bool:
-        """Whether the producer's KV is of no use here; says once how the namespaces differ."""
+        """Whether the producer's KV is unusable here; logs once how the namespaces differ."""
         namespace, shelf = self.namespace, self._shelf()
         assert namespace is not None
         if awaited.handover.namespace == namespace.digest:
@@ -584,7 +585,7 @@ class SchedulerSide:
         return True
 
     def _begin_wait(self, state: _Request, awaited: Awaited, lookup: Lookup) -> Wait | None:
-        """Wait for what the lookup has not seen; None if the hand-over is not of this request."""
+        """Wait for pieces that the lookup missed; None if the hand-over is not of this request."""
         request = state.request
         try:
             if not self._adapters.trusts(request.lora_request):
@@ -613,7 +614,7 @@ class SchedulerSide:
         return bool(self._open_breakers) or not lookups.available
 
     def _no_answer(self, state: _Request) -> tuple[int, bool]:
-        """Have a request computed whose lookup took too long."""
+        """Give up a request's lookup that took too long: the request is computed."""
         state.gave_up = True
         state.not_loaded = Reason.TIMED_OUT
         self.counters.add("lookup_timeouts")
@@ -626,7 +627,7 @@ class SchedulerSide:
             self._history.note(event, key, chunk=chunk.index, detail=reason)
 
     def _note_miss(self, state: _Request, lookup: Lookup, computed: int) -> None:
-        """Note the chunk at which the hit of a request ends, if the prompt goes on behind it."""
+        """Note the chunk at which the hit of a request ends, if the prompt is longer."""
         if self._history is None or lookup.chain is None:
             return
         size, awaited = self._config.chunk_size, state.awaited
@@ -676,13 +677,13 @@ class SchedulerSide:
         return state
 
     def _is_transferred(self, request: Any) -> bool:
-        """Whether another connector transfers a prompt; it says itself when it has done so."""
+        """Whether another connector transfers a prompt; it reports the end of that itself."""
         params = request.kv_transfer_params if self._others_transfer else None
         return isinstance(params, Mapping) and params.get("do_remote_prefill") is True
 
     @property
     def _may_wait(self) -> bool:
-        """Whether nothing is computed, and nobody waits for this engine's steps."""
+        """Whether nothing is computed, and no other rank depends on this engine's steps."""
         if self._holds_up_others or self._idle_steps == 0:
             return False
         # A step that computes may still be in flight, unless its requests have ended.
@@ -696,7 +697,8 @@ class SchedulerSide:
         """Wait within the step's budget; return whether the lookup is done."""
         if self._budget_left <= 0:
             return False
-        # A wait in vain takes longer than its timeout: until the lookup thread releases the GIL.
+        # A wait that times out lasts longer than its timeout: until the lookup thread releases the
+        # GIL.
         if not self._may_wait and not lookups.may_be_done_within(lookup, self._budget_left):
             return False
         begin = time.monotonic()
@@ -710,7 +712,7 @@ class SchedulerSide:
         if state.waiting_since is None:
             state.waiting_since = now
         longest = self._config.lookup_wait_s
-        # Once the storage has held up one request for so long, the next does not wait for it.
+        # Once the storage has delayed one request for this long, the next does not wait for it.
         return now - state.waiting_since >= longest or lookups.stalled(longest)
 
     def _hit_tokens(self, state: _Request, lookup: Lookup, computed: int) -> int:
@@ -719,7 +721,7 @@ class SchedulerSide:
         if self._groups.hybrid:
             ends = self._ends(state)
             if not self._groups.mixed and ends is not None:
-                # A search for full chunks alone heeds no ends.
+                # A search for full chunks alone has no ends.
                 chunks = ([0, *ends])[bisect_right(ends, chunks)]
             # One of _ends.
             handed = 0 if awaited is None else awaited.hit_tokens
@@ -740,7 +742,7 @@ class SchedulerSide:
         if state.limit is not None:
             chunks = min(chunks, state.limit)
             whole = whole if whole <= state.limit * size else 0
-        # One token must be left: the model has to compute something to sample from.
+        # One token must be left: the model has to compute an output to sample from.
         hit: int = min(chunks * size, last)
         hit -= hit % self._block_size
         # Behind a hand-over vLLM computes the last token once more.
@@ -811,7 +813,7 @@ class SchedulerSide:
             self._not_looked_up[request_id] = None
 
     def _look_up_next(self) -> None:
-        """Start lookups of those that wait next, in place of those that wait no more."""
+        """Start lookups of the next waiting requests, in place of those that no longer wait."""
         lookups = self._lookups
         while lookups is not None and len(self._looked_up) < _LOOKUPS_AHEAD and self._not_looked_up:
             request_id, _ = self._not_looked_up.popitem(last=False)
@@ -844,7 +846,7 @@ class SchedulerSide:
         )
 
     def _recorder(self) -> Callable[[Lookup], None] | None:
-        """Return what records the hit of a lookup that begins now, called on its thread."""
+        """Return the function that records the hit of a lookup that begins now, on its thread."""
         if self._uses is None:
             return None
         uses, views, drafts = self._uses, self._views, self._view_of_drafts()
@@ -871,7 +873,7 @@ class SchedulerSide:
         return self._draft_view
 
     def _has_cached_tail(self, state: _Request) -> bool:
-        """Whether a prompt ends in a tail that is cached without being asked for."""
+        """Whether a prompt ends in a tail that is cached without a hand-over."""
         rest = state.request.num_prompt_tokens % self._config.chunk_size
         return self._caches_tails and bool(rest >= _LEAST_TAIL)
 
@@ -970,7 +972,7 @@ class SchedulerSide:
         if not self._groups.hybrid:
             return {FULL: range(start // size, -(-end // size))}
         if end % size:
-            # Not a hit that was offered: nothing is known to be loaded for it.
+            # Not a hit that was offered: no load for it is known.
             return {}
         ranges: dict[Kind, range] = {}
         first, last = start // size, end // size
@@ -988,7 +990,7 @@ class SchedulerSide:
     ) -> int:
         """Note which blocks a request has, of which the first `computed` tokens are in a cache."""
         scratch = self._groups.scratch
-        # A ring has nothing of these tokens.
+        # A ring has no KV of these tokens.
         sizes = [0 if group.index in scratch else group.block_size for group in self._groups]
         filled = [-(-computed // size) if size else 0 for size in sizes]
         old = self._encoder_outputs.are_old(features)
@@ -1064,7 +1066,7 @@ class SchedulerSide:
         return meta
 
     def _rest(self, meta: StepMetadata) -> None:
-        """Sleep for a moment if all requests wait for hand-overs, and a step brings nothing."""
+        """Sleep for a moment if all requests wait for hand-overs, and a step has no work."""
         held, self._held = self._held, 0
         hurried, self._hurried = self._hurried, False
         if not meta.idle or hurried or not held or held < len(self._requests):
@@ -1132,7 +1134,7 @@ class SchedulerSide:
                 self._blocks.take(blocks, state.period)
 
     def _allow_postponed(self, output: Any, meta: StepMetadata) -> None:
-        """Say of which requests workers may gather what they have postponed.
+        """Name the requests whose postponed stores workers may gather.
 
         Of those of this step: vLLM keeps their blocks until it has the step's output. But the
         blocks of a request that was preempted since then may be others'.
@@ -1141,7 +1143,7 @@ class SchedulerSide:
             if self._requests[request_id].request.num_preemptions != preempted:
                 del self._postponed[request_id]
                 self._gone.append((request_id, preempted))
-                # What it lost is stored when it is in the cache again.
+                # Lost chunks are stored when they are in the cache again.
                 self._requests[request_id].next_store = 0
             elif request_id in output.num_scheduled_tokens:
                 meta.again.append((request_id, preempted))
@@ -1168,7 +1170,7 @@ class SchedulerSide:
             return None
         size, first = self._config.chunk_size, state.offered_from
         if awaited is not None and awaited.outcome is None:
-            # Windows and states are of use at the end of the wait only.
+            # Windows and states are useful at the end of the wait only.
             full = range(first // size, awaited.full_chunks)
             return Loadable(lookup.chain.chunks, {FULL: full} if full else {}, grows=True)
         hit = self._hit_tokens(state, lookup, first)
@@ -1308,7 +1310,7 @@ class SchedulerSide:
         return state.next_store, boundary
 
     def _needs_tail(self, state: _Request, end: int) -> bool:
-        """Whether a request's tail is to be stored, of which tokens before `end` have KV."""
+        """Whether to store the tail of a request whose tokens before `end` have KV."""
         prompt = state.request.num_prompt_tokens
         if not self._tails or end < prompt or not prompt % self._config.chunk_size:
             return False
@@ -1323,7 +1325,7 @@ class SchedulerSide:
             state.promise.add(self.namespace, kind, chunk, seen=seen)
 
     def _break_promises(self, request_ids: Iterable[str]) -> None:
-        """Promise nothing of requests of which it is not known what is stored."""
+        """Promise nothing of requests whose stores are unknown."""
         for request_id in request_ids:
             state = self._requests.get(request_id)
             if state is not None:
@@ -1534,7 +1536,7 @@ class SchedulerSide:
         if not self._groups.hybrid:
             return
         if state.awaited is not None and state.awaited.outcome is not None:
-            # A wait that still goes on is not that of the load.
+            # A wait that has not ended is not that of the load.
             state.awaited = None
         if state.loaded:
             # The load brought nothing. Other ranks may report the same one later.
@@ -1585,7 +1587,7 @@ class SchedulerSide:
                 if state.awaited is not None and state.awaited.outcome is not None:
                     state.awaited = None
         previous = self._lookups
-        # If no thread can be started, the next report tries again: nothing is settled yet.
+        # If no thread can be started, the next report tries again: the namespace is not in use yet.
         self._views = {kind: shelf.view(fmt.of(kind)) for kind in fmt.kinds}
         self._lookups = LookupService(
             self._views[fmt.kind],
@@ -1652,7 +1654,7 @@ class SchedulerSide:
             )
 
     def _look_up_again(self) -> None:
-        """Start the lookups of waiting requests that came while there were none."""
+        """Start the lookups of requests that arrived before lookups were possible."""
         assert self._lookups is not None
         for state in self._requests.values():
             waits = state.request.num_computed_tokens == 0 and not state.loading
@@ -1680,7 +1682,7 @@ class SchedulerSide:
         held : bool
             The request keeps its blocks until all workers have reported it.
         params : dict or None
-            What is promised to another engine, where the request asked for that.
+            What is promised to another engine, if the request wants a hand-over.
         """
         state = self._requests.pop(request_id, None)
         if state is None:
@@ -1711,7 +1713,7 @@ class SchedulerSide:
         params = handover.params()
         self.counters.add("handovers_promised")
         owner = (request_id, request.num_preemptions)
-        # What workers postponed in the last steps they have not reported yet.
+        # Workers have not reported yet which stores they postponed in the last steps.
         unknown = self._steps - state.planned_at <= self._steps_in_flight and state.planned_at
         if state.loading or not (unknown or owner in self._gone):
             return False, params
@@ -1725,7 +1727,7 @@ class SchedulerSide:
         self._held_blocks.difference_update(request_ids)
 
     def reset(self) -> bool:
-        """Forget everything known of the shelf, and have the workers compare their weights.
+        """Forget everything known of the shelf, and let the workers compare their weights.
 
         Requests that are being computed keep their chunk keys, under which they store.
         """
@@ -1751,7 +1753,7 @@ class SchedulerSide:
         self._encoder_outputs.begin()
 
     def _settle_weights(self, changed: bool) -> None:
-        """Note whether the weights are others than before the round."""
+        """Note whether the weights differ from those before the round."""
         self._blocks.settle(changed=changed)
         if self._encoder_outputs.settle(changed=changed):
             self._blocks.lose()

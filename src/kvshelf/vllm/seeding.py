@@ -2,7 +2,7 @@
 
 Owns the engine's start, and the wait until stores are done.
 
-The engine core runs in this process, which can so ask for the namespace and wait for stores;
+The engine core runs in this process, which can therefore read the namespace and wait for stores;
 workers of further ranks have processes of their own.
 """
 

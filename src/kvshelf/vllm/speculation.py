@@ -106,7 +106,7 @@ def draft_layers(vllm_config: Any) -> frozenset[str]:
     Raises
     ------
     UnsupportedError
-        If the engine has a drafter and its layers cannot be told from the model's.
+        If the engine has a drafter whose layers cannot be distinguished from the model's.
     """
     if not drafter_has_kv(vllm_config):
         return frozenset()
@@ -134,7 +134,7 @@ def _layers_of_running_drafter() -> frozenset[str] | None:
     while (frame := frame.f_back) is not None:  # type: ignore[assignment]
         runner: Any = frame.f_locals.get("self")
         if hasattr(runner, "speculator"):
-            # Of the second model runner, which has no drafter in other than the last stage.
+            # This is the second model runner, which has a drafter in the last stage only.
             return frozenset(getattr(runner.speculator, "draft_attn_layer_names", ()))
         if hasattr(runner, "drafter"):
             names = getattr(runner.drafter, "_draft_attn_layer_names", None)
@@ -202,7 +202,7 @@ def draft_config(vllm_config: Any, config: Config, target: Namespace | None) -> 
         model. Sizes do not depend on it, so it may be left out where only these are needed.
     """
     same = vllm_config.speculative_config.draft_model_config.model == vllm_config.model_config.model
-    # A name of the model's weights says nothing of another checkpoint.
+    # The name of the model's weights does not identify another checkpoint.
     named = config.weights not in ("content", "sampled") and not same
     return config.model_copy(
         update={

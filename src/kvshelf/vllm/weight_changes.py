@@ -1,16 +1,16 @@
 """Notices that a running worker changes its weights, or frees the memory of its KV cache.
 
-vLLM does not tell a connector that it loads new weights into a running engine or discards them
-(sleep level 2). Only from 0.33 on it tells that the memory of the KV cache is freed (sleep of any
-level, ``/release_kv_cache_memory``) and allocated again. But all engine commands call named methods
-of the worker's class, so :func:`watch` wraps these methods. Worker extensions load weights by the
-model's ``load_weights`` or by vLLM's ``AutoWeightsLoader``, which :func:`watch_loading` wraps. This
-module owns the wrappers, one for each method.
+vLLM does not notify a connector when it loads new weights into a running engine or discards them
+(sleep level 2). Only from 0.33 on it notifies it when the memory of the KV cache is freed (sleep of
+any level, ``/release_kv_cache_memory``) and allocated again. But all engine commands call named
+methods of the worker's class, so :func:`watch` wraps these methods. Worker extensions load weights
+by the model's ``load_weights`` or by vLLM's ``AutoWeightsLoader``, which :func:`watch_loading`
+wraps. This module owns the wrappers, one for each method.
 
 Users' code reaches a worker through ``apply_model`` and through remote calls: of functions, and of
-methods that are not vLLM's own, such as those of worker extensions. :func:`watch_user_code` tells
-of each such call before it begins; the weights are compared then. What changes weights from inside
-the process in another way is noticed at the next reset of the connector's cache, or has to call
+methods that are not vLLM's own, such as those of worker extensions. :func:`watch_user_code` reports
+each such call before it begins; the weights are compared then. What changes weights from inside the
+process in another way is noticed at the next reset of the connector's cache, or has to call
 :meth:`kvshelf.vllm.connector.SharedStorageConnector.weights_changed`.
 
 Listeners are called on the worker's step thread: before weights change or memory is freed, and
@@ -41,7 +41,7 @@ _DISCARDING_SLEEP = 2
 
 
 class Listener(Protocol):
-    """An object that is told of these events."""
+    """An object that is notified of these events."""
 
     def weights_changed(self, how: str) -> None:
         """Weights are about to change; `how` names the method."""
@@ -73,12 +73,12 @@ def _discards(level: int = 1, *_: Any, **__: Any) -> bool:
 
 
 def _frees_weights(tags: Collection[str]) -> bool:
-    """Whether discarding these tags gives the weights' memory away."""
+    """Whether discarding these tags frees the weights' memory."""
     return "weights" in tags
 
 
 def _with_cache(tags: Collection[str] | None = None) -> bool:
-    """Whether a call with these tags is about the KV cache's memory."""
+    """Whether a call with these tags concerns the KV cache's memory."""
     return tags is None or "kv_cache" in tags
 
 
@@ -99,7 +99,7 @@ _FREEING: dict[str, Callable[..., bool]] = {"sleep": _always, "discard": _with_c
 
 
 def watch(listener: Listener, worker_class: type | None = None) -> bool:
-    """Tell `listener` when the weights or the KV cache's memory of this process change.
+    """Notify `listener` when the weights or the KV cache's memory of this process change.
 
     Parameters
     ----------
@@ -126,7 +126,7 @@ def watch(listener: Listener, worker_class: type | None = None) -> bool:
 
 
 def watch_user_code(worker_class: type | None = None) -> None:
-    """Tell all listeners of :func:`watch` before users' code runs in a worker.
+    """Notify all listeners of :func:`watch` before users' code runs in a worker.
 
     Parameters
     ----------
@@ -205,7 +205,7 @@ class _Unpickler:
 
 
 def watch_loading(listener: Listener, model: Any, loader_class: type | None = None) -> None:
-    """Tell `listener` when weights are loaded into `model`, and all listeners of vLLM's loader.
+    """Notify `listener` when weights are loaded into `model`, and all listeners of vLLM's loader.
 
     Parameters
     ----------
@@ -235,7 +235,7 @@ def _telling(
     *about: str,
     listeners: weakref.WeakSet[Any] = _listeners,
 ) -> Callable[..., Any]:
-    """Wrap a method, bound or of a class: listeners are told before each call."""
+    """Wrap a method, bound or of a class: listeners are notified before each call."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:

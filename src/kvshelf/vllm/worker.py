@@ -26,16 +26,16 @@ Contracts
   and the drafter's KV are gathered in :meth:`WorkerSide.save`, after the rest, and not at all
   beside such a connector.
 * From the moment that an engine sleeps until it is awake nothing touches the caches. A device
-  that failed is not used again: the engine goes on without a cache.
+  that failed is not used again: the engine continues without a cache.
 * A block counts as loaded only when all of its tokens that the hit covers are loaded.
 * Every load that the scheduler planned is reported as finished, whether it succeeded or not, and
   the blocks that it left without KV no later than that. It stays on the list until vLLM takes the
   report. Where an error hides which blocks those are, all tokens of the request are computed.
-* A step waits for loads only where the scheduler says that nobody waits for the step.
+* A step waits for loads only where the scheduler says that no other rank waits for the step.
 * Where a sliding window leaves blocks out of a hit, a load succeeds as a whole or not at all: the
   tokens computed behind a part of the hit would read blocks that are not there.
 * Where the engine has several cache groups or states, all loads do: no block of a load that failed
-  is used, and vLLM computes all tokens that it was for, or asks again.
+  is used, and vLLM computes all tokens that it was for, or polls the request again.
 * One memory tier serves all kinds of KV and outlives changes of the weights: objects have the names
   of their namespace. The scheduler side knows nothing of it: the shelf decides what is a hit.
 * What a failed step left in the cache is never stored.
@@ -107,20 +107,20 @@ from kvshelf.vllm.slots import slots_to_load, slots_to_store, state_to_load
 
 logger = logging.getLogger(__name__)
 
-# How long a step waits for a load where the scheduler allows it: the next step that computes
-# nothing would cost the load 2 to 3 ms. A new request that arrives meanwhile waits as long.
+# How long a step waits for a load where the scheduler allows it: another empty step would cost the
+# load 2 to 3 ms. A new request that arrives meanwhile waits as long.
 _IDLE_WAIT_SECONDS = 10e-3
 # How long the end of an engine waits for threads that publish KV of earlier weights.
 _JOIN_SECONDS = 0.5
-# How much of its time the end of an engine leaves for the markers of what it could not store.
+# Part of the shutdown time that is kept for the markers of chunks that could not be stored.
 _MARKER_SECONDS = 0.5
-# A step gathers at least so many chunks of earlier steps, if there is room.
+# A step gathers at least this many chunks of earlier steps, if staging has space.
 _LEAST_AGAIN = 4
 # Breaker states as numbers, for metrics.
 _STATES = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
 _WEIGHTS_CHANGED = (
-    "the engine's weights were changed in place ({}), and it is not known to what: this vLLM"
-    " version does not show its model; restart the engine, with a `version` of its own or from"
+    "the engine's weights were changed in place ({}) and their new content is unknown, because this"
+    " vLLM version does not show its model; restart the engine, with a `version` of its own or from"
     " files of the new weights"
 )
 
@@ -181,7 +181,7 @@ class WorkerSide:
         self.counters = Counters() if counters is None else counters
         groups = CacheGroups(vllm_config, kv_cache_config)
         self._hybrid = groups.hybrid
-        #: On a device, loads start before the forward pass and write beside it.
+        #: On a device, loads start before the forward pass and write during it.
         self._beside_step = config.load_beside_step and groups.keeps_blocks
         self._beside_step &= vllm_config.speculative_config is None
         #: Tokens in a block of the cache manager, where there is one group.
@@ -206,7 +206,7 @@ class WorkerSide:
         #: The walk's thread; with a node server there is no sweeper.
         self._walking: Background | None = None
         self._sweeper: Sweeper | None = None
-        #: Of tails; the scheduler side records those of chunks.
+        #: Uses of tails; the scheduler side records those of chunks.
         self._uses = Uses.of(config, self.counters, on_thread_start=widen_cpu_affinity)
         self._promises: Promises | None = None
         #: Transfers of earlier weights that still publish, and their promises.
@@ -217,7 +217,7 @@ class WorkerSide:
         #: Loads copy straight from the memory tier to the caches.
         self._memory_in_place = True
         self._meta: StepMetadata | None = None
-        #: Stores of which the drafter's KV is gathered when its drafts are made.
+        #: Stores whose drafter's KV is gathered when the drafts are made.
         self._undrafted: list[StoreOp] = []
         #: Loads that the scheduler planned and that have not started.
         self._planned: list[LoadOp] = []
@@ -226,7 +226,7 @@ class WorkerSide:
         self._invalidated: set[JointLoad] = set()
         #: Loads that ended while it is not known what vLLM loaded for their adapter.
         self._undecided: list[JointLoad] = []
-        #: Requests whose loads are over, until vLLM is told.
+        #: Requests whose loads have ended, until that is reported to vLLM.
         self._finished: set[str] = set()
         #: For each cache group.
         self._bad_blocks: tuple[set[int], ...] = (set(),)
@@ -234,7 +234,7 @@ class WorkerSide:
         self._failed_requests: set[str] = set()
         self._failures: list[LoadFailure] = []
         self._adapters = LoadedAdapters(adapter_settings(vllm_config))
-        #: What the scheduler was told last; None: it must be told again.
+        #: The last report to the scheduler; None: it must be sent again.
         self._breaker_open: bool | None = False
         self._writes_refused = False
         self._postponed = PostponedStores(config.handover_wait_s)
@@ -337,7 +337,7 @@ class WorkerSide:
         how : str
             Names the method that changes them.
         version : str
-            What the new weights are called; empty where only their content tells.
+            The name of the new weights; empty where only their content identifies them.
         """
         weights = self._weights
         if weights is None or not weights.watched:
@@ -367,7 +367,7 @@ class WorkerSide:
             self._drafts.stop_loads()
 
     def fall_asleep(self) -> None:
-        """Publish what is staged, and stop using the caches: their memory goes. Idempotent.
+        """Publish what is staged, and stop using the caches: their memory is freed. Idempotent.
 
         Waits for copies that are running. Loads that are not reported yet fail, and so do loads
         that come later.
@@ -411,14 +411,14 @@ class WorkerSide:
         return self._weights is None or op.round == self._weights.round
 
     def _begin_round(self, number: int) -> None:
-        """Compare the weights, because the scheduler asks for it."""
+        """Compare the weights, as the scheduler requested."""
         if self._weights is None or number <= self._weights.round:
             return
         self._weights.begin(number)
         self._stop_loads()
 
     def _agree(self, number: int, encoded: bytes, slug: str) -> None:
-        """Go on in the namespace that the scheduler has named in a round."""
+        """Continue in the namespace that the scheduler has named in a round."""
         if self._weights is not None and not self._weights.agree(number):
             return
         self._open_namespace(encoded, slug)
@@ -482,7 +482,7 @@ class WorkerSide:
         registration.serve(memories)
 
     def _bound(self, shelf: AnyShelf) -> None:
-        """Keep the shelf within its bounds, unless others see to that. Idempotent."""
+        """Keep the shelf within its bounds, unless other processes do. Idempotent."""
         if self._config.read_only:
             return
         keep = self._config.handover_keep_s or None
@@ -576,7 +576,7 @@ class WorkerSide:
         self._planned += meta.loads
         self._postponed.hold(meta.held)
         self._drop_postponed(self._postponed.drop(meta.gone))
-        # Their blocks hold what they held.
+        # Their blocks keep their content.
         meta.again = self._postponed.held + meta.again
         self._begin_round(meta.weights_round)
         if meta.namespace is not None:
@@ -720,7 +720,7 @@ class WorkerSide:
             taken = self._postponed.take(again, max(_LEAST_AGAIN, len(stores)))
             later = [op for op in stores if op.kind == FULL and op.owner in self._postponed]
             stores = taken + [op for op in stores if op not in later]
-        # Those of hand-overs first: staging may not hold all.
+        # Stores of hand-overs first: staging may not hold all.
         stores.sort(key=lambda op: not op.attempt)
         idle = meta.idle and self._postponed.held
         wait_until = time.monotonic() + (_IDLE_WAIT_SECONDS if idle else 0.0)
@@ -741,7 +741,7 @@ class WorkerSide:
                 logger.error("a chunk was not stored", exc_info=error)
             if may_wait and outcome is StoreOutcome.STAGING_FULL:
                 full = True
-                # Of the drafter's KV there is another staging.
+                # The drafter's KV has a staging of its own.
                 later.append(replace(op, draft=None) if drafted else op)
             elif outcome is not None:
                 stored.append(op)
@@ -752,7 +752,7 @@ class WorkerSide:
         return stored
 
     def _store(self, op: StoreOp, *, drafted: bool, wait: float = 0.0) -> StoreOutcome | None:
-        """Gather one chunk; None if it cannot be stored, and :class:`Stores` was not asked."""
+        """Gather one chunk; None if it cannot be stored, and :class:`Stores` was not called."""
         if not (self._serving and self._is_current(op)):
             self._drop(op, Reason.WEIGHTS_CHANGED)
             return None
@@ -769,7 +769,7 @@ class WorkerSide:
             self._drop(op, Reason.ADAPTER_UNKNOWN)
             return None
         if drafted and self._drafts is not None:
-            # First, so that who finds the model's KV finds the drafter's as well.
+            # First, so that a lookup that finds the model's KV also finds the drafter's.
             self._drafts.store(op)
         assert self._transfer is not None
         chunk = op.chunk
@@ -795,7 +795,7 @@ class WorkerSide:
         return outcome
 
     def _drop_postponed(self, ops: Iterable[StoreOp]) -> None:
-        """Count postponed stores as dropped; engines that wait for them are told."""
+        """Count postponed stores as dropped, and mark their promises as broken."""
         for op in ops:
             self._drop(op, Reason.STAGING_FULL)
             if op.attempt and self._promises is not None:
@@ -879,7 +879,7 @@ class WorkerSide:
         for known, block_ids in zip(self._bad_blocks, op.block_ids, strict=True):
             blocks = block_ids[: -(-op.end // self._block_size)]
             if len(blocks) * self._block_size < op.end:
-                # The scheduler did not come to know the blocks.
+                # The scheduler did not learn the blocks.
                 self._failed_requests.add(op.request_id)
             if NULL_BLOCK in blocks:
                 # vLLM left out the blocks that the window of the token behind the hit does not

@@ -7,7 +7,7 @@ Contracts
 ---------
 * A claim ends with its process, however that ends: the kernel releases the lock.
 * A claim is advice. Two processes that read one file both get the right digest.
-* Nobody waits for a process that makes no progress: one that is stopped, or whose read hangs.
+* No process waits for one that makes no progress: one that is stopped, or whose read hangs.
 * Where no lock can be taken, every process gets the claim.
 
 Threads
@@ -46,7 +46,7 @@ class Claim:
         self.note_progress()
 
     def note_progress(self) -> None:
-        """Show those who wait that the file is being read; call it after each read."""
+        """Show waiting processes that the file is being read; call it after each read."""
         now = time.monotonic()
         if self._descriptor is not None and now - self._noted >= _NOTE_SECONDS:
             self._noted = now

@@ -22,7 +22,7 @@ What it can and cannot tell apart
   usually; both lanes miss it together with 2^-64 at most. Changes in several pieces go unnoticed
   only if every one of these pieces is missed.
 * Bytes that move between pieces, tensors or names meet SHA-256.
-* The keys are public: whoever chooses weights in order to make two models collide can. The digest
+* The keys are public: an attacker who chooses the weights can make two models collide. The digest
   protects against mistakes, not against the people who make the weights.
 
 Threads
