@@ -15,13 +15,12 @@ import functools
 import json
 import logging
 import os
-import re
 import sys
 import traceback
 import types
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime, timedelta, timezone
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Final, NoReturn, ParamSpec, TypeAlias
 
@@ -30,7 +29,7 @@ from rich.console import Console
 
 from kvshelf.backends import Backend, open_backend
 from kvshelf.backends.posix import PosixBackend
-from kvshelf.config import TIME_UNITS, Config, default_shelf_path
+from kvshelf.config import Config, default_shelf_path
 from kvshelf.errors import (
     BadObjectError,
     ConfigError,
@@ -67,8 +66,6 @@ PATIENT: Final = types.MappingProxyType(
 )
 #: Most characters of a file that an option names.
 _MOST_TEXT: Final = 1 << 20
-_AGE: Final = re.compile(r"(\d+(?:\.\d+)?)([smhdw])", re.ASCII)
-_UNITS: Final = types.MappingProxyType({**TIME_UNITS, "w": 7 * TIME_UNITS["d"]})
 
 ShelfArgument: TypeAlias = Annotated[
     str | None,
@@ -340,51 +337,6 @@ def time_text(seconds: float) -> str:
         return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M")
     except (ValueError, OverflowError, OSError):
         return "?"
-
-
-def duration(text: str, option: str) -> float:
-    """Return the seconds that the value of an option means, such as ``90s``, ``12h`` or ``7d``.
-
-    Raises
-    ------
-    ConfigError
-        If `text` is not a number and one of the units s, m, h, d and w.
-    """
-    found = _AGE.fullmatch(text)
-    if found is None:
-        raise ConfigError(f"{option}: found {text!r}; expected an age such as 90s, 12h or 7d")
-    return float(found[1]) * _UNITS[found[2]]
-
-
-def moment(text: str, option: str, *, ahead: bool = False) -> float:
-    """Return the seconds since the epoch that the value of an option means.
-
-    Parameters
-    ----------
-    text : str
-        An age such as ``12h`` or ``7d``, or a date such as ``2026-01-31``, in local time.
-    option : str
-        Its name, for messages.
-    ahead : bool
-        An age is in the future, not in the past.
-
-    Raises
-    ------
-    ConfigError
-        If `text` is neither.
-    """
-    try:
-        if _AGE.fullmatch(text) is not None:
-            seconds = duration(text, option)
-            found = datetime.now(timezone.utc) + timedelta(seconds=seconds if ahead else -seconds)
-            return found.timestamp()
-        # Without a time zone it is local time, as in listings.
-        return datetime.fromisoformat(text).astimezone().timestamp()
-    except (ValueError, OverflowError, OSError):
-        raise ConfigError(
-            f"{option}: found {text!r}; expected an age such as 12h or 7d, or a date such as "
-            "2026-01-31"
-        ) from None
 
 
 def address(option: str, text: str) -> tuple[str, int]:

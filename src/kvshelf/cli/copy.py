@@ -19,11 +19,11 @@ from kvshelf.cli.common import (
     is_missing,
     json_object,
     missing_error,
-    moment,
     read_text,
     size_text,
 )
 from kvshelf.cli.progress import Display
+from kvshelf.cli.values import moment
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError
 from kvshelf.format.namespace import slugify

@@ -37,7 +37,8 @@ from kvshelf.cli.common import (
     write_json,
 )
 from kvshelf.cli.progress import Display
-from kvshelf.config import CapacityConfig, Config, history_dir
+from kvshelf.cli.values import bounds
+from kvshelf.config import history_dir
 from kvshelf.history import History
 
 _WHY: Final = {
@@ -65,7 +66,7 @@ def gc(
     max_age: Annotated[
         str | None,
         typer.Option(
-            metavar="TIME",
+            metavar="AGE",
             help="Time after its last use at which a chunk goes, such as 7d or 12h; default: the"
             " configured capacity.",
             show_default=False,
@@ -95,10 +96,9 @@ def gc(
     as_json: JsonOption = False,
 ) -> None:
     """Delete leftovers, and chunks above the bounds that are given; a dry run unless --yes."""
-    given = {"max_bytes": max_bytes, "max_age": max_age, "group_max_bytes": group_max_bytes}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = bounds(max_bytes=max_bytes, max_age=max_age, group_max_bytes=group_max_bytes)
     rules = _rules(shelf, given)
-    bounds = _bounds(rules, given)
+    acting = _bounds(rules, given)
     url, options = find_shelf(shelf)
     with (open_to_change if yes else open_to_look)(url, options) as opened:
         shown = opened.url
@@ -112,20 +112,17 @@ def gc(
             note = None if history is None else history.note_evicted
             outcome = _carry_out(opened.backend, found, display, note) if yes else None
     if as_json:
-        write_json(_json(shown, found, outcome) | {"bounds": bounds})
+        write_json(_json(shown, found, outcome) | {"bounds": acting})
     else:
-        sys.stdout.write(_text(shown, found, outcome, bounds))
+        sys.stdout.write(_text(shown, found, outcome, acting))
     _exit(found, outcome)
 
 
 def _rules(shelf: str | None, given: dict[str, Any]) -> Rules:
     """Return the rules with the configured bounds, those of the command line in their place."""
     config = configuration(shelf)
-    capacity: CapacityConfig = config.capacity
-    if given:
-        bounds = capacity.model_dump(exclude_none=True) | given
-        # What lies on a shelf shows its groups, whatever engines started here would do.
-        capacity = Config.load({"capacity": bounds, "group_by_salt": True}).capacity
+    # What lies on a shelf shows its groups, whatever engines started here would do.
+    capacity = config.capacity.model_copy(update=given)
     keep_tails = config.handover_keep_s or None
     return Rules(
         max_bytes=capacity.max_bytes,

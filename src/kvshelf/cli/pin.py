@@ -22,7 +22,6 @@ from kvshelf.cli.common import (
     ShelfOption,
     find_shelf,
     message,
-    moment,
     namespace_folder,
     open_existing,
     open_to_change,
@@ -38,6 +37,7 @@ from kvshelf.cli.prompts import (
     salt_group,
     token_prompts,
 )
+from kvshelf.cli.values import moment
 from kvshelf.errors import ConfigError, printable
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tools.pinning import PromptKeys, prompt_keys

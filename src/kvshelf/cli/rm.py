@@ -18,7 +18,6 @@ from kvshelf.capacity.rules import Choice
 from kvshelf.cli.common import (
     JsonOption,
     ShelfArgument,
-    duration,
     find_shelf,
     message,
     open_existing,
@@ -36,6 +35,7 @@ from kvshelf.cli.prompts import (
     salt_group,
     token_prompts,
 )
+from kvshelf.cli.values import age
 from kvshelf.errors import ConfigError, ReadOnlyStorageError, printable
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tools.remove import Found, find_objects
@@ -70,14 +70,14 @@ def rm(
 ) -> None:
     """Delete objects of namespaces, a salt group, prompts or an age; first only say which."""
     chosen = salt_group(group, salt_file)
-    age = None if unused_for is None else duration(unused_for, "--unused-for")
-    if age is not None and age <= 0:
+    unused = None if unused_for is None else age(unused_for, "--unused-for")
+    if unused == 0:
         raise ConfigError(
             f"--unused-for: found {unused_for}, which chooses everything; expected an age above"
             " zero, or no --unused-for to choose without regard to age"
         )
     wanted = None if prompts is None else token_prompts(prompts, model)
-    if not namespaces and chosen is None and wanted is None and age is None:
+    if not namespaces and chosen is None and wanted is None and unused is None:
         raise ConfigError(
             "found nothing to select by; give --namespace, --group, --salt-file, --prompts or"
             " --unused-for"
@@ -85,7 +85,7 @@ def rm(
     url, options = find_shelf(shelf)
     # What engines use meanwhile goes as well, unless an age was given.
     choice = Choice(
-        chosen, age, pinned, leftovers=chosen is None and wanted is None and age is None
+        chosen, unused, pinned, leftovers=chosen is None and wanted is None and unused is None
     )
     outcome = Outcome()
     display = Display("deleting", as_json=as_json)

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from kvshelf.cli.common import address, shown_address, size_text
+from kvshelf.cli.values import bounds, size
 from kvshelf.config import FILE_KEY, Config
 from kvshelf.errors import ConfigError
 
@@ -72,7 +73,7 @@ def serve(
     max_age: Annotated[
         str | None,
         typer.Option(
-            metavar="TIME",
+            metavar="AGE",
             help="Time after its last use at which a chunk is deleted, such as 7d or 12h; default:"
             " the configured capacity.",
             show_default=False,
@@ -110,10 +111,9 @@ def serve(
     if url is not None:
         given["shared_storage_path"] = url
     if memory is not None:
-        given["memory_tier"] = {"max_bytes": memory}
-    bounds = {"max_bytes": max_bytes, "max_age": max_age, "min_free": min_free}
-    if bounds := {name: bound for name, bound in bounds.items() if bound is not None}:
-        given["capacity"] = bounds
+        given["memory_tier"] = {"max_bytes": size(memory, "--memory")}
+    if capacity := bounds(max_bytes=max_bytes, max_age=max_age, min_free=min_free):
+        given["capacity"] = capacity
     options = Config.load(given)
     if options.memory_tier is None:
         raise ConfigError("the server has no memory: give --memory 20GiB, or set memory_tier")
