@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import run
-from tests.support.filled import fill, namespace, prompt
+from kvshelf.format.keys import KeyChain
+from tests.support.commands import done, run
+from tests.support.filled import CHUNK, fill, hybrid, namespace, prompt
 
 FOLDER = namespace().folder
 
@@ -71,3 +73,106 @@ def test_each_option_takes_the_same_sizes(shelf: Path, arguments: list[str]) -> 
         assert result.exit_code == 2
         assert f"{given[-1]}: found" in result.stderr
         assert "expected a size such as 500MB, 20GiB or 2TiB" in result.stderr
+
+
+# ------------------------------------------------------------------------------ what is chosen
+
+#: The same command in the forms of older releases, and with the options that all have.
+SAME = [
+    (["ls", "{shelf}"], ["ls", "--shelf", "{shelf}"]),
+    (["du", "{shelf}"], ["du", "--shelf", "{shelf}"]),
+    (["verify", "{shelf}", "-j", "1"], ["verify", "-j", "1", "--shelf", "{shelf}"]),
+    (["gc", "{shelf}"], ["gc", "--shelf", "{shelf}"]),
+    (["rm", "{shelf}", "--group", "_"], ["rm", "--group", "_", "--shelf", "{shelf}"]),
+    (["explain", "{prompts}", "{shelf}"], ["explain", "--prompts", "{prompts}", "{shelf}"]),
+    (["explain", "{prompts}", "{shelf}"], ["explain", "{prompts}", "--shelf", "{shelf}"]),
+    (
+        ["explain", "{prompts}", "{shelf}"],
+        ["explain", "--shelf", "{shelf}", "--prompts", "{prompts}"],
+    ),
+    (
+        ["copy", "{shelf}", "{shelf}-2", "--tokens", "{prompts}", "--dry-run"],
+        ["copy", "--shelf", "{shelf}", "{shelf}-2", "--prompts", "{prompts}", "--dry-run"],
+    ),
+]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps(prompt(0, 2)) + "\n")
+    return file
+
+
+def _without_times(text: str) -> str:
+    return " ".join(word for word in text.split() if "/s" not in word and "." not in word)
+
+
+@pytest.mark.parametrize(("older", "alike"), SAME, ids=" ".join)
+def test_a_shelf_and_prompts_are_options_of_each_command(
+    shelf: Path, prompts: Path, older: list[str], alike: list[str]
+) -> None:
+    outputs = [
+        done(*(word.format(shelf=shelf, prompts=prompts) for word in words)).stdout
+        for words in (older, alike)
+    ]
+    assert _without_times(outputs[0]) == _without_times(outputs[1])
+    twice = [word.format(shelf=shelf, prompts=prompts) for word in [*older, "--shelf", "{shelf}"]]
+    assert run(*twice).exit_code == 2
+
+
+def test_doctor_takes_it_too_and_each_command_has_the_option(shelf: Path) -> None:
+    assert done("doctor", "--shelf", shelf).stdout
+    for name in ("show", "pin", "unpin", "seed", "serve", "proxy"):
+        assert "--shelf" in done(name, "--help", env={"COLUMNS": "200"}).stdout
+    for name, *more in (["explain"], ["seed", "--model", "m"]):
+        result = run(name, *more, "--shelf", shelf)
+        assert (result.exit_code, "--prompts FILE" in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("form", [FOLDER[:-1], FOLDER[-16:-14], FOLDER[-16:], f"{FOLDER}/"])
+def test_a_namespace_is_named_by_a_beginning(shelf: Path, prompts: Path, form: str) -> None:
+    fill(shelf, hybrid(), prompt(0, 2))
+    for name, *more in (
+        ["ls", shelf],
+        ["du", shelf],
+        ["verify", shelf],
+        ["rm", shelf],
+        ["copy", shelf, f"{shelf}-2", "--dry-run"],
+        ["pin", "a", "--shelf", shelf, "--replace"],
+        ["explain", prompts, shelf],
+    ):
+        whole = done(name, *more, "-n", FOLDER).stdout
+        assert _without_times(done(name, *more, "-n", form).stdout) == _without_times(whole)
+
+
+def test_a_name_that_may_be_several_is_told(shelf: Path, prompts: Path) -> None:
+    fill(shelf, hybrid(), prompt(0, 2))
+    folders = [namespace().folder, hybrid().folder]
+    begin = folders[0][:1]
+    assert folders[1].startswith(begin)
+    for name, *more in (
+        ["ls", shelf],
+        ["rm", shelf, "--yes"],
+        ["copy", shelf, f"{shelf}-2"],
+        ["explain", prompts, shelf],
+    ):
+        result = run(name, *more, "-n", begin)
+        assert result.exit_code == 2, result.output
+        assert all(folder in result.stderr for folder in folders)
+        assert run(name, *more, "-n", "").exit_code == 2
+
+
+def test_salt_groups_and_keys_are_named_by_a_beginning(shelf: Path) -> None:
+    for group in ("0123456789abcdef", "0129456789abcdef"):
+        (shelf / FOLDER / group).mkdir()
+    assert "012" in run("rm", shelf, "--group", "012").stderr
+    assert "0129456789abcdef" in run("rm", shelf, "--group", "012").stderr
+    assert done("rm", shelf, "--group", "0123").stdout
+    assert "0123456789abcdef" in done("pin", "a", "--shelf", shelf, "--group", "0123").stdout
+    key = next(iter(KeyChain(namespace().digest, CHUNK).extend(prompt(0, 2)))).key.hex()
+    result = run("show", key[:8], "--shelf", shelf)
+    assert result.exit_code == 2
+    assert result.stderr.count(key) == 2  # both shards
+    next(shelf.rglob(f"*{key}*-0of2*")).unlink()
+    assert key in done("show", key[:8], "--shelf", shelf).stdout

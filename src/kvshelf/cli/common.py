@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Final, NoReturn, ParamSpec, TypeAlias
+from typing import Annotated, Any, Final, NoReturn, ParamSpec, TypeAlias, TypeVar
 
 import typer
 from rich.console import Console
@@ -42,6 +42,7 @@ from kvshelf.errors import (
 )
 from kvshelf.format.names import parse_namespace_folder
 from kvshelf.shelf.shelf import Shelf, open_shelf
+from kvshelf.tools.naming import folders_named
 
 OK: Final = 0
 PROBLEM: Final = 1
@@ -82,6 +83,7 @@ ShelfOption: TypeAlias = Annotated[
 JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="Write JSON.")]
 
 _P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 def guarded(command: Callable[_P, None]) -> Callable[_P, None]:
@@ -227,7 +229,7 @@ def open_to_change(url: str, storage_options: dict[str, Any]) -> Shelf:
 
 
 def namespace_folder(shelf: Shelf, wanted: str) -> str:
-    """Return the namespace folder of a shelf that a folder or the 16 hex at its end names.
+    """Return the one namespace folder of a shelf that a user names.
 
     Raises
     ------
@@ -243,23 +245,40 @@ def namespace_folder(shelf: Shelf, wanted: str) -> str:
 
 
 def namespace_folders(shelf: Shelf, wanted: str) -> list[str]:
-    """Return the namespace folders of a shelf that a folder or the 16 hex at its end names.
+    """Return the namespace folders of a shelf that a user names.
 
     Raises
     ------
     ConfigError
-        If there is none.
+        If there is none, or more than one namespace.
     StorageError
         If the storage failed.
     """
-    wanted = wanted.rstrip("/")
-    folders = [f for f in shelf.backend.folders() if parse_namespace_folder(f) is not None]
-    found = [f for f in folders if wanted in (f, parse_namespace_folder(f))]
-    if found:
-        return found
-    known = ", ".join(folders[:10]) or "none"
-    more = f" and {len(folders) - 10} more" if len(folders) > 10 else ""
-    raise ConfigError(f"no namespace {wanted} on {shelf.url}; it has: {known}{more}")
+    return folders_named(wanted, filter(parse_namespace_folder, shelf.backend.folders()), shelf.url)
+
+
+def one_of(first: _T | None, second: _T | None, names: str) -> _T | None:
+    """Return what is given in one of two ways, such as by an argument or an option; None without.
+
+    Raises
+    ------
+    ConfigError
+        If both are given; `names` names them.
+    """
+    if first is not None and second is not None:
+        raise ConfigError(f"{names} both name it; give one of them")
+    return second if first is None else first
+
+
+def one_shelf(shelf: str | None, named: str | None) -> str | None:
+    """Return the shelf of a command that takes it as an argument, or as an option.
+
+    Raises
+    ------
+    ConfigError
+        If both are given.
+    """
+    return one_of(shelf, named, "SHELF and --shelf")
 
 
 def missing_error(backend: Backend) -> StorageError:

@@ -22,6 +22,7 @@ from kvshelf.cli.common import (
     read_text,
     size_text,
 )
+from kvshelf.cli.namespaces import NamespacesOption
 from kvshelf.cli.progress import Display
 from kvshelf.cli.values import moment
 from kvshelf.config import Config
@@ -36,16 +37,14 @@ _WHEN = "An age (90s, 30m, 12h, 7d, 2w) or a date (2026-01-31, 2026-01-31T12:00)
 
 def copy(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Directory or URL to copy from.")],
-    target: Annotated[str, typer.Argument(metavar="DST", help="Directory or URL to copy to.")],
-    namespaces: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--namespace",
-            "-n",
-            metavar="X",
-            help="Only this namespace: its folder, or the 16 hex at the end of it. Repeatable.",
-        ),
+    target: Annotated[
+        str | None,
+        typer.Argument(metavar="DST", help="Directory or URL to copy to.", show_default=False),
     ] = None,
+    shelf: Annotated[
+        str | None, typer.Option("--shelf", help="SRC, in its place: --shelf SRC DST.")
+    ] = None,
+    namespaces: NamespacesOption = None,
     models: Annotated[
         list[str] | None,
         typer.Option(
@@ -61,6 +60,8 @@ def copy(
     tokens: Annotated[
         Path | None,
         typer.Option(
+            "--tokens",
+            "--prompts",
             metavar="FILE",
             help="Only the chunks of these prompts: per line a list of token ids, or an object "
             "with tokens and cache_salt.",
@@ -97,8 +98,12 @@ def copy(
     as_json: JsonOption = False,
 ) -> None:
     """Copy a shelf, or a part of it: verified, in parallel, and only missing objects."""
+    if target is None:
+        source, target, shelf = shelf or "", source, None
+    if not source or shelf is not None:
+        raise ConfigError("give two places: SRC DST, or --shelf SRC DST")
     selection = Selection(
-        tuple(name.rstrip("/") for name in namespaces or ()),
+        tuple(namespaces or ()),
         tuple(slugify(name) for name in models or ()),
         None if since is None else moment(since, "--since"),
         None if until is None else moment(until, "--until"),

@@ -40,9 +40,11 @@ from kvshelf.cli.common import (
     UNREACHABLE,
     JsonOption,
     ShelfArgument,
+    ShelfOption,
     configuration,
     is_local,
     is_missing,
+    one_shelf,
     size_text,
     write_json,
 )
@@ -133,6 +135,7 @@ class _NoAnswerError(Exception):
 
 def doctor(
     shelf: ShelfArgument = None,
+    shelf_option: ShelfOption = None,
     timeout: Annotated[
         float,
         typer.Option("--timeout", min=0.1, help="Deadline of each step on the shelf, in seconds."),
@@ -151,7 +154,7 @@ def doctor(
     """Check the installation and, step by step, access to a shelf."""
     checks = []
     console = Console(highlight=False, soft_wrap=True)
-    for check in _all_checks(shelf, timeout, models):
+    for check in _all_checks(one_shelf(shelf, shelf_option), timeout, models):
         checks.append(check)
         if not as_json:
             _print(console, check)

@@ -27,10 +27,12 @@ from kvshelf.cli.common import (
     UNREACHABLE,
     JsonOption,
     ShelfArgument,
+    ShelfOption,
     configuration,
     exit_interrupted,
     find_shelf,
     message,
+    one_shelf,
     open_to_change,
     open_to_look,
     size_text,
@@ -55,6 +57,7 @@ _WHY: Final = {
 
 def gc(
     shelf: ShelfArgument = None,
+    shelf_option: ShelfOption = None,
     max_bytes: Annotated[
         str | None,
         typer.Option(
@@ -96,6 +99,7 @@ def gc(
     as_json: JsonOption = False,
 ) -> None:
     """Delete leftovers, and chunks above the bounds that are given; a dry run unless --yes."""
+    shelf = one_shelf(shelf, shelf_option)
     given = bounds(max_bytes=max_bytes, max_age=max_age, group_max_bytes=group_max_bytes)
     rules = _rules(shelf, given)
     acting = _bounds(rules, given)

@@ -40,6 +40,7 @@ from kvshelf.cli.prompts import (
 from kvshelf.cli.values import moment
 from kvshelf.errors import ConfigError, printable
 from kvshelf.shelf.shelf import Shelf
+from kvshelf.tools.naming import group_named
 from kvshelf.tools.pinning import PromptKeys, prompt_keys
 
 #: Seconds after which a sweep that goes on has read a new pin: in between one call may take as long
@@ -59,7 +60,7 @@ def pin(
             "--namespace",
             "-n",
             metavar="X",
-            help="This namespace: its folder, or the 16 hex at the end of it. Repeatable with "
+            help="This namespace: its folder, its 16 hex, or how either begins. Repeatable with "
             "--prompts.",
         ),
     ] = None,
@@ -107,6 +108,7 @@ def pin(
     wanted = None if prompts is None else token_prompts(prompts, model)
     with open_to_change(url, options) as opened:
         folders = [namespace_folder(opened, each) for each in namespaces or ()]
+        chosen = None if chosen is None else group_named(opened, chosen, folders)
         keys = None if wanted is None else prompt_keys(opened, wanted, folders)
         made = _pin(folders, chosen, keys, expires)
         if not Pins.add(opened.backend, name, made, replace=replace):

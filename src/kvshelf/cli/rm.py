@@ -18,8 +18,10 @@ from kvshelf.capacity.rules import Choice
 from kvshelf.cli.common import (
     JsonOption,
     ShelfArgument,
+    ShelfOption,
     find_shelf,
     message,
+    one_shelf,
     open_existing,
     open_to_change,
     size_text,
@@ -38,11 +40,13 @@ from kvshelf.cli.prompts import (
 from kvshelf.cli.values import age
 from kvshelf.errors import ConfigError, ReadOnlyStorageError, printable
 from kvshelf.shelf.shelf import Shelf
+from kvshelf.tools.naming import group_named
 from kvshelf.tools.remove import Found, find_objects
 
 
 def rm(
     shelf: ShelfArgument = None,
+    shelf_option: ShelfOption = None,
     namespaces: NamespacesOption = None,
     group: GroupOption = None,
     salt_file: SaltFileOption = None,
@@ -82,15 +86,16 @@ def rm(
             "found nothing to select by; give --namespace, --group, --salt-file, --prompts or"
             " --unused-for"
         )
-    url, options = find_shelf(shelf)
-    # What engines use meanwhile goes as well, unless an age was given.
-    choice = Choice(
-        chosen, unused, pinned, leftovers=chosen is None and wanted is None and unused is None
-    )
+    url, options = find_shelf(one_shelf(shelf, shelf_option))
     outcome = Outcome()
     display = Display("deleting", as_json=as_json)
     with open_to_change(url, options) if yes else Shelf(open_existing(url, options)) as opened:
         folders = find_folders(opened, namespaces)
+        chosen = None if chosen is None else group_named(opened, chosen, folders)
+        # What engines use meanwhile goes as well, unless an age was given.
+        choice = Choice(
+            chosen, unused, pinned, leftovers=chosen is None and wanted is None and unused is None
+        )
         with Display("listing", as_json=as_json) as listing:
             found = find_objects(opened, choice, folders, wanted, on_listed=listing.listed)
         for name, problem in found.unreadable_pins.items():

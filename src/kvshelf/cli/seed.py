@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -19,30 +18,30 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kvshelf.cli.common import (
     PROBLEM,
     JsonOption,
+    ShelfOption,
     exit_interrupted,
     find_shelf,
     json_object,
     message,
     write_json,
 )
+from kvshelf.cli.prompts import PromptsOption, one_file
 from kvshelf.errors import ConfigError
 from kvshelf.tools.prompts import read_prompts
 from kvshelf.tools.seeding import SeedReport, seed_shelf
 
 
 def seed(
+    model: Annotated[str, typer.Option("--model", help="The model, as for `vllm serve`.")],
     prompts: Annotated[
-        Path,
+        str | None,
         typer.Argument(
             metavar="PROMPTS",
             help="JSON lines: texts, lists of token ids, or lists of chat messages.",
         ),
-    ],
-    model: Annotated[str, typer.Option("--model", help="The model, as for `vllm serve`.")],
-    shelf: Annotated[
-        str | None,
-        typer.Option("--shelf", help="Directory or URL; default: the configured one."),
     ] = None,
+    prompts_option: PromptsOption = None,
+    shelf: ShelfOption = None,
     engine_arg: Annotated[
         list[str] | None,
         typer.Option(
@@ -58,7 +57,8 @@ def seed(
 ) -> None:
     """Compute prompts with an offline vLLM and store them; stored prompts are skipped."""
     arguments = _engine_arguments(engine_args, engine_arg or [])
-    wanted = read_prompts(prompts)
+    file = one_file(prompts, prompts_option)
+    wanted = read_prompts(file)
     url, _ = find_shelf(shelf)
     report = SeedReport(prompts=len(wanted))
     problems: list[tuple[int, str]] = []
@@ -68,7 +68,7 @@ def seed(
     except KeyboardInterrupt:
         interrupted = True
     for line, text in problems:
-        message(f"{prompts}: line {line}: {text}")
+        message(f"{file}: line {line}: {text}")
     if as_json:
         write_json(
             asdict(report)

@@ -30,6 +30,7 @@ def serve(
         str | None,
         typer.Option(
             "--url",
+            "--shelf",
             metavar="SHELF",
             help="Directory or URL of the shelf; default: the configured one.",
             show_default=False,

@@ -14,7 +14,9 @@ import typer
 from kvshelf.cli.common import (
     JsonOption,
     ShelfArgument,
+    ShelfOption,
     find_shelf,
+    one_shelf,
     open_to_change,
     open_to_look,
     size_text,
@@ -29,6 +31,7 @@ _SAMPLE: Final = re.compile(r"([0-9]{1,12})|([0-9]{1,3}(?:\.[0-9]{1,12})?)%", re
 
 def verify(
     shelf: ShelfArgument = None,
+    shelf_option: ShelfOption = None,
     namespaces: NamespacesOption = None,
     sample: Annotated[
         str | None,
@@ -53,7 +56,7 @@ def verify(
 ) -> None:
     """Read and verify the objects of a shelf; repair what can be repaired."""
     wanted = _sample(sample)
-    url, options = find_shelf(shelf)
+    url, options = find_shelf(one_shelf(shelf, shelf_option))
     report = VerifyReport()
     display = Display("verifying", as_json=as_json)
     with open_to_change(url, options) if repair else open_to_look(url, options) as opened:
