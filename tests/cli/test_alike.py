@@ -176,3 +176,50 @@ def test_salt_groups_and_keys_are_named_by_a_beginning(shelf: Path) -> None:
     assert result.stderr.count(key) == 2  # both shards
     next(shelf.rglob(f"*{key}*-0of2*")).unlink()
     assert key in done("show", key[:8], "--shelf", shelf).stdout
+
+
+# ------------------------------------------------------------------------------ dry runs
+
+DRY = [
+    ["gc", "{shelf}", "--max-bytes", "20000"],
+    ["rm", "{shelf}", "--group", "_"],
+    ["copy", "{shelf}", "{shelf}-2"],
+    ["verify", "{shelf}", "--repair"],
+    ["pin", "a", "--shelf", "{shelf}", "--group", "_"],
+    ["unpin", "kept", "--shelf", "{shelf}"],
+    ["seed", "{prompts}", "--model", "none", "--shelf", "{shelf}"],
+    ["doctor", "{shelf}"],
+]
+
+
+def _state(root: Path) -> dict[str, tuple[int, float]]:
+    return {str(p): (p.stat().st_size, p.stat().st_mtime) for p in root.parent.rglob("*")}
+
+
+@pytest.mark.parametrize("arguments", DRY, ids=" ".join)
+def test_a_dry_run_changes_nothing(shelf: Path, prompts: Path, arguments: list[str]) -> None:
+    if arguments[0] == "unpin":
+        done("pin", "kept", "--shelf", shelf, "-n", FOLDER)
+    damaged = next(shelf.rglob("*-0of2*"))
+    damaged.write_bytes(b"x" * damaged.stat().st_size)
+    before = _state(shelf)
+    given = [word.format(shelf=shelf, prompts=prompts) for word in arguments]
+    found = run(*given, "--dry-run", "--json")
+    assert found.exit_code == (arguments[0] == "verify"), found.output
+    assert arguments[0] == "doctor" or json.loads(found.stdout)["dry_run"] is True
+    assert run(*given, "--dry-run").stdout
+    assert _state(shelf) == before
+    if arguments[0] in ("gc", "rm"):
+        assert run(*given, "--dry-run", "--yes").exit_code == 2
+        assert done(*given, "--dry-run").stdout == done(*given).stdout
+        assert _state(shelf) == before
+    elif arguments[0] != "seed":
+        run(*given)
+        assert _state(shelf) != before or arguments[0] == "doctor"
+
+
+def test_dry_runs_of_pins_tell_what_would_fail(shelf: Path) -> None:
+    done("pin", "a", "--shelf", shelf, "--group", "_")
+    result = run("pin", "a", "--shelf", shelf, "--group", "_", "--dry-run")
+    assert (result.exit_code, "there is a pin a" in result.stderr) == (1, True)
+    assert run("unpin", "b", "--shelf", shelf, "--dry-run").exit_code == 1

@@ -80,6 +80,12 @@ ShelfOption: TypeAlias = Annotated[
     str | None,
     typer.Option("--shelf", help="Directory or URL; default: the configured one."),
 ]
+YesOption: TypeAlias = Annotated[
+    bool, typer.Option("--yes", "-y", help="Delete; without it nothing is changed.")
+]
+DryRunOption: TypeAlias = Annotated[
+    bool, typer.Option("--dry-run", help="Only say what would be done; change nothing.")
+]
 JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="Write JSON.")]
 
 _P = ParamSpec("_P")
@@ -268,6 +274,18 @@ def one_of(first: _T | None, second: _T | None, names: str) -> _T | None:
     if first is not None and second is not None:
         raise ConfigError(f"{names} both name it; give one of them")
     return second if first is None else first
+
+
+def check_dry(yes: bool, dry_run: bool) -> None:
+    """Check that a command whose runs are dry without ``--yes`` is not told both.
+
+    Raises
+    ------
+    ConfigError
+        If it is.
+    """
+    if yes and dry_run:
+        raise ConfigError("--yes and --dry-run contradict each other; give one of them")
 
 
 def one_shelf(shelf: str | None, named: str | None) -> str | None:

@@ -14,6 +14,7 @@ import typer
 from kvshelf.backends import open_backend
 from kvshelf.cli.common import (
     PATIENT,
+    DryRunOption,
     JsonOption,
     is_local,
     is_missing,
@@ -76,9 +77,7 @@ def copy(
             "--verify-existing", help="Verify the objects that DST has, and replace bad ones."
         ),
     ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Count what would be copied; change nothing.")
-    ] = False,
+    dry_run: DryRunOption = False,
     source_options: Annotated[
         str | None, typer.Option(metavar="JSON", help="storage_options of SRC.")
     ] = None,

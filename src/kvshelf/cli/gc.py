@@ -25,9 +25,12 @@ from kvshelf.capacity.uses import resolution
 from kvshelf.cli.common import (
     PROBLEM,
     UNREACHABLE,
+    DryRunOption,
     JsonOption,
     ShelfArgument,
     ShelfOption,
+    YesOption,
+    check_dry,
     configuration,
     exit_interrupted,
     find_shelf,
@@ -92,13 +95,15 @@ def gc(
             show_default=False,
         ),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Delete; without it, only show.")] = False,
+    yes: YesOption = False,
+    dry_run: DryRunOption = False,
     names: Annotated[
         bool, typer.Option("--names", help="Write the name of each file that goes.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Delete leftovers, and chunks above the bounds that are given; a dry run unless --yes."""
+    check_dry(yes, dry_run)
     shelf = one_shelf(shelf, shelf_option)
     given = bounds(max_bytes=max_bytes, max_age=max_age, group_max_bytes=group_max_bytes)
     rules = _rules(shelf, given)

@@ -18,6 +18,7 @@ from kvshelf.capacity.lease import LEASE_SECONDS, Lease
 from kvshelf.capacity.pins import PINS_SECONDS, Pin, Pins, check_pin_name
 from kvshelf.cli.common import (
     PROBLEM,
+    DryRunOption,
     JsonOption,
     ShelfOption,
     find_shelf,
@@ -25,6 +26,7 @@ from kvshelf.cli.common import (
     namespace_folder,
     open_existing,
     open_to_change,
+    open_to_look,
     size_text,
     time_text,
     write_json,
@@ -81,6 +83,7 @@ def pin(
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait until a sweep that goes on must have read the pin.")
     ] = False,
+    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Keep chunks from being deleted when a shelf is bounded; without a name, list the pins."""
@@ -93,7 +96,7 @@ def pin(
         )
     url, options = find_shelf(shelf)
     if name is None:
-        if namespaces or chosen or prompts or model or until or replace or wait:
+        if namespaces or chosen or prompts or model or until or replace or wait or dry_run:
             raise ConfigError("the pin has no name; give one, or no options to list the pins")
         with Shelf(open_existing(url, options)) as opened:
             _list(opened, as_json)
@@ -106,22 +109,25 @@ def pin(
             "found nothing to pin; give --prompts, --namespace, --group or --salt-file"
         )
     wanted = None if prompts is None else token_prompts(prompts, model)
-    with open_to_change(url, options) as opened:
+    with (open_to_look if dry_run else open_to_change)(url, options) as opened:
         folders = [namespace_folder(opened, each) for each in namespaces or ()]
         chosen = None if chosen is None else group_named(opened, chosen, folders)
         keys = None if wanted is None else prompt_keys(opened, wanted, folders)
         made = _pin(folders, chosen, keys, expires)
-        if not Pins.add(opened.backend, name, made, replace=replace):
+        if not Pins.add(opened.backend, name, made, replace=replace, dry_run=dry_run):
             message(
                 f"there is a pin {name} on {opened.url} already; choose another name, or replace it"
                 " with --replace"
             )
             raise typer.Exit(PROBLEM)
         if as_json:
-            write_json(_row(name, made, time.time()) | _counts(keys))
+            write_json(_row(name, made, time.time()) | _counts(keys) | {"dry_run": dry_run})
         else:
-            sys.stdout.write(f"pinned {name}: {_text(made, keys)}\n")
-        _tell_of_sweep(opened.backend, wait)
+            sys.stdout.write(
+                f"{'would pin' if dry_run else 'pinned'} {name}: {_text(made, keys)}\n"
+            )
+        if not dry_run:
+            _tell_of_sweep(opened.backend, wait)
 
 
 def _tell_of_sweep(backend: Backend, wait: bool) -> None:
@@ -148,6 +154,7 @@ def _tell_of_sweep(backend: Backend, wait: bool) -> None:
 def unpin(
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names of pins.")],
     shelf: ShelfOption = None,
+    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Remove pins, so that their chunks may be deleted again; deletes no chunk itself."""
@@ -155,13 +162,13 @@ def unpin(
         check_pin_name(name)
     url, options = find_shelf(shelf)
     missing = []
-    with open_to_change(url, options) as opened:
+    with (open_to_look if dry_run else open_to_change)(url, options) as opened:
         for name in names:
-            removed = Pins.remove(opened.backend, name)
+            removed = Pins.remove(opened.backend, name, dry_run=dry_run)
             if as_json:
-                write_json({"pin": name, "removed": removed})
+                write_json({"pin": name, "removed": removed, "dry_run": dry_run})
             elif removed:
-                sys.stdout.write(f"unpinned {name}\n")
+                sys.stdout.write(f"{'would unpin' if dry_run else 'unpinned'} {name}\n")
             if not removed:
                 missing.append(name)
         if missing:

@@ -16,9 +16,12 @@ from kvshelf.capacity.deletion import Outcome, carry_out
 from kvshelf.capacity.parallel import PAUSES
 from kvshelf.capacity.rules import Choice
 from kvshelf.cli.common import (
+    DryRunOption,
     JsonOption,
     ShelfArgument,
     ShelfOption,
+    YesOption,
+    check_dry,
     find_shelf,
     message,
     one_shelf,
@@ -64,15 +67,15 @@ def rm(
     pinned: Annotated[
         bool, typer.Option("--pinned", help="Also what is pinned; otherwise it stays.")
     ] = False,
-    yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Delete; without it nothing is changed.")
-    ] = False,
+    yes: YesOption = False,
+    dry_run: DryRunOption = False,
     jobs: Annotated[
         int | None, typer.Option("--jobs", "-j", min=1, help="Objects deleted at once.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Delete objects of namespaces, a salt group, prompts or an age; first only say which."""
+    check_dry(yes, dry_run)
     chosen = salt_group(group, salt_file)
     unused = None if unused_for is None else age(unused_for, "--unused-for")
     if unused == 0:

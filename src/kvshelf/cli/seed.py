@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvshelf.cli.common import (
     PROBLEM,
+    DryRunOption,
     JsonOption,
     ShelfOption,
     exit_interrupted,
@@ -53,6 +54,7 @@ def seed(
     engine_args: Annotated[
         str | None, typer.Option(metavar="JSON", help="Engine arguments as one JSON object.")
     ] = None,
+    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Compute prompts with an offline vLLM and store them; stored prompts are skipped."""
@@ -63,7 +65,8 @@ def seed(
     report = SeedReport(prompts=len(wanted))
     problems: list[tuple[int, str]] = []
     try:
-        _run(wanted, model, url, arguments, report, problems)
+        if not dry_run:
+            _run(wanted, model, url, arguments, report, problems)
         interrupted = False
     except KeyboardInterrupt:
         interrupted = True
@@ -73,12 +76,14 @@ def seed(
         write_json(
             asdict(report)
             | {
+                "dry_run": dry_run,
                 "interrupted": interrupted,
                 "problems": [{"line": line, "problem": text} for line, text in problems],
             }
         )
     else:
-        sys.stdout.write(_summary(report))
+        would = f"would read {len(wanted)} prompts with {model}, and store them on {url}\n"
+        sys.stdout.write(would if dry_run else _summary(report))
     if interrupted:
         exit_interrupted()
     if problems:

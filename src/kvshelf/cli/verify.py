@@ -12,6 +12,7 @@ from typing import Annotated, Final
 import typer
 
 from kvshelf.cli.common import (
+    DryRunOption,
     JsonOption,
     ShelfArgument,
     ShelfOption,
@@ -52,10 +53,12 @@ def verify(
             " delete temporaries of killed writers and old quarantine.",
         ),
     ] = False,
+    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Read and verify the objects of a shelf; repair what can be repaired."""
     wanted = _sample(sample)
+    repair = repair and not dry_run
     url, options = find_shelf(one_shelf(shelf, shelf_option))
     report = VerifyReport()
     display = Display("verifying", as_json=as_json)
@@ -73,7 +76,9 @@ def verify(
                 on_progress=lambda now: display.show(now.done, now.found, now.bytes),
                 on_problem=display.problem,
             ),
-            row=lambda: asdict(report) | {"sound": report.sound, "repair": repair},
+            row=lambda: (
+                asdict(report) | {"sound": report.sound, "repair": repair, "dry_run": not repair}
+            ),
             summary=lambda: _summary(report, repair),
             complete=lambda: report.sound,
         )
