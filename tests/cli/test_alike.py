@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from kvshelf.backends.posix import PosixBackend
+from kvshelf.errors import StorageError
 from kvshelf.format.keys import KeyChain
-from tests.support.commands import done, run
+from tests.support.commands import done, report, run
 from tests.support.filled import CHUNK, fill, hybrid, namespace, prompt
 
 FOLDER = namespace().folder
@@ -223,3 +225,63 @@ def test_dry_runs_of_pins_tell_what_would_fail(shelf: Path) -> None:
     result = run("pin", "a", "--shelf", shelf, "--group", "_", "--dry-run")
     assert (result.exit_code, "there is a pin a" in result.stderr) == (1, True)
     assert run("unpin", "b", "--shelf", shelf, "--dry-run").exit_code == 1
+
+
+# ------------------------------------------------------------------------------ JSON
+
+JSON = [
+    *DRY,
+    ["ls", "{shelf}"],
+    ["ls", "{shelf}", "-n", FOLDER],
+    ["du", "{shelf}"],
+    ["gc", "{shelf}", "--max-bytes", "20000", "--names"],
+    ["explain", "{prompts}", "{shelf}"],
+    ["show", "{object}"],
+    ["pin", "--shelf", "{shelf}"],
+]
+
+
+@pytest.mark.parametrize("arguments", JSON, ids=" ".join)
+def test_each_object_has_errors_also_when_a_command_fails_midway(
+    shelf: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    done("pin", "kept", "--shelf", shelf, "-n", FOLDER)
+    if arguments[:2] == ["pin", "a"]:
+        done("unpin", "kept", "--shelf", shelf)
+    found = next(shelf.rglob("*.safetensors"))
+    given = [word.format(shelf=shelf, prompts=prompts, object=found) for word in arguments]
+    more = ["--dry-run"] if arguments in DRY else []
+    rows = [json.loads(line) for line in run(*given, *more, "--json").stdout.splitlines()]
+    assert rows
+    assert all(row["errors"] == [] for row in rows if "problem" not in row or not row["problem"])
+    if arguments in DRY and arguments[0] != "doctor":
+        assert rows[-1]["dry_run"] is True
+        assert str(shelf) in rows[-1].get("shelf", rows[-1].get("source"))
+
+    def fail(*_: object, **__: object) -> None:
+        raise StorageError("the disk is gone")
+
+    if arguments[0] == "seed":
+        return
+    for method in ("list", "folders", "stat", "open", "now"):
+        monkeypatch.setattr(PosixBackend, method, fail)
+    result = run(*given, *more, "--json")
+    assert result.exit_code == 3, result.output
+    last = json.loads(result.stdout.splitlines()[-1])
+    assert any("the disk is gone" in error["problem"] for error in last["errors"])
+    assert len(result.stdout.splitlines()) == 1
+
+
+def test_what_is_bad_is_an_error_with_its_name(shelf: Path) -> None:
+    damaged = next(shelf.rglob("*.safetensors"))
+    damaged.write_bytes(b"x" * damaged.stat().st_size)
+    name = str(damaged.relative_to(shelf))
+    for given in (["verify", shelf], ["show", damaged], ["copy", shelf, f"{shelf}-2"]):
+        [error] = report(*given, code=1)["errors"]
+        assert name in error["name"]
+        assert error["problem"]
+    (shelf / FOLDER / "namespace.json").unlink()
+    [error] = report("ls", shelf)["errors"]
+    assert error["name"] == FOLDER
+    [error] = report("unpin", "none", "--shelf", shelf, code=1)["errors"]
+    assert error["name"] == "none"

@@ -3,7 +3,7 @@
 Contracts
 ---------
 * Data goes to standard output, everything else to standard error. With ``--json`` nothing
-  but JSON is on standard output.
+  but JSON is on standard output: objects, each with what went wrong in ``errors``.
 * A command ends by returning (exit code 0), by ``typer.Exit`` or by raising an error, which
   :func:`guarded` turns into one line and an exit code. An exception that is none of kvshelf's
   errors has a code of its own; its traceback is a debug line of the logger ``kvshelf``.
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Final, NoReturn, ParamSpec, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, ParamSpec, TypeAlias, TypeVar
 
 import typer
 from rich.console import Console
@@ -88,6 +88,9 @@ DryRunOption: TypeAlias = Annotated[
 ]
 JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="Write JSON.")]
 
+#: What went wrong in the command that runs, and no JSON says yet.
+_errors: Final[list[dict[str, Any]]] = []
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -97,23 +100,32 @@ def guarded(command: Callable[_P, None]) -> Callable[_P, None]:
 
     @functools.wraps(command)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        _errors.clear()
+        code = OK
         try:
-            command(*args, **kwargs)
+            try:
+                command(*args, **kwargs)
+            except (BrokenPipeError, typer.Abort):
+                raise
+            except typer.Exit as left:
+                code = left.exit_code
+            except KVShelfError as error:
+                message(str(error))
+                code = exit_code(error)
+            except Exception as error:
+                logger.debug("kvshelf %s failed", command.__name__, exc_info=error)
+                message(_unexpected(command.__name__, error))
+                code = UNEXPECTED
+            if _errors and kwargs.get("as_json"):
+                write_json({})
             sys.stdout.flush()
-        except KVShelfError as error:
-            message(str(error))
-            raise typer.Exit(exit_code(error)) from None
         except BrokenPipeError:
             # The reader (head, less) closed the pipe. Python still flushes at exit, so standard
             # output is redirected.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(OK) from None
-        except (typer.Exit, typer.Abort):
-            raise
-        except Exception as error:
-            logger.debug("kvshelf %s failed", command.__name__, exc_info=error)
-            message(_unexpected(command.__name__, error))
-            raise typer.Exit(UNEXPECTED) from None
+            code = OK
+        if code != OK:
+            raise typer.Exit(code)
 
     return run
 
@@ -140,18 +152,33 @@ def exit_code(error: KVShelfError) -> int:
     return PROBLEM
 
 
-def message(text: str) -> None:
-    """Print a message for the user on standard error; it may quote what a server answered."""
+def message(text: str, *, error: bool = True) -> None:
+    """Print a message for the user on standard error; it may quote what a server answered.
+
+    With `error`, the next JSON object has it in ``errors``: what is in that by itself, or no error,
+    needs none.
+    """
+    if error:
+        _errors.append({"name": None, "problem": text})
     shown = "\n".join(map(printable, text.splitlines()))
     Console(stderr=True, highlight=False).print(
         f"kvshelf: {shown}", style="red", markup=False, soft_wrap=True
     )
 
 
-def write_json(value: object) -> None:
-    """Write one JSON value on a line of its own."""
+def write_json(row: dict[str, Any]) -> None:
+    """Write one JSON object on a line of its own.
+
+    Its ``errors`` are the messages since the last one, and what it says in ``problem`` or
+    ``problems``.
+    """
+    errors = [*_errors, *row.get("problems", ())]
+    _errors.clear()
+    if row.get("problem") is not None:
+        name = next((row[key] for key in ("object", "pin", "namespace") if key in row), None)
+        errors.append({"name": name, "problem": row["problem"]})
     # ASCII: strings from a shelf may contain control characters or lone surrogates.
-    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.write(json.dumps(row | {"errors": errors}) + "\n")
 
 
 def configuration(shelf: str | None) -> Config:
@@ -349,10 +376,10 @@ def json_object(text: str, option: str) -> dict[str, Any]:
     return value
 
 
-def exit_interrupted() -> NoReturn:
-    """Tell the user how to continue, and exit as after an interrupt."""
+def interruption() -> typer.Exit:
+    """Tell the user how to continue; return the exit after an interrupt."""
     message("interrupted; start it again to continue")
-    raise typer.Exit(_INTERRUPTED)
+    return typer.Exit(_INTERRUPTED)
 
 
 def size_text(count: int) -> str:

@@ -130,7 +130,9 @@ def copy(
                 on_progress=lambda now: display.show(now.done, now.found, now.bytes),
                 on_problem=display.problem,
             ),
-            row=lambda: asdict(report) | {"dry_run": dry_run},
+            row=lambda: (
+                asdict(report) | {"dry_run": dry_run, "source": from_.url, "target": to.url}
+            ),
             summary=lambda: _summary(report, dry_run),
             complete=lambda: report.complete,
         )

@@ -167,6 +167,11 @@ def doctor(
                 "status": "problem" if problems else "ok",
                 "kvshelf": __version__,
                 "checks": [_as_json(check) for check in checks],
+                "problems": [
+                    {"name": check.name, "problem": check.found}
+                    for check in checks
+                    if check.state is State.PROBLEM
+                ],
             }
         )
     elif problems:

@@ -23,6 +23,7 @@ from kvshelf.capacity.pins import Pins
 from kvshelf.capacity.rules import Reason, Rules
 from kvshelf.capacity.uses import resolution
 from kvshelf.cli.common import (
+    OK,
     PROBLEM,
     UNREACHABLE,
     DryRunOption,
@@ -32,8 +33,8 @@ from kvshelf.cli.common import (
     YesOption,
     check_dry,
     configuration,
-    exit_interrupted,
     find_shelf,
+    interruption,
     message,
     one_shelf,
     open_to_change,
@@ -120,11 +121,13 @@ def gc(
         ):
             note = None if history is None else history.note_evicted
             outcome = _carry_out(opened.backend, found, display, note) if yes else None
+    code = _tell(found, outcome)
     if as_json:
         write_json(_json(shown, found, outcome) | {"bounds": acting})
     else:
         sys.stdout.write(_text(shown, found, outcome, acting))
-    _exit(found, outcome)
+    if code != OK:
+        raise typer.Exit(code)
 
 
 def _rules(shelf: str | None, given: dict[str, Any]) -> Rules:
@@ -205,7 +208,7 @@ def _carry_out(
             max_age = found.rules.max_age
             Marks.compact(backend, max_age=max_age, resolution=resolution(max_age))
     except KeyboardInterrupt:
-        exit_interrupted()
+        raise interruption() from None
     return outcome
 
 
@@ -275,10 +278,11 @@ def _text(url: str, found: Plan, outcome: Outcome | None, bounds: dict[str, dict
     return "\n".join(lines) + "\n"
 
 
-def _exit(found: Plan, outcome: Outcome | None) -> None:
-    code = 0
+def _tell(found: Plan, outcome: Outcome | None) -> int:
+    """Say what went wrong; return the exit code."""
+    code = OK
     if found.problem is not None:
-        message(found.problem)
+        message(found.problem, error=False)
         code = PROBLEM
     if outcome is not None and outcome.error is not None:
         if outcome.failed:
@@ -289,5 +293,4 @@ def _exit(found: Plan, outcome: Outcome | None) -> None:
         else:
             message(f"not all was deleted: {outcome.error}")
             code = UNREACHABLE
-    if code:
-        raise typer.Exit(code)
+    return code

@@ -121,7 +121,11 @@ def pin(
             )
             raise typer.Exit(PROBLEM)
         if as_json:
-            write_json(_row(name, made, time.time()) | _counts(keys) | {"dry_run": dry_run})
+            write_json(
+                _row(name, made, time.time())
+                | _counts(keys)
+                | {"dry_run": dry_run, "shelf": opened.url}
+            )
         else:
             sys.stdout.write(
                 f"{'would pin' if dry_run else 'pinned'} {name}: {_text(made, keys)}\n"
@@ -140,7 +144,8 @@ def _tell_of_sweep(backend: Backend, wait: bool) -> None:
     message(
         f"{printable(owner)} sweeps {backend.url} now, and may delete what is pinned until it reads"
         f" the pin, within {_READ_SECONDS:g} s"
-        + (": waiting for that" if wait else "; --wait waits for that")
+        + (": waiting for that" if wait else "; --wait waits for that"),
+        error=False,
     )
     end = time.monotonic() + _READ_SECONDS
     while wait and time.monotonic() < end:
@@ -166,13 +171,16 @@ def unpin(
         for name in names:
             removed = Pins.remove(opened.backend, name, dry_run=dry_run)
             if as_json:
-                write_json({"pin": name, "removed": removed, "dry_run": dry_run})
+                problem = None if removed else f"there is no such pin on {opened.url}"
+                row = {"pin": name, "removed": removed, "problem": problem, "dry_run": dry_run}
+                write_json(row | {"shelf": opened.url})
             elif removed:
                 sys.stdout.write(f"{'would unpin' if dry_run else 'unpinned'} {name}\n")
             if not removed:
                 missing.append(name)
         if missing:
-            message(f"no pin {', '.join(missing)} on {opened.url}; `kvshelf pin` lists them")
+            text = f"no pin {', '.join(missing)} on {opened.url}; `kvshelf pin` lists them"
+            message(text, error=False)
             raise typer.Exit(PROBLEM)
 
 
@@ -229,7 +237,7 @@ def _list(opened: Shelf, as_json: bool) -> None:
     for name, problem in pins.unreadable.items():
         if as_json:
             write_json({"pin": name, "problem": problem})
-        message(f"the pin {name} pins nothing: {printable(problem)}")
+        message(f"the pin {name} pins nothing: {printable(problem)}", error=False)
     for name, (_, problem) in pins.unknown.items():
         if as_json:
             write_json({"pin": name, "problem": problem})

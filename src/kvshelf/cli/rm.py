@@ -128,7 +128,7 @@ def rm(
 
         display.run(
             delete,
-            row=lambda: _json(found, outcome, yes),
+            row=lambda: _json(found, outcome, yes) | {"shelf": opened.url},
             summary=lambda: _summary(found, outcome, yes=yes),
             complete=lambda: not outcome.failed and found.plan.problem is None,
         )

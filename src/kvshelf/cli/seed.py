@@ -20,8 +20,8 @@ from kvshelf.cli.common import (
     DryRunOption,
     JsonOption,
     ShelfOption,
-    exit_interrupted,
     find_shelf,
+    interruption,
     json_object,
     message,
     write_json,
@@ -67,25 +67,29 @@ def seed(
     try:
         if not dry_run:
             _run(wanted, model, url, arguments, report, problems)
-        interrupted = False
+        ended = None
     except KeyboardInterrupt:
-        interrupted = True
+        ended = interruption()
     for line, text in problems:
-        message(f"{file}: line {line}: {text}")
+        message(f"{file}: line {line}: {text}", error=False)
     if as_json:
         write_json(
             asdict(report)
             | {
                 "dry_run": dry_run,
-                "interrupted": interrupted,
-                "problems": [{"line": line, "problem": text} for line, text in problems],
+                "interrupted": ended is not None,
+                "shelf": url,
+                "problems": [
+                    {"name": f"{file}: line {line}", "line": line, "problem": text}
+                    for line, text in problems
+                ],
             }
         )
     else:
         would = f"would read {len(wanted)} prompts with {model}, and store them on {url}\n"
         sys.stdout.write(would if dry_run else _summary(report))
-    if interrupted:
-        exit_interrupted()
+    if ended is not None:
+        raise ended
     if problems:
         raise typer.Exit(PROBLEM)
 

@@ -77,7 +77,13 @@ def verify(
                 on_problem=display.problem,
             ),
             row=lambda: (
-                asdict(report) | {"sound": report.sound, "repair": repair, "dry_run": not repair}
+                asdict(report)
+                | {
+                    "sound": report.sound,
+                    "shelf": opened.url,
+                    "repair": repair,
+                    "dry_run": not repair,
+                }
             ),
             summary=lambda: _summary(report, repair),
             complete=lambda: report.sound,
