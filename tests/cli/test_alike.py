@@ -285,3 +285,17 @@ def test_what_is_bad_is_an_error_with_its_name(shelf: Path) -> None:
     assert error["name"] == FOLDER
     [error] = report("unpin", "none", "--shelf", shelf, code=1)["errors"]
     assert error["name"] == "none"
+
+
+@pytest.mark.parametrize("name", ["gc", "rm"])
+def test_an_interrupted_deletion_tells_what_was_done(
+    shelf: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"kvshelf.cli.{name}.carry_out", stop)
+    more = ["--max-bytes", "20000"] if name == "gc" else ["--group", "_"]
+    row = report(name, shelf, *more, "--yes", code=130)
+    assert (row["interrupted"], row["dry_run"]) == (True, False)
+    assert "start it again" in row["errors"][0]["problem"]

@@ -23,9 +23,6 @@ from kvshelf.capacity.pins import Pins
 from kvshelf.capacity.rules import Reason, Rules
 from kvshelf.capacity.uses import resolution
 from kvshelf.cli.common import (
-    OK,
-    PROBLEM,
-    UNREACHABLE,
     DryRunOption,
     JsonOption,
     ShelfArgument,
@@ -34,7 +31,6 @@ from kvshelf.cli.common import (
     check_dry,
     configuration,
     find_shelf,
-    interruption,
     message,
     one_shelf,
     open_to_change,
@@ -115,19 +111,18 @@ def gc(
         with Display("deleting", as_json=as_json) as display:
             found = _plan(opened.backend, rules, orphans, display)
         _write_names(found, names, as_json)
-        with (
-            Display("deleting", as_json=as_json) as display,
-            _history(shelf, shown, yes) as history,
-        ):
+        if found.problem is not None:
+            message(found.problem, error=False)
+        display = Display("deleting", as_json=as_json)
+        outcome = Outcome() if yes else None
+        with _history(shelf, shown, yes) as history:
             note = None if history is None else history.note_evicted
-            outcome = _carry_out(opened.backend, found, display, note) if yes else None
-    code = _tell(found, outcome)
-    if as_json:
-        write_json(_json(shown, found, outcome) | {"bounds": acting})
-    else:
-        sys.stdout.write(_text(shown, found, outcome, acting))
-    if code != OK:
-        raise typer.Exit(code)
+            display.run(
+                lambda: _carry_out(opened.backend, found, display, note, outcome),
+                row=lambda: _json(shown, found, outcome) | {"bounds": acting},
+                summary=lambda: _text(shown, found, outcome, acting),
+                complete=lambda: found.problem is None and not (outcome and outcome.failed),
+            )
 
 
 def _rules(shelf: str | None, given: dict[str, Any]) -> Rules:
@@ -195,21 +190,25 @@ def _carry_out(
     found: Plan,
     display: Display,
     note: Callable[[bytes, int], None] | None,
-) -> Outcome:
+    outcome: Outcome | None,
+) -> None:
+    if outcome is None:
+        return
     total = len(found.leftovers) + int(found.counts().sum())
-    try:
-        outcome = carry_out(
-            backend,
-            found,
-            on_deleted=note,
-            on_progress=lambda now: display.show(now.done, total, now.nbytes),
-        )
-        if outcome.finished:
-            max_age = found.rules.max_age
-            Marks.compact(backend, max_age=max_age, resolution=resolution(max_age))
-    except KeyboardInterrupt:
-        raise interruption() from None
-    return outcome
+    carry_out(
+        backend,
+        found,
+        on_deleted=note,
+        on_progress=lambda now: display.show(now.done, total, now.nbytes),
+        outcome=outcome,
+    )
+    if outcome.finished:
+        max_age = found.rules.max_age
+        Marks.compact(backend, max_age=max_age, resolution=resolution(max_age))
+    if outcome.failed:
+        message(f"{outcome.failed} files could not be deleted, the first of them: {outcome.error}")
+    elif outcome.error is not None:
+        raise outcome.error
 
 
 def _write_names(found: Plan, names: bool, as_json: bool) -> None:
@@ -276,21 +275,3 @@ def _text(url: str, found: Plan, outcome: Outcome | None, bounds: dict[str, dict
         if outcome.gone:
             lines.append(f"{outcome.gone} files had been deleted by others")
     return "\n".join(lines) + "\n"
-
-
-def _tell(found: Plan, outcome: Outcome | None) -> int:
-    """Say what went wrong; return the exit code."""
-    code = OK
-    if found.problem is not None:
-        message(found.problem, error=False)
-        code = PROBLEM
-    if outcome is not None and outcome.error is not None:
-        if outcome.failed:
-            message(
-                f"{outcome.failed} files could not be deleted, the first of them: {outcome.error}"
-            )
-            code = PROBLEM
-        else:
-            message(f"not all was deleted: {outcome.error}")
-            code = UNREACHABLE
-    return code
