@@ -86,6 +86,9 @@ YesOption: TypeAlias = Annotated[
 DryRunOption: TypeAlias = Annotated[
     bool, typer.Option("--dry-run", help="Only say what would be done; change nothing.")
 ]
+JobsOption: TypeAlias = Annotated[
+    int | None, typer.Option("--jobs", "-j", min=1, help="Objects worked on at once.")
+]
 JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="Write JSON.")]
 
 #: What went wrong in the command that runs, and no JSON says yet.
@@ -192,20 +195,22 @@ def configuration(shelf: str | None) -> Config:
     return Config.load({} if shelf is None else {"shared_storage_path": shelf, "server": None})
 
 
-def find_shelf(shelf: str | None) -> tuple[str, dict[str, Any]]:
+def find_shelf(shelf: str | None, named: str | None = None) -> tuple[str, dict[str, Any]]:
     """Return URL and storage options of the shelf for a command.
 
     Parameters
     ----------
-    shelf : str or None
-        The command line's shelf; None selects the configured shelf, else the private one.
+    shelf, named : str or None
+        The command line's shelf, by argument or by option; None selects the configured
+        shelf, else the private one.
 
     Raises
     ------
     ConfigError
-        If the configuration cannot be used, or names a node server, which alone knows its shelf.
+        If both are given, the configuration cannot be used, or it names a node server, which
+        alone knows its shelf.
     """
-    config = configuration(shelf)
+    config = configuration(one_shelf(shelf, named))
     if config.server is not None:
         raise ConfigError(
             f"server is {config.server}, so the shelf is an option of that server: name the shelf"

@@ -15,6 +15,7 @@ from kvshelf.backends import open_backend
 from kvshelf.cli.common import (
     PATIENT,
     DryRunOption,
+    JobsOption,
     JsonOption,
     is_local,
     is_missing,
@@ -68,9 +69,7 @@ def copy(
             "with tokens and cache_salt.",
         ),
     ] = None,
-    jobs: Annotated[
-        int | None, typer.Option("--jobs", "-j", min=1, help="Objects copied at once.")
-    ] = None,
+    jobs: JobsOption = None,
     verify_existing: Annotated[
         bool,
         typer.Option(

@@ -17,7 +17,6 @@ from kvshelf.cli.common import (
     ShelfArgument,
     ShelfOption,
     find_shelf,
-    one_shelf,
     open_to_look,
     size_text,
     time_text,
@@ -51,7 +50,7 @@ def du(
     as_json: JsonOption = False,
 ) -> None:
     """Show what takes the room: by namespace, salt group, age, depth in the prompt, or kind."""
-    url, options = find_shelf(one_shelf(shelf, shelf_option))
+    url, options = find_shelf(shelf, shelf_option)
     chosen = tuple(dict.fromkeys(one.value for one in by or ())) or ("namespace",)
     with open_to_look(url, options) as opened:
         folders = find_folders(opened, namespaces)

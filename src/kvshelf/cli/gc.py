@@ -39,7 +39,7 @@ from kvshelf.cli.common import (
     write_json,
 )
 from kvshelf.cli.progress import Display
-from kvshelf.cli.values import bounds
+from kvshelf.cli.values import MaxAgeOption, MaxBytesOption, bounds
 from kvshelf.config import history_dir
 from kvshelf.history import History
 
@@ -58,23 +58,8 @@ _WHY: Final = {
 def gc(
     shelf: ShelfArgument = None,
     shelf_option: ShelfOption = None,
-    max_bytes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Most bytes of the whole shelf, such as 2TiB; default: the configured capacity.",
-            show_default=False,
-        ),
-    ] = None,
-    max_age: Annotated[
-        str | None,
-        typer.Option(
-            metavar="AGE",
-            help="Time after its last use at which a chunk goes, such as 7d or 12h; default: the"
-            " configured capacity.",
-            show_default=False,
-        ),
-    ] = None,
+    max_bytes: MaxBytesOption = None,
+    max_age: MaxAgeOption = None,
     group_max_bytes: Annotated[
         str | None,
         typer.Option(

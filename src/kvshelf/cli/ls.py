@@ -17,7 +17,6 @@ from kvshelf.cli.common import (
     ShelfOption,
     find_shelf,
     namespace_folder,
-    one_shelf,
     open_existing,
     size_text,
     time_text,
@@ -45,7 +44,7 @@ def ls(
     as_json: JsonOption = False,
 ) -> None:
     """List the namespaces of a shelf, or the objects of one; --json writes one object per line."""
-    url, options = find_shelf(one_shelf(shelf, shelf_option))
+    url, options = find_shelf(shelf, shelf_option)
     with Shelf(open_existing(url, options)) as opened:
         if namespace is None:
             _namespaces(opened, long, as_json)

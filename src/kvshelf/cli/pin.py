@@ -31,6 +31,7 @@ from kvshelf.cli.common import (
     time_text,
     write_json,
 )
+from kvshelf.cli.namespaces import NamespacesOption
 from kvshelf.cli.prompts import (
     GroupOption,
     ModelOption,
@@ -56,16 +57,7 @@ def pin(
         str | None, typer.Argument(metavar="[NAME]", help="Name of the new pin.")
     ] = None,
     shelf: ShelfOption = None,
-    namespaces: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--namespace",
-            "-n",
-            metavar="X",
-            help="This namespace: its folder, its 16 hex, or how either begins. Repeatable with "
-            "--prompts.",
-        ),
-    ] = None,
+    namespaces: NamespacesOption = None,
     group: GroupOption = None,
     salt_file: SaltFileOption = None,
     prompts: PromptsOption = None,

@@ -17,6 +17,7 @@ from kvshelf.capacity.parallel import PAUSES
 from kvshelf.capacity.rules import Choice
 from kvshelf.cli.common import (
     DryRunOption,
+    JobsOption,
     JsonOption,
     ShelfArgument,
     ShelfOption,
@@ -24,7 +25,6 @@ from kvshelf.cli.common import (
     check_dry,
     find_shelf,
     message,
-    one_shelf,
     open_existing,
     open_to_change,
     size_text,
@@ -69,9 +69,7 @@ def rm(
     ] = False,
     yes: YesOption = False,
     dry_run: DryRunOption = False,
-    jobs: Annotated[
-        int | None, typer.Option("--jobs", "-j", min=1, help="Objects deleted at once.")
-    ] = None,
+    jobs: JobsOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Delete objects of namespaces, a salt group, prompts or an age; first only say which."""
@@ -89,7 +87,7 @@ def rm(
             "found nothing to select by; give --namespace, --group, --salt-file, --prompts or"
             " --unused-for"
         )
-    url, options = find_shelf(one_shelf(shelf, shelf_option))
+    url, options = find_shelf(shelf, shelf_option)
     outcome = Outcome()
     display = Display("deleting", as_json=as_json)
     with open_to_change(url, options) if yes else Shelf(open_existing(url, options)) as opened:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from kvshelf.cli.common import address, shown_address, size_text
-from kvshelf.cli.values import bounds, size
+from kvshelf.cli.values import MaxAgeOption, MaxBytesOption, bounds, size
 from kvshelf.config import FILE_KEY, Config
 from kvshelf.errors import ConfigError
 
@@ -62,24 +62,8 @@ def serve(
             show_default=False,
         ),
     ] = None,
-    max_bytes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Most bytes of the whole shelf, such as 2TiB: above it the chunks that were used"
-            " longest ago are deleted; default: the configured capacity.",
-            show_default=False,
-        ),
-    ] = None,
-    max_age: Annotated[
-        str | None,
-        typer.Option(
-            metavar="AGE",
-            help="Time after its last use at which a chunk is deleted, such as 7d or 12h; default:"
-            " the configured capacity.",
-            show_default=False,
-        ),
-    ] = None,
+    max_bytes: MaxBytesOption = None,
+    max_age: MaxAgeOption = None,
     min_free: Annotated[
         str | None,
         typer.Option(

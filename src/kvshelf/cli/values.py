@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from datetime import datetime, timedelta, timezone
-from typing import Any, Final
+from typing import Annotated, Any, Final, TypeAlias
 
+import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from kvshelf.config import LEAST_MAX_AGE, parse_duration
@@ -19,6 +20,25 @@ from kvshelf.errors import ConfigError
 SIZES: Final = "a size such as 500MB, 20GiB or 2TiB"
 AGES: Final = "an age such as 90s, 30m, 12h, 7d or 2w"
 DATES: Final = "a date such as 2026-01-31 or 2026-01-31T12:00"
+
+MaxBytesOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Most bytes of the whole shelf, such as 2TiB: above it the chunks that were used"
+        " longest ago go; default: the configured capacity.",
+        show_default=False,
+    ),
+]
+MaxAgeOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="AGE",
+        help="Time after its last use at which a chunk goes, such as 7d or 12h; default: the"
+        " configured capacity.",
+        show_default=False,
+    ),
+]
 
 _SIZE: Final = TypeAdapter(ByteSize)
 

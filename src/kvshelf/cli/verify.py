@@ -13,11 +13,11 @@ import typer
 
 from kvshelf.cli.common import (
     DryRunOption,
+    JobsOption,
     JsonOption,
     ShelfArgument,
     ShelfOption,
     find_shelf,
-    one_shelf,
     open_to_change,
     open_to_look,
     size_text,
@@ -42,9 +42,7 @@ def verify(
             show_default=False,
         ),
     ] = None,
-    jobs: Annotated[
-        int | None, typer.Option("--jobs", "-j", min=1, help="Objects read at once.")
-    ] = None,
+    jobs: JobsOption = None,
     repair: Annotated[
         bool,
         typer.Option(
@@ -59,7 +57,7 @@ def verify(
     """Read and verify the objects of a shelf; repair what can be repaired."""
     wanted = _sample(sample)
     repair = repair and not dry_run
-    url, options = find_shelf(one_shelf(shelf, shelf_option))
+    url, options = find_shelf(shelf, shelf_option)
     report = VerifyReport()
     display = Display("verifying", as_json=as_json)
     with open_to_change(url, options) if repair else open_to_look(url, options) as opened:
