@@ -47,6 +47,10 @@ def test_the_exit_codes_are_documented() -> None:
         assert re.search(rf"^\| {code} \| \w", page, re.MULTILINE)
 
 
+#: Options that the manual describes once for all commands.
+COMMON = ("--json", "--shelf", "--dry-run")
+
+
 def test_every_option_of_a_command_is_documented() -> None:
     page = (ROOT / "docs" / "cli.md").read_text()
     sections = re.split(r"^## ", page, flags=re.MULTILINE)
@@ -55,7 +59,7 @@ def test_every_option_of_a_command_is_documented() -> None:
     for name, command in commands.items():
         [section] = [text for text in sections if re.match(rf"`kvshelf {name}\b", text)]
         for option in (one for parameter in command.params for one in parameter.opts):
-            if option.startswith("--") and option != "--json":  # about that, the page says all once
+            if option.startswith("--") and option not in COMMON:  # said once
                 assert re.search(rf"[` ]{option}\b", section), (name, option)
 
 

@@ -97,9 +97,9 @@ _PREFETCH_BYTES: Final = 256 << 20
 LEAST_STAGING: Final = 1 << 30
 _LEAST_MEMORY: Final = 4096
 #: A shorter age would delete chunks in use: uses are recorded about once a minute at most.
-_LEAST_MAX_AGE: Final = 120.0
+LEAST_MAX_AGE: Final = 120.0
 #: Seconds of the units of time that options know.
-TIME_UNITS: Final = types.MappingProxyType({"s": 1, "m": 60, "h": 3600, "d": 86400})
+TIME_UNITS: Final = types.MappingProxyType({"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800})
 _PREFETCH_FROM_PROBE_SECONDS: Final = 1e-3
 _SECRET_FIELDS: Final = frozenset({"storage_options"})
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)")
@@ -183,7 +183,7 @@ _Size: TypeAlias = Annotated[ByteSize, BeforeValidator(_no_boolean)]
 
 
 def parse_duration(value: object) -> object:
-    """Return the seconds that a text such as ``7d``, ``12h``, ``30m`` or ``90s`` means.
+    """Return the seconds that a text such as ``2w``, ``7d``, ``12h``, ``30m`` or ``90s`` means.
 
     Anything but a text that ends in one of these units is returned as it is.
 
@@ -201,7 +201,7 @@ def parse_duration(value: object) -> object:
     except ValueError:
         seconds = math.nan
     if not math.isfinite(seconds):
-        raise ValueError("is not a time; expected seconds, or a number and s, m, h or d as in 7d")
+        raise ValueError("is not a time; expected seconds, or a number and s, m, h, d or w: 7d")
     return seconds
 
 
@@ -233,7 +233,7 @@ class CapacityConfig(BaseModel):
     model_config = ModelOptions(frozen=True, extra="forbid", allow_inf_nan=False)
 
     max_bytes: Annotated[_Size, Field(gt=0)] | None = None
-    max_age: Annotated[_Duration, Field(ge=_LEAST_MAX_AGE)] | None = None
+    max_age: Annotated[_Duration, Field(ge=LEAST_MAX_AGE)] | None = None
     min_free: Annotated[_Size, Field(ge=0)] | None = None
     group_max_bytes: Annotated[_Size, Field(gt=0)] | None = None
     uses: Literal["auto", "marks", "rewrite", "off"] = "auto"
@@ -377,16 +377,16 @@ class Config(BaseSettings):
         description=(
             'Bounds of the shelf, all optional: `{"max_bytes": "2TiB", "max_age": "7d", '
             '"min_free": "50GiB"}`. `max_bytes` bounds everything on the shelf, of all models '
-            "and engines together; above it, engines delete the chunks that were used longest ago, "
-            "down to a part of it. If engines give several values, the smallest acts. `max_age` "
-            "deletes chunks that long after their last use: seconds (at least 120), or a number "
-            "and `s`, `m`, `h` or `d`. Without `max_bytes` and `max_age` no engine deletes chunks. "
-            "`min_free` is what stores leave free on the storage; below it they are dropped and "
-            "counted. If it is not set, that is 5 % of the storage, at most 20 GiB, and 10 % of a "
-            "filesystem in memory (tmpfs); `0` turns it off. `group_max_bytes` bounds each salt "
-            "group, with `group_by_salt` only. `uses` says how uses of chunks are recorded: `auto` "
-            "(default), `marks`, `rewrite` (for S3 with a lifecycle rule) or `off`. An engine with "
-            "`read_only` deletes nothing. See [Capacity](capacity.md)."
+            "and engines together; above it, engines delete the chunks that were used longest "
+            "ago, down to a part of it. If engines give several values, the smallest acts. "
+            "`max_age` deletes chunks that long after their last use: seconds (at least 120), or "
+            "a number and `s`, `m`, `h`, `d` or `w`. Without `max_bytes` and `max_age` no engine "
+            "deletes chunks. `min_free` is what stores leave free on the storage; below it they "
+            "are dropped and counted. If it is not set, that is 5 % of the storage, at most 20 "
+            "GiB, and 10 % of a filesystem in memory (tmpfs); `0` turns it off. `group_max_bytes` "
+            "bounds each salt group, with `group_by_salt` only. `uses` says how uses of chunks "
+            "are recorded: `auto` (default), `marks`, `rewrite` (for S3 with a lifecycle rule) or "
+            "`off`. An engine with `read_only` deletes nothing. See [Capacity](capacity.md)."
         ),
     )
     read_only: bool = Field(

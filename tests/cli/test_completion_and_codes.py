@@ -207,7 +207,9 @@ def _comparable(line: str) -> Any:
 def test_a_storage_that_cannot_be_reached(arguments: list[str], tmp_path: Path) -> None:
     first, *rest = arguments
     result = run(first, tmp_path / "missing", *rest, "--json")
-    assert (result.exit_code, result.stdout) == (3, "")
+    assert result.exit_code == 3
+    [error] = json.loads(result.stdout)["errors"]
+    assert "does not exist" in error["problem"]
     assert result.stderr.startswith("kvshelf: ")
     result = run(first, "s3://", *rest)
     assert result.exit_code == 2

@@ -307,8 +307,12 @@ class Pins:
         return covered
 
     @staticmethod
-    def add(backend: Backend, name: str, pin: Pin, *, replace: bool = False) -> bool:
+    def add(
+        backend: Backend, name: str, pin: Pin, *, replace: bool = False, dry_run: bool = False
+    ) -> bool:
         """Write a pin; return False if there is one with this name that is not to be replaced.
+
+        With `dry_run` nothing is written.
 
         Raises
         ------
@@ -325,12 +329,16 @@ class Pins:
                 f"the other pins have {others} bytes, and this one {len(data)}; expected at most"
                 f" {MAX_TOTAL_BYTES} together: remove pins, or pin a namespace or a salt group"
             )
+        if dry_run:
+            return replace or not _is_there(backend, name)
         result = backend.write(pin_file(name), [data], "replace" if replace else "create")
         return result.value != "existed"
 
     @staticmethod
-    def remove(backend: Backend, name: str) -> bool:
+    def remove(backend: Backend, name: str, *, dry_run: bool = False) -> bool:
         """Remove a pin, readable or not; return False if there was none of this name.
+
+        With `dry_run` nothing is removed.
 
         Raises
         ------
@@ -339,7 +347,11 @@ class Pins:
         StorageError
             If it could not be removed.
         """
-        return backend.delete(pin_file(name))
+        return _is_there(backend, name) if dry_run else backend.delete(pin_file(name))
+
+
+def _is_there(backend: Backend, name: str) -> bool:
+    return next(iter(backend.stat([pin_file(name)]))) is not None
 
 
 def check_pin_name(name: str) -> str:

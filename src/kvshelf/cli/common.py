@@ -3,7 +3,7 @@
 Contracts
 ---------
 * Data goes to standard output, everything else to standard error. With ``--json`` nothing
-  but JSON is on standard output.
+  but JSON is on standard output: objects, each with what went wrong in ``errors``.
 * A command ends by returning (exit code 0), by ``typer.Exit`` or by raising an error, which
   :func:`guarded` turns into one line and an exit code. An exception that is none of kvshelf's
   errors has a code of its own; its traceback is a debug line of the logger ``kvshelf``.
@@ -15,22 +15,21 @@ import functools
 import json
 import logging
 import os
-import re
 import sys
 import traceback
 import types
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime, timedelta, timezone
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Final, NoReturn, ParamSpec, TypeAlias
+from typing import Annotated, Any, Final, ParamSpec, TypeAlias, TypeVar
 
 import typer
 from rich.console import Console
 
 from kvshelf.backends import Backend, open_backend
 from kvshelf.backends.posix import PosixBackend
-from kvshelf.config import TIME_UNITS, Config, default_shelf_path
+from kvshelf.config import Config, default_shelf_path
 from kvshelf.errors import (
     BadObjectError,
     ConfigError,
@@ -43,6 +42,7 @@ from kvshelf.errors import (
 )
 from kvshelf.format.names import parse_namespace_folder
 from kvshelf.shelf.shelf import Shelf, open_shelf
+from kvshelf.tools.naming import folders_named
 
 OK: Final = 0
 PROBLEM: Final = 1
@@ -67,8 +67,6 @@ PATIENT: Final = types.MappingProxyType(
 )
 #: Most characters of a file that an option names.
 _MOST_TEXT: Final = 1 << 20
-_AGE: Final = re.compile(r"(\d+(?:\.\d+)?)([smhdw])", re.ASCII)
-_UNITS: Final = types.MappingProxyType({**TIME_UNITS, "w": 7 * TIME_UNITS["d"]})
 
 ShelfArgument: TypeAlias = Annotated[
     str | None,
@@ -82,9 +80,22 @@ ShelfOption: TypeAlias = Annotated[
     str | None,
     typer.Option("--shelf", help="Directory or URL; default: the configured one."),
 ]
+YesOption: TypeAlias = Annotated[
+    bool, typer.Option("--yes", "-y", help="Delete; without it nothing is changed.")
+]
+DryRunOption: TypeAlias = Annotated[
+    bool, typer.Option("--dry-run", help="Only say what would be done; change nothing.")
+]
+JobsOption: TypeAlias = Annotated[
+    int | None, typer.Option("--jobs", "-j", min=1, help="Objects worked on at once.")
+]
 JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="Write JSON.")]
 
+#: What went wrong in the command that runs, and no JSON says yet.
+_errors: Final[list[dict[str, Any]]] = []
+
 _P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 def guarded(command: Callable[_P, None]) -> Callable[_P, None]:
@@ -92,23 +103,32 @@ def guarded(command: Callable[_P, None]) -> Callable[_P, None]:
 
     @functools.wraps(command)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        _errors.clear()
+        code = OK
         try:
-            command(*args, **kwargs)
+            try:
+                command(*args, **kwargs)
+            except (BrokenPipeError, typer.Abort):
+                raise
+            except typer.Exit as left:
+                code = left.exit_code
+            except KVShelfError as error:
+                message(str(error))
+                code = exit_code(error)
+            except Exception as error:
+                logger.debug("kvshelf %s failed", command.__name__, exc_info=error)
+                message(_unexpected(command.__name__, error))
+                code = UNEXPECTED
+            if _errors and kwargs.get("as_json"):
+                write_json({})
             sys.stdout.flush()
-        except KVShelfError as error:
-            message(str(error))
-            raise typer.Exit(exit_code(error)) from None
         except BrokenPipeError:
             # The reader (head, less) closed the pipe. Python still flushes at exit, so standard
             # output is redirected.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(OK) from None
-        except (typer.Exit, typer.Abort):
-            raise
-        except Exception as error:
-            logger.debug("kvshelf %s failed", command.__name__, exc_info=error)
-            message(_unexpected(command.__name__, error))
-            raise typer.Exit(UNEXPECTED) from None
+            code = OK
+        if code != OK:
+            raise typer.Exit(code)
 
     return run
 
@@ -135,18 +155,33 @@ def exit_code(error: KVShelfError) -> int:
     return PROBLEM
 
 
-def message(text: str) -> None:
-    """Print a message for the user on standard error; it may quote what a server answered."""
+def message(text: str, *, error: bool = True) -> None:
+    """Print a message for the user on standard error; it may quote what a server answered.
+
+    With `error`, the next JSON object has it in ``errors``: what is in that by itself, or no error,
+    needs none.
+    """
+    if error:
+        _errors.append({"name": None, "problem": text})
     shown = "\n".join(map(printable, text.splitlines()))
     Console(stderr=True, highlight=False).print(
         f"kvshelf: {shown}", style="red", markup=False, soft_wrap=True
     )
 
 
-def write_json(value: object) -> None:
-    """Write one JSON value on a line of its own."""
+def write_json(row: dict[str, Any]) -> None:
+    """Write one JSON object on a line of its own.
+
+    Its ``errors`` are the messages since the last one, and what it says in ``problem`` or
+    ``problems``.
+    """
+    errors = [*_errors, *row.get("problems", ())]
+    _errors.clear()
+    if row.get("problem") is not None:
+        name = next((row[key] for key in ("object", "pin", "namespace") if key in row), None)
+        errors.append({"name": name, "problem": row["problem"]})
     # ASCII: strings from a shelf may contain control characters or lone surrogates.
-    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.write(json.dumps(row | {"errors": errors}) + "\n")
 
 
 def configuration(shelf: str | None) -> Config:
@@ -160,20 +195,22 @@ def configuration(shelf: str | None) -> Config:
     return Config.load({} if shelf is None else {"shared_storage_path": shelf, "server": None})
 
 
-def find_shelf(shelf: str | None) -> tuple[str, dict[str, Any]]:
+def find_shelf(shelf: str | None, named: str | None = None) -> tuple[str, dict[str, Any]]:
     """Return URL and storage options of the shelf for a command.
 
     Parameters
     ----------
-    shelf : str or None
-        The command line's shelf; None selects the configured shelf, else the private one.
+    shelf, named : str or None
+        The command line's shelf, by argument or by option; None selects the configured
+        shelf, else the private one.
 
     Raises
     ------
     ConfigError
-        If the configuration cannot be used, or names a node server, which alone knows its shelf.
+        If both are given, the configuration cannot be used, or it names a node server, which
+        alone knows its shelf.
     """
-    config = configuration(shelf)
+    config = configuration(one_shelf(shelf, named))
     if config.server is not None:
         raise ConfigError(
             f"server is {config.server}, so the shelf is an option of that server: name the shelf"
@@ -230,7 +267,7 @@ def open_to_change(url: str, storage_options: dict[str, Any]) -> Shelf:
 
 
 def namespace_folder(shelf: Shelf, wanted: str) -> str:
-    """Return the namespace folder of a shelf that a folder or the 16 hex at its end names.
+    """Return the one namespace folder of a shelf that a user names.
 
     Raises
     ------
@@ -246,23 +283,52 @@ def namespace_folder(shelf: Shelf, wanted: str) -> str:
 
 
 def namespace_folders(shelf: Shelf, wanted: str) -> list[str]:
-    """Return the namespace folders of a shelf that a folder or the 16 hex at its end names.
+    """Return the namespace folders of a shelf that a user names.
 
     Raises
     ------
     ConfigError
-        If there is none.
+        If there is none, or more than one namespace.
     StorageError
         If the storage failed.
     """
-    wanted = wanted.rstrip("/")
-    folders = [f for f in shelf.backend.folders() if parse_namespace_folder(f) is not None]
-    found = [f for f in folders if wanted in (f, parse_namespace_folder(f))]
-    if found:
-        return found
-    known = ", ".join(folders[:10]) or "none"
-    more = f" and {len(folders) - 10} more" if len(folders) > 10 else ""
-    raise ConfigError(f"no namespace {wanted} on {shelf.url}; it has: {known}{more}")
+    return folders_named(wanted, filter(parse_namespace_folder, shelf.backend.folders()), shelf.url)
+
+
+def one_of(first: _T | None, second: _T | None, names: str) -> _T | None:
+    """Return what is given in one of two ways, such as by an argument or an option; None without.
+
+    Raises
+    ------
+    ConfigError
+        If both are given; `names` names them.
+    """
+    if first is not None and second is not None:
+        raise ConfigError(f"{names} both name it; give one of them")
+    return second if first is None else first
+
+
+def check_dry(yes: bool, dry_run: bool) -> None:
+    """Check that a command whose runs are dry without ``--yes`` is not told both.
+
+    Raises
+    ------
+    ConfigError
+        If it is.
+    """
+    if yes and dry_run:
+        raise ConfigError("--yes and --dry-run contradict each other; give one of them")
+
+
+def one_shelf(shelf: str | None, named: str | None) -> str | None:
+    """Return the shelf of a command that takes it as an argument, or as an option.
+
+    Raises
+    ------
+    ConfigError
+        If both are given.
+    """
+    return one_of(shelf, named, "SHELF and --shelf")
 
 
 def missing_error(backend: Backend) -> StorageError:
@@ -315,10 +381,10 @@ def json_object(text: str, option: str) -> dict[str, Any]:
     return value
 
 
-def exit_interrupted() -> NoReturn:
-    """Tell the user how to continue, and exit as after an interrupt."""
+def interruption() -> typer.Exit:
+    """Tell the user how to continue; return the exit after an interrupt."""
     message("interrupted; start it again to continue")
-    raise typer.Exit(_INTERRUPTED)
+    return typer.Exit(_INTERRUPTED)
 
 
 def size_text(count: int) -> str:
@@ -340,51 +406,6 @@ def time_text(seconds: float) -> str:
         return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M")
     except (ValueError, OverflowError, OSError):
         return "?"
-
-
-def duration(text: str, option: str) -> float:
-    """Return the seconds that the value of an option means, such as ``90s``, ``12h`` or ``7d``.
-
-    Raises
-    ------
-    ConfigError
-        If `text` is not a number and one of the units s, m, h, d and w.
-    """
-    found = _AGE.fullmatch(text)
-    if found is None:
-        raise ConfigError(f"{option}: found {text!r}; expected an age such as 90s, 12h or 7d")
-    return float(found[1]) * _UNITS[found[2]]
-
-
-def moment(text: str, option: str, *, ahead: bool = False) -> float:
-    """Return the seconds since the epoch that the value of an option means.
-
-    Parameters
-    ----------
-    text : str
-        An age such as ``12h`` or ``7d``, or a date such as ``2026-01-31``, in local time.
-    option : str
-        Its name, for messages.
-    ahead : bool
-        An age is in the future, not in the past.
-
-    Raises
-    ------
-    ConfigError
-        If `text` is neither.
-    """
-    try:
-        if _AGE.fullmatch(text) is not None:
-            seconds = duration(text, option)
-            found = datetime.now(timezone.utc) + timedelta(seconds=seconds if ahead else -seconds)
-            return found.timestamp()
-        # Without a time zone it is local time, as in listings.
-        return datetime.fromisoformat(text).astimezone().timestamp()
-    except (ValueError, OverflowError, OSError):
-        raise ConfigError(
-            f"{option}: found {text!r}; expected an age such as 12h or 7d, or a date such as "
-            "2026-01-31"
-        ) from None
 
 
 def address(option: str, text: str) -> tuple[str, int]:

@@ -14,16 +14,19 @@ import typer
 from kvshelf.backends import open_backend
 from kvshelf.cli.common import (
     PATIENT,
+    DryRunOption,
+    JobsOption,
     JsonOption,
     is_local,
     is_missing,
     json_object,
     missing_error,
-    moment,
     read_text,
     size_text,
 )
+from kvshelf.cli.namespaces import NamespacesOption
 from kvshelf.cli.progress import Display
+from kvshelf.cli.values import moment
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError
 from kvshelf.format.namespace import slugify
@@ -36,16 +39,14 @@ _WHEN = "An age (90s, 30m, 12h, 7d, 2w) or a date (2026-01-31, 2026-01-31T12:00)
 
 def copy(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Directory or URL to copy from.")],
-    target: Annotated[str, typer.Argument(metavar="DST", help="Directory or URL to copy to.")],
-    namespaces: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--namespace",
-            "-n",
-            metavar="X",
-            help="Only this namespace: its folder, or the 16 hex at the end of it. Repeatable.",
-        ),
+    target: Annotated[
+        str | None,
+        typer.Argument(metavar="DST", help="Directory or URL to copy to.", show_default=False),
     ] = None,
+    shelf: Annotated[
+        str | None, typer.Option("--shelf", help="SRC, in its place: --shelf SRC DST.")
+    ] = None,
+    namespaces: NamespacesOption = None,
     models: Annotated[
         list[str] | None,
         typer.Option(
@@ -61,23 +62,21 @@ def copy(
     tokens: Annotated[
         Path | None,
         typer.Option(
+            "--tokens",
+            "--prompts",
             metavar="FILE",
             help="Only the chunks of these prompts: per line a list of token ids, or an object "
             "with tokens and cache_salt.",
         ),
     ] = None,
-    jobs: Annotated[
-        int | None, typer.Option("--jobs", "-j", min=1, help="Objects copied at once.")
-    ] = None,
+    jobs: JobsOption = None,
     verify_existing: Annotated[
         bool,
         typer.Option(
             "--verify-existing", help="Verify the objects that DST has, and replace bad ones."
         ),
     ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Count what would be copied; change nothing.")
-    ] = False,
+    dry_run: DryRunOption = False,
     source_options: Annotated[
         str | None, typer.Option(metavar="JSON", help="storage_options of SRC.")
     ] = None,
@@ -97,8 +96,12 @@ def copy(
     as_json: JsonOption = False,
 ) -> None:
     """Copy a shelf, or a part of it: verified, in parallel, and only missing objects."""
+    if target is None:
+        source, target, shelf = shelf or "", source, None
+    if not source or shelf is not None:
+        raise ConfigError("give two places: SRC DST, or --shelf SRC DST")
     selection = Selection(
-        tuple(name.rstrip("/") for name in namespaces or ()),
+        tuple(namespaces or ()),
         tuple(slugify(name) for name in models or ()),
         None if since is None else moment(since, "--since"),
         None if until is None else moment(until, "--until"),
@@ -126,7 +129,9 @@ def copy(
                 on_progress=lambda now: display.show(now.done, now.found, now.bytes),
                 on_problem=display.problem,
             ),
-            row=lambda: asdict(report) | {"dry_run": dry_run},
+            row=lambda: (
+                asdict(report) | {"dry_run": dry_run, "source": from_.url, "target": to.url}
+            ),
             summary=lambda: _summary(report, dry_run),
             complete=lambda: report.complete,
         )

@@ -38,11 +38,14 @@ from kvshelf.cli.common import (
     OK,
     PROBLEM,
     UNREACHABLE,
+    DryRunOption,
     JsonOption,
     ShelfArgument,
+    ShelfOption,
     configuration,
     is_local,
     is_missing,
+    one_shelf,
     size_text,
     write_json,
 )
@@ -133,6 +136,7 @@ class _NoAnswerError(Exception):
 
 def doctor(
     shelf: ShelfArgument = None,
+    shelf_option: ShelfOption = None,
     timeout: Annotated[
         float,
         typer.Option("--timeout", min=0.1, help="Deadline of each step on the shelf, in seconds."),
@@ -146,12 +150,13 @@ def doctor(
             show_default=False,
         ),
     ] = None,
+    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Check the installation and, step by step, access to a shelf."""
     checks = []
     console = Console(highlight=False, soft_wrap=True)
-    for check in _all_checks(shelf, timeout, models):
+    for check in _all_checks(one_shelf(shelf, shelf_option), timeout, models, dry_run):
         checks.append(check)
         if not as_json:
             _print(console, check)
@@ -162,6 +167,11 @@ def doctor(
                 "status": "problem" if problems else "ok",
                 "kvshelf": __version__,
                 "checks": [_as_json(check) for check in checks],
+                "problems": [
+                    {"name": check.name, "problem": check.found}
+                    for check in checks
+                    if check.state is State.PROBLEM
+                ],
             }
         )
     elif problems:
@@ -174,14 +184,14 @@ def doctor(
 
 
 def _all_checks(
-    shelf: str | None, timeout: float, models: tuple[Path, Path] | None
+    shelf: str | None, timeout: float, models: tuple[Path, Path] | None, dry_run: bool
 ) -> Iterator[Check]:
     yield from _installation()
     yield _ops()
     yield from _ops_on_gpus()
     if models is not None:
         yield _configurations(*models)
-    yield from _shelf(shelf, timeout)
+    yield from _shelf(shelf, timeout, dry_run)
 
 
 # ---------------------------------------------------------------------------- installation
@@ -311,17 +321,17 @@ def _configurations(one: Path, other: Path) -> Check:
 # ----------------------------------------------------------------------------------- shelf
 
 
-def _shelf(shelf: str | None, timeout: float) -> Iterator[Check]:
+def _shelf(shelf: str | None, timeout: float, dry_run: bool) -> Iterator[Check]:
     try:
         config = configuration(shelf)
     except ConfigError as error:
         yield Check("configuration", State.PROBLEM, str(error), "correct it")
         return
     yield Check("configuration", State.OK, "valid")
-    folder = history_dir(config)
+    folder, read_only = history_dir(config), config.read_only or dry_run
     pasts = [] if folder is None else read_histories(folder)
     if config.server is not None:
-        yield from _server(config.server, config.read_only, timeout, pasts)
+        yield from _server(config.server, read_only, timeout, pasts)
         return
     url = config.shared_storage_path
     if url is None:
@@ -336,11 +346,9 @@ def _shelf(shelf: str | None, timeout: float) -> Iterator[Check]:
     options = dict(config.storage_options)
     if is_local(url):
         options["create"] = False
-    yield from _Examination(
-        _opener(url, options, config.read_only), config.read_only, timeout, pasts=pasts
-    ).run()
+    yield from _Examination(_opener(url, options, read_only), read_only, timeout, pasts=pasts).run()
     if config.disk_tier is not None:
-        yield from _disk_tier(config.disk_tier, timeout)
+        yield from _disk_tier(config.disk_tier, timeout, dry_run)
 
 
 def _opener(url: str, options: dict[str, Any], read_only: bool) -> Callable[[], Backend]:
@@ -364,7 +372,7 @@ def _server(url: str, read_only: bool, timeout: float, pasts: Sequence[Past]) ->
     yield from _Examination(opener, read_only, timeout, hint, pasts).run()
 
 
-def _disk_tier(tier: DiskTierConfig, timeout: float) -> Iterator[Check]:
+def _disk_tier(tier: DiskTierConfig, timeout: float, dry_run: bool) -> Iterator[Check]:
     """Check the directory of the disk tier, and report its usage."""
     name = "disk tier"
     try:
@@ -381,8 +389,8 @@ def _disk_tier(tier: DiskTierConfig, timeout: float) -> Iterator[Check]:
         yield Check(name, State.NOTE, f"{tier.path} is missing", "the first engine creates it")
         return
     yield Check(name, State.OK, found)
-    opener = _opener(tier.path, {"create": False}, False)
-    for check in _Examination(opener, False, timeout).run():
+    opener = _opener(tier.path, {"create": False}, dry_run)
+    for check in _Examination(opener, dry_run, timeout).run():
         if check.state is not State.OK:
             # Engines work without the disk tier.
             found = f"{check.name}: {check.found}"
@@ -455,7 +463,7 @@ class _Examination:
                 hint = "engines that store replace them; kvshelf verify --repair moves them aside"
                 yield self._step("bad objects", self._bad_objects, hint)
             if self._read_only:
-                yield Check("write", State.NOTE, "not tried: read_only is set")
+                yield Check("write", State.NOTE, "not tried: read_only or --dry-run is set")
                 return
             yield self._step("write", self._write, "check its permissions and free space")
             for name, action, hint in (

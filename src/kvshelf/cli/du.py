@@ -15,6 +15,7 @@ import typer
 from kvshelf.cli.common import (
     JsonOption,
     ShelfArgument,
+    ShelfOption,
     find_shelf,
     open_to_look,
     size_text,
@@ -38,6 +39,7 @@ class By(str, Enum):
 
 def du(
     shelf: ShelfArgument = None,
+    shelf_option: ShelfOption = None,
     by: Annotated[
         list[By] | None,
         typer.Option(
@@ -48,7 +50,7 @@ def du(
     as_json: JsonOption = False,
 ) -> None:
     """Show what takes the room: by namespace, salt group, age, depth in the prompt, or kind."""
-    url, options = find_shelf(shelf)
+    url, options = find_shelf(shelf, shelf_option)
     chosen = tuple(dict.fromkeys(one.value for one in by or ())) or ("namespace",)
     with open_to_look(url, options) as opened:
         folders = find_folders(opened, namespaces)

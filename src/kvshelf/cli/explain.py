@@ -16,13 +16,15 @@ from kvshelf.cli.common import (
     PROBLEM,
     JsonOption,
     ShelfArgument,
+    ShelfOption,
     configuration,
     find_shelf,
+    one_shelf,
     open_existing,
     time_text,
     write_json,
 )
-from kvshelf.cli.prompts import ModelOption, token_prompts
+from kvshelf.cli.prompts import ModelOption, PromptsOption, one_file, token_prompts
 from kvshelf.config import history_dir
 from kvshelf.errors import printable
 from kvshelf.format.kinds import FULL
@@ -35,21 +37,23 @@ _MOST_OBJECTS = 8
 
 def explain(
     prompts: Annotated[
-        Path,
+        str | None,
         typer.Argument(
             metavar="PROMPTS",
             help="A file with a prompt on each line, as for `kvshelf seed`; with cache_salt where"
             " the request had one.",
         ),
-    ],
+    ] = None,
     shelf: ShelfArgument = None,
+    prompts_option: PromptsOption = None,
+    shelf_option: ShelfOption = None,
     namespace: Annotated[
         str | None,
         typer.Option(
             "--namespace",
             "-n",
-            help="The namespace of the engine that missed: its folder, or the 16 hex at the end of"
-            " it. Default: that of the engine of this machine that used the shelf last.",
+            help="The namespace of the engine that missed: its folder, its 16 hex, or how either"
+            " begins. Default: that of the engine of this machine that used the shelf last.",
         ),
     ] = None,
     like: Annotated[
@@ -72,7 +76,10 @@ def explain(
     as_json: JsonOption = False,
 ) -> None:
     """Say why prompts miss; --json writes one object per prompt."""
-    asked = token_prompts(prompts, model)
+    if prompts_option is not None and shelf is None:
+        shelf, prompts = prompts, None
+    shelf = one_shelf(shelf, shelf_option)
+    asked = token_prompts(one_file(prompts, prompts_option), model)
     earlier = [] if like is None else token_prompts(like, model)
     folder = history or history_dir(configuration(shelf))
     pasts = [] if folder is None else read_histories(folder)

@@ -23,21 +23,24 @@ from kvshelf.capacity.pins import Pins
 from kvshelf.capacity.rules import Rule, Rules
 from kvshelf.capacity.uses import resolution
 from kvshelf.cli.common import (
-    PROBLEM,
-    UNREACHABLE,
+    DryRunOption,
     JsonOption,
     ShelfArgument,
+    ShelfOption,
+    YesOption,
+    check_dry,
     configuration,
-    exit_interrupted,
     find_shelf,
     message,
+    one_shelf,
     open_to_change,
     open_to_look,
     size_text,
     write_json,
 )
 from kvshelf.cli.progress import Display
-from kvshelf.config import CapacityConfig, Config, history_dir
+from kvshelf.cli.values import MaxAgeOption, MaxBytesOption, bounds
+from kvshelf.config import history_dir
 from kvshelf.history import History
 
 _WHY: Final = {
@@ -54,23 +57,9 @@ _WHY: Final = {
 
 def gc(
     shelf: ShelfArgument = None,
-    max_bytes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Most bytes of the whole shelf, such as 2TiB; default: the configured capacity.",
-            show_default=False,
-        ),
-    ] = None,
-    max_age: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TIME",
-            help="Time after its last use at which a chunk goes, such as 7d or 12h; default: the"
-            " configured capacity.",
-            show_default=False,
-        ),
-    ] = None,
+    shelf_option: ShelfOption = None,
+    max_bytes: MaxBytesOption = None,
+    max_age: MaxAgeOption = None,
     group_max_bytes: Annotated[
         str | None,
         typer.Option(
@@ -88,44 +77,44 @@ def gc(
             show_default=False,
         ),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Delete; without it, only show.")] = False,
+    yes: YesOption = False,
+    dry_run: DryRunOption = False,
     names: Annotated[
         bool, typer.Option("--names", help="Write the name of each file that goes.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Delete leftovers, and chunks above the bounds that are given; a dry run unless --yes."""
-    given = {"max_bytes": max_bytes, "max_age": max_age, "group_max_bytes": group_max_bytes}
-    given = {name: value for name, value in given.items() if value is not None}
+    check_dry(yes, dry_run)
+    shelf = one_shelf(shelf, shelf_option)
+    given = bounds(max_bytes=max_bytes, max_age=max_age, group_max_bytes=group_max_bytes)
     rules = _rules(shelf, given)
-    bounds = _bounds(rules, given)
+    acting = _bounds(rules, given)
     url, options = find_shelf(shelf)
     with (open_to_change if yes else open_to_look)(url, options) as opened:
         shown = opened.url
         with Display("deleting", as_json=as_json) as display:
             found = _plan(opened.backend, rules, orphans, display)
         _write_names(found, names, as_json)
-        with (
-            Display("deleting", as_json=as_json) as display,
-            _history(shelf, shown, yes) as history,
-        ):
+        if found.problem is not None:
+            message(found.problem, error=False)
+        display = Display("deleting", as_json=as_json)
+        outcome = Outcome() if yes else None
+        with _history(shelf, shown, yes) as history:
             note = None if history is None else history.note_evicted
-            outcome = _carry_out(opened.backend, found, display, note) if yes else None
-    if as_json:
-        write_json(_json(shown, found, outcome) | {"bounds": bounds})
-    else:
-        sys.stdout.write(_text(shown, found, outcome, bounds))
-    _exit(found, outcome)
+            display.run(
+                lambda: _carry_out(opened.backend, found, display, note, outcome),
+                row=lambda: _json(shown, found, outcome) | {"bounds": acting},
+                summary=lambda: _text(shown, found, outcome, acting),
+                complete=lambda: found.problem is None and not (outcome and outcome.failed),
+            )
 
 
 def _rules(shelf: str | None, given: dict[str, Any]) -> Rules:
     """Return the rules with the configured bounds, those of the command line in their place."""
     config = configuration(shelf)
-    capacity: CapacityConfig = config.capacity
-    if given:
-        bounds = capacity.model_dump(exclude_none=True) | given
-        # What lies on a shelf shows its groups, whatever engines started here would do.
-        capacity = Config.load({"capacity": bounds, "group_by_salt": True}).capacity
+    # What lies on a shelf shows its groups, whatever engines started here would do.
+    capacity = config.capacity.model_copy(update=given)
     keep_tails = config.handover_keep_s or None
     return Rules(
         max_bytes=capacity.max_bytes,
@@ -186,21 +175,25 @@ def _carry_out(
     found: Plan,
     display: Display,
     note: Callable[[bytes, int], None] | None,
-) -> Outcome:
+    outcome: Outcome | None,
+) -> None:
+    if outcome is None:
+        return
     total = len(found.leftovers) + int(found.counts().sum())
-    try:
-        outcome = carry_out(
-            backend,
-            found,
-            on_deleted=note,
-            on_progress=lambda now: display.show(now.done, total, now.nbytes),
-        )
-        if outcome.finished:
-            max_age = found.rules.max_age
-            Marks.compact(backend, max_age=max_age, resolution=resolution(max_age))
-    except KeyboardInterrupt:
-        exit_interrupted()
-    return outcome
+    carry_out(
+        backend,
+        found,
+        on_deleted=note,
+        on_progress=lambda now: display.show(now.done, total, now.nbytes),
+        outcome=outcome,
+    )
+    if outcome.finished:
+        max_age = found.rules.max_age
+        Marks.compact(backend, max_age=max_age, resolution=resolution(max_age))
+    if outcome.failed:
+        message(f"{outcome.failed} files could not be deleted, the first of them: {outcome.error}")
+    elif outcome.error is not None:
+        raise outcome.error
 
 
 def _write_names(found: Plan, names: bool, as_json: bool) -> None:
@@ -267,21 +260,3 @@ def _text(url: str, found: Plan, outcome: Outcome | None, bounds: dict[str, dict
         if outcome.gone:
             lines.append(f"{outcome.gone} files had been deleted by others")
     return "\n".join(lines) + "\n"
-
-
-def _exit(found: Plan, outcome: Outcome | None) -> None:
-    code = 0
-    if found.problem is not None:
-        message(found.problem)
-        code = PROBLEM
-    if outcome is not None and outcome.error is not None:
-        if outcome.failed:
-            message(
-                f"{outcome.failed} files could not be deleted, the first of them: {outcome.error}"
-            )
-            code = PROBLEM
-        else:
-            message(f"not all was deleted: {outcome.error}")
-            code = UNREACHABLE
-    if code:
-        raise typer.Exit(code)

@@ -14,6 +14,7 @@ import typer
 from kvshelf.cli.common import (
     JsonOption,
     ShelfArgument,
+    ShelfOption,
     find_shelf,
     namespace_folder,
     open_existing,
@@ -28,12 +29,13 @@ from kvshelf.shelf.shelf import NamespaceInfo, Shelf, ShelfObject
 
 def ls(
     shelf: ShelfArgument = None,
+    shelf_option: ShelfOption = None,
     namespace: Annotated[
         str | None,
         typer.Option(
             "--namespace",
             "-n",
-            help="List the objects of this namespace: its folder, or the 16 hex at the end of it.",
+            help="Objects of this namespace: its folder, its 16 hex, or how either begins.",
         ),
     ] = None,
     long: Annotated[
@@ -42,7 +44,7 @@ def ls(
     as_json: JsonOption = False,
 ) -> None:
     """List the namespaces of a shelf, or the objects of one; --json writes one object per line."""
-    url, options = find_shelf(shelf)
+    url, options = find_shelf(shelf, shelf_option)
     with Shelf(open_existing(url, options)) as opened:
         if namespace is None:
             _namespaces(opened, long, as_json)

@@ -1,4 +1,4 @@
-"""How a command line names namespaces of a shelf: by folder, or by the 16 hex at its end."""
+"""How a command line names namespaces of a shelf, see :mod:`kvshelf.tools.naming`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NamespacesOption: TypeAlias = Annotated[
         "--namespace",
         "-n",
         metavar="X",
-        help="Only this namespace: its folder, or the 16 hex at the end of it. Repeatable.",
+        help="Only this namespace: its folder, its 16 hex, or how either begins. Repeatable.",
         show_default=False,
     ),
 ]

@@ -18,18 +18,20 @@ from kvshelf.capacity.lease import LEASE_SECONDS, Lease
 from kvshelf.capacity.pins import PINS_SECONDS, Pin, Pins, check_pin_name
 from kvshelf.cli.common import (
     PROBLEM,
+    DryRunOption,
     JsonOption,
     ShelfOption,
     find_shelf,
     message,
-    moment,
     namespace_folder,
     open_existing,
     open_to_change,
+    open_to_look,
     size_text,
     time_text,
     write_json,
 )
+from kvshelf.cli.namespaces import NamespacesOption
 from kvshelf.cli.prompts import (
     GroupOption,
     ModelOption,
@@ -38,8 +40,10 @@ from kvshelf.cli.prompts import (
     salt_group,
     token_prompts,
 )
+from kvshelf.cli.values import moment
 from kvshelf.errors import ConfigError, printable
 from kvshelf.shelf.shelf import Shelf
+from kvshelf.tools.naming import group_named
 from kvshelf.tools.pinning import PromptKeys, prompt_keys
 
 #: Seconds after which a sweep that goes on has read a new pin: in between one call may take as long
@@ -53,16 +57,7 @@ def pin(
         str | None, typer.Argument(metavar="[NAME]", help="Name of the new pin.")
     ] = None,
     shelf: ShelfOption = None,
-    namespaces: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--namespace",
-            "-n",
-            metavar="X",
-            help="This namespace: its folder, or the 16 hex at the end of it. Repeatable with "
-            "--prompts.",
-        ),
-    ] = None,
+    namespaces: NamespacesOption = None,
     group: GroupOption = None,
     salt_file: SaltFileOption = None,
     prompts: PromptsOption = None,
@@ -80,6 +75,7 @@ def pin(
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait until a sweep that goes on must have read the pin.")
     ] = False,
+    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Keep chunks from being deleted when a shelf is bounded; without a name, list the pins."""
@@ -92,7 +88,7 @@ def pin(
         )
     url, options = find_shelf(shelf)
     if name is None:
-        if namespaces or chosen or prompts or model or until or replace or wait:
+        if namespaces or chosen or prompts or model or until or replace or wait or dry_run:
             raise ConfigError("the pin has no name; give one, or no options to list the pins")
         with Shelf(open_existing(url, options)) as opened:
             _list(opened, as_json)
@@ -105,21 +101,29 @@ def pin(
             "found nothing to pin; give --prompts, --namespace, --group or --salt-file"
         )
     wanted = None if prompts is None else token_prompts(prompts, model)
-    with open_to_change(url, options) as opened:
+    with (open_to_look if dry_run else open_to_change)(url, options) as opened:
         folders = [namespace_folder(opened, each) for each in namespaces or ()]
+        chosen = None if chosen is None else group_named(opened, chosen, folders)
         keys = None if wanted is None else prompt_keys(opened, wanted, folders)
         made = _pin(folders, chosen, keys, expires)
-        if not Pins.add(opened.backend, name, made, replace=replace):
+        if not Pins.add(opened.backend, name, made, replace=replace, dry_run=dry_run):
             message(
                 f"there is a pin {name} on {opened.url} already; choose another name, or replace it"
                 " with --replace"
             )
             raise typer.Exit(PROBLEM)
         if as_json:
-            write_json(_row(name, made, time.time()) | _counts(keys))
+            write_json(
+                _row(name, made, time.time())
+                | _counts(keys)
+                | {"dry_run": dry_run, "shelf": opened.url}
+            )
         else:
-            sys.stdout.write(f"pinned {name}: {_text(made, keys)}\n")
-        _tell_of_sweep(opened.backend, wait)
+            sys.stdout.write(
+                f"{'would pin' if dry_run else 'pinned'} {name}: {_text(made, keys)}\n"
+            )
+        if not dry_run:
+            _tell_of_sweep(opened.backend, wait)
 
 
 def _tell_of_sweep(backend: Backend, wait: bool) -> None:
@@ -132,7 +136,8 @@ def _tell_of_sweep(backend: Backend, wait: bool) -> None:
     message(
         f"{printable(owner)} sweeps {backend.url} now, and may delete what is pinned until it reads"
         f" the pin, within {_READ_SECONDS:g} s"
-        + (": waiting for that" if wait else "; --wait waits for that")
+        + (": waiting for that" if wait else "; --wait waits for that"),
+        error=False,
     )
     end = time.monotonic() + _READ_SECONDS
     while wait and time.monotonic() < end:
@@ -146,6 +151,7 @@ def _tell_of_sweep(backend: Backend, wait: bool) -> None:
 def unpin(
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names of pins.")],
     shelf: ShelfOption = None,
+    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Remove pins, so that their chunks may be deleted again; deletes no chunk itself."""
@@ -153,17 +159,20 @@ def unpin(
         check_pin_name(name)
     url, options = find_shelf(shelf)
     missing = []
-    with open_to_change(url, options) as opened:
+    with (open_to_look if dry_run else open_to_change)(url, options) as opened:
         for name in names:
-            removed = Pins.remove(opened.backend, name)
+            removed = Pins.remove(opened.backend, name, dry_run=dry_run)
             if as_json:
-                write_json({"pin": name, "removed": removed})
+                problem = None if removed else f"there is no such pin on {opened.url}"
+                row = {"pin": name, "removed": removed, "problem": problem, "dry_run": dry_run}
+                write_json(row | {"shelf": opened.url})
             elif removed:
-                sys.stdout.write(f"unpinned {name}\n")
+                sys.stdout.write(f"{'would unpin' if dry_run else 'unpinned'} {name}\n")
             if not removed:
                 missing.append(name)
         if missing:
-            message(f"no pin {', '.join(missing)} on {opened.url}; `kvshelf pin` lists them")
+            text = f"no pin {', '.join(missing)} on {opened.url}; `kvshelf pin` lists them"
+            message(text, error=False)
             raise typer.Exit(PROBLEM)
 
 
@@ -220,7 +229,7 @@ def _list(opened: Shelf, as_json: bool) -> None:
     for name, problem in pins.unreadable.items():
         if as_json:
             write_json({"pin": name, "problem": problem})
-        message(f"the pin {name} pins nothing: {printable(problem)}")
+        message(f"the pin {name} pins nothing: {printable(problem)}", error=False)
     for name, (_, problem) in pins.unknown.items():
         if as_json:
             write_json({"pin": name, "problem": problem})

@@ -15,7 +15,14 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvshelf.cli.common import PROBLEM, exit_interrupted, size_text, write_json
+from kvshelf.cli.common import (
+    PROBLEM,
+    exit_code,
+    interruption,
+    message,
+    size_text,
+    write_json,
+)
 from kvshelf.errors import StorageError, printable
 
 #: Most problems that are kept for the JSON of a command.
@@ -110,21 +117,18 @@ class Display:
 
         Raises
         ------
-        StorageError
-            From `work`, after the summary was written.
         typer.Exit
             With the command's exit code, unless all went well.
         """
-        interrupted = False
+        ended, interrupted = None, False
         try:
             with self:
                 work()
         except KeyboardInterrupt:
-            interrupted = True
-        except StorageError:
-            if not self._json:
-                sys.stdout.write(summary())
-            raise
+            ended, interrupted = interruption(), True
+        except StorageError as error:
+            message(str(error))
+            ended = typer.Exit(exit_code(error))
         if self._json:
             problems = [{"name": name, "problem": text} for name, text in self._problems]
             write_json(
@@ -137,7 +141,7 @@ class Display:
             )
         else:
             sys.stdout.write(summary())
-        if interrupted:
-            exit_interrupted()
+        if ended is not None:
+            raise ended
         if not complete():
             raise typer.Exit(PROBLEM)

@@ -11,9 +11,10 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from kvshelf.cli.common import read_text
+from kvshelf.cli.common import one_of, read_text
 from kvshelf.errors import ConfigError, ObjectNameError
 from kvshelf.format.keys import check_salt_group, salt_group_of
+from kvshelf.tools.naming import may_be_group
 from kvshelf.tools.prompts import Prompt, TokenPrompt, read_prompts
 
 PromptsOption: TypeAlias = Annotated[
@@ -21,7 +22,7 @@ PromptsOption: TypeAlias = Annotated[
     typer.Option(
         "--prompts",
         metavar="FILE",
-        help="The chunks of these prompts: JSON lines, as for `kvshelf seed`.",
+        help="Only these prompts: JSON lines, as for `kvshelf seed`.",
     ),
 ]
 ModelOption: TypeAlias = Annotated[
@@ -34,7 +35,11 @@ ModelOption: TypeAlias = Annotated[
 ]
 GroupOption: TypeAlias = Annotated[
     str | None,
-    typer.Option("--group", metavar="G", help="This salt group: its 16 hex, or _ for no salt."),
+    typer.Option(
+        "--group",
+        metavar="G",
+        help="This salt group: its 16 hex, the first of them, or _ for no salt.",
+    ),
 ]
 SaltFileOption: TypeAlias = Annotated[
     Path | None,
@@ -44,6 +49,20 @@ SaltFileOption: TypeAlias = Annotated[
         help="The group of the cache_salt in this file (one line end is no part of it).",
     ),
 ]
+
+
+def one_file(argument: str | None, option: Path | None) -> Path:
+    """Return the file of prompts of a command that takes it as an argument, or as an option.
+
+    Raises
+    ------
+    ConfigError
+        If both are given, or none.
+    """
+    file = one_of(None if argument is None else Path(argument), option, "PROMPTS and --prompts")
+    if file is None:
+        raise ConfigError("found no prompts; give a file: PROMPTS or --prompts FILE")
+    return file
 
 
 def token_prompts(file: Path, model: str | None) -> Sequence[Prompt | TokenPrompt]:
@@ -71,18 +90,17 @@ def token_prompts(file: Path, model: str | None) -> Sequence[Prompt | TokenPromp
 
 
 def salt_group(group: str | None, salt_file: Path | None) -> str | None:
-    """Return the salt group that the options name; None without any.
+    """Return the salt group that the options name, or a beginning of it; None without any.
 
     Raises
     ------
     ConfigError
-        If both are given, the group is not the name of one, or the file cannot be read.
+        If both are given, the group may not be the name of one, or the file cannot be read.
     """
-    if group is not None and salt_file is not None:
-        raise ConfigError("--group and --salt-file both name a salt group; give one of them")
+    one_of(group, salt_file, "--group and --salt-file")
     if group is not None:
         try:
-            return check_salt_group(group)
+            return group if may_be_group(group) else check_salt_group(group)
         except ObjectNameError as error:
             raise ConfigError(f"--group: {error}") from None
     if salt_file is None:

@@ -44,6 +44,7 @@ def proxy(
         str | None,
         typer.Option(
             "--store",
+            "--shelf",
             metavar="SHELF",
             help="The engines' shelf, to look at for requests with `durable`; refused without it.",
         ),

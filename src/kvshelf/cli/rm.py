@@ -16,9 +16,13 @@ from kvshelf.capacity.deletion import Outcome, carry_out
 from kvshelf.capacity.parallel import PAUSES
 from kvshelf.capacity.rules import Choice
 from kvshelf.cli.common import (
+    DryRunOption,
+    JobsOption,
     JsonOption,
     ShelfArgument,
-    duration,
+    ShelfOption,
+    YesOption,
+    check_dry,
     find_shelf,
     message,
     open_existing,
@@ -36,13 +40,16 @@ from kvshelf.cli.prompts import (
     salt_group,
     token_prompts,
 )
+from kvshelf.cli.values import age
 from kvshelf.errors import ConfigError, ReadOnlyStorageError, printable
 from kvshelf.shelf.shelf import Shelf
+from kvshelf.tools.naming import group_named
 from kvshelf.tools.remove import Found, find_objects
 
 
 def rm(
     shelf: ShelfArgument = None,
+    shelf_option: ShelfOption = None,
     namespaces: NamespacesOption = None,
     group: GroupOption = None,
     salt_file: SaltFileOption = None,
@@ -60,37 +67,36 @@ def rm(
     pinned: Annotated[
         bool, typer.Option("--pinned", help="Also what is pinned; otherwise it stays.")
     ] = False,
-    yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Delete; without it nothing is changed.")
-    ] = False,
-    jobs: Annotated[
-        int | None, typer.Option("--jobs", "-j", min=1, help="Objects deleted at once.")
-    ] = None,
+    yes: YesOption = False,
+    dry_run: DryRunOption = False,
+    jobs: JobsOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Delete objects of namespaces, a salt group, prompts or an age; first only say which."""
+    check_dry(yes, dry_run)
     chosen = salt_group(group, salt_file)
-    age = None if unused_for is None else duration(unused_for, "--unused-for")
-    if age is not None and age <= 0:
+    unused = None if unused_for is None else age(unused_for, "--unused-for")
+    if unused == 0:
         raise ConfigError(
             f"--unused-for: found {unused_for}, which chooses everything; expected an age above"
             " zero, or no --unused-for to choose without regard to age"
         )
     wanted = None if prompts is None else token_prompts(prompts, model)
-    if not namespaces and chosen is None and wanted is None and age is None:
+    if not namespaces and chosen is None and wanted is None and unused is None:
         raise ConfigError(
             "found nothing to select by; give --namespace, --group, --salt-file, --prompts or"
             " --unused-for"
         )
-    url, options = find_shelf(shelf)
-    # What engines use meanwhile goes as well, unless an age was given.
-    choice = Choice(
-        chosen, age, pinned, leftovers=chosen is None and wanted is None and age is None
-    )
+    url, options = find_shelf(shelf, shelf_option)
     outcome = Outcome()
     display = Display("deleting", as_json=as_json)
     with open_to_change(url, options) if yes else Shelf(open_existing(url, options)) as opened:
         folders = find_folders(opened, namespaces)
+        chosen = None if chosen is None else group_named(opened, chosen, folders)
+        # What engines use meanwhile goes as well, unless an age was given.
+        choice = Choice(
+            chosen, unused, pinned, leftovers=chosen is None and wanted is None and unused is None
+        )
         with Display("listing", as_json=as_json) as listing:
             found = find_objects(opened, choice, folders, wanted, on_listed=listing.listed)
         for name, problem in found.unreadable_pins.items():
@@ -120,7 +126,7 @@ def rm(
 
         display.run(
             delete,
-            row=lambda: _json(found, outcome, yes),
+            row=lambda: _json(found, outcome, yes) | {"shelf": opened.url},
             summary=lambda: _summary(found, outcome, yes=yes),
             complete=lambda: not outcome.failed and found.plan.problem is None,
         )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -18,31 +17,32 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvshelf.cli.common import (
     PROBLEM,
+    DryRunOption,
     JsonOption,
-    exit_interrupted,
+    ShelfOption,
     find_shelf,
+    interruption,
     json_object,
     message,
     write_json,
 )
+from kvshelf.cli.prompts import PromptsOption, one_file
 from kvshelf.errors import ConfigError
 from kvshelf.tools.prompts import read_prompts
 from kvshelf.tools.seeding import SeedReport, seed_shelf
 
 
 def seed(
+    model: Annotated[str, typer.Option("--model", help="The model, as for `vllm serve`.")],
     prompts: Annotated[
-        Path,
+        str | None,
         typer.Argument(
             metavar="PROMPTS",
             help="JSON lines: texts, lists of token ids, or lists of chat messages.",
         ),
-    ],
-    model: Annotated[str, typer.Option("--model", help="The model, as for `vllm serve`.")],
-    shelf: Annotated[
-        str | None,
-        typer.Option("--shelf", help="Directory or URL; default: the configured one."),
     ] = None,
+    prompts_option: PromptsOption = None,
+    shelf: ShelfOption = None,
     engine_arg: Annotated[
         list[str] | None,
         typer.Option(
@@ -54,33 +54,42 @@ def seed(
     engine_args: Annotated[
         str | None, typer.Option(metavar="JSON", help="Engine arguments as one JSON object.")
     ] = None,
+    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Compute prompts with an offline vLLM and store them; stored prompts are skipped."""
     arguments = _engine_arguments(engine_args, engine_arg or [])
-    wanted = read_prompts(prompts)
+    file = one_file(prompts, prompts_option)
+    wanted = read_prompts(file)
     url, _ = find_shelf(shelf)
     report = SeedReport(prompts=len(wanted))
     problems: list[tuple[int, str]] = []
     try:
-        _run(wanted, model, url, arguments, report, problems)
-        interrupted = False
+        if not dry_run:
+            _run(wanted, model, url, arguments, report, problems)
+        ended = None
     except KeyboardInterrupt:
-        interrupted = True
+        ended = interruption()
     for line, text in problems:
-        message(f"{prompts}: line {line}: {text}")
+        message(f"{file}: line {line}: {text}", error=False)
     if as_json:
         write_json(
             asdict(report)
             | {
-                "interrupted": interrupted,
-                "problems": [{"line": line, "problem": text} for line, text in problems],
+                "dry_run": dry_run,
+                "interrupted": ended is not None,
+                "shelf": url,
+                "problems": [
+                    {"name": f"{file}: line {line}", "line": line, "problem": text}
+                    for line, text in problems
+                ],
             }
         )
     else:
-        sys.stdout.write(_summary(report))
-    if interrupted:
-        exit_interrupted()
+        would = f"would read {len(wanted)} prompts with {model}, and store them on {url}\n"
+        sys.stdout.write(would if dry_run else _summary(report))
+    if ended is not None:
+        raise ended
     if problems:
         raise typer.Exit(PROBLEM)
 

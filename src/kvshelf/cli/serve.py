@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from kvshelf.cli.common import address, shown_address, size_text
+from kvshelf.cli.values import MaxAgeOption, MaxBytesOption, bounds, size
 from kvshelf.config import FILE_KEY, Config
 from kvshelf.errors import ConfigError
 
@@ -29,6 +30,7 @@ def serve(
         str | None,
         typer.Option(
             "--url",
+            "--shelf",
             metavar="SHELF",
             help="Directory or URL of the shelf; default: the configured one.",
             show_default=False,
@@ -60,24 +62,8 @@ def serve(
             show_default=False,
         ),
     ] = None,
-    max_bytes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Most bytes of the whole shelf, such as 2TiB: above it the chunks that were used"
-            " longest ago are deleted; default: the configured capacity.",
-            show_default=False,
-        ),
-    ] = None,
-    max_age: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TIME",
-            help="Time after its last use at which a chunk is deleted, such as 7d or 12h; default:"
-            " the configured capacity.",
-            show_default=False,
-        ),
-    ] = None,
+    max_bytes: MaxBytesOption = None,
+    max_age: MaxAgeOption = None,
     min_free: Annotated[
         str | None,
         typer.Option(
@@ -110,10 +96,9 @@ def serve(
     if url is not None:
         given["shared_storage_path"] = url
     if memory is not None:
-        given["memory_tier"] = {"max_bytes": memory}
-    bounds = {"max_bytes": max_bytes, "max_age": max_age, "min_free": min_free}
-    if bounds := {name: bound for name, bound in bounds.items() if bound is not None}:
-        given["capacity"] = bounds
+        given["memory_tier"] = {"max_bytes": size(memory, "--memory")}
+    if capacity := bounds(max_bytes=max_bytes, max_age=max_age, min_free=min_free):
+        given["capacity"] = capacity
     options = Config.load(given)
     if options.memory_tier is None:
         raise ConfigError("the server has no memory: give --memory 20GiB, or set memory_tier")

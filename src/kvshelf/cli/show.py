@@ -8,8 +8,10 @@ another program has no hashes, and is only shown.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Annotated, Any
 
 import typer
@@ -19,6 +21,7 @@ from kvshelf.backends import Backend, Reader
 from kvshelf.cli.common import (
     PROBLEM,
     JsonOption,
+    ShelfOption,
     find_shelf,
     open_existing,
     size_text,
@@ -34,10 +37,13 @@ from kvshelf.errors import (
 from kvshelf.format.invalid import describe_header, header_length
 from kvshelf.format.names import ParsedName, parse_path
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.shelf.shelf import read_namespace
+from kvshelf.shelf.shelf import Shelf, read_namespace
 from kvshelf.tools.verify import check_own_hashes
 from kvshelf.urls import shown_url
 
+_KEY = re.compile(r"[0-9a-f]{4,64}", re.ASCII)
+#: Objects of a key that an error names.
+_MOST_OBJECTS = 10
 _NAME_PARTS = 4  # namespace folder, group, fan-out, file
 
 
@@ -66,12 +72,12 @@ class _Report:
 
 def show(
     object_: Annotated[
-        str, typer.Argument(metavar="OBJECT", help="A path, a URL, or a name as `ls` prints it.")
+        str,
+        typer.Argument(
+            metavar="OBJECT", help="A path, a URL, a name as `ls` prints it, or the begin of a key."
+        ),
     ],
-    shelf: Annotated[
-        str | None,
-        typer.Option("--shelf", help="Shelf that a name belongs to; default: the configured one."),
-    ] = None,
+    shelf: ShelfOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show one object: header, metadata, tensors, and whether its bytes are intact."""
@@ -93,6 +99,8 @@ def show(
 def _locate(text: str, shelf: str | None) -> _Place:
     root, name = _split(text)
     parsed = parse_path(name)
+    if _KEY.fullmatch(text) and not os.path.lexists(text):
+        return _of_key(text, shelf)
     relative = parsed is not None and not root and not text.startswith("/")
     if relative and (shelf is not None or not os.path.exists(text)):
         url, options = find_shelf(shelf)
@@ -113,6 +121,18 @@ def _locate(text: str, shelf: str | None) -> _Place:
         )
     folder, base = os.path.split(os.path.abspath(text))
     return _Place(folder, {}, base, None)
+
+
+def _of_key(text: str, shelf: str | None) -> _Place:
+    """Return the place of the one object whose key begins with a text."""
+    url, options = find_shelf(shelf)
+    with Shelf(open_existing(url, options)) as opened:
+        every = (each for each in opened.objects() if each.parsed.key.hex().startswith(text))
+        found = list(islice(every, _MOST_OBJECTS))
+        if len(found) == 1:
+            return _Place(url, options, found[0].name, found[0].parsed)
+        names = ", ".join(each.name for each in found) or "none"
+        raise ConfigError(f"{text} begins the keys of several objects, or none: {names}")
 
 
 def _split(text: str) -> tuple[str, str]:

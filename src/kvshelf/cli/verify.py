@@ -12,8 +12,11 @@ from typing import Annotated, Final
 import typer
 
 from kvshelf.cli.common import (
+    DryRunOption,
+    JobsOption,
     JsonOption,
     ShelfArgument,
+    ShelfOption,
     find_shelf,
     open_to_change,
     open_to_look,
@@ -29,6 +32,7 @@ _SAMPLE: Final = re.compile(r"([0-9]{1,12})|([0-9]{1,3}(?:\.[0-9]{1,12})?)%", re
 
 def verify(
     shelf: ShelfArgument = None,
+    shelf_option: ShelfOption = None,
     namespaces: NamespacesOption = None,
     sample: Annotated[
         str | None,
@@ -38,9 +42,7 @@ def verify(
             show_default=False,
         ),
     ] = None,
-    jobs: Annotated[
-        int | None, typer.Option("--jobs", "-j", min=1, help="Objects read at once.")
-    ] = None,
+    jobs: JobsOption = None,
     repair: Annotated[
         bool,
         typer.Option(
@@ -49,11 +51,13 @@ def verify(
             " delete temporaries of killed writers and old quarantine.",
         ),
     ] = False,
+    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Read and verify the objects of a shelf; repair what can be repaired."""
     wanted = _sample(sample)
-    url, options = find_shelf(shelf)
+    repair = repair and not dry_run
+    url, options = find_shelf(shelf, shelf_option)
     report = VerifyReport()
     display = Display("verifying", as_json=as_json)
     with open_to_change(url, options) if repair else open_to_look(url, options) as opened:
@@ -70,7 +74,15 @@ def verify(
                 on_progress=lambda now: display.show(now.done, now.found, now.bytes),
                 on_problem=display.problem,
             ),
-            row=lambda: asdict(report) | {"sound": report.sound, "repair": repair},
+            row=lambda: (
+                asdict(report)
+                | {
+                    "sound": report.sound,
+                    "shelf": opened.url,
+                    "repair": repair,
+                    "dry_run": not repair,
+                }
+            ),
             summary=lambda: _summary(report, repair),
             complete=lambda: report.sound,
         )

@@ -57,6 +57,7 @@ from kvshelf.format.names import (
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import NamespaceView, ObjectRef, Presence
+from kvshelf.tools.naming import folders_named, shown
 from kvshelf.tools.prompt_objects import prompt_chunks
 from kvshelf.tools.prompts import Prompt
 
@@ -77,7 +78,7 @@ class Selection:
     Attributes
     ----------
     namespaces : Sequence of str
-        Folders of namespaces, or the 16 hex digits at their ends.
+        Names of them, as :func:`~kvshelf.tools.naming.folders_named` takes them.
     slugs : Sequence of str
         Namespaces whose folder begins with one of these.
     since, until : float or None
@@ -93,11 +94,8 @@ class Selection:
     until: float | None = None
     prompts: Sequence[Prompt] | None = None
 
-    def has_folder(self, folder: str) -> bool:
-        """Whether a namespace folder is selected."""
-        tag = folder[-16:]
-        if self.namespaces and not {folder, tag} & set(self.namespaces):
-            return False
+    def has_model(self, folder: str) -> bool:
+        """Whether a namespace folder is of a model that is selected."""
         return not self.slugs or folder[:-17] in self.slugs
 
     def has_time(self, mtime: float) -> bool:
@@ -356,8 +354,11 @@ def _formats(
     found = []
     infos = list(source.namespaces())
     known = [info.folder for info in infos]
+    wanted = {
+        folder for name in selection.namespaces for folder in folders_named(name, known, source.url)
+    }
     for info in infos:
-        if not selection.has_folder(info.folder):
+        if (wanted and info.folder not in wanted) or not selection.has_model(info.folder):
             continue
         namespace, problem = info.namespace, info.problem
         if namespace is None:
@@ -383,13 +384,11 @@ def _formats(
                 f"its objects cannot be verified, and are left out: {error}; an engine that"
                 " stores to it writes a new namespace.json",
             )
-    names = {part for folder in known for part in (folder, folder[-16:])}
     slugs = {folder[:-17] for folder in known}
-    missing = [f"namespace {name}" for name in selection.namespaces if name not in names]
-    missing += [f"namespace of a model {slug}" for slug in selection.slugs if slug not in slugs]
-    if missing:
-        there = ", ".join(known[:10]) or "none"
-        raise ConfigError(f"no {missing[0]} on {source.url}; it has: {there}")
+    if missing := [slug for slug in selection.slugs if slug not in slugs]:
+        raise ConfigError(
+            f"no namespace of a model {missing[0]} on {source.url}; it has: {shown(known)}"
+        )
     return found
 
 

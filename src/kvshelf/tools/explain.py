@@ -33,7 +33,7 @@ from kvshelf.errors import (
 from kvshelf.format.differences import differing_fields, how_to_unite
 from kvshelf.format.keys import Chunk, KeyChain, salt_group_of
 from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind
-from kvshelf.format.names import object_name
+from kvshelf.format.names import object_name, parse_namespace_folder
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.history import Past, Reason
@@ -41,6 +41,7 @@ from kvshelf.shelf.hits import UNLIMITED, window_chunks, window_of
 from kvshelf.shelf.leftovers import QUARANTINE
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef, Presence
+from kvshelf.tools.naming import folders_named
 from kvshelf.tools.noted import ADVICE, Noted, events_of, header_text, of_shelf, process_of
 from kvshelf.tools.prompts import Prompt, TokenPrompt
 
@@ -209,9 +210,10 @@ class Explainer:
     pasts : Sequence of Past
         The histories of this machine, the youngest last.
     namespace : str, optional
-        In which namespace prompts are looked for: a folder, or the 16 hex digits at its end. When
-        absent: that of the engine of this machine that used this shelf last; else the only one;
-        else the one with the longest hit.
+        In which namespace prompts are looked for, as
+        :func:`~kvshelf.tools.naming.folders_named` takes it. When absent: that of the engine of
+        this machine that used this shelf last; else the only one; else the one with the longest
+        hit.
     verify : bool
         Read and verify all objects that a hit needs.
 
@@ -265,15 +267,15 @@ class Explainer:
             if header_text(past, "namespace")
         ]
         if wanted is not None:
-            tag = wanted.rstrip("/")[-16:]
+            known = [space.folder for space in self._spaces]
+            known += [one.header["namespace"] for one in ours]
+            where = f"{self._shelf.url}, nor in the history of an engine of this machine"
+            name = parse_namespace_folder(wanted.rstrip("/")) or wanted
+            tag = folders_named(name, dict.fromkeys(known), where)[0][-16:]
             past = next((one for one in ours if one.header["namespace"][-16:] == tag), None)
             space = self._space(tag, past)
             if space is None:
-                known = ", ".join(space.folder for space in self._spaces[:10]) or "none"
-                raise ConfigError(
-                    f"no namespace {wanted} on {self._shelf.url}, nor in the history of an engine"
-                    f" of this machine; the shelf has: {known}"
-                )
+                raise ConfigError(f"no usable description of namespace {wanted} on {where}")
             return space, "it was named", past
         for past in ours:
             space = self._space(past.header["namespace"][-16:], past)

@@ -1,0 +1,301 @@
+"""What the commands have in common: values of options, the choice of a shelf, dry runs, JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvshelf.backends.posix import PosixBackend
+from kvshelf.errors import StorageError
+from kvshelf.format.keys import KeyChain
+from tests.support.commands import done, report, run
+from tests.support.filled import CHUNK, fill, hybrid, namespace, prompt
+
+FOLDER = namespace().folder
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Path:
+    """A shelf with the two chunks of ``prompt(0, 2)`` in two shards."""
+    root = tmp_path / "shelf"
+    fill(root, namespace(), prompt(0, 2))
+    return root
+
+
+# ------------------------------------------------------------------------------ sizes and ages
+
+AGES = [
+    ["gc", "{shelf}", "--max-age"],
+    ["rm", "{shelf}", "--unused-for"],
+    ["copy", "{shelf}", "{shelf}-2", "--since"],
+    ["copy", "{shelf}", "{shelf}-2", "--until"],
+    ["pin", "a", "--shelf", "{shelf}", "--group", "_", "--until"],
+]
+
+
+@pytest.mark.parametrize("arguments", AGES, ids=" ".join)
+def test_each_option_takes_the_same_ages(shelf: Path, arguments: list[str]) -> None:
+    given = [one.format(shelf=shelf) for one in arguments]
+    for age in ("300s", "9.5m", "12h", "7d", "2w", "7D"):
+        result = run(*given, age, *(["--replace"] if given[0] == "pin" else []))
+        assert result.exit_code == 0, result.output
+    for age in ("soon", "-7d", "", "7y", "nand", "infw"):
+        result = run(*given, age)
+        assert result.exit_code == 2
+        assert given[-1] in result.stderr
+        assert "expected an age such as 90s, 30m, 12h, 7d or 2w" in result.stderr
+
+
+def test_a_number_alone_is_an_age_only_where_the_configuration_has_it(shelf: Path) -> None:
+    assert run("gc", shelf, "--max-age", "300").exit_code == 0
+    assert "at least 120s" in run("gc", shelf, "--max-age", "30").stderr
+    assert run("rm", shelf, "--unused-for", "300").exit_code == 2
+    assert run("gc", shelf, env={"KVSHELF_CAPACITY": '{"max_age": "2w"}'}).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["gc", "{shelf}", "--max-bytes"],
+        ["gc", "{shelf}", "--group-max-bytes"],
+        ["serve", "--memory"],
+        ["serve", "--max-bytes"],
+        ["serve", "--min-free"],
+    ],
+    ids=" ".join,
+)
+def test_each_option_takes_the_same_sizes(shelf: Path, arguments: list[str]) -> None:
+    given = [one.format(shelf=shelf) for one in arguments]
+    for size in ("100000", "1M", "1.5MB", "2 TiB") if given[0] == "gc" else ():
+        assert run(*given, size).exit_code == 0
+    for size in ("many", "-5", "", "1YB"):
+        result = run(*given, size)
+        assert result.exit_code == 2
+        assert f"{given[-1]}: found" in result.stderr
+        assert "expected a size such as 500MB, 20GiB or 2TiB" in result.stderr
+
+
+# ------------------------------------------------------------------------------ what is chosen
+
+#: The same command in the forms of older releases, and with the options that all have.
+SAME = [
+    (["ls", "{shelf}"], ["ls", "--shelf", "{shelf}"]),
+    (["du", "{shelf}"], ["du", "--shelf", "{shelf}"]),
+    (["verify", "{shelf}", "-j", "1"], ["verify", "-j", "1", "--shelf", "{shelf}"]),
+    (["gc", "{shelf}"], ["gc", "--shelf", "{shelf}"]),
+    (["rm", "{shelf}", "--group", "_"], ["rm", "--group", "_", "--shelf", "{shelf}"]),
+    (["explain", "{prompts}", "{shelf}"], ["explain", "--prompts", "{prompts}", "{shelf}"]),
+    (["explain", "{prompts}", "{shelf}"], ["explain", "{prompts}", "--shelf", "{shelf}"]),
+    (
+        ["explain", "{prompts}", "{shelf}"],
+        ["explain", "--shelf", "{shelf}", "--prompts", "{prompts}"],
+    ),
+    (
+        ["copy", "{shelf}", "{shelf}-2", "--tokens", "{prompts}", "--dry-run"],
+        ["copy", "--shelf", "{shelf}", "{shelf}-2", "--prompts", "{prompts}", "--dry-run"],
+    ),
+]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps(prompt(0, 2)) + "\n")
+    return file
+
+
+def _without_times(text: str) -> str:
+    return " ".join(word for word in text.split() if "/s" not in word and "." not in word)
+
+
+@pytest.mark.parametrize(("older", "alike"), SAME, ids=" ".join)
+def test_a_shelf_and_prompts_are_options_of_each_command(
+    shelf: Path, prompts: Path, older: list[str], alike: list[str]
+) -> None:
+    outputs = [
+        done(*(word.format(shelf=shelf, prompts=prompts) for word in words)).stdout
+        for words in (older, alike)
+    ]
+    assert _without_times(outputs[0]) == _without_times(outputs[1])
+    twice = [word.format(shelf=shelf, prompts=prompts) for word in [*older, "--shelf", "{shelf}"]]
+    assert run(*twice).exit_code == 2
+
+
+def test_doctor_takes_it_too_and_each_command_has_the_option(shelf: Path) -> None:
+    assert done("doctor", "--shelf", shelf).stdout
+    for name in ("show", "pin", "unpin", "seed", "serve", "proxy"):
+        assert "--shelf" in done(name, "--help", env={"COLUMNS": "200"}).stdout
+    for name, *more in (["explain"], ["seed", "--model", "m"]):
+        result = run(name, *more, "--shelf", shelf)
+        assert (result.exit_code, "--prompts FILE" in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("form", [FOLDER[:-1], FOLDER[-16:-14], FOLDER[-16:], f"{FOLDER}/"])
+def test_a_namespace_is_named_by_a_beginning(shelf: Path, prompts: Path, form: str) -> None:
+    fill(shelf, hybrid(), prompt(0, 2))
+    for name, *more in (
+        ["ls", shelf],
+        ["du", shelf],
+        ["verify", shelf],
+        ["rm", shelf],
+        ["copy", shelf, f"{shelf}-2", "--dry-run"],
+        ["pin", "a", "--shelf", shelf, "--replace"],
+        ["explain", prompts, shelf],
+    ):
+        whole = done(name, *more, "-n", FOLDER).stdout
+        assert _without_times(done(name, *more, "-n", form).stdout) == _without_times(whole)
+
+
+def test_a_name_that_may_be_several_is_told(shelf: Path, prompts: Path) -> None:
+    fill(shelf, hybrid(), prompt(0, 2))
+    folders = [namespace().folder, hybrid().folder]
+    begin = folders[0][:1]
+    assert folders[1].startswith(begin)
+    for name, *more in (
+        ["ls", shelf],
+        ["rm", shelf, "--yes"],
+        ["copy", shelf, f"{shelf}-2"],
+        ["explain", prompts, shelf],
+    ):
+        result = run(name, *more, "-n", begin)
+        assert result.exit_code == 2, result.output
+        assert all(folder in result.stderr for folder in folders)
+        assert run(name, *more, "-n", "").exit_code == 2
+
+
+def test_salt_groups_and_keys_are_named_by_a_beginning(shelf: Path) -> None:
+    for group in ("0123456789abcdef", "0129456789abcdef"):
+        (shelf / FOLDER / group).mkdir()
+    assert "012" in run("rm", shelf, "--group", "012").stderr
+    assert "0129456789abcdef" in run("rm", shelf, "--group", "012").stderr
+    assert done("rm", shelf, "--group", "0123").stdout
+    assert "0123456789abcdef" in done("pin", "a", "--shelf", shelf, "--group", "0123").stdout
+    key = next(iter(KeyChain(namespace().digest, CHUNK).extend(prompt(0, 2)))).key.hex()
+    result = run("show", key[:8], "--shelf", shelf)
+    assert result.exit_code == 2
+    assert result.stderr.count(key) == 2  # both shards
+    next(shelf.rglob(f"*{key}*-0of2*")).unlink()
+    assert key in done("show", key[:8], "--shelf", shelf).stdout
+
+
+# ------------------------------------------------------------------------------ dry runs
+
+DRY = [
+    ["gc", "{shelf}", "--max-bytes", "20000"],
+    ["rm", "{shelf}", "--group", "_"],
+    ["copy", "{shelf}", "{shelf}-2"],
+    ["verify", "{shelf}", "--repair"],
+    ["pin", "a", "--shelf", "{shelf}", "--group", "_"],
+    ["unpin", "kept", "--shelf", "{shelf}"],
+    ["seed", "{prompts}", "--model", "none", "--shelf", "{shelf}"],
+    ["doctor", "{shelf}"],
+]
+
+
+def _state(root: Path) -> dict[str, tuple[int, float]]:
+    return {str(p): (p.stat().st_size, p.stat().st_mtime) for p in root.parent.rglob("*")}
+
+
+@pytest.mark.parametrize("arguments", DRY, ids=" ".join)
+def test_a_dry_run_changes_nothing(shelf: Path, prompts: Path, arguments: list[str]) -> None:
+    if arguments[0] == "unpin":
+        done("pin", "kept", "--shelf", shelf, "-n", FOLDER)
+    damaged = next(shelf.rglob("*-0of2*"))
+    damaged.write_bytes(b"x" * damaged.stat().st_size)
+    before = _state(shelf)
+    given = [word.format(shelf=shelf, prompts=prompts) for word in arguments]
+    found = run(*given, "--dry-run", "--json")
+    assert found.exit_code == (arguments[0] == "verify"), found.output
+    assert arguments[0] == "doctor" or json.loads(found.stdout)["dry_run"] is True
+    assert run(*given, "--dry-run").stdout
+    assert _state(shelf) == before
+    if arguments[0] in ("gc", "rm"):
+        assert run(*given, "--dry-run", "--yes").exit_code == 2
+        assert done(*given, "--dry-run").stdout == done(*given).stdout
+        assert _state(shelf) == before
+    elif arguments[0] != "seed":
+        run(*given)
+        assert _state(shelf) != before or arguments[0] == "doctor"
+
+
+def test_dry_runs_of_pins_tell_what_would_fail(shelf: Path) -> None:
+    done("pin", "a", "--shelf", shelf, "--group", "_")
+    result = run("pin", "a", "--shelf", shelf, "--group", "_", "--dry-run")
+    assert (result.exit_code, "there is a pin a" in result.stderr) == (1, True)
+    assert run("unpin", "b", "--shelf", shelf, "--dry-run").exit_code == 1
+
+
+# ------------------------------------------------------------------------------ JSON
+
+JSON = [
+    *DRY,
+    ["ls", "{shelf}"],
+    ["ls", "{shelf}", "-n", FOLDER],
+    ["du", "{shelf}"],
+    ["gc", "{shelf}", "--max-bytes", "20000", "--names"],
+    ["explain", "{prompts}", "{shelf}"],
+    ["show", "{object}"],
+    ["pin", "--shelf", "{shelf}"],
+]
+
+
+@pytest.mark.parametrize("arguments", JSON, ids=" ".join)
+def test_each_object_has_errors_also_when_a_command_fails_midway(
+    shelf: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    done("pin", "kept", "--shelf", shelf, "-n", FOLDER)
+    if arguments[:2] == ["pin", "a"]:
+        done("unpin", "kept", "--shelf", shelf)
+    found = next(shelf.rglob("*.safetensors"))
+    given = [word.format(shelf=shelf, prompts=prompts, object=found) for word in arguments]
+    more = ["--dry-run"] if arguments in DRY else []
+    rows = [json.loads(line) for line in run(*given, *more, "--json").stdout.splitlines()]
+    assert rows
+    assert all(row["errors"] == [] for row in rows if "problem" not in row or not row["problem"])
+    if arguments in DRY and arguments[0] != "doctor":
+        assert rows[-1]["dry_run"] is True
+        assert str(shelf) in rows[-1].get("shelf", rows[-1].get("source"))
+
+    def fail(*_: object, **__: object) -> None:
+        raise StorageError("the disk is gone")
+
+    if arguments[0] == "seed":
+        return
+    for method in ("list", "folders", "stat", "open", "now"):
+        monkeypatch.setattr(PosixBackend, method, fail)
+    result = run(*given, *more, "--json")
+    assert result.exit_code == 3, result.output
+    last = json.loads(result.stdout.splitlines()[-1])
+    assert any("the disk is gone" in error["problem"] for error in last["errors"])
+    assert len(result.stdout.splitlines()) == 1
+
+
+def test_what_is_bad_is_an_error_with_its_name(shelf: Path) -> None:
+    damaged = next(shelf.rglob("*.safetensors"))
+    damaged.write_bytes(b"x" * damaged.stat().st_size)
+    name = str(damaged.relative_to(shelf))
+    for given in (["verify", shelf], ["show", damaged], ["copy", shelf, f"{shelf}-2"]):
+        [error] = report(*given, code=1)["errors"]
+        assert name in error["name"]
+        assert error["problem"]
+    (shelf / FOLDER / "namespace.json").unlink()
+    [error] = report("ls", shelf)["errors"]
+    assert error["name"] == FOLDER
+    [error] = report("unpin", "none", "--shelf", shelf, code=1)["errors"]
+    assert error["name"] == "none"
+
+
+@pytest.mark.parametrize("name", ["gc", "rm"])
+def test_an_interrupted_deletion_tells_what_was_done(
+    shelf: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"kvshelf.cli.{name}.carry_out", stop)
+    more = ["--max-bytes", "20000"] if name == "gc" else ["--group", "_"]
+    row = report(name, shelf, *more, "--yes", code=130)
+    assert (row["interrupted"], row["dry_run"]) == (True, False)
+    assert "start it again" in row["errors"][0]["problem"]
