@@ -27,6 +27,7 @@ RATE = 200 / SCALE
 both = pytest.mark.parametrize("costs", [DIRECTORY, S3], ids=["directory", "s3"])
 
 
+@pytest.mark.long
 @both
 def test_ten_writers_at_the_bound_lose_few_stores(
     monkeypatch: pytest.MonkeyPatch, costs: Costs
