@@ -208,6 +208,7 @@ def test_what_a_writer_says_decides_nothing(
     assert deleted_by_rules(monkeypatch, costs, lie) == honest[costs]
 
 
+@pytest.mark.long
 @both
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
 def test_what_a_writer_says_again_and_again_deletes_nothing_more(
