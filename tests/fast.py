@@ -10,6 +10,7 @@ A test is left out for what it is, never by its name:
 
 from __future__ import annotations
 
+import gc
 import multiprocessing.process
 import os
 import subprocess
@@ -52,15 +53,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = kept
 
 
+def pytest_collection_finish() -> None:
+    """Take what is there from now on out of each collection of garbage, which is then quick."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol() -> Generator[None, object, object]:
     """Skip the test as soon as it, or a fixture of it, starts a process."""
+    skipped = False
+
+    def skip(*_: Any, **__: Any) -> NoReturn:
+        nonlocal skipped
+        skipped = True
+        pytest.skip(REASON)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subprocess.Popen, "__init__", _skip)
-        patch.setattr(multiprocessing.process.BaseProcess, "start", _skip)
-        patch.setattr(os, "fork", _skip)
-        return (yield)
-
-
-def _skip(*_: Any, **__: Any) -> NoReturn:
-    pytest.skip(REASON)
+        patch.setattr(subprocess.Popen, "__init__", skip)
+        patch.setattr(multiprocessing.process.BaseProcess, "start", skip)
+        patch.setattr(os, "fork", skip)
+        result = yield
+    if skipped:
+        gc.collect()  # Files that it left open are closed now, not during another test.
+    return result
