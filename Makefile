@@ -1,6 +1,7 @@
 # kvshelf: everything a contributor or a curious user runs.
 #
 #   make demo       a model, two engines, one shelf: see the second engine skip the prefill
+#   make test-fast  what to run after each edit
 #   make test       what must pass before a change goes in
 #
 # The first run makes the virtual environment .venv (see .ci/environment.py) and needs a package index;
@@ -56,6 +57,12 @@ demo: venv  ## run two engines on one shelf and compare them
 test: venv lint  ## lint, types, import rules, wheel, tests
 	@$(BIN)/python .ci/wheel_check.py $(VENV)
 	@$(call run_tests,and not slow)
+
+# Bytecode is written even where the environment forbids it: to rewrite the asserts of all files takes longer
+# than half of the tests.
+.PHONY: test-fast
+test-fast: venv  ## the tests to run after each edit, below a minute
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -p tests.fast -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 .PHONY: test-all
 test-all: venv lint  ## the same with the slow tests, and engines as on lesser processors

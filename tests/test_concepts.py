@@ -149,6 +149,7 @@ def test_attributes_of_bases_count(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert rows["classes with more than 2 attributes"] == ["Arena (memory/arena.py): 3"]
 
 
+@pytest.mark.long
 def test_the_whole_tree_is_read() -> None:
     rows = concepts.count(ROOT)
     numbers = {what: number for what, number, _ in rows}

@@ -152,6 +152,7 @@ def test_the_pages_name_all_groups_of_the_benchmark() -> None:
     assert all(f"`{name}`" in row.split(" | ")[1] for name in _ONLY_WHEN_ASKED)
 
 
+@pytest.mark.long
 def test_printed_lines_are_those_of_the_pages() -> None:
     page = (ROOT / "docs" / "storage.md").read_text()
     properties = Properties(filesystem="nfs4", cache_seconds=60.0, probe_cost=310e-6)

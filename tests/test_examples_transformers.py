@@ -31,6 +31,7 @@ def checkpoint(example: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_answers_are_equal_with_and_without_the_shelf(
     example: Any, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -59,6 +60,7 @@ def test_answers_are_equal_with_and_without_the_shelf(
         assert [answer.tokens for answer in answers] == plain
 
 
+@pytest.mark.long
 def test_the_example_runs_and_another_process_finds_its_shelf(
     example: Any, checkpoint: Path, tmp_path: Path
 ) -> None:

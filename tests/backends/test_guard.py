@@ -452,6 +452,7 @@ def test_too_many_stuck_threads_open_it_whatever_else_goes_well(rig: Rig) -> Non
     gate.set()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rig", [(SOON, AT_ONCE)], indirect=True)
 def test_a_frozen_storage_is_asked_by_few_threads_and_used_when_it_thaws(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
@@ -573,6 +574,7 @@ def test_an_object_is_closed_also_while_the_breaker_is_open(rig: Rig, slow: Slow
     assert slow.closed == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rig", [(SOON, AT_ONCE)], indirect=True)
 def test_a_storage_whose_closes_hang_is_asked_until_they_do_not(
     rig: Rig, slow: SlowToClose

@@ -146,6 +146,7 @@ def test_a_folder_that_was_renamed_is_watched_under_its_new_name(
     assert notices.appeared() == {"y"}
 
 
+@pytest.mark.long
 def test_notices_that_were_lost_are_told(root: Path, notices: FolderNotices) -> None:
     notices.watch(["a/b"])
     limit = int(Path("/proc/sys/fs/inotify/max_queued_events").read_text())

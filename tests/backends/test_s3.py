@@ -231,6 +231,7 @@ def test_a_bucket_that_is_not_there_is_told_at_the_start(server: S3Server, clien
         opened(server, "nobody-s-bucket", client=client)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_dead_endpoint_is_told_and_tried_again(client: str) -> None:
     endpoint = f"http://127.0.0.1:{free_port()}"
@@ -260,6 +261,7 @@ def test_doctor_says_what_to_do(rclone: S3Server, changed: dict[str, str], messa
     assert "wrong wrong" not in result.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("client", CLIENTS)
 def test_no_credentials_at_all(monkeypatch: pytest.MonkeyPatch, client: str) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):

@@ -164,6 +164,7 @@ def settled(hostile: Hostile) -> bool:
     return False
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("soon")
 def test_a_listing_of_empty_pages_ends_with_an_error(hostile: Hostile, backend: Backend) -> None:
     hostile.answer = lambda _: page("", last=False)
@@ -211,6 +212,7 @@ def test_folders_without_end_end_with_an_error(hostile: Hostile, backend: Backen
     assert settled(hostile)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("soon")
 def test_the_other_client_ends_listings_too(hostile: Hostile) -> None:
     pytest.importorskip("s3fs", reason="s3fs is missing: pip install 'kvshelf[s3]'")

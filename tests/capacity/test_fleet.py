@@ -27,6 +27,7 @@ RATE = 200 / SCALE
 both = pytest.mark.parametrize("costs", [DIRECTORY, S3], ids=["directory", "s3"])
 
 
+@pytest.mark.long
 @both
 def test_ten_writers_at_the_bound_lose_few_stores(
     monkeypatch: pytest.MonkeyPatch, costs: Costs
@@ -207,6 +208,7 @@ def test_what_a_writer_says_decides_nothing(
     assert deleted_by_rules(monkeypatch, costs, lie) == honest[costs]
 
 
+@pytest.mark.long
 @both
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
 def test_what_a_writer_says_again_and_again_deletes_nothing_more(

@@ -187,6 +187,7 @@ def test_above_the_bound_the_ends_of_old_prompts_go_first(
     assert found.nbytes <= 0.8 * 20 * CHUNK_BYTES
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chunks", [1.5, 2.9, 4.5, 9.05])
 def test_a_bound_of_a_few_chunks_always_has_room_for_the_next_one(
     place: Place, make: Callable[..., Sweeper], chunks: float, counters: Counters
@@ -522,6 +523,7 @@ def test_pins_do_not_lift_the_bound(
     assert place.backend.has_room(1)
 
 
+@pytest.mark.long
 def test_a_store_wakes_it(
     place: Place, make: Callable[..., Sweeper], monkeypatch: pytest.MonkeyPatch, counters: Counters
 ) -> None:
@@ -895,6 +897,7 @@ def untold(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(place.later, "space", lambda: None)
 
 
+@pytest.mark.long
 def test_four_engines_do_not_exceed_the_bound_together(
     place: Place, make: Callable[..., Sweeper], later: Callable[[float], None], untold: None
 ) -> None:

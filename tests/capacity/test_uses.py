@@ -179,6 +179,7 @@ def test_tails_are_recorded_some_times_in_their_age(place: Place) -> None:
             assert place.counting.counts["touch"] == expected
 
 
+@pytest.mark.long
 def test_marks_are_written_in_batches(tmp_path: Path) -> None:
     place = Place(tmp_path, Refusing)
     with closing(place.shelf):
@@ -331,6 +332,7 @@ def test_marks_that_may_not_be_written_are_spoken_of_once_an_hour(
     assert len(lines) == 1 and "capacity.uses" in lines[0].message
 
 
+@pytest.mark.long
 def test_a_storage_that_hangs_holds_up_no_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

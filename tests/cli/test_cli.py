@@ -615,6 +615,7 @@ def test_doctor_of_any_other_filesystem() -> None:
     assert checks(result)["delete"]["state"] == "ok"
 
 
+@pytest.mark.long
 def test_doctor_asks_the_node_server_for_its_shelf(shelf: Path, tmp_path: Path) -> None:
     with LocalServer(tmp_path / "node", shelf) as server:
         env = {"KVSHELF_SERVER": server.url}

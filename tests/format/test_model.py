@@ -262,6 +262,7 @@ def test_facts_come_from_a_configuration() -> None:
     assert (found.kv_heads, found.head_size) == (16, 64)
 
 
+@pytest.mark.long
 def test_a_real_configuration_is_understood() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
@@ -278,6 +279,7 @@ def test_a_real_configuration_is_understood() -> None:
     assert found.sliding_windows == (-1, -1, -1)
 
 
+@pytest.mark.long
 def test_heads_are_those_of_each_layer() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.Gemma4TextConfig(
@@ -361,6 +363,7 @@ def test_the_longest_prompt_decides_only_which_factors_longrope_has(
 # ---------------------------------------------------------------------------- vLLM
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM warns
 def test_vllm_s_longrope_depends_on_the_length_as_the_record_does(
     monkeypatch: pytest.MonkeyPatch,
@@ -391,6 +394,7 @@ def test_vllm_s_longrope_depends_on_the_length_as_the_record_does(
             assert (rotated(one) == rotated(two)) is same
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM warns
 @pytest.mark.parametrize("version", [None, "7"])
 @pytest.mark.parametrize("rope", [ROPE, {"rope_type": "dynamic", "rope_theta": 1e6}])
@@ -433,6 +437,7 @@ def test_what_an_engine_states_is_what_the_facts_state(
     assert stated.namespace(version=version) == found
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM warns
 @pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.parent.name)
 def test_engines_name_recorded_namespaces_to_the_byte(file: Path) -> None:
@@ -469,6 +474,7 @@ def test_engines_name_recorded_namespaces_to_the_byte(file: Path) -> None:
     assert found.folder == file.parent.name
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM warns
 def test_every_fact_of_an_engine_enters_its_namespace() -> None:
     """Fields that most models lack: an opaque cache of MLA with quantized weights and scales."""
@@ -535,6 +541,7 @@ def test_every_fact_of_an_engine_enters_its_namespace() -> None:
     }
 
 
+@pytest.mark.long
 def test_a_changed_configuration_of_a_model_is_another_namespace(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     from kvshelf.vllm.namespace import config_overrides

@@ -411,6 +411,7 @@ def test_slots_can_be_checked_beforehand(bad: int, implementation: str) -> None:
 # --- as torch operators ------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["bhnc-nhd", "2bnhd", "native"])
 def test_opcheck(form: str, implementation: str) -> None:
     paged = make_paged(form, torch.bfloat16)
@@ -422,6 +423,7 @@ def test_opcheck(form: str, implementation: str) -> None:
         assert set(results.values()) == {"SUCCESS"}
 
 
+@pytest.mark.long
 def test_compiled_as_one_graph(implementation: str) -> None:
     paged = make_paged("bhnc-nhd", torch.float32)
     layout = paged.layout
@@ -486,6 +488,7 @@ def test_plain_torch_on_request(fresh_choice: pytest.MonkeyPatch) -> None:
     assert _copies()
 
 
+@pytest.mark.long
 def test_a_library_that_does_not_load_warns_once_and_is_not_used(
     fresh_choice: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -506,6 +509,7 @@ def test_a_library_of_another_version_is_not_used(fresh_choice: pytest.MonkeyPat
         assert ops.implementation() == "torch"
 
 
+@pytest.mark.long
 def test_asking_for_a_library_that_is_not_there_is_an_error(
     fresh_choice: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -1218,6 +1218,7 @@ def test_what_is_copied_is_what_is_tested() -> None:
     assert copied < set(gpu_pack.tree())
 
 
+@pytest.mark.long
 def test_the_copy_of_vllm_needs_no_vllm() -> None:
     pytest.importorskip("vllm")
     text = gpu_pack.triton_copy_of_vllm()

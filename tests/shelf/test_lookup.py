@@ -679,6 +679,7 @@ def test_a_look_up_that_hangs_ends_and_others_go_on(tmp_path: Path) -> None:
     rig.service.close()
 
 
+@pytest.mark.long
 def test_look_ups_go_on_when_threads_can_be_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,6 +130,7 @@ def test_without_a_thread_in_place_of_a_kept_one_the_storage_is_given_a_rest(
     until(lambda: rig.done.get(timeout=PATIENCE) == "fine")
 
 
+@pytest.mark.long
 def test_a_thread_that_could_not_be_started_is_started_when_there_is_work(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -338,6 +338,7 @@ def test_a_sample_is_a_part(shelf: Path) -> None:
         assert "--sample" in run(shelf, f"--sample={text}", code=2).stderr
 
 
+@pytest.mark.long
 def test_samples_differ(shelf: Path) -> None:
     flip(objects(shelf)[0])
     codes = {

@@ -404,6 +404,7 @@ def test_only_full_chunks_are_dropped_because_one_before_them_was(
         assert kinds.joint.drain(PATIENCE) == 0
 
 
+@pytest.mark.long
 def test_what_is_left_at_the_end_is_counted_by_kind(backend: FaultyBackend) -> None:
     kinds = Kinds(backend)
     (chunk,) = make_chunks(FMT, 1)

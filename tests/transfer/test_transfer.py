@@ -627,6 +627,7 @@ def test_loads_that_hang_are_given_up_and_later_ones_fail_at_once(
         assert len([r for r in caplog.records if r.name == "kvshelf.backends.guard"]) == 2
 
 
+@pytest.mark.long
 def test_loads_go_on_when_threads_can_be_started_again(
     backend: FaultyBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
