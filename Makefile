@@ -61,7 +61,7 @@ test: venv lint  ## lint, types, import rules, wheel, tests
 # Bytecode is written even where the environment forbids it: to rewrite the asserts of all files takes longer
 # than half of the tests.
 .PHONY: test-fast
-test-fast: venv  ## the tests to run after each edit, below a minute
+test-fast: venv  ## the tests to run after each edit, about a minute
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -p tests.fast -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 .PHONY: test-all
