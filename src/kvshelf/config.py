@@ -378,7 +378,8 @@ class Config(BaseSettings):
             'Bounds of the shelf, all optional: `{"max_bytes": "2TiB", "max_age": "7d", '
             '"min_free": "50GiB"}`. `max_bytes` bounds everything on the shelf, of all models '
             "and engines together; above it, engines delete the chunks that were used longest "
-            "ago, down to a part of it. If engines give several values, the smallest acts. "
+            "ago, down to a part of it. If engines give several values, each deletes down to its "
+            "own, and the smallest ends the stores of all. "
             "`max_age` deletes chunks that long after their last use: seconds (at least 120), or "
             "a number and `s`, `m`, `h`, `d` or `w`. Without `max_bytes` and `max_age` no engine "
             "deletes chunks. `min_free` is what stores leave free on the storage; below it they "

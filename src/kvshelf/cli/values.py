@@ -26,7 +26,7 @@ MaxBytesOption: TypeAlias = Annotated[
     typer.Option(
         metavar="SIZE",
         help="Most bytes of the whole shelf, such as 2TiB: above it the chunks that were used"
-        " longest ago go; default: the configured capacity.",
+        " longest ago are deleted; default: the configured capacity.",
         show_default=False,
     ),
 ]
@@ -34,8 +34,8 @@ MaxAgeOption: TypeAlias = Annotated[
     str | None,
     typer.Option(
         metavar="AGE",
-        help="Time after its last use at which a chunk goes, such as 7d or 12h; default: the"
-        " configured capacity.",
+        help="Time after its last use at which a chunk is deleted, such as 7d or 12h; default:"
+        " the configured capacity.",
         show_default=False,
     ),
 ]
