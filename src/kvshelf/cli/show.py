@@ -38,6 +38,7 @@ from kvshelf.format.invalid import describe_header, header_length
 from kvshelf.format.names import ParsedName, parse_path
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import Shelf, read_namespace
+from kvshelf.tools.naming import shown
 from kvshelf.tools.verify import check_own_hashes
 from kvshelf.urls import shown_url
 
@@ -131,8 +132,8 @@ def _of_key(text: str, shelf: str | None) -> _Place:
         found = list(islice(every, _MOST_OBJECTS))
         if len(found) == 1:
             return _Place(url, options, found[0].name, found[0].parsed)
-        names = ", ".join(each.name for each in found) or "none"
-        raise ConfigError(f"{text} begins the keys of several objects, or none: {names}")
+        names = shown([each.name for each in found])
+        raise ConfigError(f"{text} begins the keys of several objects, or of none: {names}")
 
 
 def _split(text: str) -> tuple[str, str]:

@@ -52,7 +52,7 @@ def group_named(shelf: Shelf, wanted: str, folders: Sequence[str] | None) -> str
     ----------
     shelf : Shelf
     wanted : str
-        Of the form that :func:`may_be_group` accepts.
+        A name, or a beginning that :func:`may_be_group` accepts.
     folders : Sequence of str or None
         The namespaces whose groups count; None or none for all.
 
@@ -63,7 +63,7 @@ def group_named(shelf: Shelf, wanted: str, folders: Sequence[str] | None) -> str
     StorageError
         If the storage failed.
     """
-    if not _BEGIN_OF_GROUP.fullmatch(wanted):
+    if not may_be_group(wanted):
         return wanted
     found = {
         group
