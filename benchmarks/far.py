@@ -7,7 +7,6 @@ machine, so rows show the effect of latency, not of networks.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -24,16 +23,16 @@ from kvshelf.backends import open_backend
 from kvshelf.format.keys import Chunk
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.caches import DONE, KVMemory, PendingCopy
+from kvshelf.kv.topology import ShardPlan
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef, ShelfView
 from kvshelf.tiers.memory_tier import MemoryTier
 from kvshelf.tiers.tiered import TieredView
-from kvshelf.transfer.context import ChunkSlots
-from kvshelf.transfer.load import Load
+from kvshelf.transfer.context import ChunkSlots, TransferContext
 from kvshelf.transfer.prefetch import KindMemory, Prefetcher
 from kvshelf.transfer.staging import StagingPool
-from kvshelf.transfer.transfer import Transfer, default_io_threads
+from kvshelf.transfer.transfers import Transfers, default_io_threads
 
 _DELAY_SECONDS = 20e-3
 _LOAD_SECONDS = 60.0
@@ -67,27 +66,19 @@ class RepeatedLoads:
         size = fmt.object_size(0)
         none = torch.empty(0, dtype=torch.int64)
         self._items = [ChunkSlots(chunk, none, memory or Nowhere()) for chunk in chunks]
-        self._ids = itertools.count()
         objects = len(chunks) * fmt.shards
-        self.transfer = Transfer(
-            shelf,
-            None,
-            StagingPool(2 * objects * (size + 4096), size, together=fmt.shards),
-            counters=Counters(),
-            load_threads=threads,
+        staging = StagingPool(2 * objects * (size + 4096), size, together=fmt.shards)
+        plan = ShardPlan.whole(fmt.shards)
+        self.transfer = Transfers(
+            [TransferContext(shelf, None, staging, Counters(), plan, load_threads=threads)]
         )
+        self.loads = self.transfer.loads[fmt.kind]
 
     def load(self) -> None:
         """Load all chunks and wait for them."""
         over = threading.Event()
-        ended: list[Load] = []
-
-        def note(load: Load) -> None:
-            ended.append(load)
-            over.set()
-
-        self.transfer.load(str(next(self._ids)), self._items, on_done=note)
-        if not over.wait(_LOAD_SECONDS) or ended[0].failed_at is not None:
+        load = self.loads.load(self._items, on_done=lambda _: over.set())
+        if not over.wait(_LOAD_SECONDS) or load.failed_at is not None:
             raise RuntimeError("a load of existing objects failed")
 
 
@@ -123,7 +114,7 @@ def _rows(
         ahead = RepeatedLoads(TieredView(view, [memory]), chunks, threads)
         for loads in (many, few, ahead):
             stack.callback(loads.transfer.close)
-        prefetcher = Prefetcher(ahead.transfer, memory)
+        prefetcher = Prefetcher(ahead.loads, memory)
         prefetcher.add("request", chunks)
         deadline = time.monotonic() + _LOAD_SECONDS
         while memory.kept(chunks) < len(chunks):

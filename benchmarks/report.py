@@ -10,6 +10,7 @@ import datetime as dt
 import importlib.metadata
 import os
 import platform
+import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,14 +55,22 @@ def describe_versions() -> dict[str, str]:
     return versions
 
 
+def describe_run(command: Sequence[str]) -> dict[str, Any]:
+    """Return when and by which command figures were made, and of which commit."""
+    return {
+        "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        "command": list(command),
+        "commit": _commit(),
+    }
+
+
 def make_report(
     rows: Sequence[Row], machine: dict[str, Any], command: Sequence[str]
 ) -> dict[str, Any]:
     """Return everything as one JSON value."""
     return {
         "kvshelf_bench": 1,
-        "date": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
-        "command": list(command),
+        **describe_run(command),
         "machine": {**machine, "load_average_end": [round(v, 2) for v in os.getloadavg()]},
         "versions": describe_versions(),
         "rows": [_row_json(row) for row in rows],
@@ -199,6 +208,21 @@ def markdown(rows: Iterable[Row]) -> str:
             f"{ {None: '', True: 'yes', False: 'no'}[row.met] } |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _commit() -> str | None:
+    """Return the commit of the checkout that is measured; with ``-dirty`` if files were changed."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty"],  # noqa: S607
+            cwd=Path(__file__).parent,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
 
 
 def _file(path: str) -> str | None:

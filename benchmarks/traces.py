@@ -1,6 +1,6 @@
 """``python -m benchmarks.traces``: what the order of eviction is worth, on traces of real requests.
 
-Owns simulations of one bounded shelf, and the tables and the plot that compare kvshelf's order
+Owns simulations of one bounded shelf, and the tables that compare kvshelf's order
 (:mod:`kvshelf.capacity.eviction`, the code that engines and tools run) with other orders. No bytes
 are moved; it needs neither vLLM nor a storage.
 
@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import json
 import math
 import sys
 from abc import ABC, abstractmethod
@@ -34,13 +35,16 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.report import describe_run
 from benchmarks.state_policy import TRACE_BLOCK, read_trace
-from kvshelf.capacity.eviction import FULL_BIT, GONE, STATE_BIT, UNKNOWN, WINDOW_BIT, Units, choose
+from kvshelf.capacity.eviction import Units, choose
+from kvshelf.format.forest import GONE, UNKNOWN
+from kvshelf.format.kinds import FULL_BIT, STATE_BIT, WINDOW_BIT
 
 TRACES: Final = Path(__file__).parent / "traces"
 SHARES: Final = (0.01, 0.03, 0.1, 0.3)
@@ -460,7 +464,7 @@ class Shelf(Cache):
             free=self.used - int(self._ours.marks.low * self.capacity),
             now=now,
             resolution=self._resolution,
-            window_chunks=self._family.window,
+            reach=self._family.window,
         )
         for kind, bit in enumerate(_KINDS):
             rows = victims.rows[(victims.kinds & bit) != 0]
@@ -582,78 +586,30 @@ def table(name: str, family: Family, result: Result, shares: Sequence[float]) ->
         yield f"| {order} | {' | '.join(f'{100 * rate:.1f}' for rate in rates)} |"
 
 
-_COLORS: Final = {
-    "FIFO": "#94a3b8",
-    "exact LRU": "#0f172a",
-    "S3-FIFO": "#d97706",
-    "Belady": "#7c3aed",
-    OURS: "#2563eb",
-}
-_WIDTH, _HEIGHT, _LEFT, _TOP, _GAP, _ROW = 250, 190, 52, 66, 52, 270
-_COLUMNS = 3
-
-
-def plot(results: Mapping[str, Result], shares: Sequence[float]) -> str:
-    """Return a picture (SVG) of the hit rates of the orders in `ORDERS`, a panel for each title."""
-    width = _LEFT + min(_COLUMNS, len(results)) * (_WIDTH + _GAP)
-    height = _TOP + -(-len(results) // _COLUMNS) * _ROW
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}"'
-        f' height="{height}" role="img" aria-labelledby="title"'
-        " font-family=\"system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif\">",
-        '  <title id="title">Hit rates of orders of eviction, by the size of the shelf</title>',
-        f'  <rect width="{width}" height="{height}" rx="10" fill="#ffffff"/>',
-    ]
-    for number, (order, color) in enumerate(_COLORS.items()):
-        x = _LEFT + number * 120
-        lines += [
-            f'  <path d="M{x} 22h22" stroke="{color}" stroke-width="3"/>',
-            _text(x + 28, 26, order, anchor="start"),
-        ]
-    for number, (title, result) in enumerate(results.items()):
-        row, column = divmod(number, _COLUMNS)
-        left, top = _LEFT + column * (_WIDTH + _GAP), _TOP + row * _ROW
-        lines += _panel(left, top, title, result, shares)
-    return "\n".join([*lines, "</svg>", ""])
-
-
-def _panel(
-    left: float, top: float, title: str, result: Result, shares: Sequence[float]
-) -> Iterator[str]:
-    bottom = top + _HEIGHT
-    first, last = math.log(shares[0]), math.log(shares[-1])
-    most = max(result.most, 0.01)
-
-    def x(share: float) -> float:
-        return left + _WIDTH * (math.log(share) - first) / (last - first)
-
-    def y(rate: float) -> float:
-        return bottom - _HEIGHT * rate / most
-
-    yield _text(left + _WIDTH / 2, top - 10, title, weight=600)
-    yield f'  <rect x="{left}" y="{top}" width="{_WIDTH}" height="{_HEIGHT}" fill="#f8fafc"/>'
-    for part in (0.0, 0.25, 0.5, 0.75, 1.0):
-        at = y(part * most)
-        yield f'  <path d="M{left} {at:.1f}h{_WIDTH}" stroke="#e2e8f0"/>'
-        yield _text(left - 6, at + 4, f"{100 * part * most:.0f} %", anchor="end")
-    for share in shares:
-        yield _text(x(share), bottom + 18, f"{100 * share:.0f} %")
-    yield _text(left + _WIDTH / 2, bottom + 36, "bound, of the bytes of a shelf without bound")
-    for order, color in _COLORS.items():
-        points = zip(shares, result.rates[order], strict=True)
-        line = " ".join(f"{x(share):.1f},{y(rate):.1f}" for share, rate in points)
-        yield f'  <polyline points="{line}" fill="none" stroke="{color}" stroke-width="2.5"/>'
-
-
-def _text(x: float, y: float, text: str, *, anchor: str = "middle", weight: int = 400) -> str:
-    return (
-        f'  <text x="{x:.1f}" y="{y:.1f}" font-size="12.5" font-weight="{weight}" fill="#334155"'
-        f' text-anchor="{anchor}">{text}</text>'
-    )
+def results_json(
+    results: Mapping[str, Result], shares: Sequence[float], command: Sequence[str]
+) -> dict[str, Any]:
+    """Return all hit rates as one JSON value."""
+    return {
+        "kvshelf_traces": 1,
+        **describe_run(command),
+        "shares": list(shares),
+        "results": {
+            title: {
+                "most": round(result.most, 6),
+                "bytes": result.nbytes,
+                "rates": {
+                    order: [round(rate, 6) for rate in rates]
+                    for order, rates in result.rates.items()
+                },
+            }
+            for title, result in results.items()
+        },
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the tables, and write the plot."""
+    """Print the tables, and write the figures."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.traces",
         description="Compare orders of eviction on traces of requests: hit rates of a shelf that"
@@ -671,7 +627,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--families", nargs="+", choices=titles, default=titles, help="sorts of models"
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture (SVG) to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     options = parser.parse_args(arguments)
     results: dict[str, Result] = {}
     for path in options.traces:
@@ -686,8 +642,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 sys.stdout.write(line + "\n")
             sys.stdout.write("\n")
             sys.stdout.flush()
-    if options.plot is not None:
-        options.plot.write_text(plot(results, SHARES))
+    if options.json is not None:
+        given = sys.argv[1:] if arguments is None else arguments
+        report = results_json(results, SHARES, ["python", "-m", "benchmarks.traces", *given])
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

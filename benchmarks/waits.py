@@ -197,11 +197,16 @@ class _Consumer:
         self.shelf.close()
 
 
+def _counts(settings: Settings) -> list[int]:
+    """Return how many wait, for one row each."""
+    return [2] if settings.quick else [1, 10, 100]
+
+
 def bench_waits(settings: Settings) -> Iterator[Row]:
     """Measure how soon objects are noticed, and what waiting costs."""
     quick = settings.quick
     events = 20 if quick else 1000
-    for waiting in (1, 2) if quick else (1, 10, 100):
+    for waiting in _counts(settings):
         root = settings.folder(f"waits-{waiting}")
         settings.progress(f"{waiting} waiting, {events} objects")
         yield _delays("local", "local directory", str(root), {}, waiting, events, _GAP_SECONDS)
@@ -210,14 +215,14 @@ def bench_waits(settings: Settings) -> Iterator[Row]:
     root = settings.folder("waits-quiet")
     gap = _GAP_SECONDS if quick else _QUIET_SECONDS
     yield _delays("local-quiet", "local directory, long pauses", str(root), {}, waiting, few, gap)
-    for waiting in (1, 2) if quick else (1, 10, 100):
+    for waiting in _counts(settings):
         root = settings.folder(f"waits-idle-{waiting}")
         settings.progress(f"{waiting} waiting, nothing comes")
         yield _idle(str(root), waiting, 0.1 if quick else 5.0, quick)
     settings.progress("others' objects come")
     root = settings.folder("waits-others")
     _make_folders(root)
-    yield _others(str(root), 20 if quick else 1000)
+    yield _others(str(root), 20 if quick else 1000, 0.0 if quick else _QUIET_SECONDS)
     yield from _compare(settings)
     yield from _far(settings, events)
 
@@ -308,8 +313,8 @@ def _idle(root: str, waiting: int, seconds: float, quick: bool) -> Row:
     )
 
 
-def _beside_others(backend: Backend, events: int) -> tuple[float, float]:
-    """Let 100 wait while objects come that no wait needs.
+def _beside_others(backend: Backend, events: int, quiet: float) -> tuple[float, float]:
+    """Let 100 wait, for `quiet` seconds alone, while objects come that no wait needs.
 
     Returns
     -------
@@ -322,7 +327,7 @@ def _beside_others(backend: Backend, events: int) -> tuple[float, float]:
         nbytes = consumer.fmt.object_size(0)
         with _Producer(backend.url, {}, names, nbytes, _GAP_SECONDS / 5) as producer:
             consumer.submit()
-            time.sleep(_QUIET_SECONDS)
+            time.sleep(quiet)
             producer.start()
             begin, used = time.monotonic(), time.process_time()
             producer.times()
@@ -332,9 +337,9 @@ def _beside_others(backend: Backend, events: int) -> tuple[float, float]:
         consumer.close()
 
 
-def _others(root: str, events: int) -> Row:
+def _others(root: str, events: int, quiet: float) -> Row:
     """Measure the processor time of waiting while objects come that no wait needs."""
-    share, rate = _beside_others(open_backend(root), events)
+    share, rate = _beside_others(open_backend(root), events, quiet)
     return Row(
         "waits/others",
         f"100 waiting, {rate:.0f} objects of others in a second: processor time",
@@ -358,9 +363,10 @@ def _compare(settings: Settings) -> Iterator[Row]:
         "watchdog-256": partial(_Otherwise, notices=partial(WatchdogNotices, most=256)),
         "polling": _Otherwise,
     }
-    rounds, counts, events, others = settings.pairs(5), [1, 10, 100], 300, 1000
+    rounds, counts, events, others = settings.pairs(5), _counts(settings), 300, 1000
+    quiet = _QUIET_SECONDS
     if settings.quick:
-        rounds, counts, events, others = 1, [2], 10, 20
+        rounds, events, others, quiet = 1, 10, 20, 0.0
     delays: dict[tuple[str, int], list[list[float]]] = {}
     shares: dict[str, list[tuple[float, float]]] = {}
     for number in range(rounds):
@@ -374,7 +380,7 @@ def _compare(settings: Settings) -> Iterator[Row]:
                 delays.setdefault((way, waiting), []).append(found)
             root = settings.folder(f"waits-{way}-others-{number}")
             _make_folders(root)
-            shares.setdefault(way, []).append(_beside_others(ways[way](str(root)), others))
+            shares.setdefault(way, []).append(_beside_others(ways[way](str(root)), others, quiet))
     floor = "kvshelf's own reader of inotify"
     for way in ways:
         for waiting in counts:
@@ -406,7 +412,7 @@ def _far(settings: Settings, events: int) -> Iterator[Row]:
     events = min(events, 200)
     try:
         with S3Server(settings.folder("waits-s3")) as server:
-            for waiting in (1, 2) if settings.quick else (1, 10, 100):
+            for waiting in _counts(settings):
                 settings.progress(f"S3, {waiting} waiting")
                 with DelayingProxy("127.0.0.1", server.port, _DELAY_SECONDS) as proxy:
                     yield _delays(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
 import subprocess
 import sys
 import textwrap
@@ -30,6 +31,7 @@ from benchmarks.measure import (
     median,
     percentile,
 )
+from benchmarks.plots import first_tokens, make
 from benchmarks.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,7 +102,7 @@ def test_waits_are_measured_when_asked_for(tmp_path: Path) -> None:
     assert bench.main(["waits", "--quick", "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]
     names = {row["name"] for row in rows}
-    assert {"waits/delay/local/1", "waits/idle/2", "waits/others"} <= names
+    assert {"waits/delay/local/2", "waits/idle/2", "waits/others"} <= names
     if "waits/compared" not in names:  # watchdog is there
         ways = ("own", "watchdog", "watchdog-256", "polling")
         assert {f"waits/compared/{way}/{what}" for way in ways for what in (2, "others")} <= names
@@ -176,6 +178,15 @@ def test_a_missed_goal_is_reported_and_does_not_fail(
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[-1] for line in lines if line[:3] == ["what", "is", "slow"]] == ["no"]
     assert [line[-1] for line in lines if line[:3] == ["what", "is", "fast"]] == ["yes"]
+
+
+def test_lengths_are_measured_when_asked_for_and_only_with_engines(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    assert bench.main(["lengths", "--quick", "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    assert len(report["rows"]) == 8
+    assert {row["skipped"] for row in report["rows"]} == {"not with --quick"}
+    assert report["commit"] is None or re.fullmatch("[0-9a-f]{12}(-dirty)?", report["commit"])
 
 
 @pytest.mark.usefixtures("no_engine")
@@ -277,12 +288,17 @@ def test_step_thread_is_timed_without_an_engine(tmp_path: Path) -> None:
     assert rows["lookup/step"]["pairs"] == 2
 
 
+def tiny_model(folder: Path) -> Path:
+    """Make a model for engines."""
+    script, model = ROOT / "examples" / "models" / "make_model.py", folder / "model"
+    subprocess.run([sys.executable, str(script), str(model), "--recipe", "tiny"], check=True)
+    return model
+
+
 @pytest.mark.slow
 def test_engines_are_compared(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
-    script = ROOT / "examples" / "make_model.py"
-    model = tmp_path / "model"
-    subprocess.run([sys.executable, str(script), str(model), "--recipe", "tiny"], check=True)
+    model = tiny_model(tmp_path)
     file = tmp_path / "figures.json"
     command = ["engine", "--pairs", "2", "--model", str(model), "--json", str(file)]
     assert bench.main(command) == 0
@@ -291,6 +307,21 @@ def test_engines_are_compared(tmp_path: Path) -> None:
     for row in rows.values():
         assert row["skipped"] is None
         assert row["pairs"] == 2
+
+
+@pytest.mark.slow
+def test_first_tokens_of_prompts_of_several_lengths_are_compared(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    model = tiny_model(tmp_path)
+    file = tmp_path / "first-token.json"
+    command = ["lengths", "--pairs", "2", "--model", str(model), "--json", str(file)]
+    assert bench.main(command) == 0
+    report = json.loads(file.read_text())
+    assert [row["skipped"] for row in report["rows"]] == [None] * 8
+    found = first_tokens(report)
+    assert [one["stored_tokens"] for one in found] == [1024, 2048, 4096, 7936]
+    assert all(len(one["seconds"]) == 3 and min(one["seconds"]) > 0 for one in found)
+    assert make("first-token", tmp_path)["first-token.svg"].startswith("<svg")
 
 
 @pytest.mark.slow
