@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from make_model import RECIPES, make_model
+from models.make_model import RECIPES, make_model
 from rich.console import Console
 from rich.table import Table
 
@@ -106,7 +106,7 @@ def run_engine(job: dict[str, Any], report: TextIO) -> None:
         kv_cache_memory_bytes=512 << 20,
         gpu_memory_utilization=0.1,
         kv_transfer_config=KVTransferConfig(
-            kv_connector="SharedStorageConnector",
+            kv_connector="KVShelfConnector",
             kv_connector_module_path="kvshelf.vllm.connector",
             kv_role="kv_both",
             kv_connector_extra_config={

@@ -13,7 +13,7 @@ import argparse
 import random
 from pathlib import Path
 
-from make_model import make_model
+from models.make_model import make_model
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
@@ -31,7 +31,7 @@ def main() -> None:
         Path("build/models/tiny"), "tiny", seed=options.seed, replace=True
     )
     shelf = options.shelf and KVTransferConfig(
-        kv_connector="SharedStorageConnector",
+        kv_connector="KVShelfConnector",
         kv_role="kv_both",
         kv_connector_extra_config={"shared_storage_path": str(Path(options.shelf).absolute())},
     )

@@ -1,4 +1,4 @@
-"""The processes of the example: engines, the proxy, a bucket. All end with the ``with`` block.
+"""The servers of the example: engines, and the proxy before them. All end with the ``with`` block.
 
 Each has a process group of its own, so that Ctrl-C reaches this program alone, which then ends all
 of them, an engine's own processes included.
@@ -8,32 +8,27 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-START_SECONDS = 240
-STOP_SECONDS = 20
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
-# All servers are on this machine: a proxy that the environment names would not reach them.
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+START_SECONDS, STOP_SECONDS = 240, 20
 
 
-@dataclass(frozen=True)
-class Store:
-    """Where the engines meet: what an engine's configuration says of it."""
-
-    url: str
-    options: dict[str, Any]
+def free_port() -> int:
+    """Return a port that nothing listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
 
 
 @contextmanager
@@ -53,146 +48,89 @@ def process(
         try:
             yield running
         finally:
-            stop(running)
+            for which in (signal.SIGTERM, signal.SIGKILL):
+                with suppress(ProcessLookupError):
+                    os.killpg(running.pid, which)
+                with suppress(subprocess.TimeoutExpired):
+                    running.wait(STOP_SECONDS)
 
 
-def stop(running: subprocess.Popen[bytes]) -> None:
-    """End a process group: politely at first."""
-    for which in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):
-            os.killpg(running.pid, which)
-        with suppress(subprocess.TimeoutExpired):
-            running.wait(STOP_SECONDS)
-            break
-    # What the leader left behind.
-    with suppress(ProcessLookupError):
-        os.killpg(running.pid, signal.SIGKILL)
+@contextmanager
+def server(command: Sequence[str], url: str, log: Path, **variables: str) -> Iterator[None]:
+    """Run a command as :func:`process` does; begin the block when its ``/health`` answers."""
+    with process(command, log, **variables) as running:
+        deadline = time.monotonic() + START_SECONDS
+        while not answers(url):
+            if running.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"a server did not start; its log is {log}")
+            time.sleep(0.1)
+        yield
 
 
-def free_port() -> int:
-    """Return a port that nothing listens at."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+def answers(url: str) -> bool:
+    """Return whether a server is there; it is on this machine, so no HTTP proxy leads to it."""
+    with suppress(httpx.HTTPError):
+        return httpx.get(f"{url}/health", timeout=5, trust_env=False).is_success
+    return False
 
 
-def wait_until_healthy(url: str, running: subprocess.Popen[bytes], log: Path) -> None:
-    """Wait until a server answers its ``/health``."""
-    deadline = time.monotonic() + START_SECONDS
-    while True:
-        with suppress(OSError):
-            DIRECT.open(f"{url}/health", timeout=5).close()
-            return
-        if running.poll() is not None or time.monotonic() > deadline:
-            end = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
-            raise SystemExit(f"{end}\nthe server did not start; all of its log is in {log}")
-        time.sleep(0.1)
-
-
-def engine_command(model: Path, role: str, store: Store | None, port: int) -> list[str]:
-    """Return the command of an engine; without a store it has no connector."""
-    connector = {
-        "kv_connector": "SharedStorageConnector",
-        "kv_connector_module_path": "kvshelf.vllm.connector",
-        "kv_role": role,
-    }
-    if store is not None:
-        extra: dict[str, Any] = {"shared_storage_path": store.url}
-        if store.options:
-            extra["storage_options"] = store.options
-        connector_arguments = [
-            "--kv-transfer-config",
-            json.dumps(connector | {"kv_connector_extra_config": extra}),
-        ]
-    else:
-        connector_arguments = []
-    return [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", str(model), "--served-model-name", "tiny"),
-        *("--host", "127.0.0.1", "--port", str(port)),
-        *("--max-model-len", "4096", "--max-num-seqs", "16"),
-        *("--kv-cache-memory-bytes", str(8 << 20), "--gpu-memory-utilization", "0.05"),
-        "--enforce-eager",
-        *("--chat-template", "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"),
-        *connector_arguments,
-    ]
+def engine_command(model: Path, port: int, connector: dict[str, Any] | None) -> list[str]:
+    """Return the command of an engine; without a connector it is plain vLLM."""
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(model), "--served-model-name", "tiny", "--enforce-eager"]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    command += ["--max-model-len", "4096", "--max-num-seqs", "16"]
+    command += ["--kv-cache-memory-bytes", str(8 << 20), "--gpu-memory-utilization", "0.05"]
+    command += ["--chat-template", "{% for m in messages %}{{ m.content }}\n{% endfor %}"]
+    if connector is not None:
+        command += ["--kv-transfer-config", json.dumps(connector)]
+    return command
 
 
 @contextmanager
 def engines(
-    roles: Sequence[str], model: Path, store: Store | None, logs: Path
+    roles: Sequence[str], model: Path, shelf: str | None, logs: Path
 ) -> Iterator[list[str]]:
-    """Start engines one after the other; yields their URLs."""
+    """Start engines one after the other, without a shelf as plain vLLM; yields their URLs."""
     cores = sorted(os.sched_getaffinity(0))
     with ExitStack() as running:
-        urls: list[str] = []
-        processes: list[subprocess.Popen[bytes]] = []
+        urls = []
         for number, role in enumerate(roles):
             port = free_port()
-            log = logs / f"engine-{number}-{role}.log"
-            started = running.enter_context(
-                process(
-                    engine_command(model, role, store, port),
-                    log,
-                    HF_HUB_OFFLINE="1",
-                    VLLM_NO_USAGE_STATS="1",
-                    VLLM_CPU_OMP_THREADS_BIND=str(cores[number % len(cores)]),
-                )
-            )
             urls.append(f"http://127.0.0.1:{port}")
-            processes.append(started)
-            wait_until_healthy(urls[-1], started, log)
-        try:
-            yield urls
-        finally:
-            # All at once, before each is waited for.
-            for started in processes:
-                started.terminate()
+            connector = {
+                "kv_connector": "KVShelfConnector",
+                "kv_role": role,
+                "kv_connector_extra_config": {"shared_storage_path": shelf},
+            }
+            command = engine_command(model, port, connector if shelf else None)
+            log = logs / f"engine-{number}-{role}.log"
+            bound = {"VLLM_CPU_OMP_THREADS_BIND": str(cores[number % len(cores)])}
+            running.enter_context(server(command, urls[-1], log, **bound))
+        yield urls
 
 
 @contextmanager
 def proxy(
-    prefill: Sequence[str], decode: Sequence[str], log: Path, *, store: str | None = None
+    prefill: Sequence[str], decode: Sequence[str], log: Path, *options: str
 ) -> Iterator[tuple[str, str]]:
     """Start ``kvshelf proxy`` before engines; yields its URL and that of its health and metrics."""
     port, admin = free_port(), free_port()
     command = [sys.executable, "-m", "kvshelf", "proxy", "--port", str(port)]
-    command += ["--admin", str(admin)]
+    command += ["--admin", str(admin), *options]
     command += [part for url in prefill for part in ("--prefill", url)]
     command += [part for url in decode for part in ("--decode", url)]
-    if store is not None:
-        command += ["--store", store]
-    with process(command, log) as running:
-        probed = f"http://127.0.0.1:{admin}"
-        wait_until_healthy(probed, running, log)
-        yield f"http://127.0.0.1:{port}", probed
-
-
-@contextmanager
-def bucket(folder: Path, latency: float) -> Iterator[Store]:
-    """Serve a folder as an S3 bucket whose answers are late; yields it as a store.
-
-    Parameters
-    ----------
-    folder : Path
-    latency : float
-        Seconds that each request takes longer.
-    """
-    from benchmarks.proxy import DelayingProxy
-    from benchmarks.servers import BUCKET, S3Server
-
-    with S3Server(folder) as server, DelayingProxy("127.0.0.1", server.port, latency) as link:
-        yield Store(f"s3://{BUCKET}/kv", S3Server.options(link.port))
+    with server(command, f"http://127.0.0.1:{admin}", log):
+        yield f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin}"
 
 
 def metrics(url: str) -> dict[str, float]:
     """Return the sums of a server's metrics: by name, and by name and source or outcome."""
-    with DIRECT.open(f"{url}/metrics", timeout=30) as answer:
-        text = answer.read().decode()
+    text = httpx.get(f"{url}/metrics", timeout=30, trust_env=False).text
     sums: dict[str, float] = {}
-    for name, labels, value in re.findall(r"^([\w:]+)(?:\{(.*)\})? (\S+)$", text, re.MULTILINE):
-        detail = re.search(r'(?:source|outcome)="(\w+)"', labels)
-        for key in {name, f"{name}/{detail[1]}" if detail else name}:
-            sums[key] = sums.get(key, 0.0) + float(value)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            detail = sample.labels.get("source") or sample.labels.get("outcome")
+            for key in {sample.name, f"{sample.name}/{detail}" if detail else sample.name}:
+                sums[key] = sums.get(key, 0.0) + sample.value
     return sums

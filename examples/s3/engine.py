@@ -33,7 +33,7 @@ def main() -> None:
         kv_cache_memory_bytes=256 << 20,
         gpu_memory_utilization=0.1,
         kv_transfer_config=KVTransferConfig(
-            kv_connector="SharedStorageConnector",
+            kv_connector="KVShelfConnector",
             kv_role="kv_both",
             kv_connector_extra_config={"shared_storage_path": options.shelf},
         ),

@@ -12,7 +12,7 @@ tied, so that rounding decides between them. The recipe therefore sharpens atten
 the logits of few tokens (``logit_std``, ``speakers``): answers differ from prompt to prompt, depend
 on the whole prefix, and are seldom near-ties.
 
-Run it: ``python examples/make_model.py build/models/demo --recipe demo``
+Run it: ``python examples/models/make_model.py build/models/demo --recipe demo``
 """
 
 from __future__ import annotations

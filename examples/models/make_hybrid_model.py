@@ -10,7 +10,7 @@ say the last token again and again. Here one half of the residual stream tells t
 is hidden from the head; the other half, to which the embedding of a token adds little, is read
 by it.
 
-Run it: ``python examples/make_hybrid_model.py build/models/qwen3-next --recipe qwen3-next``
+Run it: ``python examples/models/make_hybrid_model.py build/models/qwen3-next --recipe qwen3-next``
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Small models with random weights, made on the spot for examples, tests and benchmarks."""
