@@ -61,7 +61,7 @@ ROOMS: Final = ("memory", "server", "shelf", "tiers", "transfer")
 #: Modules of ``src/kvshelf``.
 MODULES: Final = ("buffers.py", "pages.py", "numa.py")
 #: Where a load asks for an object: the loads, and what joins tiers and a shelf.
-LOAD_PATH: Final = ("transfer/loads.py", "shelf/tiers.py", "tiers/tiered.py")
+LOAD_PATH: Final = ("transfer/loads.py", "tiers/tiered.py")
 OBTAIN: Final = frozenset({"borrow", "fetch", "lend", "load", "load_all", "pin", "read", "reserve"})
 #: Forms of each word.
 PINNED: Final = {
@@ -85,14 +85,10 @@ OWN_FILES: Final = frozenset({"capacity/pins.py", "capacity/marks.py", "cli/doct
 #: Files of ``src/kvshelf`` that bound a shelf and delete, and their tests, wherever they lie.
 HOUSEKEEPING: Final = (
     "capacity/[!h]*.py",
-    "shelf/eviction.py",
-    "shelf/orphans.py",
     "shelf/leftovers.py",
-    "shelf/sweep.py",
     "tiers/*ledger.py",
     "tiers/bounded.py",
     "tiers/disk_tier.py",
-    "tools/parallel.py",
     "tools/remove.py",
     "tools/verify.py",
 )
@@ -100,11 +96,7 @@ HOUSEKEEPING_TESTS: Final = (
     "capacity/[!_]*.py",
     "cli/test_gc.py",
     "cli/test_rm.py",
-    "shelf/test_eviction.py",
     "shelf/test_leftovers.py",
-    "shelf/test_orphans.py",
-    "shelf/test_reserved.py",
-    "shelf/test_sweep.py",
     "tiers/test_*ledger.py",
     "tiers/test_bounded.py",
     "tools/test_verify.py",

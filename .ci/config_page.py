@@ -55,7 +55,7 @@ Each option is read from three sources. The first source that sets it has preced
 
     ```bash
     vllm serve MODEL --kv-transfer-config '{
-      "kv_connector": "SharedStorageConnector",
+      "kv_connector": "KVShelfConnector",
       "kv_role": "kv_both",
       "kv_connector_extra_config": {"shared_storage_path": "/mnt/kv", "chunk_size": 512}}'
     ```
@@ -93,7 +93,7 @@ def render_page() -> str:
         rows.append(f"| [`{name}`](#{name}) | {kind} | {default} |\n")
         sections.append(
             f"\n### `{name}` {{ #{name} }}\n\n"
-            f"{field.description}\n\n"
+            f"{' '.join((field.description or '').split())}\n\n"
             f"Variable: `{variable_of(name)}`. Default: {default}.\n"
         )
     processes = "".join(f"| `{name}` | {text} |\n" for name, text in PROCESS_VARIABLES.items())
