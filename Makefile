@@ -7,7 +7,7 @@
 # The first run makes the virtual environment .venv (see .ci/environment.py) and needs a package index;
 # later runs need no network. Variables:
 #
-#   PYTHON          the Python (3.11 to 3.14) to build .venv with; default: the first that works
+#   PYTHON          the Python to build .venv with; default: the first of 3.11 to 3.13 that works
 #   TORCH_INDEX     where CPU builds of torch are, for when your own package index has none
 #   FUZZ_SECONDS    how long `make fuzz` runs
 #   PYTEST_ARGS     further arguments for pytest, as in PYTEST_ARGS="-k shelf -x"
@@ -25,15 +25,17 @@ VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PYTEST_ARGS ?=
-WORKERS ?= $(or $(shell awk '/^MemAvailable/ {kib = $$2} END {print kib < 16 * 2^20 ? 2 : 3}' /proc/meminfo 2>/dev/null),2)
+# 3, or 2 where less than $(1) GiB of memory are free.
+workers = $(or $(shell awk '/^MemAvailable/ {kib = $$2} END {print kib < $(1) * 2^20 ? 2 : 3}' /proc/meminfo 2>/dev/null),2)
+WORKERS ?= $(call workers,16)
 BENCH_ARGS ?=
 SOAK_ARGS ?=
 FUZZ_SECONDS ?= 300
 WHEELS_ARGS ?=
 
 # A command of this name may exist and still not run (pyenv), so each is tried.
-find_python = for python in python3 python3.12 python3.13 python3.11 python3.14; do \
-	if "$$python" -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' \
+find_python = for python in python3 python3.12 python3.13 python3.11; do \
+	if "$$python" -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
 		>/dev/null 2>&1; then echo "$$python"; break; fi; done
 PYTHON ?= $(shell $(find_python))
 
@@ -59,12 +61,16 @@ test: venv lint  ## lint, types, import rules, wheel, tests
 	@$(call run_tests,and not slow)
 
 # Bytecode is written even where the environment forbids it: to rewrite the asserts of all files takes longer
-# than half of the tests.
+# than half of the tests. These tests never wait, and each worker reads all files first, so there is at most
+# one for a core.
+FAST_WORKERS = $(shell cores=$$(nproc); echo $$((cores < $(WORKERS) ? cores : $(WORKERS))))
 .PHONY: test-fast
 test-fast: venv  ## the tests to run after each edit, about a minute
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -p tests.fast -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -p tests.fast -n $(FAST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
+# Slow tests have up to five engines each.
 .PHONY: test-all
+test-all: WORKERS = $(call workers,32)
 test-all: venv lint  ## the same with the slow tests, and engines as on lesser processors
 	@$(BIN)/python .ci/wheel_check.py $(VENV)
 	@$(call run_tests,)
@@ -113,6 +119,7 @@ concepts: venv  ## count the concepts of the code that moves and stores objects
 .PHONY: docs
 docs: venv  ## build the documentation into site/
 	@$(BIN)/python .ci/config_page.py > docs/configuration.md
+	@$(BIN)/python .ci/modules_page.py > docs/modules.md
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 include cuda/gpu.mk
@@ -124,6 +131,6 @@ clean:  ## remove what was built, keep .venv
 .PHONY: venv
 venv:
 	@if [ -z "$(PYTHON)" ]; then \
-		echo "No usable Python 3.11 to 3.14 with venv found (on Debian: apt install python3-venv);" \
+		echo "No usable Python 3.11 to 3.13 with venv found (on Debian: apt install python3-venv);" \
 			"name one with make ... PYTHON=/path/to/python" >&2; exit 1; fi; \
 	"$(PYTHON)" .ci/environment.py $(VENV) --torch-index "$(TORCH_INDEX)" --extra test --extra docs

@@ -12,8 +12,8 @@ What it does, once:
 3. builds and installs kvshelf itself, editable.
 
 Steps 1 and 2 are repeated only when the lists of dependencies change, step 3 only when the
-build inputs (``cuda/``, the build sections of ``pyproject.toml``) change; both are recognised
-by content. A second run touches no network and takes a moment.
+build inputs (``cuda/``, the build sections of ``pyproject.toml``, the version) change; both are
+recognised by content. A second run touches no network and takes a moment.
 
 vLLM's CPU build asks for torchvision, torchaudio and torchcodec, whose wheels on PyPI are CUDA
 builds that cannot be imported beside a CPU build of torch: they are left out. Only tests of engines
@@ -163,6 +163,7 @@ def digest_of(*parts: object) -> str:
 def build_inputs(project: dict[str, object]) -> str:
     """Return a digest of everything that decides the editable installation."""
     sources = sorted(path for path in (ROOT / "cuda").rglob("*") if path.is_file())
+    sources.append(ROOT / "src/kvshelf/__init__.py")  # the version
     tool = project["tool"]
     assert isinstance(tool, dict)
     return digest_of(

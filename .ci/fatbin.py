@@ -27,6 +27,7 @@ typedef long int64_t;
 typedef unsigned long uint64_t;
 typedef unsigned long uintptr_t;
 #define INT32_MAX 2147483647
+#define UINT32_MAX 4294967295U
 """
 
 

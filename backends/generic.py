@@ -44,9 +44,9 @@ from kvshelf.backends.base import (
     Reader,
     StatResult,
     StatResults,
-    Touched,
     WriteMode,
     WriteResult,
+    check_folder,
     check_name,
     endless_listing,
     folders_left,
@@ -267,7 +267,7 @@ class GenericBackend(Backend):
         if isinstance(exc, PermissionError):
             kind = ReadOnlyStorageError if writing else PermanentStorageError
             return kind(exc.errno or errno.EACCES, message, path)
-        if isinstance(exc, (TimeoutError, asyncio.TimeoutError, ConnectionError)):
+        if isinstance(exc, (TimeoutError, ConnectionError)):
             return TransientStorageError(errno.ETIMEDOUT, message, path)
         if isinstance(exc, OSError) and exc.errno:
             return storage_error(OSError(exc.errno, text), what, path, writing=writing)
@@ -454,7 +454,7 @@ class GenericBackend(Backend):
         after: str | None = None,
     ) -> Iterator[ObjectInfo]:
         """Stream all objects below `prefix`, with one listing per folder."""
-        pending = [check_name(prefix) if prefix else ""]
+        pending = [check_folder(prefix)]
         while pending:
             folder = pending.pop()
             listed = is_behind(folder, after)
@@ -473,9 +473,7 @@ class GenericBackend(Backend):
         """Names of the folders directly below `prefix`."""
         return sorted(
             name.rpartition("/")[2]
-            for name, found in self._entries(
-                check_name(prefix) if prefix else "", seconds=_FOLDERS_SECONDS
-            )
+            for name, found in self._entries(check_folder(prefix), seconds=_FOLDERS_SECONDS)
             if _is_folder(found)
         )
 
@@ -494,7 +492,7 @@ class GenericBackend(Backend):
 
         try:
             return list(sync(fs.loop, fs._ls, path, detail=True, timeout=seconds))
-        except (TimeoutError, asyncio.TimeoutError) as exc:
+        except TimeoutError as exc:
             if not self._atomic_put:
                 raise
             raise PermanentStorageError(
@@ -536,16 +534,6 @@ class GenericBackend(Backend):
         except Exception as exc:
             raise self._translate(exc, "deleting", name, writing=True) from exc
         return True
-
-    def quarantine(self, name: str, target: str) -> bool:
-        """Delete the object: most of these filesystems can move only by copying."""
-        check_name(target)
-        return self.delete(name)
-
-    def touch(self, name: str) -> Touched:
-        """Do nothing: fsspec does not know access times."""
-        check_name(name)
-        return Touched.REFUSED
 
     def now(self) -> float | None:
         """Write a temporary, look at its time, and remove it."""

@@ -6,7 +6,7 @@ trials that close them. :class:`GuardedBackend` wraps a backend and is a backend
 
 A blocking call cannot be interrupted, so a thread that is stuck in the storage stays stuck. A
 *deadline* is the moment after which everyone else stops waiting for the call. The guard's own
-thread notices a late call, tells the watchers (:class:`Watcher`), and counts it. The caller's
+thread notices a late call, notifies the watchers (:class:`Watcher`), and counts it. The caller's
 buffer belongs to the call until it returns, if it ever does.
 
 There are two breakers (:mod:`kvshelf.backends.breaker`), because a storage that refuses writes can
@@ -27,7 +27,7 @@ as two. A missing or damaged object is not a failure. Besides the rule of every 
 * a breaker opens when a watcher reports too many stuck threads (``on_late_call``);
 * the write breaker opens when the storage refuses a write (no space, read-only), and then stays
   open for at least :data:`REFUSED_SECONDS`. Meanwhile deletions are made all the same, because they
-  make room on a full storage, and uses are recorded, because they decide what is deleted. Neither
+  free space on a full storage, and uses are recorded, because they decide what is deleted. Neither
   a deletion that is refused nor one that succeeds says anything about writes: many users may write
   and not delete.
 
@@ -56,9 +56,9 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
-from typing import Final, Protocol, TypeVar
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar, cast
 
 from kvshelf.backends.base import (
     Backend,
@@ -66,6 +66,7 @@ from kvshelf.backends.base import (
     Checked,
     Deadlines,
     DeleteResults,
+    ListOptions,
     ObjectInfo,
     Properties,
     Reader,
@@ -82,7 +83,7 @@ from kvshelf.backends.trials import LIST, PROBE, READ, Trials
 from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.background import try_to_start
 from kvshelf.errors import (
-    NoRoomError,
+    BoundReachedError,
     NoSpaceStorageError,
     NotRegularError,
     ObjectMissingError,
@@ -93,9 +94,13 @@ from kvshelf.errors import (
     UnavailableStorageError,
 )
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+_Answers = TypeVar("_Answers", StatResults, DeleteResults)
 
 LATE_WEIGHT: Final = 2
 #: Seconds for which the write breaker stays open at least when a write was refused.
@@ -135,7 +140,7 @@ class StoreBound(Protocol):
         """Whether `nbytes` may be written now."""
 
     def begin(self, nbytes: int) -> bool:
-        """Take the room for a write that begins now; False, and nothing is taken, if it may not."""
+        """Reserve space for a write that begins now; False, and nothing is reserved, if not."""
 
     def end(self, nbytes: int, written: bool) -> None:
         """Note that a write which has begun is over, and whether it wrote anything."""
@@ -159,9 +164,9 @@ class GuardedBackend(WrappedBackend):
     bound : StoreBound or None
         Bounds what is written; None: nothing does.
     written : set of str
-        The first parts of the names that were written, until somebody clears it.
+        The first parts of the names that were written, until a caller clears it.
     on_full : Callable
-        Called when a write found no room on the storage. It must not block.
+        Called when a write found the storage full. It must not block.
     """
 
     #: Effect of an open breaker, for the log.
@@ -217,7 +222,7 @@ class GuardedBackend(WrappedBackend):
         """Number of calls past their deadline that have not returned."""
         return sum(call.late for call in list(self._calls.values()))
 
-    def has_room(self, nbytes: int) -> bool:
+    def allows(self, nbytes: int) -> bool:
         """Whether the bound on writes allows `nbytes` now. Never blocks."""
         bound = self.bound
         return bound is None or bound.allows(nbytes)
@@ -255,10 +260,16 @@ class GuardedBackend(WrappedBackend):
 
     def probe_by(self, names: Sequence[str], ask: Callable[[], StatResults]) -> StatResults:
         """Have `ask` probe many names; all answers are errors while the read breaker is open."""
+        return self._answers(PROBE, names, self.deadlines.probe, ask)
+
+    def _answers(
+        self, kind: str, names: Sequence[str], seconds: float, ask: Callable[[], _Answers]
+    ) -> _Answers:
+        """Make one call for many names, which fails with the first error among its answers."""
         try:
-            call = self._enter(PROBE, names[0] if names else "", self.deadlines.probe)
+            call = self._enter(kind, names[0] if names else "", seconds)
         except UnavailableStorageError as error:
-            return [error] * len(names)
+            return cast(_Answers, [error] * len(names))
         failure: StorageError | None = None
         try:
             answers = ask()
@@ -318,10 +329,7 @@ class GuardedBackend(WrappedBackend):
             raise
         done = sum(checked.done) if checked is not None else 0
         late = call.late or time.monotonic() > call.deadline
-        if done or late:
-            self._leave(call)
-        else:
-            self._calls.pop(threading.get_ident(), None)
+        (self._leave if done else self._leave_uncounted)(call)
         if late and done < len(wholes):
             raise self._too_late(call)
         if checked is not None and done:
@@ -347,18 +355,11 @@ class GuardedBackend(WrappedBackend):
         UnavailableStorageError
             If the read breaker is open.
         """
-        call = self._enter(READ, name, self.deadlines.to_read(nbytes))
-        try:
+        with _Guarded(self, READ, name, self.deadlines.to_read(nbytes)) as call:
             found = read()
-        except BaseException as error:
-            self._leave(call, error)
-            raise
+            call.counts_success = found is not None
         if found is not None:
             self._trials.note_worked(READ, name)
-        if found is not None or call.late or time.monotonic() > call.deadline:
-            self._leave(call)
-        else:
-            self._calls.pop(threading.get_ident(), None)
         return found
 
     def write(
@@ -368,13 +369,13 @@ class GuardedBackend(WrappedBackend):
 
         Raises
         ------
-        NoRoomError
+        BoundReachedError
             If it does. Nothing was written, and this says nothing about the storage.
         """
         size = sum(memoryview(buffer).nbytes for buffer in buffers)
         bound = self.bound
         if bound is not None and not bound.begin(size):
-            raise NoRoomError(
+            raise BoundReachedError(
                 errno.ENOSPC, "not written: a bound of the shelf is reached", f"{self.url}/{name}"
             )
         result: WriteResult | None = None
@@ -403,21 +404,10 @@ class GuardedBackend(WrappedBackend):
         with self._uncounted(name):
             return self.inner.write_marker(name)
 
-    def list(
-        self,
-        prefix: str = "",
-        *,
-        hidden: bool = False,
-        wanted: Callable[[str], bool] | None = None,
-        unopened: str | None = None,
-        after: str | None = None,
-    ) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str = "", **options: Unpack[ListOptions]) -> Iterator[ObjectInfo]:
         """Stream the objects below a folder; each step has a deadline of its own."""
         with _Guarded(self, LIST, prefix, self.deadlines.read):
-            listing = self.inner.list(
-                prefix, hidden=hidden, wanted=wanted, unopened=unopened, after=after
-            )
-            rows = iter(listing)
+            rows = iter(self.inner.list(prefix, **options))
         while True:
             # No context manager, which would take as long as the row.
             call = self._enter(LIST, prefix, self.deadlines.read)
@@ -444,17 +434,8 @@ class GuardedBackend(WrappedBackend):
         requests = 1
         if len(names) > 1:
             requests = -(-len(names) // self.inner.properties.deletes_at_once)
-        try:
-            call = self._enter(_DELETE, names[0] if names else "", self.deadlines.write * requests)
-        except UnavailableStorageError as error:
-            return [error] * len(names)
-        failure: StorageError | None = None
-        try:
-            answers = self.inner.delete_all(names)
-            failure = next((a for a in answers if isinstance(a, StorageError)), None)
-            return answers
-        finally:
-            self._leave(call, failure)
+        seconds = self.deadlines.write * requests
+        return self._answers(_DELETE, names, seconds, lambda: self.inner.delete_all(names))
 
     def quarantine(self, name: str, target: str) -> bool:
         with _Guarded(self, _WRITE, name, self.deadlines.write):
@@ -484,19 +465,12 @@ class GuardedBackend(WrappedBackend):
         with self._uncounted(""):
             return self.inner.now()
 
-    @contextmanager
-    def _uncounted(self, name: str) -> Iterator[None]:
+    def _uncounted(self, name: str) -> _Guarded:
         """Apply the write deadline to a call that says nothing about other writes."""
-        call = self._enter(PROBE, name, self.deadlines.write)
-        try:
-            yield
-        finally:
-            if call.late or time.monotonic() > call.deadline:
-                self._leave(call)
-            else:
-                self._calls.pop(threading.get_ident(), None)
+        seconds = self.deadlines.write
+        return _Guarded(self, PROBE, name, seconds, counts_success=False, counts_failure=False)
 
-    def tracked_write(self, name: str) -> AbstractContextManager[None]:
+    def tracked_write(self, name: str) -> AbstractContextManager[object]:
         """Apply the write deadline and breaker to storage calls made outside of this backend.
 
         A failure counts as a failed write. Success is not counted: the caller may only have read.
@@ -506,24 +480,11 @@ class GuardedBackend(WrappedBackend):
         UnavailableStorageError
             If a breaker is open.
         """
-        return self._tracked(_WRITE, name, self.deadlines.write)
+        return _Guarded(self, _WRITE, name, self.deadlines.write, counts_success=False)
 
-    def tracked_probe(self, name: str) -> AbstractContextManager[None]:
+    def tracked_probe(self, name: str) -> AbstractContextManager[object]:
         """Apply the deadline and breaker of probes to calls made outside of this backend."""
-        return self._tracked(PROBE, name, self.deadlines.probe)
-
-    @contextmanager
-    def _tracked(self, kind: str, name: str, seconds: float) -> Iterator[None]:
-        call = self._enter(kind, name, seconds)
-        try:
-            yield
-        except BaseException as error:
-            self._leave(call, error)
-            raise
-        if call.late or time.monotonic() > call.deadline:
-            self._leave(call)
-        else:
-            self._calls.pop(threading.get_ident(), None)
+        return _Guarded(self, PROBE, name, self.deadlines.probe, counts_success=False)
 
     # ------------------------------------------------------------------------ bookkeeping
 
@@ -539,8 +500,10 @@ class GuardedBackend(WrappedBackend):
             if self._idle:
                 self._start_watching()
             raise self._unavailable(call.name)
-        needs_no_room = call.kind is not _WRITE and self._refused
-        if self._breakers[call.kind] is self.writes and not (needs_no_room or self.writes.allows()):
+        needs_no_space = call.kind is not _WRITE and self._refused
+        if self._breakers[call.kind] is self.writes and not (
+            needs_no_space or self.writes.allows()
+        ):
             raise self._unavailable(call.name)
         self._calls[thread] = call
         if self._idle and not self._start_watching():
@@ -579,6 +542,13 @@ class GuardedBackend(WrappedBackend):
             if kind is _WRITE and breaker.state is BreakerState.HALF_OPEN:
                 breaker.close()
 
+    def _leave_uncounted(self, call: _Call) -> None:
+        """Register that a call returned, and count nothing unless it is late."""
+        if call.late or time.monotonic() > call.deadline:
+            self._leave(call)
+        else:
+            self._calls.pop(threading.get_ident(), None)
+
     def _note_failed(self, call: _Call) -> None:
         if self._breakers[call.kind] is self.reads:
             self._trials.note_failed(call.kind, call.name)
@@ -602,27 +572,23 @@ class GuardedBackend(WrappedBackend):
             breaker.record_failure(call.kind, reason, weight)
 
     def _changed(self, breaker: Breaker, reason: str) -> None:
-        if breaker is self.reads:
-            if reason:
-                logger.warning(
-                    "%s: circuit breaker open (%s): %s", self.url, reason, self.without_reads
-                )
-            else:
-                self._trials.forget_failed()
-                logger.warning("%s: circuit breaker closed: the storage answers again", self.url)
-        elif reason:
-            logger.warning(
-                "%s: write circuit breaker open (%s): %s", self.url, reason, self.without_writes
-            )
+        reads = breaker is self.reads
+        name = f"{self.url}: {'circuit breaker' if reads else 'write circuit breaker'}"
+        if reason:
+            effect = self.without_reads if reads else self.without_writes
+            logger.warning("%s open (%s): %s", name, reason, effect)
         else:
-            logger.warning(
-                "%s: write circuit breaker closed: the storage accepts writes again", self.url
-            )
+            works = "the storage answers again" if reads else "the storage accepts writes again"
+            logger.warning("%s closed: %s", name, works)
         self._count("breaker_opens" if reason else "breaker_closes")
-        if breaker is self.reads and reason:
-            for watcher in self._watchers:
-                watcher.on_reads_open()
-            self._start_watching()
+        if not reads:
+            return
+        if not reason:
+            self._trials.forget_failed()
+            return
+        for watcher in self._watchers:
+            watcher.on_reads_open()
+        self._start_watching()
 
     # ------------------------------------------------------------------------ its thread
 
@@ -689,25 +655,30 @@ def _count_nothing(name: str) -> None:
     """Count nothing: the default until :meth:`GuardedBackend.count_into`."""
 
 
-_PLAIN_ANSWERS: Final = frozenset((int, type(None)))
+_PLAIN_ANSWERS: Final = frozenset((int, bool, type(None)))
 
 
+@dataclass(eq=False, slots=True)
 class _Guarded:
-    """Context of one call in the storage."""
+    """Context of one call in the storage; what it does not count is counted only if it is late."""
 
-    __slots__ = ("_call", "_guard", "_kind", "_name", "_seconds")
+    guard: GuardedBackend
+    kind: str
+    name: str
+    seconds: float
+    counts_success: bool = True
+    counts_failure: bool = True
+    _call: _Call = field(init=False)
 
-    def __init__(self, guard: GuardedBackend, kind: str, name: str, seconds: float) -> None:
-        self._guard = guard
-        self._kind = kind
-        self._name = name
-        self._seconds = seconds
-
-    def __enter__(self) -> None:
-        self._call = self._guard._enter(self._kind, self._name, self._seconds)
+    def __enter__(self) -> _Guarded:
+        self._call = self.guard._enter(self.kind, self.name, self.seconds)
+        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._guard._leave(self._call, error)
+        if self.counts_success if error is None else self.counts_failure:
+            self.guard._leave(self._call, error)
+        else:
+            self.guard._leave_uncounted(self._call)
 
 
 class GuardedReader(Reader):
@@ -771,7 +742,4 @@ class GuardedReader(Reader):
         try:
             self._inner.close()
         finally:
-            if call.late or time.monotonic() > call.deadline:
-                guard._leave(call)
-            else:
-                guard._calls.pop(thread, None)
+            guard._leave_uncounted(call)

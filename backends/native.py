@@ -104,12 +104,13 @@ def read_whole_files(
         If a buffer is not a writable one of the object's size.
     """
     count = len(wholes)
-    records, addresses = [], array("q")
-    for whole, buffer in zip(wholes, buffers, strict=True):
-        record, size, _ = _record(whole)
+    # Kept until the call ends: another thread may have made a record of its own meanwhile, or have
+    # had this one dropped.
+    kept = [_record(whole) for whole in wholes]
+    addresses = array("q")
+    for (_, size, _), buffer in zip(kept, buffers, strict=True):
         if buffer.readonly or not buffer.c_contiguous or buffer.nbytes != size:
             raise ValueError(f"expected a writable contiguous buffer of {size} bytes")
-        records.append(record)
         addresses.append(ctypes.addressof(ctypes.c_char.from_buffer(buffer)))
     # Nanoseconds of reading and of checking, then whether each file is read and as expected.
     results = array("q", bytes(8 * (2 + count)))
@@ -117,7 +118,7 @@ def read_whole_files(
         start.encode("utf-8", "surrogateescape"),
         text,
         len(text),
-        b"".join(records),
+        b"".join([record for record, _, _ in kept]),
         addresses.buffer_info()[0],
         count,
         flags,

@@ -8,8 +8,8 @@ are not watched.
 Contracts
 ---------
 * One thread at a time uses an object. Only :meth:`Notices.watch` touches the storage.
-* Nothing is promised: watches are limited by the system, and a folder can be moved away. Whoever
-  uses notices also looks for himself, less often.
+* Nothing is promised: watches are limited by the system, and a folder can be moved away. A
+  reader of notices also probes for what it waits for, less often.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class FolderNotices:
         self._folders: dict[int, str] = {}
         self._added = 0
         #: Folders that do not exist, by their parents that are watched: not to be tried again until
-        #: the parent tells of them.
+        #: the parent reports them.
         self._absent: dict[str, set[str]] = {}
 
     def fileno(self) -> int:

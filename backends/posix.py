@@ -33,15 +33,16 @@ import errno
 import math
 import os
 import stat as stat_module
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvshelf.backends.base import (
     NOT_REGULAR,
     Backend,
     BytesLike,
     Checked,
+    ListOptions,
     ObjectInfo,
     Properties,
     Reader,
@@ -62,6 +63,9 @@ from kvshelf.backends.posix_mount import Root
 from kvshelf.backends.posix_publish import Publisher
 from kvshelf.backends.posix_times import Times
 from kvshelf.errors import ConfigError, ObjectNameError, PermanentStorageError, StorageError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _DOTS: Final = frozenset(("", ".", ".."))
 
@@ -399,24 +403,16 @@ class PosixBackend(Backend):
 
     # ------------------------------------------------------------------------ listings, and others
 
-    def list(
-        self,
-        prefix: str = "",
-        *,
-        hidden: bool = False,
-        wanted: Callable[[str], bool] | None = None,
-        unopened: str | None = None,
-        after: str | None = None,
-    ) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str = "", **options: Unpack[ListOptions]) -> Iterator[ObjectInfo]:
         """Stream all objects below `prefix`, one open folder at a time."""
-        return self._listing.walk(prefix, hidden, wanted, unopened, after)
+        return self._listing.walk(prefix, **options)
 
     def folders(self, prefix: str = "") -> Sequence[str]:
         """Names of the folders directly below `prefix`."""
         return self._listing.folders(prefix)
 
     def space(self) -> Space | None:
-        """Return what `statvfs` says of the root; None for filesystems that do not tell."""
+        """Return what `statvfs` says of the root; None for filesystems that do not report it."""
         return self._place.space()
 
     def now(self) -> float | None:

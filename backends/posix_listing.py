@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 
-from kvshelf.backends.base import ObjectInfo, check_name, folders_left, is_behind
+from kvshelf.backends.base import ObjectInfo, check_folder, folders_left, is_behind
 from kvshelf.backends.oserrors import storage_error
 from kvshelf.backends.posix_folders import SCAN, Folders
 from kvshelf.backends.posix_mount import Root
@@ -27,14 +27,13 @@ class Listing:
     def walk(
         self,
         prefix: str,
-        hidden: bool,
-        wanted: Callable[[str], bool] | None,
-        unopened: str | None,
-        after: str | None,
+        hidden: bool = False,
+        wanted: Callable[[str], bool] | None = None,
+        unopened: str | None = None,
+        after: str | None = None,
     ) -> Iterator[ObjectInfo]:
         """Stream the files below `prefix`, see :meth:`kvshelf.backends.base.Backend.list`."""
-        if prefix:
-            check_name(prefix)
+        check_folder(prefix)
         self._root.check()
         pending = [prefix]
         while pending:
@@ -62,8 +61,7 @@ class Listing:
 
     def folders(self, prefix: str = "") -> Sequence[str]:
         """Names of the folders directly below `prefix`."""
-        if prefix:
-            check_name(prefix)
+        check_folder(prefix)
         self._root.check()
         return sorted(
             entry.name

@@ -268,7 +268,7 @@ class Root:
         return max(HIGH_LATENCY_SECONDS, best if best < math.inf else 1e-3)
 
     def space(self) -> Space | None:
-        """Return what `statvfs` says; None for filesystems that do not tell."""
+        """Return what `statvfs` says; None for filesystems that do not report it."""
         self.check()
         try:
             found = os.statvfs(self.path)

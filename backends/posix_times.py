@@ -1,6 +1,6 @@
 """Times of files: uses recorded in access times, and the clock of the storage.
 
-Owns what is known of how a filesystem keeps the times that it is told.
+Owns what is known of how a filesystem keeps the times that are set.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _TimeSpec(ctypes.Structure):
 
 
 class Times:
-    """Sets access times, and tells the storage's time.
+    """Sets access times, and reports the storage's time.
 
     Parameters
     ----------

@@ -15,8 +15,8 @@ Contracts
   that ignores the condition would overwrite. Whether it honours the condition is learned once, by
   writing a small object a second time with the same bytes. Until the store is known to honour the
   condition, a HEAD precedes each PUT.
-* A store that ignores ``If-None-Match`` may tell two writers CREATED. Equal names hold equal bytes,
-  so the second write does no harm.
+* A store that ignores ``If-None-Match`` may answer CREATED to two writers. Equal names hold equal
+  bytes, so the second write does no harm.
 * The client retries timeouts, 5xx and 429 for a few seconds. A request that still fails becomes
   one typed error that says what to do.
 * Of a body no more bytes are taken than were asked for, whatever the server sends.
@@ -47,9 +47,9 @@ from kvshelf.backends.base import (
     Reader,
     StatResult,
     StatResults,
-    Touched,
     WriteMode,
     WriteResult,
+    check_folder,
     check_name,
     endless_listing,
     probe,
@@ -563,8 +563,7 @@ class S3Backend(Backend):
 
     def folders(self, prefix: str = "") -> Sequence[str]:
         """Names of the folders directly below `prefix`."""
-        if prefix:
-            check_name(prefix)
+        check_folder(prefix)
         with self._errors("listing", prefix, seconds=_FOLDERS_SECONDS):
             names = self.client.folders(prefix, _FOLDERS_SECONDS)
         return sorted(name for name in names if name and name[0] != "." and name.isascii())
@@ -583,7 +582,7 @@ class S3Backend(Backend):
         return True
 
     def delete_all(self, names: Sequence[str]) -> DeleteResults:
-        """Remove objects, a thousand by one request, which does not tell which were there."""
+        """Remove objects, a thousand by one request, which does not say which were there."""
         for name in names:
             check_name(name)
         answers: DeleteResults = []
@@ -596,19 +595,9 @@ class S3Backend(Backend):
             except StorageError as error:
                 if error.retryable:
                     return answers + [error] * (len(names) - len(answers))
-                # Which of them stay, each tells by itself.
+                # Which of them stay is known one by one.
                 answers += super().delete_all(some)
         return answers
-
-    def quarantine(self, name: str, target: str) -> bool:
-        """Delete the object: S3 can move only by copying."""
-        check_name(target)
-        return self.delete(name)
-
-    def touch(self, name: str) -> Touched:
-        """Do nothing: S3 has no access times."""
-        check_name(name)
-        return Touched.REFUSED
 
     def now(self) -> float | None:
         """Return the time at which the server answers a request."""

@@ -16,6 +16,7 @@ from enum import Enum, auto
 from typing import Any, Final, NamedTuple, TypeVar
 
 from kvshelf.backends.base import ObjectInfo
+from kvshelf.backends.s3_errors import ALREADY_THERE
 from kvshelf.errors import StorageError
 
 PROBES_AT_ONCE: Final = 64
@@ -82,6 +83,15 @@ class Part(NamedTuple):
     seconds: float
 
 
+def _refused_put(codes: set[str]) -> Put | None:
+    """Return what the answer to a conditional PUT means; None for an error."""
+    if "409" in codes:
+        return Put.CONFLICT
+    if codes & ALREADY_THERE:
+        return Put.EXISTS
+    return Put.UNSUPPORTED if codes & {"501", "NotImplemented"} else None
+
+
 class Client(ABC):
     """A client of a bucket's objects below a prefix, to which names are relative.
 
@@ -102,9 +112,24 @@ class Client(ABC):
     ) -> Body:
         """Request an object, or a part of it, if it still is the version `etag`."""
 
-    @abstractmethod
     def put(self, name: str, data: Any, *, create: bool) -> Put:
         """Write an object; `create`: on the condition that there is none."""
+        try:
+            self._put(name, data, create=create)
+        except Exception as exc:
+            refused = _refused_put(self._codes(exc)) if create else None
+            if refused is None:
+                raise
+            return refused
+        return Put.DONE
+
+    @abstractmethod
+    def _put(self, name: str, data: Any, *, create: bool) -> None:
+        """Make a PUT request."""
+
+    @abstractmethod
+    def _codes(self, exc: Exception) -> set[str]:
+        """Return the error code and the status of the answer that an exception is about."""
 
     @abstractmethod
     def delete(self, names: Sequence[str]) -> None:
@@ -155,10 +180,7 @@ class Client(ABC):
         """Make a call and return its answer; TimeoutError after `seconds`, and it is dropped."""
 
         async def bounded() -> T:
-            try:
-                return await asyncio.wait_for(call(), seconds)
-            except asyncio.TimeoutError as exc:  # another class before Python 3.11
-                raise TimeoutError(*exc.args) from exc
+            return await asyncio.wait_for(call(), seconds)
 
         return self._start(bounded()).result()
 

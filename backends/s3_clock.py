@@ -43,7 +43,7 @@ class Clock:
         self._verify = verify_of(mapping_of(options, "client_kwargs"))
 
     def now(self) -> float | None:
-        """Return the server's time, in seconds since the epoch; None if it does not tell.
+        """Return the server's time, in seconds since the epoch; None if it does not report it.
 
         Raises
         ------

@@ -48,7 +48,7 @@ _OTHER_REGION: Final = frozenset(
 _FULL: Final = frozenset(
     ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "StorageFull", "507")
 )
-RETRYABLE: Final = frozenset(
+_RETRYABLE: Final = frozenset(
     (
         "SlowDown",
         "ServiceUnavailable",
@@ -65,6 +65,8 @@ RETRYABLE: Final = frozenset(
         "504",
     )
 )
+#: Answers to a condition that does not hold.
+ALREADY_THERE: Final = frozenset(("412", "PreconditionFailed"))
 #: Most characters of an answer that are shown.
 SHOWN_CHARACTERS: Final = 300
 NO_CREDENTIALS: Final = (
@@ -105,41 +107,65 @@ def obstore_error(
     status = _STATUS.search(text)
     codes = codes_of(text)
     kind = type(exc).__name__
-    short = shorten(text)
-
-    def error(make: type[StorageError], number: int, hint: str = "") -> StorageError:
-        return make(number, f"{what} failed: {short}{'; ' + hint if hint else ''}", path)
-
     if "NoSuchBucket" not in codes and isinstance(exc, FileNotFoundError):
         return ObjectMissingError(errno.ENOENT, f"{what} failed: no such object", path)
     if status is not None and status[1] in ("301", "307"):
         codes |= _OTHER_REGION
     if kind in ("PermissionDeniedError", "UnauthenticatedError"):
         codes |= {"403"}
-    known = explain(codes, text, bucket, endpoint, writing=writing)
-    if known is not None:
-        return error(*known)
     if kind == "PreconditionError":
-        return error(TransientStorageError, errno.ESTALE, "the object was replaced meanwhile")
-    if codes & RETRYABLE or status is None:
-        # No status: no connection, a timeout, or a body that ended early.
-        hint = "" if codes else unreachable_hint(endpoint)
-        return error(TransientStorageError, errno.EIO, hint)
-    return error(PermanentStorageError, errno.EIO)
+        codes |= {"412"}
+    said = f"{what} failed: {shorten(text)}"
+    found = answer_error(codes, text, said, path, bucket, endpoint, writing=writing)
+    if found is not None:
+        return found
+    if status is None:
+        # No connection, a timeout, or a body that ended early.
+        hint = "" if codes else f"; {unreachable_hint(endpoint)}"
+        return TransientStorageError(errno.EIO, said + hint, path)
+    return PermanentStorageError(errno.EIO, said, path)
 
 
-def explain(
-    codes: set[str], text: str, bucket: str, endpoint: str | None, *, writing: bool
-) -> tuple[type[StorageError], int, str] | None:
-    """Return error class, errno and hint for an answer that a user has to act on, else None.
+def answer_error(
+    codes: set[str],
+    text: str,
+    said: str,
+    path: str,
+    bucket: str,
+    endpoint: str | None,
+    *,
+    writing: bool,
+) -> StorageError | None:
+    """Return the error for an answer whose meaning is known, else None.
 
     Parameters
     ----------
     codes : set of str
         Status and error code of the answer.
-    text : str
-        The answer's text.
+    text, said : str
+        All of the answer's text, and what is shown of it.
+    path : str
+        The object's URL.
+    bucket, endpoint, writing
+        As for :func:`obstore_error`.
     """
+    known = _explained(codes, text, bucket, endpoint, writing=writing)
+    if known is not None:
+        make, number, hint = known
+        return make(number, f"{said}; {hint}", path)
+    if codes & ALREADY_THERE:
+        return TransientStorageError(
+            errno.ESTALE, f"{said}; the object was replaced meanwhile", path
+        )
+    if codes & _RETRYABLE:
+        return TransientStorageError(errno.EIO, said, path)
+    return None
+
+
+def _explained(
+    codes: set[str], text: str, bucket: str, endpoint: str | None, *, writing: bool
+) -> tuple[type[StorageError], int, str] | None:
+    """Return error class, errno and hint for an answer that a user has to act on, else None."""
     if "NoSuchBucket" in codes:
         at = f" at {endpoint}" if endpoint else ""
         return (

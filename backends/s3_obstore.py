@@ -15,12 +15,12 @@ import errno
 import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 from kvshelf.backends.base import ObjectInfo
 from kvshelf.backends.oserrors import storage_error
-from kvshelf.backends.s3_client import STREAM_BYTES, Body, Client, Put, RangeError
+from kvshelf.backends.s3_client import STREAM_BYTES, Body, Client, RangeError
 from kvshelf.backends.s3_clock import Clock
 from kvshelf.backends.s3_errors import NO_CREDENTIALS, codes_of, obstore_error, shorten
 from kvshelf.backends.s3_options import (
@@ -119,19 +119,13 @@ class ObstoreClient(Client):
             raise
         return int(found.meta["size"]), found.stream(min_chunk_size=STREAM_BYTES), _nothing
 
-    def put(self, name: str, data: Any, *, create: bool) -> Put:
-        """Make a PUT request."""
+    def _put(self, name: str, data: Any, *, create: bool) -> None:
         mode = "create" if create else "overwrite"
-        try:
-            self._store.put(name, data, mode=mode, use_multipart=False)
-        except Exception as exc:
-            kind, codes = type(exc).__name__, codes_of(str(exc))
-            if create and kind == "AlreadyExistsError":
-                return Put.CONFLICT if "409" in codes else Put.EXISTS
-            if create and (kind == "NotSupportedError" or codes & {"501", "NotImplemented"}):
-                return Put.UNSUPPORTED
-            raise
-        return Put.DONE
+        self._store.put(name, data, mode=mode, use_multipart=False)
+
+    def _codes(self, exc: Exception) -> set[str]:
+        meant = {"AlreadyExistsError": "412", "NotSupportedError": "501"}
+        return codes_of(str(exc)) | {meant.get(type(exc).__name__, "")}
 
     def delete(self, names: Sequence[str]) -> None:
         """Make a DeleteObjects request for each thousand."""
@@ -356,7 +350,7 @@ def _credentials(session: Any) -> Callable[[], dict[str, Any]]:
             "access_key_id": now.access_key,
             "secret_access_key": now.secret_key,
             "token": now.token,
-            "expires_at": datetime.now(timezone.utc) + _REFRESH,
+            "expires_at": datetime.now(UTC) + _REFRESH,
         }
 
     return provide

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from kvshelf.errors import ConfigError
 
-#: Options of s3fs that obstore is told of; any other option needs s3fs itself.
+#: Options of s3fs that are translated for obstore; any other option needs s3fs itself.
 OPTIONS: Final = frozenset(
     (
         "anon",

@@ -14,9 +14,9 @@ from typing import Any, Final
 
 from kvshelf.backends.base import ObjectInfo
 from kvshelf.backends.generic import GenericBackend
-from kvshelf.backends.s3_client import STREAM_BYTES, Body, Client, Put, RangeError
+from kvshelf.backends.s3_client import STREAM_BYTES, Body, Client, RangeError
 from kvshelf.backends.s3_clock import time_of
-from kvshelf.backends.s3_errors import NO_CREDENTIALS, RETRYABLE, explain, unreachable_hint
+from kvshelf.backends.s3_errors import NO_CREDENTIALS, answer_error, unreachable_hint
 from kvshelf.backends.s3_options import CONNECT_SECONDS, READ_SECONDS, endpoint_of, mapping_of
 from kvshelf.errors import ConfigError, ProcessLimitError, StorageError, TransientStorageError
 
@@ -74,18 +74,10 @@ class S3fsClient(Client):
                 return TransientStorageError(errno.EIO, f"{what} failed: {hint}", path)
             return error
         said = answer.get("Error", {})
-        codes = _codes(answer)
         text = self._plain._clean(f"{said.get('Code', '')}: {said.get('Message', '')}")
-        known = explain(codes, text, self._bucket, self._endpoint, writing=writing)
-        if known is not None:
-            make, number, hint = known
-            return make(number, f"{what} failed: {text}; {hint}", path)
-        if codes & {"412", "PreconditionFailed"}:
-            text += "; the object was replaced meanwhile"
-            return TransientStorageError(errno.ESTALE, f"{what} failed: {text}", path)
-        if codes & RETRYABLE:
-            return TransientStorageError(errno.EIO, f"{what} failed: {text}", path)
-        return self._plain._translate(exc, what, name, writing=writing)
+        shown, at = f"{what} failed: {text}", (self._bucket, self._endpoint)
+        found = answer_error(_codes(answer), text, shown, path, *at, writing=writing)
+        return found or self._plain._translate(exc, what, name, writing=writing)
 
     async def _call(self, method: str, name: str | None = None, **arguments: Any) -> Any:
         if name is not None:
@@ -137,21 +129,12 @@ class S3fsClient(Client):
         found = await self._get(name, start, end, None)
         return _size_of(found), _stream(found["Body"]), found["Body"].close
 
-    def put(self, name: str, data: Any, *, create: bool) -> Put:
-        """Make a PUT request."""
+    def _put(self, name: str, data: Any, *, create: bool) -> None:
         more = {"IfNoneMatch": "*"} if create else {}
-        try:
-            self._wait(lambda: self._call("put_object", name, Body=bytes(data), **more))
-        except Exception as exc:
-            codes = _codes(_answer(exc))
-            if create and codes & {"412", "PreconditionFailed"}:
-                return Put.EXISTS
-            if create and "409" in codes:
-                return Put.CONFLICT
-            if create and codes & {"501", "NotImplemented"}:
-                return Put.UNSUPPORTED
-            raise
-        return Put.DONE
+        self._wait(lambda: self._call("put_object", name, Body=bytes(data), **more))
+
+    def _codes(self, exc: Exception) -> set[str]:
+        return _codes(_answer(exc))
 
     def delete(self, names: Sequence[str]) -> None:
         """Make a DELETE request, or one that removes many."""

@@ -6,28 +6,20 @@ A wrapper is a backend itself and closes the backend that it wraps. This module 
 from __future__ import annotations
 
 import errno
-import math
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar, cast
 
 from kvshelf.backends.base import (
     Backend,
     BytesLike,
-    Checked,
-    DeleteResults,
-    ObjectInfo,
     Properties,
-    Reader,
-    Space,
-    StatResults,
     Touched,
-    Whole,
     WriteMode,
     WriteResult,
     check_name,
 )
-from kvshelf.backends.notices import Notices
 from kvshelf.errors import ReadOnlyStorageError
 
 #: Methods that consist of another one, unless a storage does better, and that other one.
@@ -39,10 +31,25 @@ _MADE_OF: Final = {
 }
 
 
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _forwarded(method: _F) -> _F:
+    """Return a wrapper's method that calls the one of the wrapped backend."""
+    name = method.__name__
+
+    # Not its attributes: it may be abstract.
+    @functools.wraps(method, updated=())
+    def forward(self: WrappedBackend, *args: Any, **options: Any) -> Any:
+        return getattr(self.inner, name)(*args, **options)
+
+    return cast(_F, forward)
+
+
 class WrappedBackend(Backend):
     """Forwards every call; subclasses override some.
 
-    Nothing goes past a subclass: where it overrides `open`, `write` or `delete`, the methods that
+    No call bypasses a subclass: where it overrides `open`, `write` or `delete`, the methods that
     consist of that one by default consist of its own, such as `read_into` of its `open`, unless it
     overrides them as well.
 
@@ -70,77 +77,27 @@ class WrappedBackend(Backend):
     def properties(self) -> Properties:
         return self.inner.properties
 
-    def stat(self, names: Sequence[str]) -> StatResults:
-        return self.inner.stat(names)
-
-    def info(self, name: str) -> ObjectInfo | None:
-        return self.inner.info(name)
-
-    def open(self, name: str, size: int | None = None) -> Reader:
-        return self.inner.open(name, size)
-
     @property
     def reads_whole(self) -> bool:
         return type(self).read_whole is not Backend.read_whole and self.inner.reads_whole
 
-    def read_whole(
-        self,
-        start: str,
-        text: bytes,
-        wholes: Sequence[Whole],
-        buffers: Sequence[memoryview],
-        seconds: float = math.inf,
-    ) -> Checked | None:
-        return self.inner.read_whole(start, text, wholes, buffers, seconds)
-
-    def read_into(self, name: str, buffer: memoryview, offset: int = 0) -> int:
-        return self.inner.read_into(name, buffer, offset)
-
-    def write(
-        self, name: str, buffers: Sequence[BytesLike], mode: WriteMode = "create"
-    ) -> WriteResult:
-        return self.inner.write(name, buffers, mode)
-
-    def write_marker(self, name: str) -> WriteResult:
-        return self.inner.write_marker(name)
-
-    def list(
-        self,
-        prefix: str = "",
-        *,
-        hidden: bool = False,
-        wanted: Callable[[str], bool] | None = None,
-        unopened: str | None = None,
-        after: str | None = None,
-    ) -> Iterator[ObjectInfo]:
-        return self.inner.list(prefix, hidden=hidden, wanted=wanted, unopened=unopened, after=after)
-
-    def folders(self, prefix: str = "") -> Sequence[str]:
-        return self.inner.folders(prefix)
-
-    def delete(self, name: str) -> bool:
-        return self.inner.delete(name)
-
-    def delete_all(self, names: Sequence[str]) -> DeleteResults:
-        return self.inner.delete_all(names)
-
-    def quarantine(self, name: str, target: str) -> bool:
-        return self.inner.quarantine(name, target)
-
-    def notices(self) -> Notices | None:
-        return self.inner.notices()
-
-    def touch(self, name: str) -> Touched:
-        return self.inner.touch(name)
-
-    def space(self) -> Space | None:
-        return self.inner.space()
-
-    def now(self) -> float | None:
-        return self.inner.now()
-
-    def close(self) -> None:
-        self.inner.close()
+    stat = _forwarded(Backend.stat)
+    info = _forwarded(Backend.info)
+    open = _forwarded(Backend.open)
+    read_whole = _forwarded(Backend.read_whole)
+    read_into = _forwarded(Backend.read_into)
+    write = _forwarded(Backend.write)
+    write_marker = _forwarded(Backend.write_marker)
+    list = _forwarded(Backend.list)
+    folders = _forwarded(Backend.folders)
+    delete = _forwarded(Backend.delete)
+    delete_all = _forwarded(Backend.delete_all)
+    quarantine = _forwarded(Backend.quarantine)
+    notices = _forwarded(Backend.notices)
+    touch = _forwarded(Backend.touch)
+    space = _forwarded(Backend.space)
+    now = _forwarded(Backend.now)
+    close = _forwarded(Backend.close)
 
 
 class ReadOnlyBackend(WrappedBackend):
@@ -172,5 +129,5 @@ class ReadOnlyBackend(WrappedBackend):
         return Touched.REFUSED
 
     def now(self) -> float | None:
-        """Tell nothing: a storage may have to be written to for it."""
+        """Return None: a storage may have to be written to for its time."""
         return None

@@ -26,6 +26,7 @@ from benchmarks.gc import bench_gc
 from benchmarks.gil import bench_gil
 from benchmarks.handover import bench_handover
 from benchmarks.hybrid import bench_hybrid
+from benchmarks.lengths import bench_lengths
 from benchmarks.lookups import bench_lookup
 from benchmarks.measure import Row
 from benchmarks.memory import bench_memory
@@ -49,6 +50,7 @@ GROUPS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "s3": bench_s3,
     "waits": bench_waits,
     "engine": bench_engine,
+    "lengths": bench_lengths,
     "hybrid": bench_hybrid,
     "server": bench_server,
     "handover": bench_handover,
@@ -56,7 +58,9 @@ GROUPS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "gc": bench_gc,
     "startup": bench_startup,
 }
-_ONLY_WHEN_ASKED = frozenset({"waits", "server", "handover", "capacity", "hybrid", "gc", "startup"})
+_ONLY_WHEN_ASKED = frozenset(
+    {"waits", "lengths", "server", "handover", "capacity", "hybrid", "gc", "startup"}
+)
 _INTERRUPTED = 130
 
 
@@ -70,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="*",
         metavar="GROUP",
         help=f"groups of rows: {', '.join(GROUPS)}; default: all but"
-        " waits, hybrid, server, handover, capacity, gc and startup",
+        " waits, lengths, hybrid, server, handover, capacity, gc and startup",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to FILE")

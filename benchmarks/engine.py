@@ -27,7 +27,9 @@ from benchmarks.settings import Settings
 
 _CHUNKS = 16
 HIT_TOKENS = _CHUNKS * CHUNK_TOKENS
-PROMPT_TOKENS = HIT_TOKENS + 32
+#: Tokens of a prompt behind its last whole chunk: they are computed in a hit, too.
+REST_TOKENS = 32
+PROMPT_TOKENS = HIT_TOKENS + REST_TOKENS
 _BURST = 3
 #: Size of an engine's KV cache, in prompts: small, so that prompts are soon evicted.
 _PROMPTS_IN_CACHE = 6
@@ -75,7 +77,7 @@ class EngineRun:
         elif holding:
             connector, module = "HoldingConnector", "benchmarks.holding"
         else:
-            connector, module = "SharedStorageConnector", "kvshelf.vllm.connector"
+            connector, module = "KVShelfConnector", "kvshelf.vllm.connector"
             extra = dict(options or {"shared_storage_path": str(self.shelf)})
         settings: dict[str, Any] = {
             "model": str(self._model),
@@ -104,20 +106,20 @@ class EngineRun:
             **settings,
         )
 
-    def prompt_bytes(self) -> int:
-        """Return the bytes of a prompt's KV."""
+    def prompt_bytes(self, tokens: int = PROMPT_TOKENS) -> int:
+        """Return the bytes of the KV of a prompt of `tokens` tokens, in whole blocks."""
         config = json.loads((self._model / "config.json").read_text())
         heads = config["num_attention_heads"]
         row = config.get("head_dim") or config["hidden_size"] // heads
         kv_heads = config.get("num_key_value_heads") or heads
         token = 2 * 2 * config["num_hidden_layers"] * kv_heads * row
-        return int(token * (PROMPT_TOKENS + BLOCK_TOKENS))
+        return int(token * (tokens + BLOCK_TOKENS))
 
-    def prompt(self) -> list[int]:
-        """Return a prompt that shares no prefix with earlier ones."""
+    def prompt(self, tokens: int = PROMPT_TOKENS) -> list[int]:
+        """Return a prompt of `tokens` tokens that shares no prefix with earlier ones."""
         self.seed += 1
         vocabulary = json.loads((self._model / "config.json").read_text())["vocab_size"]
-        return make_prompt(PROMPT_TOKENS, self.seed, vocabulary)
+        return make_prompt(tokens, self.seed, vocabulary)
 
     def objects(self) -> list[Path]:
         """Return all objects on the shelf."""
@@ -160,7 +162,7 @@ def find_model(settings: Settings) -> Path:
     if settings.model is not None:
         return settings.model
     checkout = Path(__file__).resolve().parents[1]
-    script = checkout / "examples" / "make_model.py"
+    script = checkout / "examples" / "models" / "make_model.py"
     if not script.exists():
         raise MissingEngineError("no demo model here: give a checkpoint with --model")
     folder = checkout / "build" / "models" / "demo"
@@ -260,9 +262,11 @@ def warm_up(engine: Child, run: EngineRun) -> None:
     engine.call("generate", prompts=[run.prompt() for _ in range(_PROMPTS_IN_CACHE + 1)])
 
 
-def cold(engine: Child, run: EngineRun, prompts: int) -> dict[str, Any]:
-    """Run prompts that no cache holds, one after another."""
-    reply = engine.call("generate", prompts=[run.prompt() for _ in range(prompts)])
+def cold(
+    engine: Child, run: EngineRun, prompts: int, tokens: int = PROMPT_TOKENS
+) -> dict[str, Any]:
+    """Run prompts of `tokens` tokens that no cache holds, one after another."""
+    reply = engine.call("generate", prompts=[run.prompt(tokens) for _ in range(prompts)])
     if any(reply["cached"]):
         raise ChildError(f"cold prompts were cached: {reply['cached']} tokens")
     return reply
@@ -425,9 +429,10 @@ def _far_row(settings: Settings, run: EngineRun) -> Row:
 def warm(engine: Child, prompt: list[int], shelf: int) -> float:
     """Run a prompt that is cached but for its last 32 tokens; `shelf` of them on the shelf."""
     reply = engine.call("generate", prompts=[prompt])
-    if reply["cached"] != [HIT_TOKENS] or reply["shelf"] != shelf:
+    hit = len(prompt) - REST_TOKENS
+    if reply["cached"] != [hit] or reply["shelf"] != shelf:
         raise ChildError(
-            f"expected {HIT_TOKENS} cached tokens, {shelf} of them from the shelf; found "
+            f"expected {hit} cached tokens, {shelf} of them from the shelf; found "
             f"{reply['cached']} and {reply['shelf']}"
         )
     return float(reply["seconds"])

@@ -209,7 +209,7 @@ def _time_step_thread(
     from kvshelf.vllm.groups import CacheGroups
     from kvshelf.vllm.metadata import WorkerMetadata, WorkerReport
     from kvshelf.vllm.namespace import build_namespace
-    from kvshelf.vllm.scheduler import SchedulerSide
+    from kvshelf.vllm.scheduler import Engine, SchedulerSide
 
     record: Any = make_format(LARGE, 8).namespace.record
     vllm_config = SimpleNamespace(
@@ -250,7 +250,7 @@ def _time_step_thread(
     times = []
     with Shelf(open_backend(url, storage_options=storage_options)) as shelf:
         groups = CacheGroups(vllm_config, None)
-        side = SchedulerSide(vllm_config, config, lambda: shelf, groups=groups)
+        side = SchedulerSide(Engine(vllm_config, config, lambda: shelf, groups))
         try:
             side.worker_output(WorkerMetadata(reports={0: part}))
             side.step_metadata(busy_step)

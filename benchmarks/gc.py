@@ -180,7 +180,7 @@ def _evict(
         while not ended.is_set():
             number += pressure.threads
             key = hashlib.sha256(number.to_bytes(8, "little")).hexdigest()
-            if not guard.has_room(_EVICTED_BYTES):
+            if not guard.allows(_EVICTED_BYTES):
                 ended.wait(_REFUSED_SECONDS)
                 continue
             # A write that finds no room any more is one that was refused.

@@ -28,7 +28,7 @@ from kvshelf.backends import native, open_backend, posix_folders
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef
-from kvshelf.transfer.transfer import default_io_threads
+from kvshelf.transfer.transfers import default_io_threads
 
 _CHUNKS = 16
 _WARM_UP = 2

@@ -1,8 +1,8 @@
 """Rows ``hybrid/*``: engines with models that have several kinds of KV.
 
-Owns the comparison of :mod:`benchmarks.engine` for models of ``examples/make_hybrid_model.py``, a
-cold and a warm row for each, and the bytes that each of them stores for a token of a prompt. This
-module imports neither vLLM nor torch.
+Owns the comparison of :mod:`benchmarks.engine` for models of
+``examples/models/make_hybrid_model.py``, a cold and a warm row for each, and the bytes that each of
+them stores for a token of a prompt. This module imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from benchmarks.engine import (
 from benchmarks.measure import Goal, Row
 from benchmarks.settings import Settings
 
-#: Recipes of ``examples/make_hybrid_model.py``, with the arguments of their engines. States are
-#: float32 on all processors, as on those where vLLM has them so in any case.
+#: Recipes of ``examples/models/make_hybrid_model.py``, with the arguments of their engines. States
+#: are float32 on all processors, as on those where vLLM has them so in any case.
 _MODELS: dict[str, dict[str, Any]] = {
     "gemma3-large": {"dtype": "float32"},
     "qwen3-next-large": {"mamba_ssm_cache_dtype": "float32"},
@@ -76,7 +76,7 @@ def _rows(
 
 def _find_model(settings: Settings, recipe: str) -> Path:
     checkout = Path(__file__).resolve().parents[1]
-    script = checkout / "examples" / "make_hybrid_model.py"
+    script = checkout / "examples" / "models" / "make_hybrid_model.py"
     if not script.exists():
         raise MissingEngineError("no models here: run this in a clone of the repository")
     folder = checkout / "build" / "models" / recipe

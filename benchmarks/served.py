@@ -54,6 +54,7 @@ from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.caches import HostKVCache, LayerRun, layer_calls
 from kvshelf.kv.layout import PagedLayout
 from kvshelf.kv.sources import PagedKV
+from kvshelf.kv.topology import ShardPlan
 from kvshelf.metrics import Counters
 from kvshelf.server.messages import Ping
 from kvshelf.server.segment import Segment
@@ -63,10 +64,10 @@ from kvshelf.shelf.lookup import LookupService
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef
 from kvshelf.tiers.memory_tier import MemoryTier
-from kvshelf.transfer.context import ChunkSlots
+from kvshelf.transfer.context import ChunkSlots, TransferContext
 from kvshelf.transfer.staging import StagingPool
 from kvshelf.transfer.stores import StoreOutcome
-from kvshelf.transfer.transfer import Transfer
+from kvshelf.transfer.transfers import Transfers
 
 _CHUNKS = 16
 _STORED = 8
@@ -225,7 +226,10 @@ class _Stores:
         staging.warm(capacity)
         assert kv.layout is not None
         calls = layer_calls(fmt, [LayerRun(0, [*kv.caches], kv.layout)])
-        self.transfer = Transfer(self._view, HostKVCache(calls), staging, counters=Counters())
+        plan = ShardPlan.whole(fmt.shards)
+        context = TransferContext(self._view, HostKVCache(calls), staging, Counters(), plan)
+        self.transfer = Transfers([context])
+        self._stores = self.transfer.stores[fmt.kind]
         stack.callback(self.transfer.close)
         blocks = CHUNK_TOKENS // BLOCK_TOKENS
         self._items = [
@@ -238,7 +242,7 @@ class _Stores:
         """Store all chunks."""
         begin = time.perf_counter()
         for item in self._items:
-            if self.transfer.store(item) is not StoreOutcome.QUEUED:
+            if self._stores.store(item) is not StoreOutcome.QUEUED:
                 raise RuntimeError("a chunk was not stored")
         self.gather_seconds.append(time.perf_counter() - begin)
         if self.transfer.drain(_START_SECONDS):

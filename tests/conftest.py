@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,10 +36,13 @@ pytest_terminal_summary = not_tested.pytest_terminal_summary
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests with engines, and let their files run first: they take longest."""
+    """Mark tests with engines of vLLM, and let their files run first: they take longest."""
     with_engines = set()
+    # Other folders may have a fixture of this name for engines of their own.
+    folder = Path(__file__).parent / "vllm"
     for item in items:
-        if "engines" in getattr(item, "fixturenames", ()) or item.path.name == "test_examples.py":
+        starts = folder in item.path.parents and "engines" in getattr(item, "fixturenames", ())
+        if starts or item.path.name == "test_examples.py":
             with_engines.add(item.path)
             item.add_marker("vllm")
             if _NO_VLLM:

@@ -55,8 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Take what is there from now on out of each collection of garbage, which is then quick."""
-    gc.collect()
-    gc.freeze()
+    _collect()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -75,5 +74,11 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
         patch.setattr(os, "fork", skip)
         result = yield
     if skipped:
-        gc.collect()  # Files that it left open are closed now, not during another test.
+        _collect()  # Files that it left open are closed now, not during another test.
     return result
+
+
+def _collect() -> None:
+    """Collect garbage, and let later collections pass over what is there: modules, above all."""
+    gc.collect()
+    gc.freeze()

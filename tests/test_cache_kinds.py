@@ -43,22 +43,8 @@ def facts(**changes: Any) -> ModelFacts:
         "sliding_windows": (-1, WINDOW, -1, -1, -1, -1),
         "attention": ("full", "sliding", "gdn_attn", "gdn_attn", "full", "gdn_attn"),
         "layer_names": NAMES,
-        "layer_shapes": (
-            "2,*,4,8",
-            "2,*,2,16",
-            STATE_SHAPE,
-            STATE_SHAPE,
-            "2,*,4,8",
-            STATE_SHAPE,
-        ),
-        "layer_dtypes": (
-            "BF16",
-            "BF16",
-            STATE_DTYPE,
-            STATE_DTYPE,
-            "BF16",
-            STATE_DTYPE,
-        ),
+        "layer_shapes": ("2,*,4,8", "2,*,2,16", *[STATE_SHAPE] * 2, "2,*,4,8", STATE_SHAPE),
+        "layer_dtypes": ("BF16", "BF16", *[STATE_DTYPE] * 2, "BF16", STATE_DTYPE),
         "stages": (4, 2),
         "window_shards": 2,
         "state_shards": 4,
@@ -220,20 +206,9 @@ def test_a_hit_needs_no_window_before_its_reach(cache: ChunkCache) -> None:
 
 
 def test_a_model_of_one_kind_has_the_hit_that_its_lookup_has(make: Make) -> None:
-    one = make(
-        layers=1,
-        kv_heads=4,
-        head_size=8,
-        kinds=None,
-        sliding_windows=None,
-        attention=None,
-        layer_names=None,
-        layer_shapes=None,
-        layer_dtypes=None,
-        stages=None,
-        window_shards=None,
-        state_shards=None,
-    )
+    names = ("sliding_windows", "layer_names", "layer_shapes", "layer_dtypes", "stages", "kinds")
+    absent = dict.fromkeys([*names, "attention", "window_shards", "state_shards"])
+    one = make(**absent, layers=1, kv_heads=4, head_size=8)
     assert one.of("full") is one
     assert one.store(TOKENS, kv=random_kv(one)).complete
     assert (one.lookup(TOKENS), one.find_hit(TOKENS)) == (5 * CHUNK, 4 * CHUNK)

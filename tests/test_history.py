@@ -110,7 +110,8 @@ def test_old_files_of_processes_that_ended_are_removed(tmp_path: Path) -> None:
     module._remove_old(tmp_path)
     left = set(tmp_path.iterdir())
     assert {path_of(alive), path_of(last), other} < left
-    assert len(left) == 3 + module.KEPT
+    # The thread of a history looks as well, and may take one that is being made for ended.
+    assert 2 + module.KEPT <= len(left) <= 3 + module.KEPT
     alive.close()
     last.close()
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from kvshelf.backends import open_backend
 from kvshelf.metrics import (
     COUNTERS,
     FAMILIES,
@@ -21,7 +20,6 @@ from kvshelf.metrics import (
     TIMES,
     Counters,
 )
-from kvshelf.shelf.shelf import Shelf
 from tests.support.prompts import make_chunks
 from tests.support.storages import posix
 from tests.support.transfers import Rig
@@ -139,11 +137,6 @@ def test_every_operation_of_a_store_and_a_load_is_timed(tmp_path: Path) -> None:
         "scatter": objects,
     }
     assert all(t[-1] > 0 for t in times.values())
-
-
-def test_a_shelf_counts_for_itself_when_nobody_asks(tmp_path: Path) -> None:
-    with Shelf(open_backend(str(tmp_path))) as one, Shelf(open_backend(str(tmp_path))) as other:
-        assert one._counters is not other._counters
 
 
 def rows() -> set[str]:

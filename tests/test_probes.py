@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import http.client
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -106,7 +108,8 @@ def test_a_request_without_an_end_is_given_up() -> None:
         assert get(connect).startswith(b"HTTP/1.1 200 ")
 
 
-def test_clients_that_say_nothing_keep_nobody_out() -> None:
+def test_clients_that_say_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "SECONDS", 1e6)
     with serving() as connect, contextlib.ExitStack() as opened:
         silent = [opened.enter_context(connect()) for _ in range(4 * probes.CONNECTIONS)]
         for client in silent:
@@ -116,6 +119,24 @@ def test_clients_that_say_nothing_keep_nobody_out() -> None:
         # The others were ended, the first one first.
         for client in silent[: -probes.CONNECTIONS]:
             assert received(client) == b""
+
+
+def test_clients_that_leave_early_are_no_errors(caplog: pytest.LogCaptureFixture) -> None:
+    with serving() as connect:
+        for said in (b"", b"GET /hea", b"GET /health HTTP/1.1\r\n"):
+            with connect() as client:
+                client.sendall(said)
+                client.shutdown(socket.SHUT_WR)
+                assert received(client) == b""
+        # Nothing is read any more.
+        with connect() as client:
+            client.sendall(b"GET /large HTTP/1.1\r\n\r\n")
+            assert client.recv(1)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        assert get(connect).startswith(b"HTTP/1.1 200 ")
+        # asyncio logs the exception of a task that nothing has asked for it.
+        gc.collect()
+    assert not caplog.records
 
 
 def test_clients_that_send_slowly_are_gone_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,7 @@ class Part:
                 "kvshelf_first_light": SCHEMA,
                 "part": name,
                 "device": "cuda" if emulated is None else "emulated",
-                "began": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
+                "began": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
                 "state": "running",
                 "sources": all_sources(),
                 "planned": [group.name for group in self.groups],

@@ -6,7 +6,6 @@ same pieces to or from staging, a verified read.
 
 from __future__ import annotations
 
-import itertools
 import os
 import statistics
 import tempfile
@@ -43,13 +42,14 @@ from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.namespace import FORMAT, Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv import ops
+from kvshelf.kv.topology import ShardPlan
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef, ShelfView
-from kvshelf.transfer.context import ChunkSlots
-from kvshelf.transfer.load import Load
+from kvshelf.transfer.context import ChunkSlots, TransferContext
+from kvshelf.transfer.load import Piece
 from kvshelf.transfer.staging import StagingPool
-from kvshelf.transfer.transfer import Transfer
+from kvshelf.transfer.transfers import Transfers
 
 #: Wanted: gather and scatter against a copy on the device, stores and loads against copies.
 KERNEL_GOAL = 0.85
@@ -289,22 +289,20 @@ def _from_files(
     )
     if pool.pinned is not ctx.cuda:
         raise AssertionError("staging is not page-locked")
-    transfer = Transfer(view, path, pool, counters=Counters(), load_threads=threads)
+    plan = ShardPlan.whole(shape.shards)
+    context = TransferContext(view, path, pool, Counters(), plan, load_threads=threads)
+    transfer = Transfers([context])
+    loads = transfer.loads[view.fmt.kind]
     items = [ChunkSlots(chunk, caches.slots(chunk.index)) for chunk in chunks]
-    names, used = itertools.count(), []
+    used: list[float] = []
 
     def begin() -> threading.Event:
         over = threading.Event()
 
-        def note(load: Load) -> None:
-            ended.append(load)
-            over.set()
-
-        ended.clear()
-        transfer.load(str(next(names)), items, on_done=note)
+        ended[:] = [loads.load(items, on_done=lambda _: over.set())]
         return over
 
-    ended: list[Load] = []
+    ended: list[Piece] = []
 
     def load() -> None:
         began = time.process_time()

@@ -1,4 +1,4 @@
-// Reads whole files and checks them, without Python: called by kvshelf.backends.checked through
+// Reads whole files and checks them, without Python: called by kvshelf.backends.native through
 // ctypes, which releases the GIL. A library of its own that needs no other, so that backends need
 // neither torch nor apache-tvm-ffi.
 

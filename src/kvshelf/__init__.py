@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from kvshelf.kv.sources import BlobKV, PagedKV, TupleKV
     from kvshelf.shelf.shelf import Shelf, open_shelf
 
-__version__ = "0.1.0"
+#: Wheels, the command line and engines' histories take it from here. Objects do not hold it.
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "BlobKV",
@@ -36,6 +37,25 @@ __all__ = [
     "__version__",
     "open_shelf",
 ]
+
+#: The modules whose ``__all__`` is the public API; nothing else is promised.
+PUBLIC_MODULES = (
+    "kvshelf",
+    "kvshelf.backends",
+    "kvshelf.buffers",
+    "kvshelf.errors",
+    "kvshelf.format.keys",
+    "kvshelf.forms",
+    "kvshelf.kv.caches",
+    "kvshelf.kv.layout",
+    "kvshelf.ops",
+    "kvshelf.server.client",
+    "kvshelf.testing",
+    "kvshelf.tiers.disk_tier",
+    "kvshelf.tiers.memory_tier",
+    "kvshelf.vllm.multiprocess",
+    "kvshelf.weights.fingerprints",
+)
 
 _HOME = {
     "BlobKV": "kvshelf.kv.sources",

@@ -38,6 +38,8 @@ from kvshelf.pages import (
     processors_near_device,
 )
 
+__all__ = ["BUFFER_ALIGNMENT", "Buffer", "BufferPool", "Kind", "Live"]
+
 logger = logging.getLogger(__name__)
 
 Kind: TypeAlias = Literal["host", "pinned", "device"]
@@ -65,59 +67,46 @@ class Live:
 class _Segment:
     """One piece of memory from the system, and its free ranges in order of address."""
 
-    __slots__ = ("base", "close", "ends", "nbytes", "starts", "tensor", "view")
-
     def __init__(
-        self, tensor: Tensor, view: memoryview | None, close: Callable[[], None] | None
+        self,
+        tensor: Tensor,
+        view: memoryview | None = None,
+        close: Callable[[], None] | None = None,
     ) -> None:
         self.tensor = tensor
         self.view = view
         self.close = close
-        self.base = tensor.data_ptr()
-        self.nbytes = tensor.numel()
-        self.starts = [0]
-        self.ends = [self.nbytes]
+        #: Start and end of each.
+        self._free = [(0, tensor.numel())]
 
     def allocate(self, nbytes: int) -> int | None:
         """Allocate `nbytes` in the first free range that holds them; return their offset."""
-        for i, start in enumerate(self.starts):
-            end = self.ends[i]
+        for i, (start, end) in enumerate(self._free):
             if end - start >= nbytes:
-                if end - start == nbytes:
-                    del self.starts[i], self.ends[i]
-                else:
-                    self.starts[i] = start + nbytes
+                self._free[i : i + 1] = [(start + nbytes, end)] if end - start > nbytes else []
                 return start
         return None
 
     def free(self, start: int, nbytes: int) -> None:
         """Free a range, and merge it with the free ranges beside it."""
         end = start + nbytes
-        i = bisect_left(self.starts, start)
-        joins_left = i > 0 and self.ends[i - 1] == start
-        joins_right = i < len(self.starts) and self.starts[i] == end
-        if joins_left and joins_right:
-            self.ends[i - 1] = self.ends[i]
-            del self.starts[i], self.ends[i]
-        elif joins_left:
-            self.ends[i - 1] = end
-        elif joins_right:
-            self.starts[i] = start
-        else:
-            self.starts.insert(i, start)
-            self.ends.insert(i, end)
+        i = bisect_left(self._free, (start, end))
+        if i < len(self._free) and self._free[i][0] == end:
+            _, end = self._free.pop(i)
+        if i > 0 and self._free[i - 1][1] == start:
+            i -= 1
+            start, _ = self._free.pop(i)
+        self._free.insert(i, (start, end))
 
 
+@dataclass(eq=False, slots=True)
 class _Block:
     """One allocation, shared by its views."""
 
-    __slots__ = ("nbytes", "segment", "start", "views")
-
-    def __init__(self, segment: _Segment, start: int, nbytes: int) -> None:
-        self.segment = segment
-        self.start = start
-        self.nbytes = nbytes
-        self.views = 1
+    segment: _Segment
+    start: int
+    nbytes: int
+    views: int = 1
 
 
 class Buffer:
@@ -246,8 +235,8 @@ class BufferPool:
         ``host``: ordinary memory. ``pinned``: page-locked host memory, which a GPU copies from
         and to without the CPU. ``device``: memory of `device`.
     device : torch.device or str, optional
-        With kind ``device``: which one. With kind ``pinned``: the GPU near which the memory
-        should lie, on a machine with several memory nodes.
+        With kind ``device``: which one. With kind ``pinned``: the GPU on whose memory
+        node the memory should lie.
     segment_bytes : int, optional
         Allocate memory from the system in segments of so many bytes. When absent the whole
         capacity is one segment; ordinary memory costs nothing before it is touched. Segments of
@@ -259,10 +248,14 @@ class BufferPool:
 
     Attributes
     ----------
-    capacity, alignment : int
+    capacity : int
+        As above, rounded down to a multiple of the alignment.
+    alignment : int
+        As above.
     kind : str
+        As above.
     problem : str
-        Why the system gave no more memory, once it did not.
+        Why the system refused memory; empty until then.
 
     Raises
     ------
@@ -365,7 +358,7 @@ class BufferPool:
         elif torch.cuda.is_available() and tensor.is_pinned():
             pool.kind = "pinned"
         view = memory.numpy().data if on_host else None
-        pool._segments.append(_Segment(memory[: pool.capacity], view, None))
+        pool._segments.append(_Segment(memory[: pool.capacity], view))
         pool._held = pool.capacity
         return pool
 
@@ -468,10 +461,10 @@ class BufferPool:
         if self.kind == "device":
             memory = torch.empty(nbytes + self.alignment, dtype=torch.uint8, device=self._device)
             skip = -memory.data_ptr() % self.alignment
-            return _Segment(memory[skip : skip + nbytes], None, None)
+            return _Segment(memory[skip : skip + nbytes])
         if self.kind == "host":
             view = map_pages(nbytes)
-            return _Segment(torch.frombuffer(view, dtype=torch.uint8), view, None)
+            return _Segment(torch.frombuffer(view, dtype=torch.uint8), view)
         device = self._device
         return run_on(processors_near_device(device), lambda: _pinned_segment(nbytes, device))
 
@@ -485,8 +478,8 @@ class BufferPool:
 
 
 def _pinned_segment(nbytes: int, device: torch.device | None) -> _Segment:
-    # After a fork, the first process that writes to a page gets a copy of it. A GPU would go on
-    # copying to and from the page that it knows, and this process would use the other one.
+    # After a fork, the first process that writes to a page gets a copy of it. A GPU would continue
+    # with the page that it knows, and this process would use the other one.
     view = map_pages(nbytes, inherited=False)
     tensor = torch.frombuffer(view, dtype=torch.uint8)
     return _Segment(tensor, view, page_lock(view, device))

@@ -41,6 +41,7 @@ from pydantic import (
     ByteSize,
     Field,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -101,6 +102,14 @@ LEAST_MAX_AGE: Final = 120.0
 #: Seconds of the units of time that options know.
 TIME_UNITS: Final = types.MappingProxyType({"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800})
 _PREFETCH_FROM_PROBE_SECONDS: Final = 1e-3
+#: Options that are mappings, and what they look like.
+_MAPPINGS: Final = types.MappingProxyType(
+    {
+        "disk_tier": '{"path": …, "max_bytes": …}',
+        "memory_tier": '{"max_bytes": …}',
+        "capacity": '{"max_bytes": …, "max_age": …}',
+    }
+)
 _SECRET_FIELDS: Final = frozenset({"storage_options"})
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)")
 _SERVICE_LINK = re.compile(r"KVSHELF_(\w+_)?(SERVICE_(HOST|PORT)\w*|PORT(_\d+_\w+)?)")
@@ -302,7 +311,7 @@ class Config(BaseSettings):
     Raises
     ------
     ConfigError
-        (A ValueError.) As :meth:`load`.
+        As :meth:`load`.
     """
 
     model_config = SettingsConfigDict(
@@ -311,360 +320,192 @@ class Config(BaseSettings):
         env_prefix=ENV_PREFIX,
         env_ignore_empty=True,
         allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
 
-    shared_storage_path: Annotated[str, BeforeValidator(_absolute)] | None = Field(
-        default=None,
-        description=(
-            "The shelf: a directory (local, NFS, any mounted filesystem) or a URL that fsspec "
-            "supports, such as `s3://bucket/kv` (but not a chained one, `a::b`). Engines that "
-            "share KV name the same shelf. If it is not set, kvshelf logs a warning and uses a "
-            "directory that only this user can enter: enough for a first try on one machine."
-        ),
-    )
-    storage_options: dict[str, Any] = Field(
-        default_factory=dict,
-        repr=False,
-        description=(
-            "Arguments for the storage. For a URL they are passed to its fsspec filesystem: "
-            "credentials, endpoint, region. A directory has two: `create` (default `true`; "
-            "`false` makes a missing directory an error, for instance one that is not mounted) "
-            "and `fsync` (default `false`, because loads verify what they read; `true` flushes "
-            "each object to disk before it is published). Sources are merged key by key, so "
-            "secrets can stay in the environment (`KVSHELF_STORAGE_OPTIONS` is a JSON object) "
-            "and the rest in a file."
-        ),
-    )
-    disk_tier: DiskTierConfig | None = Field(
-        default=None,
-        description=(
-            "A directory on a local disk that keeps copies of the shelf's objects: "
-            '`{"path": "/nvme/kv", "max_bytes": "200GiB"}`. Objects that are loaded from the '
-            "shelf or stored on it are copied there, and later loads read the copies. When the "
-            "copies exceed `max_bytes`, the least recently used are evicted. Any number of "
-            "engines on one machine may share it. See [Storage](storage.md#disk-tier)."
-        ),
-    )
-    server: Annotated[str, BeforeValidator(_socket)] | None = Field(
-        default=None,
-        description=(
-            "The node server of this machine, as `kvshelf serve` shows it: `ipc://` and the path of"
-            " its socket. Its engines share one memory tier and one set of connections to the"
-            " storage. The shelf, its bounds and the tiers are then options of the server: "
-            "`shared_storage_path`, `storage_options`, `capacity`, `disk_tier` and `memory_tier` "
-            "are errors beside this option. Without the server the engine runs as without a cache. "
-            "See [Node server](node-server.md)."
-        ),
-    )
-    memory_tier: MemoryTierConfig | None = Field(
-        default=None,
-        description=(
-            "Host memory of each worker process that keeps copies of the shelf's objects, in front "
-            'of the disk tier: `{"max_bytes": "20GiB"}`. Objects that are loaded from the shelf or '
-            "stored on it are copied there, and later loads read them in place. All of it is taken "
-            "when the engine starts, in addition to `staging_bytes`; if so much is not free, the "
-            "engine does not start. A machine with several workers needs it for each. When it is "
-            "full, the least recently used objects are evicted, the ends of prompts first. At most "
-            "half of it holds objects that were read ahead for requests that still wait to be "
-            "scheduled. If it is not set, only such objects are kept in memory: up to `256MiB`, "
-            "taken when needed, for storage with a probe latency of 1 ms or more, such as S3; none "
-            "for faster storage, such as local disks and nearby mounts. See "
-            "[Storage](storage.md#memory-tier)."
-        ),
-    )
-    capacity: CapacityConfig = Field(
-        default=CapacityConfig(),
-        description=(
-            'Bounds of the shelf, all optional: `{"max_bytes": "2TiB", "max_age": "7d", '
-            '"min_free": "50GiB"}`. `max_bytes` bounds everything on the shelf, of all models '
-            "and engines together; above it, engines delete the chunks that were used longest "
-            "ago, down to a part of it. If engines give several values, each deletes down to its "
-            "own, and the smallest ends the stores of all. "
-            "`max_age` deletes chunks that long after their last use: seconds (at least 120), or "
-            "a number and `s`, `m`, `h`, `d` or `w`. Without `max_bytes` and `max_age` no engine "
-            "deletes chunks. `min_free` is what stores leave free on the storage; below it they "
-            "are dropped and counted. If it is not set, that is 5 % of the storage, at most 20 "
-            "GiB, and 10 % of a filesystem in memory (tmpfs); `0` turns it off. `group_max_bytes` "
-            "bounds each salt group, with `group_by_salt` only. `uses` says how uses of chunks "
-            "are recorded: `auto` (default), `marks`, `rewrite` (for S3 with a lifecycle rule) or "
-            "`off`. An engine with `read_only` deletes nothing. See [Capacity](capacity.md)."
-        ),
-    )
-    read_only: bool = Field(
-        default=False,
-        description=(
-            "Load from the shelf, never write to it. kvshelf detects a shelf that cannot be "
-            "written (a read-only mount, missing permission) without this option; set it for "
-            "a shelf that is writable but must not be written."
-        ),
-    )
-    chunk_size: _Count = Field(
-        default=256,
-        ge=1,
-        description=(
-            "Tokens per chunk. A hit is a whole number of chunks: smaller chunks make hits "
-            "slightly longer, larger ones need fewer objects and read faster. Engines share "
-            "chunks only if they use the same size. A node server tells its own to "
-            "[adapters](multiprocess.md#in-short). The native layout needs a multiple of the "
-            "engine's block size; with any other size the canonical layout is used. For hybrid "
-            "models it must be a multiple of the least common multiple of the block sizes of all "
-            "KV cache groups. If it is not set, it is for them the smallest multiple of at least "
-            "256, or of at least 128 for models with states."
-        ),
-    )
-    state_interval: _Count = Field(
-        default=24,
-        ge=1,
-        description=(
-            "For models with states (Mamba, gated delta nets, short convolutions), of which each "
-            "takes as many bytes as thousands of tokens of KV: chunks between two stored states of "
-            "a prompt. Stored in any case are the state at the last chunk boundary before a "
-            "prompt's end, those where vLLM has seen prompts part, and those inside a prefix whose "
-            "full KV is on the shelf already. Smaller values find longer hits for prompts that "
-            "share only a part, larger ones store fewer bytes."
-        ),
-    )
-    shards: _Count | None = Field(
-        default=None,
-        ge=1,
-        description=(
-            "Number of objects per chunk, each with an equal part of the KV heads. If it is not "
-            "set, kvshelf uses the largest divisor of the model's KV heads up to 8 (of those of "
-            "each layer, where layers differ), which depends on the model only. Set the same "
-            "value on all engines."
-        ),
-    )
-    layout: Literal["auto", "native", "canonical"] = Field(
-        default="auto",
-        description=(
-            "Layout of the stored tensors if the engine permutes K and V inside a block, as "
-            "vLLM's CPU backend does. `native` stores blocks unchanged: fastest, but only "
-            "engines with the same permutation and block size can load them. `canonical` "
-            "stores `[2, tokens, heads, head_size]`, which every engine can load. `auto` is "
-            "native if the chunk size is a multiple of the block size, else canonical. "
-            "Engines that do not permute always use canonical; for them `native` is an error."
-        ),
-    )
-    weights: Annotated[str, AfterValidator(_weights)] = Field(
-        default="content",
-        min_length=1,
-        description=(
-            "How the model's weights are identified. `content` reads the weight files once, in "
-            "the background, and caches the result until a file changes. `sampled` reads "
-            "parts of them: faster, but it can miss a change. Both use the loaded parameters where "
-            "vLLM reads no files of this machine. Any other string is the name of the weights: "
-            "you promise that equal names mean equal weights. A path is refused."
-        ),
-    )
-    version: str | None = Field(
-        default=None,
-        min_length=1,
-        description=(
-            "A string of your choice. Engines with different versions never load each other's "
-            "chunks."
-        ),
-    )
-    group_by_salt: bool = Field(
-        default=False,
-        description=(
-            "Store the chunks of each `cache_salt` in a folder of its own, so that one "
-            "tenant's chunks can be measured and deleted. Requests with different salts never "
-            "share chunks, with or without this option."
-        ),
-    )
-    trust_uuids: bool = Field(
-        default=False,
-        description=(
-            "A client may name an image, audio or video by a `uuid` of its own. Another client "
-            "that sends the same `uuid` with another content would get wrong KV, so a request "
-            "with one is loaded and stored only if it has a `cache_salt`. `true` serves all: you "
-            "promise that all clients of all engines use a `uuid` for one content only."
-        ),
-    )
-    save_decode: bool = Field(
-        default=False,
-        description=(
-            "Also store chunks that are completed while the answer is generated. Useful for "
-            "conversations, where the answer is part of the next prompt. Off for models whose "
-            "tokens see only a window of the answer (R-SWA)."
-        ),
-    )
-    check_finite: bool = Field(
-        default=False,
-        description=(
-            "Count and log KV that contains NaN or infinity instead of storing it. The check "
-            "runs in the background. KV with an unknown layout is not checked."
-        ),
-    )
-    staging_bytes: Annotated[_Size, Field(gt=0)] | None = Field(
-        default=None,
-        description=(
-            "Host memory of each worker for chunks in transit between the KV cache and the shelf: "
-            "a number of bytes or a size such as `512MiB`. If it is not set: for the chunks of two "
-            "steps (vLLM's `--max-num-batched-tokens`), at least 1 GiB; beyond that at most a "
-            "sixteenth of the memory that the process may use, shared by the machine's ranks. When "
-            "it is full, chunks of full attention wait until there is room, as long as their "
-            "request runs; what is left then, windows and states are dropped and counted. The "
-            "engine never waits for it. The kinds of KV of a hybrid model share it, and each needs "
-            "enough for two chunks."
-        ),
-    )
-    io_threads: _Count | None = Field(
-        default=None,
-        ge=1,
-        le=256,
-        description=(
-            "Threads that read objects in each worker. If it is set, half as many write objects. "
-            "If it is not set, the number depends on the storage: 2 for a local disk, where they "
-            "compete with the model for cores; up to 16 for remote storage, where they mostly "
-            "wait. With a GPU, where most cores are idle, for any storage at least a share of the "
-            "cores, up to 8."
-        ),
-    )
-    load_beside_step: bool = Field(
-        default=False,
-        description=(
-            "On a GPU, begin loads before the forward pass of the step that plans them, and let "
-            "them write to their blocks beside it, as on CPUs. Without it they write behind that "
-            "pass: 50 to 400 ms later where it computes a long prompt. No effect with sliding "
-            "windows, states or speculative decoding. Off until a GPU has run it."
-        ),
-    )
-    lookup_budget_ms: float = Field(
-        default=0.2,
-        ge=0,
-        description=(
-            "Milliseconds that a lookup may use within a scheduler step before it continues in "
-            "the background."
-        ),
-    )
-    lookup_wait_s: float = Field(
-        default=1.0,
-        ge=0,
-        description=(
-            "Longest time, in seconds, that a request waits for its lookup. After that it is "
-            "computed as if nothing had been found."
-        ),
-    )
-    identity_wait_s: float = Field(
-        default=2.0,
-        ge=0,
-        description=(
-            "Longest time, in seconds, that the first requests of a new engine wait until its "
-            "weights and layout are identified. After that they are computed without the shelf."
-        ),
-    )
-    load_failure_policy: Literal["recompute", "vllm"] = Field(
-        default="recompute",
-        description=(
-            "What happens to a request whose load fails. `recompute` sets vLLM's own field "
-            "`kv_load_failure_policy`, whose default is `fail`, to `recompute`: vLLM computes the "
-            "tokens that were not loaded. Inside `MultiConnector` kvshelf cannot set that field: "
-            "the engine does not start unless you set it. `vllm` leaves the field as vLLM has it: "
-            "with `fail`, a request whose load fails ends with an error."
-        ),
-    )
-    probe_deadline_s: float | None = Field(
-        default=None,
-        gt=0,
-        description=(
-            "Deadline, in seconds, for probing a batch of objects. kvshelf does not wait for a "
-            "call that takes longer. If it is not set: 1 for a directory, 5 for a remote URL."
-        ),
-    )
-    read_deadline_s: float | None = Field(
-        default=None,
-        gt=0,
-        description=(
-            "Deadline, in seconds, for reading an object, in addition to the time that its bytes "
-            "take at `deadline_bandwidth`. The tokens of an object that arrives later are "
-            "computed instead. If it is not set: 5 for a directory, 15 for a remote URL."
-        ),
-    )
-    write_deadline_s: float | None = Field(
-        default=None,
-        gt=0,
-        description=(
-            "Deadline, in seconds, for writing an object, in addition to the time that its bytes "
-            "take at `deadline_bandwidth`. kvshelf does not wait for a store that takes longer. "
-            "If it is not set: 5 for a directory, 15 for a remote URL."
-        ),
-    )
-    deadline_bandwidth: Annotated[_Size, Field(gt=0)] | None = Field(
-        default=None,
-        description=(
-            "The bandwidth, in bytes per second, that deadlines assume. If it is not set: 50 MB "
-            "per second."
-        ),
-    )
-    shutdown_drain_s: float = Field(
-        default=4.0,
-        ge=0,
-        description=(
-            "Seconds that a stopping engine may spend on unfinished stores. The rest is dropped, "
-            "and the log says how much. vLLM kills its workers after 5 seconds "
-            "(`VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS`)."
-        ),
-    )
-    handover_wait_s: float = Field(
-        default=30.0,
-        ge=0,
-        description=(
-            "Longest time, in seconds from its arrival, that a request waits for KV that another "
-            "engine has promised to store. What is missing then is computed. A request's params "
-            "may shorten its own wait."
-        ),
-    )
-    max_waiting: _Count = Field(
-        default=128,
-        ge=0,
-        description=(
-            "Most requests that wait at once for KV that other engines have promised. Further ones "
-            "are computed, as far as their KV is not on the shelf."
-        ),
-    )
-    load_transferred: bool = Field(
-        default=False,
-        description=(
-            "Inside MultiConnector, also load prompts that another connector transfers "
-            "(`do_remote_prefill` beside NixlConnector, MooncakeConnector or MoRIIOConnector). By "
-            "default kvshelf only stores these: the other connector has the whole prompt, and "
-            "vLLM asks one connector only to load."
-        ),
-    )
-    handover_keep_s: float = Field(
-        default=3600.0,
-        ge=0,
-        description=(
-            "Age, in seconds, at which tails, and the markers of hand-overs between engines, are "
-            "deleted, by engines that have stored tails or were asked for a hand-over, and may "
-            "delete. A tail's age counts from its last use, where the storage records uses. No "
-            "engine waits so long for a hand-over. `0` keeps them for ever."
-        ),
-    )
-    cache_tails: bool = Field(
-        default=False,
-        description=(
-            "Also store the last tokens of each prompt, which fill no chunk (the tail), and look "
-            "for them: a prompt that was stored before is then loaded whole, also one that is "
-            "shorter than a chunk. A tail is of use only to prompts with the same tokens to their "
-            "end. Each prompt adds one object for each shard, and each lookup that finds all "
-            "chunks one probe for each. Tails of fewer than 16 tokens are left out, and so are all "
-            "tails of hybrid models, engines with a drafter and unknown layouts. They are deleted "
-            "at the age `handover_keep_s`."
-        ),
-    )
+    shared_storage_path: Annotated[str, BeforeValidator(_absolute)] | None = None
+    """The shelf: a directory (local, NFS, any mounted filesystem) or a URL that fsspec supports,
+    such as `s3://bucket/kv` (but not a chained one, `a::b`). Engines that share KV name the same
+    shelf. If it is not set, kvshelf logs a warning and uses a directory that only this user can
+    enter: enough for a first try on one machine."""
+    storage_options: dict[str, Any] = Field(default_factory=dict, repr=False)
+    """Arguments for the storage. For a URL they are passed to its fsspec filesystem: credentials,
+    endpoint, region. A directory has two: `create` (default `true`; `false` makes a missing
+    directory an error, for instance one that is not mounted) and `fsync` (default `false`, because
+    loads verify what they read; `true` flushes each object to disk before it is published). Sources
+    are merged key by key, so secrets can stay in the environment (`KVSHELF_STORAGE_OPTIONS` is a
+    JSON object) and the rest in a file."""
+    disk_tier: DiskTierConfig | None = None
+    """A directory on a local disk that keeps copies of the shelf's objects: `{"path": "/nvme/kv",
+    "max_bytes": "200GiB"}`. Objects that are loaded from the shelf or stored on it are copied
+    there, and later loads read the copies. When the copies exceed `max_bytes`, the least recently
+    used are evicted. Any number of engines on one machine may share it. See
+    [Storage](storage.md#disk-tier)."""
+    server: Annotated[str, BeforeValidator(_socket)] | None = None
+    """The node server of this machine, as `kvshelf serve` shows it: `ipc://` and the path of its
+    socket. Its engines share one memory tier and one set of connections to the storage. The shelf,
+    its bounds and the tiers are then options of the server: `shared_storage_path`,
+    `storage_options`, `capacity`, `disk_tier` and `memory_tier` are errors beside this option.
+    Without the server the engine runs as without a cache. See [Node server](node-server.md)."""
+    memory_tier: MemoryTierConfig | None = None
+    """Host memory of each worker process that keeps copies of the shelf's objects, in front of the
+    disk tier: `{"max_bytes": "20GiB"}`. Objects that are loaded from the shelf or stored on it are
+    copied there, and later loads read them in place. All of it is taken when the engine starts, in
+    addition to `staging_bytes`; if so much is not free, the engine does not start. A machine with
+    several workers needs it for each. When it is full, the least recently used objects are evicted,
+    the ends of prompts first. At most half of it holds objects that were read ahead for requests
+    that still wait to be scheduled. If it is not set, only such objects are kept in memory: up to
+    `256MiB`, taken when needed, for storage with a probe latency of 1 ms or more, such as S3; none
+    for faster storage, such as local disks and nearby mounts. See
+    [Storage](storage.md#memory-tier)."""
+    capacity: CapacityConfig = CapacityConfig()
+    """Bounds of the shelf, all optional: `{"max_bytes": "2TiB", "max_age": "7d", "min_free":
+    "50GiB"}`. `max_bytes` bounds everything on the shelf, of all models and engines together; above
+    it, engines delete the chunks that were used longest ago, down to a part of it. If engines give
+    several values, each deletes down to its own, and the smallest ends the stores of all. `max_age`
+    deletes chunks that long after their last use: seconds (at least 120), or a number and `s`, `m`,
+    `h`, `d` or `w`. Without `max_bytes` and `max_age` no engine deletes chunks. `min_free` is what
+    stores leave free on the storage; below it they are dropped and counted. If it is not set, that
+    is 5 % of the storage, at most 20 GiB, and 10 % of a filesystem in memory (tmpfs); `0` turns it
+    off. `group_max_bytes` bounds each salt group, with `group_by_salt` only. `uses` says how uses
+    of chunks are recorded: `auto` (default), `marks`, `rewrite` (for S3 with a lifecycle rule) or
+    `off`. An engine with `read_only` deletes nothing. See [Capacity](capacity.md)."""
+    read_only: bool = False
+    """Load from the shelf, never write to it. kvshelf detects a shelf that cannot be written (a
+    read-only mount, missing permission) without this option; set it for a shelf that is writable
+    but must not be written."""
+    chunk_size: _Count = Field(default=256, ge=1)
+    """Tokens per chunk. A hit is a whole number of chunks: smaller chunks make hits slightly
+    longer, larger ones need fewer objects and read faster. Engines share chunks only if they use
+    the same size. A node server tells its own to [adapters](multiprocess.md#in-short). The native
+    layout needs a multiple of the engine's block size; with any other size the canonical layout is
+    used. For hybrid models it must be a multiple of the least common multiple of the block sizes of
+    all KV cache groups. If it is not set, it is for them the smallest multiple of at least 256, or
+    of at least 128 for models with states."""
+    state_interval: _Count = Field(default=24, ge=1)
+    """For models with states (Mamba, gated delta nets, short convolutions), of which each takes as
+    many bytes as thousands of tokens of KV: chunks between two stored states of a prompt. Stored in
+    any case are the state at the last chunk boundary before a prompt's end, those where vLLM has
+    seen prompts part, and those inside a prefix whose full KV is on the shelf already. Smaller
+    values find longer hits for prompts that share only a part, larger ones store fewer bytes."""
+    shards: _Count | None = Field(default=None, ge=1)
+    """Number of objects per chunk, each with an equal part of the KV heads. If it is not set,
+    kvshelf uses the largest divisor of the model's KV heads up to 8 (of those of each layer, where
+    layers differ), which depends on the model only. Set the same value on all engines."""
+    layout: Literal["auto", "native", "canonical"] = "auto"
+    """Layout of the stored tensors if the engine permutes K and V inside a block, as vLLM's CPU
+    backend does. `native` stores blocks unchanged: fastest, but only engines with the same
+    permutation and block size can load them. `canonical` stores `[2, tokens, heads, head_size]`,
+    which every engine can load. `auto` is native if the chunk size is a multiple of the block size,
+    else canonical. Engines that do not permute always use canonical; for them `native` is an
+    error."""
+    weights: Annotated[str, AfterValidator(_weights)] = Field(default="content", min_length=1)
+    """How the model's weights are identified. `content` reads the weight files once, in the
+    background, and caches the result until a file changes. `sampled` reads parts of them: faster,
+    but it can miss a change. Both use the loaded parameters where vLLM reads no files of this
+    machine. Any other string is the name of the weights: you promise that equal names mean equal
+    weights. A path is refused."""
+    version: str | None = Field(default=None, min_length=1)
+    """A string of your choice. Engines with different versions never load each other's chunks."""
+    group_by_salt: bool = False
+    """Store the chunks of each `cache_salt` in a folder of its own, so that one tenant's chunks can
+    be measured and deleted. Requests with different salts never share chunks, with or without this
+    option."""
+    trust_uuids: bool = False
+    """A client may name an image, audio or video by a `uuid` of its own. Another client that sends
+    the same `uuid` with another content would get wrong KV, so a request with one is loaded and
+    stored only if it has a `cache_salt`. `true` serves all: you promise that all clients of all
+    engines use a `uuid` for one content only."""
+    save_decode: bool = False
+    """Also store chunks that are completed while the answer is generated. Useful for conversations,
+    where the answer is part of the next prompt. Off for models whose tokens see only a window of
+    the answer (R-SWA)."""
+    check_finite: bool = False
+    """Count and log KV that contains NaN or infinity instead of storing it. The check runs in the
+    background. KV with an unknown layout is not checked."""
+    staging_bytes: Annotated[_Size, Field(gt=0)] | None = None
+    """Host memory of each worker for chunks in transit between the KV cache and the shelf: a number
+    of bytes or a size such as `512MiB`. If it is not set: for the chunks of two steps (vLLM's
+    `--max-num-batched-tokens`), at least 1 GiB; beyond that at most a sixteenth of the memory that
+    the process may use, shared by the machine's ranks. When it is full, chunks of full attention
+    wait until there is room, as long as their request runs; what is left then, windows and states
+    are dropped and counted. The engine never waits for it. The kinds of KV of a hybrid model share
+    it, and each needs enough for two chunks."""
+    io_threads: _Count | None = Field(default=None, ge=1, le=256)
+    """Threads that read objects in each worker. If it is set, half as many write objects. If it is
+    not set, the number depends on the storage: 2 for a local disk, where they compete with the
+    model for cores; up to 16 for remote storage, where they mostly wait. With a GPU, where most
+    cores are idle, for any storage at least a share of the cores, up to 8."""
+    load_beside_step: bool = False
+    """On a GPU, begin loads before the forward pass of the step that plans them, and let them write
+    to their blocks beside it, as on CPUs. Without it they write behind that pass: 50 to 400 ms
+    later where it computes a long prompt. No effect with sliding windows, states or speculative
+    decoding. Off until a GPU has run it."""
+    lookup_budget_ms: float = Field(default=0.2, ge=0)
+    """Milliseconds that a lookup may use within a scheduler step before it continues in the
+    background."""
+    lookup_wait_s: float = Field(default=1.0, ge=0)
+    """Longest time, in seconds, that a request waits for its lookup. After that it is computed as
+    if nothing had been found."""
+    identity_wait_s: float = Field(default=2.0, ge=0)
+    """Longest time, in seconds, that the first requests of a new engine wait until its weights and
+    layout are identified and the shelf is open; all have one deadline, counted from the first that
+    asks. After that they are computed without the shelf."""
+    load_failure_policy: Literal["recompute", "vllm"] = "recompute"
+    """What happens to a request whose load fails. `recompute` sets vLLM's own field
+    `kv_load_failure_policy`, whose default is `fail`, to `recompute`: vLLM computes the tokens that
+    were not loaded. Inside `MultiConnector` kvshelf cannot set that field: the engine does not
+    start unless you set it. `vllm` leaves the field as vLLM has it: with `fail`, a request whose
+    load fails ends with an error."""
+    probe_deadline_s: float | None = Field(default=None, gt=0)
+    """Deadline, in seconds, for probing a batch of objects. kvshelf does not wait for a call that
+    takes longer. If it is not set: 1 for a directory, 5 for a remote URL."""
+    read_deadline_s: float | None = Field(default=None, gt=0)
+    """Deadline, in seconds, for reading an object, in addition to the time that its bytes take at
+    `deadline_bandwidth`. The tokens of an object that arrives later are computed instead. If it is
+    not set: 5 for a directory, 15 for a remote URL."""
+    write_deadline_s: float | None = Field(default=None, gt=0)
+    """Deadline, in seconds, for writing an object, in addition to the time that its bytes take at
+    `deadline_bandwidth`. kvshelf does not wait for a store that takes longer. If it is not set: 5
+    for a directory, 15 for a remote URL."""
+    deadline_bandwidth: Annotated[_Size, Field(gt=0)] | None = None
+    """The bandwidth, in bytes per second, that deadlines assume. If it is not set: 50 MB per
+    second."""
+    shutdown_drain_s: float = Field(default=4.0, ge=0)
+    """Seconds that a stopping engine may spend on unfinished stores. The rest is dropped, and the
+    log says how much. vLLM kills its workers after 5 seconds
+    (`VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS`)."""
+    handover_wait_s: float = Field(default=30.0, ge=0)
+    """Longest time, in seconds from its arrival, that a request waits for KV that another engine
+    has promised to store. What is missing then is computed. A request's params may shorten its own
+    wait."""
+    max_waiting: _Count = Field(default=128, ge=0)
+    """Most requests that wait at once for KV that other engines have promised. Further ones are
+    computed, as far as their KV is not on the shelf."""
+    load_transferred: bool = False
+    """Inside MultiConnector, also load prompts that another connector transfers
+    (`do_remote_prefill` beside NixlConnector, MooncakeConnector or MoRIIOConnector). By default
+    kvshelf only stores these: the other connector has the whole prompt, and vLLM asks one connector
+    only to load."""
+    handover_keep_s: float = Field(default=3600.0, ge=0)
+    """Age, in seconds, at which tails, and the markers of hand-overs between engines, are deleted,
+    by engines that have stored tails or were asked for a hand-over, and may delete. A tail's age
+    counts from its last use, where the storage records uses. No engine waits so long for a
+    hand-over. `0` keeps them for ever."""
+    cache_tails: bool = False
+    """Also store the last tokens of each prompt, which fill no chunk (the tail), and look for them:
+    a prompt that was stored before is then loaded whole, also one that is shorter than a chunk. A
+    tail is of use only to prompts with the same tokens to their end. Each prompt adds one object
+    for each shard, and each lookup that finds all chunks one probe for each. Tails of fewer than 16
+    tokens are left out, and so are all tails of hybrid models, engines with a drafter and unknown
+    layouts. They are deleted at the age `handover_keep_s`."""
 
-    history_path: Annotated[str, BeforeValidator(_history_folder)] | None = Field(
-        default=None,
-        description=(
-            "The folder of this machine in which engines keep their histories: files from which "
-            "`kvshelf explain` tells what they missed, refused, dropped and deleted. Each engine "
-            "keeps at most 1 MiB, only its user can read it, and it holds no tokens. If it is not "
-            "set: `$XDG_STATE_HOME/kvshelf`, else `~/.local/state/kvshelf`. `off`: no history. See "
-            "[Why a lookup misses](misses.md#history)."
-        ),
-    )
+    history_path: Annotated[str, BeforeValidator(_history_folder)] | None = None
+    """The folder of this machine in which engines keep their histories: files from which `kvshelf
+    explain` tells what they missed, refused, dropped and deleted. Each engine keeps at most 1 MiB,
+    only its user can read it, and it holds no tokens. If it is not set: `$XDG_STATE_HOME/kvshelf`,
+    else `~/.local/state/kvshelf`. `off`: no history. See [Why a lookup
+    misses](misses.md#history)."""
 
     if not TYPE_CHECKING:  # a type checker makes the constructor's arguments of the fields
 
@@ -679,26 +520,14 @@ class Config(BaseSettings):
             except ValidationError as error:
                 raise _error(_explain(error, values, {}, _ARGUMENTS, extra=_ARGUMENTS)) from None
 
-    @field_validator("disk_tier", mode="before")
+    @field_validator(*_MAPPINGS, mode="before")
     @classmethod
-    def _tier(cls, value: object) -> object:
-        if value is None or isinstance(value, Mapping | DiskTierConfig):
+    def _mapping(cls, value: object, info: ValidationInfo) -> object:
+        name = str(info.field_name)
+        absent = cls.model_fields[name].default is None and value is None
+        if absent or isinstance(value, Mapping | BaseModel):
             return value
-        raise ValueError('is not a mapping; expected {"path": …, "max_bytes": …}, as JSON')
-
-    @field_validator("memory_tier", mode="before")
-    @classmethod
-    def _memory(cls, value: object) -> object:
-        if value is None or isinstance(value, Mapping | MemoryTierConfig):
-            return value
-        raise ValueError('is not a mapping; expected {"max_bytes": …}, as JSON')
-
-    @field_validator("capacity", mode="before")
-    @classmethod
-    def _bounds(cls, value: object) -> object:
-        if isinstance(value, Mapping | CapacityConfig):
-            return value
-        raise ValueError('is not a mapping; expected {"max_bytes": …, "max_age": …}, as JSON')
+        raise ValueError(f"is not a mapping; expected {_MAPPINGS[name]}, as JSON")
 
     @property
     def deadlines(self) -> dict[str, float]:

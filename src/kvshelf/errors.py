@@ -8,6 +8,25 @@ This module imports nothing.
 
 from __future__ import annotations
 
+__all__ = [
+    "BadObjectError",
+    "BoundReachedError",
+    "ConfigError",
+    "DeviceUnavailableError",
+    "KVShelfError",
+    "NoSpaceStorageError",
+    "NotRegularError",
+    "ObjectMissingError",
+    "ObjectNameError",
+    "PermanentStorageError",
+    "ProcessLimitError",
+    "ReadOnlyStorageError",
+    "StorageError",
+    "TransientStorageError",
+    "UnavailableStorageError",
+    "UnsupportedError",
+]
+
 #: Longest text of a storage error.
 _MOST_CHARACTERS = 2000
 
@@ -79,7 +98,7 @@ class NoSpaceStorageError(PermanentStorageError):
     """The storage has no room (ENOSPC, EDQUOT)."""
 
 
-class NoRoomError(PermanentStorageError):
+class BoundReachedError(PermanentStorageError):
     """A bound of the shelf allows no store now: nothing was sent to the storage."""
 
 

@@ -5,7 +5,7 @@ events replace the oldest, and the reader of such files. ``kvshelf explain`` rea
 prompt missed. An engine has one for each of its processes.
 
 A history file is a header, JSON padded with spaces to a newline, and then slots of 32 bytes
-(:data:`RECORD`). The field `records_at` of the header tells where they begin. Records hold the
+(:data:`RECORD`). The field `records_at` of the header says where they begin. Records hold the
 first 16 bytes of chunk keys; there are no tokens, no salts, no credentials in the file.
 
 Contracts
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 #: Largest size of the files of one engine together, in bytes.
 LARGEST: Final = 1 << 20
-#: Bytes of a header, and of one that has room for the record of a namespace.
+#: Bytes of a header, and of one that can hold the record of a namespace.
 HEADER: Final = 8192
 WITH_RECORD: Final = 64 << 10
 #: Files of processes that have ended which a new history leaves.
@@ -367,7 +367,7 @@ def _mtime(path: Path) -> float:
 
 
 def _is_running(path: Path) -> bool:
-    """Whether the process of a history is alive, as far as this one can tell."""
+    """Whether the process of a history is alive, as far as this one knows."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

@@ -159,7 +159,9 @@ OPERATIONS: Mapping[str, str] = {
     "scatter": "copying one object into the paged KV cache",
     "gather": "copying one chunk out of the paged KV cache, within an engine step",
     "publish": "writing one object",
-    "handover_wait": "one request's wait for a hand-over, from its arrival, however it ended",
+    "handover_wait": (
+        "one request's wait for a hand-over, from its arrival; ended complete, late or given up"
+    ),
 }
 
 #: Metric that holds the durations of all operations.
@@ -181,6 +183,10 @@ GAUGES: Mapping[str, tuple[str, Literal["sum", "max"]]] = {
     "shelf_used_bytes": ("bytes of everything on the shelf, as far as is known", "max"),
     "shelf_limit_bytes": ("upper limit of the shelf in bytes, the smallest of all engines", "max"),
     "storage_free_bytes": ("bytes that are free on the shelf's storage", "max"),
+    "clock_difference_seconds": (
+        "whole seconds by which the storage's clock and this machine's differ, where a bound acts",
+        "max",
+    ),
     "memory_tier_used_bytes": ("bytes of all objects in the memory tier", "sum"),
     "memory_tier_pinned_bytes": ("bytes of objects in the memory tier that are in use", "sum"),
     "memory_tier_limit_bytes": ("upper limit of the memory tier in bytes", "sum"),

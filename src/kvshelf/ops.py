@@ -14,7 +14,6 @@ from kvshelf.kv.ops import (
     implementation,
     kernel_build,
     kernel_problem,
-    permuted_tables,
     prepare,
     scatter_kv,
 )
@@ -28,7 +27,6 @@ __all__ = [
     "implementation",
     "kernel_build",
     "kernel_problem",
-    "permuted_tables",
     "prepare",
     "scatter_kv",
 ]

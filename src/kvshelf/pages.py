@@ -44,7 +44,7 @@ _GROUPS: Final = Path("/sys/fs/cgroup")
 #: Flags of ``cudaHostRegister``: for every GPU, not only the current one; and for reading only.
 _PORTABLE: Final = 1
 _READ_ONLY: Final = 8
-#: A limit of cgroup v1 that means none is near this one.
+#: A limit of cgroup v1 that means that there is none.
 _NO_LIMIT: Final = 1 << 62
 
 
@@ -61,7 +61,7 @@ def map_pages(nbytes: int, *, fd: int | None = None, inherited: bool = True) -> 
     """
     if fd is None:
         # Private, where Python's default is shared: the kernel backs shared memory with huge pages
-        # only where it is told to, and without them a first copy into it takes seven times as
+        # only on request, and without them a first copy into it takes seven times as
         # long. The part that only serves alignment is never touched, so it takes no memory.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         pages = mmap.mmap(-1, nbytes + HUGE_PAGE, flags)
@@ -195,7 +195,7 @@ def _left_in(folder: Path, limit: str, used: str, prefix: str) -> Iterator[tuple
 
 
 def processors_near_device(device: torch.device | None) -> set[int]:
-    """Return the processors near a GPU; empty where it does not matter which ones work."""
+    """Return the processors of a GPU's NUMA node; empty where all are equally close."""
     if device is None or device.type != "cuda":
         return set()
     import torch

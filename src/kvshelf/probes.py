@@ -135,9 +135,8 @@ class Probes:
         task.add_done_callback(lambda _: writer.transport.abort())
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # Python 3.10 has a TimeoutError of asyncio's own.
         with contextlib.suppress(
-            asyncio.TimeoutError,
+            TimeoutError,
             ConnectionError,
             asyncio.IncompleteReadError,
             asyncio.LimitOverrunError,
@@ -163,7 +162,7 @@ class Probes:
         path = rest.partition(b" ")[0].partition(b"?")[0].decode("latin-1")
         try:
             found = await self._answer(path)
-        except Exception as error:  # noqa: BLE001 - the client is told, whatever went wrong
+        except Exception as error:  # noqa: BLE001 - the client gets an answer, whatever went wrong
             self._log.error("a request for %r failed", path, exc_info=error)
             return text(500, "this could not be found out")
         return found or text(404, "no such path")

@@ -21,7 +21,7 @@ that accesses its storage without it::
             return FolderOracle(tmp_path)
 
 Call ``pytest.register_assert_rewrite("kvshelf.testing")`` in ``conftest.py`` for readable
-failures. An oracle must not use the code under test, or the tests miss errors that both share.
+failures. :mod:`kvshelf.oracles` has the accesses to the storages of kvshelf's own backends.
 """
 
 from __future__ import annotations
@@ -31,13 +31,11 @@ import multiprocessing
 import os
 import threading
 import time
-from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -61,6 +59,7 @@ from kvshelf.errors import (
     StorageError,
     TransientStorageError,
 )
+from kvshelf.oracles import FolderOracle, MemoryOracle, Oracle
 
 __all__ = ["BAD_NAMES", "BackendSuite", "FolderOracle", "MemoryOracle", "Oracle"]
 
@@ -83,122 +82,6 @@ BAD_NAMES = (
     "naïve",
     "a/日本",
 )
-
-
-class Oracle(ABC):
-    """Raw access to a backend's storage, without the backend."""
-
-    #: Types of entries that :meth:`put_special` can make: ``folder``, ``link``, ``fifo``.
-    specials: ClassVar[tuple[str, ...]] = ()
-
-    @abstractmethod
-    def get(self, name: str) -> bytes | None:
-        """Return the bytes of the object `name`; None if it does not exist."""
-
-    @abstractmethod
-    def put(self, name: str, data: bytes) -> None:
-        """Create the object `name`, and its folders, with `data`."""
-
-    @abstractmethod
-    def names(self) -> set[str]:
-        """Return the names of all entries but folders, temporaries and dot files included."""
-
-    @abstractmethod
-    def clear(self) -> None:
-        """Remove everything below the root."""
-
-    def put_special(self, name: str, kind: str) -> None:
-        """Create an entry at `name` that is not a regular file, see :attr:`specials`."""
-        raise NotImplementedError(kind)
-
-
-class FolderOracle(Oracle):
-    """Accesses a directory.
-
-    Parameters
-    ----------
-    root : str or os.PathLike
-        The directory.
-    """
-
-    specials = ("folder", "link", "fifo")
-
-    def __init__(self, root: str | os.PathLike[str]) -> None:
-        self.root = Path(root)
-
-    def get(self, name: str) -> bytes | None:
-        """Read a file."""
-        path = self.root / name
-        return path.read_bytes() if path.is_file() else None
-
-    def put(self, name: str, data: bytes) -> None:
-        """Write a file in place."""
-        path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-
-    def names(self) -> set[str]:
-        """Walk the directory."""
-        return {
-            os.path.relpath(os.path.join(folder, file), self.root)
-            for folder, _, files in os.walk(self.root)
-            for file in files
-        }
-
-    def clear(self) -> None:
-        """Remove all files; folders stay, as on a shelf."""
-        for name in self.names():
-            (self.root / name).unlink()
-
-    def put_special(self, name: str, kind: str) -> None:
-        """Create a folder with a file in it, a link to a file outside the root, or a FIFO."""
-        path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if kind == "folder":
-            path.mkdir()
-            (path / "inside").write_bytes(b"inside")
-        elif kind == "link":
-            outside = self.root.parent / f"outside-{self.root.name}"
-            outside.write_bytes(b"outside")
-            path.symlink_to(outside)
-        else:
-            os.mkfifo(path)
-
-
-class MemoryOracle(Oracle):
-    """Accesses fsspec's ``memory://``.
-
-    Parameters
-    ----------
-    root : str
-        Path of the backend's root, such as ``/name``.
-    """
-
-    def __init__(self, root: str) -> None:
-        from fsspec.implementations.memory import MemoryFileSystem
-
-        self.root = "/" + root.strip("/") + "/"
-        self._files: dict[str, Any] = MemoryFileSystem.store
-        self._new: Callable[..., Any] = MemoryFileSystem().pipe_file
-
-    def get(self, name: str) -> bytes | None:
-        """Look a file up."""
-        found = self._files.get(self.root + name)
-        return None if found is None else bytes(found.getvalue())
-
-    def put(self, name: str, data: bytes) -> None:
-        """Put a file in."""
-        self._new(self.root + name, data)
-
-    def names(self) -> set[str]:
-        """Return the names of all files below the root."""
-        skip = len(self.root)
-        return {name[skip:] for name in list(self._files) if name.startswith(self.root)}
-
-    def clear(self) -> None:
-        """Drop all files below the root."""
-        for name in self.names():
-            del self._files[self.root + name]
 
 
 def _pattern(size: int, seed: int = 0) -> bytes:
@@ -575,10 +458,10 @@ class BackendSuite:
             assert after.atime >= before.mtime
 
     def test_space(self, backend: Backend) -> None:
-        """What the storage says of its room makes sense."""
+        """The space that the storage reports makes sense."""
         space = backend.space()
         if space is None:
-            pytest.skip("this storage does not tell how much room it has")
+            pytest.skip("this storage does not report its space")
         assert 0 <= space.free <= space.total
         assert space.total > 0
 
@@ -586,7 +469,7 @@ class BackendSuite:
         """The storage's own clock, the times of objects, and nothing is left behind."""
         before = backend.now()
         if before is None:
-            pytest.skip("this storage does not tell its time")
+            pytest.skip("this storage does not report its time")
         backend.write("a/x", [b"12345"])
         info, after = backend.info("a/x"), backend.now()
         assert info is not None
@@ -596,7 +479,7 @@ class BackendSuite:
         assert oracle.names() == {"a/x"}
 
     def test_notices_tell_what_is_published(self, backend: Backend) -> None:
-        """Where there are notices, they tell of every object that appears in a watched folder."""
+        """Where there are notices, they report every object that appears in a watched folder."""
         backend.write("a/b/before", [b"1"])
         notices = backend.notices()
         if notices is None:
@@ -728,7 +611,7 @@ class BackendSuite:
         assert backend.write("a/x", [b"again"]) is WriteResult.CREATED
 
     def test_delete_all(self, backend: Backend, oracle: Oracle) -> None:
-        """Exactly the named objects are deleted; a storage need not tell which were there."""
+        """Exactly the named objects are deleted; a storage need not say which were there."""
         for number in range(5):
             backend.write(f"a/{number}", [b"1"])
         answers = backend.delete_all(["a/3", "b/none", "a/0", "a/1"])

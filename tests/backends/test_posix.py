@@ -5,13 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import signal
 import socket
 import stat
 import subprocess
-import sys
-import textwrap
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,17 +17,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import xxhash
 
 from kvshelf.backends import (
     NOT_REGULAR,
     Touched,
+    Whole,
     WriteResult,
+    native,
     open_backend,
     posix_folders,
     posix_mount,
     posix_publish,
 )
-from kvshelf.backends.base import final_name
 from kvshelf.backends.oserrors import storage_error
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.posix_mount import READ_ONLY_MEMORY, Mount, find_mount
@@ -641,39 +641,6 @@ def test_way_to_publish_is_remembered(
     assert files(root) == {"a/x", "a/y", "a/z"}
 
 
-KILLED = """
-import os, sys
-from kvshelf.backends.posix import PosixBackend
-
-def stop(*args, **kwargs):
-    print("ready", flush=True)
-    sys.stdin.read()
-
-setattr(os, sys.argv[2], stop)
-PosixBackend(sys.argv[1]).write("a/x", [b"bytes" * 1000], sys.argv[3])
-"""
-
-
-@pytest.mark.parametrize(("call", "mode"), [("link", "create"), ("replace", "replace")])
-def test_killed_before_publishing(root: Path, call: str, mode: str) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(KILLED), str(root), call, mode],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        process.send_signal(signal.SIGKILL)
-    backend = PosixBackend(root)
-    assert backend.stat(["a/x"]) == [None]
-    assert list(backend.list()) == []
-    (left,) = files(root)
-    assert final_name(left.removeprefix("a/")) == "x"
-    assert backend.write("a/x", [b"1"]) is WriteResult.CREATED
-    assert backend.delete(left)
-    assert files(root) == {"a/x"}
-
-
 def test_reader_goes_on_after_a_replace_by_another_size(backend: PosixBackend) -> None:
     backend.write("a/x", [b"first version"])
     with backend.open("a/x") as reader:
@@ -682,6 +649,27 @@ def test_reader_goes_on_after_a_replace_by_another_size(backend: PosixBackend) -
         assert reader.read_into(memoryview(buffer), 0) == 13
         assert buffer[:13] == b"first version"
     backend.delete("a/x")
+
+
+def test_objects_are_read_whole_whatever_other_threads_have_prepared(
+    root: Path, monkeypatch: Any
+) -> None:
+    """What is kept for each object may be dropped by another thread while they are read."""
+    backend = PosixBackend(root)
+    if not backend.reads_whole:
+        pytest.skip("the compiled library is not there, or no openat2")
+    monkeypatch.setattr(native, "_record", native._record.__wrapped__)
+    wholes, objects = [], []
+    for number in range(10, 30):
+        part = bytes([number]) * 241
+        objects.append(xxhash.xxh3_128_hexdigest(part).encode().ljust(64) + part)
+        backend.write(f"a/b-{number}", objects[-1:])
+        wholes.append(Whole(str(number), b"", b"", b"", array("q", (64, 64 + 241))))
+    buffers = [memoryview(bytearray(64 + 241)) for _ in wholes]
+    checked = backend.read_whole("a/b-", b"", wholes, buffers)
+    assert checked is not None
+    assert all(checked.done)
+    assert buffers == objects
 
 
 # ------------------------------------------------------------------------------------------ other

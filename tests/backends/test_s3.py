@@ -23,7 +23,6 @@ from kvshelf.errors import (
     ObjectMissingError,
     PermanentStorageError,
     ReadOnlyStorageError,
-    StorageError,
     TransientStorageError,
 )
 from kvshelf.testing import BackendSuite, FolderOracle, Oracle
@@ -440,21 +439,3 @@ def test_a_thousand_objects_are_deleted_by_one_request(moto: S3Server, client: s
         answers = backend.delete_all(names)
         assert all(isinstance(answer, ReadOnlyStorageError) for answer in answers)
         assert len(answers) == len(list(backend.list())) == 3
-
-
-@needs_rclone
-def test_a_server_that_dies_and_comes_back(tmp_path: Path) -> None:
-    port = free_port()
-    with rclone_s3(tmp_path, port) as server:
-        backend = opened(server)
-        backend.write("x", [b"1"])
-        assert backend.stat(["x", "y"]) == [1, None]
-    with closing(backend):
-        for answer in backend.stat(["x", "y"]):
-            assert isinstance(answer, TransientStorageError)
-        with pytest.raises(TransientStorageError):
-            backend.open("x")
-        with pytest.raises(StorageError):
-            backend.write("z", [b"1"])
-        with rclone_s3(tmp_path, port):
-            assert backend.stat(["x", "y"]) == [1, None]

@@ -77,7 +77,6 @@ class Bucket:
         self.shelf = Shelf(self.counting)
         self.view: NamespaceView = self.shelf.view(FMT)
         self.counters = Counters()
-        self.started = time.monotonic()
         for chunk in [*HOT, *COLD]:
             for shard in range(FMT.shards):
                 self.view.publish(ObjectRef(chunk, shard), sealed(FMT, chunk, shard))
@@ -95,11 +94,6 @@ class Bucket:
         ]
         heads = [client.head_object(Bucket=BUCKET, Key=key) for key in keys]
         return [head["LastModified"].timestamp() for head in heads]
-
-    def next_second(self) -> None:
-        """Wait until the server would give a new object another time."""
-        last = max(self.modified([*HOT, *COLD]))
-        until(lambda: (self.backend.now() or 0.0) > last)
 
     def load(self, chunk: Chunk, shard: int) -> None:
         found = memoryview(bytearray(FMT.object_size(shard)))
@@ -136,27 +130,6 @@ def test_a_bucket_gets_marks_in_one_request(bucket: Bucket) -> None:
 
 def names(bucket: Bucket) -> list[str]:
     return [row.name for row in bucket.backend.list(hidden=True)]
-
-
-def test_what_is_used_is_written_anew_once_in_half_of_its_age(bucket: Bucket) -> None:
-    with closing(bucket.uses(how="rewrite", max_age=7 * DAY)) as uses:
-        before = bucket.modified([*HOT, *COLD])
-        for days, rewritten in [(0, 0), (3.4, 0), (3.6, 3), (5.0, 3)]:
-            bucket.later.ahead = days * DAY
-            bucket.next_second()
-            uses.note(bucket.view, HOT)
-            assert uses.flush(PATIENCE)
-            counts = bucket.counters.snapshot()
-            assert counts.get("rewritten_objects", 0) == rewritten * FMT.shards
-        # LastModified has moved for what was used, and for nothing else.
-        after = bucket.modified(HOT)
-        assert all(new > old for new, old in zip(after, before[: len(after)], strict=True))
-        assert bucket.modified(COLD) == before[len(after) :]
-    for chunk in [*HOT, *COLD]:
-        for shard in range(FMT.shards):
-            bucket.load(chunk, shard)
-    # No mark is left behind.
-    assert not any(name.startswith(MARKS) for name in names(bucket))
 
 
 def test_readers_of_what_is_written_anew_read_the_same(bucket: Bucket) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from kvshelf.capacity.inventory import Inventory
+from kvshelf.capacity.inventory import Inventory, Scan
 from kvshelf.capacity.rules import Rules
-from kvshelf.format.keys import Chunk
+from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef
@@ -74,7 +74,7 @@ class Place:
         return path
 
     def scan(self, **options: object) -> Inventory:
-        found = Inventory.scan(self.backend, **options)  # type: ignore[arg-type]
+        found = Scan(self.backend, **options).run()  # type: ignore[arg-type]
         assert found is not None
         return found
 
@@ -89,6 +89,16 @@ def salted(chunk: Chunk, group: str) -> Chunk:
 
 def chunks(count: int, seed: int = 0) -> list[Chunk]:
     return make_chunks(FMT, count, seed)
+
+
+def tail_of(seed: int = 0, fmt: ObjectFormat = FMT, group: str = "_") -> Chunk:
+    """Return the tail of a prompt; with a salt, if it is in a salt group."""
+    salt = "" if group == "_" else "salt"
+    chain = KeyChain(fmt.namespace.digest, fmt.chunk_size, salt=salt, salt_group=group)
+    chain.extend([seed] * 5)
+    tail = chain.tail()
+    assert tail is not None
+    return tail
 
 
 def bound(place: Place, kept: int) -> Rules:

@@ -22,9 +22,9 @@ def objects(tmp_path: Path) -> list[Path]:
     return list((tmp_path / "shelf").rglob("*.safetensors"))
 
 
-def test_a_storage_without_room_gets_nothing(tmp_path: Path) -> None:
+def test_a_storage_without_space_gets_nothing(tmp_path: Path) -> None:
     with opened(tmp_path, min_free="1PiB") as cache:
-        until(lambda: not cache.shelf.backend.has_room(1))
+        until(lambda: not cache.shelf.backend.allows(1))
         report = cache.store(TOKENS, kv=truth(TOKENS))
         assert report.published == 0
         assert report.dropped == report.chunks == len(TOKENS) // CHUNK

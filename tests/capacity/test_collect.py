@@ -9,15 +9,14 @@ import pytest
 
 from kvshelf.capacity import collect
 from kvshelf.capacity.collect import Plan, plan
-from kvshelf.capacity.inventory import Inventory, Total
+from kvshelf.capacity.files import Total
+from kvshelf.capacity.inventory import Scan
 from kvshelf.capacity.pins import Pin, Pins
 from kvshelf.capacity.rules import NO_RULES, Choice, Rule, Rules
-from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import FULL, STATE, WINDOW
 from kvshelf.format.names import parse_path
-from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.markers import keep_name, marker_name
-from tests.capacity.shelves import DAY, FMT, HEX, SIZE, Place, bound, chunks, salted
+from tests.capacity.shelves import DAY, FMT, HEX, SIZE, Place, bound, chunks, salted, tail_of
 from tests.support.formats import format_of_kinds, make_format
 from tests.support.prompts import make_chunks
 from tests.support.storages import DescribedBackend
@@ -29,14 +28,6 @@ GROUP, GROUP_2 = "0123456789abcdef", "fedcba9876543210"
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
     return Place(tmp_path / "shelf")
-
-
-def tail_of(seed: int, fmt: ObjectFormat = FMT) -> Chunk:
-    chain = KeyChain(fmt.namespace.digest, fmt.chunk_size)
-    chain.extend([seed] * 5)
-    tail = chain.tail()
-    assert tail is not None
-    return tail
 
 
 def names(found: Plan) -> dict[str, Rule]:
@@ -73,7 +64,7 @@ def test_what_was_used_longest_ago_goes_first_and_ends_before_beginnings(place: 
     assert found.problem is None
 
 
-def test_a_bound_acts_at_90_percent_and_makes_room_to_80(place: Place) -> None:
+def test_a_bound_acts_at_90_percent_and_deletes_to_80(place: Place) -> None:
     place.put(FMT, chunks(50))
     held = place.scan().nbytes
     assert not names(plan(place.scan(), Rules(max_bytes=int(held / 0.9) + 1)))
@@ -128,7 +119,7 @@ def test_old_tails_go_although_they_are_pinned(place: Place) -> None:
     assert found.problem is not None and "pinned chunks alone" in found.problem
 
 
-def test_pins_that_leave_no_room_are_named(place: Place) -> None:
+def test_pins_that_leave_no_space_are_named(place: Place) -> None:
     pinned = place.put(FMT, chunks(19), age=DAY)
     place.put(FMT, chunks(1, 1), age=DAY)
     pins = Pins({"it": Pin(keys=[chunk.key for chunk in chunks(19)])}, {}, place.now)
@@ -137,7 +128,7 @@ def test_pins_that_leave_no_room_are_named(place: Place) -> None:
     assert len(names(found)) == FMT.shards
     assert not set(pinned) & set(names(found))
     assert found.problem is not None and "remove pins" in found.problem
-    # With twice the room, there is some for others.
+    # With twice the space, there is some for others.
     assert plan(place.scan(), Rules(max_bytes=2 * held), pins=pins).problem is None
 
 
@@ -154,6 +145,18 @@ def test_pins_keep_a_salt_group_above_its_bound_and_that_is_said(place: Place) -
     assert found.problem is not None
     assert f"{FMT.namespace.folder}/{GROUP}, more than group_max_bytes" in found.problem
     assert plan(place.scan(), Rules(group_max_bytes=10 * SIZE), pins=pins).problem is None
+
+
+def test_while_clocks_differ_nothing_is_deleted_because_of_its_age(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    place.put(FMT, chunks(4), age=90 * DAY)
+    place.later.alone = True
+    place.later.ahead += 8 * DAY
+    assert not names(plan(place.scan(), Rules(max_age=DAY)))
+    assert "ahead of this machine's" in caplog.text
+    limits = replace(bound(place, 3), max_age=DAY)
+    assert len(names(plan(place.scan(), limits))) == FMT.shards
 
 
 def test_each_salt_group_has_a_bound_of_its_own(
@@ -199,7 +202,7 @@ def test_leftovers_go_at_their_own_ages(tmp_path: Path) -> None:
     assert plan_at(61 * 60.0, tails=7200.0, markers=7200.0) == {temporary: Rule.TEMPORARY}
     assert plan_at(61 * 60.0) == {**old, **dict.fromkeys(tails, Rule.TAIL)}
     assert bad in plan_at(8 * DAY)
-    # Where room is needed.
+    # Where space is needed.
     assert plan_at(61 * 60.0, max_bytes=10)[bad] is Rule.QUARANTINE
 
 
@@ -291,9 +294,8 @@ def test_kv_that_no_state_follows_goes_before_what_is_older(place: Place) -> Non
 def test_parents_far_away_are_read_side_by_side(place: Place) -> None:
     for seed in range(5):
         place.put(FMT, chunks(10, seed))
-    found = Inventory.scan(
-        DescribedBackend(place.backend, probe_cost=1.0, concurrency=4), parents=True
-    )
+    far = DescribedBackend(place.backend, probe_cost=1.0, concurrency=4)
+    found = Scan(far, parents=True).run()
     assert found is not None
     assert (found.units().parent >= 0).sum() == 45
 

@@ -170,6 +170,20 @@ def test_what_is_pinned_or_marked_meanwhile_stays(
     assert {*pinned, *marked} <= place.files()
 
 
+def test_a_pin_that_is_read_again_ends_by_the_clock_that_is_behind(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned = place.put(FMT, chunks(4), age=9 * DAY)
+    found = everything(place)
+    key = chunks(4)[-1].key
+    Pins.add(place.backend, "it", Pin(keys=[key], until=place.later.now() + 600.0))
+    late(place, monkeypatch, "time")
+    place.later.alone = True
+    place.later.ahead += 1800.0
+    carry_out(place.backend, found)
+    assert place.files() >= {name for name in pinned if key.hex() in name}
+
+
 def test_what_is_pinned_and_used_while_the_process_sleeps_behind_a_look_stays(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,10 +199,10 @@ def test_what_is_pinned_and_used_while_the_process_sleeps_behind_a_look_stays(
                 self.slept = True
                 place.age(place.path(stored[3]), 9 * DAY, used=0.0)
                 Pins.add(place.backend, "it", Pin(keys=[chunks(1)[0].key]))
-                monkeypatch.setattr(deletion, "_seconds", lambda: clock + 3600.0)
+                monkeypatch.setattr(deletion, "steady", lambda: clock + 3600.0)
             return answer
 
-    clock = deletion._seconds()
+    clock = deletion.steady()
     outcome = carry_out(Sleepy(place.backend), found)
     assert outcome.finished
     assert (outcome.count, outcome.kept.count) == (0, 4)
@@ -259,7 +273,7 @@ def test_many_are_deleted_by_few_requests(place: Place, probe_cost: float) -> No
 
 
 @pytest.mark.parametrize("minutes", [5, 11])
-def test_what_makes_room_is_not_looked_at_soon_after_the_listing_where_looks_are_dear(
+def test_what_frees_space_is_not_looked_at_soon_after_the_listing_where_looks_are_dear(
     place: Place, minutes: int
 ) -> None:
     stored = place.put(FMT, chunks(6), age=9 * DAY)

@@ -24,20 +24,20 @@ HOUR = 3600.0
 @pytest.mark.parametrize(
     ("rules", "found", "used", "age", "due"),
     [
-        # Room is short: after a second.
+        # Space is short: after a second.
         ({"max_bytes": 100}, {"nbytes": 10}, 96, 0.25, 0.75),
         ({"max_bytes": 100}, {"nbytes": 10, "seconds": 9e9}, 96, 5, 0),
         # Who swept last has a plan, and goes first.
         ({"max_bytes": 100}, {"nbytes": 10}, 92, 5, HOUR - 5),
         ({"max_bytes": 100}, {"nbytes": 10, "ours": True}, 92, 5, 0),
         ({"max_bytes": 100}, {"nbytes": 10, "ours": True}, 90, 5, HOUR - 5),
-        # The last sweep could not make room.
+        # The last sweep could free nothing.
         ({"max_bytes": 100}, {"nbytes": 95}, 97, 5, 55),
         ({"max_bytes": 100}, {"nbytes": 95}, 97, 61, 0),
         ({"max_bytes": 100}, {"nbytes": 95, "ours": True}, 97, 5, 55),
         # Its plan was too old, or used up: another one may.
         ({"max_bytes": 100}, {"nbytes": 95, "ours": True, "finished": False}, 97, 5, 0),
-        # There is room, and it is known what others write.
+        # There is space, and it is known what others write.
         ({"max_bytes": 10000}, {"nbytes": 10}, 10, 3000, 600),
         ({"max_bytes": 10000}, {"nbytes": 10}, 10, 3601, 0),
         ({"max_age": 10 * HOUR}, {"nbytes": 10, "max_age": 10 * HOUR}, 10, 100, 3500),

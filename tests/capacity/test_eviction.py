@@ -1,4 +1,4 @@
-"""The order in which objects are deleted when room is needed."""
+"""The order in which objects are deleted when space is needed."""
 
 from __future__ import annotations
 
@@ -11,16 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvshelf.capacity import eviction
-from kvshelf.capacity.eviction import (
-    FULL_BIT,
-    GONE,
-    STATE_BIT,
-    UNKNOWN,
-    WINDOW_BIT,
-    Units,
-    Victims,
-    choose,
-)
+from kvshelf.capacity.eviction import Units, Victims, choose
+from kvshelf.format.forest import GONE, UNKNOWN
+from kvshelf.format.kinds import FULL_BIT, STATE_BIT, WINDOW_BIT
 
 NOW = 1_000_000.0
 ALL = 1 << 40
@@ -65,7 +58,7 @@ def chain(length: int, **columns: object) -> Units:
 def select(
     of: Units, free: int = ALL, *, windows: int = 0, max_age: float | None = None
 ) -> Victims:
-    return choose(of, free=free, now=NOW, resolution=60.0, window_chunks=windows, max_age=max_age)
+    return choose(of, free=free, now=NOW, resolution=60.0, reach=windows, max_age=max_age)
 
 
 def steps(victims: Victims) -> list[tuple[int, int]]:
@@ -138,10 +131,10 @@ def test_a_use_counts_for_all_chunks_before_it() -> None:
     assert select(other).rows.tolist() == [0, 3, 2, 1]
 
 
-def test_what_is_too_old_goes_without_need_of_room() -> None:
+def test_what_is_too_old_goes_without_need_of_space() -> None:
     found = select(units([0, 1, 2, 3], age=[100, 90_000, 80_000, 100]), 0, max_age=86_400)
     assert found.rows.tolist() == [1]
-    # It counts for the room that is needed.
+    # It counts for the space that is needed.
     found = select(units([0, 1, 2, 3], age=[100, 90_000, 80_000, 100]), 20, max_age=86_400)
     assert found.rows.tolist() == [1, 2]
 

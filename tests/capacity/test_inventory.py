@@ -14,15 +14,16 @@ import pytest
 from kvshelf.backends import ObjectInfo
 from kvshelf.capacity import inventory as inventory_module
 from kvshelf.capacity.collect import plan
-from kvshelf.capacity.eviction import GONE, STATE_BIT, UNKNOWN, WINDOW_BIT, Units
-from kvshelf.capacity.inventory import Inventory, Scan, Sort, last_use
+from kvshelf.capacity.eviction import Units
+from kvshelf.capacity.files import Sort, last_use
+from kvshelf.capacity.inventory import Inventory, Scan
 from kvshelf.capacity.marks import Batch, Marks, write
 from kvshelf.capacity.pins import Pin, Pins
 from kvshelf.capacity.rules import Rules
 from kvshelf.errors import PermanentStorageError, TransientStorageError
-from kvshelf.format.keys import KeyChain
-from kvshelf.format.kinds import FULL, STATE, WINDOW
-from tests.capacity.shelves import DAY, Place, salted
+from kvshelf.format.forest import GONE, UNKNOWN
+from kvshelf.format.kinds import FULL, STATE, STATE_BIT, WINDOW, WINDOW_BIT
+from tests.capacity.shelves import DAY, Place, salted, tail_of
 from tests.support.formats import hybrid_format, make_format
 from tests.support.prompts import make_chunks
 from tests.support.storages import Fault
@@ -39,11 +40,7 @@ def place(tmp_path: Path) -> Place:
 
 def test_every_object_is_in_it_under_its_name(place: Place) -> None:
     hybrid = hybrid_format()
-    chain = KeyChain(FMT.namespace.digest, FMT.chunk_size)
-    chain.extend(range(11))
-    tail = chain.tail()
-    assert tail is not None
-    names = place.put(FMT, [*make_chunks(FMT, 5), tail], age=100, used=30)
+    names = place.put(FMT, [*make_chunks(FMT, 5), tail_of()], age=100, used=30)
     names += place.put(FMT, [salted(chunk, "0123456789abcdef") for chunk in make_chunks(FMT, 2, 1)])
     names += place.put(OTHER, make_chunks(OTHER, 3))
     for kind in (FULL, WINDOW, STATE):
@@ -143,11 +140,7 @@ def test_what_is_in_quarantine_is_found_whatever_it_is(place: Place) -> None:
 
 
 def test_a_scan_goes_on_where_it_ended(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    chain = KeyChain(FMT.namespace.digest, FMT.chunk_size)
-    chain.extend(range(11))
-    tail = chain.tail()
-    assert tail is not None
-    place.put(FMT, [*make_chunks(FMT, 6), tail], age=100)
+    place.put(FMT, [*make_chunks(FMT, 6), tail_of()], age=100)
     place.put(FMT, [salted(chunk, "0123456789abcdef") for chunk in make_chunks(FMT, 4, 1)])
     hybrid = hybrid_format()
     for kind in (FULL, WINDOW, STATE):
@@ -362,14 +355,14 @@ def test_parents_of_a_group_are_looked_for_in_it(place: Place) -> None:
 def test_a_scan_ends_when_it_is_told_to(place: Place) -> None:
     place.put(FMT, make_chunks(FMT, 3))
     asked = iter([False, False, True])
-    assert Inventory.scan(place.backend, stop=lambda: next(asked)) is None
+    assert Scan(place.backend).run(lambda: next(asked)) is None
 
 
 def test_trouble_of_the_storage_ends_a_scan(place: Place) -> None:
     place.put(FMT, make_chunks(FMT, 3))
     place.faults.add(Fault("open", "*/namespace.json", error=TransientStorageError(5, "EIO")))
     with pytest.raises(TransientStorageError):
-        Inventory.scan(place.backend)
+        Scan(place.backend).run()
 
 
 NOW = 1e9

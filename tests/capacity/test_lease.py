@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshelf.backends import WriteResult, open_backend
+from kvshelf.backends.base import Space
 from kvshelf.capacity.lease import (
     BOUND_SECONDS,
     LEASE_SECONDS,
@@ -117,7 +118,11 @@ def test_who_renews_tells_what_is_known_by_now(backend: FaultyBackend) -> None:
     assert one.renew(NOW + 40) is not None
     read = Lease(backend).read(NOW + 40)
     assert (read.finding, read.max_bytes, read.until) == (FOUND, 5, NOW + 40 + LEASE_SECONDS)
-    assert FOUND.less(1000) == replace(FOUND, nbytes=234, free=1099)
+    assert FOUND.less(1000, 3) == replace(FOUND, nbytes=234, free=1099)
+    told = replace(FOUND, by="x", deleted_files=1, deleted_bytes=20)
+    assert told.less(1000, 3) == replace(
+        told, nbytes=234, free=1099, deleted_files=4, deleted_bytes=1020
+    )
 
 
 def test_a_lease_that_could_not_be_written_is_lost_to_one_that_could(
@@ -154,6 +159,13 @@ def test_a_full_storage_is_swept_without_a_lease(backend: FaultyBackend) -> None
     assert other.take(other.read(NOW), NOW) is not None
 
 
+def test_a_finding_of_more_than_the_storage_has_is_not_believed() -> None:
+    for found in (replace(FOUND, nbytes=1 << 40), replace(FOUND, free=1 << 40)):
+        record = Record("x", finding=found)
+        assert record.believed(Space(10, 1 << 39)) == Record("x")
+        assert record.believed(None) == record.believed(Space(10, 1 << 40)) == record
+
+
 def test_trouble_of_the_storage_is_the_callers(backend: FaultyBackend) -> None:
     backend.add(Fault("open", error=TransientStorageError(5, "EIO")))
     with pytest.raises(TransientStorageError):
@@ -172,6 +184,7 @@ def test_trouble_of_the_storage_is_the_callers(backend: FaultyBackend) -> None:
         b'{"version": 1, "until": -1, "max_bytes": -5, "max_bytes_at": 7}',
         json.dumps({"version": 1, "finding": {"at": NOW + 9, "nbytes": 1, "seconds": 1}}).encode(),
         b" " * 10000 + b"{}",
+        b'{"version": 1, "until": %s, "max_bytes": %s, "max_bytes_at": 7}' % ((b"9" * 400,) * 2),
     ],
 )
 def test_what_makes_no_sense_says_nothing(backend: FaultyBackend, content: bytes) -> None:

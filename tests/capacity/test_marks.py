@@ -16,7 +16,7 @@ from kvshelf.backends.base import Backend, Reader
 from kvshelf.capacity import marks
 from kvshelf.capacity.marks import MARKS, Marks
 from kvshelf.errors import TransientStorageError
-from tests.support.storages import Fault, FaultyBackend, posix
+from tests.support.storages import Fault, FaultyBackend, LaterBackend, posix
 
 FOLDER = "llama-0123456789abcdef"
 OTHER = "qwen-fedcba9876543210"
@@ -170,6 +170,18 @@ def test_marks_go_at_the_age_at_which_chunks_go(tmp_path: Path, backend: Backend
     assert [path for path in (old, broken, young) if path.exists()] == [young]
     os.utime(young, (now - 31 * 24 * HOUR,) * 2)
     assert Marks.compact(backend) == 1
+
+
+@pytest.mark.parametrize(("ahead", "max_age"), [(HOUR / 2, 1.25 * HOUR), (40 * 24 * HOUR, None)])
+def test_a_clock_that_is_ahead_deletes_no_marks(
+    tmp_path: Path, ahead: float, max_age: float | None
+) -> None:
+    later = LaterBackend(posix(tmp_path), 0.0)
+    later.alone = True
+    later.ahead = ahead
+    mark = write(tmp_path, later, time.time() - HOUR, (FOLDER, 0.0, packed(1)))
+    assert Marks.compact(later, max_age=max_age) == 0
+    assert mark.exists()
 
 
 def test_marks_that_could_not_be_merged_stay(tmp_path: Path, backend: Backend) -> None:

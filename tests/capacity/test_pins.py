@@ -55,37 +55,11 @@ def write(backend: Backend, name: str, content: bytes) -> None:
 # ------------------------------------------------------------------------------- what they cover
 
 
-def test_a_pin_of_keys_covers_these_chunks_in_every_group(backend: Backend) -> None:
-    Pins.add(backend, "prompt", Pin(namespace=ONE, keys=[key(1), key(3)]))
-    pins = Pins.load(backend)
-    assert pins
-    for group in ("_", GROUP):
-        covered = pins.covers(ONE, group, rows(key(1), key(2), key(3)))
-        assert covered.tolist() == [True, False, True]
-    assert not pins.covers(TWO, "_", rows(key(1))).any()
-
-
 def test_a_pin_of_a_namespace_covers_it_whatever_its_slug(backend: Backend) -> None:
     Pins.add(backend, "model", Pin(namespace=ONE))
     pins = Pins.load(backend)
     assert pins.covers("renamed-" + ONE[-16:], GROUP, rows(key(1))).all()
     assert not pins.covers(TWO, "_", rows(key(1))).any()
-
-
-def test_a_pin_of_a_group_covers_it_in_every_namespace(backend: Backend) -> None:
-    Pins.add(backend, "tenant", Pin(group=GROUP))
-    pins = Pins.load(backend)
-    assert pins.covers(ONE, GROUP, rows(key(1))).all()
-    assert pins.covers(TWO, GROUP, rows(key(1))).all()
-    assert not pins.covers(ONE, "_", rows(key(1))).any()
-
-
-def test_conditions_of_one_pin_all_have_to_hold(backend: Backend) -> None:
-    Pins.add(backend, "narrow", Pin(namespace=ONE, group=GROUP, keys=[key(1)]))
-    pins = Pins.load(backend)
-    assert pins.covers(ONE, GROUP, rows(key(1), key(2))).tolist() == [True, False]
-    assert not pins.covers(ONE, "_", rows(key(1))).any()
-    assert not pins.covers(TWO, GROUP, rows(key(1))).any()
 
 
 def test_an_expired_pin_covers_nothing_and_is_still_listed(backend: Backend) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +19,30 @@ from kvshelf.format.names import parse_path
 from kvshelf.forms import empty_tuples
 from kvshelf.metrics import Counters
 from tests.support.storages import TouchesBackend, posix
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, until
 from tests.test_cache_kinds import CHUNK, TOKENS, facts, fill, random_kv
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Iterator[ChunkCache]:
+def uses() -> Iterator[Uses]:
+    with closing(Uses(Counters())) as uses:
+        yield uses
+
+
+@pytest.fixture
+def cache(tmp_path: Path, uses: Uses) -> Iterator[ChunkCache]:
     namespace = facts().namespace(chunk_size=CHUNK, shards=4)
+    shelf = Shelf(TouchesBackend(posix(tmp_path)))
     with ChunkCache(
-        Shelf(TouchesBackend(posix(tmp_path))), namespace, staging_bytes=1 << 20, timeout_s=PATIENCE
+        shelf, namespace, staging_bytes=1 << 20, timeout_s=PATIENCE, uses=uses
     ) as cache:
         fill(cache, full=5, windows=5, states=(2, 5))
         yield cache
 
 
-def used(cache: ChunkCache) -> dict[str, set[int]]:
+def used(cache: ChunkCache, uses: Uses) -> dict[str, set[int]]:
     """The chunks of each kind of which all objects were touched, and nothing else was."""
-    assert cache._uses.flush(PATIENCE)
+    assert uses.flush(PATIENCE)
     touches = cache.shelf.backend.inner
     assert isinstance(touches, TouchesBackend)
     found: dict[tuple[str, int], set[int]] = defaultdict(set)
@@ -56,29 +65,42 @@ def retrieve(cache: ChunkCache, kind: Any, tokens: list[int], first: int = 0) ->
 
 
 @pytest.mark.parametrize("first", [0, 2])
-def test_what_is_retrieved_is_used_with_all_before_it(cache: ChunkCache, first: int) -> None:
+def test_what_is_retrieved_is_used_with_all_before_it(
+    cache: ChunkCache, uses: Uses, first: int
+) -> None:
     retrieve(cache, "full", TOKENS[: 4 * CHUNK], first)
-    assert used(cache) == {"full": {0, 1, 2, 3}}
+    assert used(cache, uses) == {"full": {0, 1, 2, 3}}
 
 
-def test_of_windows_and_states_only_those_that_are_retrieved_are_used(cache: ChunkCache) -> None:
+def test_of_windows_and_states_only_those_that_are_retrieved_are_used(
+    cache: ChunkCache, uses: Uses
+) -> None:
     retrieve(cache, "window", TOKENS, 3)
-    assert used(cache) == {"window": {3, 4}}
+    assert used(cache, uses) == {"window": {3, 4}}
     assert cache.retrieve_state(TOKENS[: 2 * CHUNK]) is not None
-    assert used(cache) == {"window": {3, 4}, "state": {1}}
+    assert used(cache, uses) == {"window": {3, 4}, "state": {1}}
 
 
-def test_questions_are_no_use(cache: ChunkCache) -> None:
+def test_questions_are_no_use(cache: ChunkCache, uses: Uses) -> None:
     assert cache.lookup(TOKENS) == len(TOKENS) == cache.prefetch(TOKENS)
     assert cache.find_hit(TOKENS) == 2 * CHUNK
     cache.store(TOKENS, kv=random_kv(cache))
-    assert used(cache) == {}
+    assert used(cache, uses) == {}
 
 
-def test_caches_of_all_kinds_record_on_one_thread(cache: ChunkCache) -> None:
-    assert cache.of("window")._uses is cache._uses is cache.of("state")._uses
-    cache.of("window").close()
-    assert cache._uses.closed
+def recorders() -> int:
+    return sum(thread.name == "kvshelf-uses" for thread in threading.enumerate())
+
+
+def test_caches_of_all_kinds_record_on_one_thread(tmp_path: Path) -> None:
+    namespace = facts().namespace(chunk_size=CHUNK, shards=4)
+    with ChunkCache(Shelf(posix(tmp_path)), namespace, staging_bytes=1 << 20) as cache:
+        fill(cache, full=5, windows=5, states=())
+        for kind in ("full", "window"):
+            retrieve(cache, kind, TOKENS)
+        assert recorders() == 1
+        cache.of("window").close()
+        until(lambda: not recorders())
 
 
 def test_a_cache_does_not_close_the_uses_that_it_is_given(tmp_path: Path) -> None:
@@ -91,7 +113,9 @@ def test_a_cache_does_not_close_the_uses_that_it_is_given(tmp_path: Path) -> Non
 
 def test_a_cache_that_is_opened_records_as_its_configuration_says(tmp_path: Path) -> None:
     capacity = {"uses": "marks", "max_age": 4000}
-    config = Config(shared_storage_path=str(tmp_path), capacity=capacity)  # type: ignore[arg-type]
+    config = Config(shared_storage_path=str(tmp_path), chunk_size=CHUNK, capacity=capacity)  # type: ignore[arg-type]
     with ChunkCache.open(config, facts()) as cache:
-        assert (cache._uses._how, cache._uses.resolution) == ("marks", 500)
-    assert cache._uses.closed
+        fill(cache, full=5, windows=0, states=())
+        retrieve(cache, "full", TOKENS)
+    assert cache.counters.snapshot()["marked_chunks"] == 5
+    until(lambda: not recorders())

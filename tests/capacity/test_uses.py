@@ -86,6 +86,11 @@ class Place:
     def uses(self, how: How = "auto", **options: object) -> Uses:
         return Uses(self.counters, how=how, clock=self.clock, **options)  # type: ignore[arg-type]
 
+    def record(self, uses: Uses, chunks: Sequence[Chunk]) -> None:
+        """Note uses of chunks, and wait until they are recorded."""
+        uses.note(self.view, chunks)
+        assert uses.flush(PATIENCE)
+
     def fresh(self) -> list[int]:
         """The chunks whose objects all have a new access time; no other time may have moved."""
         found = []
@@ -115,6 +120,14 @@ def place(tmp_path: Path) -> Iterator[Place]:
         yield place
 
 
+@pytest.fixture
+def refusing(tmp_path: Path) -> Iterator[Place]:
+    """A shelf whose storage has no access times."""
+    place = Place(tmp_path, Refusing)
+    with closing(place.shelf):
+        yield place
+
+
 @pytest.mark.parametrize(
     ("max_age", "expected"),
     [(None, 3600), (30 * DAY, 3600), (8 * 3600, 3600), (4000, 500), (300, 60), (1, 60)],
@@ -125,8 +138,7 @@ def test_the_resolution_follows_from_the_age(max_age: float | None, expected: fl
 
 def test_a_hit_sets_the_access_times_of_all_its_objects(place: Place) -> None:
     with closing(place.uses()) as uses:
-        uses.note(place.view, CHUNKS[:3])
-        assert uses.flush(PATIENCE)
+        place.record(uses, CHUNKS[:3])
         assert place.fresh() == [0, 1, 2] and place.marked() == []
     assert place.count("touched_objects") == 3 * FMT.shards
     assert not (place.root / MARKS).exists()
@@ -136,8 +148,7 @@ def test_a_use_is_recorded_again_when_it_is_of_use(place: Place) -> None:
     with closing(place.uses(resolution=600.0)) as uses:
         for seconds, expected in [(0, 4), (300, 4), (200, 4), (101, 8), (1, 8)]:
             place.clock.now += seconds
-            uses.note(place.view, CHUNKS[:2])
-            assert uses.flush(PATIENCE)
+            place.record(uses, CHUNKS[:2])
             assert place.counting.counts["touch"] == expected
 
 
@@ -162,12 +173,10 @@ def test_what_the_storage_refuses_for_one_object_is_marked(tmp_path: Path) -> No
         assert place.count("touched_objects") == 2 * FMT.shards
 
 
-def test_nothing_is_marked_where_no_program_reads_marks(tmp_path: Path) -> None:
-    place = Place(tmp_path, Refusing)
-    with closing(place.shelf), closing(place.uses("touch")) as uses:
-        uses.note(place.view, CHUNKS)
-        assert uses.flush(PATIENCE)
-        assert place.counting.counts["touch"] and not place.counting.counts["write"]
+def test_nothing_is_marked_where_no_program_reads_marks(refusing: Place) -> None:
+    with closing(refusing.uses("touch")) as uses:
+        refusing.record(uses, CHUNKS)
+        assert refusing.counting.counts["touch"] and not refusing.counting.counts["write"]
 
 
 def test_tails_are_recorded_some_times_in_their_age(place: Place) -> None:
@@ -180,63 +189,54 @@ def test_tails_are_recorded_some_times_in_their_age(place: Place) -> None:
 
 
 @pytest.mark.long
-def test_marks_are_written_in_batches(tmp_path: Path) -> None:
-    place = Place(tmp_path, Refusing)
-    with closing(place.shelf):
-        uses = place.uses(resolution=3600.0)
-        counts = place.counting.counts
-        for count in (1, 2, 5, 3):
-            uses.note(place.view, CHUNKS[:count])
-        until(lambda: counts["touch"] == 5 * FMT.shards)
-        place.clock.now += 800
-        uses.note(place.view, CHUNKS)
-        until(lambda: counts["touch"] == 6 * FMT.shards)
-        assert counts["write"] == 0
-        place.clock.now += 100
-        uses.note(place.view, CHUNKS[:1])
-        until(lambda: place.count("marked_chunks") == 6)
-        assert counts["write"] == 1 and place.marked() == [0, 1, 2, 3, 4, 5]
-        uses.close()
+def test_marks_are_written_in_batches(refusing: Place) -> None:
+    uses = refusing.uses(resolution=3600.0)
+    counts = refusing.counting.counts
+    for count in (1, 2, 5, 3):
+        uses.note(refusing.view, CHUNKS[:count])
+    until(lambda: counts["touch"] == 5 * FMT.shards)
+    refusing.clock.now += 800
+    uses.note(refusing.view, CHUNKS)
+    until(lambda: counts["touch"] == 6 * FMT.shards)
+    assert counts["write"] == 0
+    refusing.clock.now += 100
+    uses.note(refusing.view, CHUNKS[:1])
+    until(lambda: refusing.count("marked_chunks") == 6)
+    assert counts["write"] == 1 and refusing.marked() == [0, 1, 2, 3, 4, 5]
+    uses.close()
 
 
 def test_marks_do_not_pile_up_where_no_process_sweeps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    refusing: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Processes that write marks merge them as well.
     monkeypatch.setattr(random, "random", lambda: 0.0)
-    place = Place(tmp_path, Refusing)
-    with closing(place.shelf):
-        uses = place.uses(resolution=3600.0)
-        for turn in range(200):
-            uses.note(place.view, CHUNKS[: 1 + turn % 5])
-            assert uses.flush(30.0)
-            place.clock.now += 3600
-        uses.close()
-        files = [
-            info
-            for info in place.shelf.backend.list(".kvshelf", hidden=True)
-            if "uses" in info.name
-        ]
-        assert 0 < len(files) <= 70
-        assert place.marked() == [0, 1, 2, 3, 4]
+    uses = refusing.uses(resolution=3600.0)
+    for turn in range(200):
+        uses.note(refusing.view, CHUNKS[: 1 + turn % 5])
+        assert uses.flush(30.0)
+        refusing.clock.now += 3600
+    uses.close()
+    files = [
+        info for info in refusing.shelf.backend.list(".kvshelf", hidden=True) if "uses" in info.name
+    ]
+    assert 0 < len(files) <= 70
+    assert refusing.marked() == [0, 1, 2, 3, 4]
 
 
-def test_the_end_of_a_process_records_what_it_used(tmp_path: Path) -> None:
-    place = Place(tmp_path, Refusing)
-    with closing(place.shelf):
-        uses = place.uses()
-        uses.note(place.view, CHUNKS[:2])
-        uses.close()
-        uses.close()
-        assert place.marked() == [0, 1]
-        uses.note(place.view, CHUNKS)
-        assert place.marked() == [0, 1]
+def test_the_end_of_a_process_records_what_it_used(refusing: Place) -> None:
+    uses = refusing.uses()
+    uses.note(refusing.view, CHUNKS[:2])
+    uses.close()
+    uses.close()
+    assert refusing.marked() == [0, 1]
+    uses.note(refusing.view, CHUNKS)
+    assert refusing.marked() == [0, 1]
 
 
 def test_only_marks_where_that_is_asked_for(place: Place) -> None:
     with closing(place.uses("marks")) as uses:
-        uses.note(place.view, CHUNKS[:2])
-        assert uses.flush(PATIENCE)
+        place.record(uses, CHUNKS[:2])
         assert place.marked() == [0, 1] and place.fresh() == []
 
 
@@ -252,32 +252,28 @@ def test_off_is_off(place: Place) -> None:
 def test_a_shelf_that_takes_no_writes_is_left_alone(tmp_path: Path) -> None:
     place = Place(tmp_path, ReadOnlyBackend)
     with closing(place.shelf), closing(place.uses()) as uses:
-        uses.note(place.view, CHUNKS)
-        assert uses.flush(PATIENCE)
+        place.record(uses, CHUNKS)
         assert place.counting.counts["touch"] == place.counting.counts["write"] == 0
 
 
 def test_a_storage_in_trouble_is_asked_again_at_the_next_hit(place: Place) -> None:
     place.faults.add(Fault("touch", error=TransientStorageError(5, "down", "x"), times=1))
     with closing(place.uses()) as uses:
-        uses.note(place.view, CHUNKS[:2])
-        assert uses.flush(PATIENCE)
+        place.record(uses, CHUNKS[:2])
         assert place.fresh() == []
-        uses.note(place.view, CHUNKS[:2])
-        assert uses.flush(PATIENCE)
+        place.record(uses, CHUNKS[:2])
         assert place.fresh() == [0, 1]
 
 
 def test_uses_are_recorded_on_a_full_storage(place: Place) -> None:
-    """They decide what is deleted to make room."""
+    """They decide what is deleted to free space."""
     backend = place.shelf.backend
     place.faults.add(Fault("write", error=NoSpaceStorageError(28, "full", "x")))
     with pytest.raises(NoSpaceStorageError):
         backend.write("x", [b"x"])
     assert backend.properties.read_only
     with closing(place.uses()) as uses:
-        uses.note(place.view, CHUNKS[:2])
-        assert uses.flush(PATIENCE)
+        place.record(uses, CHUNKS[:2])
     assert place.fresh() == [0, 1]
 
 
@@ -285,12 +281,10 @@ def test_what_a_storage_that_fails_has_not_recorded_is_recorded_later(place: Pla
     backend = place.shelf.backend
     backend.writes.trip("down")
     with closing(place.uses()) as uses:
-        uses.note(place.view, CHUNKS[:2])
-        assert uses.flush(PATIENCE)
+        place.record(uses, CHUNKS[:2])
         assert place.counting.counts["touch"] == 0
         backend.writes.close()
-        uses.note(place.view, CHUNKS[:2])
-        assert uses.flush(PATIENCE)
+        place.record(uses, CHUNKS[:2])
     assert place.fresh() == [0, 1]
 
 
@@ -298,36 +292,31 @@ def test_what_a_storage_that_fails_has_not_recorded_is_recorded_later(place: Pla
     "error", [TransientStorageError(5, "down", "x"), NoSpaceStorageError(28, "full", "x")]
 )
 def test_marks_that_could_not_be_written_are_written_later(
-    tmp_path: Path, error: StorageError
+    refusing: Place, error: StorageError
 ) -> None:
-    place = Place(tmp_path, Refusing)
-    place.faults.add(Fault("write", error=error, times=1))
-    with closing(place.shelf), closing(place.uses()) as uses:
-        uses.note(place.view, CHUNKS[:2])
-        assert uses.flush(PATIENCE)
-        assert place.marked() == []
+    refusing.faults.add(Fault("write", error=error, times=1))
+    with closing(refusing.uses()) as uses:
+        refusing.record(uses, CHUNKS[:2])
+        assert refusing.marked() == []
         # A full storage is given a rest.
-        place.shelf.backend.writes.close()
+        refusing.shelf.backend.writes.close()
         assert uses.flush(PATIENCE)
-        assert place.marked() == [0, 1] and place.count("marked_chunks") == 2
+        assert refusing.marked() == [0, 1] and refusing.count("marked_chunks") == 2
 
 
 def test_marks_that_may_not_be_written_are_spoken_of_once_an_hour(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    refusing: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place = Place(tmp_path, Refusing)
-    place.faults.add(Fault("write", error=PermanentStorageError(13, "forbidden", "x")))
-    with closing(place.shelf), closing(place.uses(resolution=60.0)) as uses:
+    refusing.faults.add(Fault("write", error=PermanentStorageError(13, "forbidden", "x")))
+    with closing(refusing.uses(resolution=60.0)) as uses:
         for seconds in (0, 61, 61, 61):
-            place.clock.now += seconds
-            uses.note(place.view, CHUNKS)
-            assert uses.flush(PATIENCE)
-        assert place.counting.counts["write"] == 1
-        place.clock.now += 3600
-        place.faults.heal()
-        uses.note(place.view, CHUNKS)
-        assert uses.flush(PATIENCE)
-        assert place.marked() == [0, 1, 2, 3, 4, 5]
+            refusing.clock.now += seconds
+            refusing.record(uses, CHUNKS)
+        assert refusing.counting.counts["write"] == 1
+        refusing.clock.now += 3600
+        refusing.faults.heal()
+        refusing.record(uses, CHUNKS)
+        assert refusing.marked() == [0, 1, 2, 3, 4, 5]
     lines = [r for r in caplog.records if "are not recorded" in r.message]
     assert len(lines) == 1 and "capacity.uses" in lines[0].message
 
@@ -362,13 +351,10 @@ def test_a_storage_that_hangs_holds_up_no_engine(
 def test_what_is_remembered_is_bounded(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uses_module, "_MOST_USES", 4)
     with closing(place.uses()) as uses:
-        uses.note(place.view, CHUNKS)
-        assert uses.flush(PATIENCE)
-        uses.note(place.view, CHUNKS[-1:])
-        assert uses.flush(PATIENCE)
+        place.record(uses, CHUNKS)
+        place.record(uses, CHUNKS[-1:])
         assert place.counting.counts["touch"] == len(CHUNKS) * FMT.shards
-        uses.note(place.view, CHUNKS[:1])
-        assert uses.flush(PATIENCE)
+        place.record(uses, CHUNKS[:1])
         assert place.counting.counts["touch"] == (len(CHUNKS) + 1) * FMT.shards
 
 
@@ -409,81 +395,69 @@ def moved(place: Place) -> list[int]:
     ]
 
 
-def test_a_used_object_is_written_anew_at_half_of_its_age(tmp_path: Path) -> None:
-    place = Place(tmp_path, Refusing)
-    stale(place, 4.0, CHUNKS[1:])
-    before = {path: path.read_bytes() for path in place.root.rglob("*.safetensors")}
-    with closing(place.shelf), closing(place.uses("rewrite", max_age=7 * DAY)) as uses:
-        uses.note(place.view, CHUNKS[:3])
-        assert uses.flush(PATIENCE)
+def test_a_used_object_is_written_anew_at_half_of_its_age(refusing: Place) -> None:
+    stale(refusing, 4.0, CHUNKS[1:])
+    before = {path: path.read_bytes() for path in refusing.root.rglob("*.safetensors")}
+    with closing(refusing.uses("rewrite", max_age=7 * DAY)) as uses:
+        refusing.record(uses, CHUNKS[:3])
         # The first chunk is a day old.
-        assert moved(place) == [1, 2]
-        assert place.count("rewritten_objects") == 2 * FMT.shards
-        assert place.count("rewritten_bytes") == sum(
-            len(before[place.path(chunk, shard)])
+        assert moved(refusing) == [1, 2]
+        assert refusing.count("rewritten_objects") == 2 * FMT.shards
+        assert refusing.count("rewritten_bytes") == sum(
+            len(before[refusing.path(chunk, shard)])
             for chunk in CHUNKS[1:3]
             for shard in range(FMT.shards)
         )
-        place.clock.now += DAY
-        probed = place.counting.counts["info"]
-        uses.note(place.view, CHUNKS[:3])
-        assert uses.flush(PATIENCE)
-        assert place.counting.counts["info"] == probed
-    assert before == {path: path.read_bytes() for path in place.root.rglob("*.safetensors")}
-    assert place.marked() == []
+        refusing.clock.now += DAY
+        probed = refusing.counting.counts["info"]
+        refusing.record(uses, CHUNKS[:3])
+        assert refusing.counting.counts["info"] == probed
+    assert before == {path: path.read_bytes() for path in refusing.root.rglob("*.safetensors")}
+    assert refusing.marked() == []
 
 
-def test_what_another_engine_has_written_anew_is_not_written_again(tmp_path: Path) -> None:
-    place = Place(tmp_path, Refusing)
-    stale(place, 4.0, CHUNKS)
+def test_what_another_engine_has_written_anew_is_not_written_again(refusing: Place) -> None:
+    stale(refusing, 4.0, CHUNKS)
     for number in range(2):
-        with closing(place.uses("rewrite", max_age=7 * DAY)) as uses:
-            uses.note(place.view, CHUNKS)
-            assert uses.flush(PATIENCE)
-        assert place.count("rewritten_objects") == len(CHUNKS) * FMT.shards, number
-    place.shelf.close()
+        with closing(refusing.uses("rewrite", max_age=7 * DAY)) as uses:
+            refusing.record(uses, CHUNKS)
+        assert refusing.count("rewritten_objects") == len(CHUNKS) * FMT.shards, number
 
 
-def test_a_damaged_object_is_not_written_anew(tmp_path: Path) -> None:
-    place = Place(tmp_path, Refusing)
-    path = place.path(CHUNKS[0])
+def test_a_damaged_object_is_not_written_anew(refusing: Place) -> None:
+    path = refusing.path(CHUNKS[0])
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    stale(place, 4.0, CHUNKS)
-    with closing(place.shelf), closing(place.uses("rewrite", max_age=7 * DAY)) as uses:
-        uses.note(place.view, CHUNKS)
-        assert uses.flush(PATIENCE)
-    assert not is_new(path) and moved(place) == [1, 2, 3, 4, 5]
+    stale(refusing, 4.0, CHUNKS)
+    with closing(refusing.uses("rewrite", max_age=7 * DAY)) as uses:
+        refusing.record(uses, CHUNKS)
+    assert not is_new(path) and moved(refusing) == [1, 2, 3, 4, 5]
 
 
-def test_an_object_that_is_gone_is_not_brought_back(tmp_path: Path) -> None:
-    place = Place(tmp_path, Refusing)
-    stale(place, 4.0, CHUNKS)
-    place.path(CHUNKS[2]).unlink()
-    with closing(place.shelf), closing(place.uses("rewrite", max_age=7 * DAY)) as uses:
-        uses.note(place.view, CHUNKS)
-        assert uses.flush(PATIENCE)
-    assert not place.path(CHUNKS[2]).exists()
-    assert place.count("rewritten_objects") == len(CHUNKS) * FMT.shards - 1
+def test_an_object_that_is_gone_is_not_brought_back(refusing: Place) -> None:
+    stale(refusing, 4.0, CHUNKS)
+    refusing.path(CHUNKS[2]).unlink()
+    with closing(refusing.uses("rewrite", max_age=7 * DAY)) as uses:
+        refusing.record(uses, CHUNKS)
+    assert not refusing.path(CHUNKS[2]).exists()
+    assert refusing.count("rewritten_objects") == len(CHUNKS) * FMT.shards - 1
 
 
 def test_access_times_are_enough_where_there_are_any(place: Place) -> None:
     stale(place, 4.0, CHUNKS)
     place.then = time.time() - 4 * DAY
     with closing(place.uses("rewrite", max_age=7 * DAY)) as uses:
-        uses.note(place.view, CHUNKS[:2])
-        assert uses.flush(PATIENCE)
+        place.record(uses, CHUNKS[:2])
     assert place.fresh() == [0, 1] and place.count("rewritten_objects") == 0
 
 
-def test_objects_used_by_name_are_written_anew(tmp_path: Path) -> None:
-    place = Place(tmp_path, Refusing)
-    stale(place, 4.0, CHUNKS)
-    names = [place.view.name(ObjectRef(CHUNKS[3], shard)) for shard in range(FMT.shards)]
+def test_objects_used_by_name_are_written_anew(refusing: Place) -> None:
+    stale(refusing, 4.0, CHUNKS)
+    names = [refusing.view.name(ObjectRef(CHUNKS[3], shard)) for shard in range(FMT.shards)]
     images = {name: sealed(FMT, CHUNKS[3], shard) for shard, name in enumerate(names)}
-    with closing(place.shelf), closing(place.uses("rewrite", max_age=7 * DAY)) as uses:
-        uses.note_names(place.shelf.backend, names, lambda name: memoryview(images[name]))
-        uses.note_names(place.shelf.backend, [place.view.name(ObjectRef(CHUNKS[4], 0))])
+    with closing(refusing.uses("rewrite", max_age=7 * DAY)) as uses:
+        uses.note_names(refusing.shelf.backend, names, lambda name: memoryview(images[name]))
+        uses.note_names(refusing.shelf.backend, [refusing.view.name(ObjectRef(CHUNKS[4], 0))])
         assert uses.flush(PATIENCE)
-    assert moved(place) == [3]
+    assert moved(refusing) == [3]

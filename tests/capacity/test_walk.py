@@ -22,12 +22,12 @@ from kvshelf.errors import (
     ReadOnlyStorageError,
     TransientStorageError,
 )
-from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.format.keys import Chunk
 from kvshelf.metrics import Counters
 from kvshelf.shelf.markers import keep_name, marker_name
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import NamespaceView, ObjectRef
-from tests.capacity.shelves import DAY, Place
+from tests.capacity.shelves import DAY, Place, tail_of
 from tests.support.clocks import Clock
 from tests.support.formats import make_format, sealed
 from tests.support.prompts import make_chunks
@@ -41,15 +41,6 @@ FOLDER = FMT.namespace.folder
 KEEP = 1000.0
 ONE, TWO = "1" * 32, "2" * 32
 HEX = "0123456789abcdef"
-
-
-def tail(seed: int = 0, group: str = "_") -> Chunk:
-    salt = "" if group == "_" else "salt"
-    chain = KeyChain(FMT.namespace.digest, FMT.chunk_size, salt=salt, salt_group=group)
-    chain.extend([seed] * 5)
-    found = chain.tail()
-    assert found is not None
-    return found
 
 
 class Walked(Place):
@@ -75,7 +66,7 @@ class Walked(Place):
             self.clock.now += walk.step() + 1e-6
 
     def tail(self, seed: int = 0, age: float = 2 * KEEP, group: str = "_") -> list[Path]:
-        return [self.path(name) for name in self.put(FMT, [tail(seed, group)], age)]
+        return [self.path(name) for name in self.put(FMT, [tail_of(seed, group=group)], age)]
 
     def mark(self, attempt: str, age: float = 2 * KEEP) -> Path:
         self.view.give_up(attempt)
@@ -171,11 +162,7 @@ def test_of_bad_objects_the_newest_stay(place: Walked, monkeypatch: pytest.Monke
 
 
 def test_tails_of_other_namespaces_stay(place: Walked) -> None:
-    chain = KeyChain(OTHER.namespace.digest, OTHER.chunk_size)
-    chain.extend([1] * 5)
-    found = chain.tail()
-    assert found is not None
-    theirs = [place.path(name) for name in place.put(OTHER, [found], 9 * DAY)]
+    theirs = [place.path(name) for name in place.put(OTHER, [tail_of(1, OTHER)], 9 * DAY)]
     temporary = place.temporary(OTHER)
     place.go(place.walk(), 2 * 7200)
     assert all(path.exists() for path in theirs)
@@ -259,7 +246,7 @@ def test_where_nobody_leaves_temporaries_only_tails_are_looked_for(place: Walked
         assert not place.counting.counts
         walk = place.walk()
         place.go(walk)
-        assert walk.make_room() == 0
+        assert walk.free_space() == 0
     assert not any(path.exists() for path in old)
     assert temporary.exists()
 
@@ -272,7 +259,7 @@ def test_tails_that_an_engine_keeps_as_a_cache_are_deleted_by_no_other(place: Wa
     keeping.step()
     cached = [*place.tail(age=7200.0), *place.tail(1, 29 * DAY), place.mark(ONE, 7200.0)]
     old = place.tail(2, 31 * DAY)
-    place.wrote(other, tail())
+    place.wrote(other, tail_of())
     place.go(other, 2 * 3600)
     assert all(path.exists() for path in cached)
     assert not any(path.exists() for path in old)
@@ -307,14 +294,6 @@ def test_how_long_tails_are_kept_is_said_while_the_engine_lives(place: Walked) -
     assert said.exists()
 
 
-def test_a_walk_deletes_what_nobody_says_any_more(place: Walked) -> None:
-    said = place.write(f"{FOLDER}/{keep_name(7200)}", b"", 7200 + 2 * DAY)
-    young = place.write(f"{FOLDER}/{keep_name(7201)}", b"", 7200)
-    foreign = place.write(f"{FOLDER}/.kvshelf/keeps-tails/notes", b"", 9 * DAY)
-    place.go(place.walk())
-    assert [path.exists() for path in (said, young, foreign)] == [False, True, True]
-
-
 # ------------------------------------------------------------------------------- its own
 
 
@@ -323,14 +302,14 @@ def test_what_it_wrote_itself_goes_at_its_age_without_a_walk(place: Walked) -> N
     marker = place.mark(ONE, age=0.0)
     walk = place.walk(walks=False)
     for seed in (0, 1):
-        place.wrote(walk, tail(seed))
+        place.wrote(walk, tail_of(seed))
     walk.wrote(place.view, ONE)
     assert walk.step() == pytest.approx(KEEP)
     assert place.deleted == 0
     place.clock.now += KEEP + 1
     place.later.ahead += KEEP + 1
     # Stored, loaded, or found again: it is of use still.
-    place.wrote(walk, tail(1))
+    place.wrote(walk, tail_of(1))
     assert walk.step() == pytest.approx(KEEP)
     assert not any(path.exists() for path in (*one, marker))
     assert all(path.exists() for path in two)
@@ -345,7 +324,7 @@ def test_it_keeps_its_own_tail_as_long_as_others_use_it(place: Walked) -> None:
     used, unused = place.tail(0, KEEP + 1), place.tail(1, KEEP + 1)
     walk = place.walk(walks=False)
     for seed in (0, 1):
-        place.wrote(walk, tail(seed))
+        place.wrote(walk, tail_of(seed))
     for path in used:
         place.age(path, KEEP + 1, used=KEEP / 4)
     place.clock.now += KEEP + 1
@@ -372,7 +351,7 @@ def test_the_account_of_its_own_is_bounded(place: Walked, monkeypatch: pytest.Mo
 def test_without_an_age_tails_stay(place: Walked) -> None:
     kept = [*place.tail(), place.mark(ONE)]
     walk = place.walk(None)
-    place.wrote(walk, tail())
+    place.wrote(walk, tail_of())
     place.go(walk, 7200)
     assert all(path.exists() for path in kept)
 
@@ -385,7 +364,7 @@ def test_a_thread_of_the_process_walks(tmp_path: Path) -> None:
     sweeper = Sweeper(place.shelf, CapacityConfig(min_free=0), Counters(), walk=walk)
     sweeper.start()
     (thread,) = named("kvshelf-capacity") - before
-    place.wrote(walk, tail())
+    place.wrote(walk, tail_of())
     until(lambda: not any(path.exists() for path in paths))
     sweeper.close()
     until(lambda: not thread.is_alive())
@@ -396,7 +375,7 @@ def test_a_thread_of_the_process_walks(tmp_path: Path) -> None:
 
 @pytest.fixture
 def full(place: Walked) -> Callable[[], None]:
-    """Store something, for which there is no room."""
+    """Store something, for which there is no space."""
     error = NoSpaceStorageError(errno.ENOSPC, "ENOSPC")
     place.shelf.view(OTHER).describe()
     chunk = make_chunks(FMT, 1, 3)[0]
@@ -411,7 +390,7 @@ def full(place: Walked) -> Callable[[], None]:
     return store
 
 
-def test_a_write_that_finds_no_room_makes_some_everywhere(
+def test_a_write_that_finds_no_space_frees_some_everywhere(
     place: Walked, full: Callable[[], None]
 ) -> None:
     nothing = [place.temporary(seed=seed) for seed in range(3)] + [place.temporary(OTHER)]
@@ -439,7 +418,7 @@ def test_a_write_that_finds_no_room_makes_some_everywhere(
     assert 0 < walk.step() <= 600
     assert again.exists()
     place.clock.now += 601
-    assert walk.make_room() == 1
+    assert walk.free_space() == 1
 
 
 def test_temporaries_that_may_be_in_use_stay(place: Walked) -> None:
@@ -447,7 +426,7 @@ def test_temporaries_that_may_be_in_use_stay(place: Walked) -> None:
     young = place.temporary()
     walk = place.walk()
     # It has just been written here, whatever its modification time says.
-    assert walk.make_room() == 0
+    assert walk.free_space() == 0
     assert young.exists()
 
 
@@ -464,20 +443,20 @@ def test_what_takes_too_long_goes_on_where_it_ended(
     monkeypatch.setattr(place.clock, "monotonic", tick)
     deleted = []
     while any(path.exists() for path in left):
-        deleted.append(walk.make_room())
+        deleted.append(walk.free_space())
         place.clock.now += 61
         assert len(deleted) < 40
     assert sum(deleted) == len(left) > max(deleted)
 
 
-def test_trouble_while_room_is_made_is_tried_again(place: Walked) -> None:
+def test_trouble_while_space_is_freed_is_tried_again(place: Walked) -> None:
     left = place.temporary()
     place.faults.add(Fault("folders", error=TransientStorageError(errno.EIO, "EIO")))
     walk = place.walk()
-    assert walk.make_room() == 0
+    assert walk.free_space() == 0
     place.faults.heal()
     place.clock.now += 61
-    assert walk.make_room() == 1
+    assert walk.free_space() == 1
     assert not left.exists()
 
 
@@ -491,11 +470,11 @@ def test_where_others_leftovers_may_not_be_deleted_its_own_are(
     place: Walked, caplog: pytest.LogCaptureFixture
 ) -> None:
     mine, theirs = place.tail(0), place.tail(1)
-    place.faults.add(Fault("delete", f"*{tail(1).key.hex()}*", error=REFUSED))
+    place.faults.add(Fault("delete", f"*{tail_of(1).key.hex()}*", error=REFUSED))
     walk = place.walk()
     place.go(walk)
     paths = place.tail(0)
-    place.wrote(walk, tail(0))
+    place.wrote(walk, tail_of(0))
     place.go(walk)
     assert all(path.exists() for path in theirs)
     assert not any(path.exists() for path in (*mine, *paths))

@@ -66,7 +66,7 @@ def test_who_wrote_nothing_says_that_it_is_there(backend: CountingBackend, tmp_p
     assert backend.counts["write"] <= 1
 
 
-def test_it_is_told_once_a_minute_or_sooner_if_room_is_short(
+def test_numbers_are_exchanged_once_a_minute_or_sooner_if_space_is_short(
     backend: CountingBackend, clock: SimpleNamespace
 ) -> None:
     one = Written(backend)
@@ -90,9 +90,9 @@ def test_of_many_writers_each_tells_sooner(
     exchange(backend, one, 0)
     clock.now += 2.0
     one.exchange(2, 200.0, now(backend))
-    assert one._told == 0
+    assert one._published == 0
     one.exchange(3, 200.0, now(backend))
-    assert one._told == 3
+    assert one._published == 3
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_trouble_of_the_storage_is_the_callers_but_for_telling(
     one = Written(backend)
     backend.write(f"{WRITTEN}/{'a' * 16}-9", [b""])
     fault = faulty.add(Fault("*", error=TransientStorageError(5, "EIO")))
-    one.tell(7)
+    one.publish(7)
     with pytest.raises(TransientStorageError):
         one.exchange(7, math.inf, 0.0, at_once=True)
     fault.times = 0

@@ -35,6 +35,7 @@ AGES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arguments", AGES, ids=" ".join)
 def test_each_option_takes_the_same_ages(shelf: Path, arguments: list[str]) -> None:
     given = [one.format(shelf=shelf) for one in arguments]
@@ -55,6 +56,7 @@ def test_a_number_alone_is_an_age_only_where_the_configuration_has_it(shelf: Pat
     assert run("gc", shelf, env={"KVSHELF_CAPACITY": '{"max_age": "2w"}'}).exit_code == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -83,6 +85,7 @@ def test_each_option_takes_the_same_sizes(shelf: Path, arguments: list[str]) -> 
 SAME = [
     (["ls", "{shelf}"], ["ls", "--shelf", "{shelf}"]),
     (["du", "{shelf}"], ["du", "--shelf", "{shelf}"]),
+    (["status", "{shelf}"], ["status", "--shelf", "{shelf}"]),
     (["verify", "{shelf}", "-j", "1"], ["verify", "-j", "1", "--shelf", "{shelf}"]),
     (["gc", "{shelf}"], ["gc", "--shelf", "{shelf}"]),
     (["rm", "{shelf}", "--group", "_"], ["rm", "--group", "_", "--shelf", "{shelf}"]),
@@ -132,6 +135,7 @@ def test_doctor_takes_it_too_and_each_command_has_the_option(shelf: Path) -> Non
         assert (result.exit_code, "--prompts FILE" in result.stderr) == (2, True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", [FOLDER[:-1], FOLDER[-16:-14], FOLDER[-16:], f"{FOLDER}/"])
 def test_a_namespace_is_named_by_a_beginning(shelf: Path, prompts: Path, form: str) -> None:
     fill(shelf, hybrid(), prompt(0, 2))
@@ -234,6 +238,7 @@ JSON = [
     ["ls", "{shelf}"],
     ["ls", "{shelf}", "-n", FOLDER],
     ["du", "{shelf}"],
+    ["status", "{shelf}"],
     ["gc", "{shelf}", "--max-bytes", "20000", "--names"],
     ["explain", "{prompts}", "{shelf}"],
     ["show", "{object}"],
@@ -241,6 +246,7 @@ JSON = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arguments", JSON, ids=" ".join)
 def test_each_object_has_errors_also_when_a_command_fails_midway(
     shelf: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]

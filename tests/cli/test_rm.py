@@ -149,6 +149,15 @@ def test_what_is_pinned_stays_unless_it_is_chosen(place: Place, tmp_path: Path) 
     assert not keys(place.names()) & keys_of(ONE, pinned)
 
 
+def test_a_pin_ends_by_the_clock_that_is_behind(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert place.run("pin", "mine", "-n", ONE.folder, "--until", "10m").exit_code == 0
+    monkeypatch.setattr(StorageClock, "ask", lambda _: time.time() + 1800)
+    found = rm(place, "-n", ONE.folder)
+    assert (found["pinned"], found["objects"]) == (14, 0)
+
+
 def test_an_unreadable_pin_is_named(place: Place) -> None:
     with place.open() as shelf:
         shelf.backend.write(".kvshelf/pins/torn.json", [b"{"])
@@ -319,13 +328,6 @@ def test_what_cannot_be_used_is_refused(
     assert result.exit_code == 2, result.output
     assert problem in result.stderr
     assert len(place.names()) == 2
-
-
-def test_a_missing_shelf_is_not_made(tmp_path: Path) -> None:
-    for more in ((), ("--yes",)):
-        result = Place(str(tmp_path / "nowhere")).run("rm", "--unused-for", "1h", *more)
-        assert result.exit_code == 3
-    assert not (tmp_path / "nowhere").exists()
 
 
 def test_a_shelf_that_takes_no_changes_keeps_all(tmp_path: Path) -> None:

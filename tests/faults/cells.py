@@ -440,7 +440,7 @@ class EngineStandIn:
                 assert self.rig.holds(item), f"chunk {position} is wrong"
             self._last[position + start] = item
         for item in items[good:]:
-            self.rig.transfer.store(item, repair=self.failed.is_bad(item.chunk.key), age=age)
+            self.rig.stores.store(item, repair=self.failed.is_bad(item.chunk.key), age=age)
         self.rig.transfer.drain(self.patience)
         assert time.monotonic() - begin < LIMIT, "the answer had to wait for the storage"
         return good
@@ -459,11 +459,11 @@ class EngineStandIn:
 
     def _load(self, items: list[ChunkSlots]) -> int:
         self._requests += 1
-        self.rig.transfer.load(str(self._requests), items)
+        self.rig.start(str(self._requests), items)
         deadline = time.monotonic() + LIMIT
-        while not (loads := self.rig.transfer.poll(0.02)):
+        while not (loads := self.rig.ended(0.02)):
             assert time.monotonic() < deadline, "the load never ends"
-        (load,) = loads
+        (load,) = loads.values()
         for chunk, failure in load.failures:
             self.failed.add(chunk.key, bad=failure is Failure.BAD)
         return len(items) if load.failed_at is None else load.failed_at

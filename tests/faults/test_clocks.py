@@ -176,7 +176,7 @@ def test_times_that_make_no_sense(
             assert storage.backend.touch(name) is Touched.TOUCHED
         folder = names[0].rpartition("/")[0]
         walk = Walk(engine.rig.shelf.backend, Counters())
-        assert walk.make_room() == 0
+        assert walk.free_space() == 0
         assert walk._look_into(folder, Rules(tails=HOUR, markers=HOUR)).count == 0
         assert {row.name for row in storage.plain.list()} == set(names)
         assert storage.backend.delete(names[0])

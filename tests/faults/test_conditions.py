@@ -78,6 +78,13 @@ def engine_at(place: Path | str) -> EngineStandIn:
     return EngineStandIn(open_backend(place))
 
 
+def store(place: Path, *prompts: Prompt) -> None:
+    """Have an engine store prompts, and end."""
+    with closing(engine_at(place)) as engine:
+        for prompt in prompts:
+            engine.answer(prompt)
+
+
 def objects_in(place: Path) -> list[Path]:
     return sorted(place.rglob("*.safetensors"))
 
@@ -224,9 +231,7 @@ def test_power_loss(lost: Callable[[bytearray], None], tmp_path: Path, short_pau
     """Files of the right size without their bytes: objects, and namespace.json."""
     prompts = [make_prompt(FMT, seed) for seed in range(4)]
     place = tmp_path / "shelf"
-    with closing(engine_at(place)) as engine:
-        for prompt in prompts:
-            engine.answer(prompt)
+    store(place, *prompts)
     plain = open_backend(place)
     for path in objects_in(place):
         damage(plain, str(path.relative_to(place)), lost, old=True)
@@ -250,9 +255,7 @@ def test_all_bad(tmp_path: Path, short_pauses: None) -> None:
     """Every object bad at once: each is read twice, then replaced; all else is computed."""
     prompts = [make_prompt(FMT, seed) for seed in range(20)]
     place = tmp_path / "shelf"
-    with closing(engine_at(place)) as engine:
-        for prompt in prompts:
-            engine.answer(prompt)
+    store(place, *prompts)
     plain = open_backend(place)
     for path in objects_in(place):
         damage(plain, str(path.relative_to(place)), lambda data: data.reverse(), old=True)
@@ -272,9 +275,7 @@ def test_holes(tmp_path: Path, short_pauses: None) -> None:
     """Hundreds of prompts of which every second object is gone."""
     prompts = [make_prompt(FMT, seed) for seed in range(300)]
     place = tmp_path / "shelf"
-    with closing(engine_at(place)) as engine:
-        for prompt in prompts:
-            engine.answer(prompt)
+    store(place, *prompts)
     for path in objects_in(place)[::2]:
         path.unlink()
     with closing(engine_at(place)) as engine:

@@ -25,6 +25,7 @@ from kvshelf.shelf.view import ObjectRef
 from tests.faults import crash_child
 from tests.support.formats import sealed
 from tests.support.prompts import make_chunks
+from tests.support.variants import variants
 from tests.support.walks import clean
 
 FMT = crash_child.make_format()
@@ -112,9 +113,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=pytest.mark.slow if way == "fsync" else ()) for way in WAYS]
-)
+@pytest.mark.parametrize("way", variants(WAYS, {"links"}))
 def test_a_writer_killed_at_every_step(run: Kill, tmp_path: Path, way: str) -> None:
     left = 0
     for last in itertools.count():
@@ -166,7 +165,7 @@ def test_a_writer_killed_at_every_step_of_a_repair(run: Kill, tmp_path: Path) ->
 def test_two_writers_killed_at_any_steps(run: Kill, tmp_path: Path) -> None:
     chance = random.Random(1)
     killed = 0
-    for number in range(60):
+    for number in range(30):
         root = tmp_path / str(number)
         orders = [
             {
@@ -181,7 +180,7 @@ def test_two_writers_killed_at_any_steps(run: Kill, tmp_path: Path) -> None:
         killed += sum(code != 0 for code in run(*orders))
         check(root)
         shutil.rmtree(root, ignore_errors=True)
-    assert killed > 30
+    assert killed > 15
 
 
 def test_a_reader_killed_at_every_step_changes_nothing(run: Kill, tmp_path: Path) -> None:
@@ -208,7 +207,7 @@ def test_a_reader_killed_at_every_step_changes_nothing(run: Kill, tmp_path: Path
 
 def test_readers_beside_a_writer_that_is_killed(run: Kill, tmp_path: Path) -> None:
     chance = random.Random(2)
-    for number in range(30):
+    for number in range(10):
         root = tmp_path / str(number)
         write = {"root": str(root), "job": "write", "half": True, "last": chance.randrange(120)}
         read = {"root": str(root), "job": "load", "last": NEVER}

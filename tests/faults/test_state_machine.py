@@ -374,7 +374,7 @@ class _InMemory(_Machine):
         self.url = f"memory://state-machine-{self.count}"
 
 
-_SETTINGS = settings(max_examples=25, stateful_step_count=25)
+_SETTINGS = settings(max_examples=12, stateful_step_count=25)
 TestOnFolder = _OnFolder.TestCase
 TestOnFolder.settings = _SETTINGS
 TestOnOldFolder = _OnOldFolder.TestCase

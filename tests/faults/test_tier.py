@@ -300,4 +300,4 @@ def test_a_store_replaces_a_copy_that_was_cut() -> None:
 
 
 TestTiered = _Tiered.TestCase
-TestTiered.settings = settings(max_examples=25, stateful_step_count=25)
+TestTiered.settings = settings(max_examples=12, stateful_step_count=25)

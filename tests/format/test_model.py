@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -394,6 +395,52 @@ def test_vllm_s_longrope_depends_on_the_length_as_the_record_does(
             assert (rotated(one) == rotated(two)) is same
 
 
+def built(
+    hf: object,
+    *reports: Mapping[str, Any],
+    heads: int,
+    name: str = "model",
+    weights: str = "user:w",
+    version: str | None = None,
+    cache_dtype: str = "auto",
+    split: int = 1,
+    **model: object,
+) -> Namespace:
+    """The namespace of the connector, from stand-ins for vLLM's configuration."""
+    pytest.importorskip("vllm")
+    from kvshelf.vllm.metadata import WorkerReport
+    from kvshelf.vllm.namespace import build_namespace
+
+    given = {
+        "get_total_num_kv_heads": lambda: heads,
+        "dtype": "torch.bfloat16",
+        "quantization": None,
+        "served_model_name": name,
+        "model": name,
+        "hf_text_config": hf,
+        "max_model_len": 4096,
+    }
+    engine = SimpleNamespace(
+        model_config=SimpleNamespace(**given | model),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+        parallel_config=SimpleNamespace(tensor_parallel_size=split, pipeline_parallel_size=split),
+    )
+    parts = [WorkerReport(**report) for report in reports]
+    return build_namespace(engine, Config(version=version), parts, weights)
+
+
+#: Fields of a record that are fields of a worker's report.
+REPORTED = (
+    "layer_names",
+    "layer_shapes",
+    "layer_dtypes",
+    "layouts",
+    "attention",
+    "head_sizes",
+    "sliding_windows",
+)
+
+
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM warns
 @pytest.mark.parametrize("version", [None, "7"])
@@ -401,75 +448,23 @@ def test_vllm_s_longrope_depends_on_the_length_as_the_record_does(
 def test_what_an_engine_states_is_what_the_facts_state(
     version: str | None, rope: dict[str, object]
 ) -> None:
-    """The record of the connector, from stand-ins for vLLM's configuration."""
-    pytest.importorskip("vllm")
-    from kvshelf.vllm.metadata import WorkerReport
-    from kvshelf.vllm.namespace import build_namespace
-
     hf = llama(rope_parameters=rope, original_max_position_embeddings=2048)
-    model = SimpleNamespace(
-        get_total_num_kv_heads=lambda: 8,
-        dtype="torch.bfloat16",
-        quantization=None,
-        served_model_name="model",
-        model="model",
-        hf_text_config=hf,
-        max_model_len=4096,
-    )
-    engine = SimpleNamespace(
-        model_config=model,
-        cache_config=SimpleNamespace(cache_dtype="auto"),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
-    )
-    names = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
-    part = WorkerReport(
-        names,
-        ("2,*,8,64",) * 2,
-        ("BF16",) * 2,
-        ("canonical",) * 2,
-        ("full",) * 2,
-        (64,) * 2,
-        (-1,) * 2,
-    )
-    found = build_namespace(engine, Config(version=version), [part], "user:w")
     stated = ModelFacts.from_transformers(hf, weights="w", max_model_len=4096)
-    assert stated.namespace(version=version).record == found.record
-    assert stated.namespace(version=version) == found
+    expected = stated.namespace(version=version)
+    report = {name: _items(expected.record, name) for name in REPORTED}
+    found = built(hf, report, heads=8, version=version)
+    assert found.record == expected.record
+    assert found == expected
 
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM warns
 @pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.parent.name)
 def test_engines_name_recorded_namespaces_to_the_byte(file: Path) -> None:
-    pytest.importorskip("vllm")
-    from kvshelf.vllm.metadata import WorkerReport
-    from kvshelf.vllm.namespace import build_namespace
-
     record = Namespace.from_bytes(file.read_bytes(), "tiny").record
-    model = SimpleNamespace(
-        get_total_num_kv_heads=lambda: 2,
-        dtype="torch.bfloat16",
-        quantization=None,
-        served_model_name="tiny",
-        model="tiny",
-        hf_text_config=SimpleNamespace(**json.loads(str(record["rope"]))),
-        max_model_len=4096,
-    )
-    engine = SimpleNamespace(
-        model_config=model,
-        cache_config=SimpleNamespace(cache_dtype="auto"),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
-    )
-    part = WorkerReport(
-        _items(record, "layer_names"),
-        _items(record, "layer_shapes"),
-        _items(record, "layer_dtypes"),
-        _items(record, "layouts"),
-        _items(record, "attention"),
-        _items(record, "head_sizes"),
-        _items(record, "sliding_windows"),
-    )
-    found = build_namespace(engine, Config(), [part], str(record["weights"]))
+    hf = SimpleNamespace(**json.loads(str(record["rope"])))
+    report = {name: _items(record, name) for name in REPORTED}
+    found = built(hf, report, heads=2, name="tiny", weights=str(record["weights"]))
     assert found.encoded == file.read_bytes()
     assert found.folder == file.parent.name
 
@@ -478,39 +473,30 @@ def test_engines_name_recorded_namespaces_to_the_byte(file: Path) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM warns
 def test_every_fact_of_an_engine_enters_its_namespace() -> None:
     """Fields that most models lack: an opaque cache of MLA with quantized weights and scales."""
-    pytest.importorskip("vllm")
-    from kvshelf.vllm.metadata import WorkerReport
-    from kvshelf.vllm.namespace import build_namespace
-
-    model = SimpleNamespace(
-        get_total_num_kv_heads=lambda: 16,
-        dtype="torch.bfloat16",
-        quantization="fp8",
-        served_model_name="org/Latent Model",
-        model="/models/latent",
-        hf_text_config=SimpleNamespace(kv_lora_rank=512, rope_theta=1e4),
-        max_model_len=4096,
-        hf_overrides={"rms_norm_eps": 1e-3},
-    )
-    engine = SimpleNamespace(
-        model_config=model,
-        cache_config=SimpleNamespace(cache_dtype="fp8_ds_mla"),
-        parallel_config=SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=2),
-    )
     stages = [
-        WorkerReport(
-            (f"layers.{stage}.attn",),
-            ("2,10496",),
-            ("U8",),
-            ("opaque-0123456789abcdef",),
-            ("mla",),
-            (576,),
-            (-1,),
-            kv_scales=((0.5, 0.25),),
-        )
+        {
+            "layer_names": (f"layers.{stage}.attn",),
+            "layer_shapes": ("2,10496",),
+            "layer_dtypes": ("U8",),
+            "layouts": ("opaque-0123456789abcdef",),
+            "attention": ("mla",),
+            "head_sizes": (576,),
+            "sliding_windows": (-1,),
+            "kv_scales": ((0.5, 0.25),),
+        }
         for stage in range(2)
     ]
-    found = build_namespace(engine, Config(version="v"), stages, "user:w")
+    found = built(
+        SimpleNamespace(kv_lora_rank=512, rope_theta=1e4),
+        *stages,
+        heads=16,
+        name="org/Latent Model",
+        version="v",
+        cache_dtype="fp8_ds_mla",
+        split=2,
+        quantization="fp8",
+        hf_overrides={"rms_norm_eps": 1e-3},
+    )
     assert found.slug == "latent-model"
     overrides = found.record["config_overrides"]
     assert isinstance(overrides, str)

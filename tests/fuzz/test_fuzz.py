@@ -22,7 +22,7 @@ def test_the_first_inputs_are_kept() -> None:
         assert (fuzz_decoder.CORPUS / name).read_bytes() == data
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.sampled_from(CORPUS), EDITS)
 def test_changed_inputs(path: fuzz_decoder.Path, edits: list[tuple[int, int, bytes]]) -> None:
     data = path.read_bytes()

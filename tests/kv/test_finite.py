@@ -105,7 +105,7 @@ def test_kv_that_is_not_finite_is_not_stored(
             if number:
                 # The first number of the last head of the last layer.
                 rig.caches[-1][rig.block_ids(item)[-1], HEADS - 1, 0, 0] = 0x7FC0
-            rig.transfer.store(item, on_done=lambda _, result: ended.append(result.value))
+            rig.stores.store(item, on_done=lambda _, result: ended.append(result.value))
         assert rig.transfer.drain(PATIENCE) == 0
         assert sorted(ended) == ["failed", "failed", "published"]
         assert rig.count("dropped_chunks_not_finite") == 2
@@ -116,7 +116,7 @@ def test_kv_that_is_not_finite_is_not_stored(
         # The chunk is not taken for stored: once it is good, it is.
         for cache in rig.caches:
             cache[rig.block_ids(items[1])] = 0x3F80
-        assert rig.transfer.store(items[1]) == StoreOutcome.QUEUED
+        assert rig.stores.store(items[1]) == StoreOutcome.QUEUED
         assert rig.transfer.drain(PATIENCE) == 0
         assert rig.shelf.view(rig.fmt).present(chunks) == [True, True, False]
         assert rig.staging.in_use == 0
@@ -127,6 +127,6 @@ def test_without_the_option_everything_is_stored(tmp_path: Path) -> None:
         (item,) = rig.items(make_chunks(rig.fmt, 1), 0)
         for cache in rig.caches:
             cache[rig.block_ids(item)] = 0x7FC0
-        rig.transfer.store(item)
+        rig.stores.store(item)
         assert rig.transfer.drain(PATIENCE) == 0
         assert rig.count("stored_chunks") == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import subprocess
 import sys
@@ -11,39 +10,22 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from gpu_paged import DTYPES, FORMS, make_paged
+from gpu_paged import make_paged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from kvshelf.errors import ConfigError
 from kvshelf.kv import ops
-from kvshelf.kv.layout import PagedLayout, slots_of
+from kvshelf.kv.layout import PagedLayout
 from kvshelf.kv.ops import library as library_module
-from kvshelf.kv.ops import torch_strided as torch_strided_module
-from tests.native.emulation import emulation
+from kvshelf.kv.ops import torch_copy as torch_copy_module
+from tests.kv.implementations import COMPILED, IMPLEMENTATIONS, using
 from tests.native.paged import Buffers, Case, cases
-
-COMPILED = ops.implementation() == "cpp"
-# "kernels": those for GPUs, on a device made of loops.
-IMPLEMENTATIONS = ["cpp", "torch", "kernels"] if COMPILED else ["torch", "kernels"]
-
-
-@contextlib.contextmanager
-def using(implementation: str) -> Iterator[None]:
-    if implementation == "cpp":
-        yield
-    elif implementation == "kernels":
-        with emulation().in_use():
-            yield
-    else:
-        with mock.patch.object(library_module, "compiled_library", return_value=None):
-            yield
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
@@ -58,7 +40,7 @@ def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
     gap=st.integers(0, 9),
     shards_outside=st.booleans(),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_gather_and_scatter_are_plain_indexing(
     case: Case, lead: int, gap: int, shards_outside: bool
 ) -> None:
@@ -82,52 +64,13 @@ def test_gather_and_scatter_are_plain_indexing(
                 memory[...] = old
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_form_and_dtype(form: str, dtype: torch.dtype, implementation: str) -> None:
-    source = make_paged(form, dtype, blocks=5, seed=1)
-    target = make_paged(form, dtype, blocks=5, seed=2)
-    order = [3, 0, 4]
-    slots = torch.tensor(order) if form == "native" else slots_of(order, 4, 1, 10)
-    chunk = torch.empty(2 * source.layout.chunk_bytes(len(slots)), dtype=torch.uint8)
-    ops.gather_kv(source.caches, slots, chunk, source.layout)
-    ops.scatter_kv(target.caches, slots, chunk, target.layout)
-    heads = source.layout.heads
-    mapping = slots.view(1, -1)
-    assert torch.equal(target.gathered(mapping, 0, heads), source.gathered(mapping, 0, heads))
-
-
-def test_shards_put_together_are_the_whole(implementation: str) -> None:
+def test_without_their_number_all_heads_from_the_first_on_are_copied(implementation: str) -> None:
     paged = make_paged("bhnc-nhd", torch.bfloat16, heads=4)
-    slots = slots_of([2, 0], 4, 0, 8)
-    shape = (2, 2, 8, 4, -1)
-    whole = torch.empty(2 * paged.layout.chunk_bytes(8), dtype=torch.uint8)
-    ops.gather_kv(paged.caches, slots, whole, paged.layout)
-    for first in (0, 2):
-        shard = torch.empty(2 * paged.layout.chunk_bytes(8, 2), dtype=torch.uint8)
-        ops.gather_kv(paged.caches, slots, shard, paged.layout, first, 2)
-        assert torch.equal(
-            shard.view(2, 2, 8, 2, -1), whole.view(shape)[:, :, :, first : first + 2]
-        )
-    rest = torch.empty(2 * paged.layout.chunk_bytes(8, 1), dtype=torch.uint8)
-    ops.gather_kv(paged.caches, slots, rest, paged.layout, first_head=3)
-    assert torch.equal(rest.view(2, 2, 8, 1, -1), whole.view(shape)[:, :, :, 3:])
-
-
-def test_layers_in_one_allocation(implementation: str) -> None:
-    backing = torch.arange(3 * 5 * 2 * 4 * 8, dtype=torch.float32).view(3, 5, 2, 4, 8)
-    caches = list(backing)
-    layout = PagedLayout.from_bhnc(caches[0], 4)
-    chunk = torch.empty(3 * layout.chunk_bytes(1), dtype=torch.uint8)
-    ops.gather_kv(caches, torch.tensor([6]), chunk, layout)
-    got = chunk.view(torch.float32).view(3, 2, 2, 4)
-    assert torch.equal(got[:, 0], backing[:, 1, :, 2, :4])
-    assert torch.equal(got[:, 1], backing[:, 1, :, 2, 4:])
-    block_outermost = backing.transpose(0, 1).contiguous().transpose(0, 1)
-    caches = list(block_outermost)
-    again = torch.empty_like(chunk)
-    ops.gather_kv(caches, torch.tensor([6]), again, PagedLayout.from_bhnc(caches[0], 4))
-    assert torch.equal(again, chunk)
+    for first in (0, 1, 3):
+        case = Case(paged, list(range(8)), 1, 1, first, 4 - first)
+        out = torch.empty(case.buffer_bytes, dtype=torch.uint8)
+        ops.gather_kv(paged.caches, case.mapping.view(-1), out, paged.layout, first)
+        assert torch.equal(out, case.gathered().view(-1))
 
 
 def test_copies_longer_than_one_piece(implementation: str) -> None:
@@ -145,16 +88,6 @@ def test_copies_longer_than_one_piece(implementation: str) -> None:
         again = torch.empty_like(chunk)
         ops.gather_kv(empty, slots, again, layout)
         assert torch.equal(again, chunk)
-
-
-def test_no_tokens(implementation: str) -> None:
-    paged = make_paged("2bnhd", torch.bfloat16)
-    nothing = torch.empty(0, dtype=torch.int64)
-    before = [memory.clone() for memory in paged.memory]
-    ops.gather_kv(paged.caches, nothing, torch.empty(0, dtype=torch.uint8), paged.layout)
-    ops.scatter_kv(paged.caches, nothing, torch.empty(0, dtype=torch.uint8), paged.layout)
-    for memory, old in zip(paged.memory, before, strict=True):
-        np.testing.assert_array_equal(memory, old)
 
 
 def test_all_tokens_skipped_even_without_blocks(implementation: str) -> None:
@@ -213,14 +146,14 @@ def test_plain_torch_sends_slots_to_a_gpu_without_waiting_and_once_for_all_shard
         sent.append((device, non_blocking, id(tensor) in pinned))
         return tensor
 
-    gpu, send = torch.device("cuda"), torch_strided_module.sent
+    gpu, send = torch.device("cuda"), torch_copy_module.sent
     paged = make_paged("bhnc-nhd", torch.bfloat16, heads=4)
     slots = torch.tensor([[0, 7, -1], [3, 5, 6]])
     shards = torch.empty(2, 4, 2 * paged.layout.chunk_bytes(3, 1), dtype=torch.uint8)
     with using("torch"), monkeypatch.context() as patch:
         patch.setattr(Tensor, "pin_memory", pin)
         patch.setattr(Tensor, "to", to)
-        patch.setattr(torch_strided_module, "sent", lambda tensor, _: send(tensor, gpu))
+        patch.setattr(torch_copy_module, "sent", lambda tensor, _: send(tensor, gpu))
         ops.gather_kv(paged.caches, slots, shards, paged.layout, 0, 1)
     # Those of two chunks, and which tokens of the first one are skipped.
     assert sent == [(gpu, True, True)] * (2 + 1)
@@ -474,16 +407,14 @@ def _copies() -> bool:
     return torch.equal(out, paged.gathered(slots.view(1, -1), 0, 2).view(-1))
 
 
-def test_without_the_library_plain_torch_is_used_silently(
-    fresh_choice: pytest.MonkeyPatch,
+@pytest.mark.parametrize("requested", [True, False])
+def test_plain_torch_on_request_and_silently_without_the_library(
+    fresh_choice: pytest.MonkeyPatch, requested: bool
 ) -> None:
-    fresh_choice.setattr(library_module, "_library_paths", list)
-    assert ops.implementation() == "torch"
-    assert _copies()
-
-
-def test_plain_torch_on_request(fresh_choice: pytest.MonkeyPatch) -> None:
-    fresh_choice.setenv("KVSHELF_OPS", "torch")
+    if requested:
+        fresh_choice.setenv("KVSHELF_OPS", "torch")
+    else:
+        fresh_choice.setattr(library_module, "_library_paths", list)
     assert ops.implementation() == "torch"
     assert _copies()
 

@@ -12,10 +12,8 @@ import dataclasses
 import functools
 import itertools
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,7 +21,6 @@ import gpu_digests
 from gpu_groups import Engine
 
 from kvshelf.kv import device as device_module
-from kvshelf.kv.ops import library as native
 from tests.native.emulation import Emulation, emulation
 from tests.native.simulated_device import SimulatedEvent, SimulatedStream, SimulatedStreams
 
@@ -66,16 +63,6 @@ def illegal_address(launch: Launch) -> Launch:
         return launch(*arguments)
 
     return failing
-
-
-def crash(launch: Launch) -> Launch:
-    """The first gather ends the process."""
-
-    def crashing(*_: int) -> int:
-        ctypes.string_at(0)
-        return 0
-
-    return crashing
 
 
 def refused(launch: Launch) -> Launch:
@@ -149,19 +136,6 @@ def slow_link(streams: SimulatedStreams) -> Patch:
     return contextlib.nullcontext()
 
 
-@contextlib.contextmanager
-def unloadable() -> Iterator[None]:
-    """The library is no library."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "libkvshelf_ops.so")
-        path.write_bytes(b"\x7fELF, and nothing more")
-        with (
-            mock.patch.object(native, "KERNEL_DEVICES", frozenset({"cpu"})),
-            mock.patch.object(native, "_library_paths", return_value=[path]),
-        ):
-            yield
-
-
 class SlowEngine(Engine):
     """The engine of a simulated device: it does nothing as long as anything else can be done."""
 
@@ -195,10 +169,6 @@ def device() -> Iterator[Engine]:
     name = os.environ.get("SEEDED_FAULT", "")
     if os.environ["KVSHELF_OPS"] != "cuda":
         yield Engine()  # the fallback runs on the CPU
-        return
-    if name == "unloadable":
-        with unloadable():
-            yield Engine()
         return
     emulated = emulation()
     kept = emulated.library

@@ -228,6 +228,10 @@ class SimulatedStreams:
         """Let all other streams overtake this one where they may."""
         self._speeds[self.streams.index(stream)] = 1e-6
 
+    def let_all_be_as_fast(self) -> None:
+        """Make no stream slower than others."""
+        self._speeds = [1.0] * len(self.streams)
+
     def let_engine_be_last(self) -> None:
         """Do what is on the engine's stream only where somebody waits and nothing else is left."""
         with self.changed:

@@ -79,13 +79,13 @@ def test_host_and_device_share_the_tail_of_a_prompt(tmp_path: Path, shards: int)
         ) as rig:
             for layer, cache in enumerate(rig.caches):
                 cache.copy_(torch.arange(layer, layer + cache.numel()).view(cache.shape))
-            assert rig.transfer.store(there) == StoreOutcome.QUEUED
+            assert rig.stores.store(there) == StoreOutcome.QUEUED
             assert rig.transfer.drain(PATIENCE) == 0
             caches = [cache.clone() for cache in rig.caches]
             stored.append([rig.path(tail, shard).read_bytes() for shard in range(shards)])
     assert stored[0] == stored[1]
     with on_device(tmp_path / "host", FakeStreams(), fmt=fmt, native=False) as rig:
-        rig.transfer.load("r", [here])
+        rig.start("r", [here])
         assert rig.finished().failed_at is None
         for cache, old in zip(rig.caches, caches, strict=True):
             expected = torch.zeros_like(cache)
@@ -123,7 +123,7 @@ def test_nothing_is_published_before_it_has_arrived(tmp_path: Path) -> None:
         (item,) = rig.items(make_chunks(rig.fmt, 1), 0)
         rig.fill(item)
         streams.ended.clear()
-        assert rig.transfer.store(item) == StoreOutcome.QUEUED
+        assert rig.stores.store(item) == StoreOutcome.QUEUED
         assert rig.transfer.drain(0.1) == 1
         assert not rig.path(item.chunk, 0).exists()
         streams.ended.set()
@@ -136,7 +136,7 @@ def test_stores_are_dropped_while_the_device_has_no_buffer(tmp_path: Path) -> No
     with on_device(tmp_path, streams, ring=2) as rig:
         items = rig.items(make_chunks(rig.fmt, 4), 0)
         streams.ended.clear()
-        answers = [rig.transfer.store(item) for item in items]
+        answers = [rig.stores.store(item) for item in items]
         assert answers == [
             StoreOutcome.QUEUED,
             StoreOutcome.QUEUED,
@@ -148,7 +148,7 @@ def test_stores_are_dropped_while_the_device_has_no_buffer(tmp_path: Path) -> No
         streams.ended.set()
         assert rig.transfer.drain(PATIENCE) == 0
         assert rig.staging.in_use == 0
-        assert rig.transfer.store(items[2]) == StoreOutcome.QUEUED
+        assert rig.stores.store(items[2]) == StoreOutcome.QUEUED
 
 
 def test_what_a_failed_device_copied_is_not_published(
@@ -162,7 +162,7 @@ def test_what_a_failed_device_copied_is_not_published(
         (item,) = rig.items(make_chunks(rig.fmt, 1), 0)
         streams.ended.clear()
         monkeypatch.setattr(FakeEvent, "synchronize", fail)
-        assert rig.transfer.store(item) == StoreOutcome.QUEUED
+        assert rig.stores.store(item) == StoreOutcome.QUEUED
         assert rig.transfer.drain(PATIENCE) == 0
         assert rig.count("dropped_chunks_unavailable") == 1
         assert rig.staging.in_use == 0
@@ -191,7 +191,7 @@ def test_staging_is_not_given_back_while_a_device_copies_into_it(tmp_path: Path)
         items = rig.items(make_chunks(rig.fmt, 3), 0)
         streams.ended.clear()
         for item in items:
-            assert rig.transfer.store(item) == StoreOutcome.QUEUED
+            assert rig.stores.store(item) == StoreOutcome.QUEUED
         closing_ = threading.Thread(target=rig.transfer.close)
         closing_.start()
         closing_.join(0.2)
@@ -245,8 +245,7 @@ def test_what_goes_to_memory_asks_nothing_of_the_device(
                 got.append(shard)
 
         none, ended = torch.empty(0, dtype=torch.int64), threading.Event()
-        load = rig.transfer.load(
-            "early",
+        load = rig.loads.load(
             [ChunkSlots(chunk, none, Memory()) for chunk in chunks],
             early=True,
             on_done=lambda _: ended.set(),

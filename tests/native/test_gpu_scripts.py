@@ -47,6 +47,7 @@ from kvshelf.kv import ops
 from tests.native.bare_machine import hide_packages
 from tests.native.emulation import emulation
 from tests.native.fake_cudart import fake_cudart
+from tests.support.variants import variants
 
 CPU = torch.device("cpu")
 SCRIPTS = Path(first_light.__file__).parent
@@ -75,6 +76,17 @@ def environment(fault: str = "") -> dict[str, str]:
     emulation()  # builds it, so that no time limit runs meanwhile
     paths = [bare(), str(SCRIPTS), *filter(None, sys.path)]
     return os.environ | {"SEEDED_FAULT": fault, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def python(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run Python as on a bare machine."""
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env=environment() | variables,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
 
 
 def run_part(part: str, out: Path, *options: object, fault: str = "") -> tuple[int, str]:
@@ -188,7 +200,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return of
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", variants(PARTS, {"correctness"}))
 def test_an_honest_part_passes(part: str, honest: Callable[[str], Path]) -> None:
     report = report_of(honest(part), part)
     assert report["state"] == "complete"
@@ -196,6 +208,7 @@ def test_an_honest_part_passes(part: str, honest: Callable[[str], Path]) -> None
     assert set(states.values()) <= {"ok", "not run", "needs a GPU"}, states
 
 
+@pytest.mark.slow
 def test_an_honest_run_passes_but_not_as_one_on_a_gpu(honest: Callable[[str], Path]) -> None:
     folders = [honest(part) for part in PARTS]
     assert verdict(folders)[0] is False
@@ -233,83 +246,48 @@ def test_a_bare_machine_imports_all_that_runs_there() -> None:
         (f"import {', '.join(names)}", ""),
         ("import pydantic", "a bare machine has no module 'pydantic'"),
     ):
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env=environment(),
-            check=False,
-            capture_output=True,
-            text=True,
-        )
+        done = python("-c", code)
         assert bool(done.returncode) is bool(problem), done.stderr
         assert problem in done.stderr
 
 
 @pytest.mark.parametrize(
     ("fault", "group", "why"),
-    [
-        pytest.param(
-            *("unloadable", "kernel_attributes", "KVSHELF_OPS=cuda requires"),
-            marks=pytest.mark.slow,
-        ),
-        ("one_byte", "deep_models", "bytes differ, first at"),
-        pytest.param(
-            *("illegal_address", "forms_dtypes_widths", "illegal memory access"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *("torch_copies", "the_way_to_staging", "not carried out by the library"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("crash", "deep_models", "signal 11", marks=pytest.mark.slow),
-        pytest.param("refused", "deep_models", "left", marks=pytest.mark.slow),
-    ],
-)
-def test_a_faulty_device_never_passes(tmp_path: Path, fault: str, group: str, why: str) -> None:
-    out = tmp_path / "out"
-    code, output = run_part("correctness", out, "--groups", ",".join(FEW), fault=fault)
-    assert code == 1
-    report = report_of(out)
-    assert report["state"] == "complete"
-    assert set(report["groups"]) == set(FEW)
-    assert report["groups"][group]["state"] == "failed"
-    assert why in report["groups"][group]["why"]
-    assert group in output
-    passed, told = judged_with(out, tmp_path)
-    assert not passed
-    assert f"FAILED correctness: {group} failed" in told
-    assert told.splitlines()[-1].startswith("verdict: FAIL, by an emulated device")
-
-
-@pytest.mark.parametrize(
-    ("fault", "group", "why"),
-    [
-        ("unfenced", "loads_behind_the_engine", "blocks that were zeroed before load"),
-        ("elsewhere", "overwritten_blocks", "of blocks that were overwritten"),
-        ("elsewhere", "loads_behind_the_engine", "blocks that were zeroed before load"),
-        ("early", "overwritten_blocks", "of blocks that were overwritten"),
-        ("early", "the_way_to_staging", "staging: "),
-        ("dropped", "the_way_to_staging", "staging: "),
-        ("exposed", "captures_beside_copies", "during capture"),
-        ("lost", "one_head", "loaded by kvshelf: "),
-        ("lost", "from_files", "layer 0 from files: "),
-        ("slow_link", "rates_are_learned", "out 1.0, in 1.0 GB/s, less than 10"),
-        ("lost", "ways_of_loading", "loaded by chunks, all blocks: "),
-        ("first_only", "ways_of_loading", "loaded by objects, all blocks: "),
-        ("stale", "digests", " flipped: "),
-    ],
+    variants(
+        [
+            ("one_byte", "deep_models", "bytes differ, first at"),
+            ("illegal_address", "forms_dtypes_widths", "illegal memory access"),
+            ("torch_copies", "the_way_to_staging", "not carried out by the library"),
+            ("refused", "deep_models", "left"),
+            ("unfenced", "loads_behind_the_engine", "blocks that were zeroed before load"),
+            ("elsewhere", "overwritten_blocks", "of blocks that were overwritten"),
+            ("elsewhere", "loads_behind_the_engine", "blocks that were zeroed before load"),
+            ("early", "overwritten_blocks", "of blocks that were overwritten"),
+            ("early", "the_way_to_staging", "staging: "),
+            ("dropped", "the_way_to_staging", "staging: "),
+            ("exposed", "captures_beside_copies", "during capture"),
+            ("lost", "one_head", "loaded by kvshelf: "),
+            ("lost", "from_files", "layer 0 from files: "),
+            ("slow_link", "rates_are_learned", "out 1.0, in 1.0 GB/s, less than 10"),
+            ("lost", "ways_of_loading", "loaded by chunks, all blocks: "),
+            ("first_only", "ways_of_loading", "loaded by objects, all blocks: "),
+            ("stale", "digests", " flipped: "),
+        ],
+        {
+            ("one_byte", "deep_models", "bytes differ, first at"),
+            ("early", "overwritten_blocks", "of blocks that were overwritten"),
+            ("lost", "from_files", "layer 0 from files: "),
+        },
+    ),
 )
 def test_a_check_finds_what_it_looks_for(tmp_path: Path, fault: str, group: str, why: str) -> None:
     events = tmp_path / "events"
     (part,) = (part for part, groups in PARTS.items() if group in {one.name for one in groups})
-    done = subprocess.run(
-        [
-            *(sys.executable, str(SCRIPTS / "gpu_groups.py"), "--part", part),
-            *("--groups", group, "--events", str(events), "--emulated", str(DEVICE)),
-        ],
-        env=environment(fault) | {"KVSHELF_OPS": "cuda"},
-        check=False,
-        capture_output=True,
-        text=True,
+    done = python(
+        *(SCRIPTS / "gpu_groups.py", "--part", part),
+        *("--groups", group, "--events", events, "--emulated", DEVICE),
+        SEEDED_FAULT=fault,
+        KVSHELF_OPS="cuda",
     )
     # An emulated device that is still at work may end the process in its own way.
     assert done.returncode, done.stderr
@@ -344,7 +322,7 @@ def test_a_part_ends_in_time_and_names_what_it_left_out(tmp_path: Path) -> None:
     assert not judged_with(out, tmp_path)[0]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", variants([signal.SIGKILL, signal.SIGTERM], {signal.SIGTERM}))
 def test_a_killed_part_leaves_a_report_that_says_so(tmp_path: Path, number: int) -> None:
     out = tmp_path / "out"
     few = ("--groups", ",".join(FEW))
@@ -388,6 +366,25 @@ def fake_tool(folder: Path, body: str) -> str:
     return str(tool)
 
 
+def under_tool(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    tool: tuple[list[str], str],
+    limits: dict[str, float],
+) -> tuple[bool, dict[str, Any]]:
+    """Run the last group of a part, that of a tool; whether the part passed, and its result."""
+    monkeypatch.setitem(PARTS, name, PARTS[name][-1:])
+    monkeypatch.setattr(first_light.Part, "_prepare", lambda self: "")
+    monkeypatch.setattr(gpu_tools, "command", lambda *_: tool)
+    box = gpu_box.Box(sys.executable, tmp_path / "work", tmp_path / "pack")
+    out = tmp_path / "out"
+    part = first_light.Part(name, out, box, emulated=None, seconds=60, limits=limits)
+    passed = part.run()
+    (result,) = report_of(out, name)["groups"].values()
+    return passed, result
+
+
 BEGIN = """say '{"event": "begin", "name": "memcheck"}'\n"""
 OK = """say '{"event": "end", "result": {"state": "ok", "served": "cuda", "launches": 1}}'\n"""
 
@@ -408,20 +405,13 @@ OK = """say '{"event": "end", "result": {"state": "ok", "served": "cuda", "launc
 def test_what_a_checking_tool_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str | None, state: str, why: str
 ) -> None:
-    monkeypatch.setitem(PARTS, "correctness", PARTS["correctness"][-1:])
-    monkeypatch.setattr(first_light.Part, "_prepare", lambda self: "")
     tool = ([], "refused") if body is None else ([fake_tool(tmp_path, body)], "")
-    monkeypatch.setattr(gpu_tools, "command", lambda *_: tool)
     asleep = "sleep" in (body or "")
     monkeypatch.setattr(first_light, "_START_SECONDS", 0.1 if asleep and OK not in body else 30)
     monkeypatch.setattr(first_light, "_END_SECONDS", 0.1 if asleep else 30)
-    box = gpu_box.Box(sys.executable, tmp_path / "work", tmp_path / "pack")
     limits = {"memcheck": 5.0 if asleep else 60.0}
-    part = first_light.Part(
-        "correctness", tmp_path / "out", box, emulated=None, seconds=60, limits=limits
-    )
-    assert part.run() is (state != "failed")
-    result = report_of(tmp_path / "out", "correctness")["groups"]["memcheck"]
+    passed, result = under_tool(tmp_path, monkeypatch, "correctness", tool, limits)
+    assert passed is (state != "failed")
     assert result["state"] == state
     assert why in result.get("why", "")
 
@@ -430,15 +420,10 @@ def test_what_a_checking_tool_says(
 def test_ncu_has_to_see_our_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: list[dict[str, str]]
 ) -> None:
-    monkeypatch.setitem(PARTS, "design", PARTS["design"][-1:])
-    monkeypatch.setattr(first_light.Part, "_prepare", lambda self: "")
-    tool = fake_tool(tmp_path, BEGIN.replace("memcheck", "ncu") + OK)
-    monkeypatch.setattr(gpu_tools, "command", lambda *_: ([tool], ""))
+    tool = [fake_tool(tmp_path, BEGIN.replace("memcheck", "ncu") + OK)]
     monkeypatch.setattr(gpu_tools, "ncu_figures", lambda log: kernels)
-    box = gpu_box.Box(sys.executable, tmp_path / "work", tmp_path / "pack")
-    part = first_light.Part("design", tmp_path / "out", box, emulated=None, seconds=60, limits={})
-    assert part.run() is bool(kernels)
-    result = report_of(tmp_path / "out", "design")["groups"]["ncu"]
+    passed, result = under_tool(tmp_path, monkeypatch, "design", (tool, ""), {})
+    assert passed is bool(kernels)
     assert result["state"] == ("ok" if kernels else "failed")
 
 
@@ -477,67 +462,48 @@ def test_good_reports_of_a_gpu_pass(tmp_path: Path) -> None:
     assert lines[-1] == "verdict: PASS (0 failures)"
 
 
-def spoiled_reports() -> dict[str, tuple[Callable[[Reports], object], str]]:
-    def group(reports: Reports, part: str, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = reports[part]["groups"][name]
-        return found
-
-    return {
-        "a part is missing": (lambda r: r.pop("design"), "design: there is no report"),
-        "an emulated device": (
-            lambda r: r["correctness"].update(device="emulated"),
-            "correctness: it ran on a device that is emulated",
-        ),
-        "killed": (lambda r: r["headline"].update(state="running"), "headline: not complete"),
-        "other sources": (lambda r: r["correctness"].update(sources="x"), "of different sources"),
-        "another GPU": (lambda r: r["design"]["machine"].update(gpu="other"), "of different GPUs"),
-        "other groups": (lambda r: r["correctness"]["planned"].pop(), "not those of this version"),
-        "a group is missing": (
-            lambda r: r["correctness"]["groups"].pop("graphs"),
-            "correctness: graphs missing",
-        ),
-        "a group failed": (
-            lambda r: group(r, "correctness", "graphs").update(state="failed", why="why"),
-            "correctness: graphs failed: why",
-        ),
-        "a group was not run": (
-            lambda r: group(r, "correctness", "registered_memory").update(
-                state="not run", why="why"
-            ),
-            "correctness: registered_memory not run: why",
-        ),
-        "a group needs a GPU": (
-            lambda r: group(r, "correctness", "graphs").update(state="needs a GPU", why="why"),
-            "correctness: graphs needs a GPU",
-        ),
-        "torch served": (
-            lambda r: group(r, "correctness", "graphs").update(served="torch"),
-            "correctness: graphs was served by torch, not cuda",
-        ),
-        "torch serves the library's probe": (
-            lambda r: r["correctness"]["library"].update(wheel={"served": "torch"}),
-            "correctness: the kernels of the library wheel did not serve",
-        ),
-        "no kernel was launched": (
-            lambda r: [one.update(launches=0) for one in r["correctness"]["groups"].values()],
-            "correctness: no kernel was launched",
-        ),
-        "no GPU": (
-            lambda r: r["correctness"]["machine"].pop("gpu"),
-            "correctness: it names no GPU",
-        ),
-        "half a report": (
-            lambda r: r["correctness"].pop("state"),
-            "correctness: its report is damaged",
-        ),
-    }
+#: What is wrong: where in the report of a part (correctness, unless it is named), what is different
+#: there (None: it is missing), and what the verdict says.
+SPOILED: dict[str, tuple[str, dict[str, Any] | None, str]] = {
+    "a part is missing": ("design", None, "design: there is no report"),
+    "an emulated device": ("correctness", {"device": "emulated"}, "a device that is emulated"),
+    "killed": ("headline", {"state": "running"}, "headline: not complete"),
+    "other sources": ("correctness", {"sources": "x"}, "of different sources"),
+    "another GPU": ("design/machine", {"gpu": "other"}, "of different GPUs"),
+    "other groups": ("correctness", {"planned": ["graphs"]}, "not those of this version"),
+    "a group is missing": ("groups/graphs", None, "graphs missing"),
+    "a group failed": ("groups/graphs", {"state": "failed", "why": "y"}, "graphs failed: y"),
+    "a group was not run": (
+        "groups/registered_memory",
+        {"state": "not run", "why": "y"},
+        "registered_memory not run: y",
+    ),
+    "a group needs a GPU": ("groups/graphs", {"state": "needs a GPU"}, "graphs needs a GPU"),
+    "torch served": ("groups/graphs", {"served": "torch"}, "graphs was served by torch, not cuda"),
+    "torch serves a probe": ("library/wheel", {"served": "torch"}, "wheel did not serve"),
+    "no kernel was launched": ("groups/*", {"launches": 0}, "no kernel was launched"),
+    "no GPU": ("machine/gpu", None, "it names no GPU"),
+    "half a report": ("state", None, "its report is damaged"),
+}
 
 
-@pytest.mark.parametrize("what", spoiled_reports())
+def spoil(reports: Reports, where: str, change: dict[str, Any] | None) -> None:
+    *path, last = where.split("/")
+    found: Any = reports if {where, *path} & {*PARTS} else reports["correctness"]
+    for name in path:
+        found = found[name]
+    if change is None:
+        del found[last]
+    else:
+        for one in found.values() if last == "*" else [found[last]]:
+            one.update(change)
+
+
+@pytest.mark.parametrize("what", SPOILED)
 def test_whatever_is_wrong_fails(tmp_path: Path, what: str) -> None:
     reports = made_reports()
-    spoil, told = spoiled_reports()[what]
-    spoil(reports)
+    where, change, told = SPOILED[what]
+    spoil(reports, where, change)
     passed, lines = verdict([written(reports, tmp_path / "out")])
     assert not passed
     assert any(line.startswith("FAILED ") and told in line for line in lines), lines
@@ -693,6 +659,7 @@ def test_checks_notice_what_is_wrong(monkeypatch: pytest.MonkeyPatch, wrong: str
         gpu_checks.deep_models(Context(CPU, small=True))
 
 
+@pytest.mark.long
 def test_layouts_are_learned_from_writers_of_their_own() -> None:
     ctx = Context(CPU)
     gpu_checks.layouts_learned_from_torch(ctx)
@@ -708,13 +675,7 @@ ctx = gpu_groups.Context(torch.device("cpu"))
 gpu_checks.learn_all(ctx, gpu_checks.one_by_one(triton_writer.write))
 assert ctx.comparisons == 20
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment() | {"TRITON_INTERPRET": "1"},
-        check=False,
-        text=True,
-        capture_output=True,
-    )
+    done = python("-c", code, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
 
 
@@ -763,6 +724,7 @@ def test_the_kernel_of_vllm_gets_the_pages_of_each_request() -> None:
     assert (whole.object_bytes, whole.block * whole.row) == (4 << 20, 8 << 10)
 
 
+@pytest.mark.alone
 def test_who_keeps_the_gil_is_noticed() -> None:
     def work(step: Callable[[], object]) -> Callable[[], threading.Event]:
         def begin() -> threading.Event:
@@ -1124,6 +1086,7 @@ def test_a_command_that_hangs_is_ended() -> None:
         ("ncu", "exit 0", "it does not run here"),
         ("ncu", 'printf \'%s\' "$CSV" > "$f"', ""),
         ("ncu", "echo ERR_NVGPUCTRPERM; exit 1", "ERR_NVGPUCTRPERM"),
+        ("ncu", None, "there is no ncu"),
     ],
 )
 def test_tools_are_tried_first(
@@ -1131,10 +1094,11 @@ def test_tools_are_tried_first(
     monkeypatch: pytest.MonkeyPatch,
     box: gpu_box.Box,
     tool: str,
-    body: str,
+    body: str | None,
     refused: str,
 ) -> None:
-    program = fake_tool(tmp_path, body.replace('"$f"', str(tmp_path / "log")))
+    log = str(tmp_path / "log")
+    program = None if body is None else fake_tool(tmp_path, body.replace('"$f"', log))
     monkeypatch.setattr(gpu_tools, "_find", lambda name: program)
     monkeypatch.setenv("CSV", NCU)
     found, why = gpu_tools.command(box, tool, tmp_path / "log", 10)
@@ -1143,13 +1107,6 @@ def test_tools_are_tried_first(
     assert bool(found) is not bool(refused)
     if tool == "memcheck":
         assert gpu_tools.environment(box, tool)["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
-
-
-def test_missing_tools_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, box: gpu_box.Box
-) -> None:
-    monkeypatch.setattr(gpu_tools, "_find", lambda name: None)
-    assert gpu_tools.command(box, "ncu", tmp_path / "log", 10) == ([], "there is no ncu")
 
 
 NCU = """==PROF== Connected

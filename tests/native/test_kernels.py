@@ -126,7 +126,7 @@ def check_exactly_once(device: Emulation, case: Case, buffers: Buffers) -> int:
     shards_outside=st.booleans(),
     blocks=st.sampled_from([0, 0, 1, 2, 3, 8]),
 )
-@settings(max_examples=400)
+@settings(max_examples=100)
 def test_every_byte_is_copied_exactly_once(
     case: Case, lead: int, gap: int, shards_outside: bool, blocks: int
 ) -> None:
@@ -303,7 +303,7 @@ def test_one_launch_for_all_layers_and_shards(device: Emulation) -> None:
 
 
 @given(n=st.integers(0, 2**31 - 1), divisor=st.integers(1, 2**31 - 1))
-@settings(max_examples=1000)
+@settings(max_examples=200)
 def test_division_by_multiplication(n: int, divisor: int) -> None:
     device = emulation()
     for value in (n, min(n // divisor * divisor, 2**31 - 1), 2**31 - 1, divisor - 1):

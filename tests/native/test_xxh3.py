@@ -72,7 +72,7 @@ sizes_of_tensors = st.one_of(
     skew=st.sampled_from([0, 16, 1]),
     blocks=st.integers(1, 20),
 )
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_digests_are_those_of_xxhash(
     sizes: list[int], aligned: bool, shards: int, gap: int, skew: int, blocks: int
 ) -> None:
@@ -101,7 +101,7 @@ def test_digests_are_those_of_xxhash(
 
 
 @given(data=st.data(), sizes=st.lists(sizes_of_tensors, min_size=1, max_size=4))
-@settings(max_examples=100)
+@settings(max_examples=40)
 def test_one_bit_anywhere_is_found(data: st.DataObject, sizes: list[int]) -> None:
     size = sum(sizes)
     assume(size)
@@ -124,6 +124,7 @@ def test_one_bit_anywhere_is_found(data: st.DataObject, sizes: list[int]) -> Non
     case.check()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("skew", [0, 1])
 def test_all_sizes_up_to_two_blocks(skew: int) -> None:
     Case(range(2 * KIB + 130), skew=skew).check()

@@ -87,7 +87,7 @@ def compare() -> dict[str, int]:
         gap=st.integers(0, 9),
         outside=st.booleans(),
     )
-    @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
     def compare_random(case: Case, lead: int, gap: int, outside: bool) -> None:
         compare_case(case, lead, gap, outside=outside)
 
@@ -166,7 +166,7 @@ def compile_for_gpus() -> dict[str, int]:
             copy(paged.caches, case.mapping, buffers, paged.layout, *heads)
 
     @given(case=cases(), lead=st.integers(0, 9))
-    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
     def launch_random(case: Case, lead: int) -> None:
         launch(case, lead)
 

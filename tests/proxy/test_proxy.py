@@ -11,8 +11,10 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,11 @@ from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.probes import listen
 from kvshelf.proxy import app as proxy_app
+from kvshelf.proxy import client as proxy_client
 from kvshelf.proxy import durable
 from kvshelf.proxy import server as proxy_server
 from kvshelf.proxy.app import make_app
+from kvshelf.proxy.bodies import ClientRequest
 from kvshelf.proxy.server import make_server
 from kvshelf.proxy.settings import Settings
 from kvshelf.shelf.shelf import Shelf, open_shelf
@@ -69,6 +73,10 @@ class Proxy:
     def post(self, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
         return self.client.post(f"{self.url}{path}", json=ASKING | fields)
 
+    def stream(self, **fields: Any) -> AbstractContextManager[httpx.Response]:
+        """Ask for an answer that is read piece by piece."""
+        return self.client.stream("POST", f"{self.url}/v1/completions", json=ASKING | fields)
+
     def count(self, name: str, **labels: str) -> float:
         """The value of a metric."""
         text = self.client.get(f"{self.admin}/metrics").text
@@ -79,35 +87,32 @@ class Proxy:
 
 
 Sides = tuple[list[StubEngine], list[StubEngine]]
+Serve = Callable[..., AbstractContextManager[Proxy]]
 
 
 @contextlib.contextmanager
-def serving_both(
-    settings: Settings, shelf: Shelf | None = None, connections: int = 100
-) -> Iterator[tuple[str, str]]:
-    """Run a proxy in this process; yields its URL and that of its health and metrics."""
+def serving(
+    sides: Sides,
+    client: httpx.Client,
+    shelf: Shelf | None = None,
+    connections: int = 100,
+    **settings: Any,
+) -> Iterator[Proxy]:
+    """Run a proxy in this process, before these engines unless the settings name others."""
+    prefill, decode = (tuple(engine.url for engine in side) for side in sides)
+    made = Settings(**{"prefill": prefill, "decode": decode} | settings)
     with listen("127.0.0.1", 0) as listener, listen("127.0.0.1", 0) as admin:
-        application = make_app(settings, shelf, admin)
-        server = make_server(application, connections=connections, drain=1)
+        server = make_server(make_app(made, shelf, admin), connections=connections, drain=1)
         urls = [f"http://127.0.0.1:{each.getsockname()[1]}" for each in (listener, admin)]
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         try:
             until(lambda: server.started or not thread.is_alive())
-            yield urls[0], urls[1]
+            yield Proxy(*sides, client, *urls)
         finally:
             server.should_exit = True
             thread.join(WAIT)
             assert not thread.is_alive()
-
-
-@contextlib.contextmanager
-def serving(
-    settings: Settings, shelf: Shelf | None = None, connections: int = 100
-) -> Iterator[str]:
-    """Run a proxy in this process; yields its URL."""
-    with serving_both(settings, shelf, connections) as (url, _):
-        yield url
 
 
 @pytest.fixture
@@ -129,15 +134,16 @@ def client() -> Iterator[httpx.Client]:
         yield client
 
 
-def settings_for(sides: Sides, **more: Any) -> Settings:
-    prefill, decode = ([engine.url for engine in side] for side in sides)
-    return Settings(tuple(prefill), tuple(decode), **more)
+@pytest.fixture
+def serve(sides: Sides, client: httpx.Client) -> Serve:
+    """Runs a proxy before the engines, with settings of its own."""
+    return partial(serving, sides, client)
 
 
 @pytest.fixture
-def proxy(sides: Sides, client: httpx.Client) -> Iterator[Proxy]:
-    with serving_both(settings_for(sides)) as (url, admin):
-        yield Proxy(*sides, client, url, admin)
+def proxy(serve: Serve) -> Iterator[Proxy]:
+    with serve() as proxy:
+        yield proxy
 
 
 def behave(engines: list[StubEngine], behaviour: Behaviour) -> None:
@@ -147,6 +153,19 @@ def behave(engines: list[StubEngine], behaviour: Behaviour) -> None:
 
 def asked(engines: list[StubEngine]) -> list[Any]:
     return [one.body for engine in engines for one in engine.asked]
+
+
+def pauses(go_on: threading.Event) -> Behaviour:
+    """Stream one event, and the rest when the test says so."""
+
+    def behaviour(handler: Handler, body: Any) -> None:
+        handler.begin_stream()
+        handler.put(EVENTS[0])
+        assert go_on.wait(WAIT)
+        handler.put(DONE)
+        handler.end_stream()
+
+    return behaviour
 
 
 # ------------------------------------------------------------------------------- the two legs
@@ -178,16 +197,8 @@ def test_a_stream_comes_through_byte_for_byte(proxy: Proxy) -> None:
 
 def test_events_are_not_held_back(proxy: Proxy) -> None:
     seen = threading.Event()
-
-    def one_by_one(handler: Handler, body: Any) -> None:
-        handler.begin_stream()
-        handler.put(EVENTS[0])
-        assert seen.wait(WAIT)
-        handler.put(DONE)
-        handler.end_stream()
-
-    behave(proxy.decode, one_by_one)
-    with proxy.client.stream("POST", f"{proxy.url}/v1/completions", json=ASKING) as answer:
+    behave(proxy.decode, pauses(seen))
+    with proxy.stream() as answer:
         pieces = answer.iter_raw()
         assert next(pieces) == EVENTS[0]
         seen.set()
@@ -227,11 +238,9 @@ def test_one_token_comes_from_a_decode_engine_when_no_other_is_there(proxy: Prox
     assert proxy.post(max_tokens=1).content == WHOLE
 
 
-def test_without_prefill_engines_requests_go_on_as_they_are(
-    sides: Sides, client: httpx.Client
-) -> None:
-    with serving(replace(settings_for(sides), prefill=())) as url:
-        assert client.post(f"{url}/v1/completions", json=ASKING).content == WHOLE
+def test_without_prefill_engines_requests_go_on_as_they_are(sides: Sides, serve: Serve) -> None:
+    with serve(prefill=()) as proxy:
+        assert proxy.post().content == WHOLE
     assert asked(sides[1]) == [ASKING] and not asked(sides[0])
 
 
@@ -302,7 +311,7 @@ def test_an_answer_that_breaks_off_is_neither_repeated_nor_complete(proxy: Proxy
         handler.break_off()
 
     behave(proxy.decode, half)
-    with proxy.client.stream("POST", f"{proxy.url}/v1/completions", json=ASKING) as answer:
+    with proxy.stream() as answer:
         pieces = answer.iter_raw()
         assert next(pieces) == EVENTS[0]
         with pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
@@ -317,8 +326,8 @@ def test_a_request_that_ends_engines_reaches_two(sides: Sides, client: httpx.Cli
         for engine in more:
             running.enter_context(engine.running())
         every = (sides[0], [*sides[1], *more])
-        with serving(settings_for(every)) as url:
-            answer = client.post(f"{url}/v1/completions", json=ASKING)
+        with serving(every, client) as proxy:
+            answer = proxy.post()
         assert answer.status_code == 502
         assert answer.json()["error"]["type"] == "server_error"
         assert len(asked(every[1])) == 2
@@ -326,11 +335,10 @@ def test_a_request_that_ends_engines_reaches_two(sides: Sides, client: httpx.Cli
 
 def test_engines_that_are_not_there_cost_nothing(sides: Sides, client: httpx.Client) -> None:
     nowhere = [StubEngine(f"nowhere{n}", decodes, port=free_port()) for n in range(3)]
-    settings = settings_for(([*nowhere, *sides[0]], [*nowhere, *sides[1]]))
-    with serving_both(settings) as (url, admin):
+    with serving(([*nowhere, *sides[0]], [*nowhere, *sides[1]]), client) as proxy:
         for _ in range(8):
-            assert client.post(f"{url}/v1/completions", json=ASKING).content == WHOLE
-        health = client.get(f"{admin}/health")
+            assert proxy.post().content == WHOLE
+        health = client.get(f"{proxy.admin}/health")
     assert all(body["kv_transfer_params"] == PARAMS for body in asked(sides[1]))
     assert health.status_code == 200 and health.json()["status"] == "degraded"
 
@@ -345,18 +353,18 @@ def test_without_a_prefill_the_decode_engine_does_it_all(proxy: Proxy, failure: 
 
 def test_prefill_engines_that_are_down_are_left_out(sides: Sides, client: httpx.Client) -> None:
     nowhere = [StubEngine("nowhere", prefills, port=free_port())]
-    with serving(settings_for((nowhere, sides[1]))) as url:
+    with serving((nowhere, sides[1]), client) as proxy:
         for _ in range(2):
-            assert client.post(f"{url}/v1/completions", json=ASKING).content == WHOLE
+            assert proxy.post().content == WHOLE
         # Whoever wants one token gets it all the same.
-        assert client.post(f"{url}/v1/completions", json=ASKING | {"max_tokens": 1}).is_success
+        assert proxy.post(max_tokens=1).is_success
     assert asked(sides[1]).count(ASKING) == 2
 
 
-def test_a_prefill_that_takes_too_long_is_given_up(sides: Sides, client: httpx.Client) -> None:
+def test_a_prefill_that_takes_too_long_is_given_up(sides: Sides, serve: Serve) -> None:
     behave(sides[0], hangs)
-    with serving(settings_for(sides, prefill_timeout=0.05)) as url:
-        assert client.post(f"{url}/v1/completions", json=ASKING).content == WHOLE
+    with serve(prefill_timeout=0.05) as proxy:
+        assert proxy.post().content == WHOLE
     [engine] = [engine for engine in sides[0] if engine.asked]
     assert engine.saw_close.wait(WAIT)
     assert asked(sides[1]) == [ASKING]
@@ -374,12 +382,10 @@ def test_a_prefill_without_params_is_no_handover(proxy: Proxy) -> None:
     assert proxy.count("handovers_total", outcome="nothing") == 3
 
 
-def test_a_decode_engine_that_is_silent_ends_the_request(
-    sides: Sides, client: httpx.Client
-) -> None:
+def test_a_decode_engine_that_is_silent_ends_the_request(sides: Sides, serve: Serve) -> None:
     behave(sides[1], hangs)
-    with serving(settings_for(sides, timeout=0.05)) as url:
-        answer = client.post(f"{url}/v1/completions", json=ASKING)
+    with serve(timeout=0.05) as proxy:
+        answer = proxy.post()
     assert answer.status_code == 504
     assert len(asked(sides[1])) == 1
 
@@ -450,17 +456,56 @@ def test_durable_needs_a_store(proxy: Proxy) -> None:
 
 
 def test_bodies_that_are_too_large_or_no_json_are_refused(
-    sides: Sides, client: httpx.Client
+    sides: Sides, client: httpx.Client, serve: Serve
 ) -> None:
-    with serving(settings_for(sides, max_body_bytes=1000)) as url:
+    with serve(max_body_bytes=1000) as proxy:
         for content in (b"x" * 1001, iter([b"x" * 600] * 2)):
-            answer = client.post(f"{url}/v1/completions", content=content)
+            answer = client.post(f"{proxy.url}/v1/completions", content=content)
             assert answer.status_code == 413
             openai_error(answer)
-        answer = client.post(f"{url}/v1/completions", content=b"x" * 1000)
+        answer = client.post(f"{proxy.url}/v1/completions", content=b"x" * 1000)
         assert answer.status_code == 400
-        assert client.post(f"{url}/v1/completions", json=ASKING).content == WHOLE
+        assert proxy.post().content == WHOLE
     assert len(asked(sides[0])) == 1
+
+
+@pytest.mark.parametrize("work", ["read_request", "prefill_body", "body"])
+def test_work_on_large_bodies_stops_no_other_client(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch, work: str
+) -> None:
+    begun, go_on = threading.Semaphore(0), threading.Event()
+    owner = proxy_app if work == "read_request" else ClientRequest
+    does = getattr(owner, work)
+
+    def slow(first: bytes | ClientRequest, *args: Any, **options: Any) -> Any:
+        if b"large" in (first if isinstance(first, bytes) else first.fields["model"].encode()):
+            begun.release()
+            assert go_on.wait(WAIT)
+        return does(first, *args, **options)
+
+    monkeypatch.setattr(owner, work, slow)
+    asking = ASKING | {"model": "large", "prompt": "x" * 300_000}
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        with httpx.Client(timeout=WAIT, trust_env=False) as client:
+            answers.append(client.post(f"{proxy.url}/v1/completions", json=asking))
+
+    clients = [threading.Thread(target=ask) for _ in range(2)]
+    for one in clients:
+        one.start()
+    try:
+        assert begun.acquire(timeout=WAIT)
+        until(lambda: proxy.count("body_bytes") > 600_000)
+        for _ in range(3):
+            assert proxy.post().content == WHOLE
+        # The other one waits: threads that parse stop all others for as long as each takes.
+        assert not begun.acquire(blocking=False)
+    finally:
+        go_on.set()
+        for one in clients:
+            one.join()
+    assert [answer.content for answer in answers] == [WHOLE] * 2
 
 
 @pytest.mark.parametrize(
@@ -520,15 +565,14 @@ def test_many_who_ask_for_health_ask_the_engines_once(
     assert asked == ["/health"] * 4
 
 
-def test_metrics_name_no_secrets(sides: Sides, client: httpx.Client) -> None:
+def test_metrics_name_no_secrets(sides: Sides, client: httpx.Client, serve: Serve) -> None:
     first, second = (engine.host for engine in sides[1])
     urls = f"http://{first}/secret-1", f"http://{first}/secret-2", f"http://{second}"
-    settings = Settings((), urls)
-    with serving_both(settings) as (url, admin):
+    with serve(prefill=(), decode=urls) as proxy:
         for _ in range(3):
-            client.get(f"{url}/v1/models?secret")
-            client.get(f"{url}/secret?secret")
-        texts = [client.get(f"{admin}/{path}").text for path in ("metrics", "health")]
+            client.get(f"{proxy.url}/v1/models?secret")
+            client.get(f"{proxy.url}/secret?secret")
+        texts = [client.get(f"{proxy.admin}/{path}").text for path in ("metrics", "health")]
     for text in texts:
         assert "secret" not in text
         for engine in (f"{first}#1", f"{first}#2", second):
@@ -573,33 +617,31 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/j
 
 @pytest.mark.usefixtures("protocol")
 @pytest.mark.parametrize("said", [b"", b"POST /v1/comp"], ids=["nothing", "half a head"])
-def test_connections_without_a_request_keep_nobody_out(
-    sides: Sides, client: httpx.Client, said: bytes
-) -> None:
-    with serving(settings_for(sides), connections=20) as url, connected(url, 200, said) as idle:
+def test_connections_without_a_request_keep_nobody_out(said: bytes, serve: Serve) -> None:
+    with serve(connections=20) as proxy, connected(proxy.url, 200, said) as idle:
         for _ in range(3):
-            answer = client.post(f"{url}/v1/completions", json=ASKING)
+            answer = proxy.post()
             assert (answer.status_code, answer.content) == (200, WHOLE)
             # With a new connection.
-            client.close()
-            client = httpx.Client(timeout=WAIT, trust_env=False)
+            proxy.client.close()
+            proxy.client = httpx.Client(timeout=WAIT, trust_env=False)
         for one in idle[:150]:
             assert received(one) == b""
-    client.close()
+    proxy.client.close()
 
 
 @pytest.mark.usefixtures("protocol")
 def test_a_request_whose_head_does_not_come_is_given_up(
-    sides: Sides, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, serve: Serve
 ) -> None:
     monkeypatch.setattr(proxy_server, "_HEAD_SECONDS", 0.5)
     body = json.dumps(ASKING).encode()
     whole = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
     with (
-        serving(settings_for(sides)) as url,
-        connected(url, 1) as [silent],
-        connected(url, 1, HEAD) as [half],
-        connected(url, 1, whole) as [second],
+        serve() as proxy,
+        connected(proxy.url, 1) as [silent],
+        connected(proxy.url, 1, HEAD) as [half],
+        connected(proxy.url, 1, whole) as [second],
     ):
         assert received(silent) == received(half) == b""
         # Half a head after an answer.
@@ -608,10 +650,10 @@ def test_a_request_whose_head_does_not_come_is_given_up(
             second.sendall(HEAD)
         assert received(second).count(b"HTTP/1.1") == 0
         # Byte by byte it is no better.
-        with connected(url, 1) as [dripping]:
+        with connected(proxy.url, 1) as [dripping]:
             dripping.settimeout(0.02)
             until(lambda: ends(dripping))
-        assert client.post(f"{url}/v1/completions", json=ASKING).content == WHOLE
+        assert proxy.post().content == WHOLE
 
 
 def ends(client: socket.socket) -> bool:
@@ -626,59 +668,44 @@ def ends(client: socket.socket) -> bool:
 
 
 @pytest.mark.usefixtures("protocol")
-def test_a_head_has_a_largest_size(sides: Sides, client: httpx.Client) -> None:
-    with serving(settings_for(sides)) as url, connected(url, 1, HEAD) as [endless]:
+def test_a_head_has_a_largest_size(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> None:
+    monkeypatch.setattr(proxy_server, "_HEAD_SECONDS", 1e6)
+    with serve() as proxy, connected(proxy.url, 1, HEAD) as [endless]:
         line = b"a: " + b"b" * 1000 + b"\r\n"
         with contextlib.suppress(ConnectionError):
             for _ in range(10_000):
                 endless.sendall(line)
         assert b" 200 " not in received(endless)
-        assert client.post(f"{url}/v1/completions", json=ASKING).content == WHOLE
+        assert proxy.post().content == WHOLE
 
 
 @pytest.mark.usefixtures("protocol")
 def test_requests_above_the_limit_are_refused_and_those_under_way_go_on(
-    sides: Sides, client: httpx.Client
+    sides: Sides, serve: Serve
 ) -> None:
     go_on = threading.Event()
-
-    def slow(handler: Handler, body: Any) -> None:
-        handler.begin_stream()
-        handler.put(EVENTS[0])
-        assert go_on.wait(WAIT)
-        handler.put(DONE)
-        handler.end_stream()
-
-    behave(sides[1], slow)
-    streaming = ASKING | {"stream": True}
+    behave(sides[1], pauses(go_on))
     with (
-        serving(settings_for(sides), connections=4) as url,
+        serve(connections=4) as proxy,
         contextlib.ExitStack() as opened,
     ):
-        streams = [
-            opened.enter_context(client.stream("POST", f"{url}/v1/completions", json=streaming))
-            for _ in range(3)
-        ]
+        streams = [opened.enter_context(proxy.stream(stream=True)) for _ in range(3)]
         pieces = [stream.iter_raw() for stream in streams]
         assert [next(each) for each in pieces] == [EVENTS[0]] * 3
-        assert client.post(f"{url}/v1/completions", json=ASKING).status_code == 503
+        assert proxy.post().status_code == 503
         # The same with connections that say nothing beside them.
-        with connected(url, 50):
-            assert client.post(f"{url}/v1/completions", json=ASKING).status_code == 503
+        with connected(proxy.url, 50):
+            assert proxy.post().status_code == 503
         go_on.set()
         assert [b"".join(each) for each in pieces] == [DONE] * 3
         behave(sides[1], decodes)
-        assert client.post(f"{url}/v1/completions", json=ASKING).content == WHOLE
+        assert proxy.post().content == WHOLE
 
 
-def test_bodies_of_all_requests_have_a_largest_size_together(
-    sides: Sides, client: httpx.Client
-) -> None:
-    settings = settings_for(sides, max_held_bytes=1 << 20)
-    with serving_both(settings) as (url, admin):
-        proxy = Proxy(*sides, client, url, admin)
+def test_bodies_of_all_requests_have_a_largest_size_together(serve: Serve) -> None:
+    with serve(max_held_bytes=1 << 20) as proxy:
         part = HEAD + b"Content-Length: 1000000\r\n\r\n" + b" " * 999_000
-        with connected(url, 1, part):
+        with connected(proxy.url, 1, part):
             until(lambda: proxy.count("body_bytes") == 999_000)
             answer = proxy.post(user="x" * 60_000)
             assert answer.status_code == 503
@@ -689,6 +716,16 @@ def test_bodies_of_all_requests_have_a_largest_size_together(
         until(lambda: proxy.count("body_bytes") == 0)
         assert proxy.post(user="x" * 60_000).content == WHOLE
         assert proxy.count("body_bytes") == 0
+
+
+def test_a_body_that_does_not_come_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, serve: Serve
+) -> None:
+    monkeypatch.setattr(proxy_client, "_BODY_SECONDS", 0.5)
+    part = HEAD + b"Content-Length: 1000\r\n\r\n" + b" " * 10
+    with serve() as proxy, connected(proxy.url, 1, part) as [slow]:
+        assert received(slow).startswith(b"HTTP/1.1 408 ")
+        until(lambda: proxy.count("body_bytes") == 0)
 
 
 def test_the_files_that_connections_need_are_allowed_or_there_are_fewer() -> None:
@@ -755,22 +792,15 @@ def last_chunk(of: Namespace, tail: int, salt: str = "") -> Chunk:
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_durable_waits_for_the_final_key(
-    sides: Sides,
-    client: httpx.Client,
-    shelf: Shelf,
-    of: Namespace,
-    tail: int,
-    salt: str,
-    stream: bool,
+    sides: Sides, shelf: Shelf, of: Namespace, tail: int, salt: str, stream: bool, serve: Serve
 ) -> None:
     chunk = last_chunk(of, tail, salt)
     behave(sides[0], promise(of, chunk, tail))
     answers: list[httpx.Response] = []
-    with serving(settings_for(sides, durable_wait=WAIT), shelf) as url:
+    with serve(shelf, durable_wait=WAIT) as proxy:
 
         def ask() -> None:
-            fields = {"durable": True, "stream": stream, "cache_salt": salt}
-            answers.append(client.post(f"{url}/v1/completions", json=ASKING | fields))
+            answers.append(proxy.post(durable=True, stream=stream, cache_salt=salt))
 
         asking = threading.Thread(target=ask)
         asking.start()
@@ -789,37 +819,38 @@ def test_durable_waits_for_the_final_key(
 
 
 def test_the_last_event_waits_and_the_others_do_not(
-    sides: Sides, client: httpx.Client, shelf: Shelf
+    sides: Sides, shelf: Shelf, serve: Serve
 ) -> None:
     chunk = last_chunk(namespace(), 5)
     behave(sides[0], promise(namespace(), chunk, 5))
-    with serving(settings_for(sides, durable_wait=WAIT), shelf) as url:
-        body = ASKING | {"durable": True, "stream": True}
-        with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
-            pieces = answer.iter_raw()
-            seen = b""
-            while seen != b"".join(EVENTS):
-                seen += next(pieces)
-            publish(shelf, namespace(), chunk)
-            assert b"".join(pieces) == b": kvshelf-durable: true\n\n" + DONE
+    with (
+        serve(shelf, durable_wait=WAIT) as proxy,
+        proxy.stream(durable=True, stream=True) as answer,
+    ):
+        pieces = answer.iter_raw()
+        seen = b""
+        while seen != b"".join(EVENTS):
+            seen += next(pieces)
+        publish(shelf, namespace(), chunk)
+        assert b"".join(pieces) == b": kvshelf-durable: true\n\n" + DONE
 
 
-def test_a_broken_promise_ends_the_wait(sides: Sides, client: httpx.Client, shelf: Shelf) -> None:
+def test_a_broken_promise_ends_the_wait(sides: Sides, shelf: Shelf, serve: Serve) -> None:
     of = namespace()
     publish(shelf, of, last_chunk(of, 0))
     shelf.view(ObjectFormat(of)).give_up(PARAMS["kvshelf_attempt"])
     behave(sides[0], promise(of, last_chunk(of, 5), 5))
-    with serving(settings_for(sides, durable_wait=1e6), shelf) as url:
-        answer = client.post(f"{url}/v1/completions", json=ASKING | {"durable": True})
+    with serve(shelf, durable_wait=1e6) as proxy:
+        answer = proxy.post(durable=True)
     assert (answer.content, answer.headers["kvshelf-durable"]) == (WHOLE, "false")
 
 
-def test_kv_that_does_not_come_is_told(sides: Sides, client: httpx.Client, shelf: Shelf) -> None:
+def test_kv_that_does_not_come_is_told(sides: Sides, shelf: Shelf, serve: Serve) -> None:
     of = namespace()
-    with serving(settings_for(sides, durable_wait=0.05), shelf) as url:
+    with serve(shelf, durable_wait=0.05) as proxy:
 
         def told() -> str:
-            answer = client.post(f"{url}/v1/completions", json=ASKING | {"durable": True})
+            answer = proxy.post(durable=True)
             assert answer.content == WHOLE
             return answer.headers["kvshelf-durable"]
 
@@ -838,24 +869,24 @@ def test_kv_that_does_not_come_is_told(sides: Sides, client: httpx.Client, shelf
         assert told() == "false"
         # An error of the engine is not withheld.
         behave(sides[1], fails(400))
-        answer = client.post(f"{url}/v1/completions", json=ASKING | {"durable": True})
+        answer = proxy.post(durable=True)
         assert answer.status_code == 400 and "kvshelf-durable" not in answer.headers
 
 
 def test_namespaces_that_are_not_asked_for_any_more_take_no_threads(
-    sides: Sides, client: httpx.Client, shelf: Shelf
+    sides: Sides, shelf: Shelf, serve: Serve
 ) -> None:
     def waiting_threads() -> int:
         return sum(thread.name.startswith("kvshelf-wait") for thread in threading.enumerate())
 
     before = waiting_threads()
-    with serving(settings_for(sides, durable_wait=WAIT), shelf) as url:
+    with serve(shelf, durable_wait=WAIT) as proxy:
         # The first one is asked for once more when its threads are gone.
         for number in (*range(durable._MOST_IDLE + 4), 0):
             of = namespace(weights=f"user:{number}")
             publish(shelf, of, last_chunk(of, 5))
             behave(sides[0], promise(of, last_chunk(of, 5), 5))
-            answer = client.post(f"{url}/v1/completions", json=ASKING | {"durable": True})
+            answer = proxy.post(durable=True)
             assert answer.headers["kvshelf-durable"] == "true"
         until(lambda: waiting_threads() - before <= durable._MOST_IDLE)
     until(lambda: waiting_threads() == before)
@@ -884,15 +915,7 @@ def command(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 def test_the_command_ends_after_its_requests(sides: Sides, client: httpx.Client) -> None:
     go_on = threading.Event()
-
-    def slow(handler: Handler, body: Any) -> None:
-        handler.begin_stream()
-        handler.put(EVENTS[0])
-        assert go_on.wait(WAIT)
-        handler.put(DONE)
-        handler.end_stream()
-
-    behave(sides[1], slow)
+    behave(sides[1], pauses(go_on))
     arguments = [
         argument
         for option, side in zip(("--prefill", "--decode"), sides, strict=True)
@@ -919,6 +942,15 @@ def test_the_command_ends_after_its_requests(sides: Sides, client: httpx.Client)
         assert process.stderr is not None
         said = process.stderr.read()
     assert said == "", said
+
+
+def test_the_command_takes_bodies_of_8_mib_at_most() -> None:
+    part = HEAD + b"Content-Length: %d\r\n\r\n" % ((8 << 20) + 1)
+    with (
+        command("--decode", "http://127.0.0.1:1") as (_, url),
+        connected(url, 1, part) as [large],
+    ):
+        assert received(large).startswith(b"HTTP/1.1 413 ")
 
 
 def test_prompts_are_not_logged(sides: Sides, client: httpx.Client) -> None:

@@ -14,10 +14,10 @@ import pytest
 
 from kvshelf.shelf.shelf import open_shelf
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "models"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "disaggregated"))
 from make_model import make_model
-from processes import Store, engines, metrics, proxy
+from processes import engines, metrics, proxy
 
 from tests.support.servers import free_port
 from tests.support.waiting import until
@@ -58,8 +58,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     shelf.mkdir()
     roles = ["kv_producer", "kv_consumer"]
     with (
-        engines(roles, model, Store(str(shelf), {}), root) as urls,
-        proxy(urls[:1], urls[1:], root / "proxy.log", store=str(shelf)) as fronts,
+        engines(roles, model, str(shelf), root) as urls,
+        proxy(urls[:1], urls[1:], root / "proxy.log", "--store", str(shelf)) as fronts,
         httpx.Client(timeout=120, trust_env=False) as client,
     ):
         found = Cluster(*urls, *fronts, shelf, client)

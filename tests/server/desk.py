@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from kvshelf.server.messages import Call, Failed, Fetch, Find, LookUpChunks, Rea
 from kvshelf.server.service import Service
 from kvshelf.shelf.shelf import Shelf
 from tests.support.formats import sealed
+from tests.support.storages import CountingBackend, Fault, FaultyBackend
 from tests.support.waiting import AT_ONCE, PATIENCE
 
 
@@ -38,7 +40,10 @@ def put(shelf: Path, fmt: ObjectFormat, chunk: Chunk, shard: int = 0) -> str:
 
 
 class Desk:
-    """A service, the answers that it gave, and a clock that only the test moves."""
+    """A service, the answers that it gave, and a clock that only the test moves.
+
+    Calls of the storage are counted (`counts`), and meet the faults of `faults`.
+    """
 
     def __init__(
         self,
@@ -51,16 +56,26 @@ class Desk:
         self.now = 0.0
         self.posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.told: list[tuple[bytes, str, Sequence[str]]] = []
-        self.shelf = Shelf(GuardedBackend(backend, deadlines, AT_ONCE))
+        self.faults = FaultyBackend(backend)
+        counting = CountingBackend(self.faults)
+        self.counts = counting.counts
+        self.shelf = Shelf(GuardedBackend(counting, deadlines, AT_ONCE))
         self.arena = Arena(arena_bytes, shared=True)
         self.service = Service(
             self.shelf,
             self.arena,
             post=self.posted.put,
-            tell=lambda *what: self.told.append(what),
+            notify=lambda *what: self.told.append(what),
             clock=lambda: self.now,
             **options,
         )
+
+    def hold(self, *operations: str) -> threading.Event:
+        """Let calls of the storage wait for the event."""
+        gate = threading.Event()
+        for operation in operations:
+            self.faults.add(Fault(operation, wait=gate))
+        return gate
 
     def run_until(self, condition: Callable[[], bool]) -> None:
         """Run what is posted until the condition holds."""

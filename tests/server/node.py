@@ -37,7 +37,7 @@ class LocalServer:
         self.arena = Arena(arena_bytes, shared=True)
         self.loop = Loop(self.url)
         self.service = Service(
-            self.shelf, self.arena, post=self.loop.post, tell=self.loop.tell, **options
+            self.shelf, self.arena, post=self.loop.post, notify=self.loop.notify, **options
         )
         self._thread = threading.Thread(
             target=self.loop.run,

@@ -140,7 +140,7 @@ class MemoryService:
             done(Result(b"x" * (1 << 20)))
         elif name == "watch":
             done(Done())
-            self.loop.tell(client, "folder", ["a", "b"])
+            self.loop.notify(client, "folder", ["a", "b"])
         else:
             done(Result([method, list(args), data]))
 

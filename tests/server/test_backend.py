@@ -5,10 +5,11 @@ from __future__ import annotations
 import select
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +131,14 @@ class Setting:
 
 
 @pytest.fixture
-def setting(tmp_path: Path) -> Iterator[Setting]:
+def make_setting(tmp_path: Path) -> Iterator[Callable[..., Setting]]:
     with ExitStack() as stack:
-        yield Setting(tmp_path, stack)
+        yield partial(Setting, tmp_path, stack)
+
+
+@pytest.fixture
+def setting(make_setting: Callable[..., Setting]) -> Setting:
+    return make_setting()
 
 
 # ------------------------------------------------------------------------------ the server works
@@ -191,28 +197,28 @@ def test_what_was_expected_is_leased_and_the_rest_is_given_back(
     assert setting.stats()["read_objects"] == 3
 
 
-def test_expectations_take_a_small_part_of_the_memory(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        setting = Setting(tmp_path, stack, arena_bytes=256 << 10)
-        setting.place(*range(8))
-        shelf = setting.connect()
-        shelf.view(setting.fmt).expect(setting.chunks[:8], (0,))
-        few = (256 << 10) // 8 // setting.fmt.object_size(0)
-        until(lambda: setting.stats()["leases"] == few)
-        for index in range(8):
-            assert setting.borrowed(shelf, index) == setting.image(index)
-        until(lambda: setting.stats()["leases"] == 0)
+def test_expectations_take_a_small_part_of_the_memory(make_setting: Callable[..., Setting]) -> None:
+    setting = make_setting(arena_bytes=256 << 10)
+    setting.place(*range(8))
+    shelf = setting.connect()
+    shelf.view(setting.fmt).expect(setting.chunks[:8], (0,))
+    few = (256 << 10) // 8 // setting.fmt.object_size(0)
+    until(lambda: setting.stats()["leases"] == few)
+    for index in range(8):
+        assert setting.borrowed(shelf, index) == setting.image(index)
+    until(lambda: setting.stats()["leases"] == 0)
 
 
-def test_objects_too_large_for_the_memory_come_in_messages(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        fmt = make_format(chunk_size=2048)
-        setting = Setting(tmp_path, stack, arena_bytes=64 << 10, fmt=fmt)
-        setting.place(0)
-        shelf = setting.connect()
-        assert shelf.view(fmt).pin(setting.ref(0)) is None
-        assert fmt.object_size(0) > 64 << 10
-        assert setting.loaded(shelf, 0) == setting.image(0)
+def test_objects_too_large_for_the_memory_come_in_messages(
+    make_setting: Callable[..., Setting],
+) -> None:
+    fmt = make_format(chunk_size=2048)
+    setting = make_setting(arena_bytes=64 << 10, fmt=fmt)
+    setting.place(0)
+    shelf = setting.connect()
+    assert shelf.view(fmt).pin(setting.ref(0)) is None
+    assert fmt.object_size(0) > 64 << 10
+    assert setting.loaded(shelf, 0) == setting.image(0)
 
 
 def test_memory_that_a_device_cannot_read_is_copied_from(setting: Setting) -> None:
@@ -255,19 +261,6 @@ def test_a_gpu_reads_from_memory_that_is_page_locked_in_pieces(
         loan = None
 
 
-def test_a_gpu_copies_from_memory_that_cannot_be_page_locked(
-    setting: Setting, caplog: pytest.LogCaptureFixture
-) -> None:
-    with fake_cudart() as runtime:
-        runtime.reads_only = False
-        setting.place(0)
-        shelf = setting.connect(in_place=False, device=torch.device("cuda", 0))
-        until(lambda: "a GPU gets its objects by way of other memory" in caplog.text)
-        view = shelf.view(setting.fmt)
-        assert view.pin(setting.ref(0)) is None
-        assert setting.loaded(shelf, 0) == setting.image(0)
-
-
 class NoAnswer(Future[Any]):
     """An answer that does not come in time."""
 
@@ -277,60 +270,48 @@ class NoAnswer(Future[Any]):
         raise TimeoutError
 
 
-def test_what_finds_no_room_in_time_is_read_past_the_memory(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
+def refusal() -> Future[Any]:
+    full: Future[Any] = Future()
+    full.set_exception(NoSpaceStorageError("the server's memory is full"))
+    return full
+
+
+@pytest.mark.parametrize("answer", [NoAnswer(), refusal()], ids=["in time", "at all"])
+def test_what_the_server_has_no_memory_for_is_read_past_it(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, answer: Future[Any]
 ) -> None:
-    """A server without room is no storage that fails."""
+    """A server whose memory is full is no storage that fails."""
     shelf = setting.connect()
     setting.publish(shelf, 0)
-    view = shelf.view(setting.fmt)
-    answer = NoAnswer()
     monkeypatch.setattr(Channel, "fetch", lambda *_: [answer])
-    assert view.pin(setting.ref(0)) is None
-    # Later than the server itself would say that its storage is late, and in time for the guard.
-    deadlines, size = shelf.backend.deadlines, setting.fmt.object_size(0)
-    served = setting.server.shelf.backend.deadlines
-    assert served.to_read(size) < answer.waited < deadlines.to_read(size)
-    assert answer.cancelled()
+    assert shelf.view(setting.fmt).pin(setting.ref(0)) is None
+    if isinstance(answer, NoAnswer):
+        # Later than the server itself would say that its storage is late, and in time for the
+        # guard.
+        deadlines, size = shelf.backend.deadlines, setting.fmt.object_size(0)
+        served = setting.server.shelf.backend.deadlines
+        assert served.to_read(size) < answer.waited < deadlines.to_read(size)
+        assert answer.cancelled()
     assert setting.loaded(shelf, 0) == setting.image(0)
     assert shelf.available
 
 
-def test_what_the_server_has_no_room_for_is_read_past_the_memory(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_objects_are_expected_with_few_messages(make_setting: Callable[..., Setting]) -> None:
+    setting = make_setting(arena_bytes=64 << 20)
+    setting.chunks = make_chunks(setting.fmt, 100)
+    setting.place(*range(100))
     shelf = setting.connect()
-    setting.publish(shelf, 0)
     view = shelf.view(setting.fmt)
-
-    def fetch(*_: object) -> list[Future[Any]]:
-        full: Future[Any] = Future()
-        full.set_exception(NoSpaceStorageError("the server's memory is full"))
-        return [full]
-
-    monkeypatch.setattr(Channel, "fetch", fetch)
-    assert view.pin(setting.ref(0)) is None
-    assert setting.loaded(shelf, 0) == setting.image(0)
-    assert shelf.available
-
-
-def test_many_objects_are_expected_with_few_messages(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        setting = Setting(tmp_path, stack, arena_bytes=64 << 20)
-        setting.chunks = make_chunks(setting.fmt, 100)
-        setting.place(*range(100))
-        shelf = setting.connect()
-        view = shelf.view(setting.fmt)
-        view.find([setting.ref(0)])
-        before = setting.server.loop.stats()["requests"]
-        view.expect(setting.chunks, (0,))
-        until(lambda: setting.stats()["leases"] == 32)
-        loans = [view.pin(setting.ref(index)) for index in range(100)]
-        assert setting.server.loop.stats()["requests"] - before <= 10
-        for loan in loans:
-            assert loan is not None and loan.valid()
-            loan.release()
-        until(lambda: setting.stats()["leases"] == 0)
+    view.find([setting.ref(0)])
+    before = setting.server.loop.stats()["requests"]
+    view.expect(setting.chunks, (0,))
+    until(lambda: setting.stats()["leases"] == 32)
+    loans = [view.pin(setting.ref(index)) for index in range(100)]
+    assert setting.server.loop.stats()["requests"] - before <= 10
+    for loan in loans:
+        assert loan is not None and loan.valid()
+        loan.release()
+    until(lambda: setting.stats()["leases"] == 0)
 
 
 def test_a_bad_object_is_moved_aside_and_replaced(setting: Setting) -> None:
@@ -381,7 +362,7 @@ def test_a_client_deletes_old_markers_through_the_server(setting: Setting) -> No
     walk.begin(view)
     walk.wrote(view, own)
     until(lambda: walk.step() >= 0 and view.gave_up([own, other]) == [False, False])
-    assert walk.make_room() == 0
+    assert walk.free_space() == 0
     assert temporary.exists()
 
 

@@ -149,15 +149,6 @@ def test_leases_that_nobody_wants_are_given_back(tmp_path: Path) -> None:
         ping(client)
 
 
-def test_the_end_of_a_session_gives_up_what_was_looked_up(tmp_path: Path) -> None:
-    with serving(tmp_path) as (url, _, service), channel(url) as client:
-        service.put("a", b"hello")
-        client.request(LookUpChunks("r", [["a"]])).result(SECONDS)
-        assert service.pins.total() == 1
-        client.end_session("r")
-        until(lambda: not service.pins)
-
-
 def test_what_the_server_says_unasked_reaches_the_callbacks(tmp_path: Path) -> None:
     with serving(tmp_path) as (url, loop, _), channel(url) as client:
         notices: list[Notice] = []
@@ -273,7 +264,7 @@ def test_the_memory_of_a_later_server_is_page_locked_too(tmp_path: Path) -> None
         until(lambda: not runtime.registered)
         with serving(tmp_path) as (url, _, service):
             service.put("a", b"hello")
-            until(lambda: client.page_locked)
+            until(lambda: client.connected and client.page_locked)
             lent = fetch(client, "a")
             assert runtime.holds(lent.view)
             lent.release()

@@ -28,6 +28,7 @@ class Asked:
     """What a server says of itself, as the test wants it."""
 
     def __init__(self, desk: Desk, counters: Counters) -> None:
+        self.desk = desk
         self.well = True
         self.found: str | None = None
         self.health = Health(
@@ -82,6 +83,19 @@ def test_the_page_lists_exactly_the_metrics(asked: Asked) -> None:
         f"{family.name}_total" if family.type == "counter" else family.name for family in families
     }
     assert listed == shown
+
+
+def test_what_the_storage_is_asked_for_is_timed(asked: Asked) -> None:
+    (other,) = make_chunks(FMT, 1, 7)
+    asked.desk.ask("find", b"a" * 16, [name_of(FMT, other)], [FMT.object_size(0)])
+    families = text_string_to_metric_families(asked.get("/metrics")[1])
+    counts = {
+        sample.labels["operation"]: sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == "kvshelf_server_operation_duration_seconds_count"
+    }
+    assert counts == {"publish": 1, "probe": 1, "read": 1}
 
 
 def test_clients_that_send_slowly_take_one_thread_together(asked: Asked) -> None:

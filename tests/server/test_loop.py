@@ -70,6 +70,11 @@ class RawClient:
             return None
         return messages.decode_reply(memoryview(self.socket.recv()))
 
+    def answer(self) -> tuple[int, Reply]:
+        received = self.receive()
+        assert received is not None
+        return received
+
     def close(self) -> None:
         if self.session is not None:
             self.session.close()
@@ -149,8 +154,7 @@ def test_leases_of_others_cannot_be_ended(tmp_path: Path) -> None:
     with serving(tmp_path) as (url, _, service), raw(url) as one, raw(url) as other:
         service.put("x", b"hello")
         one.send(Fetch("r", ["x"], [OBJECT_BYTES]))
-        received = one.receive()
-        assert received is not None
+        received = one.answer()
         assert isinstance(received[1], Fetched)
         (ready,) = received[1].outcomes
         assert isinstance(ready, Ready)
@@ -180,8 +184,7 @@ def test_malformed_requests_are_answered_by_a_fault(tmp_path: Path) -> None:
         ]
         for number, body in enumerate(bodies):
             client.socket.send(client.token + number.to_bytes(8, "little") + body)
-            answer = client.receive()
-            assert answer is not None, body[:20]
+            answer = client.answer()
             assert answer[0] == number
             assert isinstance(answer[1], Fault)
         assert not service.objects
@@ -217,15 +220,13 @@ def test_requests_without_an_answer_are_bounded(
         for number in range(1, 11):
             client.send(Call("read", ["never"]), number)
         client.send(Ping(), 11)
-        answer = client.receive()
-        assert answer is not None
+        answer = client.answer()
         assert answer[0] == 11
         assert isinstance(answer[1], Fault)
         assert "10 answers" in answer[1].text
         until(lambda: len(service.held_back) == 10)
         service.loop.post(service.held_back.pop())
-        received = client.receive()
-        assert received is not None
+        received = client.answer()
         assert received[1] == Done()
         client.send(Ping(), 12)
         assert client.receive() == (12, Done())
@@ -242,16 +243,14 @@ def test_bytes_of_requests_without_an_answer_are_bounded(tmp_path: Path) -> None
         # With what is around each, the 64th is more than 64 MiB.
         for number in range(1, 65):
             client.send(call, number)
-        received = client.receive()
-        assert received is not None
+        received = client.answer()
         assert received[0] == 64
         assert isinstance(received[1], Fault)
         assert received[1].kind == "TransientStorageError"
         assert len(service.held_back) == 63
         # An answer makes room for one more.
         loop.post(service.held_back.pop())
-        received = client.receive()
-        assert received is not None
+        received = client.answer()
         assert received[1] == Done()
         client.send(call, 65)
         until(lambda: len(service.held_back) == 63)
@@ -269,8 +268,7 @@ def test_a_fetch_counts_until_its_last_answer(
         client.send(Fetch("r", [], []), 9)
         for number in range(1, 4):
             client.send(fetch, number)
-            received = client.receive()
-            assert received is not None
+            received = client.answer()
             assert isinstance(received[1], Fetched)
             assert len(received[1].outcomes) == 10
 

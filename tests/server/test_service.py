@@ -9,12 +9,11 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
-from kvshelf.backends import Backend
-from kvshelf.errors import ConfigError, NoRoomError, TransientStorageError
+from kvshelf.errors import BoundReachedError, ConfigError, TransientStorageError
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.server.messages import (
@@ -33,7 +32,7 @@ from kvshelf.tiers.disk_tier import DiskTier
 from tests.server.desk import Desk, name_of, put
 from tests.support.formats import make_format, sealed
 from tests.support.prompts import make_chunks
-from tests.support.storages import CountingBackend, Fault, FaultyBackend, posix
+from tests.support.storages import Fault, posix
 from tests.support.waiting import SOON
 
 FMT = make_format()
@@ -41,12 +40,20 @@ SIZE = FMT.object_size(0)
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
 
 
+MakeDesk: TypeAlias = Callable[..., Desk]
+
+
 @pytest.fixture
-def make_desk(tmp_path: Path) -> Iterator[Callable[..., Desk]]:
+def shelf(tmp_path: Path) -> Path:
+    return tmp_path / "shelf"
+
+
+@pytest.fixture
+def make_desk(shelf: Path) -> Iterator[MakeDesk]:
     desks: list[Desk] = []
 
-    def make(backend: Backend | None = None, *args: Any, **options: Any) -> Desk:
-        desk = Desk(backend or posix(tmp_path / "shelf"), *args, **options)
+    def make(*args: Any, **options: Any) -> Desk:
+        desk = Desk(posix(shelf), *args, **options)
         desks.append(desk)
         desk.service.register(FMT.namespace.encoded)
         return desk
@@ -56,13 +63,13 @@ def make_desk(tmp_path: Path) -> Iterator[Callable[..., Desk]]:
         desk.close()
 
 
-def test_several_stores_of_one_object_are_one(
-    make_desk: Callable[..., Desk], tmp_path: Path
-) -> None:
-    gate = threading.Event()
-    faulty = FaultyBackend(posix(tmp_path / "shelf"), Fault("write", wait=gate))
-    counting = CountingBackend(faulty)
-    desk = make_desk(counting)
+@pytest.fixture
+def desk(make_desk: MakeDesk) -> Desk:
+    return make_desk()
+
+
+def test_several_stores_of_one_object_are_one(desk: Desk) -> None:
+    gate = desk.hold("write")
     (chunk,) = make_chunks(FMT, 1)
     name, data = name_of(FMT, chunk), sealed(FMT, chunk)
     replies: list[Any] = []
@@ -71,61 +78,51 @@ def test_several_stores_of_one_object_are_one(
     gate.set()
     desk.run_until(lambda: len(replies) == 3)
     assert replies == [Stored("created"), Stored("existed"), Stored("existed")]
-    assert counting.counts["write"] == 1
+    assert desk.counts["write"] == 1
 
 
-def test_the_bytes_that_are_verified_are_those_that_are_published(
-    make_desk: Callable[..., Desk], tmp_path: Path
-) -> None:
+def test_the_bytes_that_are_verified_are_those_that_are_published(desk: Desk, shelf: Path) -> None:
     # A client may change its segment at any time, also between two looks of the server at it.
-    gate = threading.Event()
-    faulty = FaultyBackend(posix(tmp_path / "shelf"), Fault("write", wait=gate))
-    counting = CountingBackend(faulty)
-    desk = make_desk(counting)
+    gate = desk.hold("write")
     (chunk,) = make_chunks(FMT, 1)
     name, data = name_of(FMT, chunk), sealed(FMT, chunk)
     segment = bytearray(data)
     replies: list[Any] = []
     desk.begin_store(A, name, segment, replies=replies)
-    desk.run_until(lambda: counting.counts["write"] == 1)
+    desk.run_until(lambda: desk.counts["write"] == 1)
     segment[:] = bytes(len(segment))
     gate.set()
     desk.run_until(lambda: bool(replies))
     assert replies == [Stored("created")]
-    assert (tmp_path / "shelf" / name).read_bytes() == data
+    assert (shelf / name).read_bytes() == data
     assert desk.bytes_of(desk.fetch(B, [name], [SIZE])[0]) == data
 
 
-def test_find_asks_memory_first_and_the_shelf_for_the_rest(
-    make_desk: Callable[..., Desk], tmp_path: Path
-) -> None:
-    counting = CountingBackend(posix(tmp_path / "shelf"))
-    desk = make_desk(counting)
+def test_find_asks_memory_first_and_the_shelf_for_the_rest(desk: Desk, shelf: Path) -> None:
     chunks = make_chunks(FMT, 3)
     names = [name_of(FMT, chunk) for chunk in chunks]
     desk.store(A, names[0], sealed(FMT, chunks[0]))
-    put(tmp_path / "shelf", FMT, chunks[1])
-    counting.counts.clear()
+    put(shelf, FMT, chunks[1])
+    desk.counts.clear()
     assert desk.ask("find", A, names, [SIZE] * 3) == FoundSizes([SIZE, SIZE, MISSING])
-    assert counting.counts["stat"] == 1
-    assert counting.counts["stat_names"] == 2
+    assert desk.counts["stat"] == 1
+    assert desk.counts["stat_names"] == 2
 
 
 def test_a_lookup_counts_leading_chunks_and_reads_what_only_the_shelf_has(
-    make_desk: Callable[..., Desk], tmp_path: Path
+    desk: Desk, shelf: Path
 ) -> None:
-    desk = make_desk()
     chunks = make_chunks(FMT, 5)
     chains = [[name_of(FMT, chunk, shard) for shard in range(FMT.shards)] for chunk in chunks]
     for chunk in chunks[:2]:
         for shard in range(FMT.shards):
             desk.store(A, name_of(FMT, chunk, shard), sealed(FMT, chunk, shard))
-    put(tmp_path / "shelf", FMT, chunks[2], 0)
-    put(tmp_path / "shelf", FMT, chunks[2], 1)
+    put(shelf, FMT, chunks[2], 0)
+    put(shelf, FMT, chunks[2], 1)
     # One shard of the next is missing.
-    put(tmp_path / "shelf", FMT, chunks[3], 0)
-    put(tmp_path / "shelf", FMT, chunks[4], 0)
-    put(tmp_path / "shelf", FMT, chunks[4], 1)
+    put(shelf, FMT, chunks[3], 0)
+    put(shelf, FMT, chunks[4], 0)
+    put(shelf, FMT, chunks[4], 1)
     assert desk.ask("lookup", A, "request", chains) == LookedUp(3)
     desk.run_until(lambda: desk.stat("objects") == 3 * FMT.shards)
     desk.settle()
@@ -134,10 +131,7 @@ def test_a_lookup_counts_leading_chunks_and_reads_what_only_the_shelf_has(
     assert desk.stat("pinned_bytes") == 0
 
 
-def test_an_expired_lease_is_not_valid_and_its_memory_waits_for_its_client(
-    make_desk: Callable[..., Desk],
-) -> None:
-    desk = make_desk()
+def test_an_expired_lease_is_not_valid_and_its_memory_waits_for_its_client(desk: Desk) -> None:
     (chunk,) = make_chunks(FMT, 1)
     name, data = name_of(FMT, chunk), sealed(FMT, chunk)
     desk.store(A, name, data)
@@ -159,19 +153,15 @@ def test_an_expired_lease_is_not_valid_and_its_memory_waits_for_its_client(
     assert desk.stat("pinned_bytes") == 0
 
 
-def test_what_a_dead_client_held_and_waited_for_is_taken_back(
-    make_desk: Callable[..., Desk], tmp_path: Path
-) -> None:
-    gate = threading.Event()
-    counting = CountingBackend(FaultyBackend(posix(tmp_path / "shelf"), Fault("read", wait=gate)))
-    desk = make_desk(counting)
+def test_what_a_dead_client_held_and_waited_for_is_taken_back(desk: Desk, shelf: Path) -> None:
+    gate = desk.hold("read")
     first, second = make_chunks(FMT, 2)
     desk.store(A, name_of(FMT, first), sealed(FMT, first))
-    put(tmp_path / "shelf", FMT, second)
+    put(shelf, FMT, second)
     (ready,) = desk.fetch(A, [name_of(FMT, first)], [SIZE])
     assert isinstance(ready, Ready)
     outcomes = desk.begin_fetch(A, [name_of(FMT, second)], [SIZE])
-    desk.run_until(lambda: counting.counts["open"] == 1)
+    desk.run_until(lambda: desk.counts["open"] == 1)
     desk.service.client_gone(A)
     gate.set()
     desk.settle()
@@ -181,13 +171,8 @@ def test_what_a_dead_client_held_and_waited_for_is_taken_back(
     assert desk.stat("objects") == 2
 
 
-def test_what_a_dead_client_asked_for_and_nobody_has_begun_is_forgotten(
-    make_desk: Callable[..., Desk], tmp_path: Path
-) -> None:
-    gate = threading.Event()
-    hanging = [Fault(what, wait=gate) for what in ("stat", "write")]
-    counting = CountingBackend(FaultyBackend(posix(tmp_path / "shelf"), *hanging))
-    desk = make_desk(counting)
+def test_what_a_dead_client_asked_for_and_nobody_has_begun_is_forgotten(desk: Desk) -> None:
+    gate = desk.hold("stat", "write")
     replies: list[Any] = []
     kept: list[weakref.ref[Any]] = []
     for number in range(50):
@@ -211,8 +196,8 @@ def test_what_a_dead_client_asked_for_and_nobody_has_begun_is_forgotten(
     gate.set()
     desk.run_until(lambda: len(last) == 2)
     desk.settle()
-    assert counting.counts["write"] <= 2 * 4 + 1
-    assert counting.counts["stat"] <= 4 + 1
+    assert desk.counts["write"] <= 2 * 4 + 1
+    assert desk.counts["stat"] <= 4 + 1
     assert desk.stat("pinned_bytes") == 0
     # All memory is free again.
     desk.run_until(lambda: desk.stat("stores") == 0)
@@ -221,14 +206,12 @@ def test_what_a_dead_client_asked_for_and_nobody_has_begun_is_forgotten(
 
 
 def test_a_read_that_others_wait_for_outlives_the_client_that_asked_first(
-    make_desk: Callable[..., Desk], tmp_path: Path
+    make_desk: MakeDesk, shelf: Path
 ) -> None:
-    gate = threading.Event()
-    desk = make_desk(
-        FaultyBackend(posix(tmp_path / "shelf"), Fault("read", wait=gate)), io_threads=1
-    )
+    desk = make_desk(io_threads=1)
+    gate = desk.hold("read")
     chunks = make_chunks(FMT, 3)
-    names = [put(tmp_path / "shelf", FMT, chunk) for chunk in chunks]
+    names = [put(shelf, FMT, chunk) for chunk in chunks]
     gone = desk.begin_fetch(A, names, [SIZE] * 3)
     outcomes = desk.begin_fetch(B, names[1:], [SIZE] * 2)
     assert desk.stat("joined_fetches") == 2
@@ -245,11 +228,11 @@ def test_a_read_that_others_wait_for_outlives_the_client_that_asked_first(
 
 
 def test_requests_that_find_no_room_wait_until_others_give_memory_back(
-    make_desk: Callable[..., Desk], tmp_path: Path
+    make_desk: MakeDesk, shelf: Path
 ) -> None:
     chunks = make_chunks(FMT, 48)
-    names = [put(tmp_path / "shelf", FMT, chunk) for chunk in chunks]
-    desk = make_desk(None, 16 * 16384)
+    names = [put(shelf, FMT, chunk) for chunk in chunks]
+    desk = make_desk(16 * 16384)
     outcomes = desk.begin_fetch(A, names, [SIZE] * len(names))
     used = 0
     while used < len(names):
@@ -264,11 +247,9 @@ def test_requests_that_find_no_room_wait_until_others_give_memory_back(
     assert desk.stat("pinned_bytes") == desk.stat("waiting") == 0
 
 
-def test_what_waits_too_long_for_memory_fails(
-    make_desk: Callable[..., Desk], tmp_path: Path
-) -> None:
-    names = [put(tmp_path / "shelf", FMT, chunk) for chunk in make_chunks(FMT, 48)]
-    desk = make_desk(None, 16 * 16384)
+def test_what_waits_too_long_for_memory_fails(make_desk: MakeDesk, shelf: Path) -> None:
+    names = [put(shelf, FMT, chunk) for chunk in make_chunks(FMT, 48)]
+    desk = make_desk(16 * 16384)
     outcomes = desk.begin_fetch(A, names, [SIZE] * len(names))
     desk.settle()
     assert len(outcomes) < len(names)
@@ -283,12 +264,11 @@ def test_what_waits_too_long_for_memory_fails(
 
 
 def test_a_client_that_asks_for_the_wrong_size_of_what_is_being_read_harms_nobody(
-    make_desk: Callable[..., Desk], tmp_path: Path
+    desk: Desk, shelf: Path
 ) -> None:
-    gate = threading.Event()
-    desk = make_desk(FaultyBackend(posix(tmp_path / "shelf"), Fault("read", wait=gate)))
+    gate = desk.hold("read")
     (chunk,) = make_chunks(FMT, 1)
-    name = put(tmp_path / "shelf", FMT, chunk)
+    name = put(shelf, FMT, chunk)
     outcomes = desk.begin_fetch(A, [name], [SIZE])
     wrong = desk.fetch(B, [name, name], [0, SIZE + 1])
     assert [one.fault.kind for one in wrong if isinstance(one, Failed)] == ["WrongSize"] * 2
@@ -298,11 +278,11 @@ def test_a_client_that_asks_for_the_wrong_size_of_what_is_being_read_harms_nobod
 
 
 def test_what_a_lookup_has_leased_can_be_fetched_whatever_else_waits(
-    make_desk: Callable[..., Desk], tmp_path: Path
+    make_desk: MakeDesk, shelf: Path
 ) -> None:
-    desk = make_desk(None, 24 * 8192)
+    desk = make_desk(24 * 8192)
     chunks = make_chunks(FMT, 40)
-    names = [put(tmp_path / "shelf", FMT, chunk) for chunk in chunks]
+    names = [put(shelf, FMT, chunk) for chunk in chunks]
     # Longer than the client's share, so it is cut there.
     reply = desk.ask("lookup", A, "request", [[name] for name in names])
     assert isinstance(reply, LookedUp)
@@ -320,21 +300,16 @@ def test_what_a_lookup_has_leased_can_be_fetched_whatever_else_waits(
     assert desk.stat("leases") == reply.chunks
 
 
-def test_a_lookup_counts_what_is_in_memory_while_the_shelf_fails(
-    make_desk: Callable[..., Desk], tmp_path: Path
-) -> None:
-    faulty = FaultyBackend(posix(tmp_path / "shelf"))
-    desk = make_desk(faulty)
+def test_a_lookup_counts_what_is_in_memory_while_the_shelf_fails(desk: Desk) -> None:
     chunks = make_chunks(FMT, 3)
     for chunk in chunks[:2]:
         desk.store(A, name_of(FMT, chunk), sealed(FMT, chunk))
-    faulty.add(Fault("stat", error=TransientStorageError(5, "broken")))
+    desk.faults.add(Fault("stat", error=TransientStorageError(5, "broken")))
     chains = [[name_of(FMT, chunk)] for chunk in chunks]
     assert desk.ask("lookup", A, "request", chains) == LookedUp(2)
 
 
-def test_an_overdue_client_takes_nothing_from_others(make_desk: Callable[..., Desk]) -> None:
-    desk = make_desk()
+def test_an_overdue_client_takes_nothing_from_others(desk: Desk) -> None:
     name = f"hash/{'0' * 64}/some-hash/0"
     desk.remember(A, name, b"bytes")
     desk.fetch(B, [name], [5])
@@ -349,21 +324,15 @@ def test_an_overdue_client_takes_nothing_from_others(make_desk: Callable[..., De
     assert desk.is_valid(ready)
 
 
-def test_what_is_deleted_while_it_is_read_or_stored_is_not_kept(
-    make_desk: Callable[..., Desk], tmp_path: Path
-) -> None:
-    gate = threading.Event()
-    faulty = FaultyBackend(
-        posix(tmp_path / "shelf"), Fault("read", wait=gate), Fault("publish", wait=gate)
-    )
-    desk = make_desk(faulty)
+def test_what_is_deleted_while_it_is_read_or_stored_is_not_kept(desk: Desk, shelf: Path) -> None:
+    gate = desk.hold("read", "publish")
     first, second = make_chunks(FMT, 2)
-    names = [put(tmp_path / "shelf", FMT, first), name_of(FMT, second)]
+    names = [put(shelf, FMT, first), name_of(FMT, second)]
     outcomes = desk.begin_fetch(A, names[:1], [SIZE])
     replies: list[Any] = []
     data = sealed(FMT, second)
     desk.begin_store(A, names[1], data, replies=replies)
-    desk.run_until((tmp_path / "shelf" / names[1]).exists)
+    desk.run_until((shelf / names[1]).exists)
     for name in names:
         assert desk.ask("call", B, "delete", [name], b"") == Result(True)
     gate.set()
@@ -372,13 +341,10 @@ def test_what_is_deleted_while_it_is_read_or_stored_is_not_kept(
     assert desk.ask("find", B, names, [SIZE] * 2) == FoundSizes([MISSING] * 2)
 
 
-def test_clients_that_store_take_turns(make_desk: Callable[..., Desk], tmp_path: Path) -> None:
+def test_clients_that_store_take_turns(make_desk: MakeDesk) -> None:
     steps = threading.Semaphore(0)
-    desk = make_desk(
-        FaultyBackend(posix(tmp_path / "shelf"), Fault("write", wait=steps)),
-        32 * 8192,
-        io_threads=2,
-    )
+    desk = make_desk(32 * 8192, io_threads=2)
+    desk.faults.add(Fault("write", wait=steps))
     ended: list[Any] = []
     chunks = make_chunks(FMT, 41)
     for chunk in chunks[:40]:
@@ -394,11 +360,25 @@ def test_clients_that_store_take_turns(make_desk: Callable[..., Desk], tmp_path:
     assert ended + others == [Stored("created")] * 41
 
 
+def test_clients_that_read_take_turns(make_desk: MakeDesk, shelf: Path) -> None:
+    desk = make_desk(io_threads=1)
+    gate = desk.hold("read")
+    names = [put(shelf, FMT, chunk) for chunk in make_chunks(FMT, 21)]
+    first = desk.begin_fetch(A, names[:20], [SIZE] * 20)
+    others = desk.begin_fetch(B, names[20:], [SIZE])
+    gate.set()
+    desk.run_until(lambda: bool(others))
+    # One is being read when the other client comes, and one is next by then.
+    assert len(first) < 3
+    desk.run_until(lambda: len(first) == 20)
+    assert all(isinstance(outcome, Ready) for outcome in (*first.values(), *others.values()))
+
+
 def test_a_store_that_waits_too_long_for_memory_blames_no_storage(
-    make_desk: Callable[..., Desk], tmp_path: Path
+    make_desk: MakeDesk, shelf: Path
 ) -> None:
-    gate = threading.Event()
-    desk = make_desk(FaultyBackend(posix(tmp_path / "shelf"), Fault("write", wait=gate)), 32 * 8192)
+    desk = make_desk(32 * 8192)
+    gate = desk.hold("write")
     replies: list[Any] = []
     for chunk in make_chunks(FMT, 40):
         desk.begin_store(A, name_of(FMT, chunk), sealed(FMT, chunk), replies=replies)
@@ -410,7 +390,7 @@ def test_a_store_that_waits_too_long_for_memory_blames_no_storage(
     desk.service.tick()
     assert len(replies) == waiting
     # As where a bound of the shelf allows no store: the client's circuit breaker stays closed.
-    assert {type(reply.error()) for reply in replies} == {NoRoomError}
+    assert {type(reply.error()) for reply in replies} == {BoundReachedError}
     assert desk.stat("waiting") == 0
     gate.set()
     desk.run_until(lambda: len(replies) == 40)
@@ -418,13 +398,13 @@ def test_a_store_that_waits_too_long_for_memory_blames_no_storage(
 
 
 def test_a_read_that_hangs_fails_those_who_wait_and_holds_up_nobody_else(
-    make_desk: Callable[..., Desk], tmp_path: Path
+    make_desk: MakeDesk, shelf: Path
 ) -> None:
     gate = threading.Event()
     first, second = make_chunks(FMT, 2)
-    names = [put(tmp_path / "shelf", FMT, chunk) for chunk in (first, second)]
-    fault = Fault("read", names[0], wait=gate, times=1)
-    desk = make_desk(FaultyBackend(posix(tmp_path / "shelf"), fault), deadlines=SOON)
+    names = [put(shelf, FMT, chunk) for chunk in (first, second)]
+    desk = make_desk(deadlines=SOON)
+    desk.faults.add(Fault("read", names[0], wait=gate, times=1))
     (failed,) = desk.fetch(A, names[:1], [SIZE])
     assert isinstance(failed, Failed)
     assert failed.fault.kind == "TransientStorageError"
@@ -439,9 +419,8 @@ def test_a_read_that_hangs_fails_those_who_wait_and_holds_up_nobody_else(
 
 
 def test_what_is_in_memory_only_has_its_checksum_and_never_reaches_the_shelf(
-    make_desk: Callable[..., Desk], tmp_path: Path
+    desk: Desk, shelf: Path
 ) -> None:
-    desk = make_desk()
     name = f"hash/{'0' * 64}/some-hash/0"
     assert desk.remember(A, name, b"bytes" * 100) == Stored("created")
     assert desk.remember(B, name, b"bytes" * 100) == Stored("existed")
@@ -453,13 +432,10 @@ def test_what_is_in_memory_only_has_its_checksum_and_never_reaches_the_shelf(
     (failed,) = desk.fetch(B, [name + "2"], [5])
     assert isinstance(failed, Failed)
     assert failed.fault.kind == "ObjectMissingError"
-    assert not list((tmp_path / "shelf").iterdir())
+    assert not list((shelf).iterdir())
 
 
-def test_what_is_in_memory_only_outlives_what_comes_after_it(
-    make_desk: Callable[..., Desk],
-) -> None:
-    desk = make_desk()
+def test_what_is_in_memory_only_outlives_what_comes_after_it(desk: Desk) -> None:
     size = 64 << 10
     chain = [f"hash/chain/{number}" for number in range(3)]
     for number, name in enumerate(chain):
@@ -487,9 +463,8 @@ def test_what_is_in_memory_only_outlives_what_comes_after_it(
     ],
 )
 def test_a_name_that_is_no_object_of_a_known_namespace_is_refused(
-    make_desk: Callable[..., Desk], name: str, size: int, kind: str
+    desk: Desk, name: str, size: int, kind: str
 ) -> None:
-    desk = make_desk()
     (failed,) = desk.fetch(A, [name], [size])
     assert isinstance(failed, Failed)
     assert failed.fault.kind == kind
@@ -498,8 +473,7 @@ def test_a_name_that_is_no_object_of_a_known_namespace_is_refused(
     assert desk.stat("pinned_bytes") == 0
 
 
-def test_a_record_that_is_none_is_refused(make_desk: Callable[..., Desk]) -> None:
-    desk = make_desk()
+def test_a_record_that_is_none_is_refused(desk: Desk) -> None:
     assert desk.service.register(FMT.namespace.encoded) == 1
     assert desk.service.register(make_format(shards=1).namespace.encoded) == 2
     record = FMT.namespace.record | {
@@ -516,9 +490,7 @@ def test_a_record_that_is_none_is_refused(make_desk: Callable[..., Desk]) -> Non
             desk.service.register(wrong)
 
 
-def test_calls_go_to_the_storage(make_desk: Callable[..., Desk], tmp_path: Path) -> None:
-    desk = make_desk()
-    shelf = tmp_path / "shelf"
+def test_calls_go_to_the_storage(desk: Desk, shelf: Path) -> None:
 
     def call(method: str, *args: Any, data: bytes = b"") -> Any:
         reply = desk.ask("call", A, method, list(args), data)
@@ -567,17 +539,16 @@ def test_calls_go_to_the_storage(make_desk: Callable[..., Desk], tmp_path: Path)
     ],
 )
 def test_calls_of_strangers_are_refused(
-    make_desk: Callable[..., Desk], method: str, args: list[Any], kind: str
+    desk: Desk, method: str, args: list[Any], kind: str
 ) -> None:
-    assert make_desk().ask("call", A, method, args, b"").kind == kind
+    assert desk.ask("call", A, method, args, b"").kind == kind
 
 
-def test_long_listings_come_in_pages(make_desk: Callable[..., Desk], tmp_path: Path) -> None:
-    folder = tmp_path / "shelf" / "many"
+def test_long_listings_come_in_pages(desk: Desk, shelf: Path) -> None:
+    folder = shelf / "many"
     folder.mkdir(parents=True)
     for number in range(2500):
         (folder / f"{number}").touch()
-    desk = make_desk()
     names: set[str] = set()
     more, pages = None, 0
     while more is not None or not pages:
@@ -588,10 +559,7 @@ def test_long_listings_come_in_pages(make_desk: Callable[..., Desk], tmp_path: P
     assert pages == 3
 
 
-def test_watchers_hear_of_what_anybody_publishes(
-    make_desk: Callable[..., Desk], tmp_path: Path
-) -> None:
-    desk = make_desk()
+def test_watchers_hear_of_what_anybody_publishes(desk: Desk, shelf: Path) -> None:
     first, second = make_chunks(FMT, 2)
     names = [name_of(FMT, chunk) for chunk in (first, second)]
     folders = [name.rpartition("/")[0] for name in names]
@@ -601,7 +569,7 @@ def test_watchers_hear_of_what_anybody_publishes(
     desk.store(B, names[0], sealed(FMT, first))
     desk.run_until(lambda: (A, folders[0], [names[0]]) in desk.told)
     # Another machine writes to a folder that did not exist when it was watched.
-    put(tmp_path / "shelf", FMT, second)
+    put(shelf, FMT, second)
     desk.run_until(
         lambda: any(client == A and folder == folders[1] for client, folder, _ in desk.told)
     )
@@ -614,11 +582,8 @@ def test_watchers_hear_of_what_anybody_publishes(
     assert not desk.told
 
 
-def test_a_drain_waits_for_stores_and_takes_no_more(
-    make_desk: Callable[..., Desk], tmp_path: Path
-) -> None:
-    gate = threading.Event()
-    desk = make_desk(FaultyBackend(posix(tmp_path / "shelf"), Fault("write", wait=gate)))
+def test_a_drain_waits_for_stores_and_takes_no_more(desk: Desk) -> None:
+    gate = desk.hold("write")
     first, second = make_chunks(FMT, 2)
     replies = desk.begin_store(A, name_of(FMT, first), sealed(FMT, first))
     assert desk.service.drain(0.0) == 1
@@ -636,22 +601,20 @@ def test_a_drain_waits_for_stores_and_takes_no_more(
 
 
 def test_a_disk_tier_stands_before_the_shelf(
-    make_desk: Callable[..., Desk], tmp_path: Path
+    make_desk: MakeDesk, tmp_path: Path, shelf: Path
 ) -> None:
-    names = [put(tmp_path / "shelf", FMT, chunk) for chunk in make_chunks(FMT, 2)]
-    counting = CountingBackend(posix(tmp_path / "shelf"))
+    names = [put(shelf, FMT, chunk) for chunk in make_chunks(FMT, 2)]
     with closing(DiskTier(tmp_path / "tier", 1 << 30)) as tier:
-        desk = make_desk(counting, disk_tier=tier)
+        desk = make_desk(disk_tier=tier)
         desk.fetch(A, names, [SIZE] * 2)
         assert tier.drain(20.0)
         desk.close()
-        counting.counts.clear()
         # After a restart the objects come from the tier.
-        desk = make_desk(counting, disk_tier=tier)
+        desk = make_desk(disk_tier=tier)
         assert desk.ask("find", A, names, [SIZE] * 2) == FoundSizes([SIZE] * 2)
         for ready, chunk in zip(desk.fetch(A, names, [SIZE] * 2), make_chunks(FMT, 2), strict=True):
             assert desk.bytes_of(ready) == sealed(FMT, chunk)
-        assert not counting.counts
+        assert not desk.counts
         desk.ask("call", A, "delete", [names[0]], b"")
         desk.run_until(
             lambda: desk.ask("find", A, names, [SIZE] * 2) == FoundSizes([MISSING, SIZE])

@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 )
 
 from kvshelf.backends import Backend, open_backend
+from kvshelf.format.hit_rule import HitRule
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind, kind_key
 from kvshelf.format.names import object_name
@@ -32,10 +33,10 @@ from kvshelf.metrics import Counters
 from kvshelf.shelf import failed_keys as failed_module
 from kvshelf.shelf import presence as presence_module
 from kvshelf.shelf.failed_keys import FailedKeys
-from kvshelf.shelf.hits import HitSearch, window_chunks
+from kvshelf.shelf.hits import HitSearch
 from kvshelf.shelf.lookup import Lookup, LookupService
 from kvshelf.shelf.presence import PresenceCache
-from kvshelf.shelf.search import Answers, RoundCosts
+from kvshelf.shelf.probes import Answer, RoundCosts
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef, Presence
 from kvshelf.tiers.disk_tier import DiskTier
@@ -79,7 +80,7 @@ class Rig:
             failed=self.failed,
             counters=self.counters,
             others={kind: shelf.view(fmt.of(kind)) for kind in fmt.kinds[1:]},
-            window=window,
+            rule=HitRule.with_window(fmt.kinds, window, SIZE),
         )
 
     def name(self, kind: Kind, chunk: Chunk, shard: int) -> str:
@@ -341,7 +342,7 @@ def test_a_load_that_fails_during_a_search_makes_its_hit_shorter() -> None:
         cache = PresenceCache()
         for state in (kind_key(chunks[0].key, STATE), key):
             cache.learn(state, there=True, asked=cache.ask())
-        search = HitSearch(chunks, 0, [1, 2], 0, cache, FailedKeys(), {STATE: 1})
+        search = HitSearch(chunks, 0, [1, 2], HitRule((STATE,)), cache, FailedKeys(), {STATE: 1})
         cache.note_failed(failed)
         search.finish()
         assert search.hit_chunks == hit
@@ -411,24 +412,6 @@ def test_nothing_is_found_while_the_breaker_is_open_and_the_keys_are_known(far: 
     assert lookup.chain is not None and len(lookup.chain.chunks) == 4
 
 
-@pytest.mark.parametrize(
-    ("end", "window", "expected"),
-    [
-        (4, 0, []),
-        (4, 1, []),
-        (4, 2, [3]),
-        (4, SIZE + 1, [3]),
-        (4, SIZE + 2, [2, 3]),
-        (2, 100 * SIZE, [0, 1]),
-        (0, 3, []),
-    ],
-)
-def test_a_window_reaches_back_from_the_next_token(
-    end: int, window: int, expected: list[int]
-) -> None:
-    assert list(window_chunks(end, window, SIZE)) == expected
-
-
 # ------------------------------------------------------------------------------- in time
 
 
@@ -452,7 +435,7 @@ class Held:
 
     search: HitSearch
     begun: float
-    answers: Answers
+    answers: list[Answer]
     fails: bool
 
 
@@ -471,7 +454,7 @@ class Searches(RuleBasedStateMachine):
         self.modules = presence_module.time, failed_module.time
         presence_module.time = failed_module.time = self.clock  # type: ignore[assignment]
         self.fmt = FORMATS["all"]
-        self.window = 2 * SIZE
+        self.rule = HitRule.with_window(self.fmt.kinds, 2 * SIZE, SIZE)
         self.cache = PresenceCache(self.seen_seconds, self.missing_seconds, limit=64)
         self.failed = FailedKeys()
         self.failed.subscribe(self.cache.note_failed)
@@ -531,18 +514,17 @@ class Searches(RuleBasedStateMachine):
     def _begin(self, ends: Sequence[int]) -> HitSearch:
         self._tick()
         return HitSearch(
-            self.chunks, 0, sorted(ends), self.window, self.cache, self.failed, self.shards
+            self.chunks, 0, sorted(ends), self.rule, self.cache, self.failed, self.shards
         )
 
-    def _ask(self, search: HitSearch, concurrency: int = 1, *, fails: bool = False) -> Answers:
+    def _ask(self, search: HitSearch, concurrency: int = 1, *, fails: bool = False) -> list[Answer]:
         asked = self.cache.ask()
         self._tick()
-        answers: Answers = {}
-        planned = search.plan(RoundCosts(1e-2, concurrency), 1)
-        for question, (kind, chunk) in planned.items():
-            there = question[1] in self.stored[kind, chunk.index].shards
+        answers = []
+        for kind, chunk, shards in search.plan(RoundCosts(1e-2, concurrency), 1):
+            there = self.stored[kind, chunk.index].shards.issuperset(range(shards))
             answer = Presence.PRESENT if there else Presence.MISSING
-            answers[question] = (Presence.ERROR if fails else answer), asked
+            answers.append(Answer(Presence.ERROR if fails else answer, asked))
         self._tick()
         return answers
 
@@ -596,13 +578,7 @@ class Searches(RuleBasedStateMachine):
                 break
 
     def _needs(self, end: int) -> list[tuple[Kind, int]]:
-        if not end:
-            return []
-        full: list[tuple[Kind, int]] = [(FULL, i) for i in range(end)]
-        windows: list[tuple[Kind, int]] = [
-            (WINDOW, i) for i in window_chunks(end, self.window, SIZE)
-        ]
-        return [*full, *windows, (STATE, end - 1)]
+        return [(kind, i) for kind, needed in self.rule.needs(end).items() for i in needed]
 
     def _check_hit(self, hit: int, begun: float) -> None:
         """Whatever a hit needs was there while the search ran, or shortly before."""

@@ -25,7 +25,7 @@ from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
 from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.lookup import Lookup, LookupService
-from kvshelf.shelf.search import RoundCosts
+from kvshelf.shelf.probes import RoundCosts
 from kvshelf.shelf.shelf import Shelf
 from tests.support import prompts
 from tests.support.formats import make_format
@@ -89,7 +89,8 @@ class Rig:
     """A shelf, look-ups on it, and objects that appear and vanish without being written."""
 
     def __init__(self, backend: Backend, deadlines: Deadlines | None = None) -> None:
-        self.counting = CountingBackend(backend)
+        self.faults = FaultyBackend(backend)
+        self.counting = CountingBackend(self.faults)
         self.shelf = Shelf(GuardedBackend(self.counting, deadlines, AT_ONCE))
         self.failed = FailedKeys()
         self.counters = Counters()
@@ -97,15 +98,28 @@ class Rig:
             self.shelf.view(FMT), failed=self.failed, counters=self.counters
         )
 
+    def hold(self, name: str = "*") -> threading.Event:
+        """Let probes hang until the event is set."""
+        gate = threading.Event()
+        self.faults.add(Fault("stat", name, wait=gate))
+        return gate
+
     def chain(self, tokens: list[int]) -> KeyChain:
         chain = KeyChain(FMT.namespace.digest, SIZE)
         chain.extend(tokens)
         return chain
 
+    def name(self, chunk: Chunk, shard: int) -> str:
+        return f"{FMT.namespace.folder}/{object_name(chunk, shard, FMT.shards)}"
+
     def put(self, tokens: list[int], index: int, shard: int, missing: int = 0) -> None:
-        chunk = self.chain(tokens).chunks[index]
-        name = f"{FMT.namespace.folder}/{object_name(chunk, shard, FMT.shards)}"
-        self.counting.inner.write(name, [bytes(FMT.object_size(shard) - missing)], "replace")
+        name = self.name(self.chain(tokens).chunks[index], shard)
+        self.faults.inner.write(name, [bytes(FMT.object_size(shard) - missing)], "replace")
+
+    def store(self, tokens: list[int], indices: Iterable[int]) -> None:
+        for index in indices:
+            for shard in range(FMT.shards):
+                self.put(tokens, index, shard)
 
     def submit(self, tokens: list[int]) -> Lookup:
         return self.service.submit(tokens, lambda: KeyChain(FMT.namespace.digest, SIZE))
@@ -127,13 +141,26 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
     rig.service.close()
 
 
+@pytest.fixture
+def near(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(posix(tmp_path / "shelf"))
+    yield rig
+    rig.service.close()
+
+
+@pytest.fixture
+def hasty(tmp_path: Path) -> Iterator[Rig]:
+    """A rig whose probes have short deadlines."""
+    rig = Rig(posix(tmp_path / "shelf"), SOON)
+    yield rig
+    rig.service.close()
+
+
 @pytest.mark.parametrize("stored", [0, 1, 2, 9, 20])
 @pytest.mark.parametrize("rest", [0, 3])
 def test_the_longest_stored_prefix_is_found(rig: Rig, stored: int, rest: int) -> None:
     tokens = prompt(20, rest=rest)
-    for index in range(stored):
-        for shard in range(FMT.shards):
-            rig.put(tokens, index, shard)
+    rig.store(tokens, range(stored))
     lookup = rig.look(tokens)
     assert lookup.hit_chunks == stored
     assert lookup.chain is not None
@@ -156,13 +183,10 @@ def test_a_tail_is_found_behind_all_chunks(rig: Rig, chunks: int, missing: str) 
     tail = chain.tail()
     assert tail is not None
     stored = max(0, chunks - 1) if missing == "a chunk" else chunks
-    for index in range(stored):
-        for shard in range(FMT.shards):
-            rig.put(tokens, index, shard)
+    rig.store(tokens, range(stored))
     shards = {"the tail": 0, "a shard of the tail": 1}.get(missing, FMT.shards)
     for shard in range(shards):
-        name = f"{FMT.namespace.folder}/{object_name(tail, shard, FMT.shards)}"
-        rig.counting.inner.write(name, [bytes(FMT.object_size(shard, 5))])
+        rig.faults.inner.write(rig.name(tail, shard), [bytes(FMT.object_size(shard, 5))])
     if missing == "failed":
         rig.failed.add(tail.key, bad=False)
 
@@ -253,7 +277,8 @@ def test_any_prefix_is_found_whatever_a_round_costs(
     count: int, part: float, latency: float, each: float, whole: bool
 ) -> None:
     far = Far()
-    far.service._costs.latency, far.service._costs.each = latency, each
+    costs = far.service._probes.costs
+    costs.latency, costs.each = latency, each
     tokens = prompt(count)
     chunks = far.chunks(tokens)
     stored = round(part * count)
@@ -407,18 +432,13 @@ def test_a_probe_that_fails_is_counted_and_nothing_is_concluded_from_it(far: Far
     assert far.hit(tokens) == 3
 
 
-def test_a_probe_of_a_directory_that_fails_is_counted(tmp_path: Path) -> None:
-    faulty = FaultyBackend(open_backend(tmp_path / "shelf"))
-    rig = Rig(faulty)
+def test_a_probe_of_a_directory_that_fails_is_counted(near: Rig) -> None:
     tokens = prompt(3)
-    for index in range(3):
-        for shard in range(FMT.shards):
-            rig.put(tokens, index, shard)
-    faulty.add(Fault("stat", error=lambda: TransientStorageError(116, "ESTALE"), times=1))
-    assert rig.look(tokens).hit_chunks < 3
-    assert rig.counters.snapshot()["probe_errors"] == 1
-    assert rig.look(tokens).hit_chunks == 3
-    rig.service.close()
+    near.store(tokens, range(3))
+    near.faults.add(Fault("stat", error=lambda: TransientStorageError(116, "ESTALE"), times=1))
+    assert near.look(tokens).hit_chunks < 3
+    assert near.counters.snapshot()["probe_errors"] == 1
+    assert near.look(tokens).hit_chunks == 3
 
 
 def test_forgetting_asks_again(far: Far) -> None:
@@ -444,50 +464,39 @@ def test_a_busy_thread_with_ever_new_look_ups_is_not_stalled(far: Far) -> None:
 
 @given(st.sets(st.integers(0, 11)), st.sets(st.integers(0, 11), max_size=3))
 def test_a_near_storage_is_never_believed_beyond_a_hole(holes: set[int], failed: set[int]) -> None:
-    rig = Rig(open_backend("memory://probe"))
+    rig = Rig(DescribedBackend(open_backend("memory://probe"), probe_cost=0.0))
     tokens = prompt(12, seed=len(holes) * 100 + sum(holes))
-    for index in set(range(12)) - holes:
-        for shard in range(FMT.shards):
-            rig.put(tokens, index, shard)
+    rig.store(tokens, set(range(12)) - holes)
     chunks = rig.chain(tokens).chunks
     for index in failed:
         rig.failed.add(chunks[index].key, bad=True)
-    rig.service._high_latency = False
     assert rig.look(tokens).hit_chunks == min({12} | holes | failed)
     for chunk in chunks:
         rig.failed.forget(chunk.key)
         for shard in range(FMT.shards):
-            name = f"{FMT.namespace.folder}/{object_name(chunk, shard, FMT.shards)}"
-            rig.counting.inner.delete(name)
+            rig.faults.inner.delete(rig.name(chunk, shard))
     rig.service.close()
 
 
-def test_only_the_present_length_of_a_growing_prompt_is_looked_at(tmp_path: Path) -> None:
-    gate = threading.Event()
-    rig = Rig(FaultyBackend(posix(tmp_path / "shelf"), Fault("stat", wait=gate)))
+def test_only_the_present_length_of_a_growing_prompt_is_looked_at(near: Rig) -> None:
+    gate = near.hold()
     tokens = prompt(2, rest=3)
-    before = rig.chain(tokens).chunks
-    lookup = rig.submit(tokens)
+    before = near.chain(tokens).chunks
+    lookup = near.submit(tokens)
     tokens += prompt(2, seed=1)
     gate.set()
     assert lookup.wait(PATIENCE)
     assert lookup.chain is not None
     assert lookup.chain.chunks == before
-    rig.service.close()
 
 
-def test_storage_trouble_is_a_miss_and_passes(tmp_path: Path) -> None:
-    backend = FaultyBackend(posix(tmp_path / "shelf"))
-    rig = Rig(backend)
+def test_storage_trouble_is_a_miss_and_passes(near: Rig) -> None:
     tokens = prompt(3)
-    for index in range(3):
-        for shard in range(FMT.shards):
-            rig.put(tokens, index, shard)
-    backend.add(Fault("*", error=TransientStorageError(116, "ESTALE")))
-    assert rig.look(tokens).hit_chunks == 0
-    backend.heal()
-    assert rig.look(tokens).hit_chunks == 3
-    rig.service.close()
+    near.store(tokens, range(3))
+    near.faults.add(Fault("*", error=TransientStorageError(116, "ESTALE")))
+    assert near.look(tokens).hit_chunks == 0
+    near.faults.heal()
+    assert near.look(tokens).hit_chunks == 3
 
 
 def test_a_prompt_without_address_is_a_miss(rig: Rig) -> None:
@@ -502,13 +511,15 @@ def test_a_look_up_that_waits_for_its_keys_holds_up_no_other(
     rig: Rig, far: Far, distant: bool
 ) -> None:
     service = far.service if distant else rig.service
-    tokens, go_on = prompt(3), []
+    tokens = prompt(3)
+    go_on: dict[str, Callable[[], None]] = {}
 
     def chain() -> KeyChain:
         return KeyChain(FMT.namespace.digest, SIZE)
 
     held, late, gone = (
-        service.submit(tokens, chain, prepare=go_on.append) for _ in ("held", "late", "gone")
+        service.submit(tokens, chain, prepare=functools.partial(go_on.__setitem__, name))
+        for name in ("held", "late", "gone")
     )
     other = service.submit(tokens, chain)
     assert other.wait(PATIENCE)
@@ -519,14 +530,14 @@ def test_a_look_up_that_waits_for_its_keys_holds_up_no_other(
     assert not service.stalled(PATIENCE, held)
     assert not service.may_be_done_within(held, 0)
     gone.cancel()
-    go_on[0]()
+    go_on["held"]()
     assert held.wait(PATIENCE)
     assert held.chain is not None
     assert len(held.chain.chunks) == 3
-    go_on[2]()
+    go_on["gone"]()
     assert gone.wait(PATIENCE)
     service.close()
-    go_on[1]()
+    go_on["late"]()
     assert late.given_up
 
 
@@ -566,38 +577,22 @@ def test_a_callback_that_raises_ends_no_thread(rig: Rig, caplog: pytest.LogCaptu
         assert lookup.wait(PATIENCE)
     until(lambda: "a completion callback of a lookup raised" in caplog.text)
     assert rig.look(prompt(1)).chain is not None
-    assert (
-        len(
-            [
-                r
-                for r in caplog.records
-                if "a completion callback of a lookup raised" in r.getMessage()
-            ]
-        )
-        == 1
-    )
+    assert caplog.text.count("a completion callback of a lookup raised") == 1
 
 
-def test_cancelled_look_ups_cost_nothing(tmp_path: Path) -> None:
-    gate = threading.Event()
-    rig = Rig(FaultyBackend(posix(tmp_path / "shelf"), Fault("stat", wait=gate)))
-    first = rig.submit(prompt(2))
-    others = [rig.submit(prompt(2, seed=i)) for i in range(10)]
+def test_cancelled_look_ups_cost_nothing(near: Rig) -> None:
+    gate = near.hold()
+    first = near.submit(prompt(2))
+    others = [near.submit(prompt(2, seed=i)) for i in range(10)]
     for lookup in [first, *others]:
         lookup.cancel()
     gate.set()
     assert all(lookup.wait(PATIENCE) for lookup in [first, *others])
-    assert rig.counters.snapshot().get("lookups", 0) <= 1
-    rig.service.close()
+    assert near.counters.snapshot().get("lookups", 0) <= 1
 
 
-@pytest.mark.parametrize("wrap", [lambda backend: backend, far_away])
-def test_closing_works_off_what_was_submitted_and_later_look_ups_end_at_once(
-    tmp_path: Path, wrap: Callable[[Backend], Backend]
-) -> None:
-    gate = threading.Event()
-    faults = FaultyBackend(posix(tmp_path / "shelf"), Fault("stat", wait=gate))
-    rig = Rig(wrap(faults))
+def test_closing_works_off_what_was_submitted_and_later_look_ups_end_at_once(rig: Rig) -> None:
+    gate = rig.hold()
     before = [rig.submit(prompt(2, seed)) for seed in range(40)]
     rig.service.close()
     after = rig.submit(prompt(2))
@@ -612,16 +607,15 @@ def test_closing_works_off_what_was_submitted_and_later_look_ups_end_at_once(
     assert rig.submit(prompt(2)).given_up
 
 
-def test_cancelled_look_ups_that_wait_hold_no_prompts(tmp_path: Path) -> None:
+def test_cancelled_look_ups_that_wait_hold_no_prompts(near: Rig) -> None:
     class Prompt(list[int]):
         """One to which there are weak references."""
 
-    gate = threading.Event()
-    rig = Rig(FaultyBackend(posix(tmp_path / "shelf"), Fault("stat", wait=gate)))
-    first = rig.submit(prompt(2))
+    gate = near.hold()
+    first = near.submit(prompt(2))
     tokens = Prompt(prompt(2, seed=1))
     held = weakref.ref(tokens)
-    second = rig.service.submit(tokens, lambda tokens=tokens: rig.chain(tokens))
+    second = near.service.submit(tokens, lambda tokens=tokens: near.chain(tokens))
     del tokens
     assert held() is not None
     second.cancel()
@@ -629,113 +623,96 @@ def test_cancelled_look_ups_that_wait_hold_no_prompts(tmp_path: Path) -> None:
     gate.set()
     assert first.wait(PATIENCE)
     assert second.wait(PATIENCE)
-    rig.service.close()
 
 
-def test_a_storage_that_hangs_is_noticed_and_its_return_too(tmp_path: Path) -> None:
-    gate = threading.Event()
-    rig = Rig(FaultyBackend(posix(tmp_path / "shelf"), Fault("stat", wait=gate)))
-    assert not rig.service.stalled(0.0)
-    first = rig.submit(prompt(2))
+def test_a_storage_that_hangs_is_noticed_and_its_return_too(near: Rig) -> None:
+    gate = near.hold()
+    assert not near.service.stalled(0.0)
+    first = near.submit(prompt(2))
     assert not first.wait(0.02)
-    assert rig.service.stalled(0.01)
-    assert not rig.service.stalled(60.0)
-    second = rig.submit(prompt(2, seed=1))
+    assert near.service.stalled(0.01)
+    assert not near.service.stalled(60.0)
+    second = near.submit(prompt(2, seed=1))
     gate.set()
     assert first.wait(PATIENCE)
     assert second.wait(PATIENCE)
-    assert rig.look(prompt(1)).done
-    until(lambda: not rig.service.stalled(0.0))
-    rig.service.close()
+    assert near.look(prompt(1)).done
+    until(lambda: not near.service.stalled(0.0))
 
 
-def test_a_look_up_that_hangs_ends_and_others_go_on(tmp_path: Path) -> None:
-    gate = threading.Event()
-    faults = FaultyBackend(posix(tmp_path / "shelf"))
-    rig = Rig(faults, SOON)
+def test_a_look_up_that_hangs_ends_and_others_go_on(hasty: Rig) -> None:
     tokens, others = prompt(2), prompt(2, seed=1)
-    for index in range(2):
-        for shard in range(FMT.shards):
-            rig.put(tokens, index, shard)
-            rig.put(others, index, shard)
-    rig.look(others)
-    first = rig.chain(tokens).chunks[0]
-    faults.add(Fault("stat", f"*{first.key.hex()}*", wait=gate))
-    hangs = rig.submit(tokens)
-    behind = rig.submit(others)
+    hasty.store(tokens, range(2))
+    hasty.store(others, range(2))
+    hasty.look(others)
+    first = hasty.chain(tokens).chunks[0]
+    gate = hasty.hold(f"*{first.key.hex()}*")
+    hangs = hasty.submit(tokens)
+    behind = hasty.submit(others)
     assert hangs.wait(PATIENCE)
     assert hangs.given_up
     assert (hangs.hit_chunks, hangs.chain) == (0, None)
     assert behind.wait(PATIENCE)
     assert behind.hit_chunks == 2
-    counts = rig.counters.snapshot()
+    counts = hasty.counters.snapshot()
     assert counts["stuck_threads"] == counts["late_calls"] == 1
     gate.set()
     # The thread that comes back does not answer a second time.
-    until(lambda: rig.service._threads.stuck == 0)
+    until(lambda: hasty.service._threads.stuck == 0)
     assert hangs.hit_chunks == 0
-    faults.heal()
-    assert rig.look(tokens).hit_chunks == 2
-    rig.service.close()
+    hasty.faults.heal()
+    assert hasty.look(tokens).hit_chunks == 2
 
 
 @pytest.mark.long
 def test_look_ups_go_on_when_threads_can_be_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hasty: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = threading.Event()
-    faults = FaultyBackend(posix(tmp_path / "shelf"))
-    rig = Rig(faults, SOON)
     tokens, others = prompt(1), prompt(1, seed=1)
-    for shard in range(FMT.shards):
-        rig.put(others, 0, shard)
-    first = rig.chain(tokens).chunks[0]
-    faults.add(Fault("stat", f"*{first.key.hex()}*", wait=gate))
+    hasty.store(others, range(1))
+    first = hasty.chain(tokens).chunks[0]
+    gate = hasty.hold(f"*{first.key.hex()}*")
     with none_can_be_started(monkeypatch, "kvshelf-lookup"):
-        hangs = rig.submit(tokens)
-        behind = [rig.submit(others) for _ in range(3)]
+        hangs = hasty.submit(tokens)
+        behind = [hasty.submit(others) for _ in range(3)]
         assert hangs.wait(PATIENCE)
         # No thread is left that could come to them.
         assert all(lookup.wait(PATIENCE) and lookup.given_up for lookup in behind)
-        assert not rig.service.available
-        assert rig.look(others).given_up
-    until(lambda: rig.service.available)
-    assert rig.look(others).hit_chunks == 1
+        assert not hasty.service.available
+        assert hasty.look(others).given_up
+    until(lambda: hasty.service.available)
+    assert hasty.look(others).hit_chunks == 1
     gate.set()
-    rig.service.close()
 
 
-def test_while_the_storage_rests_look_ups_make_keys_and_find_nothing(tmp_path: Path) -> None:
-    gate = threading.Event()
-    faults = FaultyBackend(posix(tmp_path / "shelf"))
-    rig = Rig(faults, SOON)
+def test_while_the_storage_rests_look_ups_make_keys_and_find_nothing(hasty: Rig) -> None:
     tokens = prompt(3)
-    for index in range(3):
-        for shard in range(FMT.shards):
-            rig.put(tokens, index, shard)
-    assert rig.look(tokens).hit_chunks == 3
-    faults.add(Fault("*", wait=gate))
-    hanging = [rig.submit(tokens) for _ in range(5)]
+    hasty.store(tokens, range(3))
+    assert hasty.look(tokens).hit_chunks == 3
+    gate = threading.Event()
+    hasty.faults.add(Fault("*", wait=gate))
+    hanging = [hasty.submit(tokens) for _ in range(5)]
     assert all(lookup.wait(PATIENCE) for lookup in hanging)
-    assert not rig.service.available
-    asked = rig.counting.counts["stat"]
-    lookup = rig.look(prompt(3, seed=1))
+    assert not hasty.service.available
+    asked = hasty.counting.counts["stat"]
+    lookup = hasty.look(prompt(3, seed=1))
     assert lookup.hit_chunks == 0
     assert lookup.chain is not None
     assert len(lookup.chain.chunks) == 3
-    assert rig.counting.counts["stat"] - asked <= 3  # Only those that try whether it is well.
+    assert hasty.counting.counts["stat"] - asked <= 3  # Only those that try whether it is well.
     gate.set()
-    until(lambda: rig.service.available)
-    assert rig.look(tokens).hit_chunks == 3
-    rig.service.close()
+    until(lambda: hasty.service.available)
+    assert hasty.look(tokens).hit_chunks == 3
 
 
 class TestFailedKeys:
-    def test_keys_that_fail_again_back_off_to_a_bound(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    @pytest.fixture
+    def now(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
         now = [1000.0]
         monkeypatch.setattr("kvshelf.shelf.failed_keys.time.monotonic", lambda: now[0])
+        return now
+
+    def test_keys_that_fail_again_back_off_to_a_bound(self, now: list[float]) -> None:
         keys = FailedKeys(other_seconds=10, most_seconds=60)
         for seconds in (10, 20, 40, 60, 60):
             keys.add(b"k", bad=False)
@@ -750,11 +727,7 @@ class TestFailedKeys:
         now[0] += 10
         assert b"k" not in keys
 
-    def test_a_key_that_fails_again_after_it_was_repaired_waits(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        now = [1000.0]
-        monkeypatch.setattr("kvshelf.shelf.failed_keys.time.monotonic", lambda: now[0])
+    def test_a_key_that_fails_again_after_it_was_repaired_waits(self, now: list[float]) -> None:
         keys = FailedKeys(bad_seconds=300)
         keys.add(b"k", bad=True)
         keys.forget(b"k")
@@ -765,9 +738,7 @@ class TestFailedKeys:
         now[0] += 600
         assert b"k" not in keys
 
-    def test_bad_keys_stay_longer_than_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        now = [1000.0]
-        monkeypatch.setattr("kvshelf.shelf.failed_keys.time.monotonic", lambda: now[0])
+    def test_bad_keys_stay_longer_than_others(self, now: list[float]) -> None:
         keys = FailedKeys(bad_seconds=300, other_seconds=10)
         keys.add(b"bad", bad=True)
         keys.add(b"gone", bad=False)
@@ -804,9 +775,7 @@ class TestFailedKeys:
 )
 def test_a_search_may_begin_behind_what_the_caller_has(rig: Rig, first: int, hits: int) -> None:
     tokens = prompt(9, rest=2)
-    for index in range(2, 7):
-        for shard in range(FMT.shards):
-            rig.put(tokens, index, shard)
+    rig.store(tokens, range(2, 7))
     done: list[Lookup] = []
     lookup = rig.service.submit(
         tokens,

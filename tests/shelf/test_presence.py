@@ -22,9 +22,10 @@ from hypothesis.stateful import (
 from kvshelf.format.keys import KeyChain
 from kvshelf.shelf import failed_keys as failed_module
 from kvshelf.shelf import presence as presence_module
-from kvshelf.shelf import search as search_module
 from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.presence import Known, PresenceCache
+from kvshelf.shelf.probes import Answer, RoundCosts
+from kvshelf.shelf.search import PrefixSearch
 from kvshelf.shelf.view import Presence
 from tests.support.clocks import Clock
 from tests.support.formats import make_format
@@ -182,9 +183,9 @@ class _Stored:
 class _Held:
     """A search in its middle, and what the storage has answered but nobody has heard yet."""
 
-    search: search_module.PrefixSearch
-    costs: search_module.RoundCosts
-    answers: search_module.Answers
+    search: PrefixSearch
+    costs: RoundCosts
+    answers: list[Answer]
 
 
 class Searches(RuleBasedStateMachine):
@@ -277,7 +278,7 @@ class Searches(RuleBasedStateMachine):
         self, branch: int, length: int, concurrency: int, rounds: int, fails: bool
     ) -> _Held:
         search = self._begin(branch, length)
-        costs = search_module.RoundCosts(1e-2, concurrency)
+        costs = RoundCosts(1e-2, concurrency)
         for _ in range(rounds):
             if answers := self._ask(search, costs):
                 search.take(answers)
@@ -288,7 +289,7 @@ class Searches(RuleBasedStateMachine):
         if held.answers:
             held.search.take(held.answers)
         hit = self._finish(held.search, held.costs)
-        if not any(answer is Presence.ERROR for answer, _ in held.answers.values()):
+        if not any(answer is Presence.ERROR for answer, _ in held.answers):
             self._check(held.search, hit)
 
     @rule(
@@ -298,7 +299,7 @@ class Searches(RuleBasedStateMachine):
     )
     def look_up_and_load(self, branch: int, length: int, concurrency: int) -> None:
         search = self._begin(branch, length)
-        hit = self._finish(search, search_module.RoundCosts(1e-2, concurrency))
+        hit = self._finish(search, RoundCosts(1e-2, concurrency))
         self._check(search, hit)
         for chunk in search._chunks[:hit]:
             self._tick()
@@ -319,28 +320,28 @@ class Searches(RuleBasedStateMachine):
         self.clock.now += 12
         self.look_up_and_load(branch, 5, 1)
 
-    def _begin(self, branch: int, length: int) -> search_module.PrefixSearch:
+    def _begin(self, branch: int, length: int) -> PrefixSearch:
         self._tick()
         chunks = self.chunks[branch][:length]
-        return search_module.PrefixSearch(chunks, self.cache, self.failed, FMT.shards)
+        return PrefixSearch(chunks, self.cache, self.failed, FMT.shards)
 
     def _ask(
         self,
-        search: search_module.PrefixSearch,
-        costs: search_module.RoundCosts,
+        search: PrefixSearch,
+        costs: RoundCosts,
         fails: bool = False,
-    ) -> search_module.Answers:
+    ) -> list[Answer]:
         asked = self.cache.ask()
         self._tick()
-        answers: search_module.Answers = {}
-        for chunk, shard in search.plan(costs, 1):
-            there = shard in self.storage[chunk.key].shards
-            answer = Presence.PRESENT if there else Presence.MISSING
-            answers[chunk.key, shard] = (Presence.ERROR if fails else answer), asked
+        answers = []
+        for ask in search.plan(costs, 1):
+            there = self.storage[ask.chunk.key].shards.issuperset(range(ask.shards))
+            presence = Presence.PRESENT if there else Presence.MISSING
+            answers.append(Answer(Presence.ERROR if fails else presence, asked))
         self._tick()
         return answers
 
-    def _finish(self, search: search_module.PrefixSearch, costs: search_module.RoundCosts) -> int:
+    def _finish(self, search: PrefixSearch, costs: RoundCosts) -> int:
         for _ in range(40):
             answers = self._ask(search, costs)
             if not answers:
@@ -350,7 +351,7 @@ class Searches(RuleBasedStateMachine):
             search.take(answers)
         raise AssertionError("a search without end")
 
-    def _check(self, search: search_module.PrefixSearch, hit: int) -> None:
+    def _check(self, search: PrefixSearch, hit: int) -> None:
         """Compare an answer with what was true while it was looked for, and shortly before."""
         begin = search.began.at
         chunks = search._chunks
@@ -381,7 +382,7 @@ def test_searches_announce_what_is_there_and_miss_nothing_for_long() -> None:
     run_state_machine_as_test(
         Searches,
         settings=settings(
-            max_examples=300,
+            max_examples=80,
             stateful_step_count=40,
             deadline=None,
             database=None,

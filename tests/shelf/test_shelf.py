@@ -45,14 +45,8 @@ make_format = functools.partial(
 )
 
 
-@pytest.fixture(scope="module")
-def fmt() -> ObjectFormat:
-    return make_format()
-
-
-@pytest.fixture(scope="module")
-def chunks(fmt: ObjectFormat) -> list[Chunk]:
-    return KeyChain(fmt.namespace.digest, CHUNK).extend(range(CHUNK * 48))
+FMT = make_format()
+CHUNKS = KeyChain(FMT.namespace.digest, CHUNK).extend(range(CHUNK * 48))
 
 
 @pytest.fixture
@@ -73,25 +67,35 @@ def any_shelf(request: pytest.FixtureRequest, root: Path) -> Iterator[Shelf]:
         yield shelf
 
 
-def image(fmt: ObjectFormat, chunk: Chunk, shard: int = 0, fill: int = 7) -> bytearray:
-    tokens = chunk.tokens if chunk.tail else None
-    data = bytearray([fill + shard]) * fmt.object_size(shard, tokens)
+def image(chunk: Chunk, shard: int = 0, fill: int = 7, fmt: ObjectFormat = FMT) -> bytearray:
+    data = bytearray([fill + shard]) * fmt.object_size(shard, chunk.tokens)
     fmt.seal(memoryview(data), chunk, shard)
     return data
 
 
-def store(shelf: Shelf, fmt: ObjectFormat, chunk: Chunk, shard: int = 0) -> WriteResult:
-    return shelf.view(fmt).publish(ObjectRef(chunk, shard), image(fmt, chunk, shard))
+def store(shelf: Shelf, chunk: Chunk, shard: int = 0, fmt: ObjectFormat = FMT) -> WriteResult:
+    data = image(chunk, shard, fmt=fmt)
+    return shelf.view(fmt).publish(ObjectRef(chunk, shard), data)
 
 
-def load(shelf: Shelf, fmt: ObjectFormat, chunk: Chunk, shard: int = 0) -> bytearray:
-    data = bytearray(fmt.object_size(shard, chunk.tokens if chunk.tail else None))
+def publish(shelf: Shelf, data: bytes | bytearray, *, suspect: bool = False) -> WriteResult:
+    """Publish bytes as the first object of the first chunk."""
+    return shelf.view(FMT).publish(ObjectRef(CHUNKS[0], 0), data, suspect=suspect)
+
+
+def load(shelf: Shelf, chunk: Chunk, shard: int = 0, fmt: ObjectFormat = FMT) -> bytearray:
+    data = bytearray(fmt.object_size(shard, chunk.tokens))
     shelf.view(fmt).load(ObjectRef(chunk, shard), memoryview(data))
     return data
 
 
-def path_of(shelf: Shelf, fmt: ObjectFormat, chunk: Chunk, shard: int = 0) -> Path:
-    return Path(shelf.url) / shelf.view(fmt).name(ObjectRef(chunk, shard))
+def present(shelf: Shelf, count: int = 1, fmt: ObjectFormat = FMT) -> list[bool]:
+    """Whether the first objects of the first chunks are there."""
+    return shelf.view(fmt).present(CHUNKS[:count], [0])
+
+
+def path_of(shelf: Shelf, chunk: Chunk, fmt: ObjectFormat = FMT) -> Path:
+    return Path(shelf.url) / shelf.view(fmt).name(ObjectRef(chunk, 0))
 
 
 def flip(path: Path) -> None:
@@ -107,201 +111,179 @@ def age(path: Path, seconds: float) -> None:
     os.utime(path, (then, then))
 
 
-def bad_folder(shelf: Shelf, fmt: ObjectFormat) -> Path:
-    return Path(shelf.url) / fmt.namespace.folder / ".kvshelf" / "bad"
+def bad_folder(shelf: Shelf) -> Path:
+    return Path(shelf.url) / FMT.namespace.folder / ".kvshelf" / "bad"
 
 
-def quarantined(shelf: Shelf, fmt: ObjectFormat) -> list[str]:
-    folder = bad_folder(shelf, fmt)
+def quarantined(shelf: Shelf) -> list[str]:
+    folder = bad_folder(shelf)
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
 # ------------------------------------------------------------------------------ store and load
 
 
-def test_stored_chunks_are_present_and_load_equal(
-    any_shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk]
-) -> None:
-    chain = KeyChain(fmt.namespace.digest, CHUNK, salt="s", salt_group="0123456789abcdef")
+def test_stored_chunks_are_present_and_load_equal(any_shelf: Shelf) -> None:
+    chain = KeyChain(FMT.namespace.digest, CHUNK, salt="s", salt_group="0123456789abcdef")
     chain.extend(range(CHUNK + 5))
     tail = chain.tail()
     assert tail is not None
-    wanted = [chunks[0], chunks[1], chain.chunks[0], tail]
-    assert any_shelf.view(fmt).present(wanted) == [False] * 4
+    wanted = [CHUNKS[0], CHUNKS[1], chain.chunks[0], tail]
+    assert any_shelf.view(FMT).present(wanted) == [False] * 4
     for chunk in wanted:
-        assert store(any_shelf, fmt, chunk, 0) is WriteResult.CREATED
-        assert any_shelf.view(fmt).present([chunk]) == [False]
-        assert any_shelf.view(fmt).present([chunk], [0]) == [True]
-        assert store(any_shelf, fmt, chunk, 1) is WriteResult.CREATED
-        assert store(any_shelf, fmt, chunk, 1) is WriteResult.EXISTED
-    assert any_shelf.view(fmt).present([*wanted, chunks[2]]) == [True] * 4 + [False]
+        assert store(any_shelf, chunk, 0) is WriteResult.CREATED
+        assert any_shelf.view(FMT).present([chunk]) == [False]
+        assert any_shelf.view(FMT).present([chunk], [0]) == [True]
+        assert store(any_shelf, chunk, 1) is WriteResult.CREATED
+        assert store(any_shelf, chunk, 1) is WriteResult.EXISTED
+    assert any_shelf.view(FMT).present([*wanted, CHUNKS[2]]) == [True] * 4 + [False]
     for chunk in wanted:
         for shard in range(SHARDS):
-            assert load(any_shelf, fmt, chunk, shard) == image(fmt, chunk, shard)
+            assert load(any_shelf, chunk, shard) == image(chunk, shard)
 
 
-def test_probe_answers_each_item_in_order(
-    any_shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk]
-) -> None:
-    for chunk in chunks[::2]:
-        store(any_shelf, fmt, chunk, 1)
-    items = [(chunk, shard) for shard in (1, 0) for chunk in chunks]
-    expected = [Presence.PRESENT, Presence.MISSING] * (len(chunks) // 2)
-    assert any_shelf.view(fmt).probe(items) == expected + [Presence.MISSING] * len(chunks)
-    assert any_shelf.view(fmt).probe([]) == []
+def test_probe_answers_each_item_in_order(any_shelf: Shelf) -> None:
+    for chunk in CHUNKS[::2]:
+        store(any_shelf, chunk, 1)
+    items = [(chunk, shard) for shard in (1, 0) for chunk in CHUNKS]
+    expected = [Presence.PRESENT, Presence.MISSING] * (len(CHUNKS) // 2)
+    assert any_shelf.view(FMT).probe(items) == expected + [Presence.MISSING] * len(CHUNKS)
+    assert any_shelf.view(FMT).probe([]) == []
 
 
-def test_missing_object(any_shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk]) -> None:
+def test_missing_object(any_shelf: Shelf) -> None:
     with pytest.raises(ObjectMissingError):
-        load(any_shelf, fmt, chunks[0])
-    store(any_shelf, fmt, chunks[0])
+        load(any_shelf, CHUNKS[0])
+    store(any_shelf, CHUNKS[0])
     with pytest.raises(ObjectMissingError):
-        load(any_shelf, fmt, chunks[0], 1)
-    assert any_shelf.view(fmt).quarantine(ObjectRef(chunks[1], 0), BadObjectError("bad")) is False
+        load(any_shelf, CHUNKS[0], 1)
+    assert any_shelf.view(FMT).quarantine(ObjectRef(CHUNKS[1], 0), BadObjectError("bad")) is False
 
 
-def test_namespace_describes_itself(
-    any_shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk]
-) -> None:
+def test_namespace_describes_itself(any_shelf: Shelf) -> None:
     assert list(any_shelf.namespaces()) == []
-    store(any_shelf, fmt, chunks[0])
+    store(any_shelf, CHUNKS[0])
     (info,) = any_shelf.namespaces()
-    assert info.folder == fmt.namespace.folder
-    assert info.namespace == fmt.namespace
+    assert info.folder == FMT.namespace.folder
+    assert info.namespace == FMT.namespace
     assert info.problem is None
 
 
-def test_buffers_of_wrong_size_are_the_callers_mistake(
-    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk], root: Path
-) -> None:
+def test_buffers_of_wrong_size_are_the_callers_mistake(shelf: Shelf, root: Path) -> None:
     with pytest.raises(ValueError, match="expected"):
-        shelf.view(fmt).publish(ObjectRef(chunks[0], 0), image(fmt, chunks[0]) + b"x")
+        publish(shelf, image(CHUNKS[0]) + b"x")
     assert list(root.iterdir()) == []
 
 
-def test_namespaces_do_not_mix(shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk]) -> None:
+def test_namespaces_do_not_mix(shelf: Shelf) -> None:
     other = make_format(weights="user:other")
-    store(shelf, fmt, chunks[0])
-    assert shelf.view(other).present(chunks[:1], [0]) == [False]
-    place = path_of(shelf, other, chunks[0])
+    store(shelf, CHUNKS[0])
+    assert present(shelf, fmt=other) == [False]
+    place = path_of(shelf, CHUNKS[0], fmt=other)
     place.parent.mkdir(parents=True)
-    shutil.copy(path_of(shelf, fmt, chunks[0]), place)
+    shutil.copy(path_of(shelf, CHUNKS[0]), place)
     with pytest.raises(BadObjectError):
-        load(shelf, other, chunks[0])
+        load(shelf, CHUNKS[0], fmt=other)
 
 
-def test_object_under_the_name_of_another(
-    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk]
-) -> None:
-    store(shelf, fmt, chunks[0])
-    place = path_of(shelf, fmt, chunks[1])
+def test_object_under_the_name_of_another(shelf: Shelf) -> None:
+    store(shelf, CHUNKS[0])
+    place = path_of(shelf, CHUNKS[1])
     place.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(path_of(shelf, fmt, chunks[0]), place)
+    shutil.copy(path_of(shelf, CHUNKS[0]), place)
     with pytest.raises(WrongKey):
-        load(shelf, fmt, chunks[1])
+        load(shelf, CHUNKS[1])
 
 
 # ---------------------------------------------------------------------------- vanishing shelves
 
 
-def test_shelf_deleted_while_running(
-    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk], root: Path
-) -> None:
-    store(shelf, fmt, chunks[0])
+def test_shelf_deleted_while_running(shelf: Shelf, root: Path) -> None:
+    store(shelf, CHUNKS[0])
     shutil.rmtree(root)
-    assert shelf.view(fmt).present(chunks[:1], [0]) == [False]
+    assert present(shelf) == [False]
     with pytest.raises(ObjectMissingError):
-        load(shelf, fmt, chunks[0])
-    assert store(shelf, fmt, chunks[0]) is WriteResult.CREATED
-    assert load(shelf, fmt, chunks[0]) == image(fmt, chunks[0])
-    assert [info.namespace for info in shelf.namespaces()] == [fmt.namespace]
+        load(shelf, CHUNKS[0])
+    assert store(shelf, CHUNKS[0]) is WriteResult.CREATED
+    assert load(shelf, CHUNKS[0]) == image(CHUNKS[0])
+    assert [info.namespace for info in shelf.namespaces()] == [FMT.namespace]
 
 
-def test_damaged_description_is_written_again(
-    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk], root: Path
-) -> None:
-    store(shelf, fmt, chunks[0])
-    description = root / fmt.namespace.folder / "namespace.json"
+def test_damaged_description_is_written_again(shelf: Shelf, root: Path) -> None:
+    store(shelf, CHUNKS[0])
+    description = root / FMT.namespace.folder / "namespace.json"
     description.write_bytes(b"")
-    store(shelf, fmt, chunks[1])
-    assert description.read_bytes() == fmt.namespace.encoded
+    store(shelf, CHUNKS[1])
+    assert description.read_bytes() == FMT.namespace.encoded
 
 
 def test_a_description_of_zeros_is_written_again(
-    any_shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk], caplog: pytest.LogCaptureFixture
+    any_shelf: Shelf, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A power loss may leave the size of a file and none of its bytes."""
-    name = f"{fmt.namespace.folder}/namespace.json"
-    any_shelf.backend.write(name, [bytes(len(fmt.namespace.encoded))])
+    name = f"{FMT.namespace.folder}/namespace.json"
+    any_shelf.backend.write(name, [bytes(len(FMT.namespace.encoded))])
     assert [info.namespace for info in any_shelf.namespaces()] == [None]
-    store(any_shelf, fmt, chunks[0])
-    assert [info.namespace for info in any_shelf.namespaces()] == [fmt.namespace]
+    store(any_shelf, CHUNKS[0])
+    assert [info.namespace for info in any_shelf.namespaces()] == [FMT.namespace]
     assert "is damaged" in caplog.text
     # The next process finds nothing to do.
     caplog.clear()
     fresh = Shelf(any_shelf.backend)
-    store(fresh, fmt, chunks[1])
+    store(fresh, CHUNKS[1])
     assert not caplog.records
 
 
-def test_folder_is_found_by_its_digest_whatever_the_slug(
-    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk], root: Path
-) -> None:
-    store(shelf, fmt, chunks[0])
+def test_folder_is_found_by_its_digest_whatever_the_slug(shelf: Shelf, root: Path) -> None:
+    store(shelf, CHUNKS[0])
     other = make_format(slug="renamed")
-    assert other.namespace == fmt.namespace
+    assert other.namespace == FMT.namespace
     with open_shelf(root) as fresh:
-        assert fresh.view(other).present(chunks[:1], [0]) == [True]
-        assert load(fresh, other, chunks[0]) == image(fmt, chunks[0])
-        store(fresh, other, chunks[1])
-    assert [path.name for path in root.iterdir()] == [fmt.namespace.folder]
+        assert present(fresh, fmt=other) == [True]
+        assert load(fresh, CHUNKS[0], fmt=other) == image(CHUNKS[0])
+        store(fresh, CHUNKS[1], fmt=other)
+    assert [path.name for path in root.iterdir()] == [FMT.namespace.folder]
 
 
-def test_two_folders_of_one_namespace_are_read_as_one(
-    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk], root: Path
-) -> None:
+def test_two_folders_of_one_namespace_are_read_as_one(shelf: Shelf, root: Path) -> None:
     other = make_format(slug="aaa")
-    store(shelf, fmt, chunks[0])
+    store(shelf, CHUNKS[0])
     with open_shelf(root.parent / "elsewhere") as elsewhere:
-        store(elsewhere, other, chunks[1])
+        store(elsewhere, CHUNKS[1], fmt=other)
     shutil.copytree(root.parent / "elsewhere", root, dirs_exist_ok=True)
-    for mine in (fmt, other, make_format(slug="zzz")):
+    for mine in (FMT, other, make_format(slug="zzz")):
         with open_shelf(root) as fresh:
-            assert fresh.view(mine).present(chunks[:3], [0]) == [True, True, False]
-            for chunk in chunks[:2]:
-                assert load(fresh, mine, chunk) == image(fmt, chunk)
+            assert present(fresh, 3, fmt=mine) == [True, True, False]
+            for chunk in CHUNKS[:2]:
+                assert load(fresh, chunk, fmt=mine) == image(chunk)
             with pytest.raises(ObjectMissingError):
-                load(fresh, mine, chunks[2])
+                load(fresh, CHUNKS[2], fmt=mine)
     assert len(list(root.iterdir())) == 2
 
 
-def test_many_folders_of_one_namespace_cost_a_bounded_number_of_probes(
-    root: Path, fmt: ObjectFormat, chunks: list[Chunk]
-) -> None:
+def test_many_folders_of_one_namespace_cost_a_bounded_number_of_probes(root: Path) -> None:
     counting = CountingBackend(open_backend(root))
     with Shelf(counting) as shelf:
-        store(shelf, fmt, chunks[0])
+        store(shelf, CHUNKS[0])
         for number in range(100):
-            (root / f"a{number}-{fmt.namespace.digest.hex()[:16]}").mkdir()
+            (root / f"a{number}-{FMT.namespace.digest.hex()[:16]}").mkdir()
     with Shelf(counting) as shelf:
         counting.counts.clear()
-        assert shelf.view(fmt).present(chunks[:2], [0]) == [True, False]
+        assert present(shelf, 2) == [True, False]
         assert counting.counts["stat"] <= 8
 
 
-def test_linked_namespace_folder_is_an_error_not_a_way_out(
-    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk], root: Path
-) -> None:
-    store(shelf, fmt, chunks[0])
+def test_linked_namespace_folder_is_an_error_not_a_way_out(shelf: Shelf, root: Path) -> None:
+    store(shelf, CHUNKS[0])
     moved = root.parent / "moved"
-    (root / fmt.namespace.folder).rename(moved)
-    (root / fmt.namespace.folder).symlink_to(moved)
+    (root / FMT.namespace.folder).rename(moved)
+    (root / FMT.namespace.folder).symlink_to(moved)
     with open_shelf(root) as fresh:
-        assert fresh.view(fmt).probe([(chunks[0], 0)]) == [Presence.ERROR]
+        assert fresh.view(FMT).probe([(CHUNKS[0], 0)]) == [Presence.ERROR]
         with pytest.raises(PermanentStorageError):
-            load(fresh, fmt, chunks[0])
+            load(fresh, CHUNKS[0])
         with pytest.raises(PermanentStorageError):
-            store(fresh, fmt, chunks[1])
+            store(fresh, CHUNKS[1])
 
 
 # ------------------------------------------------------------------------------------ wrong size
@@ -309,45 +291,41 @@ def test_linked_namespace_folder_is_an_error_not_a_way_out(
 
 @pytest.mark.parametrize("size", [0, 100, 1_000_000])
 @pytest.mark.parametrize("old", [False, True])
-def test_wrong_size_is_a_miss_and_replaced_by_a_store(
-    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk], size: int, old: bool
-) -> None:
-    store(shelf, fmt, chunks[0])
-    path = path_of(shelf, fmt, chunks[0])
+def test_wrong_size_is_a_miss_and_replaced_by_a_store(shelf: Shelf, size: int, old: bool) -> None:
+    store(shelf, CHUNKS[0])
+    path = path_of(shelf, CHUNKS[0])
     os.truncate(path, size)
     age(path, 61 if old else 5)
-    assert shelf.view(fmt).probe([(chunks[0], 0)]) == [Presence.WRONG_SIZE]
-    assert store(shelf, fmt, chunks[0]) is WriteResult.REPLACED
-    assert load(shelf, fmt, chunks[0]) == image(fmt, chunks[0])
+    assert shelf.view(FMT).probe([(CHUNKS[0], 0)]) == [Presence.WRONG_SIZE]
+    assert store(shelf, CHUNKS[0]) is WriteResult.REPLACED
+    assert load(shelf, CHUNKS[0]) == image(CHUNKS[0])
     # A young one may be a copy that is still running: it is no evidence of damage.
-    assert len(quarantined(shelf, fmt)) == (1 if old else 0)
+    assert len(quarantined(shelf)) == (1 if old else 0)
 
 
-def test_a_running_copy_is_not_moved_by_a_load(
-    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk]
-) -> None:
-    data = image(fmt, chunks[0])
-    path = path_of(shelf, fmt, chunks[0])
+def test_a_running_copy_is_not_moved_by_a_load(shelf: Shelf) -> None:
+    data = image(CHUNKS[0])
+    path = path_of(shelf, CHUNKS[0])
     path.parent.mkdir(parents=True)
     with path.open("wb") as copy:
         copy.write(data[:5000])
         copy.flush()
         with pytest.raises(BadObjectError):
-            load(shelf, fmt, chunks[0])
+            load(shelf, CHUNKS[0])
         copy.write(data[5000:])
-    assert load(shelf, fmt, chunks[0]) == data
+    assert load(shelf, CHUNKS[0]) == data
     os.truncate(path, 5000)
     age(path, 61)
     with pytest.raises(BadObjectError):
-        load(shelf, fmt, chunks[0])
+        load(shelf, CHUNKS[0])
     assert not path.exists()
 
 
 @pytest.mark.parametrize("stood", ["short", "long", "folder"])
 def test_a_file_that_another_writer_put_right_is_not_moved_by_a_load(
-    root: Path, fmt: ObjectFormat, chunks: list[Chunk], stood: str
+    root: Path, stood: str
 ) -> None:
-    good = image(fmt, chunks[0])
+    good = image(CHUNKS[0])
 
     class Corrected(CountingBackend):
         """What was read is replaced just before it is looked at again."""
@@ -360,7 +338,7 @@ def test_a_file_that_another_writer_put_right_is_not_moved_by_a_load(
             return super().stat(names)
 
     with Shelf(Corrected(open_backend(root))) as shelf:
-        path = path_of(shelf, fmt, chunks[0])
+        path = path_of(shelf, CHUNKS[0])
         path.parent.mkdir(parents=True)
         if stood == "folder":
             path.mkdir()
@@ -368,64 +346,55 @@ def test_a_file_that_another_writer_put_right_is_not_moved_by_a_load(
             path.write_bytes(good[:5000] if stood == "short" else good + b"more")
             age(path, 61)
         with pytest.raises(BadObjectError):
-            load(shelf, fmt, chunks[0])
-        assert load(shelf, fmt, chunks[0]) == good
+            load(shelf, CHUNKS[0])
+        assert load(shelf, CHUNKS[0]) == good
 
 
 # ----------------------------------------------------------------------------------- bad objects
 
 
-def test_bad_object_is_moved_aside_by_a_load_and_stored_again(
-    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk]
-) -> None:
-    store(shelf, fmt, chunks[0])
-    path = path_of(shelf, fmt, chunks[0])
+def test_bad_object_is_moved_aside_by_a_load_and_stored_again(shelf: Shelf) -> None:
+    store(shelf, CHUNKS[0])
+    path = path_of(shelf, CHUNKS[0])
     flip(path)
     damaged = path.read_bytes()
-    assert shelf.view(fmt).present(chunks[:1], [0]) == [True]
+    assert present(shelf) == [True]
     with pytest.raises(PayloadDamaged):
-        load(shelf, fmt, chunks[0])
-    assert shelf.view(fmt).present(chunks[:1], [0]) == [False]
-    (kept,) = quarantined(shelf, fmt)
-    assert (bad_folder(shelf, fmt) / kept).read_bytes() == damaged
-    assert store(shelf, fmt, chunks[0]) is WriteResult.CREATED
-    assert load(shelf, fmt, chunks[0]) == image(fmt, chunks[0])
+        load(shelf, CHUNKS[0])
+    assert present(shelf) == [False]
+    (kept,) = quarantined(shelf)
+    assert (bad_folder(shelf) / kept).read_bytes() == damaged
+    assert store(shelf, CHUNKS[0]) is WriteResult.CREATED
+    assert load(shelf, CHUNKS[0]) == image(CHUNKS[0])
 
 
-def test_bad_object_on_an_object_store_stays_until_repaired(
-    fmt: ObjectFormat, chunks: list[Chunk]
-) -> None:
+def test_bad_object_on_an_object_store_stays_until_repaired() -> None:
     with open_shelf(f"memory://{uuid.uuid4().hex}") as shelf:
-        bad = image(fmt, chunks[0])
+        bad = image(CHUNKS[0])
         bad[-1] ^= 1
-        shelf.view(fmt).publish(ObjectRef(chunks[0], 0), bad)
+        publish(shelf, bad)
         with pytest.raises(PayloadDamaged):
-            load(shelf, fmt, chunks[0])
-        assert shelf.view(fmt).present(chunks[:1], [0]) == [True]
-        good = image(fmt, chunks[0])
-        assert (
-            shelf.view(fmt).publish(ObjectRef(chunks[0], 0), good, suspect=True)
-            is WriteResult.REPLACED
-        )
-        assert load(shelf, fmt, chunks[0]) == good
+            load(shelf, CHUNKS[0])
+        assert present(shelf) == [True]
+        good = image(CHUNKS[0])
+        assert publish(shelf, good, suspect=True) is WriteResult.REPLACED
+        assert load(shelf, CHUNKS[0]) == good
 
 
-def test_bad_object_stays_on_a_read_only_shelf(
-    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk], root: Path
-) -> None:
-    store(shelf, fmt, chunks[0])
-    flip(path_of(shelf, fmt, chunks[0]))
+def test_bad_object_stays_on_a_read_only_shelf(shelf: Shelf, root: Path) -> None:
+    store(shelf, CHUNKS[0])
+    flip(path_of(shelf, CHUNKS[0]))
     with open_shelf(root, read_only=True) as reader:
         assert reader.read_only
         with pytest.raises(PayloadDamaged):
-            load(reader, fmt, chunks[0])
+            load(reader, CHUNKS[0])
         with pytest.raises(ReadOnlyStorageError):
-            store(reader, fmt, chunks[1])
-    assert path_of(shelf, fmt, chunks[0]).exists()
-    assert quarantined(shelf, fmt) == []
+            store(reader, CHUNKS[1])
+    assert path_of(shelf, CHUNKS[0]).exists()
+    assert quarantined(shelf) == []
 
 
-def test_bad_read_is_repeated_once(root: Path, fmt: ObjectFormat, chunks: list[Chunk]) -> None:
+def test_bad_read_is_repeated_once(root: Path) -> None:
     faulty = FaultyBackend(open_backend(root))
     counting = CountingBackend(faulty)
 
@@ -433,79 +402,73 @@ def test_bad_read_is_repeated_once(root: Path, fmt: ObjectFormat, chunks: list[C
         data[-1] ^= 1
 
     with Shelf(counting) as shelf:
-        store(shelf, fmt, chunks[0])
+        store(shelf, CHUNKS[0])
         faulty.add(Fault("read", "*/_/*", damage=damage, times=1))
-        assert load(shelf, fmt, chunks[0]) == image(fmt, chunks[0])
+        assert load(shelf, CHUNKS[0]) == image(CHUNKS[0])
         assert counting.counts["open"] == 2
         faulty.add(Fault("read", "*/_/*", damage=damage))
         with pytest.raises(BadObjectError):
-            load(shelf, fmt, chunks[0])
+            load(shelf, CHUNKS[0])
         assert counting.counts["open"] == 4
 
 
 @pytest.mark.parametrize("operation", ["open", "read"])
-def test_io_errors_change_nothing(
-    root: Path, fmt: ObjectFormat, chunks: list[Chunk], operation: str
-) -> None:
+def test_io_errors_change_nothing(root: Path, operation: str) -> None:
     faulty = FaultyBackend(open_backend(root))
     counting = CountingBackend(faulty)
     with Shelf(counting) as shelf:
-        store(shelf, fmt, chunks[0])
-        flip(path_of(shelf, fmt, chunks[0]))
-        damaged = path_of(shelf, fmt, chunks[0]).read_bytes()
+        store(shelf, CHUNKS[0])
+        flip(path_of(shelf, CHUNKS[0]))
+        damaged = path_of(shelf, CHUNKS[0]).read_bytes()
         counting.counts.clear()
         faulty.add(Fault(operation, "*/_/*", error=lambda: TransientStorageError(5, "EIO")))
         with pytest.raises(TransientStorageError):
-            load(shelf, fmt, chunks[0])
+            load(shelf, CHUNKS[0])
         with pytest.raises(TransientStorageError):
-            shelf.view(fmt).publish(ObjectRef(chunks[0], 0), image(fmt, chunks[0]), suspect=True)
+            publish(shelf, image(CHUNKS[0]), suspect=True)
         assert not counting.counts.keys() & {"write", "delete", "quarantine"}
-        assert path_of(shelf, fmt, chunks[0]).read_bytes() == damaged
+        assert path_of(shelf, CHUNKS[0]).read_bytes() == damaged
 
 
-def test_probe_errors_are_answers(root: Path, fmt: ObjectFormat, chunks: list[Chunk]) -> None:
+def test_probe_errors_are_answers(root: Path) -> None:
     faulty = FaultyBackend(open_backend(root))
     with Shelf(faulty) as shelf:
-        store(shelf, fmt, chunks[0])
-        store(shelf, fmt, chunks[1])
-        key = chunks[0].key.hex()
+        store(shelf, CHUNKS[0])
+        store(shelf, CHUNKS[1])
+        key = CHUNKS[0].key.hex()
         faulty.add(Fault("stat", f"*{key}*", error=TransientStorageError(5, "EIO")))
-        answers = shelf.view(fmt).probe([(chunks[0], 0), (chunks[1], 0)])
+        answers = shelf.view(FMT).probe([(CHUNKS[0], 0), (CHUNKS[1], 0)])
         assert answers == [Presence.ERROR, Presence.PRESENT]
         with pytest.raises(TransientStorageError):
-            store(shelf, fmt, chunks[0])
+            store(shelf, CHUNKS[0])
     faulty = FaultyBackend(open_backend(root))
     faulty.add(Fault("folders", error=lambda: TransientStorageError(5, "EIO"), times=1))
     with Shelf(faulty) as shelf:
-        assert shelf.view(fmt).probe([(chunks[0], 0)]) == [Presence.ERROR]
-        assert shelf.view(fmt).probe([(chunks[0], 0)]) == [Presence.PRESENT]
+        assert shelf.view(FMT).probe([(CHUNKS[0], 0)]) == [Presence.ERROR]
+        assert shelf.view(FMT).probe([(CHUNKS[0], 0)]) == [Presence.PRESENT]
 
 
-def test_listing_may_be_forbidden(root: Path, fmt: ObjectFormat, chunks: list[Chunk]) -> None:
+def test_listing_may_be_forbidden(root: Path) -> None:
     faulty = FaultyBackend(open_backend(root))
     faulty.add(Fault("folders", error=lambda: PermanentStorageError(13, "denied")))
     with Shelf(faulty) as shelf:
-        store(shelf, fmt, chunks[0])
-        assert load(shelf, fmt, chunks[0]) == image(fmt, chunks[0])
+        store(shelf, CHUNKS[0])
+        assert load(shelf, CHUNKS[0]) == image(CHUNKS[0])
 
 
 class Listed:
     """A shelf with one chunk, whose folders are known and to be looked for again."""
 
-    def __init__(
-        self, root: Path, fmt: ObjectFormat, chunk: Chunk, patch: pytest.MonkeyPatch
-    ) -> None:
+    def __init__(self, root: Path, patch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         self.faulty = FaultyBackend(open_backend(root))
         self.counting = CountingBackend(self.faulty)
         self.shelf = Shelf(self.counting)
-        self._fmt = fmt
-        self._chunk = chunk
         clock = SimpleNamespace(
             monotonic=lambda: self.now, perf_counter=time.perf_counter, time=time.time
         )
         patch.setattr(view_module, "time", clock)
-        store(self.shelf, fmt, chunk)
+        store(self.shelf, CHUNKS[0])
         self.now += 61.0
         self.use()
         self.now += 61.0
@@ -513,95 +476,81 @@ class Listed:
 
     def use(self) -> None:
         """Look for the chunk, and read it."""
-        assert self.shelf.view(self._fmt).probe([(self._chunk, 0)]) == [Presence.PRESENT]
-        assert load(self.shelf, self._fmt, self._chunk) == image(self._fmt, self._chunk)
+        assert present(self.shelf) == [True]
+        assert load(self.shelf, CHUNKS[0]) == image(CHUNKS[0])
 
 
-def test_listings_that_fail_do_not_stop_what_can_be_read(
-    root: Path, fmt: ObjectFormat, chunks: list[Chunk], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    listed = Listed(root, fmt, chunks[0], monkeypatch)
+@pytest.fixture
+def listed(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Listed]:
+    listed = Listed(root, monkeypatch)
+    with listed.shelf:
+        yield listed
+
+
+def test_listings_that_fail_do_not_stop_what_can_be_read(listed: Listed) -> None:
     listed.faulty.add(Fault("folders", error=lambda: TransientStorageError(5, "503")))
-    with listed.shelf as shelf:
-        for minute in range(1, 4):
-            for _ in range(10):
-                listed.use()
-            assert listed.counting.counts["folders"] == minute
-            listed.now += 61.0
-        assert shelf.available
+    for minute in range(1, 4):
+        for _ in range(10):
+            listed.use()
+        assert listed.counting.counts["folders"] == minute
+        listed.now += 61.0
+    assert listed.shelf.available
 
 
-def test_a_listing_that_hangs_holds_up_one_caller(
-    root: Path, fmt: ObjectFormat, chunks: list[Chunk], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    listed = Listed(root, fmt, chunks[0], monkeypatch)
+def test_a_listing_that_hangs_holds_up_one_caller(listed: Listed) -> None:
     gate = threading.Event()
     listed.faulty.add(Fault("folders", wait=gate))
-    with listed.shelf:
-        held, other = (threading.Thread(target=listed.use, daemon=True) for _ in range(2))
-        held.start()
-        until(lambda: listed.counting.counts["folders"] == 1)
-        other.start()
-        other.join(PATIENCE)
-        assert held.is_alive()
-        assert not other.is_alive()
-        gate.set()
-        held.join(PATIENCE)
+    held, other = (threading.Thread(target=listed.use, daemon=True) for _ in range(2))
+    held.start()
+    until(lambda: listed.counting.counts["folders"] == 1)
+    other.start()
+    other.join(PATIENCE)
+    assert held.is_alive()
+    assert not other.is_alive()
+    gate.set()
+    held.join(PATIENCE)
 
 
-def test_repair_verifies_before_it_replaces(
-    any_shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk]
-) -> None:
-    good = image(fmt, chunks[0])
-    assert (
-        any_shelf.view(fmt).publish(ObjectRef(chunks[0], 0), good, suspect=True)
-        is WriteResult.CREATED
-    )
+def test_repair_verifies_before_it_replaces(any_shelf: Shelf) -> None:
+    good = image(CHUNKS[0])
+    assert publish(any_shelf, good, suspect=True) is WriteResult.CREATED
     # Also a good object, but another: it shows whether it was replaced.
-    other = image(fmt, chunks[0], fill=99)
-    assert (
-        any_shelf.view(fmt).publish(ObjectRef(chunks[0], 0), other, suspect=True)
-        is WriteResult.EXISTED
-    )
-    assert load(any_shelf, fmt, chunks[0]) == good
+    other = image(CHUNKS[0], fill=99)
+    assert publish(any_shelf, other, suspect=True) is WriteResult.EXISTED
+    assert load(any_shelf, CHUNKS[0]) == good
     bad = bytearray(good)
     bad[-1] ^= 1
-    any_shelf.backend.write(any_shelf.view(fmt).name(ObjectRef(chunks[0], 0)), [bad], "replace")
-    assert (
-        any_shelf.view(fmt).publish(ObjectRef(chunks[0], 0), other, suspect=True)
-        is WriteResult.REPLACED
-    )
-    assert load(any_shelf, fmt, chunks[0]) == other
+    any_shelf.backend.write(any_shelf.view(FMT).name(ObjectRef(CHUNKS[0], 0)), [bad], "replace")
+    assert publish(any_shelf, other, suspect=True) is WriteResult.REPLACED
+    assert load(any_shelf, CHUNKS[0]) == other
 
 
 @pytest.mark.parametrize("how", ["write", "repair", "load first"])
 @pytest.mark.parametrize("good", [True, False])
 def test_a_hard_link_to_a_file_outside_is_read_but_never_written(
-    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk], how: str, good: bool
+    shelf: Shelf, how: str, good: bool
 ) -> None:
-    right = image(fmt, chunks[0])
+    right = image(CHUNKS[0])
     outside = Path(shelf.url).parent / "outside"
     outside.write_bytes(right if good else bytes(len(right)))
     before = outside.read_bytes(), outside.stat().st_mtime_ns, outside.stat().st_mode
-    path = path_of(shelf, fmt, chunks[0])
+    path = path_of(shelf, CHUNKS[0])
     path.parent.mkdir(parents=True)
     os.link(outside, path)
     if how == "load first" and not good:
         with pytest.raises(BadObjectError):
-            load(shelf, fmt, chunks[0])
+            load(shelf, CHUNKS[0])
     suspect = how == "repair" or not good
-    shelf.view(fmt).publish(ObjectRef(chunks[0], 0), right, suspect=suspect)
-    assert load(shelf, fmt, chunks[0]) == right
+    publish(shelf, right, suspect=suspect)
+    assert load(shelf, CHUNKS[0]) == right
     assert (outside.read_bytes(), outside.stat().st_mtime_ns, outside.stat().st_mode) == before
 
 
 @pytest.mark.parametrize("kind", ["folder", "link", "fifo"])
 @pytest.mark.parametrize("how", ["write", "repair", "load first"])
-def test_something_else_in_an_objects_place(
-    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk], kind: str, how: str
-) -> None:
-    store(shelf, fmt, chunks[0])
-    path = path_of(shelf, fmt, chunks[0])
+def test_something_else_in_an_objects_place(shelf: Shelf, kind: str, how: str) -> None:
+    store(shelf, CHUNKS[0])
+    path = path_of(shelf, CHUNKS[0])
     outside = Path(shelf.url).parent / "outside"
     path.rename(outside)  # a link to a good object is no object either
     if kind == "folder":
@@ -612,59 +561,52 @@ def test_something_else_in_an_objects_place(
     else:
         os.mkfifo(path)
     before = outside.read_bytes()
-    assert shelf.view(fmt).probe([(chunks[0], 0)]) == [Presence.NOT_REGULAR]
-    good = image(fmt, chunks[0], fill=50)
+    assert shelf.view(FMT).probe([(CHUNKS[0], 0)]) == [Presence.NOT_REGULAR]
+    good = image(CHUNKS[0], fill=50)
     if how == "write":
-        assert shelf.view(fmt).publish(ObjectRef(chunks[0], 0), good) is WriteResult.REPLACED
+        assert publish(shelf, good) is WriteResult.REPLACED
     elif how == "repair":
-        assert (
-            shelf.view(fmt).publish(ObjectRef(chunks[0], 0), good, suspect=True)
-            is WriteResult.REPLACED
-        )
+        assert publish(shelf, good, suspect=True) is WriteResult.REPLACED
     else:
         with pytest.raises(BadObjectError) as caught:
-            load(shelf, fmt, chunks[0])
+            load(shelf, CHUNKS[0])
         assert isinstance(caught.value, NotRegularError)
         assert isinstance(caught.value, StorageError)
-        assert shelf.view(fmt).publish(ObjectRef(chunks[0], 0), good) is WriteResult.CREATED
-    assert load(shelf, fmt, chunks[0]) == good
+        assert publish(shelf, good) is WriteResult.CREATED
+    assert load(shelf, CHUNKS[0]) == good
     assert outside.read_bytes() == before
-    assert len(quarantined(shelf, fmt)) == 1
+    assert len(quarantined(shelf)) == 1
 
 
-def test_bad_folder_that_is_a_link_does_not_break_a_load(
-    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk], tmp_path: Path
-) -> None:
-    store(shelf, fmt, chunks[0])
-    flip(path_of(shelf, fmt, chunks[0]))
+def test_bad_folder_that_is_a_link_does_not_break_a_load(shelf: Shelf, tmp_path: Path) -> None:
+    store(shelf, CHUNKS[0])
+    flip(path_of(shelf, CHUNKS[0]))
     (tmp_path / "outside").mkdir()
-    (tmp_path / "shelf" / fmt.namespace.folder / ".kvshelf").symlink_to(tmp_path / "outside")
+    (tmp_path / "shelf" / FMT.namespace.folder / ".kvshelf").symlink_to(tmp_path / "outside")
     with pytest.raises(PayloadDamaged):
-        load(shelf, fmt, chunks[0])
+        load(shelf, CHUNKS[0])
     assert list((tmp_path / "outside").iterdir()) == []
-    good = image(fmt, chunks[0])
-    assert (
-        shelf.view(fmt).publish(ObjectRef(chunks[0], 0), good, suspect=True) is WriteResult.REPLACED
-    )
-    assert load(shelf, fmt, chunks[0]) == good
+    good = image(CHUNKS[0])
+    assert publish(shelf, good, suspect=True) is WriteResult.REPLACED
+    assert load(shelf, CHUNKS[0]) == good
 
 
 # -------------------------------------------------------------------------------------- listings
 
 
-def test_listing(any_shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk]) -> None:
+def test_listing(any_shelf: Shelf) -> None:
     other = make_format(weights="user:other", slug="second")
     for shard in range(SHARDS):
-        store(any_shelf, fmt, chunks[0], shard)
+        store(any_shelf, CHUNKS[0], shard)
     chain = KeyChain(other.namespace.digest, CHUNK)
     chain.extend(range(CHUNK + 3))
     tail = chain.tail()
     assert tail is not None
-    store(any_shelf, other, tail)
+    store(any_shelf, tail, fmt=other)
     found = {item.name: item for item in any_shelf.objects()}
     assert set(found) == {
-        any_shelf.view(fmt).name(ObjectRef(chunks[0], 0)),
-        any_shelf.view(fmt).name(ObjectRef(chunks[0], 1)),
+        any_shelf.view(FMT).name(ObjectRef(CHUNKS[0], 0)),
+        any_shelf.view(FMT).name(ObjectRef(CHUNKS[0], 1)),
         any_shelf.view(other).name(ObjectRef(tail, 0)),
     }
     item = found[any_shelf.view(other).name(ObjectRef(tail, 0))]
@@ -675,7 +617,7 @@ def test_listing(any_shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk]) -> No
     assert abs(item.mtime - time.time()) < 60
     assert [o.name for o in any_shelf.objects(other.namespace.folder)] == [item.name]
     assert {info.folder for info in any_shelf.namespaces()} == {
-        fmt.namespace.folder,
+        FMT.namespace.folder,
         other.namespace.folder,
     }
     with pytest.raises(ObjectNameError):
@@ -685,34 +627,32 @@ def test_listing(any_shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk]) -> No
     assert list(any_shelf.objects(other.namespace.folder)) == []
 
 
-def test_foreign_files_are_skipped_and_kept(
-    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk], root: Path
-) -> None:
-    store(shelf, fmt, chunks[0])
-    folder = root / fmt.namespace.folder
+def test_foreign_files_are_skipped_and_kept(shelf: Shelf, root: Path) -> None:
+    store(shelf, CHUNKS[0])
+    folder = root / FMT.namespace.folder
     foreign = [
         "README.md",
         "lost+found/x",
-        f"{fmt.namespace.folder}/notes.txt",
-        f"{fmt.namespace.folder}/_/zz/x.safetensors",
-        f"{fmt.namespace.folder}/.kvshelf/bad/x.safetensors",
+        f"{FMT.namespace.folder}/notes.txt",
+        f"{FMT.namespace.folder}/_/zz/x.safetensors",
+        f"{FMT.namespace.folder}/.kvshelf/bad/x.safetensors",
     ]
     for name in foreign:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(b"")
     shutil.copytree(folder / "_", root / "not-a-namespace" / "_")
     assert [item.name for item in shelf.objects()] == [
-        shelf.view(fmt).name(ObjectRef(chunks[0], 0))
+        shelf.view(FMT).name(ObjectRef(CHUNKS[0], 0))
     ]
-    assert [info.folder for info in shelf.namespaces()] == [fmt.namespace.folder]
-    for name in [*foreign, f"{fmt.namespace.folder}/namespace.json", "../x", ""]:
+    assert [info.folder for info in shelf.namespaces()] == [FMT.namespace.folder]
+    for name in [*foreign, f"{FMT.namespace.folder}/namespace.json", "../x", ""]:
         with pytest.raises(ObjectNameError):
             shelf.delete(name)
     for name in foreign:
         assert (root / name).exists()
 
 
-def test_descriptions_that_cannot_be_used(shelf: Shelf, fmt: ObjectFormat, root: Path) -> None:
+def test_descriptions_that_cannot_be_used(shelf: Shelf, root: Path) -> None:
     other = make_format(weights="user:other").namespace
     for number, content in enumerate([None, b"", b"{}", b"\xff", other.encoded]):
         folder = root / f"n{number}-{number:016x}"

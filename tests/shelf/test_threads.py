@@ -43,6 +43,14 @@ class Rig:
         )
         self.threads.start()
 
+    def hang(self, times: int) -> threading.Event:
+        """Let so many threads hang until the event is set."""
+        gate = threading.Event()
+        self.faults.add(Fault("stat", "hangs", wait=gate))
+        for _ in range(times):
+            self.work.put("hangs")
+        return gate
+
     def run(self) -> None:
         while not self.threads.replaced() and (name := self.work.get()) is not None:
             self.guard.stat([name])
@@ -63,10 +71,8 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     rig.close()
 
 
-def test_a_kept_thread_is_replaced_and_ends_when_it_comes_back(rig: Rig) -> None:
-    gate = threading.Event()
-    rig.faults.add(Fault("stat", "hangs", wait=gate))
-    rig.work.put("hangs")
+def test_a_stuck_thread_is_replaced_and_ends_when_it_comes_back(rig: Rig) -> None:
+    gate = rig.hang(1)
     until(lambda: len(rig.stuck) == 1)
     for _ in range(20):
         rig.work.put("fine")
@@ -81,12 +87,9 @@ def test_a_kept_thread_is_replaced_and_ends_when_it_comes_back(rig: Rig) -> None
     assert len(rig.threads.working) == COUNT
 
 
-def test_when_too_many_are_kept_the_storage_is_given_a_rest(rig: Rig) -> None:
-    gate = threading.Event()
-    rig.faults.add(Fault("stat", "hangs", wait=gate))
+def test_when_too_many_are_stuck_the_storage_is_not_called(rig: Rig) -> None:
     # Others go well, so that only the number of threads speaks against the storage.
-    for _ in range(COUNT + 1):
-        rig.work.put("hangs")
+    gate = rig.hang(COUNT + 1)
     while not rig.guard.reads.opened:
         rig.guard.stat(["fine"])
     assert len(rig.stuck) <= 2 * COUNT
@@ -99,10 +102,7 @@ def test_there_is_a_bound_and_threads_that_come_back_work_on(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_STUCK", 1)
-    gate = threading.Event()
-    rig.faults.add(Fault("stat", "hangs", wait=gate))
-    for _ in range(COUNT):
-        rig.work.put("hangs")
+    gate = rig.hang(COUNT)
     until(lambda: rig.threads.stuck == COUNT)
     assert not rig.threads.any
     assert len(rig.started) == COUNT
@@ -112,14 +112,11 @@ def test_there_is_a_bound_and_threads_that_come_back_work_on(
     until(lambda: rig.done.get(timeout=PATIENCE) == "fine")
 
 
-def test_without_a_thread_in_place_of_a_kept_one_the_storage_is_given_a_rest(
+def test_without_a_thread_in_place_of_a_stuck_one_the_storage_is_not_called(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = threading.Event()
-    rig.faults.add(Fault("stat", "hangs", wait=gate))
     with none_can_be_started(monkeypatch, "test-"):
-        for _ in range(COUNT):
-            rig.work.put("hangs")
+        gate = rig.hang(COUNT)
         until(lambda: rig.threads.stuck == COUNT)
         until(lambda: rig.guard.reads.opened > 0)
         assert not rig.threads.any
@@ -134,11 +131,8 @@ def test_without_a_thread_in_place_of_a_kept_one_the_storage_is_given_a_rest(
 def test_a_thread_that_could_not_be_started_is_started_when_there_is_work(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = threading.Event()
-    rig.faults.add(Fault("stat", "hangs", wait=gate))
     with none_can_be_started(monkeypatch, "test-"):
-        for _ in range(COUNT):
-            rig.work.put("hangs")
+        gate = rig.hang(COUNT)
         until(lambda: rig.threads.stuck == COUNT)
     assert rig.threads.ready()
     until(lambda: rig.guard.reads.closed > 0)
@@ -154,13 +148,13 @@ def test_a_thread_that_could_not_be_started_is_started_when_there_is_work(
     assert len(rig.threads.working) == COUNT
 
 
-def test_who_waits_hears_when_no_thread_is_left(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = threading.Event()
-    rig.faults.add(Fault("stat", "hangs", wait=gate))
+def test_the_owner_is_notified_when_no_thread_is_left(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # An open breaker does not notify a second time.
     monkeypatch.setattr(rig.guard.reads, "trip", lambda reason: None)
     with none_can_be_started(monkeypatch, "test-"):
-        rig.work.put("hangs")
+        gate = rig.hang(1)
         until(lambda: rig.threads.stuck == 1)
         assert rig.left == []
         rig.work.put("hangs")

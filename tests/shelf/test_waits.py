@@ -131,6 +131,14 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     rig.close()
 
 
+@pytest.fixture
+def hasty(tmp_path: Path) -> Iterator[Rig]:
+    """A rig whose calls of the storage have short deadlines."""
+    rig = Rig(posix(tmp_path / "shelf"), SOON)
+    yield rig
+    rig.close()
+
+
 # ------------------------------------------------------------------------------- over backends
 
 
@@ -396,7 +404,7 @@ def test_in_vain_only_one_object_of_each_wait_is_asked_for(distant: Far) -> None
     distant.answered(waits[0])
     for names in distant.backend.asked:
         assert len(names) == len(set(names)) <= 20
-    assert {name for names in distant.backend.asked for name in names} == {
+    assert {one for names in distant.backend.asked for one in names} == {
         name(full(1, seed=i)[0], 0) for i in range(20)
     }
     for piece in full(3, seed=0):
@@ -524,7 +532,7 @@ def test_objects_of_others_without_end_hold_nobody_up(
 ) -> None:
     monkeypatch.setattr(module, "_MARKER_SECONDS", 0.01)
     monkeypatch.setattr(FolderNotices, "appeared", lambda self: {"of/others"})
-    monkeypatch.setattr(module._Bell, "wait", lambda self, seconds, other: (False, True))
+    monkeypatch.setattr(module._Waker, "wait", lambda self, seconds, other: (False, True))
     wait = told.submit(full(1))
     until_watched(wait)
     told.give_up()
@@ -574,40 +582,36 @@ def test_trouble_with_one_object_delays_no_other_wait(distant: Far) -> None:
 
 
 def test_a_thread_that_is_stuck_is_replaced_and_what_it_brings_late_does_no_harm(
-    tmp_path: Path,
+    hasty: Rig,
 ) -> None:
-    rig = Rig(posix(tmp_path / "shelf"), SOON)
     gate = threading.Event()
     pieces = full(3)
-    rig.faults.add(Fault("stat", "*.safetensors", wait=gate, times=1))
-    wait = rig.submit(pieces)
-    until(lambda: rig.service._threads.stuck == 1)
+    hasty.faults.add(Fault("stat", "*.safetensors", wait=gate, times=1))
+    wait = hasty.submit(pieces)
+    until(lambda: hasty.service._threads.stuck == 1)
     for piece in pieces[:2]:
-        rig.put(piece)
+        hasty.put(piece)
     until(lambda: wait.seen == 2)
     gate.set()
-    until(lambda: rig.service._threads.stuck == 0)
-    rig.put(pieces[2])
+    until(lambda: hasty.service._threads.stuck == 0)
+    hasty.put(pieces[2])
     until(lambda: wait.complete)
     assert wait.seen == 3
-    assert rig.counters.snapshot()["stuck_threads"] == 1
-    rig.close()
+    assert hasty.counters.snapshot()["stuck_threads"] == 1
 
 
-def test_a_storage_that_hangs_for_all_and_comes_back_is_asked_again(tmp_path: Path) -> None:
-    rig = Rig(posix(tmp_path / "shelf"), SOON)
+def test_a_storage_that_hangs_for_all_and_comes_back_is_asked_again(hasty: Rig) -> None:
     gate = threading.Event()
-    rig.faults.add(Fault("stat", "*", wait=gate))
+    hasty.faults.add(Fault("stat", "*", wait=gate))
     pieces = full(2)
-    wait = rig.submit(pieces)
-    until(lambda: not rig.guard.reads.is_closed)
+    wait = hasty.submit(pieces)
+    until(lambda: not hasty.guard.reads.is_closed)
     assert not wait.ended
     for piece in pieces:
-        rig.put(piece)
-    rig.faults.heal()
+        hasty.put(piece)
+    hasty.faults.heal()
     gate.set()
     until(lambda: wait.complete)
-    rig.close()
 
 
 def test_an_unexpected_error_ends_no_wait(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -765,7 +769,7 @@ def test_waits_see_what_comes_and_end_when_they_must(
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=60,
+            max_examples=25,
             stateful_step_count=30,
             deadline=None,
             database=None,

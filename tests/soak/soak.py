@@ -41,7 +41,7 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "models")]
 
 from make_model import RECIPES, make_model
 from rich.console import Console

@@ -72,7 +72,7 @@ def write(url: str, options: dict[str, Any], rate: float, max_bytes: int, second
             time.sleep(1 / rate)
             continue
         found["offered"] += 1
-        if not guard.has_room(OBJECT_BYTES):
+        if not guard.allows(OBJECT_BYTES):
             found["dropped"] += 1
             continue
         try:

@@ -30,6 +30,7 @@ from typing import Any, ClassVar
 
 from tests.support.engine_process import HEED_PERMISSIONS
 from tests.support.fork_server import ForkedProcess, ForkServer
+from tests.support.waiting import LONG, until
 
 START_TIMEOUT = 240.0
 REQUEST_TIMEOUT = 120.0
@@ -547,6 +548,20 @@ def assert_same(answer: Answer, expected: Answer, tolerance: float = 0.0) -> Non
             f"{expected.tokens[where : where + 1]}, which was {gap:.3f} nats ahead: "
             f"{answer.tokens} instead of {expected.tokens}"
         )
+
+
+def eventually_hits(
+    engine: Engine, tokens: Sequence[int], expected: Answer, hit: int, seconds: float = LONG
+) -> None:
+    """Ask until `hit` tokens of a prompt come from the shelf; every answer must be right."""
+
+    def hits() -> bool:
+        engine.reset_prefix_cache()
+        answer = engine.generate(tokens)
+        assert_same(answer, expected)
+        return answer.shelf_tokens == hit
+
+    until(hits, f"a hit of {hit} tokens", seconds)
 
 
 def assert_same_up_to_ties(

@@ -8,11 +8,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.engines import INERT_CONNECTOR, SHELF_CONNECTOR, Engine, engine_environment
+from tests.support.engines import (
+    INERT_CONNECTOR,
+    SHELF_CONNECTOR,
+    Answer,
+    Engine,
+    engine_environment,
+)
 from tests.support.fork_server import ForkServer
+
+#: Fixtures of tests/vllm: makes prompts; returns what is answered without a shelf; lets an engine
+#: answer and compares.
+MakePrompt = Callable[..., list[int]]
+Reference = Callable[..., Answer]
+Ask = Callable[..., Answer]
 
 #: Memory that must be free, in bytes, before an engine is started ahead of its tests.
 _ROOM = 6 << 30
+_MULTI_CONNECTOR = (
+    "MultiConnector",
+    "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector",
+)
 
 
 @dataclass(frozen=True)
@@ -30,6 +46,52 @@ def _on_shelf(path: object, **extra: Any) -> dict[str, Any]:
     return {
         "connector": SHELF_CONNECTOR,
         "extra_config": {"shared_storage_path": str(path), **extra},
+    }
+
+
+def of_ranks(count: int) -> dict[str, Any]:
+    """Return the arguments of an engine with so many tensor-parallel ranks, one on each core."""
+    if count == 1:
+        return {"core": 0}
+    return {
+        "env": {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(count)))},
+        "tensor_parallel_size": count,
+        "distributed_executor_backend": "mp",
+    }
+
+
+def beside_example(
+    shelf: object, folder: object, *, ours_first: bool, **extra: Any
+) -> dict[str, Any]:
+    """Return the arguments of an engine with vLLM's ExampleConnector beside kvshelf's.
+
+    Parameters
+    ----------
+    shelf, folder : path
+        Where kvshelf stores, and where the other one does.
+    ours_first : bool
+        Which of them vLLM asks first.
+    **extra
+        Further options of kvshelf.
+    """
+    connectors: list[dict[str, Any]] = [
+        {
+            "kv_connector": SHELF_CONNECTOR[0],
+            "kv_connector_module_path": SHELF_CONNECTOR[1],
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(shelf), **extra},
+        },
+        {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+        },
+    ]
+    return {
+        "connector": _MULTI_CONNECTOR,
+        "extra_config": {"connectors": connectors if ours_first else connectors[::-1]},
+        # vLLM looks for it at the parent only.
+        "transfer": {"kv_load_failure_policy": "recompute"},
     }
 
 

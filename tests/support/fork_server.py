@@ -175,18 +175,20 @@ def _import_vllm() -> None:
 def _spin_shortly() -> None:
     """Let idle workers sleep after 5 ms; vLLM's take a core for a second after each step.
 
-    Several engines share the cores of a machine that runs tests.
+    Several engines share the cores of a machine that runs tests. A worker that falls asleep while
+    it is notified looks again after 50 ms, not after 5 s: it sleeps between any two steps.
     Source: ``vllm/distributed/device_communicators/shm_broadcast.py``, ``SpinCondition``.
     """
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    from vllm.distributed.device_communicators import shm_broadcast
 
-    made = SpinCondition.__init__
+    shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 50
+    made = shm_broadcast.SpinCondition.__init__
 
-    def make(self: SpinCondition, *arguments: Any, **named: Any) -> None:
+    def make(self: Any, *arguments: Any, **named: Any) -> None:
         made(self, *arguments, **named)
         self.busy_loop_s = min(self.busy_loop_s, 0.005)
 
-    SpinCondition.__init__ = make
+    shm_broadcast.SpinCondition.__init__ = make
 
 
 def _bind_worker() -> None:

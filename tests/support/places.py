@@ -13,9 +13,6 @@ from kvshelf.shelf.shelf import Shelf, open_shelf
 from tests.support.commands import run
 from tests.support.filled import store
 
-#: Commands whose argument is the shelf; others have an option for it.
-_WITH_ARGUMENT = ("gc", "rm")
-
 
 class Place:
     """A shelf, and the environment in which commands reach it."""
@@ -35,14 +32,14 @@ class Place:
         with self.open() as shelf:
             return {row.name for row in shelf.objects()}
 
-    def run(self, *args: object) -> Result:
+    def run(self, *args: object, **environment: str) -> Result:
         """Run a command on the shelf."""
-        env = {"KVSHELF_STORAGE_OPTIONS": json.dumps(self._options)} if self._options else {}
-        where = [self.url] if args[0] in _WITH_ARGUMENT else ["--shelf", self.url]
-        return run(*args, *where, env=env)
+        if self._options:
+            environment["KVSHELF_STORAGE_OPTIONS"] = json.dumps(self._options)
+        return run(*args, "--shelf", self.url, env=environment)
 
-    def rows(self, *args: object, code: int = 0) -> list[dict[str, Any]]:
+    def rows(self, *args: object, code: int = 0, **environment: str) -> list[dict[str, Any]]:
         """Run it with --json; return the lines that it writes."""
-        result = self.run(*args, "--json")
+        result = self.run(*args, "--json", **environment)
         assert result.exit_code == code, result.output
         return [json.loads(line) for line in result.stdout.splitlines()]

@@ -19,19 +19,21 @@ from kvshelf.backends.guard import GuardedBackend
 from kvshelf.format.keys import Chunk
 from kvshelf.format.names import object_name
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.kv.caches import HostKVCache, KVCache, LayerRun, layer_calls
+from kvshelf.kv.caches import HostKVCache, KVCache, KVMemory, LayerRun, PendingCopy, layer_calls
 from kvshelf.kv.device import DeviceKVCache
 from kvshelf.kv.layout import PagedLayout, native_slots_of, slots_of
 from kvshelf.kv.streams import Streams
+from kvshelf.kv.topology import ShardPlan
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.threads import StorageThreads
 from kvshelf.tiers.object_memory import ObjectMemory, PinningShelf
-from kvshelf.transfer.context import ChunkSlots
-from kvshelf.transfer.load import Load
+from kvshelf.transfer.context import ChunkSlots, TransferContext
+from kvshelf.transfer.load import Piece
+from kvshelf.transfer.loads import Loads
 from kvshelf.transfer.staging import Regions, StagingPool
-from kvshelf.transfer.stores import StoreOutcome
-from kvshelf.transfer.transfer import Transfer
+from kvshelf.transfer.stores import StoreOutcome, Stores
+from kvshelf.transfer.transfers import Transfers
 from tests.support.formats import BLOCK, HEAD_SIZE, HEADS, LAYERS, make_format
 from tests.support.waiting import AT_ONCE, PATIENCE
 
@@ -43,6 +45,21 @@ def content(chunk: Chunk, layer: int, block: int) -> torch.Tensor:
     size = HEADS * BLOCK * 2 * HEAD_SIZE * 2
     data = bytearray(random.Random(seed).randbytes(size))
     return torch.frombuffer(data, dtype=torch.uint8).view(torch.int16).view(HEADS, BLOCK, -1)
+
+
+class Destination(KVMemory):
+    """Memory that loads fill: it notes the shards that have come."""
+
+    def __init__(self) -> None:
+        self.got: list[int] = []
+
+    def gather(self, slots: torch.Tensor, payloads: Sequence[torch.Tensor]) -> PendingCopy:
+        raise AssertionError("nothing is stored from here")
+
+    def scatter(
+        self, shard: int, slots: torch.Tensor, payload: torch.Tensor, fence: object = None
+    ) -> None:
+        self.got.append(shard)
 
 
 @dataclass
@@ -97,13 +114,23 @@ class Rig:
             together=self.fmt.shards,
             regions=self.regions,
         )
-        self.transfer = Transfer(
-            self.shelf.view(self.fmt),
-            self.cache,
-            self.staging,
-            counters=self.counters,
-            **self.options,
+        self.begin(self.shelf)
+
+    def begin(self, shelf: Shelf) -> None:
+        """Transfer between the caches and a shelf from now on."""
+        plan = ShardPlan.whole(self.fmt.shards)
+        self.context = TransferContext(
+            shelf.view(self.fmt), self.cache, self.staging, self.counters, plan, **self.options
         )
+        self.transfer = Transfers([self.context])
+
+    @property
+    def loads(self) -> Loads:
+        return self.transfer.loads[self.fmt.kind]
+
+    @property
+    def stores(self) -> Stores:
+        return self.transfer.stores[self.fmt.kind]
 
     @property
     def per_chunk(self) -> int:
@@ -149,21 +176,41 @@ class Rig:
         """Store chunks and wait until they are published."""
         for item in self.items(chunks, first_block):
             self.fill(item)
-            assert self.transfer.store(item) == StoreOutcome.QUEUED
+            assert self.stores.store(item) == StoreOutcome.QUEUED
         assert self.transfer.drain(PATIENCE) == 0
 
-    def finished(self) -> Load:
-        """Wait for one load to end."""
-        while not (loads := self.transfer.poll(PATIENCE)):
+    def start(self, name: str, items: Sequence[ChunkSlots]) -> Piece:
+        """Start a load."""
+        return self.transfer.load(name, {self.fmt.kind: items}).pieces[self.fmt.kind]
+
+    def ended(self, wait: float = 0.0) -> dict[str, Piece]:
+        """The loads that ended since the last call, by name, in the order of their ends."""
+        return {load.request_id: load.pieces[self.fmt.kind] for load in self.transfer.poll(wait)}
+
+    def all_ended(self, count: int) -> dict[str, Piece]:
+        """Wait for so many loads to end, as steps of an engine do."""
+        ended: dict[str, Piece] = {}
+        while len(ended) < count:
             assert self.transfer.loading, "no load is running"
-        (load,) = loads
+            ended |= self.ended(0.01)
+        return ended
+
+    def finished(self) -> Piece:
+        """Wait for one load to end."""
+        (load,) = self.all_ended(1).values()
         return load
 
-    def load(self, chunks: Sequence[Chunk], first_block: int) -> tuple[Load, list[ChunkSlots]]:
+    def load(self, chunks: Sequence[Chunk], first_block: int) -> tuple[Piece, list[ChunkSlots]]:
         """Load chunks and wait for the end."""
         items = self.items(chunks, first_block)
-        self.transfer.load("r", items)
+        self.start("r", items)
         return self.finished(), items
+
+    def comes_back(self, chunks: Sequence[Chunk], first_block: int) -> None:
+        """Check that chunks can be loaded."""
+        load, items = self.load(chunks, first_block)
+        assert load.failed_at is None
+        assert all(self.holds(item) for item in items)
 
     def path(self, chunk: Chunk, shard: int) -> Path:
         """Where an object lies."""

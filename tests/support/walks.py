@@ -21,4 +21,4 @@ def clean(guard: GuardedBackend, later: float = 0.0) -> int:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inventory, "time_for_ages", lambda now, url: time_for_ages(now, url) + later)
-        return Walk(guard, Counters()).make_room()
+        return Walk(guard, Counters()).free_space()

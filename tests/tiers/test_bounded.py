@@ -19,7 +19,7 @@ from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.capacity import deletion
 from kvshelf.capacity.deletion import Outcome
 from kvshelf.capacity.pins import Pin, Pins
-from kvshelf.errors import NoRoomError, StorageError
+from kvshelf.errors import BoundReachedError, StorageError
 from kvshelf.format.names import DESCRIPTION
 from kvshelf.tiers import ledger as ledger_module
 from kvshelf.tiers.bounded import BoundedBackend
@@ -42,8 +42,8 @@ def open_bounded(root: Path, max_bytes: int = 10 * SIZE) -> BoundedBackend:
     return BoundedBackend(PosixBackend(root), max_bytes)
 
 
-def make_room(backend: BoundedBackend, size: int, through: Backend | None = None) -> Outcome:
-    return backend.make_room(size, GuardedBackend(LaterBackend(through or backend, AHEAD)))
+def evict_for(backend: BoundedBackend, size: int, through: Backend | None = None) -> Outcome:
+    return backend.evict(size, GuardedBackend(LaterBackend(through or backend, AHEAD)))
 
 
 def put(backend: BoundedBackend, number: int, size: int = SIZE, used: float = 0.0) -> WriteResult:
@@ -54,8 +54,8 @@ def put(backend: BoundedBackend, number: int, size: int = SIZE, used: float = 0.
 def put_named(backend: BoundedBackend, name: str, size: int, used: float = 0.0) -> WriteResult:
     try:
         result = backend.write(name, [bytes(size)])
-    except NoRoomError:
-        assert make_room(backend, size).error is None
+    except BoundReachedError:
+        assert evict_for(backend, size).error is None
         result = backend.write(name, [bytes(size)])
     age(Path(backend.url) / name, used)
     return result
@@ -116,7 +116,7 @@ def test_pins_are_a_matter_of_the_shelf(tmp_path: Path, monkeypatch: pytest.Monk
     backend = open_bounded(tmp_path)
     fill(backend)
     Pins.add(backend, "all", Pin(namespace=name(0).partition("/")[0]))
-    assert make_room(backend, 5 * SIZE).count == 5
+    assert evict_for(backend, 5 * SIZE).count == 5
     assert there(tmp_path) == {5, 6, 7, 8, 9}
 
 
@@ -125,7 +125,7 @@ def test_room_is_made_for_what_needs_much(tmp_path: Path) -> None:
     fill(backend)
     put(backend, 10, 6 * SIZE)
     assert there(tmp_path) == {6, 7, 8, 9, 10}
-    with pytest.raises(NoRoomError):
+    with pytest.raises(BoundReachedError):
         put(backend, 11, 11 * SIZE)
 
 
@@ -173,7 +173,7 @@ def test_nothing_is_listed_where_there_is_room_and_nothing_written_until_that_is
 
     with monkeypatch.context() as patch:
         patch.setattr(PosixBackend, "list", forbidden)
-        with pytest.raises(NoRoomError):
+        with pytest.raises(BoundReachedError):
             open_bounded(tmp_path).write(name(0), [bytes(SIZE)])
     put(open_bounded(tmp_path), 0)
     monkeypatch.setattr(PosixBackend, "list", forbidden)
@@ -204,7 +204,7 @@ def test_each_knows_what_the_others_wrote(tmp_path: Path) -> None:
     put(one, 0)
     for number in range(1, 10):
         put(other, number)
-    with pytest.raises(NoRoomError):
+    with pytest.raises(BoundReachedError):
         one.write(name(10), [bytes(SIZE)])
 
 
@@ -221,7 +221,7 @@ class _Stopped(WrappedBackend):
         return super().info(name)
 
 
-def test_two_that_make_room_at_once_remove_no_more_than_one(tmp_path: Path) -> None:
+def test_two_that_evict_at_once_remove_no_more_than_one(tmp_path: Path) -> None:
     fill(open_bounded(tmp_path, 40 * SIZE), 40)
     barrier = threading.Barrier(2)
     outcomes: list[Outcome] = []
@@ -229,7 +229,7 @@ def test_two_that_make_room_at_once_remove_no_more_than_one(tmp_path: Path) -> N
     def evict() -> None:
         backend = open_bounded(tmp_path, 20 * SIZE)
         stopped = _Stopped(backend, lambda: barrier.wait(20))
-        outcomes.append(make_room(backend, SIZE, stopped))
+        outcomes.append(evict_for(backend, SIZE, stopped))
 
     threads = [threading.Thread(target=evict) for _ in range(2)]
     for thread in threads:
@@ -247,14 +247,14 @@ def test_two_that_make_room_at_once_remove_no_more_than_one(tmp_path: Path) -> N
 def test_what_is_used_while_a_process_is_stopped_stays(tmp_path: Path) -> None:
     backend = open_bounded(tmp_path)
     fill(backend)
-    make_room(backend, SIZE, _Stopped(backend, lambda: age(tmp_path / name(0), 0)))
+    evict_for(backend, SIZE, _Stopped(backend, lambda: age(tmp_path / name(0), 0)))
     assert there(tmp_path) == {0, *range(2, 10)}
 
 
 def test_who_comes_too_late_removes_nothing(tmp_path: Path) -> None:
     backend, other = open_bounded(tmp_path), open_bounded(tmp_path)
     fill(backend)
-    make_room(backend, SIZE, _Stopped(backend, lambda: make_room(other, 5 * SIZE)))
+    evict_for(backend, SIZE, _Stopped(backend, lambda: evict_for(other, 5 * SIZE)))
     # The one that it had looked at is gone already; nothing else goes.
     assert there(tmp_path) == {5, 6, 7, 8, 9}
 
@@ -289,14 +289,14 @@ def test_what_others_put_there_is_counted_within_an_hour(
     assert len(there(tmp_path)) == 21
     with monkeypatch.context() as patch:
         patch.setattr(ledger_module, "RESCAN_SECONDS", -1.0)
-        with pytest.raises(NoRoomError):
+        with pytest.raises(BoundReachedError):
             backend.write(name(21), [bytes(SIZE)])
-        make_room(backend, SIZE)
+        evict_for(backend, SIZE)
     left = there(tmp_path)
     assert 8 <= len(left) <= 9
     assert used(backend) == len(left) * SIZE
     # What is counted and has room stays.
-    assert make_room(backend, 0).count == 0
+    assert evict_for(backend, 0).count == 0
     assert there(tmp_path) == left
 
 
@@ -314,7 +314,7 @@ def test_what_killed_writers_left_goes_at_a_scan(
     monkeypatch.setattr(base, "time", SimpleNamespace(time=lambda: later))
     os.utime(fresh, (later, later))
     monkeypatch.setattr(ledger_module, "RESCAN_SECONDS", -1.0)
-    outcome = backend.make_room(SIZE, GuardedBackend(LaterBackend(backend, 301)))
+    outcome = backend.evict(SIZE, GuardedBackend(LaterBackend(backend, 301)))
     assert outcome.count == 1
     assert not left.exists()
     assert fresh.exists()

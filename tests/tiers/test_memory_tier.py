@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +9,6 @@ import pytest
 import torch
 
 from kvshelf import pages
-from kvshelf.errors import ConfigError
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
@@ -132,23 +129,6 @@ def test_a_tail_is_an_object_like_others(tier: MemoryTier) -> None:
     assert buffer == expected
 
 
-def test_an_object_that_is_removed_while_it_is_read_is_not_found(tier: MemoryTier) -> None:
-    rooms = [tier.reserve(FMT, ref(number)) for number in range(2)]
-    assert tier.remove(FMT, [ref(0), ref(1)]) == 0
-    for number, room in enumerate(rooms):
-        assert room is not None
-        room.view[:] = image(number)
-    assert rooms[0] is not None
-    assert not rooms[0].publish()
-    assert rooms[1] is not None
-    assert rooms[1].publish() is None
-    assert tier.holds(FMT, [ref(0), ref(1)]) == [False, False]
-    assert tier.stats().free_bytes == MIB
-    # It can be read again.
-    tier.keep(FMT, ref(0), image(0))
-    assert tier.holds(FMT, [ref(0)]) == [True]
-
-
 def test_objects_are_removed_by_key(tier: MemoryTier) -> None:
     for shard in (0, 1):
         tier.keep(FMT, ref(0, shard), image(0, shard))
@@ -175,24 +155,6 @@ def test_the_ends_of_prompts_are_evicted_first() -> None:
     assert tier.holds(FMT, [ref(i) for i in range(8)]) == [True] * 5 + [False] * 3
     assert counters.snapshot()["memory_tier_evicted_objects"] == 3
     assert counters.snapshot()["memory_tier_evicted_bytes"] == 3 * SIZE
-    tier.close()
-
-
-def test_what_is_lent_is_never_written_over() -> None:
-    counters = Counters()
-    tier = MemoryTier(2 * (-(-SIZE // 4096) * 4096), counters=counters)
-    tier.keep(FMT, ref(0), image(0))
-    tier.keep(FMT, ref(9), image(9))
-    lent = [tier.pin(FMT, ref(0)), tier.pin(FMT, ref(9))]
-    tier.keep(FMT, ref(1), image(1))
-    assert tier.holds(FMT, [ref(1)]) == [False]
-    assert counters.snapshot()["memory_tier_dropped_objects"] == 1
-    for pinned, index in zip(lent, (0, 9), strict=True):
-        assert pinned is not None
-        assert bytes(pinned.view) == image(index)
-        pinned.release()
-    tier.keep(FMT, ref(1), image(1))
-    assert tier.holds(FMT, [ref(1)]) == [True]
     tier.close()
 
 
@@ -238,11 +200,6 @@ def test_how_many_chunks_fit(tier: MemoryTier) -> None:
     assert tier.stats().evictions == 0
 
 
-def test_memory_that_is_not_there_is_refused_at_the_start() -> None:
-    with pytest.raises(ConfigError, match="have to be free"):
-        MemoryTier(1 << 60)
-
-
 def test_memory_is_freed_when_nothing_of_it_is_lent_any_more() -> None:
     with fake_cudart() as runtime:
         tier = MemoryTier(MIB, device=torch.device("cuda:0"))
@@ -263,42 +220,6 @@ def test_memory_is_freed_when_nothing_of_it_is_lent_any_more() -> None:
         late.view[:] = image(1)
         assert not late.publish()
         assert runtime.registered == {}
-
-
-def test_threads_read_what_others_replace() -> None:
-    tier = MemoryTier(16 * (-(-SIZE // 4096) * 4096))
-    images = [image(index) for index in range(40)]
-    errors: list[BaseException] = []
-
-    def work(seed: int) -> None:
-        rng = random.Random(seed)
-        buffer = bytearray(SIZE)
-        try:
-            for _ in range(300):
-                index = rng.randrange(40)
-                if tier.load(FMT, ref(index), memoryview(buffer)):
-                    assert buffer == images[index]
-                elif rng.random() < 0.9:
-                    tier.keep(FMT, ref(index), images[index])
-                else:
-                    tier.remove(FMT, [ref(rng.randrange(40))])
-                lent = tier.pin(FMT, ref(rng.randrange(index + 1)))
-                if lent is not None:
-                    assert bytes(lent.view) in images
-                    lent.release()
-        except BaseException as error:  # noqa: BLE001 - looked at below
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    stats = tier.stats()
-    assert stats.pinned_bytes == 0
-    assert stats.bytes == stats.objects * SIZE
-    tier.close()
 
 
 # -------------------------------------------------------------------------- page-locked in pieces

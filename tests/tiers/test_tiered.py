@@ -13,20 +13,20 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from typer.testing import CliRunner
 
-from kvshelf.backends import Backend, Properties, Reader
+from kvshelf.backends import Backend
 from kvshelf.backends.guard import GuardedBackend
+from kvshelf.backends.posix import PosixBackend
 from kvshelf.cli.app import app
 from kvshelf.errors import (
     ConfigError,
     NoSpaceStorageError,
-    PermanentStorageError,
     TransientStorageError,
 )
 from kvshelf.format.keys import Chunk, KeyChain
@@ -41,7 +41,7 @@ from kvshelf.tiers import disk_tier as tier_module
 from kvshelf.tiers import tiered
 from kvshelf.tiers.disk_tier import DiskTier
 from kvshelf.tiers.ledger import LEDGER, Ledger, Use
-from kvshelf.tiers.tiered import TieredShelf, open_behind
+from kvshelf.tiers.tiered import TieredShelf, open_late
 from kvshelf.transfer.stores import StoreOutcome
 from tests.faults import tier_child
 from tests.support.formats import make_format
@@ -122,6 +122,20 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Machine]]:
     yield make
     for machine in started:
         machine.close()
+
+
+def hang(
+    patch: pytest.MonkeyPatch, where: object, name: str, call: Callable[..., Any] | None = None
+) -> threading.Event:
+    """Let a function hang until the event is set, and then call itself, or `call`."""
+    go, then = threading.Event(), call or getattr(where, name)
+
+    def hanging(*arguments: Any, **options: Any) -> Any:
+        assert go.wait(PATIENCE)
+        return then(*arguments, **options)
+
+    patch.setattr(where, name, hanging)
+    return go
 
 
 def tokens_of(seed: int, chunks: int) -> list[int]:
@@ -212,7 +226,7 @@ def test_what_the_shelf_does_not_take_is_not_stored(
     machine.rig.fill(item)
     ended: list[str] = []
     assert (
-        machine.rig.transfer.store(item, on_done=lambda _, result: ended.append(result.value))
+        machine.rig.stores.store(item, on_done=lambda _, result: ended.append(result.value))
         == StoreOutcome.QUEUED
     )
     machine.rig.transfer.drain(PATIENCE)
@@ -368,14 +382,7 @@ def test_a_load_does_not_wait_for_its_copies(
 ) -> None:
     chunks = make_chunks(FMT, 6)
     start(remote, "other tier").put(chunks)
-    go = threading.Event()
-    writing = tier_module.BoundedBackend.write
-
-    def held(*args: Any) -> Any:
-        assert go.wait(PATIENCE)
-        return writing(*args)
-
-    monkeypatch.setattr(tier_module.BoundedBackend, "write", held)
+    go = hang(monkeypatch, tier_module.BoundedBackend, "write")
     room = 5 * max(map(FMT.object_size, SHARDS))
     machine = start(remote, queue_bytes=room)
     load, items = machine.rig.load(chunks, 20)
@@ -538,13 +545,7 @@ def test_copies_go_on_when_the_thread_of_the_tier_is_kept_and_another_can_be_sta
 def test_a_tier_that_does_not_open_holds_up_nothing(
     remote: CountingBackend, start: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, real = threading.Event(), tier_module.PosixBackend
-
-    def hanging(path: str) -> Any:
-        assert go.wait(PATIENCE)
-        return real(path)
-
-    monkeypatch.setattr(tier_module, "PosixBackend", hanging)
+    go = hang(monkeypatch, tier_module, "PosixBackend")
     machine = start(remote, open_seconds=0.01)
     chunks = make_chunks(FMT, 2)
     machine.put(chunks)
@@ -572,7 +573,7 @@ def test_a_shelf_that_cannot_be_opened_is_done_without_until_it_can(
     monkeypatch.setattr(opening_module, "_RETRY_SECONDS", 0.02)
     monkeypatch.setattr(tiered, "open_backend", opening)
     with closing(DiskTier(tmp_path / "tier", ROOM)) as tier:
-        shelf = open_behind(tier, "s3://key:se@cret@bucket/kv", deadlines={"probe": 0.5})
+        shelf = open_late("s3://key:se@cret@bucket/kv", tier, deadlines={"probe": 0.5})
         assert shelf.url == "s3://bucket/kv"
         assert shelf.backend.deadlines.probe == 0.5
         near = TieredShelf(shelf, [tier])
@@ -585,62 +586,6 @@ def test_a_shelf_that_cannot_be_opened_is_done_without_until_it_can(
             well.set()
             until(lambda: near.view(FMT).present(chunks) == [True] * 3)
             loads.view(FMT).load(ObjectRef(chunks[2], 0), image)
-
-
-class InParts(FarBackend):
-    """A storage that brings objects in parts."""
-
-    def __init__(self, inner: Backend) -> None:
-        super().__init__(inner)
-        self.large: list[str] = []
-
-    @property
-    def properties(self) -> Properties:
-        return replace(super().properties, part_bytes=1)
-
-    def open(self, name: str, size: int | None = None) -> Reader:
-        if size is not None:
-            self.large.append(name)
-        return self.inner.open(name)
-
-
-def test_a_shelf_that_is_opened_late_is_read_in_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (chunk,) = make_chunks(FMT, 1)
-    storage = InParts(posix(tmp_path / "remote"))
-    with closing(Rig(storage.inner, fmt=FMT)) as elsewhere:
-        elsewhere.put([chunk])
-    answers: list[Any] = [TransientStorageError(5, "nobody answers")]
-
-    def opening(url: str, **_: Any) -> Backend:
-        if answers:
-            raise answers.pop()
-        return CountingBackend(FaultyBackend(storage))
-
-    monkeypatch.setattr(opening_module, "_RETRY_SECONDS", 0.01)
-    monkeypatch.setattr(tiered, "open_backend", opening)
-    with (
-        closing(DiskTier(tmp_path / "tier", ROOM)) as tier,
-        closing(open_behind(tier, "s3://bucket/kv")) as shelf,
-    ):
-        until(lambda: shelf.view(FMT).present([chunk]) == [True])
-        shelf.view(FMT).load(ObjectRef(chunk, 0), memoryview(bytearray(FMT.object_size(0))))
-    assert len(storage.large) == 1
-
-
-def test_a_shelf_that_will_not_open_is_a_mistake(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def opening(url: str, **_: Any) -> Backend:
-        raise PermanentStorageError(2, "there is no bucket")
-
-    monkeypatch.setattr(tiered, "open_backend", opening)
-    with (
-        closing(DiskTier(tmp_path / "tier", ROOM)) as tier,
-        pytest.raises(PermanentStorageError, match="bucket"),
-    ):
-        open_behind(tier, "s3://bucket/kv")
 
 
 def test_a_folder_in_place_of_the_ledger_is_spoken_of(
@@ -682,17 +627,11 @@ def test_a_ledger_that_fails_stops_the_copies(
 def test_a_ledger_that_hangs_is_noticed(
     remote: CountingBackend, start: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, reading = threading.Event(), Ledger.read
-
-    def hanging(self: Ledger) -> Use | None:
-        assert go.wait(PATIENCE)
-        return reading(self)
-
     machine = start(remote)
     guard = machine.tier.guard
     assert guard is not None
     guard.deadlines = SOON
-    monkeypatch.setattr(Ledger, "read", hanging)
+    go = hang(monkeypatch, Ledger, "read")
     machine.rig.put(make_chunks(FMT, 3))
     until(lambda: guard.late_calls > 0)
     go.set()
@@ -710,16 +649,10 @@ def test_a_tier_is_used_while_its_shelf_hangs_at_opening(
     start(remote).put(chunks[:1])
     with closing(Rig(remote.inner, fmt=FMT)) as elsewhere:
         elsewhere.put(chunks)
-    go = threading.Event()
-
-    def hanging(url: str, **_: Any) -> Backend:
-        assert go.wait(PATIENCE)
-        return remote
-
-    monkeypatch.setattr(tiered, "open_backend", hanging)
+    go = hang(monkeypatch, tiered, "open_backend", lambda url, **_: remote)
     with (
         closing(DiskTier(tmp_path / "tier", ROOM)) as tier,
-        closing(open_behind(tier, "s3://bucket/kv", open_seconds=0.01)) as shelf,
+        closing(open_late("s3://bucket/kv", tier, open_seconds=0.01)) as shelf,
     ):
         assert "s3://bucket/kv has not answered yet" in caplog.text
         near = TieredShelf(shelf, [tier])
@@ -735,50 +668,21 @@ def test_a_mistake_that_a_shelf_finds_late_is_spoken_of(
     caplog: pytest.LogCaptureFixture,
     error: Exception,
 ) -> None:
-    go = threading.Event()
-
-    def hanging(url: str, **_: Any) -> Backend:
-        assert go.wait(PATIENCE)
-        raise error
-
-    monkeypatch.setattr(tiered, "open_backend", hanging)
+    go = hang(monkeypatch, tiered, "open_backend", mock.Mock(side_effect=error))
     with (
         closing(DiskTier(tmp_path / "tier", ROOM)) as tier,
-        closing(open_behind(tier, "s3://bucket/kv", open_seconds=0.01)),
+        closing(open_late("s3://bucket/kv", tier, open_seconds=0.01)),
     ):
         go.set()
         until(lambda: f"s3://bucket/kv cannot be used: {error}" in caplog.text)
 
 
-def test_a_shelf_that_opens_after_it_was_closed_is_closed(
-    remote: CountingBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go, closed = threading.Event(), threading.Event()
-
-    def hanging(url: str, **_: Any) -> Backend:
-        assert go.wait(PATIENCE)
-        return remote
-
-    monkeypatch.setattr(tiered, "open_backend", hanging)
-    monkeypatch.setattr(remote, "close", closed.set)
-    with closing(DiskTier(tmp_path / "tier", ROOM)) as tier:
-        open_behind(tier, "s3://bucket/kv", open_seconds=0.01).close()
-        go.set()
-        assert closed.wait(PATIENCE)
-
-
 def test_a_tier_that_opens_after_it_was_closed_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, closed, real = threading.Event(), threading.Event(), tier_module.PosixBackend
-
-    def hanging(path: str) -> Any:
-        assert go.wait(PATIENCE)
-        backend = real(path)
-        monkeypatch.setattr(backend, "close", closed.set)
-        return backend
-
-    monkeypatch.setattr(tier_module, "PosixBackend", hanging)
+    closed = threading.Event()
+    go = hang(monkeypatch, tier_module, "PosixBackend")
+    monkeypatch.setattr(PosixBackend, "close", lambda _: closed.set())
     tier = DiskTier(tmp_path / "tier", ROOM, open_seconds=0.01)
     tier.close()
     go.set()
@@ -809,21 +713,15 @@ def test_a_tier_that_is_the_shelf_by_another_name_removes_nothing(
     before = files(root)
     (root / "near").mkdir()
     (tmp_path / "link").symlink_to((root / within).resolve())
-    go, real, seconds = threading.Event(), tier_module.PosixBackend, PATIENCE
+    seconds = PATIENCE
     if order == "shelf first":
-
-        def opening(path: str) -> Any:
-            assert go.wait(PATIENCE)
-            return real(path)
-
-        seconds = 0.01
-        monkeypatch.setattr(tier_module, "PosixBackend", opening)
+        seconds, go = 0.01, hang(monkeypatch, tier_module, "PosixBackend")
     with closing(DiskTier(tmp_path / "link", 1, open_seconds=seconds)) as tier:
         if order == "tier first":
             with pytest.raises(ConfigError, match="a directory of its own"):
-                open_behind(tier, f"file://{root}")
+                open_late(f"file://{root}", tier)
         elif order == "shelf first":
-            shelf = open_behind(tier, f"file://{root}")
+            shelf = open_late(f"file://{root}", tier)
             go.set()
             until(lambda: "a directory of its own" in caplog.text)
             shelf.close()
@@ -838,23 +736,6 @@ def test_a_tier_that_is_the_shelf_by_another_name_removes_nothing(
         tier.keep(FMT, ObjectRef(chunks[0], 0), image)
         assert tier.drain(PATIENCE)
     assert files(root) == before
-
-
-def test_a_mistake_that_the_tier_finds_late_is_spoken_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    go = threading.Event()
-
-    def hanging(path: str) -> Any:
-        assert go.wait(PATIENCE)
-        raise ConfigError(f"{path} is not a directory")
-
-    monkeypatch.setattr(tier_module, "PosixBackend", hanging)
-    with closing(DiskTier(tmp_path / "tier", ROOM, open_seconds=0.01)) as tier:
-        go.set()
-        until(lambda: "cannot be used" in caplog.text)
-        assert f"{tmp_path}/tier is not a directory" in caplog.text
-        assert not tier.available
 
 
 # ------------------------------------------------------------------------------- many processes

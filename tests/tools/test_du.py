@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
-import shutil
 import time
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from kvshelf.backends import open_backend
 from kvshelf.backends.posix import PosixBackend
-from kvshelf.capacity import inventory as inventory_module
 from kvshelf.cli.du import By
-from kvshelf.errors import PermanentStorageError
 from kvshelf.shelf.shelf import open_shelf
-from kvshelf.tools.du import BREAKDOWNS, measure
+from kvshelf.tools.du import BREAKDOWNS
 from tests.support import commands
 from tests.support.filled import fill, hybrid, namespace, prompt, store
-from tests.support.servers import BUCKET, S3Server
 
 FOLDER = namespace().folder
 HYBRID = hybrid()
@@ -125,7 +117,10 @@ def test_by_age_of_the_last_use(shelf: Path, monkeypatch: pytest.MonkeyPatch) ->
     for number, path in enumerate(paths):
         # What counts is the later one of access and modification.
         os.utime(path, (now - ages[number % 5], now - 60 * DAY))
-    found = rows(usage(shelf, "--by", "age"), "age")
+    whole = usage(shelf, "--by", "age", "--by", "namespace")
+    latest = [row["last_used"] for row in whole["by"]["namespace"]]
+    assert latest == pytest.approx([now - 10.0] * 2, abs=1.0)
+    found = rows(whole, "age")
     assert list(found) == [
         "under 1 hour",
         "1 to 24 hours",
@@ -191,45 +186,3 @@ def test_empty_and_missing(tmp_path: Path) -> None:
     assert "0 objects" in run(tmp_path).stdout
     run(tmp_path / "typo", code=3)
     run(tmp_path, "--by", "moon", code=2)
-
-
-def test_a_listing_without_end_is_ended(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inventory_module, "_MOST_OBJECTS", 5)
-    with (
-        closing(open_backend(str(shelf))) as backend,
-        pytest.raises(PermanentStorageError, match="no end"),
-    ):
-        measure(backend)
-    assert "no end" in run(shelf, code=3).stderr
-
-
-def test_sums_are_exact_for_many_rows() -> None:
-    code = np.array([2, 0, 2, 1, 0])
-    names = ["a", "b", "c"]
-
-    class Stub:
-        size = np.array([1 << 45, 1, 2, 3, 4])
-
-    from kvshelf.tools.du import _rows
-
-    found = _rows(Stub(), np.array([1.0, 5.0, 3.0, 4.0, 2.0]), code, names)  # type: ignore[arg-type]
-    assert [(row.name, row.objects, row.bytes, row.last_used) for row in found] == [
-        ("a", 2, 5, 5.0),
-        ("b", 1, 3, 4.0),
-        ("c", 2, (1 << 45) + 2, 3.0),
-    ]
-
-
-def test_on_s3(server: S3Server, shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert server.folder is not None
-    shutil.copytree(shelf, server.folder / BUCKET / "used")
-    every = [part for name in BREAKDOWNS for part in ("--by", name)]
-    here = usage(shelf, *every)
-    monkeypatch.setenv("KVSHELF_SHARED_STORAGE_PATH", f"s3://{BUCKET}/used")
-    monkeypatch.setenv("KVSHELF_STORAGE_OPTIONS", json.dumps(server.options()))
-    there = usage(*every)
-    assert (there["objects"], there["bytes"]) == (here["objects"], here["bytes"])
-    for name in BREAKDOWNS:
-        assert rows(there, name) == rows(here, name)
-    assert there["free"] is None
-    assert "free on the storage" not in run().stdout

@@ -19,7 +19,7 @@ from kvshelf.format.keys import salt_group_of
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import open_shelf
-from kvshelf.tools.prompts import TokenPrompt, parse_prompts, read_prompts
+from kvshelf.tools.prompts import Prompt, TokenPrompt, parse_prompts, read_prompts
 from kvshelf.tools.seeding import SeedReport, seed_shelf
 from kvshelf.vllm.seeding import OfflineEngine
 from tests.support import commands
@@ -230,6 +230,47 @@ def test_what_is_wrong_is_said_before_an_engine_starts(
         result = run(file, "--model", "m", "--shelf", tmp_path / "shelf", option, value)
         assert (result.exit_code, told in result.stderr) == (2, True), result.output
     assert not (tmp_path / "shelf").exists()
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_the_command_reports_what_it_did_however_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: bool
+) -> None:
+    class Offline(Engine):
+        """An engine that stores all prompts but the second, or is interrupted."""
+
+        config = Config()
+
+        def __init__(self, _: str, url: str, __: object) -> None:
+            super().__init__(Path(url), [2] * 9)
+
+        def __enter__(self) -> Offline:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def render(self, wanted: Sequence[Prompt]) -> list[TokenPrompt]:
+            return [TokenPrompt(one.line, list(one.tokens or ())) for one in wanted]
+
+        def namespace(self) -> Namespace:
+            return namespace()
+
+        def batch_chunks(self, _: object) -> int:
+            return 2
+
+        def compute(self, prompts: Sequence[TokenPrompt]) -> None:
+            if interrupted and prompts[0].line > 1:
+                raise KeyboardInterrupt
+            super().compute(prompts)
+
+    monkeypatch.setattr("kvshelf.vllm.seeding.OfflineEngine", Offline)
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps(prompt(number, 2)) for number in range(2)))
+    result = run(file, "--model", "m", "--shelf", tmp_path, "--json")
+    row = json.loads(result.stdout)
+    assert (row["stored"], row["interrupted"]) == (1, interrupted)
+    assert [problem["line"] for problem in row["problems"]] == ([] if interrupted else [2])
+    assert result.exit_code == (130 if interrupted else 1)
 
 
 class FakeConnector:

@@ -20,12 +20,10 @@ from kvshelf.backends.posix import PosixBackend
 from kvshelf.capacity import parallel
 from kvshelf.cli.app import app
 from kvshelf.errors import TransientStorageError
-from kvshelf.format.namespace import Namespace
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tools.verify import VerifyReport, recovered, verify_shelf
 from tests.support import commands
 from tests.support.filled import contents, fill, hybrid, namespace, prompt, times
-from tests.support.servers import BUCKET, S3Server
 
 FOLDER = namespace().folder
 HYBRID = hybrid()
@@ -210,6 +208,7 @@ def spoil(data: bytes, how: str) -> bytes | None:
     return data.replace(b"user:test", b"user:tesu")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "known"),
     [
@@ -455,29 +454,3 @@ def test_progress_reaches_the_end(shelf: Path) -> None:
     assert isinstance(result, VerifyReport)
     assert seen[-1] == (len(objects(shelf)), len(objects(shelf)))
     assert listed == len(objects(shelf)) + 2
-
-
-# ------------------------------------------------------------------------------ S3
-
-
-def test_on_s3(server: S3Server, shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert server.folder is not None
-    root = server.folder / BUCKET / "verified"
-    shutil.copytree(shelf, root)
-    monkeypatch.setenv("KVSHELF_SHARED_STORAGE_PATH", f"s3://{BUCKET}/verified")
-    monkeypatch.setenv("KVSHELF_STORAGE_OPTIONS", json.dumps(server.options()))
-    total = len(objects(root))
-    found = report()
-    assert (found["intact"], found["sound"]) == (total, True)
-    bad = objects(root)[2:4]
-    for path in bad:
-        flip(path)
-    (root / FOLDER / "namespace.json").write_bytes(namespace().encoded + b"\n")
-    time.sleep(0.1)  # the server's own cache of its folder
-    found = report(code=1)
-    assert (found["bad"], found["descriptions"]) == (2, 1)
-    found = report("--repair")
-    assert (found["bad"], found["moved"], found["rewritten"]) == (2, 2, 1)
-    assert not any(path.exists() for path in bad)
-    assert Namespace.from_bytes((root / FOLDER / "namespace.json").read_bytes()) == namespace()
-    assert report()["intact"] == total - 2

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,17 +31,16 @@ from kvshelf.shelf.view import ObjectRef, Presence
 from kvshelf.tiers.disk_tier import DiskTier
 from kvshelf.tiers.memory_tier import MemoryTier
 from kvshelf.tiers.tiered import TieredShelf
-from kvshelf.transfer.context import ChunkSlots
-from kvshelf.transfer.kinds import JointLoad, KindTransfers, share_out
-from kvshelf.transfer.load import Failure
+from kvshelf.transfer.context import ChunkSlots, TransferContext
+from kvshelf.transfer.load import Failure, Load
 from kvshelf.transfer.prefetch import KindMemory
+from kvshelf.transfer.shares import share_out
 from kvshelf.transfer.staging import StagingPool
 from kvshelf.transfer.stores import StoreOutcome
-from kvshelf.transfer.transfer import Transfer
+from kvshelf.transfer.transfers import Transfers
 from tests.support.formats import format_of_kinds, make_format
 from tests.support.prompts import make_chunks
 from tests.support.storages import CountingBackend, FarBackend, Fault, FaultyBackend, posix
-from tests.support.transfers import Rig
 from tests.support.waiting import AT_ONCE, PATIENCE, SOON, until
 
 SHARDS: Mapping[Kind, int] = {FULL: 1, WINDOW: 2, STATE: 2}
@@ -98,14 +98,18 @@ class Kinds:
     def __post_init__(self) -> None:
         self.guard = GuardedBackend(self.backend, self.deadlines, AT_ONCE)
         self.shelf = Shelf(self.guard, self.counters)
-        self.joint = KindTransfers({kind: self._transfer(kind) for kind in self.kinds})
+        self.transfers = Transfers(self.context(kind) for kind in self.kinds)
 
-    def _transfer(self, kind: Kind) -> Transfer:
+    def context(self, kind: Kind) -> TransferContext:
         fmt = FMT.of(kind)
         size = max(fmt.object_size(shard) for shard in range(fmt.shards))
         room = self.staging_chunks * fmt.shards * -(-size // 4096) * 4096
         pool = StagingPool(room, size, together=fmt.shards)
-        return Transfer(self.shelf.view(fmt), None, pool, counters=self.counters)
+        plan = ShardPlan.whole(fmt.shards)
+        return TransferContext(self.shelf.view(fmt), None, pool, self.counters, plan)
+
+    def store(self, kind: Kind, item: ChunkSlots, **options: Any) -> StoreOutcome:
+        return self.transfers.stores[kind].store(item, **options)
 
     def items(self, chunks: Mapping[Kind, Sequence[Chunk]]) -> dict[Kind, list[ChunkSlots]]:
         return {
@@ -116,13 +120,13 @@ class Kinds:
     def put(self, chunks: Mapping[Kind, Sequence[Chunk]]) -> None:
         for kind, items in self.items(chunks).items():
             for item in items:
-                assert self.joint.store(kind, item) == StoreOutcome.QUEUED
-        assert self.joint.drain(PATIENCE) == 0
+                assert self.store(kind, item) == StoreOutcome.QUEUED
+        assert self.transfers.drain(PATIENCE) == 0
 
-    def finished(self) -> JointLoad:
+    def finished(self) -> Load:
         """Wait for one load to end."""
-        while not (loads := self.joint.poll(PATIENCE)):
-            assert self.joint.loading, "no load is running"
+        while not (loads := self.transfers.poll(PATIENCE)):
+            assert self.transfers.loading, "no load is running"
         (load,) = loads
         return load
 
@@ -134,7 +138,7 @@ class Kinds:
         return self.counters.snapshot().get(name, 0)
 
     def close(self) -> None:
-        self.joint.close()
+        self.transfers.close()
         self.guard.close()
 
 
@@ -166,11 +170,11 @@ def test_what_was_stored_of_all_kinds_comes_back(
 ) -> None:
     kinds.put(wanted)
     items = kinds.items(wanted)
-    started = kinds.joint.load("r", items)
+    started = kinds.transfers.load("r", items)
     load = kinds.finished()
     assert load is started and load.finished and not load.failed and load.failures == []
     assert all(place.is_right for place in places(items))
-    assert not kinds.joint.loading
+    assert not kinds.transfers.loading
     assert kinds.count("stored_chunks") == kinds.count("loaded_chunks") == 9
     for name in ("stored", "loaded"):
         assert kinds.count(f"window_{name}_chunks") == 2
@@ -190,7 +194,7 @@ def test_a_piece_that_is_missing_fails_the_whole_load(
     kinds.put(wanted)
     gone = wanted[kind][place]
     kinds.delete(kind, gone)
-    kinds.joint.load("r", kinds.items(wanted))
+    kinds.transfers.load("r", kinds.items(wanted))
     load = kinds.finished()
     assert load.failed and load.finished and not load.cancelled
     assert load.failures == [(kind, gone, Failure.MISSING)]
@@ -198,7 +202,7 @@ def test_a_piece_that_is_missing_fails_the_whole_load(
     # The next load is not disturbed by what the first one left.
     kinds.put({kind: [gone]})
     items = kinds.items(wanted)
-    kinds.joint.load("r", items)
+    kinds.transfers.load("r", items)
     assert not kinds.finished().failed
     assert all(place.is_right for place in places(items))
 
@@ -222,15 +226,15 @@ def test_a_load_that_failed_is_reported_when_nothing_is_written_for_it_any_more(
     items = kinds.items(wanted)
     slow = Slow(FULL, wanted[FULL][0])
     items[FULL][0] = ChunkSlots(wanted[FULL][0], NONE, slow)
-    load = kinds.joint.load("r", items)
+    load = kinds.transfers.load("r", items)
     assert begun.wait(PATIENCE)
     until(lambda: load.failed)
-    assert kinds.joint.poll() == []
-    assert kinds.joint.loading and not load.finished
+    assert kinds.transfers.poll() == []
+    assert kinds.transfers.loading and not load.finished
     gate.set()
     assert kinds.finished() is load
     written = sum(bool(place.loaded) for place in places(items))
-    assert not kinds.joint.loading
+    assert not kinds.transfers.loading
     assert written == sum(bool(place.loaded) for place in places(items))
 
 
@@ -245,11 +249,11 @@ def test_other_parts_are_not_read_on_after_one_has_failed(
         kinds.delete(STATE, chunks[5])
         gate = threading.Event()
         backend.add(Fault("read", "*-[0-9]-0of1.*", wait=gate))
-        load = kinds.joint.load("r", kinds.items(wanted))
+        load = kinds.transfers.load("r", kinds.items(wanted))
         until(lambda: load.failed)
         # Threads that read into staging are not waited for.
         assert kinds.finished() is load
-        assert load.parts[FULL].leading == 0
+        assert load.pieces[FULL].leading == 0
         gate.set()
         # Two threads had begun to read chunks.
         assert counting.counts["open"] <= 2 + 2 * SHARDS[STATE]
@@ -261,13 +265,13 @@ def test_an_aborted_load_counts_once_and_is_still_reported(
     kinds.put(wanted)
     gate = threading.Event()
     backend.add(Fault("read", wait=gate))
-    load = kinds.joint.load("r", kinds.items(wanted))
-    kinds.joint.cancel("r")
+    load = kinds.transfers.load("r", kinds.items(wanted))
+    kinds.transfers.cancel("r")
     assert load.cancelled
     gate.set()
     assert kinds.finished() is load
     assert kinds.count("cancelled_loads") == 1
-    kinds.joint.cancel("r")
+    kinds.transfers.cancel("r")
     assert kinds.count("cancelled_loads") == 1
 
 
@@ -279,10 +283,10 @@ def test_a_part_that_cannot_be_started_fails_the_load_and_leaves_nothing_running
     def broken(*args: object, **options: object) -> None:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(kinds.joint.transfers[STATE], "load", broken)
-    kinds.joint.load("r", kinds.items(wanted))
+    monkeypatch.setattr(kinds.transfers.loads[STATE], "load", broken)
+    kinds.transfers.load("r", kinds.items(wanted))
     assert kinds.finished().failed
-    assert not kinds.joint.loading
+    assert not kinds.transfers.loading
 
 
 def test_several_loads_end_for_themselves(kinds: Kinds) -> None:
@@ -296,10 +300,10 @@ def test_several_loads_end_for_themselves(kinds: Kinds) -> None:
         kinds.delete(WINDOW, wanted[bad][WINDOW][0], shard=1)
     items = [kinds.items(each) for each in wanted]
     for number, of_load in enumerate(items):
-        kinds.joint.load(str(number), of_load)
-    ended: dict[str, JointLoad] = {}
-    while kinds.joint.loading:
-        ended |= {load.request_id: load for load in kinds.joint.poll(PATIENCE)}
+        kinds.transfers.load(str(number), of_load)
+    ended: dict[str, Load] = {}
+    while kinds.transfers.loading:
+        ended |= {load.request_id: load for load in kinds.transfers.poll(PATIENCE)}
     assert {name for name, load in ended.items() if load.failed} == {"1", "4"}
     for number, of_load in enumerate(items):
         if number not in (1, 4):
@@ -315,7 +319,7 @@ def test_a_part_that_hangs_ends_the_load_in_time(
         gate = threading.Event()
         pattern = "*-state-*" if kind == STATE else "*-[0-9]-0of1.*"
         backend.add(Fault("read", pattern, wait=gate))
-        kinds.joint.load("r", kinds.items(wanted))
+        kinds.transfers.load("r", kinds.items(wanted))
         load = kinds.finished()
         assert load.failed and not load.cancelled
         assert {of for of, _, _ in load.failures} == {kind}
@@ -332,30 +336,14 @@ def test_loads_are_refused_as_a_whole_while_the_breaker_is_open(
     kinds.put(wanted)
     kinds.guard.reads.trip("a test", PATIENCE)
     items = kinds.items(wanted)
-    kinds.joint.load("r", items)
-    (load,) = kinds.joint.poll()
+    kinds.transfers.load("r", items)
+    (load,) = kinds.transfers.poll()
     assert {failure for _, _, failure in load.failures} == {Failure.UNAVAILABLE}
     assert not any(place.loaded for place in places(items))
 
 
-def test_one_kind_keeps_what_lies_before_a_failure(backend: FaultyBackend) -> None:
-    with closing(Rig(backend)) as rig:
-        chunks = make_chunks(rig.fmt, 4)
-        rig.put(chunks)
-        (rig.path(chunks[2], 1)).unlink()
-        joint = KindTransfers({FULL: rig.transfer})
-        items = rig.items(chunks, 20)
-        joint.load("r", {FULL: items})
-        (load,) = joint.poll(PATIENCE)
-        assert load.parts[FULL].failed_at == 2 and not load.parts[FULL].cancelled
-        assert [rig.holds(item) for item in items[:2]] == [True, True]
-        assert load.failures == [(FULL, chunks[2], Failure.MISSING)]
-
-
 def test_no_load_is_without_an_end(kinds: Kinds, wanted: dict[Kind, list[Chunk]]) -> None:
-    with pytest.raises(KeyError):
-        KindTransfers({FULL: kinds.joint.transfers[FULL]}).load("r", kinds.items(wanted))
-    kinds.joint.load("empty", {kind: [] for kind in SHARDS})
+    kinds.transfers.load("empty", {kind: [] for kind in SHARDS})
     assert kinds.finished().request_id == "empty"
 
 
@@ -368,12 +356,12 @@ def test_keys_of_what_was_published_and_repaired_tell_the_kind(tmp_path: Path) -
     expected = [kind_key(chunk.key, kind) for kind in SHARDS]
     with closing(Kinds(FarBackend(posix(tmp_path / "shelf")))) as kinds:
         kinds.put(wanted)
-        assert kinds.joint.take_published() == expected
-        assert kinds.joint.take_published() == []
+        assert kinds.transfers.take_published() == expected
+        assert kinds.transfers.take_published() == []
         for kind, (item,) in kinds.items(wanted).items():
-            assert kinds.joint.store(kind, item, repair=True) == StoreOutcome.QUEUED
-        assert kinds.joint.drain(PATIENCE) == 0
-        assert kinds.joint.take_repaired() == expected
+            assert kinds.store(kind, item, repair=True) == StoreOutcome.QUEUED
+        assert kinds.transfers.drain(PATIENCE) == 0
+        assert kinds.transfers.take_repaired() == expected
 
 
 def test_only_full_chunks_are_dropped_because_one_before_them_was(
@@ -386,13 +374,13 @@ def test_only_full_chunks_are_dropped_because_one_before_them_was(
         outcomes: dict[Kind, list[StoreOutcome]] = {}
         items = kinds.items(dict.fromkeys(SHARDS, chunks))
         for kind, of_kind in items.items():
-            outcomes[kind] = [kinds.joint.store(kind, item, age=60.0) for item in of_kind[:6]]
+            outcomes[kind] = [kinds.store(kind, item, age=60.0) for item in of_kind[:6]]
             assert StoreOutcome.QUEUED in outcomes[kind]
         gate.set()
         backend.heal()
-        assert kinds.joint.drain(PATIENCE) == 0
+        assert kinds.transfers.drain(PATIENCE) == 0
         for kind, of_kind in items.items():
-            outcomes[kind] += [kinds.joint.store(kind, item, age=60.0) for item in of_kind[6:]]
+            outcomes[kind] += [kinds.store(kind, item, age=60.0) for item in of_kind[6:]]
         assert outcomes[FULL][6:] == [StoreOutcome.PARENT_DROPPED] * 2
         assert StoreOutcome.PARENT_DROPPED in outcomes[FULL][:6]
         for kind in (WINDOW, STATE):
@@ -401,7 +389,7 @@ def test_only_full_chunks_are_dropped_because_one_before_them_was(
             assert outcomes[kind][6:] == [StoreOutcome.QUEUED] * 2
             dropped = outcomes[kind].count(StoreOutcome.STAGING_FULL)
             assert kinds.count(f"{kind}_dropped_chunks") == dropped
-        assert kinds.joint.drain(PATIENCE) == 0
+        assert kinds.transfers.drain(PATIENCE) == 0
 
 
 @pytest.mark.long
@@ -411,9 +399,9 @@ def test_what_is_left_at_the_end_is_counted_by_kind(backend: FaultyBackend) -> N
     gate = threading.Event()
     backend.add(Fault("write", wait=gate))
     for kind, (item,) in kinds.items({kind: [chunk] for kind in SHARDS}).items():
-        kinds.joint.store(kind, item)
-    assert kinds.joint.drain(0.01) == 3
-    assert kinds.joint.close(0.0) == 3
+        kinds.store(kind, item)
+    assert kinds.transfers.drain(0.01) == 3
+    assert kinds.transfers.close(0.0) == 3
     assert kinds.count("dropped_chunks_shutdown") == 3
     assert kinds.count("state_dropped_chunks") == kinds.count("window_dropped_chunks") == 1
     gate.set()
@@ -425,10 +413,10 @@ def test_transfers_that_are_retired_publish_and_end(
 ) -> None:
     for kind, items in kinds.items(wanted).items():
         for item in items:
-            kinds.joint.store(kind, item)
-    kinds.joint.retire()
-    assert kinds.joint.drain(PATIENCE) == 0
-    kinds.joint.end(1.0)
+            kinds.store(kind, item)
+    kinds.transfers.retire()
+    assert kinds.transfers.drain(PATIENCE) == 0
+    kinds.transfers.end(1.0)
     for kind, chunks in wanted.items():
         assert all(kinds.shelf.view(FMT.of(kind)).present(chunks))
 
@@ -437,15 +425,15 @@ def test_what_was_stored_is_known_by_kind_until_it_is_forgotten(kinds: Kinds) ->
     (chunk,) = make_chunks(FMT, 1)
     kinds.put({FULL: [chunk]})
     items = kinds.items({kind: [chunk] for kind in SHARDS})
-    told = {kind: kinds.joint.store(kind, item, age=60.0) for kind, (item,) in items.items()}
+    told = {kind: kinds.store(kind, item, age=60.0) for kind, (item,) in items.items()}
     assert told == {
         FULL: StoreOutcome.KNOWN,
         WINDOW: StoreOutcome.QUEUED,
         STATE: StoreOutcome.QUEUED,
     }
-    assert kinds.joint.drain(PATIENCE) == 0
-    kinds.joint.forget_stored()
-    told = {kind: kinds.joint.store(kind, item, age=60.0) for kind, (item,) in items.items()}
+    assert kinds.transfers.drain(PATIENCE) == 0
+    kinds.transfers.forget_stored()
+    told = {kind: kinds.store(kind, item, age=60.0) for kind, (item,) in items.items()}
     assert set(told.values()) == {StoreOutcome.QUEUED}
 
 

@@ -235,7 +235,7 @@ def test_two_transfers_share_one_memory(start: Callable[..., Near], tmp_path: Pa
         gate = threading.Event()
         near.faults.add(Fault("read", wait=gate))
         items = near.rig.items(chunks, 100)
-        near.rig.transfer.load("r", items)
+        near.rig.start("r", items)
         until(lambda: near.opens() == 2)
         # The same objects are read twice at once: one copy stays.
         load, others = other.load(chunks, 200)

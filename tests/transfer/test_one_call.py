@@ -19,7 +19,7 @@ from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.format.invalid import PayloadDamaged
 from kvshelf.format.keys import Chunk
 from kvshelf.shelf.view import ObjectRef
-from kvshelf.transfer.load import Failure, Load
+from kvshelf.transfer.load import Failure
 from tests.support.prompts import make_chunks
 from tests.support.storages import posix
 from tests.support.transfers import Rig
@@ -97,9 +97,7 @@ def test_the_objects_of_a_chunk_are_read_in_one_call(
 ) -> None:
     rig = make()
     chunks = stored(rig, 20)
-    load, items = rig.load(chunks, 100)
-    assert load.failed_at is None
-    assert all(rig.holds(item) for item in items)
+    rig.comes_back(chunks, 100)
     assert noting.opened == []
     wanted = [names(rig, chunk) for chunk in chunks]
     # All but those at the end, of which each thread gets a part.
@@ -107,7 +105,7 @@ def test_the_objects_of_a_chunk_are_read_in_one_call(
     assert sorted(chain(*noting.calls)) == sorted(chain(*wanted))
     times, objects = rig.counters.times(), 20 * rig.fmt.shards
     assert sum(times["read"][:-1]) == sum(times["verify"][:-1]) == objects
-    assert rig.count("loaded_bytes") == 20 * rig.transfer.chunk_bytes
+    assert rig.count("loaded_bytes") == 20 * rig.loads.chunk_bytes
 
 
 def test_a_short_load_is_spread_over_the_threads(make: Callable[..., Rig], noting: Noting) -> None:
@@ -186,13 +184,10 @@ def test_what_two_loads_want_is_read_once(make: Callable[..., Rig], noting: Noti
     noting.gate = threading.Event()
     wanted = [rig.items(chunks, 100), rig.items(chunks[:10], 200)]
     for number, items in enumerate(wanted):
-        rig.transfer.load(str(number), items)
+        rig.start(str(number), items)
     until(lambda: len(noting.calls) == 2)
     noting.gate.set()
-    ended: list[Load] = []
-    while len(ended) < 2:
-        ended += rig.transfer.poll(PATIENCE)
-    assert all(load.failed_at is None for load in ended)
+    assert all(load.failed_at is None for load in rig.all_ended(2).values())
     assert all(rig.holds(item) for items in wanted for item in items)
     assert len([*chain(*noting.calls)]) == 20 * rig.fmt.shards
 

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvshelf.format.invalid import PayloadDamaged
 from kvshelf.format.keys import Chunk
-from kvshelf.kv.caches import HostKVCache, KVMemory, PendingCopy
+from kvshelf.kv.caches import HostKVCache
 from kvshelf.shelf.view import NamespaceView, ObjectRef
 from kvshelf.transfer.context import ChunkSlots, bytes_at
-from kvshelf.transfer.load import Failure, Load
+from kvshelf.transfer.load import Failure, Piece
 from tests.support.prompts import make_chunks
 from tests.support.storages import (
     CountingBackend,
@@ -25,7 +24,7 @@ from tests.support.storages import (
     posix,
 )
 from tests.support.threads import named
-from tests.support.transfers import Rig
+from tests.support.transfers import Destination, Rig
 from tests.support.waiting import PATIENCE, SOON, until
 
 
@@ -60,8 +59,8 @@ class Lender:
         self.reads.counts.clear()
         return chunks
 
-    def start(self, chunks: Sequence[Chunk], first_block: int = 20, name: str = "r") -> Load:
-        return self.rig.transfer.load(name, self.rig.items(chunks, first_block))
+    def start(self, chunks: Sequence[Chunk], first_block: int = 20, name: str = "r") -> Piece:
+        return self.rig.start(name, self.rig.items(chunks, first_block))
 
     def name(self, chunk: Chunk, shard: int) -> str:
         return self.rig.shelf.view(self.rig.fmt).name(ObjectRef(chunk, shard))
@@ -116,9 +115,7 @@ def test_objects_in_memory_are_loaded_without_staging(start: Callable[..., Lende
     rig = lender.rig
     chunks = lender.put(5)
     held = [rig.staging.acquire_for_load(timeout=0.0) for _ in range(rig.staging.limit)]
-    load, items = rig.load(chunks, 20)
-    assert load.failed_at is None
-    assert all(rig.holds(item) for item in items)
+    rig.comes_back(chunks, 20)
     # A finished load has given back what it used.
     assert [loan.released for loan in lender.loans] == [1] * 5 * rig.fmt.shards
     for buffer in held:
@@ -131,7 +128,7 @@ def test_objects_in_memory_are_loaded_without_staging(start: Callable[..., Lende
         for shard in range(rig.fmt.shards)
     ]
     assert rig.count("loaded_chunks") == 5
-    assert rig.count("loaded_bytes") == 5 * rig.transfer.chunk_bytes
+    assert rig.count("loaded_bytes") == 5 * rig.loads.chunk_bytes
 
 
 def test_what_is_not_lent_is_read(start: Callable[..., Lender]) -> None:
@@ -140,9 +137,7 @@ def test_what_is_not_lent_is_read(start: Callable[..., Lender]) -> None:
     chunks = lender.put(4)
     lent = [chunk.key.hex() for chunk in chunks[::2]]
     lender.lending.lends = lambda name: any(key in name for key in lent)
-    load, items = rig.load(chunks, 20)
-    assert load.failed_at is None
-    assert all(rig.holds(item) for item in items)
+    rig.comes_back(chunks, 20)
     lender.settled(2 * rig.fmt.shards)
 
 
@@ -169,9 +164,7 @@ def test_what_was_taken_back_meanwhile_is_a_failed_object(
     assert all(rig.holds(item) for item in items[:2])
     until(lambda: all(loan.released for loan in lender.loans))
     lender.lending.on_lend = lambda loan: None
-    load, items = rig.load(chunks, 60)
-    assert load.failed_at is None
-    assert all(rig.holds(item) for item in items)
+    rig.comes_back(chunks, 60)
     lender.settled()
 
 
@@ -193,30 +186,6 @@ def test_the_bytes_are_asked_for_after_the_scatter(
     assert lender.rig.load(chunks, 20)[0].failed_at is None
     lender.settled(1)
     assert order.index("scatter") < order.index("valid")
-
-
-def test_objects_of_one_chunk_are_scattered_together(
-    start: Callable[..., Lender], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(HostKVCache, "whole_chunks", True)
-    got: list[list[int]] = []
-    scatter_chunk = HostKVCache.scatter_chunk
-
-    def noting(self: HostKVCache, shards: Sequence[int], *arguments: object) -> None:
-        got.append(list(shards))
-        scatter_chunk(self, shards, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(HostKVCache, "scatter_chunk", noting)
-    lender = start()
-    chunk, following = lender.put(2)
-    hold = lender.leave_one(chunk, following)
-    assert lender.rig.untouched(lender.rig.items([chunk], 20)[0])
-    assert got == []
-    hold.set()
-    assert lender.rig.finished().failed_at is None
-    assert got[0] == [0, 1]
-    assert lender.rig.holds(lender.rig.items([chunk], 20)[0])
-    lender.settled(4)
 
 
 def test_a_thread_that_must_wait_for_staging_first_delivers_what_was_left_to_it(
@@ -242,19 +211,6 @@ def test_a_thread_that_must_wait_for_staging_first_delivers_what_was_left_to_it(
     lender.settled(2)
 
 
-def test_what_was_left_to_a_thread_whose_loan_fails_is_given_back(
-    start: Callable[..., Lender], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(HostKVCache, "whole_chunks", True)
-    lender = start()
-    chunk, following = lender.put(2)
-    hold = lender.leave_one(chunk, following, PayloadDamaged("damaged"))
-    hold.set()
-    assert lender.rig.finished().failures == [(chunk, Failure.BAD)]
-    assert lender.rig.untouched(lender.rig.items([chunk], 20)[0])
-    lender.settled()
-
-
 def test_a_cancelled_load_gives_back_what_it_gets_and_touches_nothing(
     start: Callable[..., Lender],
 ) -> None:
@@ -268,23 +224,6 @@ def test_a_cancelled_load_gives_back_what_it_gets_and_touches_nothing(
     lender.gate.set()
     lender.settled(2)
     assert all(lender.rig.untouched(item) for item in lender.rig.items(chunks, 20))
-
-
-def test_loads_that_need_one_object_share_the_loan(start: Callable[..., Lender]) -> None:
-    lender = start()
-    rig = lender.rig
-    chunks = lender.put(1)
-    lender.gate.clear()
-    for number in range(3):
-        lender.start(chunks, 20 + 20 * number, str(number))
-    until(lambda: lender.asked == rig.fmt.shards)
-    lender.gate.set()
-    ended: list[Load] = []
-    while len(ended) < 3:
-        ended += rig.transfer.poll(PATIENCE)
-    assert all(load.failed_at is None for load in ended)
-    assert all(rig.holds(rig.items(chunks, 20 + 20 * number)[0]) for number in range(3))
-    lender.settled(rig.fmt.shards)
 
 
 @pytest.mark.parametrize("lent", [True, False])
@@ -325,21 +264,6 @@ def test_closing_ends_loads_of_lent_objects(start: Callable[..., Lender]) -> Non
     assert all(lender.rig.untouched(item) for item in lender.rig.items(chunks, 20))
 
 
-def test_a_scatter_that_fails_gives_the_bytes_back(
-    start: Callable[..., Lender], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lender = start()
-    chunks = lender.put(1)
-
-    def broken(self: HostKVCache, *arguments: object) -> None:
-        raise ValueError("no such slot")
-
-    monkeypatch.setattr(HostKVCache, "scatter", broken)
-    lender.start(chunks)
-    assert lender.rig.finished().failed_at == 0
-    lender.settled()
-
-
 def test_a_missing_object_is_not_looked_for_twice(start: Callable[..., Lender]) -> None:
     lender = start()
     chunks = lender.put(2)
@@ -351,23 +275,12 @@ def test_a_missing_object_is_not_looked_for_twice(start: Callable[..., Lender]) 
     lender.settled(lender.rig.fmt.shards)
 
 
-class Nowhere(KVMemory):
-    """Memory that early loads fill."""
-
-    def gather(self, slots: torch.Tensor, payloads: Sequence[torch.Tensor]) -> PendingCopy:
-        raise AssertionError
-
-    def scatter(
-        self, shard: int, slots: torch.Tensor, payload: torch.Tensor, fence: object = None
-    ) -> None: ...
-
-
 def test_early_loads_are_not_announced(start: Callable[..., Lender]) -> None:
     lender = start()
     chunks = lender.put(2)
     none, ended = torch.empty(0, dtype=torch.int64), threading.Event()
-    items = [ChunkSlots(chunk, none, Nowhere()) for chunk in chunks]
-    lender.rig.transfer.load("early", items, early=True, on_done=lambda load: ended.set())
+    items = [ChunkSlots(chunk, none, Destination()) for chunk in chunks]
+    lender.rig.loads.load(items, early=True, on_done=lambda load: ended.set())
     assert ended.wait(PATIENCE)
     assert not lender.lending.expected
     lender.settled(2 * lender.rig.fmt.shards)

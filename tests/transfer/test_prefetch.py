@@ -18,9 +18,8 @@ from kvshelf.shelf.view import ObjectRef
 from kvshelf.tiers.memory_tier import MemoryTier
 from kvshelf.tiers.tiered import TieredShelf
 from kvshelf.transfer import prefetch
-from kvshelf.transfer.load import Failure, Load
+from kvshelf.transfer.load import Failure, Piece
 from kvshelf.transfer.prefetch import KindMemory, Prefetcher
-from kvshelf.transfer.transfer import Transfer
 from tests.support.prompts import make_chunks
 from tests.support.storages import CountingBackend, Fault, FaultyBackend, posix
 from tests.support.transfers import Rig
@@ -44,13 +43,8 @@ class Waiting:
         self.rig.staging = type(self.rig.staging)(
             32 * self.rig.staging.buffer_bytes, self.rig.staging.buffer_bytes, together=fmt.shards
         )
-        self.rig.transfer = Transfer(
-            TieredShelf(self.rig.shelf, [self.memory]).view(fmt),
-            self.rig.cache,
-            self.rig.staging,
-            counters=self.rig.counters,
-        )
-        self.prefetcher = Prefetcher(self.rig.transfer, self.memory)
+        self.rig.begin(TieredShelf(self.rig.shelf, [self.memory]))
+        self.prefetcher = Prefetcher(self.rig.loads, self.memory)
 
     def put(self, seed: int, count: int = 3) -> list[Chunk]:
         chunks = make_chunks(self.rig.fmt, count, seed)
@@ -73,7 +67,7 @@ class Waiting:
         gate = threading.Event()
         self.faults.add(Fault("open", f"*{chunks[0].key.hex()}*", wait=gate))
         before = self.opened()
-        self.rig.transfer.load("pause", self.rig.items(chunks, 190))
+        self.rig.start("pause", self.rig.items(chunks, 190))
         until(lambda: self.opened() == before + 2)
         gate.set()
         assert self.rig.finished().failed_at is None
@@ -151,18 +145,6 @@ def test_memory_is_never_more_than_it_may_be_and_goes_to_who_came_first(
     assert waiting.memory.kept(first) == 0
 
 
-def test_what_a_request_that_ends_left_is_dropped(make: Callable[..., Waiting]) -> None:
-    waiting = make()
-    chunks = waiting.put(0)
-    waiting.prefetcher.add("r", chunks)
-    until(lambda: waiting.here(chunks) == 3)
-    waiting.prefetcher.release("r")
-    # A read may hold its own pin for a moment.
-    until(lambda: not waiting.keeps)
-    assert waiting.rig.count("prefetched_unused_objects") == 3 * waiting.rig.fmt.shards
-    waiting.prefetcher.release("r")
-
-
 def test_what_another_request_wants_too_is_read_once_and_stays(
     make: Callable[..., Waiting],
 ) -> None:
@@ -177,6 +159,8 @@ def test_what_another_request_wants_too_is_read_once_and_stays(
     waiting.prefetcher.release("other")
     # A read may hold its own pin for a moment.
     until(lambda: not waiting.keeps)
+    assert waiting.rig.count("prefetched_unused_objects") == 3 * waiting.rig.fmt.shards
+    waiting.prefetcher.release("other")
 
 
 def test_a_request_that_ends_while_it_is_read_for_leaves_nothing(
@@ -194,6 +178,7 @@ def test_a_request_that_ends_while_it_is_read_for_leaves_nothing(
     assert waiting.opened() == 1
     assert waiting.here(chunks) == 0
     assert not waiting.keeps
+    assert waiting.rig.count("cancelled_loads") == 0
     waiting.has_room_for(others)
 
 
@@ -205,7 +190,7 @@ def test_a_load_takes_over_what_is_being_read(make: Callable[..., Waiting]) -> N
     waiting.prefetcher.add("r", chunks)
     until(lambda: waiting.opened() == 1)
     items = waiting.rig.items(chunks, 20)
-    waiting.rig.transfer.load("r", items)
+    waiting.rig.start("r", items)
     waiting.prefetcher.cancel_reads("r")
     gate.set()
     assert waiting.rig.finished().failed_at is None
@@ -254,24 +239,6 @@ def test_a_storage_at_rest_is_blamed_for_nothing(make: Callable[..., Waiting]) -
     waiting.has_room_for(others)
 
 
-def test_reading_ahead_needs_no_staging(make: Callable[..., Waiting]) -> None:
-    waiting = make(3)
-    chunks, others = waiting.put(0), waiting.put(1)
-    # As when stores have taken all of it.
-    buffers = [waiting.rig.staging.acquire_for_load(timeout=0.0) for _ in range(32)]
-    waiting.prefetcher.add("r", chunks)
-    until(lambda: waiting.here(chunks) == 3)
-    assert waiting.rig.load(chunks, 20)[0].failed_at is None
-    for buffer in buffers:
-        assert buffer is not None
-        waiting.rig.staging.release(*buffer)
-    assert waiting.opened() == 3 * waiting.rig.fmt.shards
-    # Nothing of its room is lost.
-    waiting.prefetcher.add("s", others)
-    waiting.prefetcher.release("r")
-    until(lambda: waiting.here(others) == 3)
-
-
 def test_what_did_not_come_at_a_bad_moment_is_read_again(
     make: Callable[..., Waiting], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,14 +249,14 @@ def test_what_did_not_come_at_a_bad_moment_is_read_again(
     refs = [ObjectRef(chunk, shard) for chunk in others for shard in range(waiting.rig.fmt.shards)]
     rooms = [waiting.tier.reserve(waiting.rig.fmt, ref) for ref in refs]
     buffers = [waiting.rig.staging.acquire_for_load(timeout=0.0) for _ in range(32)]
-    load = waiting.rig.transfer.load
-    loads: list[Load] = []
+    load = waiting.rig.loads.load
+    loads: list[Piece] = []
 
-    def note(*args: Any, **options: Any) -> Load:
+    def note(*args: Any, **options: Any) -> Piece:
         loads.append(load(*args, **options))
         return loads[-1]
 
-    monkeypatch.setattr(waiting.rig.transfer, "load", note)
+    monkeypatch.setattr(waiting.rig.loads, "load", note)
     waiting.prefetcher.add("r", chunks)
     until(lambda: bool(loads) and all(load.finished for load in loads))
     assert waiting.here(chunks) == 0
@@ -334,26 +301,28 @@ def test_while_the_storage_rests_it_is_tried_again_each_second(
     waiting.rig.guard.reads.trip("broken", 1000.0)
     now = [1000.0]
     monkeypatch.setattr(prefetch, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    names: list[str] = []
-    load = waiting.rig.transfer.load
+    begun: list[int] = []
+    load = waiting.rig.loads.load
 
-    def count(name: str, *args: Any, **options: Any) -> Any:
-        names.append(name)
-        return load(name, *args, **options)
+    def count(*args: Any, **options: Any) -> Piece:
+        begun.append(1)
+        return load(*args, **options)
 
-    monkeypatch.setattr(waiting.rig.transfer, "load", count)
+    def alive() -> int:
+        gc.collect()
+        return sum(type(one) is Piece for one in gc.get_objects())
+
+    before = alive()
+    monkeypatch.setattr(waiting.rig.loads, "load", count)
     waiting.prefetcher.add("r", chunks[:2])
     waiting.prefetcher.add("r", chunks[2:])
-    assert len(names) == 2
     for second in range(5):
         for _ in range(100):
             assert waiting.prefetcher.take_failures() == []
-        assert len(names) == 2 + second
+        assert len(begun) == 2 + second
         now[0] += 1.0
-    assert len(set(names)) == len(names)
     # What a request keeps does not grow with the time it waits.
-    kept = [one for one in gc.get_objects() if type(one) is Load and one.request_id in names]
-    assert len(kept) <= 2
+    assert alive() <= before + 2
     waiting.rig.guard.reads.close()
     until(lambda: waiting.here(chunks) == 3)
 

@@ -50,10 +50,10 @@ def test_promised_stores_are_published_before_the_others(rig: Rig, backend: Faul
     gate = Gate(backend)
     one, two, three = rig.items(single(3), 0)
     ends = Ends()
-    assert rig.transfer.store(one, on_done=ends) is QUEUED
+    assert rig.stores.store(one, on_done=ends) is QUEUED
     assert gate.waiting.acquire(timeout=PATIENCE)
-    assert rig.transfer.store(two, on_done=ends) is QUEUED
-    assert rig.transfer.store(three, promised=True, on_done=ends) is QUEUED
+    assert rig.stores.store(two, on_done=ends) is QUEUED
+    assert rig.stores.store(three, promised=True, on_done=ends) is QUEUED
     gate.let(6)
     assert rig.transfer.drain(PATIENCE) == 0
     assert ends.chunks == [one.chunk, three.chunk, two.chunk]
@@ -64,12 +64,12 @@ def test_a_store_in_flight_becomes_promised(rig: Rig, backend: FaultyBackend) ->
     one, two, three = rig.items(single(3), 0)
     ends, told = Ends(), Ends()
     for item in (one, two, three):
-        assert rig.transfer.store(item, on_done=ends) is QUEUED
+        assert rig.stores.store(item, on_done=ends) is QUEUED
     assert gate.waiting.acquire(timeout=PATIENCE)
-    assert rig.transfer.store(three, promised=True, on_done=told) is QUEUED
+    assert rig.stores.store(three, promised=True, on_done=told) is QUEUED
     # The one that is running, too; then again, which changes nothing.
-    assert rig.transfer.store(one, promised=True) is KNOWN
-    assert rig.transfer.store(three, promised=True) is KNOWN
+    assert rig.stores.store(one, promised=True) is KNOWN
+    assert rig.stores.store(three, promised=True) is KNOWN
     gate.let(6)
     assert rig.transfer.drain(PATIENCE) == 0
     assert ends.chunks == [one.chunk, three.chunk, two.chunk]
@@ -86,15 +86,15 @@ def test_promised_stores_take_staging_from_the_last_of_the_others(
     one, two, three, four, five, six, seven = items
     ends = Ends()
     for item in (one, two, three):
-        assert rig.transfer.store(item, on_done=ends) is QUEUED
+        assert rig.stores.store(item, on_done=ends) is QUEUED
     assert gate.waiting.acquire(timeout=PATIENCE)
-    assert rig.transfer.store(four, on_done=ends) is FULL
-    assert rig.transfer.store(five, promised=True, on_done=ends) is QUEUED
+    assert rig.stores.store(four, on_done=ends) is FULL
+    assert rig.stores.store(five, promised=True, on_done=ends) is QUEUED
     assert ends.of == [(three.chunk, StoreResult.FAILED)]
-    assert rig.transfer.store(six, promised=True, on_done=ends) is QUEUED
+    assert rig.stores.store(six, promised=True, on_done=ends) is QUEUED
     assert ends.chunks == [three.chunk, two.chunk]
     # What is left is promised, or on its way to the storage.
-    assert rig.transfer.store(seven, promised=True, on_done=ends) is FULL
+    assert rig.stores.store(seven, promised=True, on_done=ends) is FULL
     assert rig.count("dropped_chunks_staging_full") == 4
     gate.let(6)
     assert rig.transfer.drain(PATIENCE) == 0
@@ -111,20 +111,20 @@ def test_a_store_whose_copy_has_not_ended_keeps_its_staging(backend: FaultyBacke
     ) as rig:
         gate = Gate(backend)
         # As with device buffers, which a CPU that is served as a device does not have.
-        rig.transfer._context.cache._ring = 4
+        rig.context.cache._ring = 4
         one, two, three, four, five = rig.items(
             [make_chunks(rig.fmt, 1, seed)[0] for seed in range(5)], 0
         )
         for item in (one, two, three):
-            assert rig.transfer.store(item) is QUEUED
+            assert rig.stores.store(item) is QUEUED
         assert gate.waiting.acquire(timeout=PATIENCE)
         # Of the device's four buffers one was not used yet: each of the three may be in use.
-        assert rig.transfer.store(four, promised=True) is FULL
-        jobs = list(rig.transfer._stores._queue)
+        assert rig.stores.store(four, promised=True) is FULL
+        jobs = list(rig.stores._queue)
         for job in jobs:
             job.pending.wait()
-        rig.transfer._context.cache._gathers += 4
-        assert rig.transfer.store(five, promised=True) is QUEUED
+        rig.context.cache._gathers += 4
+        assert rig.stores.store(five, promised=True) is QUEUED
         gate.let(6)
         assert rig.transfer.drain(PATIENCE) == 0
         assert rig.staging.in_use == 0
@@ -135,10 +135,10 @@ def test_promised_stores_that_run_at_the_end_are_lost(rig: Rig, backend: FaultyB
     gate = Gate(backend)
     one, two, three = rig.items(single(3), 0)
     ends = Ends()
-    assert rig.transfer.store(one, promised=True, on_done=ends) is QUEUED
+    assert rig.stores.store(one, promised=True, on_done=ends) is QUEUED
     assert gate.waiting.acquire(timeout=PATIENCE)
-    assert rig.transfer.store(two, on_done=ends) is QUEUED
-    assert rig.transfer.store(three, promised=True, on_done=ends) is QUEUED
+    assert rig.stores.store(two, on_done=ends) is QUEUED
+    assert rig.stores.store(three, promised=True, on_done=ends) is QUEUED
     assert rig.transfer.close(0.0) == 3
     lost = StoreResult.LOST
     assert ends.of == [(three.chunk, lost), (two.chunk, lost), (one.chunk, lost)]

@@ -212,12 +212,25 @@ def test_a_marker_that_cannot_be_written_is_counted_and_nothing_else(
     assert not caplog.records
 
 
+def test_after_a_failed_marker_a_store_shows_that_promises_can_be_kept_again(
+    promises: Promises, backend: FaultyBackend
+) -> None:
+    backend.add(Fault("write", error=NoSpaceStorageError(28, "full", "x"), times=1))
+    promises.give_up(ONE)
+    until(lambda: promises.unmarked)
+    ended = promises.watch(TWO)
+    ended(chunk(), StoreResult.LOST)
+    assert promises.unmarked
+    ended(chunk(), StoreResult.PUBLISHED)
+    assert not promises.unmarked
+
+
 def test_on_a_read_only_shelf_promises_are_broken_in_silence(tmp_path: Path) -> None:
     backend = ReadOnlyBackend(posix(tmp_path / "shelf"))
     with closing(Rig(backend, FMT)) as rig:
         promises = Promises(rig.shelf.view(FMT), (0, 1), rig.counters)
         item = rig.items(make_chunks(FMT, 1), 0)[0]
-        outcome = rig.transfer.store(item, promised=True, on_done=promises.watch(ONE))
+        outcome = rig.stores.store(item, promised=True, on_done=promises.watch(ONE))
         promises.note(ONE, item.chunk, outcome)
         promises.close(PATIENCE)
         assert outcome is StoreOutcome.UNAVAILABLE
@@ -315,9 +328,9 @@ class StagingIsShort(RuleBasedStateMachine):
             self.seeds += 1
         for item in self.rig.items(make_chunks(FMT, length, self.seeds), 0):
             if not promised:
-                self.rig.transfer.store(item, age=1.0)
+                self.rig.stores.store(item, age=1.0)
                 continue
-            outcome = self.rig.transfer.store(
+            outcome = self.rig.stores.store(
                 item, age=1.0, promised=True, on_done=self._watch(attempt)
             )
             self.promises.note(attempt, item.chunk, outcome)
@@ -325,7 +338,7 @@ class StagingIsShort(RuleBasedStateMachine):
                 self.broken.add(attempt)
             if outcome is FULL:
                 # No ordinary store is kept that could have made room.
-                waiting = list(self.rig.transfer._stores._queue)
+                waiting = list(self.rig.stores._queue)
                 assert sum(len(job.buffers) for job in waiting) < FMT.shards
 
     @rule(count=st.integers(1, 4))

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 
 from kvshelf.transfer.context import ChunkSlots
-from kvshelf.transfer.load import Load
+from kvshelf.transfer.load import Piece
 from kvshelf.transfer.reads import Objects, Reads
 from tests.support.formats import make_format
 from tests.support.prompts import make_chunks
@@ -15,7 +15,7 @@ from tests.support.prompts import make_chunks
 
 def test_what_was_left_to_a_thread_that_leaves_its_own_goes_on_to_the_last_one() -> None:
     chunks = make_chunks(make_format(), 2)
-    load = Load("r", [ChunkSlots(chunk, torch.empty(0)) for chunk in chunks])
+    load = Piece([ChunkSlots(chunk, torch.empty(0)) for chunk in chunks])
     reads = Reads(range(4), 4)
     reads.add(load)
     read = []

@@ -66,7 +66,7 @@ def holds(rig: Rig, item: ChunkSlots) -> bool:
 def put(rig: Rig, tail: Chunk) -> None:
     item = tail_item(rig, tail, 12)
     fill(rig, item)
-    assert rig.transfer.store(item) == StoreOutcome.QUEUED
+    assert rig.stores.store(item) == StoreOutcome.QUEUED
     assert rig.transfer.drain(PATIENCE) == 0
 
 
@@ -92,7 +92,7 @@ def test_a_prompt_with_its_tail_comes_back_into_other_blocks(
         assert rig.count("stored_bytes") == sum(sizes) + 2 * sum(whole)
         before = [cache.clone() for cache in rig.caches]
         items = [*rig.items(chunks, 20), tail_item(rig, tail, 30)]
-        rig.transfer.load("r", items)
+        rig.start("r", items)
         assert rig.finished().failed_at is None
         assert all(rig.holds(item) for item in items[:-1])
         assert holds(rig, items[-1])
@@ -126,7 +126,7 @@ def test_a_bad_tail_is_replaced_by_the_next_one_that_is_computed(rig: Rig) -> No
     path = rig.path(tail, 0)
     good = path.read_bytes()
     path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-    assert rig.transfer.store(tail_item(rig, tail, 12), repair=True) == StoreOutcome.QUEUED
+    assert rig.stores.store(tail_item(rig, tail, 12), repair=True) == StoreOutcome.QUEUED
     assert rig.transfer.drain(PATIENCE) == 0
     assert path.read_bytes() == good
     assert rig.transfer.take_repaired() == [tail.key]
@@ -144,7 +144,7 @@ def test_a_tail_that_is_not_finite_is_not_stored(tmp_path: Path, native: bool) -
     slot = int(item.slots[-1])
     rig.caches[-1][slot // BLOCK, -1, slot % BLOCK, -1] = 0x7F80
     ended: list[tuple[Chunk, StoreResult]] = []
-    rig.transfer.store(item, on_done=lambda *end: ended.append(end))
+    rig.stores.store(item, on_done=lambda *end: ended.append(end))
     assert rig.transfer.drain(PATIENCE) == 0
     until(lambda: bool(ended))
     assert ended == [(tail, StoreResult.FAILED)]
@@ -159,12 +159,12 @@ def test_an_engine_whose_layout_is_unknown_has_no_tails(backend: FaultyBackend) 
     fmt = make_format(shape=shape, dtype="U8", layout="opaque-0123456789abcdef")
     assert not fmt.tails
     with closing(Rig(backend, make_format())) as rig:
-        rig.transfer._context.fmt = fmt
-        rig.transfer._context.shelf = rig.shelf.view(fmt)
+        rig.context.fmt = fmt
+        rig.context.shelf = rig.shelf.view(fmt)
         tail = pieces(fmt, 1, 3)[-1]
         for _ in range(20):
             with pytest.raises(UnsupportedError, match="tails cannot be stored"):
-                rig.transfer.store(tail_item(rig, tail, 12))
+                rig.stores.store(tail_item(rig, tail, 12))
         assert rig.staging.in_use == 0
 
 
@@ -177,13 +177,13 @@ def test_a_tail_that_was_read_ahead_is_taken_from_memory(tmp_path: Path) -> None
     memory = KindMemory(tier, fmt, Counters())
     in_front = lambda shelf: TieredShelf(shelf, [memory])  # noqa: E731
     with closing(Rig(posix(tmp_path / "shelf"), fmt, in_front=in_front)) as rig:
-        prefetcher = Prefetcher(rig.transfer, memory)
+        prefetcher = Prefetcher(rig.loads, memory)
         prefetcher.add("r", [tail])
         until(lambda: memory.kept([tail]) == 1)
         for shard in range(fmt.shards):
             rig.path(tail, shard).unlink()
         item = tail_item(rig, tail, 30)
-        rig.transfer.load("r", [item])
+        rig.start("r", [item])
         assert rig.finished().failed_at is None
         assert holds(rig, item)
         prefetcher.release("r")

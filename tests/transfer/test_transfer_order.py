@@ -16,15 +16,15 @@ from kvshelf.backends import Reader
 from kvshelf.backends.base import Deadlines, Properties
 from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.format.keys import Chunk
-from kvshelf.kv.caches import HostKVCache, KVMemory, PendingCopy
+from kvshelf.kv.caches import HostKVCache
 from kvshelf.transfer import loads
 from kvshelf.transfer.context import ChunkSlots
-from kvshelf.transfer.load import Failure, Load
+from kvshelf.transfer.load import Failure, Piece
 from kvshelf.transfer.staging import StagingBuffer
-from kvshelf.transfer.transfer import default_io_threads
+from kvshelf.transfer.transfers import default_io_threads
 from tests.support.prompts import make_chunks
 from tests.support.storages import Fault, FaultyBackend, posix
-from tests.support.transfers import Rig
+from tests.support.transfers import Destination, Rig
 from tests.support.waiting import PATIENCE, SOON, until
 
 
@@ -111,19 +111,19 @@ def test_a_short_load_is_not_held_up_by_a_long_one(rig: Rig, gate: Gate) -> None
         for first in range(0, len(chunks), 10):
             rig.put(chunks[first : first + 10])
     gate.shut()
-    rig.transfer.load("long", rig.items(long, 20))
+    rig.start("long", rig.items(long, 20))
     until(lambda: len(gate.opened) == 2)
-    rig.transfer.load("short", rig.items(short, 200))
+    rig.start("short", rig.items(short, 200))
     # The short one takes turns with the long one until it is over.
     for taken in range(2, 2 + 2 * 2 * rig.fmt.shards):
         _next_open(gate, taken)
-    while not (ended := rig.transfer.poll(0.01)):
+    while not (ended := rig.ended(0.01)):
         gate.let(1)
-    assert [(load.request_id, load.failed_at) for load in ended] == [("short", None)]
+    assert {name: load.failed_at for name, load in ended.items()} == {"short": None}
     assert gate.reads_of(short) == 2 * rig.fmt.shards
     assert gate.reads_of(long) < 60
     gate.lift()
-    assert rig.finished().request_id == "long"
+    assert rig.all_ended(1).keys() == {"long"}
 
 
 def test_equal_loads_end_one_after_the_other(rig: Rig, gate: Gate) -> None:
@@ -132,9 +132,11 @@ def test_equal_loads_end_one_after_the_other(rig: Rig, gate: Gate) -> None:
         rig.put(chunks)
     gate.shut()
     for number, chunks in enumerate(prompts):
-        rig.transfer.load(str(number), rig.items(chunks, 20 + 20 * number))
+        rig.start(str(number), rig.items(chunks, 20 + 20 * number))
+    until(lambda: len(gate.opened) == 2)
+    while len(gate.opened) < 12 * rig.fmt.shards:
+        _next_open(gate, len(gate.opened))
     gate.lift()
-    until(lambda: len(gate.opened) == 12 * rig.fmt.shards)
     owners = [
         next(n for n, chunks in enumerate(prompts) if any(c.key.hex() in name for c in chunks))
         for name in gate.opened
@@ -142,10 +144,7 @@ def test_equal_loads_end_one_after_the_other(rig: Rig, gate: Gate) -> None:
     # Two threads may come in either order.
     first_of_last = owners.index(2)
     assert owners[: first_of_last - 1].count(0) == 4 * rig.fmt.shards
-    ended = []
-    while len(ended) < 3:
-        ended += rig.transfer.poll(PATIENCE)
-    assert all(load.failed_at is None for load in ended)
+    assert all(load.failed_at is None for load in rig.all_ended(3).values())
 
 
 def test_the_oldest_load_comes_to_its_end_whatever_comes_after_it(rig: Rig, gate: Gate) -> None:
@@ -155,9 +154,9 @@ def test_the_oldest_load_comes_to_its_end_whatever_comes_after_it(rig: Rig, gate
     for chunks in others:
         rig.put(chunks)
     gate.shut()
-    rig.transfer.load("oldest", rig.items(oldest, 20))
+    rig.start("oldest", rig.items(oldest, 20))
     for number, chunks in enumerate(others):
-        rig.transfer.load(f"short {number}", rig.items(chunks, 100 + 4 * number))
+        rig.start(f"short {number}", rig.items(chunks, 100 + 4 * number))
     until(lambda: len(gate.opened) == 2)
     while gate.reads_of(oldest) < len(oldest) * rig.fmt.shards:
         _next_open(gate, len(gate.opened))
@@ -173,7 +172,7 @@ def test_objects_come_in_the_order_of_the_prompt_and_what_is_there_is_usable(
     rig.put(chunks)
     gate.shut()
     items = rig.items(chunks, 20)
-    load = rig.transfer.load("r", items)
+    load = rig.start("r", items)
     places = []
     for taken in range(2, 2 * 6 - 1):
         _next_open(gate, taken)
@@ -192,7 +191,7 @@ def test_an_aborted_load_makes_no_further_reads(rig: Rig, gate: Gate) -> None:
     rig.put(others)
     gate.shut()
     items = rig.items(chunks, 20)
-    rig.transfer.load("r", items)
+    rig.start("r", items)
     until(lambda: len(gate.opened) == 2)
     assert rig.staging.in_use == 2
     rig.transfer.cancel("r")
@@ -200,7 +199,7 @@ def test_an_aborted_load_makes_no_further_reads(rig: Rig, gate: Gate) -> None:
     rig.transfer.cancel("r")
     # What the reads under way write to is nobody else's before they return.
     assert rig.staging.in_use == 2
-    rig.transfer.load("s", rig.items(others, 100))
+    rig.start("s", rig.items(others, 100))
     gate.lift()
     assert rig.finished().failed_at is None
     until(lambda: rig.staging.in_use == 0)
@@ -217,13 +216,10 @@ def test_what_two_loads_want_is_read_once(rig: Rig, gate: Gate) -> None:
     gate.shut()
     items = [rig.items(chunks, first) for first in (20, 40, 60)]
     for number, wanted in enumerate(items):
-        rig.transfer.load(str(number), wanted)
+        rig.start(str(number), wanted)
     until(lambda: len(gate.opened) == 2)
     gate.lift()
-    ended: list[Load] = []
-    while len(ended) < 3:
-        ended += rig.transfer.poll(PATIENCE)
-    assert all(load.failed_at is None for load in ended)
+    assert all(load.failed_at is None for load in rig.all_ended(3).values())
     assert all(rig.holds(item) for wanted in items for item in wanted)
     assert len(gate.opened) == 3 * rig.fmt.shards
     assert rig.count("loaded_chunks") == 9
@@ -234,14 +230,13 @@ def test_a_read_goes_on_for_others_when_its_own_load_is_aborted(rig: Rig, gate: 
     rig.put(chunks)
     gate.shut()
     first, second = rig.items(chunks, 20), rig.items(chunks, 40)
-    rig.transfer.load("first", first)
+    rig.start("first", first)
     until(lambda: len(gate.opened) == 2)
-    rig.transfer.load("second", second)
+    rig.start("second", second)
     rig.transfer.cancel("first")
     assert rig.finished().cancelled
     gate.lift()
-    load = rig.finished()
-    assert (load.request_id, load.failed_at) == ("second", None)
+    assert {name: load.failed_at for name, load in rig.all_ended(1).items()} == {"second": None}
     assert rig.holds(second[0])
     assert rig.untouched(first[0])
     assert len(gate.opened) == rig.fmt.shards
@@ -253,12 +248,10 @@ def test_all_who_share_a_read_that_fails_learn_it(rig: Rig, gate: Gate) -> None:
     rig.path(chunks[1], 0).unlink()
     gate.shut()
     for number in range(2):
-        rig.transfer.load(str(number), rig.items(chunks, 20 + 20 * number))
+        rig.start(str(number), rig.items(chunks, 20 + 20 * number))
     gate.lift()
-    ended: list[Load] = []
-    while len(ended) < 2:
-        ended += rig.transfer.poll(PATIENCE)
-    assert [load.failures for load in ended] == [[(chunks[1], Failure.MISSING)]] * 2
+    for load in rig.all_ended(2).values():
+        assert load.failures == [(chunks[1], Failure.MISSING)]
 
 
 def test_all_who_share_a_read_that_hangs_are_given_up_and_later_ones_read_anew(
@@ -271,11 +264,8 @@ def test_all_who_share_a_read_that_hangs_are_given_up_and_later_ones_read_anew(
         gate.faults.add(Fault("read", f"*{chunks[0].key.hex()}-0-0of*", wait=hold, times=1))
         items = [rig.items(chunks, first) for first in (20, 40)]
         for number, wanted in enumerate(items):
-            rig.transfer.load(str(number), wanted)
-        ended: list[Load] = []
-        while len(ended) < 2:
-            ended += rig.transfer.poll(0.01)
-        assert [load.failed_at for load in ended] == [0, 0]
+            rig.start(str(number), wanted)
+        assert [load.failed_at for load in rig.all_ended(2).values()] == [0, 0]
         until(lambda: rig.count("stuck_threads") == 1)
         assert rig.load(chunks, 44)[0].failed_at is None
         before = [cache.clone() for cache in rig.caches]
@@ -298,24 +288,17 @@ def test_a_thread_that_is_taken_for_kept_while_it_waits_is_watched_over_all_the_
         hold = threading.Event()
         gate.shut()
         gate.faults.add(Fault("read", f"*{chunks[0].key.hex()}*", wait=hold, times=2))
-        rig.transfer.load("r", rig.items(chunks, 20))
+        rig.start("r", rig.items(chunks, 20))
         # Both threads come for an object each.
         until(lambda: len(gate.opened) == 2)
         gate.lift()
-        assert [load.failed_at for load in _ended(rig)] == [0]
+        assert rig.finished().failed_at == 0
         until(lambda: rig.guard.reads.closed > 0)
-        load = rig.transfer.load("s", rig.items(chunks, 40))
-        assert _ended(rig) == [load]
+        load = rig.start("s", rig.items(chunks, 40))
+        assert rig.finished() is load
         assert load.failed_at is None
         rig.let_go(hold)
         until(lambda: rig.staging.in_use == 0)
-
-
-def _ended(rig: Rig) -> list[Load]:
-    """Poll as steps of an engine do until a load has ended."""
-    while not (ended := rig.transfer.poll(0.01)):
-        assert rig.transfer.loading
-    return ended
 
 
 # ------------------------------------------------------------------------- whole chunks
@@ -346,13 +329,13 @@ def _together(rig: Rig) -> Together:
     return cache
 
 
-def _reading(rig: Rig, gate: Gate) -> tuple[Together, ChunkSlots, Load]:
+def _reading(rig: Rig, gate: Gate) -> tuple[Together, ChunkSlots, Piece]:
     """Begin a load of two chunks; both objects of the first one are being read."""
     cache, chunks = _together(rig), make_chunks(rig.fmt, 2)
     rig.put(chunks)
     gate.shut()
     items = rig.items(chunks, 20)
-    load = rig.transfer.load("r", items)
+    load = rig.start("r", items)
     until(lambda: len(gate.waiting) == 2)
     assert gate.reads_of(chunks[:1]) == 2
     return cache, items[0], load
@@ -386,7 +369,7 @@ def test_an_object_that_only_one_thread_reads_is_scattered_at_once(gate: Gate) -
         rig.put(chunks)
         gate.shut()
         (item,) = rig.items(chunks, 20)
-        rig.transfer.load("r", [item])
+        rig.start("r", [item])
         gate.let(1)
         until(lambda: len(gate.opened) == 2)
         assert not rig.untouched(item)
@@ -425,26 +408,17 @@ def test_what_was_left_to_a_thread_that_hangs_is_given_back(rig: Rig, gate: Gate
 # ------------------------------------------------------------------------- early loads
 
 
-class Kept(KVMemory):
-    """Memory that early loads fill."""
+class Kept(Destination):
+    """Memory that an early load fills."""
 
-    def __init__(self) -> None:
-        self.got: list[int] = []
-
-    def gather(self, slots: torch.Tensor, payloads: Sequence[torch.Tensor]) -> PendingCopy:
-        raise AssertionError
-
-    def scatter(
-        self, shard: int, slots: torch.Tensor, payload: torch.Tensor, fence: object = None
-    ) -> None:
-        self.got.append(shard)
+    load: Piece
 
 
-def _early(rig: Rig, chunks: list[Chunk], ended: list[Load], name: str = "early") -> Kept:
+def _early(rig: Rig, chunks: list[Chunk], ended: list[Piece]) -> Kept:
     kept = Kept()
     none = torch.empty(0, dtype=torch.int64)
     items = [ChunkSlots(chunk, none, kept) for chunk in chunks]
-    rig.transfer.load(name, items, early=True, on_done=ended.append)
+    kept.load = rig.loads.load(items, early=True, on_done=ended.append)
     return kept
 
 
@@ -453,11 +427,11 @@ def test_early_loads_leave_a_thread_to_others_and_go_on_behind_them(rig: Rig, ga
     rig.put(early)
     rig.put(urgent)
     gate.shut()
-    ended: list[Load] = []
+    ended: list[Piece] = []
     kept = _early(rig, early, ended)
     until(lambda: len(gate.opened) == 1)
     assert not rig.transfer.loading
-    rig.transfer.load("r", rig.items(urgent, 20))
+    rig.start("r", rig.items(urgent, 20))
     until(lambda: len(gate.opened) == 2)
     assert gate.reads_of(urgent) == 1
     gate.lift()
@@ -469,43 +443,13 @@ def test_early_loads_leave_a_thread_to_others_and_go_on_behind_them(rig: Rig, ga
     assert all(names[1:4])
 
 
-def test_an_early_load_is_dropped_with_its_request(rig: Rig, gate: Gate) -> None:
-    chunks = make_chunks(rig.fmt, 5)
-    rig.put(chunks)
-    gate.shut()
-    ended: list[Load] = []
-    kept = _early(rig, chunks, ended)
-    until(lambda: len(gate.opened) == 1)
-    rig.transfer.cancel("early")
-    assert [load.cancelled for load in ended] == [True]
-    gate.lift()
-    until(lambda: rig.staging.in_use == 0)
-    assert (kept.got, len(gate.opened)) == ([], 1)
-    assert rig.count("cancelled_loads") == 0
-
-
-def test_a_load_takes_over_what_is_read_early(rig: Rig, gate: Gate) -> None:
-    chunks = make_chunks(rig.fmt, 3)
-    rig.put(chunks)
-    gate.shut()
-    ended: list[Load] = []
-    _early(rig, chunks, ended, "r")
-    until(lambda: len(gate.opened) == 1)
-    items = rig.items(chunks, 20)
-    rig.transfer.load("r", items)
-    gate.lift()
-    assert rig.finished().failed_at is None
-    assert all(rig.holds(item) for item in items)
-    assert len(gate.opened) == 3 * rig.fmt.shards
-
-
 def test_what_could_not_be_prefetched_is_not_said_to_be_computed(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     chunks = make_chunks(rig.fmt, 1)
     rig.put(chunks)
     rig.path(chunks[0], 0).unlink()
-    ended: list[Load] = []
+    ended: list[Piece] = []
     _early(rig, chunks, ended)
     until(lambda: bool(ended))
     assert "was not prefetched" in caplog.text
@@ -538,11 +482,11 @@ def test_a_load_does_not_fail_because_an_early_read_got_no_memory(
     chunks = make_chunks(rig.fmt, 3)
     rig.put(chunks)
     staging = _UsedUp(rig, monkeypatch)
-    ended: list[Load] = []
+    ended: list[Piece] = []
     kept = _early(rig, chunks, ended)
     assert staging.asked.wait(PATIENCE)
     items = rig.items(chunks, 20)
-    rig.transfer.load("r", items)
+    rig.start("r", items)
     staging.answer.set()
     assert rig.finished().failed_at is None
     assert all(rig.holds(item) for item in items)
@@ -557,12 +501,15 @@ def test_a_load_that_has_time_waits_for_memory_when_the_one_it_joined_has_none(
         chunks = make_chunks(rig.fmt, 1)
         rig.put(chunks)
         staging = _UsedUp(rig, monkeypatch)
-        rig.transfer.load("first", rig.items(chunks, 20))
+        rig.start("first", rig.items(chunks, 20))
         assert staging.asked.wait(PATIENCE)
-        rig.transfer.load("second", rig.items(chunks, 40), bytes_ahead=1 << 40)
-        assert [(load.request_id, load.failed_at) for load in _ended(rig)] == [("first", 0)]
+        second: list[Piece] = []
+        items = rig.items(chunks, 40)
+        rig.loads.load(items, bytes_ahead=1 << 40, on_done=second.append)
+        assert rig.finished().failed_at == 0
+        assert not second
         staging.answer.set()
-        assert [(load.request_id, load.failed_at) for load in _ended(rig)] == [("second", None)]
+        until(lambda: [load.failed_at for load in second] == [None])
         assert rig.count("load_failures_error") == 0
 
 
@@ -570,7 +517,7 @@ def test_early_loads_of_a_storage_at_rest_are_no_trouble(rig: Rig, gate: Gate) -
     chunks = make_chunks(rig.fmt, 2)
     rig.put(chunks)
     rig.guard.reads.trip("broken", 1000.0)
-    ended: list[Load] = []
+    ended: list[Piece] = []
     _early(rig, chunks, ended)
     assert [load.failures for load in ended] == [[(chunks[0], Failure.UNAVAILABLE)]]
     assert rig.count("load_failures_unavailable") == 0
@@ -596,16 +543,15 @@ def test_a_load_has_the_time_that_later_ones_may_take_from_it(
         clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
         monkeypatch.setattr(loads, "time", clock)
         gate.shut()
-        both = [rig.transfer.load("first", rig.items(chunks, 20))]
-        both.append(rig.transfer.load("second", rig.items(chunks, 40)))
+        both = [rig.start("first", rig.items(chunks, 20))]
+        both.append(rig.start("second", rig.items(chunks, 40)))
         gate.let(2, chunks[0])
         until(lambda: [load.leading for load in both] == [1, 1])
-        seconds = 2 * rig.transfer.loading_bytes / 2 / 1e3
+        seconds = 2 * rig.loads.loading_bytes / 2 / 1e3
         for name, allowed in (("first", 5.0 + seconds), ("second", 5.0 + 2 * seconds)):
             now[0] = 1000.0 + allowed - 0.1
-            assert rig.transfer.poll() == []
+            assert not rig.ended()
             now[0] = 1000.0 + allowed + 0.1
-            (load,) = rig.transfer.poll()
-            assert (load.request_id, load.failed_at) == (name, 1)
+            assert {name: load.failed_at for name, load in rig.ended().items()} == {name: 1}
         assert rig.shelf.available
         gate.lift()

@@ -21,21 +21,22 @@ import pytest
 from kvshelf.backends import Deadlines
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.shelf.shelf import Shelf
-from tests.support.engines import NEAR_TIE, Answer, Engine
-from tests.support.fleet import ENGINES, Engines, Places
+from tests.support.engines import NEAR_TIE, Answer, Engine, assert_same
+from tests.support.fleet import ENGINES, Ask, Engines, MakePrompt, Places, Reference
 from tests.support.storages import FaultyBackend, posix
 from tests.support.waiting import AT_ONCE
 from tests.vllm.shelf_files import ShelfFiles
 
 if TYPE_CHECKING:
     from tests.vllm.scheduled import ScheduledEngine, World
+    from tests.vllm.worker_rig import WorkerRig
 
 with warnings.catch_warnings(), contextlib.suppress(ImportError):
     # Importing vLLM warns of what torch and others deprecate.
     warnings.simplefilter("ignore")
     import kvshelf.vllm.connector  # noqa: F401
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "models"))
 from make_model import RECIPES, make_model
 
 
@@ -101,7 +102,7 @@ consumer = _engine_fixture("consumer", "module")
 
 
 @pytest.fixture(scope="session")
-def reference(inert: Engine) -> Callable[..., Answer]:
+def reference(inert: Engine) -> Reference:
     """What vLLM answers without a shelf and without its prefix cache; computed once a prompt."""
     known: dict[tuple[Any, ...], Answer] = {}
 
@@ -116,6 +117,30 @@ def reference(inert: Engine) -> Callable[..., Answer]:
 
 
 @pytest.fixture
+def ask(reference: Reference) -> Ask:
+    """Let an engine answer a prompt as vLLM does without a shelf; return its answer.
+
+    `hit` is how many of the prompt's tokens come from the shelf, where that is known.
+    """
+
+    def ask(
+        engine: Engine,
+        tokens: list[int],
+        hit: int | None = None,
+        *,
+        tolerance: float = 0.0,
+        **options: Any,
+    ) -> Answer:
+        answer = engine.generate(tokens, **options)
+        assert hit is None or answer.shelf_tokens == hit
+        sampling = {name: options[name] for name in ("max_tokens",) if name in options}
+        assert_same(answer, reference(tokens, **sampling), tolerance)
+        return answer
+
+    return ask
+
+
+@pytest.fixture
 def engine(on_shelf: Engine) -> Engine:
     """The session's engine on the shelf, its own prefix cache empty."""
     on_shelf.reset_prefix_cache()
@@ -123,7 +148,7 @@ def engine(on_shelf: Engine) -> Engine:
 
 
 @pytest.fixture
-def prompt(request: pytest.FixtureRequest) -> Callable[..., list[int]]:
+def prompt(request: pytest.FixtureRequest) -> MakePrompt:
     """Make prompts that no other test uses: of a length, or so much longer than another prompt.
 
     Where a test compares with the reference, no token that the reference answers is a near-tie:
@@ -162,6 +187,19 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyBackend:
     monkeypatch.setattr(tiered, "open_shelf", open_shelf)
     connector._logs.clear()
     return backend
+
+
+@pytest.fixture
+def make_worker(backend: FaultyBackend) -> Iterator[Callable[..., WorkerRig]]:
+    """Make workers without a model, on the test's storage."""
+    from tests.vllm.worker_rig import WorkerRig
+
+    with contextlib.ExitStack() as stack:
+
+        def make(**options: Any) -> WorkerRig:
+            return stack.enter_context(contextlib.closing(WorkerRig(backend, **options)))
+
+        yield make
 
 
 @pytest.fixture

@@ -12,9 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvshelf.format.keys import KeyChain
-from kvshelf.format.names import object_name
-from kvshelf.format.namespace import Namespace
 from tests.support.engines import Engine
 from tests.support.waiting import until
 from tests.vllm.shelf_files import ShelfFiles
@@ -56,43 +53,29 @@ class Promises:
     Parameters
     ----------
     shelf : ShelfFiles
-    number : int
-        Which of the shelf's namespaces, in the order of their folders' names.
     """
 
-    def __init__(self, shelf: ShelfFiles, number: int = 0) -> None:
-        self.folder = shelf.namespaces()[number]
-        self.namespace = Namespace.from_bytes((self.folder / "namespace.json").read_bytes())
+    def __init__(self, shelf: ShelfFiles) -> None:
+        self.shelf = shelf
 
     def params(self, tokens: Sequence[int], **changed: Any) -> dict[str, Any]:
         """What a producer would answer for a prompt, under an attempt of its own."""
-        chain = self._chain(tokens)
+        chain = self.shelf.chain(tokens)
         last = chain.tail() or chain.chunks[-1]
         return {
             "kvshelf_version": 1,
-            "kvshelf_namespace": self.namespace.digest.hex(),
+            "kvshelf_namespace": self.shelf.namespace.digest.hex(),
             "kvshelf_tokens": len(tokens),
             "kvshelf_key": last.key.hex(),
-            "kvshelf_tail": len(tokens) % self.chunk_size,
+            "kvshelf_tail": len(tokens) % self.shelf.chunk,
             "kvshelf_attempt": secrets.token_hex(16),
             **changed,
         }
 
-    @property
-    def chunk_size(self) -> int:
-        """Tokens of a chunk."""
-        size = self.namespace.record["chunk_size"]
-        assert isinstance(size, int)
-        return size
-
     def tail(self, tokens: Sequence[int]) -> list[Path]:
         """Return the objects of a prompt's tail; none where the prompt ends with a chunk."""
-        tail = self._chain(tokens).tail()
-        shards = self.namespace.record["shards"]
-        assert isinstance(shards, int)
-        if tail is None:
-            return []
-        return [self.folder / object_name(tail, shard, shards) for shard in range(shards)]
+        tail = self.shelf.chain(tokens).tail()
+        return [] if tail is None else self.shelf.objects_of(tail)
 
     def wait_tail(self, tokens: Sequence[int]) -> list[Path]:
         """Wait until a prompt's tail is stored."""
@@ -102,12 +85,7 @@ class Promises:
 
     def marker(self, attempt: str) -> Path:
         """Where a producer says that it gave up."""
-        return self.folder / ".kvshelf" / "gave-up" / attempt
-
-    def _chain(self, tokens: Sequence[int]) -> KeyChain:
-        chain = KeyChain(self.namespace.digest, self.chunk_size)
-        chain.extend(tokens)
-        return chain
+        return self.shelf.folder / ".kvshelf" / "gave-up" / attempt
 
 
 class Counted:

@@ -33,7 +33,8 @@ with warnings.catch_warnings():
 
     from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
     from kvshelf.vllm.namespace import build_namespace
-    from kvshelf.vllm.worker import WorkerSide
+    from kvshelf.vllm.worker.engine import WorkerEngine
+    from kvshelf.vllm.worker.side import WorkerSide
     from tests.vllm.replay import (
         HEAD_SIZE,
         CPUAttentionBackendImpl,
@@ -41,11 +42,13 @@ with warnings.catch_warnings():
         speculation,
     )
 
+from kvshelf.assembly import Assembly
 from kvshelf.config import Config
 from kvshelf.format.kinds import STATE, Kind
 from kvshelf.format.namespace import Namespace
+from kvshelf.metrics import Counters
 from kvshelf.tiers.tiered import AnyShelf
-from tests.vllm.simulated import PUBLISHED
+from tests.vllm.configs import model_config, parallel_config, vllm_config
 
 CHUNK, HEADS, BLOCKS = 16, 4, 40
 #: Heads of keys and of values of a gated delta net, and the elements of each.
@@ -245,22 +248,20 @@ class HybridWorker:
             self.layers[name].is_draft_layer = True
         self.seed = seed
         self.allocate()
+        config = Config(
+            shared_storage_path="/nowhere",
+            weights="test",
+            chunk_size=CHUNK,
+            **{"staging_bytes": 8 << 20, **options},
+        )
+        self.options = config
         self.side = WorkerSide(
-            self.vllm_config,
-            Config(
-                shared_storage_path="/nowhere",
-                weights="test",
-                chunk_size=CHUNK,
-                **{"staging_bytes": 8 << 20, **options},
-            ),
-            lambda: shelf,
-            kv_cache_config=self.config,
-            rank=rank,
-            streams=lambda device: streams,
+            WorkerEngine(self.vllm_config, config, self.config, rank, lambda device: streams),
+            Assembly(config, Counters(), lambda: shelf),
             others_fill=others_fill,
         )
         self.side.register(self.caches)
-        self.registered = self.side._registration.caches
+        self.registered = self.side.model.registration.caches
 
     def _layer(self, spec: Any, impl: Any) -> Any:
         if isinstance(spec, MambaSpec):
@@ -326,16 +327,16 @@ class HybridWorker:
         """The namespace of an engine; `others` are the first workers of its other stages."""
         workers = (self, *others)
         reports = [worker.registered.report for worker in workers if worker.registered]
-        return build_namespace(self.vllm_config, self.side._config, reports, weights)
+        return build_namespace(self.vllm_config, self.options, reports, weights)
 
     def step(self, meta: StepMetadata) -> tuple[set[str], set[str], WorkerMetadata | None]:
         """One step; returns the requests whose loads are over, those to compute, and the rest."""
         self.side.bind(meta)
-        self.side.start_loads()
-        self.side.save()
-        finished = self.side.finished_loads()
-        failed = self.side.take_failed_requests()
-        assert self.side.take_bad_blocks() == (set(),)
+        self.side.loads.start()
+        self.side.stores.save()
+        finished = self.side.loads.finished()
+        failed = self.side.loads.take_failed_requests()
+        assert self.side.loads.take_bad_blocks() == (set(),)
         reported = self.side.worker_metadata()
         self.side.clear()
         return finished, failed, reported
@@ -352,29 +353,16 @@ def _kind(layers: Layers) -> Kind | None:
 
 
 def _vllm_config(layers: Mapping[str, Any], ranks: int, stages: int, rank: int) -> Any:
-    return SimpleNamespace(
-        parallel_config=SimpleNamespace(
+    return vllm_config(
+        layers,
+        block_size=8,
+        blocks=BLOCKS,
+        parallel_config=parallel_config(
             rank=rank,
             world_size=ranks * stages,
             tensor_parallel_size=ranks,
             pipeline_parallel_size=stages,
-            data_parallel_size=1,
-            decode_context_parallel_size=1,
-            prefill_context_parallel_size=1,
         ),
-        model_config=SimpleNamespace(
-            dtype=torch.bfloat16,
-            quantization=None,
-            model="mini",
-            hf_config_path=str(PUBLISHED),
-            served_model_name=None,
-            max_model_len=4096,
-            hf_text_config=SimpleNamespace(rope_theta=10000.0),
-            get_total_num_kv_heads=lambda: HEADS,
-        ),
-        cache_config=SimpleNamespace(block_size=8, cache_dtype="auto", num_gpu_blocks=BLOCKS),
+        model_config=model_config(get_total_num_kv_heads=lambda: HEADS),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
-        speculative_config=None,
-        compilation_config=SimpleNamespace(static_forward_context=layers),
-        load_config=SimpleNamespace(load_format="auto", download_dir=None),
     )

@@ -10,55 +10,30 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
 import xxhash
 from safetensors import safe_open
 
-from kvshelf.format.keys import KeyChain
-from kvshelf.format.names import object_name
-from kvshelf.format.namespace import Namespace
+from kvshelf.format.kinds import Kind
 from tests.support.waiting import until
 from tests.vllm.shelf_files import ShelfFiles
-
-Kind = Literal["full", "window", "state"]
 
 
 class HybridFiles(ShelfFiles):
     """A shelf with one namespace, that of a hybrid model."""
 
     @property
-    def record(self) -> dict[str, Any]:
-        """The namespace record."""
-        return dict(self._namespace().record)
-
-    @property
-    def chunk(self) -> int:
-        """Tokens of a chunk."""
-        return int(self.record["chunk_size"])
-
-    @property
     def kinds(self) -> set[str]:
         """The kinds of KV that the model has."""
         return set(self.record["kinds"])
-
-    def _namespace(self) -> Namespace:
-        [folder] = self.namespaces()
-        return Namespace.from_bytes((folder / "namespace.json").read_bytes())
 
     def of_kind(
         self, prompt: Sequence[int], kind: Kind, *, salt: str = ""
     ) -> list[tuple[Path, ...]]:
         """Return the objects of one kind that a prompt's chunks have or would have."""
-        namespace = self._namespace()
-        [folder] = self.namespaces()
-        first = "shards" if kind == "full" else f"{kind}_shards"
-        shards = int(namespace.record[first])
-        chain = KeyChain(namespace.digest, self.chunk, salt=salt)
         return [
-            tuple(folder / object_name(chunk, shard, shards, kind) for shard in range(shards))
-            for chunk in chain.extend(prompt)
+            tuple(self.objects_of(chunk, kind)) for chunk in self.chain(prompt, salt=salt).chunks
         ]
 
     def boundaries(self, prompt: Sequence[int]) -> list[int]:

@@ -18,7 +18,7 @@ from kvshelf.shelf.shelf import Shelf
 from kvshelf.tiers import tiered
 from kvshelf.vllm.metadata import StepMetadata, StoreOp
 from tests.support.storages import Fault, FaultyBackend, posix
-from tests.vllm.test_worker_side import Rig
+from tests.vllm.worker_rig import WorkerRig
 
 #: Each write takes so long; there are more than the end has time for.
 WRITE_SECONDS = 0.1
@@ -34,7 +34,7 @@ def main(folder: str) -> None:
     signal.signal(signal.SIGTERM, _end)
     backend = FaultyBackend(posix(Path(folder)))
     tiered.open_shelf = lambda url, **_: Shelf(backend)  # type: ignore[assignment]
-    rig = Rig(backend, shutdown_drain_s=3.0)
+    rig = WorkerRig(backend, shutdown_drain_s=3.0)
     try:
         backend.add(Fault("write", "*.safetensors", wait=WRITE_SECONDS))
         chunks = [rig.chunks(1, seed)[0] for seed in range(ORDINARY + PROMISED)]

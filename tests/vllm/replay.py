@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from tests.native.simulated_device import SimulatedEvent, SimulatedStreams
 from tests.support.waiting import until, while_patient
-from tests.vllm.simulated import PUBLISHED
+from tests.vllm.configs import HEADS, vllm_config
 
 with warnings.catch_warnings():
     # Importing vLLM warns of what torch and others deprecate.
@@ -38,14 +38,14 @@ with warnings.catch_warnings():
 
     from kvshelf.vllm.connector import SharedStorageConnector
     from kvshelf.vllm.item_ids import CONTENT
-    from kvshelf.vllm.worker import WorkerSide
+    from kvshelf.vllm.worker.side import WorkerSide
 
 #: The order of a runner's calls, and whether its caches are on a device that runs behind.
 RUNNERS = ["V1", "V1 speculative", "V2", "V1 on a device", "V2 on a device"]
 #: As vLLM 0.33 calls with drafts.
 DRAFTING = "V2 speculative on a device"
 
-LAYERS, HEADS, HEAD_SIZE = 2, 2, 16
+LAYERS, HEAD_SIZE = 2, 16
 NULL = 0
 
 
@@ -142,47 +142,13 @@ def make_config(
         )
         for i in range(LAYERS)
     }
-    return SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(
-            kv_connector_extra_config=options,
-            kv_load_failure_policy="recompute",
-            is_kv_producer=role in ("kv_both", "kv_producer"),
-            is_kv_consumer=role in ("kv_both", "kv_consumer"),
-        ),
-        parallel_config=SimpleNamespace(
-            rank=0,
-            world_size=1,
-            tensor_parallel_size=1,
-            pipeline_parallel_size=1,
-            data_parallel_size=1,
-            decode_context_parallel_size=1,
-            prefill_context_parallel_size=1,
-        ),
-        model_config=SimpleNamespace(
-            is_encoder_decoder=False,
-            is_diffusion=False,
-            is_prefix_caching_supported=True,
-            use_mla=False,
-            dtype=torch.bfloat16,
-            quantization=None,
-            model="mini",
-            hf_config_path=str(PUBLISHED),
-            served_model_name=None,
-            max_model_len=4096,
-            hf_text_config=SimpleNamespace(rope_theta=10000.0),
-            get_total_num_kv_heads=lambda: HEADS,
-        ),
-        cache_config=SimpleNamespace(
-            block_size=block_size,
-            cache_dtype="auto",
-            num_gpu_blocks=blocks,
-            enable_prefix_caching=True,
-        ),
-        scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
-        speculative_config=None,
-        compilation_config=SimpleNamespace(static_forward_context=layers),
-        load_config=SimpleNamespace(load_format="auto", download_dir=None),
+    transfer = SimpleNamespace(
+        kv_connector_extra_config=options,
+        kv_load_failure_policy="recompute",
+        is_kv_producer=role in ("kv_both", "kv_producer"),
+        is_kv_consumer=role in ("kv_both", "kv_consumer"),
     )
+    return vllm_config(layers, block_size=block_size, blocks=blocks, kv_transfer_config=transfer)
 
 
 def speculation(method: str, **fields: Any) -> SimpleNamespace:
@@ -391,7 +357,7 @@ class MiniVllm:
         bind(config, self.caches)
         self.worker.register_kv_caches(self.caches)
         self.adapters: Adapters = type("OfThisEngine", (Adapters,), {})()
-        self.worker._worker._adapters.watch(type(self.adapters))
+        self.worker._worker.adapters.watch(type(self.adapters))
         self.scheduler = SharedStorageConnector(config, KVConnectorRole.SCHEDULER, groups)
         self.states: dict[str, State] = {}
         self.params: dict[str, Any] = {}
@@ -722,7 +688,7 @@ class MiniVllm:
         for request_id in output.num_scheduled_tokens:
             self.adapters.use(self.states[request_id].request.lora_request)
         if self.patient:
-            for hashing in self.worker._worker._adapters._hashings.values():
+            for hashing in self.worker._worker.adapters._hashings.values():
                 until(lambda done=hashing: done.done)
         for request_id, count in output.num_scheduled_tokens.items():
             state = self.states[request_id]
@@ -934,6 +900,10 @@ class MiniVllm:
         self.users[block] -= 1
         if self.users[block] == 0:
             self.free.append(block)
+
+
+#: Starts an engine.
+Start: TypeAlias = Callable[..., MiniVllm]
 
 
 def _identity(request: Request, adapter: object) -> str:

@@ -25,12 +25,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 from pydantic.fields import FieldInfo
 
+from tests.vllm import rig
+from tests.vllm.configs import model_config
 from tests.vllm.hybrid_specs import COMPRESSED, cache_config
+from tests.vllm.replay import speculation
 
 with warnings.catch_warnings():
     # Importing vLLM warns of what torch and others deprecate.
@@ -59,7 +62,7 @@ with warnings.catch_warnings():
     from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
     from vllm.v1.request import Request, RequestStatus
 
-    from kvshelf.vllm import draft_scheduler, handshake
+    from kvshelf.vllm import handshake
     from kvshelf.vllm.groups import CacheGroup, CacheGroups
     from kvshelf.vllm.metadata import (
         NULL_BLOCK,
@@ -71,6 +74,7 @@ with warnings.catch_warnings():
         WorkerMetadata,
         WorkerReport,
     )
+    from kvshelf.vllm.scheduler import drafts as draft_scheduler
 
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import FULL, SHARDS_FIELDS, STATE, WINDOW, Kind, kind_key
@@ -202,12 +206,9 @@ def namespace_of(groups: CacheGroups, chunk_size: int, weights: str) -> Namespac
 
 def make_namespace(vllm_config: Any, config: Any, stages: Any, weights: str) -> Namespace:
     """Stand for kvshelf.vllm.namespace.build_namespace, which needs layers."""
-    made: Namespace = vllm_config.make_namespace(config.chunk_size, weights)
-    return made
-
-
-def make_draft_namespace(engine: Any, config: Any, reports: Any, weights: str) -> Namespace:
-    """Stand for the same function where the namespace is a drafter's."""
+    if not (config.version or "").startswith("drafter of"):
+        made: Namespace = vllm_config.make_namespace(config.chunk_size, weights)
+        return made
     record = make_record(
         1,
         f"*,{TOKEN // 2}",
@@ -225,7 +226,6 @@ def make_draft_namespace(engine: Any, config: Any, reports: Any, weights: str) -
 def patch_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make namespaces without layers."""
     monkeypatch.setattr(handshake, "build_namespace", make_namespace)
-    monkeypatch.setattr(draft_scheduler, "build_namespace", make_draft_namespace)
     monkeypatch.setattr(draft_scheduler, "topologies_of", lambda engine, record: {})
 
 
@@ -251,25 +251,20 @@ def make_vllm_config(
         if one.name not in ("model_config", "scheduler_config", "cache_config", "device_config"):
             object.__setattr__(config, one.name, _default_of(one))
     asynchronous = bool(options.pop("asynchronous", False))
-    config.model_config = SimpleNamespace(
-        is_encoder_decoder=False,
-        is_diffusion=False,
-        is_prefix_caching_supported=True,
-        is_mm_prefix_lm=False,
+    config.model_config = model_config(
+        is_mm_prefix_lm=bool(options.pop("whole_items", False)),
         is_multimodal_model=False,
         multimodal_config=None,
-        use_mla=False,
-        quantization=None,
         uses_mrope=False,
         runner_type="generate",
         supports_multimodal_inputs=False,
         return_sampling_mask=False,
-        max_model_len=4096,
         get_total_num_kv_heads=lambda: 1,
         model="scheduled",
     )
     if drafts := options.pop("drafts", 0):
-        config.speculative_config = Drafts(drafts, config.model_config if has_kv else None)
+        config.speculative_config = _drafts(drafts, config.model_config if has_kv else None)
+    config.parallel_config.data_parallel_size = int(options.pop("data_parallel", 1))
     config.scheduler_config = SchedulerConfig(
         max_model_len=4096,
         is_encoder_decoder=False,
@@ -312,47 +307,30 @@ def _default_of(one: Any) -> Any:
     return made.default
 
 
-class Drafts:
-    """What vLLM's scheduler and the connector read of a ``SpeculativeConfig``: a head for MTP."""
+def _drafts(count: int, model: Any) -> SimpleNamespace:
+    """What vLLM's scheduler and the connector read of a ``SpeculativeConfig``: a head for MTP.
 
-    def __init__(self, count: int, model: Any) -> None:
-        self.method = "mtp"
-        self.num_speculative_tokens = count
-        self.num_speculative_tokens_per_batch_size = None
-        self.max_num_new_slots_for_drafting = 0
-        #: Without it nothing of the drafter's KV is stored.
-        self.draft_model_config = model
-        self.draft_parallel_config = None
-        self.draft_load_config = None
-        self.kv_cache_dtype = None
-
-    def use_eagle(self) -> bool:
-        return True
-
-    def use_eagle_block_drop(self) -> bool:
-        return True
-
-    def use_dspark(self) -> bool:
-        return False
-
-    def use_dflash(self) -> bool:
-        return False
-
-    def use_multi_module_mtp(self) -> bool:
-        return False
+    Without `model` nothing of the drafter's KV is stored.
+    """
+    return speculation(
+        "mtp",
+        num_speculative_tokens=count,
+        max_num_new_slots_for_drafting=0,
+        draft_model_config=model,
+        use_eagle=lambda: True,
+        use_eagle_block_drop=lambda: True,
+        use_dspark=lambda: False,
+        use_dflash=lambda: False,
+        use_multi_module_mtp=lambda: False,
+    )
 
 
-class _Unstructured:
-    """Stands for vLLM's manager of structured outputs, of which there are none."""
-
-    def should_advance(self, request: Any) -> bool:
-        return False
-
-    def accept_tokens(self, request: Any, tokens: list[int]) -> bool:
-        return True
-
-    def validate_tokens(self, request: Any, tokens: list[int]) -> list[int]:
-        return tokens
+#: Stands for vLLM's manager of structured outputs, of which there are none.
+_UNSTRUCTURED: Any = SimpleNamespace(
+    should_advance=lambda request: False,
+    accept_tokens=lambda request, tokens: True,
+    validate_tokens=lambda request, tokens: tokens,
+)
 
 
 class ScheduledEngine:
@@ -438,7 +416,7 @@ class ScheduledEngine:
         self.scheduler = kind(
             vllm_config=config,
             kv_cache_config=caches,
-            structured_output_manager=_Unstructured(),
+            structured_output_manager=_UNSTRUCTURED,
             block_size=size,
             hash_block_size=hash_size,
         )
@@ -498,7 +476,7 @@ class ScheduledEngine:
         assert self.connector.namespace is not None
         if self.has_kv:
             self.step()
-            assert self.connector._scheduler._drafts.namespace is not None
+            assert rig.namespace_of_drafts(self.connector._scheduler) is not None
 
     def _make_namespace(self, chunk_size: int, weights: str) -> Namespace:
         namespace = namespace_of(self.groups, chunk_size, weights)
@@ -546,8 +524,8 @@ class ScheduledEngine:
 
     def wait_for_lookup(self, name: str) -> None:
         """Wait until the lookup of a request is done."""
-        lookup = self.connector._scheduler._requests[name].lookup
-        assert lookup.wait(PATIENCE)
+        lookup = rig.lookup_of(self.connector._scheduler, name)
+        assert lookup is not None and lookup.wait(PATIENCE)
 
     def change_weights(self) -> None:
         """Change the weights in place, as a trainer does; vLLM's own cache stays."""
@@ -567,7 +545,7 @@ class ScheduledEngine:
     def settle(self) -> None:
         """Step until the weights were compared, so that there are hits again."""
         for _ in while_patient():
-            if not self.connector._scheduler._handshake.checking and self._settled:
+            if not rig.compares_weights(self.connector._scheduler) and self._settled:
                 return
             self.step()
         raise AssertionError("the weights are not compared")
@@ -756,7 +734,7 @@ class ScheduledEngine:
             ]
             # Behind KV of other weights, which vLLM's own cache may have, nothing is right.
             assert self.weights or not wrong, wrong
-            # What comes behind the answer is nobody's.
+            # What comes behind the answer is no token of the text.
             last = min(running + right, len(text.tokens))
             for group, table in zip(self.groups, tables[name], strict=True):
                 if group.index in self.groups.scratch:
@@ -1038,12 +1016,16 @@ class ScheduledEngine:
                 self._write(block, offset, own[at : at + TOKEN])
 
 
+#: Starts an engine with a model, by name.
+Start: TypeAlias = Callable[..., ScheduledEngine]
+
+
 def start_engines(
     world: World,
     models: Mapping[str, Any],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> Iterator[Callable[..., ScheduledEngine]]:
+) -> Iterator[Start]:
     """Yield a function that starts an engine with one of `models`, by name; close all at the end.
 
     No engine may have contained an error.

@@ -30,21 +30,21 @@ def main(model: str, shelf: str, prompts: str) -> None:
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    from kvshelf.vllm.worker import WorkerSide
+    from kvshelf.vllm.worker.stores import WorkerStores
 
     early: list[int] = []
     late: list[int] = []
-    finish_forward, save = WorkerSide.finish_forward, WorkerSide.save
+    finish_forward, save = WorkerStores.finish_forward, WorkerStores.save
 
     def counted(into: list[int], method: Any) -> Any:
-        def call(self: WorkerSide) -> None:
+        def call(self: WorkerStores) -> None:
             into.append(len(self._meta.stores) if self._meta is not None else 0)
             method(self)
 
         return call
 
-    WorkerSide.finish_forward = counted(early, finish_forward)  # type: ignore[method-assign]
-    WorkerSide.save = counted(late, save)  # type: ignore[method-assign]
+    WorkerStores.finish_forward = counted(early, finish_forward)  # type: ignore[method-assign]
+    WorkerStores.save = counted(late, save)  # type: ignore[method-assign]
     llm = LLM(
         model,
         dtype="float32",

@@ -13,13 +13,16 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
 
-from kvshelf.format.keys import KeyChain
+from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.format.kinds import FULL, SHARDS_FIELDS, Kind
 from kvshelf.format.names import object_name
 from kvshelf.format.namespace import Namespace
+from tests.support.engines import Engine
 from tests.support.waiting import LONG, until
 
 CHUNK = 256
@@ -31,6 +34,34 @@ class ShelfFiles:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._folder: Path | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the namespace."""
+        if self._folder is None:
+            [self._folder] = self.namespaces()
+        return self._folder
+
+    @property
+    def namespace(self) -> Namespace:
+        """The namespace."""
+        return Namespace.from_bytes((self.folder / "namespace.json").read_bytes())
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The namespace record."""
+        return dict(self.namespace.record)
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a chunk."""
+        return int(self.record["chunk_size"])
+
+    def chain(self, prompt: Sequence[int], *, salt: str = "") -> KeyChain:
+        """Return the keys of a prompt's chunks."""
+        chain = KeyChain(self.namespace.digest, self.chunk, salt=salt)
+        chain.extend(prompt)
+        return chain
 
     def namespaces(self) -> list[Path]:
         """Return the namespace folders."""
@@ -64,17 +95,21 @@ class ShelfFiles:
 
     def of(self, prompt: Sequence[int], *, salt: str = "") -> list[list[Path]]:
         """Return the objects that a prompt's chunks have or would have: a list for each chunk."""
-        if self._folder is None:
-            [self._folder] = self.namespaces()
-        folder = self._folder
-        namespace = Namespace.from_bytes((folder / "namespace.json").read_bytes())
-        shards = namespace.record["shards"]
-        assert isinstance(shards, int)
-        chain = KeyChain(namespace.digest, CHUNK, salt=salt)
-        return [
-            [folder / object_name(chunk, shard, shards) for shard in range(shards)]
-            for chunk in chain.extend(prompt)
-        ]
+        return [self.objects_of(chunk) for chunk in self.chain(prompt, salt=salt).chunks]
+
+    def objects_of(self, chunk: Chunk, kind: Kind = FULL) -> list[Path]:
+        """Return the objects that a chunk has or would have."""
+        shards = int(self.record[SHARDS_FIELDS[kind]])
+        return [self.folder / object_name(chunk, shard, shards, kind) for shard in range(shards)]
+
+    def fill(
+        self, engine: Engine, prompt: Sequence[int], *, salt: str = "", **options: Any
+    ) -> list[list[Path]]:
+        """Have an engine store a prompt, and empty its own cache; return the prompt's objects."""
+        engine.generate(prompt, cache_salt=salt or None, **options)
+        chunks = self.wait_stored(prompt, salt=salt)
+        engine.reset_prefix_cache()
+        return chunks
 
     def wait_stored(
         self, prompt: Sequence[int], *, salt: str = "", timeout: float = LONG

@@ -1,9 +1,9 @@
 """Engines without a model: both sides of the connector over paged caches of any layout.
 
 A :class:`SimulatedEngine` has the caches, layers and cache updates of an engine and calls
-:class:`~kvshelf.vllm.scheduler.SchedulerSide` and :class:`~kvshelf.vllm.worker.WorkerSide` in the
-order in which vLLM does. Instead of a forward pass it writes KV that is a function of the tokens so
-far, through the layer's own cache update.
+:class:`~kvshelf.vllm.scheduler.SchedulerSide` and :class:`~kvshelf.vllm.worker.side.WorkerSide`
+in the order in which vLLM does. Instead of a forward pass it writes KV that is a function of the
+tokens so far, through the layer's own cache update.
 
 An engine may have several ranks: tensor-parallel ones, and those of prefill and decode context
 parallelism. Which tokens a rank holds, and where, is worked out here token by token.
@@ -37,19 +37,24 @@ with warnings.catch_warnings():
 
     from kvshelf.vllm.groups import CacheGroups
     from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
-    from kvshelf.vllm.scheduler import SchedulerSide
-    from kvshelf.vllm.worker import WorkerSide
+    from kvshelf.vllm.scheduler import Engine, SchedulerSide
+    from kvshelf.vllm.worker.engine import WorkerEngine
+    from kvshelf.vllm.worker.side import WorkerSide
 
+from kvshelf.assembly import Assembly
+from kvshelf.capacity.uses import Uses
 from kvshelf.config import Config
 from kvshelf.kv.layout import packed_positions
+from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import open_shelf
 from tests.support.waiting import PATIENCE
+from tests.vllm import configs
+from tests.vllm.configs import HEADS
+from tests.vllm.replay import Request
 
-LAYERS, HEADS, SIZE = 2, 2, 16
+LAYERS, SIZE = 2, 16
 #: An EAGLE drafter numbers its layers behind those of the model.
 DRAFT_LAYER = f"model.layers.{LAYERS}.attn"
-#: The folder with the configuration of models that have no files.
-PUBLISHED = Path(__file__).with_name("published")
 #: Layouts by which engines differ. Of "odd" nothing can be learned.
 FORMS = ("NHD", "HND", "2BNHD", "vec", "amx")
 
@@ -57,16 +62,11 @@ FORMS = ("NHD", "HND", "2BNHD", "vec", "amx")
 def model_config(name: str = "simulated", **fields: Any) -> SimpleNamespace:
     """What the connector reads of a ``ModelConfig``."""
     known = {
-        "dtype": torch.bfloat16,
-        "quantization": None,
         "hf_text_config": SimpleNamespace(),
         "served_model_name": name,
         "model": f"s3://a-bucket/{name}",
-        "hf_config_path": str(PUBLISHED),
-        "max_model_len": 4096,
-        "get_total_num_kv_heads": lambda: HEADS,
     }
-    return SimpleNamespace(**known | fields)
+    return configs.model_config(**known | fields)
 
 
 class Writing(AttentionImpl):  # type: ignore[type-arg]
@@ -233,15 +233,12 @@ class Rank:
             )
             for (name, cache), impl in zip(self.all_caches.items(), impls, strict=False)
         }
-        self.vllm_config = SimpleNamespace(
-            compilation_config=SimpleNamespace(static_forward_context=self.layers),
-            cache_config=SimpleNamespace(
-                block_size=engine.block_size, cache_dtype="auto", num_gpu_blocks=blocks
-            ),
-            parallel_config=SimpleNamespace(
+        self.vllm_config = configs.vllm_config(
+            self.layers,
+            block_size=engine.block_size,
+            blocks=blocks,
+            parallel_config=configs.parallel_config(
                 tensor_parallel_size=engine.tensor_parallel,
-                pipeline_parallel_size=1,
-                data_parallel_size=1,
                 prefill_context_parallel_size=engine.prefill_context,
                 decode_context_parallel_size=engine.decode_context,
                 cp_kv_cache_interleave_size=engine.interleave,
@@ -254,12 +251,10 @@ class Rank:
             scheduler_config=SimpleNamespace(max_num_batched_tokens=4096),
             speculative_config=engine.speculative_config,
         )
+        groups = engine.latent_groups(blocks) if engine.latent else None
         self.worker = WorkerSide(
-            self.vllm_config,
-            config,
-            lambda: engine.shelf,
-            kv_cache_config=engine.latent_groups(blocks) if engine.latent else None,
-            rank=number,
+            WorkerEngine(self.vllm_config, config, groups, number),
+            Assembly(config, Counters(), lambda: engine.shelf),
             others_fill=engine.others_fill,
         )
         self.worker.register(self.all_caches)
@@ -321,6 +316,8 @@ class SimulatedEngine:
         The engine has a drafter with one attention layer.
     others_fill : bool
         Another connector fills free blocks without waiting for the engine's stream.
+    uses : Uses, optional
+        Records what hits use.
     **options
         kvshelf's configuration.
     """
@@ -342,6 +339,7 @@ class SimulatedEngine:
         interleave: int = 1,
         speculative_config: Any = None,
         others_fill: bool = False,
+        uses: Uses | None = None,
         **options: Any,
     ) -> None:
         self.speculative_config = speculative_config
@@ -368,12 +366,15 @@ class SimulatedEngine:
         self.ranks = [Rank(self, number, config, blocks) for number in range(ranks)]
         vllm_config = self.ranks[0].vllm_config
         self.scheduler = SchedulerSide(
-            vllm_config,
-            config,
-            lambda: self.shelf,
-            groups=CacheGroups(vllm_config, None),
-            ranks=ranks,
-            may_store=decode_context == 1,
+            Engine(
+                vllm_config,
+                config,
+                lambda: self.shelf,
+                CacheGroups(vllm_config, None),
+                ranks=ranks,
+                may_store=decode_context == 1,
+                uses=uses,
+            )
         )
         self.requests = 0
         #: Blocks that the last load left without KV.
@@ -447,7 +448,7 @@ class SimulatedEngine:
     @property
     def namespace(self) -> bytes:
         """The namespace's record."""
-        namespace = self.worker._registration.namespace
+        namespace = self.worker.model.registration.namespace
         assert namespace is not None
         return namespace.encoded
 
@@ -494,12 +495,12 @@ class SimulatedEngine:
             # As vLLM does between its processes.
             worker.bind(pickle.loads(pickle.dumps(meta)))
             if draft is not None:
-                worker.finish_forward()
+                worker.stores.finish_forward()
                 draft()
-            worker.start_loads()
-            worker.save()
-            self.reported.update(worker.finished_loads())
-            (bad_blocks,) = worker.take_bad_blocks()
+            worker.loads.start()
+            worker.stores.save()
+            self.reported.update(worker.loads.finished())
+            (bad_blocks,) = worker.loads.take_bad_blocks()
             self.bad_blocks |= bad_blocks
             answers.append(worker.worker_metadata())
             worker.clear()
@@ -515,24 +516,8 @@ class SimulatedEngine:
     def request(self, tokens: list[int]) -> Any:
         """A request of vLLM, as far as the scheduler side looks at it."""
         self.requests += 1
-        request = SimpleNamespace(
-            request_id=f"request-{self.requests}",
-            _all_token_ids=tokens,
-            num_tokens=len(tokens),
-            num_prompt_tokens=len(tokens),
-            prompt_token_ids=tokens,
-            prompt_embeds=None,
-            prompt_is_token_ids=None,
-            resumable=False,
-            skip_reading_prefix_cache=False,
-            kv_transfer_params=None,
-            cache_salt=None,
-            lora_request=None,
-            mm_features=[],
-            num_preemptions=0,
-            num_computed_tokens=0,
-            block_hashes=block_hashes(tokens, self.block_tokens),
-        )
+        hashes = block_hashes(tokens, self.block_tokens)
+        request = Request(f"request-{self.requests}", tokens, block_hashes=hashes)
         self.scheduler.new_request(request)
         return request
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from kvshelf.logs import RateLimitedLog
 from kvshelf.vllm import handshake
 from tests.support.prompts import prompt
 from tests.vllm.hybrid_specs import full, models
-from tests.vllm.scheduled import DAMAGED, ScheduledEngine, World, make_namespace
+from tests.vllm.scheduled import DAMAGED, ScheduledEngine, Start, World, make_namespace
 from tests.vllm.test_handover_scheduler import ASKED, loaded, prefill
 
 MODELS = {"plain": [full(8)], **models()}
@@ -31,7 +30,7 @@ LENGTHS = [16, 31, 33, 48, 63, 203]
 
 
 @pytest.fixture
-def start(begin: Callable[..., ScheduledEngine]) -> Callable[..., ScheduledEngine]:
+def start(begin: Start) -> Start:
     """Start an engine that caches tails."""
     return functools.partial(begin, cache_tails=True)
 
@@ -57,7 +56,7 @@ def tails(engine: ScheduledEngine) -> list[int]:
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_prompt_is_loaded_to_its_end_in_another_engine(
-    start: Callable[..., ScheduledEngine], length: int, asynchronous: bool
+    start: Start, length: int, asynchronous: bool
 ) -> None:
     tokens = prompt(length)
     first = start(asynchronous=asynchronous)
@@ -76,9 +75,7 @@ def test_a_prompt_is_loaded_to_its_end_in_another_engine(
 
 
 @pytest.mark.usefixtures("storage")
-def test_only_a_prompt_with_equal_tokens_to_its_end_has_the_tail(
-    start: Callable[..., ScheduledEngine],
-) -> None:
+def test_only_a_prompt_with_equal_tokens_to_its_end_has_the_tail(start: Start) -> None:
     tokens = prompt(203)
     start().run(tokens, tokens[:24])
     for other, expected in (
@@ -94,9 +91,7 @@ def test_only_a_prompt_with_equal_tokens_to_its_end_has_the_tail(
         assert start().run(other) == [expected]
 
 
-def test_a_turn_of_a_conversation_loads_whole_chunks_and_the_same_turn_all(
-    start: Callable[..., ScheduledEngine],
-) -> None:
+def test_a_turn_of_a_conversation_loads_whole_chunks_and_the_same_turn_all(start: Start) -> None:
     first = start(save_decode=True)
     question = prompt(80)
     first.add("r", question, answer=40)
@@ -109,7 +104,7 @@ def test_a_turn_of_a_conversation_loads_whole_chunks_and_the_same_turn_all(
 
 
 def test_an_engine_without_the_option_neither_stores_nor_finds_tails(
-    begin: Callable[..., ScheduledEngine], start: Callable[..., ScheduledEngine]
+    begin: Start, start: Start
 ) -> None:
     tokens = prompt(203)
     plain = begin()
@@ -119,9 +114,7 @@ def test_an_engine_without_the_option_neither_stores_nor_finds_tails(
     assert begin().run(tokens) == [192]
 
 
-def test_what_the_engine_has_itself_is_not_loaded_for_the_rest_of_a_block(
-    start: Callable[..., ScheduledEngine],
-) -> None:
+def test_what_the_engine_has_itself_is_not_loaded_for_the_rest_of_a_block(start: Start) -> None:
     engine = start()
     tokens = prompt(62)
     engine.run(tokens)
@@ -133,7 +126,7 @@ def test_what_the_engine_has_itself_is_not_loaded_for_the_rest_of_a_block(
 
 
 def test_a_tail_that_cannot_be_loaded_is_computed_and_stored_again(
-    start: Callable[..., ScheduledEngine], world: World
+    start: Start, world: World
 ) -> None:
     tokens = prompt(62)
     first = start()
@@ -149,9 +142,7 @@ def test_a_tail_that_cannot_be_loaded_is_computed_and_stored_again(
     assert start().run(tokens) == [62]
 
 
-def test_a_tail_that_is_gone_is_a_miss_and_is_stored_again(
-    start: Callable[..., ScheduledEngine], world: World
-) -> None:
+def test_a_tail_that_is_gone_is_a_miss_and_is_stored_again(start: Start, world: World) -> None:
     tokens = prompt(62)
     first = start()
     first.run(tokens)
@@ -164,9 +155,7 @@ def test_a_tail_that_is_gone_is_a_miss_and_is_stored_again(
     assert start().run(tokens) == [62]
 
 
-def test_a_request_that_is_preempted_is_loaded_to_the_end_of_its_prompt(
-    start: Callable[..., ScheduledEngine],
-) -> None:
+def test_a_request_that_is_preempted_is_loaded_to_the_end_of_its_prompt(start: Start) -> None:
     prompts = [prompt(55, seed) for seed in range(4)]
     start().run(*prompts)
     engine = start(blocks=30, prefix_caching=False)
@@ -181,7 +170,7 @@ def test_a_request_that_is_preempted_is_loaded_to_the_end_of_its_prompt(
 
 
 def test_with_a_hand_over_the_tail_is_promised_whether_or_not_it_is_there(
-    begin: Callable[..., ScheduledEngine], start: Callable[..., ScheduledEngine]
+    begin: Start, start: Start
 ) -> None:
     tokens = prompt(203)
     start().run(tokens)
@@ -204,9 +193,7 @@ def test_with_a_hand_over_the_tail_is_promised_whether_or_not_it_is_there(
     assert loaded(plain, "r") == 218
 
 
-def test_a_request_that_hands_over_stores_its_tail_once(
-    start: Callable[..., ScheduledEngine],
-) -> None:
+def test_a_request_that_hands_over_stores_its_tail_once(start: Start) -> None:
     engine = start()
     engine.add("r", prompt(62), answer=9, transfer=ASKED)
     engine.finish()
@@ -215,7 +202,7 @@ def test_a_request_that_hands_over_stores_its_tail_once(
 
 @pytest.mark.parametrize("model", ["Gemma 3", "Mamba2"])
 def test_an_engine_without_tails_says_so(
-    start: Callable[..., ScheduledEngine], caplog: pytest.LogCaptureFixture, model: str
+    start: Start, caplog: pytest.LogCaptureFixture, model: str
 ) -> None:
     engine = start(model)
     engine.run(prompt(203))
@@ -223,7 +210,7 @@ def test_an_engine_without_tails_says_so(
     assert caplog.text.count("cache_tails has no effect") == 1
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_conversations_on_several_engines_read_and_store_what_is_right(data: st.DataObject) -> None:
     """What each step reads and stores is compared to the byte by the engines themselves."""

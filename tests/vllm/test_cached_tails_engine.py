@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 
-from tests.support.engines import NEAR_TIE, Answer, Engine, assert_same
-from tests.support.fleet import Engines
+from tests.support.engines import NEAR_TIE, Answer, Engine
+from tests.support.fleet import Ask, Engines, MakePrompt, Reference
+from tests.support.variants import variants
 from tests.support.waiting import until
 from tests.vllm.handing_over import Promises
 from tests.vllm.shelf_files import CHUNK, ShelfFiles
 
 BLOCK = 128
-MakePrompt = Callable[..., list[int]]
-Reference = Callable[..., Answer]
 
 
 @dataclass
@@ -48,24 +47,20 @@ def place(engines: Engines) -> Iterator[Place]:
     engine.stop(at_once=True)
 
 
-@pytest.mark.parametrize("length", [16, 40, 129, 255, 300, 700, 1500])
+@pytest.mark.parametrize("length", variants([16, 40, 129, 255, 300, 700, 1500], {40, 700}))
 def test_a_prompt_that_comes_again_is_loaded_whole(
-    place: Place, reference: Reference, prompt: MakePrompt, length: int
+    place: Place, reference: Reference, ask: Ask, prompt: MakePrompt, length: int
 ) -> None:
     shorter = prompt(length - 1)
     tokens = prompt(1, after=shorter)
     longer = prompt(1, after=tokens)
     assert place.stored(tokens).shelf_tokens == 0
-    warm = place.engine.generate(tokens)
-    assert warm.shelf_tokens == length
-    assert_same(warm, reference(tokens))
+    warm = ask(place.engine, tokens, length)
     assert warm.logprobs == pytest.approx(reference(tokens).logprobs, abs=NEAR_TIE)
     # One token more or less is another prompt.
     for other in (shorter, longer):
         place.engine.reset_prefix_cache()
-        answer = place.engine.generate(other)
-        assert answer.shelf_tokens == length // CHUNK * CHUNK
-        assert_same(answer, reference(other))
+        ask(place.engine, other, length // CHUNK * CHUNK)
 
 
 def test_as_a_hit_in_memory_to_the_last_bit(place: Place, prompt: MakePrompt) -> None:

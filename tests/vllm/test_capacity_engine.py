@@ -13,16 +13,13 @@ import pytest
 from kvshelf.backends import open_backend
 from kvshelf.capacity.collect import plan
 from kvshelf.capacity.deletion import carry_out
-from kvshelf.capacity.inventory import Inventory
+from kvshelf.capacity.inventory import Scan
 from kvshelf.capacity.rules import Rules
-from kvshelf.format.keys import salt_group_of
-from tests.support.engines import Answer, Engine, assert_same, assert_same_up_to_ties
-from tests.support.fleet import Engines, Places
+from tests.support.engines import Engine, assert_same_up_to_ties
+from tests.support.fleet import Ask, Engines, MakePrompt, Places, Reference
 from tests.support.waiting import until
 from tests.vllm.shelf_files import ShelfFiles
 
-MakePrompt = Callable[[int], list[int]]
-Reference = Callable[..., Answer]
 Start = Callable[..., Engine]
 
 PROMPTS = 6
@@ -32,12 +29,8 @@ PROMPTS = 6
 def start(engines: Engines, places: Places) -> Iterator[Start]:
     started: list[Engine] = []
 
-    def start(
-        name: str, capacity: dict[str, Any], *, by_salt: bool = False, **arguments: Any
-    ) -> Engine:
-        engine = engines.on_shelf(
-            name, places.root / name, {"capacity": capacity, "group_by_salt": by_salt}, **arguments
-        )
+    def start(name: str, capacity: dict[str, Any]) -> Engine:
+        engine = engines.on_shelf(name, places.root / name, {"capacity": capacity})
         started.append(engine)
         return engine.wait_ready()
 
@@ -74,18 +67,14 @@ def used(root: Path) -> int:
 
 
 def test_a_full_storage_gets_nothing_and_is_named_once(
-    start: Start, places: Places, inert: Engine, reference: Reference, prompt: MakePrompt
+    start: Start, places: Places, inert: Engine, ask: Ask, prompt: MakePrompt
 ) -> None:
     engine = start("full", {"min_free": "1PiB"})
     known(engine, prompt, "storage_free_bytes")
-    for _ in range(3):
+    for _ in range(2):
         tokens = prompt(600)
-        for _ in range(2):
-            answer = engine.generate(tokens)
-            assert answer.shelf_tokens == 0
-            assert_same(answer, reference(tokens))
-            engine.reset_prefix_cache()
-    until(lambda: dropped_for_room(engine) >= 3, "stores were dropped")
+        ask(engine, tokens, 0)
+    until(lambda: dropped_for_room(engine) >= 2, "stores were dropped")
     assert not ShelfFiles(places.root / "full").objects()
     assert len(engine.log_lines("(min_free)")) == 1
     assert not engine.log_lines("circuit breaker open")
@@ -103,12 +92,7 @@ def chunk_bytes(engines: Engines, places: Places) -> int:
 
 
 def test_a_bound_holds_and_what_was_deleted_is_computed(
-    start: Start,
-    places: Places,
-    chunk_bytes: int,
-    inert: Engine,
-    reference: Reference,
-    prompt: MakePrompt,
+    start: Start, places: Places, chunk_bytes: int, inert: Engine, ask: Ask, prompt: MakePrompt
 ) -> None:
     bound = 10 * chunk_bytes
     engine = start("bounded", {"max_bytes": bound, "min_free": 0})
@@ -125,8 +109,7 @@ def test_a_bound_holds_and_what_was_deleted_is_computed(
     hits = 0
     for tokens in prompts:
         engine.reset_prefix_cache()
-        answer = engine.generate(tokens)
-        assert_same(answer, reference(tokens))
+        answer = ask(engine, tokens)
         hits += answer.shelf_tokens or 0
     assert 0 < hits < PROMPTS * 1024
 
@@ -136,39 +119,6 @@ def test_a_bound_holds_and_what_was_deleted_is_computed(
         return gauge(engine, "shelf_evicted_objects_total") > 0
 
     until(evicts, "a sweep", 120.0)
-    assert not engine.log_lines("Traceback")
-
-
-@pytest.mark.slow
-def test_a_salt_group_above_its_bound_costs_no_other_group(
-    start: Start,
-    places: Places,
-    chunk_bytes: int,
-    inert: Engine,
-    reference: Reference,
-    prompt: MakePrompt,
-) -> None:
-    bound = 10 * chunk_bytes
-    capacity = {"group_max_bytes": bound, "min_free": 0}
-    engine = start("groups", capacity, by_salt=True)
-    shelf = ShelfFiles(places.root / "groups")
-
-    def group(salt: str) -> int:
-        return sum(used(path) for path in shelf.root.glob(f"*/{salt_group_of(salt)}"))
-
-    few = prompt(1100)
-    engine.generate(few, cache_salt="few")
-    until(lambda: group("few") == 4 * chunk_bytes, "the smaller group is stored")
-    for _ in range(PROMPTS):
-        engine.generate(prompt(1100), cache_salt="many")
-    # A listing alone tells the size of a group, and such sweeps are a minute apart.
-    until(lambda: bool(engine.log_lines(": deleted")), "a sweep", 150.0)
-    until(lambda: group("many") <= 0.9 * bound, "the larger group is smaller", 150.0)
-    assert group("few") == 4 * chunk_bytes
-    engine.reset_prefix_cache()
-    answer = engine.generate(few, cache_salt="few")
-    assert answer.shelf_tokens == 1024
-    assert_same(answer, reference(few))
     assert not engine.log_lines("Traceback")
 
 
@@ -189,17 +139,15 @@ def test_what_is_deleted_while_it_is_loaded_is_a_miss(
     def sweep() -> None:
         backend = open_backend(str(places.shelf))
         while not stop.is_set():
-            inventory = Inventory.scan(backend)
+            inventory = Scan(backend).run()
             assert inventory is not None
             carry_out(backend, plan(inventory, Rules(max_bytes=1)))
         backend.close()
 
     thread = threading.Thread(target=sweep)
-    for _ in range(3):
+    for _ in range(2):
         engine.reset_prefix_cache()
-        engine.generate(tokens, max_tokens=1)
-        shelf.wait_stored(tokens)
-        engine.reset_prefix_cache()
+        shelf.fill(engine, tokens, max_tokens=1)
         if not thread.is_alive():
             stop.clear()
             thread = threading.Thread(target=sweep)
@@ -212,31 +160,3 @@ def test_what_is_deleted_while_it_is_loaded_is_a_miss(
         thread.join()
         assert_same_up_to_ties(answers, alone, alone)
     assert not engine.log_lines("Traceback")
-
-
-def test_without_the_right_to_delete_one_line_says_that_nothing_is_bounded(
-    start: Start, places: Places, inert: Engine, reference: Reference, prompt: MakePrompt
-) -> None:
-    """The shelf is full of objects that this engine may not delete."""
-    folder = places.root / "kept" / "others-0123456789abcdef" / "_" / "00"
-    folder.mkdir(parents=True)
-    for number in range(4):
-        (folder / f"{number:064x}-{number}-0of1.safetensors").write_bytes(bytes(1 << 20))
-    folder.chmod(0o555)
-    capacity = {"max_bytes": "1MiB", "min_free": 0}
-    engine = start("kept", capacity, heed_permissions=True)
-    try:
-        if not engine.heeds_permissions:
-            pytest.skip("these tests run as a root that cannot give up its privileges")
-        known(engine, prompt, "shelf_used_bytes")
-        tokens = prompt(600)
-        for _ in range(3):
-            answer = engine.generate(tokens)
-            assert_same(answer, reference(tokens))
-            assert answer.shelf_tokens == 0
-            engine.reset_prefix_cache()
-        assert len(engine.log_lines("keeps the shelf within no bounds")) == 1
-        assert engine.log_lines("does not allow it to delete")
-        assert len(ShelfFiles(places.root / "kept").objects()) == 4
-    finally:
-        folder.chmod(0o755)

@@ -14,12 +14,19 @@ pytest.importorskip("vllm")
 from kvshelf.errors import TransientStorageError
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tiers import tiered
-from kvshelf.transfer.transfer import Transfer
+from kvshelf.transfer.stores import Stores
+from kvshelf.transfer.transfers import Transfers
 from kvshelf.vllm import connector
-from kvshelf.vllm.read_ahead import ReadAhead
-from kvshelf.vllm.registration import Registration
 from kvshelf.vllm.scheduler import SchedulerSide
-from kvshelf.vllm.worker import WorkerSide
+from kvshelf.vllm.scheduler import stores as planning
+from kvshelf.vllm.scheduler.hits import Hits
+from kvshelf.vllm.scheduler.read_ahead import ReadAhead
+from kvshelf.vllm.scheduler.steps import Steps
+from kvshelf.vllm.worker.loads import WorkerLoads
+from kvshelf.vllm.worker.parts import Part
+from kvshelf.vllm.worker.registration import Registration
+from kvshelf.vllm.worker.side import WorkerSide
+from kvshelf.vllm.worker.stores import WorkerStores
 from tests.support.prompts import prompt
 from tests.support.storages import Fault, FaultyBackend, posix
 from tests.support.waiting import PATIENCE
@@ -33,18 +40,19 @@ METHODS: dict[type, dict[str, bool]] = {
         "step_metadata": False,
         "worker_output": False,
         "loads_done": True,
-        "_hit_tokens": False,
-        "_plan_stores": False,
     },
+    Hits: {"tokens": False},
+    planning.Stores: {"plan": False},
     ReadAhead: {"loading": True, "note_in_engine_cache": True, "plan": False},
     Registration: {"take_report": False},
-    Transfer: {"load": False, "poll": False, "store": False, "take_published": False},
-    WorkerSide: {
-        "_open_namespace": True,
-        "finished_loads": False,
-        "save": True,
-        "worker_metadata": False,
-        "_load_items": False,
+    Stores: {"store": False},
+    Transfers: {"load": False, "poll": False, "take_published": False},
+    Part: {"open": True},
+    WorkerSide: {"worker_metadata": False},
+    WorkerStores: {"save": True},
+    WorkerLoads: {
+        "finished": False,
+        "_items": False,
         "_note": False,
         "_note_bad": True,
         "_note_nothing": False,
@@ -63,7 +71,7 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyBackend:
 
 @pytest.fixture
 def engine(backend: FaultyBackend) -> Iterator[MiniVllm]:
-    """An engine with 20 prompts on its shelf and nothing in its own cache."""
+    """An engine with 10 prompts on its shelf and nothing in its own cache."""
     config = make_config(backend.url, lookup_wait_s=PATIENCE, identity_wait_s=PATIENCE)
     engine = MiniVllm(config, blocks=48)
     yield engine
@@ -72,7 +80,7 @@ def engine(backend: FaultyBackend) -> Iterator[MiniVllm]:
 
 
 def fill(engine: MiniVllm) -> list[list[int]]:
-    prompts = [prompt(40, seed, shared=16) for seed in range(20)]
+    prompts = [prompt(40, seed, shared=16) for seed in range(10)]
     for i, tokens in enumerate(prompts):
         engine.add(Request(f"cold {i}", tokens))
         engine.run()
@@ -87,11 +95,7 @@ def disturb(
     patch: pytest.MonkeyPatch, engine: MiniVllm, kind: type, name: str, chance: Callable[[], bool]
 ) -> None:
     """Have a method raise at times."""
-    side = engine.worker._worker
-    assert side is not None
-    # A transfer has its methods from others.
-    owner: Any = side._transfer if kind is Transfer else kind
-    method = getattr(owner, name)
+    method = getattr(kind, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not chance():
@@ -100,7 +104,7 @@ def disturb(
             method(*args, **kwargs)
         raise RuntimeError(f"{name} failed")
 
-    patch.setattr(owner, name, call)
+    patch.setattr(kind, name, call)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +173,7 @@ def test_a_step_whose_plan_fails_brings_its_loads_and_stores_nothing(
     stored = len(list(backend.list()))
     state = engine.states[engine.add(Request("warm", prompts[0])).request_id]
     engine.add(Request("cold", prompt(40, 99)))
-    monkeypatch.setattr(SchedulerSide, "_budget_of_step", _fail)
+    monkeypatch.setattr(Steps, "begin", _fail)
     engine.run()
     assert state.loads == 1
     assert not state.load_failed
@@ -180,7 +184,7 @@ def test_a_step_whose_plan_fails_brings_its_loads_and_stores_nothing(
 
 
 def _fail(*_: object) -> float:
-    raise RuntimeError("no budget")
+    raise RuntimeError("no step")
 
 
 def test_what_was_finished_before_an_error_is_reported_after_it(
@@ -189,20 +193,20 @@ def test_what_was_finished_before_an_error_is_reported_after_it(
     prompts = fill(engine)
     side = engine.worker._worker
     assert side is not None
-    note, failed = side._note, []
+    add, failed = side.counters.add, []
 
-    def fail_once(load: Any, op: Any) -> None:
-        if not failed:
-            failed.append(load.request_id)
+    def fail_once(name: str, amount: float = 1) -> None:
+        if name == "loaded_tokens" and not failed:
+            failed.append(name)
             raise RuntimeError("one of several")
-        note(load, op)
+        add(name, amount)
 
-    monkeypatch.setattr(side, "_note", fail_once)
+    monkeypatch.setattr(side.counters, "add", fail_once)
     states = {
         name: engine.states[engine.add(Request(name, prompts[i])).request_id]
         for i, name in enumerate("abc")
     }
     engine.run()
     # One had to be computed, the others were loaded.
-    assert [name for name, state in states.items() if state.load_failed] == failed
+    assert sum(state.load_failed for state in states.values()) == len(failed) == 1
     assert all(state.loads == 1 for state in states.values())

@@ -23,7 +23,8 @@ from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.namespace import Namespace
 from kvshelf.kv.interleave import InterleavedBlocks
 from kvshelf.kv.topology import Topology
-from kvshelf.vllm import registration
+from kvshelf.vllm.namespace import context_ranks
+from kvshelf.vllm.worker import registration
 from tests.support.prompts import prompt
 from tests.vllm.replay import KVConnectorRole, SharedStorageConnector, make_config, make_groups
 from tests.vllm.shelf_files import DAMAGE
@@ -184,7 +185,6 @@ def test_a_group_of_another_order_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     topology = Topology(1, 1, 8, decode_context=4)
     for rank in (1, 5):
         registration._check_context_group(topology.plan(rank))
-    registration._check_context_group(Topology(1, 1, 8).plan(3))
     with pytest.raises(UnsupportedError, match=r"rank 1 of 4 .* expects rank 2 of 4: set decode_"):
         registration._check_context_group(topology.plan(2))
 
@@ -212,7 +212,7 @@ PARALLEL: list[dict[str, int]] = [
     computed=st.integers(0, 3),
     longer=st.integers(0, 40),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_each_rank_loads_its_own_tokens(
     forms: tuple[str, str],
     parallel: dict[str, int],
@@ -320,8 +320,8 @@ def test_an_engine_says_that_it_only_loads(
         connector = SharedStorageConnector(config, KVConnectorRole.SCHEDULER, make_groups(config))
         with closing(SimpleNamespace(close=connector.shutdown)):
             side = connector._as_scheduler()
-            assert side._may_store == (size == 1)
-            assert side._block_size == 4 * size
+            assert side.opening.may_store == (size == 1)
+            assert connector._groups.alignment == 4 * size
         lines = [line for line in caplog.messages if "stores none" in line]
         assert len(lines) == warned
 
@@ -332,4 +332,4 @@ def test_caches_that_vllm_does_not_spread_are_whole(start: Start) -> None:
     for spread, expected in ((True, 2), (False, 1)):
         spec = SimpleNamespace(block_size=16, dcp_sharded=spread)
         groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
-        assert registration.context_ranks(config, groups) == expected
+        assert context_ranks(config, groups) == expected

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from tests.support.engines import Answer, Engine, assert_same
+from tests.support.engines import Engine, assert_same
+from tests.support.fleet import Ask, MakePrompt, Reference
+from tests.support.variants import variants
 from tests.vllm.shelf_files import CHUNK, ShelfFiles
 
 
-@pytest.mark.parametrize("length", [CHUNK, 2 * CHUNK + 100, 2300])
+@pytest.mark.parametrize("length", variants([CHUNK, 2 * CHUNK + 100, 2300], {2300}))
 def test_answers_stay_the_same_beside_a_device(
     beside_device: Engine,
     shelf: ShelfFiles,
-    reference: Callable[..., Answer],
-    prompt: Callable[..., list[int]],
+    reference: Reference,
+    ask: Ask,
+    prompt: MakePrompt,
     length: int,
 ) -> None:
     engine, tokens = beside_device, prompt(length)
-    cold = engine.generate(tokens)
-    assert cold.shelf_tokens == 0
-    assert_same(cold, reference(tokens))
+    ask(engine, tokens, 0)
     shelf.wait_stored(tokens)
     engine.reset_prefix_cache()
     warm = engine.generate(tokens)
@@ -33,15 +32,10 @@ def test_answers_stay_the_same_beside_a_device(
 
 
 def test_requests_that_load_store_and_end_early_at_the_same_time(
-    beside_device: Engine,
-    shelf: ShelfFiles,
-    reference: Callable[..., Answer],
-    prompt: Callable[..., list[int]],
+    beside_device: Engine, shelf: ShelfFiles, reference: Reference, prompt: MakePrompt
 ) -> None:
     engine, base = beside_device, prompt(4 * CHUNK)
-    engine.generate(base)
-    shelf.wait_stored(base)
-    engine.reset_prefix_cache()
+    shelf.fill(engine, base)
     prompts = [prompt(100 + 300 * (i % 3), after=base[: (1 + i % 4) * CHUNK]) for i in range(8)]
     requests = [engine.submit(tokens) for tokens in prompts]
     for request in requests[::4]:

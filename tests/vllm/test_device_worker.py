@@ -20,17 +20,14 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvshelf.backends.guard import GuardedBackend
-from kvshelf.config import Config
 from kvshelf.errors import UnsupportedError
-from kvshelf.format.kinds import FULL
 from kvshelf.kv.device import DeviceKVCache
-from kvshelf.metrics import Counters
-from kvshelf.server import backend
+from kvshelf.server import backend as served_backend
 from kvshelf.server import shelf as served
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tiers import tiered
 from kvshelf.transfer.staging import StagingPool
-from kvshelf.vllm import connector, weight_changes
+from kvshelf.vllm import connector
 from kvshelf.vllm.connector import SharedStorageConnector
 from tests.native.emulation import emulation
 from tests.server.node import LocalServer
@@ -92,6 +89,20 @@ def computed(engine: MiniVllm) -> int:
     )
 
 
+def copies(engine: MiniVllm) -> int:
+    """What the device has done that is not the engine's own work."""
+    assert engine.device is not None
+    engine.device.finish()
+    return sum(name != "engine" for name in engine.device.ran)
+
+
+def staged(engine: MiniVllm) -> float:
+    """Bytes of staging in use."""
+    side = side_of(engine)
+    side.set_gauges()
+    return side.counters.gauges()["staging_used_bytes"]
+
+
 def count(engine: MiniVllm, name: str) -> float:
     return side_of(engine).counters.snapshot().get(name, 0)
 
@@ -128,11 +139,21 @@ def test_all_memory_is_taken_when_caches_are_registered(
 def test_threads_that_load_are_as_many_as_idle_cores_allow(
     start: Callable[..., MiniVllm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def threads(**options: Any) -> tuple[int, int]:
+        before = threading.enumerate()
+        run(start(**options), prompt(41))
+        new = [thread.name for thread in threading.enumerate() if thread not in before]
+        loads, stores = (
+            sum(name.startswith(prefix) for name in new)
+            for prefix in ("kvshelf-load", "kvshelf-store")
+        )
+        return loads, stores
+
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(96)))
-    assert side_of(start())._registration.io_threads() == (8, 4)
-    assert side_of(start(runner="V1"))._registration.io_threads() == (1, 1)
+    assert threads() == (8, 4)
+    assert threads(runner="V1") == (2, 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
-    assert side_of(start())._registration.io_threads() == (2, 1)
+    assert threads() == (2, 1)
 
 
 @pytest.mark.parametrize("where", ["meta", "two devices"])
@@ -158,13 +179,12 @@ def test_blocks_of_an_aborted_load_are_free_only_when_the_device_has_left_them(
     engine = start(runner=runner)
     run(engine, prompt(41))
     assert engine.device is not None
-    side = side_of(engine)
+    streams = engine.device.streams
     with engine.device.hold():
         engine.add(Request("r", prompt(41)))
         until(lambda: engine.step() is not None and engine.states["r"].status == "loading")
-        assert side._transfer is not None
-        path = side._registration.memories[FULL].cache
-        until(lambda: path._running > 0)
+        # A read has enqueued its copy.
+        until(lambda: any(s.entries for s in streams if s.name != "engine"))
         before = len(engine.free)
         engine.abort("r")
         for _ in range(20):
@@ -178,9 +198,9 @@ def test_blocks_of_an_aborted_load_are_free_only_when_the_device_has_left_them(
     # From now on they are others'.
     for cache in engine.caches.values():
         cache.zero_()
-    until(lambda: not side._transfer.loading)  # type: ignore[union-attr]
-    engine.step()
-    engine.device.finish()
+    for _ in range(20):
+        engine.step()
+        engine.device.finish()
     assert not any(cache.any() for cache in engine.caches.values())
 
 
@@ -203,8 +223,8 @@ def _stored_beside_rdma(
     with closing(engine):
         device = engine.device
         assert device is not None
-        rdma = device._new("rdma")
-        device._speeds = [1.0] * len(device.streams)
+        rdma = device.stream(urgent=False)
+        device.let_all_be_as_fast()
         with device.hold():
             # It ends in the step that computes it, so its blocks are free behind that step.
             engine.add(Request("r", prompt(41), max_tokens=1))
@@ -281,7 +301,7 @@ def test_while_the_engine_sleeps_nothing_touches_the_caches(
         elif hooks != "of the connector":
             Worker().sleep()
 
-    monkeypatch.setitem(sys.modules, weight_changes._MODULE, SimpleNamespace(Worker=Worker))
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", SimpleNamespace(Worker=Worker))
     engine = start()
     assert engine.device is not None
     Worker().discard(("something else",))
@@ -298,15 +318,11 @@ def test_while_the_engine_sleeps_nothing_touches_the_caches(
     assert count(engine, "stored_chunks") == 5
     poison(engine)
     before = len(engine.device.ran)
-    path = side_of(engine)._registration.memories[FULL].cache
-    assert path._paused
     Worker().wake_up(["weights"])
-    assert path._paused
     if hooks != "of the connector":
         Worker().wake_up(["kv_cache"])
     if not hooks.startswith("of the worker"):
         engine.worker.restore_kv_caches()
-    assert not path._paused
     assert len(engine.device.ran) == before
     assert run(engine, prompt(41)) == 40
 
@@ -330,26 +346,6 @@ def test_caches_that_come_back_elsewhere_are_used_there(start: Callable[..., Min
     assert not any(cache.any() for cache in old.values())
 
 
-def test_caches_that_come_back_in_another_layout_are_left_alone(
-    start: Callable[..., MiniVllm], caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = start()
-    run(engine, prompt(41))
-    engine.worker.unregister_kv_caches()
-    other = {
-        name: cache.transpose(1, 2).contiguous().transpose(1, 2)
-        for name, cache in engine.caches.items()
-    }
-    bind(engine.config, other)
-    for _ in range(2):
-        engine.worker.restore_kv_caches()
-    assert side_of(engine)._registration.memories[FULL].cache._paused
-    for _ in range(2):
-        run(engine, prompt(41))
-        assert computed(engine) == 41
-    assert "came back from sleep in another layout" in caplog.text
-
-
 def test_the_gpu_of_a_worker_copies_from_a_node_servers_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -358,17 +354,18 @@ def test_the_gpu_of_a_worker_copies_from_a_node_servers_memory(
     class AskedError(Exception):
         pass
 
-    def opening(config: Config, counters: Counters, **options: Any) -> None:
-        asked.append((options["on_cpu"], options["gpu"]))
+    def opening(url: str, **options: Any) -> None:
+        asked.append((options["in_place"], options["device"]))
         raise AskedError
 
     def make(role: KVConnectorRole, device: str) -> None:
-        config = make_config("ipc:///nowhere/node.sock")
+        config = make_config("", server="ipc:///nowhere/node.sock", read_only=True)
+        del config.kv_transfer_config.kv_connector_extra_config["shared_storage_path"]
         config.device_config = SimpleNamespace(device_type=device)
         with pytest.raises(AskedError):
             SharedStorageConnector(config, role, make_groups(config))
 
-    monkeypatch.setattr(connector, "_open", opening)
+    monkeypatch.setattr(served, "open_served", opening)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     for available in (True, False):
         monkeypatch.setattr(torch.cuda, "is_available", lambda found=available: found)
@@ -376,35 +373,25 @@ def test_the_gpu_of_a_worker_copies_from_a_node_servers_memory(
             make(role, "cuda")
         make(KVConnectorRole.WORKER, "cpu")
     third = torch.device("cuda", 3)
+    # Whether loads copy straight from the server's memory, and the GPU that does.
     assert asked == [(False, third), (False, None), (True, None)] + 2 * [(False, None)] + [
         (True, None)
     ]
-    monkeypatch.undo()
-    opened: dict[str, object] = {}
-    monkeypatch.setattr(served, "open_served", lambda url, **options: opened.update(options))
-    url = "ipc:///nowhere/node.sock"
-    connector._open_served(url, Config(server=url), Counters(), on_cpu=False, gpu=third)
-    assert (opened["in_place"], opened["device"]) == (False, third)
 
 
 def test_a_node_server_takes_stores_from_the_staging_of_a_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Whoever calls it fails.
-    monkeypatch.setattr(backend, "copy_bytes", None)
+    monkeypatch.setattr(served_backend, "copy_bytes", None)
     with LocalServer(tmp_path / "node", tmp_path / "served") as node:
         config = make_config("", server=node.url, lookup_wait_s=PATIENCE, identity_wait_s=PATIENCE)
         del config.kv_transfer_config.kv_connector_extra_config["shared_storage_path"]
         config.device_config = SimpleNamespace(device_type="cuda")
         engine = MiniVllm(config, runner="V2 on a device", prefix_caching=False)
-        segment = engine.worker._segment
-        assert segment is not None
         assert run(engine, prompt(41)) == 0
         assert node.service.stats()["stored_objects"] == 10
-        assert segment._parts.used
         engine.close()
-        assert segment.fd is None
-        assert not segment._parts.used
 
 
 # ------------------------------------------------------------------------- failures
@@ -431,20 +418,20 @@ def test_after_a_device_failed_the_engine_goes_on_as_with_no_cache(
     assert computed(engine) == 41 or fault == "query"
     run(engine, prompt(41, 1))
     assert computed(engine) == 41
-    assert "failed" in side_of(engine)._registration.disabled_reason
+    assert engine.scheduler.disabled
     engine.device.faults.clear()
     # What was enqueued before it failed may still run.
     engine.device.finish()
     before = {info.name for info in backend.list()}
-    ran = [name for name in engine.device.ran if name != "engine"]
+    ran = copies(engine)
     for seed in range(4):
         assert run(engine, prompt(41, seed)) == 0
     assert {info.name for info in backend.list()} == before
-    assert [name for name in engine.device.ran if name != "engine"] == ran
+    assert copies(engine) == ran
     lines = [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
     assert len(lines) == 1
     assert f"cpu failed: CUDA error: {fault} failed" in lines[0].getMessage()
-    assert side_of(engine)._registration.memories[FULL].staging.in_use == 0
+    assert staged(engine) == 0
 
 
 @pytest.mark.parametrize("fault", ["event", "record", "query", "synchronize", "wait", "enqueue"])
@@ -469,8 +456,8 @@ def test_an_error_that_a_device_does_not_repeat_costs_one_request(
         assert run(engine, prompt(41, seed)) == 40
     assert run(engine, prompt(41, 3)) == 0
     until(lambda: run(engine, prompt(41, 3)) == 40)
-    assert side_of(engine)._registration.disabled_reason == ""
-    assert side_of(engine)._registration.memories[FULL].staging.in_use == 0
+    assert not engine.scheduler.disabled
+    assert staged(engine) == 0
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 

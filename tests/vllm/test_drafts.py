@@ -17,15 +17,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvshelf.assembly import Assembly
 from kvshelf.config import Config
 from kvshelf.errors import UnsupportedError
 from kvshelf.format.namespace import Namespace
 from kvshelf.metrics import Counters
-from kvshelf.vllm.draft_scheduler import DraftedChain, DraftScheduler
-from kvshelf.vllm.draft_worker import DraftWorker
+from kvshelf.vllm.groups import CacheGroups
+from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
+from kvshelf.vllm.scheduler import Engine
+from kvshelf.vllm.scheduler.drafts import DraftedChain, DraftScheduler
+from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.speculation import draft_layers
+from kvshelf.vllm.worker.drafter import Drafter
+from kvshelf.vllm.worker.engine import WorkerEngine
+from kvshelf.vllm.worker.side import WorkerSide
 from tests.support.prompts import prompt
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, until
+from tests.vllm import configs, rig
 from tests.vllm.replay import speculation
 from tests.vllm.simulated import DRAFT_LAYER, FORMS, SimulatedEngine, block_hashes, model_config
 from tests.vllm.test_blocks_and_chunks import check_load
@@ -95,7 +103,7 @@ class Drafting:
             engine.put(tokens, block_ids, start, end)
             draft = None
             if drafts_last:
-                # What is there before the drafter has run belongs to nobody.
+                # What is there before the drafter has run is no KV.
                 self.spoil(block_ids, start, end)
                 draft = functools.partial(engine.put, tokens, block_ids, start, end)
             if not good:
@@ -150,9 +158,9 @@ def namespaces(shelf: Path) -> dict[str, dict[str, bytes]]:
 
 def of_drafter(engine: Drafting, shelf: Path) -> dict[str, bytes]:
     """The objects in the namespace of an engine's drafter."""
-    drafts = engine.engine.scheduler._drafts
-    assert drafts is not None and drafts.namespace is not None
-    return namespaces(shelf).get(drafts.namespace.folder, {})
+    namespace = rig.namespace_of_drafts(engine.engine.scheduler)
+    assert namespace is not None
+    return namespaces(shelf).get(namespace.folder, {})
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -217,9 +225,9 @@ def test_a_namespace_of_a_drafter_names_the_models(
 ) -> None:
     engine = make()
     engine.serve(prompt(70))
-    drafts = engine.engine.scheduler._drafts
-    assert drafts is not None and drafts.namespace is not None
-    record = drafts.namespace.record
+    namespace = rig.namespace_of_drafts(engine.engine.scheduler)
+    assert namespace is not None
+    record = namespace.record
     target = Namespace.from_bytes(engine.engine.namespace)
     assert record["version"] == f"drafter of {target.digest.hex()}"
     assert record["layer_names"] == [DRAFT_LAYER]
@@ -269,9 +277,9 @@ def test_damaged_kv_of_a_drafter_costs_no_hit(
     tokens = prompt(100)
     first = make()
     first.serve(tokens)
-    drafts = first.engine.scheduler._drafts
-    assert drafts is not None and drafts.namespace is not None
-    folder = tmp_path / "shelf" / drafts.namespace.folder
+    namespace = rig.namespace_of_drafts(first.engine.scheduler)
+    assert namespace is not None
+    folder = tmp_path / "shelf" / namespace.folder
     for file in folder.rglob("*-1-*.safetensors"):
         file.write_bytes(bytes(file.stat().st_size))
     second = make()
@@ -307,17 +315,19 @@ def test_kv_of_steps_without_drafts_is_not_stored(
 def test_after_other_weights_the_drafter_is_left_out(
     make: Callable[..., Drafting], caplog: pytest.LogCaptureFixture
 ) -> None:
-    drafts = make().engine.scheduler._drafts
-    assert drafts is not None
-    assert drafts.namespace is not None
-    before = drafts._target
+    scheduler = make().engine.scheduler
+    drafts = rig.drafts_of(scheduler)
+    assert scheduler.namespace is not None
+    before = scheduler.namespace.digest
     assert isinstance(drafts.chain(before, SIZE), DraftedChain)
     changed: Any = SimpleNamespace(digest=bytes(32))
     drafts.receive({}, changed)
     assert "weights were changed in place" in caplog.text
     for digest in (changed.digest, before):
         assert not isinstance(drafts.chain(digest, SIZE), DraftedChain)
-    assert drafts.announcement is None
+    meta = StepMetadata()
+    drafts.hand_out(meta)
+    assert meta.draft_namespace is None
 
 
 @pytest.mark.parametrize(
@@ -358,13 +368,8 @@ def test_a_drafter_whose_weights_no_file_identifies_is_left_out(
     # The option `weights` names those of the model, which is another checkpoint.
     config = drafter(draft_model_config=model_config("another"))
     engine = make(speculative_config=config)
-    drafts = engine.engine.scheduler._drafts
-    assert drafts is not None
-    deadline = time.monotonic() + PATIENCE
-    while not drafts._disabled:
-        assert time.monotonic() < deadline
-        engine.engine.step([])
-    assert "no file of this machine identifies its weights" in caplog.text
+    said = "no file of this machine identifies its weights"
+    until(lambda: engine.engine.step([]) or said in caplog.text)
     tokens = prompt(70)
     engine.serve(tokens)
     assert make(speculative_config=None).serve(tokens) == 64
@@ -382,19 +387,12 @@ def test_only_the_last_stage_has_a_drafter(tmp_path: Path) -> None:
             compilation_config=None,
             speculative_config=drafter(),
         )
-        side = DraftWorker.of(
-            config,
-            Config(),
-            lambda: None,
-            kv_cache_config=None,
-            rank=rank,
-            counters=Counters(),
-            streams=None,
-        )
+        engine = WorkerEngine(config, Config(), rank=rank)
+        side = Drafter.of(engine, Assembly(Config(), Counters(), lambda: None))
         assert (side is not None) is has
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(data=st.data())
 def test_what_is_stored_of_a_drafter_belongs_to_its_prefix(data: st.DataObject) -> None:
     """Whatever engines do, a fresh engine gets right KV of the drafter, or none."""
@@ -469,6 +467,22 @@ def test_the_model_runner_knows_the_drafters_layers(
     assert runner.register(config) == expected
 
 
+def test_the_model_runner_is_found_above_a_worker_with_a_drafter(config: SimpleNamespace) -> None:
+    class Worker:
+        drafter = None
+
+        def register(self, config: Any) -> frozenset[str]:
+            return draft_layers(config)
+
+    class Calling(Runner):
+        def register(self, config: Any) -> frozenset[str]:
+            return Worker().register(config)
+
+    Worker.__module__ = WorkerSide.__module__
+    runner = Calling(drafter=SimpleNamespace(_draft_attn_layer_names={DRAFT_LAYER}))
+    assert runner.register(config) == {DRAFT_LAYER}
+
+
 @pytest.mark.parametrize("runner", [Runner(), Runner(drafter=SimpleNamespace())])
 def test_an_engine_that_does_not_tell_its_drafters_layers_is_refused(
     config: SimpleNamespace, runner: Runner
@@ -489,29 +503,28 @@ class Rows:
     """The scheduler side of a drafter, and requests for the same 64 tokens."""
 
     def __init__(self) -> None:
-        engine = SimpleNamespace(
-            parallel_config=SimpleNamespace(tensor_parallel_size=1),
-            cache_config=SimpleNamespace(block_size=BLOCK, cache_dtype="auto", num_gpu_blocks=9),
+        engine = configs.vllm_config(
+            {},
+            block_size=BLOCK,
+            blocks=9,
             model_config=model_config(),
-            load_config=None,
-            scheduler_config=None,
-            compilation_config=None,
             speculative_config=drafter(),
         )
-        self.side = DraftScheduler(engine, Config(), BLOCK)
+        groups = CacheGroups(engine, None)
+        self.side = DraftScheduler(Engine(engine, Config(), lambda: None, groups), {})
         self.chain = DraftedChain(bytes(32), bytes(32), SIZE)
         self.chain.extend(prompt(64))
 
     def request(self, name: str, at_hand: int = 0, **fields: Any) -> Any:
         hashes = block_hashes(prompt(64), BLOCK)
-        made = SimpleNamespace(request_id=name, block_hashes=hashes, **fields)
+        made = SimpleNamespace(request_id=name, block_hashes=hashes, num_preemptions=0, **fields)
         self.side.asked(made, at_hand)
         return made
 
     def load_without_drafts(self, name: str) -> Any:
         request = self.request(name)
         self.side.to_load(name, self.chain, 0, 48)
-        self.side.missing(name, 0)
+        self.side.take_report(WorkerMetadata(without_drafts=[(name, 0)]))
         self.side.begin_step([(request, 48, 64)])
         return request
 
@@ -558,7 +571,19 @@ def test_a_spoiled_block_is_remembered_once_it_has_a_hash() -> None:
     hashes, request.block_hashes = request.block_hashes, []
     rows.side.begin_step([(request, 0, 5000)])
     request.block_hashes = hashes
-    rows.side.finished(request)
+    rows.side.finished(RequestState(request, addressable=True, reads=True))
     later = rows.request("later", at_hand=48)
     rows.side.begin_step([(later, 48, 64)])
     assert not rows.stored(later)
+
+
+def test_weights_that_change_before_the_drafter_has_a_namespace_leave_it_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    side = Rows().side
+    before: Any = SimpleNamespace(digest=bytes(32))
+    after: Any = SimpleNamespace(digest=bytes(31) + b"\1")
+    side.receive({}, before)
+    side.receive({}, after)
+    assert "weights were changed in place" in caplog.text
+    assert not isinstance(side.chain(after.digest, SIZE), DraftedChain)

@@ -12,8 +12,8 @@ pytest.importorskip("vllm")
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
 from kvshelf.vllm import encoder_outputs
-from kvshelf.vllm.block_weights import BlockWeights
 from kvshelf.vllm.encoder_outputs import EncoderOutputs
+from kvshelf.vllm.scheduler.block_weights import BlockWeights
 
 
 @pytest.fixture

@@ -1,9 +1,12 @@
-"""``kvshelf explain`` and ``kvshelf doctor`` on shelves of real engines, with their histories."""
+"""``kvshelf explain`` and ``kvshelf doctor`` on shelves of real engines, with their histories.
+
+Each cause is in tests/tools/test_explain.py; here are those that histories of engines tell.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,47 +16,38 @@ from typer.testing import CliRunner
 from kvshelf.cli.app import app
 from kvshelf.history import LARGEST, read_histories
 from tests.support.engines import Engine
-from tests.support.fleet import Engines
-from tests.support.servers import BUCKET, S3Server, command, rclone_s3
+from tests.support.fleet import Engines, MakePrompt
 from tests.support.waiting import until
 from tests.vllm.shelf_files import DAMAGE, ShelfFiles
-
-MakePrompt = Callable[[int], list[int]]
 
 
 class Machine:
     """The histories of a machine, a shelf, and the commands."""
 
-    def __init__(self, root: Path, shelf: str, options: dict[str, Any] | None = None) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
-        self.shelf = shelf
+        self.shelf = str(root / "shelf")
         self.histories = root / "histories"
-        self.options = options or {}
 
     def engine(self, engines: Engines, name: str, **extra: Any) -> Engine:
         return engines.on_shelf(
             f"explained {name}",
             self.shelf,
-            {"storage_options": self.options, "history_path": str(self.histories), **extra},
+            {"history_path": str(self.histories), **extra},
         )
 
     def run(self, *arguments: object) -> tuple[int, str]:
         result = CliRunner().invoke(
             app,
             [str(argument) for argument in arguments],
-            env={
-                "KVSHELF_STORAGE_OPTIONS": json.dumps(self.options),
-                "KVSHELF_HISTORY_PATH": str(self.histories),
-            },
+            env={"KVSHELF_HISTORY_PATH": str(self.histories)},
         )
         return result.exit_code, result.stdout
 
-    def explain(
-        self, tokens: list[int], *options: object, salt: str | None = None
-    ) -> tuple[dict[str, Any], list[str]]:
+    def explain(self, tokens: list[int], *options: object) -> tuple[dict[str, Any], list[str]]:
         """Return the explanation of a prompt, and the codes of its causes."""
         path = self.root / "prompt.jsonl"
-        path.write_text(json.dumps({"tokens": tokens, "cache_salt": salt}))
+        path.write_text(json.dumps({"tokens": tokens}))
         code, output = self.run("explain", path, self.shelf, "--json", *options)
         found = json.loads(output)
         assert code == (0 if found["hits"] else 1)
@@ -69,8 +63,7 @@ class Machine:
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
-    root = tmp_path_factory.mktemp("explained")
-    return Machine(root, str(root / "shelf"))
+    return Machine(tmp_path_factory.mktemp("explained"))
 
 
 @pytest.fixture(scope="module")
@@ -115,48 +108,6 @@ def test_a_request_that_does_not_read(machine: Machine, writer: Engine, stored: 
     assert machine.explain(stored)[1] == ["not_loaded"]
 
 
-def test_a_short_prompt(machine: Machine, stored: list[int]) -> None:
-    assert machine.explain(stored[:200])[1] == ["too_short"]
-
-
-def test_a_prompt_that_nobody_sent(machine: Machine, stored: list[int], prompt: MakePrompt) -> None:
-    assert machine.explain(prompt(600))[1] == ["never_stored"]
-
-
-def test_prompts_that_part(
-    machine: Machine, stored: list[int], prompt: MakePrompt, tmp_path: Path
-) -> None:
-    other = tmp_path / "stored.jsonl"
-    other.write_text(json.dumps(stored))
-    found, codes = machine.explain(stored[:300] + prompt(600), "--like", other)
-    assert found["hit_chunks"] == 1
-    assert codes == ["tokens_differ", "parts_here"]
-
-
-def test_a_salt(machine: Machine, stored: list[int]) -> None:
-    assert machine.explain(stored, salt="tenant")[1] == ["cache_salt", "never_stored"]
-
-
-def test_a_missing_shard(machine: Machine, stored: list[int], files: ShelfFiles) -> None:
-    chunk = files.of(stored)[1]
-    assert len(chunk) > 1
-    chunk[1].unlink()
-    found, codes = machine.explain(stored)
-    assert codes == ["missing_shard"]
-    assert list(found["missing"][0]["objects"].values()) == ["present", "missing"]
-
-
-def test_a_deleted_chunk(machine: Machine, stored: list[int], files: ShelfFiles) -> None:
-    for path in files.of(stored)[1]:
-        path.unlink()
-    assert machine.explain(stored)[1] == ["deleted"]
-
-
-def test_a_truncated_object(machine: Machine, stored: list[int], files: ShelfFiles) -> None:
-    DAMAGE["truncated"](files.of(stored)[2][0])
-    assert machine.explain(stored)[1] == ["wrong_size"]
-
-
 def test_the_histories_are_small_and_private(machine: Machine, writer: Engine) -> None:
     paths = list(machine.histories.iterdir())
     roles = {past.header["role"]: past for past in read_histories(machine.histories)}
@@ -167,11 +118,7 @@ def test_the_histories_are_small_and_private(machine: Machine, writer: Engine) -
 
 
 def test_a_read_only_fleet_names_bad_objects(
-    machine: Machine,
-    reader: Engine,
-    stored: list[int],
-    files: ShelfFiles,
-    prompt: MakePrompt,
+    machine: Machine, reader: Engine, stored: list[int], files: ShelfFiles, prompt: MakePrompt
 ) -> None:
     path = files.of(stored)[1][0]
     good = path.read_bytes()
@@ -196,6 +143,7 @@ def test_a_read_only_fleet_names_bad_objects(
     assert machine.run("doctor", machine.shelf)[0] == 0
 
 
+@pytest.mark.slow
 def test_an_engine_with_another_namespace(
     engines: Engines, machine: Machine, stored: list[int]
 ) -> None:
@@ -213,7 +161,7 @@ def test_an_engine_with_another_namespace(
 
 @pytest.mark.slow
 def test_chunks_that_were_dropped(engines: Engines, tmp_path: Path, prompt: MakePrompt) -> None:
-    machine = Machine(tmp_path, str(tmp_path / "shelf"))
+    machine = Machine(tmp_path)
     with machine.engine(engines, "dropping", staging_bytes=700_000) as engine:
         tokens = prompt(4000)
         engine.generate(tokens, max_tokens=1)
@@ -226,7 +174,7 @@ def test_chunks_that_were_dropped(engines: Engines, tmp_path: Path, prompt: Make
 
 @pytest.mark.slow
 def test_chunks_that_were_evicted(engines: Engines, tmp_path: Path, prompt: MakePrompt) -> None:
-    machine = Machine(tmp_path, str(tmp_path / "shelf"))
+    machine = Machine(tmp_path)
     files = ShelfFiles(tmp_path / "shelf")
     bounds = {"max_bytes": 8 << 20, "min_free": 0}
     with machine.engine(engines, "bounded", capacity=bounds) as engine:
@@ -245,42 +193,3 @@ def test_chunks_that_were_evicted(engines: Engines, tmp_path: Path, prompt: Make
         assert not found["hits"]
         assert codes[0] == "evicted"
         assert "max_bytes" in found["causes"][0]["text"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(command("rclone") is None, reason="rclone is not installed")
-def test_a_bucket(engines: Engines, tmp_path: Path, prompt: MakePrompt) -> None:
-    pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
-    with rclone_s3(tmp_path / "bucket") as server:
-        _explain_a_bucket(engines, tmp_path, prompt, server)
-
-
-def _explain_a_bucket(
-    engines: Engines, tmp_path: Path, prompt: MakePrompt, server: S3Server
-) -> None:
-    machine = Machine(tmp_path, f"s3://{BUCKET}/kv", server.options())
-    assert server.folder is not None
-    files = ShelfFiles(server.folder / BUCKET / "kv")
-    first, second = prompt(900), prompt(900)
-    with machine.engine(engines, "in a bucket") as engine:
-        for tokens in (first, second):
-            engine.generate(tokens)
-            files.wait_stored(tokens)
-        machine.wait_noted(second, "missed", "absent")
-        assert machine.explain(first)[0]["hits"]
-        assert machine.explain(prompt(600))[1] == ["never_stored"]
-        assert machine.explain(first, salt="tenant")[1] == ["cache_salt", "never_stored"]
-        files.of(first)[1][1].unlink()
-        assert machine.explain(first)[1] == ["missing_shard"]
-        for path in (files.of(first)[1][0], *files.of(second)[2]):
-            path.unlink()
-        assert machine.explain(first)[1] == ["deleted"]
-        assert machine.explain(second)[1] == ["parts_here"]
-        DAMAGE["flipped byte of the payload"](files.of(second)[0][0])
-        assert "bad_object" in machine.explain(second, "--verify")[1]
-        assert machine.run("doctor", machine.shelf)[0] == 0
-    with machine.engine(engines, "of another version", version="2", read_only=True) as other:
-        other.generate(second)
-        until(
-            lambda: machine.explain(second)[1][0] == "other_namespace", "a history of that engine"
-        )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.engines import NEAR_TIE, Answer, Engine, assert_same
+from tests.support.engines import NEAR_TIE, Engine, assert_same
+from tests.support.fleet import Reference
 from tests.vllm.shelf_files import ShelfFiles
 
 RELEASES = sorted(Path(__file__).parents[1].joinpath("golden").glob("v[0-9]*"))
@@ -17,7 +17,7 @@ RELEASES = sorted(Path(__file__).parents[1].joinpath("golden").glob("v[0-9]*"))
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.name)
 def test_a_release_s_shelf_copied_into_place_is_loaded(
-    engine: Engine, shelf: ShelfFiles, reference: Callable[..., Answer], release: Path
+    engine: Engine, shelf: ShelfFiles, reference: Reference, release: Path
 ) -> None:
     prompt = json.loads((release / "prompt.json").read_text())
     engine.generate([3] * 300, max_tokens=1)  # so that the engine's namespace is there

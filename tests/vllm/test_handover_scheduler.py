@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -19,30 +18,34 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.v1.core.sched.output import KVConnectorBlockState
 
 from kvshelf.format.differences import how_to_unite
 from kvshelf.format.keys import Chunk, KeyChain, MultimodalItem
-from kvshelf.format.kinds import FULL, WINDOW, kind_key
-from kvshelf.format.names import object_name
+from kvshelf.format.kinds import FULL, kind_key
 from kvshelf.format.namespace import Namespace
 from kvshelf.shelf.view import NamespaceView, ObjectRef, Presence
 from kvshelf.shelf.waits import WaitService
-from kvshelf.vllm import handshake, scheduler
-from kvshelf.vllm.awaiting import Awaited
+from kvshelf.vllm import handshake
+from kvshelf.vllm.adapters import AdapterDigests
 from kvshelf.vllm.handover import Handover, read_handover
 from kvshelf.vllm.metadata import LoadFailure, WorkerMetadata
+from kvshelf.vllm.scheduler import SchedulerSide, hits
+from kvshelf.vllm.scheduler.awaited import Awaited
 from tests.support.clocks import Clock
 from tests.support.prompts import prompt
 from tests.support.waiting import PATIENCE, until
+from tests.vllm import rig
 from tests.vllm.hybrid_specs import full, models
 from tests.vllm.replay import Request, image
-from tests.vllm.scheduled import DAMAGED, ScheduledEngine, Text, World, make_namespace
-from tests.vllm.test_scheduler_side import Side, make_connector
+from tests.vllm.rig import Side, make_connector
+from tests.vllm.scheduled import DAMAGED, ScheduledEngine, Start, Text, World, make_namespace
 
 HYBRID = models()
 MODELS = {"plain": [full(8)], **HYBRID}
 WITH_WINDOWS = ["DeepSeek V4", "Gemma 3", "two windows", "Llama 4", "ring and windows"]
 CHUNK = 32
+Waiting: TypeAlias = Callable[..., tuple["ScheduledEngine", "Promised", Clock]]
 ASKED = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
 
 
@@ -99,10 +102,16 @@ class Promised:
         self.engine.world.backend.write(name, [b""])
 
 
+def side_of(engine: ScheduledEngine) -> SchedulerSide:
+    side = engine.connector._scheduler
+    assert isinstance(side, SchedulerSide)
+    return side
+
+
 def waits(engine: ScheduledEngine, name: str) -> bool:
     """Whether a request waits for its hand-over, and has nothing of the engine meanwhile."""
-    state = engine.connector._scheduler._requests.get(name)
-    if state is None or state.awaited is None or state.awaited.outcome is not None:
+    awaited = rig.awaited_of(side_of(engine), name)
+    if awaited is None or awaited.outcome is not None:
         return False
     assert not any(engine.scheduler.kv_cache_manager.get_block_ids(name))
     return True
@@ -133,13 +142,18 @@ def prefill(engine: ScheduledEngine, tokens: list[int], name: str = "prefill") -
     return handover
 
 
+@pytest.fixture
+def engine(start: Start) -> ScheduledEngine:
+    return start()
+
+
 # ------------------------------------------------------------------------------- the producer
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("length", [1, 7, 31, 32, 33, 64, 203])
 def test_a_whole_prompt_is_promised_and_stored(
-    start: Callable[..., ScheduledEngine], world: World, length: int, asynchronous: bool
+    start: Start, world: World, length: int, asynchronous: bool
 ) -> None:
     engine = start(asynchronous=asynchronous)
     tokens = prompt(length)
@@ -156,10 +170,9 @@ def test_a_whole_prompt_is_promised_and_stored(
 
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True}])
-def test_nothing_is_answered_to_those_who_ask_for_nothing(
-    start: Callable[..., ScheduledEngine], params: object
+def test_a_request_that_asks_for_no_hand_over_gets_no_params(
+    engine: ScheduledEngine, params: object
 ) -> None:
-    engine = start()
     engine.add("r", prompt(203), transfer=params)
     engine.finish()
     assert engine.params["r"] is None
@@ -170,10 +183,7 @@ def test_nothing_is_answered_to_those_who_ask_for_nothing(
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_promise_does_not_wait_for_the_storage(
-    start: Callable[..., ScheduledEngine],
-    world: World,
-    monkeypatch: pytest.MonkeyPatch,
-    asynchronous: bool,
+    start: Start, world: World, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
     engine = start(asynchronous=asynchronous, lookup_wait_s=0)
     tokens, answers = prompt(203), threading.Event()
@@ -193,16 +203,13 @@ def test_a_promise_does_not_wait_for_the_storage(
     assert engine.tail_of(tokens).key in world.contents
 
 
-def test_each_attempt_has_an_id_of_its_own(start: Callable[..., ScheduledEngine]) -> None:
-    engine = start()
+def test_each_attempt_has_an_id_of_its_own(engine: ScheduledEngine) -> None:
     first, second = prefill(engine, prompt(203)), prefill(engine, prompt(203), "again")
     assert first.attempt != second.attempt
     assert first.key == second.key
 
 
-def test_what_others_have_stored_is_promised_as_well(
-    start: Callable[..., ScheduledEngine], world: World
-) -> None:
+def test_what_others_have_stored_is_promised_as_well(start: Start, world: World) -> None:
     tokens = prompt(203)
     start().run(tokens)
     engine = start()
@@ -212,31 +219,29 @@ def test_what_others_have_stored_is_promised_as_well(
     assert [op.chunk.tail for meta in engine.metas for op in meta.stores] == [True]
 
 
-def test_while_a_rank_can_write_nothing_only_what_was_seen_is_promised(
-    start: Callable[..., ScheduledEngine],
-) -> None:
+def test_while_a_rank_can_write_nothing_only_what_was_seen_is_promised(start: Start) -> None:
     tokens = prompt(203)
     start().run(tokens[:96])
     engine = start()
-    engine.connector._scheduler.worker_output(WorkerMetadata(writes_refused={0: True}))
+    side_of(engine).worker_output(WorkerMetadata(writes_refused={0: True}))
     assert prefill(engine, tokens).tokens == 96
     engine.add("other", prompt(203, seed=1), answer=1, transfer=ASKED)
     engine.finish()
     assert engine.params["other"] is None
-    engine.connector._scheduler.worker_output(WorkerMetadata(writes_refused={0: False}))
+    side_of(engine).worker_output(WorkerMetadata(writes_refused={0: False}))
     engine.add("third", prompt(203, seed=2), answer=1, transfer=ASKED)
     engine.finish()
     assert engine.params["third"]["kvshelf_tokens"] == 203
 
 
-def test_what_is_not_stored_is_not_promised(start: Callable[..., ScheduledEngine]) -> None:
+def test_what_is_not_stored_is_not_promised(start: Start) -> None:
     engine = start(read_only=True)
     engine.add("r", prompt(203), answer=1, transfer=ASKED)
     engine.finish()
     assert engine.params["r"] is None
 
 
-def test_a_prompt_that_is_aborted_is_not_promised(start: Callable[..., ScheduledEngine]) -> None:
+def test_a_prompt_that_is_aborted_is_not_promised(start: Start) -> None:
     engine = start(budget=32)
     engine.add("r", prompt(203), answer=1, transfer=ASKED)
     while not any(meta.stores for meta in engine.metas):
@@ -247,12 +252,9 @@ def test_a_prompt_that_is_aborted_is_not_promised(start: Callable[..., Scheduled
 
 
 def test_after_an_error_nothing_is_promised(
-    start: Callable[..., ScheduledEngine],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = start(budget=64)
-    side = engine.connector._scheduler
     engine.add("r", prompt(203), answer=1, transfer=ASKED)
     engine.wait_for_lookup("r")
 
@@ -260,7 +262,8 @@ def test_after_an_error_nothing_is_promised(
         raise RuntimeError("planning failed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(side, "_plan_request", fail)
+        # What vLLM says of the step cannot be read.
+        patch.setattr(KVConnectorBlockState, "get_block_ids", fail)
         engine.step()
     engine.finish()
     assert "planning failed" in caplog.text
@@ -270,7 +273,7 @@ def test_after_an_error_nothing_is_promised(
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("model", HYBRID)
 def test_hybrid_models_hand_over_at_the_last_boundary_before_the_end(
-    start: Callable[..., ScheduledEngine], world: World, model: str, asynchronous: bool
+    start: Start, world: World, model: str, asynchronous: bool
 ) -> None:
     boundaries = [(203, 192), (33, 32)]
     if model in WITH_WINDOWS:
@@ -289,7 +292,7 @@ def test_hybrid_models_hand_over_at_the_last_boundary_before_the_end(
 
 @pytest.mark.parametrize("model", HYBRID)
 def test_a_prompt_without_a_boundary_before_its_end_is_not_promised(
-    start: Callable[..., ScheduledEngine], model: str
+    start: Start, model: str
 ) -> None:
     engine = start(model)
     engine.add("r", prompt(32), answer=1, transfer=ASKED)
@@ -297,9 +300,7 @@ def test_a_prompt_without_a_boundary_before_its_end_is_not_promised(
     assert engine.params["r"] is None
 
 
-def test_requests_that_go_on_promise_their_prompt_only(
-    start: Callable[..., ScheduledEngine],
-) -> None:
+def test_requests_that_go_on_promise_their_prompt_only(start: Start) -> None:
     engine = start(save_decode=True)
     engine.add("r", prompt(203), answer=90, transfer=ASKED)
     engine.finish()
@@ -308,7 +309,7 @@ def test_requests_that_go_on_promise_their_prompt_only(
     assert (handover.tokens, handover.tail) == (203, 203 % CHUNK)
 
 
-def test_a_promise_outlives_a_preemption(start: Callable[..., ScheduledEngine]) -> None:
+def test_a_promise_outlives_a_preemption(start: Start) -> None:
     engine = start(blocks=60, budget=64)
     for number in range(4):
         engine.add(f"r{number}", prompt(90 + number, seed=number), answer=90, transfer=ASKED)
@@ -326,7 +327,7 @@ def test_a_promise_outlives_a_preemption(start: Callable[..., ScheduledEngine]) 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("length", [1, 7, 31, 32, 33, 64, 203])
 def test_all_tokens_are_loaded_and_one_is_computed(
-    start: Callable[..., ScheduledEngine], length: int, asynchronous: bool
+    start: Start, length: int, asynchronous: bool
 ) -> None:
     tokens = prompt(length)
     handover = prefill(start(asynchronous=asynchronous), tokens)
@@ -342,9 +343,7 @@ def test_all_tokens_are_loaded_and_one_is_computed(
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("length", [20, 64, 203])
-def test_a_consumer_that_comes_first_waits(
-    start: Callable[..., ScheduledEngine], length: int, asynchronous: bool
-) -> None:
+def test_a_consumer_that_comes_first_waits(start: Start, length: int, asynchronous: bool) -> None:
     engine = start(asynchronous=asynchronous, lookup_wait_s=0)
     tokens = prompt(length)
     promised = Promised(engine, tokens)
@@ -354,9 +353,8 @@ def test_a_consumer_that_comes_first_waits(
     assert waits(engine, "r")
     # All but the last piece.
     promised.publish(0, -1)
-    awaited = engine.connector._scheduler._requests["r"].awaited
-    step_until(engine, lambda: awaited.wait is not None)
-    step_until(engine, lambda: awaited.full_chunks == (length - 1) // CHUNK)
+    step_until(engine, lambda: awaited_of(engine).wait is not None)
+    step_until(engine, lambda: awaited_of(engine).full_chunks == (length - 1) // CHUNK)
     assert waits(engine, "r")
     promised.publish(-1)
     engine.finish()
@@ -366,13 +364,13 @@ def test_a_consumer_that_comes_first_waits(
 
 
 @pytest.fixture
-def waiting(start: Callable[..., ScheduledEngine]) -> Callable[..., Any]:
+def waiting(start: Start) -> Waiting:
     """Start a consumer with a clock of its own and one request of 203 tokens that waits."""
 
     def make(**options: Any) -> tuple[ScheduledEngine, Promised, Clock]:
         params = options.pop("params", {})
         engine = start(**options)
-        clock = engine.connector._scheduler._awaiting.clock = Clock(1000.0)
+        clock = rig.set_clock(side_of(engine))
         promised = Promised(engine, prompt(203))
         engine.add("r", promised.tokens, answer=1, transfer=promised.params(**params))
         step_until(engine, lambda: awaited_of(engine).wait is not None)
@@ -383,20 +381,18 @@ def waiting(start: Callable[..., ScheduledEngine]) -> Callable[..., Any]:
 
 
 def awaited_of(engine: ScheduledEngine, name: str = "r") -> Awaited:
-    awaited = engine.connector._scheduler._requests[name].awaited
-    assert isinstance(awaited, Awaited)
+    awaited = rig.awaited_of(side_of(engine), name)
+    assert awaited is not None
     return awaited
 
 
 def assert_nothing_is_left(engine: ScheduledEngine) -> None:
-    side = engine.connector._scheduler
-    assert not side._awaiting._waiting
-    assert side._waits is None or side._waits.waiting == 0
+    assert not rig.waits_for_objects(side_of(engine))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_past_its_deadline_a_request_is_computed_at_once(
-    waiting: Callable[..., Any], asynchronous: bool
+    waiting: Waiting, asynchronous: bool
 ) -> None:
     engine, promised, clock = waiting(handover_wait_s=30, budget=400, asynchronous=asynchronous)
     promised.publish(0, 3)
@@ -414,18 +410,7 @@ def test_past_its_deadline_a_request_is_computed_at_once(
     assert_nothing_is_left(engine)
 
 
-def test_without_anything_at_its_deadline_a_request_is_computed(
-    waiting: Callable[..., Any],
-) -> None:
-    engine, _, clock = waiting(handover_wait_s=5, budget=400)
-    clock.now += 5
-    engine.step()
-    assert engine.computed["r"] == 203
-    engine.finish()
-    assert counts(engine) == {"late": 1}
-
-
-def test_what_came_in_time_counts_although_vllm_asks_late(waiting: Callable[..., Any]) -> None:
+def test_what_came_in_time_counts_although_vllm_asks_late(waiting: Waiting) -> None:
     engine, promised, clock = waiting(handover_wait_s=30)
     promised.publish(0)
     until(lambda: awaited_of(engine).wait.complete)  # type: ignore[union-attr]
@@ -437,7 +422,7 @@ def test_what_came_in_time_counts_although_vllm_asks_late(waiting: Callable[...,
 
 @pytest.mark.parametrize(("wanted", "expected"), [(3, 3), (1000, 30), (None, 30)])
 def test_params_may_shorten_the_wait_only(
-    waiting: Callable[..., Any], wanted: float | None, expected: float
+    waiting: Waiting, wanted: float | None, expected: float
 ) -> None:
     engine, _, clock = waiting(params={"kvshelf_wait_s": wanted}, budget=400)
     clock.now += expected - 0.01
@@ -448,7 +433,7 @@ def test_params_may_shorten_the_wait_only(
     assert engine.computed["r"] == 203
 
 
-def test_a_wait_of_no_time_is_a_plain_cache(start: Callable[..., ScheduledEngine]) -> None:
+def test_a_wait_of_no_time_is_a_plain_cache(start: Start) -> None:
     engine = start(handover_wait_s=0)
     promised = Promised(engine, prompt(203))
     promised.publish(0, 4)
@@ -459,7 +444,7 @@ def test_a_wait_of_no_time_is_a_plain_cache(start: Callable[..., ScheduledEngine
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_marker_ends_the_wait(waiting: Callable[..., Any], asynchronous: bool) -> None:
+def test_a_marker_ends_the_wait(waiting: Waiting, asynchronous: bool) -> None:
     engine, promised, _ = waiting(asynchronous=asynchronous)
     promised.publish(0, 2)
     step_until(engine, lambda: awaited_of(engine).full_chunks == 2)
@@ -470,7 +455,7 @@ def test_a_marker_ends_the_wait(waiting: Callable[..., Any], asynchronous: bool)
     assert_nothing_is_left(engine)
 
 
-def test_only_so_many_requests_wait(start: Callable[..., ScheduledEngine]) -> None:
+def test_only_so_many_requests_wait(start: Start) -> None:
     engine = start(max_waiting=2)
     for number in range(4):
         promised = Promised(engine, prompt(100, seed=number), number)
@@ -506,11 +491,8 @@ FORGED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("how", FORGED)
-def test_forged_params_make_nobody_wait(
-    start: Callable[..., ScheduledEngine],
-    caplog: pytest.LogCaptureFixture,
-    how: str,
-    asynchronous: bool,
+def test_forged_params_make_no_request_wait(
+    start: Start, caplog: pytest.LogCaptureFixture, how: str, asynchronous: bool
 ) -> None:
     engine = start(asynchronous=asynchronous)
     promised = Promised(engine, prompt(203))
@@ -523,8 +505,7 @@ def test_forged_params_make_nobody_wait(
     assert line.isprintable() and line.isascii()
 
 
-def test_a_part_of_a_prompt_may_be_handed_over(start: Callable[..., ScheduledEngine]) -> None:
-    engine = start()
+def test_a_part_of_a_prompt_may_be_handed_over(engine: ScheduledEngine) -> None:
     part = Promised(engine, prompt(203)[:100])
     part.publish(0)
     engine.add("r", prompt(203), answer=1, transfer=part.params())
@@ -534,19 +515,14 @@ def test_a_part_of_a_prompt_may_be_handed_over(start: Callable[..., ScheduledEng
     assert counts(engine) == {"complete": 1}
 
 
-def test_a_request_whose_kv_cannot_be_loaded_does_not_wait(
-    start: Callable[..., ScheduledEngine],
-) -> None:
-    engine = start()
+def test_a_request_whose_kv_cannot_be_loaded_does_not_wait(engine: ScheduledEngine) -> None:
     promised = Promised(engine, prompt(203))
     engine.add("r", promised.tokens, transfer=promised.params(), skips=True)
     engine.finish()
     assert counts(engine) == {"invalid": 1}
 
 
-def test_requests_with_other_salts_do_not_wait_for_each_other(
-    start: Callable[..., ScheduledEngine],
-) -> None:
+def test_requests_with_other_salts_do_not_wait_for_each_other(start: Start) -> None:
     engine = start(read_only=True)
     promised = Promised(engine, prompt(203))
     promised.publish(0)
@@ -556,15 +532,14 @@ def test_requests_with_other_salts_do_not_wait_for_each_other(
     assert counts(engine) == {"invalid": 1}
 
 
-def test_a_bare_remote_prefill_is_a_plain_cache(start: Callable[..., ScheduledEngine]) -> None:
-    engine = start()
+def test_a_bare_remote_prefill_is_a_plain_cache(engine: ScheduledEngine) -> None:
     engine.add("r", prompt(203), transfer={"do_remote_prefill": True, "remote_host": "x"})
     engine.finish()
     assert counts(engine) == {}
 
 
-def test_another_namespace_is_told_before_waiting(
-    start: Callable[..., ScheduledEngine], caplog: pytest.LogCaptureFixture
+def test_another_namespace_is_noticed_before_a_wait(
+    start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     producer = start(chunk_size=64)
     producer.world.backend.write(
@@ -582,9 +557,8 @@ def test_another_namespace_is_told_before_waiting(
 
 
 def test_a_namespace_that_the_shelf_does_not_have_is_another_shelf(
-    start: Callable[..., ScheduledEngine], caplog: pytest.LogCaptureFixture
+    engine: ScheduledEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = start()
     for number in range(40):
         promised = Promised(engine, prompt(40, seed=number))
         strange = promised.params(kvshelf_namespace=f"{number:064x}")
@@ -600,15 +574,12 @@ def test_a_namespace_that_the_shelf_does_not_have_is_another_shelf(
     assert "shared_storage_path" in lines()[0]
 
 
-def test_while_the_namespace_is_not_known_a_request_waits_within_its_deadline(
-    start: Callable[..., ScheduledEngine],
-) -> None:
+def test_while_the_namespace_is_not_known_a_request_waits_within_its_deadline(start: Start) -> None:
     engine = start(identity_wait_s=0, handover_wait_s=30)
-    side = engine.connector._scheduler
-    clock = side._awaiting.clock = Clock(1000.0)
+    clock = rig.set_clock(side_of(engine))
     promised = Promised(engine, prompt(203))
     promised.publish(0)
-    lookups, side._lookups = side._lookups, None
+    lookups = rig.take_lookups(side_of(engine))
     engine.add("r", promised.tokens, answer=1, transfer=promised.params())
     other = Promised(engine, prompt(203, seed=1))
     engine.add("late", other.tokens, answer=1, transfer=other.params(kvshelf_wait_s=1))
@@ -619,15 +590,13 @@ def test_while_the_namespace_is_not_known_a_request_waits_within_its_deadline(
     engine.step()
     assert engine.computed["late"] > 0
     assert waits(engine, "r")
-    side._lookups = lookups
+    rig.give_lookups(side_of(engine), lookups)
     engine.finish()
     assert counts(engine) == {"late": 1, "complete": 1}
 
 
 @pytest.mark.parametrize("model", HYBRID)
-def test_hybrid_models_compute_less_than_a_chunk(
-    start: Callable[..., ScheduledEngine], world: World, model: str
-) -> None:
+def test_hybrid_models_compute_less_than_a_chunk(start: Start, world: World, model: str) -> None:
     tokens = prompt(203)
     producer = start(model)
     handover = prefill(producer, tokens)
@@ -659,7 +628,7 @@ def test_hybrid_models_compute_less_than_a_chunk(
 
 @pytest.mark.parametrize("model", HYBRID)
 def test_hybrid_models_use_what_is_there_when_the_producer_gives_up(
-    start: Callable[..., ScheduledEngine], world: World, model: str
+    start: Start, world: World, model: str
 ) -> None:
     tokens = prompt(331)
     producer = start(model, budget=32, state_interval=3)
@@ -680,28 +649,21 @@ def test_hybrid_models_use_what_is_there_when_the_producer_gives_up(
 @pytest.mark.parametrize("model", WITH_WINDOWS)
 @pytest.mark.parametrize(("item", "expected"), [((180, 200), 160), ((100, 200), 96), ((0, 203), 0)])
 def test_hybrid_models_use_no_end_within_an_image(
-    start: Callable[..., ScheduledEngine],
-    monkeypatch: pytest.MonkeyPatch,
-    model: str,
-    item: tuple[int, int],
-    expected: int,
+    start: Start, monkeypatch: pytest.MonkeyPatch, model: str, item: tuple[int, int], expected: int
 ) -> None:
     tokens = prompt(203)
     handover = prefill(start(model), tokens)
     assert handover.tokens == 192
-    engine = start(model)
-    # An image whose tokens attend to each other.
-    engine.connector._scheduler._whole_items = True
-    monkeypatch.setattr(scheduler, "_items", lambda request: [item])
+    # An image whose tokens attend to each other, though these keys do not have it.
+    engine = start(model, whole_items=True)
+    monkeypatch.setattr(hits, "items_of", lambda request: [item])
     engine.add("r", tokens, answer=1, transfer=handover.params())
     engine.finish()
     assert loaded(engine, "r") == expected
     assert counts(engine) == {"complete": 1}
 
 
-def test_a_load_that_fails_ends_no_wait_that_goes_on(
-    start: Callable[..., ScheduledEngine], world: World
-) -> None:
+def test_a_load_that_fails_ends_no_wait_that_goes_on(start: Start, world: World) -> None:
     tokens = prompt(203)
     producer = start("Gemma 3")
     handover = prefill(producer, tokens)
@@ -713,7 +675,7 @@ def test_a_load_that_fails_ends_no_wait_that_goes_on(
     step_until(engine, lambda: awaited_of(engine).wait is not None)
     # Of an earlier request with this id.
     failure = LoadFailure("r", 6, b"", False)
-    engine.connector._scheduler.worker_output(WorkerMetadata(failures=[[failure]]))
+    side_of(engine).worker_output(WorkerMetadata(failures=[[failure]]))
     engine.step()
     assert waits(engine, "r")
     world.put(producer.fmt, last, FULL, content)
@@ -722,31 +684,7 @@ def test_a_load_that_fails_ends_no_wait_that_goes_on(
     assert counts(engine) == {"complete": 1}
 
 
-def test_what_was_seen_is_not_searched_for_piece_by_piece() -> None:
-    class Pieces(list[Any]):
-        touched = 0
-
-        def __iter__(self) -> Iterator[Any]:
-            self.touched += 1
-            return super().__iter__()
-
-        def __getitem__(self, index: Any) -> Any:
-            self.touched += 1
-            return super().__getitem__(index)
-
-    chain = KeyChain(b"n" * 32, CHUNK)
-    pieces = Pieces((kind, chunk) for chunk in chain.extend(prompt(320)) for kind in (FULL, WINDOW))
-    awaited = Awaited(Handover(b"n" * 32, 320, b"k" * 32, 0, "0" * 32), 0.0, 1.0)
-    awaited.begin(SimpleNamespace(seen=5), 0, pieces)  # type: ignore[arg-type]
-    before = pieces.touched
-    seen = [(kind, n) for n in range(10) for kind in (FULL, WINDOW) if awaited.has_seen(kind, n)]
-    assert seen == [(FULL, 0), (WINDOW, 0), (FULL, 1), (WINDOW, 1), (FULL, 2)]
-    assert pieces.touched == before
-
-
-def test_a_tail_that_cannot_be_loaded_is_computed(
-    start: Callable[..., ScheduledEngine], world: World
-) -> None:
+def test_a_tail_that_cannot_be_loaded_is_computed(start: Start, world: World) -> None:
     producer = start()
     tokens = prompt(203)
     handover = prefill(producer, tokens)
@@ -763,9 +701,7 @@ def test_a_tail_that_cannot_be_loaded_is_computed(
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_requests_are_aborted_while_they_wait(
-    waiting: Callable[..., Any], asynchronous: bool
-) -> None:
+def test_requests_are_aborted_while_they_wait(waiting: Waiting, asynchronous: bool) -> None:
     engine, promised, _ = waiting(asynchronous=asynchronous)
     promised.publish(0, 2)
     engine.abort("r")
@@ -774,7 +710,7 @@ def test_requests_are_aborted_while_they_wait(
     assert counts(engine) == {}
 
 
-def test_a_reset_does_not_end_the_wait(waiting: Callable[..., Any]) -> None:
+def test_a_reset_does_not_end_the_wait(waiting: Waiting) -> None:
     engine, promised, _ = waiting()
     promised.publish(0, 2)
     engine.reset()
@@ -787,7 +723,7 @@ def test_a_reset_does_not_end_the_wait(waiting: Callable[..., Any]) -> None:
     assert counts(engine) == {"complete": 1}
 
 
-def test_other_weights_end_the_wait(waiting: Callable[..., Any]) -> None:
+def test_other_weights_end_the_wait(waiting: Waiting) -> None:
     engine, promised, _ = waiting()
     engine.change_weights()
     engine.reset()
@@ -799,7 +735,7 @@ def test_other_weights_end_the_wait(waiting: Callable[..., Any]) -> None:
     assert_nothing_is_left(engine)
 
 
-def test_what_is_at_hand_is_not_waited_for(start: Callable[..., ScheduledEngine]) -> None:
+def test_what_vllm_has_itself_is_not_waited_for(start: Start) -> None:
     engine = start(save_decode=False)
     tokens = prompt(203)
     engine.run(tokens)
@@ -814,7 +750,7 @@ def test_what_is_at_hand_is_not_waited_for(start: Callable[..., ScheduledEngine]
     assert_nothing_is_left(engine)
 
 
-def test_a_hit_in_memory_may_shrink_while_a_request_waits(waiting: Callable[..., Any]) -> None:
+def test_a_hit_in_memory_may_shrink_while_a_request_waits(waiting: Waiting) -> None:
     engine, promised, _ = waiting()
     engine.add("part", promised.tokens[:150])
     step_until(engine, lambda: awaited_of(engine).full_chunks == 4 and "part" in engine.params)
@@ -827,7 +763,7 @@ def test_a_hit_in_memory_may_shrink_while_a_request_waits(waiting: Callable[...,
     assert counts(engine) == {"complete": 1}
 
 
-def test_only_what_vllm_does_not_have_is_loaded(waiting: Callable[..., Any]) -> None:
+def test_only_what_vllm_does_not_have_is_loaded(waiting: Waiting) -> None:
     engine, promised, _ = waiting()
     engine.add("part", promised.tokens[:150])
     step_until(engine, lambda: "part" in engine.params)
@@ -837,9 +773,7 @@ def test_only_what_vllm_does_not_have_is_loaded(waiting: Callable[..., Any]) -> 
     assert engine.computed["r"] == 1
 
 
-def test_after_a_preemption_the_handover_is_used_again(
-    start: Callable[..., ScheduledEngine],
-) -> None:
+def test_after_a_preemption_the_handover_is_used_again(start: Start) -> None:
     engine = start(blocks=60, budget=64)
     for number in range(4):
         promised = Promised(engine, prompt(90 + number, seed=number), number)
@@ -855,20 +789,17 @@ def test_after_a_preemption_the_handover_is_used_again(
 
 
 @pytest.mark.parametrize("complete", [False, True])
-def test_a_breaker_that_is_open_does_not_end_the_wait(
-    waiting: Callable[..., Any], complete: bool
-) -> None:
+def test_a_breaker_that_is_open_does_not_end_the_wait(waiting: Waiting, complete: bool) -> None:
     engine, promised, clock = waiting()
-    side = engine.connector._scheduler
-    side._open_breakers.add(0)
+    side = side_of(engine)
+    side.worker_output(WorkerMetadata(breaker_open={0: True}))
     promised.publish(0)
     step_until(engine, lambda: awaited_of(engine).wait.complete)
     engine.step()
     assert waits(engine, "r")
     if complete:
-        side._open_breakers.clear()
+        side.worker_output(WorkerMetadata(breaker_open={0: False}))
     else:
-        side._stepped_at = math.inf
         clock.now += 30
     engine.finish()
     assert loaded(engine, "r") == (203 if complete else 0)
@@ -876,7 +807,7 @@ def test_a_breaker_that_is_open_does_not_end_the_wait(
 
 @pytest.mark.parametrize("first", ["ours", "theirs"])
 @pytest.mark.parametrize("late", [False, True])
-def test_beside_another_connector(waiting: Callable[..., Any], first: str, late: bool) -> None:
+def test_beside_another_connector(waiting: Waiting, first: str, late: bool) -> None:
     """Whoever is asked first has its hit used; ours delays the other's at most to its deadline."""
     engine, promised, clock = waiting(handover_wait_s=30, budget=400)
     other = Other(engine, "r", tokens=160)
@@ -969,8 +900,10 @@ def test_of_two_shelves_in_one_engine_the_first_hands_over(tmp_path: Path, numbe
     # By its name the constructor that is running is found.
     Parent.__name__ = "MultiConnector"
     child = Parent().child
-    assert child._scheduler is not None
-    assert child._scheduler._hands_over == (number == 0)
+    request = Request("r", prompt(40), kv_transfer_params={"kvshelf_tokens": "malformed"})
+    child.on_new_request(request)
+    counted = child.get_kv_connector_stats()
+    assert (counted is not None and "handovers_invalid" in str(counted.data)) == (number == 0)
     child.shutdown()
     made.shutdown()
 
@@ -992,7 +925,7 @@ def rests(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_a_step_sleeps_while_only_waiting_requests_are_left(
-    rests: list[float], waiting: Callable[..., Any]
+    rests: list[float], waiting: Waiting
 ) -> None:
     engine, promised, clock = waiting()
     rests.clear()
@@ -1010,7 +943,7 @@ def test_a_step_sleeps_while_only_waiting_requests_are_left(
 
 
 def test_no_step_sleeps_while_anything_else_is_to_be_done(
-    rests: list[float], waiting: Callable[..., Any]
+    rests: list[float], waiting: Waiting
 ) -> None:
     engine, _, _ = waiting()
     engine.add("other", prompt(60, seed=1), answer=20)
@@ -1023,22 +956,17 @@ def test_no_step_sleeps_while_anything_else_is_to_be_done(
     assert rests == [0.01]
 
 
-def test_no_step_sleeps_while_weights_are_compared(
-    rests: list[float], waiting: Callable[..., Any]
-) -> None:
+def test_no_step_sleeps_while_weights_are_compared(rests: list[float], waiting: Waiting) -> None:
     engine, _, _ = waiting()
-    engine.connector._scheduler._handshake.begin_round()
+    side_of(engine).reset()
     del rests[:]
     engine.step()
     assert rests == []
     assert waits(engine, "r")
 
 
-def test_no_step_sleeps_where_others_wait_for_it(
-    rests: list[float], waiting: Callable[..., Any]
-) -> None:
-    engine, _, _ = waiting()
-    engine.connector._scheduler._holds_up_others = True
+def test_no_step_sleeps_where_others_wait_for_it(rests: list[float], waiting: Waiting) -> None:
+    engine, _, _ = waiting(data_parallel=2)
     del rests[:]
     for _ in range(3):
         engine.step()
@@ -1046,7 +974,7 @@ def test_no_step_sleeps_where_others_wait_for_it(
     assert waits(engine, "r")
 
 
-def test_pieces_are_read_ahead_as_they_appear(waiting: Callable[..., Any]) -> None:
+def test_pieces_are_read_ahead_as_they_appear(waiting: Waiting) -> None:
     engine, promised, _ = waiting(memory_tier={"max_bytes": 1 << 20})
 
     def named() -> list[int]:
@@ -1062,9 +990,7 @@ def test_pieces_are_read_ahead_as_they_appear(waiting: Callable[..., Any]) -> No
     assert loaded(engine, "r") == 203
 
 
-def test_requests_behind_those_that_wait_are_read_ahead(
-    start: Callable[..., ScheduledEngine],
-) -> None:
+def test_requests_behind_those_that_wait_are_read_ahead(start: Start) -> None:
     start().run(prompt(100, seed=99))
     engine = start(memory_tier={"max_bytes": 1 << 20}, seqs=1)
     engine.add("running", prompt(60, seed=98), answer=200)
@@ -1124,20 +1050,21 @@ def test_no_request_waits_past_its_deadline_and_every_request_ends(
         }
         producer = ScheduledEngine(world, MODELS[model], chunk_size=CHUNK, state_interval=1)
         engine = ScheduledEngine(world, MODELS[model], budget=64, **options)
-        side = engine.connector._scheduler
-        clock = side._awaiting.clock = Clock(1000.0)
+        side = side_of(engine)
+        clock = rig.set_clock(side)
         ask = side.matched_tokens
 
         def matched_tokens(request: Any, computed: int) -> tuple[int | None, bool]:
             found, asynchronous = ask(request, computed)
-            state = side._requests[request.request_id]
-            if found is None and state.awaited is not None:
-                assert clock.now < state.awaited.deadline
+            awaited = rig.awaited_of(side, request.request_id)
+            if found is None and awaited is not None:
+                assert clock.now < awaited.deadline
             return found, asynchronous
 
         patch.setattr(side, "matched_tokens", matched_tokens)
         prompts: list[list[int]] = []
         aborted: set[int] = set()
+        is_open = False
         known = st.deferred(lambda: st.integers(0, len(prompts) - 1))
         try:
             for _ in range(draw(st.integers(5, 40), "events")):
@@ -1174,14 +1101,15 @@ def test_no_request_waits_past_its_deadline_and_every_request_ends(
                 elif event == "forget" and not engine.scheduler.kv_holding_waiting:
                     engine.scheduler.reset_prefix_cache()
                 elif event == "breaker":
-                    side._open_breakers ^= {0}
+                    is_open = not is_open
+                    side.worker_output(WorkerMetadata(breaker_open={0: is_open}))
                 for _ in range(draw(st.integers(0, 3), "steps")):
                     engine.step()
-            side._open_breakers.clear()
+            side.worker_output(WorkerMetadata(breaker_open={0: False}))
             clock.now += 1000
             engine.finish()
             assert_nothing_is_left(engine)
-            assert not side._requests
+            assert not rig.remembers(side)
             ended = counts(engine)
             assert ended.pop("promised", 0) == 0
             assert sum(ended.values()) <= len(prompts)
@@ -1268,10 +1196,7 @@ def test_with_images_a_hit_does_not_end_within_one(tmp_path: Path) -> None:
         tail = chain.tail()
         assert tail is not None
         side.put(tokens, items=items)
-        shards = side.fmt.shards
-        for shard in range(shards):
-            name = f"{side.fmt.namespace.folder}/{object_name(tail, shard, shards)}"
-            side.backend.write(name, [bytes(side.fmt.object_size(shard, tail.tokens))])
+        side.put_chunk(tail)
         digest = side.fmt.namespace.digest
         handover = Handover(digest, 27, tail.key, tail.tokens, "0" * 32)
         request.kv_transfer_params = handover.params()
@@ -1280,12 +1205,10 @@ def test_with_images_a_hit_does_not_end_within_one(tmp_path: Path) -> None:
     side.close()
 
 
-def test_an_adapter_without_a_digest_makes_nobody_wait(
-    start: Callable[..., ScheduledEngine], monkeypatch: pytest.MonkeyPatch
+def test_an_adapter_without_a_digest_makes_no_request_wait(
+    engine: ScheduledEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = start()
-    adapters = engine.connector._scheduler._adapters
-    monkeypatch.setattr(adapters, "trusts", lambda _: False)
+    monkeypatch.setattr(AdapterDigests, "trusts", lambda *_: False)
     promised = Promised(engine, prompt(203))
     engine.add("r", promised.tokens, answer=1, transfer=promised.params())
     engine.finish()

@@ -1,12 +1,13 @@
 """Hybrid models with drafters on real engines: drafts are accepted behind a hit as without kvshelf.
 
-Drafters guess most of what their models say: see ``leader`` in ``examples/make_hybrid_model.py``.
+Drafters guess most of what their models say: see ``leader`` in
+``examples/models/make_hybrid_model.py``.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,12 @@ from tests.support.engines import (
     Engine,
     assert_same,
 )
-from tests.support.fleet import Engines
+from tests.support.fleet import Engines, MakePrompt
 from tests.support.waiting import until
 from tests.vllm.eagle_model import make_eagle3
 from tests.vllm.hybrid_files import HybridFiles, read_state
 
 pytestmark = pytest.mark.slow
-MakePrompt = Callable[[int], list[int]]
 
 #: Drafts of each step.
 DRAFTS = 3

@@ -2,19 +2,18 @@
 
 What a hit gives is compared to the bit with vLLM's own hit of the same length in memory, and with
 the answers of an engine whose connector does nothing. Models are those of
-``examples/make_hybrid_model.py``; what is not marked slow is shared by few engines.
+``examples/models/make_hybrid_model.py``; what is not marked slow is shared by few engines.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from make_hybrid_model import make_hybrid_model
 
 from tests.support.engines import (
@@ -26,12 +25,11 @@ from tests.support.engines import (
     assert_same,
     assert_same_up_to_ties,
 )
-from tests.support.fleet import Engines
+from tests.support.fleet import Ask, Engines, MakePrompt, of_ranks
+from tests.support.variants import variants
 from tests.support.waiting import until
-from tests.vllm.hybrid_files import HybridFiles, forge, read_state
+from tests.vllm.hybrid_files import HybridFiles, forge
 from tests.vllm.shelf_files import DAMAGE, ShelfFiles
-
-MakePrompt = Callable[[int], list[int]]
 
 
 @dataclass(frozen=True)
@@ -71,18 +69,15 @@ FAMILIES = {
 }
 
 
-def with_marks(names: Iterable[str]) -> list[Any]:
-    """Mark what takes long: of the models with states, one is always run."""
-    return [
-        pytest.param(name, marks=[pytest.mark.slow] * (name in ("qwen3-next-wide", "lfm2")))
-        for name in names
-    ]
+#: Of the models with states, one is always run.
+QUICK = {"gemma3", "qwen3-next"}
+SPOILT = ["missing", "flipped byte of the payload", "truncated"]
 
 
 def of_families(condition: Callable[[Family], bool]) -> Any:
     """Run a test with the models of some families only."""
     names = [name for name in FAMILIES if condition(FAMILIES[name])]
-    return pytest.mark.parametrize("hybrid", with_marks(names), indirect=True, scope="module")
+    return pytest.mark.parametrize("hybrid", variants(names, QUICK), indirect=True, scope="module")
 
 
 with_states = of_families(lambda family: "state" in family.kinds)
@@ -124,7 +119,7 @@ def hybrids(engines: Engines) -> Callable[..., Hybrid]:
     return make
 
 
-@pytest.fixture(scope="module", params=with_marks(FAMILIES))
+@pytest.fixture(scope="module", params=variants(FAMILIES, QUICK))
 def hybrid(hybrids: Callable[..., Hybrid], request: pytest.FixtureRequest) -> Hybrid:
     return hybrids(request.param)
 
@@ -161,16 +156,24 @@ def without_cache(inert: Engine, tokens: list[int], **options: Any) -> Answer:
     return inert.generate(tokens, **options)
 
 
-def check(hybrid: Hybrid, answer: Answer, inert: Engine, tokens: list[int]) -> None:
-    """Assert that an answer is right, up to the rounding of steps of other sizes."""
-    if hybrid.family.steady:
-        assert_same(answer, without_cache(inert, tokens), NEAR_TIE)
+@pytest.fixture
+def ask(hybrid: Hybrid, inert: Engine) -> Ask:
+    """Let an engine answer rightly, up to the rounding of steps of other sizes."""
+
+    def ask(engine: Engine, tokens: list[int], hit: int | None = None) -> Answer:
+        answer = engine.generate(tokens)
+        assert hit is None or answer.shelf_tokens == hit
+        if hybrid.family.steady:
+            assert_same(answer, without_cache(inert, tokens), NEAR_TIE)
+        return answer
+
+    return ask
 
 
 # ---------------------------------------------------------------------------------- all families
 
 
-def test_another_engine_and_a_restarted_one_load(
+def test_another_engine_loads(
     hybrid: Hybrid, first: Engine, inert: Engine, prompt: MakePrompt
 ) -> None:
     """Must be the first test with these engines."""
@@ -192,23 +195,22 @@ def test_another_engine_and_a_restarted_one_load(
 
     first.reset_prefix_cache()
     assert bits(first.generate(tokens)) == bits(own)
-    for life in ("second", "restarted"):
-        # The first request of a fresh engine hits.
-        with hybrid.start(life) as engine:
-            loaded = engine.generate(tokens)
-            assert (loaded.cached_tokens, loaded.shelf_tokens) == (hit, hit)
-            assert bits(loaded) == bits(own)
-            # What was loaded is in memory now, and is continued.
-            again = engine.generate(tokens)
-            assert (again.cached_tokens, again.shelf_tokens) == (hit, 0)
-            assert bits(again) == bits(own)
+    # The first request of a fresh engine hits.
+    with hybrid.start("second") as engine:
+        loaded = engine.generate(tokens)
+        assert (loaded.cached_tokens, loaded.shelf_tokens) == (hit, hit)
+        assert bits(loaded) == bits(own)
+        # What was loaded is in memory now, and is continued.
+        again = engine.generate(tokens)
+        assert (again.cached_tokens, again.shelf_tokens) == (hit, 0)
+        assert bits(again) == bits(own)
     assert hybrid.shelf.check_all()
     assert len(hybrid.shelf.namespaces()) == 1
 
 
 @of_families(lambda family: family.chunk <= 256)
 def test_a_prompt_that_ends_with_a_chunk_computes_some_of_it(
-    hybrid: Hybrid, first: Engine, inert: Engine, prompt: MakePrompt
+    hybrid: Hybrid, first: Engine, ask: Ask, prompt: MakePrompt
 ) -> None:
     """A hit of all tokens would continue from a state that has seen the last token already.
 
@@ -220,13 +222,11 @@ def test_a_prompt_that_ends_with_a_chunk_computes_some_of_it(
     first.generate(tokens)
     hybrid.shelf.wait_hit(tokens, 3 * chunk)
     first.reset_prefix_cache()
-    answer = first.generate(tokens)
-    assert answer.shelf_tokens == 3 * chunk
-    check(hybrid, answer, inert, tokens)
+    ask(first, tokens, 3 * chunk)
 
 
 def test_a_hit_goes_on_from_what_is_in_memory(
-    hybrid: Hybrid, first: Engine, inert: Engine, prompt: MakePrompt
+    hybrid: Hybrid, first: Engine, ask: Ask, prompt: MakePrompt
 ) -> None:
     chunk = hybrid.family.chunk
     tokens = prompt(4 * chunk + 20)
@@ -234,26 +234,23 @@ def test_a_hit_goes_on_from_what_is_in_memory(
     hybrid.shelf.wait_hit(tokens, 4 * chunk)
     first.reset_prefix_cache()
     first.generate(tokens[: 2 * chunk + 10])
-    answer = first.generate(tokens)
-    assert (answer.cached_tokens, answer.shelf_tokens) == (4 * chunk, 2 * chunk)
+    answer = ask(first, tokens, 2 * chunk)
+    assert answer.cached_tokens == 4 * chunk
     own = first.generate(tokens)
     assert (own.cached_tokens, own.shelf_tokens) == (4 * chunk, 0)
     assert bits(answer) == bits(own)
-    check(hybrid, answer, inert, tokens)
 
 
 @pytest.mark.slow
 def test_small_steps_store_what_large_ones_load(
-    hybrid: Hybrid, first: Engine, inert: Engine, prompt: MakePrompt
+    hybrid: Hybrid, first: Engine, ask: Ask, prompt: MakePrompt
 ) -> None:
     """Steps of 300 tokens end where no block does, unless vLLM shortens them."""
     chunk = hybrid.family.chunk
     hit = 3 * chunk
     tokens = prompt(hit + 30)
     with hybrid.start("small steps", max_num_batched_tokens=300) as engine:
-        cold = engine.generate(tokens)
-        assert cold.shelf_tokens == 0
-        check(hybrid, cold, inert, tokens)
+        ask(engine, tokens, 0)
         hybrid.shelf.wait_hit(tokens, hit)
         own = engine.generate(tokens)
         assert (own.cached_tokens, own.shelf_tokens) == (hit, 0)
@@ -268,7 +265,7 @@ def test_small_steps_store_what_large_ones_load(
 
 
 def test_a_conversation_goes_on(
-    hybrid: Hybrid, first: Engine, inert: Engine, prompt: MakePrompt
+    hybrid: Hybrid, first: Engine, ask: Ask, prompt: MakePrompt
 ) -> None:
     chunk = hybrid.family.chunk
     tokens = prompt(2 * chunk + 50)
@@ -276,38 +273,15 @@ def test_a_conversation_goes_on(
     hybrid.shelf.wait_hit(tokens, 2 * chunk)
     following = tokens + answer.tokens + prompt(chunk)
     first.reset_prefix_cache()
-    answer = first.generate(following)
-    assert answer.shelf_tokens == 2 * chunk
-    check(hybrid, answer, inert, following)
+    ask(first, following, 2 * chunk)
     hybrid.shelf.wait_hit(following, 3 * chunk)
     first.reset_prefix_cache()
-    answer = first.generate(following)
-    assert answer.shelf_tokens == 3 * chunk
-    check(hybrid, answer, inert, following)
-
-
-@pytest.mark.slow
-def test_concurrent_requests(
-    hybrid: Hybrid, first: Engine, inert: Engine, prompt: MakePrompt
-) -> None:
-    chunk = hybrid.family.chunk
-    shared = prompt(2 * chunk + 10)
-    first.generate(shared, max_tokens=1)
-    hybrid.shelf.wait_hit(shared, 2 * chunk)
-    prompts = [shared + prompt(20 + 50 * number) for number in range(6)]
-    first.reset_prefix_cache()
-    before = first.metrics()["vllm:external_prefix_cache_hits_total"]
-    answers = first.generate_all(prompts)
-    if hybrid.family.steady:
-        expected = [without_cache(inert, tokens) for tokens in prompts]
-        inert.reset_prefix_cache()
-        assert_same_up_to_ties(answers, expected, inert.generate_all(prompts))
-    assert first.metrics()["vllm:external_prefix_cache_hits_total"] >= before + 2 * chunk
+    ask(first, following, 3 * chunk)
 
 
 @pytest.mark.slow
 def test_aborted_requests_leave_nothing_wrong(
-    hybrid: Hybrid, first: Engine, inert: Engine, prompt: MakePrompt
+    hybrid: Hybrid, first: Engine, ask: Ask, prompt: MakePrompt
 ) -> None:
     chunk = hybrid.family.chunk
     prompts = [prompt(3 * chunk + 10 * number) for number in range(6)]
@@ -319,7 +293,7 @@ def test_aborted_requests_leave_nothing_wrong(
         request.result()
     first.reset_prefix_cache()
     for tokens in prompts:
-        check(hybrid, first.generate(tokens), inert, tokens)
+        ask(first, tokens)
     hybrid.shelf.wait_quiet()
     hybrid.shelf.check_all()
 
@@ -354,61 +328,40 @@ def two_boundaries(
 
 
 @with_states
-@pytest.mark.parametrize("damage", ["missing", "flipped byte of the payload", "truncated"])
+@pytest.mark.parametrize("damage", variants(SPOILT, {"flipped byte of the payload"}))
 def test_without_its_state_a_hit_is_shorter(
-    hybrid: Hybrid, first: Engine, inert: Engine, prompt: MakePrompt, damage: str
+    hybrid: Hybrid, first: Engine, ask: Ask, prompt: MakePrompt, damage: str
 ) -> None:
     tokens, shorter, longer = two_boundaries(hybrid, first, prompt)
-    whole = first.generate(tokens)
-    assert whole.shelf_tokens == longer
-    check(hybrid, whole, inert, tokens)
+    ask(first, tokens, longer)
     path = hybrid.shelf.of_kind(tokens, "state")[longer // hybrid.family.chunk - 1][0]
     if damage == "missing":
         path.unlink()
     else:
         DAMAGE[damage](path)
     forget(first)
-    answer = first.generate(tokens)
-    assert answer.cached_tokens == shorter
-    check(hybrid, answer, inert, tokens)
+    assert ask(first, tokens).cached_tokens == shorter
     # The state was computed again, and is stored again.
     hybrid.shelf.wait_hit(tokens, longer)
     hybrid.shelf.wait_quiet()
 
     def hits() -> bool:
         first.reset_prefix_cache()
-        again = first.generate(tokens)
-        check(hybrid, again, inert, tokens)
-        return again.shelf_tokens == longer
+        return ask(first, tokens).shelf_tokens == longer
 
     until(hits, "a hit on the repaired state")
 
 
 @with_states
-def test_without_any_state_there_is_no_hit(
-    hybrid: Hybrid, first: Engine, inert: Engine, prompt: MakePrompt
-) -> None:
-    tokens, *_ = two_boundaries(hybrid, first, prompt)
-    for paths in hybrid.shelf.of_kind(tokens, "state"):
-        for path in paths:
-            path.unlink(missing_ok=True)
-    answer = first.generate(tokens)
-    assert (answer.cached_tokens, answer.shelf_tokens) == (0, 0)
-    check(hybrid, answer, inert, tokens)
-
-
-@with_states
-@pytest.mark.parametrize("which", [0, -1])
+@pytest.mark.parametrize("which", variants([0, -1], {-1}))
 def test_a_damaged_chunk_fails_the_hits_beyond_it(
-    hybrid: Hybrid, first: Engine, inert: Engine, prompt: MakePrompt, which: int
+    hybrid: Hybrid, first: Engine, ask: Ask, prompt: MakePrompt, which: int
 ) -> None:
     tokens, shorter, longer = two_boundaries(hybrid, first, prompt)
     last = longer // hybrid.family.chunk
     path = hybrid.shelf.of_kind(tokens, "full")[:last][which][0]
     DAMAGE["flipped byte of the payload"](path)
-    answer = first.generate(tokens)
-    assert answer.cached_tokens == (shorter if which else 0)
-    check(hybrid, answer, inert, tokens)
+    assert ask(first, tokens).cached_tokens == (shorter if which else 0)
 
 
 @with_states
@@ -435,7 +388,7 @@ def test_the_answer_depends_on_one_byte_of_a_state(
 
 @with_states
 def test_junctions_of_shared_prefixes_are_hits(
-    hybrid: Hybrid, first: Engine, inert: Engine, prompt: MakePrompt
+    hybrid: Hybrid, first: Engine, ask: Ask, prompt: MakePrompt
 ) -> None:
     """The second prompt of a stem makes the state that the third one loads elsewhere."""
     chunk = hybrid.family.chunk
@@ -445,61 +398,17 @@ def test_junctions_of_shared_prefixes_are_hits(
     hybrid.shelf.wait_hit(stem, 2 * chunk)
     forget(first)
     tokens = stem + prompt(100)
-    answer = first.generate(tokens)
-    assert answer.shelf_tokens == 2 * chunk
-    check(hybrid, answer, inert, tokens)
-
-
-@with_states
-def test_states_are_plain_tensors(hybrid: Hybrid, first: Engine, prompt: MakePrompt) -> None:
-    """By true dtype and shape, without padding, named by layer and part."""
-    hit = 2 * hybrid.family.chunk
-    tokens = prompt(hit + 10)
-    first.generate(tokens)
-    hybrid.shelf.wait_hit(tokens, hit)
-    shards = [read_state(path) for path in hybrid.shelf.of_kind(tokens, "state")[1]]
-    record = hybrid.shelf.record
-    layers = [n for n, kind in enumerate(record["kinds"]) if kind == "state"]
-    expected = {}
-    for layer in layers:
-        shapes = record["layer_shapes"][layer].split(";")
-        for entry, dtype in zip(shapes, record["layer_dtypes"][layer].split(";"), strict=True):
-            part, dimensions = entry.split(":")
-            shape = [
-                int(size.removesuffix("/")) // (len(shards) if size.endswith("/") else 1)
-                for size in dimensions.split(",")
-            ]
-            expected[f"{record['layer_names'][layer]}.{part}"] = (tuple(shape), dtype)
-    dtypes = {torch.float32: "F32", torch.bfloat16: "BF16"}
-    for shard in shards:
-        assert {
-            name: (tuple(tensor.shape), dtypes[tensor.dtype]) for name, tensor in shard.items()
-        } == expected
-        for tensor in shard.values():
-            assert tensor.isfinite().all()
-            assert tensor.abs().max() > 0
-    if hybrid.family.part == "ssm":
-        assert {name.rsplit(".", 1)[1] for name in expected} == {
-            "conv_q",
-            "conv_k",
-            "conv_v",
-            "ssm",
-        }
+    ask(first, tokens, 2 * chunk)
 
 
 # --------------------------------------------------------------------------------------- windows
 
 
 @with_windows
-@pytest.mark.parametrize("damage", ["missing", "flipped byte of the payload", "truncated"])
-@pytest.mark.parametrize("behind", [1, 2, 3])
+@pytest.mark.parametrize("damage", variants(SPOILT, {"flipped byte of the payload"}))
+@pytest.mark.parametrize("behind", variants([1, 2, 3], {2, 3}))
 def test_a_hit_needs_the_chunks_that_the_window_reaches(
-    hybrid: Hybrid,
-    first: Engine,
-    inert: Engine,
-    prompt: MakePrompt,
-    behind: int,
-    damage: str,
+    hybrid: Hybrid, first: Engine, ask: Ask, prompt: MakePrompt, behind: int, damage: str
 ) -> None:
     chunk = hybrid.family.chunk
     tokens = prompt(5 * chunk + 30)
@@ -512,10 +421,8 @@ def test_a_hit_needs_the_chunks_that_the_window_reaches(
     else:
         DAMAGE[damage](path)
     forget(first)
-    answer = first.generate(tokens)
     # The window of 320 tokens ends in the last chunk but one.
-    assert answer.cached_tokens == (5 * chunk if behind == 3 else (5 - behind) * chunk)
-    check(hybrid, answer, inert, tokens)
+    assert ask(first, tokens).cached_tokens == (5 * chunk if behind == 3 else (5 - behind) * chunk)
 
 
 # ------------------------------------------------------------------------------------------ slow
@@ -574,13 +481,7 @@ def test_one_rank_and_two_share(
 ) -> None:
     hybrid = hybrids(name, "of ranks")
     chunk = hybrid.family.chunk
-    two_ranks = {
-        "core": 0,
-        "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-        "tensor_parallel_size": 2,
-        "distributed_executor_backend": "mp",
-    }
-    with hybrid.start("one rank") as one, hybrid.start("two ranks", **two_ranks) as two:
+    with hybrid.start("one rank") as one, hybrid.start("two ranks", **of_ranks(2)) as two:
         for writer, reader in ((one, two), (two, one), (two, two)):
             tokens = prompt(5 * chunk + 20)
             cold = writer.generate(tokens)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,12 @@ from hypothesis import strategies as st
 
 from kvshelf.format.kinds import FULL, KINDS, STATE, WINDOW, kind_key
 from kvshelf.vllm.metadata import LoadFailure, WorkerMetadata
+from kvshelf.vllm.scheduler.opening import ranks_with
 from tests.support.formats import make_format
 from tests.support.prompts import prompt
+from tests.support.variants import variants
 from tests.vllm.hybrid_specs import full, models
-from tests.vllm.scheduled import DAMAGED, ScheduledEngine, World, patch_namespaces
+from tests.vllm.scheduled import DAMAGED, ScheduledEngine, Start, World, patch_namespaces
 
 MODELS = models()
 #: So many that a few requests of 200 tokens fit.
@@ -38,6 +39,8 @@ FEW_BLOCKS = {
     "Qwen4-exp": 40,
     "ring and windows": 70,
 }
+#: Models of which each kind of KV has one, for tests that take long.
+FEW = {"Mamba2", "Jamba", "DeepSeek V4", "Gemma 3"}
 WITH_STATES = ["Mamba2", "Jamba", "Nemotron-H", "Qwen3-Next", "LFM2", "Qwen4-exp"]
 #: vLLM has no drafts beside chunked local attention.
 WITH_DRAFTS = [model for model in MODELS if model != "Llama 4"]
@@ -55,9 +58,7 @@ WITH_WINDOWS = ["DeepSeek V4", "Gemma 3", "two windows", "Llama 4", "ring and wi
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("model", MODELS)
-def test_what_one_engine_stores_another_loads(
-    start: Callable[..., ScheduledEngine], model: str, asynchronous: bool
-) -> None:
+def test_what_one_engine_stores_another_loads(start: Start, model: str, asynchronous: bool) -> None:
     first = start(model, asynchronous=asynchronous)
     tokens = prompt(203)
     assert first.run(tokens) == [0]
@@ -69,7 +70,7 @@ def test_what_one_engine_stores_another_loads(
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_prompts_that_share_a_prefix(start: Callable[..., ScheduledEngine], model: str) -> None:
+def test_prompts_that_share_a_prefix(start: Start, model: str) -> None:
     first = start(model, budget=48)
     tokens = prompt(203)
     first.run(tokens[:100], tokens)
@@ -83,7 +84,7 @@ def test_prompts_that_share_a_prefix(start: Callable[..., ScheduledEngine], mode
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_hit_leaves_a_token_to_compute(start: Callable[..., ScheduledEngine], model: str) -> None:
+def test_a_hit_leaves_a_token_to_compute(start: Start, model: str) -> None:
     start(model, budget=32).run(prompt(193))
     # Of 192 tokens all chunks are stored, but the last chunk may not be part of a hit.
     assert start(model).run(prompt(192)) in ([160], [0])
@@ -91,7 +92,7 @@ def test_a_hit_leaves_a_token_to_compute(start: Callable[..., ScheduledEngine], 
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_what_is_at_hand_is_not_loaded(start: Callable[..., ScheduledEngine], model: str) -> None:
+def test_what_vllm_has_itself_is_not_loaded(start: Start, model: str) -> None:
     start(model, state_interval=1, budget=32).run(prompt(203))
     second = start(model, budget=32)
     second.run(prompt(100))
@@ -105,9 +106,7 @@ def test_what_is_at_hand_is_not_loaded(start: Callable[..., ScheduledEngine], mo
 
 
 @pytest.mark.parametrize("model", WITH_WINDOWS)
-def test_a_hit_needs_only_the_windows_at_its_end(
-    start: Callable[..., ScheduledEngine], world: World, model: str
-) -> None:
+def test_a_hit_needs_only_the_windows_at_its_end(start: Start, world: World, model: str) -> None:
     first = start(model)
     first.run(prompt(203))
     for chunk in first.chunks_of(prompt(203))[:5]:
@@ -118,7 +117,7 @@ def test_a_hit_needs_only_the_windows_at_its_end(
 
 
 @pytest.mark.parametrize("model", WITH_STATES)
-def test_which_states_are_stored(start: Callable[..., ScheduledEngine], model: str) -> None:
+def test_which_states_are_stored(start: Start, model: str) -> None:
     def states(length: int, **options: Any) -> list[int]:
         engine = start(model, budget=32, **options)
         engine.run(prompt(length))
@@ -132,9 +131,7 @@ def test_which_states_are_stored(start: Callable[..., ScheduledEngine], model: s
 
 # Without full attention nothing says what of a prefix was seen before.
 @pytest.mark.parametrize("model", WITH_STATES[1:])
-def test_the_states_of_a_prefix_of_two_prompts_are_stored(
-    start: Callable[..., ScheduledEngine], model: str
-) -> None:
+def test_the_states_of_a_prefix_of_two_prompts_are_stored(start: Start, model: str) -> None:
     first = start(model, budget=32)
     first.run(prompt(203, shared=128))
     assert [index for kind, index in first.stored if kind == STATE] == [5]
@@ -146,9 +143,7 @@ def test_the_states_of_a_prefix_of_two_prompts_are_stored(
 
 # Without full attention nothing says what of a prefix was seen before.
 @pytest.mark.parametrize("model", WITH_STATES[1:])
-def test_the_state_where_prompts_part_is_stored(
-    start: Callable[..., ScheduledEngine], model: str
-) -> None:
+def test_the_state_where_prompts_part_is_stored(start: Start, model: str) -> None:
     engine = start(model, budget=256)
     engine.run(prompt(203, shared=128))
     assert (STATE, 3) not in engine.stored
@@ -170,7 +165,7 @@ def test_the_state_where_prompts_part_is_stored(
     ],
 )
 def test_after_a_failed_load_a_shorter_hit_is_loaded(
-    start: Callable[..., ScheduledEngine], world: World, model: str, how: str, kind: Any
+    start: Start, world: World, model: str, how: str, kind: Any
 ) -> None:
     first = start(model, state_interval=1, budget=32)
     first.run(prompt(203))
@@ -188,9 +183,7 @@ def test_after_a_failed_load_a_shorter_hit_is_loaded(
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_loads_that_fail_again_and_again_end(
-    start: Callable[..., ScheduledEngine], model: str
-) -> None:
+def test_loads_that_fail_again_and_again_end(start: Start, model: str) -> None:
     start(model, state_interval=1, budget=32).run(prompt(331))
     second = start(model)
     second.failing_loads = 3
@@ -203,10 +196,8 @@ def test_loads_that_fail_again_and_again_end(
     assert 0 < found < 320
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_requests_that_are_preempted_aborted_and_reset(
-    start: Callable[..., ScheduledEngine], model: str
-) -> None:
+@pytest.mark.parametrize("model", variants(MODELS, FEW))
+def test_requests_that_are_preempted_aborted_and_reset(start: Start, model: str) -> None:
     # Too few for all requests that the scheduler admits.
     engine = start(model, blocks=FEW_BLOCKS[model], budget=64, state_interval=2)
     for number in range(12):
@@ -226,7 +217,7 @@ def test_requests_that_are_preempted_aborted_and_reset(
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_waiting_requests_are_read_ahead(start: Callable[..., ScheduledEngine], model: str) -> None:
+def test_waiting_requests_are_read_ahead(start: Start, model: str) -> None:
     start(model).run(prompt(203))
     engine = start(model, seqs=1, memory_tier={"max_bytes": 1 << 20})
     engine.add("first", prompt(400, seed=1), answer=30)
@@ -252,9 +243,7 @@ def test_waiting_requests_are_read_ahead(start: Callable[..., ScheduledEngine], 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("model", MODELS)
-def test_answers_are_stored_on_demand(
-    start: Callable[..., ScheduledEngine], model: str, asynchronous: bool
-) -> None:
+def test_answers_are_stored_on_demand(start: Start, model: str, asynchronous: bool) -> None:
     options = {"save_decode": True, "state_interval": 1, "asynchronous": asynchronous}
     first = start(model, **options)
     first.run(prompt(100), answer=140)
@@ -265,9 +254,7 @@ def test_answers_are_stored_on_demand(
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_loaded_block_is_not_zeroed_and_no_other_is_touched(
-    start: Callable[..., ScheduledEngine], model: str
-) -> None:
+def test_a_loaded_block_is_not_zeroed_and_no_other_is_touched(start: Start, model: str) -> None:
     start(model).run(prompt(203))
     engine = start(model)
     request = object()
@@ -288,9 +275,9 @@ def test_a_loaded_block_is_not_zeroed_and_no_other_is_touched(
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", variants(MODELS, FEW))
 def test_nothing_is_stored_that_depends_on_earlier_weights(
-    start: Callable[..., ScheduledEngine], world: World, model: str, asynchronous: bool
+    start: Start, world: World, model: str, asynchronous: bool
 ) -> None:
     engine = start(model, state_interval=1, budget=32, asynchronous=asynchronous)
     engine.run(prompt(150))
@@ -310,8 +297,8 @@ def test_nothing_is_stored_that_depends_on_earlier_weights(
     assert engine.run(prompt(180, seed=5)) == [160]
 
 
-@pytest.mark.parametrize("model", MODELS)
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.parametrize("model", variants(MODELS, FEW))
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_anything_that_may_happen(model: str, data: st.DataObject) -> None:
     """What each step reads and stores is compared to the byte by the engine itself."""
@@ -396,9 +383,9 @@ _ACTIONS = [
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("model", WITH_DRAFTS)
+@pytest.mark.parametrize("model", variants(WITH_DRAFTS, FEW))
 def test_engines_with_and_without_drafts_share_what_they_store(
-    start: Callable[..., ScheduledEngine], model: str, asynchronous: bool
+    start: Start, model: str, asynchronous: bool
 ) -> None:
     size = math.lcm(*(spec.block_size for spec in MODELS[model]))
     plain = start(model, chunk_size=size)
@@ -420,7 +407,7 @@ def test_engines_with_and_without_drafts_share_what_they_store(
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("model", DRAFTERS)
 def test_a_drafters_kv_is_stored_and_loaded_beside_several_kinds(
-    start: Callable[..., ScheduledEngine], model: str, asynchronous: bool
+    start: Start, model: str, asynchronous: bool
 ) -> None:
     options: dict[str, Any] = {"drafts": 2, "asynchronous": asynchronous, "state_interval": 1}
     first, second = (start(model, drafter=DRAFTERS[model], **options) for _ in range(2))
@@ -446,9 +433,7 @@ def test_a_drafters_kv_is_stored_and_loaded_beside_several_kinds(
     assert first.stored_drafts == [0, 1, 2]
 
 
-def test_what_a_drafter_lacks_is_remembered_by_the_blocks_that_vllm_hashes(
-    start: Callable[..., ScheduledEngine],
-) -> None:
+def test_what_a_drafter_lacks_is_remembered_by_the_blocks_that_vllm_hashes(start: Start) -> None:
     # vLLM hashes pieces of 8 tokens, and its hits end at multiples of 16.
     options: dict[str, Any] = {"drafts": 2, "drafter": full(16), "retention": None}
     first, second = (start("Gemma 3", **options) for _ in range(2))
@@ -469,7 +454,7 @@ def test_what_a_drafter_lacks_is_remembered_by_the_blocks_that_vllm_hashes(
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("model", WITH_STATES)
 def test_states_of_answers_are_stored_where_vllm_names_them(
-    start: Callable[..., ScheduledEngine], model: str, asynchronous: bool
+    start: Start, model: str, asynchronous: bool
 ) -> None:
     engine = start(
         model,
@@ -491,12 +476,9 @@ def test_states_of_answers_are_stored_where_vllm_names_them(
     assert plain.run(follow_up) == [(max(late) + 1) * 32]
 
 
-def test_a_damaged_state_counts_again_once_all_ranks_with_states_replaced_it(
-    start: Callable[..., ScheduledEngine],
-) -> None:
+def test_a_damaged_state_counts_again_once_all_ranks_with_states_replaced_it(start: Start) -> None:
     side = start("Jamba").connector._scheduler
     # Two stages of two ranks, of which the first one has all states.
-    side._handshake.ranks = 4
     fmt = make_format(
         chunk_size=32,
         stages=[2, 1],
@@ -505,14 +487,14 @@ def test_a_damaged_state_counts_again_once_all_ranks_with_states_replaced_it(
         layouts=["canonical", "state", "canonical"],
         layer_shapes=["*,4", "ssm:16/", "*,4"],
     )
-    side._ranks_of = side._ranks_with(fmt)
-    assert side._ranks_of == {FULL: 4, STATE: 2}
-    key = bytes(32)
+    side.opening.ranks_of = ranks_with(fmt, 4)
+    assert side.opening.ranks_of == {FULL: 4, STATE: 2}
+    key, failed = bytes(32), side.engine.failed
     failures = ([LoadFailure("r", 3, key, True, STATE)],)
     side.worker_output(WorkerMetadata(failures=failures))
     named = kind_key(key, STATE)
     for rank in (0, 1):
-        assert side._failed.is_bad(named)
+        assert failed.is_bad(named)
         side.worker_output(WorkerMetadata(repaired=[(named, rank)]))
-    assert named not in side._failed
-    assert key not in side._failed
+    assert named not in failed
+    assert key not in failed

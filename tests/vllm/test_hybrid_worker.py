@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from vllm.platforms import current_platform
 
-from kvshelf.errors import TransientStorageError, UnsupportedError
+from kvshelf.errors import UnsupportedError
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind
 from kvshelf.format.names import object_name
@@ -25,11 +25,11 @@ from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.device import DeviceKVCache
 from kvshelf.shelf.shelf import Shelf
-from kvshelf.vllm import registration
 from kvshelf.vllm.metadata import LoadOp, PrefetchOp, StepMetadata, StoreOp
 from kvshelf.vllm.namespace import build_namespace
-from kvshelf.vllm.registration import State
 from kvshelf.vllm.speculation import draft_config, draft_engine
+from kvshelf.vllm.worker import registration
+from kvshelf.vllm.worker.registration import State
 from tests.native.simulated_device import SimulatedStreams
 from tests.support.storages import Fault, FaultyBackend, posix
 from tests.support.waiting import PATIENCE, while_patient
@@ -79,7 +79,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 def open_in(worker: HybridWorker, namespace: Namespace) -> None:
     """Announce a namespace to a worker."""
     worker.step(StepMetadata(namespace=(namespace.encoded, namespace.slug)))
-    assert worker.side._registration.state is State.SERVING, worker.side._registration
+    assert worker.side.model.registration.state is State.SERVING, worker.side.model.registration
     worker.namespace_open = namespace
 
 
@@ -254,26 +254,8 @@ def test_a_window_that_only_vllm_s_specification_states_is_in_the_record(rig: Ri
     for layer in worker.layers.values():
         del layer.sliding_window
     worker.side.register(worker.caches)
-    worker.registered = worker.side._registration.caches
+    worker.registered = worker.side.model.registration.caches
     assert worker.namespace() == known
-
-
-def test_one_group_has_the_record_that_it_always_had(rig: Rig) -> None:
-    assert "kinds" not in make_full_only().record
-
-
-def make_full_only() -> Namespace:
-    from kvshelf.config import Config
-    from kvshelf.vllm.namespace import build_namespace
-    from kvshelf.vllm.registered_caches import describe_caches
-    from tests.vllm.replay import bind, make_caches, make_config, make_groups
-
-    config = make_config("/nowhere", blocks=8)
-    caches = make_caches(8, 4)
-    bind(config, caches)
-    options = Config(shared_storage_path="/nowhere", chunk_size=8)
-    found = describe_caches(caches, config, options, make_groups(config))
-    return build_namespace(config, options, [found.report], "user:test")
 
 
 def test_a_state_that_cannot_be_divided_is_stored_by_each_rank(rig: Rig) -> None:
@@ -363,6 +345,32 @@ def test_few_states_are_on_their_way_from_a_device_at_once(
     assert rings == [4, 4, 2]
 
 
+def test_windows_without_staging_are_not_gathered_in_a_later_step(rig: Rig) -> None:
+    """Their blocks may be others' by then."""
+    is_open = threading.Event()
+    rig.backend.add(Fault("write", "*.safetensors", wait=is_open))
+    worker = rig.engine("gemma", staging_bytes=128 << 10, write_deadline_s=PATIENCE)
+    chunks = chunks_of(worker.namespace_open, 6)
+    blocks = tables(worker, 6 * CHUNK, 1)
+    owner = ("r", 0)
+    ops = [replace(op, owner=owner) for op in store_ops(worker, chunks, blocks)]
+    worker.step(StepMetadata(stores=ops))
+    is_open.set()
+    assert worker.side.drain(PATIENCE) == 0
+
+    def stored(kind: Kind) -> int:
+        return sum(rig.path(worker.namespace_open, chunk, kind).exists() for chunk in chunks)
+
+    windows = stored(WINDOW)
+    assert 0 < windows < 6
+    assert 0 < stored(FULL) < 6
+    for _ in chunks:
+        worker.step(StepMetadata(again=[owner]))
+        assert worker.side.drain(PATIENCE) == 0
+    assert stored(FULL) == 6
+    assert stored(WINDOW) == windows
+
+
 @pytest.mark.parametrize("kind", [FULL, WINDOW, STATE])
 @pytest.mark.parametrize("damage", [True, False])
 def test_a_load_of_which_one_object_is_missing_or_bad_fails_as_a_whole(
@@ -414,37 +422,6 @@ def test_a_load_without_what_it_needs_is_refused(rig: Rig) -> None:
         assert holds(reader, before)
 
 
-def test_blocks_that_are_gone_are_not_stored(rig: Rig) -> None:
-    writer = rig.engine("three kinds")
-    chunks = chunks_of(writer.namespace_open, 1)
-    blocks = tables(writer, CHUNK, 1)
-    ops = [
-        replace(op, block_ids=tuple([0] * len(ids) for ids in op.block_ids))
-        for op in store_ops(writer, chunks, blocks)
-    ]
-    writer.step(StepMetadata(stores=ops))
-    assert writer.side.drain(PATIENCE) == 0
-    assert not any(Path(rig.backend.url).rglob("*.safetensors"))
-
-
-def test_a_load_that_is_cancelled_is_reported_once(rig: Rig) -> None:
-    writer, reader = rig.engine("qwen"), rig.engine("qwen")
-    chunks = chunks_of(writer.namespace_open, 2)
-    put(writer, chunks)
-    gate = threading.Event()
-    rig.backend.add(Fault("read", wait=gate))
-    op = load_op(reader, chunks, tables(reader, 32, 9))
-    assert reader.step(StepMetadata(loads=[op]))[0] == set()
-    finished, failed, _ = reader.step(StepMetadata(cancelled=["r"]))
-    gate.set()
-    for _ in while_patient():
-        if finished:
-            break
-        finished, failed, _ = reader.step(StepMetadata(idle=True))
-    assert (finished, failed) == ({"r"}, set())
-    assert reader.step(StepMetadata(idle=True))[0] == set()
-
-
 def test_prefetched_objects_of_all_kinds_are_loaded_from_memory(rig: Rig) -> None:
     writer = rig.engine("three kinds")
     reader = rig.engine("three kinds", memory_tier={"max_bytes": 64 << 20})
@@ -462,21 +439,6 @@ def test_prefetched_objects_of_all_kinds_are_loaded_from_memory(rig: Rig) -> Non
     assert until_loaded(reader, op) == set()
     assert holds(reader, expected)
     assert reader.side.counters.snapshot()["memory_tier_loaded_objects"] == count
-
-
-def test_what_was_stored_of_all_kinds_is_loaded_from_memory(rig: Rig) -> None:
-    worker = rig.engine("three kinds", memory_tier={"max_bytes": 64 << 20})
-    chunks = chunks_of(worker.namespace_open, 2)
-    stored = put(worker, chunks)
-    rig.backend.add(Fault("open", error=TransientStorageError("broken")))
-    op = load_op(worker, chunks, tables(worker, 32, 9))
-    expected = expect(worker, worker, op, stored)
-    assert until_loaded(worker, op) == set()
-    assert holds(worker, expected)
-    counts = worker.side.counters.snapshot()
-    assert counts["memory_tier_loaded_objects"] == 4 * (
-        len(op.chunks) + len(op.windows) + len(op.states)
-    )
 
 
 # ------------------------------------------------------------------------- several workers
@@ -572,14 +534,14 @@ def test_a_state_of_another_form_after_sleep_ends_caching(rig: Rig) -> None:
     name = reader.names[0][0]
     reader.layers[name].kv_cache = reader.layers[name].kv_cache[:1]
     reader.side.wake_up()
-    assert reader.side._registration.state is State.DISABLED
+    assert reader.side.model.registration.state is State.DISABLED
 
 
 def test_memory_is_kept_for_a_namespace_of_other_weights(rig: Rig) -> None:
     worker = rig.engine("three kinds")
-    staging = [memory.staging for memory in worker.side._registration.memories.values()]
+    staging = [memory.staging for memory in worker.side.model.registration.memories.values()]
     open_in(worker, worker.namespace(weights="user:other"))
-    memories = worker.side._registration.memories
+    memories = worker.side.model.registration.memories
     assert [memory.staging for memory in memories.values()] == staging
     chunks = chunks_of(worker.namespace_open, 1)
     put(worker, chunks)
@@ -618,10 +580,10 @@ WINDOW_DRAFTS = ["the model's windows", "windows of its own"]
 
 def open_drafts(worker: HybridWorker) -> Namespace:
     """Announce the drafter's namespace to a worker, and return it."""
-    assert worker.side._drafts is not None
-    caches = worker.side._drafts._registration.caches
+    assert worker.side.drafter is not None
+    caches = worker.side.drafter.registration.caches
     assert caches is not None
-    options = draft_config(worker.vllm_config, worker.side._config, worker.namespace_open)
+    options = draft_config(worker.vllm_config, worker.options, worker.namespace_open)
     engine = draft_engine(worker.vllm_config)
     namespace = build_namespace(engine, options, [caches.report], "user:test")
     worker.step(StepMetadata(draft_namespace=(namespace.encoded, namespace.slug)))
@@ -680,8 +642,8 @@ def test_a_drafters_kv_is_stored_and_loaded_beside_several_kinds(rig: Rig, place
 @pytest.mark.parametrize("place", WINDOW_DRAFTS)
 def test_a_drafter_with_windows_is_left_out(rig: Rig, place: str) -> None:
     writer, reader = (rig.engine(with_drafter(place)) for _ in range(2))
-    assert reader.side._drafts is not None
-    assert "sliding windows" in reader.side._drafts._registration.disabled_reason
+    assert reader.side.drafter is not None
+    assert "sliding windows" in reader.side.drafter.registration.disabled_reason
     chunks = chunks_of(writer.namespace_open, 3)
     put(writer, chunks)
     op = load_op(reader, chunks, tables(reader, 48, 9))
@@ -689,9 +651,12 @@ def test_a_drafter_with_windows_is_left_out(rig: Rig, place: str) -> None:
     assert reader.side.counters.snapshot()["loaded_tokens"] == 48
 
 
-def test_a_model_of_one_group_has_no_kinds_beside_a_drafter_of_another(rig: Rig) -> None:
-    own = Layers("full", names("attn", 2, 0, 1))
-    beside = Layers("window", (), 8, drafts=(DRAFT,))
+@pytest.mark.parametrize(("models", "drafters"), [("full", "window"), ("window", "full")])
+def test_a_model_of_one_group_has_no_kinds_beside_a_drafter_of_another(
+    rig: Rig, models: str, drafters: str
+) -> None:
+    own = Layers(models, names("attn", 2, 0, 1))
+    beside = Layers(drafters, (), 8, drafts=(DRAFT,))
     plain, drafting = rig.engine([own]), rig.engine([beside, own])
     assert "kinds" not in plain.namespace_open.record
     assert drafting.namespace_open == plain.namespace_open
@@ -750,12 +715,12 @@ def test_states_of_steps_with_drafts_are_gathered_when_these_are_judged(
     ops[-1] = replace(ops[-1], late=True)
     assert ops[-1].kind == STATE
     worker.side.bind(StepMetadata(stores=ops))
-    worker.side.finish_forward()
+    worker.side.stores.finish_forward()
     for number in worker.of(STATE):
         for layer in worker.names[number]:
             worker.caches[layer][blocks[number][5]] += 1
     judged = parts_of(worker, blocks[0][5])[:2]
-    worker.side.save()
+    worker.side.stores.save()
     worker.side.clear()
     assert worker.side.drain(PATIENCE) == 0
     path = rig.path(worker.namespace_open, chunks[2], STATE)

@@ -14,12 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.engines import Answer, Engine, assert_same
-from tests.support.fleet import Engines, Places
+from tests.support.fleet import Engines, MakePrompt, Places
 from tests.vllm.shelf_files import ShelfFiles
 
 pytestmark = pytest.mark.slow
 
-MakePrompt = Callable[..., list[int]]
 
 CODE = """
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
@@ -81,30 +80,24 @@ def start(engines: Engines, shelf: ShelfFiles) -> Iterator[Callable[..., Engine]
         engine.stop(at_once=True)
 
 
-def shelf_and_own(engine: Engine, tokens: list[int]) -> tuple[Answer, Answer]:
-    """What an engine answers with the shelf, and what without."""
-    return engine.generate(tokens), engine.generate(tokens, cache_salt="its own")
+def answered(engine: Engine, tokens: list[int], hit: int) -> Answer:
+    """Let an engine answer as it does without the shelf; `hit` tokens come from there."""
+    answer = engine.generate(tokens)
+    assert answer.shelf_tokens == hit
+    assert_same(answer, engine.generate(tokens, cache_salt="its own"))
+    return answer
 
 
 def test_a_configuration_edited_beside_equal_weights(
-    start: Callable[..., Engine],
-    copy: Callable[..., Path],
-    shelf: ShelfFiles,
-    prompt: MakePrompt,
+    start: Callable[..., Engine], copy: Callable[..., Path], shelf: ShelfFiles, prompt: MakePrompt
 ) -> None:
     tokens = prompt(1100)
     first = start(copy("first"))
     first.generate(tokens)
     shelf.wait_stored(tokens)
-    answer, own = shelf_and_own(start(copy("edited", rms_norm_eps=0.1)), tokens)
-    assert answer.shelf_tokens == 0
-    assert_same(answer, own)
+    answered(start(copy("edited", rms_norm_eps=0.1)), tokens, 0)
     # A value that decides nothing, and another version of the library that wrote the file.
-    answer, own = shelf_and_own(
-        start(copy("written anew", transformers_version="9.9", use_cache=False)), tokens
-    )
-    assert answer.shelf_tokens == 1024
-    assert_same(answer, own)
+    answered(start(copy("written anew", transformers_version="9.9", use_cache=False)), tokens, 1024)
 
 
 def quantized(folder: Path) -> None:
@@ -138,10 +131,7 @@ def quantized(folder: Path) -> None:
 
 
 def test_quantized_models_that_compute_in_other_precisions(
-    start: Callable[..., Engine],
-    copy: Callable[..., Path],
-    shelf: ShelfFiles,
-    prompt: MakePrompt,
+    start: Callable[..., Engine], copy: Callable[..., Path], shelf: ShelfFiles, prompt: MakePrompt
 ) -> None:
     """The variable stands for other hardware: on one machine, engines choose the same kernels."""
     folder, tokens = copy("int8"), prompt(1100)
@@ -151,12 +141,8 @@ def test_quantized_models_that_compute_in_other_precisions(
     [namespace] = shelf.namespaces()
     assert json.loads((namespace / "namespace.json").read_text())["precision"] == ["8 int8"]
     other = start(folder, env={"VLLM_MARLIN_INPUT_DTYPE": "int8"})
-    answer, own = shelf_and_own(other, tokens)
-    assert answer.shelf_tokens == 0
-    assert_same(answer, own)
-    answer, own = shelf_and_own(start(folder), tokens)
-    assert answer.shelf_tokens == 1024
-    assert_same(answer, own)
+    answered(other, tokens, 0)
+    answered(start(folder), tokens, 1024)
 
 
 def test_remote_code_that_differs(
@@ -192,12 +178,8 @@ def test_remote_code_that_differs(
 
     with_code("model_a", 1.0).generate(tokens)
     shelf.wait_stored(tokens)
-    answer, own = shelf_and_own(with_code("model_b", 2.0), tokens)
-    assert answer.shelf_tokens == 0
-    assert_same(answer, own)
-    answer, own = shelf_and_own(with_code("model_c", 1.0), tokens)
-    assert answer.shelf_tokens == 1024
-    assert_same(answer, own)
+    answered(with_code("model_b", 2.0), tokens, 0)
+    answered(with_code("model_c", 1.0), tokens, 1024)
 
 
 @pytest.fixture(scope="module")
@@ -251,29 +233,16 @@ def test_llama_4_whose_queries_are_scaled_by_their_position(
     """vLLM decides on it by the longest prompt, unless the generation's configuration does."""
     tokens = [token % 1000 for token in prompt(1100)]
 
-    def run(model: Path, longest: int, **options: Any) -> tuple[Answer, Answer]:
+    def run(model: Path, longest: int, hit: int, **options: Any) -> Answer:
         with start(model, max_model_len=longest, **options) as engine:
-            return shelf_and_own(engine, tokens)
+            return answered(engine, tokens, hit)
 
-    plain, own = run(llama_4, 8192)
-    assert plain.shelf_tokens == 0
-    assert_same(plain, own)
-    answer, own = run(llama_4, 16384)
-    assert answer.shelf_tokens == 1024
-    assert_same(answer, own)
-    assert_same(answer, plain)
-    scaled, own = run(llama_4, 40000)
-    assert scaled.shelf_tokens == 0
-    assert_same(scaled, own)
+    plain = run(llama_4, 8192, 0)
+    assert_same(run(llama_4, 16384, 1024), plain)
+    scaled = run(llama_4, 40000, 0)
     assert scaled.tokens != plain.tokens
     not_scaled = {"attn_temperature_tuning": False}
-    answer, own = run(llama_4, 40000, override_generation_config=not_scaled)
-    assert answer.shelf_tokens == 1024
-    assert_same(answer, own)
-    assert_same(answer, plain)
+    assert_same(run(llama_4, 40000, 1024, override_generation_config=not_scaled), plain)
     copied = shutil.copytree(llama_4, tmp_path / "with a generation's configuration")
     (copied / "generation_config.json").write_text(json.dumps({"attn_temperature_tuning": True}))
-    answer, own = run(copied, 8192)
-    assert answer.shelf_tokens == 1024
-    assert_same(answer, own)
-    assert_same(answer, scaled)
+    assert_same(run(copied, 8192, 1024), scaled)

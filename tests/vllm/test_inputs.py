@@ -24,7 +24,7 @@ from tests.vllm.record_inputs import LEDGER, PAGE, VERDICTS, with_section
 from tests.vllm.record_signatures import RECORDS
 
 RECORDED = ("0.32.0", "0.33.0")
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "models"
 
 #: Starts an engine, and prints which files Python opened below the model's folder.
 OPENING = """

@@ -52,7 +52,7 @@ def models(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
     computed=st.integers(0, 3),
     prefill_context=st.integers(1, 2),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_what_one_degree_stores_another_loads(
     model: tuple[tuple[int, ...], int, int],
     forms: tuple[str, str],

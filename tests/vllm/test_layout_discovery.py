@@ -254,37 +254,15 @@ class Counting(AttentionImpl):  # type: ignore[type-arg]
         self.calls += 1
 
 
-class OtherSignature(Counting):
-    def do_kv_cache_update(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        self.calls += 1
+#: What attention's cache updates take.
+KNOWN = "layer, key, value, kv_cache, slot_mapping"
 
 
-class OneMore(Counting):
-    def do_kv_cache_update(  # type: ignore[override]
-        self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any, scale: Any
-    ) -> None:
-        self.calls += 1
-
-
-class OneLess(Counting):
-    def do_kv_cache_update(  # type: ignore[override]
-        self, layer: Any, key: Any, value: Any, kv_cache: Any
-    ) -> None:
-        self.calls += 1
-
-
-class Renamed(Counting):
-    def do_kv_cache_update(  # type: ignore[override]
-        self, layer: Any, value: Any, key: Any, kv_cache: Any, slot_mapping: Any
-    ) -> None:
-        self.calls += 1
-
-
-class KeywordsOnly(Counting):
-    def do_kv_cache_update(  # type: ignore[override]
-        self, *, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any
-    ) -> None:
-        self.calls += 1
+def taking(parameters: str) -> Counting:
+    """An implementation whose cache update takes these parameters."""
+    update = eval(f"lambda self, {parameters}: Counting.do_kv_cache_update(self, *[None] * 5)")
+    made: Counting = type("Taking", (Counting,), {"do_kv_cache_update": update})()
+    return made
 
 
 class LaterCPU(CPUAttentionBackendImpl):
@@ -324,22 +302,6 @@ class LaterMLA(CPUMLAImpl):
         )
 
 
-class NeedsMoreMLA(CPUMLAImpl):
-    """An MLA implementation that has to be told more than is known."""
-
-    def do_kv_cache_update(
-        self,
-        kv_c_normed: Tensor,
-        k_pe: Tensor,
-        kv_cache: Tensor,
-        slot_mapping: Tensor,
-        kv_cache_dtype: str,
-        k_scale: Tensor,
-        scales: Tensor,
-    ) -> None:
-        raise AssertionError("called without knowing what it means")
-
-
 @pytest.mark.parametrize("kind", [LaterCPU, LaterMLA])
 def test_further_parameters_with_defaults_change_nothing(kind: type) -> None:
     layer, size = (cpu_layer("vec"), 0) if kind is LaterCPU else (mla_layer(), 16)
@@ -352,8 +314,11 @@ def test_further_parameters_with_defaults_change_nothing(kind: type) -> None:
 
 
 def test_an_mla_update_that_needs_further_arguments_is_unknown() -> None:
+    def update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, scales):  # type: ignore[no-untyped-def]
+        raise AssertionError("called without knowing what it means")
+
     layer = mla_layer()
-    layer.impl.__class__ = NeedsMoreMLA
+    layer.impl.__class__ = type("NeedsMore", (CPUMLAImpl,), {"do_kv_cache_update": update})
     [found] = probe(layer, block_size=16)
     assert "k_scale, scales), expected" in found.learned.reason
     assert found.learned.writes == 0
@@ -431,11 +396,17 @@ def test_scales_that_do_not_fit_are_unknown(impl: Counting, scale: list[float]) 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"impl": OtherSignature()}, "its cache update takes (args, kwargs)"),
-        ({"impl": OneMore()}, "slot_mapping, scale)"),
-        ({"impl": OneLess()}, "kv_cache), expected"),
-        ({"impl": Renamed()}, "(layer, value, key,"),
-        ({"impl": KeywordsOnly()}, "defaults for further ones"),
+        ({"impl": taking("*args, **kwargs")}, "its cache update takes (args, kwargs)"),
+        (
+            {"impl": taking(f"{KNOWN}, scale")},
+            "slot_mapping, scale)",
+        ),
+        ({"impl": taking("layer, key, value, kv_cache")}, "kv_cache), expected"),
+        ({"impl": taking("layer, value, key, kv_cache, slot_mapping")}, "(layer, value, key,"),
+        (
+            {"impl": taking(f"*, {KNOWN}")},
+            "defaults for further ones",
+        ),
         ({"impl": SimpleNamespace()}, "not a known kind of attention"),
         ({"impl": Counting(), "kv_sharing_target_layer_name": "layers.0"}, "shares another"),
         ({"impl": Counting(), "attn_backend": Updating}, "inside attention"),

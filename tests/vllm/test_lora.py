@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.engines import Engine, assert_same
-from tests.support.fleet import ENGINES, Engines
+from tests.support.fleet import ENGINES, Engines, MakePrompt
 from tests.vllm.adapter_files import RANK, attention_shapes, make_adapter
 from tests.vllm.shelf_files import ShelfFiles
 
 pytestmark = pytest.mark.slow
-MakePrompt = Callable[[int], list[int]]
 
 
 @pytest.fixture(scope="module")

@@ -68,6 +68,12 @@ def start(engines: Engines, places: Places) -> Iterator[Callable[..., Engine]]:
         engine.stop(at_once=True)
 
 
+def check(found: Answer, expected: Answer, shelf_tokens: int, tolerance: float = 0.0) -> None:
+    """Assert what is answered, and how many of the prompt's tokens came from the shelf."""
+    assert found.shelf_tokens == shelf_tokens
+    assert_same(found, expected, tolerance)
+
+
 def test_engines_share_images_whatever_their_model_s_path(
     start: Callable[..., Engine], model: Path
 ) -> None:
@@ -75,18 +81,14 @@ def test_engines_share_images_whatever_their_model_s_path(
     one, two = start(model), start(copied, core=1)
     stored = one.generate(PROMPT, images=[1, 2])
     assert stored.cached_tokens == 0
-    loaded = two.generate(PROMPT, images=[1, 2])
-    assert loaded.shelf_tokens == ALL
-    assert_same(loaded, stored)
+    check(two.generate(PROMPT, images=[1, 2]), stored, ALL)
     # Another image at one place: the chunks before it.
     for images, hit in (([1, 3], FIRST_IMAGE), ([4, 2], TEXT)):
         computed = one.generate(PROMPT, images=images)
         assert computed.cached_tokens == hit
         assert computed.tokens != stored.tokens
         two.reset_prefix_cache()
-        found = two.generate(PROMPT, images=images)
-        assert found.shelf_tokens == ALL
-        assert_same(found, computed)
+        check(two.generate(PROMPT, images=images), computed, ALL)
     # Names that a client chose: nothing, or with a salt all of the same names.
     two.reset_prefix_cache()
     named = one.generate(PROMPT, images=[1, 2], uuids=["cat", "dog"])
@@ -95,9 +97,7 @@ def test_engines_share_images_whatever_their_model_s_path(
     salted = {"cache_salt": "ours"}
     named = one.generate(PROMPT, images=[1, 2], uuids=["cat", "dog"], **salted)
     assert named.cached_tokens == 0
-    found = two.generate(PROMPT, images=[1, 2], uuids=["cat", "dog"], **salted)
-    assert found.shelf_tokens == ALL
-    assert_same(found, stored)
+    check(two.generate(PROMPT, images=[1, 2], uuids=["cat", "dog"], **salted), stored, ALL)
     two.reset_prefix_cache()
     assert two.generate(PROMPT, images=[1, 2], uuids=["cat", "cow"], **salted).shelf_tokens == (
         FIRST_IMAGE
@@ -166,9 +166,7 @@ def test_an_object_storage_and_a_copy_share_images_under_one_name(
         stored = one.generate(PROMPT, images=[1, 2])
     url, environment = bucket
     streamed = start(url, env=environment, load_format="runai_streamer", **named)
-    loaded = streamed.generate(PROMPT, images=[1, 2])
-    assert loaded.shelf_tokens == ALL
-    assert_same(loaded, stored)
+    check(streamed.generate(PROMPT, images=[1, 2]), stored, ALL)
 
 
 @pytest.mark.slow
@@ -187,12 +185,8 @@ def test_engines_whose_processors_differ_share_text_only(
     after, without = start(there), start(there, core=1, shelf=None)
     expected = without.generate(PROMPT, images=[5, 6])
     assert expected.tokens != stored.tokens
-    found = after.generate(PROMPT, images=[5, 6])
-    assert found.shelf_tokens == TEXT
-    assert_same(found, expected)
-    found = after.generate(PROMPT, images=[5, 6], **uuids)
-    assert found.shelf_tokens == TEXT
-    assert_same(found, expected)
+    check(after.generate(PROMPT, images=[5, 6]), expected, TEXT)
+    check(after.generate(PROMPT, images=[5, 6], **uuids), expected, TEXT)
 
 
 @pytest.mark.slow
@@ -227,14 +221,10 @@ def test_what_the_encoder_made_with_earlier_weights_is_not_stored(
     assert stored.tokens != expected.tokens
     for hit in (TEXT, ALL):
         trained.reset_prefix_cache()
-        found = trained.generate(PROMPT, images=[1, 2])
-        assert found.shelf_tokens == hit
-        assert_same(found, expected, NEAR_TIE)
+        check(trained.generate(PROMPT, images=[1, 2]), expected, hit, NEAR_TIE)
         until(lambda: len(shelf.objects() - before) == count * 11 // 6, "all chunks")
     trained.reset_prefix_cache()
-    again = trained.generate(PROMPT, images=[5, 6])
-    assert again.shelf_tokens == ALL
-    assert_same(again, other, NEAR_TIE)
+    check(trained.generate(PROMPT, images=[5, 6]), other, ALL, NEAR_TIE)
 
 
 def wait_chunks(shelf: ShelfFiles, count: int) -> None:
@@ -280,14 +270,10 @@ def test_adapters_beside_images(
         # Loads the adapter, so that the worker knows its digest when there is something to store.
         lora = {"lora_name": "an adapter", "lora_int_id": number, "lora_path": str(path)}
         with_shelf.generate([7] * 20, lora=lora)
-        computed = see(with_shelf, number, path, "an adapter")
-        assert computed.shelf_tokens == 0
-        assert_same(computed, answer, NEAR_TIE)
+        check(see(with_shelf, number, path, "an adapter"), answer, 0, NEAR_TIE)
         wait_chunks(shelf, 6 * number)
         assert see(with_shelf, number, path, "an adapter").shelf_tokens == ALL
-    found = see(with_shelf, 3, copied, "another name")
-    assert found.shelf_tokens == ALL
-    assert_same(found, expected[0], NEAR_TIE)
+    check(see(with_shelf, 3, copied, "another name"), expected[0], ALL, NEAR_TIE)
     assert see(with_shelf, 3, copied, "another name", (1, 3)).shelf_tokens == FIRST_IMAGE
     with_shelf.reset_prefix_cache()
     assert with_shelf.generate(PROMPT, images=[1, 2]).shelf_tokens == 0

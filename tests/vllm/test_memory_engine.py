@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from tests.support.engines import Answer, assert_same
-from tests.support.fleet import Engines
+from tests.support.fleet import Ask, Engines, MakePrompt
 from tests.vllm.shelf_files import ShelfFiles
 
 HIT = 768
 
 
 def test_a_second_request_is_loaded_from_memory_while_the_shelf_has_its_objects(
-    engines: Engines, reference: Callable[..., Answer], prompt: Callable[[int], list[int]]
+    engines: Engines, ask: Ask, prompt: MakePrompt
 ) -> None:
     tokens = prompt(1000)
     shelf = ShelfFiles(engines.places.root / "shelf behind memory")
@@ -25,9 +22,7 @@ def test_a_second_request_is_loaded_from_memory_while_the_shelf_has_its_objects(
         for path in objects:
             path.write_bytes(bytes(path.stat().st_size))
         engine.reset_prefix_cache()
-        warm = engine.generate(tokens)
-        assert warm.shelf_tokens == HIT
-        assert_same(warm, reference(tokens))
+        ask(engine, tokens, HIT)
         counts = engine.counters()
         assert counts["memory_tier_loaded_objects"] == len(objects)
         assert not counts.get("load_failures_bad", 0)
@@ -35,6 +30,4 @@ def test_a_second_request_is_loaded_from_memory_while_the_shelf_has_its_objects(
         # What is not on the shelf is no hit, though the memory of a worker has it.
         shelf.delete()
         engine.reset_prefix_cache()
-        computed = engine.generate(tokens)
-        assert computed.shelf_tokens == 0
-        assert_same(computed, reference(tokens))
+        ask(engine, tokens, 0)

@@ -10,18 +10,15 @@ import contextlib
 import io
 import subprocess
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.engines import SHELF_CONNECTOR, Answer, Engine, assert_same
-from tests.support.fleet import Engines, Places
+from tests.support.fleet import Engines, MakePrompt, Places, Reference
 from tests.support.waiting import until
 from tests.vllm.shelf_files import ShelfFiles, check_object
-
-MakePrompt = Callable[[int], list[int]]
-Reference = Callable[..., Answer]
 
 #: The commit that was version 0.1.0, before shelves were bounded.
 EARLIER = "e47901d8a85435e342b2473ebacb2d7a6d377afa"

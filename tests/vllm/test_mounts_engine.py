@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.faults.faultfs import FaultMount, mounted
-from tests.support.engines import Answer, Engine, assert_same
-from tests.support.fleet import Engines
+from tests.support.engines import Engine, eventually_hits
+from tests.support.fleet import Ask, Engines, MakePrompt, Reference
 from tests.vllm.shelf_files import ShelfFiles
 
 pytestmark = pytest.mark.slow
@@ -38,8 +37,9 @@ def start(engines: Engines, name: str, mount: FaultMount, core: int) -> Engine:
 def test_engines_on_two_mounts_share_a_directory(
     engines: Engines,
     two_mounts: tuple[FaultMount, FaultMount],
-    reference: Callable[..., Answer],
-    prompt: Callable[[int], list[int]],
+    reference: Reference,
+    ask: Ask,
+    prompt: MakePrompt,
 ) -> None:
     known, new = prompt(1000), prompt(1000)
     one, other = two_mounts
@@ -50,25 +50,13 @@ def test_engines_on_two_mounts_share_a_directory(
         assert writer.generate(known).shelf_tokens == 0
         shelf.wait_stored(known)
         # The other mount may believe for a while that the folders are not there.
-        eventually_shared(reader, known, reference(known))
+        eventually_hits(reader, known, reference(known), HIT, 6 * CACHE_SECONDS)
 
         # Both know that it is not there when one of them stores it.
-        assert_same(reader.generate(new), reference(new))
+        ask(reader, new)
         writer.reset_prefix_cache()
-        assert_same(writer.generate(new), reference(new))
+        ask(writer, new)
         shelf.wait_stored(new)
         for engine in (reader, writer):
-            eventually_shared(engine, new, reference(new))
+            eventually_hits(engine, new, reference(new), HIT, 6 * CACHE_SECONDS)
     shelf.check_all()
-
-
-def eventually_shared(engine: Engine, tokens: list[int], expected: Answer) -> None:
-    """Ask until a prompt comes from the shelf; every answer must be right."""
-    deadline = time.monotonic() + 6 * CACHE_SECONDS
-    while True:
-        engine.reset_prefix_cache()
-        answer = engine.generate(tokens)
-        assert_same(answer, expected)
-        if answer.shelf_tokens == HIT:
-            return
-        assert time.monotonic() < deadline, "caches ran out long ago"

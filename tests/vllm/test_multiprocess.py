@@ -23,7 +23,7 @@ with warnings.catch_warnings():
     # vLLM's own imports are not ours to judge.
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm")
-    from kvshelf.vllm import multiprocess
+    from kvshelf.vllm import engine_facts, multiprocess
     from kvshelf.vllm.multiprocess import (
         LMCacheMPSchedulerAdapter,
         LMCacheMPWorkerAdapter,
@@ -41,11 +41,10 @@ from kvshelf import ModelFacts, PromptIdentity
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.kv.layout import PagedLayout, PermutedLayout
 from kvshelf.kv.topology import ShardPlan
-from kvshelf.server.scheduler import SchedulerAdapter
-from kvshelf.server.worker import WorkerAdapter
+from kvshelf.server.client import SchedulerAdapter, WorkerAdapter
 from kvshelf.weights.configuration import published_lines
 from tests.support.waiting import until
-from tests.vllm.simulated import PUBLISHED
+from tests.vllm.configs import PUBLISHED
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "multiprocess.md"
@@ -157,6 +156,7 @@ def test_each_row_has_a_verdict_and_a_test_that_exists() -> None:
     tests_of_page = ROOT / "tests"
     files = [
         *(tests_of_page / "vllm").glob("test_multiprocess*.py"),
+        *(tests_of_page / "adapters").glob("test_*.py"),
         *(tests_of_page / "server").glob("test_*.py"),
     ]
     tests = {
@@ -357,7 +357,7 @@ def test_arguments_of_neither_constructor_are_refused(
 
 def test_a_strategy_of_vllm_is_taken(passed_on: list[Any]) -> None:
     theirs = SimpleNamespace(**vars(STRATEGY))
-    made = MPWorkerAdapter("url", None, "model", BLOCK, theirs, namespace=FACTS)  # type: ignore[call-overload]
+    made = MPWorkerAdapter("url", None, "model", BLOCK, theirs, namespace=FACTS)
     assert made.parallel_strategy == STRATEGY
 
 
@@ -509,8 +509,8 @@ def described(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The configuration of an engine whose facts it states."""
     from transformers import LlamaConfig
 
-    monkeypatch.setattr(multiprocess, "local_model_dir", lambda config: Path("/models/m"))
-    monkeypatch.setattr(multiprocess, "config_overrides", lambda model, config, media: "overrides")
+    monkeypatch.setattr(engine_facts, "local_model_dir", lambda config: Path("/models/m"))
+    monkeypatch.setattr(engine_facts, "config_overrides", lambda model, config, media: "overrides")
     config, _ = engine_config()
     config.model_config = SimpleNamespace(
         dtype=torch.float16,

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.server.serve_process import ServeProcess
-from tests.support.engines import Answer, Engine, assert_same
-from tests.support.fleet import Places
+from tests.support.engines import Engine, assert_same
+from tests.support.fleet import Ask, MakePrompt, Places, Reference
 from tests.support.waiting import until
 
 CHUNK, BLOCK = 256, 128
@@ -56,8 +56,9 @@ def stored(node: ServeProcess) -> int:
 def test_engines_with_vllms_connector_share_a_server(
     start: Callable[[], Engine],
     node: ServeProcess,
-    reference: Callable[..., Answer],
-    prompt: Callable[[int], list[int]],
+    reference: Reference,
+    ask: Ask,
+    prompt: MakePrompt,
 ) -> None:
     one = start()
     tokens = prompt(3 * CHUNK + 50)
@@ -76,7 +77,7 @@ def test_engines_with_vllms_connector_share_a_server(
         assert_same(warm, reference(part))
     node.kill()
     gone = prompt(2 * CHUNK)
-    assert_same(other.generate(gone), reference(gone))
+    ask(other, gone)
     node.start()
     again = prompt(2 * CHUNK)
-    assert_same(other.generate(again), reference(again))
+    ask(other, again)

@@ -8,20 +8,17 @@ are marked ``named_failure``; that of changed weights is in test_roles.py, with 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.faults.faultfs import mounted
-from tests.support.engines import Answer, Engine, assert_same
+from tests.support.engines import Engine, assert_same, eventually_hits
+from tests.support.fleet import Ask, MakePrompt, Reference
 from tests.support.waiting import until
 from tests.vllm.shelf_files import DAMAGE, ShelfFiles, is_repaired
 
 pytestmark = pytest.mark.named_failure
-
-MakePrompt = Callable[[int], list[int]]
-Reference = Callable[..., Answer]
 
 
 def fill_with_nan(path: Path) -> None:
@@ -33,22 +30,8 @@ def fill_with_nan(path: Path) -> None:
     path.write_bytes(data)
 
 
-def all_hit(
-    engine: Engine, tokens: list[int], hit: int, reference: Reference
-) -> Callable[[], bool]:
-    """Whether so many tokens are found on the shelf; each answer on the way must be right."""
-
-    def found() -> bool:
-        engine.reset_prefix_cache()
-        answer = engine.generate(tokens)
-        assert_same(answer, reference(tokens))
-        return answer.shelf_tokens == hit
-
-    return found
-
-
 def test_damaged_object_bytes_are_never_served(
-    engine: Engine, shelf: ShelfFiles, reference: Reference, prompt: MakePrompt
+    engine: Engine, shelf: ShelfFiles, reference: Reference, ask: Ask, prompt: MakePrompt
 ) -> None:
     tokens = prompt(1100)
     engine.generate(tokens)
@@ -67,15 +50,15 @@ def test_damaged_object_bytes_are_never_served(
     # What comes behind a bad chunk is not loaded, and so found bad by later requests only.
     def repaired() -> bool:
         engine.reset_prefix_cache()
-        assert_same(engine.generate(tokens), reference(tokens))
+        ask(engine, tokens)
         return all(is_repaired(path, content) for path, content in good.items())
 
     until(repaired, "the repair of all chunks")
-    until(all_hit(engine, tokens, 1024, reference), "a hit on the repaired objects")
+    eventually_hits(engine, tokens, reference(tokens), 1024)
 
 
 def test_a_truncated_object_is_repaired(
-    engine: Engine, shelf: ShelfFiles, reference: Reference, prompt: MakePrompt
+    engine: Engine, shelf: ShelfFiles, reference: Reference, ask: Ask, prompt: MakePrompt
 ) -> None:
     tokens = prompt(1100)
     engine.generate(tokens)
@@ -84,17 +67,16 @@ def test_a_truncated_object_is_repaired(
     for path in good:
         DAMAGE["truncated"](path)
     engine.reset_prefix_cache()
-    answer = engine.generate(tokens)
-    assert answer.shelf_tokens == 512
-    assert_same(answer, reference(tokens))
+    ask(engine, tokens, 512)
     until(lambda: all(is_repaired(*item) for item in good.items()), "the repair")
-    until(all_hit(engine, tokens, 1024, reference), "a hit on the repaired object")
+    eventually_hits(engine, tokens, reference(tokens), 1024)
 
 
 def test_a_blocked_read_does_not_hang_a_request(
     engine: Engine,
     shelf: ShelfFiles,
     reference: Reference,
+    ask: Ask,
     prompt: MakePrompt,
     tmp_path: Path,
 ) -> None:
@@ -109,8 +91,8 @@ def test_a_blocked_read_does_not_hang_a_request(
         request = engine.submit(tokens)
         mount.met(1)
         # The engine goes on meanwhile, with and without the shelf.
-        assert_same(engine.generate(others), reference(others))
+        ask(engine, others)
         # The read is blocked all the time.
         assert_same(request.result(), reference(tokens))
         mount.clear()
-        until(all_hit(engine, tokens, 1024, reference), "the shelf back in use", 60)
+        eventually_hits(engine, tokens, reference(tokens), 1024, 60)

@@ -8,7 +8,7 @@ deadlines that are longer than a test may take.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,15 +21,13 @@ from tests.support.engines import (
     Engine,
     assert_same,
     assert_same_up_to_ties,
+    eventually_hits,
 )
-from tests.support.fleet import Engines
+from tests.support.fleet import Ask, Engines, MakePrompt, Reference
 from tests.support.waiting import until
 from tests.vllm.handing_over import Counted, Promises, prefill
 from tests.vllm.hybrid_files import HybridFiles
 from tests.vllm.shelf_files import ShelfFiles
-
-MakePrompt = Callable[..., list[int]]
-Reference = Callable[..., Answer]
 
 #: Seconds that an engine waits for a hand-over: longer than a test may take.
 NEVER = 600.0
@@ -87,37 +85,18 @@ def other(both: tuple[Engine, Engine]) -> Engine:
     return both[1]
 
 
-def eventually_hits(engine: Engine, tokens: list[int], expected: Answer, hit: int) -> None:
-    """Ask until a prompt's KV comes from the server again; every answer must be right."""
-
-    def hits() -> bool:
-        engine.reset_prefix_cache()
-        answer = engine.generate(tokens)
-        assert_same(answer, expected)
-        return answer.shelf_tokens == hit
-
-    until(hits, f"a hit of {hit} tokens")
-
-
 # ------------------------------------------------------------------------------------ shared hits
 
 
 def test_the_first_request_of_another_engine_hits_without_a_read(
-    one: Engine,
-    other: Engine,
-    node: ServeProcess,
-    shelf: ShelfFiles,
-    reference: Reference,
-    prompt: MakePrompt,
+    one: Engine, other: Engine, node: ServeProcess, shelf: ShelfFiles, ask: Ask, prompt: MakePrompt
 ) -> None:
     """Must be the first test with these engines."""
     tokens = prompt(1500)
-    assert_same(one.generate(tokens), reference(tokens))
+    ask(one, tokens)
     shelf.wait_stored(tokens)
     before = node.metrics()
-    answer = other.generate(tokens)
-    assert answer.shelf_tokens == 1280
-    assert_same(answer, reference(tokens))
+    ask(other, tokens, 1280)
     # What one engine has stored is in the server's memory for all.
     assert node.metrics()["read_bytes"] == before["read_bytes"]
     assert node.metrics()["memory_hits"] > before["memory_hits"]
@@ -147,50 +126,18 @@ def test_a_fresh_server_reads_each_object_once_for_all_engines(
     assert node.metrics()["read_bytes"] == size
 
 
-def test_two_engines_store_the_same_chunks_at_once(
-    one: Engine,
-    other: Engine,
-    inert: Engine,
-    shelf: ShelfFiles,
-    reference: Reference,
-    prompt: MakePrompt,
-) -> None:
-    prompts = [prompt(800) for _ in range(4)]
-    pairs = [[engine.submit(tokens) for engine in (one, other)] for tokens in prompts]
-    answers = [request.result() for pair in pairs for request in pair]
-    inert.reset_prefix_cache()
-    control = [answer for answer in inert.generate_all(prompts) for _ in range(2)]
-    assert_same_up_to_ties(
-        answers, [reference(tokens) for tokens in prompts for _ in range(2)], control
-    )
-    for tokens in prompts:
-        shelf.wait_stored(tokens)
-    shelf.check_all()
-    for engine in (one, other):
-        for tokens in prompts:
-            # An engine remembers for a second that a chunk was missing.
-            eventually_hits(engine, tokens, reference(tokens), 768)
-
-
 # ------------------------------------------------------------------------------------- hand-overs
 
 
 @pytest.mark.parametrize("length", [40, 256, 900])
 def test_one_engine_hands_over_to_the_other(
-    one: Engine,
-    other: Engine,
-    shelf: ShelfFiles,
-    reference: Reference,
-    prompt: MakePrompt,
-    length: int,
+    one: Engine, other: Engine, shelf: ShelfFiles, ask: Ask, prompt: MakePrompt, length: int
 ) -> None:
     """With tails; what the producer has just stored is in the server's memory."""
     tokens = prompt(length)
     counted = Counted(other)
     params = prefill(one, tokens)
-    answer = other.generate(tokens, kv_transfer_params=params)
-    assert answer.shelf_tokens == length
-    assert_same(answer, reference(tokens))
+    ask(other, tokens, length, kv_transfer_params=params)
     counted.wait(handovers_complete=1, handovers_late=0, handovers_gave_up=0)
 
 
@@ -199,13 +146,14 @@ def test_a_request_that_waits_is_told_by_the_server(
     other: Engine,
     shelf: ShelfFiles,
     reference: Reference,
+    ask: Ask,
     prompt: MakePrompt,
 ) -> None:
     beginning = prompt(300)
     tokens = prompt(400, after=beginning)
     counted = Counted(other)
     early = other.submit(tokens, kv_transfer_params=Promises(shelf).params(tokens))
-    assert_same(other.generate(beginning), reference(beginning))
+    ask(other, beginning)
     prefill(one, tokens)
     answer = early.result()
     assert answer.cached_tokens == 700
@@ -277,17 +225,16 @@ def test_the_server_hangs_while_requests_run(
     node: ServeProcess,
     shelf: ShelfFiles,
     reference: Reference,
+    ask: Ask,
     prompt: MakePrompt,
 ) -> None:
     known, new = prompt(1100), prompt(600)
-    one.generate(known)
-    shelf.wait_stored(known)
-    one.reset_prefix_cache()
+    shelf.fill(one, known)
     node.signal(signal.SIGSTOP)
     try:
         for tokens in (known, new, known):
             for engine in (one, other):
-                assert_same(engine.generate(tokens), reference(tokens))
+                ask(engine, tokens)
     finally:
         node.signal(signal.SIGCONT)
     for engine in (one, other):
@@ -298,12 +245,7 @@ def test_the_server_hangs_while_requests_run(
 
 
 def test_an_engine_is_killed_while_it_uses_the_server(
-    one: Engine,
-    other: Engine,
-    node: ServeProcess,
-    shelf: ShelfFiles,
-    reference: Reference,
-    prompt: MakePrompt,
+    one: Engine, other: Engine, node: ServeProcess, shelf: ShelfFiles, ask: Ask, prompt: MakePrompt
 ) -> None:
     """The last test with the second engine. What it held is given back at once."""
     known = prompt(1500)
@@ -318,9 +260,7 @@ def test_an_engine_is_killed_while_it_uses_the_server(
     one.generate(prompt(5))
     until(lambda: node.metrics()["leases"] == 0, "no lease left")
     one.reset_prefix_cache()
-    answer = one.generate(known)
-    assert answer.shelf_tokens == 1280
-    assert_same(answer, reference(known))
+    ask(one, known, 1280)
     shelf.check_all()
 
 

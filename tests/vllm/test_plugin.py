@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from kvshelf.vllm import CONNECTOR_NAME, register
+from kvshelf.vllm import CONNECTOR_NAME, EARLIER_NAME, register
 
 MODULE = "kvshelf.vllm.connector"
 
@@ -28,13 +28,14 @@ class SharedStorageConnector:
 def loaders(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any]]:
     """vLLM's connectors by name, without those that kvshelf has registered."""
     found: dict[str, Callable[[], Any]] = dict(KVConnectorFactory._registry)
-    found.pop(CONNECTOR_NAME, None)
+    for name in (CONNECTOR_NAME, EARLIER_NAME):
+        found.pop(name, None)
     monkeypatch.setattr(KVConnectorFactory, "_registry", found)
     return found
 
 
-def connector_of(**settings: Any) -> Any:
-    config = KVTransferConfig(kv_connector=CONNECTOR_NAME, kv_role="kv_both", **settings)
+def connector_of(name: str, **settings: Any) -> Any:
+    config = KVTransferConfig(kv_connector=name, kv_role="kv_both", **settings)
     return KVConnectorFactory.get_connector_class(config)
 
 
@@ -42,25 +43,34 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
 
 
-def test_the_name_is_kvshelf_s(
-    loaders: dict[str, Callable[[], Any]], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("name", ["KVShelfConnector", "SharedStorageConnector"])
+@pytest.mark.parametrize("settings", [{}, {"kv_connector_module_path": MODULE}])
+def test_both_names_are_kvshelf_s(
+    loaders: dict[str, Callable[[], Any]],
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    settings: dict[str, Any],
 ) -> None:
     register()
     register()
-    assert connector_of().__module__ == MODULE
+    found = connector_of(name, **settings)
+    assert found.__module__ == MODULE
+    # vLLM's MultiConnector finds the classes of its connectors by their names.
+    assert KVConnectorFactory.get_connector_class_by_name(found.__name__) is found
     assert warnings_in(caplog) == []
 
 
 def test_a_connector_of_vllm_s_own_keeps_its_name_and_one_warning_says_so(
     loaders: dict[str, Callable[[], Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    loaders[CONNECTOR_NAME] = lambda: SharedStorageConnector
+    loaders[EARLIER_NAME] = lambda: SharedStorageConnector
     register()
     register()
     assert warnings_in(caplog) == [], "an engine without this connector has nothing to learn"
-    assert connector_of() is SharedStorageConnector
-    assert connector_of() is SharedStorageConnector
+    assert connector_of(EARLIER_NAME) is SharedStorageConnector
+    assert connector_of(EARLIER_NAME) is SharedStorageConnector
     (warning,) = warnings_in(caplog)
-    assert f'"kv_connector_module_path": "{MODULE}"' in warning
-    assert connector_of(kv_connector_module_path=MODULE).__module__ == MODULE
+    assert f'"kv_connector": "{CONNECTOR_NAME}"' in warning
+    assert connector_of(CONNECTOR_NAME).__module__ == MODULE
+    assert connector_of(EARLIER_NAME, kv_connector_module_path=MODULE).__module__ == MODULE
     assert len(warnings_in(caplog)) == 1

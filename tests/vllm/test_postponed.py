@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvshelf.errors import ReadOnlyStorageError
+from kvshelf.errors import PermanentStorageError, ReadOnlyStorageError
 from tests.support.prompts import prompt
 from tests.support.storages import Fault, FaultyBackend
 from tests.support.waiting import PATIENCE, until
@@ -105,7 +105,7 @@ def test_a_prompt_larger_than_staging_is_stored_in_one_pass(
     while len(engine.states["r"].history) < len(tokens):
         engine.step()
     # Of three steps of 8 chunks 4 are in staging.
-    (memory,) = side_of(engine)._registration.memories.values()
+    (memory,) = side_of(engine).model.registration.memories.values()
     assert memory.staging.for_stores // 2 == 4
     assert stored(backend) == 0
     storage.set()
@@ -195,6 +195,8 @@ def test_a_producer_keeps_its_blocks_for_a_bounded_time(
     engine.add(Request("r", tokens, max_tokens=1, kv_transfer_params=ASKED))
     engine.run()
     assert len(engine.free) == free
+    # Before any of the chunks in staging has failed.
+    assert count(engine, "promises_broken") == 1
     until(lambda: count(engine, "markers_written") == 1)
     assert count(engine, "dropped_chunks_staging_full") == CHUNKS + 1 - 4
 
@@ -211,18 +213,39 @@ def test_a_small_prompt_that_is_handed_over_keeps_its_blocks_for_a_step(
     assert not engine.states
 
 
-def test_a_worker_says_that_its_storage_takes_neither_objects_nor_markers(
+def promises_nothing(engine: MiniVllm) -> bool:
+    """Whether a request that asks for a hand-over gets no promise after a further step."""
+    engine.step()
+    engine.add(Request("other", prompt(20, seed=1), max_tokens=1, kv_transfer_params=ASKED))
+    engine.run()
+    return engine.params["other"] is None
+
+
+def test_a_worker_says_that_its_storage_takes_no_objects(
     backend: FaultyBackend, storage: threading.Event, start: Callable[..., MiniVllm]
 ) -> None:
     storage.set()
     refuses = Fault("write", error=lambda: ReadOnlyStorageError(errno.EROFS, "read-only", "x"))
     backend.add(refuses)
     engine = start(staging=1 << 20)
-    engine.add(Request("r", prompt(20), max_tokens=1, kv_transfer_params=ASKED))
+    # Nothing is promised of it, so there is no marker.
+    engine.add(Request("r", prompt(20), max_tokens=1))
     engine.run()
     assert side_of(engine).drain(PATIENCE) == 0
-    until(lambda: count(engine, "promises_broken") == 1)
-    engine.step()
-    engine.add(Request("other", prompt(20, seed=1), max_tokens=1, kv_transfer_params=ASKED))
+    assert promises_nothing(engine)
+
+
+def test_a_worker_says_that_its_storage_takes_no_markers(
+    backend: FaultyBackend, storage: threading.Event, start: Callable[..., MiniVllm]
+) -> None:
+    """No object has failed yet, so nothing else tells it."""
+    refused = PermanentStorageError(errno.EACCES, "not allowed", "x")
+    backend.add(Fault("write", "*/gave-up/*", error=refused))
+    engine = start(config={"handover_wait_s": 0})
+    tokens = prompt(CHUNKS * CHUNK + 3)
+    engine.add(Request("r", tokens, max_tokens=1, kv_transfer_params=ASKED))
     engine.run()
-    assert engine.params["other"] is None
+    promises = side_of(engine).model.promises
+    assert promises is not None
+    until(lambda: promises.unmarked)
+    assert promises_nothing(engine)

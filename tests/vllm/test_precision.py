@@ -48,10 +48,10 @@ from vllm.scalar_type import scalar_types
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.model import ModelFacts
-from kvshelf.vllm import precision as subject
 from kvshelf.vllm.metadata import WorkerReport
 from kvshelf.vllm.namespace import build_namespace, unite_ranks
-from kvshelf.vllm.precision import precision
+from kvshelf.vllm.worker import precision as subject
+from kvshelf.vllm.worker.precision import precision
 from tests.vllm.record_inputs import LEDGER
 from tests.vllm.simulated import Rank, SimulatedEngine, engines_on, model_config
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,11 +11,18 @@ with warnings.catch_warnings():
     # vLLM's own imports are not ours to judge.
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm")
-    from kvshelf.vllm.read_ahead import Loadable, ReadAhead
+    from kvshelf.vllm.metadata import StepMetadata
+    from kvshelf.vllm.scheduler.read_ahead import Loadable, ReadAhead
 
 
 def test_a_step_looks_at_few_requests_however_many_wait() -> None:
-    plan = ReadAhead()
+    asked: list[str] = []
+
+    def loadable(name: str) -> Loadable:
+        asked.append(name)
+        return Loadable()
+
+    plan = ReadAhead(loadable, lambda: False)
     plan.enable(None)
     for number in range(50_000):
         plan.wait(str(number))
@@ -29,13 +37,7 @@ def test_a_step_looks_at_few_requests_however_many_wait() -> None:
                 yield name, waiting
 
     plan._waiting = Counting(plan._waiting)  # type: ignore[assignment]
-    asked: list[str] = []
-
-    def loadable(name: str) -> Loadable:
-        asked.append(name)
-        return Loadable()
-
-    plan.plan({"3"}, loadable, paused=lambda: False)
+    plan.plan(SimpleNamespace(num_scheduled_tokens={"3": 1}), StepMetadata())
     assert len(taken) <= 33
     assert asked == [str(number) for number in range(32) if number != 3]
     # The one that was admitted waits no more.

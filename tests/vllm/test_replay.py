@@ -9,7 +9,8 @@ from __future__ import annotations
 import random
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,17 @@ from tests.native.emulation import emulation
 from tests.support.prompts import prompt
 from tests.support.storages import Fault, FaultyBackend, posix
 from tests.support.waiting import PATIENCE, until
-from tests.vllm.replay import RUNNERS, MiniVllm, Request, adapter, image, make_config, side_of
+from tests.vllm import rig
+from tests.vllm.replay import (
+    RUNNERS,
+    MiniVllm,
+    Request,
+    Start,
+    adapter,
+    image,
+    make_config,
+    side_of,
+)
 
 BLOCK, CHUNK = 4, 8
 
@@ -47,7 +58,7 @@ def nothing_contained(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 @pytest.fixture
-def start(backend: FaultyBackend) -> Iterator[Callable[..., MiniVllm]]:
+def start(backend: FaultyBackend) -> Iterator[Start]:
     """Start engines on one shelf; they end with the test."""
     engines: list[MiniVllm] = []
 
@@ -61,6 +72,12 @@ def start(backend: FaultyBackend) -> Iterator[Callable[..., MiniVllm]]:
     backend.heal()
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture
+def engine(start: Start) -> MiniVllm:
+    """An engine that keeps no blocks of requests that have ended."""
+    return start(prefix_caching=False)
 
 
 def drain(engine: MiniVllm) -> None:
@@ -95,60 +112,12 @@ def hit(length: int) -> int:
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 12, 16, 17, 40, 41])
 def test_a_second_engine_loads_what_the_first_stored(
-    start: Callable[..., MiniVllm], backend: FaultyBackend, runner: str, length: int
+    start: Start, backend: FaultyBackend, runner: str, length: int
 ) -> None:
     tokens = prompt(length)
     assert run(start(runner=runner), tokens) == [0]
     assert len(objects(backend)) == 2 * (length // CHUNK)
     assert run(start(runner=runner), tokens) == [hit(length)]
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("budget", [3, 8, 13])
-def test_chunked_prefill_stores_and_loads_the_same(
-    start: Callable[..., MiniVllm], runner: str, budget: int
-) -> None:
-    tokens = prompt(45)
-    assert run(start(runner=runner, budget=budget), tokens) == [0]
-    assert run(start(runner=runner, budget=budget), tokens) == [40]
-
-
-@pytest.mark.parametrize("shared", range(0, 34, 3))
-def test_prompts_that_share_a_prefix_share_its_whole_chunks(
-    start: Callable[..., MiniVllm], shared: int
-) -> None:
-    run(start(), prompt(33, 1, shared))
-    assert run(start(), prompt(33, 2, shared)) == [shared // CHUNK * CHUNK]
-
-
-def test_what_the_local_cache_has_is_not_loaded(start: Callable[..., MiniVllm]) -> None:
-    run(start(), prompt(41))
-    engine = start()
-    run(engine, prompt(41)[:21])
-    # The local cache gives 20 tokens, in blocks that others may use; the shelf the rest.
-    assert run(engine, prompt(41)) == [40 - 20]
-    assert run(engine, prompt(41)) == [0]
-
-
-def test_without_prefix_caching_every_request_loads(start: Callable[..., MiniVllm]) -> None:
-    engine = start(prefix_caching=False)
-    run(engine, prompt(20))
-    assert run(engine, prompt(20)) == [16]
-    assert run(engine, prompt(20), prompt(20)) == [16, 16]
-
-
-@pytest.mark.parametrize("save_decode", [False, True])
-def test_answers_are_stored_only_on_demand(
-    start: Callable[..., MiniVllm], save_decode: bool
-) -> None:
-    engine = start({"save_decode": save_decode})
-    request = engine.add(Request("r", prompt(10), max_tokens=20))
-    engine.run()
-    drain(engine)
-    conversation = [*request._all_token_ids, *prompt(5, 3)]
-    # The last token of an answer is never computed.
-    known = 10 if not save_decode else 29
-    assert run(start(), conversation) == [known // CHUNK * CHUNK]
 
 
 @pytest.mark.parametrize(
@@ -162,7 +131,7 @@ def test_answers_are_stored_only_on_demand(
     ],
 )
 def test_what_else_decides_kv_is_in_the_key(
-    start: Callable[..., MiniVllm], first: dict[str, Any], second: dict[str, Any]
+    start: Start, first: dict[str, Any], second: dict[str, Any]
 ) -> None:
     run(start(), prompt(20), **first)
     engine = start()
@@ -170,9 +139,7 @@ def test_what_else_decides_kv_is_in_the_key(
     assert run(engine, prompt(20), **first) == [16]
 
 
-def test_salts_may_have_folders_of_their_own(
-    start: Callable[..., MiniVllm], backend: FaultyBackend
-) -> None:
+def test_salts_may_have_folders_of_their_own(start: Start, backend: FaultyBackend) -> None:
     engine = start({"group_by_salt": True})
     run(engine, prompt(8), cache_salt="tenant")
     run(engine, prompt(8))
@@ -191,9 +158,8 @@ def test_salts_may_have_folders_of_their_own(
     ],
 )
 def test_prompts_without_an_address_are_neither_stored_nor_loaded(
-    start: Callable[..., MiniVllm], backend: FaultyBackend, odd: dict[str, Any]
+    engine: MiniVllm, backend: FaultyBackend, odd: dict[str, Any]
 ) -> None:
-    engine = start(prefix_caching=False)
     run(engine, prompt(20, 9))
     before = objects(backend)
     # vLLM has zeros where a prompt has no tokens: all such prompts look the same.
@@ -203,9 +169,7 @@ def test_prompts_without_an_address_are_neither_stored_nor_loaded(
     assert run(engine, [0] * 20, **odd) == [0]
 
 
-def test_blocks_that_a_window_has_left_behind_are_neither_stored_nor_filled(
-    start: Callable[..., MiniVllm],
-) -> None:
+def test_blocks_that_a_window_has_left_behind_are_neither_stored_nor_filled(start: Start) -> None:
     config = {"window": 8}
     run(start(config, window=8, budget=6), prompt(41))
     run(start(config, window=8), prompt(41))
@@ -222,7 +186,36 @@ def make_adapter(folder: Path, text: str) -> Path:
     return folder
 
 
-def test_adapters_are_told_apart_by_content(start: Callable[..., MiniVllm], tmp_path: Path) -> None:
+class Hashing:
+    """Counts by side how often adapters' files are hashed, and holds the sides in `held` up."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._patch, self._digest = patch, adapters.lora_digest
+        patch.setattr(adapters, "lora_digest", self)
+        self.counts: Counter[str] = Counter()
+        self.held: set[str] = set()
+        self.gate = threading.Event()
+
+    def __call__(self, *args: Any, cache: Any) -> bytes:
+        # The worker's digests are cached nowhere.
+        side = "worker" if cache.path is None else "scheduler"
+        self.counts[side] += 1
+        assert side not in self.held or self.gate.wait(PATIENCE)
+        return self._digest(*args, cache=cache)
+
+    def within(self, seconds: float) -> None:
+        """Let the workers wait so long for a digest."""
+        self._patch.setattr(adapters, "_HASHING_SECONDS", seconds)
+
+
+@pytest.fixture
+def hashing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hashing]:
+    hashing = Hashing(monkeypatch)
+    yield hashing
+    hashing.gate.set()
+
+
+def test_adapters_are_told_apart_by_content(start: Start, tmp_path: Path) -> None:
     one, two = (make_adapter(tmp_path / name, name) for name in ("one", "two"))
     copy = make_adapter(tmp_path / "copy", "one")
     run(start(), prompt(20), lora_request=adapter(one))
@@ -232,7 +225,7 @@ def test_adapters_are_told_apart_by_content(start: Callable[..., MiniVllm], tmp_
 
 
 def test_engines_that_apply_adapters_in_different_ways_share_nothing(
-    start: Callable[..., MiniVllm], tmp_path: Path
+    start: Start, tmp_path: Path
 ) -> None:
     folder = make_adapter(tmp_path / "a", "a")
     everything: dict[str, Any] = {"target_modules": None, "lora_dtype": torch.bfloat16}
@@ -250,14 +243,13 @@ def test_engines_that_apply_adapters_in_different_ways_share_nothing(
 
 @pytest.mark.parametrize("loaded", ["not again", "again"])
 def test_an_adapter_that_changes_is_not_trusted_any_more(
-    start: Callable[..., MiniVllm],
+    engine: MiniVllm,
     backend: FaultyBackend,
     tmp_path: Path,
     loaded: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder = make_adapter(tmp_path / "a", "before")
-    engine = start(prefix_caching=False)
     run(engine, prompt(20), lora_request=adapter(folder))
     assert run(engine, prompt(20), lora_request=adapter(folder)) == [16]
     make_adapter(folder, "after, and longer")
@@ -277,13 +269,9 @@ def test_an_adapter_that_changes_is_not_trusted_any_more(
 
 
 def test_adapters_that_are_loaded_in_place_are_not_addressed(
-    start: Callable[..., MiniVllm],
-    backend: FaultyBackend,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    engine: MiniVllm, backend: FaultyBackend, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = make_adapter(tmp_path / "a", "before")
-    engine = start(prefix_caching=False)
     for _ in range(2):
         late = adapter(folder, load_inplace=True)
         assert run(engine, prompt(20), lora_request=late) == [0]
@@ -292,7 +280,7 @@ def test_adapters_that_are_loaded_in_place_are_not_addressed(
 
 
 def test_an_adapter_that_is_loaded_anew_while_a_request_runs_is_not_stored(
-    start: Callable[..., MiniVllm], tmp_path: Path
+    start: Start, tmp_path: Path
 ) -> None:
     folder = make_adapter(tmp_path / "a", "before")
     engine = start(budget=8, prefix_caching=False)
@@ -310,27 +298,17 @@ def test_an_adapter_that_is_loaded_anew_while_a_request_runs_is_not_stored(
 
 @pytest.mark.parametrize("hashed", ["in time", "late", "never"])
 def test_what_is_on_its_way_when_other_content_is_loaded_is_not_used(
-    start: Callable[..., MiniVllm],
-    backend: FaultyBackend,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    hashed: str,
+    start: Start, backend: FaultyBackend, tmp_path: Path, hashing: Hashing, hashed: str
 ) -> None:
     folder = make_adapter(tmp_path / "a", "before")
     run(start(), prompt(20), lora_request=adapter(folder))
     engine = start(prefix_caching=False)
     engine.add(Request("r", prompt(20), lora_request=adapter(folder)))
-    state, loads, files = engine.states["r"], threading.Event(), threading.Event()
+    state, loads, files = engine.states["r"], threading.Event(), hashing.gate
     backend.add(Fault("read", wait=loads))
     until(lambda: engine.step() is None or state.status == "loading")
-    digest = adapters.lora_digest
-
-    def wait(*args: Any, **options: Any) -> bytes:
-        assert files.wait(PATIENCE)
-        return digest(*args, **options)
-
-    monkeypatch.setattr(adapters, "lora_digest", wait)
-    monkeypatch.setattr(adapters, "_HASHING_SECONDS", 0.2 if hashed == "never" else PATIENCE)
+    hashing.held = {"worker", "scheduler"}
+    hashing.within(0.2 if hashed == "never" else PATIENCE)
     engine.patient = False
     make_adapter(folder, "after, and longer")
     # As an API server does, or a request without a hit.
@@ -339,23 +317,24 @@ def test_what_is_on_its_way_when_other_content_is_loaded_is_not_used(
     assert side is not None
     if hashed == "in time":
         files.set()
-        until(lambda: side._adapters._hashings[1].done)
+        until(lambda: side.adapters._hashings[1].done)
+    transfers = side.model.transfers
+    assert transfers is not None
     loads.set()
     if hashed == "late":
-        until(lambda: engine.step() is None or bool(side._undecided))
+        # The load has ended, and is not reported.
+        until(lambda: engine.step() is None or (side.loads.running and not transfers.loading))
         engine.step()
         assert state.status == "loading"
         files.set()
     engine.run()
     assert state.load_failed
-    files.set()
 
 
 def test_an_adapter_that_was_loaded_before_its_files_changed_is_not_stored(
-    start: Callable[..., MiniVllm], backend: FaultyBackend, tmp_path: Path
+    engine: MiniVllm, backend: FaultyBackend, tmp_path: Path
 ) -> None:
     folder = make_adapter(tmp_path / "a", "before")
-    engine = start(prefix_caching=False)
     # As an API server does, ahead of all requests.
     engine.adapters.use(adapter(folder))
     make_adapter(folder, "after, and longer")
@@ -366,7 +345,7 @@ def test_an_adapter_that_was_loaded_before_its_files_changed_is_not_stored(
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_an_adapter_under_the_name_of_another_is_not_stored_before_a_reset(
-    start: Callable[..., MiniVllm], backend: FaultyBackend, tmp_path: Path, inplace: bool
+    start: Start, backend: FaultyBackend, tmp_path: Path, inplace: bool
 ) -> None:
     folder = make_adapter(tmp_path / "a", "before")
     engine = start()
@@ -385,21 +364,11 @@ def test_an_adapter_under_the_name_of_another_is_not_stored_before_a_reset(
     assert run(start(), prompt(20), lora_request=adapter(folder)) == [16]
 
 
-def test_an_adapter_whose_files_cannot_be_read_in_time_holds_up_nobody(
-    start: Callable[..., MiniVllm],
-    backend: FaultyBackend,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_an_adapter_whose_files_cannot_be_read_in_time_delays_no_request(
+    start: Start, backend: FaultyBackend, tmp_path: Path, hashing: Hashing
 ) -> None:
-    gate = threading.Event()
-    digest = adapters.lora_digest
-
-    def wait(*args: Any, **options: Any) -> bytes:
-        assert gate.wait(PATIENCE)
-        return digest(*args, **options)
-
-    monkeypatch.setattr(adapters, "lora_digest", wait)
-    monkeypatch.setattr(adapters, "_HASHING_SECONDS", 0.05)
+    hashing.held = {"worker", "scheduler"}
+    hashing.within(0.05)
     folder = make_adapter(tmp_path / "a", "a")
     engine = start({"lookup_wait_s": 0.05}, prefix_caching=False)
     engine.patient = False
@@ -409,7 +378,7 @@ def test_an_adapter_whose_files_cannot_be_read_in_time_holds_up_nobody(
     run(engine, prompt(20))
     assert run(engine, prompt(20)) == [16]
     plain = len(objects(backend))
-    gate.set()
+    hashing.gate.set()
 
     def stored() -> bool:
         run(engine, prompt(20), lora_request=adapter(folder))
@@ -419,24 +388,15 @@ def test_an_adapter_whose_files_cannot_be_read_in_time_holds_up_nobody(
 
 
 def test_no_step_waits_for_the_digest_of_an_adapter(
-    start: Callable[..., MiniVllm],
+    engine: MiniVllm,
     backend: FaultyBackend,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    hashing: Hashing,
 ) -> None:
-    gate, read = threading.Event(), []
-    digest, folder = adapters.lora_digest, make_adapter(tmp_path / "a", "a")
-
-    def wait(*args: Any, cache: Any) -> bytes:
-        if cache.path is None:
-            # The worker, whose digests are cached nowhere.
-            read.append(args)
-            assert gate.wait(PATIENCE)
-        return digest(*args, cache=cache)
-
-    monkeypatch.setattr(adapters, "lora_digest", wait)
+    folder = make_adapter(tmp_path / "a", "a")
+    hashing.held = {"worker"}
     counted = note_counts(monkeypatch)
-    engine = start(prefix_caching=False)
     engine.patient = False
     assert run(engine, prompt(20), lora_request=adapter(folder)) == [0]
     # Others push it out, and it is loaded again while its files are being hashed.
@@ -444,7 +404,7 @@ def test_no_step_waits_for_the_digest_of_an_adapter(
     assert run(engine, prompt(20), lora_request=adapter(folder)) == [0]
     assert not objects(backend)
     assert counted.count("dropped_chunks_adapter_unknown") == 4
-    gate.set()
+    hashing.gate.set()
     engine.patient = True
     run(engine, prompt(20), lora_request=adapter(folder))
     assert len(objects(backend)) == 4
@@ -454,59 +414,43 @@ def test_no_step_waits_for_the_digest_of_an_adapter(
     run(engine, prompt(20, 1), lora_request=adapter(folder))
     assert len(objects(backend)) == 8
     assert counted.count("dropped_chunks_adapter_unknown") == 4
-    assert len(read) == 1
+    assert hashing.counts["worker"] == 1
 
 
 def test_a_look_up_waits_for_no_adapter_of_another_request(
-    start: Callable[..., MiniVllm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, tmp_path: Path, hashing: Hashing
 ) -> None:
-    gate, digest = threading.Event(), adapters.lora_digest
     folder = make_adapter(tmp_path / "a", "a")
     run(start(), prompt(20), lora_request=adapter(folder))
     run(start(), prompt(20))
-
-    def wait(*args: Any, cache: Any) -> bytes:
-        # The worker's digests are cached nowhere.
-        assert cache.path is None or gate.wait(PATIENCE)
-        return digest(*args, cache=cache)
-
-    monkeypatch.setattr(adapters, "lora_digest", wait)
-    monkeypatch.setattr(adapters, "_HASHING_SECONDS", PATIENCE)
+    hashing.held = {"scheduler"}
+    hashing.within(PATIENCE)
     engine = start()
     engine.add(Request("held", prompt(20), lora_request=adapter(folder)))
     engine.add(Request("free", prompt(20)))
     held, free = engine.states["held"], engine.states["free"]
     until(lambda: engine.step() is None or free.status == "finished")
     assert (free.loaded, held.status) == (16, "waiting")
-    gate.set()
+    hashing.gate.set()
     engine.run()
     assert held.loaded == 16
 
 
 def test_files_of_an_adapter_are_hashed_again_only_when_they_change(
-    start: Callable[..., MiniVllm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: MiniVllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hashing: Hashing
 ) -> None:
-    digest, read = adapters.lora_digest, []
-
-    def note(*args: Any, cache: Any) -> bytes:
-        if cache.path is not None:
-            read.append(args)
-        return digest(*args, cache=cache)
-
-    monkeypatch.setattr(adapters, "lora_digest", note)
     folder = make_adapter(tmp_path / "a", "a")
-    engine = start(prefix_caching=False)
     for count in (1, 2):
         # The clock may not tell these files from later ones yet.
         run(engine, prompt(20, count), lora_request=adapter(folder))
-        assert len(read) == count
+        assert hashing.counts["scheduler"] == count
     monkeypatch.setattr(adapters, "is_settled", lambda written, now: True)
     for count in range(3, 6):
         run(engine, prompt(20, count), lora_request=adapter(folder))
-    assert len(read) == 3
+    assert hashing.counts["scheduler"] == 3
     make_adapter(folder, "after, and longer")
     assert run(engine, prompt(20), lora_request=adapter(folder)) == [0]
-    assert len(read) == 4
+    assert hashing.counts["scheduler"] == 4
 
 
 def note_counts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -522,37 +466,27 @@ def note_counts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_an_adapter_that_is_loaded_again_before_it_was_looked_at_is_not_stored(
-    start: Callable[..., MiniVllm],
-    backend: FaultyBackend,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    engine: MiniVllm, backend: FaultyBackend, tmp_path: Path, hashing: Hashing
 ) -> None:
-    gate = threading.Event()
-    digest, folder = adapters.lora_digest, make_adapter(tmp_path / "a", "before")
-
-    def wait_the_first_time(*args: Any, **options: Any) -> bytes:
-        monkeypatch.setattr(adapters, "lora_digest", digest)
-        assert gate.wait(PATIENCE)
-        return digest(*args, **options)
-
-    monkeypatch.setattr(adapters, "_HASHING_SECONDS", 0.05)
-    monkeypatch.setattr(adapters, "lora_digest", wait_the_first_time)
-    engine = start(prefix_caching=False)
+    folder = make_adapter(tmp_path / "a", "before")
+    hashing.held = {"worker"}
+    hashing.within(0.05)
     engine.adapters.use(adapter(folder))
+    until(lambda: hashing.counts["worker"] == 1)
+    hashing.held = set()
     make_adapter(folder, "after, and longer")
     engine.adapters.loaded.clear()
     engine.adapters.use(adapter(folder))
-    gate.set()
+    hashing.gate.set()
     for _ in range(2):
         assert run(engine, prompt(20), lora_request=adapter(folder)) == [0]
     assert not objects(backend)
 
 
 def test_an_id_that_stands_for_two_adapters_is_not_trusted(
-    start: Callable[..., MiniVllm], backend: FaultyBackend, tmp_path: Path
+    engine: MiniVllm, backend: FaultyBackend, tmp_path: Path
 ) -> None:
     one, two = (make_adapter(tmp_path / name, name) for name in ("one", "two"))
-    engine = start(prefix_caching=False)
     run(engine, prompt(20), lora_request=adapter(one))
     before = objects(backend)
     # vLLM would go on using the first one's weights.
@@ -561,12 +495,8 @@ def test_an_id_that_stands_for_two_adapters_is_not_trusted(
 
 
 def test_an_adapter_without_files_is_served_without_the_shelf(
-    start: Callable[..., MiniVllm],
-    backend: FaultyBackend,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    engine: MiniVllm, backend: FaultyBackend, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = start(prefix_caching=False)
     for seed in range(3):
         assert run(engine, prompt(20, seed), lora_request=adapter(tmp_path / "no")) == [0]
     assert not objects(backend)
@@ -577,22 +507,13 @@ def test_an_adapter_without_files_is_served_without_the_shelf(
 # ------------------------------------------------------------------------- roles
 
 
-def test_a_consumer_loads_and_stores_nothing(
-    start: Callable[..., MiniVllm], backend: FaultyBackend
+@pytest.mark.parametrize("option", [{"role": "kv_consumer"}, {"read_only": True}])
+def test_an_engine_that_may_not_store_loads_and_stores_nothing(
+    start: Start, backend: FaultyBackend, option: dict[str, Any]
 ) -> None:
     run(start({"role": "kv_producer"}), prompt(20))
     before = objects(backend)
-    engine = start({"role": "kv_consumer"})
-    assert run(engine, prompt(20), prompt(20, 1)) == [16, 0]
-    assert objects(backend) == before
-
-
-def test_a_read_only_engine_loads_and_stores_nothing(
-    start: Callable[..., MiniVllm], backend: FaultyBackend
-) -> None:
-    run(start(), prompt(20))
-    before = objects(backend)
-    engine = start({"read_only": True})
+    engine = start(option)
     assert run(engine, prompt(20), prompt(20, 1)) == [16, 0]
     assert objects(backend) == before
 
@@ -601,9 +522,7 @@ def test_a_read_only_engine_loads_and_stores_nothing(
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_a_preempted_request_comes_back_with_the_shelf_s_help(
-    start: Callable[..., MiniVllm], runner: str
-) -> None:
+def test_a_preempted_request_comes_back_with_the_shelf_s_help(start: Start, runner: str) -> None:
     engine = start(runner=runner, prefix_caching=False, budget=16)
     engine.add(Request("r", prompt(40), max_tokens=12))
     while engine.states["r"].request.num_tokens < 45:
@@ -617,35 +536,8 @@ def test_a_preempted_request_comes_back_with_the_shelf_s_help(
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_chunks_are_stored_once_though_their_request_was_preempted(
-    start: Callable[..., MiniVllm], runner: str, backend: FaultyBackend
-) -> None:
-    engine = start({"save_decode": True}, runner=runner, budget=10, prefix_caching=False)
-    request = engine.add(Request("r", prompt(30), max_tokens=10))
-    for _ in range(3):
-        while request.num_computed_tokens < 12:
-            engine.step()
-        engine.preempt("r")
-    engine.run()
-    drain(engine)
-    assert len(objects(backend)) == 2 * ((request.num_tokens - 1) // CHUNK)
-    assert run(start(runner=runner), [*request._all_token_ids, 1, 2]) == [
-        (request.num_tokens - 1) // CHUNK * CHUNK
-    ]
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_many_requests_in_a_tiny_cache(start: Callable[..., MiniVllm], runner: str) -> None:
-    prompts = [prompt(30, i % 5, 12) for i in range(12)]
-    run(start(runner=runner, blocks=24, budget=20), *prompts, max_tokens=16)
-    engine = start(runner=runner, blocks=24, budget=20)
-    loaded = run(engine, *prompts, max_tokens=16)
-    assert sum(loaded) > 0
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
 def test_an_abort_while_loading_frees_the_blocks_before_the_storage_answers(
-    start: Callable[..., MiniVllm], backend: FaultyBackend, runner: str
+    start: Start, backend: FaultyBackend, runner: str
 ) -> None:
     run(start(runner=runner), prompt(41))
     gate = threading.Event()
@@ -670,7 +562,7 @@ def test_an_abort_while_loading_frees_the_blocks_before_the_storage_answers(
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_aborts_at_any_time_leave_nothing_behind(
-    start: Callable[..., MiniVllm], backend: FaultyBackend, runner: str
+    start: Start, backend: FaultyBackend, runner: str
 ) -> None:
     run(start(runner=runner), prompt(41))
     engine = start(budget=8, runner=runner)
@@ -684,12 +576,10 @@ def test_aborts_at_any_time_leave_nothing_behind(
     scheduler, worker = engine.scheduler._scheduler, engine.worker._worker
     assert scheduler is not None
     assert worker is not None
-    assert not scheduler._requests
-    assert not scheduler._loads
-    assert not scheduler._cancelled
-    assert not worker._ops
-    assert worker._transfer is not None
-    assert not worker._transfer.loading
+    assert not rig.remembers(scheduler)
+    assert not worker.loads.running
+    assert worker.model.transfers is not None
+    assert not worker.model.transfers.loading
 
 
 # ------------------------------------------------------------------------- trouble
@@ -698,7 +588,7 @@ def test_aborts_at_any_time_leave_nothing_behind(
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("index", [0, 2, 4])
 def test_a_bad_chunk_is_computed_and_repaired(
-    start: Callable[..., MiniVllm], backend: FaultyBackend, runner: str, index: int
+    start: Start, backend: FaultyBackend, runner: str, index: int
 ) -> None:
     run(start(runner=runner), prompt(41))
     name = next(name for name in objects(backend) if f"-{index}-1of2" in name)
@@ -721,89 +611,9 @@ def test_a_bad_chunk_is_computed_and_repaired(
     assert run(start(runner=runner), prompt(41)) == [40]
 
 
-def test_a_hole_behind_a_look_up_is_computed_and_stored_again(
-    start: Callable[..., MiniVllm], backend: FaultyBackend
-) -> None:
-    run(start(), prompt(41))
-    engine = start(prefix_caching=False, budget=9)
-    engine.add(Request("r", prompt(41)))
-    scheduler = engine.scheduler._scheduler
-    assert scheduler is not None
-    until(lambda: engine.step() is not None and scheduler._lookups is not None)
-    engine.abort("r")
-    engine.step()
-    request = engine.add(Request("s", prompt(41)))
-    lookup = scheduler._requests["s"].lookup
-    assert lookup is not None
-    assert lookup.wait(PATIENCE)
-    for name in objects(backend):
-        if "-2-" in name:
-            (Path(backend.url) / name).unlink()
-    state = engine.states["s"]
-    engine.run()
-    assert state.loads == 1
-    assert request.num_tokens == 43
-    drain(engine)
-    assert len(objects(backend)) == 10
-    engine.step()
-
-
-@pytest.mark.parametrize("operation", ["open", "read"])
-def test_storage_errors_are_no_end_and_no_loop(
-    start: Callable[..., MiniVllm], backend: FaultyBackend, operation: str
-) -> None:
-    run(start(), prompt(41))
-    engine = start(prefix_caching=False)
-    backend.add(Fault(operation, "*.safetensors", error=TransientStorageError(5, "EIO")))
-    engine.add(Request("r", prompt(41)))
-    state = engine.states["r"]
-    engine.run()
-    assert state.loads == 1
-    assert len(objects(backend)) == 10
-
-
-def test_a_look_up_that_hangs_is_waited_for_once(
-    start: Callable[..., MiniVllm], backend: FaultyBackend
-) -> None:
-    engine = start({"lookup_wait_s": 0.05})
-    run(engine, prompt(20))
-    gate = threading.Event()
-    backend.add(Fault("stat", wait=gate))
-    assert run(engine, prompt(20, 1)) == [0]
-    before = engine.steps
-    assert run(engine, prompt(20, 2)) == [0]
-    assert engine.steps - before < 20
-    assert engine.scheduler._scheduler is not None
-    counts = engine.scheduler._scheduler.counters.snapshot()
-    assert counts["lookup_timeouts"] == 2
-    gate.set()
-    backend.heal()
-    drain(engine)
-    lookups = engine.scheduler._scheduler._lookups
-    assert lookups is not None
-    until(lambda: not lookups.stalled(0.05))
-    engine.drop_prefix_cache()
-    assert run(engine, prompt(20)) == [16]
-
-
-def test_loads_that_hang_are_computed(
-    start: Callable[..., MiniVllm], backend: FaultyBackend
-) -> None:
-    run(start(), prompt(41))
-    engine = start({"read_deadline_s": 0.2}, prefix_caching=False)
-    run(engine, prompt(9, 3))
-    gate = threading.Event()
-    backend.add(Fault("read", wait=gate))
-    engine.add(Request("r", prompt(41)))
-    state = engine.states["r"]
-    engine.run()
-    assert state.loads == 1
-    gate.set()
-
-
 def shelves(engine: MiniVllm) -> list[Shelf]:
     """The shelves of the two halves."""
-    found = [engine.scheduler._shelf.get(), engine.worker._shelf.get()]
+    found = [engine.scheduler._assembly.shelf(), engine.worker._assembly.shelf()]
     return [shelf for shelf in found if shelf is not None]
 
 
@@ -813,6 +623,9 @@ def flip(data: bytearray) -> None:
 
 LIVELOCKS: dict[str, list[Fault]] = {
     "errors": [Fault("open", "*.safetensors", error=lambda: TransientStorageError(5, "EIO"))],
+    "errors of reads": [
+        Fault("read", "*.safetensors", error=lambda: TransientStorageError(5, "EIO"))
+    ],
     "damage": [Fault("read", "*.safetensors", damage=flip)],
     "gone between probe and read": [
         Fault("open", "*.safetensors", error=lambda: ObjectMissingError(2, "ENOENT"))
@@ -824,10 +637,11 @@ LIVELOCKS: dict[str, list[Fault]] = {
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("trouble", list(LIVELOCKS))
 def test_vllm_49176_a_request_whose_load_fails_is_computed_and_not_loaded_for_ever(
-    start: Callable[..., MiniVllm], backend: FaultyBackend, trouble: str, runner: str
+    start: Start, backend: FaultyBackend, trouble: str, runner: str
 ) -> None:
     run(start(runner=runner), prompt(41))
-    engine = start({"read_deadline_s": 0.2}, runner=runner, prefix_caching=False)
+    config = {"read_deadline_s": 0.2} if trouble == "never answers" else None
+    engine = start(config, runner=runner, prefix_caching=False)
     run(engine, prompt(9, 3))
     for fault in LIVELOCKS[trouble]:
         backend.add(fault)
@@ -842,13 +656,12 @@ def test_vllm_49176_a_request_whose_load_fails_is_computed_and_not_loaded_for_ev
         loads.append(state.loads)
         assert sum(end - begin for r, begin, end in engine.written if r == name) >= 41
     # What was replaced is tried once more, and then left alone too.
-    assert loads == [1, 1, 0, 0] if trouble == "damage" else [1, 0, 0, 0]
+    assert loads == ([1, 1, 0, 0] if trouble == "damage" else [1, 0, 0, 0])
 
 
-def test_a_storage_that_fails_is_left_alone_and_used_again_when_it_is_well(
-    start: Callable[..., MiniVllm], backend: FaultyBackend
+def test_a_breaker_opens_over_a_storage_that_fails_and_closes_when_it_answers(
+    engine: MiniVllm, backend: FaultyBackend
 ) -> None:
-    engine = start(prefix_caching=False)
     prompts = [prompt(41, seed) for seed in range(6)]
     run(engine, *prompts)
     backend.add(Fault("*", error=lambda: TransientStorageError(5, "EIO")))
@@ -862,13 +675,13 @@ def test_a_storage_that_fails_is_left_alone_and_used_again_when_it_is_well(
     assert counts["breaker_opens"] == 1
     backend.heal()
     until(lambda: all(shelf.available for shelf in shelves(engine)))
-    # In its steps the worker says that it is well again.
+    # In its steps the worker reports that its breaker is closed.
     run(engine, prompt(9, 9))
     assert run(engine, *prompts) == [40] * 6
 
 
-def test_a_worker_that_leaves_the_storage_alone_tells_the_scheduler(
-    start: Callable[..., MiniVllm], backend: FaultyBackend
+def test_an_open_breaker_of_a_worker_reaches_the_scheduler(
+    start: Start, backend: FaultyBackend
 ) -> None:
     engine = start({"read_deadline_s": 0.2}, prefix_caching=False)
     prompts = [prompt(41, seed) for seed in range(3)]
@@ -894,7 +707,7 @@ def test_a_worker_that_leaves_the_storage_alone_tells_the_scheduler(
 
 
 def test_what_a_failed_forward_pass_left_is_not_stored(
-    start: Callable[..., MiniVllm], backend: FaultyBackend
+    start: Start, backend: FaultyBackend
 ) -> None:
     engine = start()
     run(engine, prompt(9, 3))
@@ -907,50 +720,20 @@ def test_what_a_failed_forward_pass_left_is_not_stored(
     assert objects(backend) == before
 
 
-def test_the_first_request_of_a_fresh_engine_hits(start: Callable[..., MiniVllm]) -> None:
-    run(start(), prompt(20))
-    engine = start()
-    engine.add(Request("r", prompt(20)))
-    state = engine.states["r"]
-    engine.run()
-    assert state.loaded == 16
-
-
 def test_a_request_admitted_before_the_namespace_is_known_is_stored(
-    start: Callable[..., MiniVllm], backend: FaultyBackend
+    start: Start, backend: FaultyBackend
 ) -> None:
     engine = start({"identity_wait_s": 0.0}, budget=8)
     engine.add(Request("r", prompt(41)))
-    state = engine.scheduler._as_scheduler()._requests["r"]
-    while state.lookup is None:
+    side = engine.scheduler._scheduler
+    assert side is not None
+    while (lookup := rig.lookup_of(side, "r")) is None:
         engine.step()
     # What is computed meanwhile is stored when the look-up is there; but not after the end.
-    until(lambda: state.lookup is not None and state.lookup.done)
+    assert lookup.wait(PATIENCE)
     engine.run()
     drain(engine)
     assert len(objects(backend)) == 10
-
-
-def test_deleting_the_shelf_is_no_trouble(
-    start: Callable[..., MiniVllm], backend: FaultyBackend
-) -> None:
-    engine = start(prefix_caching=False)
-    run(engine, prompt(20))
-    root = Path(backend.url)
-    root.rename(root.with_name("gone"))
-    assert run(engine, prompt(20)) == [0]
-    assert run(engine, prompt(20)) == [16]
-
-
-def test_resetting_forgets_what_was_known_of_the_shelf(start: Callable[..., MiniVllm]) -> None:
-    engine = start(prefix_caching=False)
-    run(engine, prompt(20))
-    engine.add(Request("r", prompt(20)))
-    assert engine.scheduler.reset_cache() is True
-    meta = engine.step()
-    assert meta.reset
-    assert not engine.step().reset
-    engine.run()
 
 
 # ------------------------------------------------------------------------- other weights
@@ -976,7 +759,7 @@ def namespace(engine: MiniVllm) -> str:
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("paused", [True, False])
 def test_each_set_of_weights_has_a_cache_of_its_own(
-    start: Callable[..., MiniVllm], backend: FaultyBackend, runner: str, paused: bool
+    start: Start, backend: FaultyBackend, runner: str, paused: bool
 ) -> None:
     engine = start(runner=runner, prefix_caching=False)
     tokens = prompt(40)
@@ -1003,8 +786,7 @@ def test_each_set_of_weights_has_a_cache_of_its_own(
     assert run(other, tokens) == [hit(40)]
 
 
-def test_the_first_request_after_a_pause_is_stored(start: Callable[..., MiniVllm]) -> None:
-    engine = start(prefix_caching=False)
+def test_the_first_request_after_a_pause_is_stored(engine: MiniVllm) -> None:
     run(engine, prompt(20))
     engine.reset_prefix_cache()
     engine.model.load_weights(1.0)
@@ -1015,9 +797,8 @@ def test_the_first_request_after_a_pause_is_stored(start: Callable[..., MiniVllm
 
 @pytest.mark.parametrize("noticed", [True, False])
 def test_a_reset_finds_weights_that_were_written_in_any_way(
-    start: Callable[..., MiniVllm], noticed: bool
+    engine: MiniVllm, noticed: bool
 ) -> None:
-    engine = start(prefix_caching=False)
     run(engine, prompt(40))
     engine.model.scale[1] += 0.5
     if noticed:
@@ -1030,7 +811,7 @@ def test_a_reset_finds_weights_that_were_written_in_any_way(
 
 
 def test_a_reset_without_a_change_keeps_the_namespace_and_what_is_running(
-    start: Callable[..., MiniVllm], backend: FaultyBackend
+    start: Start, backend: FaultyBackend
 ) -> None:
     engine = start(prefix_caching=False, budget=8)
     settle(engine)
@@ -1045,9 +826,7 @@ def test_a_reset_without_a_change_keeps_the_namespace_and_what_is_running(
 
 
 @pytest.mark.parametrize("written", [True, False])
-def test_a_reset_before_the_first_step_compares_the_weights(
-    start: Callable[..., MiniVllm], written: bool
-) -> None:
+def test_a_reset_before_the_first_step_compares_the_weights(start: Start, written: bool) -> None:
     engine, other = (start(prefix_caching=False) for _ in range(2))
     engine.reset_prefix_cache()
     if written:
@@ -1062,7 +841,7 @@ def test_a_reset_before_the_first_step_compares_the_weights(
 
 @pytest.mark.parametrize("how", ["load", "write"])
 def test_nothing_is_stored_of_a_request_that_was_running_when_weights_changed(
-    start: Callable[..., MiniVllm], backend: FaultyBackend, how: str
+    start: Start, backend: FaultyBackend, how: str
 ) -> None:
     engine = start(prefix_caching=False, budget=8)
     settle(engine)
@@ -1088,14 +867,14 @@ def test_nothing_is_stored_of_a_request_that_was_running_when_weights_changed(
 
 
 def test_nothing_is_stored_behind_old_blocks_of_vllm_s_own_prefix_cache(
-    start: Callable[..., MiniVllm], backend: FaultyBackend
+    start: Start, backend: FaultyBackend
 ) -> None:
     engine = start()
     run(engine, prompt(40))
     engine.model.load_weights(1.0)
     settle(engine)
     before = objects(backend)
-    # The first 40 tokens come from the engine's own cache, which nobody has reset.
+    # The first 40 tokens come from the engine's own cache, which was not reset.
     run(engine, prompt(40) + prompt(40, 1))
     # So do these, computed with the new weights behind old ones.
     run(engine, prompt(40) + prompt(40, 1) + prompt(16, 2))
@@ -1109,9 +888,8 @@ def test_nothing_is_stored_behind_old_blocks_of_vllm_s_own_prefix_cache(
 
 @pytest.mark.parametrize("delivered", [True, False])
 def test_a_load_in_flight_when_weights_change_is_computed_instead(
-    start: Callable[..., MiniVllm], backend: FaultyBackend, delivered: bool
+    engine: MiniVllm, backend: FaultyBackend, delivered: bool
 ) -> None:
-    engine = start(prefix_caching=False)
     run(engine, prompt(40))
     gate = threading.Event()
     backend.add(Fault("read", wait=gate))
@@ -1120,7 +898,7 @@ def test_a_load_in_flight_when_weights_change_is_computed_instead(
         engine.step()
     if delivered:
         gate.set()
-        transfer = engine.worker._worker._transfer
+        transfer = engine.worker._worker.model.transfers
         until(lambda: bool(transfer._finished))
     engine.model.load_weights(1.0)
     gate.set()
@@ -1130,8 +908,7 @@ def test_a_load_in_flight_when_weights_change_is_computed_instead(
     assert namespace(engine).startswith("params:")
 
 
-def test_weights_that_change_again_while_they_are_read(start: Callable[..., MiniVllm]) -> None:
-    engine = start(prefix_caching=False)
+def test_weights_that_change_again_while_they_are_read(engine: MiniVllm) -> None:
     run(engine, prompt(40))
     engine.model.load_weights(1.0)
     engine.add(Request("r", prompt(40), max_tokens=20))
@@ -1151,9 +928,8 @@ def test_weights_that_change_again_while_they_are_read(start: Callable[..., Mini
 
 
 def test_what_is_queued_is_published_where_it_belongs(
-    start: Callable[..., MiniVllm], backend: FaultyBackend
+    engine: MiniVllm, backend: FaultyBackend
 ) -> None:
-    engine = start(prefix_caching=False)
     settle(engine)
     gate = threading.Event()
     backend.add(Fault("write", wait=gate))
@@ -1173,10 +949,7 @@ def test_what_is_queued_is_published_where_it_belongs(
     assert run(engine, prompt(40)) == [hit(40)]
 
 
-def test_a_version_names_the_weights(
-    start: Callable[..., MiniVllm], caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = start(prefix_caching=False)
+def test_a_version_names_the_weights(engine: MiniVllm, caplog: pytest.LogCaptureFixture) -> None:
     run(engine, prompt(40))
     for value, version, name in (
         (1.0, "step 1", "version:step 1"),

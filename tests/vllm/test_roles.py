@@ -3,79 +3,46 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 
 import pytest
 from make_model import make_model
 
-from tests.support.engines import Answer, Engine, EngineError, assert_same
-from tests.support.fleet import ENGINES, Engines
+from tests.support.engines import Engine, EngineError, assert_same
+from tests.support.fleet import ENGINES, Ask, Engines, MakePrompt, Reference
 from tests.support.waiting import until
 from tests.vllm.shelf_files import ShelfFiles
 
-MakePrompt = Callable[..., list[int]]
-Reference = Callable[..., Answer]
-
 
 def test_without_vllms_prefix_cache(
-    chatting: Engine, shelf: ShelfFiles, reference: Reference, prompt: MakePrompt
+    chatting: Engine, shelf: ShelfFiles, ask: Ask, prompt: MakePrompt
 ) -> None:
     tokens = prompt(1100)
-    assert_same(chatting.generate(tokens), reference(tokens))
+    ask(chatting, tokens)
     shelf.wait_stored(tokens)
     for _ in range(2):
-        answer = chatting.generate(tokens)
-        assert answer.shelf_tokens == 1024
-        assert_same(answer, reference(tokens))
+        ask(chatting, tokens, 1024)
 
 
-def test_save_decode(
-    chatting: Engine, shelf: ShelfFiles, reference: Reference, prompt: MakePrompt
-) -> None:
-    question = prompt(200)
-    answer = chatting.generate(question, max_tokens=400)
+def test_save_decode(chatting: Engine, shelf: ShelfFiles, ask: Ask, prompt: MakePrompt) -> None:
+    question = prompt(480)
+    answer = chatting.generate(question, max_tokens=60)
     conversation = question + answer.tokens
     # The last token of an answer has no KV: nothing was computed after it.
     shelf.wait_stored(conversation[:-1])
     follow_up = prompt(30, after=conversation)
-    answer = chatting.generate(follow_up)
-    assert answer.shelf_tokens == 512
-    assert_same(answer, reference(follow_up))
-
-
-def test_answers_are_not_stored_by_default(
-    engine: Engine, shelf: ShelfFiles, prompt: MakePrompt
-) -> None:
-    question = prompt(300)
-    answer = engine.generate(question, max_tokens=300)
-    shelf.wait_stored(question)
-    conversation = question + answer.tokens
-    marker = prompt(300)
-    engine.generate(marker)
-    shelf.wait_stored(marker)
-    assert [all(path.exists() for path in chunk) for chunk in shelf.of(conversation)] == [
-        True,
-        False,
-    ]
+    ask(chatting, follow_up, 512)
 
 
 def test_consumer_loads_and_stores_nothing(
-    engine: Engine,
-    consumer: Engine,
-    shelf: ShelfFiles,
-    reference: Reference,
-    prompt: MakePrompt,
+    engine: Engine, consumer: Engine, shelf: ShelfFiles, ask: Ask, prompt: MakePrompt
 ) -> None:
     tokens = prompt(1100)
     engine.generate(tokens)
     shelf.wait_stored(tokens)
     objects = shelf.objects()
-    answer = consumer.generate(tokens)
-    assert answer.shelf_tokens == 1024
-    assert_same(answer, reference(tokens))
-    for _ in range(3):
-        new = prompt(600)
-        assert_same(consumer.generate(new), reference(new))
+    ask(consumer, tokens, 1024)
+    new = prompt(600)
+    ask(consumer, new)
     consumer.stop()
     assert shelf.objects() == objects
     assert len(shelf.namespaces()) == 1

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from make_model import make_model
 
-from tests.support.engines import Answer, assert_same
-from tests.support.fleet import Engines
+from tests.support.engines import assert_same
+from tests.support.fleet import Engines, MakePrompt, Reference
 from tests.vllm.shelf_files import ShelfFiles
 
 pytestmark = pytest.mark.slow
@@ -44,10 +43,7 @@ def seed(*arguments: object, code: int = 0) -> tuple[dict[str, Any], str]:
 
 
 def test_what_was_seeded_is_found_by_another_engine(
-    engines: Engines,
-    reference: Callable[..., Answer],
-    prompt: Callable[[int], list[int]],
-    tmp_path: Path,
+    engines: Engines, reference: Reference, prompt: MakePrompt, tmp_path: Path
 ) -> None:
     # The same weights as the model of the other engine, and a tokenizer.
     model = make_model(tmp_path / "model", "tiny", tokenizer=True)

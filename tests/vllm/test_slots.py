@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm")
-    from kvshelf.vllm.slots import TokenSlots, slots_to_load, slots_to_store
+    from kvshelf.vllm.worker.slots import TokenSlots, slots_to_load, slots_to_store
 
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.kv.interleave import InterleavedBlocks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,11 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.support.engines import NEAR_TIE, Answer, Engine, assert_same
-from tests.support.fleet import ENGINES, Engines, Places
+from tests.support.fleet import ENGINES, Ask, Engines, MakePrompt, Places, Reference
 from tests.vllm.eagle_model import make_eagle
 from tests.vllm.shelf_files import ShelfFiles, assert_close
 
 pytestmark = pytest.mark.slow
-MakePrompt = Callable[[int], list[int]]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +48,7 @@ def shelf(engines: Engines) -> ShelfFiles:
 
 
 def test_rejected_drafts_are_never_stored(
-    drafting: Engine, shelf: ShelfFiles, reference: Callable[..., Answer], prompt: MakePrompt
+    drafting: Engine, shelf: ShelfFiles, ask: Ask, prompt: MakePrompt
 ) -> None:
     # Drafts come from repetitions, which a random model does not go on with: most are rejected.
     tokens = prompt(20) * 20
@@ -71,9 +70,7 @@ def test_rejected_drafts_are_never_stored(
     # The next turn of the chat loads prompt and answer; a draft's KV would change what follows.
     follow_up = [*text, *prompt(40)]
     drafting.reset_prefix_cache()
-    loaded = drafting.generate(follow_up)
-    assert loaded.shelf_tokens == 1024
-    assert_same(loaded, reference(follow_up), NEAR_TIE)
+    ask(drafting, follow_up, 1024, tolerance=NEAR_TIE)
 
 
 # ------------------------------------------------------------------------- drafters with KV
@@ -156,7 +153,7 @@ def eagle(engines: Engines) -> Iterator[Drafting]:
 
 
 def test_drafts_are_accepted_behind_a_loaded_prefix_as_without_one(
-    drafted: Drafting, reference: Callable[..., Answer], prompt: MakePrompt
+    drafted: Drafting, reference: Reference, prompt: MakePrompt
 ) -> None:
     tokens = prompt(2100)
     cold, usual = drafted.generate(tokens, max_tokens=512)
@@ -189,7 +186,7 @@ def test_a_drafter_changes_no_object_of_its_model(
 
 
 def test_kv_of_an_eagle_drafter_is_stored_and_loaded(
-    eagle: Drafting, reference: Callable[..., Answer], prompt: MakePrompt
+    eagle: Drafting, reference: Reference, prompt: MakePrompt
 ) -> None:
     tokens = prompt(1100)
     known = set(eagle.objects())

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.faults.faultfs import FaultMount, mounted
-from tests.support.engines import NEAR_TIE, SHELF_CONNECTOR, Answer, Engine, assert_same
-from tests.support.fleet import Engines
+from tests.support.engines import NEAR_TIE, Engine, assert_same
+from tests.support.fleet import Ask, Engines, MakePrompt, Reference, of_ranks
 from tests.vllm.handing_over import Counted, prefill
 from tests.vllm.shelf_files import CHUNK, ShelfFiles
 
@@ -21,36 +21,28 @@ LENGTH = CHUNKS * CHUNK + 40
 STAGING = 6 * 140_000
 #: Longer than a test may take.
 NEVER = 600.0
-MULTI_CONNECTOR = ("MultiConnector", "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector")
-MakePrompt = Callable[..., list[int]]
-Reference = Callable[..., Answer]
+OPTIONS = {
+    "staging_bytes": STAGING,
+    "handover_wait_s": NEVER,
+    # A busy disk may take seconds for anything.
+    "probe_deadline_s": NEVER,
+    "read_deadline_s": NEVER,
+    "write_deadline_s": NEVER,
+}
 
 
 def start(
     engines: Engines, name: str, folder: Path, role: str = "kv_both", **arguments: Any
 ) -> Engine:
-    return engines.start(
+    return engines.on_shelf(
         name,
-        model=engines.places.model,
-        connector=SHELF_CONNECTOR,
+        folder,
+        OPTIONS,
         kv_role=role,
-        extra_config=config(folder),
         max_num_batched_tokens=4096,
         max_model_len=8192,
         **{"core": 1 if role == "kv_consumer" else 0, **arguments},
     )
-
-
-def config(folder: Path) -> dict[str, Any]:
-    return {
-        "shared_storage_path": str(folder),
-        "staging_bytes": STAGING,
-        "handover_wait_s": NEVER,
-        # A busy disk may take seconds for anything.
-        "probe_deadline_s": NEVER,
-        "read_deadline_s": NEVER,
-        "write_deadline_s": NEVER,
-    }
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +97,7 @@ def test_a_prompt_that_one_step_computes_is_stored_in_one_pass(
     reader: Engine,
     mount: FaultMount,
     shelf: ShelfFiles,
-    reference: Reference,
+    ask: Ask,
     prompt: MakePrompt,
 ) -> None:
     first = prompt(CHUNK + 1)
@@ -126,21 +118,18 @@ def test_a_prompt_that_one_step_computes_is_stored_in_one_pass(
     shelf.wait_stored(tokens)
     request.abort()
     counted.wait(dropped_chunks_staging_full=0, dropped_chunks_parent_dropped=0)
-    answer = reader.generate(tokens)
-    assert answer.shelf_tokens == 6 * CHUNK
-    assert_same(answer, reference(tokens))
+    ask(reader, tokens, 6 * CHUNK)
     shelf.check_all()
 
 
 def test_a_prompt_larger_than_staging_is_handed_over_whole(
-    producer: Engine, reader: Engine, mount: FaultMount, reference: Reference, prompt: MakePrompt
+    producer: Engine, reader: Engine, mount: FaultMount, ask: Ask, prompt: MakePrompt
 ) -> None:
     producer.generate(prompt(CHUNK + 1))
-    for _ in range(2):
-        tokens = prompt(LENGTH)
-        hand_over(producer, reader, mount, tokens)
-        reader.reset_prefix_cache()
-        assert_same(reader.generate(tokens), reference(tokens))
+    tokens = prompt(LENGTH)
+    hand_over(producer, reader, mount, tokens)
+    reader.reset_prefix_cache()
+    ask(reader, tokens)
 
 
 def test_many_are_handed_over_at_once(
@@ -164,12 +153,7 @@ def test_many_are_handed_over_at_once(
 def test_of_two_ranks(
     engines: Engines, reader: Engine, mount: FaultMount, prompt: MakePrompt
 ) -> None:
-    arguments = {
-        "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-        "tensor_parallel_size": 2,
-        "distributed_executor_backend": "mp",
-    }
-    with start(engines, "two slow ranks", mount.path / "kv", **arguments) as producer:
+    with start(engines, "two slow ranks", mount.path / "kv", **of_ranks(2)) as producer:
         producer.generate(prompt(CHUNK + 1))
         for _ in range(2):
             tokens = prompt(LENGTH)
@@ -178,45 +162,4 @@ def test_of_two_ranks(
             assert_same(
                 reader.generate(tokens), reader.generate(tokens, cache_salt="own"), NEAR_TIE
             )
-        assert not producer.log_lines("ERROR")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ours_first", [True, False], ids=["ours first", "ours last"])
-def test_beside_another_connector(
-    engines: Engines,
-    reader: Engine,
-    mount: FaultMount,
-    tmp_path: Path,
-    reference: Reference,
-    prompt: MakePrompt,
-    ours_first: bool,
-) -> None:
-    ours = {
-        "kv_connector": SHELF_CONNECTOR[0],
-        "kv_connector_module_path": SHELF_CONNECTOR[1],
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": config(mount.path / "kv"),
-    }
-    theirs = {
-        "kv_connector": "ExampleConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
-    }
-    engine = engines.start(
-        f"slow beside another, {ours_first}",
-        model=engines.places.model,
-        connector=MULTI_CONNECTOR,
-        extra_config={"connectors": [ours, theirs] if ours_first else [theirs, ours]},
-        transfer={"kv_load_failure_policy": "recompute"},
-        max_num_batched_tokens=4096,
-        core=0,
-    )
-    with engine as producer:
-        producer.generate(prompt(CHUNK + 1))
-        for _ in range(2):
-            tokens = prompt(LENGTH)
-            hand_over(producer, reader, mount, tokens)
-            reader.reset_prefix_cache()
-            assert_same(reader.generate(tokens), reference(tokens))
         assert not producer.log_lines("ERROR")

@@ -16,14 +16,15 @@ from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind
 from kvshelf.format.model import ModelFacts
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.topology import ShardPlan
-from kvshelf.transfer.kinds import share_out
+from kvshelf.transfer.shares import share_out
 from kvshelf.transfer.staging import StagingPool
 
 with warnings.catch_warnings():
     # Importing vLLM warns of what torch and others deprecate.
     warnings.simplefilter("ignore")
-    from kvshelf.vllm import registration
-    from kvshelf.vllm.registration import Registration
+    from kvshelf.vllm.worker import registration
+    from kvshelf.vllm.worker.engine import WorkerEngine
+    from kvshelf.vllm.worker.registration import Registration
 
 GIB = 1 << 30
 #: Layers, KV heads, head size, ranks; bf16.
@@ -49,7 +50,7 @@ def registration_of(ranks: int, tokens: int, *, drafter: bool = False, **options
         scheduler_config=SimpleNamespace(max_num_batched_tokens=tokens),
     )
     config = Config.load({"shared_storage_path": "/nowhere", **options})
-    return Registration(vllm_config, config, None, 0, of_drafter=drafter)
+    return Registration(WorkerEngine(vllm_config, config, of_drafter=drafter))
 
 
 def of(model: str) -> tuple[ObjectFormat, ShardPlan]:

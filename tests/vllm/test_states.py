@@ -201,6 +201,24 @@ def test_ranks_compute_the_channels_that_the_parts_say(name: str, loader: str, r
         assert begins == [sum(sizes[:number]) for number in range(len(sizes))]
 
 
+def gathered(cache: torch.Tensor, state: StateParts, nbytes: int) -> torch.Tensor:
+    """The payload of the state in block 1, which has so many bytes."""
+    runs, slots = state_runs([StateLayer(cache, state, 0)], 1)
+    calls, start = [], 0
+    for run in runs:
+        end = start + len(run.caches) * run.layout.chunk_bytes(run.layout.block_size)
+        calls.append(LayerCall(run.caches, run.layout, start, end, 1, first_slot=run.first_slot))
+        start = end
+    assert start == nbytes
+    payload = torch.zeros(start, dtype=torch.uint8)
+    HostKVCache({0: calls}).gather(torch.tensor(slots[0].of(1)), [payload])
+    return payload
+
+
+def bytes_of(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([part.contiguous().view(torch.uint8).reshape(-1) for part in parts])
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_parts_are_what_vllms_layers_see_in_their_caches(
@@ -215,15 +233,6 @@ def test_parts_are_what_vllms_layers_see_in_their_caches(
         get_state_shape=lambda: model.shapes(ranks), get_state_dtype=lambda: model.dtypes
     )
     MambaBase.bind_kv_cache(layer, cache)
-    runs, slots = state_runs([StateLayer(cache, state, 0)], 1)
-    calls, start = [], 0
-    for run in runs:
-        end = start + len(run.caches) * run.layout.chunk_bytes(run.layout.block_size)
-        calls.append(LayerCall(run.caches, run.layout, start, end, 1, first_slot=run.first_slot))
-        start = end
-    assert start == state.nbytes
-    payload = torch.zeros(start, dtype=torch.uint8)
-    HostKVCache({0: calls}).gather(torch.tensor(slots[0].of(1)), [payload])
     seen: list[torch.Tensor] = []
     for part in state.parts:
         if part.name.startswith("conv"):
@@ -234,9 +243,7 @@ def test_parts_are_what_vllms_layers_see_in_their_caches(
             seen.append(section.transpose(0, 1) if first else section)
         else:
             seen.append(layer.kv_cache[-1][1])
-    assert torch.equal(
-        payload, torch.cat([part.contiguous().view(torch.uint8).reshape(-1) for part in seen])
-    )
+    assert torch.equal(gathered(cache, state, state.nbytes), bytes_of(seen))
 
 
 # ------------------------------------------------------------------------- drafts
@@ -270,15 +277,6 @@ def test_tokens_of_drafts_are_no_part_of_a_state(name: str, ranks: int, divide: 
         get_state_shape=lambda: shapes, get_state_dtype=lambda: model.dtypes
     )
     MambaBase.bind_kv_cache(layer, cache)
-    runs, slots = state_runs([StateLayer(cache, state, 0)], 1)
-    calls, start = [], 0
-    for run in runs:
-        end = start + len(run.caches) * run.layout.chunk_bytes(run.layout.block_size)
-        calls.append(LayerCall(run.caches, run.layout, start, end, 1, first_slot=run.first_slot))
-        start = end
-    assert start == plain.nbytes
-    payload = torch.zeros(start, dtype=torch.uint8)
-    HostKVCache({0: calls}).gather(torch.tensor(slots[0].of(1)), [payload])
     convolution = layer.kv_cache[0][1][:tokens]
     sections = [place.row_bytes // convolution.element_size() for place in state.places]
     if divide:
@@ -287,8 +285,7 @@ def test_tokens_of_drafts_are_no_part_of_a_state(name: str, ranks: int, divide: 
     else:
         parts = [convolution]
     parts += [part[1] for part in layer.kv_cache[1:]]
-    seen = [part.contiguous().view(torch.uint8).reshape(-1) for part in parts]
-    assert torch.equal(payload, torch.cat(seen))
+    assert torch.equal(gathered(cache, state, plain.nbytes), bytes_of(parts))
 
 
 @pytest.mark.parametrize("name", ["Jamba", "MiniMax"])

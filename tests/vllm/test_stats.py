@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.engines import Engine
+from tests.support.fleet import MakePrompt
 from tests.vllm.shelf_files import ShelfFiles
 
 pytest.importorskip("vllm")
@@ -216,21 +217,19 @@ def test_multi_connector_knows_what_to_do_with_the_counts() -> None:
         MultiKVConnectorStats,
     )
 
-    found = KVConnectorFactory.get_connector_class_by_name("SharedStorageConnector")
-    assert found.__name__ == "SharedStorageConnector"
-    sent = MultiKVConnectorStats(
-        {"SharedStorageConnector": stats("scheduler", hit_tokens=1)}
-    ).to_dict()
+    found = KVConnectorFactory.get_connector_class_by_name("KVShelfConnector")
+    assert found.__name__ == "KVShelfConnector"
+    sent = MultiKVConnectorStats({"KVShelfConnector": stats("scheduler", hit_tokens=1)}).to_dict()
     made = Multi.build_kv_connector_stats(sent)
     assert made is not None
-    assert made.reduce()["SharedStorageConnector"]["Hit tokens"] == 1
+    assert made.reduce()["KVShelfConnector"]["Hit tokens"] == 1
 
 
 # ---------------------------------------------------------- a real engine
 
 
 def test_an_engine_shows_what_kvshelf_does(
-    engine: Engine, shelf: ShelfFiles, prompt: Callable[[int], list[int]], tmp_path: Path
+    engine: Engine, shelf: ShelfFiles, prompt: MakePrompt, tmp_path: Path
 ) -> None:
     def series() -> dict[str, float]:
         found: dict[str, float] = {}
@@ -243,9 +242,7 @@ def test_an_engine_shows_what_kvshelf_does(
 
     before = series()
     tokens = prompt(600)
-    engine.generate(tokens)
-    chunks = shelf.wait_stored(tokens)
-    engine.reset_prefix_cache()
+    chunks = shelf.fill(engine, tokens)
     assert engine.generate(tokens).shelf_tokens == 512
     # A step brings along what was measured since the step before.
     chunks[1][0].write_bytes(b"damage")
@@ -285,12 +282,10 @@ def test_an_engine_shows_what_kvshelf_does(
 
 
 def test_vllm_counts_hits_as_from_disk(
-    engine: Engine, shelf: ShelfFiles, prompt: Callable[[int], list[int]]
+    engine: Engine, shelf: ShelfFiles, prompt: MakePrompt
 ) -> None:
     tokens = prompt(600)
-    engine.generate(tokens)
-    shelf.wait_stored(tokens)
-    engine.reset_prefix_cache()
+    shelf.fill(engine, tokens)
 
     def hits() -> dict[str, float]:
         return {

@@ -57,10 +57,10 @@ def step(engine: SimulatedEngine, meta: StepMetadata) -> tuple[set[str], list[Wo
     answers = []
     for worker in (rank.worker for rank in engine.ranks):
         worker.bind(StepMetadata(stores=[*meta.stores], loads=[*meta.loads]))
-        worker.start_loads()
-        worker.save()
-        engine.reported.update(worker.finished_loads())
-        (bad_blocks,) = worker.take_bad_blocks()
+        worker.loads.start()
+        worker.stores.save()
+        engine.reported.update(worker.loads.finished())
+        (bad_blocks,) = worker.loads.take_bad_blocks()
         engine.bad_blocks |= bad_blocks
         answers.append(worker.worker_metadata())
         worker.clear()
@@ -122,7 +122,7 @@ def objects(engine: SimulatedEngine, chunk: Chunk) -> list[Path]:
     return [folder / object_name(chunk, shard, fmt.shards) for shard in range(fmt.shards)]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     forms=st.tuples(st.sampled_from(FORMS), st.sampled_from(FORMS)),
     blocks=st.tuples(st.sampled_from([16, 32]), st.sampled_from([16, 32])),
@@ -161,7 +161,7 @@ def test_canonical_tails_go_from_any_engine_to_any_other(
         check_load(reader, tokens, start, end)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     form=st.sampled_from(["vec", "amx"]),
     block=st.sampled_from([16, 32]),
@@ -259,4 +259,4 @@ def test_an_engine_of_unknown_layout_says_that_it_has_no_tails(tmp_path: Path) -
         tail = pieces(engine, tokens)[-1]
         store(engine, tokens, [tail])
         assert engine.worker.counters.snapshot()["dropped_chunks_error"] == 1
-        assert engine.worker._registration.memories[FULL].staging.in_use == 0
+        assert engine.worker.model.registration.memories[FULL].staging.in_use == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -13,15 +12,13 @@ from kvshelf.backends.posix import PosixBackend
 from tests.support import commands
 from tests.support.commands import report
 from tests.support.engines import Answer, Engine, assert_same
-from tests.support.fleet import Engines
+from tests.support.fleet import Ask, Engines, MakePrompt
 from tests.support.servers import BUCKET, S3Server, command
 from tests.vllm.shelf_files import ShelfFiles
 
 OLD = 1_700_000_000.0
 DAY = 86400.0
 BREAKDOWNS = ("namespace", "group", "age", "depth", "kind")
-MakePrompt = Callable[[int], list[int]]
-Reference = Callable[..., Answer]
 
 
 def check_tools(
@@ -77,7 +74,7 @@ def check_gc(
     engine: Engine,
     shelf: ShelfFiles,
     prompt: MakePrompt,
-    reference: Reference,
+    ask: Ask,
     *where: str,
     now: float,
     env: dict[str, str] | None = None,
@@ -114,8 +111,7 @@ def check_gc(
     for tokens in prompts:
         # What the engine remembers to be there is a miss.
         engine.reset_prefix_cache()
-        answer = engine.generate(tokens)
-        assert_same(answer, reference(tokens))
+        answer = ask(engine, tokens)
         assert answer.shelf_tokens == (1024 if tokens is used else 0)
         shelf.wait_stored(tokens)
 
@@ -127,23 +123,17 @@ def check_gc(
     hits = 0
     for tokens in prompts:
         engine.reset_prefix_cache()
-        answer = engine.generate(tokens)
-        assert_same(answer, reference(tokens))
+        answer = ask(engine, tokens)
         hits += answer.shelf_tokens or 0
     assert hits < 3 * 1024
     assert not engine.log_lines("Traceback")
 
 
 def test_in_a_directory(
-    engine: Engine,
-    shelf: ShelfFiles,
-    reference: Reference,
-    prompt: MakePrompt,
-    monkeypatch: pytest.MonkeyPatch,
+    engine: Engine, shelf: ShelfFiles, ask: Ask, prompt: MakePrompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = prompt(1000)
-    answer = engine.generate(tokens)
-    assert_same(answer, reference(tokens))
+    answer = ask(engine, tokens)
     check_tools(engine, shelf, tokens, answer, str(shelf.root))
     # What was written within a day is in use, whatever its times say: the commands run days later.
     real = time.time
@@ -151,14 +141,12 @@ def test_in_a_directory(
     monkeypatch.setattr(PosixBackend, "now", lambda _: now)
     # Both clocks: while they differ nothing is deleted because of its age.
     monkeypatch.setattr(time, "time", lambda: real() + 4 * DAY)
-    check_gc(engine, shelf, prompt, reference, str(shelf.root), now=now)
+    check_gc(engine, shelf, prompt, ask, str(shelf.root), now=now)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(command("rclone") is None, reason="rclone is not installed")
-def test_in_a_bucket(
-    engines: Engines, server: S3Server, reference: Reference, prompt: MakePrompt
-) -> None:
+def test_in_a_bucket(engines: Engines, server: S3Server, ask: Ask, prompt: MakePrompt) -> None:
     assert server.folder is not None
     tokens = prompt(1000)
     url = f"s3://{BUCKET}/kv"
@@ -166,8 +154,7 @@ def test_in_a_bucket(
     with engines.on_shelf(
         "its shelf is inspected", url, {"storage_options": server.options()}, core=1
     ) as engine:
-        answer = engine.generate(tokens)
-        assert_same(answer, reference(tokens))
+        answer = ask(engine, tokens)
         shelf = ShelfFiles(server.folder / BUCKET / "kv")
         check_tools(engine, shelf, tokens, answer, url, env=env)
-        check_gc(engine, shelf, prompt, reference, url, now=time.time(), env=env)
+        check_gc(engine, shelf, prompt, ask, url, now=time.time(), env=env)

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from tests.support.engines import Answer, Engine, assert_same, assert_same_up_to_ties
-from tests.support.fleet import Places
+from tests.support.engines import Engine, assert_same_up_to_ties
+from tests.support.fleet import Ask, MakePrompt, Places, Reference
 from tests.support.waiting import until
 from tests.vllm.shelf_files import ShelfFiles
 
-MakePrompt = Callable[[int], list[int]]
-Reference = Callable[..., Answer]
-
 
 def test_first_request_of_a_fresh_engine_hits(
-    engine: Engine,
-    second: Engine,
-    shelf: ShelfFiles,
-    reference: Reference,
-    prompt: MakePrompt,
+    engine: Engine, second: Engine, shelf: ShelfFiles, ask: Ask, prompt: MakePrompt
 ) -> None:
     """Must be the first test with the second engine."""
     tokens = prompt(1500)
     engine.generate(tokens)
     shelf.wait_stored(tokens)
-    answer = second.generate(tokens)
-    assert answer.shelf_tokens == 1280
-    assert_same(answer, reference(tokens))
+    ask(second, tokens, 1280)
 
 
 def test_two_engines_store_the_same_chunks_at_once(
@@ -37,28 +26,25 @@ def test_two_engines_store_the_same_chunks_at_once(
     inert: Engine,
     shelf: ShelfFiles,
     reference: Reference,
+    ask: Ask,
     prompt: MakePrompt,
 ) -> None:
     left = shelf.temporaries()
-    answers, expected, control = [], [], []
-    for _ in range(4):
-        prompts = [prompt(800) for _ in range(4)]
-        both = [[each.submit(tokens) for each in (engine, second)] for tokens in prompts]
-        answers += [request.result() for pair in both for request in pair]
-        expected += [reference(tokens) for tokens in prompts for _ in range(2)]
-        inert.reset_prefix_cache()
-        control += [answer for answer in inert.generate_all(prompts) for _ in range(2)]
-        for tokens in prompts:
-            shelf.wait_stored(tokens)
+    prompts = [prompt(800) for _ in range(4)]
+    both = [[each.submit(tokens) for each in (engine, second)] for tokens in prompts]
+    answers = [request.result() for pair in both for request in pair]
+    expected = [reference(tokens) for tokens in prompts for _ in range(2)]
+    inert.reset_prefix_cache()
+    control = [answer for answer in inert.generate_all(prompts) for _ in range(2)]
+    for tokens in prompts:
+        shelf.wait_stored(tokens)
     assert_same_up_to_ties(answers, expected, control)
     shelf.check_all()
     until(lambda: shelf.temporaries() <= left, "temporaries gone")
     for each in (engine, second):
         each.reset_prefix_cache()
         for tokens in prompts:
-            answer = each.generate(tokens)
-            assert answer.shelf_tokens == 768
-            assert_same(answer, reference(tokens))
+            ask(each, tokens, 768)
 
 
 def test_stop_publishes_what_is_staged(
@@ -81,13 +67,16 @@ def own(places: Places) -> ShelfFiles:
 
 
 def test_shelf_deleted_while_running(
-    third: Engine, inert: Engine, own: ShelfFiles, reference: Reference, prompt: MakePrompt
+    third: Engine,
+    inert: Engine,
+    own: ShelfFiles,
+    reference: Reference,
+    ask: Ask,
+    prompt: MakePrompt,
 ) -> None:
     tokens = prompt(1100)
-    third.generate(tokens)
-    own.wait_stored(tokens)
-    third.reset_prefix_cache()
-    prompts = [tokens + prompt(5) for _ in range(12)]
+    own.fill(third, tokens)
+    prompts = [tokens + prompt(5) for _ in range(6)]
     requests = [third.submit(each) for each in prompts]
     own.delete()
     answers = [request.result() for request in requests]
@@ -96,40 +85,28 @@ def test_shelf_deleted_while_running(
     inert.generate(tokens)
     assert_same_up_to_ties(answers, alone, inert.generate_all(prompts))
     third.reset_prefix_cache()
-    assert_same(third.generate(tokens), reference(tokens))
+    ask(third, tokens)
     # It comes back by itself.
     new = prompt(600)
-    third.generate(new)
-    own.wait_stored(new)
-    third.reset_prefix_cache()
-    answer = third.generate(new)
-    assert answer.shelf_tokens == 512
-    assert_same(answer, reference(new))
+    own.fill(third, new)
+    ask(third, new, 512)
 
 
-def test_read_only_shelf(
-    third: Engine, own: ShelfFiles, reference: Reference, prompt: MakePrompt
-) -> None:
+def test_read_only_shelf(third: Engine, own: ShelfFiles, ask: Ask, prompt: MakePrompt) -> None:
     """The last test with the third engine: after a refusal it stores nothing for a while."""
     if not third.heeds_permissions:
         pytest.skip("these tests run as a root that cannot give up its privileges")
     stored, new = prompt(600), [prompt(600) for _ in range(3)]
-    third.generate(stored)
-    own.wait_stored(stored)
-    third.reset_prefix_cache()
+    own.fill(third, stored)
     until(lambda: not own.temporaries(), "temporaries gone")
     objects = own.objects()
     folders = [own.root, *(path for path in own.root.rglob("*") if path.is_dir())]
     for folder in folders:
         folder.chmod(0o555)
     try:
-        answer = third.generate(stored)
-        assert answer.shelf_tokens == 512
-        assert_same(answer, reference(stored))
+        ask(third, stored, 512)
         for tokens in new:
-            answer = third.generate(tokens)
-            assert answer.shelf_tokens == 0
-            assert_same(answer, reference(tokens))
+            ask(third, tokens, 0)
         until(lambda: bool(third.log_lines("write circuit breaker open")), "a line in the log")
         third.generate(prompt(600))
         assert own.objects() == objects

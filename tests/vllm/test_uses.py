@@ -23,12 +23,12 @@ from kvshelf.format.names import parse_path
 from kvshelf.metrics import Counters
 from kvshelf.shelf.view import ShelfView
 from tests.support.prompts import prompt
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from tests.vllm.hybrid_specs import models
 from tests.vllm.replay import Request
-from tests.vllm.scheduled import ScheduledEngine, World
+from tests.vllm.rig import Side
+from tests.vllm.scheduled import Start, World
 from tests.vllm.test_drafts import Drafting
-from tests.vllm.test_scheduler_side import PATIENCE, Side
 
 MODELS = models()
 
@@ -47,15 +47,14 @@ class Noted(Uses):
 
 @pytest.fixture
 def side(tmp_path: Path) -> Iterator[Side]:
-    side = Side(tmp_path / "shelf")
-    side.side._uses = Noted()
+    side = Side(tmp_path / "shelf", uses=Noted())
     yield side
     side.close()
 
 
 def hits(side: Side) -> list[tuple[Kind, list[int]]]:
-    assert isinstance(side.side._uses, Noted)
-    return side.side._uses.hits
+    assert isinstance(side.uses, Noted)
+    return side.uses.hits
 
 
 @pytest.mark.parametrize("at_hand", [0, 8, 24, 28])
@@ -76,8 +75,7 @@ def test_a_hit_that_vllm_would_not_use_is_none(side: Side) -> None:
     side.put(prompt(33), 3)
     request = Request("r", prompt(33), skip_reading_prefix_cache=True)
     side.side.new_request(request)
-    lookup = side.side._requests["r"].lookup
-    assert lookup is not None and lookup.wait(PATIENCE)
+    side.looked_up("r")
     assert hits(side) == []
 
 
@@ -115,7 +113,7 @@ def used(touched: list[str]) -> dict[Kind, set[int]]:
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_hit_of_a_hybrid_engine_uses_all_kinds_that_it_needs(
-    start: Callable[..., ScheduledEngine], touched: list[str], model: str, warm: bool
+    start: Start, touched: list[str], model: str, warm: bool
 ) -> None:
     start(model, state_interval=1, budget=32).run(prompt(203))
     engine = start(model)
@@ -123,13 +121,13 @@ def test_a_hit_of_a_hybrid_engine_uses_all_kinds_that_it_needs(
     def recorded_to(last: int) -> None:
         expected = {FULL: set(range(last + 1)), WINDOW: {last}, STATE: {last}}
         expected = {kind: expected[kind] for kind in engine.groups.kinds}
-        recorded(engine.connector._uses, lambda: used(touched) == expected)
+        recorded(engine.connector._assembly.uses, lambda: used(touched) == expected)
 
     if warm:
         # Most of it is in vLLM's prefix cache by then.
         engine.run(prompt(190))
         recorded_to(4)
-        engine.connector._uses._due.clear()
+        engine.connector._assembly.uses._due.clear()
         touched.clear()
     engine.run(prompt(203))
     recorded_to(5)
@@ -138,13 +136,13 @@ def test_a_hit_of_a_hybrid_engine_uses_all_kinds_that_it_needs(
 
 
 def test_an_engine_that_may_not_set_access_times_writes_marks(
-    start: Callable[..., ScheduledEngine], world: World, monkeypatch: pytest.MonkeyPatch
+    start: Start, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PosixBackend, "touch", lambda *_: Touched.REFUSED)
     start("Gemma 3").run(prompt(203))
     engine = start("Gemma 3")
     engine.run(prompt(203))
-    until(lambda: engine.connector._uses._marked == 6 + 1, "a mark of each use")
+    until(lambda: engine.connector._assembly.uses._marked == 6 + 1, "a mark of each use")
     engine.connector.shutdown()
     assert len(list((world.root / MARKS).iterdir())) == 1
     found = Marks.read(world.backend)
@@ -158,15 +156,12 @@ def test_an_engine_that_may_not_set_access_times_writes_marks(
 
 @pytest.mark.parametrize("options", [{"capacity": {"uses": "off"}}, {"read_only": True}])
 def test_uses_that_are_not_wanted_are_not_recorded(
-    start: Callable[..., ScheduledEngine],
-    world: World,
-    touched: list[str],
-    options: dict[str, Any],
+    start: Start, world: World, touched: list[str], options: dict[str, Any]
 ) -> None:
     start("Gemma 3").run(prompt(203))
     engine = start("Gemma 3", **options)
     assert engine.run(prompt(203)) == [192]
-    assert engine.connector._uses.flush(PATIENCE)
+    assert engine.connector._assembly.uses.flush(PATIENCE)
     assert not touched and not (world.root / MARKS).exists()
 
 
@@ -174,9 +169,8 @@ def test_a_drafters_chunks_are_used_with_the_models(tmp_path: Path, touched: lis
     root, tokens = tmp_path / "shelf", prompt(70)
     with ExitStack() as stack:
         stack.enter_context(closing(Drafting(root))).serve(tokens)
-        second = stack.enter_context(closing(Drafting(root)))
         uses = stack.enter_context(closing(Uses(Counters())))
-        second.engine.scheduler._uses = uses
+        second = stack.enter_context(closing(Drafting(root, uses=uses)))
         assert second.serve(tokens) == 64
         objects = {str(path.relative_to(root)) for path in root.rglob("*.safetensors")}
         recorded(uses, lambda: set(touched) == objects)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from benchmarks.proxy import DelayingProxy
-from tests.support.engines import Answer, assert_same
-from tests.support.fleet import Engines
+from tests.support.engines import assert_same
+from tests.support.fleet import Engines, MakePrompt, Reference
 from tests.support.servers import BUCKET, S3Server, command
 from tests.support.waiting import until
 from tests.vllm.shelf_files import ShelfFiles
@@ -21,10 +20,7 @@ pytestmark = [
 
 
 def test_a_request_that_waits_finds_its_objects_in_memory(
-    engines: Engines,
-    server: S3Server,
-    reference: Callable[..., Answer],
-    prompt: Callable[[int], list[int]],
+    engines: Engines, server: S3Server, reference: Reference, prompt: MakePrompt
 ) -> None:
     assert server.folder is not None
     shelf = ShelfFiles(Path(server.folder) / BUCKET / "kv")

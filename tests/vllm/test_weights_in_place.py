@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.engines import INERT_CONNECTOR, NEAR_TIE, Engine, assert_same
-from tests.support.fleet import Engines, Places
+from tests.support.fleet import Engines, MakePrompt, Places
 from tests.support.waiting import until
 from tests.vllm.shelf_files import ShelfFiles
-
-MakePrompt = Callable[[int], list[int]]
 
 
 class Trained:

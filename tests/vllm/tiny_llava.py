@@ -1,7 +1,7 @@
 """A LLaVA with random weights, made on the spot: images that engines of tests see.
 
-Its language model is the one of ``examples/make_model.py``. Each image becomes as many tokens as a
-chunk holds by default.
+Its language model is the one of ``examples/models/make_model.py``. Each image becomes as many
+tokens as a chunk holds by default.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshelf.weights import parameters
-from kvshelf.weights.parameters import ParameterDigest, parameter_digest
+from kvshelf.weights.parameters import ParameterDigest
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.uint8, torch.int64]
 PIECE = parameters._PIECE_WORDS * parameters._WORD_BYTES
@@ -34,7 +34,7 @@ models = st.dictionaries(st.text(max_size=8), tensors, min_size=1, max_size=4)
 
 
 def digest(model: dict[str, torch.Tensor]) -> str:
-    return parameter_digest(model.items())
+    return ParameterDigest(model.items()).wait()
 
 
 @given(models, st.data())
@@ -119,6 +119,7 @@ def test_where_a_tensor_lies_in_memory_does_not_count() -> None:
     assert digest({"a": weight, "b": padded}) == digest({"b": padded, "a": weight})
 
 
+@pytest.mark.long
 def test_slices_give_the_same_digest() -> None:
     model = {str(i): torch.randn(700, 1000) for i in range(3)}
     model["empty"] = torch.empty(0)
@@ -152,7 +153,7 @@ def test_the_digest_is_what_the_module_says() -> None:
             first = lane * parameters._PIECE_WORDS
             total = sum(key(first + i) * word for i, word in enumerate(part))
             expected.update(struct.pack("<Q", total & mask))
-    assert parameter_digest([("w", weight)]) == expected.hexdigest()
+    assert ParameterDigest([("w", weight)]).wait() == expected.hexdigest()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

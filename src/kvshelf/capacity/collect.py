@@ -22,22 +22,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvshelf.backends.base import NEVER_OLD
-from kvshelf.capacity.eviction import FULL_BIT, GONE, UNKNOWN, Units, Victims, choose
-from kvshelf.capacity.inventory import (
-    SAID_SECONDS,
-    Flags,
-    Floats,
-    Integers,
-    Inventory,
-    Leftover,
-    Masks,
-    Sort,
-    Total,
-)
+from kvshelf.capacity.eviction import Units, Victims, choose
+from kvshelf.capacity.files import SAID_SECONDS, Leftover, Sort, Total
+from kvshelf.capacity.inventory import Floats, Inventory
 from kvshelf.capacity.marks import Marks
 from kvshelf.capacity.pins import Pins
 from kvshelf.capacity.rules import Rule, Rules
-from kvshelf.format.kinds import KINDS
+from kvshelf.format.forest import GONE, UNKNOWN, Flags, Integers, Masks
+from kvshelf.format.kinds import FULL_BIT, KINDS
 from kvshelf.shelf.markers import said_seconds
 
 
@@ -67,7 +59,7 @@ class Plan:
     heeds_pins : bool
         Pins and marks keep what they name, also those that are made before it is carried out.
     problem : str or None
-        Why the shelf, or a salt group, stays above its bound, or so near it that nothing can be
+        Why the shelf, or a salt group, stays above its bound, or so close to it that nothing can be
         stored; or why it is not known what is pinned.
     """
 
@@ -185,12 +177,12 @@ def _problem(
     if bound is not None and min(left, pinned) > rules.high * bound:
         return (
             f"pinned chunks alone have {pinned} bytes of max_bytes = {bound}, and no deletion can"
-            " make room for others: remove pins, or raise the bound"
+            " free space for others: remove pins, or raise the bound"
         )
     if bound is not None and left > bound:
         return (
             f"{left} bytes stay, more than max_bytes = {bound}: {pinned} of them are pinned, and"
-            " the others are no chunks that may go"
+            " the others are no chunks that may be deleted"
         )
     if pinned_groups:
         (name, nbytes), *others = pinned_groups
@@ -265,8 +257,9 @@ class _Picks:
         self.units = units
         #: Bytes of each kind of each unit that are not picked, int64 [units] each.
         self.sizes = units.full, units.window, units.state
-        self._reach = inventory.window_chunks() if units.window.any() else None
-        self._parts: list[tuple[Integers, Masks, Masks, Integers]] = []
+        self._reach = inventory.reach() if units.window.any() else None
+        nothing, no_kinds = np.empty(0, np.int64), np.empty(0, np.uint8)
+        self._parts = [(nothing, no_kinds, no_kinds, nothing)]
         #: Salt groups whose pinned chunks alone exceed their bound, and bytes of these.
         self.pinned_groups: list[tuple[str, int]] = []
         self.pinned = self._total(units.pinned)
@@ -280,13 +273,6 @@ class _Picks:
 
     def columns(self) -> tuple[Integers, Masks, Masks, Integers]:
         """Return units, kinds, reasons and bytes of all that is picked."""
-        if not self._parts:
-            return (
-                np.empty(0, np.int64),
-                np.empty(0, np.uint8),
-                np.empty(0, np.uint8),
-                np.empty(0, np.int64),
-            )
         units, kinds, reasons, nbytes = (
             np.concatenate(column) for column in zip(*self._parts, strict=True)
         )
@@ -413,7 +399,7 @@ class _Picks:
             now=self._inventory.now if self._now == NEVER_OLD else self._now,
             resolution=self._resolution,
             max_age=self._rules.max_age,
-            window_chunks=0 if reach is None else reach,
+            reach=0 if reach is None else reach,
         )
 
     def _why(self, units: Integers, reason: Rule) -> Masks:

@@ -4,8 +4,8 @@ Contracts
 ---------
 * Each object is checked once more before it is deleted. A unit is kept if one of its objects was
   used or replaced since the inventory, by the storage's current clock; so is a leftover that has
-  changed. Objects are not checked if a command chose them without regard to uses, nor if they make
-  room within ten minutes of the listing where one request deletes many: a check would take a
+  changed. Objects are not checked if a command chose them without regard to uses, nor if they free
+  space within ten minutes of the listing where one request deletes many: a check would take a
   hundred times as long as the deletion, and there uses are recorded in marks, not in the times of
   objects.
 * Pins and marks are read again every minute and every thousand deletions, also after the process
@@ -40,7 +40,7 @@ from kvshelf.backends import Backend
 from kvshelf.backends.base import time_for_ages
 from kvshelf.backends.clock import StorageClock
 from kvshelf.capacity.collect import Plan
-from kvshelf.capacity.inventory import Leftover, Total, changed_at, last_use
+from kvshelf.capacity.files import Leftover, Total, changed_at, last_use
 from kvshelf.capacity.marks import MARKS, Marks
 from kvshelf.capacity.parallel import Attempts, in_parallel, threads_for_calls
 from kvshelf.capacity.pins import PINS, Pins
@@ -51,7 +51,7 @@ from kvshelf.errors import NotRegularError, StorageError
 _LOOKS: Final = 100
 #: Refused deletions, without an allowed one, after which no more are tried.
 _MOST_REFUSED: Final = 64
-#: Seconds after a listing in which deletions that make room need no check where checks are costly.
+#: Seconds after a listing in which deletions that free space need no check where checks are costly.
 _FRESH_SECONDS: Final = 600.0
 _MAKES_ROOM: Final = (Rule.GROUP, Rule.SIZE)
 #: Seconds, and deletions, after which pins and marks are read again.
@@ -63,16 +63,9 @@ _File: TypeAlias = tuple[int, str, int]
 _CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
-def _seconds() -> float:
+def steady() -> float:
+    """Return seconds of a clock that never steps back, and continues while the machine sleeps."""
     return time.clock_gettime(_CLOCK)
-
-
-def _never() -> bool:
-    return False
-
-
-def _do_nothing(*_: object) -> None:
-    pass
 
 
 @dataclass(slots=True)
@@ -130,10 +123,8 @@ class _Task(NamedTuple):
 class _Done:
     """The result of a task."""
 
-    count: int = 0
-    nbytes: int = 0
-    kept: int = 0
-    kept_bytes: int = 0
+    deleted: Total = field(default_factory=Total)
+    kept: Total = field(default_factory=Total)
     gone: int = 0
     problems: list[tuple[str, StorageError]] = field(default_factory=list)
 
@@ -142,13 +133,13 @@ def carry_out(
     backend: Backend,
     plan: Plan,
     *,
-    stop: Callable[[], bool] = _never,
-    pace: Callable[[], None] = _do_nothing,
+    stop: Callable[[], bool] = lambda: False,
+    pace: Callable[[], None] = lambda: None,
     pauses: Sequence[float] = (),
     threads: int | None = None,
     on_deleted: Callable[[bytes, int], None] | None = None,
-    on_problem: Callable[[str, str], None] = _do_nothing,
-    on_progress: Callable[[Outcome], None] = _do_nothing,
+    on_problem: Callable[[str, str], None] = lambda name, text: None,
+    on_progress: Callable[[Outcome], None] = lambda outcome: None,
     outcome: Outcome | None = None,
 ) -> Outcome:
     """Delete what a plan says, in its order.
@@ -192,12 +183,13 @@ def carry_out(
     with closing(in_parallel(work, groups, count, attempts.stop)) as results:
         for group, (done, error) in results:
             for task, one in zip(group, done, strict=True):
-                if one.count:
-                    outcome.deleted.setdefault(task.reason, Total()).add(one.nbytes, one.count)
+                if one.deleted.count:
+                    total = outcome.deleted.setdefault(task.reason, Total())
+                    total.add(one.deleted.nbytes, one.deleted.count)
                     if on_deleted is not None and not isinstance(task.what, Leftover):
                         row = task.what[0]
                         on_deleted(inventory.key[row].tobytes(), int(inventory.index[row]))
-                outcome.kept.add(one.kept_bytes, one.kept)
+                outcome.kept.add(one.kept.nbytes, one.kept.count)
                 outcome.gone += one.gone
                 outcome.failed += len(one.problems)
                 for name, problem in one.problems:
@@ -266,13 +258,11 @@ class _Deletions:
             for file, answer in zip(left, answers, strict=True):
                 number, name, nbytes = file
                 if not isinstance(answer, StorageError):
-                    done[number].count += answer
-                    done[number].nbytes += nbytes * answer
+                    done[number].deleted.add(nbytes * answer, int(answer))
                     done[number].gone += not answer
                 elif isinstance(answer, NotRegularError):
                     # It was replaced, or is a folder in quarantine that is not empty.
-                    done[number].kept += 1
-                    done[number].kept_bytes += nbytes
+                    done[number].kept.add(nbytes)
                 elif answer.retryable:
                     trouble = answer
                     again.append(file)
@@ -324,7 +314,7 @@ class _Deletions:
             if info is None:
                 done.gone = 1
             elif changed_at(info) > what.changed:
-                done.kept, done.kept_bytes = 1, what.size
+                done.kept.add(what.size)
             else:
                 return [(what.name, info.size)]
             return []
@@ -349,7 +339,8 @@ class _Deletions:
             else:
                 found.append((name, info.size))
         if kept:
-            done.gone, done.kept, done.kept_bytes = 0, len(what), int(inventory.size[what].sum())
+            done.gone = 0
+            done.kept.add(int(inventory.size[what].sum()), len(what))
             return []
         return found
 
@@ -375,12 +366,12 @@ class _Kept:
         self._heeded = plan.heeds_pins and len(plan.units) > 0
         #: The files of pins and marks when they were last read.
         self._files: set[tuple[str, int, float]] | None = None
-        self._clock = StorageClock(backend.now, _seconds)
+        self._clock = StorageClock(backend.now, steady)
         self._due = math.inf
         if len(plan.units):
             # A listing may have taken longer.
             age = max(0.0, self.now() - plan.inventory.now)
-            self._due = _seconds() + _AGAIN_SECONDS - age
+            self._due = steady() + _AGAIN_SECONDS - age
 
     def now(self) -> float:
         """Return the storage's time."""
@@ -396,11 +387,11 @@ class _Kept:
         """
         with self._lock:
             many = self._heeded and self.deletions >= _AGAIN_DELETIONS
-            if many or _seconds() >= self._due:
+            if many or steady() >= self._due:
                 if self._heeded:
                     self._read()
                 self.deletions = 0
-                self._due = _seconds() + _AGAIN_SECONDS
+                self._due = steady() + _AGAIN_SECONDS
                 self._turn += 1
             return self._turn
 

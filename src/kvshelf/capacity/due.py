@@ -21,14 +21,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from kvshelf.capacity.bound import LOOK_SECONDS
 from kvshelf.capacity.lease import Finding
-from kvshelf.capacity.room import LOOK_SECONDS
 from kvshelf.capacity.rules import Rules
 
-#: Part of a core that sweeps of a process take over time: with room, and without.
+#: Part of a core that sweeps of a process take over time: with space, and without.
 CORE_PART: Final = 0.01
 MOST_CORE_PART: Final = 0.25
-#: Part of a core that a sweep takes while it runs: with room, and without.
+#: Part of a core that a sweep takes while it runs: with space, and without.
 _RUNNING_PART: Final = 0.2
 _MOST_RUNNING_PART: Final = 0.9
 #: Share of ``max_bytes`` from which on sweeps may take more, and as much as they may take at all.
@@ -41,7 +41,7 @@ _OTHERS: Final = 0.95
 _AVERAGE_SECONDS: Final = 600.0
 #: Seconds over which the growth of a shelf is averaged.
 _GROWTH_SECONDS: Final = 30.0
-#: Least seconds from one sweep to the next, and the same when room is short.
+#: Least seconds from one sweep to the next, and the same when space is short.
 SWEEP_SECONDS: Final = 60.0
 SHORT_SECONDS: Final = 1.0
 #: Seconds after which a shelf is listed anew where it is known what others write; the most that any
@@ -50,7 +50,7 @@ RELIST_SECONDS: Final = 3600.0
 
 
 def pressure(used: int | None, limit: int | None, refuses: bool) -> float:
-    """Return how short room is, from 0 to 1.
+    """Return how short space is, from 0 to 1.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Which objects are deleted first when room is needed, and which are too old.
+"""Which objects are deleted first when space is needed, and which are too old.
 
 Owns the order of eviction: :func:`choose` looks at all units of a storage and returns what to
 delete, in order. The disk tier and the tools use the same order as engines.
@@ -44,25 +44,24 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvshelf.format.forest import Flags, Forest, HitRules, Integers, Masks
+from kvshelf.format.kinds import (
+    FULL,
+    FULL_BIT,
+    KIND_BITS,
+    KINDS,
+    STATE,
+    STATE_BIT,
+    WINDOW,
+    WINDOW_BIT,
+)
+
 Floats: TypeAlias = "npt.NDArray[np.float64]"
-Integers: TypeAlias = "npt.NDArray[np.int64]"
-Flags: TypeAlias = "npt.NDArray[np.bool_]"
-Masks: TypeAlias = "npt.NDArray[np.uint8]"
-
-#: Bits of a mask of kinds.
-FULL_BIT: Final = 1
-WINDOW_BIT: Final = 2
-STATE_BIT: Final = 4
-
-#: Values of :attr:`Units.parent` that are no row.
-UNKNOWN: Final = -1
-GONE: Final = -2
 
 #: Seconds for which a stored chunk is not dead, nor are those before it: the prompt may still be
 #: computed, and the objects that make it useful not be stored yet.
 SETTLE_SECONDS: Final = 300.0
 
-_BITS: Final = (FULL_BIT, WINDOW_BIT, STATE_BIT)
 #: Factor by which a unit that was never used since it was stored ages faster.
 _NEVER_HIT_AGES: Final = 2.0
 #: The same, besides, for a window inside a prompt, where no hit ended and no prompts part.
@@ -79,8 +78,6 @@ _SAMPLED: Final = 1 << 20
 _AT_ONCE: Final = 1 << 16
 #: The sample shows how many come first to within this part of all.
 _SPARE_PART: Final = 1 / 256
-#: Units before a place: all, from the beginning of the prompt.
-_WHOLE: Final = 1 << 40
 #: Most ages that are distinguished, and the place of the rank above them in a sort key.
 _MOST_AGES: Final = (1 << 30) - 1
 _RANK_BITS: Final = np.uint64(62)
@@ -172,7 +169,7 @@ def choose(
     now: float,
     resolution: float,
     max_age: float | None = None,
-    window_chunks: int | Integers = 0,
+    reach: int | Integers = 0,
 ) -> Victims:
     """Return what to delete so that `free` bytes become free and nothing is too old.
 
@@ -188,16 +185,14 @@ def choose(
         Seconds in which uses are recorded once; above 0.
     max_age : float or None
         Seconds after the last use at which a unit is too old.
-    window_chunks : int or int64 array [n]
-        Number of last chunks whose window objects a hit needs (see
-        :func:`kvshelf.shelf.hits.window_chunks`), for each row that of its namespace. Of no meaning
-        where there are no windows.
+    reach : int or int64 array [n]
+        :attr:`kvshelf.format.hit_rule.HitRule.reach`, for each row that of its namespace.
     """
     size = len(units)
     if not size or (free <= 0 and max_age is None):
         return _none()
     needs = _needs(units)
-    reach = np.broadcast_to(np.minimum(np.asarray(window_chunks, np.int64), _WHOLE), (size,))
+    reach = np.broadcast_to(np.asarray(reach, np.int64), (size,))
     # Times in the future count as now.
     same = _LEAST_SAME
     some = slice(None, None, 1 + size // _SAMPLED)
@@ -259,7 +254,7 @@ def _take(units: Units, keys: list[npt.NDArray[np.uint64]], free: int) -> Victim
     mask = np.where(has_full, np.uint8(FULL_BIT), np.uint8(0))
     nbytes = units.full
     parts: list[tuple[Integers, Masks, Integers, npt.NDArray[np.uint64]]] = []
-    for key, of_kind, bit in zip(keys[1:], sizes[1:], _BITS[1:], strict=False):
+    for key, of_kind, bit in zip(keys[1:], sizes[1:], (WINDOW_BIT, STATE_BIT), strict=False):
         there = (of_kind > 0) & ~units.pinned
         if not there.any():
             continue
@@ -311,17 +306,13 @@ def _judge(
 ) -> Iterator[tuple[Floats, Floats, Flags]]:
     """Yield for each kind: the last use that counts, the age, whether it is dead."""
     broken = np.zeros(len(units), np.uint8) if units.broken is None else units.broken
-    forest = _Forest(units)
-    needs_full, needs_window, needs_state = ((needs & bit) != 0 for bit in _BITS)
-    # Without the full objects before it nothing is found.
-    reached = ~(needs_full & (units.parent == GONE) & (units.index > 0))
-    reached &= ~needs_full | ((units.full > 0) & ((broken & FULL_BIT) == 0))
-    forest.downwards(reached)
-    # A hit can end here.
-    end = reached & (~needs_state | ((units.state > 0) & ((broken & STATE_BIT) == 0)))
-    if needs_window.any():
-        has_window = (units.window > 0) & ((broken & WINDOW_BIT) == 0)
-        end &= ~needs_window | (forest.run(has_window) >= reach)
+    sizes = {FULL: units.full, WINDOW: units.window, STATE: units.state}
+    whole = {
+        kind: (nbytes > 0) & ((broken & KIND_BITS[kind]) == 0) for kind, nbytes in sizes.items()
+    }
+    forest = Forest(units.parent, units.index)
+    rules = HitRules(forest, needs, reach, whole)
+    needs_full, needs_window, needs_state = map(rules.has, KINDS)
     # Where a chunk's followers are not known, it counts as useful.
     judged = forest.followers_known(needs_state | needs_window)
 
@@ -337,26 +328,25 @@ def _judge(
     np.negative(full_ages, out=full_ages)
     forest.upwards(full_ages)
     np.negative(full_ages, out=full_ages)
-    useful = end.copy()
-    forest.upwards(useful)
-    yield full_used, full_ages, settled & (~reached | (needs_state & judged & ~useful))
+    dead = needs_state & judged & ~rules.needed(FULL)
+    yield full_used, full_ages, settled & (~rules.reached | dead)
 
-    dead = ~reached
+    dead = ~rules.reached
     used, ages, never_hit = _of_kind(units, units.window_used, now)
     if needs_window.any():
-        dead |= judged & ~forest.above(end, reach)
+        dead |= judged & ~rules.needed(WINDOW)
         # Prompts part where one ends, or where others part already: there hits will end.
-        likely = forest.last_before(reached & (forest.followers() != 1), end)
-        unlikely = judged & ~needs_state & ~forest.above(likely, reach)
+        likely = forest.last_before(rules.reached & (forest.followers() != 1), rules.ends)
+        unlikely = judged & ~needs_state & ~rules.needed(WINDOW, likely)
         ages[never_hit & unlikely] *= _UNLIKELY_AGES
     yield used, ages, settled & dead
 
     used, ages, _ = _of_kind(units, units.state_used, now)
     if needs_state.any():
         # The oldest state of a branch is deleted with the KV of its chunk.
-        oldest = end & needs_full & ~forest.any_before(end)
+        oldest = rules.ends & needs_full & ~forest.any_before(rules.ends)
         used, ages = np.where(oldest, full_used, used), np.where(oldest, full_ages, ages)
-    yield used, ages, settled & (~reached | (judged & ~end))
+    yield used, ages, settled & (~rules.reached | (judged & ~rules.needed(STATE)))
 
 
 def _ages(units: Units, used: Floats, hit: Flags, now: float) -> Floats:
@@ -384,77 +374,4 @@ def _needs(units: Units) -> Masks:
     if units.needs is not None:
         return units.needs
     there = (units.full.any(), units.window.any(), units.state.any())
-    return np.full(len(units), np.dot(there, _BITS), np.uint8)
-
-
-class _Forest:
-    """The units as trees: a unit follows its parent, several may follow one."""
-
-    def __init__(self, units: Units) -> None:
-        self._units = units
-        self._parent = units.parent
-        rows = np.flatnonzero(units.parent >= 0)
-        # Names and headers are not ours alone: a parent is the chunk before, or none.
-        is_before = units.index[units.parent[rows]].astype(np.int64) + 1 == units.index[rows]
-        rows = rows[is_before]
-        depth = units.index[rows]
-        order = np.argsort(depth, kind="stable")
-        cuts = np.flatnonzero(np.diff(depth[order])) + 1
-        #: Rows with a parent, those of one index together, the beginnings of prompts first.
-        self._levels = np.split(rows[order], cuts) if len(rows) else []
-
-    def upwards(self, values: Floats | Flags) -> None:
-        """Give each unit the largest value of itself and all that follow it."""
-        for rows in reversed(self._levels):
-            np.maximum.at(values, self._parent[rows], values[rows])
-
-    def downwards(self, flags: Flags) -> None:
-        """Keep the flag only of units that have it and before which all have it."""
-        for rows in self._levels:
-            flags[rows] &= flags[self._parent[rows]]
-
-    def any_before(self, flags: Flags) -> Flags:
-        """Return whether some unit before each one has the flag."""
-        found = np.zeros(len(flags), np.bool_)
-        for rows in self._levels:
-            above = self._parent[rows]
-            found[rows] = found[above] | flags[above]
-        return found
-
-    def run(self, flags: Flags) -> Integers:
-        """Return how many units up to each one have the flag; many, if all of its prompt have."""
-        runs = np.where(flags, _WHOLE, 0)
-        for rows in self._levels:
-            above = runs[self._parent[rows]]
-            runs[rows] = np.where(flags[rows], np.minimum(above, _WHOLE - 1) + 1, 0)
-        return runs
-
-    def followers(self) -> Integers:
-        """Return how many units follow each one directly."""
-        counts = np.zeros(len(self._parent), np.int64)
-        for rows in self._levels:
-            np.add.at(counts, self._parent[rows], 1)
-        return counts
-
-    def last_before(self, places: Flags, flags: Flags) -> Flags:
-        """Return which units are the last one with the flag up to one of the places."""
-        last = np.where(flags, np.arange(len(flags)), -1)
-        for rows in self._levels:
-            last[rows] = np.where(flags[rows], rows, last[self._parent[rows]])
-        found = np.zeros(len(flags), np.bool_)
-        last = last[places]
-        found[last[last >= 0]] = True
-        return found
-
-    def above(self, flags: Flags, reach: Integers) -> Flags:
-        """Return whether each unit is one of the last `reach` up to some unit with the flag."""
-        left = np.where(flags, reach, 0)
-        for rows in reversed(self._levels):
-            np.maximum.at(left, self._parent[rows], left[rows] - 1)
-        return left > 0
-
-    def followers_known(self, asked: Flags) -> Flags:
-        """Return for which units all followers are known."""
-        units = self._units
-        orphans = asked & (units.parent == UNKNOWN) & (units.index > 0)
-        return units.index >= (units.index[orphans].max() if orphans.any() else 0)
+    return np.full(len(units), np.dot(there, list(KIND_BITS.values())), np.uint8)

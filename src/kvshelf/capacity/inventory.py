@@ -1,19 +1,12 @@
 """What is on a shelf, or on a part of it: one listing, in compact arrays.
 
-Owns the listing (:meth:`Inventory.scan`), which nothing else makes that bounds or cleans a shelf;
+Owns the listing (:class:`Scan`), which nothing else makes that bounds or cleans a shelf;
 the sorts of files that a shelf has beside objects, the age of an object, and how objects join to
 units, which are deleted together.
 
 An object takes about 90 bytes, whatever the length of its name; :meth:`Inventory.name` makes the
 name again. With parents, a unit takes 8 bytes more: the first of its parent's key, which are enough
 to find it among the units of one salt group.
-
-Ages
-----
-The last use of an object is the latest of its access time and its modification time. The time of
-the last change of its entry counts too, in the first day after that: objects that were copied to a
-shelf with their old times are not the first to be deleted. Times more than a day in the future mean
-nothing; an object that has no other times counts as used now.
 
 Contracts
 ---------
@@ -32,15 +25,12 @@ after its scan, and may be read by any thread.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import math
 import re
 import struct
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
-from enum import Enum
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from itertools import islice
 from typing import Any, Final, TypeAlias
 
@@ -49,8 +39,20 @@ import numpy.typing as npt
 
 from kvshelf.backends import Backend, ObjectInfo
 from kvshelf.backends.base import time_for_ages
-from kvshelf.backends.clock import StorageClock
-from kvshelf.capacity.eviction import GONE, STATE_BIT, UNKNOWN, WINDOW_BIT, Units
+from kvshelf.capacity.eviction import Units
+from kvshelf.capacity.files import (
+    DAY,
+    KIND_NUMBERS,
+    NUMBER_BITS,
+    SAID_SECONDS,
+    Leftover,
+    NamespaceFolder,
+    Sort,
+    Total,
+    changed_at,
+    last_use,
+    time_of,
+)
 from kvshelf.capacity.marks import Marks
 from kvshelf.capacity.parallel import in_parallel, threads_for_calls
 from kvshelf.capacity.pins import Pins
@@ -60,33 +62,27 @@ from kvshelf.errors import (
     PermanentStorageError,
     StorageError,
 )
+from kvshelf.format.forest import GONE, UNKNOWN, Integers
 from kvshelf.format.keys import Chunk
-from kvshelf.format.kinds import KINDS, WINDOW
+from kvshelf.format.kinds import KINDS, STATE_BIT, WINDOW_BIT
 from kvshelf.format.names import (
     DESCRIPTION,
     object_name,
     parse_namespace_folder,
     parse_object_name,
 )
-from kvshelf.shelf.hits import UNLIMITED, window_chunks
 from kvshelf.shelf.leftovers import (
     QUARANTINE,
     RESERVED,
-    is_of_other_version,
     is_temporary,
     read_record,
 )
 from kvshelf.shelf.markers import KEEPS, MARKERS, is_attempt, said_seconds
 
-Integers: TypeAlias = "npt.NDArray[np.int64]"
+Numbers: TypeAlias = "npt.NDArray[np.uint32]"
 Floats: TypeAlias = "npt.NDArray[np.float64]"
 Bytes: TypeAlias = "npt.NDArray[np.uint8]"
-Masks: TypeAlias = "npt.NDArray[np.uint8]"
-Flags: TypeAlias = "npt.NDArray[np.bool_]"
 
-_DAY: Final = 86400.0
-#: A statement of how long tails are kept is valid for this much longer: tails are younger than it.
-SAID_SECONDS: Final = _DAY
 #: An access time that is later than the modification time by this is a use: writing takes time.
 _HIT_SECONDS: Final = 1.0
 #: Most files beside objects of which the names are remembered: the others are found again later.
@@ -101,11 +97,6 @@ _MOST_FILES: Final = 1 << 27
 _MOST_BYTES: Final = 1 << 46
 #: Units that are worked on at the same time where that takes much memory for each.
 _UNITS_AT_ONCE: Final = 1 << 16
-#: Numbers of the kinds in rows.
-_KIND_NUMBERS: Final = {kind: number for number, kind in enumerate(KINDS)}
-#: Bits of masks of kinds, see :mod:`kvshelf.capacity.eviction`, by the number of the kind.
-_KIND_BITS: Final = np.array([1, 2, 4], np.uint8)
-
 _ROW: Final = np.dtype(
     [
         ("namespace", "u4"),
@@ -140,105 +131,6 @@ _HEADER: Final = re.compile(
 _HEADER_BYTES: Final = 288
 
 
-class Sort(Enum):
-    """The class of a file below a root that is no object."""
-
-    TEMPORARY = "temporaries"
-    QUARANTINED = "quarantine"
-    MARKER = "markers"
-    DESCRIPTION = "descriptions"
-    RESERVED = "reserved"
-    OTHER_VERSION = "other versions"
-    FOREIGN = "foreign"
-
-
-@dataclass(slots=True)
-class Total:
-    """Number of files, and their bytes."""
-
-    count: int = 0
-    nbytes: int = 0
-
-    def add(self, nbytes: int, count: int = 1) -> None:
-        """Count more files."""
-        self.count += count
-        self.nbytes += nbytes
-
-
-@dataclass(frozen=True, slots=True)
-class Leftover:
-    """A temporary, bad object, marker, or object that says how long tails are kept.
-
-    Attributes
-    ----------
-    name : str
-    sort : Sort
-    size : int
-        Bytes.
-    changed : float
-        When it last changed, seconds since the epoch.
-    """
-
-    name: str
-    sort: Sort
-    size: int
-    changed: float
-
-
-@dataclass(frozen=True, slots=True)
-class NamespaceFolder:
-    """A namespace's folder.
-
-    Attributes
-    ----------
-    name : str
-    tag : str
-        The 16 hex digits at the end of its name. Folders with the same tag hold one namespace.
-    record : Mapping
-        The namespace's record, as far as it can be read; else empty. Nothing in it is checked.
-    keeps : float
-        Seconds for which engines keep its tails and markers, as they say, where there are any;
-        -inf: they say nothing.
-    """
-
-    name: str
-    tag: str
-    record: Mapping[str, object] = field(default_factory=dict)
-    keeps: float = -math.inf
-
-    @property
-    def of_other_version(self) -> bool:
-        """Whether the record says that it is of another version of the format."""
-        return is_of_other_version(self.record)
-
-    @property
-    def kinds(self) -> int:
-        """The kinds of KV of the namespace, as bits; 0: unknown."""
-        said = self.record.get("kinds")
-        if said is None and self.record:
-            return int(_KIND_BITS[0])
-        kinds = said if isinstance(said, list) else ()
-        return sum(int(_KIND_BITS[n]) for kind, n in _KIND_NUMBERS.items() if kind in kinds)
-
-    @property
-    def window_chunks(self) -> int:
-        """Number of last chunks whose window objects a hit needs."""
-        kinds, windows = self.record.get("kinds"), self.record.get("sliding_windows")
-        size = self.record.get("chunk_size")
-        if self.kinds and not self.kinds & WINDOW_BIT:
-            return 0
-        if not (isinstance(kinds, list) and isinstance(windows, list) and isinstance(size, int)):
-            return UNLIMITED
-        reach = [w for w, k in zip(windows, kinds, strict=False) if k == WINDOW]
-        if (
-            size < 1
-            or not reach
-            or not all(isinstance(w, int) and 0 < w < UNLIMITED for w in reach)
-        ):
-            return UNLIMITED
-        return len(window_chunks(UNLIMITED, max(reach), size))
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class Parents:
     """The parents of chunks that an inventory knows; all that is kept of it for the next one.
@@ -253,41 +145,8 @@ class Parents:
     parents: npt.NDArray[np.uint64]
 
 
-def last_use(info: ObjectInfo, now: float) -> float:
-    """Return when an object was last used, see the module; seconds since the epoch.
-
-    Parameters
-    ----------
-    info : ObjectInfo
-    now : float
-        By the clock of the storage.
-    """
-    end = now + _DAY
-    best = info.mtime if 0 < info.mtime < end else 0.0
-    atime, ctime = info.atime, info.ctime
-    if atime is not None and best < atime < end:
-        best = atime
-    if ctime is not None and best < ctime < end and (ctime > now - _DAY or not best):
-        best = ctime
-    return best or now
-
-
-def changed_at(info: ObjectInfo) -> float:
-    """Return when a file was last written, linked or moved; seconds since the epoch."""
-    # Linked or moved files keep their modification time.
-    return max(info.mtime, info.ctime or 0.0)
-
-
-def _never() -> bool:
-    return False
-
-
-def _do_nothing() -> None:
-    pass
-
-
 class Inventory:
-    """What is on a shelf, see the module. Made by :meth:`scan`.
+    """What is on a shelf, see the module. Made by :class:`Scan`.
 
     Attributes
     ----------
@@ -304,6 +163,19 @@ class Inventory:
         Those of them that may be deleted at some age; the first 65,536 that were found.
     unlisted : Total
         What was listed and did not fit: then this is a part of the shelf only.
+    namespace, group : uint32 array [n]
+        Index of each object in `namespaces`, and in `groups`.
+    key : uint8 array [n, 32]
+    index, tail : uint32 array [n]
+        Chunk index; tokens of a tail, 0 for a whole chunk.
+    shard, shards : uint32 array [n]
+        The latter as each object's name states.
+    kind : uint8 array [n]
+        Its place in :data:`~kvshelf.format.kinds.KINDS`.
+    size : int64 array [n]
+        Bytes.
+    used, born : float64 array [n]
+        Last use by the object's own times, and when it was stored; seconds since the epoch.
     """
 
     def __init__(self) -> None:
@@ -318,77 +190,24 @@ class Inventory:
     def _hold(self, packed: bytearray) -> None:
         """Take the rows of all objects."""
         self._packed = packed
-        self._rows = np.frombuffer(packed, _ROW)
+        self._rows = rows = np.frombuffer(packed, _ROW)
+        self.namespace: Numbers = rows["namespace"]
+        self.group: Numbers = rows["group"]
+        self.index: Numbers = rows["index"]
+        self.tail: Numbers = rows["tail"]
+        self.shard: Numbers = rows["shard"]
+        self.shards: Numbers = rows["shards"]
+        self.kind: Bytes = rows["kind"]
+        self.key: Bytes = rows["key"]
+        self.size: Integers = rows["size"]
+        self.used: Floats = rows["used"]
+        self.born: Floats = rows["born"]
         self._join()
 
     # ---------------------------------------------------------------------------------- columns
 
     def __len__(self) -> int:
         return len(self._rows)
-
-    @property
-    def namespace(self) -> npt.NDArray[np.uint32]:
-        """Index in `namespaces` of each object, uint32 [n]."""
-        return self._column("namespace")
-
-    @property
-    def group(self) -> npt.NDArray[np.uint32]:
-        """Index in `groups` of each object, uint32 [n]."""
-        return self._column("group")
-
-    @property
-    def key(self) -> Bytes:
-        """Chunk key of each object, uint8 [n, 32]."""
-        found: Bytes = self._rows["key"]
-        return found
-
-    @property
-    def index(self) -> npt.NDArray[np.uint32]:
-        """Chunk index of each object, uint32 [n]."""
-        return self._column("index")
-
-    @property
-    def tail(self) -> npt.NDArray[np.uint32]:
-        """Tokens of the tail of each object, uint32 [n]; 0 of a whole chunk."""
-        return self._column("tail")
-
-    @property
-    def kind(self) -> Bytes:
-        """Kind of each object, uint8 [n]: its place in :data:`~kvshelf.format.kinds.KINDS`."""
-        found: Bytes = self._rows["kind"]
-        return found
-
-    @property
-    def shard(self) -> npt.NDArray[np.uint32]:
-        """Shard of each object, uint32 [n]."""
-        return self._column("shard")
-
-    @property
-    def shards(self) -> npt.NDArray[np.uint32]:
-        """Number of shards that each object's name states, uint32 [n]."""
-        return self._column("shards")
-
-    @property
-    def size(self) -> Integers:
-        """Bytes of each object, int64 [n]."""
-        found: Integers = self._rows["size"]
-        return found
-
-    @property
-    def used(self) -> Floats:
-        """Last use of each object by its own times, float64 [n], seconds since the epoch."""
-        found: Floats = self._rows["used"]
-        return found
-
-    @property
-    def born(self) -> Floats:
-        """When each object was stored, float64 [n], seconds since the epoch."""
-        found: Floats = self._rows["born"]
-        return found
-
-    def _column(self, name: str) -> npt.NDArray[np.uint32]:
-        found: npt.NDArray[np.uint32] = self._rows[name]
-        return found
 
     @property
     def nbytes(self) -> int:
@@ -527,7 +346,7 @@ class Inventory:
                 pinned[of_group] = pins.covers(name, self.groups[group], keys)
         sizes, broken = [], np.zeros(count, np.uint8)
         uses: list[Floats] = []
-        for number, bit in enumerate(_KIND_BITS):
+        for number, bit in enumerate(NUMBER_BITS):
             if number and not several:
                 sizes.append(np.zeros(count, np.int64))
                 continue
@@ -565,16 +384,16 @@ class Inventory:
         found: Floats = np.maximum.reduceat(of_space[self.namespace[self._order]], self._starts)
         return found
 
-    def window_chunks(self) -> Integers:
+    def reach(self) -> Integers:
         """Return how many last chunks' windows a hit needs in each unit's namespace, int64."""
-        of_space = np.array([space.window_chunks for space in self.namespaces], np.int64)
+        of_space = np.array([space.rule.reach for space in self.namespaces], np.int64)
         return of_space[self.namespace[self.first_rows]]
 
     def _kinds_of_spaces(self) -> Bytes:
         """Kinds of each namespace, by its record, else by its objects."""
         seen = np.zeros(len(self.namespaces), np.uint8)
-        np.bitwise_or.at(seen, self.namespace, _KIND_BITS[self.kind])
-        said = np.array([space.kinds for space in self.namespaces], np.uint8)
+        np.bitwise_or.at(seen, self.namespace, NUMBER_BITS[self.kind])
+        said = np.array([space.rule.mask for space in self.namespaces], np.uint8)
         found: Bytes = np.where(said > 0, said, seen)
         return found
 
@@ -674,45 +493,65 @@ class Inventory:
                 return False
         return True
 
-    # -------------------------------------------------------------------------------------- scan
 
-    @classmethod
-    def scan(
-        cls,
-        backend: Backend,
-        *,
-        folders: Collection[str] | None = None,
-        names: Collection[str] = (),
-        wanted: Callable[[str], bool] | None = None,
-        before: Parents | None = None,
-        records: bool = True,
-        parents: bool | None = False,
-        in_part: bool = False,
-        stop: Callable[[], bool] = _never,
-        pace: Callable[[], None] = _do_nothing,
+@dataclass(eq=False)
+class Scan:
+    """A scan that can continue where it ended, if the storage failed or it was stopped.
+
+    The rows of the folder that it was in are listed again, all others are kept.
+
+    Parameters
+    ----------
+    backend : Backend
+    folders : Collection of str, optional
+        Only these: folders of namespaces, folders in them, the root's reserved folder.
+    names : Collection of str
+        Files to look at, one by one, also where `folders` is empty.
+    wanted : Callable, optional
+        Called with the name of each file and folder that is listed; what it refuses is not
+        looked at, nor listed, see :meth:`kvshelf.backends.base.Backend.list`.
+    before : Parents, optional
+        What an earlier inventory knew: these parents are not read again.
+    records : bool
+        Read the namespaces' records. Without them, objects of other versions of the format are
+        objects too, and the kinds of a namespace are those of its objects.
+    parents : bool or None
+        Read the parent of every chunk, from the beginning of one of its objects. False: only
+        in namespaces with kinds other than full; None: nowhere.
+    in_part : bool
+        Of more than fits take a part, see :attr:`Inventory.is_part`.
+    """
+
+    backend: Backend
+    _: KW_ONLY
+    folders: Collection[str] | None = None
+    names: Collection[str] = ()
+    wanted: Callable[[str], bool] | None = None
+    before: Parents | None = None
+    records: bool = True
+    parents: bool | None = False
+    in_part: bool = False
+
+    def __post_init__(self) -> None:
+        self._inventory = Inventory()
+        self._packed = bytearray()
+        self._groups: dict[str, int] = {}
+        self._files = 0
+        #: What is left to list: names, and folders once they are known; in reverse order.
+        self._names = list(self.names)[::-1]
+        self._left: list[str] | None = None
+        #: The last file before which all is complete, and the numbers of what was found there.
+        self._after: str | None = None
+        self._counts = self._count()
+        self._is_listed = False
+
+    def run(
+        self, stop: Callable[[], bool] = lambda: False, pace: Callable[[], None] = lambda: None
     ) -> Inventory | None:
-        """List a whole shelf, some folders, or look at some files.
+        """Scan, or continue.
 
         Parameters
         ----------
-        backend : Backend
-        folders : Collection of str, optional
-            Only these: folders of namespaces, folders in them, the root's reserved folder.
-        names : Collection of str
-            Files to look at, one by one, also where `folders` is empty.
-        wanted : Callable, optional
-            Called with the name of each file and folder that is listed; what it refuses is not
-            looked at, nor listed, see :meth:`kvshelf.backends.base.Backend.list`.
-        before : Parents, optional
-            What an earlier inventory knew: these parents are not read again.
-        records : bool
-            Read the namespaces' records. Without them, objects of other versions of the format are
-            objects too, and the kinds of a namespace are those of its objects.
-        parents : bool or None
-            Read the parent of every chunk, from the beginning of one of its objects. False: only
-            in namespaces with kinds other than full; None: nowhere.
-        in_part : bool
-            Of more than fits take a part, see :attr:`is_part`.
         stop : Callable
             Called often; True ends the scan.
         pace : Callable
@@ -728,65 +567,6 @@ class Inventory:
         StorageError
             If the storage failed, does not allow listing, or lists more than fits.
         """
-        scan = Scan(
-            backend,
-            folders=folders,
-            names=names,
-            wanted=wanted,
-            before=before,
-            records=records,
-            parents=parents,
-            in_part=in_part,
-        )
-        return scan.run(stop, pace)
-
-
-class Scan:
-    """A scan that can continue where it ended, if the storage failed or it was stopped.
-
-    The rows of the folder that it was in are listed again, all others are kept.
-
-    Parameters
-    ----------
-    backend, folders, names, wanted, before, records, parents, in_part
-        As for :meth:`Inventory.scan`.
-    """
-
-    def __init__(
-        self,
-        backend: Backend,
-        *,
-        folders: Collection[str] | None = None,
-        names: Collection[str] = (),
-        wanted: Callable[[str], bool] | None = None,
-        before: Parents | None = None,
-        records: bool = True,
-        parents: bool | None = False,
-        in_part: bool = False,
-    ) -> None:
-        self._backend = backend
-        self._folders = folders
-        self._wanted = wanted
-        self._before = before
-        self._records = records
-        self._parents = parents
-        self._in_part = in_part
-        self._inventory = Inventory()
-        self._packed = bytearray()
-        self._groups: dict[str, int] = {}
-        self._files = 0
-        #: What is left to list: names, and folders once they are known; in reverse order.
-        self._names = list(names)[::-1]
-        self._left: list[str] | None = None
-        #: The last file before which all is complete, and the numbers of what was found there.
-        self._after: str | None = None
-        self._counts = self._count()
-        self._is_listed = False
-
-    def run(
-        self, stop: Callable[[], bool] = _never, pace: Callable[[], None] = _do_nothing
-    ) -> Inventory | None:
-        """Scan, or continue; see :meth:`Inventory.scan`."""
         found = self._inventory
         if not self._is_listed:
             self._go_back()
@@ -802,12 +582,12 @@ class Scan:
                 self._ask_time()
             found.groups = list(self._groups)
             found._hold(self._packed)
-            if self._before is not None:
-                found._remember_parents(self._before)
+            if self.before is not None:
+                found._remember_parents(self.before)
             self._is_listed = True
         self._read_keeps()
-        parents = self._parents
-        if parents is None or found._read_parents(self._backend, parents, stop, pace):
+        parents = self.parents
+        if parents is None or found._read_parents(self.backend, parents, stop, pace):
             return found
         return None
 
@@ -832,7 +612,7 @@ class Scan:
 
     def _rows(self, pace: Callable[[], None]) -> Iterator[tuple[int, ObjectInfo]]:
         """Yield the files with the numbers of their namespaces' folders; -1: it is in none."""
-        backend, wanted = self._backend, self._wanted
+        backend, wanted = self.backend, self.wanted
 
         def paced(name: str) -> bool:
             pace()
@@ -871,10 +651,10 @@ class Scan:
 
     def _find_folders(self) -> list[str]:
         """Return the folders that are to be listed, the first one last."""
-        folders = self._folders
+        folders = self.folders
         spaces: Collection[str] = ()
         if folders is None or any(parse_namespace_folder(folder) for folder in folders):
-            spaces = [name for name in self._backend.folders() if parse_namespace_folder(name)]
+            spaces = [name for name in self.backend.folders() if parse_namespace_folder(name)]
         inner: Collection[str] = (RESERVED,)
         if folders is not None:
             spaces = [name for name in spaces if name in folders]
@@ -889,7 +669,7 @@ class Scan:
         for number, space in enumerate(spaces):
             if space.name == folder:
                 return number
-        record = read_record(self._backend, folder) if self._records else {}
+        record = read_record(self.backend, folder) if self.records else {}
         spaces.append(NamespaceFolder(folder, folder[-16:], record))
         return len(spaces) - 1
 
@@ -902,21 +682,21 @@ class Scan:
         }
         for number, space in enumerate(inventory.namespaces):
             if number in tails or space.name in marked:
-                rows = self._backend.list(f"{space.name}/{KEEPS}", hidden=True)
+                rows = self.backend.list(f"{space.name}/{KEEPS}", hidden=True)
                 found = (self._believed(info) for info in islice(rows, _MOST_KEEPS))
                 inventory.namespaces[number] = replace(space, keeps=max(found, default=-math.inf))
 
     def _believed(self, info: ObjectInfo) -> float:
         """Return for how long tails are kept, as an object says; -inf: it says nothing."""
         said = None if info.size else said_seconds(info.name)
-        if said is None or info.mtime > self._inventory.now + _DAY:
+        if said is None or info.mtime > self._inventory.now + DAY:
             return -math.inf
         old = self._inventory.aged_at - said - SAID_SECONDS
         return -math.inf if changed_at(info) < old else float(said)
 
     def _ask_time(self) -> None:
-        self._inventory.now = now = time_of(self._backend)
-        self._inventory.aged_at = time_for_ages(now, self._backend.url)
+        self._inventory.now = now = time_of(self.backend)
+        self._inventory.aged_at = time_for_ages(now, self.backend.url)
 
     def _add(self, number: int, info: ObjectInfo) -> bool:
         """Add a file; return whether the listing may continue.
@@ -963,7 +743,7 @@ class Scan:
             parsed.tail_tokens or 0,
             parsed.shard,
             parsed.shards,
-            _KIND_NUMBERS[parsed.kind],
+            KIND_NUMBERS[parsed.kind],
             info.atime is not None and info.atime > info.mtime + _HIT_SECONDS,
             parsed.key,
             min(info.size, _MOST_BYTES),
@@ -973,8 +753,8 @@ class Scan:
         return True
 
     def _overflow(self, info: ObjectInfo) -> None:
-        """Count a file for which there is no room."""
-        if not self._in_part:
+        """Count a file for which there is no space."""
+        if not self.in_part:
             raise PermanentStorageError(
                 errno.EOVERFLOW,
                 f"found more than {_MOST_OBJECTS} objects, or than {_MOST_GROUPS} salt groups:"
@@ -1018,13 +798,6 @@ def _no_units() -> Units:
     floats, sizes = np.empty(0), np.empty(0, np.int64)
     flags = np.empty(0, np.bool_)
     return Units(floats, floats, np.empty(0, np.uint32), sizes, sizes, sizes, sizes, flags, flags)
-
-
-def time_of(backend: Backend) -> float:
-    """Return the storage's time; this machine's where it has none."""
-    with contextlib.suppress(StorageError):
-        return StorageClock(backend.now).ask()
-    return time.time()
 
 
 def _read_parent(backend: Backend, name: str, key: bytes) -> bytes | None:

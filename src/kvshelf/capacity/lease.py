@@ -66,6 +66,10 @@ class Finding:
     written : int or None
         The bytes that all writers had published at `at`, see :mod:`kvshelf.capacity.written`. None:
         unknown.
+    by : str
+        The process that swept, as :attr:`Lease.owner`; empty: unknown.
+    deleted_files, deleted_bytes : int or None
+        What it has deleted so far. None: it does not say.
     """
 
     at: float
@@ -74,11 +78,19 @@ class Finding:
     free: int | None = None
     max_age: float | None = None
     written: int | None = None
+    by: str = ""
+    deleted_files: int | None = None
+    deleted_bytes: int | None = None
 
-    def less(self, nbytes: int) -> Finding:
-        """Return the finding after `nbytes` more were deleted."""
-        free = None if self.free is None else self.free + nbytes
-        return replace(self, nbytes=max(0, self.nbytes - nbytes), free=free)
+    def less(self, nbytes: int, files: int) -> Finding:
+        """Return the finding after `files` more with `nbytes` were deleted."""
+        return replace(
+            self,
+            nbytes=max(0, self.nbytes - nbytes),
+            free=_plus(self.free, nbytes),
+            deleted_files=_plus(self.deleted_files, files),
+            deleted_bytes=_plus(self.deleted_bytes, nbytes),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +356,16 @@ def _finding(found: Any, now: float) -> Finding | None:
         return None
     max_age = _number(found.get("max_age"))
     free, written = _count(found.get("free")), _count(found.get("written"))
-    return Finding(at, nbytes, seconds, free, max_age, written)
+    by, said = found.get("by"), ("deleted_files", "deleted_bytes")
+    return Finding(
+        *(at, nbytes, seconds, free, max_age, written),
+        by if isinstance(by, str) else "",
+        *(_count(found.get(name)) for name in said),
+    )
+
+
+def _plus(count: int | None, more: int) -> int | None:
+    return None if count is None else count + more
 
 
 def _time(value: Any, latest: float) -> float | None:

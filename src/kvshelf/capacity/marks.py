@@ -9,7 +9,7 @@ A file begins with one line of JSON, ``{"version": 1, "sections": [{"namespace":
 "age": …, "keys": …}, …]}``, which ends in a newline. Behind it are the keys of all sections, in
 order: the first 16 bytes of each chunk key. The objects of a section's kind of these chunks were
 used `age` seconds before the file was written, which is its mtime: so no clock but the storage's
-own has a say.
+own counts.
 
 Contracts
 ---------
@@ -204,10 +204,10 @@ class Marks:
         times = [file.mtime for file in files] + list(unread.values())
         if not times:
             return 0
-        told = backend.now()
+        reported = backend.now()
         # A storage that does not report its time gave the files theirs.
-        now = max(times) if told is None else told
-        aged_at = min(now, time.time()) if told is None else time_for_ages(now, backend.url)
+        now = max(times) if reported is None else reported
+        aged_at = min(now, time.time()) if reported is None else time_for_ages(now, backend.url)
         oldest = aged_at - min(max_age or KEEP_SECONDS, KEEP_SECONDS)
         gone = [name for name, mtime in unread.items() if mtime < oldest]
         gone += [file.name for file in files if file.mtime < oldest]

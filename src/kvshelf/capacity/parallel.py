@@ -21,7 +21,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Final, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from kvshelf.backends import Backend
 from kvshelf.background import try_to_start
@@ -195,3 +195,74 @@ class Attempts:
                 return error
             self._successes += 1
             return None
+
+
+class Work(Generic[_R]):
+    """Work of a command on many objects, counted in a report that its threads share.
+
+    Parameters
+    ----------
+    report : object
+        Has a number for each count, among them ``bad``, ``gone`` and ``failed``.
+    on_progress : Callable
+        Called with the report after each change.
+    on_problem : Callable
+        Called with an object's name and a description of the problem.
+
+    Attributes
+    ----------
+    report : object
+    attempts : Attempts
+    """
+
+    def __init__(
+        self,
+        report: _R,
+        on_progress: Callable[[_R], None],
+        on_problem: Callable[[str, str], None],
+    ) -> None:
+        self.report = report
+        self.attempts = Attempts()
+        self._on_progress = on_progress
+        self._on_problem = on_problem
+        self._lock = threading.Lock()
+
+    def count(self, **more: int) -> None:
+        """Add to counts of the report, by name."""
+        with self._lock:
+            for name, number in more.items():
+                setattr(self.report, name, getattr(self.report, name) + number)
+            self._on_progress(self.report)
+
+    def problem(self, kind: str, name: str, text: str) -> None:
+        """Report what is wrong with something, and count it as one more of a kind."""
+        with self._lock:
+            setattr(self.report, kind, getattr(self.report, kind) + 1)
+            self._on_problem(name, text)
+            self._on_progress(self.report)
+
+    def run_over(self, items: Iterable[Any], work: Callable[[Any], object], threads: int) -> None:
+        """Call `work` for each item, again after errors that may pass; count what goes wrong.
+
+        Objects that are missing count as ``gone``. What else is wrong with one is its problem, by
+        its attribute ``name``: ``bad`` or ``failed``.
+
+        Raises
+        ------
+        StorageError
+            If the storage answers no more, or takes no objects.
+        """
+
+        def attempt(item: Any) -> None:
+            try:
+                error = self.attempts.make(lambda: work(item))
+            except ObjectMissingError:
+                self.count(gone=1)
+            except BadObjectError as bad:
+                self.problem("bad", item.name, f"{type(bad).__name__}: {bad}")
+            else:
+                if error is not None:
+                    self.problem("failed", item.name, str(error))
+
+        for _ in in_parallel(attempt, items, threads, self.attempts.stop):
+            pass

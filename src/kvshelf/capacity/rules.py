@@ -4,7 +4,7 @@
 reason          what is deleted
 ==============  ================================================================================
 temporary       temporaries that nothing has changed for an hour
-quarantine      bad objects a week after they were moved aside, or an hour if room is needed; at
+quarantine      bad objects a week after they were moved aside, or an hour if space is needed; at
                 once those of a namespace beyond the newest 32, or 1 GiB
 marker, tail    markers and tails of hand-overs at some age, or at that for which the engines of
                 their namespace say that they keep them, if it is greater; what says so once it is
@@ -13,12 +13,12 @@ orphan          chunks whose parent is gone, a day after their last use
 age             what was not used for some time
 group           the oldest chunks of a salt group that holds too many bytes
 size            the oldest chunks of all while the shelf holds too many bytes
-chosen          what a command was told to delete
+chosen          what a command's options select
 ==============  ================================================================================
 
-:mod:`kvshelf.capacity.eviction` has the order in which chunks are deleted to make room.
+:mod:`kvshelf.capacity.eviction` has the order in which chunks are deleted to free space.
 
-A bound in bytes acts when 90 % of it are used, and makes room until 80 % are. Ages count by the
+A bound in bytes acts when 90 % of it are used, and deletes until 80 % are. Ages count by the
 earlier of the storage's clock and this machine's. While these are more than an hour apart nothing
 is deleted because of its age.
 """
@@ -75,7 +75,7 @@ class Rules:
     Attributes
     ----------
     temporaries, quarantine, crowded_quarantine, markers, tails, orphans : float, or None
-        Ages in seconds; of quarantine also where room is needed for `max_bytes`.
+        Ages in seconds; of quarantine also where space is needed for `max_bytes`.
     quarantine_count, quarantine_bytes : float
         Most bad objects of a namespace, and bytes of these.
     max_age : float or None
@@ -86,7 +86,7 @@ class Rules:
         Most bytes of the whole shelf.
     choice : Choice or None
     largest : int
-        Bytes of the largest chunk that is stored at present: a bound in bytes leaves room for it.
+        Bytes of the largest chunk that is stored at present: a bound in bytes leaves space for it.
     high, low : float
         Shares of a bound in bytes at which deletions begin, and end, unless that is too little.
     spare : int

@@ -1,6 +1,6 @@
 """Keeps a shelf within its bounds, on a thread of its own (``kvshelf-capacity``).
 
-Owns the thread, and the room on the shelf that stores see (:class:`~kvshelf.capacity.room.Room`).
+Owns the thread, and the bound of the stores (:class:`~kvshelf.capacity.bound.ShelfBound`).
 :mod:`kvshelf.capacity.due` decides when a sweep is due, :mod:`kvshelf.capacity.sweeping` has its
 steps, and :mod:`kvshelf.capacity.collect` chooses what is deleted, and in which order.
 
@@ -13,11 +13,11 @@ Contracts
 ---------
 * No chunk is deleted without ``max_bytes``, ``max_age`` or ``group_max_bytes``: without them the
   shelf is not even listed.
-* When less than ``min_free`` is free, with or without bounds, the walk makes room: stores, which
+* When less than ``min_free`` is free, with or without bounds, the walk frees space: stores, which
   would notice that the storage is full, do not reach it then.
 * The record and the files that other processes write decide what is stored here, never what is
   deleted: a sweep keeps to this process's own bounds.
-* No file is read more than once a second while room is short, and once in ten seconds else, also
+* No file is read more than once a second while space is short, and once in ten seconds else, also
   where the process does not sweep. While another engine sweeps a shelf for the first time, this
   process looks for its finding after one second, two, four, eight, and then every ten.
 * No other thread waits for this one. It calls the storage without the deadlines of loads and
@@ -42,13 +42,14 @@ from kvshelf.backends.base import Space
 from kvshelf.backends.clock import StorageClock
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.background import Background
+from kvshelf.capacity.bound import HURRIED_SECONDS, LOOK_SECONDS, ShelfBound
+from kvshelf.capacity.deletion import steady
 from kvshelf.capacity.due import Allowance, Growth, due_in, pressure, running_part
 from kvshelf.capacity.inventory import Parents
 from kvshelf.capacity.lease import Finding, Lease, Record
 from kvshelf.capacity.marks import Marks
-from kvshelf.capacity.room import HURRIED_SECONDS, LOOK_SECONDS, Room
 from kvshelf.capacity.rules import Rules
-from kvshelf.capacity.sweeping import Begun, Listed, Running, steady
+from kvshelf.capacity.sweeping import Begun, Listed, Running
 from kvshelf.capacity.uses import resolution
 from kvshelf.capacity.walk import Walk
 from kvshelf.capacity.written import Written
@@ -88,13 +89,14 @@ class Sweeper:
     Parameters
     ----------
     shelf : HasBackend
-        Its stores ask :attr:`room` from :meth:`start` on, through its backend.
+        Its stores ask :attr:`bound` from :meth:`start` on, through its backend.
     capacity : CapacityConfig
     counters : Counters
         Gets ``sweeps``, ``sweep_seconds``, ``sweep_errors``, ``shelf_evicted_objects``,
-        ``shelf_evicted_bytes``, and the gauges of :class:`~kvshelf.capacity.room.Room`.
+        ``shelf_evicted_bytes``, and the gauges ``clock_difference_seconds`` and of
+        :class:`~kvshelf.capacity.bound.ShelfBound`.
     sweeps : bool
-        Whether this process lists and deletes. False: it only knows how much room there is.
+        Whether this process lists and deletes. False: it only knows how much may be stored.
     walk : Walk, optional
         Is given steps on the thread.
     keep_tails : float or None
@@ -106,7 +108,7 @@ class Sweeper:
 
     Attributes
     ----------
-    room : Room
+    bound : ShelfBound
     """
 
     def __init__(
@@ -134,7 +136,7 @@ class Sweeper:
         self._walk = walk
         self._on_evicted = on_evicted
         self._thread = Background("kvshelf-capacity", self._turn, on_start=on_thread_start)
-        self.room = Room(capacity, counters, self._guard.url, self._thread.wake)
+        self.bound = ShelfBound(capacity, counters, self._guard.url, self._thread.wake)
         self._log = RateLimitedLog(logger)
         self._clock = StorageClock(self._guard.inner.now, steady)
         self._lease = Lease(self._guard.inner)
@@ -160,19 +162,19 @@ class Sweeper:
 
     def start(self) -> None:
         """Begin, unless there is nothing to do. Never blocks. Idempotent."""
-        if not (self._bounded or self.room.keeps_free or self._walk is not None):
+        if not (self._bounded or self.bound.keeps_free or self._walk is not None):
             return
         if self._walk is not None:
             self._walk.wake = self._thread.wake
         # Where the system allows no thread now, the next call tries again.
         if self._thread.start():
-            self._guard.bound = self.room
+            self._guard.bound = self.bound
 
     def close(self) -> None:
         """Lift the bounds, and end the thread, unless it waits for the storage."""
         if self._walk is not None:
             self._walk.close()
-        if self._guard.bound is self.room:
+        if self._guard.bound is self.bound:
             self._guard.bound = None
         if self._thread.running and self._end is None:
             self._end = threading.Event()
@@ -192,13 +194,13 @@ class Sweeper:
     def _turn(self) -> float | None:
         """Do what is due; return the seconds to the next call."""
         if self._end is not None:
-            if self._told is not None:
-                self._written.tell(self.room.written)
+            if self._published is not None:
+                self._written.publish(self.bound.written)
             self._end.set()
             return None
         now = time.monotonic()
-        if self.room.is_urgent or self.room.asked:
-            pause = HURRIED_SECONDS if self.room.is_urgent else LOOK_SECONDS
+        if self.bound.is_urgent or self.bound.asked:
+            pause = HURRIED_SECONDS if self.bound.is_urgent else LOOK_SECONDS
             self._look_at = min(self._look_at, now + pause)
         if now >= self._look_at:
             pause = self.step()
@@ -216,21 +218,21 @@ class Sweeper:
             self._begun = None
         try:
             pause = self._look() if self._guard.reads.is_closed else _IDLE_SECONDS
-            return min(pause, LOOK_SECONDS if self.room.take_asked() else _IDLE_SECONDS)
+            return min(pause, LOOK_SECONDS if self.bound.take_asked() else _IDLE_SECONDS)
         except StorageError as error:
-            logger.debug("%s: its room is not known: %s", self._guard.url, error)
+            logger.debug("%s: its free space is not known: %s", self._guard.url, error)
             return _TROUBLE_SECONDS
         except Exception as error:  # noqa: BLE001  logged and counted
             self._note_error(error)
             return _TROUBLE_SECONDS
 
     def _look(self) -> float:
-        """Update the room that stores see, after a sweep if due; return the seconds to the next."""
+        """Update what stores may write, after a sweep if due; return the seconds to the next."""
         storage = self._guard.inner
         space = storage.space()
-        if self._walk is not None and self.room.is_full(space) and self._walk.make_room():
+        if self._walk is not None and self.bound.is_full(space) and self._walk.free_space():
             space = storage.space()
-        self.room.look(space)
+        self.bound.look(space)
         pause = _IDLE_SECONDS
         if self._bounded:
             try:
@@ -238,12 +240,12 @@ class Sweeper:
                 if self._sweeps and self._due_in(space) == 0:
                     self._sweep(space)
                     space = storage.space()
-                    self.room.look(space)
+                    self.bound.look(space)
                 if self._sweeps:
                     pause = max(LOOK_SECONDS, self._due_in(space))
             except StorageError as error:
                 self._read_at = self._sweep_at = time.monotonic() + self._handle("read", error)
-        self._tell(space)
+        self._update_bound(space)
         return pause
 
     def _read_record(self, space: Space | None) -> None:
@@ -251,9 +253,12 @@ class Sweeper:
         now = time.monotonic()
         if now < self._read_at:
             return
-        often = self._sweeps and self.room.is_short
+        often = self._sweeps and self.bound.is_short
         self._read_at = now + (LOOK_SECONDS if often else _RECORD_SECONDS)
         self._record = self._lease.read(self._clock.now()).believed(space)
+        # The time of some storages is in whole seconds.
+        apart = round(abs(self._clock.last() - time.time()))
+        self._counters.set_gauge("clock_difference_seconds", apart)
         if self._record.finding is not None:
             self._unknown = LOOK_SECONDS
         elif self._unknown < _RECORD_SECONDS:
@@ -265,35 +270,35 @@ class Sweeper:
     def _exchange(self, space: Space | None, *, at_once: bool = False) -> None:
         """Publish this process's writes, and read those of others, unless free space shows them."""
         if space is None and self._rules.max_bytes is not None:
-            room, now = self.room, self._clock.last()
-            self._written.exchange(room.written, room.left, now, at_once=at_once)
+            bound, now = self.bound, self._clock.last()
+            self._written.exchange(bound.written, bound.left, now, at_once=at_once)
 
     @property
-    def _told(self) -> int | None:
+    def _published(self) -> int | None:
         """The bytes that all writers have written, as far as they publish them."""
-        return self._written.total(self.room.written) if self._written.is_used else None
+        return self._written.total(self.bound.written) if self._written.is_used else None
 
     def _used(self, space: Space | None) -> int | None:
         """Return the estimate of the bytes on the shelf."""
         finding = self._record.finding
         if finding is None:
             return None
-        return self.room.estimate(finding, space, self._clock.last(), self._told)
+        return self.bound.estimate(finding, space, self._clock.last(), self._published)
 
-    def _tell(self, space: Space | None) -> None:
-        """Update the room that stores see."""
+    def _update_bound(self, space: Space | None) -> None:
+        """Update what stores may write."""
         own = self._rules.max_bytes
         limit = None if own is None else self._record.bound(own, self._clock.last())
         used = self._used(space)
         self._growth.note(used, time.monotonic())
-        self.room.update(space, used, limit)
+        self.bound.update(space, used, limit)
 
     # ------------------------------------------------------------- sweeps
 
     def _expected(self, space: Space | None) -> int | None:
         """Return the estimate for when this process knows what to delete.
 
-        A listing of a large shelf takes as long as a fleet needs to fill the room that is left.
+        A listing of a large shelf takes as long as a fleet needs to fill the space that is left.
         """
         used = self._used(space)
         if used is None or self._listed is not None:
@@ -301,7 +306,7 @@ class Sweeper:
         return used + int(self._growth.per_second * self._took)
 
     def _pressure(self, space: Space | None) -> float:
-        return pressure(self._expected(space), self._rules.max_bytes, self.room.refuses)
+        return pressure(self._expected(space), self._rules.max_bytes, self.bound.refuses)
 
     def _due_in(self, space: Space | None) -> float:
         """Return the seconds until a sweep is due, as far as is known now; 0: it is due."""
@@ -312,7 +317,7 @@ class Sweeper:
             pause = max(pause, LOOK_SECONDS)
         if finding is None:
             return pause
-        rules = replace(self._rules, largest=self.room.largest)
+        rules = replace(self._rules, largest=self.bound.largest)
         used = self._expected(space) or 0
         ours = self._record.owner == lease.owner
         age, finished = now - finding.at, self._finished or not ours
@@ -343,10 +348,10 @@ class Sweeper:
         earlier = 0.0 if begun is None else begun.seconds
         running = Running(
             self._lease,
-            self.room,
+            self.bound,
             now=self._clock.last,
             finding=lambda: self._record.finding,
-            goes_on=lambda: self._end is None and self._guard.reads.is_closed,
+            may_continue=lambda: self._end is None and self._guard.reads.is_closed,
             look=self._look_meanwhile,
             earlier=earlier,
         )
@@ -378,11 +383,11 @@ class Sweeper:
         self, space: Space | None, now: float, running: Running
     ) -> StorageError | None:
         """List the shelf, or a part of it, and delete; return the first error of a deletion."""
-        storage, rules = self._guard.inner, replace(self._rules, largest=self.room.largest)
+        storage, rules = self._guard.inner, replace(self._rules, largest=self.bound.largest)
         self._exchange(space, at_once=True)
         before, listed = self._record.finding, self._listed
         free = None if space is None else space.free
-        finding = Finding(now, 0, 0.0, free, None, self._told)
+        finding = Finding(now, 0, 0.0, free, None, self._published, self._lease.owner, 0, 0)
         if listed is None or before is None:
             self._begun = begun = self._begun or Begun(storage, finding, self._before)
             listed, before, finding = self._list(begun, rules, running), None, begun.begin
@@ -435,16 +440,16 @@ class Sweeper:
             logger.info(
                 "%s: deleted %d bytes; %d bytes are left", self._guard.url, freed, finding.nbytes
             )
-        told = finding.written
-        if told is not None:
-            told -= self._written.remove_old()
+        published = finding.written
+        if published is not None:
+            published -= self._written.remove_old()
         self._record = replace(
             self._record,
             finding=replace(
                 finding,
                 seconds=seconds,
                 max_age=rules.max_age if finished else None,
-                written=told,
+                written=published,
             ),
         )
         try:
@@ -453,23 +458,23 @@ class Sweeper:
             logger.debug("%s: marks were not merged: %s", self._guard.url, error)
 
     def _note_freed(self, count: int, nbytes: int) -> None:
-        """Count what a sweep has just deleted: stores may use that room at once."""
+        """Count what a sweep has just deleted: stores may use that space at once."""
         self._counters.add("shelf_evicted_objects", count)
         self._counters.add("shelf_evicted_bytes", nbytes)
-        self.room.free(nbytes)
+        self.bound.free(nbytes)
         if self._record.finding is not None:
-            self._record = replace(self._record, finding=self._record.finding.less(nbytes))
+            self._record = replace(self._record, finding=self._record.finding.less(nbytes, count))
 
     def _look_meanwhile(self) -> float:
-        """Update the room during a sweep; return the part of a core that it may take."""
+        """Update what stores may write; return the part of a core that a sweep may take."""
         try:
             space = self._guard.inner.space()
             self._exchange(space)
         except StorageError as error:
-            logger.debug("%s: its room is not known: %s", self._guard.url, error)
+            logger.debug("%s: its free space is not known: %s", self._guard.url, error)
             return running_part(0.0)
-        self.room.look(space)
-        self._tell(space)
+        self.bound.look(space)
+        self._update_bound(space)
         return running_part(self._pressure(space))
 
     def _note_error(self, error: Exception) -> float:

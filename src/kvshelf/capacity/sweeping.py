@@ -3,7 +3,7 @@
 Owns how a listing is made (:class:`Begun`) and used (:class:`Listed`), and what a sweep does all
 the time (:class:`Running`): it rests, keeps its lease, and ends when it should.
 
-A listing is used for ten minutes. When room is short again, a part of the shelf is listed anew,
+A listing is used for ten minutes. When space is short again, a part of the shelf is listed anew,
 which shows how much the shelf has grown; then the next objects of the plan are deleted. So a shelf
 to which much is written need not be listed each time. A listing that was interrupted continues in
 the next sweep, if that begins within ten minutes.
@@ -27,22 +27,22 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import KW_ONLY, InitVar, dataclass, field, fields, replace
 from typing import Any, Final
 
 import numpy as np
 
 from kvshelf.backends import Backend
+from kvshelf.capacity.bound import HURRIED_SECONDS, LOOK_SECONDS, ShelfBound
 from kvshelf.capacity.collect import Plan, plan
-from kvshelf.capacity.deletion import Outcome, carry_out
-from kvshelf.capacity.eviction import FULL_BIT
+from kvshelf.capacity.deletion import Outcome, carry_out, steady
 from kvshelf.capacity.inventory import Inventory, Parents, Scan
 from kvshelf.capacity.lease import LEASE_SECONDS, Finding, Lease
 from kvshelf.capacity.marks import Marks
 from kvshelf.capacity.pins import Pins
-from kvshelf.capacity.room import HURRIED_SECONDS, LOOK_SECONDS, Room
 from kvshelf.capacity.rules import Rule, Rules
 from kvshelf.errors import StorageError
+from kvshelf.format.kinds import FULL_BIT
 
 #: Seconds for which a listing is used; in the last ones no sweep begins because of it, so that the
 #: next listing is there in time.
@@ -64,15 +64,9 @@ _MOST_GROUPS: Final = 64
 _RENEW_SECONDS: Final = 20.0
 #: Processor time after which a sweep pauses for a moment: the longest time it may keep the GIL.
 _WORK_SECONDS: Final = 0.5e-3
-#: A clock that continues while the machine sleeps.
-_CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
-def steady() -> float:
-    """Return seconds of a clock that never steps back, and goes on while the machine sleeps."""
-    return time.clock_gettime(_CLOCK)
-
-
+@dataclass(eq=False)
 class Running:
     """The recurring work of a sweep: pauses, its lease, its end.
 
@@ -80,15 +74,15 @@ class Running:
     ----------
     lease : Lease
         Which this process holds.
-    room : Room
+    bound : ShelfBound
     now : Callable
         Returns the storage's time.
     finding : Callable
         Returns what is published to other processes whenever the lease is renewed.
-    goes_on : Callable
-        Whether the sweep may go on.
+    may_continue : Callable
+        Whether the sweep may continue.
     look : Callable
-        Called about once a second: updates the room that stores see, and returns the part of a core
+        Called about once a second: updates what stores may write, and returns the part of a core
         that the sweep may take.
     earlier : float
         Seconds that its listing has taken in sweeps before it.
@@ -99,28 +93,20 @@ class Running:
         The lease was lost, or the process was paused during deletions.
     """
 
-    def __init__(
-        self,
-        lease: Lease,
-        room: Room,
-        *,
-        now: Callable[[], float],
-        finding: Callable[[], Finding | None],
-        goes_on: Callable[[], bool],
-        look: Callable[[], float],
-        earlier: float = 0.0,
-    ) -> None:
-        self._earlier = earlier
+    lease: Lease
+    bound: ShelfBound
+    _: KW_ONLY
+    now: Callable[[], float]
+    finding: Callable[[], Finding | None]
+    may_continue: Callable[[], bool]
+    look: Callable[[], float]
+    earlier: float = 0.0
+    lost: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
         self._began = time.thread_time()
         self._spent = 0.0
-        self.lost = False
-        self._lease = lease
-        self._room = room
-        self._now = now
-        self._finding = finding
-        self._goes_on = goes_on
-        self._look = look
-        self._part = look()
+        self._part = self.look()
         self._local = threading.local()
         self._stepped = self._renewed = self._looked = steady()
         #: When the current plan ends.
@@ -130,7 +116,7 @@ class Running:
     def seconds(self) -> float:
         """Seconds of processor time of all threads, roughly, and those of earlier sweeps."""
         # On remote storage the work is done on several threads.
-        return self._earlier + max(time.thread_time() - self._began, self._spent)
+        return self.earlier + max(time.thread_time() - self._began, self._spent)
 
     def until(self, end: float) -> None:
         """Carry out a plan that ends at `end`, by :func:`steady`."""
@@ -143,9 +129,9 @@ class Running:
         if paused or now >= self._renewed + _RENEW_SECONDS:
             self._renew(now)
         self.lost |= paused and self._end is not None
-        if now >= self._looked + (HURRIED_SECONDS if self._room.is_urgent else LOOK_SECONDS):
-            self._looked, self._part = now, self._look()
-        return self.lost or not self._goes_on() or (self._end is not None and now >= self._end)
+        if now >= self._looked + (HURRIED_SECONDS if self.bound.is_urgent else LOOK_SECONDS):
+            self._looked, self._part = now, self.look()
+        return self.lost or not self.may_continue() or (self._end is not None and now >= self._end)
 
     def rests(self) -> None:
         """Sleep if the calling thread has worked for long enough; for each piece of its work."""
@@ -160,13 +146,14 @@ class Running:
 
     def _renew(self, now: float) -> None:
         try:
-            self.lost |= self._lease.renew(self._now(), self._finding()) is None
+            self.lost |= self.lease.renew(self.now(), self.finding()) is None
             self._renewed = now
         except StorageError:
             # It is tried again until the lease has ended by itself.
             self.lost |= now > self._renewed + LEASE_SECONDS
 
 
+@dataclass(eq=False)
 class Begun:
     """A listing that can continue where it was interrupted.
 
@@ -180,19 +167,20 @@ class Begun:
 
     Attributes
     ----------
-    begin : Finding
     seconds : float
         Seconds of processor time of the sweeps that it has taken.
     end : float
         When it is too old to continue, by :func:`steady`.
     """
 
-    def __init__(self, storage: Backend, begin: Finding, before: Parents | None) -> None:
-        self.begin = begin
-        self.seconds = 0.0
-        self.end = math.inf
-        self._storage = storage
-        self._scan = Scan(storage, before=before, in_part=True)
+    storage: Backend
+    begin: Finding
+    before: InitVar[Parents | None]
+    seconds: float = field(default=0.0, init=False)
+    end: float = field(default=math.inf, init=False)
+
+    def __post_init__(self, before: Parents | None) -> None:
+        self._scan = Scan(self.storage, before=before, in_part=True)
 
     def complete(self, rules: Rules, running: Running, resolution: float) -> Listed | None:
         """List the rest, and choose what to delete; None if the sweep was ended.
@@ -211,8 +199,8 @@ class Begun:
             if bound is not None and large and inventory.nbytes > rules.low * bound:
                 spare = bound * min(1.0, _MOST_SPARE / len(inventory))
                 rules = replace(rules, spare=int(spare))
-            pins = Pins.load(self._storage, inventory.aged_at)
-            marks = Marks.read(self._storage)
+            pins = Pins.load(self.storage, inventory.aged_at)
+            marks = Marks.read(self.storage)
         finally:
             self.end = steady() + PLAN_SECONDS
         return Listed(plan(inventory, rules, pins=pins, marks=marks, resolution=resolution))
@@ -224,7 +212,7 @@ class Listed:
     Attributes
     ----------
     plan : Plan
-        What is left to delete, in order. Deletions that make room are chosen for later as well.
+        What is left to delete, in order. Deletions that free space are chosen for later as well.
     end : float
         When the listing is no longer used, by :func:`steady`.
     parents : Parents or None
@@ -234,7 +222,7 @@ class Listed:
     def __init__(self, planned: Plan) -> None:
         self.plan = planned
         self.end = steady() + PLAN_SECONDS
-        several = any(space.kinds & ~FULL_BIT for space in planned.inventory.namespaces)
+        several = any(space.rule.mask & ~FULL_BIT for space in planned.inventory.namespaces)
         self.parents = planned.inventory.parents if several else None
         self._folders = _folders(planned.inventory)
         #: Bytes of what is left.
@@ -290,7 +278,7 @@ class Listed:
     def take(self, rules: Rules, held: int) -> Plan:
         """Take from the plan what to delete now, of a shelf that holds so many bytes."""
         planned = self.plan
-        # Deletions that make room come last.
+        # Deletions that free space come last.
         by_size = planned.reasons == Rule.SIZE
         first = int(by_size.argmax()) if by_size.any() else len(planned.units)
         held -= int(planned.nbytes[:first].sum())

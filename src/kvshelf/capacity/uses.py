@@ -68,8 +68,6 @@ from kvshelf.metrics import Counters
 from kvshelf.shelf.pacing import GilPace
 from kvshelf.shelf.view import ObjectRef, ShelfView
 
-__all__ = ["How", "Marks", "Uses", "resolution"]
-
 logger = logging.getLogger(__name__)
 
 #: How uses are recorded.

@@ -11,7 +11,7 @@ low; :mod:`kvshelf.capacity.collect` chooses what is deleted. With or without bo
   the namespace;
 * at the tails and markers that it wrote itself, when they have come to that age;
 * into all folders of the shelf, at once, when the storage is full: for two seconds a minute, and
-  for bad objects of any age. Nothing else makes room there without a loss.
+  for bad objects of any age. Nothing else frees space there without a loss.
 
 Contracts
 ---------
@@ -21,7 +21,7 @@ Contracts
 * Deletes nothing more where the storage forbids it; one log line says so. Another error of the
   storage ends a piece of work, which is done later. It opens no circuit breaker, and while the one
   for reads is open the storage is left alone.
-* :meth:`Walk.step` and :meth:`Walk.make_room` block on the storage; the owner of the thread calls
+* :meth:`Walk.step` and :meth:`Walk.free_space` block on the storage; the owner of the thread calls
   them on it. All other methods may be called from any thread, and none waits for the storage.
 """
 
@@ -40,7 +40,8 @@ from typing import Final
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.capacity.collect import plan
 from kvshelf.capacity.deletion import Outcome, carry_out
-from kvshelf.capacity.inventory import Inventory, Total
+from kvshelf.capacity.files import Total
+from kvshelf.capacity.inventory import Inventory, Scan
 from kvshelf.capacity.rules import Rule, Rules
 from kvshelf.errors import StorageError
 from kvshelf.format.names import parse_namespace_folder, parse_path
@@ -67,7 +68,7 @@ _FOLDERS: Final = 256
 _LEAST_PAUSE: Final = 1.0
 #: Seconds after which the object that says how long tails are kept is written again. If it was
 #: deleted, it is back before others would delete tails.
-_SAY_SECONDS: Final = 1800.0
+_PUBLISH_SECONDS: Final = 1800.0
 #: Pause after an error of the storage, in seconds.
 _TROUBLE_SECONDS: Final = 30.0
 #: Most of its own leftovers that a process remembers, and looks at in one piece of work; walks find
@@ -81,10 +82,6 @@ _FULL_ROUND_SECONDS: Final = 600.0
 
 #: A tail's object, or the attempt of a marker.
 Left = ObjectRef | str
-
-
-def _do_nothing() -> None:
-    pass
 
 
 class Walk:
@@ -116,12 +113,12 @@ class Walk:
         keep: float | None = None,
         walks: bool = True,
     ) -> None:
-        self.wake: Callable[[], object] = _do_nothing
+        self.wake: Callable[[], object] = lambda: None
         self._guard = guard
         self._counters = counters
         self._keep = keep
         self._walks = walks
-        self._tells = walks
+        self._publishes = walks
         self._lock = threading.Lock()
         self._closed = False
         #: When what this process wrote is old enough, the oldest first.
@@ -134,7 +131,7 @@ class Walk:
         self._left_when_full: Iterator[str] | None = None
         self._next_folder = 0.0
         self._next_walk = 0.0
-        self._say_at = 0.0
+        self._publish_at = 0.0
         self._is_full = False
         self._next_when_full = 0.0
         if walks:
@@ -148,7 +145,7 @@ class Walk:
             with self._lock:
                 self._view = view.on_storage
                 self._left = None
-                self._say_at = 0.0
+                self._publish_at = 0.0
                 # Engines that start at the same time walk at different times.
                 self._next_folder = time.monotonic() + random.SystemRandom().uniform(0, self._pause)
                 self._next_walk = 0.0
@@ -169,7 +166,7 @@ class Walk:
             self.wake()
 
     def found_full(self) -> None:
-        """Note that a write found no room on the storage."""
+        """Note that a write found the storage full."""
         self._is_full = True
         self.wake()
 
@@ -184,10 +181,10 @@ class Walk:
         if self._closed or not self._guard.reads.is_closed:
             return _TROUBLE_SECONDS
         try:
-            self._say_keep()
+            self._publish_keep()
             self._delete_own()
             if self._is_full:
-                self.make_room()
+                self.free_space()
             self._look_around()
         except StorageError as error:
             # A listing that is forbidden is not tried again.
@@ -207,8 +204,8 @@ class Walk:
                 due.append(next(iter(self._own.values())))
             if self._walks:
                 due.append(self._next_folder)
-            if self._says:
-                due.append(self._say_at)
+            if self._must_publish:
+                due.append(self._publish_at)
             if self._is_full:
                 due.append(self._next_when_full)
         return max(0.0, min(due) - now)
@@ -219,20 +216,20 @@ class Walk:
     # ------------------------------------------------------------- what is published
 
     @property
-    def _says(self) -> bool:
+    def _must_publish(self) -> bool:
         """Whether others would delete tails that this process keeps."""
         others = Rules().tails
         assert others is not None
-        return self._tells and self._view is not None and (self._keep or 0.0) > others
+        return self._publishes and self._view is not None and (self._keep or 0.0) > others
 
-    def _say_keep(self) -> None:
-        """Say how long tails are kept, if it is time. Best effort."""
+    def _publish_keep(self) -> None:
+        """Publish how long tails are kept, if it is time. Best effort."""
         now = time.monotonic()
         with self._lock:
-            if not self._says or now < self._say_at:
+            if not self._must_publish or now < self._publish_at:
                 return
             view, keep = self._view, self._keep
-            self._say_at = now + _SAY_SECONDS
+            self._publish_at = now + _PUBLISH_SECONDS
         assert view is not None
         assert keep is not None
         try:
@@ -285,7 +282,7 @@ class Walk:
         if outcome.failed:
             self._keep = None
             self._own.clear()
-            self._say_refused(outcome, "of this engine")
+            self._warn_refused(outcome, "of this engine")
         old = inventory.aged_at - keep
         return {
             names[name]: min(max(at - old, _LEAST_PAUSE), keep)
@@ -342,7 +339,7 @@ class Walk:
             outcome = self._look_into(folder, Rules(tails=keep, markers=keep))
             if outcome.failed and not outcome.count:
                 self._walks = False
-                self._say_refused(outcome, "that others left")
+                self._warn_refused(outcome, "that others left")
 
     def _folders(self, spaces: Collection[str]) -> Iterator[str]:
         """Yield the folders of some namespaces, and the reserved one of the root."""
@@ -377,7 +374,7 @@ class Walk:
 
     # ------------------------------------------------------------- a full storage
 
-    def make_room(self) -> int:
+    def free_space(self) -> int:
         """Delete unneeded files on a storage that is full, for about two seconds.
 
         The next call continues there. An error of the storage ends it, and is not raised.
@@ -405,10 +402,10 @@ class Walk:
                 deleted += self._look_into(folder, rules).count
         except StorageError as error:
             self._left_when_full = None
-            logger.debug("no room was made: %s", error)
+            logger.debug("no space was freed: %s", error)
         self._next_when_full = time.monotonic() + pause
         if deleted:
-            logger.info("%s is full: %d files of no use were deleted", self._guard.url, deleted)
+            logger.info("%s is full: %d leftover files were deleted", self._guard.url, deleted)
         return deleted
 
     def _all_folders(self) -> Iterator[str]:
@@ -427,16 +424,15 @@ class Walk:
         names: Collection[str] = (),
         wanted: Callable[[str], bool] | None = None,
     ) -> Inventory | None:
-        return Inventory.scan(
+        scan = Scan(
             self._guard.inner,
             folders=folders,
             names=names,
             wanted=wanted,
             parents=None,
             in_part=True,
-            stop=self._stops,
-            pace=GilPace().rest,
         )
+        return scan.run(self._stops, GilPace().rest)
 
     def _carry_out(self, inventory: Inventory, rules: Rules) -> Outcome:
         """Delete what rules say; raise errors of the storage that may pass."""
@@ -454,7 +450,7 @@ class Walk:
             raise outcome.error
         return outcome
 
-    def _say_refused(self, outcome: Outcome, whose: str) -> None:
+    def _warn_refused(self, outcome: Outcome, whose: str) -> None:
         logger.warning(
             "tails, markers and temporaries %s are not deleted, here and later, because the storage"
             " does not allow it: %s. Delete them by age, with a rule of the storage or a program of"

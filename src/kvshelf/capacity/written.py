@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 
 #: The folder.
 WRITTEN: Final = ".kvshelf/written"
-#: Seconds between two publications: at most, while there is much room, and at least.
-TELL_SECONDS: Final = 60.0
+#: Seconds between two publications: at most, while there is much space, and at least.
+PUBLISH_SECONDS: Final = 60.0
 _LEAST_SECONDS: Final = 1.0
-#: All writers together may have written this part of the room that is left without publishing it.
-_UNTOLD_PART: Final = 1 / 8
+#: All writers together may have written this part of the space that is left without publishing it.
+_UNPUBLISHED_PART: Final = 1 / 8
 #: A file of this age belongs to a process that has ended.
 _OLD_SECONDS: Final = 86400.0
 #: Most files that are read: a listing may have no end.
@@ -57,9 +57,9 @@ class Written:
         self._id = secrets.token_hex(8)
         #: What this process had written when it began to publish under its name.
         self._base = 0
-        self._told = 0
+        self._published = 0
         self._name: str | None = None
-        self._tells = True
+        self._publishes = True
         #: What each of the others had written, those that the last listing missed, and old files.
         self._others: dict[str, int] = {}
         self._missed: set[str] = set()
@@ -95,30 +95,46 @@ class Written:
             If the storage failed while the files were listed.
         """
         passed = time.monotonic() - self._read_at
-        untold = own - self._told
-        hurries = untold * (len(self._others) + 1) > left * _UNTOLD_PART
-        if not at_once and passed < (_LEAST_SECONDS if hurries else TELL_SECONDS):
+        unpublished = own - self._published
+        hurries = unpublished * (len(self._others) + 1) > left * _UNPUBLISHED_PART
+        if not at_once and passed < (_LEAST_SECONDS if hurries else PUBLISH_SECONDS):
             return
         self._read_at = time.monotonic()
         self._read(now)
-        if self._name is None or untold > 0:
-            self.tell(own)
+        if self._name is None or unpublished > 0:
+            self.publish(own)
 
-    def tell(self, own: int) -> None:
+    def look(self, now: float) -> int:
+        """Return the bytes that all processes have published; publish nothing.
+
+        Parameters
+        ----------
+        now : float
+            The storage's time.
+
+        Raises
+        ------
+        StorageError
+            If the storage failed.
+        """
+        self._read(now)
+        return self.total(0)
+
+    def publish(self, own: int) -> None:
         """Publish what this process has written. Best effort."""
-        if not self._tells or (self._name is not None and own <= self._told):
+        if not self._publishes or (self._name is not None and own <= self._published):
             return
         name = f"{WRITTEN}/{self._id}-{own - self._base}"
         before = self._name
         try:
             self._backend.write_marker(name)
-            self._name, self._told = name, own
+            self._name, self._published = name, own
             if before is not None:
                 self._backend.delete(before)
         except StorageError as error:
             # Files that cannot be removed would accumulate.
-            self._tells = error.retryable
-            logger.debug("it is not told what was written: %s", error)
+            self._publishes = error.retryable
+            logger.debug("what was written was not published: %s", error)
 
     def _read(self, now: float) -> None:
         found: dict[str, int] = {}
@@ -141,7 +157,7 @@ class Written:
         self._others = found | {each: self._others[each] for each in missed}
         self._missed = missed
         if self._name is not None and not is_there:
-            self._id, self._name, self._base = secrets.token_hex(8), None, self._told
+            self._id, self._name, self._base = secrets.token_hex(8), None, self._published
 
     def remove_old(self) -> int:
         """Remove the files of processes that have ended; return the bytes that they published."""

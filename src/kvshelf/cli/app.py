@@ -20,6 +20,7 @@ from kvshelf.cli.rm import rm
 from kvshelf.cli.seed import seed
 from kvshelf.cli.serve import serve
 from kvshelf.cli.show import show
+from kvshelf.cli.status import status
 from kvshelf.cli.verify import verify
 
 _CODES = ", ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())
@@ -30,20 +31,12 @@ app = typer.Typer(
     help="Inspect, copy and fill a kvshelf store, and check an installation of kvshelf.",
     epilog=f"Exit codes: {_CODES}.",
 )
-app.command()(guarded(ls))
-app.command()(guarded(show))
-app.command()(guarded(du))
-app.command()(guarded(verify))
-app.command()(guarded(explain))
-app.command()(guarded(copy))
-app.command()(guarded(gc))
-app.command()(guarded(seed))
-app.command()(guarded(pin))
-app.command()(guarded(unpin))
-app.command()(guarded(rm))
-app.command()(guarded(proxy))
-app.command()(guarded(serve))
-app.command()(guarded(doctor))
+_COMMANDS = (
+    *(ls, show, du, status, verify, explain, copy, gc, seed, pin, unpin, rm),
+    *(proxy, serve, doctor),
+)
+for each in _COMMANDS:
+    app.command()(guarded(each))
 
 
 def _print_version(value: bool) -> None:

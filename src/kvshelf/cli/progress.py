@@ -1,4 +1,4 @@
-"""What commands that go through many objects show meanwhile and at their end.
+"""What commands over many objects show meanwhile and at their end.
 
 Owns the progress bar on standard error, which there is on a terminal only, the lines about problems
 above it, and how such a command ends: done, interrupted, or because the storage failed. The methods
@@ -37,17 +37,20 @@ class Display:
     Parameters
     ----------
     doing : str
-        What is done to the objects, such as ``copying``.
+        What is done, such as ``copying``.
     as_json : bool
         Write one JSON object at the end, with the problems in it; otherwise print these at once.
+    things : str
+        What it is done to.
     """
 
-    def __init__(self, doing: str, *, as_json: bool) -> None:
-        self._problems: list[tuple[str, str]] = []
+    def __init__(self, doing: str, *, as_json: bool, things: str = "objects") -> None:
+        self._problems: list[dict[str, Any]] = []
         self._left_out = 0
         self._listed = 0
         self._json = as_json
         self._doing = doing
+        self._things = things
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -74,23 +77,27 @@ class Display:
         if self._listed % _FILES == 0:
             self._bar.update(self._task, description="listing", count=f"{self._listed} files")
 
-    def show(self, done: int, total: int, nbytes: int) -> None:
+    def stage(self, text: str) -> None:
+        """Show what is done before the objects."""
+        self._bar.update(self._task, description=text)
+
+    def show(self, done: int, total: int, nbytes: int | None = None) -> None:
         """Show how many objects of how many are done, and the bytes of them."""
         self._bar.update(
             self._task,
             description=self._doing,
             completed=done,
             total=total,
-            count=f"{done}/{total} objects",
-            amount=size_text(nbytes),
+            count=f"{done}/{total} {self._things}",
+            amount="" if nbytes is None else size_text(nbytes),
         )
 
-    def problem(self, name: str, text: str) -> None:
-        """Print what is wrong with something, or keep it."""
+    def problem(self, name: str, text: str, **more: object) -> None:
+        """Print what is wrong with something, or keep it; `more` is for JSON only."""
         if not self._json:
             self._console.print(f"{printable(name)}: {printable(text)}", style="red", markup=False)
         elif len(self._problems) < _MOST_PROBLEMS:
-            self._problems.append((name, text))
+            self._problems.append({"name": name, "problem": text, **more})
         else:
             self._left_out += 1
 
@@ -113,7 +120,7 @@ class Display:
         summary : Callable
             Returns the text that is written without ``--json``.
         complete : Callable
-            Tells whether all went well.
+            Returns whether all went well.
 
         Raises
         ------
@@ -130,12 +137,11 @@ class Display:
             message(str(error))
             ended = typer.Exit(exit_code(error))
         if self._json:
-            problems = [{"name": name, "problem": text} for name, text in self._problems]
             write_json(
                 row()
                 | {
                     "interrupted": interrupted,
-                    "problems": problems,
+                    "problems": self._problems,
                     "problems_left_out": self._left_out,
                 }
             )

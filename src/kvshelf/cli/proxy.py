@@ -80,7 +80,7 @@ def proxy(
     drain: Annotated[
         float,
         typer.Option(
-            metavar="SECONDS", min=1, help="How long requests may go on after SIGTERM or Ctrl-C."
+            metavar="SECONDS", min=1, help="How long requests may continue after SIGTERM or Ctrl-C."
         ),
     ] = 30.0,
 ) -> None:

@@ -1,7 +1,7 @@
 """``kvshelf rm``: deletes chosen objects of a shelf; without ``--yes`` it only says which.
 
-Owns the command's options, the table and the summary. :mod:`kvshelf.tools.remove` finds what goes,
-and :mod:`kvshelf.capacity.deletion` deletes it.
+Owns the command's options, the table and the summary. :mod:`kvshelf.tools.remove` selects objects,
+and :mod:`kvshelf.capacity.deletion` deletes them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from kvshelf.cli.common import (
     ShelfOption,
     YesOption,
     check_dry,
-    find_shelf,
+    columns,
     message,
-    open_existing,
-    open_to_change,
+    open_found,
     size_text,
+    summary,
     time_text,
 )
 from kvshelf.cli.namespaces import NamespacesOption, find_folders
@@ -42,7 +42,6 @@ from kvshelf.cli.prompts import (
 )
 from kvshelf.cli.values import age
 from kvshelf.errors import ConfigError, ReadOnlyStorageError, printable
-from kvshelf.shelf.shelf import Shelf
 from kvshelf.tools.naming import group_named
 from kvshelf.tools.remove import Found, find_objects
 
@@ -87,13 +86,12 @@ def rm(
             "found nothing to select by; give --namespace, --group, --salt-file, --prompts or"
             " --unused-for"
         )
-    url, options = find_shelf(shelf, shelf_option)
     outcome = Outcome()
     display = Display("deleting", as_json=as_json)
-    with open_to_change(url, options) if yes else Shelf(open_existing(url, options)) as opened:
+    with open_found(shelf, shelf_option, change=yes) as opened:
         folders = find_folders(opened, namespaces)
         chosen = None if chosen is None else group_named(opened, chosen, folders)
-        # What engines use meanwhile goes as well, unless an age was given.
+        # What engines use meanwhile is deleted as well, unless an age was given.
         choice = Choice(
             chosen, unused, pinned, leftovers=chosen is None and wanted is None and unused is None
         )
@@ -132,37 +130,37 @@ def rm(
         )
 
 
+_row = columns(10, 10, -16, 0)
+
+
 def _table(found: Found) -> str:
     if not found.parts:
         return ""
-    lines = [f"{'OBJECTS':>10}  {'SIZE':>10}  {'LAST USED':<16}  NAMESPACE/GROUP"]
-    lines += [
-        f"{part.objects:>10}  {size_text(part.bytes):>10}  {time_text(part.last_used):<16}  "
-        f"{part.folder}/{part.group}"
-        for part in found.parts
-    ]
-    return "\n".join(lines) + "\n\n"
+    lines = [_row("OBJECTS", "SIZE", "LAST USED", "NAMESPACE/GROUP")]
+    for part in found.parts:
+        used, where = time_text(part.last_used), f"{part.folder}/{part.group}"
+        lines.append(_row(part.objects, size_text(part.bytes), used, where))
+    return "".join(lines) + "\n"
 
 
 def _summary(found: Found, outcome: Outcome, *, yes: bool) -> str:
     leftovers, pinned = found.plan.leftovers, found.plan.pinned
     if yes:
-        parts = [f"deleted {outcome.count} files, {size_text(outcome.nbytes)}"]
+        text = f"deleted {outcome.count} files, {size_text(outcome.nbytes)}"
     else:
-        parts = [f"would delete {found.objects} objects, {size_text(found.bytes)}"]
+        text = f"would delete {found.objects} objects, {size_text(found.bytes)}"
         if leftovers:
-            parts[0] += f", and {len(leftovers)} files of quarantine and markers"
-    for count, what in (
+            text += f", and {len(leftovers)} files of quarantine and markers"
+    text = summary(
+        [text],
         (outcome.kept.count, "used meanwhile, left"),
         (outcome.gone, "gone meanwhile"),
         (outcome.failed, "failed"),
         (pinned.count, f"({size_text(pinned.nbytes)}) pinned, left (see --pinned)"),
-    ):
-        if count:
-            parts.append(f"{count} {what}")
+    )
     if not yes and (found.objects or leftovers):
-        parts.append("nothing was changed; --yes deletes")
-    return "; ".join(parts) + "\n"
+        text = text.rstrip() + "; nothing was changed; --yes deletes\n"
+    return text
 
 
 def _json(found: Found, outcome: Outcome, yes: bool) -> dict[str, Any]:

@@ -7,25 +7,21 @@ All prompts are read and checked before the engine starts. The engine is vLLM
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvshelf.cli.common import (
-    PROBLEM,
     DryRunOption,
     JsonOption,
     ShelfOption,
     find_shelf,
-    interruption,
     json_object,
-    message,
-    write_json,
+    summary,
 )
+from kvshelf.cli.progress import Display
 from kvshelf.cli.prompts import PromptsOption, one_file
 from kvshelf.errors import ConfigError
 from kvshelf.tools.prompts import read_prompts
@@ -63,35 +59,24 @@ def seed(
     wanted = read_prompts(file)
     url, _ = find_shelf(shelf)
     report = SeedReport(prompts=len(wanted))
-    problems: list[tuple[int, str]] = []
-    try:
+    display = Display("seeding", as_json=as_json, things="prompts")
+    would = f"would read {len(wanted)} prompts with {model}, and store them on {url}\n"
+    problems: list[int] = []
+
+    def problem(line: int, text: str) -> None:
+        problems.append(line)
+        display.problem(f"{file}: line {line}", text, line=line)
+
+    def work() -> None:
         if not dry_run:
-            _run(wanted, model, url, arguments, report, problems)
-        ended = None
-    except KeyboardInterrupt:
-        ended = interruption()
-    for line, text in problems:
-        message(f"{file}: line {line}: {text}", error=False)
-    if as_json:
-        write_json(
-            asdict(report)
-            | {
-                "dry_run": dry_run,
-                "interrupted": ended is not None,
-                "shelf": url,
-                "problems": [
-                    {"name": f"{file}: line {line}", "line": line, "problem": text}
-                    for line, text in problems
-                ],
-            }
-        )
-    else:
-        would = f"would read {len(wanted)} prompts with {model}, and store them on {url}\n"
-        sys.stdout.write(would if dry_run else _summary(report))
-    if ended is not None:
-        raise ended
-    if problems:
-        raise typer.Exit(PROBLEM)
+            _run(wanted, model, url, arguments, report, display, problem)
+
+    display.run(
+        work,
+        row=lambda: asdict(report) | {"dry_run": dry_run, "shelf": url},
+        summary=lambda: would if dry_run else _summary(report),
+        complete=lambda: not problems,
+    )
 
 
 def _run(
@@ -100,26 +85,23 @@ def _run(
     url: str,
     arguments: dict[str, Any],
     report: SeedReport,
-    problems: list[tuple[int, str]],
+    display: Display,
+    on_problem: Callable[[int, str], None],
 ) -> None:
     from kvshelf.format.objects import ObjectFormat
     from kvshelf.shelf.shelf import open_shelf
     from kvshelf.vllm.seeding import OfflineEngine
 
-    console = Console(stderr=True, highlight=False)
-    with console.status("starting the engine"):
-        engine = OfflineEngine(model, url, arguments)
-    with engine:
+    display.stage("starting the engine")
+    with OfflineEngine(model, url, arguments) as engine:
         config = engine.config
-        with console.status("reading prompts"):
-            rendered = engine.render(wanted)
-        with console.status("waiting for the fingerprint of the weights"):
-            fmt = ObjectFormat(engine.namespace())
-        opened = open_shelf(
+        display.stage("reading prompts")
+        rendered = engine.render(wanted)
+        display.stage("waiting for the fingerprint of the weights")
+        fmt = ObjectFormat(engine.namespace())
+        with open_shelf(
             url, storage_options=config.storage_options, read_only=True, deadlines=config.deadlines
-        )
-        with opened, _bar(console) as progress:
-            task = progress.add_task("seeding", total=len(rendered))
+        ) as opened:
             seed_shelf(
                 opened,
                 fmt,
@@ -128,22 +110,9 @@ def _run(
                 batch_chunks=engine.batch_chunks(fmt),
                 group_by_salt=config.group_by_salt,
                 report=report,
-                on_progress=lambda now: progress.update(task, completed=now.done),
-                on_problem=lambda line, text: problems.append((line, text)),
+                on_progress=lambda now: display.show(now.done, len(rendered)),
+                on_problem=on_problem,
             )
-
-
-def _bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("prompts"),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
 
 
 def _engine_arguments(text: str | None, pairs: list[str]) -> dict[str, Any]:
@@ -161,16 +130,13 @@ def _engine_arguments(text: str | None, pairs: list[str]) -> dict[str, Any]:
 
 def _summary(report: SeedReport) -> str:
     rate = report.tokens / report.seconds if report.seconds else 0.0
-    parts = [
-        f"{report.prompts} prompts: {report.stored} computed and stored "
-        f"({report.chunks} chunks, {report.tokens} tokens in {report.seconds:.1f} s, "
-        f"{rate:.0f} tokens/s)",
-        f"{report.existed} there already",
-    ]
-    for count, what in (
+    return summary(
+        [
+            f"{report.prompts} prompts: {report.stored} computed and stored "
+            f"({report.chunks} chunks, {report.tokens} tokens in {report.seconds:.1f} s, "
+            f"{rate:.0f} tokens/s)",
+            f"{report.existed} there already",
+        ],
         (report.short, "shorter than a chunk"),
         (report.failed, "failed"),
-    ):
-        if count:
-            parts.append(f"{count} {what}")
-    return "; ".join(parts) + "\n"
+    )

@@ -23,7 +23,7 @@ from kvshelf.cli.common import (
     JsonOption,
     ShelfOption,
     find_shelf,
-    open_existing,
+    open_patiently,
     size_text,
     write_json,
 )
@@ -37,7 +37,7 @@ from kvshelf.errors import (
 from kvshelf.format.invalid import describe_header, header_length
 from kvshelf.format.names import ParsedName, parse_path
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.shelf.shelf import Shelf, read_namespace
+from kvshelf.shelf.shelf import read_namespace
 from kvshelf.tools.naming import shown
 from kvshelf.tools.verify import check_own_hashes
 from kvshelf.urls import shown_url
@@ -83,12 +83,11 @@ def show(
 ) -> None:
     """Show one object: header, metadata, tensors, and whether its bytes are intact."""
     place = _locate(object_, shelf)
-    backend = open_existing(place.url, place.storage_options)
-    try:
-        with backend.open(place.name) as reader:
-            report = _examine(backend, place, reader)
-    finally:
-        backend.close()
+    with (
+        open_patiently(place.url, place.storage_options) as opened,
+        opened.backend.open(place.name) as reader,
+    ):
+        report = _examine(opened.backend, place, reader)
     if as_json:
         write_json(asdict(report))
     else:
@@ -127,7 +126,7 @@ def _locate(text: str, shelf: str | None) -> _Place:
 def _of_key(text: str, shelf: str | None) -> _Place:
     """Return the place of the one object whose key begins with a text."""
     url, options = find_shelf(shelf)
-    with Shelf(open_existing(url, options)) as opened:
+    with open_patiently(url, options) as opened:
         every = (each for each in opened.objects() if each.parsed.key.hex().startswith(text))
         found = list(islice(every, _MOST_OBJECTS))
         if len(found) == 1:

@@ -7,7 +7,8 @@ is seconds only where the configuration has the same option.
 from __future__ import annotations
 
 import math
-from datetime import datetime, timedelta, timezone
+import os
+from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Final, TypeAlias
 
 import typer
@@ -108,12 +109,17 @@ def moment(text: str, option: str, *, ahead: bool = False) -> float:
     try:
         seconds = parse_duration(text)
         if isinstance(seconds, float) and seconds >= 0:
-            found = datetime.now(timezone.utc) + timedelta(seconds=seconds if ahead else -seconds)
+            found = datetime.now(UTC) + timedelta(seconds=seconds if ahead else -seconds)
             return found.timestamp()
         # Without a time zone it is local time, as in listings.
         return datetime.fromisoformat(text).astimezone().timestamp()
     except (ValueError, OverflowError, OSError):
         raise ConfigError(f"{option}: found {text!r}; expected {AGES}, or {DATES}") from None
+
+
+def bounds_given_by() -> str:
+    """Return the environment variable that gives the configured ``capacity``, if anything does."""
+    return "KVSHELF_CAPACITY" if os.environ.get("KVSHELF_CAPACITY") else "KVSHELF_CONFIG"
 
 
 def bounds(**given: str | None) -> dict[str, Any]:

@@ -17,10 +17,10 @@ from kvshelf.cli.common import (
     JsonOption,
     ShelfArgument,
     ShelfOption,
-    find_shelf,
-    open_to_change,
-    open_to_look,
+    open_found,
+    pace_text,
     size_text,
+    summary,
 )
 from kvshelf.cli.namespaces import NamespacesOption, find_folders
 from kvshelf.cli.progress import Display
@@ -57,10 +57,9 @@ def verify(
     """Read and verify the objects of a shelf; repair what can be repaired."""
     wanted = _sample(sample)
     repair = repair and not dry_run
-    url, options = find_shelf(shelf, shelf_option)
     report = VerifyReport()
     display = Display("verifying", as_json=as_json)
-    with open_to_change(url, options) if repair else open_to_look(url, options) as opened:
+    with open_found(shelf, shelf_option, change=repair) as opened:
         folders = find_folders(opened, namespaces)
         display.run(
             lambda: verify_shelf(
@@ -103,27 +102,23 @@ def _sample(text: str | None) -> Sample:
 
 
 def _summary(report: VerifyReport, repair: bool) -> str:
-    rate = report.bytes / report.seconds if report.seconds else 0.0
-    parts = [
-        f"verified {report.done} of {report.found} objects in {report.namespaces} namespaces, "
-        f"{size_text(report.bytes)} in {report.seconds:.1f} s ({size_text(int(rate))}/s): "
-        f"{report.intact} intact",
-    ]
-    for count, mended, what, done in (
-        (report.unverified, 0, "match their own hashes, without a record of their namespace", ""),
-        (report.bad, report.moved, "bad", "moved aside"),
-        (report.failed, 0, "failed", ""),
-        (report.gone, 0, "gone meanwhile", ""),
-        (report.descriptions, report.rewritten, "namespace.json missing or damaged", "rewritten"),
-        (report.reserved, 0, "damaged in .kvshelf", ""),
-        (report.other_versions, 0, "namespaces of other versions left alone", ""),
-        (
-            report.orphans,
-            report.removed,
-            f"orphans ({size_text(report.orphan_bytes)})",
-            "deleted",
-        ),
-    ):
-        if count:
-            parts.append(f"{count} {what}" + (f", {mended} {done}" if repair and done else ""))
-    return "; ".join(parts) + "\n"
+    def mended(what: str, count: int, done: str) -> str:
+        return f"{what}, {count} {done}" if repair else what
+
+    orphans = f"orphans ({size_text(report.orphan_bytes)})"
+    lost = "namespace.json missing or damaged"
+    return summary(
+        [
+            f"verified {report.done} of {report.found} objects in {report.namespaces} namespaces, "
+            f"{size_text(report.bytes)} in {pace_text(report.bytes, report.seconds)}: "
+            f"{report.intact} intact",
+        ],
+        (report.unverified, "match their own hashes, without a record of their namespace"),
+        (report.bad, mended("bad", report.moved, "moved aside")),
+        (report.failed, "failed"),
+        (report.gone, "gone meanwhile"),
+        (report.descriptions, mended(lost, report.rewritten, "rewritten")),
+        (report.reserved, "damaged in .kvshelf"),
+        (report.other_versions, "namespaces of other versions left alone"),
+        (report.orphans, mended(orphans, report.removed, "deleted")),
+    )

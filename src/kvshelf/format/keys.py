@@ -30,6 +30,8 @@ from typing import Final
 from kvshelf.errors import ConfigError, ObjectNameError
 from kvshelf.format.namespace import FORMAT
 
+__all__ = ["Chunk", "KeyChain", "MultimodalItem", "salt_group_of"]
+
 #: Largest u32.
 MAX_U32: Final = 2**32 - 1
 
@@ -61,8 +63,10 @@ class Chunk:
 
     Attributes
     ----------
-    key, parent : bytes
-        32 bytes each; the parent of chunk 0 is the root of the key chain.
+    key : bytes
+        32 bytes.
+    parent : bytes
+        Key of the chunk before it; of chunk 0 the root of the key chain.
     index : int
         Chunk index: first token's position / chunk size.
     tokens : int
@@ -160,17 +164,6 @@ class KeyChain:
     ValueError
         If a digest has the wrong length or an item is malformed.
     """
-
-    __slots__ = (
-        "_items",
-        "_next_item",
-        "_pending",
-        "_prefix",
-        "chunk_size",
-        "chunks",
-        "root",
-        "salt_group",
-    )
 
     def __init__(
         self,

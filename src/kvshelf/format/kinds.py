@@ -14,6 +14,7 @@ No torch, no storage, no vLLM. Safe to call from any thread.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, Literal, TypeAlias
 
 Kind: TypeAlias = Literal["full", "window", "state"]
@@ -22,8 +23,15 @@ FULL: Final[Kind] = "full"
 WINDOW: Final[Kind] = "window"
 STATE: Final[Kind] = "state"
 
-#: All kinds, in the order in which lists of kinds are given.
+#: All kinds, in the order in which lists of kinds are given. New ones come last: their places are
+#: bits, columns of inventories and numbers in histories.
 KINDS: Final[tuple[Kind, ...]] = (FULL, WINDOW, STATE)
+
+#: The bit of each kind where several are one number.
+KIND_BITS: Final[dict[Kind, int]] = {kind: 1 << number for number, kind in enumerate(KINDS)}
+FULL_BIT: Final = KIND_BITS[FULL]
+WINDOW_BIT: Final = KIND_BITS[WINDOW]
+STATE_BIT: Final = KIND_BITS[STATE]
 
 #: The field of a namespace record with the number of shards of each kind; without layers of kind
 #: full, ``shards`` repeats that of the namespace's first kind.
@@ -32,6 +40,26 @@ SHARDS_FIELDS: Final[dict[Kind, str]] = {
     WINDOW: "window_shards",
     STATE: "state_shards",
 }
+
+
+def layers_by_kind(stages: Sequence[int], kinds: Sequence[str]) -> dict[Kind, dict[int, list[int]]]:
+    """Return the numbers of the layers of each kind, for each pipeline stage that has some.
+
+    Parameters
+    ----------
+    stages : Sequence of int
+        Layers of each pipeline stage.
+    kinds : Sequence of str
+        The kind of each layer; empty: all are of kind full.
+    """
+    stage_of = [stage for stage, count in enumerate(stages) for _ in range(count)]
+    of_layer = kinds or [FULL] * len(stage_of)
+    found: dict[Kind, dict[int, list[int]]] = {}
+    for kind in KINDS:
+        for number, stage in enumerate(stage_of):
+            if of_layer[number] == kind:
+                found.setdefault(kind, {}).setdefault(stage, []).append(number)
+    return found
 
 
 def kind_key(key: bytes, kind: Kind) -> bytes:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvshelf.errors import ConfigError, UnsupportedError
-from kvshelf.format.kinds import FULL, KINDS, SHARDS_FIELDS, STATE, Kind
+from kvshelf.format.kinds import FULL, KINDS, SHARDS_FIELDS, STATE, Kind, layers_by_kind
 from kvshelf.format.namespace import FORMAT, FieldValue, Namespace, slugify
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.paths import cache_dir, names_a_path
@@ -49,6 +49,18 @@ STORED_DTYPES: Final[Mapping[str, str]] = {
     "fp8_e4m3": "F8_E4M3",
     "fp8_e5m2": "F8_E5M2",
 }
+
+#: Facts that are fields of the record as they are, if they are stated.
+_OPTIONAL_FIELDS: Final = (
+    "rope",
+    "mla_rank",
+    "quantization",
+    "kv_scales",
+    "attention_temperature",
+    "precision",
+    "code",
+    "config_overrides",
+)
 
 # Kinds of RoPE whose factors, and so KV, depend on the longest prompt that is served.
 _LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope", "su")
@@ -82,11 +94,8 @@ def rope_text(config: Any, max_model_len: int | None = None) -> str:
     ConfigError
         If the kind of RoPE needs `max_model_len` and it is absent.
     """
-    found: dict[str, Any] = {}
-    for name in ROPE_FIELDS:
-        value = getattr(config, name, None)
-        if value is not None:
-            found[name] = value
+    stated = {name: getattr(config, name, None) for name in ROPE_FIELDS}
+    found = {name: value for name, value in stated.items() if value is not None}
     text = json.dumps(found, sort_keys=True, default=str)
     if any(f'"{kind}"' in text for kind in _LENGTH_DEPENDENT_ROPE):
         if max_model_len is None:
@@ -105,7 +114,7 @@ def _deciding_length(config: Any, text: str, length: int) -> int:
 
     LongRoPE has short factors for prompts up to the original length, and long ones. The lengths
     that stand for them are those with which most engines start: the original one, which vLLM takes
-    if it is told none, and the model's longest.
+    if it is given none, and the model's longest.
     """
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     name = "original_max_position_embeddings"
@@ -158,9 +167,11 @@ class ModelFacts:
         vLLM's hybrid allocator has layers of kind ``window`` and ``state``, any other engine
         has not. Layers of kind ``state`` need `attention`, `layer_names`, `layer_shapes`,
         `layer_dtypes` and `state_shards`.
-    window_shards, state_shards : int, optional
-        Shards of these kinds, over all stages with such layers. For windows, by the KV heads of
-        their layers when absent.
+    window_shards : int, optional
+        Shards of windows, over all stages with such layers; by the KV heads of their layers when
+        absent.
+    state_shards : int, optional
+        Shards of states, over all stages with such layers.
     layer_names : tuple of str, optional
         Names of the layers, and so of the stored tensors;
         ``model.layers.<i>.self_attn.attn`` when absent, vLLM's names for most models.
@@ -174,6 +185,7 @@ class ModelFacts:
     stages : tuple of int, optional
         Layers of each pipeline stage; one stage when absent.
     mla_rank : int, optional
+        Rank of the latent KV of MLA, ``kv_lora_rank`` of its configuration.
     quantization : str, optional
         Quantization of the weights.
     kv_scales : str, optional
@@ -308,7 +320,7 @@ class ModelFacts:
             See :func:`rope_text`.
         published : path or Mapping, optional
             The configuration as published, see `config` of the class: `config` here is a parsed
-            one, which does not tell.
+            one, which differs from it.
 
         Raises
         ------
@@ -330,22 +342,22 @@ class ModelFacts:
             raise ConfigError("the configuration names no dtype: pass dtype")
         # Reading a field that differs by layer from the whole configuration is an error.
         each = list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
-        head_sizes = [
+        head_sizes = tuple(
             int(getattr(one, "head_dim", None) or one.hidden_size // one.num_attention_heads)
             for one in each
-        ]
-        kv_heads = [
+        )
+        kv_heads = tuple(
             int(getattr(one, "num_key_value_heads", None) or one.num_attention_heads)
             for one in each
-        ]
+        )
         quantization = getattr(config, "quantization_config", None) or {}
         if not isinstance(quantization, Mapping):
             quantization = {"quant_method": getattr(quantization, "quant_method", "")}
         method = quantization.get("quant_method") or ""
         return cls(
             layers=layers,
-            kv_heads=kv_heads[0] if len(each) == 1 else tuple(kv_heads),
-            head_size=head_sizes[0] if len(each) == 1 else tuple(head_sizes),
+            kv_heads=kv_heads if len(each) > 1 else kv_heads[0],
+            head_size=head_sizes if len(each) > 1 else head_sizes[0],
             dtype=kv_dtype,
             weights=weights,
             fingerprint=fingerprint,
@@ -368,9 +380,13 @@ class ModelFacts:
 
         Parameters
         ----------
-        chunk_size, shards, version
-            The options of these names. `shards` is that of full layers; where there are none, of
-            the first kind that the model has.
+        chunk_size : int
+            Tokens in a chunk: the option of this name.
+        shards : int, optional
+            The option of this name, for full layers; where there are none, for those of the first
+            kind that the model has.
+        version : str, optional
+            The option of this name.
         weights : str
             The option of this name: ``content`` or ``sampled`` selects how weight files are
             fingerprinted; any other string replaces the facts' name of the weights.
@@ -420,35 +436,24 @@ class ModelFacts:
         record |= self._shards_fields(stages, shards)
         if set(kinds) != {FULL}:
             record["kinds"] = list(kinds)
-        optional: dict[str, FieldValue | None] = {
-            "rope": self.rope,
-            "mla_rank": self.mla_rank,
-            "quantization": self.quantization,
-            "kv_scales": self.kv_scales,
-            "attention_temperature": self.attention_temperature or None,
-            "precision": self.precision or None,
-            "config": self._config_field() or None,
-            "code": self.code or None,
-            "config_overrides": self.config_overrides,
-            "version": version,
-        }
-        record |= {field: value for field, value in optional.items() if value is not None}
+        optional = {field: getattr(self, field) for field in _OPTIONAL_FIELDS}
+        optional |= {"config": self._config_field(), "version": version}
+        record |= {field: value for field, value in optional.items() if value not in (None, (), [])}
         record["data_offset"] = ObjectFormat.required_data_offset(record)
         return Namespace(record, slugify(self.name))
 
     def _shards_fields(self, stages: Sequence[int], shards: int | None) -> dict[str, int]:
         """Return the fields of the shards of each kind; `shards` is that of the first kind."""
-        stage_of = [stage for stage, count in enumerate(stages) for _ in range(count)]
-        fields = [SHARDS_FIELDS[kind] for kind in KINDS if kind in self._kinds]
+        layers = layers_by_kind(stages, self._kinds)
+        fields = [SHARDS_FIELDS[kind] for kind in layers]
         stated = {"window_shards": self.window_shards, "state_shards": self.state_shards}
         if stated.get(fields[0]) is None:
             stated[fields[0]] = shards
         found = {field: count for field, count in stated.items() if count is not None}
-        for kind, field in SHARDS_FIELDS.items():
-            numbers = [n for n, of_layer in enumerate(self._kinds) if of_layer == kind]
-            if numbers and field not in found:
-                own = len({stage_of[n] for n in numbers})
-                common = gcd(*(self._heads[n] for n in numbers))
+        for field, members in zip(fields, layers.values(), strict=True):
+            if field not in found:
+                common = gcd(*(self._heads[n] for numbers in members.values() for n in numbers))
+                own = len(members)
                 heads = self.layer_shapes is None
                 found[field] = default_shards(common, own) if heads else own
         return {"shards": shards or found[fields[0]], **found}
@@ -456,14 +461,12 @@ class ModelFacts:
     def _config_field(self) -> tuple[str, ...] | None:
         if isinstance(self.config, tuple):
             return self.config
-        config, weights = self.config, self.weights
-        if (
-            config is None
-            and isinstance(weights, os.PathLike)
-            and (Path(weights) / CONFIG).exists()
-        ):
-            config = weights
-        return None if config is None else published_lines(config)
+        if self.config is not None:
+            return published_lines(self.config)
+        folder = self.weights
+        if isinstance(folder, os.PathLike) and (Path(folder) / CONFIG).exists():
+            return published_lines(folder)
+        return None
 
     def _weights_field(self, option: str) -> str:
         if option not in ("content", "sampled"):
@@ -478,7 +481,11 @@ class ModelFacts:
             raise ConfigError(
                 "weights is missing: name the weights, or give the model's folder as a Path"
             )
-        files = _files(self.weights)
+        files = (
+            weight_files(Path(self.weights))
+            if isinstance(self.weights, os.PathLike)
+            else [Path(file) for file in self.weights]
+        )
         if option == "sampled":
             return sampled_fingerprint(files)
         return weights_fingerprint(files, cache=FingerprintCache(cache_dir() / "fingerprints.json"))
@@ -492,31 +499,17 @@ def _path_as_name(field: str, text: str) -> ConfigError:
     )
 
 
-def _files(
-    weights: os.PathLike[str] | Sequence[str | os.PathLike[str]],
-) -> list[Path]:
-    if isinstance(weights, os.PathLike):
-        return weight_files(Path(weights))
-    return [Path(file) for file in weights]
-
-
 def _windows(text: Any, layers: int) -> tuple[int, ...]:
     """Return the sliding window of each layer of a Hugging Face configuration, −1 for none."""
-    window = getattr(text, "sliding_window", None)
+    window = int(getattr(text, "sliding_window", None) or 0)
     kinds = getattr(text, "layer_types", None)
     if kinds is None:
-        if not getattr(text, "use_sliding_window", True):
-            window = None
-        return (int(window) if window else -1,) * layers
-    windows = []
+        used = window and getattr(text, "use_sliding_window", True)
+        return (window if used else -1,) * layers
     for kind in kinds:
-        if kind == "full_attention":
-            windows.append(-1)
-        elif kind == "sliding_attention" and window:
-            windows.append(int(window))
-        else:
+        if kind != "full_attention" and not (kind == "sliding_attention" and window):
             raise UnsupportedError(
                 f"the model has layers of kind {kind!r}; only full and sliding attention keep K "
                 "and V of each token: state the facts with ModelFacts(…)"
             )
-    return tuple(windows)
+    return tuple(-1 if kind == "full_attention" else window for kind in kinds)

@@ -17,7 +17,9 @@ Everything is safe to call from any thread.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, cast
 
 from kvshelf.errors import ObjectNameError
@@ -99,6 +101,33 @@ def object_name(chunk: Chunk, shard: int, shards: int, kind: Kind = FULL) -> str
     middle = tail if kind == FULL else f"{tail}-{kind}"
     group = chunk.salt_group if chunk.salt_group == "_" else check_salt_group(chunk.salt_group)
     return f"{group}/{key[:2]}/{key}-{chunk.index}{middle}-{shard}of{shards}.safetensors"
+
+
+@lru_cache
+def shard_ends(shards: int) -> tuple[str, ...]:
+    """Return the ends of the names of a chunk's objects, by shard: all in which they differ."""
+    return tuple(f"{shard}of{shards}.safetensors" for shard in range(shards))
+
+
+def object_names(refs: Iterable[tuple[Chunk, int]], shards: int, kind: Kind) -> list[str]:
+    """Return what :func:`object_name` does for many objects of one kind, quickly.
+
+    Parameters
+    ----------
+    refs : Iterable of (Chunk, int)
+        Chunk and shard of each; cheapest when shards of one chunk follow one another.
+    shards : int
+    kind : Kind
+    """
+    ends = shard_ends(shards)
+    names: list[str] = []
+    last: Chunk | None = None
+    start = ""
+    for chunk, shard in refs:
+        if chunk is not last:
+            last, start = chunk, object_name(chunk, 0, shards, kind)[: -len(ends[0])]
+        names.append(start + ends[shard])
+    return names
 
 
 def parse_object_name(name: str, namespace: str | None = None) -> ParsedName | None:

@@ -23,6 +23,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from kvshelf.errors import ConfigError
@@ -117,6 +118,7 @@ def _canonical_value(field: str, value: object) -> int | str | list[int] | list[
     return [_canonical_str(field, item) for item in value]
 
 
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class Namespace:
     """Everything except tokens that determines KV values and their layout.
 
@@ -148,8 +150,6 @@ class Namespace:
         ``kvshelf/1``.
     """
 
-    __slots__ = ("_record", "digest", "encoded", "folder", "slug")
-
     _record: Mapping[str, int | str | list[int] | list[str]]
     encoded: bytes
     digest: bytes
@@ -165,12 +165,11 @@ class Namespace:
         encoded = json.dumps(canonical, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
         digest = hashlib.sha256(encoded).digest()
         name = slugify(slug)
-        set_once = object.__setattr__
-        set_once(self, "_record", canonical)
-        set_once(self, "encoded", encoded)
-        set_once(self, "digest", digest)
-        set_once(self, "slug", name)
-        set_once(self, "folder", f"{name}-{digest.hex()[:16]}")
+        folder = f"{name}-{digest.hex()[:16]}"
+        # An instance is frozen.
+        vars(self).update(
+            _record=canonical, encoded=encoded, digest=digest, slug=name, folder=folder
+        )
 
     @classmethod
     def from_bytes(cls, data: bytes, slug: str = "model") -> Namespace:
@@ -220,12 +219,6 @@ class Namespace:
             field: value.copy() if isinstance(value, list) else value
             for field, value in self._record.items()
         }
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"Namespace is immutable; {name!r} cannot be set")
-
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"Namespace is immutable; {name!r} cannot be deleted")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Namespace) and self.encoded == other.encoded

@@ -64,10 +64,7 @@ from kvshelf.format.plans import (
     data_offset_of,
     object_plans,
 )
-from kvshelf.format.tensors import (
-    TensorSpec,
-    required_field,
-)
+from kvshelf.format.tensors import TensorSpec, required_field
 
 BytesLike: TypeAlias = "bytes | bytearray | memoryview"
 
@@ -101,8 +98,8 @@ class ReaderLike(Protocol):
         """Fill `buffer` from `offset`; return the bytes read, fewer only at the end."""
 
 
-#: One read: where in the object buffer (a slice and its first byte) and how many bytes.
-_Read: TypeAlias = "tuple[slice, int, int]"
+#: One read: where in the object buffer, as a slice and its first byte.
+_Read: TypeAlias = "tuple[slice, int]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +138,7 @@ def _no_kind(kind: str, kinds: Sequence[Kind]) -> ConfigError:
 
 
 def _cut(start: int, end: int, size: int) -> tuple[_Read, ...]:
-    return tuple(
-        (slice(at, min(at + size, end)), at, min(size, end - at)) for at in range(start, end, size)
-    )
+    return tuple((slice(at, min(at + size, end)), at) for at in range(start, end, size))
 
 
 def _read_spans(slices: Sequence[slice], data_offset: int) -> tuple[_ReadSpan, ...]:
@@ -230,17 +225,6 @@ class ObjectFormat:
         `kind`.
     """
 
-    namespace: Namespace
-    kind: Kind
-    kinds: tuple[Kind, ...]
-    data_offset: int
-    chunk_size: int
-    shards: int
-    tails: bool
-    _plan: ObjectPlan
-    _formats: Mapping[Kind, ObjectFormat]
-    _templates: dict[tuple[int, int], _Template]
-
     def __init__(self, namespace: Namespace, kind: Kind | None = None) -> None:
         record = namespace.record
         plans = object_plans(record)
@@ -253,20 +237,29 @@ class ObjectFormat:
         own: Kind = next(iter(plans)) if kind is None else kind
         if own not in plans:
             raise _no_kind(own, tuple(plans))
-        formats: dict[Kind, ObjectFormat] = {}
-        for each, plan in plans.items():
-            fmt = self if each == own else object.__new__(ObjectFormat)
-            formats[each] = fmt
-            fmt.namespace = namespace
-            fmt.kind = each
-            fmt.kinds = tuple(plans)
-            fmt.data_offset = needed
-            fmt.chunk_size = plan.chunk_size
-            fmt.shards = plan.shards
-            fmt.tails = all(one.tails for one in plans.values())
-            fmt._plan = plan
-            fmt._formats = formats
-            fmt._templates = {}
+        formats = {own: self}
+        for each in plans:
+            fmt = formats.setdefault(each, object.__new__(ObjectFormat))
+            fmt._fill(namespace, each, plans, needed, formats)
+
+    def _fill(
+        self,
+        namespace: Namespace,
+        kind: Kind,
+        plans: Mapping[Kind, ObjectPlan],
+        data_offset: int,
+        formats: Mapping[Kind, ObjectFormat],
+    ) -> None:
+        self.namespace = namespace
+        self.kind = kind
+        self.kinds = tuple(plans)
+        self.data_offset = data_offset
+        self.chunk_size = plans[kind].chunk_size
+        self.shards = plans[kind].shards
+        self.tails = all(plan.tails for plan in plans.values())
+        self._plan = plans[kind]
+        self._formats = formats
+        self._templates: dict[tuple[int, int], _Template] = {}
 
     def of(self, kind: Kind) -> ObjectFormat:
         """Return the format of another kind of this namespace; the same object each time.
@@ -426,16 +419,13 @@ class ObjectFormat:
         template = self._template_of(chunk, shard)
         view = self._object_view(buffer, template)
         self._check_size(reader.size, view.nbytes)
-        read_into = reader.read_into
         digest = xxhash.xxh3_128_hexdigest
         hashes: list[str] = []
         for span in template.spans:
             state = xxhash.xxh3_128() if span.streamed else None
-            for where, start, length in span.reads:
+            for where, start in span.reads:
                 part = view[where]
-                count = read_into(part, start)
-                if count != length:
-                    raise _short_read(count, start, length)
+                _fill(reader, part, start)
                 if state is not None:
                     state.update(part)
                 elif not hashes:
@@ -699,25 +689,15 @@ class ObjectFormat:
         return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
     def _before_hashes(self, template: _Template, chunk: Chunk) -> bytes:
-        return b"".join(
-            (
-                template.before_key,
-                self.text_of(chunk),
-                template.before_hashes,
-            )
-        )
+        return template.before_key + self.text_of(chunk) + template.before_hashes
 
     def _header(self, template: _Template, chunk: Chunk, hashes: Sequence[str]) -> bytes:
         """Return the header region, `data_offset` bytes."""
         if len(chunk.key) != 32 or len(chunk.parent) != 32 or not 0 <= chunk.index < 2**32:
             raise ValueError(f"{chunk} is not a chunk: key and parent are 32 bytes, index a u32")
-        return b"".join(
-            (
-                self._before_hashes(template, chunk),
-                ",".join(hashes).encode(),
-                template.after_hashes,
-            )
-        ).ljust(self.data_offset)
+        text = ",".join(hashes).encode()
+        header = self._before_hashes(template, chunk) + text + template.after_hashes
+        return header.ljust(self.data_offset)
 
     def _check_size(self, found: int, expected: int) -> None:
         if found == expected:
@@ -790,17 +770,13 @@ class ObjectFormat:
         )
 
 
-def _short_read(count: int, start: int, length: int) -> TransientStorageError:
-    return TransientStorageError(
-        f"short read: found {count} bytes at {start}, expected {length}; "
-        "the object was replaced or its storage is failing"
-    )
-
-
 def _fill(reader: ReaderLike, part: memoryview, start: int) -> None:
     count = reader.read_into(part, start)
     if count != len(part):
-        raise _short_read(count, start, len(part))
+        raise TransientStorageError(
+            f"short read: found {count} bytes at {start}, expected {len(part)}; "
+            "the object was replaced or its storage is failing"
+        )
 
 
 class _Continued:

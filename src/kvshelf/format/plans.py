@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
 from math import prod
 from typing import Final, cast
 
 from kvshelf.errors import ConfigError
 from kvshelf.format.invalid import METADATA
 from kvshelf.format.keys import check_chunk_size
-from kvshelf.format.kinds import FULL, KINDS, SHARDS_FIELDS, STATE, Kind
+from kvshelf.format.kinds import FULL, KINDS, SHARDS_FIELDS, STATE, Kind, layers_by_kind
 from kvshelf.format.namespace import FORMAT, FieldValue
 from kvshelf.format.tensors import (
     DTYPE_BYTES,
@@ -170,17 +169,14 @@ def object_plans(record: Mapping[str, FieldValue]) -> dict[Kind, ObjectPlan]:
         raise ConfigError(
             f"namespace record: layers is {record['layers']}, but there are {len(names)} names"
         )
-    _check_kinds(kinds, lists["layouts"], "kinds" in record)
-    found = [kind for kind in KINDS if kind in kinds]
-    shards = _shards(record, found)
-    ends = list(accumulate(stages))
+    layouts, shapes, dtypes = lists.values()
+    _check_kinds(kinds, layouts, "kinds" in record)
+    fields = list(zip(names, layouts, shapes, dtypes, strict=True))
+    found = layers_by_kind(stages, kinds)
+    shards = _shards(record, list(found))
     plans = {}
-    for kind in found:
-        members = [
-            [number for number in range(end - count, end) if kinds[number] == kind]
-            for count, end in zip(stages, ends, strict=True)
-        ]
-        own = [numbers for numbers in members if numbers]
+    for kind, members in found.items():
+        own = list(members.values())
         if not 1 <= shards[kind] <= MAX_SHARDS or shards[kind] % len(own):
             raise ConfigError(
                 f"namespace record: {SHARDS_FIELDS[kind]} is {shards[kind]}, expected a positive "
@@ -188,20 +184,7 @@ def object_plans(record: Mapping[str, FieldValue]) -> dict[Kind, ObjectPlan]:
                 f"{MAX_SHARDS}"
             )
         split = shards[kind] // len(own)
-        layers = [
-            [
-                parse_layer(
-                    names[number],
-                    lists["layouts"][number],
-                    lists["layer_shapes"][number],
-                    lists["layer_dtypes"][number],
-                    split,
-                    chunk_size,
-                )
-                for number in numbers
-            ]
-            for numbers in own
-        ]
+        layers = [[parse_layer(*fields[n], split, chunk_size) for n in numbers] for numbers in own]
         plans[kind] = ObjectPlan(kind, shards[kind], layers, own, chunk_size)
     return plans
 

@@ -33,6 +33,8 @@ from kvshelf.kv import ops
 from kvshelf.kv.layout import PagedLayout, PermutedLayout
 from kvshelf.kv.topology import ShardPlan
 
+__all__ = ["DONE", "HostKVCache", "KVCache", "KVMemory", "LayerCall", "PendingCopy"]
+
 #: Numbers of tokens for which a memory keeps its copy calls of tails.
 TAILS_KEPT: Final = 64
 
@@ -74,15 +76,18 @@ class LayerCall:
         The cache of each layer.
     layout : PagedLayout or PermutedLayout
         How rows lie in each of them.
-    start, end : int
-        Their bytes in the payload.
+    start : int
+        The first byte of these layers in the payload.
+    end : int
+        The end of their bytes in the payload.
     heads : int
         Number of the shard's KV heads.
     first_head : int
         The first of these heads in the caches.
-    parts, part : int
-        The payload holds `heads` heads `parts` times in a row, and the caches hold only the
-        `part`-th of these groups of heads.
+    parts : int
+        The payload holds so many groups of `heads` heads in a row, of which the caches hold one.
+    part : int
+        Which of these groups that is, from 0 on.
     first_slot : int
         The call uses the :attr:`count` slots of a chunk from this one on.
     token_layout : PagedLayout or PermutedLayout, optional
@@ -206,7 +211,7 @@ class KVMemory(ABC):
         Returns
         -------
         PendingCopy or None
-            :data:`DONE` if the copy has ended. None if there is no room for it now; nothing
+            :data:`DONE` if the copy has ended. None if no buffer is free now; nothing
             has happened then.
 
         Raises
@@ -299,14 +304,15 @@ class KVCache(KVMemory):
         Raises
         ------
         DeviceUnavailableError
+            If the caches cannot be used.
         """
         return None
 
     def pause(self) -> None:
-        """Wait for the copies that run and begin no more: the caches' memory goes away."""
+        """Wait for the copies that run and begin no more: the caches' memory is released."""
 
     def resume(self) -> None:
-        """Go on after :meth:`pause`: the caches are back, at the same addresses or others."""
+        """Continue after :meth:`pause`: the caches are back, at the same addresses or others."""
 
     def close(self) -> None:
         """Wait for the copies that run and free the buffers. Idempotent."""
@@ -335,7 +341,7 @@ class HostKVCache(KVCache):
         return self._of_tail(tokens)
 
     def gather(self, slots: Tensor, payloads: Sequence[Tensor]) -> PendingCopy:
-        """See :meth:`KVMemory.gather`: it has ended when this method returns."""
+        """See :meth:`KVMemory.gather`. The copy has ended when this method returns."""
         if len(payloads) != len(self._calls):
             raise ValueError(f"{len(payloads)} payloads for {len(self._calls)} shards")
         check_slot_count(slots, self._slots)

@@ -21,7 +21,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from torch import Tensor
 
@@ -29,11 +28,6 @@ from kvshelf.errors import UnsupportedError
 from kvshelf.kv import ops
 from kvshelf.kv.caches import LayerCall, tail_calls
 from kvshelf.kv.layout import PagedLayout
-
-#: How long one direction's copies may keep the copy engine from others, and in how many pieces:
-#: so that it does not run empty while a thread wakes up.
-QUEUED_SECONDS: Final = 0.2e-3
-PIECES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +131,7 @@ class Copier(ABC):
 
     @abstractmethod
     def forget(self, chunk: object, payloads: Sequence[Tensor]) -> None:
-        """Do without :meth:`wait`. Keeps the chunk's payloads alive while they are copied to."""
+        """Give up :meth:`wait`. Keeps the chunk's payloads alive while they are copied to."""
 
     @abstractmethod
     def run(self) -> None:
@@ -186,10 +180,7 @@ class Copier(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Ask the device for anything: it answers with an error if it failed for good.
-
-        Never waits.
-        """
+        """Query the device: raises if it failed for good. Never waits."""
 
     @abstractmethod
     def fence(self) -> object:
@@ -197,4 +188,4 @@ class Copier(ABC):
 
     @abstractmethod
     def rebind(self) -> None:
-        """Look where the caches are now. Nothing may be under way."""
+        """Read the addresses of the caches again. No copy may be under way."""

@@ -21,9 +21,9 @@ Contracts
 * ``scatter`` and :meth:`PendingCopy.wait` wait, and belong on background threads. ``pause``
   and ``close`` wait as well: for copies between host and device, which no storage can delay.
 * An error of the device ends the gather, scatter or fence that met it, which raises
-  :class:`~kvshelf.errors.DeviceUnavailableError`. A device that repeats it when it is asked for
-  anything else has failed for good, and is not used again: one log line says so, and from then on
-  all of these raise without a call to the device.
+  :class:`~kvshelf.errors.DeviceUnavailableError`. A device that reports it again when it is queried
+  has failed for good, and is not used again: one log line says so, and from then on all of these
+  raise without a call to the device.
 * A staging buffer belongs to a gather until :meth:`PendingCopy.wait` has returned, a device buffer
   until its chunk is on the host. Staging should be page-locked: ordinary memory gives the same
   results, more slowly.
@@ -40,6 +40,7 @@ import logging
 import sys
 import threading
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeVar
 
@@ -123,21 +124,26 @@ class _PendingGather(PendingCopy):
             self._cache._copier.forget(self._chunk, self._payloads)
 
 
-class _Tails(KVMemory):
-    """Tails of one number of tokens in the caches of a device."""
+class _DeviceMemory(KVMemory):
+    """What is copied in one way, chunks or tails, in the caches of a device."""
 
     whole_chunks = True
+    _copy: ChunkCopy
 
-    def __init__(self, cache: DeviceKVCache, copy: ChunkCopy) -> None:
-        self._cache = cache
-        self._copy = copy
+    @property
+    @abstractmethod
+    def _cache(self) -> DeviceKVCache: ...
 
     def gather(self, slots: Tensor, payloads: Sequence[Tensor]) -> PendingCopy | None:
-        """See :meth:`DeviceKVCache.gather`."""
+        """See :meth:`~kvshelf.kv.caches.KVMemory.gather`. Step thread; never waits."""
         return self._cache._gather(self._copy, slots, payloads)
 
     def scatter(self, shard: int, slots: Tensor, payload: Tensor, fence: object = None) -> None:
-        """See :meth:`DeviceKVCache.scatter`."""
+        """See :meth:`~kvshelf.kv.caches.KVMemory.scatter`.
+
+        It also raises DeviceUnavailableError while the caches are paused, and once they are
+        closed.
+        """
         self._cache._scatter(self._copy, [shard], slots, [payload], fence)
 
     def scatter_chunk(
@@ -147,11 +153,29 @@ class _Tails(KVMemory):
         payloads: Sequence[Tensor],
         fence: object = None,
     ) -> None:
-        """See :meth:`DeviceKVCache.scatter_chunk`."""
-        self._cache._scatter_all(self._copy, shards, slots, payloads, fence)
+        """See :meth:`~kvshelf.kv.caches.KVMemory.scatter_chunk`; as :meth:`scatter`."""
+        known = list(self._cache._places)
+        if list(shards) != known or len(payloads) != len(shards):
+            raise ValueError(
+                f"{len(payloads)} payloads for the shards {list(shards)}; expected one for each of"
+                f" {known}"
+            )
+        self._cache._scatter(self._copy, shards, slots, payloads, fence)
 
 
-class DeviceKVCache(KVCache):
+class _Tails(_DeviceMemory):
+    """Tails of one number of tokens in the caches of a device."""
+
+    def __init__(self, cache: DeviceKVCache, copy: ChunkCopy) -> None:
+        self._of = cache
+        self._copy = copy
+
+    @property
+    def _cache(self) -> DeviceKVCache:
+        return self._of
+
+
+class DeviceKVCache(_DeviceMemory, KVCache):
     """KV caches on a device, with buffers and streams of its own.
 
     Parameters
@@ -180,8 +204,6 @@ class DeviceKVCache(KVCache):
     UnsupportedError
         If the elements of a cache are permuted, which no kernel supports.
     """
-
-    whole_chunks = True
 
     def __init__(
         self,
@@ -242,6 +264,10 @@ class DeviceKVCache(KVCache):
         weakref.finalize(self, _end_thread, self._copier, self._thread)
 
     @property
+    def _cache(self) -> DeviceKVCache:
+        return self
+
+    @property
     def problem(self) -> str:
         """See :attr:`KVCache.problem`."""
         return self._problem
@@ -286,15 +312,15 @@ class DeviceKVCache(KVCache):
         buffers: list[Tensor] = []
         # Each shard's payload is aligned, so that the kernels can use the widest vectors.
         size = self._copy.payload_bytes
-        room = -(-size // 256) * 256
-        spared = self._streams.free_bytes() // _SHARE // max(1, shards * room)
+        aligned = -(-size // 256) * 256
+        spared = self._streams.free_bytes() // _SHARE // max(1, shards * aligned)
         most = min(count, max(1, spared))
         try:
             # vLLM's step runs under inference_mode. Other threads cannot write to tensors that
             # are created there, so leave it while allocating.
             with torch.inference_mode(False):
                 while len(buffers) < most:
-                    whole = torch.empty(shards, room, dtype=torch.uint8, device=self._device)
+                    whole = torch.empty(shards, aligned, dtype=torch.uint8, device=self._device)
                     buffers.append(whole[:, :size])
         except torch.OutOfMemoryError as error:
             if not buffers:
@@ -350,10 +376,6 @@ class DeviceKVCache(KVCache):
 
     # ------------------------------------------------------------- gather
 
-    def gather(self, slots: Tensor, payloads: Sequence[Tensor]) -> PendingCopy | None:
-        """See :meth:`~kvshelf.kv.caches.KVMemory.gather`. Step thread; never waits."""
-        return self._gather(self._copy, slots, payloads)
-
     def _gather(
         self, copy: ChunkCopy, slots: Tensor, payloads: Sequence[Tensor]
     ) -> PendingCopy | None:
@@ -377,39 +399,6 @@ class DeviceKVCache(KVCache):
     def fence(self) -> object:
         """See :meth:`~kvshelf.kv.caches.KVCache.fence`. Step thread; never waits."""
         return self._use(self._copier.fence)
-
-    def scatter(self, shard: int, slots: Tensor, payload: Tensor, fence: object = None) -> None:
-        """See :meth:`~kvshelf.kv.caches.KVMemory.scatter`.
-
-        It also raises DeviceUnavailableError while the caches are paused, and once they are
-        closed.
-        """
-        self._scatter(self._copy, [shard], slots, [payload], fence)
-
-    def scatter_chunk(
-        self,
-        shards: Sequence[int],
-        slots: Tensor,
-        payloads: Sequence[Tensor],
-        fence: object = None,
-    ) -> None:
-        """See :meth:`~kvshelf.kv.caches.KVMemory.scatter_chunk`; as :meth:`scatter`."""
-        self._scatter_all(self._copy, shards, slots, payloads, fence)
-
-    def _scatter_all(
-        self,
-        copy: ChunkCopy,
-        shards: Sequence[int],
-        slots: Tensor,
-        payloads: Sequence[Tensor],
-        fence: object,
-    ) -> None:
-        if list(shards) != list(self._places) or len(payloads) != len(shards):
-            raise ValueError(
-                f"{len(payloads)} payloads for the shards {list(shards)}; expected one for each of"
-                f" {list(self._places)}"
-            )
-        self._scatter(copy, shards, slots, payloads, fence)
 
     def _scatter(
         self,

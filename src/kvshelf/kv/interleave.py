@@ -4,8 +4,8 @@ Owns the arithmetic of vLLM's decode context parallelism: which tokens a rank of
 in which slots of its own paged cache (``_compute_slot_mapping`` in
 ``vllm/v1/worker/block_table.py``). It is pure.
 
-A block of vLLM's cache manager stands for one block in the cache of every rank of the group. Its
-tokens go round the group: rank 0 holds the first `interleave` of them, rank 1 the next, and so on.
+A block of vLLM's cache manager stands for one block in the cache of every rank of the group. The
+ranks hold its tokens in turn: rank 0 the first `interleave` of them, rank 1 the next, and so on.
 Each rank packs the tokens that it holds in its own block.
 """
 

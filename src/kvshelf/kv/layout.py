@@ -27,6 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+__all__ = ["PagedLayout", "PermutedLayout"]
+
 
 @dataclass(frozen=True, slots=True)
 class PagedLayout:
@@ -42,8 +44,14 @@ class PagedLayout:
         Token slots in a block. For a cache in kernel blocks (dimension 0 is the
         number of manager blocks × ratio) this is the kernel block size; slots
         count tokens, so slot mappings are the same either way.
-    block_stride, token_stride, kv_stride, head_stride : int
-        Bytes from one block, token, KV plane, head to the next.
+    block_stride : int
+        Bytes from one block to the next.
+    token_stride : int
+        Bytes from one token of a block to the next.
+    kv_stride : int
+        Bytes from K to V.
+    head_stride : int
+        Bytes from one head to the next.
     kv_planes : int
         2 if K and V are stored, 1 if a row is the whole content (MLA, native).
     heads : int
@@ -172,7 +180,7 @@ class PagedLayout:
         ValueError
             If the cache is not of this form.
         """
-        _check_form(cache, "[B, H, N, C]", 4)
+        _check_form(cache, "BHNC")
         blocks, heads, tokens, content = cache.shape
         if content != 2 * head_size:
             raise ValueError(
@@ -202,7 +210,7 @@ class PagedLayout:
         ValueError
             If the cache is not of this form.
         """
-        return cls._of_planes(cache, "[2, B, N, H, D]", kv=0, block=1)
+        return cls.of_form(cache, "2BNHD")
 
     @classmethod
     def from_b2nhd(cls, cache: Tensor) -> PagedLayout:
@@ -218,7 +226,7 @@ class PagedLayout:
         ValueError
             If the cache is not of this form.
         """
-        return cls._of_planes(cache, "[B, 2, N, H, D]", kv=1, block=0)
+        return cls.of_form(cache, "B2NHD")
 
     @classmethod
     def from_bnhd(cls, cache: Tensor) -> PagedLayout:
@@ -234,16 +242,7 @@ class PagedLayout:
         ValueError
             If the cache is not of this form.
         """
-        _check_form(cache, "[B, N, H, D]", 4)
-        blocks, tokens, heads, size = cache.shape
-        return cls._of(
-            cache,
-            block=(blocks, cache.stride(0)),
-            token=(tokens, cache.stride(1)),
-            kv=(1, 0),
-            head=(heads, cache.stride(2)),
-            row=size,
-        )
+        return cls.of_form(cache, "BNHD")
 
     @classmethod
     def from_mla(cls, cache: Tensor) -> PagedLayout:
@@ -259,16 +258,7 @@ class PagedLayout:
         ValueError
             If the cache is not of this form.
         """
-        _check_form(cache, "[B, N, C]", 3)
-        blocks, tokens, content = cache.shape
-        return cls._of(
-            cache,
-            block=(blocks, cache.stride(0)),
-            token=(tokens, cache.stride(1)),
-            kv=(1, 0),
-            head=(1, 0),
-            row=content,
-        )
+        return cls.of_form(cache, "BNC")
 
     @classmethod
     def native_blocks(cls, cache: Tensor) -> PagedLayout:
@@ -289,7 +279,7 @@ class PagedLayout:
         ValueError
             If the cache is not of this form.
         """
-        _check_form(cache, "[B, H, N, C]", 4)
+        _check_form(cache, "BHNC")
         blocks, heads, tokens, content = cache.shape
         if tokens > 1 and cache.stride(2) != content:
             raise ValueError(
@@ -354,21 +344,31 @@ class PagedLayout:
         )
 
     @classmethod
-    def _of_planes(cls, cache: Tensor, form: str, *, kv: int, block: int) -> PagedLayout:
-        _check_form(cache, form, 5)
-        if cache.shape[kv] != 2:
+    def of_form(cls, cache: Tensor, form: str) -> PagedLayout:
+        """Layout of a cache by the letters of its dimensions: ``B``, ``2``, ``N``, ``H``, a row.
+
+        Parameters
+        ----------
+        cache : Tensor
+            Any dtype, rows contiguous.
+        form : str
+            Such as ``2BNHD``. Of blocks, KV planes and heads that it does not name there is one.
+
+        Raises
+        ------
+        ValueError
+            If the cache is not of this form.
+        """
+        _check_form(cache, form)
+        found = dict(zip(form, zip(cache.shape, cache.stride(), strict=True), strict=True))
+        block, planes, heads = (found.get(letter, (1, 0)) for letter in "B2H")
+        if "2" in found and planes[0] != 2:
             raise ValueError(
-                f"dimension {kv} of the cache is {cache.shape[kv]}; expected 2 (K and V): "
+                f"dimension {form.index('2')} of the cache is {planes[0]}; expected 2 (K and V): "
                 "use from_2bnhd for [2, B, N, H, D] and from_b2nhd for [B, 2, N, H, D]"
             )
-        return cls._of(
-            cache,
-            block=(cache.shape[block], cache.stride(block)),
-            token=(cache.shape[2], cache.stride(2)),
-            kv=(2, cache.stride(kv)),
-            head=(cache.shape[3], cache.stride(3)),
-            row=cache.shape[4],
-        )
+        row = cache.shape[-1]
+        return cls._of(cache, block=block, token=found["N"], kv=planes, head=heads, row=row)
 
     @classmethod
     def _of(
@@ -415,8 +415,10 @@ class PermutedLayout:
     ----------
     block_size : int
         Token slots in a block of the cache tensor.
-    block_stride, head_stride : int
-        Bytes from one block, head to the next.
+    block_stride : int
+        Bytes from one block to the next.
+    head_stride : int
+        Bytes from one head to the next.
     kv_planes : int
         2 if K and V are stored, 1 for a single content.
     heads : int
@@ -484,6 +486,11 @@ class PermutedLayout:
     def num_slots(self) -> int:
         """Token slots in the cache; valid slots are ``0 <= slot < num_slots``."""
         return self.num_blocks * self.block_size
+
+    @property
+    def extent(self) -> int:
+        """Bytes from the first byte of the cache to the end of its last (block, head)."""
+        return self.as_blocks().extent
 
     def chunk_bytes(self, tokens: int, num_heads: int | None = None) -> int:
         """Bytes that ``tokens`` tokens of one layer take in a chunk buffer."""
@@ -667,13 +674,14 @@ def native_slots_of(
     )
 
 
-def _check_form(cache: Tensor, form: str, dimensions: int) -> None:
-    if cache.dim() != dimensions:
+def _check_form(cache: Tensor, letters: str) -> None:
+    form = f"[{', '.join(letters)}]"
+    if cache.dim() != len(letters):
         raise ValueError(
-            f"the cache has shape {list(cache.shape)}; expected {dimensions} dimensions, {form}"
+            f"the cache has shape {list(cache.shape)}; expected {len(letters)} dimensions, {form}"
         )
     for dimension, size in enumerate(cache.shape):
-        if size == 0 and form[1 : form.index("]")].split(", ")[dimension] != "B":
+        if size == 0 and letters[dimension] != "B":
             raise ValueError(
                 f"the cache has shape {list(cache.shape)}, empty in dimension {dimension}; "
                 f"expected {form}"

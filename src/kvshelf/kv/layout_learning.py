@@ -29,7 +29,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
@@ -123,21 +123,14 @@ def learn_layout(cache: Tensor, shape: CacheShape, write_pattern: WritePattern) 
     -------
     LearnedLayout
     """
-    learner = None
-    try:
-        learner = _LayoutLearner(cache, shape, write_pattern)
-        with torch.inference_mode(), learner.borrowed_blocks():
-            places = learner.find_places()
-            layout = _strided(learner, places) or _permuted(learner, places)
-            if layout is None:
-                raise _UnknownError(
-                    "elements of a token lie neither at constant distances nor in one order "
-                    "inside each (block, head)"
-                )
-            learner.verify(places)
-    except _UnknownError as unknown:
-        return LearnedLayout(None, str(unknown), 0 if learner is None else learner.writes)
-    return LearnedLayout(layout, writes=learner.writes)
+
+    def learn(learner: _LayoutLearner) -> PagedLayout | PermutedLayout:
+        places = learner.find_places()
+        layout = _find_layout(learner, places)
+        learner.verify(places)
+        return layout
+
+    return _learned(cache, shape, write_pattern, learn)
 
 
 def confirm_layout(
@@ -160,11 +153,26 @@ def confirm_layout(
     LearnedLayout
         `layout` if the check passed, else unknown.
     """
+
+    def confirm(learner: _LayoutLearner) -> PagedLayout | PermutedLayout:
+        learner.verify_edges(layout)
+        return layout
+
+    return _learned(cache, shape, write_pattern, confirm)
+
+
+def _learned(
+    cache: Tensor,
+    shape: CacheShape,
+    write_pattern: WritePattern,
+    learn: Callable[[_LayoutLearner], PagedLayout | PermutedLayout],
+) -> LearnedLayout:
+    """Learn a layout with borrowed blocks; unknown if `learn` raises :class:`_UnknownError`."""
     learner = None
     try:
         learner = _LayoutLearner(cache, shape, write_pattern)
         with torch.inference_mode(), learner.borrowed_blocks():
-            learner.verify_edges(layout)
+            layout = learn(learner)
     except _UnknownError as unknown:
         return LearnedLayout(None, str(unknown), 0 if learner is None else learner.writes)
     return LearnedLayout(layout, writes=learner.writes)
@@ -365,75 +373,54 @@ def _positions(known: Tensor, places: Tensor) -> Tensor:
 # --------------------------------------------------------------------------- inference
 
 
-def _strided(learner: _LayoutLearner, places: Tensor) -> PagedLayout | None:
-    """Return the strides that describe `places`, None if there are none."""
-    kv_planes, tokens, heads, size = places.shape
-    if int(places[0, 0, 0, 0]) != 0:
-        return None
-    item = learner.shape.dtype.itemsize
-    for parts in _parts(learner):
-        inside = tokens // parts
-        token_stride = int(places[0, 1, 0, 0]) if inside > 1 else 0
-        kv_stride = int(places[1, 0, 0, 0]) if kv_planes > 1 else 0
-        head_stride = int(places[0, 0, 1, 0]) if heads > 1 else 0
-        part_stride = learner.block_stride // parts
-        token = torch.arange(tokens)
-        expected = (
-            torch.arange(kv_planes).view(-1, 1, 1, 1) * kv_stride
-            + (token // inside * part_stride + token % inside * token_stride).view(1, -1, 1, 1)
-            + torch.arange(heads).view(1, 1, -1, 1) * head_stride
-            + torch.arange(size)
-        )
-        if learner.block_stride % parts or not torch.equal(expected, places):
-            continue
-        return PagedLayout(
-            block_size=inside,
-            block_stride=part_stride * item,
-            token_stride=token_stride * item,
-            kv_stride=kv_stride * item,
-            head_stride=head_stride * item,
-            kv_planes=kv_planes,
-            heads=heads,
-            row_bytes=size * item,
-            num_blocks=learner.shape.num_blocks * parts,
-        )
-    return None
+def _find_layout(learner: _LayoutLearner, places: Tensor) -> PagedLayout | PermutedLayout:
+    """Return the layout that describes `places`, a strided one if possible."""
+    for candidate in (_strided, _permuted):
+        for parts in _parts(learner):
+            with suppress(ValueError):  # there is no such layout
+                layout = candidate(learner, places, parts)
+                if torch.equal(_places_of(layout, learner.shape), places):
+                    return layout
+    raise _UnknownError(
+        "elements of a token lie neither at constant distances nor in one order inside each"
+        " (block, head)"
+    )
 
 
-def _permuted(learner: _LayoutLearner, places: Tensor) -> PermutedLayout | None:
-    """Return the permutation inside each (block, head), None if they differ."""
+def _strided(learner: _LayoutLearner, places: Tensor, parts: int) -> PagedLayout:
+    """Return the layout with the strides of the first elements."""
     kv_planes, tokens, heads, size = places.shape
     item = learner.shape.dtype.itemsize
-    for parts in _parts(learner):
-        inside = tokens // parts
-        # [parts, heads, kv_planes, tokens of a part, size]
-        apart = places.view(kv_planes, parts, inside, heads, size).permute(1, 3, 0, 2, 4)
-        starts = apart.amin((2, 3, 4))
-        inner = apart - starts.view(parts, heads, 1, 1, 1)
-        head_stride = int(starts[0, 1]) if heads > 1 else 0
-        part_stride = learner.block_stride // parts
-        expected = (torch.arange(parts) * part_stride).view(-1, 1) + (
-            torch.arange(heads) * head_stride
-        )
-        if (
-            learner.block_stride % parts
-            or not torch.equal(starts, expected)
-            or not torch.equal(inner, inner[:1, :1].expand_as(inner))
-            or int(inner.max()) >= kv_planes * inside * size
-        ):
-            continue
-        return PermutedLayout(
-            block_size=inside,
-            block_stride=part_stride * item,
-            head_stride=head_stride * item,
-            kv_planes=kv_planes,
-            heads=heads,
-            head_size=size,
-            item_bytes=item,
-            num_blocks=learner.shape.num_blocks * parts,
-            permutation=permutation_bytes(inner[0, 0]),
-        )
-    return None
+    inside = tokens // parts
+    return PagedLayout(
+        block_size=inside,
+        block_stride=learner.block_stride // parts * item,
+        token_stride=int(places[0, 1, 0, 0]) * item if inside > 1 else 0,
+        kv_stride=int(places[1, 0, 0, 0]) * item if kv_planes > 1 else 0,
+        head_stride=int(places[0, 0, 1, 0]) * item if heads > 1 else 0,
+        kv_planes=kv_planes,
+        heads=heads,
+        row_bytes=size * item,
+        num_blocks=learner.shape.num_blocks * parts,
+    )
+
+
+def _permuted(learner: _LayoutLearner, places: Tensor, parts: int) -> PermutedLayout:
+    """Return the layout with the permutation of the first (block, head)."""
+    kv_planes, tokens, heads, size = places.shape
+    item = learner.shape.dtype.itemsize
+    inside = tokens // parts
+    return PermutedLayout(
+        block_size=inside,
+        block_stride=learner.block_stride // parts * item,
+        head_stride=int(places[:, :inside, 1].min()) * item if heads > 1 else 0,
+        kv_planes=kv_planes,
+        heads=heads,
+        head_size=size,
+        item_bytes=item,
+        num_blocks=learner.shape.num_blocks * parts,
+        permutation=permutation_bytes(places[:, :inside, 0]),
+    )
 
 
 def _parts(learner: _LayoutLearner) -> Iterator[int]:
@@ -443,7 +430,7 @@ def _parts(learner: _LayoutLearner) -> Iterator[int]:
     """
     tokens = learner.shape.block_size
     for parts in range(learner.ratio, tokens + 1):
-        if tokens % parts == 0 and parts % learner.ratio == 0:
+        if not (tokens % parts or parts % learner.ratio or learner.block_stride % parts):
             yield parts
 
 

@@ -45,7 +45,7 @@ def native_copier(copy: ChunkCopy, streams: Streams, *, direct: bool) -> NativeC
         return None
     runs = _runs(copy)
     handle = _open(functions, runs, copy, streams, direct=direct)
-    return NativeCopier(copy, streams, functions, handle, runs) if handle else None
+    return NativeCopier(streams, functions, handle, runs) if handle else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ class _Run:
         A call for some of them.
     layout : PagedLayout
     places : list of (list of Tensor, int)
-        The cache of each layer, as an element of the caches of its call: others lie there when an
-        engine has slept.
+        The cache of each layer, as an element of the caches of its call: an engine that wakes up
+        puts other tensors there.
     starts : array of int
         Of each layer in the payload, in bytes.
     """
@@ -130,7 +130,7 @@ def _open(
 
 
 class _Fence:
-    """An event of the library, which others may use once this object is gone."""
+    """An event of the library, which reuses it once this object is gone."""
 
     __slots__ = ("copier", "event")
 
@@ -147,7 +147,6 @@ class NativeCopier(Copier):
 
     Parameters
     ----------
-    copy : ChunkCopy
     streams : Streams
     functions : library.CopierFunctions
     handle : int
@@ -163,7 +162,6 @@ class NativeCopier(Copier):
 
     def __init__(
         self,
-        copy: ChunkCopy,
         streams: Streams,
         functions: library.CopierFunctions,
         handle: int,

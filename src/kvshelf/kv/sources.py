@@ -5,8 +5,8 @@ strides, a slot for each token), the checks that they fit a namespace, and helpe
 convert one form into another:
 
 * :class:`PagedKV`: paged caches, one or a pair of K and V for each layer, with a slot mapping;
-* :class:`TupleKV`: K and V of each layer as two tensors, as Hugging Face transformers
-  hands them around;
+* :class:`TupleKV`: K and V of each layer as two tensors, as in Hugging Face
+  transformers;
 * :class:`BlobKV`: one tensor ``[2, layers, tokens, hidden]``.
 
 Contracts
@@ -65,7 +65,7 @@ class BoundKV:
     memory : KVCache
         Gathers and scatters the source's KV.
     tokens : int
-        Number of tokens for which it has room.
+        Number of tokens that it can hold.
     slots : Callable[[int, int], Tensor]
         Slots of tokens [start, end), whole chunks, as `memory` takes them.
     """
@@ -251,9 +251,11 @@ def empty_tuples(
     Parameters
     ----------
     fmt : ObjectFormat
+        Of the namespace: the attribute ``fmt`` of a cache.
     tokens : int
-        Tokens for which they have room.
+        Tokens that they can hold.
     order : {"HTD", "THD"}
+        ``[heads, tokens, head size]`` or ``[tokens, heads, head size]``.
     batch : bool
         Put a batch dimension of one in front.
     """
@@ -292,6 +294,7 @@ def tuples_of_blob(
     blob : Tensor
         ``[2, layers, tokens, hidden]``.
     kv_heads : int
+        KV heads of each layer.
     order, batch
         As for :func:`empty_tuples`.
 
@@ -380,7 +383,7 @@ def paged_memory(
     if _in_pairs(given):
         if layout is not None:
             raise ValueError(
-                "layout goes with one cache for K and V of a layer; pairs are"
+                "layout describes one cache for K and V of a layer; pairs are"
                 " [blocks, block size, heads, head size] each: leave layout out"
             )
         return _open_pairs(fmt, [_tensors(pair, f"caches[{i}]") for i, pair in enumerate(given)])
@@ -725,16 +728,4 @@ def _dense_layout(tensor: Tensor, where: str) -> PagedLayout:
             f"the elements of a row of {where} are {tensor.stride(-1)} elements apart; expected a "
             "last dimension that is contiguous"
         )
-    item = tensor.element_size()
-    tokens, heads = tensor.shape[0], tensor.shape[1] if tensor.dim() == 3 else 1
-    return PagedLayout(
-        block_size=tokens,
-        block_stride=0,
-        token_stride=tensor.stride(0) * item if tokens > 1 else 0,
-        kv_stride=0,
-        head_stride=tensor.stride(1) * item if heads > 1 else 0,
-        kv_planes=1,
-        heads=heads,
-        row_bytes=tensor.shape[-1] * item,
-        num_blocks=1,
-    )
+    return PagedLayout.of_form(tensor, "NHD" if tensor.dim() == 3 else "NC")

@@ -6,8 +6,8 @@ Owns the split of a layer's state into parts (:func:`split_state`) and the copy 
 A block of an engine's cache holds the state of a layer after some token: the tensors of
 ``MambaSpec.shapes``, one after the other without gaps (``MambaBase.bind_kv_cache`` in
 ``vllm/model_executor/layers/mamba/abstract.py``). With speculative decoding a convolution has
-further tokens behind those of its state, which drafts roll through: at a block boundary the state
-is in the first ones, as without drafts, and only these are stored. Each rank holds its share of the
+further tokens behind those of its state, for drafts: at a block boundary the state is in the first
+ones, as without drafts, and only these are stored. Each rank holds its share of the
 heads or channels. The convolution of some layers consists of sections, such as q, k and v, and a
 rank holds its share of each section: so a convolution is stored as one part for each section.
 

@@ -1,7 +1,7 @@
 """Stores and loads on devices for which the compiled library has no kernels.
 
-Each is carried out as it comes, by :mod:`kvshelf.kv.ops` and torch's copies, over temporary tensors
-on the device. Nothing is paced: the engine's stream carries the copies of a store to the host
+Each is carried out at once, by :mod:`kvshelf.kv.ops` and torch's copies, over temporary tensors on
+the device. Nothing is paced: the engine's stream carries the copies of a store to the host
 itself, so they lengthen its steps.
 
 Contracts
@@ -138,7 +138,7 @@ class TensorCopier(Copier):
         """See :meth:`Copier.stop`."""
 
     def rebind(self) -> None:
-        """See :meth:`Copier.rebind`: every call looks."""
+        """See :meth:`Copier.rebind`: every call reads the addresses."""
 
     def store(self, copy: ChunkCopy, slots: Tensor, payloads: Sequence[Tensor]) -> object | None:
         """See :meth:`Copier.store`."""

@@ -1,7 +1,8 @@
 """The shards of a chunk that each worker of an engine reads and writes.
 
-Owns the arithmetic that maps tensor-parallel ranks and pipeline stages to shards. It is pure and
-independent of engines, tensors and storage.
+Owns the arithmetic that maps tensor-parallel ranks and pipeline stages to shards
+(:class:`Topology`), and derives it from a namespace record (:meth:`Topology.of`,
+:func:`shard_plans`). It is pure and independent of engines, tensors and storage.
 
 A shard belongs to one pipeline stage and one group of heads. Each kind of KV has a
 :class:`Topology` of its own; the heads of states are what :mod:`kvshelf.kv.states` divides, an
@@ -28,10 +29,15 @@ Contracts
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import lcm
+from math import gcd, lcm
+from typing import Any
 
 from kvshelf.errors import ConfigError
+from kvshelf.format.kinds import SHARDS_FIELDS, Kind, layers_by_kind
+from kvshelf.format.model import default_shards
+from kvshelf.format.tensors import is_state, parse_state, required_field, shape_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +178,59 @@ class Topology:
                 f" block over ranks with different KV heads: set it to a divisor of {alike}"
             )
 
+    @classmethod
+    def of(
+        cls,
+        record: Mapping[str, Any],
+        tensor_parallel: int = 1,
+        *,
+        prefill_context: int = 1,
+        decode_context: int = 1,
+        more_heads: Iterable[int] = (),
+    ) -> dict[Kind, Topology]:
+        """Return how an engine's workers divide the layers of each kind, in the order of kinds.
+
+        Parameters
+        ----------
+        record : Mapping
+            A namespace record. Of a part of one, the numbers of shards that it lacks are those of
+            a new namespace.
+        tensor_parallel, prefill_context : int
+            As for the class.
+        decode_context : int
+            As for the class, where all layers are of one kind.
+        more_heads : Iterable of int
+            KV heads of layers that the record does not name, where all layers are of one kind.
+
+        Raises
+        ------
+        ConfigError
+            If the record lacks a field, or the shards cannot be spread over the ranks.
+        """
+        stages = required_field(record, "stages")
+        hybrid = "kinds" in record
+        found = {}
+        for kind, members in layers_by_kind(stages, record.get("kinds", ())).items():
+            numbers = [number for of_stage in members.values() for number in of_stage]
+            stated = () if hybrid else (record["kv_heads"], *more_heads)
+            heads, whole_ranks = _heads_of(record, numbers, stated)
+            common = gcd(*heads)
+            shards = record.get(SHARDS_FIELDS[kind])
+            if shards is None:
+                ranks = tensor_parallel * len(members)
+                shards = ranks if whole_ranks else default_shards(common, len(members))
+            found[kind] = cls(
+                common,
+                shards,
+                tensor_parallel,
+                len(members),
+                whole_ranks=whole_ranks,
+                prefill_context=prefill_context,
+                decode_context=1 if hybrid else decode_context,
+                most_kv_heads=max(heads),
+            )
+        return found
+
     @property
     def workers(self) -> int:
         """Number of workers of one stage."""
@@ -224,3 +283,54 @@ class Topology:
             context_rank,
             self.divided,
         )
+
+
+def shard_plans(
+    record: Mapping[str, Any], topologies: Mapping[Kind, Topology], worker: int
+) -> dict[Kind, ShardPlan]:
+    """Return the shards of each kind that a worker holds.
+
+    A kind of which the worker's pipeline stage has no layers is not in the answer.
+
+    Parameters
+    ----------
+    record : Mapping
+        The namespace record.
+    topologies : Mapping
+        Of :meth:`Topology.of`.
+    worker : int
+        As for :meth:`Topology.plan`, over all stages.
+    """
+    plans = {}
+    for kind, members in layers_by_kind(record["stages"], record.get("kinds", ())).items():
+        topology = topologies[kind]
+        stage, inside = divmod(worker, topology.workers)
+        if stage in members:
+            plans[kind] = topology.plan(list(members).index(stage) * topology.workers + inside)
+    return plans
+
+
+def _heads_of(
+    record: Mapping[str, Any], layers: Sequence[int], stated: Iterable[int]
+) -> tuple[set[int], bool]:
+    """Return the numbers of heads of layers of one kind, and whether ranks store whole blocks.
+
+    `stated` are numbers of KV heads of the model, which layers with a single content for all heads
+    do not have.
+    """
+    layouts = [record["layouts"][number] for number in layers]
+    shapes = [record["layer_shapes"][number] for number in layers]
+    if any(map(is_state, layouts)):
+        dtypes = [record["layer_dtypes"][number] for number in layers]
+        heads = {
+            part.shape[part.divided]
+            for shape, dtype in zip(shapes, dtypes, strict=True)
+            for part in parse_state(shape, dtype)
+            if part.divided is not None
+        }
+        return heads or {1}, any(layout != "state" for layout in layouts)
+    whole_ranks = any(layout.startswith("opaque-") for layout in layouts)
+    counts = {shape_heads(shape) for shape in shapes}
+    heads = {count for count in counts if count}
+    heads.update([1] if None in counts and not whole_ranks else stated)
+    return heads or {1}, whole_ranks

@@ -3,13 +3,13 @@
 Contracts
 ---------
 * Without ``lazy`` all memory is there when the constructor returns, or it has raised. On a system
-  that lends more memory than it has, memory that was only requested would end some process later.
+  that overcommits, memory that was only requested would get some process killed later.
 * Memory that is ``shared`` has a file descriptor, which another process gets over a Unix socket. It
   can map the memory for reading only, and neither process can change its length: the file is
   sealed. The file has no name, so the memory is gone with the last process that has it.
 * Memory of another process is mapped for reading only, and only if its length can never change: a
   process that reads a file after it was cut short is killed by SIGBUS.
-* A process that is forked from this one has neither memory that is page-locked nor shared.
+* Forked processes inherit neither page-locked nor shared memory.
 * A GPU copies no object that lies across one of :attr:`Arena.borders`, where its memory is
   page-locked.
 * Ordinary memory is freed with the last view or tensor of it, page-locked memory once
@@ -62,9 +62,9 @@ class Arena:
     shared : bool
         Other processes can map it, see :attr:`fd`.
     device : torch.device, optional
-        Page-lock the memory for copies to and from GPUs, and let it lie near this one.
+        Page-lock the memory for copies to and from GPUs, on the memory node of this one.
     lazy : bool
-        The system gives each page when it is first written to; what is free is not looked at.
+        The system gives each page when it is first written to; free memory is not checked.
     unit : int
         Memory is page-locked in pieces that are multiples of it.
 

@@ -1,8 +1,8 @@
-"""Host memory that holds named objects: what is here, what is pinned, what each owner may have.
+"""Host memory that holds named objects: which are here, which are pinned, and owners' budgets.
 
 Owns an arena and the table from names to the objects in it. The memory tier of a process and the
 memory of a node server are uses of it. :mod:`kvshelf.memory.places` decides which objects are
-evicted to make room for others.
+evicted for others.
 
 Contracts
 ---------
@@ -38,6 +38,8 @@ _BATCH: Final = 64
 #: Seconds of a pause. The lock is not fair: a thread that takes it again at once keeps it.
 _PAUSE: Final = 2e-5
 _GENERATION_BYTES: Final = 8
+#: Objects start at its multiples.
+_ALIGNMENT: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +78,9 @@ class HostMemory:
     arena : Arena
         Closed together with this object.
     start : int
-        Bytes at the arena's beginning that hold no objects; a multiple of the alignment.
-    alignment : int
-        A power of two: objects start at its multiples.
+        Bytes at the arena's beginning that hold no objects; a multiple of 4096.
     borders : Sequence of int
-        Multiples of the alignment behind `start`, in order, that no object lies across.
+        Multiples of 4096 behind `start`, in order, that no object lies across.
     on_generation : Callable, optional
         Called with a slot's number and its new generation, before the memory that the slot had
         can be reused. It must be quick, and must not call this object.
@@ -90,8 +90,6 @@ class HostMemory:
     arena : Arena
     capacity : int
         Bytes for objects.
-    most_slots : int
-        Slot numbers are less than this.
     table_slots : int
         Entries of the table at the arena's beginning; 0 without one.
     pinned_bytes : int
@@ -103,7 +101,6 @@ class HostMemory:
         arena: Arena,
         *,
         start: int = 0,
-        alignment: int = 4096,
         borders: Sequence[int] = (),
         on_generation: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -111,11 +108,10 @@ class HostMemory:
         self._start = start
         self._places = Places(
             arena.nbytes - start,
-            alignment=alignment,
+            alignment=_ALIGNMENT,
             borders=[border - start for border in borders],
         )
         self.capacity = self._places.space.capacity
-        self.most_slots = self.capacity // alignment
         self.table_slots = 0
         self._on_generation = on_generation
         self._lock = threading.Lock()
@@ -130,7 +126,7 @@ class HostMemory:
         self._evictions = self._evicted_bytes = 0
 
     @classmethod
-    def with_generations(cls, arena: Arena, alignment: int = 4096) -> HostMemory:
+    def with_generations(cls, arena: Arena) -> HostMemory:
         """Return the memory of an arena that begins with a table of the slots' generations.
 
         The entries are uint64. Another process that has used the
@@ -141,17 +137,16 @@ class HostMemory:
         ConfigError
             If the arena is too small.
         """
-        slots = arena.nbytes // alignment
-        start = -(-slots * _GENERATION_BYTES // alignment) * alignment
-        if arena.nbytes < start + alignment:
+        slots = arena.nbytes // _ALIGNMENT
+        start = -(-slots * _GENERATION_BYTES // _ALIGNMENT) * _ALIGNMENT
+        if arena.nbytes < start + _ALIGNMENT:
             raise ConfigError(
-                f"the server's memory is {arena.nbytes} bytes; expected room for objects"
+                f"the server's memory is {arena.nbytes} bytes; expected space for objects"
             )
         table = arena.view[: slots * _GENERATION_BYTES].cast("Q")
         memory = cls(
             arena,
             start=start,
-            alignment=alignment,
             # Clients page-lock the arena for their GPUs.
             borders=arena.borders,
             on_generation=table.__setitem__,
@@ -192,7 +187,7 @@ class HostMemory:
         parent: Hashable | None = None,
         owner: Budget | None = None,
     ) -> Slot | None:
-        """Make room for an object, by evicting others if need be.
+        """Reserve memory for an object, evicting others if need be.
 
         Several slots may be reserved for one name: the first that is published counts.
 
@@ -208,15 +203,15 @@ class HostMemory:
         Returns
         -------
         Slot or None
-            None if what is pinned or reserved leaves no room, or the owner has reserved too much:
-            nothing was evicted for it.
+            None if what is pinned or reserved leaves no range of its size, or the owner has
+            reserved too much: nothing was evicted for it.
 
         Raises
         ------
         ValueError
             If `nbytes` is less than one.
         """
-        steps = self._places.make_room(nbytes, self._evict)
+        steps = self._places.allocate(nbytes, self._evict)
         while True:
             with self._lock:
                 if self._closed or (owner is not None and not owner.allows(nbytes)):

@@ -1,4 +1,4 @@
-"""Where the objects of a host memory lie, and which of them are evicted to make room.
+"""Where the objects of a host memory lie, and which of them are evicted for others.
 
 Owns the range of memory, the slots in it, and the order of eviction; :mod:`.host_memory` owns
 names, pins and the lock. It knows offsets, and touches no memory itself.
@@ -8,8 +8,8 @@ Contracts
 * *Leaves* are evicted, the least recently used first: an object stays while an object that names
   it as its parent is there. So the beginning of a prompt outlives its end. Where leaves with as
   many bytes as the new object were evicted and left only gaps too small for it, adjacent objects
-  are evicted, the least recently used ones, leaves or not. So an object of any size finds room
-  without much else being evicted, whatever sizes came before it.
+  are evicted, the least recently used ones, leaves or not. So memory for an
+  object of any size costs few evictions, whatever sizes came before it.
 * If pinned objects leave no contiguous range (:mod:`.runs`) of its size, nothing is evicted, and
   the reservation fails. Leaves in ranges too short for the object stay too. Where most of the
   oldest leaves lie in such ranges, the order of eviction is that of a sample.
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from heapq import heappop, heappush
 from typing import Final
@@ -28,16 +29,17 @@ from typing import Final
 from kvshelf.memory.runs import Runs
 from kvshelf.memory.size_classes import SizeClasses
 
-#: Between two pauses, a thread that makes room evicts at most so many objects.
+#: Between two pauses, a thread that allocates evicts at most so many objects.
 _STEPS: Final = 8
 #: For one eviction, at most so many leaves are looked at, or neighbours in a run.
 _LOOKS: Final = 16
 #: In one step, so many changes of pins are sorted into the runs, or leaves into the queue.
 _SORTED: Final = 4
-#: Means that room is still being made.
+#: Means that the allocation is not finished.
 GO_ON: Final = -1
 
 
+@dataclass(eq=False, slots=True)
 class Budget:
     """The bytes that one owner has reserved at present, and the most it may have.
 
@@ -46,11 +48,8 @@ class Budget:
     most, used : int
     """
 
-    __slots__ = ("most", "used")
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.used = 0
+    most: int
+    used: int = 0
 
     def allows(self, nbytes: int) -> bool:
         """Whether `nbytes` more may be reserved; an owner without a reservation may have one."""
@@ -68,6 +67,7 @@ class State(Enum):
     FREE = 3
 
 
+@dataclass(eq=False, slots=True)
 class Slot:
     """The place of one object.
 
@@ -85,46 +85,23 @@ class Slot:
         :meth:`~kvshelf.memory.host_memory.HostMemory.expire`.
     """
 
-    __slots__ = (
-        "generation",
-        "name",
-        "nbytes",
-        "number",
-        "offset",
-        "owner",
-        "parent",
-        "pins",
-        "queued",
-        "refused",
-        "state",
-        "used",
-    )
-
-    def __init__(
-        self,
-        name: Hashable,
-        parent: Hashable | None,
-        offset: int,
-        nbytes: int,
-        number: int,
-        generation: int,
-    ) -> None:
-        self.name = name
-        self.parent = parent
-        self.offset = offset
-        self.nbytes = nbytes
-        self.number = number
-        self.generation = generation
-        #: Whose budget it takes while it is reserved.
-        self.owner: Budget | None = None
-        self.state = State.RESERVED
-        #: While it is reserved, this includes the pin of its reserver.
-        self.pins = 1
-        self.used = 0
-        #: Whether it is in the queue of leaves.
-        self.queued = False
-        #: Whether its name was forgotten while it was reserved.
-        self.refused = False
+    name: Hashable
+    parent: Hashable | None
+    offset: int
+    nbytes: int
+    number: int
+    generation: int
+    #: Whose budget it takes while it is reserved.
+    owner: Budget | None = None
+    state: State = State.RESERVED
+    #: While it is reserved, this includes the pin of its reserver.
+    pins: int = 1
+    #: The time of its last use, by the memory's clock.
+    used: int = 0
+    #: Whether it is in the queue of leaves.
+    queued: bool = False
+    #: Whether its name was forgotten while it was reserved.
+    refused: bool = False
 
     def __repr__(self) -> str:
         return f"Slot({self.name!r}, {self.offset}, {self.nbytes} bytes)"
@@ -220,8 +197,8 @@ class Places:
             if other.queued:
                 heappush(self._leaves, (other.used, other))
 
-    def make_room(self, nbytes: int, evict: Callable[[Slot], int]) -> Iterator[int | None]:
-        """Make room for an object, by evictions if need be.
+    def allocate(self, nbytes: int, evict: Callable[[Slot], int]) -> Iterator[int | None]:
+        """Allocate memory for an object, evicting others if need be.
 
         Parameters
         ----------
@@ -232,8 +209,8 @@ class Places:
         Yields
         ------
         int or None
-            The offset of the object's memory, or None if there is no room, and then nothing more;
-            ``GO_ON`` where the owner should release its lock before it goes on.
+            The offset of the object's memory, or None if there is none, and then nothing more;
+            ``GO_ON`` where the owner should release its lock before the next step.
         """
         size = self.space.rounded(nbytes)
         steps = evicted = 0

@@ -1,4 +1,4 @@
-"""Where in a range of memory nothing has to stay: the runs between objects that are pinned.
+"""The runs of a range of memory between pinned objects: each can be evicted as one piece.
 
 Owns the runs and their lengths. It knows offsets only, touches no memory, and has no lock: its
 owner locks. All methods take logarithmic time, apart from moving a sorted list's tail.

@@ -6,8 +6,8 @@ Contracts
 * An answer that breaks off ends its connection, so that no client takes it for complete.
 * Nothing of a request is logged.
 * No body stops the event loop: large ones are parsed and encoded on a thread, one at a time.
-* Health and metrics are on a port of their own, and the engines are asked how they are once a
-  second at most, however often that is asked.
+* Health and metrics are on a port of their own; they cause one health request to each engine a
+  second at most.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 import anyio
@@ -68,8 +69,7 @@ def make_app(
     legs = Legs(settings, metrics)
     durability = None if shelf is None else Durability(shelf, settings.durable_wait)
     budget = Budget(settings.max_held_bytes, metrics.body_bytes)
-    working = anyio.Lock()
-
+    passing = _Passing(settings, metrics, legs, durability, budget)
     health = _Health(legs)
 
     async def page(path: str) -> Page | None:
@@ -99,15 +99,11 @@ def make_app(
             if durability is not None:
                 durability.close()
 
-    def passing(path: str, method: str) -> Path:
-        served = _Passing(settings, metrics, legs, durability, budget, working)
-        return Path(path, served, methods=[method])
-
     return Starlette(
         routes=[
-            passing("/v1/completions", "POST"),
-            passing("/v1/chat/completions", "POST"),
-            passing("/v1/models", "GET"),
+            Path("/v1/completions", passing, methods=["POST"]),
+            Path("/v1/chat/completions", passing, methods=["POST"]),
+            Path("/v1/models", passing, methods=["GET"]),
         ],
         exception_handlers={HTTPException: refuse},
         lifespan=lifespan,
@@ -115,7 +111,7 @@ def make_app(
 
 
 class _Health:
-    """How the engines are."""
+    """The health of the engines."""
 
     def __init__(self, legs: Legs) -> None:
         self._legs = legs
@@ -124,7 +120,7 @@ class _Health:
         self._until = 0.0
 
     async def page(self) -> Page:
-        """Return what was found out within the last second, or now."""
+        """Return the health of the engines, at most a second old."""
         async with self._asking:
             if time.monotonic() >= self._until:
                 found = await self._legs.health()
@@ -137,30 +133,23 @@ class _Health:
             return self._page
 
 
+@dataclass(eq=False)
 class _Passing:
-    """The application of the paths whose requests go to engines.
+    """The application of the paths whose requests are sent to engines.
 
     Starlette's own requests and responses do not cancel what runs for a client that leaves.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        metrics: ProxyMetrics,
-        legs: Legs,
-        durability: Durability | None,
-        budget: Budget,
-        working: anyio.Lock,
-    ) -> None:
-        self._settings = settings
-        self._metrics = metrics
-        self._legs = legs
-        self._durability = durability
-        self._budget = budget
-        self._working = working
+    settings: Settings
+    metrics: ProxyMetrics
+    legs: Legs
+    durability: Durability | None
+    budget: Budget
+    #: Held while the body of a large request is parsed or encoded.
+    working: anyio.Lock = field(default_factory=anyio.Lock)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        client = Client(scope, receive, send, self._settings.timeout, self._budget)
+        client = Client(scope, receive, send, self.settings.timeout, self.budget)
         try:
             await self._answer(scope["path"], client)
         finally:
@@ -168,13 +157,13 @@ class _Passing:
 
     async def _answer(self, path: str, client: Client) -> None:
         try:
-            body = await client.body(self._settings.max_body_bytes)
+            body = await client.body(self.settings.max_body_bytes)
         except DisconnectedError:
-            self._metrics.disconnects.inc()
+            self.metrics.disconnects.inc()
             return
         except RefusedError as error:
             await client.refuse(error.status, str(error))
-            self._metrics.answers.labels(client.status).inc()
+            self.metrics.answers.labels(client.status).inc()
             return
         ended = False
         async with anyio.create_task_group() as group:
@@ -182,7 +171,7 @@ class _Passing:
             async def watch() -> None:
                 await client.left()
                 if not ended:
-                    self._metrics.disconnects.inc()
+                    self.metrics.disconnects.inc()
                     group.cancel_scope.cancel()
 
             group.start_soon(watch)
@@ -194,8 +183,8 @@ class _Passing:
         try:
             if path == "/v1/models":
                 headers = forwarded(client.headers)
-                call = Call("GET", path, headers, b"", self._settings.timeout)
-                async with self._legs.answer(call, self._legs.decode) as answer:
+                call = Call("GET", path, headers, b"", self.settings.timeout)
+                async with self.legs.answer(call, self.legs.decode) as answer:
                     await client.pass_on(answer)
             else:
                 await self._generate(path, client, body)
@@ -206,18 +195,18 @@ class _Passing:
         except (httpx.TransportError, TimeoutError) as error:
             # The server closes the connection of an answer that is not complete.
             logger.warning("an answer broke off (%s)", type(error).__name__)
-        self._metrics.answers.labels(client.status).inc()
+        self.metrics.answers.labels(client.status).inc()
 
     async def _generate(self, path: str, client: Client, raw: bytes) -> None:
         large = len(raw) > _LARGE
         chat = path == "/v1/chat/completions"
         request = await self._run(functools.partial(read_request, raw, chat=chat), large)
-        durability = self._durability if request.durable else None
+        durability = self.durability if request.durable else None
         if request.durable and durability is None:
             raise RefusedError(
                 f"`{DURABLE}` is refused: the proxy was started without --store.", param=DURABLE
             )
-        legs = self._legs
+        legs = self.legs
         headers = [pair for pair in forwarded(client.headers) if pair[0] != b"content-type"]
         headers.append((b"content-type", b"application/json"))
         params: dict[str, Any] | None = None
@@ -229,7 +218,7 @@ class _Passing:
         if request.route is Route.PREFILL_ONLY:
             sides.insert(0, legs.prefill)
         body = await self._run(functools.partial(request.body, params), large)
-        call = Call("POST", path, headers, body, self._settings.timeout)
+        call = Call("POST", path, headers, body, self.settings.timeout)
         async with legs.answer(call, *sides) as answer:
             if durability is None or answer.status != 200:
                 await client.pass_on(answer)
@@ -238,7 +227,7 @@ class _Passing:
 
             async def is_durable() -> bool:
                 durable = await waits.wait(params, request.cache_salt)
-                self._metrics.durable.labels("yes" if durable else "no").inc()
+                self.metrics.durable.labels("yes" if durable else "no").inc()
                 return durable
 
             await client.pass_on_durable(answer, is_durable)
@@ -251,5 +240,5 @@ class _Passing:
         """
         if not large:
             return work()
-        async with self._working:
+        async with self.working:
             return await anyio.to_thread.run_sync(work)

@@ -31,10 +31,10 @@ from typing import Any, Final
 
 import msgspec
 
-#: Field of vLLM's OpenAI API with what a connector of one engine says to that of another.
+#: Field of vLLM's OpenAI API for messages between the connectors of two engines.
 PARAMS: Final = "kv_transfer_params"
 _PROMPT: Final = "prompt"
-#: Fields that may be large, and in which nothing is for the proxy.
+#: Fields that may be large, and which the proxy does not read.
 _LARGE: Final = (
     _PROMPT,
     "prompt_embeds",
@@ -93,7 +93,7 @@ class RefusedError(ValueError):
 
 
 class Route(Enum):
-    """The engines that a request goes to."""
+    """The engines that a request is sent to."""
 
     HAND_OVER = "hand over"
     PREFILL_ONLY = "prefill only"
@@ -111,7 +111,7 @@ class ClientRequest:
     chat : bool
         Whether it is for chat completions.
     durable : bool
-        Whether the client asked to be told when its prompt's KV is on the store.
+        Whether the client asked to be notified when its prompt's KV is on the store.
     route : Route
     """
 

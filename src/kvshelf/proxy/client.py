@@ -1,4 +1,4 @@
-"""One request of a client: reads its body, passes an answer on, tells it of errors.
+"""One request of a client: reads its body, passes on an answer, or answers with an error.
 
 Contracts
 ---------
@@ -26,7 +26,7 @@ from kvshelf.proxy.legs import Answer, Headers
 #: Seconds that a client may take to send the body of its request.
 _BODY_SECONDS: Final = 60.0
 #: Name of a header, and in a stream of a comment, that says whether the KV is on the store.
-_TOLD: Final = b"kvshelf-durable"
+_DURABLE: Final = b"kvshelf-durable"
 #: A part of the body is not read when these answers are sent.
 _CLOSING: Final = frozenset((408, 413, 503))
 
@@ -185,7 +185,7 @@ class Client:
         ----------
         answer : Answer
         is_durable : Callable
-            Called when the engine's answer is complete; returns what the client is told. When it
+            Called when the engine's answer is complete; returns what the client learns. When it
             returns, the rest is passed on.
 
         Raises
@@ -196,16 +196,16 @@ class Client:
         kind = next((value for name, value in answer.headers if name == b"content-type"), b"")
         if not kind.startswith(b"text/event-stream"):
             whole = await answer.read()
-            told = _spelled(await is_durable())
-            await self._start(answer.status, [*answer.headers, (_TOLD, told)])
+            state = _spelled(await is_durable())
+            await self._start(answer.status, [*answer.headers, (_DURABLE, state)])
             await self._put(whole)
         else:
             await self._start(answer.status, answer.headers)
             last = LastEvent()
             async for piece in answer.pieces:
                 await self._put(last.feed(piece))
-            told = _spelled(await is_durable())
-            await self._put(b": %s: %s\n\n%s" % (_TOLD, told, last.withheld))
+            state = _spelled(await is_durable())
+            await self._put(b": %s: %s\n\n%s" % (_DURABLE, state, last.withheld))
         await self._end()
 
     async def _start(self, status: int, headers: Headers) -> None:

@@ -31,7 +31,7 @@ from kvshelf.vllm.handover import Handover, read_handover
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two looks at what the threads have found, and for the description of a namespace.
+#: Seconds between two polls of the threads' results, and for the description of a namespace.
 _PAUSE: Final = 0.01
 _DESCRIPTION_PAUSE: Final = 0.25
 #: Services that are kept although no request waits, and descriptions of namespaces. New namespaces
@@ -180,7 +180,7 @@ def _chunk(promised: Handover, size: int, group: str) -> Chunk:
 
 
 class LastEvent:
-    """Withholds the last event of a stream of events: ``data: [DONE]``, and what follows it.
+    """Withholds the last event of a stream, ``data: [DONE]``, and the bytes after it.
 
     vLLM ends each event with an empty line, whose ends are single line feeds
     (``entrypoints/openai/completion/serving.py``).

@@ -24,7 +24,7 @@ class Engine:
     url : str
         Its base URL, without a slash at its end.
     name : str
-        What metrics, health and logs call it.
+        Its name in metrics, health and logs.
 
     Attributes
     ----------
@@ -41,7 +41,7 @@ class Engine:
 
     @property
     def is_aside(self) -> bool:
-        """Whether it was not reached a moment ago."""
+        """Whether the last attempt to reach it, a moment ago, failed."""
         return time.monotonic() < self._aside_until
 
     def set_aside(self) -> None:
@@ -85,7 +85,7 @@ class Engines:
         Parameters
         ----------
         tried : Container of Engine
-            Engines that are not wanted again.
+            Engines to leave out.
         aside : bool
             Choose among those that were not reached a moment ago, else among the others.
         """

@@ -1,14 +1,14 @@
 """Requests to engines: the choice of an engine, retries, and the way of an answer.
 
-Owns the HTTP client. Nothing of a client's request but its headers and body goes to an engine, and
-nothing of an answer is changed.
+Owns the HTTP client. Nothing of a client's request but its headers and body is sent to an engine,
+and nothing of an answer is changed.
 
 Contracts
 ---------
 * A leg is repeated on another engine only before the first byte of an answer was handed out. An
   engine that cannot be reached costs nothing. A leg that an engine had received, and answered with
   5xx or not at all, is repeated once: a request that ends engines must not end all of them.
-* A time-out is not repeated: the client has waited that long.
+* A leg that timed out is not repeated: the client has waited that long.
 * A caller that leaves :meth:`Legs.answer` early, a cancelled task included, closes the connection
   to the engine, which ends the request there.
 """
@@ -81,7 +81,7 @@ class UnansweredError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What engines are asked.
+    """A request to an engine.
 
     Attributes
     ----------
@@ -108,7 +108,7 @@ class Answer:
     ----------
     status : int
     headers : list of pairs of bytes
-        Those that go on to a client.
+        Those that are passed on to a client.
     pieces : AsyncIterator of bytes
         The body, as it comes; raises ``httpx.TransportError`` when the engine breaks off.
     """
@@ -123,7 +123,7 @@ class Answer:
 
 
 def forwarded(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """Return the headers of a client that go on to engines, ``Authorization`` among them."""
+    """Return the headers of a client that engines get, ``Authorization`` among them."""
     return [(name, value) for name, value in _end_to_end(headers) if name not in _OF_THE_CLIENT]
 
 
@@ -139,7 +139,7 @@ def _end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
 
 
 class Legs:
-    """Asks engines; belongs to one event loop.
+    """Sends requests to engines; belongs to one event loop.
 
     Parameters
     ----------
@@ -203,9 +203,9 @@ class Legs:
         ----------
         call : Call
         *sides : Engines
-            Engines of the first side that has any left are asked first.
+            The sides, in order of preference.
         last_resort : bool
-            Also ask engines that could not be reached a moment ago, after all others.
+            Also try engines that could not be reached a moment ago, after all others.
 
         Raises
         ------
@@ -280,7 +280,7 @@ class Legs:
         self._log.warning("the %s engine %s: %s%s", side, engine.name, outcome, what)
 
     async def health(self) -> dict[str, dict[str, bool]]:
-        """Ask all engines at once how they are.
+        """Request the health of all engines at once.
 
         Returns
         -------

@@ -1,7 +1,7 @@
 """Runs the proxy on a port of this machine.
 
 Owns the listening socket, the connections of clients, and the end: SIGTERM and SIGINT close the
-socket at once, give requests that run the drain time, and then cancel them. A second signal cancels
+socket at once, give running requests the drain time, and then cancel them. A second signal cancels
 them at once.
 
 Contracts
@@ -89,7 +89,7 @@ def make_server(app: Starlette, *, connections: int, drain: float) -> uvicorn.Se
 
 
 class _Bounded(asyncio.Protocol):
-    """What uvicorn's protocols lack: they wait for the head of a request for ever.
+    """A limit on the time for a request's head, which uvicorn's protocols lack.
 
     Comes before one of them among the bases of a class.
     """

@@ -1,4 +1,4 @@
-"""What the command line says to the proxy.
+"""The settings of the proxy, from its command line.
 
 Owns :class:`Settings` and the check of the engines' URLs. Immutable.
 """
@@ -21,8 +21,8 @@ class Settings:
     Attributes
     ----------
     prefill, decode : tuple of str
-        Base URLs of the engines, see :func:`engine_url`. Without prefill engines every request goes
-        to a decode engine as it is.
+        Base URLs of the engines, see :func:`engine_url`. Without prefill engines every request is
+        sent to a decode engine as it is.
     prefill_timeout : float
         Seconds that a prefill engine may take for its answer.
     timeout : float
@@ -52,7 +52,7 @@ def engine_url(text: str) -> str:
     ------
     ConfigError
         If it is not ``http(s)://HOST[:PORT][/PATH]``. User names and passwords are refused:
-        headers of clients go to engines as they are.
+        headers of clients are passed on to engines as they are.
     """
     if not _ENGINE_URL.fullmatch(text):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What one client of the node server waits for, and is sent.
+"""The requests of one client of the node server, and the answers on their way to it.
 
 Owns the requests of a client that have not all their answers, and the frames on their way to it.
 The outcomes of a fetch that come in one round of the loop are one message.
@@ -7,8 +7,8 @@ Contracts
 ---------
 * What a client has waiting is bounded: requests without an answer, their bytes, and the bytes of
   answers that it does not read. With more requests it gets a fault, with more answers it is lost.
-* Each answer that a request waits for is counted once, however the request ends. An object that a
-  client was leased and is not told of is given back.
+* Each answer that a request waits for is counted once, however the request ends. A lease that its
+  client does not learn of ends.
 
 Threads
 -------
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import zmq
@@ -31,7 +32,7 @@ from kvshelf.server.messages import Failed, Fetched, Ready, Reply
 MAX_OPEN: Final = 4 * messages.MAX_NAMES
 #: Most bytes of requests of one client that wait for their answers.
 MAX_OPEN_BYTES: Final = 64 << 20
-#: Bytes of answers of one client that wait for room in ZMQ's queue.
+#: Bytes of answers of one client that wait for ZMQ's queue.
 _MAX_BACKLOG: Final = 2 * messages.MAX_REPLY
 #: Outcomes in one message.
 _OUTCOMES: Final = 512
@@ -56,19 +57,6 @@ class Answers:
     ended : bool
         Nothing more is sent.
     """
-
-    __slots__ = (
-        "_backlog",
-        "_backlog_bytes",
-        "_due",
-        "_give_back",
-        "_lose",
-        "_open",
-        "_open_bytes",
-        "_outcomes",
-        "_send",
-        "ended",
-    )
 
     def __init__(
         self,
@@ -108,7 +96,7 @@ class Answers:
         return PendingRequest(self, number, answers, nbytes)
 
     def send(self, number: int, reply: Reply) -> None:
-        """Send a reply, or keep it until ZMQ has room."""
+        """Send a reply, or keep it while ZMQ's queue is full."""
         if self.ended:
             return
         frame = messages.encode_reply(number, reply)
@@ -121,7 +109,7 @@ class Answers:
             self._lose("it does not read its answers")
 
     def flush(self) -> None:
-        """Send what is due, as far as ZMQ has room."""
+        """Send what is due, until ZMQ's queue is full."""
         waiting, self._outcomes = self._outcomes, {}
         for number, outcomes in waiting.items():
             for start in range(0, len(outcomes), _OUTCOMES):
@@ -156,29 +144,27 @@ class Answers:
         self._open_bytes -= nbytes
 
     def announce(self, number: int, outcomes: Sequence[Ready | Failed]) -> None:
-        """Tell of objects of a fetch when the round ends."""
+        """Send outcomes of a fetch when the round ends."""
         self._outcomes.setdefault(number, []).extend(outcomes)
         self._due.add(self)
 
     def take_back(self, number: int) -> None:
-        """Do not tell of the objects of a fetch that were announced in this round."""
+        """Do not send the outcomes of a fetch that were announced in this round."""
         self.release(self._outcomes.pop(number, ()))
 
     def release(self, outcomes: Sequence[Ready | Failed]) -> None:
-        """Give back what the client was leased and is not told of."""
+        """End leases that the client does not learn of."""
         self._give_back([outcome.lease for outcome in outcomes if isinstance(outcome, Ready)])
 
 
+@dataclass(slots=True)
 class PendingRequest:
     """A request that waits for its answers; made by :meth:`Answers.begin`."""
 
-    __slots__ = ("_answers", "_left", "_nbytes", "_number")
-
-    def __init__(self, answers: Answers, number: int, left: int, nbytes: int) -> None:
-        self._answers = answers
-        self._number = number
-        self._left = left
-        self._nbytes = nbytes
+    _answers: Answers
+    _number: int
+    _left: int
+    _nbytes: int
 
     def settle(self) -> bool:
         """Wait for nothing more; return whether anything was waited for."""

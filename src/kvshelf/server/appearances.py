@@ -1,16 +1,16 @@
-"""What appears in the folders that clients watch.
+"""Notices of objects that appear in folders which clients watch.
 
 Owns which client watches which folders, and the thread that asks the storage for notices where it
-has them (:mod:`kvshelf.backends.notices`). What is published through this server is told at once,
-on any storage; what others publish only where the storage gives notices.
+has them (:mod:`kvshelf.backends.notices`). Objects that are published through this server are
+reported at once, on any storage; those of others only where the storage gives notices.
 
 Contracts
 ---------
-* Clients hear of an object after it is there. Some are told twice, and of some a client hears only
+* An object is reported after it is there. Some are reported twice, and of some a client learns only
   that something may have appeared.
 * :meth:`Appearances.watch` blocks on the storage: a folder that it returns as fresh or as watched
   is watched by then. The other methods do not block. Any thread may call all of them.
-* `tell` is called on any thread.
+* `notify` is called on any thread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvshelf.errors import StorageError, TransientStorageError
 logger = logging.getLogger(__name__)
 
 #: Called with a client, a folder, and the names that appeared there; no names: anything may have.
-Tell: TypeAlias = Callable[[bytes, str, Sequence[str]], None]
+Notify: TypeAlias = Callable[[bytes, str, Sequence[str]], None]
 
 #: Most folders of one client.
 MAX_FOLDERS: Final = 8192
@@ -45,12 +45,12 @@ class Appearances:
     Parameters
     ----------
     backend : GuardedBackend
-    tell : Callable
+    notify : Callable
     """
 
-    def __init__(self, backend: GuardedBackend, tell: Tell) -> None:
+    def __init__(self, backend: GuardedBackend, notify: Notify) -> None:
         self._backend = backend
-        self._tell = tell
+        self._notify = notify
         #: Held while the storage's watches change or are read.
         self._watching = threading.Lock()
         self._notices: Notices | None = None
@@ -99,7 +99,7 @@ class Appearances:
             self._folders.pop(client, None)
 
     def published(self, name: str) -> None:
-        """Tell of an object that this server has published."""
+        """Report an object that this server has published."""
         self._appeared({name})
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class Appearances:
     # ---------------------------------------------------------------------------- the storage's own
 
     def _follow(self) -> None:
-        """Let the storage watch what clients watch now."""
+        """Have the storage watch the folders that clients watch now."""
         with self._alone():
             with self._lock:
                 wanted = frozenset[str]().union(*self._folders.values())
@@ -138,7 +138,7 @@ class Appearances:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Wait for the others, but not for one that is stuck in the storage."""
+        """Wait for other threads, but not for one that is stuck in the storage."""
         if not self._watching.acquire(timeout=self._backend.deadlines.probe):
             raise TransientStorageError(
                 errno.ETIMEDOUT, "another watch of folders has not ended", self._backend.url
@@ -194,21 +194,21 @@ class Appearances:
         by_folder: dict[str, list[str]] = {}
         for name in names:
             by_folder.setdefault(name.rpartition("/")[0], []).append(name)
-        self._tell_watchers(by_folder)
+        self._notify_watchers(by_folder)
 
     def _may_have_appeared(self, folders: Iterable[str]) -> None:
-        self._tell_watchers({folder: [] for folder in folders})
+        self._notify_watchers({folder: [] for folder in folders})
 
-    def _tell_watchers(self, appeared: dict[str, list[str]]) -> None:
+    def _notify_watchers(self, appeared: dict[str, list[str]]) -> None:
         if not appeared or not self._folders:
             return
         with self._lock:
-            told = [
+            watchers = [
                 (client, folder, names)
                 for client, watched in self._folders.items()
                 for folder, names in appeared.items()
                 if folder in watched
             ]
-        for client, folder, names in told:
+        for client, folder, names in watchers:
             with contextlib.suppress(Exception):
-                self._tell(client, folder, names)
+                self._notify(client, folder, names)

@@ -7,21 +7,18 @@ in the server's memory are :mod:`kvshelf.server.memory`, the connection is
 
 Contracts
 ---------
-* While the server is gone, every call fails at once with UnavailableStorageError. When the
-  connection is back, the namespaces are registered anew.
+* While the server is gone, every call fails at once with UnavailableStorageError.
 * Any thread may call anything.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import itertools
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from kvshelf.backends.base import (
     Backend,
@@ -35,6 +32,7 @@ from kvshelf.backends.base import (
     Touched,
     WriteMode,
     WriteResult,
+    check_folder,
     check_name,
 )
 from kvshelf.backends.notices import Notices
@@ -48,15 +46,13 @@ from kvshelf.server import messages
 from kvshelf.server.channel import Channel
 from kvshelf.server.requests import answer_to, parts, probe
 from kvshelf.server.segment import SegmentPart
-
-if TYPE_CHECKING:
-    pass
+from kvshelf.server.wake import Wake
 
 #: Seconds for one message to the server and its answer. A probe of many names takes little longer.
 _MESSAGE_SECONDS: Final = 150e-6
 _NAMES_AT_ONCE: Final = 256
 #: Threads of a client where the server's storage has low latency.
-_NEAR_CONCURRENCY: Final = 2
+_LOW_LATENCY_CONCURRENCY: Final = 2
 #: Seconds by which deadlines of a client are later than those of the server.
 _LATER: Final = 1.0
 
@@ -75,9 +71,8 @@ class ServedBackend(Backend):
         self.url = channel.url
         self._channel = channel
         self._welcome = channel.welcome
-        self._records: list[bytes] = []
         self._notices: ServedNotices | None = None
-        #: Notified when room in the segment is given back.
+        #: Notified when a part of the segment is free again.
         self._freed = threading.Condition()
         self._lock = threading.Lock()
         self._closed = False
@@ -91,17 +86,17 @@ class ServedBackend(Backend):
     def properties(self) -> Properties:
         """Those of the server's storage; a probe takes a message at least."""
         facts = self._welcome.facts
-        near = facts.probe_cost < _MESSAGE_SECONDS
+        low_latency = facts.probe_cost < _MESSAGE_SECONDS
         return Properties(
             filesystem=f"{facts.filesystem} through a node server",
             atomic_publish=facts.atomic_publish,
             conditional_create=facts.conditional_create,
-            # What other clients of the server store is always told; notices say which folders are
-            # watched for the writes of everybody.
+            # The server reports what its other clients store; notices say in which folders it
+            # notices all writers.
             notifications=True,
             cache_seconds=facts.cache_seconds,
             links=facts.links,
-            concurrency=_NEAR_CONCURRENCY if near else facts.concurrency,
+            concurrency=_LOW_LATENCY_CONCURRENCY if low_latency else facts.concurrency,
             probes_at_once=_NAMES_AT_ONCE,
             probe_cost=max(_MESSAGE_SECONDS, facts.probe_cost),
             read_only=facts.read_only,
@@ -153,7 +148,7 @@ class ServedBackend(Backend):
     def write(
         self, name: str, buffers: Sequence[BytesLike], mode: WriteMode = "create"
     ) -> WriteResult:
-        """Have the server verify an object and publish it; anything else has to be small."""
+        """Have the server verify and publish an object; other files have to be small."""
         check_name(name)
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         size = sum(view.nbytes for view in views)
@@ -171,37 +166,37 @@ class ServedBackend(Backend):
             offset = segment.offset_of(views[0])
             if offset is not None:
                 return self._store(name, offset, size, mode)
-        room = self._take_room(name, size)
+        part = self._reserve(name, size)
         try:
             start = 0
             for view in filter(len, views):
-                copy_bytes(room.view[start : start + view.nbytes], view)
+                copy_bytes(part.view[start : start + view.nbytes], view)
                 start += view.nbytes
-            return self._store(name, room.offset, size, mode)
+            return self._store(name, part.offset, size, mode)
         finally:
             with self._freed:
-                room.release()
+                part.release()
                 self._freed.notify_all()
 
     def _store(self, name: str, offset: int, nbytes: int, mode: WriteMode) -> WriteResult:
         stored = self._channel.request(messages.Store(name, offset, nbytes, mode))
         return WriteResult(answer_to(stored, messages.Stored).result)
 
-    def _take_room(self, name: str, nbytes: int) -> SegmentPart:
+    def _reserve(self, name: str, nbytes: int) -> SegmentPart:
         segment = self._channel.segment
         if segment is None:
             raise PermanentStorageError(errno.ENOBUFS, "this client stores nothing", name)
         until = time.monotonic() + self.properties.deadlines.to_write(nbytes)
         with self._freed:
-            while (room := segment.reserve(nbytes)) is None:
+            while (part := segment.reserve(nbytes)) is None:
                 if nbytes > segment.nbytes or not self._freed.wait(until - time.monotonic()):
                     raise TransientStorageError(
                         errno.ENOBUFS,
-                        f"no room for {nbytes} bytes in the {segment.nbytes} bytes through which"
+                        f"{nbytes} bytes are not free of the {segment.nbytes} bytes through which"
                         " objects are stored: set staging_bytes higher",
                         f"{self.url}/{name}",
                     )
-        return room
+        return part
 
     def write_marker(self, name: str) -> WriteResult:
         """Create an empty object."""
@@ -220,7 +215,7 @@ class ServedBackend(Backend):
         return Touched(self._call("touch", check_name(name)))
 
     def space(self) -> Space | None:
-        """Ask for the room on the server's storage."""
+        """Ask how much of the server's storage is free."""
         found = self._call("space")
         return None if found is None else Space(*found)
 
@@ -241,8 +236,7 @@ class ServedBackend(Backend):
         after: str | None = None,
     ) -> Iterator[ObjectInfo]:
         """Stream the storage's listing, in pages."""
-        if prefix:
-            check_name(prefix)
+        check_folder(prefix)
 
         def ask(number: int | None) -> Any:
             if hidden:
@@ -259,34 +253,16 @@ class ServedBackend(Backend):
 
     def folders(self, prefix: str = "") -> Sequence[str]:
         """List folders of the storage."""
-        if prefix:
-            check_name(prefix)
+        check_folder(prefix)
         found: Sequence[str] = self._call("folders", prefix)
         return found
 
     # ------------------------------------------------------------------------------- others
 
-    def register(self, record: bytes) -> None:
-        """Tell the server of a namespace, now and after each reconnection. Does not block.
-
-        Parameters
-        ----------
-        record : bytes
-            The bytes of its ``namespace.json``.
-        """
-        with self._lock:
-            if record in self._records:
-                return
-            self._records.append(record)
-        self._channel.request(messages.Register(record))
-
     def _connected(self, welcome: messages.Welcome) -> None:
-        """Tell a server that may have just started what it must know."""
+        """Take the facts of a server that may have just started, and watches no folders."""
         self._welcome = welcome
-        with self._lock:
-            records, notices = list(self._records), self._notices
-        for record in records:
-            self._channel.request(messages.Register(record))
+        notices = self._notices
         if notices is not None:
             notices.lose()
 
@@ -299,7 +275,7 @@ class ServedBackend(Backend):
             return self._notices
 
     def watch(self, folders: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-        """Have the server tell what appears in these folders, and in no others.
+        """Have the server report what appears in these folders, and in no others.
 
         Returns
         -------
@@ -310,7 +286,7 @@ class ServedBackend(Backend):
         return fresh, unwatched
 
     def end_notices(self, notices: ServedNotices) -> None:
-        """Have the server tell nothing more."""
+        """Have the server report nothing more."""
         with self._lock:
             if self._notices is not notices:
                 return
@@ -321,7 +297,7 @@ class ServedBackend(Backend):
         notices = self._notices
         if notices is not None and isinstance(notice, messages.Appeared):
             # Without names anything may have appeared in the folder.
-            notices.tell(notice.names or [f"{notice.folder}/"])
+            notices.appear(notice.names or [f"{notice.folder}/"])
 
     def close(self) -> None:
         """End the connection. Idempotent."""
@@ -387,8 +363,8 @@ class ServedNotices:
 
     See :class:`kvshelf.backends.notices.Notices`.
 
-    What is stored through this server is told on any storage; a folder counts as watched where the
-    storage tells of the writes of everybody.
+    Objects that are stored through this server are reported on any storage; a folder counts as
+    watched where the storage gives notices of all writers.
 
     Parameters
     ----------
@@ -398,13 +374,13 @@ class ServedNotices:
     def __init__(self, backend: ServedBackend) -> None:
         self._backend = backend
         self._lock = threading.Lock()
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake = Wake()
         self._names: set[str] = set()
         self._lost = False
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when something has appeared."""
-        return self._fd
+        return self._wake.fileno()
 
     def watch(self, folders: Iterable[str]) -> tuple[set[str], set[str]]:
         """Watch these folders; blocks on the server."""
@@ -414,13 +390,12 @@ class ServedNotices:
     def appeared(self) -> set[str] | None:
         """Return what has appeared since the last call."""
         with self._lock:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._fd)
+            self._wake.clear()
             names, lost = self._names, self._lost
             self._names, self._lost = set(), False
         return None if lost else names
 
-    def tell(self, names: Iterable[str]) -> None:
+    def appear(self, names: Iterable[str]) -> None:
         """Note what has appeared, on any thread."""
         self._note(names, lost=False)
 
@@ -430,15 +405,10 @@ class ServedNotices:
 
     def _note(self, names: Iterable[str], *, lost: bool) -> None:
         with self._lock:
-            if self._fd >= 0:
-                self._names.update(names)
-                self._lost |= lost
-                os.eventfd_write(self._fd, 1)
+            self._names.update(names)
+            self._lost |= lost
+            self._wake.set()
 
     def close(self) -> None:
         """Watch nothing any more. Idempotent."""
-        with self._lock:
-            fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-            self._backend.end_notices(self)
+        self._backend.end_notices(self)

@@ -38,13 +38,14 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from functools import partial
 from itertools import islice
 from typing import Any, Final
 
 import msgspec
 
-from kvshelf.backends.base import NotRegular, ObjectInfo, StatResults
+from kvshelf.backends.base import NotRegular, ObjectInfo, Properties, StatResults
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.errors import ObjectNameError, PermanentStorageError
 from kvshelf.format.names import parse_path
@@ -65,6 +66,8 @@ _LISTINGS: Final = 16
 
 #: What changes the storage.
 CHANGES: Final = frozenset(("write", "write_marker", "delete", "quarantine", "touch", "now"))
+#: The properties of a storage that its facts repeat.
+_PROPERTIES: Final = {field.name for field in fields(Properties)} & set(Facts.__struct_fields__)
 
 
 class Calls:
@@ -216,19 +219,9 @@ def facts(backend: GuardedBackend) -> Facts:
     known, deadlines = backend.properties, backend.deadlines
     return Facts(
         backend.url,
-        known.filesystem,
-        known.atomic_publish,
-        known.conditional_create,
-        known.notifications,
-        known.cache_seconds,
-        known.links,
-        known.concurrency,
-        known.probe_cost,
-        known.read_only,
-        known.can_quarantine,
-        known.temporaries,
-        deadlines.probe,
-        deadlines.read,
-        deadlines.write,
-        deadlines.bytes_per_second,
+        **{name: getattr(known, name) for name in _PROPERTIES},
+        probe_seconds=deadlines.probe,
+        read_seconds=deadlines.read,
+        write_seconds=deadlines.write,
+        bytes_per_second=deadlines.bytes_per_second,
     )

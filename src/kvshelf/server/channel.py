@@ -1,16 +1,16 @@
-"""A client's connection to the node server: requests as futures, and objects lent in place.
+"""A client's connection to the node server: requests as futures, and objects leased in place.
 
 Owns the session, the ZMQ sockets, the requests that wait for answers, and the leases that are to be
-given back. What is said is in :mod:`kvshelf.server.messages`.
+given back. The messages are in :mod:`kvshelf.server.messages`.
 
 Contracts
 ---------
-* No method blocks, except :meth:`Channel.wait_connected` for as long as it is told, and
+* No method blocks, except :meth:`Channel.wait_connected` for the time that it is given, and
   :meth:`Channel.close` for a moment. A server that hangs leaves futures without a result: callers
   wait with a deadline, and cancel a future that they give up.
 * A server that is gone fails all futures at once with :class:`UnavailableStorageError`, and so does
   every request until there is a server again. The channel looks for one at least once a second.
-* Nothing of one session is used in another one. Memory that the old server lent stays mapped until
+* Nothing of one session is used in another one. Leased memory of the old server stays mapped until
   it is released.
 * A lease whose future was cancelled, or whose :class:`Leased` is not referenced any more, is given
   back.
@@ -38,7 +38,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Final, TypeAlias
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import zmq
 
@@ -59,6 +60,7 @@ from kvshelf.server.messages import (
     MalformedError,
     Ping,
     Ready,
+    Register,
     Release,
     Reply,
     Request,
@@ -91,35 +93,25 @@ _ROUND: Final = 64
 
 
 class _Waiting:
-    """A request that waits for its answer."""
+    """A request that waits for its answer, or a fetch that waits for the rest of its objects.
 
-    __slots__ = ("future", "nbytes")
+    Parameters
+    ----------
+    futures : Sequence of Future
+        One, or of a fetch one for each object.
+    fetch : bool
+    """
 
-    def __init__(self, future: Future[Reply]) -> None:
-        self.future = future
-        self.nbytes = 0
+    __slots__ = ("fetch", "futures", "left", "nbytes")
 
-    @property
-    def left(self) -> int:
-        return 1
-
-    def fail(self, error: Callable[[], Exception]) -> None:
-        if self.future.set_running_or_notify_cancel():
-            self.future.set_exception(error())
-
-
-class _Fetching:
-    """A fetch that waits for the rest of its objects."""
-
-    __slots__ = ("futures", "left", "nbytes")
-
-    def __init__(self, futures: Sequence[Future[Leased]]) -> None:
-        self.futures: list[Future[Leased] | None] = list(futures)
+    def __init__(self, futures: Sequence[Future[Any]], *, fetch: bool = False) -> None:
+        self.fetch = fetch
+        self.futures: list[Future[Any] | None] = list(futures)
         self.left = len(futures)
         self.nbytes = 0
 
-    def take(self, index: int) -> Future[Leased] | None:
-        """Return the future of an object that has no outcome yet."""
+    def take(self, index: int) -> Future[Any] | None:
+        """Return the future of what has no outcome yet."""
         if not 0 <= index < len(self.futures):
             return None
         future, self.futures[index] = self.futures[index], None
@@ -133,39 +125,35 @@ class _Fetching:
                 future.set_exception(error())
 
 
+@dataclass(eq=False)
 class _Connection:
     """One session, and its ZMQ sockets."""
 
-    def __init__(
-        self,
-        connection: socket.socket,
-        welcome: Welcome,
-        arena: memoryview,
-        sender: zmq.Socket[bytes],
-        receiver: zmq.Socket[bytes],
-    ) -> None:
-        self.session = connection
-        self.sender = sender
-        self.receiver = receiver
-        self.welcome = welcome
-        self.arena = arena
-        self.generations = arena[: 8 * welcome.slots].cast("Q")
-        self.waiting: dict[int, _Waiting | _Fetching] = {}
-        #: Answers that are waited for, and bytes of their requests.
-        self.open = 0
-        self.open_bytes = 0
-        self.released: deque[int] = deque()
-        #: Whether the channel's thread looks at `released` soon by itself.
-        self.collecting = False
-        #: Whether other threads may send requests.
-        self.ready = False
-        #: Nothing is sent any more.
-        self.lost = False
-        #: This is a copy in a forked process.
-        self.foreign = False
-        self.wake: Callable[[], None]
-        #: Whether a GPU can copy from the arena by itself.
-        self.locked = False
+    session: socket.socket
+    welcome: Welcome
+    arena: memoryview
+    sender: zmq.Socket[bytes]
+    receiver: zmq.Socket[bytes]
+    #: Has the channel's thread look at `released`.
+    wake: Callable[[], None]
+    waiting: dict[int, _Waiting] = field(default_factory=dict)
+    #: Answers that are waited for, and bytes of their requests.
+    open: int = 0
+    open_bytes: int = 0
+    released: deque[int] = field(default_factory=deque)
+    #: Whether the channel's thread looks at `released` soon by itself.
+    collecting: bool = False
+    #: Whether other threads may send requests.
+    ready: bool = False
+    #: Nothing is sent any more.
+    lost: bool = False
+    #: This is a copy in a forked process.
+    foreign: bool = False
+    #: Whether a GPU can copy from the arena by itself.
+    locked: bool = False
+
+    def __post_init__(self) -> None:
+        self.generations = self.arena[: 8 * self.welcome.slots].cast("Q")
 
     def lock(self, device: torch.device, on_error: Callable[[RuntimeError], None]) -> None:
         """Page-lock the arena in the background, for as long as anything refers to this."""
@@ -176,7 +164,7 @@ class _Connection:
             target=_keep_locked, args=arguments, name="kvshelf-lock", daemon=True
         ).start()
 
-    def forget(self, number: int, waiting: _Waiting | _Fetching, answers: int) -> None:
+    def forget(self, number: int, waiting: _Waiting, answers: int) -> None:
         """Wait for the answers of a request no more."""
         del self.waiting[number]
         self.open -= answers
@@ -222,7 +210,7 @@ class Leased:
         self.view = connection.arena[ready.offset : ready.offset + ready.nbytes]
 
     def valid(self) -> bool:
-        """Tell whether `view` was the object until now; False once the lease was over."""
+        """Whether `view` was the object until now; False once the lease was over."""
         connection = self._connection
         return connection.generations[self._slot] == self._generation and not connection.foreign
 
@@ -255,14 +243,12 @@ class Channel:
         Size of the memory for objects to be stored; 0: none.
     segment : Segment, optional
         Memory for objects to be stored, which the caller closes after the channel.
-    clock : Callable
-        Seconds.
 
     Attributes
     ----------
     url : str
     welcome : Welcome or None
-        What the server said of itself, when it was last connected.
+        The server's answer to the last hello: its memory, its chunk size, its storage.
     problem : KVShelfError or None
         Why the last attempt to connect failed.
     segment : Segment or None
@@ -280,7 +266,6 @@ class Channel:
         *,
         segment_bytes: int = 0,
         segment: Segment | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.url = url
         self.welcome: Welcome | None = None
@@ -288,10 +273,11 @@ class Channel:
         self._path = session.socket_path(url)
         self._own = Segment(segment_bytes) if segment_bytes and segment is None else None
         self.segment = self._own if segment is None else segment
-        self._clock = clock
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._connection: _Connection | None = None
+        #: The records of namespaces that the server must know.
+        self._records: list[bytes] = []
         self._on_connect: list[Callable[[Welcome], None]] = []
         self._on_notice: list[Callable[[Notice], None]] = []
         self._is_connected = threading.Event()
@@ -339,20 +325,50 @@ class Channel:
             error,
         )
 
+    def register(self, record: bytes) -> None:
+        """Have the server know a namespace, now and after each reconnection.
+
+        Parameters
+        ----------
+        record : bytes
+            The bytes of its ``namespace.json``.
+        """
+        with self._lock:
+            if record in self._records:
+                return
+            self._records.append(record)
+            ready = self._ready
+        if ready is not None:
+            self._register(record)
+
+    def _register(self, record: bytes) -> None:
+        self.request(Register(record)).add_done_callback(self._registered)
+
+    def _registered(self, done: Future[Reply]) -> None:
+        error = done.exception()
+        if error is not None:
+            self._log.warning("the node server did not take the namespace: %s", error)
+
     def on_connect(self, callback: Callable[[Welcome], None]) -> None:
         """Call a function at each connection, and now if there is one.
 
-        It runs before the requests of other threads are taken: its own requests come first.
+        It runs when the server knows the namespaces, and before the requests of other threads are
+        taken: its own requests come first.
         """
         with self._lock:
             self._on_connect.append(callback)
-            connection = self._connection
-            now = connection is not None and connection.ready
-        if connection is not None and now:
-            callback(connection.welcome)
+            ready = self._ready
+        if ready is not None:
+            callback(ready.welcome)
+
+    @property
+    def _ready(self) -> _Connection | None:
+        """The connection, if it takes requests. The lock is held."""
+        connection = self._connection
+        return connection if connection is not None and connection.ready else None
 
     def on_notice(self, callback: Callable[[Notice], None]) -> None:
-        """Call a function for what the server says unasked."""
+        """Call a function for each notice, which answers no request."""
         with self._lock:
             self._on_notice.append(callback)
 
@@ -370,13 +386,13 @@ class Channel:
             If the message is too large.
         """
         future: Future[Reply] = Future()
-        self._send(message, _Waiting(future))
+        self._send(message, _Waiting([future]))
         return future
 
     def fetch(
         self, session: str, names: Sequence[str], sizes: Sequence[int]
     ) -> list[Future[Leased]]:
-        """Have objects lent, each as soon as it is in the server's memory.
+        """Lease objects, each as soon as it is in the server's memory.
 
         Parameters
         ----------
@@ -390,7 +406,7 @@ class Channel:
         for start in range(0, len(names), messages.MAX_NAMES):
             part = slice(start, start + messages.MAX_NAMES)
             message = Fetch(session, list(names[part]), list(sizes[part]))
-            self._send(message, _Fetching(futures[part]))
+            self._send(message, _Waiting(futures[part], fetch=True))
         return futures
 
     def end_session(self, session: str) -> None:
@@ -406,7 +422,7 @@ class Channel:
         if self._own is not None:
             self._own.close()
 
-    def _send(self, message: Request, waiting: _Waiting | _Fetching | None) -> None:
+    def _send(self, message: Request, waiting: _Waiting | None) -> None:
         number = next(self._numbers)
         connection = self._connection
         problem = "is not connected"
@@ -425,7 +441,7 @@ class Channel:
         connection: _Connection,
         number: int,
         frame: bytes,
-        waiting: _Waiting | _Fetching | None,
+        waiting: _Waiting | None,
     ) -> str:
         """Give a request to ZMQ, under the lock; return what was wrong."""
         if waiting is not None:
@@ -494,8 +510,8 @@ class Channel:
     def _pause(self, seconds: float) -> None:
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
-        until = self._clock() + seconds
-        while not self._closed and (left := until - self._clock()) > 0:
+        until = time.monotonic() + seconds
+        while not self._closed and (left := until - time.monotonic()) > 0:
             poller.poll(int(left * 1000) + 1)
             self._wake.clear()
 
@@ -525,9 +541,7 @@ class Channel:
         except BaseException:
             connected.close()
             raise
-        connection = _Connection(connected, welcome, arena, sender, receiver)
-        connection.wake = self._wake.set
-        return connection
+        return _Connection(connected, welcome, arena, sender, receiver, self._wake.set)
 
     def _socket(
         self, context: zmq.Context[zmq.Socket[bytes]], routing_id: bytes
@@ -540,19 +554,22 @@ class Channel:
         return dealer
 
     def _announce(self, connection: _Connection) -> None:
-        """Let the callbacks send first, then all others."""
+        """Let the server know the namespaces, the callbacks send next, then all others."""
         self.welcome = connection.welcome
         with self._lock:
             self._connection = connection
             if self._device is not None:
                 connection.lock(self._device, self._not_locked)
-        done = 0
+        registered = done = 0
         while not connection.ready:
             with self._lock:
-                callbacks = self._on_connect[done:]
-                if not callbacks:
+                records, callbacks = self._records[registered:], self._on_connect[done:]
+                if not records and not callbacks:
                     connection.ready = True
                     self._is_connected.set()
+            for record in records:
+                registered += 1
+                self._register(record)
             for callback in callbacks:
                 done += 1
                 self._call(callback, connection.welcome)
@@ -593,7 +610,7 @@ class Channel:
                     self._wake.clear()
             if not connection.released:
                 continue
-            now = self._clock()
+            now = time.monotonic()
             if not connection.collecting:
                 connection.collecting = True
                 give_back_at = now + _RELEASE_SECONDS
@@ -638,19 +655,19 @@ class Channel:
                 connection.forget(number, waiting, waiting.left)
             if isinstance(reply, Fault):
                 waiting.fail(reply.error)
-            elif isinstance(waiting, _Fetching):
+            elif waiting.fetch:
                 raise MalformedError(f"a {type(reply).__name__} answers a fetch")
-            elif waiting.future.set_running_or_notify_cancel():
-                waiting.future.set_result(reply)
+            elif (future := waiting.take(0)) and future.set_running_or_notify_cancel():
+                future.set_result(reply)
 
     def _fetched(
         self,
         connection: _Connection,
         number: int,
-        waiting: _Waiting | _Fetching | None,
+        waiting: _Waiting | None,
         reply: Fetched,
     ) -> None:
-        if not isinstance(waiting, _Fetching):
+        if waiting is None or not waiting.fetch:
             raise MalformedError("outcomes of a fetch that is not waited for")
         before = waiting.left
         for outcome in reply.outcomes:

@@ -1,19 +1,21 @@
 """The node server's clients for engines and programs that bring their own connector.
 
-The public names of :mod:`kvshelf.server.scheduler` and :mod:`kvshelf.server.worker`, for engines,
-and :func:`open_cache`, for programs. No vLLM.
+The public names of :mod:`kvshelf.adapters`, for engines, and :func:`open_cache`, for programs. Only
+this module of :mod:`kvshelf.server` imports adapters, which are built upon the others.
 """
 
 from __future__ import annotations
 
+from kvshelf.adapters.copies import Layout, LoadStoreOp
+from kvshelf.adapters.names import striding_block_hashes
+from kvshelf.adapters.scheduler import SchedulerAdapter
+from kvshelf.adapters.transfers import Event
+from kvshelf.adapters.worker import WorkerAdapter
 from kvshelf.cache import ChunkCache
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError
 from kvshelf.format.model import ModelFacts
-from kvshelf.server.naming import striding_block_hashes
-from kvshelf.server.scheduler import SchedulerAdapter
 from kvshelf.server.shelf import open_served
-from kvshelf.server.worker import Event, Layout, LoadStoreOp, WorkerAdapter
 
 __all__ = [
     "Event",
@@ -35,8 +37,8 @@ def open_cache(config: Config, model: ModelFacts, *, timeout_s: float = 30.0) ->
     Parameters
     ----------
     config : Config
-    model : ModelFacts
-    timeout_s : float
+        Its option `server` names the server.
+    model, timeout_s
         As for :meth:`kvshelf.cache.ChunkCache.open`.
 
     Raises
@@ -52,18 +54,15 @@ def open_cache(config: Config, model: ModelFacts, *, timeout_s: float = 30.0) ->
             "no node server is configured: set server to the address that `kvshelf serve` shows, or"
             " use ChunkCache.open for a shelf without one"
         )
-    return ChunkCache.open_on(
-        lambda counters: (
-            open_served(
-                server,
-                segment_bytes=config.least_staging,
-                read_only=config.read_only,
-                counters=counters,
-                deadlines=config.deadlines,
-            ),
-            None,
-        ),
+    return ChunkCache.open(
         config,
         model,
         timeout_s=timeout_s,
+        open_served=lambda counters: open_served(
+            server,
+            segment_bytes=config.least_staging,
+            read_only=config.read_only,
+            counters=counters,
+            deadlines=config.deadlines,
+        ),
     )

@@ -1,4 +1,4 @@
-"""Objects that clients want in memory: leased to them, read from the shelf first where need be.
+"""Objects that clients fetch: leased to them, and read from the shelf first if not in memory.
 
 Owns the leases of all clients, the reads under way, and the requests that wait for memory.
 
@@ -7,8 +7,8 @@ Contracts
 * An object that several clients want is read once. What was read is verified, where it lies.
 * Memory is reused only when no client has a lease of it. A lease whose time is over is no longer
   valid, and its memory still waits until the client gives it back or is gone.
-* One client holds at most half of the memory. Requests that find no room wait, those of one client
-  in their order, and fail after a while; when memory is given back, each client has its turn.
+* One client holds at most half of the memory. Requests wait while memory is full, those of one
+  client in their order, and fail after a while; freed memory is given to each client in turn.
 * A read that hangs fails the requests that wait for it. Its memory is not reused before it has
   returned.
 
@@ -20,7 +20,6 @@ All methods are called on the loop's thread, and none blocks.
 from __future__ import annotations
 
 import errno
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,13 +41,14 @@ from kvshelf.server.leases import Leases
 from kvshelf.server.messages import Failed, Fault, Ready
 from kvshelf.server.namespaces import HASH, NamedObject, Namespaces, key_of
 from kvshelf.server.storage import Storage
+from kvshelf.server.turns import Turns
 from kvshelf.server.workers import ClientGoneError, Workers
 
 #: Takes outcomes of a fetch: some at once, others as they come.
 Each: TypeAlias = "Callable[[list[Ready | Failed]], None]"
 
 #: Why a request that has waited for memory fails.
-NO_ROOM: Final = "the server's memory is full of what its clients use"
+MEMORY_FULL: Final = "the server's memory is full of what its clients use"
 
 #: Part of the memory that one client may hold.
 _CLIENT_SHARE: Final = 2
@@ -68,12 +68,12 @@ class _Want:
     #: None: a lookup's, which only wants the object to be there.
     each: Each | None
 
-    def tell(self, outcomes: list[Ready | Failed]) -> None:
+    def answer(self, outcomes: list[Ready | Failed]) -> None:
         if self.each is not None and outcomes:
             self.each(outcomes)
 
     def fail(self, error: KVShelfError | ValueError) -> None:
-        self.tell([Failed(self.index, Fault.of(error))])
+        self.answer([Failed(self.index, Fault.of(error))])
 
 
 @dataclass(eq=False, slots=True)
@@ -89,26 +89,43 @@ class _SharedRead:
     gone: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What the fetches and the stores of a server have in common.
+
+    Attributes
+    ----------
+    memory : HostMemory
+    namespaces : Namespaces
+    storage : Storage
+    clock : Callable
+        Seconds.
+    counts : dict
+        Counts what is done, by the names in :data:`kvshelf.server.service.COUNTERS`.
+    freed : Callable
+        Called when memory was given back.
+    """
+
+    memory: HostMemory
+    namespaces: Namespaces
+    storage: Storage
+    clock: Callable[[], float]
+    counts: dict[str, int]
+    freed: Callable[[], None]
+
+
 class Fetches:
     """What clients want in memory.
 
     Parameters
     ----------
-    memory : HostMemory
-    namespaces : Namespaces
-    storage : Storage
+    resources : Resources
     workers : Workers
         The threads that read.
-    clock : Callable
-        Seconds.
     lease_seconds : float
         How long a lease lives.
     wait_seconds : float
         How long a request waits for memory.
-    counts : dict
-        Counts what is done, by the names in :data:`kvshelf.server.service.COUNTERS`.
-    freed : Callable
-        Called when memory was given back.
 
     Attributes
     ----------
@@ -118,32 +135,22 @@ class Fetches:
     """
 
     def __init__(
-        self,
-        memory: HostMemory,
-        namespaces: Namespaces,
-        storage: Storage,
-        workers: Workers,
-        *,
-        clock: Callable[[], float],
-        lease_seconds: float,
-        wait_seconds: float,
-        counts: dict[str, int],
-        freed: Callable[[], None],
+        self, resources: Resources, workers: Workers, *, lease_seconds: float, wait_seconds: float
     ) -> None:
-        self._memory = memory
-        self._namespaces = namespaces
-        self._storage = storage
+        self._memory = resources.memory
+        self._namespaces = resources.namespaces
+        self._storage = resources.storage
         self._workers = workers
-        self._clock = clock
+        self._clock = resources.clock
         self._wait_seconds = wait_seconds
-        self._counts = counts
-        self._freed = freed
-        self.most = memory.capacity // _CLIENT_SHARE
-        self.leases = Leases(seconds=lease_seconds, quota=self.most, clock=clock)
+        self._counts = resources.counts
+        self._freed = resources.freed
+        self.most = self._memory.capacity // _CLIENT_SHARE
+        self.leases = Leases(seconds=lease_seconds, quota=self.most, clock=self._clock)
         self._reads: dict[str, _SharedRead] = {}
         #: Bytes that each client waits for in reads.
         self._coming: dict[bytes, int] = {}
-        self._waiting: dict[bytes, deque[_Want]] = {}
+        self._waiting: Turns[_Want] = Turns()
         self._closed = False
 
     @property
@@ -154,7 +161,7 @@ class Fetches:
     @property
     def waiting(self) -> int:
         """Requests for an object that wait for memory."""
-        return sum(map(len, list(self._waiting.values())))
+        return len(self._waiting)
 
     def begin(
         self,
@@ -184,19 +191,20 @@ class Fetches:
         ]
         outcomes: list[Ready | Failed] = []
         for want in wants:
-            # Memory is for what has waited longest. What is there already needs none.
+            # Free memory is given to the oldest request; objects in memory need none.
             if self._must_wait(want) or not self._try(want, outcomes):
                 if each is None:
                     # It is only read ahead.
                     break
-                self._waiting.setdefault(client, deque()).append(want)
+                self._waiting.add(client, want)
         if each is not None and outcomes:
             each(outcomes)
 
     def _must_wait(self, want: _Want) -> bool:
-        return bool(self._waiting.get(want.client)) and not self._memory.holds([want.key])[0]
+        waits = self._waiting.head(want.client) is not None
+        return waits and not self._memory.holds([want.key])[0]
 
-    def room(self, client: bytes) -> int:
+    def free(self, client: bytes) -> int:
         """Return how many bytes more a client may hold."""
         return self.most - self.leases.nbytes(client) - self._coming.get(client, 0)
 
@@ -205,7 +213,7 @@ class Fetches:
         return sum([slot.nbytes for slot in slots if not self.leases.holds(client, slot)])
 
     def lease(self, client: bytes, session: str, slots: Sequence[Slot]) -> None:
-        """Lease what a lookup has found in memory, as far as the client may have it.
+        """Lease what a lookup has found in memory, within the client's share.
 
         Parameters
         ----------
@@ -220,7 +228,7 @@ class Fetches:
                 self._memory.unpin(slot)
 
     def check_fits(self, name: str, nbytes: int) -> None:
-        """Refuse an object for which there can never be room.
+        """Refuse an object that is too large for one client's share.
 
         Raises
         ------
@@ -252,7 +260,7 @@ class Fetches:
                 return False
             self._counts["memory_hits"] += 1
             return True
-        fits = self.room(want.client) >= want.nbytes
+        fits = self.free(want.client) >= want.nbytes
         read = self._reads.get(want.key)
         if read is not None and read.slot.nbytes != want.nbytes:
             raise WrongSize(f"{want.name}: {want.nbytes} bytes, expected {read.slot.nbytes}")
@@ -318,22 +326,22 @@ class Fetches:
             # Other clients that want it get a new read when the memory is free again, in a moment.
             for want in wants:
                 if want.each is not None:
-                    self._waiting.setdefault(want.client, deque()).appendleft(want)
+                    self._waiting.put_back(want.client, want)
             return
         if isinstance(outcome, Exception):
             self._counts["failed_fetches"] += len(wants)
             fault = Fault.of(outcome)
             for want in wants:
-                want.tell([Failed(want.index, fault)])
+                want.answer([Failed(want.index, fault)])
             return
         read.settled = True
         self._keep(read, outcome)
         for want in wants:
             outcomes: list[Ready | Failed] = []
             if self._try(want, outcomes):
-                want.tell(outcomes)
+                want.answer(outcomes)
             elif want.each is not None:
-                self._waiting.setdefault(want.client, deque()).appendleft(want)
+                self._waiting.put_back(want.client, want)
         if read.gone:
             self._memory.forget(key)
 
@@ -361,46 +369,42 @@ class Fetches:
         self._unpin(self.leases.release(client, leases))
 
     def end_session(self, client: bytes, session: str) -> None:
-        """End what lookups of a session have leased, and what waits for memory in its name."""
-        queue = self._waiting.get(client)
-        if queue:
-            self._waiting[client] = deque(want for want in queue if want.session != session)
-            error = UnavailableStorageError(errno.ECANCELED, "its session has ended", session)
-            self._fail([want for want in queue if want.session == session], error)
+        """End the leases of a session's lookups, and its waits for memory."""
+        ended = self._waiting.remove(lambda of, want: of == client and want.session == session)
+        self._fail(
+            ended, UnavailableStorageError(errno.ECANCELED, "its session has ended", session)
+        )
         self._unpin(self.leases.end_session(client, session))
 
     def client_gone(self, client: bytes) -> None:
-        """Take back what a client holds, and forget what it waits for."""
-        self._waiting.pop(client, None)
+        """End the leases and the waits of a client."""
+        self._waiting.remove(lambda of, _: of == client)
         self._coming.pop(client, None)
         for read in self._reads.values():
             read.wants = [want for want in read.wants if want.client != client]
         self._unpin(self.leases.end_client(client))
 
     def tick(self) -> None:
-        """End what has lasted too long."""
+        """Expire leases and waits."""
         ended, overdue = self.leases.expire()
         for slot in overdue:
             self._counts["overdue_leases"] += 1
             self._memory.expire(slot)
         now = self._clock()
-        late: list[_Want] = []
-        for queue in self._waiting.values():
-            while queue and queue[0].until <= now:
-                late.append(queue.popleft())
-        # Waiting longer is of no use for the client, and the storage is not to blame.
-        self._fail(late, NoSpaceStorageError(errno.ENOMEM, NO_ROOM))
+        late = self._waiting.remove(lambda _, want: want.until <= now)
+        # The client has stopped waiting, and the storage is not to blame: no breaker opens.
+        self._fail(late, NoSpaceStorageError(errno.ENOMEM, MEMORY_FULL))
         self._unpin(ended)
 
     def resume(self) -> None:
-        """Begin what waits for memory, as far as there is room."""
-        clients = list(self._waiting)
+        """Begin requests that wait for memory, until it is full."""
+        clients = self._waiting.clients
         while clients:
             # One of each at a time: a client with many wants is not served before the others.
             clients = [client for client in clients if self._resume_one(client)]
 
     def forget(self, key: str) -> None:
-        """Keep an object no longer that was deleted, also if it is being read."""
+        """Remove a deleted object from memory, also one that is being read."""
         read = self._reads.get(key)
         if read is not None:
             read.gone = True
@@ -423,17 +427,12 @@ class Fetches:
 
     def _resume_one(self, client: bytes) -> bool:
         """Begin the next want of a client; False if it must wait, or there is none."""
-        queue = self._waiting.get(client)
-        if not queue:
-            self._waiting.pop(client, None)
-            return False
+        want = self._waiting.head(client)
         outcomes: list[Ready | Failed] = []
-        if not self._try(queue[0], outcomes):
+        if want is None or not self._try(want, outcomes):
             return False
-        want = queue.popleft()
-        # Next time the others come first.
-        self._waiting[client] = self._waiting.pop(client)
-        want.tell(outcomes)
+        self._waiting.take(client)
+        want.answer(outcomes)
         return True
 
 

@@ -1,15 +1,15 @@
-"""The way of a connection to a session: the server's sockets, and clients that have not said hello.
+"""From a connection to a session: the server's sockets, and clients that have not said hello.
 
 Owns the :class:`~kvshelf.server.session.Listener` and the connections that it has taken, until they
-have said hello. Then they are their receiver's, the loop's.
+have said hello. Then the loop owns them.
 
 Contracts
 ---------
 * Connections that say nothing are bounded, in number and in time. A client that sends something
   else than hello, comes when the server is full, or has the id of another client, gets an error and
   is counted.
-* The server stays at its path: what a cleaner deletes there is made again, and clients with a
-  session notice nothing. If another server has taken the place meanwhile, this one ends.
+* The server stays at its path: files that a cleaner deletes there are made again, without effect
+  on sessions. If another server has taken the place meanwhile, this one ends.
 * Without descriptors no client is accepted, until the next :meth:`Greetings.tick`.
 
 Threads

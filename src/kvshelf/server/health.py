@@ -22,6 +22,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Final
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -61,7 +62,12 @@ _OF_THE_SHELF: Final = (
     "shelf_evicted_bytes",
     *(name for name in SHELF_COUNTERS if name.startswith("disk_tier_")),
 )
-_GAUGES_OF_THE_SHELF: Final = ("shelf_used_bytes", "shelf_limit_bytes", "storage_free_bytes")
+_GAUGES_OF_THE_SHELF: Final = (
+    "shelf_used_bytes",
+    "shelf_limit_bytes",
+    "storage_free_bytes",
+    "clock_difference_seconds",
+)
 _TIMED: Final = ("probe", "read", "verify", "publish")
 _BREAKER: Final = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
 #: What the loop counts.
@@ -72,6 +78,7 @@ LOOP: Final = {
 _CLOSE_SECONDS: Final = 5.0
 
 
+@dataclass(eq=False)
 class ServerMetrics(Collector):
     """All metrics of a server.
 
@@ -85,17 +92,14 @@ class ServerMetrics(Collector):
         The storage.
     """
 
-    def __init__(
-        self, stats: Callable[[], dict[str, float]], counters: Counters, backend: GuardedBackend
-    ) -> None:
-        self._stats = stats
-        self._counters = counters
-        self._backend = backend
+    stats: Callable[[], dict[str, float]]
+    counters: Counters
+    backend: GuardedBackend
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
-        stats, counts = self._stats(), self._counters.snapshot()
-        known = self._counters.gauges()
+        stats, counts = self.stats(), self.counters.snapshot()
+        known = self.counters.gauges()
         for name, meaning in {**COUNTERS, **LOOP}.items():
             yield CounterMetricFamily(PREFIX + name, meaning, value=stats.get(name, 0))
         for name in _OF_THE_SHELF:
@@ -107,7 +111,7 @@ class ServerMetrics(Collector):
         for name in _GAUGES_OF_THE_SHELF:
             # Without a value the metric has no sample.
             yield GaugeMetricFamily(PREFIX + name, SHELF_GAUGES[name][0], value=known.get(name))
-        for name, breaker in (("read", self._backend.reads), ("write", self._backend.writes)):
+        for name, breaker in (("read", self.backend.reads), ("write", self.backend.writes)):
             yield GaugeMetricFamily(
                 f"{PREFIX}{name}_breaker_state",
                 f"{name} circuit breaker: 0 closed, 1 half-open, 2 open",
@@ -122,7 +126,7 @@ class ServerMetrics(Collector):
             labels=["operation"],
         )
         bounds = [*map(str, TIME_BOUNDS), "+Inf"]
-        for name, times in self._counters.times().items():
+        for name, times in self.counters.times().items():
             if name in _TIMED:
                 total, buckets = 0.0, []
                 for bound, count in zip(bounds, times, strict=False):

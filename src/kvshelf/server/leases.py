@@ -1,11 +1,11 @@
 """Leases: which client holds which memory of the arena, and until when.
 
-Owns the book of leases, and no memory: the caller that grants a lease pins what it names, and
-unpins what these methods return. A lease of a *lookup* keeps an object in memory until it is
-fetched; it ends with its session, or after its time. A lease of a *fetch* belongs to a client that
-reads the memory at this moment: nothing but that client, or the end of its connection, ends it. If
-its time is over, it is *overdue*: the memory stays, but the client is to learn that it may no
-longer trust it.
+Owns the accounts of leases, and no memory: the caller that grants a lease pins its memory slot,
+and unpins the slots that these methods return. A lease of a *lookup* keeps an object in memory
+until it is fetched; it ends with its session, or after its time. A lease of a *fetch* belongs to a
+client that reads the memory at this moment: nothing but that client, or the end of its connection,
+ends it. If its time is over, it is *overdue*: the memory stays, but the client is to learn that it
+may no longer trust it.
 
 Contracts
 ---------
@@ -57,7 +57,7 @@ class Leases:
     quota : int
         Most bytes that one client may hold.
     clock : Callable
-        Seconds; never goes back.
+        A monotonic clock, in seconds.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Leases:
         return number, True
 
     def holds(self, client: bytes, slot: Slot) -> bool:
-        """Tell whether a client has a lease of this."""
+        """Whether a client has a lease of this slot."""
         owner = self._clients.get(client)
         return owner is not None and slot in owner.slots
 

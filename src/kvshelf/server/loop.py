@@ -9,7 +9,7 @@ Contracts
 * A request counts only if its client has a session and it begins with that session's token. Others
   are dropped. One that is malformed or asks for too much is answered by a fault. Neither has any
   effect on other clients.
-* Nothing that a client does or leaves undone blocks the loop. A client that does not read its
+* No client blocks the loop, whatever it does or leaves undone. A client that does not read its
   answers loses its session.
 * A session ends with its socket. A client that loses its session otherwise keeps the memory that it
   holds until its socket closes: it may be reading there.
@@ -132,7 +132,7 @@ class Loop:
         self._requests = 0
         self._refused = 0
         self._service: Service
-        #: Tells a client that its session has begun.
+        #: Answers the hello of a client.
         self._welcome: Callable[[_Session], None]
         self._bind()
 
@@ -164,8 +164,8 @@ class Loop:
         self._wake.set()
 
     def announce_drain(self) -> None:
-        """Tell all clients that the server is about to stop."""
-        self.post(self._tell_drain)
+        """Send all clients a notice that the server is about to stop."""
+        self.post(self._send_drain)
 
     def stats(self) -> dict[str, int]:
         """Return the number of sessions, requests, and messages and connections refused."""
@@ -243,15 +243,15 @@ class Loop:
         elif isinstance(source, int) and (greeted := self._greetings.handle(source)) is not None:
             self._open(*greeted)
 
-    def tell(self, client: bytes, folder: str, names: Sequence[str]) -> None:
-        """Tell a client what appeared in a folder; no names: anything may have."""
-        told = self._sessions.get(client)
-        if told is not None:
+    def notify(self, client: bytes, folder: str, names: Sequence[str]) -> None:
+        """Send a client what appeared in a folder; no names: anything may have."""
+        receiver = self._sessions.get(client)
+        if receiver is not None:
             for start in range(0, max(1, len(names)), messages.MAX_NAMES):
                 some = list(names[start : start + messages.MAX_NAMES])
-                told.answers.send(0, Appeared(folder, some))
+                receiver.answers.send(0, Appeared(folder, some))
 
-    def _tell_drain(self) -> None:
+    def _send_drain(self) -> None:
         for client in list(self._sessions.values()):
             client.answers.send(0, Draining())
 
@@ -268,17 +268,17 @@ class Loop:
 
     def _run_posted(self) -> None:
         for _ in range(len(self._posted)):
-            function = self._posted.popleft()
-            try:
-                function()
-            except Exception as error:  # noqa: BLE001
-                self._log.error("the node server failed: %s", error, exc_info=error)
+            self._guarded(self._posted.popleft())
 
     def _tick(self) -> None:
         if self._greetings.tick():
             self._bind()
+        self._guarded(self._service.tick)
+
+    def _guarded(self, function: Callable[..., None], *args: object) -> None:
+        """Call a function; what it raises is logged, and ends nothing."""
         try:
-            self._service.tick()
+            function(*args)
         except Exception as error:  # noqa: BLE001
             self._log.error("the node server failed: %s", error, exc_info=error)
 
@@ -317,10 +317,7 @@ class Loop:
         self._poller.unregister(fd)
         client.socket.close()
         client.segment = memoryview(b"")
-        try:
-            self._service.client_gone(client.client)
-        except Exception as error:  # noqa: BLE001
-            self._log.error("the node server failed: %s", error, exc_info=error)
+        self._guarded(self._service.client_gone, client.client)
 
     def _expel(self, client: _Session, problem: str) -> None:
         """Take no more messages of a client, which may still read memory."""

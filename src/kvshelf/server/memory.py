@@ -62,9 +62,9 @@ class ServedMemory:
         self._in_place = in_place
         self._lock = threading.Lock()
         self._closed = False
-        #: What is expected and not asked for yet: the bytes, and until when that is of use.
+        #: Objects that are expected and not requested yet: bytes, and when the expectation ends.
         self._later: OrderedDict[str, tuple[int, float]] = OrderedDict()
-        #: Objects that were asked for ahead: the answer, the bytes, when they are given back.
+        #: Objects that were requested ahead: the answer, bytes, when they are given back.
         self._expected: OrderedDict[str, tuple[Future[Leased], int, float]] = OrderedDict()
         self._expected_bytes = 0
         self._thread = Background("kvshelf-expected", self._give_back_unused)
@@ -112,16 +112,16 @@ class ServedMemory:
         return int(self._welcome.arena_bytes * _EXPECTED_SHARE)
 
     def _ask_ahead(self) -> None:
-        """Ask for some of what is expected, as far as there is room. The lock is held."""
+        """Ask for expected objects, within the bytes that may be expected. The lock is held."""
         now = time.monotonic()
-        room = self._most_expected - self._expected_bytes
+        left = self._most_expected - self._expected_bytes
         names: list[str] = []
         sizes: list[int] = []
         while self._later and len(names) < _ASKED_AT_ONCE:
             name, (size, until) = next(iter(self._later.items()))
             if until > now:
-                room -= size
-                if room < 0:
+                left -= size
+                if left < 0:
                     break
                 names.append(name)
                 sizes.append(size)
@@ -158,7 +158,7 @@ class ServedMemory:
         ):
             with self._lock:
                 self._ask_ahead()
-        # Past this the server has no room for it now: it would have said that its storage is late.
+        # Past this the server's memory is full: a late storage it would have reported.
         facts = self._welcome.facts
         seconds = facts.read_seconds + size / facts.bytes_per_second + _LATER
         try:
@@ -194,7 +194,7 @@ class ServedMemory:
             self._expected_bytes = 0
 
     def close(self) -> None:
-        """Give back what was expected. Idempotent."""
+        """Release the leases of expected objects. Idempotent."""
         with self._lock:
             self._closed = True
         self._thread.wake()

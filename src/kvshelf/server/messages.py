@@ -4,7 +4,7 @@ Owns their types, their limits and their encoding. The protocol has two connecti
 
 * The *session*, a Unix socket (:mod:`kvshelf.server.session`). The client says :class:`Hello`, the
   server answers :class:`Welcome` or :class:`Refused`, and each passes the file descriptor of its
-  shared memory. Nothing else is said. The end of the connection is the end of the session.
+  shared memory. There are no other messages. The end of the connection is the end of the session.
 * ZMQ, DEALER to ROUTER, on ``ipc://``. Replies go to the routing id that is the client's id.
   Requests come from there, or from that id with :data:`SENDER` behind it: a client may send and
   receive on different threads, and thus through different sockets.
@@ -160,7 +160,7 @@ _ERRORS: Final = _error_classes()
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """What a client says first; the segment's file descriptor comes with it.
+    """The first message of a client; the segment's file descriptor comes with it.
 
     Attributes
     ----------
@@ -178,7 +178,7 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class Facts(Message, frozen=True):
-    """What the server says of its storage: fields of :class:`kvshelf.backends.base.Properties`.
+    """Properties of the server's storage: fields of :class:`kvshelf.backends.base.Properties`.
 
     Attributes
     ----------
@@ -205,7 +205,7 @@ class Facts(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """What the server answers; the file descriptor of its arena comes with it.
+    """The server's answer to hello; the file descriptor of its arena comes with it.
 
     Attributes
     ----------
@@ -247,7 +247,7 @@ class Ping(Message, frozen=True, tag="ping"):
 
 
 class Register(Message, frozen=True, tag="register"):
-    """Tell the server of a namespace, by the bytes of its ``namespace.json``."""
+    """Register a namespace, by the bytes of its ``namespace.json``."""
 
     record: Annotated[bytes, msgspec.Meta(max_length=MAX_INLINE)]
 
@@ -301,13 +301,13 @@ class Fetch(Message, frozen=True, tag="fetch"):
 
 
 class Release(Message, frozen=True, tag="release"):
-    """The client uses the memory of these leases no more."""
+    """End leases: the client has stopped using their memory."""
 
     leases: Leases
 
 
 class EndSession(Message, frozen=True, tag="end"):
-    """The client wants nothing more of what it looked up under this name."""
+    """End the leases of lookups under this name."""
 
     session: SessionName
 
@@ -375,7 +375,7 @@ class Registered(Message, frozen=True, tag="registered"):
 
 
 class FoundSizes(Message, frozen=True, tag="found"):
-    """What exists.
+    """Which objects exist.
 
     Attributes
     ----------
@@ -420,7 +420,7 @@ class Ready(Message, frozen=True, tag="ready"):
 
 
 class Failed(Message, frozen=True, tag="failed"):
-    """One object of a :class:`Fetch` cannot be had."""
+    """One object of a :class:`Fetch` could not be leased."""
 
     index: int
     fault: Fault
@@ -459,7 +459,7 @@ class Appeared(Message, frozen=True, tag="appeared"):
 
 
 class Draining(Message, frozen=True, tag="draining"):
-    """The server is about to stop: nothing new is begun."""
+    """The server is about to stop, and begins nothing new."""
 
 
 Reply: TypeAlias = (

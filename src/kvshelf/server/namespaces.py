@@ -1,6 +1,6 @@
-"""The namespaces that clients have told of, and what names of objects mean.
+"""The namespaces that clients have registered, and what names of objects mean.
 
-Owns the records, checked as those of strangers, and the name of an object in memory
+Owns the records, which are checked and not trusted, and the name of an object in memory
 (:func:`key_of`): as on the storage, but without the slug of the namespace's folder, which has no
 meaning (see :class:`kvshelf.shelf.view.NamespaceView`). Names that begin with ``hash/`` are no
 objects of the format; they are in memory only.

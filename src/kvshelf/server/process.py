@@ -5,7 +5,7 @@ that a second server is refused before it takes memory; then the memory, all of 
 does not start; then the shelf, which may open later (a storage that does not answer now is tried
 again, and nothing is found meanwhile).
 
-SIGTERM and SIGINT end the server: clients are told, what they are storing is published within the
+SIGTERM and SIGINT end the server: clients get a notice, what they store is published within the
 drain time, and the sockets close. A second signal ends it at once.
 
 Threads
@@ -23,13 +23,10 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
-from kvshelf.backends import Backend, open_backend
-from kvshelf.capacity.sweeper import Sweeper
-from kvshelf.capacity.uses import Uses
-from kvshelf.capacity.walk import Walk
+from kvshelf.assembly import Role, assemble
 from kvshelf.config import Config, history_dir
 from kvshelf.history import History
 from kvshelf.memory.arena import Arena
@@ -37,11 +34,6 @@ from kvshelf.metrics import Counters
 from kvshelf.server.health import Health, ServerMetrics
 from kvshelf.server.loop import Loop
 from kvshelf.server.service import LEASE_SECONDS, Service
-from kvshelf.shelf.opening import START_SECONDS, LateBackend, Opening
-from kvshelf.shelf.shelf import Shelf
-from kvshelf.tiers.disk_tier import DiskTier
-from kvshelf.tiers.tiered import open_configured, shelf_url
-from kvshelf.urls import shown_url
 
 logger = logging.getLogger(__name__)
 
@@ -116,43 +108,30 @@ def serve(
         arena = Arena(memory_bytes, shared=True)
         opened.callback(arena.close)
         counters = Counters()
-        shelf, disk = open_shelf_late(config, counters)
-        opened.callback(shelf.close)
-        if disk is not None:
-            opened.callback(disk.close)
+        assembly = assemble(config, Role.SERVER, counters)
+        shelf, disk = assembly.storage
         shelf.backend.count_into(counters.add)
-        uses = Uses.of(config, counters)
-        if not config.read_only:
-            folder, history = history_dir(config), None
-            if folder is not None:
-                history = History.open(
-                    folder, role="node server", shelf=shelf.url, socket=place.url
-                )
-            if history is not None:
-                opened.callback(history.close)
-            sweeper = Sweeper(
-                shelf,
-                config.capacity,
-                counters,
-                walk=Walk(shelf.backend, counters),
-                keep_tails=config.handover_keep_s or None,
-                on_evicted=None if history is None else history.note_evicted,
-            )
-            opened.callback(sweeper.close)
-            sweeper.start()
+        folder = None if config.read_only else history_dir(config)
+        history = None
+        if folder is not None:
+            history = History.open(folder, role="node server", shelf=shelf.url, socket=place.url)
+        if history is not None:
+            opened.callback(history.close)
+        opened.callback(assembly.close)
+        assembly.keep_bounds(history=history)
         service = Service(
             shelf,
             arena,
             post=loop.post,
-            tell=loop.tell,
+            notify=loop.notify,
             disk_tier=disk,
             counters=counters,
             lease_seconds=lease_seconds,
             io_threads=config.io_threads,
-            uses=uses,
+            uses=assembly.uses,
         )
         opened.callback(service.close)
-        opened.callback(uses.close)
+        opened.callback(assembly.uses.close)
 
         def run() -> None:
             try:
@@ -202,27 +181,6 @@ def serve(
                 signal.signal(which, handler)
         if failures:
             raise failures[0]
-
-
-def open_shelf_late(config: Config, counters: Counters) -> tuple[Shelf, DiskTier | None]:
-    """Open the shelf of a configuration and its disk tier, also when it does not answer now.
-
-    Raises
-    ------
-    ConfigError, StorageError
-        If it cannot be opened, and waiting would not help.
-    """
-    url = shelf_url(config)
-    if config.disk_tier is not None:
-        return open_configured(url, config, counters)
-
-    def make() -> Backend:
-        return open_backend(url, storage_options=config.storage_options, read_only=config.read_only)
-
-    opening = Opening(shown_url(url), make)
-    backend = opening.first(START_SECONDS, "nothing is found or stored") or LateBackend(opening)
-    wanted = replace(backend.properties.deadlines, **config.deadlines)
-    return Shelf(backend, counters, deadlines=wanted), None
 
 
 def answers(post: Callable[[Callable[[], None]], None], seconds: float) -> bool:

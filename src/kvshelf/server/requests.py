@@ -1,4 +1,4 @@
-"""What every kind of request to a node server has in common on the client's side."""
+"""Requests to a node server, on the client's side: splitting, answers, probes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _Reply = TypeVar("_Reply", bound=messages.Message)
 
 
 def parts(items: Sequence[Any]) -> list[list[Any]]:
-    """Split what is too long for one message; at least one part."""
+    """Split a list that is too long for one message; at least one part."""
     most = messages.MAX_NAMES
     return [list(items[begin : begin + most]) for begin in range(0, max(1, len(items)), most)]
 
 
 def answer_to(future: Future[messages.Reply], kind: type[_Reply]) -> _Reply:
-    """Wait for the answer to a request; raise what the server says instead of it."""
+    """Wait for the answer to a request; raise the fault that came instead of it."""
     reply = future.result()
     if not isinstance(reply, kind):
         raise StorageError(errno.EPROTO, f"the node server answered {type(reply).__name__}")
@@ -32,7 +32,7 @@ def answer_to(future: Future[messages.Reply], kind: type[_Reply]) -> _Reply:
 def probe(
     channel: Channel, names: Sequence[str], questions: Sequence[messages.Call | messages.Find]
 ) -> StatResults:
-    """Ask what is at these names, in several messages where one is too short for them.
+    """Probe these names, in several messages where one is too short for them.
 
     Answers as :meth:`kvshelf.backends.Backend.stat`.
     """

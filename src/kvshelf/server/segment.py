@@ -1,10 +1,11 @@
-"""The memory of a client that the node server reads: where objects lie until they are stored.
+"""Memory of a client that the node server reads, for objects that are being stored.
 
-Owns a range of shared memory, and which part of it is in use, and for what. Safe to call from any
+Owns a range of shared memory, and which parts of it are in use. Safe to call from any
 thread.
 
-The staging of an engine lies in it (:meth:`Segment.take_region`): what was gathered there is handed
-over where it is. All else is copied to rooms of its own, for which a part of the memory is kept.
+The staging of an engine lies in it (:meth:`Segment.take_region`): objects that were gathered there
+are stored without a copy. Other objects are copied to parts of their own, for which some memory is
+kept.
 
 A forked process does not have the memory: it would write into what its parent stores.
 """
@@ -42,7 +43,7 @@ class SegmentPart:
         self.view = view
 
     def release(self) -> None:
-        """Give the room back, which the server may still read. Idempotent."""
+        """Free the part, which the server may still read. Idempotent."""
         segment, self._segment = self._segment, None
         if segment is not None:
             self.view = memoryview(b"")
@@ -102,7 +103,7 @@ class Segment:
                 self._arena.page_lock(device)
 
     def reserve(self, nbytes: int) -> SegmentPart | None:
-        """Return room for an object, None if there is none now. Never blocks."""
+        """Return memory for an object, None if none is free now. Never blocks."""
         return self._reserve(nbytes, self.nbytes)
 
     def take_region(self, nbytes: int) -> SegmentPart | None:
@@ -113,7 +114,7 @@ class Segment:
         return self._reserve(nbytes, self._region_bytes)
 
     def _reserve(self, nbytes: int, most: int) -> SegmentPart | None:
-        """Return room if no more than `most` bytes are in use then."""
+        """Return a part if no more than `most` bytes are in use then."""
         with self._lock:
             if self._closed or self._parts.used + self._parts.rounded(nbytes) > most:
                 return None
@@ -125,25 +126,25 @@ class Segment:
     def offset_of(self, view: memoryview) -> int | None:
         """Return where bytes lie in the segment; None for other memory.
 
-        The caller has the room in which they lie.
+        The caller has the part in which they lie.
         """
         start = address_of(view) - self._addresses.start
         return start if 0 <= start <= len(self._addresses) - view.nbytes else None
 
     def give_back(self, offset: int) -> None:
-        """Free the room at an offset."""
+        """Free the part at an offset."""
         with self._lock:
             self._parts.free(offset)
             self._free_if_closed()
 
     def close(self) -> None:
-        """Give no more rooms. The memory is freed when the last one is back. Idempotent."""
+        """Reserve nothing more. The memory is freed together with its last part. Idempotent."""
         with self._lock:
             self._closed = True
             self._free_if_closed()
 
     def _free_if_closed(self) -> None:
-        # A GPU may still copy to a room, which stays page-locked for as long.
+        # A GPU may still copy to a part, which stays page-locked for as long.
         if self._closed and not self._parts.used:
             self._arena.close()
             # Other memory may lie there next.

@@ -1,25 +1,26 @@
 """What the node server does for its clients, as the loop calls it.
 
 Puts the parts together: memory (:mod:`kvshelf.memory.host_memory`), what clients fetch
-(:mod:`kvshelf.server.fetches`) and store (:mod:`kvshelf.server.stores`), and what goes to the
-storage as it is (:mod:`kvshelf.server.calls`, :mod:`kvshelf.server.appearances`). Owns finds,
+(:mod:`kvshelf.server.fetches`) and store (:mod:`kvshelf.server.stores`), and calls that
+the storage answers (:mod:`kvshelf.server.calls`, :mod:`kvshelf.server.appearances`). Owns finds,
 lookups and the names of what is counted.
 
 Contracts
 ---------
-* What is in memory was verified there, by the server.
+* Objects in memory were verified there, by the server.
 * A storage that hangs fails the requests that wait for it, and holds up nothing else.
 * Each `done` is called once, and each `each` with one outcome for every object in all, at once or
   later. What a method raises becomes a fault for its client.
-* `client` is the id of a session; :meth:`Service.client_gone` is the last that is said of it.
-* What a lookup finds is used, and so is what a client says that it has used: the server records
-  both (:mod:`kvshelf.capacity.uses`). But of tails a client says when to set the access time.
+* `client` is the id of a session; :meth:`Service.client_gone` is the last call with it.
+* Objects that a lookup finds, and objects that a client reports as used, are used: the server
+  records both (:mod:`kvshelf.capacity.uses`). But of tails a client decides when the access time is
+  set.
 
 Threads
 -------
 All methods are called on the loop's thread and never block, except :meth:`Service.drain`,
 :meth:`Service.stats` and :attr:`Service.facts`, which any thread may use. Answers are given on the
-loop's thread too: what other threads find out goes through `post`.
+loop's thread too: other threads hand their results over through `post`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from kvshelf.memory.places import Slot
 from kvshelf.metrics import Counters
 from kvshelf.server.appearances import MAX_FOLDERS, Appearances
 from kvshelf.server.calls import CHANGES, Calls, facts, found
-from kvshelf.server.fetches import Each, Fetches, draining
+from kvshelf.server.fetches import Each, Fetches, Resources, draining
 from kvshelf.server.messages import (
     UNKNOWN,
     Call,
@@ -100,10 +101,10 @@ GAUGES: Final = {
 LEASE_SECONDS: Final = 30.0
 #: Part of the storage's deadlines for which a request waits for memory.
 _WAIT_SHARE: Final = 0.8
-#: Whose turn the server's own work takes.
+#: The client of the server's own work, for turns.
 _OWN: Final = b""
 #: Threads of each kind on low-latency storage, and the most on others.
-_NEAR_THREADS: Final = 4
+_FEW_THREADS: Final = 4
 _MOST_THREADS: Final = 16
 
 
@@ -118,7 +119,7 @@ class Service:
         The memory for objects, and for a table of generations before them.
     post : Callable
         Calls a function on the loop's thread, soon; may be called on any thread.
-    tell : Callable
+    notify : Callable
         Called on the loop's thread with a client, a folder that it watches, and names that
         appeared there; no names: anything may have.
     disk_tier : DiskTier, optional
@@ -155,7 +156,7 @@ class Service:
         arena: Arena,
         *,
         post: Post,
-        tell: Callable[[bytes, str, Sequence[str]], None],
+        notify: Callable[[bytes, str, Sequence[str]], None],
         disk_tier: DiskTier | None = None,
         counters: Counters | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -165,7 +166,7 @@ class Service:
     ) -> None:
         counters = Counters() if counters is None else counters
         memory = self._memory = HostMemory.with_generations(arena)
-        storage = Storage(shelf, disk_tier)
+        storage = Storage(shelf, disk_tier, counters)
         self.slots = memory.table_slots
         self.lease_seconds = lease_seconds
         self._backend = shelf.backend
@@ -174,7 +175,7 @@ class Service:
         self._clients: set[bytes] = set()
         self._namespaces = Namespaces()
         self._calls = Calls(self._backend)
-        self._appearances = Appearances(self._backend, lambda *what: post(partial(tell, *what)))
+        self._appearances = Appearances(self._backend, lambda *what: post(partial(notify, *what)))
         self._counts = dict.fromkeys(COUNTERS, 0)
         #: Calls under way that change the storage.
         self._changes = 0
@@ -182,14 +183,14 @@ class Service:
         self._draining = False
         self._workers: dict[str, Workers] = {}
         properties = self._backend.properties
-        far = min(_MOST_THREADS, properties.concurrency)
-        many = max(_NEAR_THREADS, far) if properties.high_latency else _NEAR_THREADS
+        concurrent = min(_MOST_THREADS, properties.concurrency)
+        many = max(_FEW_THREADS, concurrent) if properties.high_latency else _FEW_THREADS
         readers = many if io_threads is None else io_threads
         threads = {
             "fetch": readers,
             "publish": max(1, readers // 2),
             "probe": many,
-            "call": _NEAR_THREADS,
+            "call": _FEW_THREADS,
         }
         try:
             for name, count in threads.items():
@@ -199,28 +200,19 @@ class Service:
         except BaseException:
             self.close()
             raise
+        shared = Resources(memory, self._namespaces, storage, clock, self._counts, self._resume)
         self._fetches = Fetches(
-            memory,
-            self._namespaces,
-            storage,
+            shared,
             self._workers["fetch"],
-            clock=clock,
             lease_seconds=lease_seconds,
             # A client waits about as long as for the storage itself.
             wait_seconds=_WAIT_SHARE * self._backend.deadlines.read,
-            counts=self._counts,
-            freed=self._resume,
         )
         self._stores = ClientStores(
-            memory,
-            self._namespaces,
-            storage,
+            shared,
             self._fetches,
             self._workers["publish"],
-            clock=clock,
             wait_seconds=_WAIT_SHARE * self._backend.deadlines.write,
-            counts=self._counts,
-            freed=self._resume,
             published=self._appearances.published,
         )
 
@@ -242,7 +234,7 @@ class Service:
     # ---------------------------------------------------------------------------- finds and lookups
 
     def find(self, client: bytes, request: Find, done: Done) -> None:
-        """Tell which objects can be loaded, from memory or from the shelf.
+        """Answer which objects can be loaded, from memory or from the shelf.
 
         Parameters
         ----------
@@ -295,7 +287,7 @@ class Service:
     def lookup(self, client: bytes, request: LookUpChunks, done: Done) -> None:
         """Count the leading chunks of a prompt that can be loaded, and keep them in memory.
 
-        Chunks that only the shelf has are read meanwhile. All are leased until the session ends,
+        Chunks that are only on the shelf are read meanwhile. All are leased until the session ends,
         or for as long as a lease lives. The count ends where the client's share of the memory
         does.
 
@@ -310,7 +302,7 @@ class Service:
         chains = request.chains
         found_here = self._memory.pin_all([key_of(name) for names in chains for name in names])
         here = [slot for slot in found_here if slot is not None]
-        if len(here) == len(found_here) and self._fetches.room(client) >= sum(
+        if len(here) == len(found_here) and self._fetches.free(client) >= sum(
             [slot.nbytes for slot in here]
         ):
             # The usual case, quickly.
@@ -328,7 +320,7 @@ class Service:
                 absent = [name for name, slot in zip(names, places, strict=True) if slot is None]
             pinned.append(slots)
             if len(missing) == len(pinned) - 1 and not (absent and absent[0].startswith(HASH)):
-                # Of what is in memory only, the shelf has nothing: the count ends there.
+                # Objects in memory only are not on the shelf: the count ends there.
                 missing.append(absent)
         asked = [name for absent in missing for name in absent]
         if not asked:
@@ -336,7 +328,7 @@ class Service:
             return
 
         def answer(outcome: FoundSizes | Exception) -> None:
-            # Where the shelf fails, what is in memory counts.
+            # Where the shelf fails, objects in memory count.
             sizes = iter(
                 outcome.answers if isinstance(outcome, FoundSizes) else [UNKNOWN] * len(asked)
             )
@@ -365,12 +357,12 @@ class Service:
             The others, with the sizes that the shelf has them in.
         """
         count = 0
-        room = self._fetches.room(client) if client in self._clients else -1
+        left = self._fetches.free(client) if client in self._clients else -1
         while count < len(there):
             others = there[count]
-            room -= self._fetches.added(client, pinned[count])
-            room -= sum([size for _, size in others])
-            if room < 0 or (others and not all(self._known(*other) for other in others)):
+            left -= self._fetches.added(client, pinned[count])
+            left -= sum([size for _, size in others])
+            if left < 0 or (others and not all(self._known(*other) for other in others)):
                 break
             count += 1
         for slots in pinned[count:]:
@@ -454,8 +446,8 @@ class Service:
         """Call the shelf's storage for a client, see :mod:`kvshelf.server.calls`.
 
         Further methods are ``watch`` with a list of folders, whose answer is a list of those that
-        were not watched before and one of those that only this server tells of (see
-        :class:`~kvshelf.server.appearances.Appearances`), and ``unwatch``.
+        were not watched before and one of those in which it notices only what is stored through it
+        (see :class:`~kvshelf.server.appearances.Appearances`), and ``unwatch``.
 
         Parameters
         ----------
@@ -519,11 +511,11 @@ class Service:
         self._fetches.release(client, leases)
 
     def end_session(self, client: bytes, session: str) -> None:
-        """End what lookups of a session have leased, and what waits for memory in its name."""
+        """End the leases of a session's lookups, and its waits for memory."""
         self._fetches.end_session(client, session)
 
     def client_gone(self, client: bytes) -> None:
-        """Forget a client whose connection has ended, and take back what it held."""
+        """Forget a client whose connection has ended, and end its leases."""
         self._clients.discard(client)
         self._stores.client_gone(client)
         self._fetches.client_gone(client)
@@ -536,7 +528,7 @@ class Service:
         self._calls.forget(client)
 
     def tick(self) -> None:
-        """End what has lasted too long; to be called several times a second."""
+        """Expire leases and waits; to be called several times a second."""
         self._stores.tick()
         self._fetches.tick()
 

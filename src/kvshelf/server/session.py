@@ -1,7 +1,7 @@
 """The session socket: which processes may connect to the node server; exchange of memory.
 
 Owns the Unix socket ``<path>.session`` beside the ZMQ socket ``<path>``, the names of both, the
-checks of both sides, and the passing of file descriptors. What is said is in
+checks of both sides, and the passing of file descriptors. The messages are in
 :mod:`kvshelf.server.messages`.
 
 Contracts
@@ -143,8 +143,8 @@ def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
     OSError
         As :meth:`socket.socket.recvmsg`.
     """
-    room = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
-    data, ancillary, flags, _ = connection.recvmsg(_MAX_GREETING, room, socket.MSG_CMSG_CLOEXEC)
+    space = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
+    data, ancillary, flags, _ = connection.recvmsg(_MAX_GREETING, space, socket.MSG_CMSG_CLOEXEC)
     descriptors = array.array("i")
     for level, kind, content in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -302,7 +302,7 @@ def _taken(path: str) -> TakenError:
 
 
 def _answers(path: str) -> bool:
-    """Whether a process listens at a path, also one that is stopped or has no room left."""
+    """Whether a process listens at a path, also one that is stopped or has a full queue."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trial:
         trial.setblocking(False)
         # A socket of the other type gives EPROTOTYPE, one without a listener ECONNREFUSED.
@@ -369,7 +369,7 @@ def welcome(connection: socket.socket, message: Welcome, arena_fd: int) -> None:
 
 
 def refuse(connection: socket.socket, text: str) -> None:
-    """Tell a client why it gets no session. Best effort."""
+    """Answer a client with why it gets no session. Best effort."""
     with contextlib.suppress(OSError):
         _send(connection, encode_greeting(Refused(text[:4096])), [])
 

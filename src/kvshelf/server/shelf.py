@@ -76,20 +76,19 @@ class ServedShelf(PinningShelf):
         wanted = replace(served.properties.deadlines, **(deadlines or {}))
         backend: Backend = ReadOnlyBackend(served) if read_only else served
         super().__init__(backend, self._objects, counters, deadlines=wanted)
-        self._served = served
-        # After the backend's own: by then the server knows the namespaces.
+        self._channel = channel
         channel.on_connect(self._connected)
 
     def view(self, fmt: ObjectFormat) -> NamespaceView:
-        """Return the objects of one kind, after telling the server of their namespace.
+        """Return the objects of one kind; the server gets the record of their namespace.
 
         Does not block.
         """
-        self._served.register(fmt.namespace.encoded)
+        self._channel.register(fmt.namespace.encoded)
         return super().view(fmt)
 
     def close(self) -> None:
-        """Give back what was expected, end the connection. Idempotent."""
+        """Release expected objects, end the connection. Idempotent."""
         self._objects.close()
         super().close()
 

@@ -12,6 +12,7 @@ Contracts
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 
 from kvshelf.backends import WriteResult
@@ -19,6 +20,7 @@ from kvshelf.backends.base import StatResults, WriteMode, probe
 from kvshelf.errors import StorageError
 from kvshelf.format.keys import Chunk
 from kvshelf.memory.arena import copy_bytes
+from kvshelf.metrics import Counters
 from kvshelf.server.namespaces import NamedObject
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef
@@ -26,7 +28,7 @@ from kvshelf.tiers.disk_tier import DiskTier
 
 
 class Copied:
-    """Reads an object from memory that others may change.
+    """Reads an object from memory that another process may change.
 
     Parameters
     ----------
@@ -51,7 +53,9 @@ class Storage:
     Parameters
     ----------
     shelf : Shelf
-    disk_tier : DiskTier, optional
+    disk_tier : DiskTier or None
+    counters : Counters
+        Gets the times of `probe` and `publish`; the shelf's own get those of reads.
 
     Raises
     ------
@@ -59,8 +63,9 @@ class Storage:
         If the two have files in common. May block on both.
     """
 
-    def __init__(self, shelf: Shelf, disk_tier: DiskTier | None = None) -> None:
+    def __init__(self, shelf: Shelf, disk_tier: DiskTier | None, counters: Counters) -> None:
         self._shelf = shelf
+        self._counters = counters
         self._backend = shelf.backend
         self._tier = disk_tier
         if disk_tier is not None:
@@ -72,7 +77,7 @@ class Storage:
         return self._tier is not None
 
     def find(self, names: Sequence[str], objects: Sequence[NamedObject | None]) -> StatResults:
-        """Tell which objects exist, in the tier or on the shelf.
+        """Probe objects, in the tier and on the shelf.
 
         Parameters
         ----------
@@ -89,9 +94,10 @@ class Storage:
                     answers[number] = found.fmt.object_size(found.parsed.shard, found.chunk.tokens)
             asked = [number for number in asked if answers[number] is None]
         if asked:
-            for number, answer in zip(
-                asked, self._backend.stat([names[number] for number in asked]), strict=True
-            ):
+            begin = time.perf_counter()
+            found_sizes = self._backend.stat([names[number] for number in asked])
+            self._counters.observe("probe", time.perf_counter() - begin)
+            for number, answer in zip(asked, found_sizes, strict=True):
                 answers[number] = answer
         return answers
 
@@ -145,7 +151,9 @@ class Storage:
         """
         fmt, parsed = found.fmt, found.parsed
         chunk = fmt.read_named(Copied(source), parsed, buffer)
+        begin = time.perf_counter()
         result = self._backend.write(found.name, [buffer], mode)
+        self._counters.observe("publish", time.perf_counter() - begin)
         kept = (
             result is not WriteResult.EXISTED or probe(self._backend, found.name) == buffer.nbytes
         )

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,18 +36,18 @@ import xxhash
 from kvshelf.backends import WriteResult
 from kvshelf.errors import (
     BadObjectError,
+    BoundReachedError,
     KVShelfError,
-    NoRoomError,
     ObjectNameError,
 )
 from kvshelf.format.invalid import PayloadDamaged
 from kvshelf.format.keys import Chunk
-from kvshelf.memory.host_memory import HostMemory
 from kvshelf.memory.places import Budget, Slot
-from kvshelf.server.fetches import NO_ROOM, Fetches, draining
+from kvshelf.server.fetches import MEMORY_FULL, Fetches, Resources, draining
 from kvshelf.server.messages import Fault, Reply, Store, Stored, WriteMode
-from kvshelf.server.namespaces import HASH, NamedObject, Namespaces, key_of
-from kvshelf.server.storage import Copied, Storage
+from kvshelf.server.namespaces import HASH, NamedObject, key_of
+from kvshelf.server.storage import Copied
+from kvshelf.server.turns import Turns
 from kvshelf.server.workers import ClientGoneError, Workers
 
 #: Part of the memory that stores under way may take.
@@ -89,55 +88,41 @@ class ClientStores:
 
     Parameters
     ----------
-    memory : HostMemory
-    namespaces : Namespaces
-    storage : Storage
+    resources : Resources
     fetches : Fetches
         Knows what fits.
     workers : Workers
         The threads that copy and write.
-    clock : Callable
-        Seconds.
     wait_seconds : float
         How long a store waits for memory.
-    counts : dict
-        Counts what is done, by the names in :data:`kvshelf.server.service.COUNTERS`.
-    freed : Callable
-        Called when memory was given back.
     published : Callable
         Called with the name of an object that is on the shelf now.
     """
 
     def __init__(
         self,
-        memory: HostMemory,
-        namespaces: Namespaces,
-        storage: Storage,
+        resources: Resources,
         fetches: Fetches,
         workers: Workers,
         *,
-        clock: Callable[[], float],
         wait_seconds: float,
-        counts: dict[str, int],
-        freed: Callable[[], None],
         published: Callable[[str], None],
     ) -> None:
-        self._memory = memory
-        self._namespaces = namespaces
-        self._storage = storage
+        self._memory = resources.memory
+        self._namespaces = resources.namespaces
+        self._storage = resources.storage
         self._fetches = fetches
         self._workers = workers
-        self._clock = clock
+        self._clock = resources.clock
         self._seconds = wait_seconds
-        self._counts = counts
-        self._freed = freed
+        self._counts = resources.counts
+        self._freed = resources.freed
         self._published = published
         self._running: dict[tuple[str, WriteMode], _Store] = {}
-        #: By client, each in order; the client whose turn is next first.
-        self._waiting: OrderedDict[bytes, deque[_Store]] = OrderedDict()
+        self._waiting: Turns[_Store] = Turns()
         self._closed = False
-        #: What is only to be written must not take the memory of what is used.
-        self._budget = Budget(memory.capacity // _STORES_SHARE)
+        #: Objects that are only written must not evict those that are used.
+        self._budget = Budget(self._memory.capacity // _STORES_SHARE)
         self._ended = threading.Condition()
 
     @property
@@ -148,7 +133,7 @@ class ClientStores:
     @property
     def waiting(self) -> int:
         """Of these, those that wait for memory."""
-        return sum(map(len, self._waiting.values()))
+        return len(self._waiting)
 
     def begin(self, client: bytes, request: Store, source: memoryview, done: Done) -> None:
         """Store an object, see :meth:`kvshelf.server.service.Service.store`."""
@@ -187,7 +172,7 @@ class ClientStores:
     def _enter(self, store: _Store) -> None:
         self._running[store.place] = store
         if self._waiting or not self._start(store):
-            self._waiting.setdefault(store.client, deque()).append(store)
+            self._waiting.add(store.client, store)
 
     def _start(self, store: _Store) -> bool:
         """Begin a store; False if it must wait for memory."""
@@ -214,7 +199,7 @@ class ClientStores:
         return WriteResult.CREATED, None, True
 
     def _end(self, store: _Store, outcome: _Outcome | Exception) -> None:
-        """Tell the clients that store an object how it ended."""
+        """Answer the clients that store an object."""
         joined, store.joined = store.joined, []
         if self._running.get(store.place) is store:
             del self._running[store.place]
@@ -262,7 +247,7 @@ class ClientStores:
             store.joined = [other for other in store.joined if other.client != client]
             if store.client == client and store.slot is None:
                 self._end(store, ClientGoneError())
-        self._waiting.pop(client, None)
+        self._waiting.remove(lambda of, _: of == client)
 
     def forget(self, name: str) -> None:
         """Do not keep an object that was deleted while it is stored."""
@@ -271,26 +256,19 @@ class ClientStores:
                 store.gone = True
 
     def tick(self) -> None:
-        """End what has waited too long."""
+        """Fail stores that have waited too long."""
         now = self._clock()
-        for client, stores in list(self._waiting.items()):
-            while stores and stores[0].until <= now:
-                # The storage is not to blame: no breaker opens for it.
-                self._end(stores.popleft(), NoRoomError(errno.ENOMEM, NO_ROOM))
-            if not stores:
-                self._waiting.pop(client, None)
+        for store in self._waiting.remove(lambda _, store: store.until <= now):
+            # The storage is not to blame: no breaker opens for it.
+            self._end(store, BoundReachedError(errno.ENOMEM, MEMORY_FULL))
 
     def resume(self) -> None:
-        """Begin what waits for memory while there is room, one store of each client in turn."""
-        while self._waiting:
-            client, stores = next(iter(self._waiting.items()))
-            if not self._start(stores[0]):
+        """Begin stores that wait, until memory is full: one of each client in turn."""
+        while clients := self._waiting.clients:
+            store = self._waiting.head(clients[0])
+            if store is None or not self._start(store):
                 return
-            stores.popleft()
-            if stores:
-                self._waiting.move_to_end(client)
-            else:
-                del self._waiting[client]
+            self._waiting.take(clients[0])
 
     def drain(self) -> None:
         """Begin nothing more."""

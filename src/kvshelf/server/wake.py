@@ -27,7 +27,7 @@ class Wake:
         return self._fd
 
     def set(self) -> None:
-        """Wake the thread, or let it not fall asleep. Cheap if it is awake."""
+        """Wake the thread, or keep it from waiting. Cheap if it is awake."""
         if not self._is_set:
             self._is_set = True
             os.eventfd_write(self._fd, 1)

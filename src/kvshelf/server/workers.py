@@ -1,15 +1,15 @@
 """Work on the storage, done on threads for a caller that must not block.
 
 Owns the queues of one kind of work, one of each client, and the threads that do it. A thread whose
-work is stuck in the storage is replaced (:mod:`kvshelf.shelf.threads`), and the caller is told at
-once.
+work is stuck in the storage is replaced (:mod:`kvshelf.shelf.threads`), and the caller
+learns of it at once.
 
 Contracts
 ---------
 * :meth:`Workers.submit` is called on the caller's thread, the loop of the server, and never blocks.
 * Outcomes come back on that thread: `post` takes them there.
-* Clients take turns: however much one has waiting, the next job of another is begun after at most
-  one job of each.
+* Clients take turns: however many jobs of one are waiting, the next job of another begins after at
+  most one job of each.
 * What work uses (memory, a connection) belongs to it until its `returned` was called.
 """
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -26,6 +25,7 @@ from typing import Any, Final, TypeAlias
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.errors import TransientStorageError, UnavailableStorageError
 from kvshelf.metrics import Counters
+from kvshelf.server.turns import Turns
 from kvshelf.shelf.threads import StorageThreads
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class _Job:
     done: Callable[[Any], None]
     returned: Callable[[Any], None] | None
     #: Whether `done` was called. Used on the loop's thread only.
-    told: bool = False
+    reported: bool = False
 
 
 class Workers:
@@ -77,8 +77,7 @@ class Workers:
         self._post = post
         self._url = guard.url
         self._wake = threading.Condition()
-        #: By client, each in order; the client whose turn is next first.
-        self._queues: OrderedDict[bytes, deque[_Job]] = OrderedDict()
+        self._waiting: Turns[_Job] = Turns()
         self._running: dict[int, _Job] = {}
         self._closed = False
         self._threads = StorageThreads(
@@ -104,7 +103,7 @@ class Workers:
         Parameters
         ----------
         client : bytes
-            Whose turn it takes.
+            The client whose turn it takes.
         work : Callable
             Called once at most.
         done : Callable
@@ -117,7 +116,7 @@ class Workers:
         job = _Job(work, done, returned)
         with self._wake:
             if not self._closed and self._threads.ready():
-                self._queues.setdefault(client, deque()).append(job)
+                self._waiting.add(client, job)
                 self._wake.notify()
                 return
         self._post(lambda: self._end(job, self._unavailable()))
@@ -125,7 +124,7 @@ class Workers:
     def forget(self, client: bytes) -> None:
         """Begin no more work of a client; what was not begun fails with a ClientGoneError."""
         with self._wake:
-            jobs = self._queues.pop(client, ())
+            jobs = self._waiting.remove(lambda of, _: of == client)
         for job in jobs:
             self._report(job, ClientGoneError(errno.ECANCELED, "its client has gone", self._url))
 
@@ -144,11 +143,11 @@ class Workers:
         me = threading.get_ident()
         while not self._threads.replaced():
             with self._wake:
-                while not self._queues and not self._closed:
+                while not self._waiting and not self._closed:
                     self._wake.wait()
                 if self._closed:
                     return
-                job = self._running[me] = self._next()
+                job = self._running[me] = self._waiting.take(self._waiting.clients[0])
             try:
                 outcome = job.work()
             except Exception as error:  # noqa: BLE001 - it is the outcome
@@ -156,15 +155,6 @@ class Workers:
             with self._wake:
                 self._running.pop(me, None)
             self._report(job, outcome)
-
-    def _next(self) -> _Job:
-        client, jobs = next(iter(self._queues.items()))
-        job = jobs.popleft()
-        if jobs:
-            self._queues.move_to_end(client)
-        else:
-            del self._queues[client]
-        return job
 
     def _report(self, job: _Job, outcome: Any) -> None:
         self._post(lambda: self._end(job, outcome))
@@ -183,8 +173,7 @@ class Workers:
 
     def _fail_waiting(self) -> None:
         with self._wake:
-            jobs = [job for jobs in self._queues.values() for job in jobs]
-            self._queues.clear()
+            jobs = self._waiting.remove(lambda *_: True)
         for job in jobs:
             self._report(job, self._unavailable())
 
@@ -194,8 +183,8 @@ class Workers:
     # ---------------------------------------------------------------------------- the loop's thread
 
     def _tell(self, job: _Job, outcome: Any) -> None:
-        if not job.told:
-            job.told = True
+        if not job.reported:
+            job.reported = True
             job.done(outcome)
 
     def _end(self, job: _Job, outcome: Any) -> None:

@@ -1,8 +1,7 @@
-"""What a hit needs of each kind of KV, and the search for it on a high-latency storage.
+"""The search for a hit on a high-latency storage.
 
-A hit of N chunks needs all full objects before N, the window objects that the windows of the next
-token reach (:func:`window_chunks`), and the state object of chunk N − 1: the state after N chunks.
-The caller says which N are possible (the *ends*). Where there is only one kind, full, a hit is the
+What a hit needs of each kind of KV says :class:`kvshelf.format.hit_rule.HitRule`. The caller says
+at which numbers of chunks it may end (the *ends*). Where there is only one kind, full, a hit is the
 longest stored prefix.
 
 Owns which objects a search probes in each round, and what follows from the answers. It has no
@@ -16,59 +15,23 @@ from others: all shards of those that a hit needs were seen.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, TypeAlias
+from dataclasses import replace
 
+from kvshelf.format.hit_rule import HitRule, Piece
 from kvshelf.format.keys import Chunk
-from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind, kind_key
-from kvshelf.format.objects import ObjectFormat
-from kvshelf.format.tensors import required_field
+from kvshelf.format.kinds import FULL, STATE, Kind, kind_key
 from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.presence import Known, PresenceCache
-from kvshelf.shelf.search import Answers, PrefixSearch, Question, RoundCosts
+from kvshelf.shelf.probes import Answer, Ask, RoundCosts
+from kvshelf.shelf.search import PrefixSearch
 from kvshelf.shelf.view import Presence
-
-#: A window of more tokens than any prompt has.
-UNLIMITED: Final = 1 << 62
 
 #: States and windows that one search scans in its first round, which most prompts that are known
 #: to their end do not need; in each later round four times as many, since then few ends are left.
 _FIRST_SCAN = 16
 #: Most probes for the last end of a prompt, as long as nothing is known about it.
 _MOST_FOR_LAST = 64
-
-#: One kind of one chunk: the kind, and the chunk's index in the prompt.
-Piece: TypeAlias = "tuple[Kind, int]"
-#: The probes of a round, with the kind and the chunk of each.
-Questions: TypeAlias = "dict[Question, tuple[Kind, Chunk]]"
-
-
-def window_of(fmt: ObjectFormat) -> int:
-    """Return the tokens that the windows of a namespace reach, by its record; 0 without windows."""
-    if WINDOW not in fmt.kinds:
-        return 0
-    record = fmt.namespace.record
-    sizes: list[int] = required_field(record, "sliding_windows")
-    kinds: list[str] = required_field(record, "kinds")
-    reach = [size for size, kind in zip(sizes, kinds, strict=True) if kind == WINDOW]
-    # A layer without a window in the record may need the KV of all tokens.
-    return max(reach) if min(reach) > 0 else UNLIMITED
-
-
-def window_chunks(end: int, window: int, chunk_size: int) -> range:
-    """Return the chunks whose window objects a hit of `end` chunks needs.
-
-    Parameters
-    ----------
-    end : int
-        Number of chunks of the hit.
-    window : int
-        Tokens that a window reaches: a token attends to itself and to ``window − 1`` before it.
-    chunk_size : int
-        Tokens.
-    """
-    return range(max(0, end - max(0, -(-(window - 1) // chunk_size))), end)
 
 
 class HitSearch:
@@ -83,14 +46,15 @@ class HitSearch:
     ends : Sequence of int
         Numbers of chunks at which a hit may end, ascending. Of no meaning where the only kind is
         full.
-    window : int
-        See :func:`window_chunks`.
+    rule : HitRule
     cache : PresenceCache
         By kind key, see :func:`~kvshelf.format.kinds.kind_key`.
     failed : FailedKeys
         Kind keys that count as missing.
     shards : Mapping[Kind, int]
         Objects of each chunk, for each kind of the namespace.
+    tail : Chunk, optional
+        The tail to look for behind all chunks; only where full is the only kind.
 
     Attributes
     ----------
@@ -99,6 +63,8 @@ class HitSearch:
         The answer, once :meth:`finish` was called: number of leading chunks whose full objects are
         present (without kind full: of all), and number of chunks of the longest hit. Both count
         from the prompt's beginning, and are not less than `first`.
+    tail : Chunk or None
+        The tail, if it was found; once :meth:`finish` was called.
     """
 
     def __init__(
@@ -106,15 +72,19 @@ class HitSearch:
         chunks: Sequence[Chunk],
         first: int,
         ends: Sequence[int],
-        window: int,
+        rule: HitRule,
         cache: PresenceCache,
         failed: FailedKeys,
         shards: Mapping[Kind, int],
+        tail: Chunk | None = None,
     ) -> None:
         self.first = first = min(first, len(chunks))
+        self.tail: Chunk | None = None
+        self._tail = tail
+        # A tail is searched as a last chunk of which nothing but the length is different.
+        chunks = chunks if tail is None else [*chunks, tail]
         self.full_chunks = self.hit_chunks = first
         self._chunks = chunks
-        self._window = window
         self._cache = cache
         self._failed = failed
         self._shards = shards
@@ -122,12 +92,16 @@ class HitSearch:
         if FULL in shards:
             self._prefix = PrefixSearch(chunks[first:], cache, failed, shards[FULL])
         self._kinds = [kind for kind in shards if kind != FULL]
+        #: What a hit needs beside the full chunks.
+        self._rule = replace(rule, kinds=tuple(self._kinds))
         #: Whether a piece is there, once that is known: all its shards.
         self._there: dict[Piece, bool] = {}
         #: Pieces of which the first shard was seen, and not yet all.
         self._begun: set[Piece] = set()
         #: Ends that are still possible, the latest first.
-        self._ends = [end for end in reversed(ends) if end > first] if self._kinds else []
+        self._ends = [end for end in reversed(ends) if first < end <= len(chunks)]
+        if not self._kinds:
+            self._ends = []
         self._scan = _FIRST_SCAN
         self._first_round = True
         #: The pieces that this round probes for an end that is probably the answer.
@@ -166,13 +140,8 @@ class HitSearch:
 
     def _needs(self, end: int) -> list[Piece]:
         """Return what a hit of `end` chunks needs beside the full objects."""
-        pieces: list[Piece] = [(STATE, end - 1)] if STATE in self._shards else []
-        if WINDOW in self._shards:
-            pieces += [(WINDOW, index) for index in self._reach(end) if index >= self.first]
-        return pieces
-
-    def _reach(self, end: int) -> range:
-        return window_chunks(end, self._window, self._chunks[0].tokens)
+        needed = self._rule.needs(end, self.first).items()
+        return [(kind, index) for kind, indices in needed for index in indices]
 
     def _bounds(self) -> tuple[int, int]:
         """Return how many full chunks count as present, and how many there may be."""
@@ -183,22 +152,15 @@ class HitSearch:
     def _narrow(self) -> None:
         """Drop the ends that have become impossible."""
         _, most = self._bounds()
-        gone = sorted(
-            index for (kind, index), there in self._there.items() if kind == WINDOW and not there
-        )
-        left = []
-        for end in self._ends:
-            if end > most or self._there.get((STATE, end - 1)) is False:
-                continue
-            # The last missing window before the end.
-            place = bisect_left(gone, end) - 1
-            if place >= 0 and gone[place] in self._reach(end):
-                continue
-            left.append(end)
-        self._ends = left
+        gone: dict[Kind, list[int]] = {kind: [] for kind in self._kinds}
+        for (kind, index), there in self._there.items():
+            if not there:
+                gone[kind].append(index)
+        ends = (end for end in self._ends if end <= most)
+        self._ends = self._rule.possible(ends, gone, self.first)
 
-    def plan(self, costs: RoundCosts, searches: int) -> Questions:
-        """Return the probes of the next round; none when the search is over.
+    def plan(self, costs: RoundCosts, searches: int) -> list[Ask]:
+        """Return what to look for in the next round; nothing when the search is over.
 
         Parameters
         ----------
@@ -206,17 +168,12 @@ class HitSearch:
         searches : int
             Number of searches that share the round.
         """
-        questions: Questions = {}
-        if self._prefix is not None:
-            for ref in self._prefix.plan(costs, searches):
-                questions[ref.chunk.key, ref.shard] = FULL, ref.chunk
+        full = [] if self._prefix is None else self._prefix.plan(costs, searches)
         self._wanted = self._plan(costs, searches)
-        for piece, whole in self._wanted.items():
-            kind, index = piece
-            key = self._key(piece)
-            for shard in range(self._shards[kind] if whole else 1):
-                questions[key, shard] = kind, self._chunks[index]
-        return questions
+        return full + [
+            Ask(kind, self._chunks[index], self._shards[kind] if whole else 1)
+            for (kind, index), whole in self._wanted.items()
+        ]
 
     def _plan(self, costs: RoundCosts, searches: int) -> dict[Piece, bool]:
         """Return the pieces to probe, and for each whether all its shards."""
@@ -253,29 +210,30 @@ class HitSearch:
     def _probes(self, pieces: Iterable[Piece]) -> int:
         return sum(self._shards[kind] for kind, _ in pieces)
 
-    def take(self, answers: Answers) -> None:
-        """Take the answers to the probes of the plan."""
+    def take(self, answers: Sequence[Answer]) -> None:
+        """Take the answers to what was planned, in the same order."""
+        full = len(answers) - len(self._wanted)
         if self._prefix is not None:
-            self._prefix.take(answers)
-        for piece, whole in self._wanted.items():
-            key = self._key(piece)
-            shards = self._shards[piece[0]] if whole else 1
-            given = [answers[key, shard] for shard in range(shards)]
-            there = all(answer is Presence.PRESENT for answer, _ in given)
-            if there and not whole and self._shards[piece[0]] > 1:
+            self._prefix.take(answers[:full])
+        for (piece, whole), answer in zip(self._wanted.items(), answers[full:], strict=True):
+            if answer.there and not whole and self._shards[piece[0]] > 1:
                 self._begun.add(piece)
                 continue
-            self._there[piece] = there
-            self._misled = self._misled or (piece in self._hoped and not there)
+            self._there[piece] = answer.there
+            self._misled = self._misled or (piece in self._hoped and not answer.there)
             # An error does not mean that the object is missing.
-            if all(answer is not Presence.ERROR for answer, _ in given):
-                self._cache.learn(key, there, min(asked for _, asked in given))
+            if answer.presence is not Presence.ERROR:
+                self._cache.learn(self._key(piece), answer.there, answer.asked)
         self._narrow()
 
     def finish(self) -> None:
         """End the search: give the answer."""
         if self._prefix is not None:
-            self.full_chunks = self.hit_chunks = self.first + self._prefix.finish()
+            found = self.first + self._prefix.finish()
+            if self._tail is not None and found == len(self._chunks):
+                self.tail = self._tail
+                found -= 1
+            self.full_chunks = self.hit_chunks = found
         else:
             self.full_chunks = len(self._chunks)
         if self._kinds:

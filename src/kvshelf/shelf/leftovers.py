@@ -1,9 +1,9 @@
 """Files of a shelf that are no objects: which of them are kvshelf's, and which namespaces are not.
 
 Owns the names of reserved folders, the rule by which a temporary is one of kvshelf's, and the read
-of a namespace's record that finds its version. Nothing is deleted here.
+of a namespace's description. Nothing is deleted here.
 
-Any thread may call all functions. :func:`read_record` blocks on the storage.
+Any thread may call all functions. Those that read block on the storage.
 """
 
 from __future__ import annotations
@@ -22,8 +22,27 @@ from kvshelf.format.namespace import FORMAT
 RESERVED: Final = ".kvshelf"
 #: The folder of bad objects inside a namespace folder.
 QUARANTINE: Final = f"{RESERVED}/bad"
-#: Most bytes of a description that are read.
+#: Most bytes of a description that are read. Those of real models have some tens of thousands; one
+#: of this size, which may be forged, costs a second.
 _DESCRIPTION_BYTES: Final = 1 << 20
+
+
+def read_description(backend: Backend, folder: str) -> bytes:
+    """Return the bytes of the description in a namespace folder, whatever they are.
+
+    Raises
+    ------
+    ValueError
+        If it is too large for one.
+    StorageError
+        If there is none, or it cannot be read.
+    """
+    with backend.open(f"{folder}/{DESCRIPTION}") as reader:
+        if reader.size > _DESCRIPTION_BYTES:
+            raise ValueError(f"found {reader.size} bytes, expected a few thousand")
+        data = bytearray(reader.size)
+        count = reader.read_into(memoryview(data), 0)
+    return bytes(data[:count])
 
 
 def read_record(backend: Backend, folder: str) -> Mapping[str, object]:
@@ -37,10 +56,7 @@ def read_record(backend: Backend, folder: str) -> Mapping[str, object]:
         If the storage failed.
     """
     try:
-        with backend.open(f"{folder}/{DESCRIPTION}") as reader:
-            data = bytearray(min(reader.size, _DESCRIPTION_BYTES))
-            count = reader.read_into(memoryview(data), 0)
-        record = json.loads(bytes(data[:count]))
+        record = json.loads(read_description(backend, folder))
     except (ObjectMissingError, BadObjectError, ValueError, RecursionError):
         return {}
     except StorageError as error:

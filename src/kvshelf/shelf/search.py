@@ -10,72 +10,14 @@ failed loads. How many chunks a round probes follows from the time that rounds h
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
 
 from kvshelf.format.keys import Chunk
+from kvshelf.format.kinds import FULL
 from kvshelf.shelf.failed_keys import FailedKeys
-from kvshelf.shelf.presence import Asked, PresenceCache
-from kvshelf.shelf.view import ObjectRef, Presence
-
-#: Most chunks that one search probes in one round.
-_MOST_POINTS = 64
-
-#: A chunk's key and a shard.
-Question: TypeAlias = "tuple[bytes, int]"
-#: The storage's answers, and when each probe was sent.
-Answers: TypeAlias = "dict[Question, tuple[Presence, Asked]]"
-
-
-class RoundCosts:
-    """The time that a round takes: a latency, and a little for each probe.
-
-    Parameters
-    ----------
-    latency : float
-        Seconds that one probe takes, as the storage states it.
-    concurrency : int
-        Probes that take little longer than one, as the storage states it.
-    """
-
-    #: A round of this many probes shows as much of the one cost as of the other.
-    _SCALE = 16.0
-
-    def __init__(self, latency: float, concurrency: int) -> None:
-        self.latency = latency
-        self.each = latency / max(1, concurrency)
-
-    def note(self, probes: int, seconds: float) -> None:
-        """Learn from a round."""
-        size = probes / self._SCALE
-        expected = self.latency + probes * self.each
-        # One slow round says little about the next.
-        error = (min(seconds, 4 * expected) - expected) / (2 * (1 + size * size))
-        self.latency = max(self.latency + error, 1e-6)
-        self.each = max(self.each + error * size / self._SCALE, 1e-8)
-
-    def points(self, chunks: int, weight: int) -> int:
-        """Return the number of chunks to probe in a round so that the search takes least time.
-
-        Parameters
-        ----------
-        chunks : int
-            Number of chunks that are searched.
-        weight : int
-            Probes of the round for each of these chunks.
-        """
-        best, least = 1, float("inf")
-        for rounds in range(1, chunks.bit_length() + 1):
-            points = max(1, math.ceil((chunks + 1) ** (1 / rounds) - 1e-9) - 1)
-            seconds = rounds * (self.latency + points * weight * self.each)
-            if points <= _MOST_POINTS and seconds < least:
-                best, least = points, seconds
-        return best
-
-    def is_worth(self, probes: int) -> bool:
-        """Whether this many more probes take less time than another round."""
-        return probes * self.each < self.latency
+from kvshelf.shelf.presence import PresenceCache
+from kvshelf.shelf.probes import MOST_POINTS, Answer, Ask, RoundCosts
+from kvshelf.shelf.view import Presence
 
 
 class PrefixSearch:
@@ -120,8 +62,8 @@ class PrefixSearch:
         #: A chunk had its first shard but missed others: probe all shards from now on.
         self._thorough = False
 
-    def plan(self, costs: RoundCosts, searches: int) -> list[ObjectRef]:
-        """Return the objects to probe in the next round; none when the search is over.
+    def plan(self, costs: RoundCosts, searches: int) -> list[Ask]:
+        """Return what to look for in the next round; nothing when the search is over.
 
         Parameters
         ----------
@@ -129,18 +71,17 @@ class PrefixSearch:
         searches : int
             Number of searches that share the round.
         """
-        self._wanted = self._plan(costs, searches, self._shards)
+        self._wanted = dict(sorted(self._plan(costs, searches, self._shards).items()))
         return [
-            ObjectRef(self._chunks[index], shard)
-            for index, whole in sorted(self._wanted.items())
-            for shard in range(self._shards if whole else 1)
+            Ask(FULL, self._chunks[index], self._shards if whole else 1)
+            for index, whole in self._wanted.items()
         ]
 
     def _plan(self, costs: RoundCosts, searches: int, shards: int) -> dict[int, bool]:
         """Return the chunks to probe, and for each whether all its shards."""
         wanted: dict[int, bool] = {}
         open_ = self.end - self.found
-        if open_ and open_ * shards <= _MOST_POINTS and costs.is_worth(open_ * shards * searches):
+        if open_ and open_ * shards <= MOST_POINTS and costs.is_worth(open_ * shards * searches):
             wanted |= dict.fromkeys(range(self.found, self.end), True)
         elif open_:
             weight = searches * (shards if self._thorough else 1)
@@ -159,17 +100,15 @@ class PrefixSearch:
         self._first_round = False
         return wanted
 
-    def take(self, answers: Answers) -> None:
-        """Take the answers to the probes of the plan."""
+    def take(self, answers: Sequence[Answer]) -> None:
+        """Take the answers to what was planned, in the same order."""
         wanted = self._wanted
         there: dict[int, bool] = {}
-        for index, whole in wanted.items():
-            key = self._keys[index]
-            given = [answers[key, shard] for shard in range(self._shards if whole else 1)]
-            there[index] = all(answer is Presence.PRESENT for answer, _ in given)
+        for (index, whole), answer in zip(wanted.items(), answers, strict=True):
+            there[index] = answer.there
             # An error does not mean that the object is missing.
-            if (whole or not there[index]) and all(a is not Presence.ERROR for a, _ in given):
-                self._cache.learn(key, there[index], min(asked for _, asked in given))
+            if (whole or not answer.there) and answer.presence is not Presence.ERROR:
+                self._cache.learn(self._keys[index], answer.there, answer.asked)
         self._seen |= {index for index, whole in wanted.items() if whole and there[index]}
         self.end = min([self.end, *(index for index in wanted if not there[index])])
         if self.end < self.found:

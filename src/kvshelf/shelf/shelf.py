@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 from kvshelf.backends import Backend, Deadlines, open_backend
 from kvshelf.backends.guard import GuardedBackend
@@ -30,11 +30,8 @@ from kvshelf.format.names import DESCRIPTION, ParsedName, parse_namespace_folder
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
+from kvshelf.shelf.leftovers import read_description
 from kvshelf.shelf.view import NamespaceView
-
-#: Most bytes read of a ``namespace.json``. Those of real models have some tens of thousands; one of
-#: this size, which may be forged, costs a second.
-_DESCRIPTION_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +65,10 @@ class ShelfObject:
         What the name says, the namespace folder included.
     size : int
         Bytes.
-    mtime, atime : float
-        Seconds since the epoch; `atime` is None where the storage has none.
+    mtime : float
+        When it was written, in seconds since the epoch.
+    atime : float or None
+        When it was last used, as far as the storage records that; None where it does not.
     """
 
     name: str
@@ -242,24 +241,6 @@ def read_namespace(backend: Backend, folder: str) -> Namespace:
         If there is none, or it cannot be read.
     """
     return Namespace.from_bytes(read_description(backend, folder), folder[:-17])
-
-
-def read_description(backend: Backend, folder: str) -> bytes:
-    """Return the bytes of the description in a namespace folder, whatever they are.
-
-    Raises
-    ------
-    ValueError
-        If it is too large for one.
-    StorageError
-        If there is none, or it cannot be read.
-    """
-    with backend.open(f"{folder}/{DESCRIPTION}") as reader:
-        if reader.size > _DESCRIPTION_BYTES:
-            raise ValueError(f"found {reader.size} bytes, expected a few thousand")
-        data = bytearray(reader.size)
-        count = reader.read_into(memoryview(data), 0)
-    return bytes(data[:count])
 
 
 def open_shelf(

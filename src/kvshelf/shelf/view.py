@@ -20,12 +20,12 @@ import contextlib
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from itertools import product
 from typing import Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from kvshelf.backends import NOT_REGULAR, BytesLike, StatResults, Whole, WriteResult
+from kvshelf.backends import NOT_REGULAR, BytesLike, StatResult, StatResults, Whole, WriteResult
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.errors import (
     BadObjectError,
@@ -34,7 +34,13 @@ from kvshelf.errors import (
     StorageError,
 )
 from kvshelf.format.keys import Chunk
-from kvshelf.format.names import ParsedName, object_name, parse_namespace_folder
+from kvshelf.format.names import (
+    ParsedName,
+    object_name,
+    object_names,
+    parse_namespace_folder,
+    shard_ends,
+)
 from kvshelf.format.objects import ObjectFormat, ReaderLike
 from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
@@ -131,7 +137,6 @@ class ShelfView(ABC):
         self.backend = backend
         self.fmt = fmt
         self._sizes = tuple(fmt.object_size(shard) for shard in range(fmt.shards))
-        self._tail_sizes: dict[tuple[int, int], int] = {}
 
     @property
     def available(self) -> bool:
@@ -140,13 +145,7 @@ class ShelfView(ABC):
 
     def size(self, chunk: Chunk, shard: int) -> int:
         """Return the bytes of an object, as :meth:`ObjectFormat.object_size` does, quickly."""
-        if not chunk.tail:
-            return self._sizes[shard]
-        key = (shard, chunk.tokens)
-        size = self._tail_sizes.get(key)
-        if size is None:
-            size = self._tail_sizes[key] = self.fmt.object_size(shard, chunk.tokens)
-        return size
+        return self.fmt.object_size(shard, chunk.tokens) if chunk.tail else self._sizes[shard]
 
     @abstractmethod
     def probe(self, refs: Sequence[ObjectRef]) -> list[Presence]:
@@ -386,6 +385,17 @@ class ShelfView(ABC):
         return self.on_storage.gave_up(attempts)
 
 
+def _presence(found: StatResult, size: int) -> Presence:
+    """Return what the answer of a storage about an object of `size` bytes means."""
+    if found == size:
+        return Presence.PRESENT
+    if found is None:
+        return Presence.MISSING
+    if found is NOT_REGULAR:
+        return Presence.NOT_REGULAR
+    return Presence.WRONG_SIZE if isinstance(found, int) else Presence.ERROR
+
+
 def _release(fetched: Fetched) -> None:
     while fetched:
         fetched.popitem()[1].release()
@@ -439,8 +449,7 @@ class NamespaceView(ShelfView):
         self._log = RateLimitedLog(logger)
         self._folders: tuple[str, ...] = (fmt.namespace.folder,)
         self._folders_until = 0.0
-        #: Ends of the names of a chunk's objects, by shard.
-        self._ends = tuple(f"{shard}of{fmt.shards}.safetensors" for shard in range(fmt.shards))
+        self._ends = shard_ends(fmt.shards)
         #: By shard and number of tokens.
         self._wholes: dict[tuple[int, int], Whole] = {}
         self._repairs = Repairs(backend)
@@ -545,19 +554,9 @@ class NamespaceView(ShelfView):
         return asked[0][0]._probe_named(names, sizes, find=find) if names else []
 
     def _names_and_sizes(self, refs: Sequence[ObjectRef]) -> tuple[list[str], list[int]]:
-        names: list[str] = []
-        sizes: list[int] = []
-        last: Chunk | None = None
-        start = ""
-        cut = len(self._ends[0])
-        for chunk, shard in refs:
-            if chunk is not last:
-                # Only the end of the name differs between the shards of a chunk.
-                name = object_name(chunk, 0, self.fmt.shards, self.fmt.kind)
-                start, last = name[:-cut], chunk
-            names.append(start + self._ends[shard])
-            sizes.append(self.size(chunk, shard))
-        return names, sizes
+        whole = self._sizes
+        sizes = [self.size(chunk, n) if chunk.tail else whole[n] for chunk, n in refs]
+        return object_names(refs, self.fmt.shards, self.fmt.kind), sizes
 
     def _probe_named(
         self, names: list[str], sizes: list[int], *, find: bool = False
@@ -579,28 +578,17 @@ class NamespaceView(ShelfView):
         return answers
 
     def _probe(self, folder: str, names: list[str], sizes: list[int], find: bool) -> list[Presence]:
-        start = folder + "/"
-        answers: list[Presence] = []
+        named = [f"{folder}/{name}" for name in names]
         begin = time.perf_counter()
-        named = [start + name for name in names]
         stats = self._ask(named, sizes) if find else self.backend.stat(named)
         self._counters.observe("probe", time.perf_counter() - begin)
-        error: StorageError | None = None
-        for found, size in zip(stats, sizes, strict=True):
-            if found == size:
-                answers.append(Presence.PRESENT)
-            elif found is None:
-                answers.append(Presence.MISSING)
-            elif found is NOT_REGULAR:
-                answers.append(Presence.NOT_REGULAR)
-            elif isinstance(found, int):
-                answers.append(Presence.WRONG_SIZE)
-            else:
-                error = found
-                answers.append(Presence.ERROR)
-        if error is not None:
-            self._log_failed_probe(error)
-        return answers
+        if stats == sizes:
+            # The usual answer of a lookup, by far the quickest.
+            return [Presence.PRESENT] * len(sizes)
+        errors = [found for found in stats if isinstance(found, StorageError)]
+        if errors:
+            self._log_failed_probe(errors[-1])
+        return list(map(_presence, stats, sizes))
 
     def _ask(self, names: list[str], sizes: list[int]) -> StatResults:
         """Probe objects that are to be loaded."""
@@ -776,41 +764,37 @@ class NamespaceView(ShelfView):
         fmt = self.fmt
         name = object_name(fmt.named_chunk(parsed), parsed.shard, fmt.shards, fmt.kind)
         return self._read_from(
+            self._folders_from(parsed.namespace),
             name,
             len(buffer),
             lambda reader: fmt.read_named(reader, parsed, buffer),
-            first=parsed.namespace,
         )
+
+    def _folders_from(self, first: str | None) -> Iterator[str]:
+        if first is not None:
+            yield first
+        yield from (folder for folder in self._find_folders() if folder != first)
 
     def _read(self, ref: ObjectRef, buffer: memoryview) -> None:
         self._read_from(
-            self._base(ref), len(buffer), lambda reader: self.fmt.read(reader, *ref, buffer)
+            self._find_folders(),
+            self._base(ref),
+            len(buffer),
+            lambda reader: self.fmt.read(reader, *ref, buffer),
         )
 
     def _read_from(
-        self,
-        name: str,
-        size: int,
-        read: Callable[[ReaderLike], _T],
-        first: str | None = None,
+        self, folders: Iterable[str], name: str, size: int, read: Callable[[ReaderLike], _T]
     ) -> _T:
-        """Read an object from the first folder of the namespace that has it.
-
-        `first`, if given, is looked into before it is known which folders there are.
-        """
+        """Read an object from the first of some folders that has it."""
         missing: ObjectMissingError | None = None
-        for folder in self._folders_from(first):
+        for folder in folders:
             try:
                 return self._read_twice(f"{folder}/{name}", size, read)
             except ObjectMissingError as error:
                 missing = error
         assert missing is not None, "a namespace has a folder"
         raise missing
-
-    def _folders_from(self, first: str | None) -> Iterator[str]:
-        if first is not None:
-            yield first
-        yield from (folder for folder in self._find_folders() if folder != first)
 
     def _read_twice(self, name: str, size: int, read: Callable[[ReaderLike], _T]) -> _T:
         try:

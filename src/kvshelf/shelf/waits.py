@@ -43,6 +43,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from kvshelf.backends.guard import GuardedBackend
@@ -88,6 +89,7 @@ _MOST_AHEAD: Final = 64
 _BATCH: Final = 32
 
 
+@dataclass(eq=False, repr=False)
 class Wait:
     """One request that waits; made by :meth:`WaitService.submit`.
 
@@ -101,47 +103,28 @@ class Wait:
         Number of leading pieces that were seen.
     """
 
-    __slots__ = (
-        "_ahead",
-        "_attempt",
-        "_backoff",
-        "_due",
-        "_failed",
-        "_lost",
-        "_marker_due",
-        "_missing",
-        "_name",
-        "_pieces",
-        "_questions",
-        "_service",
-        "_watched",
-        "complete",
-        "gave_up",
-        "seen",
-    )
-
-    def __init__(self, service: WaitService, pieces: Sequence[Piece], attempt: str) -> None:
-        self.complete = not pieces
-        self.gave_up = False
-        self.seen = 0
-        self._service = service
-        self._pieces = pieces
-        self._attempt = attempt
-        #: The objects to probe next; empty for a moment, while others are chosen.
-        self._questions: list[tuple[_Object, Kind, ObjectRef]] = []
-        #: The shard of the next piece that was missing last; None: probe all shards.
-        self._missing: int | None = 0
-        #: Pieces to probe where no shard is known to be missing.
-        self._ahead = 1
-        self._due = self._marker_due = 0.0
-        #: Name of the next object, once its folder was to be watched, and whether it is watched.
-        self._name: str | None = None
-        self._watched = False
-        #: Whether the storage failed to answer for the next object, and how long it then pauses.
-        self._failed = False
-        self._backoff = 0.0
-        #: Whether the marker was seen: it counts if the pieces, probed once more, are missing.
-        self._lost = False
+    _service: WaitService
+    _pieces: Sequence[Piece]
+    _attempt: str
+    complete: bool = False
+    gave_up: bool = False
+    seen: int = 0
+    #: The objects to probe next; empty for a moment, while others are chosen.
+    _questions: list[tuple[_Object, Kind, ObjectRef]] = field(default_factory=list)
+    #: The shard of the next piece that was missing last; None: probe all shards.
+    _missing: int | None = 0
+    #: Pieces to probe where no shard is known to be missing.
+    _ahead: int = 1
+    _due: float = 0.0
+    _marker_due: float = 0.0
+    #: Name of the next object, once its folder was to be watched, and whether it is watched.
+    _name: str | None = None
+    _watched: bool = False
+    #: Whether the storage failed to answer for the next object, and how long it then pauses.
+    _failed: bool = False
+    _backoff: float = 0.0
+    #: Whether the marker was seen: it counts if the pieces, probed once more, are missing.
+    _lost: bool = False
 
     @property
     def ended(self) -> bool:
@@ -198,7 +181,7 @@ class WaitService:
     on_seen : Callable, optional
         Called on a background thread with the kind keys
         (:func:`~kvshelf.format.kinds.kind_key`) of pieces that were just seen, before their waits
-        tell of them. Must not block.
+        show it. Must not block.
     on_thread_start : Callable, optional
         Called first on each thread, to set its processors.
 
@@ -228,7 +211,7 @@ class WaitService:
         self._waits: dict[Wait, None] = {}
         self._closed = False
         #: Wakes the thread that probes.
-        self._bell = _Bell()
+        self._waker = _Waker()
         #: Wakes sleeping steps.
         self._progress = threading.Event()
         #: Seconds of processor time for one probe, and when a piece was seen last.
@@ -268,20 +251,20 @@ class WaitService:
         ValueError
             If a piece is of a kind that the namespace does not have.
         """
-        strange = {kind for kind, _ in pieces} - self._views.keys()
-        if strange:
+        unknown = {kind for kind, _ in pieces} - self._views.keys()
+        if unknown:
             raise ValueError(
-                f"pieces of kind {', '.join(sorted(strange))}: the namespace has"
+                f"pieces of kind {', '.join(sorted(unknown))}: the namespace has"
                 f" {', '.join(self._views)}"
             )
-        wait = Wait(self, pieces, attempt)
+        wait = Wait(self, pieces, attempt, complete=not pieces)
         if pieces:
             wait._plan(self._shards)
             with self._lock:
                 if not self._closed:
                     self._waits[wait] = None
             self._threads.ready()
-            self._bell.ring()
+            self._waker.wake()
         return wait
 
     def sleep(self, seconds: float) -> bool:
@@ -310,7 +293,7 @@ class WaitService:
         with self._lock:
             self._closed = True
             self._waits.clear()
-        self._bell.ring()
+        self._waker.wake()
 
     def _forget(self, wait: Wait) -> None:
         with self._lock:
@@ -318,7 +301,7 @@ class WaitService:
             last = not self._waits
         if last:
             # Its folder is not to be watched any longer.
-            self._bell.ring()
+            self._waker.wake()
 
     # ---------------------------------------------------------------------- on background threads
 
@@ -341,8 +324,8 @@ class WaitService:
         """Sleep until a time, a wake-up, or the notice of an object that a wait needs."""
         while True:
             seconds = None if until is None else max(0.0, until - time.monotonic())
-            rung, noticed = self._bell.wait(seconds, watcher.fileno())
-            if rung or not noticed or watcher.read() or seconds == 0.0:
+            woken, noticed = self._waker.wait(seconds, watcher.fileno())
+            if woken or not noticed or watcher.read() or seconds == 0.0:
                 return
             time.sleep(_NOTICE_REST)
 
@@ -372,7 +355,7 @@ class WaitService:
             # Another thread probes the same.
             return
         found = [(wait, wait._take(answers, self._shards)) for wait in waits]
-        self._tell([key for _, seen in found for key in seen])
+        self._report([key for _, seen in found for key in seen])
         self._finish(found)
         now = time.monotonic()
         pause = self._pause(polled, len(questions), time.thread_time() - used, now - begin)
@@ -417,7 +400,7 @@ class WaitService:
             self._counters.add("probe_errors", errors)
         return answers
 
-    def _tell(self, seen: Sequence[bytes]) -> None:
+    def _report(self, seen: Sequence[bytes]) -> None:
         if seen and self._on_seen is not None:
             try:
                 self._on_seen(list(dict.fromkeys(seen)))
@@ -488,23 +471,23 @@ class WaitService:
             pace.rest()
 
 
-class _Bell:
+class _Waker:
     """Wakes one thread that waits for it or for a file descriptor."""
 
     def __init__(self) -> None:
-        self._heard, self._rung = os.pipe()
-        for end in (self._heard, self._rung):
+        self._read_end, self._write_end = os.pipe()
+        for end in (self._read_end, self._write_end):
             os.set_blocking(end, False)
             weakref.finalize(self, os.close, end).atexit = False
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Wake the thread, now or when it waits next."""
         # If the pipe is full, the thread is signalled already.
         with contextlib.suppress(BlockingIOError):
-            os.write(self._rung, b"\0")
+            os.write(self._write_end, b"\0")
 
     def wait(self, seconds: float | None, other: int | None) -> tuple[bool, bool]:
-        """Wait for :meth:`ring` or until `other` is readable; return whether each is true.
+        """Wait for :meth:`wake` or until `other` is readable; return whether each is true.
 
         Parameters
         ----------
@@ -514,15 +497,15 @@ class _Bell:
             A file descriptor.
         """
         poll = select.poll()
-        poll.register(self._heard, select.POLLIN)
+        poll.register(self._read_end, select.POLLIN)
         if other is not None:
             poll.register(other, select.POLLIN)
         ready = dict(poll.poll(None if seconds is None else seconds * 1e3))
-        rung = self._heard in ready
-        if rung:
+        woken = self._read_end in ready
+        if woken:
             with contextlib.suppress(BlockingIOError):
-                os.read(self._heard, 1 << 16)
-        return rung, other in ready
+                os.read(self._read_end, 1 << 16)
+        return woken, other in ready
 
 
 class _Watcher:

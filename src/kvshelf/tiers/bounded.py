@@ -1,20 +1,20 @@
 """A directory of objects that stays below a number of bytes, however many processes write to it.
 
-Owns when room is made in it, and how much, and whether two storages are one directory. As on a
-shelf, :mod:`kvshelf.capacity.collect` chooses what is deleted, unused objects only: chunks and
+Owns when objects are evicted from it, and how many, and whether two storages are one directory. As
+on a shelf, :mod:`kvshelf.capacity.collect` chooses what is deleted, unused objects only: chunks and
 tails, each with all its shards and kinds. The directory knows no parents of them.
 
 All processes count the bytes in one ledger (:mod:`kvshelf.tiers.ledger`). The estimate that bounds
-a shelf (:mod:`kvshelf.capacity.room`) is not exact enough: it follows the free space of the
+a shelf (:mod:`kvshelf.capacity.bound`) is not exact enough: it follows the free space of the
 filesystem, which other programs use as well; each process has its own, and takes half of the space
 that it sees; and unknown numbers bound nothing.
 
 Contracts
 ---------
 * Nothing is written before the objects have been counted by a scan, nor an hour after the last one.
-  The count is kept from one process to the next: where there is room nothing is scanned.
-* Several processes that make room at the same time stop as soon as the ledger says that there is
-  room: together they remove no more than one alone.
+  The count is kept from one process to the next: while objects fit nothing is scanned.
+* Several processes that evict at the same time stop as soon as the object fits by the ledger:
+  together they remove no more than one alone.
 * Only objects are counted and removed, those of other versions of the format too; and temporaries
   of killed writers are removed. Other files are left alone.
 """
@@ -34,22 +34,21 @@ from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.capacity.collect import plan
 from kvshelf.capacity.deletion import Outcome, carry_out
-from kvshelf.capacity.inventory import Inventory
+from kvshelf.capacity.inventory import Scan
 from kvshelf.capacity.rules import Rules
-from kvshelf.errors import NoRoomError, StorageError, UnavailableStorageError
+from kvshelf.errors import BoundReachedError, StorageError, UnavailableStorageError
 from kvshelf.format.names import parse_path
 from kvshelf.shelf.pacing import GilPace
 from kvshelf.tiers.ledger import LEDGER, Ledger
 
-#: Share of the bound that is left in use when room is made: ten objects are scanned for each
-#: written.
+#: Share of the bound that evictions leave in use: ten objects are scanned for each written.
 _FULL_AFTER: Final = 0.9
 #: Seconds without a change after which a temporary belongs to a writer that was killed.
 _TEMPORARY_SECONDS: Final = 300.0
 
 
 class BoundedBackend(WrappedBackend):
-    """A directory that refuses objects for which there is no room below a bound.
+    """A directory that refuses objects that would exceed a bound.
 
     Bad objects are removed from it, not quarantined.
 
@@ -82,8 +81,8 @@ class BoundedBackend(WrappedBackend):
 
         Raises
         ------
-        NoRoomError
-            If :meth:`make_room` must be called first.
+        BoundReachedError
+            If :meth:`evict` must be called first.
         """
         if parse_path(name) is None:
             return self.inner.write(name, buffers, mode)
@@ -92,8 +91,10 @@ class BoundedBackend(WrappedBackend):
         if mode == "create" and before is not None:
             return WriteResult.EXISTED
         if not self._take(size):
-            raise NoRoomError(
-                errno.ENOSPC, f"no room for {size} bytes: max_bytes is {self.max_bytes}", self.url
+            raise BoundReachedError(
+                errno.ENOSPC,
+                f"{size} bytes more do not fit: max_bytes is {self.max_bytes}",
+                self.url,
             )
         result = None
         try:
@@ -118,7 +119,7 @@ class BoundedBackend(WrappedBackend):
         """Remove the file at `name`."""
         return self.delete(name)
 
-    def _has_room(self, size: int) -> bool:
+    def _fits(self, size: int) -> bool:
         """Whether `size` bytes fit, by a count that is recent."""
         use = self.ledger.read()
         return use is not None and use.is_recent and use.used + size <= self.max_bytes
@@ -126,17 +127,17 @@ class BoundedBackend(WrappedBackend):
     def _take(self, size: int) -> bool:
         """Note an object that is about to be written, if it fits."""
         # Look first: a change that is noted and withdrawn makes the next scan less precise.
-        use = self.ledger.add(size) if self._has_room(size) else None
+        use = self.ledger.add(size) if self._fits(size) else None
         if use is not None and use.used > self.max_bytes:
             self.ledger.add(-size)
             return False
         return use is not None
 
-    def make_room(self, size: int, guard: GuardedBackend) -> Outcome:
+    def evict(self, size: int, guard: GuardedBackend) -> Outcome:
         """Scan the objects, and remove the first in the order of eviction until `size` bytes fit.
 
-        Goes through all objects, in small steps: not for a thread whose caller waits. Does
-        nothing when there is room and the last scan is recent.
+        Lists all objects, in small steps: not for a thread whose caller waits. Does nothing when
+        they fit and the last scan is recent.
 
         Parameters
         ----------
@@ -157,16 +158,15 @@ class BoundedBackend(WrappedBackend):
         """
         with guard.tracked_write(LEDGER):
             before = self.ledger.read()
-            if self._has_room(size):
+            if self._fits(size):
                 return Outcome()
-        found = Inventory.scan(
-            guard, records=False, parents=None, in_part=True, pace=GilPace().rest
-        )
+        scan = Scan(guard, records=False, parents=None, in_part=True)
+        found = scan.run(pace=GilPace().rest)
         assert found is not None
         held = int(found.size.sum()) + found.unlisted.nbytes
         with guard.tracked_write(LEDGER):
             self.ledger.restart(held, before)
-            full = not self._has_room(size)
+            full = not self._fits(size)
         rules = Rules(
             max_bytes=self.max_bytes if full else None,
             markers=None,
@@ -179,7 +179,7 @@ class BoundedBackend(WrappedBackend):
 
         outcome, noted = Outcome(), 0
 
-        def there_is_room() -> bool:
+        def fits_now() -> bool:
             nonlocal noted
             if not full:
                 return False
@@ -190,7 +190,7 @@ class BoundedBackend(WrappedBackend):
             noted, used = outcome.count, self.ledger.last_used
             return used is None or not rules.to_free(used, self.max_bytes)
 
-        return carry_out(guard, plan(found, rules), stop=there_is_room, outcome=outcome)
+        return carry_out(guard, plan(found, rules), stop=fits_now, outcome=outcome)
 
 
 def share_files(one: Backend, other: Backend) -> bool:

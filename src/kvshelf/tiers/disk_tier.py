@@ -6,11 +6,10 @@ stored. It is bounded (:mod:`kvshelf.tiers.bounded`), and any number of processe
 
 Contracts
 ---------
-* What is read from the tier is verified like any object. A bad copy is removed; the load goes on
-  from the shelf, and brings a new copy.
-* One thread of the tier writes to it. The objects that wait for this thread take a bounded amount
-  of memory, each once; an object that finds no room there is not copied. Neither loads nor stores
-  wait.
+* What is read from the tier is verified like any object. A bad copy is removed; the shelf serves
+  the load, which brings a new copy.
+* One thread of the tier writes to it. Objects queue for it in a bounded amount of memory, each
+  once; an object that does not fit is not copied. Neither loads nor stores wait.
 * A directory that fails or takes no writes has a circuit breaker of its own. While it is open only
   the copies are missing. A thread that is stuck in the directory counts as stuck in the shelf
   behind, whose watchers replace it.
@@ -41,8 +40,8 @@ from kvshelf.capacity.rules import Rule
 from kvshelf.capacity.uses import Uses
 from kvshelf.errors import (
     BadObjectError,
+    BoundReachedError,
     ConfigError,
-    NoRoomError,
     NoSpaceStorageError,
     ObjectMissingError,
     ReadOnlyStorageError,
@@ -60,6 +59,8 @@ from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.threads import StorageThreads
 from kvshelf.shelf.view import NamespaceView, ObjectRef, Presence
 from kvshelf.tiers.bounded import BoundedBackend, share_files
+
+__all__ = ["DiskTier"]
 
 logger = logging.getLogger(__name__)
 
@@ -128,10 +129,12 @@ class DiskTier:
     max_bytes : int
         Most bytes of all objects there, of all processes.
     counters : Counters, optional
+        Counts what is done.
     queue_bytes : int
-        Most host memory for objects that wait to be copied to it.
+        Most host memory for objects that wait to be copied to it; 256 MiB by default.
     open_seconds : float or None
-        How long to wait for the directory to be open; None: until :meth:`wait_open` is called.
+        How long to wait for the directory to be open, in seconds, 5 by default; None: until
+        :meth:`wait_open` is called.
     backoff : Backoff
         How long its circuit breaker stays open.
     on_thread_start : Callable, optional
@@ -213,10 +216,10 @@ class DiskTier:
         return Shelf(guard)
 
     def check_disjoint(self, backend: Backend) -> None:
-        """Refuse to stand before a shelf that has files in common with this directory.
+        """Refuse a shelf that has files in common with this directory.
 
-        They would be taken for copies, and removed when there are too many. A directory that is
-        not open yet is looked at when it is. May block on both.
+        They would be taken for copies, and evicted when there are too many. A directory that is
+        not open yet is checked once it is. May block on both.
 
         Raises
         ------
@@ -233,8 +236,8 @@ class DiskTier:
                 self._refused = True
             raise ConfigError(
                 f"the disk tier {self.path} and the shelf {backend.url} are one directory, or one"
-                " is inside the other, perhaps by a link or a mount: a disk tier removes what it"
-                " has no room for. Give disk_tier.path a directory of its own"
+                " is inside the other, perhaps by a link or a mount: a disk tier evicts"
+                " objects when it is full. Give disk_tier.path a directory of its own"
             )
 
     def _count(self, name: str) -> None:
@@ -259,8 +262,11 @@ class DiskTier:
     @property
     def available(self) -> bool:
         """Whether the tier is open and its circuit breaker is not."""
+        return self._available() is not None
+
+    def _available(self) -> Shelf | None:
         shelf = self.usable
-        return shelf is not None and shelf.available
+        return shelf if shelf is not None and shelf.available else None
 
     @property
     def usable(self) -> Shelf | None:
@@ -275,8 +281,8 @@ class DiskTier:
 
     def holds(self, fmt: ObjectFormat, refs: Sequence[ObjectRef]) -> list[bool]:
         """Return of which objects there are copies of the right size."""
-        shelf = self.usable
-        if shelf is None or not shelf.available:
+        shelf = self._available()
+        if shelf is None:
             return [False] * len(refs)
         return [found is Presence.PRESENT for found in shelf.view(fmt).probe(refs)]
 
@@ -306,8 +312,8 @@ class DiskTier:
         buffer: memoryview,
         read: Callable[[NamespaceView], Chunk],
     ) -> Chunk | None:
-        shelf = self.usable
-        if shelf is None or not shelf.available:
+        shelf = self._available()
+        if shelf is None:
             return None
         view = shelf.view(fmt)
         try:
@@ -374,7 +380,7 @@ class DiskTier:
         return shelf.view(fmt).delete(ref) or waiting is not None
 
     def keep(self, fmt: ObjectFormat, ref: ObjectRef, buffer: BytesLike) -> None:
-        """Copy an object into the queue of those to write, if there is room.
+        """Copy an object into the queue of those to write, if it fits.
 
         One that is in the queue already is not copied again.
         """
@@ -382,9 +388,9 @@ class DiskTier:
             self._counters.add("disk_tier_dropped_objects")
 
     def _queue(self, fmt: ObjectFormat, ref: ObjectRef, view: memoryview) -> bool:
-        """Copy an object; whether it is in the queue."""
-        shelf = self.usable
-        if shelf is None or not shelf.available or shelf.read_only or self._closing.is_set():
+        """Copy an object; return whether it is in the queue."""
+        shelf = self._available()
+        if shelf is None or shelf.read_only or self._closing.is_set():
             return False
         copy = self._pool.allocate(view.nbytes)
         if copy is None:
@@ -406,7 +412,7 @@ class DiskTier:
         return queued
 
     def _start_thread(self) -> bool:
-        """Start the thread when it is needed; whether there is one. Holds the lock."""
+        """Start the thread if needed; return whether there is one. The caller holds the lock."""
         if self._threads is None:
             guard = self.guard
             assert guard is not None
@@ -421,7 +427,7 @@ class DiskTier:
             try:
                 self._threads.start()
             except RuntimeError as error:
-                # Copies are not worth a load or a store; the next one tries again.
+                # A missing copy must not fail a load or a store; the next one tries again.
                 logger.debug("nothing is copied to the disk tier: %s", error)
                 self._threads = None
                 return False
@@ -446,11 +452,11 @@ class DiskTier:
             try:
                 self._write(shelf, item)
             except StorageError as error:
-                # The guard says so where the whole directory takes no writes or fails.
-                spoken_of = error.retryable or isinstance(
-                    error, NoRoomError | NoSpaceStorageError | ReadOnlyStorageError
+                # The guard logs it where the whole directory takes no writes or fails.
+                logged = error.retryable or isinstance(
+                    error, BoundReachedError | NoSpaceStorageError | ReadOnlyStorageError
                 )
-                if spoken_of:
+                if logged:
                     logger.debug("the disk tier was not written to: %s", error)
                 else:
                     self._log.warning("the disk tier %s was not written to: %s", self.path, error)
@@ -473,16 +479,16 @@ class DiskTier:
         view = shelf.view(item.fmt)
         try:
             result = view.publish(item.ref, item.buffer.view)
-        except NoRoomError:
-            self._make_room(shelf, bounded, size)
+        except BoundReachedError:
+            self._evict(shelf, bounded, size)
             result = view.publish(item.ref, item.buffer.view)
         if result is not WriteResult.EXISTED:
             self._counters.add("disk_tier_stored_bytes", size)
         if (used := bounded.ledger.last_used) is not None:
             self._counters.set_gauge("disk_tier_used_bytes", used)
 
-    def _make_room(self, shelf: Shelf, bounded: BoundedBackend, size: int) -> None:
-        outcome = bounded.make_room(size, shelf.backend)
+    def _evict(self, shelf: Shelf, bounded: BoundedBackend, size: int) -> None:
+        outcome = bounded.evict(size, shelf.backend)
         evicted = outcome.deleted.get(Rule.SIZE)
         if evicted is not None:
             self._counters.add("disk_tier_evicted_objects", evicted.count)
@@ -493,7 +499,7 @@ class DiskTier:
     # ---------------------------------------------------------------------------------- the end
 
     def drain(self, seconds: float) -> bool:
-        """Wait until all copies are written and all uses recorded; whether it was in time."""
+        """Wait until all copies are written and all uses recorded; return whether they were."""
         end = time.monotonic() + seconds
         with self._work:
             written = self._work.wait_for(lambda: not (self._copies or self._writing), seconds)

@@ -34,6 +34,8 @@ from kvshelf.shelf.view import ObjectRef
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["MemoryTier"]
+
 _Name: TypeAlias = tuple[bytes, Kind, int, int]
 
 
@@ -79,6 +81,7 @@ class MemoryTier:
     max_bytes : int
         Bytes of memory.
     counters : Counters, optional
+        Counts what is done.
     lazy : bool
         Take memory from the system when it is needed, and never refuse.
     device : torch.device, optional
@@ -92,6 +95,7 @@ class MemoryTier:
     Attributes
     ----------
     max_bytes : int
+        As above.
     """
 
     def __init__(
@@ -174,9 +178,9 @@ class MemoryTier:
     # ----------------------------------------------------------------------------------- entering
 
     def reserve(self, fmt: ObjectFormat, ref: ObjectRef) -> PinnedObject | None:
-        """Make room for an object that is going to be read; None if it is here, or there is none.
+        """Reserve memory for an object about to be read; None if it is here or does not fit.
 
-        What is used least recently is evicted for it.
+        The least recently used objects are evicted for it.
         """
         name = _name(fmt, *ref)
         if name in self._memory:
@@ -188,7 +192,7 @@ class MemoryTier:
         return None if slot is None else PinnedObject(self, slot)
 
     def keep(self, fmt: ObjectFormat, ref: ObjectRef, buffer: BytesLike) -> None:
-        """Copy an object in, if there is room. The bytes must be verified."""
+        """Copy an object in, if it fits. The bytes must be verified."""
         if self.holds(fmt, [ref])[0]:
             return
         reserved = self.reserve(fmt, ref)

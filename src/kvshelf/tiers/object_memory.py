@@ -63,7 +63,7 @@ class ObjectMemory(Protocol):
         Returns
         -------
         Pinned or None
-            None: there is no room for it now. The storage may have it all the same.
+            None: no memory is free for it now. The storage may have it all the same.
 
         Raises
         ------

@@ -12,7 +12,7 @@ Contracts
   objects that are in no tier. So an object that was deleted from the shelf is found until it is
   gone from the tiers as well.
 * What is in memory is read where it lies, and what is not is read into a tier's memory, where a
-  tier has room for it (:meth:`TieredView.pin`): it is verified there, and copied from there.
+  tier has memory for it (:meth:`TieredView.pin`): it is verified there, and copied from there.
 * All methods may be called from any thread but an engine's step thread, but for
   :meth:`TieredView.expect`.
 """
@@ -33,7 +33,7 @@ from kvshelf.config import Config, default_shelf_path
 from kvshelf.format.keys import Chunk
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
-from kvshelf.shelf.opening import TIERED_SECONDS, LateBackend, Opening
+from kvshelf.shelf.opening import START_SECONDS, TIERED_SECONDS, LateBackend, Opening
 from kvshelf.shelf.shelf import Shelf, open_shelf
 from kvshelf.shelf.view import (
     FailedRead,
@@ -90,7 +90,7 @@ class Tier(Protocol):
         """Return memory into which an object is to be read; None if it should not, or is here."""
 
     def keep(self, fmt: ObjectFormat, ref: ObjectRef, buffer: BytesLike) -> None:
-        """Take a copy of an object that is on the shelf, if there is room. Never waits."""
+        """Take a copy of an object that is on the shelf, if it fits. Never waits."""
 
     def remove(self, fmt: ObjectFormat, refs: Sequence[ObjectRef]) -> int:
         """Remove copies; return of how many objects there were any. Raises StorageError."""
@@ -203,7 +203,7 @@ class TieredView(ShelfView):
     def pin(self, ref: ObjectRef) -> Pinned | None:
         """Pin an object in the first tier that has it, else in the memory of the shelf.
 
-        If it lies in none, it is read into the first tier that has room for it, and pinned there.
+        If it lies in none, it is read into the first tier that has memory for it, and pinned there.
         None if a tier has it elsewhere than in memory. What lies in the memory of the shelf is not
         copied into the tiers.
         """
@@ -292,26 +292,27 @@ class TieredShelf:
 AnyShelf: TypeAlias = Shelf | TieredShelf
 
 
-def open_behind(
-    tier: DiskTier,
+def open_late(
     url: str | os.PathLike[str],
+    tier: DiskTier | None,
     *,
     storage_options: Mapping[str, Any] | None = None,
     read_only: bool = False,
     counters: Counters | None = None,
     deadlines: Mapping[str, float] | None = None,
-    open_seconds: float = TIERED_SECONDS,
+    open_seconds: float | None = None,
 ) -> Shelf:
-    """Open the shelf behind a disk tier, also when it does not answer now.
+    """Open a shelf, also when it does not answer now.
 
-    The objects in the tier can be loaded meanwhile.
+    The objects in its tier can be loaded meanwhile.
 
     Parameters
     ----------
-    tier : DiskTier
     url, storage_options, read_only, counters, deadlines
         As for :func:`kvshelf.shelf.shelf.open_shelf`.
-    open_seconds : float
+    tier : DiskTier or None
+        The disk tier in front of it.
+    open_seconds : float, optional
         How long to wait for it.
 
     Raises
@@ -323,15 +324,20 @@ def open_behind(
     def make() -> Backend:
         opened = open_backend(url, storage_options=storage_options, read_only=read_only)
         try:
-            tier.check_disjoint(opened)
+            if tier is not None:
+                tier.check_disjoint(opened)
         except BaseException:
             opened.close()
             raise
         return opened
 
+    if tier is None:
+        seconds, meanwhile = START_SECONDS, "nothing is found or stored"
+    else:
+        seconds = TIERED_SECONDS
+        meanwhile = f"only objects in the disk tier {tier.path} can be loaded"
     opening = Opening(shown_url(url), make)
-    meanwhile = f"only objects in the disk tier {tier.path} can be loaded"
-    backend = opening.first(open_seconds, meanwhile) or LateBackend(opening)
+    backend = opening.first(open_seconds or seconds, meanwhile) or LateBackend(opening)
     wanted = replace(backend.properties.deadlines, **(deadlines or {}))
     return Shelf(backend, counters, deadlines=wanted)
 
@@ -354,11 +360,12 @@ def open_configured(
     config: Config,
     counters: Counters,
     *,
+    late: bool = False,
     on_thread_start: Callable[[], None] | None = None,
 ) -> tuple[Shelf, DiskTier | None]:
     """Open the shelf of a configuration, and its disk tier if it has one. May block.
 
-    Behind a disk tier the shelf may open later, see :func:`open_behind`.
+    Behind a disk tier the shelf may open later, see :func:`open_late`.
 
     Parameters
     ----------
@@ -367,6 +374,8 @@ def open_configured(
     config : Config
     counters : Counters
         Counts what both do.
+    late : bool
+        The shelf may open later without a disk tier, too. Nothing is found meanwhile.
     on_thread_start : Callable, optional
         Called first on the tier's thread, to set its processors.
 
@@ -374,7 +383,7 @@ def open_configured(
     ------
     ConfigError, StorageError
         If the shelf or the tier cannot be opened, and waiting would not help; without a disk
-        tier also if the storage does not answer.
+        tier also if the storage does not answer, unless it may be `late`.
     """
     options: dict[str, Any] = {
         "storage_options": config.storage_options,
@@ -384,7 +393,8 @@ def open_configured(
     }
     place = config.disk_tier
     if place is None:
-        return open_shelf(url, **options), None
+        shelf = open_late(url, None, **options) if late else open_shelf(url, **options)
+        return shelf, None
     # It needs torch, and most engines do not need it.
     from kvshelf.tiers.disk_tier import DiskTier
 
@@ -398,7 +408,7 @@ def open_configured(
             on_thread_start=on_thread_start,
         )
         undo.callback(tier.close)
-        shelf = open_behind(tier, url, **options)
+        shelf = open_late(url, tier, **options)
         undo.callback(shelf.close)
         # Both are opened at the same time.
         tier.wait_open(max(0.0, begin + TIERED_SECONDS - time.monotonic()))

@@ -31,12 +31,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from operator import itemgetter
-from typing import Final, TypeVar
+from typing import Final
 
-from kvshelf.capacity.parallel import PAUSES, Attempts, in_parallel, threads_for
+from kvshelf.capacity.parallel import PAUSES, Work, threads_for
 from kvshelf.errors import (
     BadObjectError,
     ConfigError,
@@ -67,8 +67,6 @@ _BATCH: Final = 256
 #: forged namespace may demand any size, and a copy holds objects in memory.
 _LARGE_BYTES: Final = 256 << 20
 _MOST_BYTES: Final = 4 << 30
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,38 +169,6 @@ class _ToCopy:
     present: bool = False
 
 
-@dataclass(slots=True)
-class _Progress:
-    """The state shared by the threads of one copy."""
-
-    report: CopyReport
-    on_progress: Callable[[CopyReport], None]
-    on_problem: Callable[[str, str], None]
-    #: Namespace folders at the source.
-    folders: list[str] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    attempts: Attempts = field(default_factory=Attempts)
-
-    def count(self, name: str, more: int = 1) -> None:
-        with self.lock:
-            setattr(self.report, name, getattr(self.report, name) + more)
-            self.on_progress(self.report)
-
-    def count_copied(self, item: _ToCopy, nbytes: int) -> None:
-        with self.lock:
-            self.report.copied += 1
-            self.report.windows += item.parsed.kind == WINDOW
-            self.report.states += item.parsed.kind == STATE
-            self.report.bytes += nbytes
-            self.on_progress(self.report)
-
-    def problem(self, kind: str, name: str, text: str) -> None:
-        with self.lock:
-            setattr(self.report, kind, getattr(self.report, kind) + 1)
-            self.on_problem(name, text)
-            self.on_progress(self.report)
-
-
 def copy_shelf(
     source: Shelf,
     target: Shelf,
@@ -250,47 +216,58 @@ def copy_shelf(
     """
     begin = time.monotonic()
     report = CopyReport() if report is None else report
-    state = _Progress(report, on_progress, on_problem)
+    state = Work(report, on_progress, on_problem)
+    folders: list[str] = []
     to_do = _to_do(
-        _find(source, target, selection, state, describe=not dry_run),
+        _find(source, target, selection, state, folders, describe=not dry_run),
         state,
         verify_existing=verify_existing,
         dry_run=dry_run,
     )
     threads = jobs or threads_for(source.backend, target.backend)
     try:
-        for _ in in_parallel(_Copier(source, target, state), to_do, threads, state.attempts.stop):
-            pass
+        state.run_over(to_do, _Copier(source, target, state).copy, threads)
         if report.gone:
-            _check_there(source, state.folders)
+            _check_there(source, folders)
     finally:
         report.seconds = time.monotonic() - begin
     return report
 
 
 def _to_do(
-    items: Iterable[_ToCopy], state: _Progress, *, verify_existing: bool, dry_run: bool
+    items: Iterable[_ToCopy], state: Work[CopyReport], *, verify_existing: bool, dry_run: bool
 ) -> Iterator[_ToCopy]:
     """Yield what is to be copied or verified; count the rest."""
     for item in items:
         if dry_run:
             if item.present:
-                state.count("existed")
+                state.count(existed=1)
             else:
-                state.count_copied(item, item.size)
+                _count_copied(state, item, item.size)
         elif item.present and not verify_existing:
-            state.count("existed")
+            state.count(existed=1)
         else:
             yield item
+
+
+def _count_copied(state: Work[CopyReport], item: _ToCopy, nbytes: int) -> None:
+    kind = item.parsed.kind
+    state.count(copied=1, windows=int(kind == WINDOW), states=int(kind == STATE), bytes=nbytes)
 
 
 # --------------------------------------------------------------------------- what to copy
 
 
 def _find(
-    source: Shelf, target: Shelf, selection: Selection, state: _Progress, *, describe: bool
+    source: Shelf,
+    target: Shelf,
+    selection: Selection,
+    state: Work[CopyReport],
+    complete: list[str],
+    *,
+    describe: bool,
 ) -> Iterator[_ToCopy]:
-    """Yield the selected objects, and whether the target has each of them."""
+    """Yield the selected objects, and whether the target has each; note which folders are done."""
     formats = _formats(source, target, selection, state)
     described: set[bytes] = set()
     for folder, fmt in formats:
@@ -298,8 +275,8 @@ def _find(
             items = _listed(source, folder, fmt, selection, state)
         else:
             items = _of_prompts(source, fmt, selection.prompts)
-        for batch in _batches(items, _BATCH):
-            state.count("found", len(batch))
+        while batch := list(islice(items, _BATCH)):
+            state.count(found=len(batch))
             if describe and fmt.namespace.digest not in described:
                 _describe(target, fmt, state)
                 described.add(fmt.namespace.digest)
@@ -307,7 +284,7 @@ def _find(
             for item, answer in zip(batch, _probe(target, refs), strict=True):
                 # If the probe gave no answer, the write will detect an existing object.
                 yield replace(item, present=answer is Presence.PRESENT)
-        state.folders.append(folder)
+        complete.append(folder)
         _check_there(source, [folder])
 
 
@@ -332,7 +309,7 @@ def _check_there(source: Shelf, folders: Sequence[str]) -> None:
             )
 
 
-def _describe(target: Shelf, fmt: ObjectFormat, state: _Progress) -> None:
+def _describe(target: Shelf, fmt: ObjectFormat, state: Work[CopyReport]) -> None:
     for pause in PAUSES:
         try:
             return target.view(fmt).describe()
@@ -342,14 +319,8 @@ def _describe(target: Shelf, fmt: ObjectFormat, state: _Progress) -> None:
     return target.view(fmt).describe()
 
 
-def _batches(items: Iterable[_T], size: int) -> Iterator[list[_T]]:
-    iterator = iter(items)
-    while batch := list(islice(iterator, size)):
-        yield batch
-
-
 def _formats(
-    source: Shelf, target: Shelf, selection: Selection, state: _Progress
+    source: Shelf, target: Shelf, selection: Selection, state: Work[CopyReport]
 ) -> list[tuple[str, ObjectFormat]]:
     found = []
     infos = list(source.namespaces())
@@ -393,7 +364,7 @@ def _formats(
 
 
 def _listed(
-    source: Shelf, folder: str, fmt: ObjectFormat, selection: Selection, state: _Progress
+    source: Shelf, folder: str, fmt: ObjectFormat, selection: Selection, state: Work[CopyReport]
 ) -> Iterator[_ToCopy]:
     for row in source.objects(folder):
         if not selection.has_time(row.mtime):
@@ -402,7 +373,7 @@ def _listed(
             own = fmt.of_name(row.parsed)
             chunk = own.named_chunk(row.parsed)
         except ObjectNameError as error:
-            state.count("found")
+            state.count(found=1)
             state.problem("bad", row.name, str(error))
             continue
         yield _ToCopy(own, row.name, row.parsed, chunk, row.size)
@@ -416,7 +387,7 @@ def _of_prompts(source: Shelf, fmt: ObjectFormat, prompts: Sequence[Prompt]) -> 
         for own in map(fmt.of, fmt.kinds)
         for shard in range(own.shards)
     )
-    for batch in _batches(wanted, _BATCH):
+    while batch := list(islice(wanted, _BATCH)):
         for (own, (chunk, shard)), answer in zip(batch, _probe(source, batch), strict=True):
             # Objects of the wrong size are yielded too, so that they are reported as bad.
             if answer is Presence.MISSING:
@@ -438,27 +409,14 @@ def _of_prompts(source: Shelf, fmt: ObjectFormat, prompts: Sequence[Prompt]) -> 
 
 
 class _Copier:
-    """Copies one object; called by any of the threads."""
+    """Copies objects; called by any of the threads."""
 
-    def __init__(self, source: Shelf, target: Shelf, state: _Progress) -> None:
+    def __init__(self, source: Shelf, target: Shelf, state: Work[CopyReport]) -> None:
         self._source = source
         self._target = target
         self._state = state
         self._own = threading.local()
         self._large = threading.Lock()
-
-    def __call__(self, item: _ToCopy) -> None:
-        """Copy one object, with retries after errors that may pass; count what became of it."""
-        state = self._state
-        try:
-            error = state.attempts.make(lambda: self._copy(item))
-        except ObjectMissingError:
-            state.count("gone")
-        except BadObjectError as bad:
-            state.problem("bad", item.name, f"{type(bad).__name__}: {bad}")
-        else:
-            if error is not None:
-                state.problem("failed", item.name, str(error))
 
     def _buffer(self, size: int) -> memoryview:
         """Return this thread's buffer, which each of its objects uses again."""
@@ -467,7 +425,8 @@ class _Copier:
             buffer = self._own.buffer = bytearray(size)
         return memoryview(buffer)[:size]
 
-    def _copy(self, item: _ToCopy) -> None:
+    def copy(self, item: _ToCopy) -> None:
+        """Copy one object, and count it."""
         size = item.fmt.object_size(item.parsed.shard, item.parsed.tail_tokens)
         if size > _MOST_BYTES:
             text = f"it cannot be copied: {size} bytes, more than {_MOST_BYTES}"
@@ -488,7 +447,7 @@ class _Copier:
             except BadObjectError:
                 bad = True
             else:
-                return self._state.count("existed")
+                return self._state.count(existed=1)
         chunk = self._read(self._source, item, buffer)
         ref = ObjectRef(chunk, item.parsed.shard)
         try:
@@ -500,10 +459,10 @@ class _Copier:
                 f"it cannot be published: {error}; remove it, then start the copy again",
             )
         if result.value == "existed":
-            return self._state.count("existed")
+            return self._state.count(existed=1)
         if result.value == "replaced":
-            self._state.count("repaired")
-        return self._state.count_copied(item, len(buffer))
+            self._state.count(repaired=1)
+        return _count_copied(self._state, item, len(buffer))
 
     @staticmethod
     def _read(shelf: Shelf, item: _ToCopy, buffer: memoryview) -> Chunk:

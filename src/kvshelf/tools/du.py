@@ -1,4 +1,4 @@
-"""What takes the room of a shelf: counts of objects and bytes, by what users know of them.
+"""What takes the space of a shelf: counts of objects and bytes, as users name them.
 
 Owns the breakdowns. The listing is an :class:`~kvshelf.capacity.inventory.Inventory`, so the counts
 are those that bounds of a shelf are compared with.
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvshelf.backends import Backend
-from kvshelf.capacity.inventory import Inventory
+from kvshelf.capacity.inventory import Inventory, Scan
 from kvshelf.capacity.marks import Marks
 from kvshelf.errors import StorageError
 from kvshelf.format.kinds import KINDS
@@ -72,7 +72,7 @@ class Files:
 
 @dataclass(slots=True)
 class Usage:
-    """The room that a shelf takes.
+    """The space that a shelf takes.
 
     Attributes
     ----------
@@ -85,7 +85,7 @@ class Usage:
     others : dict of str and Files
         What lies beside objects, by sort.
     free, total : int or None
-        Bytes of the storage; None where it cannot tell.
+        Bytes of the storage; None where it does not report it.
     """
 
     objects: int
@@ -121,7 +121,7 @@ def measure(
     StorageError
         If the shelf cannot be listed.
     """
-    inventory = Inventory.scan(backend, folders=folders, parents=None, pace=on_listed)
+    inventory = Scan(backend, folders=folders, parents=None).run(pace=on_listed)
     assert inventory is not None
     used = _last_uses(backend, inventory)
     usage = Usage(len(inventory), int(inventory.size.sum()), inventory.nbytes)

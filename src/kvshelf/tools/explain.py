@@ -20,10 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Final, TypeAlias
 
-from kvshelf.capacity.inventory import Inventory
+from kvshelf.capacity.inventory import Scan
 from kvshelf.errors import (
     BadObjectError,
     ConfigError,
@@ -31,13 +31,13 @@ from kvshelf.errors import (
     StorageError,
 )
 from kvshelf.format.differences import differing_fields, how_to_unite
+from kvshelf.format.hit_rule import HitRule
 from kvshelf.format.keys import Chunk, KeyChain, salt_group_of
 from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind
 from kvshelf.format.names import object_name, parse_namespace_folder
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.history import Past, Reason
-from kvshelf.shelf.hits import UNLIMITED, window_chunks, window_of
 from kvshelf.shelf.leftovers import QUARANTINE
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef, Presence
@@ -118,8 +118,8 @@ class Near:
     chunks: int
     hit_chunks: int
     chunk_size: int
-    differs: list[str] = field(default_factory=list)
-    unite: str = ""
+    differs: list[str]
+    unite: str
 
 
 @dataclass(slots=True)
@@ -195,9 +195,20 @@ class _Found:
     seen: dict[Kind, dict[int, list[Presence]]]
     tail: Chunk | None
 
+    @property
+    def rule(self) -> HitRule:
+        return HitRule.of(self.space.fmt.namespace.record)
+
     def there(self, kind: Kind, index: int) -> bool:
         seen = self.seen[kind].get(index, ())
         return bool(seen) and all(answer is Presence.PRESENT for answer in seen)
+
+    def present(self) -> dict[Kind, set[int]]:
+        """Return the chunks of each kind that are there."""
+        return {
+            kind: {index for index in seen if self.there(kind, index)}
+            for kind, seen in self.seen.items()
+        }
 
 
 class Explainer:
@@ -362,14 +373,10 @@ class Explainer:
         found = _Found(space, chunks, usable, len(chunks), 0, seen, chain.tail())
         if FULL in fmt.kinds:
             found.full = self._leading(fmt.of(FULL), chunks, seen[FULL])
-        found.hit = min(found.full, usable)
-        if hybrid:
-            for kind in fmt.kinds:
-                if kind != FULL:
-                    self._probe(fmt.of(kind), chunks[: found.full], seen[kind])
-            found.hit = next(
-                (end for end in range(found.hit, 0, -1) if not any(_lacking(found, end))), 0
-            )
+        for kind in fmt.kinds:
+            if kind != FULL:
+                self._probe(fmt.of(kind), chunks[: found.full], seen[kind])
+        found.hit = found.rule.longest(range(1, usable + 1), found.present())
         return found
 
     def _leading(
@@ -401,14 +408,12 @@ class Explainer:
         for one in found:
             theirs, ours = one.space.fmt.namespace, own.space.fmt.namespace
             group = one.chunks[0].salt_group if one.chunks else "_"
-            row = Near(one.space.folder, group, len(one.chunks), one.hit, one.space.fmt.chunk_size)
-            if theirs != ours:
-                row = Near(
-                    *(row.namespace, row.group, row.chunks, row.hit_chunks, row.chunk_size),
-                    differing_fields(ours, theirs),
-                    how_to_unite(ours, theirs),
-                )
-            near.append(row)
+            differs = differing_fields(ours, theirs)
+            unite = how_to_unite(ours, theirs) if differs else ""
+            size = one.space.fmt.chunk_size
+            near.append(
+                Near(one.space.folder, group, len(one.chunks), one.hit, size, differs, unite)
+            )
         near.sort(key=lambda row: (-row.hit_chunks * row.chunk_size, len(row.differs)))
         return near[:_MOST_NEAR]
 
@@ -419,7 +424,7 @@ class Explainer:
         if own.hit >= own.usable:
             return
         end = min(own.full, own.usable)
-        pieces = [(FULL, own.full)] if own.hit == end else list(_lacking(own, end))
+        pieces = [(FULL, own.full)] if own.hit == end else own.rule.missing(end, own.present())
         for kind, index in pieces:
             fmt, chunk = own.space.fmt.of(kind), own.chunks[index]
             names = [
@@ -538,9 +543,8 @@ class Explainer:
         folder, _, _ = name.partition("/")
         if folder not in self._bad:
             try:
-                bad = Inventory.scan(
-                    self._shelf.backend, folders=(f"{folder}/{QUARANTINE}",), parents=None
-                )
+                folders = (f"{folder}/{QUARANTINE}",)
+                bad = Scan(self._shelf.backend, folders=folders, parents=None).run()
                 self._bad[folder] = [] if bad is None else [left.name for left in bad.leftovers]
             except StorageError:
                 self._bad[folder] = []
@@ -647,25 +651,6 @@ class Explainer:
 # ------------------------------------------------------------------------------- pure functions
 
 
-def _lacking(found: _Found, end: int) -> Iterator[tuple[Kind, int]]:
-    """Yield the states and windows that a hit of `end` chunks needs and that are not there."""
-    fmt = found.space.fmt
-    if STATE in fmt.kinds and not found.there(STATE, end - 1):
-        yield STATE, end - 1
-    if WINDOW in fmt.kinds:
-        for index in window_chunks(end, _window(fmt), fmt.chunk_size):
-            if not found.there(WINDOW, index):
-                yield WINDOW, index
-
-
-def _window(fmt: ObjectFormat) -> int:
-    """Return the tokens that windows reach; all where the record does not say."""
-    try:
-        return window_of(fmt)
-    except (KVShelfError, ValueError, TypeError):
-        return UNLIMITED
-
-
 def _kinds_missing(own: _Found, missing: Sequence[Piece]) -> Iterator[Cause]:
     """Yield why a hit ends although its full chunks are there."""
     kinds = {piece.kind for piece in missing}
@@ -743,7 +728,5 @@ def _differences(prompt: AnyPrompt, own: _Found, earlier: Sequence[AnyPrompt]) -
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
     """Return how many tokens two prompts have in common at their beginnings."""
-    for place, (left, right) in enumerate(zip(one, other, strict=False)):
-        if left != right:
-            return place
-    return min(len(one), len(other))
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -60,7 +60,7 @@ ADVICE: Final = {
     Reason.ERROR: "the engine's log names the error",
     Reason.STAGING_FULL: "give the engine more staging_bytes, or a faster storage",
     Reason.PARENT_DROPPED: "see the chunk before it",
-    Reason.NO_ROOM: "give the shelf more room: capacity.max_bytes and min_free, kvshelf du, gc",
+    Reason.NO_ROOM: "give the shelf more space: capacity.max_bytes and min_free, kvshelf du, gc",
     Reason.BOUNDS: "raise capacity.max_bytes or max_age, or pin the prompt: kvshelf pin",
     Reason.SHUTDOWN: "raise shutdown_drain_s",
     Reason.NOT_WORTH: "a smaller state_interval stores more states",
@@ -215,6 +215,6 @@ def still_bad(shelf: Shelf, pasts: Sequence[Past]) -> dict[str, str]:
         except BadObjectError as error:
             found[name] = str(error)
         except (ConfigError, ObjectNameError, ValueError):
-            # Its description is gone or damaged, which `kvshelf ls` tells.
+            # Its description is gone or damaged, which `kvshelf ls` says.
             continue
     return found

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvshelf.capacity.collect import Plan, plan
-from kvshelf.capacity.inventory import Inventory
+from kvshelf.capacity.inventory import Scan
 from kvshelf.capacity.marks import Marks
 from kvshelf.capacity.pins import Pins
 from kvshelf.capacity.rules import NO_RULES, Choice
@@ -103,7 +103,7 @@ def find_objects(
     names: list[str] = []
     if prompts is not None:
         names, folders = list(_of_prompts(shelf, folders, prompts)), ()
-    inventory = Inventory.scan(backend, folders=folders, names=names, parents=None, pace=on_listed)
+    inventory = Scan(backend, folders=folders, names=names, parents=None).run(pace=on_listed)
     assert inventory is not None, "nothing stops it"
     pins = Pins.read(backend, inventory.aged_at)
     marks = None if choice.unused_for is None else Marks.read(backend)

@@ -9,60 +9,35 @@ All functions block on the storage, on the calling thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Final, TypeAlias
 
 from kvshelf.backends import Backend
 from kvshelf.capacity import lease, marks
 from kvshelf.capacity.pins import Pins, pin_file
 
-#: What is looked at, by the name of a check.
-Problems = Iterator[tuple[str, str]]
+Problems: TypeAlias = Iterator[tuple[str, str]]
 
 
-def damaged_marks(backend: Backend) -> Problems:
-    """Yield the files of marks that mark nothing, among the newest, and why.
-
-    Raises
-    ------
-    StorageError
-        If the storage failed.
-    """
-    yield from marks.unreadable(backend)
-
-
-def damaged_pins(backend: Backend) -> Problems:
-    """Yield the files of pins that pin nothing, or more than they should, and why.
-
-    Raises
-    ------
-    StorageError
-        If the storage failed.
-    """
+def _pins(backend: Backend) -> Problems:
     pins = Pins.read(backend)
-    for name, problem in pins.unreadable.items():
+    unknown = {name: problem for name, (_, problem) in pins.unknown.items()}
+    for name, problem in (dict(pins.unreadable) | unknown).items():
         yield pin_file(name), problem
-    for name, (_, problem) in pins.unknown.items():
-        yield pin_file(name), problem
 
 
-def damaged_record(backend: Backend) -> Problems:
-    """Yield the record of sweeps, if it makes no sense, and why.
-
-    Raises
-    ------
-    StorageError
-        If the storage failed.
-    """
+def _record(backend: Backend) -> Problems:
     problem = lease.problem_of(backend)
     if problem is not None:
         yield lease.SWEEP, problem
 
 
-#: The looks at a shelf, by what they look at.
+#: What yields the damaged files of each sort, and what is wrong with each: marks that mark nothing,
+#: pins that pin nothing or more than they should, a record that makes no sense. Each raises
+#: StorageError if the storage failed.
 LOOKS: Final[dict[str, Callable[[Backend], Problems]]] = {
-    "marks": damaged_marks,
-    "pins": damaged_pins,
-    "sweep record": damaged_record,
+    "marks": marks.unreadable,
+    "pins": _pins,
+    "sweep record": _record,
 }
 
 

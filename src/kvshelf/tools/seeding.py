@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Final, Protocol, TypeAlias
 
+from kvshelf.format.hit_rule import HitRule
 from kvshelf.format.keys import Chunk, KeyChain, salt_group_of
-from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind
+from kvshelf.format.kinds import FULL, Kind
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.shelf.hits import window_chunks, window_of
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tools.prompts import TokenPrompt
 
@@ -215,13 +215,10 @@ def _pieces(fmt: ObjectFormat, chunks: Sequence[Chunk], tokens: int) -> list[_Pi
     """Return what of a prompt can be on a shelf and is of use, grouped by kind."""
     # A hit leaves one token to compute; full chunks are of use to longer prompts too.
     last = (tokens - 1) // fmt.chunk_size
-    pieces: list[_Piece] = [(FULL, chunk) for chunk in chunks if FULL in fmt.kinds]
-    if WINDOW in fmt.kinds:
-        reach = window_chunks(last, window_of(fmt), fmt.chunk_size)
-        pieces += [(WINDOW, chunks[index]) for index in reach]
-    if STATE in fmt.kinds and last:
-        pieces.append((STATE, chunks[last - 1]))
-    return pieces
+    needed = HitRule.of(fmt.namespace.record).needs(last)
+    if FULL in needed:
+        needed[FULL] = range(len(chunks))
+    return [(kind, chunks[index]) for kind, indices in needed.items() for index in indices]
 
 
 def _present(shelf: Shelf, fmt: ObjectFormat, pieces: Sequence[_Piece]) -> list[bool]:

@@ -40,10 +40,9 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -52,8 +51,8 @@ import xxhash
 from kvshelf.backends import Backend, Reader
 from kvshelf.capacity.collect import plan
 from kvshelf.capacity.deletion import carry_out
-from kvshelf.capacity.inventory import Inventory
-from kvshelf.capacity.parallel import Attempts, in_parallel, threads_for
+from kvshelf.capacity.inventory import Inventory, Scan
+from kvshelf.capacity.parallel import Work, threads_for
 from kvshelf.capacity.rules import Rules
 from kvshelf.errors import (
     BadObjectError,
@@ -67,7 +66,8 @@ from kvshelf.format.invalid import PayloadDamaged, WrongSize, describe_header, h
 from kvshelf.format.names import DESCRIPTION, ParsedName, parse_namespace_folder, parse_path
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.shelf.shelf import Shelf, read_description
+from kvshelf.shelf.leftovers import read_description
+from kvshelf.shelf.shelf import Shelf
 from kvshelf.tools.reserved import damaged_files
 
 _PIECE_BYTES: Final = 1 << 20
@@ -159,29 +159,6 @@ class _Item(NamedTuple):
     fmt: ObjectFormat | None
 
 
-@dataclass(slots=True)
-class _State:
-    """What the threads share."""
-
-    report: VerifyReport
-    on_progress: Callable[[VerifyReport], None]
-    on_problem: Callable[[str, str], None]
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    attempts: Attempts = field(default_factory=Attempts)
-
-    def count(self, name: str, more: int = 1) -> None:
-        with self.lock:
-            setattr(self.report, name, getattr(self.report, name) + more)
-            self.on_progress(self.report)
-
-    def problem(self, kind: str | None, name: str, text: str) -> None:
-        with self.lock:
-            if kind is not None:
-                setattr(self.report, kind, getattr(self.report, kind) + 1)
-            self.on_problem(name, text)
-            self.on_progress(self.report)
-
-
 def verify_shelf(
     shelf: Shelf,
     folders: Collection[str] | None = None,
@@ -224,19 +201,17 @@ def verify_shelf(
     """
     begin = time.monotonic()
     report = VerifyReport() if report is None else report
-    state = _State(report, on_progress, on_problem)
+    state = Work(report, on_progress, on_problem)
     backend = shelf.backend
     try:
         if repair and backend.properties.read_only:
             raise ReadOnlyStorageError(f"{shelf.url} is read-only: nothing can be repaired")
-        inventory = Inventory.scan(backend, folders=folders, parents=None, pace=on_listed)
+        inventory = Scan(backend, folders=folders, parents=None).run(pace=on_listed)
         assert inventory is not None
         formats = _formats(backend, inventory, folders, state, repair=repair)
         items = _items(inventory, formats, sample, state)
         verifier = _Verifier(shelf, state, repair=repair)
-        threads = jobs or threads_for(backend)
-        for _ in in_parallel(verifier, items, threads, state.attempts.stop):
-            pass
+        state.run_over(items, verifier.verify, jobs or threads_for(backend))
         for name, problem in damaged_files(backend) if folders is None else ():
             state.problem("reserved", name, problem)
         _orphans(backend, inventory, state, repair=repair)
@@ -264,7 +239,7 @@ def _formats(
     backend: Backend,
     inventory: Inventory,
     wanted: Collection[str] | None,
-    state: _State,
+    state: Work[VerifyReport],
     *,
     repair: bool,
 ) -> dict[int, ObjectFormat | None]:
@@ -288,9 +263,9 @@ def _formats(
         one = found.get(name)
         if one is None:
             continue  # it is gone meanwhile
-        state.count("namespaces")
+        state.count(namespaces=1)
         if one.other_version:
-            state.count("other_versions")
+            state.count(other_versions=1)
             continue
         record = one.record or known.get(name[-16:])
         # An engine makes the folder, and then describes it.
@@ -299,12 +274,12 @@ def _formats(
             state.problem("descriptions", f"{name}/{DESCRIPTION}", one.problem + lost)
             if repair and record is not None:
                 backend.write(f"{name}/{DESCRIPTION}", [record.encoded], "replace")
-                state.count("rewritten")
+                state.count(rewritten=1)
         formats[number] = _format(name, record, state)
     return formats
 
 
-def _format(name: str, record: Namespace | None, state: _State) -> ObjectFormat | None:
+def _format(name: str, record: Namespace | None, state: Work[VerifyReport]) -> ObjectFormat | None:
     if record is None:
         return None
     try:
@@ -362,7 +337,7 @@ def _items(
     inventory: Inventory,
     formats: dict[int, ObjectFormat | None],
     sample: Sample,
-    state: _State,
+    state: Work[VerifyReport],
 ) -> Iterator[_Item]:
     """Yield the objects to verify, a sample at random."""
     rows = np.flatnonzero(np.isin(inventory.namespace, list(formats)))
@@ -374,7 +349,7 @@ def _items(
     if size < len(rows):
         chosen = random.SystemRandom().sample(range(len(rows)), size)
         rows = rows[np.sort(np.array(chosen, np.int64))]
-    state.count("found", len(rows))
+    state.count(found=len(rows))
     for row in rows.tolist():
         name = inventory.name(row)
         parsed = parse_path(name)
@@ -384,25 +359,16 @@ def _items(
 
 
 class _Verifier:
-    """Verifies one object; called by any of the threads."""
+    """Verifies objects; called by any of the threads."""
 
-    def __init__(self, shelf: Shelf, state: _State, *, repair: bool) -> None:
+    def __init__(self, shelf: Shelf, state: Work[VerifyReport], *, repair: bool) -> None:
         self._shelf = shelf
         self._backend = shelf.backend
         self._state = state
         self._repair = repair
 
-    def __call__(self, item: _Item) -> None:
-        """Verify one object, with retries after errors that may pass; count what was found."""
-        try:
-            error = self._state.attempts.make(lambda: self._verify(item))
-        except ObjectMissingError:
-            self._state.count("gone")
-        else:
-            if error is not None:
-                self._state.problem("failed", item.name, str(error))
-
-    def _verify(self, item: _Item) -> None:
+    def verify(self, item: _Item) -> None:
+        """Verify one object; count what was found."""
         try:
             try:
                 self._read(item)
@@ -412,8 +378,8 @@ class _Verifier:
         except (BadObjectError, ObjectNameError) as bad:
             self._handle_bad(item, bad)
         else:
-            self._state.count("bytes", item.size)
-            self._state.count("intact" if item.fmt is not None else "unverified")
+            self._state.count(bytes=item.size)
+            self._state.count(**{"intact" if item.fmt is not None else "unverified": 1})
 
     def _read(self, item: _Item) -> None:
         if item.fmt is not None:
@@ -448,7 +414,7 @@ class _Verifier:
                 text += "; it stays: it may still be copied to its place, or is another now"
         self._state.problem("bad", item.name, text)
         if moved:
-            self._state.count("moved")
+            self._state.count(moved=1)
 
 
 class NoHashes(BadObjectError):  # noqa: N818  as the errors of kvshelf.format.invalid
@@ -511,13 +477,15 @@ def _read(reader: Reader, offset: int, length: int) -> bytes:
 # --------------------------------------------------------------------------- orphans
 
 
-def _orphans(backend: Backend, inventory: Inventory, state: _State, *, repair: bool) -> None:
+def _orphans(
+    backend: Backend, inventory: Inventory, state: Work[VerifyReport], *, repair: bool
+) -> None:
     """Count the temporaries and the quarantined objects that are old; delete them in a repair."""
     found = plan(inventory, Rules(markers=None, tails=None))
-    state.count("orphans", len(found.leftovers))
-    state.count("orphan_bytes", sum(leftover.size for leftover, _ in found.leftovers))
+    state.count(orphans=len(found.leftovers))
+    state.count(orphan_bytes=sum(leftover.size for leftover, _ in found.leftovers))
     if repair and found.leftovers:
         outcome = carry_out(backend, found)
-        state.count("removed", outcome.count)
+        state.count(removed=outcome.count)
         if outcome.error is not None:
             raise outcome.error

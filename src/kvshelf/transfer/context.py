@@ -1,4 +1,4 @@
-"""The objects and functions that the stores and the loads of one transfer share.
+"""What the stores and the loads of one kind of KV share.
 
 :class:`TransferContext` is immutable, its parts have their own locks: any thread may use it.
 """
@@ -42,7 +42,7 @@ class ChunkSlots:
         int64 CPU tensor: a slot for each token, or for native layouts a block id for
         each block of the chunk, but for each token of a tail; −1 = skip (loads only).
     memory : KVMemory, optional
-        The memory that has these slots; the transfer's own paged cache when absent.
+        The memory that has these slots; the context's paged cache when absent.
     fence : object
         What :meth:`KVCache.fence` of `memory` returned; loads only.
     """
@@ -66,10 +66,30 @@ def bytes_at(view: memoryview) -> torch.Tensor:
 
 @dataclass(eq=False)
 class TransferContext:
-    """The shelf, the caches and the staging of one transfer, and how its chunks are counted.
+    """The objects, the caches and the staging of one kind of KV, and how its chunks are counted.
 
-    The fields are parameters of :class:`kvshelf.transfer.transfer.Transfer`. The log has at most
-    ten lines a minute, and one for each object; none where `quiet`.
+    The log has at most ten lines a minute, and one for each object.
+
+    Parameters
+    ----------
+    shelf : ShelfView
+        The objects of one kind in one namespace.
+    cache : KVCache or None
+        None where every :class:`ChunkSlots` names its own memory. Closed with the transfers.
+    staging : StagingPool
+        Its buffers must hold the largest object of the kind. Closed with the transfers.
+    counters : Counters
+    plan : ShardPlan
+        The shards that this worker reads and writes.
+    load_threads, store_threads : int
+    check_finite : bool
+        Do not store chunks that hold NaN or infinity.
+    on_thread_start : Callable, optional
+        Called first on each thread with ``"load"`` or ``"store"``, to set its processors.
+    quiet : bool
+        Write failures to the debug log only: no request depends on these chunks.
+    history : History, optional
+        Gets what becomes of chunks.
     """
 
     shelf: ShelfView
@@ -77,9 +97,12 @@ class TransferContext:
     staging: StagingPool
     counters: Counters
     plan: ShardPlan
-    on_thread_start: Callable[[str], None] | None
-    quiet: InitVar[bool]
-    history: History | None
+    load_threads: int = 2
+    store_threads: int = 1
+    check_finite: bool = False
+    on_thread_start: Callable[[str], None] | None = None
+    quiet: InitVar[bool] = False
+    history: History | None = None
 
     def __post_init__(self, quiet: bool) -> None:
         self.fmt = self.shelf.fmt
@@ -92,7 +115,7 @@ class TransferContext:
         """
         memory = self.cache if item.memory is None else item.memory
         if memory is None:
-            raise ValueError("this transfer has no paged cache: the chunk must name its memory")
+            raise ValueError("there is no paged cache: the chunk must name its memory")
         return memory.of_tail(item.chunk.tokens) if item.chunk.tail else memory
 
     def count(self, name: str, amount: float = 1) -> None:
@@ -132,7 +155,7 @@ class TransferContext:
 
 
 class TransferHalf(ABC):
-    """The common base of a transfer's stores and loads: each has its own lock and threads.
+    """The common base of the stores and the loads of one kind: each has its own lock and threads.
 
     `kind` is ``load`` or ``store``, for the names of the threads.
     """
@@ -175,6 +198,10 @@ class TransferHalf(ABC):
     def start(self) -> None:
         """Start the threads; RuntimeError if the system allows none."""
         self._threads.start()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give up what no thread has begun, and end the threads."""
 
     def join(self, seconds: float) -> None:
         """Wait for the threads that are not stuck."""

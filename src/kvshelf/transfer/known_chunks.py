@@ -32,7 +32,7 @@ _AGE_SLACK_SECONDS = 0.1
 
 
 class KnownChunks:
-    """The chunks of one transfer that were stored or dropped.
+    """The chunks of one kind that were stored or dropped.
 
     Parameters
     ----------

@@ -1,12 +1,14 @@
-"""One load of a request: what it needs, how much of it has arrived, and how it ended."""
+"""One load of a request and its pieces: what they need, how much has arrived, how they ended."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from kvshelf.format.keys import Chunk
+from kvshelf.format.kinds import Kind
 from kvshelf.transfer.context import ChunkSlots
 
 
@@ -21,29 +23,31 @@ class Failure(Enum):
 
 
 @dataclass(eq=False, slots=True)
-class Load:
-    """One load, and its outcome once ``finished``.
+class Piece:
+    """The chunks of one kind that a load brings, and their outcome once ``finished``.
 
     Written to by :class:`~kvshelf.transfer.loads.Loads` alone, with its lock held.
 
     Attributes
     ----------
-    request_id : str
     items : Sequence[ChunkSlots]
         In the order of the prompt.
     early : bool
-        Its request does not wait for it yet.
+        No request waits for it yet.
     failed_at : int or None
         Index in `items` of the first chunk that is not in the cache.
     failures : list
         The chunks that failed, with the reason. Those given up after a failure before
         them are not listed.
     leading : int
-        Number of leading items that are in the cache, however the load ended.
+        Number of leading items that are in the cache, however it ended.
     cancelled, finished : bool
+    nbytes : int
+        Bytes of all objects.
+    deadline : float
+        In seconds of :func:`time.monotonic`.
     """
 
-    request_id: str
     items: Sequence[ChunkSlots]
     early: bool = False
     failed_at: int | None = None
@@ -52,10 +56,10 @@ class Load:
     cancelled: bool = False
     finished: bool = False
     nbytes: int = 0
-    deadline: float = 0.0
+    deadline: float = math.inf
     #: Mark of the engine's work on the cache's device before the load.
     fence: object = None
-    on_done: Callable[[Load], None] | None = None
+    on_done: Callable[[Piece], None] = lambda piece: None
     #: Threads that are copying into the cache at this moment.
     scattering: int = 0
     #: The item of each key.
@@ -75,6 +79,11 @@ class Load:
         return len(self.items) if self.failed_at is None else self.failed_at
 
     @property
+    def first_failed(self) -> Chunk | None:
+        """The first chunk that is not in the cache, if it failed."""
+        return None if self.failed_at is None else self.items[self.failed_at].chunk
+
+    @property
     def lacks(self) -> bool:
         """Whether useful items have not arrived, and may yet."""
         return not self.finished and self.leading < self.wanted
@@ -90,3 +99,45 @@ class Load:
         self.failures.append((self.items[item].chunk, failure))
         if self.failed_at is None or item < self.failed_at:
             self.failed_at = item
+
+
+@dataclass(eq=False, slots=True)
+class Load:
+    """What one request loads, a piece for each kind of KV, and the outcome once ``finished``.
+
+    Written to by :class:`~kvshelf.transfer.transfers.Transfers` alone.
+
+    Attributes
+    ----------
+    request_id : str
+    pieces : Mapping[Kind, Piece]
+        All of them once the load has begun.
+    cancelled : bool
+        The caller gave it up. Its pieces may be cancelled without that, see `failed`.
+    finished : bool
+        All pieces are finished.
+    """
+
+    request_id: str
+    #: Number of pieces that are not finished.
+    unfinished: int
+    pieces: dict[Kind, Piece] = field(default_factory=dict)
+    cancelled: bool = False
+    finished: bool = False
+    #: The other pieces were cancelled after one had failed.
+    stopped: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether a piece failed. The other pieces are then cancelled."""
+        # A copy: another thread may still be starting pieces.
+        return any(piece.failed_at is not None for piece in tuple(self.pieces.values()))
+
+    @property
+    def failures(self) -> list[tuple[Kind, Chunk, Failure]]:
+        """The chunks that failed, with the kind and the reason; see :attr:`Piece.failures`."""
+        return [
+            (kind, chunk, failure)
+            for kind, piece in tuple(self.pieces.items())
+            for chunk, failure in piece.failures
+        ]

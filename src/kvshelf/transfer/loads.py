@@ -1,6 +1,7 @@
-"""The loads of a transfer: chunks on their way from a shelf to a paged cache.
+"""The loads of one kind of KV: chunks on their way from a shelf to a paged cache.
 
-Owns the threads that read, and the loads in progress (:mod:`kvshelf.transfer.load`).
+Owns the threads that read, and the loads in progress: what is called a load here is the
+:class:`~kvshelf.transfer.load.Piece` of this kind.
 
 A load: a load thread reads some objects of a chunk into staging buffers, verifies them and scatters
 them into the paged cache. :mod:`kvshelf.transfer.reads` chooses the objects. An object that lies in
@@ -16,8 +17,8 @@ While the circuit breaker of reads is open, loads fail at once, except for objec
 
 Contracts
 ---------
-* :meth:`Loads.load`, :meth:`Loads.poll` and the cancelling methods are called on the step
-  thread and never call the storage. Any other thread may call them too.
+* :meth:`Loads.load`, :meth:`Loads.cancel` and :meth:`Loads.check` are called on the step thread
+  and never call the storage. Any other thread may call them too.
 * The threads are daemon threads. A stuck thread is replaced (:mod:`kvshelf.shelf.threads`);
   its staging buffer stays with it.
 * Of a paged cache only the slots given are written, between :meth:`Loads.load` and the moment
@@ -48,7 +49,7 @@ from kvshelf.history import Event, Reason
 from kvshelf.shelf.view import FailedRead
 from kvshelf.traces import trace_range
 from kvshelf.transfer.context import ChunkSlots, TransferContext, TransferHalf
-from kvshelf.transfer.load import Failure, Load
+from kvshelf.transfer.load import Failure, Piece
 from kvshelf.transfer.reads import Arrived, Objects, Reads, ReadTask
 from kvshelf.transfer.staging import StagingBuffer
 
@@ -64,142 +65,108 @@ def _failure_of(error: Exception) -> Failure:
 
 
 class Loads(TransferHalf):
-    """The loads of one transfer.
+    """The loads of one kind of KV.
 
     Parameters
     ----------
     context : TransferContext
-    threads : int
-        Threads that read.
+
+    Attributes
+    ----------
+    chunk_bytes : int
+        Bytes of a chunk's objects that this worker reads.
     """
 
-    def __init__(self, context: TransferContext, threads: int) -> None:
+    def __init__(self, context: TransferContext) -> None:
+        threads = context.load_threads
         super().__init__(context, "load", threads)
         self._shards = context.plan.shards
-        #: Bytes of a chunk's objects that this worker reads.
         self.chunk_bytes = sum(context.fmt.object_size(shard) for shard in self._shards)
-        self._done = threading.Condition(self._lock)
         #: Most objects that a thread takes at once: few enough that all threads find staging.
         self._most = max(1, self._staging.for_loads // threads)
-        #: All loads that are not finished or not yet polled, by request.
-        self._active: dict[str, Load] = {}
-        self._active_early: dict[str, Load] = {}
-        self._finished: list[Load] = []
+        #: Those that are not finished, the oldest first.
+        self._active: dict[Piece, None] = {}
         self._reads = Reads(self._shards, threads)
 
     # ------------------------------------------------------------- step thread
 
     def load(
         self,
-        request_id: str,
         items: Sequence[ChunkSlots],
         *,
         early: bool = False,
         bytes_ahead: int = 0,
-        on_done: Callable[[Load], None] | None = None,
-    ) -> Load:
+        on_done: Callable[[Piece], None],
+    ) -> Piece:
         """Start to load chunks into the paged cache. Step thread; returns at once.
 
         Parameters
         ----------
-        request_id : str
-            Different from those of all loads that are not yet finished; early ones have
-            names of their own.
         items : Sequence of ChunkSlots
+            In the order of the prompt.
         early : bool
-            The request does not wait for it yet: other loads come first. Needs `on_done`.
+            The request does not wait for it yet: other loads come first.
         bytes_ahead : int
-            Bytes of loads of other transfers, which share the storage with this one.
-        on_done : Callable, optional
+            Bytes of loads of other kinds, which share the storage with this one.
+        on_done : Callable
             Called once when the load is finished, perhaps before this method returns, on
             the thread that ended it and with a lock held: it must not block, and must not
-            call the transfer. Such a load is not returned by :meth:`poll`; a caller that
-            waits for it calls :meth:`check` now and then.
+            call these loads. A caller that waits for it calls :meth:`check` now and then.
         """
-        nbytes = len(items) * self.chunk_bytes
-        load = Load(request_id, items, early, nbytes=nbytes, on_done=on_done)
-        if early and on_done is None:
-            raise ValueError("an early load needs on_done: it is not returned by poll()")
+        piece = Piece(items, early, nbytes=len(items) * self.chunk_bytes, on_done=on_done)
         usable = True
         cache = self._context.cache
         if cache is not None and any(item.memory is None for item in items):
             try:
-                load.fence = cache.fence()
+                piece.fence = cache.fence()
             except DeviceUnavailableError:
                 usable = False
         if usable and not early:
             # Without the lock: a name for each object, where it is needed, takes a while.
             self._shelf.expect([item.chunk for item in items], self._shards)
         with self._lock:
-            ahead = bytes_ahead + self.loading_bytes
-            seconds = self._shelf.backend.deadlines.to_read(2 * (ahead + nbytes))
-            load.deadline = time.monotonic() + seconds
-            (self._active_early if early else self._active)[request_id] = load
+            if not early:
+                nbytes = bytes_ahead + self.loading_bytes + piece.nbytes
+                seconds = self._shelf.backend.deadlines.to_read(2 * nbytes)
+                piece.deadline = time.monotonic() + seconds
+            self._active[piece] = None
             if not items:
-                self._complete(load)
+                self._complete(piece)
             elif not (
                 usable and self._shelf.available and not self._closing and self._threads.ready()
             ):
-                self._refuse(load)
+                self._refuse(piece)
             else:
-                self._reads.add(load)
+                self._reads.add(piece)
                 self._work.notify(len(items) * len(self._shards))
-        return load
+        return piece
 
-    def cancel(self, request_id: str, *, count: bool = True) -> None:
-        """Give a load up, and the early one of the same name.
+    def cancel(self, piece: Piece, *, count: bool = True) -> None:
+        """Give a load up.
 
         It is still reported finished, once no thread writes to the cache for it. Objects that
         no thread has begun to read are not read any more. With `count` it counts as one whose
-        request was aborted.
+        request was aborted, unless it is an early one.
         """
         with self._lock:
-            self._cancel(self._active.get(request_id), count=count)
-            self._cancel(self._active_early.get(request_id))
-
-    def cancel_early(self, request_id: str) -> None:
-        """Do as :meth:`cancel` does, to an early load only."""
-        with self._lock:
-            self._cancel(self._active_early.get(request_id))
-
-    def _cancel(self, load: Load | None, *, count: bool = False) -> None:
-        """Give a load up, if it is not finished. Holds the lock."""
-        if load is not None and not load.finished:
-            load.cancelled = True
-            if count:
-                self._counters.add("cancelled_loads")
-            self._settle(load)
-
-    def poll(self, wait: float = 0.0) -> list[Load]:
-        """Return the loads that finished since the last call.
-
-        Steps that have nothing else to do wait for the first one, `wait` seconds at most.
-        """
-        with self._lock:
-            if wait > 0 and not self._finished and self._active:
-                self._done.wait(wait)
-            if not self._finished:
-                self._give_up_late()
-            finished, self._finished = self._finished, []
-            for load in finished:
-                if self._active.get(load.request_id) is load:
-                    del self._active[load.request_id]
-            return finished
+            if not piece.finished:
+                piece.cancelled = True
+                if count and not piece.early:
+                    self._counters.add("cancelled_loads")
+                self._settle(piece)
 
     def check(self) -> None:
-        """Give up the loads that are past their deadline, as :meth:`poll` does too."""
+        """Give up the loads that are past their deadline."""
         with self._lock:
-            self._give_up_late()
-
-    @property
-    def loading(self) -> bool:
-        """Whether any load is running or not yet polled, early ones apart."""
-        return bool(self._active)
+            now = time.monotonic()
+            for piece in list(self._active):
+                if now > piece.deadline and piece.lacks:
+                    self._give_up(piece, piece.leading)
 
     @property
     def loading_bytes(self) -> int:
         """Bytes of the loads that are not finished, early ones apart."""
-        return sum(load.nbytes for load in list(self._active.values()) if not load.finished)
+        return sum(piece.nbytes for piece in list(self._active) if not piece.early)
 
     # ------------------------------------------------------------- load threads
 
@@ -267,7 +234,7 @@ class Loads(TransferHalf):
         # A wait must not keep what others left to this thread.
         self._deliver_left(task)
         # When memory is short, an early load is not worth a wait.
-        deadline = 0.0 if task.load.early else task.load.deadline
+        deadline = 0.0 if task.piece.early else task.piece.deadline
         while True:
             buffers = self._staging.acquire_for_load(count, deadline - time.monotonic())
             if buffers is not None:
@@ -275,9 +242,9 @@ class Loads(TransferHalf):
                 return buffers
             with self._lock:
                 waiting = [
-                    share.load.deadline
+                    share.piece.deadline
                     for share in task.sharers
-                    if share.wanted and not share.load.early
+                    if share.wanted and not share.piece.early
                 ]
                 deadline = max(waiting, default=0.0)
                 if deadline <= time.monotonic() or self._closing:
@@ -290,7 +257,7 @@ class Loads(TransferHalf):
 
         Otherwise return what was left to this thread, which delivers all.
         """
-        memory = task.load.items[task.item].memory or self._context.cache
+        memory = task.piece.items[task.item].memory or self._context.cache
         if memory is None or not memory.whole_chunks:
             return []
         with self._lock:
@@ -315,9 +282,9 @@ class Loads(TransferHalf):
 
     def _scatter(self, first: ReadTask, arrived: Sequence[Arrived]) -> Failure | None:
         """Scatter objects of one item; return why that failed, and none of them arrived."""
-        load = first.load
+        piece = first.piece
         if not arrived[0][1].payloads:
-            if load.early:
+            if piece.early:
                 return Failure.UNAVAILABLE
             error = TimeoutError("no staging buffer became free")
             return self._load_failed(first, first.shards[0], Failure.ERROR, error)
@@ -325,15 +292,15 @@ class Loads(TransferHalf):
             if not all(task.wanted for task, _ in arrived):
                 return None
             # From here on the load waits for the scatter to end.
-            load.scattering += 1
-        item = load.items[first.item]
+            piece.scattering += 1
+        item = piece.items[first.item]
         payloads = {
             shard: objects.payloads[shard] for task, objects in arrived for shard in task.shards
         }
         begin = time.perf_counter()
         try:
             memory = self._context.memory(item)
-            fence = load.fence if item.memory is None else item.fence
+            fence = piece.fence if item.memory is None else item.fence
             if len(payloads) == len(self._shards) > 1:
                 in_order = [payloads[shard] for shard in self._shards]
                 memory.scatter_chunk(self._shards, item.slots, in_order, fence)
@@ -352,8 +319,8 @@ class Loads(TransferHalf):
             return self._load_failed(first, first.shards[0], Failure.ERROR, error)
         finally:
             with self._lock:
-                load.scattering -= 1
-        if not load.early:
+                piece.scattering -= 1
+        if not piece.early:
             self._counters.observe("scatter", time.perf_counter() - begin)
             nbytes = sum(self._shelf.size(item.chunk, shard) for shard in payloads)
             self._context.count("loaded_bytes", nbytes)
@@ -369,7 +336,7 @@ class Loads(TransferHalf):
         self._counters.add(f"load_failures_{failure.value}")
         if failure is Failure.BAD and self._context.history is not None:
             self._context.history.note_bad(f"{self._fmt.namespace.folder}/{name}")
-        early = all(share.load.early for share in [task, *task.sharers])
+        early = all(share.piece.early for share in [task, *task.sharers])
         self._log.warning(
             "object %s was not %s: %s",
             name,
@@ -380,34 +347,27 @@ class Loads(TransferHalf):
         return failure
 
     def _end_task(self, task: ReadTask, failure: Failure | None) -> None:
-        load = task.load
+        piece = task.piece
         with self._lock:
-            if load.finished:
+            if piece.finished:
                 return
             if failure is None:
                 if task.arrived:
-                    load.arrive(task.item, len(task.shards), len(self._shards))
+                    piece.arrive(task.item, len(task.shards), len(self._shards))
             elif not task.late:
-                self._fail(load, task.item, failure)
+                self._fail(piece, task.item, failure)
                 return
             # A late task was given up before; its load may have waited for its scatter.
-            self._settle(load)
+            self._settle(piece)
 
     # ------------------------------------------------------------- failures
 
-    def _give_up_late(self) -> None:
-        """Fail the loads that are past their deadline. Holds the lock."""
-        now = time.monotonic()
-        for load in list(self._active.values()):
-            if now > load.deadline and load.lacks:
-                self._give_up(load, load.leading)
-
-    def _give_up(self, load: Load, item: int) -> None:
+    def _give_up(self, piece: Piece, item: int) -> None:
         """Fail a load from an item on that missed its deadline. Holds the lock."""
         self._counters.add("load_failures_timeout")
-        chunk = load.items[item].chunk
-        self._fail(load, item, Failure.ERROR, Reason.TIMED_OUT)
-        if not load.early:
+        chunk = piece.items[item].chunk
+        self._fail(piece, item, Failure.ERROR, Reason.TIMED_OUT)
+        if not piece.early:
             self._log.warning(
                 "%s did not deliver chunk %d of a request in time, its tokens are computed instead",
                 self._shelf.backend.url,
@@ -427,7 +387,7 @@ class Loads(TransferHalf):
             for task in (stuck, *stuck.sharers):
                 task.late = True
                 if task.wanted:
-                    self._give_up(task.load, task.item)
+                    self._give_up(task.piece, task.item)
 
     def _give_up_all(self) -> None:
         """Give up all loads: the circuit breaker is open, and no tier is in front of the shelf."""
@@ -435,53 +395,48 @@ class Loads(TransferHalf):
             # Objects that no tier has fail at once.
             return
         with self._lock:
-            for load in self._lacking():
-                self._refuse(load)
+            for piece in self._lacking():
+                self._refuse(piece)
 
-    def _refuse(self, load: Load) -> None:
+    def _refuse(self, piece: Piece) -> None:
         """Fail the rest of a load without a call to the storage. Holds the lock."""
-        if not load.early:
+        if not piece.early:
             self._counters.add("load_failures_unavailable")
-        self._fail(load, load.leading, Failure.UNAVAILABLE)
+        self._fail(piece, piece.leading, Failure.UNAVAILABLE)
 
-    def _lacking(self) -> list[Load]:
-        loads = (*self._active.values(), *self._active_early.values())
-        return [load for load in loads if load.lacks]
+    def _lacking(self) -> list[Piece]:
+        return [piece for piece in self._active if piece.lacks]
 
-    def _fail(self, load: Load, item: int, failure: Failure, reason: Reason | None = None) -> None:
+    def _fail(
+        self, piece: Piece, item: int, failure: Failure, reason: Reason | None = None
+    ) -> None:
         """Note that an item will not arrive. Holds the lock."""
-        load.fail(item, failure)
-        if not load.early:
+        piece.fail(item, failure)
+        if not piece.early:
             if reason is None:
                 reason = Reason.ABSENT if failure is Failure.MISSING else Reason[failure.name]
-            self._context.note(Event.FAILED_LOAD, load.items[item].chunk, reason)
-        self._settle(load)
+            self._context.note(Event.FAILED_LOAD, piece.items[item].chunk, reason)
+        self._settle(piece)
 
-    def _settle(self, load: Load) -> None:
+    def _settle(self, piece: Piece) -> None:
         """Complete a load if no further object of it is wanted. Holds the lock."""
         # Chunks after a failed one are useless to this request.
-        self._reads.drop(load)
-        if load.leading >= load.wanted and not load.scattering:
-            self._complete(load)
+        self._reads.drop(piece)
+        if piece.leading >= piece.wanted and not piece.scattering:
+            self._complete(piece)
 
-    def _complete(self, load: Load) -> None:
-        load.finished = True
-        if load.wanted and not load.early:
-            self._context.count("loaded_chunks", load.wanted)
-        if load.on_done is None:
-            self._finished.append(load)
-            self._done.notify_all()
-        else:
-            active = self._active_early if load.early else self._active
-            if active.get(load.request_id) is load:
-                del active[load.request_id]
-            self._context.notify(load.on_done, load)
+    def _complete(self, piece: Piece) -> None:
+        piece.finished = True
+        if piece.wanted and not piece.early:
+            self._context.count("loaded_chunks", piece.wanted)
+        del self._active[piece]
+        self._context.notify(piece.on_done, piece)
 
     def close(self) -> None:
         """Fail the loads that are not finished, and end the threads."""
         self._closing = True
         self._threads.close()
         with self._lock:
-            for load in self._lacking():
-                self._fail(load, load.leading, Failure.ERROR)
+            for piece in self._lacking():
+                self._fail(piece, piece.leading, Failure.ERROR)
             self._work.notify_all()

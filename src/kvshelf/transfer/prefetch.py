@@ -36,8 +36,8 @@ from kvshelf.metrics import Counters
 from kvshelf.shelf.view import ObjectRef
 from kvshelf.tiers.memory_tier import MemoryTier, PinnedObject
 from kvshelf.transfer.context import ChunkSlots
-from kvshelf.transfer.load import Failure, Load
-from kvshelf.transfer.transfer import Transfer
+from kvshelf.transfer.load import Failure, Piece
+from kvshelf.transfer.loads import Loads
 
 #: Limit of the chunks that are dropped per step.
 _DROPS_PER_STEP: Final = 16
@@ -131,11 +131,11 @@ class KindMemory:
         return pinned
 
     def reserve(self, fmt: ObjectFormat, ref: ObjectRef) -> PinnedObject | None:
-        """Make room for an object that is about to be read, if it should be here."""
+        """Reserve memory for an object that is about to be read, if it should be here."""
         return self._memory.reserve(fmt, ref) if self._takes(ref, read=True) else None
 
     def keep(self, fmt: ObjectFormat, ref: ObjectRef, buffer: BytesLike) -> None:
-        """Copy an object in, if it should be here and there is room."""
+        """Copy an object in, if it should be here and there is memory for it."""
         if self._takes(ref):
             self._memory.keep(fmt, ref, buffer)
 
@@ -260,7 +260,7 @@ class IntoMemory(KVMemory):
         raise NotImplementedError("prefetched objects are on the shelf already")
 
     def scatter(self, shard: int, slots: Tensor, payload: Tensor, fence: object = None) -> None:
-        """Note that an object was read; it is in the memory if there was room."""
+        """Note that an object was read; it is in the memory if it fitted."""
         if not self._pins or self._memory.retain(ObjectRef(self._chunk, shard), fresh=True):
             self._memory.note_read(payload)
 
@@ -274,11 +274,11 @@ class _Request:
     """A waiting request, and the chunks that are prefetched for it."""
 
     request_id: str
-    #: Chunks for which there was no room yet.
+    #: Chunks for which no memory is reserved yet.
     chunks: deque[Chunk] = field(default_factory=deque)
     #: Keys of the others, and the early loads that bring them.
     keys: list[bytes] = field(default_factory=list)
-    loads: list[Load] = field(default_factory=list)
+    loads: list[Piece] = field(default_factory=list)
     #: Nothing more is read for it.
     ended: bool = False
 
@@ -286,7 +286,7 @@ class _Request:
 class Prefetcher:
     """Prefetches the chunks of waiting requests into memory, in order of arrival.
 
-    Memory is reserved before a chunk is read, so that no chunk is read for which there is no room;
+    Memory is reserved before a chunk is read, so that no chunk is read that does not fit;
     the rest of a request's chunks follows when other requests are released. A chunk that several
     requests need is read once. If a chunk did not arrive because the request that it was read for
     was released, it is read again for the others in the next step; if the storage or
@@ -295,13 +295,13 @@ class Prefetcher:
 
     Parameters
     ----------
-    transfer : Transfer
-        Its shelf is a :class:`~kvshelf.tiers.tiered.TieredView` with the same memory.
+    loads : Loads
+        Their shelf is a :class:`~kvshelf.tiers.tiered.TieredView` with the same memory.
     memory : KindMemory
     """
 
-    def __init__(self, transfer: Transfer, memory: KindMemory) -> None:
-        self._transfer = transfer
+    def __init__(self, loads: Loads, memory: KindMemory) -> None:
+        self._loads = loads
         self._memory = memory
         self._requests: OrderedDict[str, _Request] = OrderedDict()
         #: Keys that one request fewer needs from now on.
@@ -313,10 +313,8 @@ class Prefetcher:
         self._reading: set[bytes] = set()
         self._retries: dict[bytes, Chunk] = {}
         self._retry_at = 0.0
-        #: Numbers of early loads: the name of an unfinished load must not be reused.
-        self._numbers = itertools.count()
         #: Early loads that ended; any thread appends.
-        self._finished: deque[Load] = deque()
+        self._finished: deque[Piece] = deque()
         self._failures: list[tuple[str, Chunk, Failure]] = []
 
     def add(self, request_id: str, chunks: Sequence[Chunk]) -> None:
@@ -335,7 +333,7 @@ class Prefetcher:
             request.ended = True
             request.chunks.clear()
             for load in request.loads:
-                self._transfer.cancel_early(load.request_id)
+                self._loads.cancel(load)
 
     def release(self, request_id: str) -> None:
         """Unpin the chunks that no other request needs."""
@@ -377,7 +375,7 @@ class Prefetcher:
                 return
 
     def _reserve(self, request: _Request) -> list[Chunk]:
-        """Reserve room for the next chunks of a request; return those that must be read."""
+        """Reserve memory for the next chunks of a request; return those that must be read."""
         fresh = []
         while request.chunks:
             chunk = request.chunks[0]
@@ -400,7 +398,6 @@ class Prefetcher:
         return fresh
 
     def _read(self, request: _Request, chunks: Sequence[Chunk]) -> None:
-        name = f"{request.request_id}#{next(self._numbers)}"
         none = torch.empty(0, dtype=torch.int64)
         items = [
             ChunkSlots(chunk, none, IntoMemory(self._memory, chunk, pins=True)) for chunk in chunks
@@ -408,9 +405,7 @@ class Prefetcher:
         self._reading.update(chunk.key for chunk in chunks)
         request.loads = [load for load in request.loads if not load.finished]
         # In a separate load, since the request's earlier chunks are being read already.
-        request.loads.append(
-            self._transfer.load(name, items, early=True, on_done=self._finished.append)
-        )
+        request.loads.append(self._loads.load(items, early=True, on_done=self._finished.append))
 
     def _read_again(self) -> None:
         """Read chunks that did not arrive again, each for the first request that needs it."""

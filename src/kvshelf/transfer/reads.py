@@ -1,4 +1,4 @@
-"""What the threads of a transfer's loads read, in which order, and for which loads.
+"""What the threads of loads read, in which order, and for which loads.
 
 Owns the objects of loads that no thread has taken yet, and the task of each thread.
 
@@ -35,7 +35,7 @@ import torch
 from kvshelf.format.keys import Chunk
 from kvshelf.shelf.view import Fetched, Pinned
 from kvshelf.transfer.context import TransferContext
-from kvshelf.transfer.load import Load
+from kvshelf.transfer.load import Piece
 from kvshelf.transfer.staging import StagingBuffer
 
 
@@ -80,7 +80,7 @@ class Objects:
 class ReadTask:
     """Objects of one chunk that a thread reads for one load."""
 
-    load: Load
+    piece: Piece
     item: int
     shards: Sequence[int]
     arrived: bool = False
@@ -96,12 +96,12 @@ class ReadTask:
     @property
     def chunk(self) -> Chunk:
         """The chunk that the objects belong to."""
-        return self.load.items[self.item].chunk
+        return self.piece.items[self.item].chunk
 
     @property
     def wanted(self) -> bool:
         """Whether the load still needs the objects."""
-        return not self.load.finished and self.item < self.load.wanted
+        return not self.piece.finished and self.item < self.piece.wanted
 
 
 #: Objects that were read, and for what.
@@ -111,16 +111,16 @@ Arrived: TypeAlias = tuple[ReadTask, Objects]
 class _Untaken:
     """The objects of a load that no thread has taken: a flag for each, over items and shards."""
 
-    __slots__ = ("first", "load", "taken")
+    __slots__ = ("first", "piece", "taken")
 
-    def __init__(self, load: Load, shards: int) -> None:
-        self.load = load
-        self.taken = bytearray(len(load.items) * shards)
+    def __init__(self, piece: Piece, shards: int) -> None:
+        self.piece = piece
+        self.taken = bytearray(len(piece.items) * shards)
         self.first = 0
 
 
 class Reads:
-    """The objects that the loads of one transfer want.
+    """The objects that the loads of one kind want.
 
     Parameters
     ----------
@@ -136,27 +136,27 @@ class Reads:
         self._threads = threads
         self._max_early = max(1, threads - max(1, threads // 4))
         #: Loads with objects that no thread has taken, the oldest first.
-        self._queue: dict[Load, _Untaken] = {}
-        self._early_queue: dict[Load, _Untaken] = {}
+        self._queue: dict[Piece, _Untaken] = {}
+        self._early_queue: dict[Piece, _Untaken] = {}
         self._oldest_next = True
         #: The task of each thread.
         self._tasks: dict[int, ReadTask] = {}
         #: Tasks whose objects are being read, so that other loads may share them.
         self._shared: set[ReadTask] = set()
 
-    def add(self, load: Load) -> None:
+    def add(self, piece: Piece) -> None:
         """Queue the objects of a load."""
-        queue = self._early_queue if load.early else self._queue
-        queue[load] = untaken = _Untaken(load, len(self._shards))
+        queue = self._early_queue if piece.early else self._queue
+        queue[piece] = untaken = _Untaken(piece, len(self._shards))
         for task in self._shared:
             self._share(task, untaken)
 
-    def drop(self, load: Load) -> None:
+    def drop(self, piece: Piece) -> None:
         """Take a load off its queue once all its useful objects are taken."""
-        queue = self._early_queue if load.early else self._queue
-        untaken = queue.get(load)
-        if untaken is not None and untaken.first >= load.wanted * len(self._shards):
-            del queue[load]
+        queue = self._early_queue if piece.early else self._queue
+        untaken = queue.get(piece)
+        if untaken is not None and untaken.first >= piece.wanted * len(self._shards):
+            del queue[piece]
 
     # ------------------------------------------------------------- order
 
@@ -165,15 +165,15 @@ class Reads:
         untaken = self._choose()
         if untaken is None:
             return None
-        load, first, shards = untaken.load, untaken.first, len(self._shards)
+        piece, first, shards = untaken.piece, untaken.first, len(self._shards)
         item, place = divmod(first, shards)
         # A part of what is left that gets smaller, so that no thread is left with much at the end.
-        share = (load.wanted * shards - first) // (2 * self._threads)
+        share = (piece.wanted * shards - first) // (2 * self._threads)
         end = min(place + max(1, min(share, most)), shards)
         taken = untaken.taken.find(1, first, first - place + end)
         if taken >= 0:
             end = place + taken - first
-        task = ReadTask(load, item, self._shards[place:end])
+        task = ReadTask(piece, item, self._shards[place:end])
         self._note_taken(untaken, item, task.shards)
         for other in [*self._queue.values(), *self._early_queue.values()]:
             self._share(task, other)
@@ -188,22 +188,22 @@ class Reads:
             if not self._oldest_next:
                 return next(iter(self._queue.values()))
             shards = len(self._shards)
-            return min(self._queue.values(), key=lambda one: one.load.wanted * shards - one.first)
+            return min(self._queue.values(), key=lambda one: one.piece.wanted * shards - one.first)
         if self._early_queue:
-            early = sum(task.load.early for task in self._tasks.values())
+            early = sum(task.piece.early for task in self._tasks.values())
             if early < self._max_early:
                 return next(iter(self._early_queue.values()))
         return None
 
     def _share(self, task: ReadTask, untaken: _Untaken) -> None:
         """Let a load share the objects that `task` reads, if it needs them."""
-        item = untaken.load.places.get(task.chunk.key)
+        item = untaken.piece.places.get(task.chunk.key)
         if item is None:
             return
         first = item * len(self._shards)
         shards = [s for s in task.shards if not untaken.taken[first + self._places[s]]]
         if shards:
-            task.sharers.append(ReadTask(untaken.load, item, shards))
+            task.sharers.append(ReadTask(untaken.piece, item, shards))
             self._note_taken(untaken, item, shards)
 
     def _note_taken(self, untaken: _Untaken, item: int, shards: Sequence[int]) -> None:
@@ -213,7 +213,7 @@ class Reads:
             untaken.taken[first + self._places[shard]] = 1
         left = untaken.taken.find(0, untaken.first)
         untaken.first = len(untaken.taken) if left < 0 else left
-        self.drop(untaken.load)
+        self.drop(untaken.piece)
 
     # ------------------------------------------------------------- tasks
 
@@ -225,7 +225,7 @@ class Reads:
         task.reading = False
         if not task.sharers:
             for other in self._tasks.values():
-                if other.reading and other.load is task.load and other.item == task.item:
+                if other.reading and other.piece is task.piece and other.item == task.item:
                     other.left += [(task, objects), *self.take_left(task)]
                     self.end(thread)
                     return True

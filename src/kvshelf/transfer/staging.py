@@ -85,7 +85,7 @@ def least_bytes(buffer_bytes: int, together: int, chunks: int = 1) -> int:
 
 
 def bytes_for_stores(buffer_bytes: int, together: int, chunks: int) -> int:
-    """Return the least capacity of a :class:`StagingPool` whose stores have room for some chunks.
+    """Return the least capacity of a :class:`StagingPool` whose stores hold some chunks.
 
     Parameters
     ----------

@@ -1,10 +1,15 @@
-"""The stores of a transfer: chunks on their way from a paged cache to a shelf.
+"""The stores of one kind of KV: chunks on their way from a paged cache to a shelf.
 
 Owns the queue of stores and the threads that publish.
 
 A store: the step thread gathers the shards of a chunk into staging buffers
 (:meth:`Stores.store`); on a device it only begins to. A store thread waits for the copy,
 probes the shelf for the objects, hashes those that are missing and publishes them.
+
+The rules are those of the write (:class:`~kvshelf.backends.guard.GuardedBackend`): it creates an
+object at most once, and none beyond the bound of the shelf. What is asked before only saves work:
+the probe hashes and writes of what exists; the bound, before a chunk is gathered, staging for what
+cannot be stored, and, before its first object is written, objects without the rest of their chunk.
 
 Dropped chunks: staging bounds the memory, and since the engine's step must not wait, a store
 without free staging is dropped, unless its caller offers it again. What was dropped or published is
@@ -39,8 +44,8 @@ from enum import Enum
 
 from kvshelf.backends import WriteResult
 from kvshelf.errors import (
+    BoundReachedError,
     DeviceUnavailableError,
-    NoRoomError,
     StorageError,
     UnavailableStorageError,
 )
@@ -69,7 +74,7 @@ class StoreOutcome(Enum):
     #: Dropped: a bound of the shelf is reached.
     NO_ROOM = "no room"
     #: Dropped: the storage takes no writes for now or all store threads are stuck, the device
-    #: cannot be used, or the transfer is closed.
+    #: cannot be used, or the stores are closed.
     UNAVAILABLE = "unavailable"
 
 
@@ -80,7 +85,7 @@ class StoreResult(Enum):
     EXISTED = "existed"
     REPAIRED = "repaired"
     FAILED = "failed"
-    #: The transfer was closed before.
+    #: The stores were closed before.
     LOST = "lost"
 
 
@@ -103,15 +108,11 @@ class _StoreJob:
 
 
 class Stores(TransferHalf):
-    """The stores of one transfer.
+    """The stores of one kind of KV.
 
     Parameters
     ----------
     context : TransferContext
-    threads : int
-        Threads that publish.
-    check_finite : bool
-        Do not store chunks that hold NaN or infinity.
 
     Attributes
     ----------
@@ -119,12 +120,12 @@ class Stores(TransferHalf):
         What was published, repaired and dropped here.
     """
 
-    def __init__(self, context: TransferContext, threads: int, *, check_finite: bool) -> None:
-        super().__init__(context, "store", threads)
+    def __init__(self, context: TransferContext) -> None:
+        super().__init__(context, "store", context.store_threads)
         self._plan = context.plan
         high_latency = context.shelf.backend.properties.high_latency
         self.known = KnownChunks(context.fmt.kind, high_latency=high_latency)
-        self._finite = FiniteCheck(context.fmt) if check_finite else None
+        self._finite = FiniteCheck(context.fmt) if context.check_finite else None
         self._idle = threading.Condition(self._lock)
         self._queue: deque[_StoreJob] = deque()
         #: Queued stores that are promised: they run before those in the queue.
@@ -166,7 +167,7 @@ class Stores(TransferHalf):
             drop queued ones of these if staging is used up. A store of the same chunk that is
             in flight becomes promised.
         postponable : bool
-            Where there is no room now, the caller offers the chunk again: nothing is counted or
+            Where there is no memory now, the caller offers the chunk again: nothing is counted or
             remembered.
         on_done : Callable, optional
             Called once for a chunk that was queued, on the thread that ended its store. Must
@@ -200,7 +201,7 @@ class Stores(TransferHalf):
         if self.known.follows_dropped(item.chunk, seen):
             self._context.count_dropped(item.chunk, Reason.PARENT_DROPPED)
             return StoreOutcome.PARENT_DROPPED
-        if not self._shelf.backend.has_room(len(shards) * self._staging.buffer_bytes):
+        if not self._shelf.backend.allows(len(shards) * self._staging.buffer_bytes):
             return self._drop(item.chunk, StoreOutcome.NO_ROOM)
         memory = self._context.memory(item)
         buffers = self._staging.acquire_for_store(len(shards), wait)
@@ -326,9 +327,9 @@ class Stores(TransferHalf):
             for ref, answer, buffer in zip(refs, shelf.probe(refs), job.buffers, strict=True)
             if answer is not Presence.PRESENT or job.repair
         ]
-        if found and not shelf.backend.has_room(sum(size for *_, size in found)):
+        if found and not shelf.backend.allows(sum(size for *_, size in found)):
             # Some of the objects alone would be useless.
-            raise NoRoomError(errno.ENOSPC, "not stored: a bound of the shelf is reached")
+            raise BoundReachedError(errno.ENOSPC, "not stored: a bound of the shelf is reached")
         for ref, answer, buffer, size in found:
             object_buffer = buffer.view[:size]
             fmt.seal(object_buffer, *ref)
@@ -380,7 +381,7 @@ class Stores(TransferHalf):
         reason = Reason.ERROR
         if isinstance(error, (UnavailableStorageError, DeviceUnavailableError)):
             reason = Reason.UNAVAILABLE
-        elif isinstance(error, NoRoomError):
+        elif isinstance(error, BoundReachedError):
             # The owner of the bound has logged it.
             reason = Reason.NO_ROOM
         elif not isinstance(error, StorageError):
@@ -443,7 +444,7 @@ class Stores(TransferHalf):
             self._queue.clear()
         for job in queued:
             if result is StoreResult.LOST:
-                # The transfer has counted them.
+                # They are counted at the close.
                 self._context.note(Event.DROPPED_STORE, job.chunk, Reason.SHUTDOWN)
             else:
                 self._drop(job.chunk, StoreOutcome.UNAVAILABLE)

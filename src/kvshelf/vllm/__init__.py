@@ -1,9 +1,9 @@
 """kvshelf's vLLM connector: the only package of kvshelf that imports vllm.
 
-Owns the check of vLLM's version, and the plugin, which registers ``SharedStorageConnector`` with
-vLLM, marks the ids of multimodal items (:mod:`kvshelf.vllm.item_ids`) and records when
-configurations were made (:mod:`kvshelf.vllm.published`). Importing this package does not import
-vllm, nor torch.
+Owns the check of vLLM's version, and the plugin, which registers ``KVShelfConnector`` with vLLM,
+also as ``SharedStorageConnector``, its name of earlier versions. The plugin marks the ids of
+multimodal items (:mod:`kvshelf.vllm.item_ids`) and records when configurations were made
+(:mod:`kvshelf.vllm.published`). Importing this package does not import vllm, nor torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from kvshelf.errors import UnsupportedError
 
 logger = logging.getLogger(__name__)
 
-CONNECTOR_NAME = "SharedStorageConnector"
+CONNECTOR_NAME = "KVShelfConnector"
+#: The same connector, under the name of an example that earlier versions of vLLM ship.
+EARLIER_NAME = "SharedStorageConnector"
 SUPPORTED_VLLM = ((0, 32), (0, 34))
 
 #: What vLLM calls for a connector's class, by the name in ``--kv-transfer-config``.
@@ -29,20 +31,19 @@ _registered: set[_Loader] = set()
 def register() -> None:
     """Prepare a process of vLLM; a ``vllm.general_plugins`` entry point.
 
-    vLLM calls this in each of its processes, perhaps more than once. A connector of that name that
-    vLLM itself ships keeps the name, and says so when it is used (vLLM
+    vLLM calls this in each of its processes, perhaps more than once. A connector that vLLM itself
+    ships under one of the names keeps it, and says so when it is used (vLLM
     ``distributed/kv_transfer/kv_connector/factory.py``).
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     loaders = KVConnectorFactory._registry
-    if CONNECTOR_NAME not in loaders:
-        KVConnectorFactory.register_connector(
-            CONNECTOR_NAME, "kvshelf.vllm.connector", CONNECTOR_NAME
-        )
-    elif loaders[CONNECTOR_NAME] not in _registered:
-        loaders[CONNECTOR_NAME] = _warning(loaders[CONNECTOR_NAME])
-    _registered.add(loaders[CONNECTOR_NAME])
+    for name in (CONNECTOR_NAME, EARLIER_NAME):
+        if name not in loaders:
+            KVConnectorFactory.register_connector(name, "kvshelf.vllm.connector", name)
+        elif loaders[name] not in _registered:
+            loaders[name] = _warning(name, loaders[name])
+        _registered.add(loaders[name])
     from kvshelf.vllm.published import note_begins
 
     note_begins()
@@ -55,17 +56,18 @@ def register() -> None:
         logger.warning("ids of images, audio and video are not marked: %r", error)
 
 
-def _warning(theirs: _Loader) -> _Loader:
+def _warning(name: str, theirs: _Loader) -> _Loader:
     """Return a loader of another connector of this name, which warns on its first call."""
 
     @functools.cache
     def warn(place: str) -> None:
         logger.warning(
             "kv_connector names %s, and this vLLM has one of its own under that name (%s), which"
-            " it uses. To use kvshelf, add to --kv-transfer-config:"
+            ' it uses. To use kvshelf, write in --kv-transfer-config: "kv_connector": "%s",'
             ' "kv_connector_module_path": "kvshelf.vllm.connector"',
-            CONNECTOR_NAME,
+            name,
             place,
+            CONNECTOR_NAME,
         )
 
     def load() -> Any:

@@ -42,7 +42,6 @@ import functools
 import hashlib
 import json
 import logging
-import os
 import sys
 import threading
 import time
@@ -54,7 +53,14 @@ from typing import Any, Final
 from kvshelf.background import try_to_start
 from kvshelf.errors import ConfigError
 from kvshelf.vllm.metadata import AdapterContent
-from kvshelf.weights.fingerprints import FingerprintCache, adapter_files, is_settled, lora_digest
+from kvshelf.weights.fingerprints import (
+    FingerprintCache,
+    Stamp,
+    adapter_files,
+    is_settled,
+    lora_digest,
+    stamp_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -115,24 +121,24 @@ class _Hashing:
         with self._lock:
             self.done = True
             waiting, self._waiting = self._waiting, []
-        for tell in waiting:
+        for callback in waiting:
             try:
-                tell()
+                callback()
             except Exception as error:
-                logger.error("a lookup could not go on with its adapter", exc_info=error)
+                logger.error("a lookup could not continue with its adapter", exc_info=error)
 
     @property
     def overdue(self) -> bool:
         """Whether it is not done a second after it began."""
         return not self.done and time.monotonic() >= self._overdue_at
 
-    def when_done(self, tell: Callable[[], None]) -> None:
-        """Call `tell` once it is done: at once, or on its thread."""
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once it is done: at once, or on its thread."""
         with self._lock:
             if not self.done:
-                self._waiting.append(tell)
+                self._waiting.append(callback)
                 return
-        tell()
+        callback()
 
 
 class AdapterDigests:
@@ -166,13 +172,13 @@ class AdapterDigests:
         #: vLLM's prefix cache may hold; None once these are several.
         self._in_engine_cache: dict[tuple[str, str], dict[int, bytes] | None] = {}
 
-    def ask(self, adapter: Any, tell: Callable[[bytes | None], None]) -> None:
-        """Call `tell` once with the digest for a request's adapter, perhaps later; does not block.
+    def ask(self, adapter: Any, on_known: Callable[[bytes | None], None]) -> None:
+        """Call `on_known` once with the digest of a request's adapter, perhaps later. Never blocks.
 
         Parameters
         ----------
         adapter : LoRARequest
-        tell : Callable
+        on_known : Callable
             Called at once, or on the thread that reads the adapter's files: with 32 bytes, or
             None if the request can have no chunk keys.
         """
@@ -182,10 +188,10 @@ class AdapterDigests:
         elif self.trusts(adapter):
             hashing = self._hash(adapter)
             if not hashing.overdue:
-                hashing.when_done(lambda: tell(self._found(adapter, hashing)))
+                hashing.when_done(lambda: on_known(self._found(adapter, hashing)))
                 return
             self._warn(adapter, "its files have not been read in time")
-        tell(None)
+        on_known(None)
 
     def _found(self, adapter: Any, hashing: _Hashing) -> bytes | None:
         """Return the digest that was just computed, if it is that of all other requests."""
@@ -392,8 +398,8 @@ class LoadedAdapters:
         return sorted(others)
 
 
-#: Paths, inodes, sizes and times of an adapter's files.
-_Stamp = tuple[tuple[str, int, int, int, int, int], ...]
+#: Shows whether an adapter's files changed.
+_Stamp = tuple[tuple[str, Stamp], ...]
 
 
 def _watched(method: Any) -> Any:
@@ -417,18 +423,15 @@ def _watched(method: Any) -> Any:
 def _stamp(path: str) -> _Stamp | None:
     """Return a value that changes when an adapter's files do; None if there are no files."""
     try:
-        files = [(str(file), os.stat(file)) for file in adapter_files(_folder(path))]
+        files = adapter_files(_folder(path))
+        return tuple((str(file), stamp_of(file.stat())) for file in files)
     except Exception:  # noqa: BLE001 - vLLM reports what is wrong with an adapter
         return None
-    return tuple(
-        (name, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-        for name, found in files
-    )
 
 
 def _written_at(stamp: _Stamp) -> int:
     """Return when one of the files was written last, in nanoseconds."""
-    return max(max(mtime_ns, ctime_ns) for *_, mtime_ns, ctime_ns in stamp)
+    return max(max(mtime_ns, ctime_ns) for _, (*_, mtime_ns, ctime_ns) in stamp)
 
 
 def _folder(path: str) -> Path:

@@ -1,4 +1,4 @@
-"""``SharedStorageConnector``: vLLM's KV connector interface on top of a shelf.
+"""``KVShelfConnector``: vLLM's KV connector interface on top of a shelf.
 
 Owns the checks at an engine's start and the translation of vLLM's calls to
 :mod:`kvshelf.vllm.scheduler` and :mod:`kvshelf.vllm.worker`, which do the work. vLLM makes one
@@ -16,7 +16,6 @@ KV. The loads that vLLM waits for are reported all the same. The constructor and
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import sys
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, ParamSpec, TypeVar
 import torch
 import vllm
 
-from kvshelf.vllm import check_vllm_version, register
+from kvshelf.vllm import CONNECTOR_NAME, EARLIER_NAME, check_vllm_version, register
 
 # Checked before the import of names that other versions lack, so that users get a clear message.
 check_vllm_version(vllm.__version__)
@@ -45,21 +44,19 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, iter_layer_specs
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvshelf import __version__
-from kvshelf.capacity.uses import Uses
+from kvshelf.assembly import Role, assemble
 from kvshelf.config import Config, history_dir
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.namespace import Namespace
 from kvshelf.history import HEADER, LARGEST, WITH_RECORD, History
 from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
-from kvshelf.shelf.opening import START_SECONDS, Opening
-from kvshelf.tiers.tiered import AnyShelf, TieredShelf, open_configured, shelf_url
-from kvshelf.urls import directory_of, shown_url
+from kvshelf.urls import directory_of
 from kvshelf.vllm.affinity import widen_cpu_affinity
 from kvshelf.vllm.groups import CacheGroups, with_chunk_size
 from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
 from kvshelf.vllm.namespace import check_environment, context_ranks
-from kvshelf.vllm.scheduler import SchedulerSide
+from kvshelf.vllm.scheduler import Engine, SchedulerSide
 from kvshelf.vllm.speculation import check_speculation, drafter_has_kv
 from kvshelf.vllm.stats import ShelfPromMetrics, ShelfStats, stats_of
 
@@ -77,7 +74,8 @@ if TYPE_CHECKING:
 
     from kvshelf.kv.streams import Streams
     from kvshelf.server.segment import Segment
-    from kvshelf.vllm.worker import WorkerSide
+    from kvshelf.shelf.shelf import Shelf
+    from kvshelf.vllm.worker.side import WorkerSide
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +113,7 @@ def _nothing(*_: object, **__: object) -> None:
     """Return None, the fallback of methods without an answer."""
 
 
-class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
+class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
     """Stores KV of prompts on a shelf and loads it from there.
 
     Parameters
@@ -167,19 +165,29 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
         self._counters = Counters()
         device = getattr(vllm_config, "device_config", None)
         on_cpu = device is None or device.device_type == "cpu"
-        gpu = None if on_cpu or role is KVConnectorRole.SCHEDULER else _current_gpu()
-        self._segment = (
-            None if on_cpu or role is KVConnectorRole.SCHEDULER else _segment(self._config)
+        copies = not on_cpu and role is not KVConnectorRole.SCHEDULER
+        gpu = _current_gpu() if copies else None
+        self._segment = _segment(self._config) if copies else None
+        served = functools.partial(
+            _open_served,
+            self._config,
+            self._counters,
+            on_cpu=on_cpu,
+            gpu=gpu,
+            segment=self._segment,
         )
-        self._shelf = _open(
-            self._config, self._counters, on_cpu=on_cpu, gpu=gpu, segment=self._segment
+        self._assembly = assemble(
+            self._config,
+            Role.ENGINE,
+            self._counters,
+            open_served=None if server is None else served,
+            on_thread_start=widen_cpu_affinity,
         )
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        self._uses: Uses | None = None
         context = context_ranks(vllm_config, kv_cache_config)
         refuses = _why_no_stores(self._config, transfer, context)
-        self._history = _begin_history(self._config, vllm_config, role, self._shelf.name, refuses)
+        self._history = _begin_history(self._config, vllm_config, role, self._assembly.url, refuses)
         if role is KVConnectorRole.SCHEDULER:
             if context > 1 and transfer.is_kv_producer:
                 logger.warning("this engine loads KV from the shelf and stores none: %s", refuses)
@@ -193,34 +201,38 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
                     " Fewer drafts are accepted behind a hit",
                     ", ".join(others),
                 )
-            self._uses = Uses.of(self._config, self._counters, on_thread_start=widen_cpu_affinity)
             self._scheduler = SchedulerSide(
-                vllm_config,
-                self._config,
-                self._shelf.get,
-                groups=self._groups,
-                ranks=int(vllm_config.parallel_config.world_size),
-                may_store=not refuses,
-                hands_over=_is_first_in_multi_connector(),
-                on_thread_start=widen_cpu_affinity,
-                counters=self._counters,
-                uses=self._uses,
-                history=self._history,
-                others_transfer=_others_transfer(),
+                Engine(
+                    vllm_config,
+                    self._config,
+                    self._assembly.shelf,
+                    self._groups,
+                    ranks=int(vllm_config.parallel_config.world_size),
+                    may_store=not refuses,
+                    hands_over=_is_first_in_multi_connector(),
+                    on_thread_start=widen_cpu_affinity,
+                    counters=self._counters,
+                    uses=self._assembly.uses,
+                    history=self._history,
+                    others_transfer=_others_transfer(),
+                )
             )
         else:
             # The modules that move KV take 0.1 s to import, and the scheduler does not need them.
-            from kvshelf.vllm.worker import WorkerSide
+            from kvshelf.vllm.worker.engine import WorkerEngine
+            from kvshelf.vllm.worker.side import WorkerSide
 
-            self._worker = WorkerSide(
+            engine = WorkerEngine(
                 vllm_config,
                 self._config,
-                self._shelf.get,
-                kv_cache_config=kv_cache_config,
+                kv_cache_config,
                 rank=int(vllm_config.parallel_config.rank),
-                counters=self._counters,
                 streams=self._streams_of,
                 regions=None if self._segment is None else self._segment.take_region,
+            )
+            self._worker = WorkerSide(
+                engine,
+                self._assembly,
                 may_store=not refuses,
                 others_fill=bool(others),
                 history=self._history,
@@ -292,7 +304,7 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
     @_contained(_nothing)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start the step's loads, unless they started with the step."""
-        self._as_worker().start_loads()
+        self._as_worker().loads.start()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: vLLM schedules requests only after their loads have finished."""
@@ -305,25 +317,25 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
     @_contained(_nothing)
     def finish_forward(self) -> None:
         """Gather what the forward pass completed; only vLLM's second model runner calls this."""
-        self._as_worker().finish_forward()
+        self._as_worker().stores.finish_forward()
 
     @_contained(_nothing)
     def wait_for_save(self) -> None:
         """Gather what this step completed into staging, and is not gathered yet."""
-        self._as_worker().save()
+        self._as_worker().stores.save()
 
     @_contained(lambda *_: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose blocks are no longer needed, and those whose loads finished."""
         worker = self._as_worker()
-        loaded = worker.finished_loads()
-        return worker.released() or None, loaded or None
+        loaded = worker.loads.finished()
+        return worker.stores.released() or None, loaded or None
 
     @_contained(lambda *_: KVConnectorTransferResults())
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests whose loads are finished; those to compute as a whole as failed."""
         results = super().get_transfer_results(finished_req_ids)
-        results.failed_recving = self._as_worker().take_failed_requests()
+        results.failed_recving = self._as_worker().loads.take_failed_requests()
         return results
 
     @_contained(lambda *_: set())
@@ -332,7 +344,7 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
         if self._groups.hybrid:
             # vLLM takes ids of blocks from engines with one group only.
             return set()
-        (blocks,) = self._as_worker().take_bad_blocks()
+        (blocks,) = self._as_worker().loads.take_bad_blocks()
         return blocks
 
     @_contained(_nothing)
@@ -455,9 +467,7 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
         if self._scheduler is not None:
             self._scheduler.close()
-        if self._uses is not None:
-            self._uses.close()
-        self._shelf.close()
+        self._assembly.close()
         if self._segment is not None:
             self._segment.close()
         if self._history is not None:
@@ -475,6 +485,10 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
 # MultiConnector finds the stats classes of its children by the connector's name, even where vLLM
 # found this connector by kv_connector_module_path and plugins are off.
 register()
+
+
+#: The class under its other name, for vLLM and for code that names it.
+SharedStorageConnector = KVShelfConnector
 
 
 def _show_log_lines() -> None:
@@ -505,38 +519,15 @@ def _segment(config: Config) -> Segment | None:
     from kvshelf.server.segment import Segment
 
     try:
-        return Segment(_room_bytes(config), regions=_MOST_IN_REGIONS)
+        return Segment(_segment_bytes(config), regions=_MOST_IN_REGIONS)
     except (ConfigError, UnsupportedError):
         # The shelf cannot be opened then, which is logged.
         return None
 
 
-def _room_bytes(config: Config) -> int:
+def _segment_bytes(config: Config) -> int:
     """Return the bytes of a segment for objects that were not made there."""
     return min(config.least_staging, 1 << 30)
-
-
-def _open(
-    config: Config,
-    counters: Counters,
-    *,
-    on_cpu: bool,
-    gpu: torch.device | None,
-    segment: Segment | None = None,
-) -> Opening[AnyShelf]:
-    """Open the engine's shelf on a thread of its own; wait for it for a bounded time."""
-    server = config.server
-    url = shelf_url(config) if server is None else server
-
-    def make() -> AnyShelf:
-        if server is not None:
-            return _open_served(server, config, counters, on_cpu=on_cpu, gpu=gpu, segment=segment)
-        shelf, tier = open_configured(url, config, counters, on_thread_start=widen_cpu_affinity)
-        return shelf if tier is None else TieredShelf(shelf, [tier])
-
-    opening = Opening(shown_url(url), make)
-    opening.first(START_SECONDS, "the engine runs without it")
-    return opening
 
 
 def _begin_history(
@@ -564,14 +555,15 @@ def _begin_history(
 
 
 def _open_served(
-    server: str,
     config: Config,
     counters: Counters,
     *,
     on_cpu: bool,
     gpu: torch.device | None,
-    segment: Segment | None = None,
-) -> AnyShelf:
+    segment: Segment | None,
+) -> Shelf:
+    server = config.server
+    assert server is not None
     try:
         from kvshelf.server.shelf import open_served
     except ImportError as error:
@@ -582,7 +574,7 @@ def _open_served(
 
     return open_served(
         server,
-        segment_bytes=_room_bytes(config),
+        segment_bytes=_segment_bytes(config),
         segment=segment,
         read_only=config.read_only,
         # A GPU copies from page-locked memory.
@@ -632,11 +624,13 @@ def _check_engine(vllm_config: Any) -> None:
 
 def _answers_see_a_window(kv_cache_config: Any) -> bool:
     """Whether the model has R-SWA layers (RSWASpec of vllm/v1/kv_cache_interface.py)."""
+    return any(hasattr(spec, "rswa_window") for spec in _layer_specs(kv_cache_config))
+
+
+def _layer_specs(kv_cache_config: Any) -> list[Any]:
+    """Return how vLLM keeps the KV of each layer."""
     groups = getattr(kv_cache_config, "kv_cache_groups", ())
-    specs = [group.kv_cache_spec for group in groups]
-    # A group of layers whose caches differ in size has a specification for each layer.
-    layers = [getattr(spec, "kv_cache_specs", {}).values() or [spec] for spec in specs]
-    return any(hasattr(spec, "rswa_window") for spec in itertools.chain.from_iterable(layers))
+    return [spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec)]
 
 
 def _why_no_stores(config: Config, transfer: Any, ranks: int) -> str:
@@ -725,7 +719,8 @@ def _others_that_fill(vllm_config: Any) -> list[str]:
     if device is not None and device.device_type == "cpu":
         return []
     own = getattr(vllm_config.kv_transfer_config, "kv_connector", None)
-    return [name for name in _names_that_load() if name not in (own, "OffloadingConnector")]
+    waiting = (own, CONNECTOR_NAME, EARLIER_NAME, "OffloadingConnector")
+    return [name for name in _names_that_load() if name not in waiting]
 
 
 def _check_other_loads(vllm_config: Any, others: list[str]) -> None:
@@ -755,11 +750,9 @@ def _check_other_loads(vllm_config: Any, others: list[str]) -> None:
 
 def _windows_kept_as_full(kv_cache_config: Any) -> bool:
     """Whether vLLM keeps sliding windows as full attention, its hybrid allocator being off."""
-    groups = getattr(kv_cache_config, "kv_cache_groups", ())
-    specs = [spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec)]
     return any(
         isinstance(spec, FullAttentionSpec) and (spec.sliding_window or spec.attention_chunk_size)
-        for spec in specs
+        for spec in _layer_specs(kv_cache_config)
     )
 
 
@@ -789,7 +782,7 @@ def _is_first_in_multi_connector() -> bool:
     fields.
     """
     before = getattr(_enclosing_multi_connector(), "_connectors", ())
-    return not any(isinstance(connector, SharedStorageConnector) for connector in before)
+    return not any(isinstance(connector, KVShelfConnector) for connector in before)
 
 
 def _enclosing_multi_connector() -> Any:

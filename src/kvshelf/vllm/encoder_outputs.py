@@ -4,7 +4,7 @@ vLLM caches the encoder's output for an image, audio or video by the item's id. 
 weights it drops these only on demand (``reset_encoder_cache``; ``reload_weights`` and a pause with
 ``clear_cache`` call it). KV that is computed of such an output is neither of the old weights nor of
 the new ones. So requests with these items are treated as requests with old blocks are
-(:mod:`kvshelf.vllm.block_weights`): what they compute is not stored.
+(:mod:`kvshelf.vllm.scheduler.block_weights`): what they compute is not stored.
 
 Owns the wrappers of vLLM's ``EncoderCacheManager``, which lives in the scheduler's process, and the
 ids that were in it when weights changed. All runs on the scheduler's step thread.
@@ -68,7 +68,7 @@ class EncoderOutputs:
         self._used = False
         #: No manager was known at a change: what it holds is not known either.
         self._all_old = False
-        self._said = False
+        self._warned = False
 
     def begin(self) -> None:
         """Note that the weights may differ from now on."""
@@ -101,8 +101,8 @@ class EncoderOutputs:
             return False
         self._used |= self._round is not None
         old = self._all_old or any(not ids.isdisjoint(items) for items in _managers.values())
-        if old and not self._said:
-            self._said = True
+        if old and not self._warned:
+            self._warned = True
             logger.warning(
                 "the weights changed, and vLLM still has what the encoder made of images, audio or"
                 " video before: KV of requests with these items is not stored until vLLM's encoder"

@@ -8,8 +8,8 @@ An engine is *hybrid* if it has several groups, or one with states. Hits of a hy
 multiples of :attr:`CacheGroups.alignment`: only there all groups have whole blocks, and only there
 vLLM keeps states.
 
-The drafter of speculative decoding may have groups of its own. They make an engine hybrid, and say
-nothing of the model: kinds and windows are those of the model's groups. So do *scratch* groups, the
+The drafter of speculative decoding may have groups of its own. They make an engine hybrid, but
+kinds and windows are those of the model's groups only. So do *scratch* groups, the
 rings of layers that compress several tokens into one: such a ring holds the tokens of which a part
 is still to come, and is empty where hits end.
 
@@ -40,6 +40,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.format.hit_rule import HitRule
 from kvshelf.format.kinds import FULL, KINDS, STATE, WINDOW, Kind
 from kvshelf.vllm.namespace import manager_block_size
 from kvshelf.vllm.speculation import METHODS_WITHOUT_KV, drafter_has_kv
@@ -197,6 +198,10 @@ class CacheGroups(Sequence[CacheGroup]):
 
     def __len__(self) -> int:
         return len(self._groups)
+
+    def hit_rule(self, chunk_size: int) -> HitRule:
+        """Return what hits of the model need, with chunks of so many tokens."""
+        return HitRule.with_window(self.kinds, self.window, chunk_size)
 
     @property
     def keeps_blocks(self) -> bool:

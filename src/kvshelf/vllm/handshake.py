@@ -17,7 +17,8 @@ The hand-shake
 Rounds
 ------
 When the weights may have changed, :meth:`Handshake.begin_round` has all ranks digest their weights
-(:mod:`kvshelf.vllm.loaded_weights`); until all have reported, :attr:`Handshake.checking` is true.
+(:mod:`kvshelf.vllm.worker.loaded_weights`); until all have reported, :attr:`Handshake.checking` is
+true.
 The digests of all ranks together name the weights:
 
 * the digests of the start: the name that the weights had then, from the files that vLLM loaded,
@@ -42,11 +43,12 @@ Contracts
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
 
 from kvshelf.config import Config
 from kvshelf.errors import KVShelfError
@@ -56,6 +58,10 @@ from kvshelf.vllm.metadata import BY_PARAMETERS, ExpertDigests, WeightsReport, W
 from kvshelf.vllm.namespace import build_namespace, stage_ranks, unite_ranks
 
 logger = logging.getLogger(__name__)
+
+_SAY_DISABLED: Final = functools.partial(
+    logger.error, "nothing is loaded from or stored on the shelf: %s"
+)
 
 #: By layer and number in the model, the digests of an expert wherever it is.
 _Experts: TypeAlias = dict[tuple[str, int], frozenset[bytes]]
@@ -81,6 +87,8 @@ class Handshake:
     config : Config
     ranks : int
         Number of workers that must report before the namespace is known.
+    say_disabled : Callable
+        Logs a reason why nothing is ever loaded or stored.
 
     Attributes
     ----------
@@ -95,9 +103,16 @@ class Handshake:
         Nothing is ever loaded or stored; the log says why.
     """
 
-    def __init__(self, vllm_config: Any, config: Config, ranks: int) -> None:
+    def __init__(
+        self,
+        vllm_config: Any,
+        config: Config,
+        ranks: int,
+        say_disabled: Callable[[str], None] = _SAY_DISABLED,
+    ) -> None:
         self._vllm_config = vllm_config
         self._config = config
+        self._say_disabled = say_disabled
         self.ranks = ranks
         self.namespace: Namespace | None = None
         self.disabled = False
@@ -152,7 +167,7 @@ class Handshake:
         self._reports.update(reports)
         for report in reports.values():
             if report.disabled_reason:
-                self._disable(report.disabled_reason, already_logged=report.already_logged)
+                self.disable(report.disabled_reason, already_logged=report.already_logged)
         current = {rank: found for rank, found in weights.items() if found.round == self.round}
         self._weights.update(current)
         self._first.update({rank: found.first for rank, found in weights.items()})
@@ -160,9 +175,9 @@ class Handshake:
         self._packed = self._packed or any(found.packed for found in weights.values())
         again = any(found.again for found in current.values())
         if again and not self.watched:
-            self._disable(
-                "the engine's weights were changed in place, and not all ranks can tell to what:"
-                " restart the engine"
+            self.disable(
+                "the engine's weights were changed in place, and not all ranks can digest the new"
+                " ones: restart the engine"
             )
         return again
 
@@ -205,12 +220,12 @@ class Handshake:
                 for first in range(0, len(reports), degree)
             ]
         except KVShelfError as error:
-            self._disable(str(error))
+            self.disable(str(error))
             return None
         if self.namespace is not None:
             self._announcing = True
             if stages != self._stages:
-                self._disable(
+                self.disable(
                     "the KV caches were registered again with other layers, shapes, layout or"
                     " scales: restart the engine"
                 )
@@ -220,7 +235,7 @@ class Handshake:
         try:
             fmt = ObjectFormat(build_namespace(self._vllm_config, self._config, stages, weights))
         except KVShelfError as error:
-            self._disable(str(error))
+            self.disable(str(error))
             return None
         self._stages = stages
         return fmt
@@ -241,7 +256,7 @@ class Handshake:
         if self._holds_a_part and self.weights_changed:
             name = self._version_of(united, reports)
             if name is None:
-                self._disable(
+                self.disable(
                     "the weights changed in place, and with expert parallelism over several engines"
                     " each engine sees a part of them: give the new weights a version by"
                     " weights_changed(version=...), or restart the engine"
@@ -280,7 +295,7 @@ class Handshake:
             problem = "other engines hold a part of them (expert parallelism)"
         else:
             return f"params:{self._united_first}"
-        self._disable(
+        self.disable(
             "the log of rank 0 says why no file identifies the weights, and the loaded parameters"
             f" cannot: {problem}. Set `weights` to a string that identifies them"
         )
@@ -377,8 +392,9 @@ class Handshake:
             return None
         return self.namespace.encoded, self.namespace.slug
 
-    def _disable(self, reason: str, *, already_logged: bool = False) -> None:
+    def disable(self, reason: str, *, already_logged: bool = False) -> None:
+        """Load and store nothing from now on."""
         if not self.disabled and not already_logged:
-            logger.error("nothing is loaded from or stored on the shelf: %s", reason)
+            self._say_disabled(reason)
         self.disabled = True
         self.disabled_reason = self.disabled_reason or reason

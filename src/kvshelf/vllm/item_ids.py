@@ -247,7 +247,7 @@ class ItemIds:
         lora = getattr(vllm_config, "lora_config", None)
         self._adapts_encoder = bool(getattr(lora, "enable_tower_connector_lora", False))
         self._media = EngineMedia(vllm_config)
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self._numbered = _items_are_numbered(vllm_config)
         if self._numbered:
             logger.warning(
@@ -266,11 +266,11 @@ class ItemIds:
         if any(UNKNOWN in feature.identifier for feature in features):
             return False
         if not all(self._names_adapter(feature, request.lora_request) for feature in features):
-            self._say_once(
+            self._warn_once(
                 "requests with a LoRA adapter and images, audio or video are neither loaded nor"
                 " stored: with enable_tower_connector_lora vLLM knows by the adapter's name what"
                 " its encoder made of them, and only kvshelf's plugin in the API server's process"
-                " has it heed that another adapter may be loaded under the name"
+                " tells apart adapters that are loaded under one name"
             )
             return False
         if self._trust or request.cache_salt:
@@ -280,11 +280,13 @@ class ItemIds:
             return True
         self._counters.add("uuid_requests")
         if self._shared:
-            self._say("ids of images, audio and video come from other engines (ec_transfer_config)")
+            self._warn(
+                "ids of images, audio and video come from other engines (ec_transfer_config)"
+            )
         elif any(CLIENT in feature.identifier for feature in features):
-            self._say("a client names images, audio or video by a uuid of its own")
+            self._warn("a client names images, audio or video by a uuid of its own")
         else:
-            self._say(
+            self._warn(
                 "the process that prepared a request with images, audio or video does not mark ids"
                 " that clients choose. vLLM's API server does where kvshelf is installed beside it"
                 " and VLLM_PLUGINS does not leave it out; vLLM's frontend in Rust cannot"
@@ -313,15 +315,15 @@ class ItemIds:
         found = _MARKED_UUID.search(feature.identifier)
         return self._is_content(feature) if found is None else found[1] is not None
 
-    def _say(self, reason: str) -> None:
-        self._say_once(
+    def _warn(self, reason: str) -> None:
+        self._warn_once(
             "requests with an image, audio or video whose id a client may have chosen are neither"
             f" loaded nor stored: {reason}. {_TRUST}"
         )
 
-    def _say_once(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
             logger.warning("%s", text)
 
     def in_key(self, feature: Any, lora: Any = None) -> str:

@@ -467,9 +467,16 @@ def choose_layout(
         raise ConfigError(
             f"layout=native cannot be used: {obstacle}. Set layout to auto or canonical"
         )
-    if option == "canonical" or obstacle:
-        return _canonical(layers, kv_heads, places)
-    return _native(layers, kv_heads, places)
+    layouts = [layer.learned.layout for layer in layers if layer.learned.layout is not None]
+    stored = StoredLayout(
+        "canonical",
+        1,
+        _runs(layers, layouts, kv_heads, places),
+        ("canonical",) * len(layers),
+        tuple(map(_shape, layers, kv_heads)),
+        tuple(layer.dtype for layer in layers),
+    )
+    return stored if option == "canonical" or obstacle else _native(stored)
 
 
 def _check_opaque(
@@ -519,45 +526,20 @@ def _obstacle_to_native(layers: Sequence[LayerCache], chunk_size: int, context_r
     return ""
 
 
-def _canonical(
-    layers: Sequence[LayerCache], kv_heads: Sequence[int], places: Sequence[int]
-) -> StoredLayout:
-    layouts = []
-    for layer in layers:
-        assert layer.learned.layout is not None
-        layouts.append(layer.learned.layout)
-    return StoredLayout(
-        "canonical",
-        1,
-        _runs(layers, layouts, kv_heads, places),
-        ("canonical",) * len(layers),
-        tuple(map(_shape, layers, kv_heads)),
-        tuple(layer.dtype for layer in layers),
-    )
-
-
-def _native(
-    layers: Sequence[LayerCache], kv_heads: Sequence[int], places: Sequence[int]
-) -> StoredLayout:
-    layouts, ids = [], []
+def _native(canonical: StoredLayout) -> StoredLayout:
+    """Return how layers are stored block by block whose elements are permuted inside blocks."""
+    runs: list[LayerRun] = []
+    ids: list[str] = []
+    dtypes = iter(canonical.dtypes)
     block_size = 0
-    for layer in layers:
-        layout = layer.learned.layout
+    for run in canonical.runs:
+        layout = run.layout
         assert isinstance(layout, PermutedLayout)
         block_size = layout.block_size
-        layouts.append(layout)
-        ids.append(f"cpu-{layout.packing}-{layer.dtype.lower()}-b{block_size}")
-    runs = []
-    for run in _runs(layers, layouts, kv_heads, places):
-        assert isinstance(run.layout, PermutedLayout)
-        runs.append(replace(run, layout=run.layout.as_blocks(), token_layout=run.layout))
-    return StoredLayout(
-        "native",
-        block_size,
-        tuple(runs),
-        tuple(ids),
-        tuple(map(_shape, layers, kv_heads)),
-        tuple(layer.dtype for layer in layers),
+        runs.append(replace(run, layout=layout.as_blocks(), token_layout=layout))
+        ids += [f"cpu-{layout.packing}-{next(dtypes).lower()}-b{block_size}" for _ in run.caches]
+    return replace(
+        canonical, kind="native", unit_tokens=block_size, runs=tuple(runs), ids=tuple(ids)
     )
 
 
@@ -625,8 +607,8 @@ def opaque_id(
 
     It is a digest of everything on which the meaning of a block's bytes could depend: `engine`
     (versions, parallelism, block sizes, dtypes, instruction set), the attention implementation,
-    and shape and order of the cache's dimensions, but not the number of blocks. Of a cache that is
-    `replicated` on all ranks, the number of ranks says nothing.
+    and shape and order of the cache's dimensions, but not the number of blocks. Where the
+    cache is `replicated` on all ranks, their number is left out.
     """
     ignored = {"num_blocks", "tensor_parallel_size"} if replicated else {"num_blocks"}
     cache = layer.cache

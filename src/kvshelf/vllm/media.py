@@ -32,7 +32,8 @@ from typing import Any, Final
 
 from kvshelf.errors import ConfigError
 from kvshelf.vllm.namespace import process_start_time
-from kvshelf.vllm.published import is_hub_link
+from kvshelf.vllm.published import hub_snapshot, written_after
+from kvshelf.weights.fingerprints import Stamp, stamp_of
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +55,8 @@ _FIT_INTO_PROMPT: Final = (
     "NemotronH_Super_Omni_Reasoning_V3",
 )
 
-#: Shows whether a file changed: name, inode, size, times.
-_Seen = tuple[tuple[str, int, int, int, int], ...]
+#: Shows whether files changed.
+_Seen = tuple[tuple[str, Stamp], ...]
 
 
 class ProcessorDigest:
@@ -94,7 +95,7 @@ class ProcessorDigest:
                     seen, digest = self._look(known=self._seen)
                     self._digest = digest if first else self._digest
                     self._seen = seen
-                except Exception as error:  # noqa: BLE001 - said, and no request fails with it
+                except Exception as error:  # noqa: BLE001 - logged; no request fails
                     self._digest, self._seen = None, ()
                     logger.warning(
                         "KV of images, audio and video is neither loaded nor stored from now on:"
@@ -136,15 +137,11 @@ class ProcessorFiles:
         )
         self._code = sorted(self._code_files(model)) if model.trust_remote_code else []
         self._tokenizers = sorted(self._tokenizer_files(model))
+        self._files = (*self._settings, *self._code, *self._tokenizers)
 
     def seen(self) -> _Seen:
         """Return a value that shows whether the files changed."""
-        found = []
-        for file in (*self._settings, *self._code, *self._tokenizers):
-            status = file.stat()
-            times = status.st_mtime_ns, status.st_ctime_ns
-            found.append((str(file), status.st_ino, status.st_size, *times))
-        return tuple(found)
+        return tuple((str(file), stamp_of(file.stat())) for file in self._files)
 
     def digest(self, since: float) -> str:
         """Return the digest of all files.
@@ -172,10 +169,8 @@ class ProcessorFiles:
             elif parts := {name: one for name, one in _read(file).items() if name in _TEKKEN}:
                 lines.append(f"{file.name} {_digest_of(parts)}")
         # Last, so that what was read is older.
-        for file in (*self._settings, *self._code, *self._tokenizers):
-            status = file.stat()
-            changed = max(status.st_mtime, status.st_ctime)
-            if changed > since and not self._copied and not is_hub_link(file):
+        for file in self._files:
+            if not self._copied and written_after(file, since):
                 raise ConfigError(f"{file} was written after the process began to start")
         return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
@@ -231,14 +226,7 @@ def _folder(name: str, revision: str | None) -> Path:
     path = Path(convert_model_repo_to_path(name))
     if path.is_dir():
         return path
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{name} is neither a folder nor a snapshot in this machine's cache of Hugging Face"
-        ) from error
+    return hub_snapshot(name, revision)
 
 
 def _read(file: Path) -> dict[str, Any]:

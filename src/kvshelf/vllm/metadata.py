@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeAlias
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
@@ -169,7 +169,7 @@ class StepMetadata(KVConnectorMetadata):
     cancelled : list of str
         Requests that ended while their load was running.
     weights_round : int
-        The current round, see :mod:`kvshelf.vllm.loaded_weights`.
+        The current round, see :mod:`kvshelf.vllm.worker.loaded_weights`.
     reset : bool
         Forget what is known of the shelf.
     prefetches : list of PrefetchOp
@@ -177,7 +177,7 @@ class StepMetadata(KVConnectorMetadata):
         Requests with prefetched chunks that no longer wait and need no load.
     again : list of Owner
         Requests of this step of which workers have postponed stores
-        (:mod:`kvshelf.vllm.postponed`): these may be gathered now.
+        (:mod:`kvshelf.vllm.worker.postponed`): these may be gathered now.
     held : list of Owner
         Requests that have ended and keep their blocks until each worker has reported them.
     gone : list of Owner
@@ -263,7 +263,7 @@ ExpertDigests: TypeAlias = Mapping[str, tuple[tuple[int, ...], bytes]]
 
 @dataclass(frozen=True, slots=True)
 class WeightsReport:
-    """What a rank's weights are now, see :mod:`kvshelf.vllm.loaded_weights`.
+    """What a rank's weights are now, see :mod:`kvshelf.vllm.worker.loaded_weights`.
 
     Attributes
     ----------
@@ -376,17 +376,9 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         assert isinstance(other, WorkerMetadata)
         none: list[LoadFailure] = []
         groups = itertools.zip_longest(self.failures, other.failures, fillvalue=none)
-        failures = tuple(ours + theirs for ours, theirs in groups)
-        return WorkerMetadata(
-            {**self.reports, **other.reports},
-            failures,
-            self.repaired + other.repaired,
-            self.published + other.published,
-            {**self.breaker_open, **other.breaker_open},
-            self.other_adapters + other.other_adapters,
-            {**self.weights, **other.weights},
-            {**self.draft_reports, **other.draft_reports},
-            self.without_drafts + other.without_drafts,
-            self.postponed + other.postponed,
-            {**self.writes_refused, **other.writes_refused},
-        )
+        merged: dict[str, Any] = {}
+        for name in (one.name for one in fields(self)):
+            ours, theirs = getattr(self, name), getattr(other, name)
+            merged[name] = {**ours, **theirs} if isinstance(ours, dict) else ours + theirs
+        merged["failures"] = tuple(ours + theirs for ours, theirs in groups)
+        return WorkerMetadata(**merged)

@@ -16,9 +16,8 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from math import gcd
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,14 @@ import torch
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError, TransientStorageError, UnsupportedError
 from kvshelf.format.kinds import FULL, KINDS, SHARDS_FIELDS, STATE, WINDOW, Kind
-from kvshelf.format.model import ModelFacts, default_shards, rope_text
+from kvshelf.format.model import ModelFacts, rope_text
 from kvshelf.format.namespace import Namespace
-from kvshelf.format.tensors import is_state, parse_state, shape_heads
-from kvshelf.kv.topology import ShardPlan, Topology, head_groups
+from kvshelf.format.tensors import shape_heads
+from kvshelf.kv.topology import Topology, head_groups
 from kvshelf.paths import cache_dir
 from kvshelf.urls import shown_url
 from kvshelf.vllm.metadata import BY_PARAMETERS, LayerScales, WorkerReport
-from kvshelf.vllm.published import Published, is_hub_link, links_along, read_published
+from kvshelf.vllm.published import Published, check_unchanged, hub_snapshot, read_published
 from kvshelf.weights.fingerprints import (
     FingerprintCache,
     sampled_fingerprint,
@@ -276,7 +275,7 @@ def config_overrides(
                 changes[name] = _with_file(value)
         elif not config.version:
             raise ConfigError(
-                f"{name} is a function, so the model's files do not tell which KV it computes:"
+                f"{name} is a function, so its KV does not follow from the model's files:"
                 " set the option version to a string that stands for the change"
             )
     changes |= media or {}
@@ -331,43 +330,6 @@ def _prefill_context(parallel: Any) -> int:
     return int(getattr(parallel, "prefill_context_parallel_size", 1))
 
 
-@dataclass(slots=True)
-class _KindLayers:
-    """The layers of one kind, as the namespace record describes them."""
-
-    #: The numbers of the pipeline stages that have some of them.
-    stages: list[int] = field(default_factory=list)
-    layouts: list[str] = field(default_factory=list)
-    shapes: list[str] = field(default_factory=list)
-    dtypes: list[str] = field(default_factory=list)
-    attention: list[str] = field(default_factory=list)
-
-
-def _by_kind(counts: Sequence[int], record: Mapping[str, Any]) -> dict[Kind, _KindLayers]:
-    """Return the layers of each kind, in the order of kinds.
-
-    Parameters
-    ----------
-    counts : Sequence of int
-        Layers of each pipeline stage.
-    record : Mapping
-        The fields `layouts`, `layer_shapes`, `layer_dtypes`, `attention`, and `kinds` unless all
-        layers are of kind full.
-    """
-    stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
-    kinds = record.get("kinds") or [FULL] * len(stage_of)
-    found: dict[Kind, _KindLayers] = {kind: _KindLayers() for kind in KINDS if kind in kinds}
-    for number, (stage, kind) in enumerate(zip(stage_of, kinds, strict=True)):
-        layers = found[kind]
-        if stage not in layers.stages:
-            layers.stages.append(stage)
-        layers.layouts.append(record["layouts"][number])
-        layers.shapes.append(record["layer_shapes"][number])
-        layers.dtypes.append(record["layer_dtypes"][number])
-        layers.attention.append(record["attention"][number])
-    return found
-
-
 def make_topologies(
     vllm_config: Any,
     config: Config,
@@ -397,19 +359,20 @@ def make_topologies(
     ConfigError
         If the option `shards` does not fit.
     """
-    fields = ("layouts", "layer_shapes", "layer_dtypes", "attention", "kinds")
-    record = {name: [one for part in stages for one in getattr(part, name)] for name in fields}
-    layers = _by_kind([len(part.layer_names) for part in stages], record)
-    if not record["kinds"]:
-        heads = total_kv_heads(vllm_config, record["attention"])
-        shards = config.shards
-        only = layers[FULL]
-        return {FULL: _topology(vllm_config, heads, shards, only, decode_context=decode_context)}
-    first = next(iter(layers))
-    return {
-        kind: _kind_topology(vllm_config, config.shards if kind == first else None, one)
-        for kind, one in layers.items()
+    fields = ("layouts", "layer_shapes", "layer_dtypes", "kinds")
+    record: dict[str, Any] = {
+        name: [one for part in stages for one in getattr(part, name)] for name in fields
     }
+    first = next((kind for kind in KINDS if kind in record["kinds"]), FULL)
+    attention = [one for part in stages for one in part.attention]
+    record |= {
+        "stages": [len(part.layer_names) for part in stages],
+        "kv_heads": total_kv_heads(vllm_config, attention),
+        SHARDS_FIELDS[first]: config.shards,
+    }
+    if not record["kinds"]:
+        del record["kinds"]
+    return topologies_of(vllm_config, record, decode_context=decode_context)
 
 
 def topologies_of(
@@ -435,101 +398,14 @@ def topologies_of(
     ConfigError
         If the namespace is of another engine.
     """
-    layers = _by_kind(record["stages"], record)
-    if "kinds" not in record:
-        heads, shards, only = record["kv_heads"], record["shards"], layers[FULL]
-        return {FULL: _topology(vllm_config, heads, shards, only, decode_context=decode_context)}
-    return {
-        kind: _kind_topology(vllm_config, record[SHARDS_FIELDS[kind]], one)
-        for kind, one in layers.items()
-    }
-
-
-def shard_plans(
-    vllm_config: Any, record: Mapping[str, Any], rank: int, *, decode_context: int = 1
-) -> dict[Kind, ShardPlan]:
-    """Return the shards of each kind that a worker holds.
-
-    A kind of which the worker's pipeline stage has no layers is not in the answer.
-
-    Parameters
-    ----------
-    vllm_config, record, decode_context
-        As for :func:`topologies_of`.
-    rank : int
-        As for :meth:`kvshelf.kv.topology.Topology.plan`, over all stages.
-    """
-    layers = _by_kind(record["stages"], record)
-    plans = {}
-    for kind, topology in topologies_of(vllm_config, record, decode_context=decode_context).items():
-        stage, inside = divmod(rank, topology.workers)
-        stages = layers[kind].stages
-        if stage in stages:
-            plans[kind] = topology.plan(stages.index(stage) * topology.workers + inside)
-    return plans
-
-
-def _kind_topology(vllm_config: Any, shards: int | None, layers: _KindLayers) -> Topology:
-    """Return the topology of one kind of layers of a hybrid model."""
-    if any(map(is_state, layers.layouts)):
-        extents = {
-            part.shape[part.divided]
-            for shape, dtype in zip(layers.shapes, layers.dtypes, strict=True)
-            for part in parse_state(shape, dtype)
-            if part.divided is not None
-        }
-        undivided = any(layout != "state" for layout in layers.layouts)
-        return _divide(vllm_config, extents or {1}, shards, layers, undivided=undivided)
-    heads = {count for shape in layers.shapes if (count := shape_heads(shape))}
-    if "mla" in layers.attention:
-        heads.add(1)
-    undivided = any(layout.startswith("opaque-") for layout in layers.layouts)
-    return _divide(vllm_config, heads or {1}, shards, layers, undivided=undivided)
-
-
-def _topology(
-    vllm_config: Any,
-    kv_heads: int,
-    shards: int | None,
-    layers: _KindLayers,
-    *,
-    decode_context: int,
-) -> Topology:
-    """Return the topology of a model whose layers are all of one kind."""
-    undivided = any(layout.startswith("opaque-") for layout in layers.layouts)
-    # All layers of the model, also those of other stages.
-    heads = {kv_heads, *(count for shape in layers.shapes if (count := shape_heads(shape)))}
-    if kv_heads > 1:
-        heads |= _stated_kv_heads(vllm_config.model_config)
-    return _divide(
-        vllm_config, heads, shards, layers, undivided=undivided, decode_context=decode_context
-    )
-
-
-def _divide(
-    vllm_config: Any,
-    heads: Collection[int],
-    shards: int | None,
-    layers: _KindLayers,
-    *,
-    undivided: bool,
-    decode_context: int = 1,
-) -> Topology:
     parallel = vllm_config.parallel_config
-    ranks = int(parallel.tensor_parallel_size)
-    stages = len(layers.stages)
-    common = gcd(*heads)
-    if shards is None:
-        shards = ranks * stages if undivided else default_shards(common, stages)
-    return Topology(
-        common,
-        shards,
-        ranks,
-        stages,
-        whole_ranks=undivided,
+    stated = _stated_kv_heads(vllm_config.model_config) if record["kv_heads"] > 1 else ()
+    return Topology.of(
+        record,
+        int(parallel.tensor_parallel_size),
         prefill_context=_prefill_context(parallel),
         decode_context=decode_context,
-        most_kv_heads=max(heads),
+        more_heads=stated,
     )
 
 
@@ -621,20 +497,7 @@ def local_model_dir(vllm_config: Any) -> Path:
     path = Path(source).expanduser()
     if path.exists():
         return path
-    from huggingface_hub import snapshot_download
-
-    try:
-        found = snapshot_download(
-            source,
-            revision=model.revision,
-            cache_dir=vllm_config.load_config.download_dir,
-            local_files_only=True,
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{source} is neither a folder nor a snapshot in this machine's cache of Hugging Face"
-        ) from error
-    return Path(found)
+    return hub_snapshot(source, model.revision, vllm_config.load_config.download_dir)
 
 
 @dataclass(frozen=True, slots=True)
@@ -703,7 +566,7 @@ class WeightsIdentity:
     on_known : Callable[[str, Published], None]
         Called on the background thread with the fingerprint and with what the model publishes
         beside its weights. The fingerprint is :data:`~kvshelf.vllm.metadata.BY_PARAMETERS` where no
-        file tells what vLLM loaded.
+        file identifies what vLLM loaded.
     on_problem : Callable[[str], None]
         Called on the background thread when there can be no fingerprint, with the reason and
         what to do.
@@ -796,25 +659,9 @@ class WeightsIdentity:
                 # It decides what is computed with these weights, and no other field holds it.
                 files.append(configuration)
         files = sorted(set(files))
-        for link in {
-            link
-            for folder in {model_dir, *(file.parent for file in files)}
-            for link in links_along(folder)
-        }:
-            if link.lstat().st_ctime > changed_since:
-                raise ConfigError(
-                    f"the link {link} was made after the engine began to start, so it is"
-                    " not known which files the engine loaded"
-                )
-        for file in files:
-            # The engine may have made the links of a hub snapshot; these name their content.
-            status = file.stat()
-            changed = max(status.st_mtime, status.st_ctime)
-            if not is_hub_link(file) and changed > changed_since:
-                raise ConfigError(
-                    f"{file.name} was written after the engine began to start, so it is"
-                    " not known which content the engine loaded"
-                )
+        folders = {model_dir, *(file.parent for file in files)}
+        unknown = "it is not known which weights the engine loaded"
+        check_unchanged(folders, files, changed_since, unknown)
         root = model_dir if model_dir.is_dir() else model_dir.parent
         if self._config.weights == "sampled":
             return sampled_fingerprint(files, root=root)

@@ -10,8 +10,8 @@ Contracts
 * Rank 0 reads for all ranks, on the thread that fingerprints the weights, and only local files: of
   a hub's repository the snapshot of the commit that vLLM has parsed.
 * A file that was written after vLLM began to make its configuration may be another than the one
-  that vLLM parsed: nothing can be said then. Files of hub snapshots name their content, and what
-  vLLM pulled from an object storage it wrote itself.
+  that vLLM parsed: the configuration is unknown then. Files of hub snapshots name their content,
+  and what vLLM pulled from an object storage it wrote itself.
 
 vLLM: ``engine/arg_utils.py`` (``EngineArgs.create_engine_config``),
 ``transformers_utils/config.py`` (``get_config``), ``config/model.py``
@@ -20,6 +20,7 @@ vLLM: ``engine/arg_utils.py`` (``EngineArgs.create_engine_config``),
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import time
@@ -94,7 +95,9 @@ def read_published(vllm_config: Any, classes: Iterable[type], process_began: flo
     lines = published_lines(folder, config_format=config_format, token_ids=_reads_token_ids(model))
     if not getattr(model, "model_weights", ""):
         began = float(os.environ.get(_BEGAN, process_began))
-        _check_unchanged(folder, config_files(folder, config_format=config_format), began)
+        files = config_files(folder, config_format=config_format)
+        unknown = "it is not known which configuration the engine has: restart it"
+        check_unchanged([folder], files, began, unknown)
     return Published(lines, code)
 
 
@@ -132,26 +135,15 @@ def config_folder(vllm_config: Any) -> Path | None:
         return path
     if path.is_file():
         return None
-    from huggingface_hub import snapshot_download
-
     commit = getattr(getattr(model, "hf_config", None), "_commit_hash", None)
     for cache in dict.fromkeys((None, getattr(vllm_config.load_config, "download_dir", None))):
-        try:
-            return Path(
-                snapshot_download(
-                    source,
-                    revision=commit or getattr(model, "revision", None),
-                    cache_dir=cache,
-                    local_files_only=True,
-                )
-            )
-        except (OSError, ValueError):
-            continue
+        with contextlib.suppress(ConfigError):
+            return hub_snapshot(source, commit or getattr(model, "revision", None), cache)
     if (folder := _modelscope_folder(model, vllm_config.load_config)) is not None:
         return folder
     raise ConfigError(
-        f"the model's configuration is not at hand: {source} is neither a folder nor a snapshot in"
-        " this machine's cache of Hugging Face. Set --hf-config-path to a folder with it"
+        f"the model's configuration is not on this machine: {source} is neither a folder nor a"
+        " snapshot in its cache of Hugging Face. Set --hf-config-path to a folder with it"
     )
 
 
@@ -173,22 +165,57 @@ def _modelscope_folder(model: Any, load_config: Any) -> Path | None:
     return Path(found)
 
 
-def _check_unchanged(folder: Path, files: Iterable[Path], began: float) -> None:
-    """Raise ConfigError if a file may be another than the one that vLLM has parsed."""
-    for link in links_along(folder):
-        if link.lstat().st_ctime > began:
-            raise ConfigError(_changed(f"the link {link} was made"))
-    for file in files:
-        status = file.stat()
-        if not is_hub_link(file) and max(status.st_mtime, status.st_ctime) > began:
-            raise ConfigError(_changed(f"{file} was written"))
+def check_unchanged(
+    folders: Iterable[Path], files: Iterable[Path], began: float, unknown: str
+) -> None:
+    """Refuse files that may be others than those that vLLM has read.
+
+    Parameters
+    ----------
+    folders, files : Iterable of Path
+        The folders that were read, by any links, and the files. Links of a hub's snapshot name
+        their content, so the engine may have made them.
+    began : float
+        When vLLM began to read, at the earliest; in seconds since the epoch.
+    unknown : str
+        What is not known then, for the message.
+
+    Raises
+    ------
+    ConfigError
+        If a link was made or a file was written after that time.
+    """
+    links = {link for folder in folders for link in links_along(folder)}
+    changed = [f"the link {link} was made" for link in links if link.lstat().st_ctime > began]
+    changed += [f"{file} was written" for file in files if written_after(file, began)]
+    if changed:
+        raise ConfigError(f"{changed[0]} after the engine began to start, so {unknown}")
 
 
-def _changed(what: str) -> str:
-    return (
-        f"{what} after the engine began to start, so it is not known which configuration the engine"
-        " has: restart it"
-    )
+def written_after(file: Path, when: float) -> bool:
+    """Whether a file was written after a time, in seconds since the epoch; no link of a hub is."""
+    status = file.stat()
+    return not is_hub_link(file) and max(status.st_mtime, status.st_ctime) > when
+
+
+def hub_snapshot(name: str, revision: str | None, cache: str | None = None) -> Path:
+    """Return the folder of a repository in this machine's cache of Hugging Face.
+
+    Raises
+    ------
+    ConfigError
+        If the cache, by default that of this user, does not have it.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True)
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{name} is neither a folder nor a snapshot in this machine's cache of Hugging Face"
+        ) from error
 
 
 def _reads_token_ids(model: Any) -> bool:

@@ -133,6 +133,9 @@ def _layers_of_running_drafter() -> frozenset[str] | None:
     frame = sys._getframe()
     while (frame := frame.f_back) is not None:  # type: ignore[assignment]
         runner: Any = frame.f_locals.get("self")
+        if type(runner).__module__.startswith("kvshelf."):
+            # A worker of kvshelf has a drafter as well.
+            continue
         if hasattr(runner, "speculator"):
             # This is the second model runner, which has a drafter in the last stage only.
             return frozenset(getattr(runner.speculator, "draft_attn_layer_names", ()))

@@ -340,7 +340,7 @@ def code_lines(classes: Iterable[type]) -> tuple[str, ...]:
     Raises
     ------
     ConfigError
-        If the source of such a class is not at hand.
+        If the source of such a class is not available.
     """
     pending = {one.__module__ for one in classes if one.__module__.startswith(_REMOTE_CODE)}
     files: dict[str, bytes] = {}

@@ -32,12 +32,24 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import xxhash
 
 from kvshelf.errors import ConfigError, KVShelfError, TransientStorageError
 from kvshelf.weights.claims import Claim, Watch, try_claim
+
+__all__ = [
+    "adapter_files",
+    "lora_digest",
+    "sampled_fingerprint",
+    "weight_files",
+    "weights_fingerprint",
+]
+
+
+#: Device, inode, size, and the times of the last changes of content and status in nanoseconds.
+Stamp: TypeAlias = tuple[int, int, int, int, int]
 
 
 class FingerprintCancelledError(KVShelfError):
@@ -161,6 +173,12 @@ def _files_of_index(index: Path, files: list[Path]) -> list[Path]:
     return [path for path in files if path in named]
 
 
+def stamp_of(status: os.stat_result) -> Stamp:
+    """Return numbers that change when a file or its content does."""
+    times = status.st_mtime_ns, status.st_ctime_ns
+    return status.st_dev, status.st_ino, status.st_size, *times
+
+
 class FingerprintCache:
     """Digests of weight files, remembered in one small JSON file.
 
@@ -180,14 +198,7 @@ class FingerprintCache:
 
     @staticmethod
     def _name(status: os.stat_result) -> str:
-        numbers = (
-            status.st_dev,
-            status.st_ino,
-            status.st_size,
-            status.st_mtime_ns,
-            status.st_ctime_ns,
-        )
-        return ":".join(map(str, numbers))
+        return ":".join(map(str, stamp_of(status)))
 
     def _entries(self) -> dict[str, str]:
         if self.path is None:
@@ -200,14 +211,7 @@ class FingerprintCache:
                 for name, digest in files.items()
                 if isinstance(digest, str) and re.fullmatch(r"[0-9a-f]{32}", digest, re.ASCII)
             }
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            RecursionError,
-        ):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return {}
 
     def find(self, status: os.stat_result) -> str | None:
@@ -285,12 +289,8 @@ def _check_cancelled(cancel: threading.Event) -> None:
         raise FingerprintCancelledError("computing the weights' fingerprint was cancelled")
 
 
-def _same_file(before: os.stat_result, after: os.stat_result) -> bool:
-    return FingerprintCache._name(before) == FingerprintCache._name(after)
-
-
 def is_settled(written_ns: int, now_ns: int) -> bool:
-    """Whether a file's times tell its present version from every later one.
+    """Whether a file's times distinguish its present version from every later one.
 
     A write within the clock's granularity does not change the times, so a file written just now
     cannot be distinguished from its next version.
@@ -329,7 +329,7 @@ def _hash_content(
             after = os.fstat(descriptor)
         finally:
             os.close(descriptor)
-        if total == before.st_size and _same_file(before, after):
+        if total == before.st_size and stamp_of(before) == stamp_of(after):
             settled = is_settled(max(before.st_mtime_ns, before.st_ctime_ns), started)
             return before, state.hexdigest(), settled
     raise TransientStorageError(

@@ -14,21 +14,21 @@ The digest
 Only integers are added and multiplied modulo 2^64, so the order of additions does not matter, and
 the digest of the same bytes is the same on every device.
 
-What it can and cannot tell apart
+What it can and cannot distinguish
 ---------------------------------
 * A change of one word of a piece always changes its sums: odd keys have inverses modulo 2^64.
 * For any other change inside a piece that is chosen without looking at the keys, a lane misses it
   with probability 2^-32 at most (if all differing words differ in their highest bit only), 2^-63
-  usually; both lanes miss it together with 2^-64 at most. Changes in several pieces go unnoticed
+  usually; both lanes miss it together with 2^-64 at most. Changes in several pieces are missed
   only if every one of these pieces is missed.
 * Bytes that move between pieces, tensors or names meet SHA-256.
-* The keys are public: an attacker who chooses the weights can make two models collide. The digest
-  protects against mistakes, not against the people who make the weights.
+* The keys are public: an attacker that chooses the weights can make two models collide. The digest
+  protects against mistakes, not against the authors of the weights.
 
 Threads
 -------
 No thread of its own and no locks: one thread makes all calls, the one that owns the tensors. A
-digest whose tensors change between two slices is of no use; the caller must discard it.
+digest whose tensors change between two slices is not valid; the caller must discard it.
 """
 
 from __future__ import annotations
@@ -234,14 +234,3 @@ class ParameterDigest:
             event.record()
             self._copied.append(event)
         self._keys.clear()
-
-
-def parameter_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Return the digest of tensors at once, 64 hex digits. Waits for devices.
-
-    Parameters
-    ----------
-    tensors : Iterable of (str, Tensor)
-        See :class:`ParameterDigest`.
-    """
-    return ParameterDigest(tensors).wait()

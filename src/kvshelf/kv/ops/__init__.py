@@ -45,7 +45,6 @@ from kvshelf.kv.ops.checks import blocks_in_one_piece, check_caches, check_slots
 from kvshelf.kv.ops.choice import Implementation, check_served, implementation
 from kvshelf.kv.ops.dispatch import gather_kv, prepare, scatter_kv
 from kvshelf.kv.ops.library import KernelBuild, kernel_build, kernel_problem
-from kvshelf.kv.ops.permuted import permuted_tables
 
 __all__ = [
     "Implementation",
@@ -58,7 +57,6 @@ __all__ = [
     "implementation",
     "kernel_build",
     "kernel_problem",
-    "permuted_tables",
     "prepare",
     "scatter_kv",
 ]

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvshelf.kv.layout import PagedLayout, PermutedLayout
 from kvshelf.kv.ops import library
-from kvshelf.kv.ops.permuted import PermutedSizes, permuted_tables
 
-Layout = TypeVar("Layout", PagedLayout, PermutedSizes)
+Layout = TypeVar("Layout", PagedLayout, PermutedLayout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,31 +67,32 @@ class Call(Generic[Layout]):
         return self.buffers if self.buffers.dim() == 2 else self.buffers.unsqueeze(0)
 
 
-#: Caches that were checked before, by the ids of the tensors and the layout's integers. An entry is
+#: The ids of tensors; the integers of their layout, or it itself if it is a permuted one.
+_Key: TypeAlias = tuple[tuple[int, ...], tuple[int, ...] | PermutedLayout]
+#: Caches that were checked before. An entry is
 #: removed when the first of its tensors is freed, so the ids are those of the same live objects.
 #: The addresses are compared too, so a cache that was resized is checked again.
-_known_caches: Final[dict[tuple[tuple[int, ...], tuple[int, ...]], Caches[Any]]] = {}
+_known_caches: Final[dict[_Key, Caches[Any]]] = {}
 #: The states of a model have several calls for each layer.
 MAX_KNOWN: Final = 1024
 
 
 def known_caches_of(
-    caches: Sequence[Tensor],
-    layout_ints: Sequence[int],
-    parse: Callable[[Sequence[int]], Layout],
-) -> Caches[Layout]:
-    """Return caches with their layout; check them unless they passed before.
+    caches: Sequence[Tensor], layout: Sequence[int] | PermutedLayout
+) -> Caches[Any]:
+    """Return caches with their layout, given as integers or permuted; check them once.
 
     Raises
     ------
     ValueError
         If they do not fit.
     """
-    key = (tuple(map(id, caches)), tuple(layout_ints))
+    form = layout if isinstance(layout, PermutedLayout) else tuple(layout)
+    key = (tuple(map(id, caches)), form)
     addresses = array("Q", [cache.data_ptr() for cache in caches])
-    known: Caches[Layout] | None = _known_caches.get(key)
+    known = _known_caches.get(key)
     if known is None or known.addresses != addresses:
-        known = _check_caches(caches, addresses, key, parse)
+        known = _check_caches(caches, addresses, key)
     return known
 
 
@@ -104,33 +104,31 @@ def check_caches(caches: Sequence[Tensor], layout: PagedLayout | PermutedLayout)
     ValueError
         If they do not.
     """
-    if isinstance(layout, PermutedLayout):
-        known_caches_of(caches, permuted_tables(layout)[0], PermutedSizes.from_ints)
-    else:
-        known_caches_of(caches, layout.as_ints(), PagedLayout.from_ints)
+    known_caches_of(caches, layout.as_ints() if isinstance(layout, PagedLayout) else layout)
 
 
 def checked(
     caches: Sequence[Tensor],
     slots: Tensor,
     buffers: Tensor,
-    layout_ints: Sequence[int],
+    form: Sequence[int] | PermutedLayout,
     first_head: int,
     num_heads: int,
-    parse: Callable[[Sequence[int]], Layout],
     *,
     gather: bool,
-) -> Call[Layout]:
-    """Check a call except for its slots' values.
+) -> Call[Any]:
+    """Check a call except for its slots' values; `form` is the layout, as integers or permuted.
 
     Raises
     ------
     ValueError
         If an argument does not fit.
     """
-    known = known_caches_of(caches, layout_ints, parse)
+    name = "out" if gather else "chunk"
+    if isinstance(form, PermutedLayout):
+        _check_permuted(slots, buffers, name)
+    known = known_caches_of(caches, form)
     layout = known.layout
-    name = _buffers_name(gather)
 
     if not slots.is_cpu or slots.dtype != torch.int64 or slots.dim() not in (1, 2):
         raise ValueError(
@@ -188,11 +186,6 @@ def checked(
     )
 
 
-def _buffers_name(gather: bool) -> str:
-    """Return the name of the argument that holds the buffers."""
-    return "out" if gather else "chunk"
-
-
 def _heads_text(shards: int, num_heads: int) -> str:
     return f"{num_heads} heads" if shards == 1 else f"{shards} shards of {num_heads} heads"
 
@@ -219,11 +212,11 @@ def _check_buffers(buffers: Tensor, name: str, size: int) -> int:
 def _check_caches(
     caches: Sequence[Tensor],
     addresses: array[int],
-    key: tuple[tuple[int, ...], tuple[int, ...]],
-    parse: Callable[[Sequence[int]], Layout],
-) -> Caches[Layout]:
+    key: _Key,
+) -> Caches[Any]:
     """Check that all caches are of one kind and contain all bytes that the layout uses."""
-    layout = parse(key[1])
+    form = key[1]
+    layout: Any = form if isinstance(form, PermutedLayout) else PagedLayout.from_ints(form)
     if not caches:
         raise ValueError("caches is empty; expected the paged cache of at least one layer")
     first = caches[0]
@@ -262,7 +255,7 @@ def _check_caches(
         _known_caches.pop(key, None)
 
     references = tuple(weakref.ref(cache, forget) for cache in caches)
-    kernels = device.type in library.KERNEL_DEVICES and not isinstance(layout, PermutedSizes)
+    kernels = device.type in library.KERNEL_DEVICES and not isinstance(layout, PermutedLayout)
     anchor = torch.empty(0, dtype=torch.uint8, device=device)
     known = Caches(layout, addresses, device, first.is_cpu, kernels, {}, anchor, references)
     if len(_known_caches) >= MAX_KNOWN:
@@ -276,7 +269,7 @@ def describe(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
 
 
-def bad_slot_error(slot: int, position: int, layout: PagedLayout | PermutedSizes) -> ValueError:
+def bad_slot_error(slot: int, position: int, layout: PagedLayout | PermutedLayout) -> ValueError:
     """Return the error about a slot that is not in the cache."""
     return ValueError(
         f"slot_mapping[{position}] is {slot}; expected −1 (skip) or 0 … {layout.num_slots - 1}: "
@@ -284,7 +277,7 @@ def bad_slot_error(slot: int, position: int, layout: PagedLayout | PermutedSizes
     )
 
 
-def check_slot_values(slots: Tensor, layout: PagedLayout | PermutedSizes) -> None:
+def check_slot_values(slots: Tensor, layout: PagedLayout | PermutedLayout) -> None:
     """Check by plain torch that each slot is −1 or one of the layout's."""
     if slots.numel() == 0:
         return
@@ -329,56 +322,10 @@ def blocks_in_one_piece(layout: PagedLayout, num_heads: int) -> bool:
     )
 
 
-def checked_permuted(
-    caches: Sequence[Tensor],
-    slots: Tensor,
-    buffer: Tensor,
-    tables: Tensor,
-    sizes: Sequence[int],
-    first_head: int,
-    num_heads: int,
-    *,
-    gather: bool,
-) -> Call[PermutedSizes]:
-    """Check a call on permuted caches except for its slots' values.
-
-    Raises
-    ------
-    ValueError
-        If an argument does not fit.
-    """
-    name = _buffers_name(gather)
+def _check_permuted(slots: Tensor, buffer: Tensor, name: str) -> None:
     for tensor, what, dtype in ((slots, "slot_mapping", torch.int64), (buffer, name, torch.uint8)):
         if tensor.dim() != 1 or tensor.dtype != dtype:
             raise ValueError(
                 f"{what} is {describe(tensor)}; permuted caches take one chunk and one shard a "
                 f"call: expected a one-dimensional {str(dtype)[6:]} tensor"
             )
-    parse = PermutedSizes.from_ints
-    call = checked(caches, slots, buffer, sizes, first_head, num_heads, parse, gather=gather)
-    _check_tables(tables, call.layout)
-    return call
-
-
-def _check_tables(tables: Tensor, sizes: PermutedSizes) -> None:
-    """Check that a permutation's tables have their form and stay inside a (block, head)."""
-    if not tables.is_cpu or tables.dtype != torch.int32 or tables.dim() != 1:
-        raise ValueError(
-            f"tables is {describe(tables)}; expected a one-dimensional int32 CPU tensor: pass "
-            "that of permuted_tables()"
-        )
-    if not tables.is_contiguous() or tables.numel() != sizes.table_entries:
-        raise ValueError(
-            f"tables has {tables.numel()} entries with stride {tables.stride(0)}; expected "
-            f"{sizes.table_entries} contiguous ones: pass that of permuted_tables()"
-        )
-    first = 0
-    for unit in sizes.units:
-        count = sizes.block_size * (sizes.row_bytes // unit)
-        low, high = torch.aminmax(tables[first : first + count])
-        if int(low) < 0 or int(high) + unit > sizes.region_bytes:
-            raise ValueError(
-                f"tables reach from byte {int(low)} to {int(high) + unit} of a (block, head) of "
-                f"{sizes.region_bytes} bytes: pass that of permuted_tables()"
-            )
-        first += count

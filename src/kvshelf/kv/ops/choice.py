@@ -2,8 +2,8 @@
 
 Owns the order: the compiled library where it supports the device, else Triton, else plain torch,
 with a warning; an engine's caches on a GPU have plain torch on request only. Triton compiles once
-for each device and process, at the first question about the device: :func:`implementation` and
-``prepare`` ask when caches are registered, so that no step has to. Safe to call from any thread.
+for each device and process, in the first call of :func:`implementation` or ``prepare`` for the
+device: when caches are registered, not in a step. Safe to call from any thread.
 """
 
 from __future__ import annotations

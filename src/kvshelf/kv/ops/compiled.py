@@ -8,31 +8,50 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
-from torch import Tensor
-
-from kvshelf.kv.layout import PagedLayout
+from kvshelf.kv.layout import PagedLayout, PermutedLayout
 from kvshelf.kv.ops import library
 from kvshelf.kv.ops.checks import Call, bad_slot_error
-from kvshelf.kv.ops.permuted import PermutedSizes
+from kvshelf.kv.ops.permuted import units_of
 
 #: Indexes that are kept for each cache.
 _MAX_INDEXES: Final = 64
+#: The answer if no kernel supports the call. Below it: -2 minus the position of a bad slot.
+_TOO_LARGE: Final = -1
 
 
-def run_compiled(call: Call[PagedLayout], *, gather: bool) -> bool:
+def run_compiled(call: Call[Any], *, gather: bool) -> bool:
     """Execute a call of one chunk; return False if the library does not support it."""
-    if not call.known.kernels:
-        compiled = library.compiled_library() if call.known.on_cpu else None
-        if compiled is None:
-            return False
-        _call_host(compiled.gather if gather else compiled.scatter, call)
-        return True
-    compiled = library.kernels(call.known.device.index)
-    if compiled is None or compiled.device is None:
+    known = call.known
+    if not known.kernels and not known.on_cpu:
         return False
-    return _call_kernel(compiled.device.gather if gather else compiled.device.scatter, call)
+    found = library.kernels(known.device.index) if known.kernels else library.compiled_library()
+    if found is None:
+        return False
+    if isinstance(call.layout, PermutedLayout):
+        answer = _copy_permuted(found.gather_permuted if gather else found.scatter_permuted, call)
+    else:
+        index = _index_of(call)  # kept while the library reads it
+        pointers = (
+            index.buffer_info()[0],
+            known.addresses.buffer_info()[0],
+            call.slots.data_ptr(),
+            call.buffers.data_ptr(),
+        )
+        if not known.kernels:
+            answer = (found.gather if gather else found.scatter)(*pointers)
+        elif found.device is None:
+            return False
+        else:
+            functions = found.device
+            answer = (functions.gather if gather else functions.scatter)(known.anchor, *pointers)
+            if answer == _TOO_LARGE:
+                return False
+            answer = -2 - answer
+    if answer >= 0:
+        raise bad_slot_error(int(call.slots.view(-1)[answer]), answer, call.layout)
+    return True
 
 
 def paged_index(
@@ -77,67 +96,34 @@ def paged_index(
 
 
 def _index_of(call: Call[PagedLayout]) -> array[int]:
-    layout, indexes = call.layout, call.known.indexes
+    indexes = call.known.indexes
     key = (call.first_head, call.tokens, call.shards, call.num_heads, call.shard_stride)
     index = indexes.get(key)
-    if index is not None:
-        return index
-    index = array("q", paged_index(layout, len(call.known.addresses), *key))
-    if len(indexes) >= _MAX_INDEXES:
-        indexes.clear()
-    indexes[key] = index
+    if index is None:
+        index = array("q", paged_index(call.layout, len(call.known.addresses), *key))
+        if len(indexes) >= _MAX_INDEXES:
+            indexes.clear()
+        indexes[key] = index
     return index
 
 
-def _call_host(function: Callable[..., int], call: Call[PagedLayout]) -> None:
-    index = _index_of(call)
-    position = function(
-        index.buffer_info()[0],
+def _copy_permuted(function: Callable[..., int], call: Call[PermutedLayout]) -> int:
+    layout, units = call.layout, units_of(call.layout)
+    return function(
         call.known.addresses.buffer_info()[0],
         call.slots.data_ptr(),
         call.buffers.data_ptr(),
-    )
-    if position >= 0:
-        raise bad_slot_error(int(call.slots.view(-1)[position]), position, call.layout)
-
-
-def _call_kernel(function: Callable[..., int], call: Call[PagedLayout]) -> bool:
-    index = _index_of(call)
-    answer = function(
-        call.known.anchor,
-        index.buffer_info()[0],
-        call.known.addresses.buffer_info()[0],
-        call.slots.data_ptr(),
-        call.buffers.data_ptr(),
-    )
-    if answer < -1:
-        position = -2 - answer
-        raise bad_slot_error(int(call.slots.view(-1)[position]), position, call.layout)
-    return answer >= 0
-
-
-def run_compiled_permuted(
-    function: Callable[..., int], call: Call[PermutedSizes], tables: Tensor
-) -> None:
-    """Execute a call on permuted caches by a function of the compiled library."""
-    sizes = call.layout
-    position = function(
-        call.known.addresses.buffer_info()[0],
-        call.slots.data_ptr(),
-        call.buffers.data_ptr(),
-        tables.data_ptr(),
+        units.tables.data_ptr(),
         len(call.known.addresses),
         call.tokens,
-        sizes.num_blocks,
-        sizes.block_size,
-        sizes.block_stride,
-        sizes.head_stride,
-        sizes.kv_planes,
+        layout.num_blocks,
+        layout.block_size,
+        layout.block_stride,
+        layout.head_stride,
+        layout.kv_planes,
         call.first_head,
         call.num_heads,
-        sizes.row_bytes,
-        sizes.unit_k,
-        sizes.unit_v,
+        layout.row_bytes,
+        units.sizes[0],
+        units.sizes[1] if layout.kv_planes == 2 else 0,
     )
-    if position >= 0:
-        raise bad_slot_error(int(call.slots[position]), position, sizes)

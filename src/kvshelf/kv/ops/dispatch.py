@@ -13,19 +13,10 @@ import torch
 from torch import Tensor
 
 from kvshelf.kv.layout import PagedLayout, PermutedLayout
-from kvshelf.kv.ops import library
-from kvshelf.kv.ops.checks import (
-    Call,
-    check_slot_values,
-    checked,
-    checked_permuted,
-    known_caches_of,
-)
+from kvshelf.kv.ops.checks import Call, check_slot_values, checked, known_caches_of
 from kvshelf.kv.ops.choice import implementation, triton_copy
-from kvshelf.kv.ops.compiled import run_compiled, run_compiled_permuted
-from kvshelf.kv.ops.permuted import permuted_tables
-from kvshelf.kv.ops.torch_permuted import gather_permuted_torch, scatter_permuted_torch
-from kvshelf.kv.ops.torch_strided import gather_torch, scatter_torch
+from kvshelf.kv.ops.compiled import run_compiled
+from kvshelf.kv.ops.torch_copy import copy_torch
 
 _LIBRARY: Final = cast(Any, torch.library).Library("kvshelf", "DEF")
 
@@ -107,8 +98,7 @@ def _call(
 ) -> None:
     heads = _heads_of_a_shard(layout, buffers, first_head, num_heads)
     if isinstance(layout, PermutedLayout):
-        sizes, tables = permuted_tables(layout)
-        _copy_permuted(gather, caches, slot_mapping, buffers, tables, sizes, first_head, heads)
+        _copy(gather, caches, slot_mapping, buffers, layout, first_head, heads)
     elif _unwatched(buffers):
         _copy(gather, caches, slot_mapping, buffers, layout.as_ints(), first_head, heads)
     else:
@@ -145,7 +135,7 @@ def prepare(caches: Sequence[Tensor], layout: PagedLayout) -> None:
     ValueError
         If the caches are not of one kind or the layout reaches beyond them.
     """
-    implementation(known_caches_of(caches, layout.as_ints(), PagedLayout.from_ints).device)
+    implementation(known_caches_of(caches, layout.as_ints()).device)
 
 
 def _heads_of_a_shard(
@@ -170,14 +160,11 @@ def _copy(
     caches: Sequence[Tensor],
     slot_mapping: Tensor,
     buffers: Tensor,
-    layout: Sequence[int],
+    layout: Sequence[int] | PermutedLayout,
     first_head: int,
     num_heads: int,
 ) -> None:
-    parse = PagedLayout.from_ints
-    call = checked(
-        caches, slot_mapping, buffers, layout, first_head, num_heads, parse, gather=gather
-    )
+    call = checked(caches, slot_mapping, buffers, layout, first_head, num_heads, gather=gather)
     if call.chunks == 1:
         _copy_chunk(gather, call)
         return
@@ -187,35 +174,12 @@ def _copy(
         _copy_chunk(gather, part)
 
 
-def _copy_chunk(gather: bool, call: Call[PagedLayout]) -> None:
+def _copy_chunk(gather: bool, call: Call[Any]) -> None:
     if run_compiled(call, gather=gather):
         return
-    by_triton = triton_copy(call.known.device)
-    if by_triton is not None:
-        by_triton(call, gather=gather)
-    else:
-        (gather_torch if gather else scatter_torch)(call)
-
-
-def _copy_permuted(
-    gather: bool,
-    caches: Sequence[Tensor],
-    slot_mapping: Tensor,
-    buffer: Tensor,
-    tables: Tensor,
-    sizes: Sequence[int],
-    first_head: int,
-    num_heads: int,
-) -> None:
-    call = checked_permuted(
-        caches, slot_mapping, buffer, tables, sizes, first_head, num_heads, gather=gather
-    )
-    compiled = library.compiled_library() if call.known.on_cpu else None
-    if compiled is not None:
-        function = compiled.gather_permuted if gather else compiled.scatter_permuted
-        run_compiled_permuted(function, call, tables)
-    else:
-        (gather_permuted_torch if gather else scatter_permuted_torch)(call, tables)
+    strided = isinstance(call.layout, PagedLayout)
+    by_triton = triton_copy(call.known.device) if strided else None
+    (copy_torch if by_triton is None else by_triton)(call, gather=gather)
 
 
 def _fake(*_: object) -> None:

@@ -15,13 +15,15 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import torch
 
 from kvshelf.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T", bound=Any)
 
 #: Version of the functions that the compiled library exports. A library of another version, for
 #: instance of an older installation, is not used.
@@ -192,31 +194,18 @@ def _load_library(path: Path) -> Library:
     version = module.get_function("version")()
     if version != _LIBRARY_VERSION:
         raise RuntimeError(f"it has version {version}, expected {_LIBRARY_VERSION}")
-    function = module.get_function
-    device = None
-    if module.implements_function("device_gather"):
-        device = DeviceFunctions(
-            gather=function("device_gather"),
-            scatter=function("device_scatter"),
-            count=function("device_count"),
-            kernel=function("device_kernel"),
-            toolkit=function("device_toolkit"),
-            architectures=function("device_architectures"),
-        )
-    copier = None
-    if module.implements_function("copier_open"):
-        names = (part.name for part in fields(CopierFunctions))
-        copier = CopierFunctions(*(function(f"copier_{name}") for name in names))
-    return Library(
-        path,
-        function("gather"),
-        function("scatter"),
-        function("gather_permuted"),
-        function("scatter_permuted"),
-        function("check_slots"),
-        device,
-        copier,
-    )
+
+    def functions(form: type[_T], prefix: str) -> _T | None:
+        if not module.implements_function(f"{prefix}{fields(form)[0].name}"):
+            return None
+        found: _T = form(*(module.get_function(f"{prefix}{part.name}") for part in fields(form)))
+        return found
+
+    own: dict[str, Any] = {
+        part.name: module.get_function(part.name) for part in fields(Library)[1:-2]
+    }
+    device, copier = functions(DeviceFunctions, "device_"), functions(CopierFunctions, "copier_")
+    return Library(path, device=device, copier=copier, **own)
 
 
 #: Why the kernels do not support a device, by its index.

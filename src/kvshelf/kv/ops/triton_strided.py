@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kvshelf.kv.layout import PagedLayout
 from kvshelf.kv.ops.checks import Call, check_slot_values, checked
-from kvshelf.kv.ops.torch_strided import WORDS, sent, widest_word
+from kvshelf.kv.ops.torch_copy import WORDS, sent, widest_word
 
 #: Tokens and lanes of a program; a lane is one word of a token: (kv, head, word of the row).
 _TOKENS: Final = 16
@@ -186,7 +186,6 @@ def compile_kernels(device: torch.device) -> None:
                     layout.as_ints(),
                     first_head=0,
                     num_heads=1,
-                    parse=PagedLayout.from_ints,
                     gather=gather,
                 ),
                 gather=gather,

@@ -1,0 +1,306 @@
+"""What a process has of a shelf, made of its configuration: tiers, memory, uses, housekeeping.
+
+Owns how the shelf of a configuration is opened for each :class:`Role`, which parts that role has
+beside it, and the order in which they are closed. Engines, :class:`~kvshelf.cache.ChunkCache` and
+the node server make theirs here. Commands need the shelf alone (:mod:`kvshelf.cli.common`).
+
+========== ========================== ============================ ================================
+role       the shelf is opened        memory tier                  bounds are kept
+========== ========================== ============================ ================================
+ENGINE     on a thread; it is used as when the worker's device is  from the worker's first
+           soon as it answers         known                        namespace on, by one rank
+CACHE      at once, or not at all     at once                      from the start
+SERVER     at once; a storage that    none: its memory is shared   from the start, with
+           does not answer, later     with its clients             :meth:`Assembly.keep_bounds`
+========== ========================== ============================ ================================
+
+Contracts
+---------
+* A process that writes nothing to the shelf keeps no bounds. Behind a node server the server keeps
+  them; an engine deletes only the tails and markers of its own hand-overs.
+* Parts are closed in this order: uses, which are recorded first; the memory tier; housekeeping,
+  which lifts its bounds; the disk tier; the shelf. Stores have ended by then.
+* :meth:`Assembly.keep_bounds` and :meth:`Assembly.shelf` never block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvshelf.background import Background
+from kvshelf.capacity.sweeper import Sweeper
+from kvshelf.capacity.uses import Uses
+from kvshelf.capacity.walk import Walk
+from kvshelf.config import Config
+from kvshelf.history import History
+from kvshelf.metrics import Counters
+from kvshelf.shelf.opening import START_SECONDS, Opening
+from kvshelf.shelf.shelf import Shelf
+from kvshelf.tiers.tiered import AnyShelf, TieredShelf, open_configured, shelf_url
+from kvshelf.urls import shown_url
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvshelf.tiers.disk_tier import DiskTier
+    from kvshelf.tiers.memory_tier import MemoryTier
+
+logger = logging.getLogger(__name__)
+
+
+class Role(enum.Enum):
+    """What a process uses a shelf for."""
+
+    ENGINE = enum.auto()
+    CACHE = enum.auto()
+    SERVER = enum.auto()
+
+
+class Assembly:
+    """The parts of one process around one shelf.
+
+    Parameters
+    ----------
+    config : Config
+    counters : Counters
+    shelf : Callable[[], AnyShelf or None]
+        Returns the shelf with its disk tier; None while it is not open. The caller closes it.
+    storage : tuple of Shelf and DiskTier or None, optional
+        The same, apart; not for an engine, whose shelf may open later.
+    url : str
+        Where the shelf is, without secrets.
+    on_thread_start : Callable, optional
+        Called first on each thread, to set its processors.
+
+    Attributes
+    ----------
+    counters : Counters
+    shelf : Callable
+    url : str
+    uses : Uses
+    memory : MemoryTier or None
+    memory_in_place : bool
+        Loads copy straight from the memory tier to the caches.
+    walk : Walk or None
+        Learns of tails and markers that this process writes.
+
+    Raises
+    ------
+    ConfigError
+        If uses cannot be recorded as the configuration says.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        counters: Counters,
+        shelf: Callable[[], AnyShelf | None],
+        *,
+        storage: tuple[Shelf, DiskTier | None] | None = None,
+        url: str = "",
+        on_thread_start: Callable[[], None] | None = None,
+    ) -> None:
+        self.counters = counters
+        self.shelf = shelf
+        self.url = url
+        self.uses = Uses.of(config, counters, on_thread_start=on_thread_start)
+        self.memory: MemoryTier | None = None
+        self.memory_in_place = True
+        self.walk: Walk | None = None
+        self._config = config
+        self._on_thread_start = on_thread_start
+        self._storage = storage
+        #: What is closed after all else.
+        self._closing = contextlib.ExitStack()
+        self._sweeper: Sweeper | None = None
+        #: The walk's thread; with a node server there is no sweeper.
+        self._walking: Background | None = None
+
+    @property
+    def storage(self) -> tuple[Shelf, DiskTier | None]:
+        """The shelf and its disk tier, apart, of a cache or a server."""
+        assert self._storage is not None
+        return self._storage
+
+    # ------------------------------------------------------------- memory
+
+    def take_memory(self, device: torch.device | None = None) -> None:
+        """Take the memory of the tier that is configured, once.
+
+        Parameters
+        ----------
+        device : torch.device, optional
+            Of the caches. For a GPU the memory is page-locked, if the system allows it.
+
+        Raises
+        ------
+        ConfigError
+            If there is not so much free memory.
+        """
+        nbytes = self._config.memory_bytes
+        if not nbytes or self.memory is not None:
+            return
+        from kvshelf.tiers.memory_tier import MemoryTier
+
+        if device is not None and device.type == "cuda":
+            try:
+                self.memory = MemoryTier(nbytes, counters=self.counters, device=device)
+                return
+            except RuntimeError as error:
+                logger.warning(
+                    "could not pin the memory tier (%s); its objects are copied to staging on their"
+                    " way to the GPU",
+                    error,
+                )
+            self.memory_in_place = False
+        self.memory = MemoryTier(nbytes, counters=self.counters)
+
+    def take_prefetch_memory(self, nbytes: int, *, in_place: bool) -> None:
+        """Take memory for what is read ahead, as it is needed, unless there is a tier.
+
+        Parameters
+        ----------
+        nbytes : int
+            0: for nothing.
+        in_place : bool
+            Caches can be filled from ordinary memory.
+        """
+        if nbytes and self.memory is None:
+            from kvshelf.tiers.memory_tier import MemoryTier
+
+            self.memory = MemoryTier(nbytes, counters=self.counters, lazy=True)
+            self.memory_in_place = in_place
+
+    # ------------------------------------------------------------- housekeeping
+
+    def keep_bounds(self, *, leads: bool = True, history: History | None = None) -> None:
+        """Keep the shelf within its bounds, unless other processes do. Idempotent.
+
+        Where the system allows no thread now, the next call tries again.
+
+        Parameters
+        ----------
+        leads : bool
+            Whether this process deletes what the bounds do not allow: one rank of an engine does.
+        history : History, optional
+            Gets the chunks that were deleted.
+        """
+        shelf, config = self.shelf(), self._config
+        if shelf is None or config.read_only:
+            return
+        keep = config.handover_keep_s or None
+        if self.walk is None:
+            self.walk = Walk(shelf.backend, self.counters, keep=keep, walks=leads)
+        if config.server is not None:
+            if keep is not None:
+                if self._walking is None:
+                    self._walking = Background(
+                        "kvshelf-capacity", self.walk.step, on_start=self._on_thread_start
+                    )
+                    self.walk.wake = self._walking.wake
+                self._walking.start()
+            return
+        if self._sweeper is None:
+            self._sweeper = Sweeper(
+                shelf,
+                config.capacity,
+                self.counters,
+                sweeps=leads,
+                walk=self.walk,
+                keep_tails=keep,
+                on_evicted=None if history is None else history.note_evicted,
+                on_thread_start=self._on_thread_start,
+            )
+        self._sweeper.start()
+
+    # ------------------------------------------------------------- the end
+
+    def end_walk(self) -> None:
+        """Look for nothing more that may be deleted; bounds stay. Idempotent."""
+        if self.walk is not None:
+            self.walk.close()
+        if self._walking is not None:
+            self._walking.close()
+
+    def close(self) -> None:
+        """Record queued uses for a limited time, and close all parts. Idempotent."""
+        self.end_walk()
+        self.uses.close()
+        if self.memory is not None:
+            self.memory.close()
+        if self._sweeper is not None:
+            self._sweeper.close()
+        self._closing.close()
+
+
+def assemble(
+    config: Config,
+    role: Role,
+    counters: Counters,
+    *,
+    open_served: Callable[[], Shelf] | None = None,
+    on_thread_start: Callable[[], None] | None = None,
+) -> Assembly:
+    """Open the shelf of a configuration, and make what a role needs beside it.
+
+    Parameters
+    ----------
+    config : Config
+    role : Role
+    counters : Counters
+    open_served : Callable, optional
+        Opens the shelf behind the node server that ``config.server`` names.
+    on_thread_start
+        As for :class:`Assembly`.
+
+    Raises
+    ------
+    ConfigError
+        If the configuration cannot work, or there is not so much free memory.
+    StorageError
+        If the shelf cannot be opened, and waiting would not help; for a cache, also if its storage
+        does not answer.
+    """
+    url = config.server or shelf_url(config)
+    shown = shown_url(url)
+
+    def open_parts() -> tuple[Shelf, DiskTier | None]:
+        if open_served is not None:
+            return open_served(), None
+        late = role is Role.SERVER
+        return open_configured(url, config, counters, late=late, on_thread_start=on_thread_start)
+
+    def open_joined() -> AnyShelf:
+        shelf, tier = open_parts()
+        return shelf if tier is None else TieredShelf(shelf, [tier])
+
+    storage: tuple[Shelf, DiskTier | None] | None = None
+    get: Callable[[], AnyShelf | None]
+    with contextlib.ExitStack() as closing:
+        if role is Role.ENGINE:
+            opening = Opening(shown, open_joined)
+            closing.callback(opening.close)
+            opening.first(START_SECONDS, "the engine runs without it")
+            get = opening.get
+        else:
+            storage = shelf, tier = open_parts()
+            closing.callback(shelf.close)
+            if tier is not None:
+                closing.callback(tier.close)
+
+            def get() -> Shelf:
+                return shelf
+
+        assembly = Assembly(
+            config, counters, get, storage=storage, url=shown, on_thread_start=on_thread_start
+        )
+        if role is Role.CACHE:
+            assembly.take_memory()
+            if config.server is None:
+                assembly.keep_bounds()
+        assembly._closing = closing.pop_all()
+    return assembly

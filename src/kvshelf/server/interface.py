@@ -1,0 +1,268 @@
+"""What a client asks of a node server about the objects of one namespace.
+
+Owns :class:`ServerClient`, the interface on which :mod:`kvshelf.adapters` is built: a connection,
+its namespace, and five requests.
+
+* A *lookup* counts the leading chunks of a prompt that can be loaded, and leases them in the name
+  of a *session*: the server keeps them in memory until they are fetched under that name, the
+  session ends, or the time of a lease is over.
+* A *fetch* has objects read into the server's memory, if they are not there, and returns each as a
+  :class:`~kvshelf.server.channel.Leased` object. Its holder releases it.
+* A *store* has an object of the format verified and published. The object lies in memory that
+  client and server share, a part of which :meth:`ServerClient.reserve` returns.
+* *Keeping* an object leaves it in the server's memory only, under a name that is none of the
+  format. It is gone with the server.
+* The *end of a session* ends its leases.
+
+Contracts
+---------
+* No method blocks, except the constructor of shared memory, :meth:`ServerClient.wait_connected` for
+  the time that it is given, and :meth:`ServerClient.close` for a moment.
+* While the server is gone, every future fails at once with UnavailableStorageError. A server that
+  hangs completes none: callers have deadlines of their own.
+* A new server gets the namespace before any request that depends on it. The shelf gets the
+  namespace's description together with the first object that each connection stores.
+
+Threads
+-------
+Any thread may call all methods. Futures complete on the channel's thread, which their callbacks
+must not hold up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import xxhash
+
+from kvshelf.format.names import DESCRIPTION
+from kvshelf.format.namespace import Namespace
+from kvshelf.logs import RateLimitedLog
+from kvshelf.server.channel import Channel, Leased
+from kvshelf.server.messages import (
+    MAX_NAMES,
+    MAX_REQUEST,
+    Call,
+    LookedUp,
+    LookUpChunks,
+    Result,
+    Store,
+    Stored,
+    Welcome,
+)
+from kvshelf.server.requests import answer_to
+from kvshelf.server.segment import SegmentPart
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Channel", "Leased", "SegmentPart", "ServerClient", "Welcome"]
+
+logger = logging.getLogger("kvshelf.server.client")
+
+_Answer = TypeVar("_Answer")
+
+_LINES_PER_MINUTE: Final = 10
+#: Bytes of a message beside its names, and beside the characters of each name.
+_BESIDE_NAMES: Final = 4096
+_BESIDE_NAME: Final = 8
+
+
+class ServerClient:
+    """A connection to a node server, for the objects of one namespace.
+
+    Parameters
+    ----------
+    url : str
+        ``ipc://`` and the path of the server's socket.
+    segment_bytes : int
+        Size of the shared memory for objects to be stored; 0: nothing is stored.
+    channel : Channel, optional
+        A connection that others use too. Its owner closes it, and chooses its shared memory.
+
+    Attributes
+    ----------
+    url : str
+    log : RateLimitedLog
+        For what fails in the background.
+
+    Raises
+    ------
+    ConfigError
+        If the URL is none of a server, or the system gives no memory.
+    """
+
+    def __init__(self, url: str, *, segment_bytes: int = 0, channel: Channel | None = None) -> None:
+        self.url = url
+        self.log = RateLimitedLog(logger, _LINES_PER_MINUTE)
+        self._owns_channel = channel is None
+        self._channel = channel or Channel(url, segment_bytes=segment_bytes)
+        self._namespace: Namespace | None = None
+        #: Whether this connection has described the namespace on the shelf.
+        self._described = False
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a server now, as far as is known."""
+        return self._channel.connected
+
+    @property
+    def welcome(self) -> Welcome | None:
+        """The server's chunk size, memory, and time of leases; None before the first connection."""
+        return self._channel.welcome
+
+    def wait_connected(self, seconds: float) -> bool:
+        """Wait until there is a server; return whether there is one."""
+        return self._channel.wait_connected(seconds)
+
+    def register(self, namespace: Namespace) -> None:
+        """Use a namespace: the server gets its record now and after each reconnection."""
+        self._namespace = namespace
+        self._channel.on_connect(self._connected)
+        self._channel.register(namespace.encoded)
+
+    def _connected(self, _: Welcome) -> None:
+        self._described = False
+
+    # ------------------------------------------------------------------------- lookups and loads
+
+    def look_up(self, session: str, chunks: Sequence[Sequence[str]]) -> Future[int]:
+        """Count the leading chunks that can be loaded, and lease them to a session.
+
+        Parameters
+        ----------
+        session : str
+        chunks : Sequence of Sequence of str
+            The names of all objects of each chunk. As many chunks are asked for as fit into one
+            message, which are those of a million tokens or more.
+        """
+        request = LookUpChunks(session, _fitting(chunks))
+        return _answer(self._channel.request(request), LookedUp, lambda found: found.chunks)
+
+    def end_session(self, session: str) -> None:
+        """End the leases of a session."""
+        self._channel.end_session(session)
+
+    def fetch(
+        self, session: str, names: Sequence[str], sizes: Sequence[int]
+    ) -> list[Future[Leased]]:
+        """Lease objects, each as soon as it is in the server's memory.
+
+        Parameters
+        ----------
+        session : str
+            The session of the lookup, whose leases of these objects end.
+        names : Sequence of str
+        sizes : Sequence of int
+            Bytes of each object.
+        """
+        return self._channel.fetch(session, names, sizes)
+
+    # ------------------------------------------------------------------------- stores
+
+    def reserve(self, nbytes: int) -> SegmentPart | None:
+        """Return shared memory for an object; None if none is free now."""
+        segment = self._channel.segment
+        return None if segment is None else segment.reserve(nbytes)
+
+    def store(self, name: str, part: SegmentPart) -> Future[None]:
+        """Have the server verify and publish an object of the format.
+
+        `part` holds it, and stays as it is until the future completes.
+        """
+        self._describe()
+        return self._store(Store(name, part.offset, part.nbytes))
+
+    def keep(self, name: str, part: SegmentPart, parent: str = "") -> Future[None]:
+        """Have the server keep an object in memory only.
+
+        Parameters
+        ----------
+        name : str
+            ``hash/`` and three components.
+        part : SegmentPart
+            As for :meth:`store`.
+        parent : str
+            The object of the chunk before this one, which the server evicts after this one.
+        """
+        checksum = xxhash.xxh3_64_intdigest(part.view)
+        return self._store(
+            Store(
+                name, part.offset, part.nbytes, memory_only=True, checksum=checksum, parent=parent
+            )
+        )
+
+    def _store(self, request: Store) -> Future[None]:
+        return _answer(self._channel.request(request), Stored, lambda _: None)
+
+    def _describe(self) -> None:
+        """Have the shelf describe the namespace, beside its first object."""
+        if self._described:
+            return
+        assert self._namespace is not None
+        self._described = True
+        name = f"{self._namespace.folder}/{DESCRIPTION}"
+        request = self._channel.request(Call("write", [name, "create"], self._namespace.encoded))
+        _answer(request, Result, lambda _: None).add_done_callback(self._on_described)
+
+    def _on_described(self, done: Future[None]) -> None:
+        error = done.exception()
+        if error is not None:
+            self._described = False
+            self.log.warning("the shelf does not describe the namespace: %s", error)
+
+    # ------------------------------------------------------------------------- others
+
+    def page_lock(self, device: torch.device) -> None:
+        """Page-lock the shared memory for a GPU, the server's in the background.
+
+        Where CUDA refuses that of stores, copies to it end before they return.
+        """
+        self._channel.page_lock(device)
+        segment = self._channel.segment
+        if segment is None:
+            return
+        try:
+            segment.page_lock(device)
+        except RuntimeError as error:
+            self.log.warning(
+                "could not pin the memory through which KV is stored (%s); stores wait in their"
+                " calls until the KV is there",
+                error,
+            )
+
+    def close(self) -> None:
+        """End the connection, unless it is another's; futures fail. Idempotent."""
+        if self._owns_channel:
+            self._channel.close()
+
+
+def _answer(
+    request: Future[Any], kind: type[Any], value: Callable[[Any], _Answer]
+) -> Future[_Answer]:
+    """Return the future of what an answer of this kind says."""
+    answer: Future[_Answer] = Future()
+
+    def answered(done: Future[Any]) -> None:
+        try:
+            answer.set_result(value(answer_to(done, kind)))
+        except Exception as error:  # noqa: BLE001  whatever it is, the waiting side gets it
+            answer.set_exception(error)
+
+    request.add_done_callback(answered)
+    return answer
+
+
+def _fitting(chunks: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return the leading chunks whose names fit into one message."""
+    left = MAX_REQUEST - _BESIDE_NAMES
+    fitting = []
+    for names in chunks[:MAX_NAMES]:
+        left -= sum(len(name) + _BESIDE_NAME for name in names)
+        if left < 0:
+            break
+        fitting.append(list(names))
+    return fitting

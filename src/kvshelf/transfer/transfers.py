@@ -1,0 +1,261 @@
+"""The stores and loads of all kinds of KV (:mod:`kvshelf.format.kinds`) of one set of caches.
+
+Owns the :class:`~kvshelf.transfer.loads.Loads` and :class:`~kvshelf.transfer.stores.Stores` of each
+kind, starts and closes them, and owns what holds between the kinds: a
+:class:`~kvshelf.transfer.load.Load` brings all kinds that a hit needs, and fails as a whole. With
+one kind, a load that fails keeps what lies before the failure.
+
+Contracts
+---------
+* No method but ``drain``, ``end`` and ``close`` waits for the storage. Any thread may call all
+  methods.
+* A load is reported finished once no thread writes to the caches for any of its pieces.
+* The lock is held for bookkeeping only; no other object is called with it.
+* Stores and loads have locks and threads of their own, so that a storage which takes no
+  writes cannot delay loads. All threads are daemon threads: a call that never returns does
+  not keep the process alive.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from kvshelf.backends import Properties
+from kvshelf.format.kinds import KINDS, Kind
+from kvshelf.transfer.context import ChunkSlots, TransferContext, TransferHalf
+from kvshelf.transfer.load import Load, Piece
+from kvshelf.transfer.loads import Loads
+from kvshelf.transfer.stores import Stores
+
+logger = logging.getLogger(__name__)
+
+_JOIN_SECONDS = 0.5
+_LOW_LATENCY_THREADS = 2
+_HIGH_LATENCY_THREADS = 16
+
+
+def default_io_threads(properties: Properties) -> tuple[int, int]:
+    """Return how many threads should load from a storage and how many store to it.
+
+    Two threads use the full bandwidth of a local disk, and compete with the model for
+    processors. Threads that wait for a network do not.
+    """
+    if not properties.high_latency:
+        return _LOW_LATENCY_THREADS, _LOW_LATENCY_THREADS // 2
+    threads = max(_LOW_LATENCY_THREADS, min(_HIGH_LATENCY_THREADS, properties.concurrency))
+    return threads, max(1, threads // 4)
+
+
+class Transfers:
+    """The stores and loads between one set of caches and a shelf.
+
+    Parameters
+    ----------
+    contexts : Iterable of TransferContext
+        One for each kind, at least one.
+
+    Attributes
+    ----------
+    loads : Mapping[Kind, Loads]
+        In the order of :data:`~kvshelf.format.kinds.KINDS`. A caller that wants chunks of one
+        kind, and does not poll, calls these.
+    stores : Mapping[Kind, Stores]
+        In the same order.
+
+    Raises
+    ------
+    RuntimeError
+        If the system allows no thread that loads, or none that stores. The caches and the staging
+        stay open.
+    """
+
+    def __init__(self, contexts: Iterable[TransferContext]) -> None:
+        of_kind = {context.fmt.kind: context for context in contexts}
+        self._contexts = {kind: of_kind[kind] for kind in KINDS if kind in of_kind}
+        self._changed = threading.Condition()
+        #: All loads that are not yet polled, by request.
+        self._active: dict[str, Load] = {}
+        self._finished: list[Load] = []
+        self.loads: dict[Kind, Loads] = {}
+        self.stores: dict[Kind, Stores] = {}
+        try:
+            for kind, context in self._contexts.items():
+                context.shelf.backend.count_into(context.counters.add)
+                self.loads[kind] = Loads(context)
+                self.stores[kind] = Stores(context)
+                self.loads[kind].start()
+                self.stores[kind].start()
+        except RuntimeError:
+            # The caller gets nothing that it could close.
+            for half in (*self.loads.values(), *self.stores.values()):
+                half.close()
+            raise
+
+    # ------------------------------------------------------------- loads
+
+    def load(self, request_id: str, items: Mapping[Kind, Sequence[ChunkSlots]]) -> Load:
+        """Start to load chunks into the paged caches; returns at once.
+
+        Parameters
+        ----------
+        request_id : str
+            Different from those of all loads that are not yet finished.
+        items : Mapping[Kind, Sequence[ChunkSlots]]
+            The chunks of each kind, in the order of the prompt. At least one kind.
+        """
+        wanted = [(kind, self.loads[kind]) for kind in KINDS if kind in items]
+        load = Load(request_id, unfinished=len(wanted))
+        with self._changed:
+            self._active[request_id] = load
+        # All share the bandwidth of the storage.
+        sizes = {kind: len(items[kind]) * loads.chunk_bytes for kind, loads in wanted}
+        total = sum(loads.loading_bytes for loads in self.loads.values()) + sum(sizes.values())
+        for kind, loads in wanted:
+            done = functools.partial(self._piece_done, load, kind)
+            others = max(0, total - loads.loading_bytes - sizes[kind])
+            try:
+                load.pieces[kind] = loads.load(items[kind], bytes_ahead=others, on_done=done)
+            except Exception as error:
+                # Other pieces may write to the caches already: the load ends with them.
+                logger.error("a part of a load was not started", exc_info=error)
+                done(Piece(items[kind], failed_at=0, finished=True))
+        return load
+
+    def cancel(self, request_id: str) -> None:
+        """Give a load up, because its request was aborted; see :meth:`Loads.cancel`."""
+        load = self._active.get(request_id)
+        if load is not None and not load.finished:
+            load.cancelled = True
+            self._cancel_pieces(load, count=True)
+
+    def _cancel_pieces(self, load: Load, *, count: bool) -> None:
+        for kind, piece in tuple(load.pieces.items()):
+            self.loads[kind].cancel(piece, count=count)
+            # One load counts once.
+            count = False
+
+    def poll(self, wait: float = 0.0) -> list[Load]:
+        """Return the loads that finished since the last call; stop those of which a piece failed.
+
+        Parameters
+        ----------
+        wait : float
+            Seconds to wait for the first one while any load is running.
+        """
+        deadline = time.monotonic() + wait
+        while True:
+            self._stop_failed()
+            with self._changed:
+                left = deadline - time.monotonic()
+                if self._finished or not self._active or left <= 0:
+                    finished, self._finished = self._finished, []
+                    for load in finished:
+                        if self._active.get(load.request_id) is load:
+                            del self._active[load.request_id]
+                    return finished
+                self._changed.wait(left)
+
+    @property
+    def loading(self) -> bool:
+        """Whether any load is running or not yet polled."""
+        return bool(self._active)
+
+    def _stop_failed(self) -> None:
+        """Give up late pieces, and those that are useless because another one failed."""
+        with self._changed:
+            active = [load for load in self._active.values() if not load.finished]
+        if not active:
+            return
+        for loads in self.loads.values():
+            loads.check()
+        for load in active:
+            if len(load.pieces) > 1 and load.failed and not load.stopped:
+                load.stopped = True
+                self._cancel_pieces(load, count=False)
+
+    def _piece_done(self, load: Load, kind: Kind, piece: Piece) -> None:
+        """Note that a piece is finished. Runs with the lock of its :class:`Loads` held."""
+        with self._changed:
+            load.pieces[kind] = piece
+            load.unfinished -= 1
+            if not load.unfinished:
+                load.finished = True
+                self._finished.append(load)
+            self._changed.notify_all()
+
+    # ------------------------------------------------------------- stores
+
+    def take_repaired(self) -> list[bytes]:
+        """Return the kind keys whose bad objects were replaced since the last call."""
+        return [key for stores in self.stores.values() for key in stores.known.take_repaired()]
+
+    def take_published(self) -> list[bytes]:
+        """Return the kind keys that stores since the last call left on the shelf.
+
+        Empty on low-latency storage.
+        """
+        return [key for stores in self.stores.values() for key in stores.known.take_published()]
+
+    def forget_stored(self) -> None:
+        """Forget what was published here, so that it is stored again if it is missing."""
+        for stores in self.stores.values():
+            stores.known.forget_published()
+
+    # ------------------------------------------------------------- the end
+
+    def drain(self, seconds: float) -> int:
+        """Wait until all stores are published; return how many were not in time."""
+        deadline = time.monotonic() + seconds
+        return sum(
+            stores.drain(max(0.0, deadline - time.monotonic())) for stores in self.stores.values()
+        )
+
+    def retire(self) -> None:
+        """Fail what is being loaded, and publish what is queued, in the background.
+
+        The caches and the staging stay open, for other transfers of the same engine. Nothing may
+        be loaded or stored any more. Once nothing is left to :meth:`drain`, the caller calls
+        :meth:`end`.
+        """
+        for loads in self.loads.values():
+            loads.close()
+        for stores in self.stores.values():
+            stores.retire()
+
+    def end(self, join_seconds: float = 0.0) -> None:
+        """End the threads of transfers that were retired; drop what is queued."""
+        for stores in self.stores.values():
+            stores.close()
+        _join(self.stores.values(), join_seconds)
+
+    def close(self, drain_seconds: float = 0.0) -> int:
+        """Drain, stop the threads, and return how many chunks were lost.
+
+        A stuck thread is not waited for: it ends with the process. Others are, since Python
+        cannot end a thread that is inside compiled code without a crash.
+        """
+        self.drain(drain_seconds)
+        lost = {kind: stores.drain(0.0) for kind, stores in self.stores.items()}
+        for kind, context in self._contexts.items():
+            if lost[kind]:
+                context.count("dropped_chunks_shutdown", lost[kind])
+        halves: list[TransferHalf] = [*self.loads.values(), *self.stores.values()]
+        for half in halves:
+            half.close()
+        for context in self._contexts.values():
+            context.staging.close()
+        _join(halves, _JOIN_SECONDS)
+        for context in self._contexts.values():
+            if context.cache is not None:
+                context.cache.close()
+        return sum(lost.values())
+
+
+def _join(halves: Iterable[TransferHalf], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    for half in halves:
+        half.join(max(0.0, deadline - time.monotonic()))

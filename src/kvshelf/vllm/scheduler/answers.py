@@ -1,0 +1,165 @@
+"""The answers to vLLM's question how much of a prompt the shelf has.
+
+Owns the order in which a request is asked for, and what follows from each :class:`Outcome`: vLLM's
+answer, counters and the history's reason.
+
+Contracts
+---------
+* vLLM asks until it gets a number. A request waits for its lookup at most ``lookup_wait_s``.
+* A request that brings a hand-over waits for it first (:mod:`kvshelf.vllm.scheduler.handovers`).
+* While the weights are compared (:mod:`kvshelf.vllm.handshake`), no other request waits.
+* While a storage breaker of the scheduler or of a worker is open there are no hits, and no
+  other request waits.
+* Runs on the engine's step thread.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+from kvshelf.history import Event, Reason
+from kvshelf.shelf.lookup import Lookup, LookupService
+from kvshelf.vllm.scheduler.handovers import Handovers
+from kvshelf.vllm.scheduler.lookups import Lookups
+from kvshelf.vllm.scheduler.requests import RequestState
+from kvshelf.vllm.scheduler.shared import Shared, SharingPart
+
+
+class Outcome(enum.Enum):
+    """Why vLLM gets the answer that it gets."""
+
+    #: The answer of a lookup.
+    FOUND = enum.auto()
+    #: Not known yet: vLLM asks again in the next step.
+    WAITS = enum.auto()
+    #: The same, until the namespace is known.
+    STARTS = enum.auto()
+    #: The namespace was not known in time.
+    NOT_STARTED = enum.auto()
+    #: Nothing more is asked of the shelf: there was a load, the lookup was given up, or nothing is
+    #: loaded any more.
+    ENDED = enum.auto()
+    #: vLLM would not use it, or another connector brings it.
+    NOT_ASKED = enum.auto()
+    #: vLLM computes the rest sooner than it could be loaded.
+    SHORT = enum.auto()
+    #: The weights are compared.
+    COMPARING = enum.auto()
+    #: A breaker is open.
+    UNAVAILABLE = enum.auto()
+    #: The lookup takes too long.
+    TIMED_OUT = enum.auto()
+    #: KV of the request's adapter cannot be loaded.
+    ADAPTER_UNKNOWN = enum.auto()
+
+
+#: What the history has of requests that are computed without the answer of a lookup.
+_REASONS: Final = {
+    Outcome.STARTS: Reason.STARTING,
+    Outcome.NOT_STARTED: Reason.STARTING,
+    Outcome.NOT_ASKED: Reason.NOT_ASKED,
+    Outcome.COMPARING: Reason.WEIGHTS_CHANGED,
+    Outcome.UNAVAILABLE: Reason.UNAVAILABLE,
+    Outcome.TIMED_OUT: Reason.TIMED_OUT,
+    Outcome.ADAPTER_UNKNOWN: Reason.ADAPTER_UNKNOWN,
+}
+
+
+class Answers(SharingPart):
+    """Answers vLLM.
+
+    Parameters
+    ----------
+    shared : Shared
+    lookups : Lookups
+    handovers : Handovers
+    """
+
+    def __init__(self, shared: Shared, lookups: Lookups, handovers: Handovers) -> None:
+        super().__init__(shared)
+        self._lookups = lookups
+        self._handovers = handovers
+
+    def answer(self, state: RequestState, computed: int) -> tuple[int | None, bool]:
+        """Return how many tokens beyond `computed` the shelf has, and whether to load them.
+
+        The number is None while it is not known.
+        """
+        outcome = self._ask(state, computed)
+        if outcome is not Outcome.ENDED:
+            state.not_loaded = _REASONS.get(outcome)
+        if outcome is Outcome.FOUND:
+            return self._found(state, computed)
+        if outcome is Outcome.TIMED_OUT:
+            state.gave_up = True
+            self._counters.add("lookup_timeouts")
+        elif outcome is Outcome.UNAVAILABLE and not state.refused:
+            state.refused = True
+            self._counters.add("skipped_lookups")
+        return (None if outcome in (Outcome.WAITS, Outcome.STARTS) else 0), False
+
+    def _ask(self, state: RequestState, computed: int) -> Outcome:
+        """Take what is asked for a request a step further."""
+        if not state.reads or self._requests.is_transferred(state.request):
+            return Outcome.NOT_ASKED
+        if state.loaded or state.gave_up or self._opening.handshake.disabled:
+            return Outcome.ENDED
+        if self._handovers.is_short(state, computed):
+            return Outcome.SHORT
+        if self._handovers.wait(state, computed):
+            return Outcome.WAITS
+        if self._opening.handshake.checking:
+            return Outcome.COMPARING
+        lookups, overdue = self._opening.lookups, self._handovers.is_overdue(state)
+        if lookups is None:
+            starts = not overdue and self._opening.handshake.may_wait()
+            return Outcome.STARTS if starts else Outcome.NOT_STARTED
+        lookup = state.lookup or self._lookups.start(lookups, state)
+        if self._lookups.breaker_is_open(lookups):
+            return Outcome.UNAVAILABLE
+        return self._wait(lookups, state, lookup, overdue=overdue)
+
+    def _wait(
+        self, lookups: LookupService, state: RequestState, lookup: Lookup, *, overdue: bool
+    ) -> Outcome:
+        """Wait for a lookup, or for the next one where its answer is old."""
+        if not self._lookups.wait(lookups, lookup):
+            ends = overdue or self._lookups.too_long(lookups, state)
+            return Outcome.TIMED_OUT if ends else Outcome.WAITS
+        if lookup.given_up:
+            return Outcome.TIMED_OUT
+        if not self._keys.trusts(state):
+            return Outcome.ADAPTER_UNKNOWN
+        newest = self._lookups.newest(lookups, state, lookup)
+        return Outcome.WAITS if newest is None else Outcome.FOUND
+
+    def _found(self, state: RequestState, computed: int) -> tuple[int, bool]:
+        """Offer what the lookup has found, and count it the first time."""
+        lookup = state.lookup
+        assert lookup is not None
+        hit = self._hits.tokens(state, lookup, computed)
+        state.offered_from = computed
+        if not state.counted:
+            state.counted = True
+            self._counters.add("lookup_tokens", state.request.num_tokens - computed)
+            self._counters.add("hit_tokens", max(0, hit - computed))
+            self._note_miss(state, lookup, computed)
+        return (hit - computed, True) if hit > computed else (0, False)
+
+    def _note_miss(self, state: RequestState, lookup: Lookup, computed: int) -> None:
+        """Note the chunk at which the hit of a request ends, if the prompt is longer."""
+        missed = self._hits.missed(state, lookup, computed)
+        if missed is not None:
+            usable = self._hits.is_usable(state, *missed)
+            reason = Reason.ABSENT if usable else Reason.FAILED_BEFORE
+            self._engine.note(Event.MISSED, missed[0], reason, missed[1])
+
+    def finished(self, state: RequestState) -> None:
+        """Note that a request was computed without the answer of a lookup, by its last chunk."""
+        lookup, reason = state.lookup, state.not_loaded
+        if reason is None or lookup is None or not lookup.done or lookup.chain is None:
+            return
+        whole = state.request.num_prompt_tokens // self._size
+        for chunk in lookup.chain.chunks[max(0, whole - 1) : whole]:
+            self._engine.note(Event.NOT_LOADED, chunk, reason)

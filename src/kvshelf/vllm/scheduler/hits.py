@@ -1,0 +1,193 @@
+"""How many tokens of a request can be loaded, and which chunks that takes.
+
+Owns where a hit may end, given what a lookup and a wait have seen and which loads have failed.
+:class:`~kvshelf.shelf.lookup.LookupService` searches, and asks for the ends that are possible.
+
+Contracts
+---------
+* A hit ends at a block boundary and leaves at least one token to compute. Of a hybrid engine
+  (:mod:`kvshelf.vllm.groups`) it ends at a chunk boundary. A hand-over may end anywhere and have
+  all tokens, of which vLLM then computes the last one once more; but of a hybrid engine, and of one
+  with a drafter, it ends as other hits do.
+* A hit with a cached tail has all tokens, as that of a hand-over, unless vLLM computes the tail
+  sooner than it could be loaded.
+* Where the tokens of an image attend to each other in both directions, the KV of an image depends
+  on which of its tokens one step computes. So no hit ends within an image, because a later step
+  would have to continue it.
+* A drafter never changes what is a hit.
+* Everything but :meth:`Hits.ranges` runs on the engine's step thread.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind, kind_key
+from kvshelf.shelf.lookup import Lookup
+from kvshelf.vllm.scheduler.engine import Engine
+from kvshelf.vllm.scheduler.read_ahead import Loadable
+from kvshelf.vllm.scheduler.requests import RequestState, items_of
+
+
+class Hits:
+    """The rules of one engine.
+
+    Parameters
+    ----------
+    engine : Engine
+
+    Attributes
+    ----------
+    whole_items : bool
+        Whether no multimodal item may be divided.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._size = engine.config.chunk_size
+        self._groups = engine.groups
+        self._failed = engine.failed
+        self._has_drafter = engine.drafter is not None
+        self.whole_items = bool(getattr(engine.vllm_config.model_config, "is_mm_prefix_lm", False))
+
+    def tokens(self, state: RequestState, lookup: Lookup, computed: int) -> int:
+        """Return the leading tokens that can be loaded; vLLM has `computed` of them already."""
+        if self._groups.hybrid:
+            return self._hybrid_tokens(state, lookup)
+        size, last = self._size, state.request.num_tokens - 1
+        chunks, whole = self._seen_chunks(state, lookup), 0
+        if state.awaited is not None and not self._has_drafter:
+            # A drafter has KV of whole chunks only.
+            whole = state.awaited.hit_tokens
+        if lookup.tail is not None:
+            end = lookup.tail.index * size + lookup.tail.tokens
+            # vLLM computes the rest of a block sooner than it could be loaded.
+            if not computed or end - computed > self._groups.alignment:
+                whole = max(whole, end)
+        if state.limit is not None and whole > state.limit * size:
+            whole = 0
+        # One token must be left: the model has to compute an output to sample from.
+        hit: int = min(chunks * size, last)
+        hit -= hit % self._groups.alignment
+        # Behind a hand-over vLLM computes the last token once more.
+        hit = max(hit, whole)
+        if self.whole_items:
+            for start, end in reversed(items_of(state.request)):
+                if start < min(hit, last) < end:
+                    hit = start - start % self._groups.alignment
+        return hit
+
+    def _hybrid_tokens(self, state: RequestState, lookup: Lookup) -> int:
+        chunks = lookup.hit_chunks
+        if not self._groups.mixed:
+            # A search for full chunks alone has no ends.
+            ends = self.ends(state) or ()
+            chunks = ([0, *ends])[bisect_right(ends, chunks)]
+        # One of the ends.
+        handed = 0 if state.awaited is None else state.awaited.hit_tokens
+        return max(chunks * self._size, 0 if self.divides_item(state, handed) else handed)
+
+    def _seen_chunks(self, state: RequestState, lookup: Lookup) -> int:
+        """Return how many leading chunks were seen and may be loaded."""
+        chunks = lookup.hit_chunks
+        if state.awaited is not None:
+            chunks = max(chunks, state.awaited.full_chunks)
+        return chunks if state.limit is None else min(chunks, state.limit)
+
+    def ends(self, state: RequestState) -> Sequence[int] | None:
+        """Return the numbers of chunks at which a hit of a hybrid engine may end, ascending."""
+        if not self._groups.hybrid:
+            return None
+        # One token must be left: vLLM would compute the last one anew, over a state behind it.
+        last = (state.request.num_tokens - 1) // self._size
+        ends: Sequence[int] = range(1, last + 1 if state.limit is None else state.limit + 1)
+        if self.whole_items:
+            ends = [n for n in ends if not self.divides_item(state, n * self._size)]
+        if any(state.failed.values()):
+            ends = self._groups.hit_rule(self._size).possible(ends, state.failed)
+        return ends
+
+    def divides_item(self, state: RequestState, tokens: int) -> bool:
+        """Whether a hit of so many tokens would end within an item that must not be divided."""
+        items = items_of(state.request) if self.whole_items else ()
+        return any(start < tokens < end for start, end in items)
+
+    def missed(
+        self, state: RequestState, lookup: Lookup, computed: int
+    ) -> tuple[Chunk, Kind] | None:
+        """Return the chunk at which a hit ends and its kind; None if nothing more was to be had."""
+        if lookup.chain is None:
+            return None
+        place, whole = self._seen_chunks(state, lookup), len(lookup.chain.chunks)
+        if self._groups.hybrid:
+            # A hit leaves one token to compute, and ends at a chunk boundary.
+            whole = min(whole, (state.request.num_tokens - 1) // self._size)
+        if place >= whole or place * self._size < computed:
+            return None
+        kind = FULL
+        if self._groups.hybrid and place < lookup.full_chunks:
+            kind = STATE if STATE in self._groups.kinds else WINDOW
+        return lookup.chain.chunks[place], kind
+
+    def is_usable(self, state: RequestState, chunk: Chunk, kind: Kind) -> bool:
+        """Whether no load of a kind of a chunk has failed since it was last stored."""
+        key = kind_key(chunk.key, kind)
+        return key not in state.failures and key not in self._failed
+
+    def is_stored(self, state: RequestState, lookup: Lookup, chunk: Chunk, kind: Kind) -> bool:
+        """Whether the lookup saw a kind of a chunk on the shelf, and no load of it failed."""
+        if not self.is_usable(state, chunk, kind):
+            return False
+        if state.awaited is not None and state.awaited.has_seen(kind, chunk.index):
+            return True
+        if kind == FULL:
+            return chunk.index < lookup.full_chunks
+        return chunk.index in lookup.known.get(kind, ())
+
+    def must_repair(self, state: RequestState, chunk: Chunk, kind: Kind) -> bool:
+        """Whether a load found a kind of a chunk damaged, so that a store must replace it."""
+        key = kind_key(chunk.key, kind)
+        return state.failures.get(key, False) or self._failed.is_bad(key)
+
+    def ranges(self, start: int, end: int) -> dict[Kind, range]:
+        """Return the chunks of each kind that a load of tokens ``[start, end)`` needs."""
+        size = self._size
+        if not self._groups.hybrid:
+            return {FULL: range(start // size, -(-end // size))}
+        if end % size:
+            # Not a hit that was offered: no load for it is known.
+            return {}
+        return self._groups.hit_rule(size).needs(end // size, start // size)
+
+    def chunks_before(
+        self, state: RequestState, lookup: Lookup, chain: KeyChain, end: int
+    ) -> list[Chunk]:
+        """Return the chunks of a prompt of which a load of tokens before `end` takes the first."""
+        awaited = state.awaited
+        handed_over = awaited.tail if awaited is not None and awaited.hit_tokens else None
+        for tail in (handed_over, lookup.tail):
+            first = 0 if tail is None else tail.index * self._size
+            if tail is not None and first < end <= first + tail.tokens:
+                return [*chain.chunks[: tail.index], tail]
+        return chain.chunks
+
+    def loadable(self, state: RequestState) -> Loadable | None:
+        """Return what a load of a request would bring now; None while that is not known."""
+        lookup, awaited = state.lookup, state.awaited
+        if lookup is None or not lookup.done or lookup.given_up or lookup.chain is None:
+            return None
+        first = state.offered_from
+        if awaited is not None and awaited.outcome is None:
+            # Windows and states are useful at the end of the wait only.
+            full = range(first // self._size, awaited.full_chunks)
+            return Loadable(lookup.chain.chunks, {FULL: full} if full else {}, grows=True)
+        hit = self.tokens(state, lookup, first)
+        if state.gave_up or hit <= first:
+            return Loadable()
+        chunks = self.chunks_before(state, lookup, lookup.chain, hit)
+        if chunks[-1].tail:
+            # It is small, and appears last.
+            chunks = chunks[:-1]
+            hit = min(hit, len(chunks) * self._size)
+        return Loadable(chunks, self.ranges(first, hit) if hit > first else {})

@@ -1,0 +1,170 @@
+"""The loads that vLLM waits for, and what failed of them.
+
+Owns the loads that the next step brings to the workers, and which chunks count as missing since
+a load of them failed.
+
+Contracts
+---------
+* vLLM waits for each load that it was offered, so one is planned in any case: without chunks, the
+  workers report it as failed.
+* There is one load for each time that a request is admitted: what the load did not deliver is
+  computed, so no request can loop. Of a hybrid engine a load brings everything or nothing: after
+  one that failed, the request gets a new lookup for a shorter hit, for a bounded number of times.
+* A damaged chunk counts as missing until every rank that has layers of its kind has replaced it.
+* A load, and the end of one, stays on a list until it is handed out, whatever else fails.
+* Runs on the engine's step thread.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from kvshelf.format.keys import Chunk
+from kvshelf.format.kinds import FULL, STATE, WINDOW, kind_key, kind_of_key
+from kvshelf.vllm.metadata import LoadFailure, LoadOp, StepMetadata, WorkerMetadata
+from kvshelf.vllm.scheduler.periods import BlockPeriods
+from kvshelf.vllm.scheduler.read_ahead import ReadAhead
+from kvshelf.vllm.scheduler.requests import RequestState
+from kvshelf.vllm.scheduler.shared import Shared, SharingPart
+
+#: Most damaged chunks of which repairs are counted.
+_REPAIRS_REMEMBERED: Final = 4096
+#: Loads of a hybrid engine's request that may fail before it is computed without the shelf.
+_MOST_FAILED_LOADS: Final = 3
+
+
+class Loads(SharingPart):
+    """The loads of one engine.
+
+    Parameters
+    ----------
+    shared : Shared
+    periods : BlockPeriods
+    read_ahead : ReadAhead
+
+    Attributes
+    ----------
+    planned : list of LoadOp
+        What the next step brings to the workers.
+    """
+
+    def __init__(self, shared: Shared, periods: BlockPeriods, read_ahead: ReadAhead) -> None:
+        super().__init__(shared)
+        self._periods = periods
+        self._read_ahead = read_ahead
+        #: The loads that the next step brings to the workers, and those that have ended early.
+        self.planned: list[LoadOp] = []
+        self._cancelled: list[str] = []
+        #: By kind key, the ranks that replaced their objects of a damaged chunk, until all have.
+        self._repaired: OrderedDict[bytes, set[int]] = OrderedDict()
+
+    def plan_load(
+        self, state: RequestState, block_ids: Sequence[Sequence[int]], external: int
+    ) -> None:
+        """Plan the load of `external` tokens into the request's blocks in each cache group."""
+        state.loaded = state.loading = True
+        self._read_ahead.loading(state.id)
+        start, end = state.offered_from, state.offered_from + external
+        lookup = state.lookup
+        chain = lookup.chain if lookup is not None and lookup.done else None
+        known: list[Chunk] = []
+        if lookup is not None and chain is not None:
+            known = self._hits.chunks_before(state, lookup, chain, end)
+        chunks = {
+            kind: known[indices.start : indices.stop]
+            for kind, indices in self._hits.ranges(start, end).items()
+        }
+        blocks = tuple(map(list, block_ids))
+        state.period = self._periods.admit(blocks, start, state.request.mm_features)
+        op = LoadOp(
+            state.id,
+            start,
+            end,
+            chunks.get(FULL, []),
+            blocks,
+            state.adapter,
+            self._opening.handshake.round,
+            windows=chunks.get(WINDOW, []),
+            states=chunks.get(STATE, []),
+            drafts=list(self._drafts.to_load(state.id, chain, start, end)),
+        )
+        self._read_ahead.note_in_engine_cache(op.chunks)
+        self.planned.append(op)
+
+    def fail(self, request_id: str, external: int) -> None:
+        """Plan a load after an error in :meth:`plan_load`: the workers report it as failed."""
+        if external > 0:
+            state = self._requests.get(request_id)
+            if state is not None:
+                state.loaded = state.loading = True
+            # Without its blocks, the workers have all tokens of the request computed.
+            op = LoadOp(request_id, 0, external, [], ([],) * len(self._groups))
+            self.planned.append(op)
+
+    def hand_out(self, meta: StepMetadata) -> None:
+        """Bring all loads to the workers, and their early ends."""
+        meta.loads, self.planned = self.planned, []
+        meta.cancelled, self._cancelled = self._cancelled, []
+
+    def done(self, request_ids: Iterable[str]) -> None:
+        """Note that the loads of requests are finished."""
+        for request_id in request_ids:
+            state = self._requests.get(request_id)
+            if state is not None:
+                state.loading = False
+
+    def finished(self, state: RequestState) -> None:
+        """Cancel the load of a request that ends, if it is still running."""
+        if state.loading:
+            self._cancelled.append(state.id)
+
+    def take_report(self, meta: WorkerMetadata) -> None:
+        """Take what workers report of loads, and of stores that replaced damaged objects."""
+        for failures in meta.failures:
+            for failure in failures:
+                self._note_failure(failure)
+        for key, rank in meta.repaired:
+            self._note_repaired(key, rank)
+
+    def _note_failure(self, failure: LoadFailure) -> None:
+        key = kind_key(failure.key, failure.kind)
+        if failure.key:
+            self._engine.failed.add(key, bad=failure.bad)
+            self._repaired.pop(key, None)
+        state = self._requests.get(failure.request_id)
+        if state is None:
+            return
+        if failure.key:
+            state.failures[key] = failure.bad
+        if failure.key and failure.kind != FULL:
+            state.failed[failure.kind].add(failure.chunk_index)
+        else:
+            limit = failure.chunk_index
+            state.limit = limit if state.limit is None else min(state.limit, limit)
+        if self._groups.hybrid:
+            self._allow_shorter(state, failure)
+
+    @staticmethod
+    def _allow_shorter(state: RequestState, failure: LoadFailure) -> None:
+        """Let a request of a hybrid engine, whose load brought nothing, have a shorter hit."""
+        # A wait that has not ended is not that of the load.
+        state.drop_awaited()
+        if state.loaded:
+            # Other ranks may report the same load later.
+            state.failed_loads += 1
+            # Where no object is the cause, a shorter hit would fail as well.
+            state.loaded = not failure.key or state.failed_loads >= _MOST_FAILED_LOADS
+        if not state.loaded:
+            state.drop_lookup()
+
+    def _note_repaired(self, key: bytes, rank: int) -> None:
+        """Trust a damaged chunk again once every rank that has layers of its kind repaired it."""
+        ranks = self._repaired.setdefault(key, set())
+        ranks.add(rank)
+        if len(ranks) == self._opening.ranks_of[kind_of_key(key)]:
+            del self._repaired[key]
+            self._engine.failed.forget(key)
+        elif len(self._repaired) > _REPAIRS_REMEMBERED:
+            self._repaired.popitem(last=False)

@@ -1,0 +1,243 @@
+"""The engine's requests: what is known of each, and which may be looked up, loaded and stored.
+
+Owns the state of a request from its arrival to its end. Each field belongs to one part, which alone
+writes it; the others read it.
+
+Contracts
+---------
+* A request whose KV is no function of tokens that never change is neither stored nor loaded, nor is
+  one with an image by a name that a client may have chosen (:mod:`kvshelf.vllm.item_ids`).
+* Requests for which vLLM would ignore a hit are not delayed, prefetched or counted; they are stored
+  like others. These are requests that skip the prefix cache (log probabilities of the prompt), and
+  all requests of engines that return the routed experts: vLLM takes KV only together with the
+  experts that the tokens were computed with, and an object does not have these.
+* A request whose prompt another connector transfers (``do_remote_prefill`` beside NixlConnector and
+  its like) is neither delayed nor loaded, unless the option says so: that connector has all of it.
+* Runs on the engine's step thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvshelf.format.kinds import STATE, WINDOW, Kind
+from kvshelf.history import Reason
+from kvshelf.shelf.lookup import Lookup
+from kvshelf.vllm.item_ids import ItemIds
+from kvshelf.vllm.metadata import AdapterContent
+from kvshelf.vllm.scheduler.awaited import Awaited
+from kvshelf.vllm.scheduler.engine import Engine
+from kvshelf.vllm.scheduler.promise import Promise
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class StorePlan:
+    """How far the stores of a request are planned; :mod:`~kvshelf.vllm.scheduler.stores` writes it.
+
+    Attributes
+    ----------
+    next_chunk : int
+        Index of the first chunk that was not planned.
+    next_boundary : tuple of (int, int)
+        `next_chunk`, and the first token behind which there is more to store with it.
+    at : int
+        The step in which stores were last planned; 0 before.
+    last_state : int
+        Index of the last chunk whose state was planned to be stored; −1 before.
+    has_tail : bool
+        Whether the tail is on the shelf or planned to be stored, where tails are cached.
+    cut : int
+        From this token on the KV does not depend on the prefix alone.
+    """
+
+    next_chunk: int = 0
+    next_boundary: tuple[int, int] = (0, 0)
+    at: int = 0
+    last_state: int = -1
+    has_tail: bool = False
+    cut: int = sys.maxsize
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """The state of one request of the engine.
+
+    Attributes
+    ----------
+    request : Request
+    addressable : bool
+        Whether its KV has a content address.
+    reads : bool
+        Whether a hit would be used.
+    admission : int
+        How often vLLM had preempted it when it was admitted last.
+    awaited : Awaited or None
+        The hand-over that it brought.
+    promise : Promise or None
+        Set if it wants a hand-over.
+    not_loaded : Reason or None
+        Why it is computed without the answer of a lookup, for the history.
+    lookup, newer : Lookup or None
+        Its lookup, and a newer one to replace it, since its answer is old.
+    renewals : int
+        How many newer ones there were.
+    waiting_since : float or None
+        Since when it waits for a lookup.
+    gave_up : bool
+        Its lookup took too long.
+    counted, refused : bool
+        Whether its lookup was counted, and that an open breaker kept it from one.
+    adapter : AdapterContent or None
+    offered_from : int
+        Tokens that vLLM had when it last asked.
+    loaded, loading : bool
+        Whether a load was planned since it was admitted, and whether it runs.
+    limit : int or None
+        Index of the first chunk that could not be loaded: no hit may include it.
+    failures : dict
+        Kind keys of chunks that could not be loaded; True where the object is damaged.
+    failed : dict
+        Indices of the chunks whose windows and states could not be loaded.
+    failed_loads : int
+        Since the request was admitted.
+    period : int
+        The oldest of its blocks, see :mod:`kvshelf.vllm.scheduler.block_weights`.
+    stores : StorePlan
+    """
+
+    request: Any
+    addressable: bool
+    reads: bool
+    admission: int = field(init=False)
+    awaited: Awaited | None = None
+    promise: Promise | None = None
+    not_loaded: Reason | None = None
+    lookup: Lookup | None = None
+    newer: Lookup | None = None
+    renewals: int = 0
+    waiting_since: float | None = None
+    gave_up: bool = False
+    counted: bool = False
+    refused: bool = False
+    adapter: AdapterContent | None = None
+    offered_from: int = 0
+    loaded: bool = False
+    loading: bool = False
+    limit: int | None = None
+    failures: dict[bytes, bool] = field(default_factory=dict)
+    failed: dict[Kind, set[int]] = field(default_factory=lambda: {WINDOW: set(), STATE: set()})
+    failed_loads: int = 0
+    period: int = 0
+    stores: StorePlan = field(default_factory=StorePlan)
+
+    def __post_init__(self) -> None:
+        self.not_loaded = None if self.reads else Reason.NOT_ASKED
+        self.reads = self.addressable and self.reads
+        # A request that was preempted since then is admitted anew.
+        self.admission = self.request.num_preemptions
+
+    @property
+    def id(self) -> str:
+        """The request's id."""
+        return str(self.request.request_id)
+
+    @property
+    def waits(self) -> bool:
+        """Whether nothing of the request is computed or being loaded."""
+        return self.request.num_computed_tokens == 0 and not self.loading
+
+    def admit_again(self) -> None:
+        """Begin anew after a preemption."""
+        self.admission = self.request.num_preemptions
+        self.loaded = self.gave_up = False
+        self.failed_loads = 0
+        if self.reads:
+            self.not_loaded = None
+        if self.awaited is not None and self.awaited.outcome is not None:
+            # Promised chunks are there, or are not waited for again.
+            self.awaited.deadline = math.inf
+        self.drop_lookup()
+
+    def cancel_lookups(self) -> None:
+        """Note that no answer is needed any more."""
+        for lookup in (self.lookup, self.newer):
+            if lookup is not None:
+                lookup.cancel()
+
+    def drop_lookup(self) -> None:
+        """Forget what was seen of the request's chunks."""
+        self.cancel_lookups()
+        if self.awaited is not None:
+            self.awaited.drop()
+        self.lookup = self.newer = None
+        self.waiting_since = None
+
+    def drop_awaited(self) -> None:
+        """Forget the hand-over that the request brought, once its wait has ended."""
+        if self.awaited is not None and self.awaited.outcome is not None:
+            self.awaited = None
+
+
+class Requests(dict[str, RequestState]):
+    """The requests of an engine that have not ended, by id.
+
+    Parameters
+    ----------
+    engine : Engine
+
+    Attributes
+    ----------
+    item_ids : ItemIds
+        What images are called in keys.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        config, vllm_config = engine.config, engine.vllm_config
+        self.item_ids = ItemIds(vllm_config, config.trust_uuids, engine.counters)
+        self._others_transfer = engine.others_transfer and not config.load_transferred
+        outputs = getattr(vllm_config, "aux_output_config", None)
+        self._hits_are_used = outputs is None or not outputs.enabled
+        if not self._hits_are_used:
+            logger.warning(
+                "the engine returns the experts of all tokens (enable_return_routed_experts), and"
+                " a shelf does not have them: this engine stores KV and loads none"
+            )
+
+    def add(self, request: Any) -> RequestState:
+        """Return the state of a new request."""
+        addressable = _has_address(request) and self.item_ids.may_enter_keys(request)
+        reads = self._hits_are_used and not request.skip_reading_prefix_cache
+        state = self[request.request_id] = RequestState(request, addressable, reads)
+        return state
+
+    def is_transferred(self, request: Any) -> bool:
+        """Whether another connector transfers a prompt; it reports the end of that itself."""
+        params = request.kv_transfer_params if self._others_transfer else None
+        return isinstance(params, Mapping) and params.get("do_remote_prefill") is True
+
+
+def items_of(request: Any) -> list[tuple[int, int]]:
+    """Return where the multimodal items of a request begin and end, in order."""
+    positions = [feature.mm_position for feature in request.mm_features]
+    return sorted((found.offset, found.offset + found.length) for found in positions)
+
+
+def _has_address(request: Any) -> bool:
+    """Whether a request's KV is a function of tokens that never change.
+
+    Embeddings have no content address, and a streaming session replaces tokens.
+    """
+    return (
+        request.prompt_token_ids is not None
+        and request.prompt_embeds is None
+        and request.prompt_is_token_ids is None
+        and not request.resumable
+    )

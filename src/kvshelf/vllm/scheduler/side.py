@@ -1,0 +1,288 @@
+"""The scheduler half of the connector: builds the parts, and runs them.
+
+Owns the order of the parts in a step, and nothing else: each part has its own state and contracts.
+
+Contracts
+---------
+* Each part plans in each step by itself. What it raises is logged and costs what the part says; the
+  other parts plan all the same, and loads always reach the workers.
+* What is reported to vLLM and to the workers stays on a part's list until it is handed out.
+* All methods run on the engine's step thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from kvshelf.format.namespace import Namespace
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.logs import RateLimitedLog
+from kvshelf.tiers.tiered import AnyShelf
+from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
+from kvshelf.vllm.scheduler.answers import Answers
+from kvshelf.vllm.scheduler.drafts import DraftScheduler
+from kvshelf.vllm.scheduler.engine import Engine
+from kvshelf.vllm.scheduler.handovers import Handovers
+from kvshelf.vllm.scheduler.hits import Hits
+from kvshelf.vllm.scheduler.keys import ChunkKeys
+from kvshelf.vllm.scheduler.loads import Loads
+from kvshelf.vllm.scheduler.lookups import Lookups
+from kvshelf.vllm.scheduler.opening import Opening
+from kvshelf.vllm.scheduler.part import Part
+from kvshelf.vllm.scheduler.periods import BlockPeriods
+from kvshelf.vllm.scheduler.promises import Promises
+from kvshelf.vllm.scheduler.read_ahead import Loadable, ReadAhead
+from kvshelf.vllm.scheduler.requests import Requests, RequestState
+from kvshelf.vllm.scheduler.shared import Shared
+from kvshelf.vllm.scheduler.steps import Steps
+from kvshelf.vllm.scheduler.stores import Stores
+from kvshelf.vllm.scheduler.unsettled import Unsettled
+
+logger = logging.getLogger(__name__)
+
+
+class SchedulerSide:
+    """Scheduler half of :class:`kvshelf.vllm.connector.KVShelfConnector`.
+
+    Parameters
+    ----------
+    engine : Engine
+
+    Attributes
+    ----------
+    engine : Engine
+    counters : Counters
+    requests : Requests
+    drafts : DraftScheduler
+    opening : Opening
+    lookups : Lookups
+    handovers : Handovers
+    loads : Loads
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.counters = engine.counters
+        #: The cache was reset before all workers had reported that they can compare their weights.
+        self._reset_early = False
+        self._reset = False
+        self._log = RateLimitedLog(logger)
+        self.requests = requests = Requests(engine)
+        self._steps = Steps(engine.vllm_config, requests)
+        self.drafts = DraftScheduler(engine, requests)
+        self.opening = Opening(engine)
+        self._hits = Hits(engine)
+        keys = ChunkKeys(engine, requests.item_ids, self.drafts)
+        shared = Shared(engine, requests, self._steps, self.drafts, self.opening, self._hits, keys)
+        self.lookups = Lookups(shared)
+        self.handovers = Handovers(shared, self.lookups)
+        self._answers = Answers(shared, self.lookups, self.handovers)
+        self._periods = BlockPeriods(shared)
+        self._read_ahead = ReadAhead(self._loadable, self.lookups.loads_are_paused)
+        self.loads = Loads(shared, self._periods, self._read_ahead)
+        self._promises = Promises(shared)
+        unsettled = Unsettled(shared)
+        stores = Stores(
+            shared,
+            lookups=self.lookups,
+            periods=self._periods,
+            unsettled=unsettled,
+            promises=self._promises,
+            read_ahead=self._read_ahead,
+        )
+        #: In the order in which they plan.
+        self._parts: list[Part] = [
+            self.handovers,
+            self._answers,
+            self.loads,
+            self.lookups,
+            self._periods,
+            self._read_ahead,
+            self.drafts,
+            unsettled,
+            stores,
+            self._promises,
+        ]
+
+    @property
+    def namespace(self) -> Namespace | None:
+        """The engine's namespace; None while it is not known."""
+        return self.opening.namespace
+
+    @property
+    def disabled(self) -> bool:
+        """Whether nothing is loaded or stored any more; the log says why."""
+        return self.opening.handshake.disabled
+
+    # ------------------------------------------------------------- requests
+
+    def new_request(self, request: Any) -> None:
+        """Start the lookup of a request that was just added."""
+        state = self._add(request)
+        if state.reads and not self.requests.is_transferred(request):
+            self._read_ahead.wait(state.id)
+        if not self.disabled:
+            self.lookups.start_in_turn(state)
+
+    def _add(self, request: Any) -> RequestState:
+        state = self.requests.add(request)
+        if request.kv_transfer_params is not None and self.engine.hands_over:
+            self._promises.arrive(state)
+            if not self.requests.is_transferred(request):
+                self.handovers.arrive(state)
+        return state
+
+    def _state_of(self, request: Any) -> RequestState:
+        state = self.requests.get(request.request_id)
+        return self._add(request) if state is None else state
+
+    def _loadable(self, request_id: str) -> Loadable | None:
+        return self._hits.loadable(self.requests[request_id])
+
+    def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """Return how many tokens beyond `computed` the shelf has, and whether to load them.
+
+        The number is None while it is not known.
+        """
+        state = self._state_of(request)
+        if state.admission != request.num_preemptions:
+            state.admit_again()
+            if state.reads:
+                self._read_ahead.wait(state.id, first=True)
+        self._read_ahead.asked(state.id)
+        self.drafts.asked(request, computed)
+        return self._answers.answer(state, computed)
+
+    def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], external: int) -> None:
+        """Plan the load of `external` tokens into the request's blocks in each cache group."""
+        if external > 0:
+            state = self._state_of(request)
+            self.lookups.loading(state)
+            self.loads.plan_load(state, block_ids, external)
+
+    def fail_load(self, request_id: str, external: int) -> None:
+        """Plan a load after an error in :meth:`allocated`: the workers report it as failed."""
+        self.loads.fail(request_id, external)
+
+    def loads_done(self, request_ids: set[str]) -> None:
+        """Note that these requests' loads are finished."""
+        self.loads.done(request_ids)
+
+    def finished(self, request_id: str) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a request; cancel its load if it is still running.
+
+        Returns
+        -------
+        held : bool
+            The request keeps its blocks until all workers have reported it.
+        params : dict or None
+            What is promised to another engine, if the request wants a hand-over.
+        """
+        state = self.requests.pop(request_id, None)
+        if state is None:
+            return False, None
+        for part in self._parts:
+            part.finished(state)
+        return self._promises.end(state)
+
+    def released(self, request_ids: Iterable[str]) -> None:
+        """Note that all workers have reported requests that kept their blocks."""
+        self._promises.released(request_ids)
+
+    # ------------------------------------------------------------- steps
+
+    def step_metadata(self, output: Any) -> StepMetadata:
+        """Return what the workers have to do in this step, and forget it."""
+        self._steps.begin(output)
+        meta = StepMetadata(idle=self._steps.may_wait)
+        for part in self._parts:
+            try:
+                part.plan(output, meta)
+            except Exception as error:  # noqa: BLE001 - the loads must reach the workers
+                part.plan_failed(output, meta)
+                self._log.error("%s", part.failure, exc_info=error)
+        self._hand_out(meta)
+        self.handovers.sleep(meta)
+        return meta
+
+    def failed_step(self) -> StepMetadata:
+        """Return what the workers have to do after an error in :meth:`step_metadata`.
+
+        What the step computes is not known, so nothing more is stored of the requests that may be
+        part of it.
+        """
+        self._steps.lose()
+        for part in self._parts:
+            part.lose()
+        return self._hand_out(StepMetadata())
+
+    def _hand_out(self, meta: StepMetadata) -> StepMetadata:
+        """Add what every step must bring to the workers."""
+        meta.namespace = self.opening.handshake.announcement
+        meta.weights_round = self.opening.handshake.round
+        meta.reset, self._reset = self._reset, False
+        for part in self._parts:
+            part.hand_out(meta)
+        return meta
+
+    def worker_output(self, meta: WorkerMetadata) -> None:
+        """Take what the workers report of a step."""
+        for part in self._parts:
+            part.take_report(meta)
+        handshake = self.opening.handshake
+        again = handshake.receive(meta.reports, meta.weights)
+        if again or (self._reset_early and handshake.watched):
+            self._reset_early = False
+            self._compare_weights()
+        shelf = self.engine.shelf() if meta.reports or meta.weights else None
+        fmt = None if shelf is None else self.opening.unite()
+        if shelf is not None and fmt is not None:
+            self._open(shelf, fmt)
+        self.drafts.receive(meta.draft_reports, self.namespace)
+
+    # ------------------------------------------------------------- namespace
+
+    def _open(self, shelf: AnyShelf, fmt: ObjectFormat) -> None:
+        """Serve a namespace that the workers' reports have made."""
+        was_open = self.namespace is not None
+        changed = self.opening.handshake.weights_changed
+        if not self.opening.is_open(fmt):
+            for state in self.requests.values() if was_open else ():
+                # Chunk keys of the namespace of before.
+                state.drop_lookup()
+                state.drop_awaited()
+            self.opening.open(shelf, fmt)
+            self.handovers.reopen()
+            probe_cost = shelf.backend.properties.probe_cost
+            if self.engine.config.prefetch_budget(probe_cost) > 0:
+                self._read_ahead.enable(self.opening.engine_chunks())
+        self._periods.settle(changed=changed)
+        self.opening.settle(fmt)
+        if was_open:
+            self.lookups.start_again()
+
+    def reset(self) -> bool:
+        """Forget everything known of the shelf, and let the workers compare their weights.
+
+        Requests that are being computed keep their chunk keys, under which they store.
+        """
+        self.lookups.reset()
+        self._read_ahead.engine_cache_was_reset()
+        self._reset = True
+        if self.opening.handshake.watched:
+            self._compare_weights()
+        else:
+            self._reset_early = True
+        return True
+
+    def _compare_weights(self) -> None:
+        """Load and store nothing until it is known which weights the engine has."""
+        self.opening.handshake.begin_round()
+        self._periods.begin()
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self.opening.close()
+        self.handovers.close()

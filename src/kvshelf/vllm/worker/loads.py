@@ -1,0 +1,339 @@
+"""The loads of a worker: what the scheduler planned, what runs, and what vLLM learns of it.
+
+Contracts
+---------
+* The step thread waits for no device. A load writes to its blocks after everything that was
+  enqueued on the engine's stream when it started, such as the zeroing of new blocks.
+* Every load that the scheduler planned is reported as finished, whether it succeeded or not, and
+  the blocks that it left without KV no later than that. It stays on the list until vLLM takes the
+  report. Where an error hides which blocks those are, all tokens of the request are computed.
+* A block counts as loaded only when all of its tokens that the hit covers are loaded.
+* Where a sliding window leaves blocks out of a hit, a load succeeds as a whole or not at all: the
+  tokens computed behind a part of the hit would read blocks that are not there.
+* Where the engine has several cache groups or states, all loads do: no block of a load that failed
+  is used, and vLLM computes all tokens that it was for, or polls the request again.
+* All methods run on the worker's step thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+
+from kvshelf.assembly import Assembly
+from kvshelf.format.kinds import FULL, WINDOW, Kind
+from kvshelf.transfer.context import ChunkSlots
+from kvshelf.transfer.load import Failure, Load
+from kvshelf.vllm.adapters import LoadedAdapters
+from kvshelf.vllm.metadata import NULL_BLOCK, LoadFailure, LoadOp, PrefetchOp, StepMetadata
+from kvshelf.vllm.worker.drafter import Drafter
+from kvshelf.vllm.worker.engine import WorkerEngine
+from kvshelf.vllm.worker.parts import Part
+from kvshelf.vllm.worker.slots import slots_to_load, state_to_load
+from kvshelf.vllm.worker.weights import WorkerWeights
+
+logger = logging.getLogger(__name__)
+
+#: How long a step waits for a load where the scheduler allows it: another empty step would cost the
+#: load 2 to 3 ms. A new request that arrives meanwhile waits as long.
+IDLE_WAIT_SECONDS = 10e-3
+
+
+@dataclass(eq=False)
+class WorkerLoads:
+    """The account of the loads of one worker.
+
+    Parameters
+    ----------
+    engine : WorkerEngine
+    assembly : Assembly
+    model : Part
+    drafter : Drafter or None
+        Loads the same tokens for its own layers.
+    weights : WorkerWeights
+    adapters : LoadedAdapters
+    hybrid : bool
+        The engine has several cache groups, or states.
+    may_store : bool
+        Whether the engine stores anything: no object that it finds bad is replaced otherwise.
+    """
+
+    engine: WorkerEngine
+    assembly: Assembly
+    model: Part
+    drafter: Drafter | None
+    weights: WorkerWeights
+    adapters: LoadedAdapters
+    hybrid: bool
+    may_store: bool
+    #: The open circuit breaker refused a load, and the scheduler does not know it.
+    _refused: bool = field(default=False, init=False)
+    #: No request waits for this step, so it may wait for a load.
+    _idle: bool = field(default=False, init=False)
+    #: Loads that the scheduler planned and that have not started.
+    _planned: list[LoadOp] = field(default_factory=list, init=False)
+    _ops: dict[Load, LoadOp] = field(default_factory=dict, init=False)
+    #: Loads whose KV must not be used, whatever their transfer reports.
+    _invalidated: set[Load] = field(default_factory=set, init=False)
+    #: Loads that ended while it is not known what vLLM loaded for their adapter.
+    _undecided: list[Load] = field(default_factory=list, init=False)
+    #: Requests whose loads have ended, until that is reported to vLLM.
+    _finished: set[str] = field(default_factory=set, init=False)
+    #: For each cache group.
+    _bad_blocks: tuple[set[int], ...] = field(default_factory=lambda: (set(),), init=False)
+    #: Requests of which all tokens must be computed, including those that were loaded.
+    _failed_requests: set[str] = field(default_factory=set, init=False)
+    _failures: list[LoadFailure] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self._chunk_size, self._block_size = self.engine.config.chunk_size, self.engine.block_size
+
+    @property
+    def running(self) -> bool:
+        """Whether any load may still write to its blocks."""
+        return bool(self._ops)
+
+    # ------------------------------------------------------------- begin
+
+    def begin(self, meta: StepMetadata) -> None:
+        """Take the loads of a step, for :meth:`start`."""
+        self._idle = meta.idle
+        self._planned += meta.loads
+
+    def start(self) -> None:
+        """Start the loads that the scheduler planned, once."""
+        planned, self._planned = self._planned, []
+        for op in planned:
+            load = None
+            try:
+                load = self._start(op)
+            except Exception as error:
+                logger.error("a load was not started", exc_info=error)
+            if load is None:
+                self._refuse(op)
+            self._end_read_ahead(op.request_id, loading=load is not None)
+
+    def _start(self, op: LoadOp) -> Load | None:
+        """Start a load; None if it may not run now."""
+        transfers = self.model.serving
+        usable = self.weights.is_current(op) and self.adapters.may_load(op.adapter)
+        if transfers is None or not usable:
+            return None
+        load = transfers.load(op.request_id, self._items(op))
+        self._ops[load] = op
+        if self.drafter is not None:
+            self.drafter.load(op)
+        return load
+
+    def _items(self, op: LoadOp) -> dict[Kind, list[ChunkSlots]]:
+        """Return what each kind has to load."""
+        if not (op.chunks or op.windows or op.states):
+            raise ValueError(f"the chunks of {op.request_id} are not known")
+        size = self._chunk_size
+        items: dict[Kind, list[ChunkSlots]] = {}
+        for kind, memory in self.model.registration.memories.items():
+            slots = memory.slots
+            if kind == FULL:
+                items[kind] = slots_to_load(slots, op.chunks, op.block_ids, op.start, op.end, size)
+            elif kind == WINDOW:
+                # A window reaches back to the first of these chunks, perhaps to one that the
+                # request has already.
+                chunks = [chunk for chunk in op.windows if (chunk.index + 1) * size > op.start]
+                start = max(op.start, chunks[0].index * size) if chunks else op.end
+                items[kind] = slots_to_load(slots, chunks, op.block_ids, start, op.end, size)
+            else:
+                (chunk,) = op.states
+                items[kind] = [state_to_load(slots, chunk, op.block_ids, op.end)]
+        return items
+
+    def read_ahead(self, ops: Iterable[PrefetchOp]) -> None:
+        """Read chunks of requests that wait into memory."""
+        if not self.weights.settled or self.model.serving is None:
+            return
+        for wanted in ops:
+            if wanted.kind in self.model.prefetchers:
+                self.model.prefetchers[wanted.kind].add(wanted.request_id, wanted.chunks)
+
+    def stop_reading_ahead(self, request_ids: Iterable[str]) -> None:
+        """Read nothing more for requests, and keep nothing for them."""
+        for prefetcher in self.model.prefetchers.values():
+            for request_id in request_ids:
+                prefetcher.release(request_id)
+
+    def _end_read_ahead(self, request_id: str, *, loading: bool = False) -> None:
+        """Stop reading ahead for a request. A load takes over what is being read for it."""
+        try:
+            for prefetcher in self.model.prefetchers.values():
+                (prefetcher.cancel_reads if loading else prefetcher.release)(request_id)
+        except Exception as error:
+            # vLLM waits for every load, so an error here must not lose one.
+            logger.error("could not stop reading ahead for a request", exc_info=error)
+
+    # ------------------------------------------------------------- give up
+
+    def cancel(self, request_ids: Collection[str]) -> None:
+        """Forget the loads of requests that have ended; each part has given up its own."""
+        if self._invalidated:
+            gone = set(request_ids)
+            self._invalidated = {load for load in self._invalidated if load.request_id not in gone}
+
+    def invalidate(self) -> None:
+        """Fail all loads that are not reported: what they have scattered is no longer valid."""
+        for load in self._ops:
+            if not load.cancelled:
+                self._invalidated.add(load)
+                if self.model.transfers is not None:
+                    self.model.transfers.cancel(load.request_id)
+
+    def stop(self) -> None:
+        """Fail all loads, and read nothing ahead: the weights are not what they were."""
+        self.invalidate()
+        for prefetcher in self.model.prefetchers.values():
+            prefetcher.release_all()
+        if self.drafter is not None:
+            self.drafter.stop_loads()
+
+    def refuse_all(self) -> None:
+        """Report all loads as finished: nothing moves KV any more."""
+        for op in self._ops.values():
+            self._refuse(op)
+        self._ops.clear()
+        self._invalidated.clear()
+
+    # ------------------------------------------------------------- end
+
+    def finished(self) -> set[str]:
+        """Return the requests whose loads are finished, and note what failed."""
+        ended, self._undecided = self._undecided, []
+        transfers = self.model.transfers
+        if transfers is not None and transfers.loading:
+            wait = IDLE_WAIT_SECONDS if self._idle and not self._finished else 0.0
+            ended += transfers.poll(wait)
+        for load in ended:
+            self._end(load)
+        done = self._finished
+        if self.drafter is not None:
+            # The blocks of these are still written to.
+            done = done - self.drafter.loading()
+        self._finished = self._finished - done
+        return done
+
+    def _end(self, load: Load) -> None:
+        op = self._ops.get(load)
+        if op is None:
+            return
+        note = functools.partial(self._note, load, op)
+        invalid = load in self._invalidated
+        if not invalid and self.adapters.is_undecided(op.adapter):
+            self._undecided.append(load)
+            return
+        if invalid or not self.adapters.may_load(op.adapter):
+            self._invalidated.discard(load)
+            note = functools.partial(self._note_nothing, op)
+        del self._ops[load]
+        self._report(op, note)
+        self._end_read_ahead(load.request_id)
+
+    def _refuse(self, op: LoadOp) -> None:
+        """Report a load as finished that delivers nothing."""
+        self._report(op, functools.partial(self._note_nothing, op))
+
+    def _report(self, op: LoadOp, note: Callable[[], None]) -> None:
+        """Report a load as finished, after `note` has noted what it did not deliver."""
+        try:
+            note()
+        except Exception as error:
+            self._failed_requests.add(op.request_id)
+            logger.error("all tokens of a request are computed after an error", exc_info=error)
+        self._finished.add(op.request_id)
+
+    def _note_nothing(self, op: LoadOp) -> None:
+        """Note that none of a load's blocks has KV."""
+        self._note_bad(op, op.start)
+        first = op.start // self._chunk_size
+        self._failures.append(LoadFailure(op.request_id, first, b"", False))
+
+    def _note(self, load: Load, op: LoadOp) -> None:
+        if load.cancelled:
+            return
+        for kind, chunk, failure in load.failures:
+            # A load refused by the open circuit breaker says nothing about the chunk.
+            unavailable = failure is Failure.UNAVAILABLE
+            self._refused = self._refused or unavailable
+            key, bad = b"" if unavailable else chunk.key, failure is Failure.BAD
+            if bad and not self._repairs:
+                self.assembly.counters.add("unrepaired_objects")
+            self._failures.append(LoadFailure(load.request_id, chunk.index, key, bad, kind))
+        good_until = op.end
+        promises = self.model.promises
+        if load.failed:
+            good_until = op.start if self.hybrid else self._good_until(load, op)
+        elif self.engine.config.cache_tails and promises is not None:
+            for chunk in op.chunks[-1:]:
+                promises.loaded(chunk)
+        self.assembly.counters.add("loaded_tokens", good_until - op.start)
+        self._note_bad(op, good_until)
+
+    def _good_until(self, load: Load, op: LoadOp) -> int:
+        """Return the first token without KV of a load that failed, of one kind."""
+        (piece,) = load.pieces.values()
+        assert piece.first_failed is not None
+        # The block in which the failed chunk begins is not complete either.
+        failed = piece.first_failed.index * self._chunk_size
+        return max(op.start, failed - failed % self._block_size)
+
+    @property
+    def _repairs(self) -> bool:
+        """Whether what is computed instead of a bad object may replace it."""
+        shelf = self.assembly.shelf()
+        return self.may_store and shelf is not None and not shelf.backend.properties.read_only
+
+    def _note_bad(self, op: LoadOp, start: int) -> None:
+        """Note that the blocks of a load have no KV from token `start` on."""
+        if start >= op.end:
+            return
+        if self.hybrid:
+            # vLLM takes ids of blocks from engines with one group only.
+            self._failed_requests.add(op.request_id)
+            return
+        for known, block_ids in zip(self._bad_blocks, op.block_ids, strict=True):
+            blocks = block_ids[: -(-op.end // self._block_size)]
+            if len(blocks) * self._block_size < op.end:
+                # The scheduler did not learn the blocks.
+                self._failed_requests.add(op.request_id)
+            if NULL_BLOCK in blocks:
+                # vLLM left out the blocks that the window of the token behind the hit does not
+                # reach. The window of the first bad token may reach them, so the whole hit is
+                # unusable.
+                self._failed_requests.add(op.request_id)
+            bad = blocks[start // self._block_size :]
+            known.update(block for block in bad if block != NULL_BLOCK)
+
+    # ------------------------------------------------------------- what vLLM takes
+
+    def take_failed_requests(self) -> set[str]:
+        """Return the requests of which all tokens must be computed, including loaded ones."""
+        failed, self._failed_requests = self._failed_requests, set()
+        return failed
+
+    def take_bad_blocks(self) -> tuple[set[int], ...]:
+        """Return the blocks that failed loads left without KV, for each cache group."""
+        blocks, self._bad_blocks = self._bad_blocks, (set(),)
+        return blocks
+
+    def take_failures(self) -> list[LoadFailure]:
+        """Return the chunks that could not be loaded, or read ahead, since the last call."""
+        failures, self._failures = self._failures, []
+        for kind, prefetcher in self.model.prefetchers.items():
+            failures += [
+                LoadFailure(request_id, chunk.index, chunk.key, failure is Failure.BAD, kind)
+                for request_id, chunk, failure in prefetcher.take_failures()
+            ]
+        return failures
+
+    def take_refused(self) -> bool:
+        """Return whether the open circuit breaker refused a load since the last call."""
+        refused, self._refused = self._refused, False
+        return refused

@@ -1,0 +1,273 @@
+"""The parts of an engine's KV: the model's layers, and the drafter's where there is one.
+
+A :class:`Part` has registered caches and their way to a namespace
+(:mod:`kvshelf.vllm.worker.registration`), and owns what moves KV between them and the shelf: the
+transfers of all kinds, those of earlier weights that still publish, what is read ahead into the
+memory tier, and the promises of hand-overs. :mod:`kvshelf.assembly` owns the shelf and the tier.
+
+Contracts
+---------
+* All methods run on the worker's step thread and never touch storage.
+* The KV of an *optional* part changes no answer, and its failures are no errors of the engine:
+  :mod:`kvshelf.vllm.worker.drafter` contains them. Nothing is read ahead for it, and it promises
+  nothing. Its objects get into the memory tier only if one is configured.
+* One memory tier serves all parts and kinds of KV and outlives changes of the weights: objects have
+  the names of their namespace. The scheduler side does not use it: the shelf decides what is a
+  hit.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from kvshelf.assembly import Assembly
+from kvshelf.format.kinds import FULL, Kind
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.history import History
+from kvshelf.kv.topology import ShardPlan
+from kvshelf.metrics import Counters
+from kvshelf.shelf.view import ShelfView
+from kvshelf.tiers.tiered import AnyShelf, TieredView
+from kvshelf.transfer.context import TransferContext
+from kvshelf.transfer.prefetch import KindMemory, Prefetcher
+from kvshelf.transfer.promises import Promises
+from kvshelf.transfer.shares import share_out
+from kvshelf.transfer.transfers import Transfers
+from kvshelf.vllm.affinity import widen_cpu_affinity
+from kvshelf.vllm.metadata import StepMetadata
+from kvshelf.vllm.worker.engine import WorkerEngine
+from kvshelf.vllm.worker.registration import Memories, Registration, State
+
+logger = logging.getLogger(__name__)
+
+# How long the end of an engine waits for threads that publish KV of earlier weights.
+_JOIN_SECONDS = 0.5
+
+
+class Part:
+    """The caches of some layers, and what moves their KV.
+
+    Parameters
+    ----------
+    engine : WorkerEngine
+        That of a drafter makes the part optional, see the module.
+    assembly : Assembly
+        The shelf, and what this process has beside it.
+    counters : Counters
+    history : History, optional
+        Gets what becomes of chunks.
+
+    Attributes
+    ----------
+    registration : Registration
+    transfers : Transfers or None
+        What moves KV now, even where that may not go on: see :attr:`serving`.
+    promises : Promises or None
+        Those of the namespace that is open.
+    prefetchers : Mapping of Kind to Prefetcher
+        What reads ahead of requests that wait.
+    """
+
+    def __init__(
+        self,
+        engine: WorkerEngine,
+        assembly: Assembly,
+        counters: Counters,
+        history: History | None = None,
+    ) -> None:
+        self.registration = Registration(engine)
+        self.transfers: Transfers | None = None
+        self.promises: Promises | None = None
+        self.prefetchers: Mapping[Kind, Prefetcher] = {}
+        self._engine = engine
+        self._config = engine.config
+        self._assembly = assembly
+        self._counters = counters
+        self._history = history
+        self._optional = engine.of_drafter
+        #: The memory tier as each kind uses it.
+        self._memories: Mapping[Kind, KindMemory] = {}
+        #: Transfers of earlier weights that still publish, and their promises.
+        self._retired: list[tuple[Transfers, Promises | None]] = []
+
+    @property
+    def serving(self) -> Transfers | None:
+        """What moves KV; None while there is no namespace or the part is disabled."""
+        return self.transfers if self.registration.state is State.SERVING else None
+
+    # ------------------------------------------------------------- caches
+
+    def register(
+        self, kv_caches: Mapping[str, torch.Tensor], modules: Iterable[torch.nn.Module] = ()
+    ) -> None:
+        """Take caches, in place of those registered before; see :meth:`Registration.register`."""
+        self.close(0.0)
+        self.registration.register(kv_caches, modules)
+
+    def fall_asleep(self, seconds: float) -> None:
+        """Publish what is staged, and stop using the caches: their memory is freed. Idempotent."""
+        self.drain(seconds)
+        self.registration.pause()
+
+    # ------------------------------------------------------------- namespaces
+
+    def open(self, encoded: bytes, slug: str) -> bool:
+        """Move KV of a namespace from now on; return whether that is so.
+
+        No load may be running.
+
+        Raises
+        ------
+        RuntimeError
+            If the system allows no threads now. The next call tries again.
+        """
+        registration, shelf = self.registration, self._assembly.shelf()
+        known = registration.namespace
+        if known is not None and known.encoded == encoded:
+            return True
+        if shelf is None or registration.caches is None or registration.disabled_reason:
+            # The scheduler announces the namespace until this worker's reports end.
+            return False
+        self._retire()
+        if not registration.open(encoded, slug):
+            return False
+        memories = registration.memories
+        shares = self._shares(shelf, memories)
+        tier: dict[Kind, KindMemory] = {}
+        contexts: list[TransferContext] = []
+        for kind, memory in memories.items():
+            view: ShelfView = shelf.view(memory.fmt)
+            kept = self._memory_of(memory.fmt, memory.plan, shares.get(kind, 0))
+            if kept is not None:
+                tier[kind] = kept
+                view = TieredView(view, [kept])
+            contexts.append(
+                registration.transfer_context(
+                    view, memory, self._counters, quiet=self._optional, history=self._history
+                )
+            )
+        try:
+            self.transfers = transfers = Transfers(contexts)
+        except RuntimeError:
+            for kept in tier.values():
+                kept.close()
+            registration.put_back()
+            raise
+        self._memories = tier
+        if not self._optional:
+            self.promises = self._promises_in(shelf, memories)
+            self.prefetchers = {
+                kind: Prefetcher(transfers.loads[kind], kept) for kind, kept in tier.items()
+            }
+        return True
+
+    def _shares(self, shelf: AnyShelf, memories: Memories) -> Mapping[Kind, int]:
+        """Take memory for what is read ahead; return the bytes that each kind may use of it."""
+        budget = self._config.prefetch_budget(shelf.backend.properties.probe_cost)
+        if not budget or self._optional:
+            return {}
+        self._assembly.take_prefetch_memory(budget, in_place=not self.registration.on_device)
+        formats = [memory.fmt for memory in memories.values()]
+        plans = {kind: memory.plan for kind, memory in memories.items()}
+        return share_out(budget, formats, plans, "memory_tier", chunks=0)
+
+    def _memory_of(self, fmt: ObjectFormat, plan: ShardPlan, ahead: int) -> KindMemory | None:
+        """Return the memory tier as one kind uses it; `ahead` bytes are for waiting requests.
+
+        Without a tier that is configured nothing else gets into it.
+        """
+        memory, configured = self._assembly.memory, self._config.memory_bytes > 0
+        if memory is None or (self._optional and not configured):
+            return None
+        return KindMemory(
+            memory,
+            fmt,
+            self._counters,
+            shards=plan.shards,
+            share=ahead / memory.max_bytes,
+            keeps=configured,
+            in_place=self._assembly.memory_in_place,
+        )
+
+    def _promises_in(self, shelf: AnyShelf, memories: Memories) -> Promises:
+        kind = FULL if FULL in memories else next(iter(memories))
+        return Promises(
+            shelf.view(memories[kind].fmt),
+            memories[kind].plan.shards,
+            self._counters,
+            walk=self._assembly.walk,
+            uses=self._assembly.uses,
+            on_thread_start=widen_cpu_affinity,
+        )
+
+    # ------------------------------------------------------------- the end
+
+    def _retire(self) -> None:
+        """Keep the memory for transfers of other weights; publish the rest in the background."""
+        transfers, self.transfers = self.transfers, None
+        promises, self.promises = self.promises, None
+        if transfers is not None:
+            transfers.retire()
+            self._retired.append((transfers, promises))
+            self._stop_reading_ahead()
+            self.registration.put_back()
+
+    def _stop_reading_ahead(self) -> None:
+        """Keep nothing for waiting requests any more. The memory tier stays."""
+        self.prefetchers = {}
+        for memory in self._memories.values():
+            memory.close()
+
+    def begin_step(self, meta: StepMetadata) -> None:
+        """Give up the loads that a step cancels, and end what has published everything."""
+        if self.transfers is not None:
+            if meta.reset:
+                self.transfers.forget_stored()
+            for request_id in meta.cancelled:
+                self.transfers.cancel(request_id)
+        self._end_retired()
+
+    def _end_retired(self) -> None:
+        """Stop the threads of retired transfers that have published everything."""
+        for retired in [old for old in self._retired if not old[0].drain(0.0)]:
+            transfers, promises = retired
+            transfers.end()
+            if promises is not None:
+                promises.close()
+            self._retired.remove(retired)
+
+    def drain(self, seconds: float) -> int:
+        """Wait until stores are published; return how many chunks are not."""
+        transfers = [old for old, _ in self._retired]
+        if self.transfers is not None:
+            transfers.append(self.transfers)
+        return sum(one.drain(seconds) for one in transfers)
+
+    @property
+    def promised(self) -> bool:
+        """Whether another engine was promised anything, in any namespace."""
+        given = [self.promises, *(promises for _, promises in self._retired)]
+        return any(promises is not None and promises.given for promises in given)
+
+    def close(self, drain_seconds: float, marker_seconds: float = 0.0) -> int:
+        """Stop the threads, free the memory; return how many chunks were lost."""
+        lost = 0
+        given = [promises for _, promises in self._retired]
+        for old, _ in self._retired:
+            lost += old.drain(drain_seconds)
+            old.end(_JOIN_SECONDS)
+        self._retired.clear()
+        transfers, self.transfers = self.transfers, None
+        promises, self.promises = self.promises, None
+        if transfers is not None:
+            lost += transfers.close(drain_seconds)
+        deadline = time.monotonic() + marker_seconds
+        for one in (*given, promises):
+            if one is not None:
+                one.close(max(0.0, deadline - time.monotonic()))
+        self._stop_reading_ahead()
+        return lost

@@ -1,0 +1,590 @@
+"""The registration of a worker's KV caches: from ``register_kv_caches`` to a namespace.
+
+Owns the described caches, this worker's report to the scheduler, the thread that fingerprints the
+weights, the memory through which KV moves (a :class:`TransferMemory` for each kind), and whether
+the worker is disabled.
+
+States
+------
+========== =============================================== ===================================
+state      means                                           next
+========== =============================================== ===================================
+UNKNOWN    no caches are registered                        ``register`` → REPORTING
+REPORTING  each step's metadata carries the report; rank   ``serve`` → SERVING, once the
+           0 adds the weights fingerprint when it is known  scheduler has sent a namespace
+SERVING    the namespace is known, KV moves                ``register`` → REPORTING;
+                                                           ``put_back`` → REPORTING, when the
+                                                           weights have another namespace
+DISABLED   nothing is loaded or stored any more; the       none: the engine must be restarted
+           report says why
+========== =============================================== ===================================
+
+Memory is allocated when caches are registered: vLLM captures CUDA graphs next, and while it does
+no thread may allocate on the device; and how much is free afterwards is not known. An engine with
+pipeline stages knows the sizes only when all stages are known, and allocates in its first step.
+
+Contracts
+---------
+* All methods run on the worker's step thread, except :meth:`Registration.disable`, which any
+  thread may call, and ``_weights_known``, which runs on the fingerprinting thread and does nothing
+  if the caches were registered again meanwhile. `_lock` guards what these threads share.
+* A configuration that does not fit the engine is refused in :meth:`Registration.register`.
+* On a device only the step thread allocates.
+* While the engine sleeps nothing touches the caches.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import logging
+import os
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from vllm.distributed.parallel_state import get_dcp_group, model_parallel_is_initialized
+
+from kvshelf.backends import Properties
+from kvshelf.background import try_to_start
+from kvshelf.config import LEAST_STAGING
+from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.format.kinds import STATE, Kind
+from kvshelf.format.namespace import Namespace
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.history import History
+from kvshelf.kv import ops
+from kvshelf.kv.caches import HostKVCache, KVCache, layer_calls
+from kvshelf.kv.device import DEFAULT_RING, DeviceKVCache
+from kvshelf.kv.streams import Streams
+from kvshelf.kv.topology import ShardPlan, shard_plans
+from kvshelf.metrics import Counters
+from kvshelf.pages import memory_limit
+from kvshelf.shelf.view import ShelfView
+from kvshelf.transfer.context import TransferContext
+from kvshelf.transfer.shares import bytes_for_steps, share_out
+from kvshelf.transfer.staging import StagingPool
+from kvshelf.transfer.transfers import default_io_threads
+from kvshelf.vllm.affinity import widen_cpu_affinity
+from kvshelf.vllm.metadata import WorkerReport
+from kvshelf.vllm.namespace import (
+    WeightsIdentity,
+    build_namespace,
+    config_overrides,
+    make_topologies,
+    stage_ranks,
+    topologies_of,
+)
+from kvshelf.vllm.published import Published, attention_temperature
+from kvshelf.vllm.speculation import DRAFTER_SHARE
+from kvshelf.vllm.worker.engine import WorkerEngine
+from kvshelf.vllm.worker.precision import precision
+from kvshelf.vllm.worker.registered_caches import RegisteredCaches, describe_caches
+from kvshelf.vllm.worker.slots import GroupSlots, TokenSlots
+
+logger = logging.getLogger(__name__)
+
+_WARM_BYTES = 256 << 20
+_WARM_JOIN_SECONDS = 1.0
+# Most threads that load beside a GPU, where cores are idle.
+_MOST_IDLE_CORES = 8
+# Steps whose chunks staging holds by default: one is gathered while another is being published.
+_STAGED_STEPS = 2
+# At most one part in this many of the memory that the process may use is for staging by default.
+_MEMORY_SHARE = 16
+# Takes the place of the fingerprint while it is not known: sizes do not depend on it.
+_ANY_WEIGHTS = "sha256:" + "0" * 64
+
+
+class State(enum.Enum):
+    """States of a registration, see the module."""
+
+    UNKNOWN = enum.auto()
+    REPORTING = enum.auto()
+    SERVING = enum.auto()
+    DISABLED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class TransferMemory:
+    """The buffers through which KV of one kind of one namespace moves. Its owner closes it.
+
+    Attributes
+    ----------
+    fmt : ObjectFormat
+    cache : KVCache
+        The registered caches.
+    staging : StagingPool
+    plan : ShardPlan
+        The shards whose heads this worker holds.
+    slots : tuple of GroupSlots
+        How chunks lie in the blocks of the cache groups.
+    """
+
+    fmt: ObjectFormat
+    cache: KVCache
+    staging: StagingPool
+    plan: ShardPlan
+    slots: tuple[GroupSlots, ...]
+
+    def fits(self, fmt: ObjectFormat) -> bool:
+        """Whether objects of another namespace have the same tensors."""
+        return fmt.shards == self.fmt.shards and all(
+            fmt.tensors(shard) == self.fmt.tensors(shard)
+            and fmt.object_size(shard) <= self.staging.buffer_bytes
+            for shard in self.plan.shards
+        )
+
+    def close(self) -> None:
+        """Free the buffers. Idempotent."""
+        self.cache.close()
+        self.staging.close()
+
+
+#: The memory of a namespace, for each kind of KV that the worker has.
+Memories: TypeAlias = Mapping[Kind, TransferMemory]
+
+
+def close_all(memories: Memories) -> None:
+    """Free the buffers of all kinds."""
+    for memory in memories.values():
+        memory.close()
+
+
+class Registration:
+    """A worker's caches and their way to a namespace.
+
+    Parameters
+    ----------
+    engine : WorkerEngine
+
+    Attributes
+    ----------
+    caches : RegisteredCaches or None
+    memories : Mapping of Kind to TransferMemory
+        What the running transfers use; the transfers close it. Empty without one.
+    disabled_reason : str
+        Empty unless disabled.
+    """
+
+    def __init__(self, engine: WorkerEngine) -> None:
+        self._engine = engine
+        self._vllm_config = engine.vllm_config
+        self._config = engine.config
+        self._lock = threading.Lock()
+        self.caches: RegisteredCaches | None = None
+        self.memories: Memories = {}
+        self.disabled_reason = ""
+        self._already_logged = False
+        #: The last report carried all that there is to report.
+        self._reported = False
+        self._weights: str | None = None
+        self._published = Published()
+        self._identity: WeightsIdentity | None = None
+        #: Counts registrations, for the fingerprinting threads of earlier ones.
+        self._generation = 0
+        #: Memory that no transfer uses yet.
+        self._ready: Memories = {}
+        self._warming: tuple[threading.Thread, Memories] | None = None
+
+    @property
+    def state(self) -> State:
+        """The state of the registration, see the module."""
+        if self.disabled_reason:
+            return State.DISABLED
+        if self.caches is None:
+            return State.UNKNOWN
+        return State.SERVING if self.memories else State.REPORTING
+
+    # ------------------------------------------------------------- caches and weights
+
+    def register(
+        self, kv_caches: Mapping[str, torch.Tensor], modules: Iterable[torch.nn.Module] = ()
+    ) -> None:
+        """Describe the engine's caches, allocate memory, start to fingerprint the weights.
+
+        The memory of an earlier registration must not be in use any more.
+
+        Parameters
+        ----------
+        kv_caches : Mapping
+        modules : Iterable of Module
+            Of the loaded model.
+
+        Raises
+        ------
+        UnsupportedError
+            If kvshelf does not support a cache of this kind.
+        ConfigError
+            If the configuration does not fit the caches or the engine.
+        """
+        self.cancel_weights()
+        self._close_ready()
+        self.caches = self._weights = None
+        self._published = Published()
+        self.memories = {}
+        self._reported = False
+        # Loads the compiled code now, so that no step has to.
+        ops.implementation()
+        modules = list(modules)
+        found = describe_caches(kv_caches, self._engine)
+        report = replace(
+            found.report,
+            attention_temperature=attention_temperature(modules),
+            # A drafter changes no answer.
+            precision=() if self._engine.of_drafter else precision(self._vllm_config, modules),
+        )
+        self.caches = replace(found, report=report)
+        ops.check_served(found.device)
+        self._check_fit(report)
+        if self._engine.rank or self.state is State.DISABLED:
+            # Rank 0 fingerprints the weights for all ranks.
+            return
+        self._identity = WeightsIdentity(
+            self._vllm_config,
+            self._config,
+            on_known=functools.partial(self._weights_known, self._generation),
+            on_problem=self.disable,
+            modules=modules,
+            on_thread_start=widen_cpu_affinity,
+        )
+        self._identity.start()
+
+    def _check_fit(self, report: WorkerReport) -> None:
+        """Refuse a configuration that does not fit; allocate where sizes are known."""
+        stages = self._vllm_config.parallel_config.pipeline_parallel_size
+        if stages == 1:
+            namespace = build_namespace(self._vllm_config, self._config, [report], _ANY_WEIGHTS)
+            self._ready = self._allocate(ObjectFormat(namespace))
+        else:
+            # The other stages' layers are not known here.
+            config_overrides(self._vllm_config.model_config, self._config)
+            make_topologies(
+                self._vllm_config,
+                self._config,
+                [report] * stages,
+                decode_context=self._engine.context_ranks,
+            )
+
+    def cancel_weights(self) -> None:
+        """Stop fingerprinting; a running thread reports nothing any more."""
+        with self._lock:
+            self._generation += 1
+        if self._identity is not None:
+            self._identity.cancel()
+
+    def _weights_known(self, generation: int, weights: str, published: Published) -> None:
+        """Complete the report."""
+        with self._lock:
+            if generation == self._generation:
+                self._weights, self._published = weights, published
+                # The engine may serve other weights already, and return to these.
+                self._reported = False
+
+    # ------------------------------------------------------------- scheduler
+
+    def disable(self, reason: str, *, already_logged: bool = False) -> None:
+        """Load and store nothing any more. Any thread; the first reason counts."""
+        with self._lock:
+            if not self.disabled_reason:
+                self.disabled_reason = reason
+                self._already_logged = already_logged
+                self._reported = False
+
+    def take_report(self) -> WorkerReport | None:
+        """Return the report to send with this step; None when the scheduler has it."""
+        for memory in self.memories.values():
+            if memory.cache.problem:
+                # The device's own code has logged its failure.
+                self.disable(memory.cache.problem, already_logged=True)
+        with self._lock:
+            if self.caches is None or self._reported:
+                return None
+            self._reported = self.state in (State.SERVING, State.DISABLED)
+            return replace(
+                self.caches.report,
+                weights=self._weights,
+                config=self._published.config,
+                code=self._published.code,
+                disabled_reason=self.disabled_reason,
+                already_logged=self._already_logged,
+            )
+
+    @property
+    def namespace(self) -> Namespace | None:
+        """The namespace whose KV moves; None unless there is one."""
+        memory = next(iter(self.memories.values()), None)
+        return None if memory is None else memory.fmt.namespace
+
+    def open(self, encoded: bytes, slug: str) -> bool:
+        """Provide memory for a namespace in `memories`; False if there can be none.
+
+        The memory is that of the last :meth:`put_back`, where it fits.
+        """
+        try:
+            self.memories = self._memory_for(ObjectFormat(Namespace.from_bytes(encoded, slug)))
+        except (ValueError, RuntimeError) as error:
+            self.disable(str(error))
+            return False
+        return True
+
+    def put_back(self) -> None:
+        """Keep memory that no transfer uses any more for the next call of :meth:`open`."""
+        self._ready, self.memories = self.memories, {}
+
+    # ------------------------------------------------------------- sleep
+
+    def pause(self) -> None:
+        """Wait for running copies and begin no more: the caches' memory is about to be freed."""
+        for memory in self.memories.values():
+            memory.cache.pause()
+
+    def resume(self) -> None:
+        """Use the caches again after the engine slept. Idempotent.
+
+        Nothing is written to them: only shapes, strides, dtypes and devices of the caches that
+        the layers are bound to are compared with those that were learned.
+        """
+        if self.caches is not None and not self.caches.rebind(self._engine.layers):
+            self.disable(
+                "the engine's KV caches came back from sleep in another layout; nothing is stored"
+                " or loaded until the engine is restarted"
+            )
+        if self.state is not State.DISABLED:
+            for memory in self.memories.values():
+                memory.cache.resume()
+
+    # ------------------------------------------------------------- memory
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the caches are on a device, or used as if they were."""
+        assert self.caches is not None
+        return self.caches.device.type != "cpu" or self._streams() is not None
+
+    def _streams(self) -> Streams | None:
+        assert self.caches is not None
+        return self._engine.streams(self.caches.device)
+
+    def io_threads(self, properties: Properties | None = None) -> tuple[int, int]:
+        """Return how many threads load and store; the least numbers for an unknown storage."""
+        if self._config.io_threads:
+            threads = int(self._config.io_threads)
+            return threads, max(1, threads // 2)
+        loads, stores = (1, 1) if properties is None else default_io_threads(properties)
+        if not self.on_device:
+            return loads, stores
+        # Most cores beside a GPU are idle. Assumes that all ranks of a stage share this machine.
+        ranks = stage_ranks(self._vllm_config)
+        idle = min(_MOST_IDLE_CORES, len(os.sched_getaffinity(0)) // (2 * ranks))
+        return max(2, loads, idle), max(1, stores, idle // 2)
+
+    def transfer_context(
+        self,
+        view: ShelfView,
+        memory: TransferMemory,
+        counters: Counters,
+        *,
+        quiet: bool = False,
+        history: History | None = None,
+    ) -> TransferContext:
+        """Return what stores and loads of one kind are made of, with this engine's options.
+
+        Parameters
+        ----------
+        view : ShelfView
+            The objects of this kind.
+        memory : TransferMemory
+            The transfers close it.
+        counters : Counters
+        quiet, history
+            See :class:`~kvshelf.transfer.context.TransferContext`.
+        """
+        load_threads, store_threads = self.io_threads(view.backend.properties)
+        if memory.fmt.kind != memory.fmt.kinds[0]:
+            # These have fewer objects, and all kinds share the processors.
+            load_threads, store_threads = max(1, load_threads // 2), max(1, store_threads // 2)
+        return TransferContext(
+            view,
+            memory.cache,
+            memory.staging,
+            counters,
+            memory.plan,
+            load_threads=load_threads,
+            store_threads=store_threads,
+            check_finite=self._config.check_finite,
+            on_thread_start=lambda kind: widen_cpu_affinity(),
+            quiet=quiet,
+            history=history,
+        )
+
+    def _ring(self, kind: Kind) -> int:
+        """Return how many chunks may be on their way from the device at once.
+
+        A step's chunks are gathered at once, much faster than they reach staging. If a step
+        completes more chunks than this, some are not stored. A step stores few states, which are
+        many times as large as a chunk's KV.
+        """
+        return DEFAULT_RING if kind == STATE else max(DEFAULT_RING, self._chunks_per_step())
+
+    def _chunks_per_step(self) -> int:
+        """Return how many chunks a step may complete; 0 if that is not known."""
+        tokens = int(getattr(self._vllm_config.scheduler_config, "max_num_batched_tokens", 0) or 0)
+        return -(-tokens // self._config.chunk_size)
+
+    def _staging_bytes(
+        self, formats: Sequence[ObjectFormat], plans: Mapping[Kind, ShardPlan]
+    ) -> int:
+        """Return how many bytes of staging all kinds have together; warn where they are few."""
+        chunks, configured = self._chunks_per_step(), self._config.staging_bytes
+        step = bytes_for_steps(formats, plans, chunks)
+        if configured is not None:
+            total = int(configured)
+        else:
+            total = LEAST_STAGING // (DRAFTER_SHARE if self._engine.of_drafter else 1)
+            parallel = self._vllm_config.parallel_config
+            ranks = int(getattr(parallel, "local_world_size", parallel.tensor_parallel_size))
+            ranks *= max(1, int(getattr(parallel, "data_parallel_size_local", 1)))
+            most = memory_limit() // _MEMORY_SHARE // ranks
+            total = max(total, min(_STAGED_STEPS * step, most))
+        if chunks and total < step and not (self._engine.rank or self._engine.of_drafter):
+            logger.warning(
+                "staging has %d bytes, too few for the %d chunks that one step of %d tokens may"
+                " complete: chunks of full attention are stored in later steps while their"
+                " requests run, and the rest of such a step is not stored. Set staging_bytes to %d"
+                " or more, or --max-num-batched-tokens lower",
+                total,
+                chunks,
+                self._vllm_config.scheduler_config.max_num_batched_tokens,
+                step,
+            )
+        return total
+
+    def _memory_for(self, fmt: ObjectFormat) -> Memories:
+        """Use the memory that is ready; close it and allocate other memory if it does not fit."""
+        ready, self._ready = self._ready, {}
+        formats = {kind: fmt.of(kind) for kind in fmt.kinds}
+        if ready and all(kind in formats and ready[kind].fits(formats[kind]) for kind in ready):
+            return {kind: replace(memory, fmt=formats[kind]) for kind, memory in ready.items()}
+        close_all(ready)
+        return self._allocate(fmt)
+
+    def _allocate(self, fmt: ObjectFormat) -> Memories:
+        """Allocate memory for a namespace."""
+        assert self.caches is not None
+        record: Mapping[str, Any] = fmt.namespace.record
+        topologies = topologies_of(
+            self._vllm_config, record, decode_context=self._engine.context_ranks
+        )
+        plans = shard_plans(record, topologies, self._engine.rank)
+        formats = {kind: fmt.of(kind) for kind in plans}
+        total = self._staging_bytes(list(formats.values()), plans)
+        shares = share_out(total, list(formats.values()), plans, "staging_bytes")
+        memories: dict[Kind, TransferMemory] = {}
+        try:
+            for kind, plan in plans.items():
+                memories[kind] = self._allocate_kind(formats[kind], plan, shares[kind])
+        except Exception:
+            close_all(memories)
+            raise
+        self._start_warming(memories)
+        return memories
+
+    def _allocate_kind(self, fmt: ObjectFormat, plan: ShardPlan, capacity: int) -> TransferMemory:
+        """Allocate memory for one kind; `capacity` is the most bytes of its staging."""
+        assert self.caches is not None
+        caches = self.caches.kinds.get(fmt.kind)
+        if caches is None:
+            raise ConfigError(
+                f"the namespace has layers of kind {fmt.kind} in this stage, and none are"
+                " registered: the engine's model does not match the namespace"
+            )
+        caches.divide(len(plan.shards))
+        slots = caches.slots
+        if plan.context_ranks > 1:
+            _check_context_group(plan)
+            parallel = self._vllm_config.parallel_config
+            interleave = int(getattr(parallel, "cp_kv_cache_interleave_size", 1))
+            slots = tuple(
+                one.of_rank(plan, interleave) for one in slots if isinstance(one, TokenSlots)
+            )
+        on_device = self.on_device
+        staging = StagingPool(
+            capacity,
+            max(fmt.object_size(shard) for shard in plan.shards),
+            together=len(plan.shards),
+            pinned=on_device,
+            device=self.caches.device,
+            regions=self._engine.regions,
+        )
+        cache: KVCache
+        try:
+            calls = layer_calls(fmt, caches.runs, plan)
+            if not on_device:
+                cache = HostKVCache(calls)
+            else:
+                cache = DeviceKVCache(
+                    calls,
+                    # A worker with parts of shards never gathers.
+                    ring=1 if plan.divided else self._ring(fmt.kind),
+                    loads=self.io_threads()[0],
+                    pinned=staging.pinned,
+                    streams=self._streams(),
+                )
+        except Exception:
+            staging.close()
+            raise
+        return TransferMemory(fmt, cache, staging, plan, slots)
+
+    def _start_warming(self, memories: Memories) -> None:
+        """Touch staging memory in the background: the first touch would slow a step."""
+        thread = threading.Thread(
+            target=self._warm, args=(memories,), name="kvshelf-warm", daemon=True
+        )
+        if try_to_start(thread):
+            self._warming = thread, memories
+
+    def _warm(self, memories: Memories) -> None:
+        widen_cpu_affinity()
+        most = _WARM_BYTES // len(memories)
+        for memory in memories.values():
+            staging = memory.staging
+            staging.warm(min(most, staging.limit * staging.buffer_bytes // 2))
+
+    def _close_ready(self) -> None:
+        ready, self._ready = self._ready, {}
+        close_all(ready)
+
+    def close(self) -> None:
+        """Free memory that no transfer uses, and stop the threads."""
+        self.cancel_weights()
+        self._close_ready()
+        if self._warming is not None:
+            # A thread that is inside compiled code when Python ends would crash the process.
+            thread, memories = self._warming
+            for memory in memories.values():
+                memory.staging.close()
+            thread.join(_WARM_JOIN_SECONDS)
+
+
+def _check_context_group(plan: ShardPlan) -> None:
+    """Compare a worker's place in its context-parallel group with vLLM's own group.
+
+    Raises
+    ------
+    UnsupportedError
+        If vLLM spreads tokens otherwise, so that their slots are not known.
+    """
+    if not model_parallel_is_initialized():
+        return
+    group = get_dcp_group()
+    found = int(group.world_size), int(group.rank_in_group)
+    expected = plan.context_ranks, plan.context_rank
+    if found != expected:
+        raise UnsupportedError(
+            f"this vLLM version makes the worker rank {found[1]} of {found[0]} of its group for"
+            f" decode context parallelism, kvshelf expects rank {expected[1]} of {expected[0]}: set"
+            " decode_context_parallel_size to 1"
+        )

@@ -1,0 +1,316 @@
+"""The worker half of the connector: the methods that it calls in each step, and the worker's parts.
+
+Owns the parts of a worker and the order in which a step, a sleep and the end run through them, and
+what the scheduler side and vLLM's metrics learn. What each of them does is in
+:mod:`~kvshelf.vllm.worker.parts`, :mod:`~kvshelf.vllm.worker.loads`,
+:mod:`~kvshelf.vllm.worker.stores`, :mod:`~kvshelf.vllm.worker.drafter` and
+:mod:`~kvshelf.vllm.worker.weights`.
+
+The device that holds the caches is a parameter: chunks move between caches in host memory and
+staging at once, between caches on a GPU and staging by :mod:`kvshelf.kv.device`.
+
+Contracts
+---------
+* All methods run on the worker's step thread and never touch storage.
+* Loads start in ``start_load_kv``, behind the forward pass, or before it where ``load_beside_step``
+  is set and vLLM frees no block that this pass may still read.
+* From the moment that an engine sleeps until it is awake nothing touches the caches. A device
+  that failed is not used again: the engine continues without a cache.
+* A step waits for loads only where the scheduler says that no other rank waits for the step.
+* On CPUs the engine's threads are bound to cores of their own; kvshelf's threads may also use the
+  cores to which no rank is bound. The scheduler has no such binding.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+
+import torch
+
+from kvshelf.assembly import Assembly
+from kvshelf.backends.breaker import BreakerState
+from kvshelf.history import History
+from kvshelf.vllm.adapters import LoadedAdapters, adapter_settings
+from kvshelf.vllm.groups import CacheGroups
+from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
+from kvshelf.vllm.worker.drafter import Drafter
+from kvshelf.vllm.worker.engine import WorkerEngine
+from kvshelf.vllm.worker.loads import WorkerLoads
+from kvshelf.vllm.worker.parts import Part
+from kvshelf.vllm.worker.stores import WorkerStores
+from kvshelf.vllm.worker.weights import WorkerWeights
+
+logger = logging.getLogger(__name__)
+
+# Part of the shutdown time that is kept for the markers of chunks that could not be stored.
+_MARKER_SECONDS = 0.5
+# Breaker states as numbers, for metrics.
+_STATES = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
+
+
+class WorkerSide:
+    """Worker half of :class:`kvshelf.vllm.connector.KVShelfConnector`.
+
+    Parameters
+    ----------
+    engine : WorkerEngine
+    assembly : Assembly
+        The shelf, and what this process has beside it; closed with the worker side.
+    may_store : bool
+        Whether the engine stores anything: no object that it finds bad is replaced otherwise.
+    others_fill : bool
+        Whether another connector may fill free blocks without waiting for the engine's stream.
+    history : History, optional
+        Gets what becomes of chunks.
+
+    Attributes
+    ----------
+    rank : int
+    counters : Counters
+    model : Part
+        The layers of the model.
+    drafter : Drafter or None
+    weights : WorkerWeights
+    adapters : LoadedAdapters
+    loads : WorkerLoads
+    stores : WorkerStores
+    """
+
+    def __init__(
+        self,
+        engine: WorkerEngine,
+        assembly: Assembly,
+        *,
+        may_store: bool = True,
+        others_fill: bool = False,
+        history: History | None = None,
+    ) -> None:
+        self.rank = engine.rank
+        self.counters = assembly.counters
+        self._vllm_config = engine.vllm_config
+        self._config = engine.config
+        self._assembly = assembly
+        self._history = history
+        groups = CacheGroups(engine.vllm_config, engine.kv_cache_config)
+        #: On a device, loads start before the forward pass and write during it.
+        self._beside_step = engine.config.load_beside_step and groups.keeps_blocks
+        self._beside_step &= engine.vllm_config.speculative_config is None
+        self.model = Part(engine, assembly, self.counters, history)
+        self.drafter = Drafter.of(engine, assembly)
+        #: The model's first: what is left of a deadline is the drafter's.
+        self._parts = [self.model] if self.drafter is None else [self.model, self.drafter]
+        self.weights = WorkerWeights(self.model.registration)
+        self.adapters = LoadedAdapters(adapter_settings(engine.vllm_config))
+        of_parts = self.model, self.drafter, self.weights, self.adapters
+        self.loads = WorkerLoads(engine, assembly, *of_parts, groups.hybrid, may_store)
+        self.stores = WorkerStores(engine, self.counters, *of_parts, others_fill, history)
+        self._meta: StepMetadata | None = None
+        #: What the scheduler knows.
+        self._breaker_open = False
+        self._writes_refused = False
+
+    # ------------------------------------------------------------- caches
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Take the engine's caches, in place of those registered before.
+
+        Raises
+        ------
+        UnsupportedError
+            If kvshelf does not support a cache of this kind.
+        ConfigError
+            If the configuration does not fit the caches or the engine.
+        """
+        self.stores.drop_postponed()
+        self.loads.refuse_all()
+        self.weights.watch(self)
+        if getattr(self._vllm_config, "lora_config", None) and not self.adapters.watch():
+            logger.warning(
+                "this vLLM version does not expose which LoRA adapters it loads, so KV of requests"
+                " with one is not stored"
+            )
+        for part in self._parts:
+            part.register(kv_caches, self.weights.modules)
+        registration = self.model.registration
+        if registration.caches is not None and not registration.disabled_reason:
+            self._assembly.take_memory(registration.caches.device)
+
+    def weights_changed(self, how: str, version: str = "") -> None:
+        """Load and store nothing until the weights are known: `how` changes or discards them.
+
+        What was gathered before is still valid, and is published.
+
+        Parameters
+        ----------
+        how : str
+            Names the method that changes them.
+        version : str
+            The name of the new weights; empty where only their content identifies them.
+        """
+        self.weights.changed(how, version)
+        self.loads.stop()
+        if self.drafter is not None:
+            self.drafter.disable("the engine's weights were changed in place")
+
+    def weights_suspected(self) -> None:
+        """Load and store nothing until the weights are compared, as code may change them."""
+        if self.weights.suspected():
+            self.loads.stop()
+
+    def fall_asleep(self) -> None:
+        """Publish what is staged, and stop using the caches: their memory is freed. Idempotent.
+
+        Waits for copies that are running. Loads that are not reported yet fail, and so do loads
+        that come later.
+        """
+        self.loads.invalidate()
+        self.stores.drop_postponed()
+        if self.drafter is not None:
+            self.drafter.stop_loads()
+        for part in self._parts:
+            part.fall_asleep(self._config.shutdown_drain_s)
+
+    def wake_up(self) -> None:
+        """Use the caches again after the engine slept, see :meth:`Registration.resume`."""
+        for part in self._parts:
+            part.registration.resume()
+
+    # ------------------------------------------------------------- steps
+
+    def bind(self, meta: StepMetadata) -> None:
+        """Begin a step."""
+        self._meta = meta
+        self.loads.begin(meta)
+        self.stores.begin(meta)
+        if self.weights.begin(meta.weights_round):
+            self.loads.stop()
+        if meta.namespace is not None and self.weights.agree(meta.weights_round):
+            self._open(*meta.namespace)
+        if self.drafter is not None:
+            self.drafter.announced(meta.draft_namespace)
+        for part in self._parts:
+            part.begin_step(meta)
+        self.loads.cancel(meta.cancelled)
+        self.loads.stop_reading_ahead([*meta.cancelled, *meta.prefetch_ended])
+        self.loads.read_ahead(meta.prefetches)
+        # On a CPU no work of an earlier step is in flight when a step begins, so loads need not
+        # wait until this step's forward pass is enqueued. Nor need they on a device: vLLM has
+        # enqueued the zeroing and the copies of blocks that belong to this step
+        # (``_update_states`` in vllm/v1/worker/gpu_model_runner.py, ``update_requests`` in
+        # vllm/v1/worker/gpu/model_runner.py), and no request of the step has a load's blocks.
+        registration = self.model.registration
+        if registration.caches is not None and (self._beside_step or not registration.on_device):
+            self.loads.start()
+
+    def _open(self, encoded: bytes, slug: str) -> None:
+        """Continue in the namespace that the scheduler has named."""
+        known = self.model.registration.namespace
+        if known is None or known.encoded != encoded:
+            self._assembly.keep_bounds(leads=self.rank == 0, history=self._history)
+            if self.loads.running and self.model.transfers is not None:
+                # Their blocks may still be written to. All are cancelled, so they end soon.
+                return
+        if self.model.open(encoded, slug):
+            namespace = self.model.registration.namespace
+            assert namespace is not None
+            self.weights.settle(str(namespace.record["weights"]))
+
+    def clear(self) -> None:
+        """End a step."""
+        self._meta = None
+        self.stores.clear()
+
+    # ------------------------------------------------------------- what others learn
+
+    def worker_metadata(self) -> WorkerMetadata | None:
+        """Return what the scheduler has to know of this step."""
+        meta = WorkerMetadata()
+        self.weights.advance(idle=self._meta is None or self._meta.idle)
+        report = self.model.registration.take_report()
+        if report is not None:
+            meta.reports = {self.rank: report}
+        weights = self.weights.report(asked=report is not None)
+        if weights is not None:
+            meta.weights = {self.rank: weights}
+        failures = self.loads.take_failures()
+        if failures:
+            meta.failures = (failures,)
+        meta.other_adapters = self.adapters.take_others()
+        if self.drafter is not None:
+            meta.draft_reports = self.drafter.take_report()
+            meta.without_drafts = self.drafter.take_missing()
+        self._add_storage(meta)
+        meta.postponed = self.stores.take_postponed()
+        if meta == WorkerMetadata():
+            # The scheduler side takes an answer without a report for an acknowledgement.
+            announced = self._meta and (self._meta.namespace or self._meta.draft_namespace)
+            return meta if announced else None
+        return meta
+
+    def _add_storage(self, meta: WorkerMetadata) -> None:
+        """Add what stores have left on the shelf, and whether its storage answers."""
+        transfers, shelf = self.model.transfers, self._assembly.shelf()
+        if transfers is None or shelf is None:
+            return
+        meta.repaired = [(key, self.rank) for key in transfers.take_repaired()]
+        meta.published = transfers.take_published()
+        breaker_open, promises = not shelf.available, self.model.promises
+        if self.loads.take_refused() or self._breaker_open is not breaker_open:
+            self._breaker_open = breaker_open
+            meta.breaker_open = {self.rank: breaker_open}
+        properties = shelf.backend.properties
+        refused = properties.read_only or not properties.available
+        refused = refused or (promises is not None and promises.unmarked)
+        if self._writes_refused is not refused:
+            self._writes_refused = refused
+            meta.writes_refused = {self.rank: refused}
+
+    def set_gauges(self) -> None:
+        """Bring the gauges in `counters` up to date."""
+        pools = [memory.staging for memory in self.model.registration.memories.values()]
+        if pools:
+            used = sum(pool.in_use * pool.buffer_bytes for pool in pools)
+            self.counters.set_gauge("staging_used_bytes", used)
+            limit = sum(pool.limit * pool.buffer_bytes for pool in pools)
+            self.counters.set_gauge("staging_limit_bytes", limit)
+        memory = self._assembly.memory
+        if memory is not None:
+            self.counters.set_gauge("memory_tier_used_bytes", memory.stats().bytes)
+            self.counters.set_gauge("memory_tier_pinned_bytes", memory.stats().pinned_bytes)
+        shelf = self._assembly.shelf()
+        if shelf is not None:
+            guard = shelf.backend
+            self.counters.set_gauge("read_breaker_state", _STATES[guard.reads.state])
+            self.counters.set_gauge("write_breaker_state", _STATES[guard.writes.state])
+            self.counters.set_gauge("pending_late_calls", guard.late_calls)
+
+    # ------------------------------------------------------------- end
+
+    def drain(self, seconds: float) -> int:
+        """Wait until stores are published; return how many chunks are not."""
+        return sum(part.drain(seconds) for part in self._parts)
+
+    def close(self) -> None:
+        """Publish what is in flight for a bounded time, log what was lost, stop all threads."""
+        for part in self._parts:
+            part.registration.cancel_weights()
+        seconds = self._config.shutdown_drain_s
+        deadline = time.monotonic() + seconds
+        self.stores.drop_postponed()
+        self._assembly.end_walk()
+        markers = min(_MARKER_SECONDS, seconds / 4) if self.model.promised else 0.0
+        lost = self.model.close(seconds - markers, markers)
+        if lost:
+            logger.warning(
+                "%d chunks were not stored within shutdown_drain_s=%g s and are lost",
+                lost,
+                self._config.shutdown_drain_s,
+            )
+        if self.drafter is not None:
+            self.drafter.stop_loads()
+            self.drafter.close(max(0.0, deadline - time.monotonic()))
+        self._assembly.close()
+        for part in self._parts:
+            part.registration.close()

@@ -1,0 +1,243 @@
+"""The stores of a worker: what a step gathers, in which order, and what is dropped or postponed.
+
+Contracts
+---------
+* Stores are enqueued on the engine's stream after the forward pass, before any later step or
+  preemption, or the next owner of a block. CUDA graphs do not change this.
+* A chunk is gathered before the event by which vLLM learns that the step is over: from then on it
+  may free the block, and a connector that does not wait for the stream may fill it. vLLM's second
+  model runner records that event after sampling, so there :meth:`WorkerStores.finish_forward`
+  gathers. Drafts are judged, and the drafter runs, behind the event: states of steps with drafts
+  and the drafter's KV are gathered in :meth:`WorkerStores.save`, after the rest, and not at all
+  beside such a connector.
+* What a failed step left in the cache is never stored.
+* A chunk of full attention that found no staging is gathered in a later step of its request
+  (:mod:`kvshelf.vllm.worker.postponed`).
+* Every store that was planned for a hand-over ends in an object, or in a marker that says that the
+  hand-over failed, as far as the storage takes one in time.
+* All methods run on the worker's step thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from kvshelf.format.kinds import FULL, kind_key
+from kvshelf.history import Event, History, Reason
+from kvshelf.metrics import Counters
+from kvshelf.transfer.context import ChunkSlots
+from kvshelf.transfer.stores import StoreOutcome
+from kvshelf.vllm.adapters import LoadedAdapters
+from kvshelf.vllm.metadata import NULL_BLOCK, Owner, StepMetadata, StoreOp
+from kvshelf.vllm.worker.drafter import Drafter
+from kvshelf.vllm.worker.engine import WorkerEngine
+from kvshelf.vllm.worker.loads import IDLE_WAIT_SECONDS
+from kvshelf.vllm.worker.parts import Part
+from kvshelf.vllm.worker.postponed import PostponedStores
+from kvshelf.vllm.worker.slots import slots_to_store
+from kvshelf.vllm.worker.weights import WorkerWeights
+
+logger = logging.getLogger(__name__)
+
+# A step gathers at least this many chunks of earlier steps, if staging has space.
+_LEAST_AGAIN = 4
+
+
+@dataclass(eq=False)
+class WorkerStores:
+    """What the steps of one worker store.
+
+    Parameters
+    ----------
+    engine : WorkerEngine
+    counters : Counters
+    model : Part
+    drafter : Drafter or None
+        Stores its own layers' KV of the same chunks.
+    weights : WorkerWeights
+    adapters : LoadedAdapters
+    others_fill : bool
+        Whether another connector may fill free blocks without waiting for the engine's stream.
+    history : History, optional
+        Gets what becomes of chunks.
+    """
+
+    engine: WorkerEngine
+    counters: Counters
+    model: Part
+    drafter: Drafter | None
+    weights: WorkerWeights
+    adapters: LoadedAdapters
+    others_fill: bool
+    history: History | None
+    _meta: StepMetadata | None = field(default=None, init=False)
+    #: Stores whose drafter's KV is gathered when the drafts are made.
+    _undrafted: list[StoreOp] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self._postponed = PostponedStores(self.engine.config.handover_wait_s)
+
+    # ------------------------------------------------------------- steps
+
+    def begin(self, meta: StepMetadata) -> None:
+        """Take the stores of a step, and which requests have their blocks no longer."""
+        self._meta = meta
+        self._postponed.hold(meta.held)
+        self._give_up(self._postponed.drop(meta.gone))
+        # Their blocks keep their content.
+        meta.again = self._postponed.held + meta.again
+
+    def finish_forward(self) -> None:
+        """Gather the model's KV of this step. Runs after the forward pass, before sampling."""
+        stored = self._gather(drafted=False)
+        if not self.others_fill:
+            self._undrafted = stored
+
+    def save(self) -> None:
+        """Gather the chunks that this step completed, as far as :meth:`finish_forward` has not.
+
+        Runs after the forward pass and, where there is a drafter, after its drafts are made.
+        """
+        undrafted, self._undrafted = self._undrafted, []
+        if self.drafter is not None:
+            for op in undrafted:
+                self.drafter.store(op)
+        self._gather(drafted=True)
+
+    def clear(self) -> None:
+        """End a step."""
+        self._meta = None
+        self._undrafted = []
+
+    # ------------------------------------------------------------- postponed stores
+
+    def released(self) -> set[str]:
+        """Return the requests that ended and whose blocks are no longer needed here."""
+        self._give_up(self._postponed.drop_late())
+        return self._postponed.take_released()
+
+    def drop_postponed(self) -> None:
+        """Drop what was postponed: its blocks are about to be lost."""
+        self._give_up(self._postponed.drop_all())
+
+    def take_postponed(self) -> list[Owner]:
+        """Return the requests of which stores were postponed since the last call."""
+        return self._postponed.take_news()
+
+    def _give_up(self, ops: Iterable[StoreOp]) -> None:
+        """Count postponed stores as dropped, and mark their promises as broken."""
+        for op in ops:
+            self._drop(op, Reason.STAGING_FULL)
+            self._break_promise(op)
+
+    def _break_promise(self, op: StoreOp) -> None:
+        """Mark the promise of a store as broken, if another engine waits for the chunk."""
+        if op.attempt and self.model.promises is not None:
+            self.model.promises.give_up(op.attempt)
+
+    def _drop(self, op: StoreOp, reason: Reason) -> None:
+        """Count a chunk that is not stored, and note it in the history."""
+        self.counters.add(f"dropped_chunks_{reason.name.lower()}")
+        if self.history is not None:
+            key, index = kind_key(op.chunk.key, op.kind), op.chunk.index
+            self.history.note(Event.DROPPED_STORE, key, chunk=index, detail=reason)
+
+    # ------------------------------------------------------------- gather
+
+    def _gather(self, *, drafted: bool) -> list[StoreOp]:
+        """Gather the step's chunks, with the drafter's KV if it is `drafted`; return what was.
+
+        Before them those of earlier steps, as far as the scheduler side allows them.
+        """
+        meta = self._meta
+        if meta is None or not (meta.stores or meta.again) or self.model.transfers is None:
+            return []
+        stores, meta.stores = meta.stores, []
+        again, meta.again = meta.again, []
+        if not drafted:
+            meta.stores = [op for op in stores if op.late]
+            stores = [op for op in stores if not op.late]
+        # vLLM also calls this while an exception leaves the forward pass. It is not known then
+        # which layers have written their KV.
+        usable = self.model.serving is not None and sys.exc_info()[0] is None
+        later: list[StoreOp] = []
+        if usable:
+            # A step that computes little gathers few of them.
+            taken = self._postponed.take(again, max(_LEAST_AGAIN, len(stores)))
+            later = [op for op in stores if op.kind == FULL and op.owner in self._postponed]
+            stores = taken + [op for op in stores if op not in later]
+        # Stores of hand-overs first: staging may not hold all.
+        stores.sort(key=lambda op: not op.attempt)
+        idle = meta.idle and self._postponed.held
+        wait_until = time.monotonic() + (IDLE_WAIT_SECONDS if idle else 0.0)
+        stored, full = [], False
+        for op in stores:
+            may_wait = usable and op.kind == FULL
+            if may_wait and full:
+                later.append(op)
+                continue
+            outcome = None
+            try:
+                if usable:
+                    wait = max(0.0, wait_until - time.monotonic()) if idle else 0.0
+                    outcome = self._store(op, drafted=drafted, wait=wait)
+            except Exception as error:
+                usable = False
+                self._drop(op, Reason.ERROR)
+                logger.error("a chunk was not stored", exc_info=error)
+            if may_wait and outcome is StoreOutcome.STAGING_FULL:
+                full = True
+                # The drafter's KV has a staging of its own.
+                later.append(replace(op, draft=None) if drafted else op)
+            elif outcome is not None:
+                stored.append(op)
+            else:
+                self._break_promise(op)
+        self._postponed.put(later)
+        return stored
+
+    def _store(self, op: StoreOp, *, drafted: bool, wait: float = 0.0) -> StoreOutcome | None:
+        """Gather one chunk; None if it cannot be stored, and :class:`Stores` was not called."""
+        transfers = self.model.serving
+        if transfers is None or not self.weights.is_current(op):
+            self._drop(op, Reason.WEIGHTS_CHANGED)
+            return None
+        if op.late and self.others_fill:
+            # vLLM may have freed the block.
+            return None
+        memory = self.model.registration.memories.get(op.kind)
+        if memory is None:
+            # This rank has no layers of this kind.
+            return StoreOutcome.KNOWN
+        if any(NULL_BLOCK in ids for ids in op.block_ids):
+            return None
+        if not self.adapters.may_store(op.adapter):
+            self._drop(op, Reason.ADAPTER_UNKNOWN)
+            return None
+        if drafted and self.drafter is not None:
+            # First, so that a lookup that finds the model's KV also finds the drafter's.
+            self.drafter.store(op)
+        chunk = op.chunk
+        tokens = chunk.tokens if chunk.tail else None
+        size = self.engine.config.chunk_size
+        slots = slots_to_store(memory.slots, op.block_ids, chunk.index, size, tokens=tokens)
+        promises = self.model.promises if op.attempt or chunk.tail else None
+        on_done = None if promises is None else promises.watch(op.attempt)
+        outcome = transfers.stores[op.kind].store(
+            ChunkSlots(chunk, slots),
+            repair=op.repair,
+            age=op.age,
+            wait=wait,
+            promised=bool(op.attempt) and promises is not None,
+            # Windows and states are gone in the next step.
+            postponable=op.kind == FULL,
+            on_done=on_done,
+        )
+        postponed = op.kind == FULL and outcome is StoreOutcome.STAGING_FULL
+        if promises is not None and not postponed:
+            promises.note(op.attempt, chunk, outcome)
+        return outcome

@@ -1,0 +1,199 @@
+"""The adapters over a node server in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from kvshelf import ChunkCache, Config, Shelf
+from kvshelf.adapters.copies import EngineCaches
+from kvshelf.backends import open_backend
+from kvshelf.errors import ConfigError
+from kvshelf.forms import PagedKV
+from kvshelf.kv import sources
+from kvshelf.kv.device_tensors import DeviceTensors
+from kvshelf.kv.layout import slots_of
+from kvshelf.server.channel import Channel
+from kvshelf.server.client import open_cache
+from tests.adapters.test_adapters import (
+    BLOCK,
+    BLOCKS,
+    CHUNK,
+    MODES,
+    PER_CHUNK,
+    Engine,
+    asked,
+    caches,
+    facts,
+    layout_of,
+    names,
+    namespace,
+    op,
+)
+from tests.native.fake_cudart import FakeCudart, fake_cudart
+from tests.native.simulated_device import SimulatedStreams
+from tests.server.serve_process import ServeProcess
+from tests.support.prompts import prompt
+from tests.support.waiting import until
+
+SEGMENT = 4 << 20
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Path:
+    (tmp_path / "shelf").mkdir()
+    return tmp_path / "shelf"
+
+
+@pytest.fixture
+def node(tmp_path: Path, shelf: Path) -> Iterator[ServeProcess]:
+    socket = tmp_path / "sockets" / "node.sock"
+    with ServeProcess(shelf, socket, KVSHELF_CHUNK_SIZE=str(CHUNK)) as node:
+        yield node
+
+
+def connect(node: ServeProcess, seed: int | None = None) -> Engine:
+    """An engine whose adapters have a connection each."""
+    return Engine(caches(seed), url=node.url, segment_bytes=SEGMENT)
+
+
+def until_connected(engine: Engine) -> None:
+    until(
+        lambda: not any("not connected" in repr(one) for one in (engine.scheduler, engine.worker))
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_engines_share_what_they_store(mode: str, node: ServeProcess) -> None:
+    with connect(node, 1) as one, connect(node) as other:
+        ids = [5, 3, 60, 7, 8, 9, 1, 0]
+        one.store("a", op(mode, ids, 2))
+        assert other.hit("b", **asked(mode, 3)) == 2 * CHUNK
+        assert other.load("b", op(mode, ids, 2)) == set()
+        assert torch.equal(other.blocks(ids), one.blocks(ids))
+        # The load has ended the leases of the lookup.
+        until(lambda: node.metrics()["leases"] == 0)
+        unused = sorted(set(range(BLOCKS)) - set(ids))
+        assert not other.blocks(unused).any()
+        shards = one.worker.fmt.shards
+        assert other.hit("c", **asked(mode, 2)) == 2 * CHUNK
+        until(lambda: node.metrics()["leases"] == 2 * shards)
+        other.scheduler.free_lookup_locks(start=0, end=CHUNK, request_id="c")
+        until(lambda: node.metrics()["leases"] == shards)
+        rest = op(mode, ids[PER_CHUNK:], 1, first=1)
+        assert other.load("c", rest) == set()
+        until(lambda: node.metrics()["leases"] == 0)
+        other.scheduler.end_session("b")
+
+
+class PageableIsSlow(SimulatedStreams):
+    """As CUDA: a copy to ordinary host memory waits for all that is before it on its stream."""
+
+    def __init__(self, runtime: FakeCudart) -> None:
+        super().__init__()
+        self.runtime = runtime
+
+    def enqueue(self, work: Any, *arguments: Any) -> None:
+        super().enqueue(work, *arguments)
+        if getattr(work, "__name__", "") == "copy_":
+            ends = [work.__self__, arguments[0]]
+            if not any(map(self.runtime.holds, ends)):
+                self.current().finish()
+
+
+def test_a_store_on_a_gpu_does_not_wait_for_the_engine(node: ServeProcess) -> None:
+    ids = list(range(PER_CHUNK))
+    with fake_cudart() as runtime:
+        streams = PageableIsSlow(runtime)
+        with (
+            closing(streams),
+            mock.patch.object(sources, "HostKVCache", lambda calls: DeviceTensors(calls, streams)),
+            mock.patch.object(EngineCaches, "device", torch.device("cuda", 0)),
+            closing(Channel(node.url, segment_bytes=SEGMENT)) as channel,
+            Engine(caches(1), channel, node.url) as engine,
+        ):
+            until(lambda: channel.page_locked)
+            work = op("tokens", ids, 1)
+            with streams.hold():
+                engine.worker.submit_store_request("a", work, None)
+                assert engine.worker.get_finished({"a"}) == (set(), set())
+            until(lambda: engine.worker.get_finished(set())[0] == {"a"})
+            stored = engine.blocks(ids).clone()
+            for cache in engine.kv.values():
+                streams.do(cache.zero_)
+            streams.finish()
+            assert engine.load("a", work) == set()
+            assert torch.equal(engine.blocks(ids), stored)
+
+
+def test_tokens_are_on_the_shelf_and_hashes_are_not(node: ServeProcess, shelf: Path) -> None:
+    """What is stored by tokens is there for all programs; by hashes, until the server ends."""
+    ids = list(range(PER_CHUNK))
+    with connect(node, 1) as one:
+        one.store("t", op("tokens", ids, 1))
+        one.store("h", op("hashes", ids, 1, seed=1))
+        truth = one.blocks(ids).clone()
+        node.kill()
+        node.start()
+        until_connected(one)
+        assert one.hit("t", **asked("tokens", 1)) == CHUNK
+        assert one.hit("h", **asked("hashes", 1, seed=1)) == 0
+    files = [path.name for path in shelf.rglob("*") if path.is_file()]
+    objects = [name for name in files if name.endswith(".safetensors")]
+    assert len(objects) == one.worker.fmt.shards
+    assert "namespace.json" in files
+    kv = caches()
+    with (
+        Shelf(open_backend(str(shelf))) as opened,
+        ChunkCache(opened, namespace()) as cache,
+    ):
+        mapping = slots_of(ids, BLOCK, 0, CHUNK)
+        found = cache.retrieve(
+            prompt(CHUNK), kv=PagedKV([kv[name] for name in names()], layout_of(kv), mapping)
+        )
+    assert bool(found.all())
+    assert torch.equal(torch.stack([kv[name][ids] for name in names()]), truth)
+
+
+def test_a_server_that_is_killed_and_comes_back(node: ServeProcess) -> None:
+    ids = list(range(PER_CHUNK))
+    with connect(node, 1) as engine:
+        engine.store("a", op("tokens", ids, 1))
+        node.kill()
+        # Whether or not the end of the socket was noticed already, nothing waits for the server.
+        assert engine.hit("b", **asked("tokens", 1)) == 0
+        assert engine.load("b", op("tokens", ids, 1)) == set(ids)
+        engine.store("b", op("tokens", ids, 1, seed=1))
+        node.start()
+        until_connected(engine)
+        assert engine.hit("c", **asked("tokens", 1)) == CHUNK
+        assert engine.load("c", op("tokens", ids, 1)) == set()
+        engine.store("d", op("tokens", ids, 1, seed=2))
+        assert engine.hit("d", **asked("tokens", 1, seed=2)) == CHUNK
+
+
+def test_a_program_shares_chunks_through_the_server(node: ServeProcess) -> None:
+    """What an engine stores, a program retrieves over the same server, and the other way round."""
+    ids = list(range(2 * PER_CHUNK))
+    mapping = slots_of(ids, BLOCK, 0, 2 * CHUNK)
+    config = Config(server=node.url, chunk_size=CHUNK, staging_bytes=SEGMENT)
+    kv = caches()
+    with connect(node, 1) as engine, open_cache(config, facts()) as cache:
+        engine.store("a", op("tokens", ids, 2))
+        paged = PagedKV([kv[name] for name in names()], layout_of(kv), mapping)
+        assert cache.lookup(prompt(2 * CHUNK)) == 2 * CHUNK
+        assert bool(cache.retrieve(prompt(2 * CHUNK), kv=paged).all())
+        assert torch.equal(torch.stack([kv[name][ids] for name in names()]), engine.blocks(ids))
+        assert cache.store(prompt(2 * CHUNK, seed=1), kv=paged).complete
+        assert engine.hit("b", **asked("tokens", 2, seed=1)) == 2 * CHUNK
+
+
+def test_a_cache_needs_a_server() -> None:
+    with pytest.raises(ConfigError, match="no node server is configured"):
+        open_cache(Config(), facts())
