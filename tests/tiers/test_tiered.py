@@ -680,10 +680,17 @@ def test_a_mistake_that_a_shelf_finds_late_is_spoken_of(
 def test_a_tier_that_opens_after_it_was_closed_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    closed = threading.Event()
-    go = hang(monkeypatch, tier_module, "PosixBackend")
+    begun, go, closed = threading.Event(), threading.Event(), threading.Event()
+
+    def hanging(*arguments: Any, **options: Any) -> PosixBackend:
+        begun.set()
+        assert go.wait(PATIENCE)
+        return PosixBackend(*arguments, **options)
+
+    monkeypatch.setattr(tier_module, "PosixBackend", hanging)
     monkeypatch.setattr(PosixBackend, "close", lambda _: closed.set())
     tier = DiskTier(tmp_path / "tier", ROOM, open_seconds=0.01)
+    assert begun.wait(PATIENCE)
     tier.close()
     go.set()
     assert closed.wait(PATIENCE)

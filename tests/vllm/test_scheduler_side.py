@@ -923,7 +923,7 @@ def test_an_image_by_an_id_that_a_client_may_have_chosen_needs_a_salt(
         request = Request(name, tokens, cache_salt=salt, mm_features=[item])
         assert (side.ask(request)[0] > 0) is (salt is not None)
     assert side.side.counters.snapshot()["uuid_requests"] == 2
-    assert caplog.text.count("neither loaded nor stored") == 1
+    assert caplog.text.count("whose id a client may have chosen are neither loaded nor stored") == 1
     assert said in caplog.text
     assert "trust_uuids" in caplog.text
 
