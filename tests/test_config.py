@@ -175,7 +175,7 @@ def test_every_unknown_key_is_named_with_its_source_and_the_nearest_one(file: Pa
         {"KVSHELF_SHARDSS": "1", "HOME": "/", "OTHER_KVSHELF_X": "1"},
     )
     assert "'chunksize' in kv_connector_extra_config; did you mean chunk_size?" in text
-    assert "'zzz' in kv_connector_extra_config; known: cache_tails, capacity, check_finite" in text
+    assert "'zzz' in kv_connector_extra_config; known: admission, cache_tails, capacity" in text
     assert "variable KVSHELF_SHARDSS in the environment; did you mean KVSHELF_SHARDS?" in text
     assert f"'shard' in the file {file}; did you mean shards?" in text
     assert "OTHER_KVSHELF_X" not in text

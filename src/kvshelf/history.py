@@ -130,6 +130,8 @@ class Reason(IntEnum):
     STARTING = 18
     #: A state that is not worth its bytes.
     NOT_WORTH = 19
+    #: Computing was expected to be sooner.
+    SLOWER = 20
 
 
 class History:

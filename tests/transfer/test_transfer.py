@@ -609,6 +609,43 @@ def test_one_object_that_hangs_does_not_fail_the_loads_of_others(
         gate.set()
 
 
+@pytest.mark.parametrize("arrives", [0, 2])
+def test_a_load_that_is_slower_than_computing_is_cut(backend: FaultyBackend, arrives: int) -> None:
+    with closing(Rig(backend)) as rig:
+        chunks = make_chunks(rig.fmt, 4)
+        rig.put(chunks)
+        gate = threading.Event()
+        backend.add(Fault("read", f"*{chunks[arrives].key.hex()}*", wait=gate))
+        items = rig.items(chunks, 20)
+        # It may take for ever, but not with so many chunks only.
+        patience = [PATIENCE * 10] * 4
+        patience[arrives] = 0.0
+        rig.transfer.load("r", {rig.fmt.kind: items}, patience)
+        while not (loads := rig.transfer.poll(0.01)):
+            assert rig.transfer.loading
+        (load,) = loads
+        (piece,) = load.pieces.values()
+        assert (piece.failed_at, piece.leading) == (arrives, arrives)
+        assert piece.failures == [(chunks[arrives], Failure.CUT)]
+        assert all(rig.holds(item) for item in items[:arrives])
+        assert load.seconds_of_all == pytest.approx(load.seconds * 4 / max(1, arrives))
+        # It is no failure, neither of the storage nor of the objects.
+        assert rig.count("cut_loads") == 1
+        assert not [name for name in rig.counters.snapshot() if "failure" in name]
+        gate.set()
+        rig.comes_back(chunks, 40)
+
+
+def test_a_load_is_not_cut_in_time(rig: Rig) -> None:
+    chunks = make_chunks(rig.fmt, 4)
+    rig.put(chunks)
+    items = rig.items(chunks, 20)
+    rig.transfer.load("r", {rig.fmt.kind: items}, [PATIENCE])
+    piece = rig.finished()
+    assert piece.failed_at is None
+    assert all(rig.holds(item) for item in items)
+
+
 def test_stores_that_hang_are_given_up_and_loads_go_on(
     backend: FaultyBackend, caplog: pytest.LogCaptureFixture
 ) -> None:

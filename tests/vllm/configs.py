@@ -61,7 +61,9 @@ def vllm_config(
             num_gpu_blocks=blocks,
             enable_prefix_caching=True,
         ),
-        "scheduler_config": SimpleNamespace(enable_chunked_prefill=True),
+        "scheduler_config": SimpleNamespace(
+            enable_chunked_prefill=True, max_num_batched_tokens=2048
+        ),
         "speculative_config": None,
         "compilation_config": SimpleNamespace(static_forward_context=layers),
         "load_config": SimpleNamespace(load_format="auto", download_dir=None),

@@ -52,6 +52,7 @@ _REASONS: Final = {
     Reason.NOT_ASKED: "such requests do not read the prefix cache",
     Reason.STARTING: "the engine had just started and did not know its namespace yet",
     Reason.NOT_WORTH: "a state here was not worth its bytes (state_interval)",
+    Reason.SLOWER: "computing it was expected to be sooner, or the load was cut (admission)",
 }
 #: What to do about a reason.
 ADVICE: Final = {
@@ -64,6 +65,7 @@ ADVICE: Final = {
     Reason.BOUNDS: "raise capacity.max_bytes or max_age, or pin the prompt: kvshelf pin",
     Reason.SHUTDOWN: "raise shutdown_drain_s",
     Reason.NOT_WORTH: "a smaller state_interval stores more states",
+    Reason.SLOWER: "a faster storage is loaded from; admission: always loads in any case",
     Reason.FAILED_BEFORE: "reset_prefix_cache with reset_connector ends it",
     Reason.BAD: "an engine that stores replaces it; kvshelf verify --repair moves it aside",
 }

@@ -20,6 +20,8 @@ class Failure(Enum):
     ERROR = "error"
     #: The circuit breaker is open, or the device cannot be used: no verdict on the object.
     UNAVAILABLE = "unavailable"
+    #: Computing the rest is sooner: no verdict on the object.
+    CUT = "cut"
 
 
 @dataclass(eq=False, slots=True)
@@ -46,6 +48,9 @@ class Piece:
         Bytes of all objects.
     deadline : float
         In seconds of :func:`time.monotonic`.
+    cuts : Sequence of float
+        The same, for each number of leading items: with no more of them by then, computing the rest
+        is sooner. Empty: the load is never cut.
     """
 
     items: Sequence[ChunkSlots]
@@ -57,6 +62,7 @@ class Piece:
     finished: bool = False
     nbytes: int = 0
     deadline: float = math.inf
+    cuts: Sequence[float] = ()
     #: Mark of the engine's work on the cache's device before the load.
     fence: object = None
     on_done: Callable[[Piece], None] = lambda piece: None
@@ -82,6 +88,10 @@ class Piece:
     def first_failed(self) -> Chunk | None:
         """The first chunk that is not in the cache, if it failed."""
         return None if self.failed_at is None else self.items[self.failed_at].chunk
+
+    def is_slow(self, now: float) -> bool:
+        """Whether computing what has not arrived is sooner."""
+        return self.lacks and self.leading < len(self.cuts) and now > self.cuts[self.leading]
 
     @property
     def lacks(self) -> bool:
@@ -116,11 +126,15 @@ class Load:
         The caller gave it up. Its pieces may be cancelled without that, see `failed`.
     finished : bool
         All pieces are finished.
+    begun, seconds : float
+        When it began, in seconds of :func:`time.monotonic`, and how long it took.
     """
 
     request_id: str
     #: Number of pieces that are not finished.
     unfinished: int
+    begun: float = 0.0
+    seconds: float = 0.0
     pieces: dict[Kind, Piece] = field(default_factory=dict)
     cancelled: bool = False
     finished: bool = False
@@ -132,6 +146,22 @@ class Load:
         """Whether a piece failed. The other pieces are then cancelled."""
         # A copy: another thread may still be starting pieces.
         return any(piece.failed_at is not None for piece in tuple(self.pieces.values()))
+
+    @property
+    def seconds_of_all(self) -> float | None:
+        """Seconds that all of it takes, as far as that is known; more where it was cut early.
+
+        None where it failed or was cancelled: that says nothing of the time that a load takes.
+        """
+        pieces = list(self.pieces.values())
+        failures = {failure for _, _, failure in self.failures}
+        if self.cancelled or failures - {Failure.CUT}:
+            return None
+        if not failures:
+            return self.seconds
+        wanted = sum(len(piece.items) for piece in pieces)
+        arrived = sum(piece.leading for piece in pieces)
+        return self.seconds * wanted / max(1, arrived)
 
     @property
     def failures(self) -> list[tuple[Kind, Chunk, Failure]]:

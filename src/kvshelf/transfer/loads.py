@@ -96,6 +96,7 @@ class Loads(TransferHalf):
         *,
         early: bool = False,
         bytes_ahead: int = 0,
+        cuts: Sequence[float] = (),
         on_done: Callable[[Piece], None],
     ) -> Piece:
         """Start to load chunks into the paged cache. Step thread; returns at once.
@@ -108,12 +109,15 @@ class Loads(TransferHalf):
             The request does not wait for it yet: other loads come first.
         bytes_ahead : int
             Bytes of loads of other kinds, which share the storage with this one.
+        cuts : Sequence of float
+            See :attr:`Piece.cuts`.
         on_done : Callable
             Called once when the load is finished, perhaps before this method returns, on
             the thread that ended it and with a lock held: it must not block, and must not
             call these loads. A caller that waits for it calls :meth:`check` now and then.
         """
-        piece = Piece(items, early, nbytes=len(items) * self.chunk_bytes, on_done=on_done)
+        nbytes = len(items) * self.chunk_bytes
+        piece = Piece(items, early, nbytes=nbytes, cuts=cuts, on_done=on_done)
         usable = True
         cache = self._context.cache
         if cache is not None and any(item.memory is None for item in items):
@@ -156,12 +160,15 @@ class Loads(TransferHalf):
                 self._settle(piece)
 
     def check(self) -> None:
-        """Give up the loads that are past their deadline."""
+        """Give up the loads that are past their deadline, or slower than computing the rest."""
         with self._lock:
             now = time.monotonic()
             for piece in list(self._active):
                 if now > piece.deadline and piece.lacks:
                     self._give_up(piece, piece.leading)
+                elif piece.is_slow(now):
+                    self._counters.add("cut_loads")
+                    self._fail(piece, piece.leading, Failure.CUT, Reason.SLOWER)
 
     @property
     def loading_bytes(self) -> int:

@@ -97,7 +97,12 @@ class Transfers:
 
     # ------------------------------------------------------------- loads
 
-    def load(self, request_id: str, items: Mapping[Kind, Sequence[ChunkSlots]]) -> Load:
+    def load(
+        self,
+        request_id: str,
+        items: Mapping[Kind, Sequence[ChunkSlots]],
+        patience: Sequence[float] = (),
+    ) -> Load:
         """Start to load chunks into the paged caches; returns at once.
 
         Parameters
@@ -106,9 +111,15 @@ class Transfers:
             Different from those of all loads that are not yet finished.
         items : Mapping[Kind, Sequence[ChunkSlots]]
             The chunks of each kind, in the order of the prompt. At least one kind.
+        patience : Sequence of float
+            Seconds after which the load is cut, if no more than the first so many chunks have
+            arrived: computing the rest is sooner. One number holds for any number of them. Empty:
+            the load is never cut.
         """
         wanted = [(kind, self.loads[kind]) for kind in KINDS if kind in items]
-        load = Load(request_id, unfinished=len(wanted))
+        begun = time.monotonic()
+        load = Load(request_id, unfinished=len(wanted), begun=begun)
+        cuts = [begun + seconds for seconds in patience]
         with self._changed:
             self._active[request_id] = load
         # All share the bandwidth of the storage.
@@ -118,7 +129,12 @@ class Transfers:
             done = functools.partial(self._piece_done, load, kind)
             others = max(0, total - loads.loading_bytes - sizes[kind])
             try:
-                load.pieces[kind] = loads.load(items[kind], bytes_ahead=others, on_done=done)
+                load.pieces[kind] = loads.load(
+                    items[kind],
+                    bytes_ahead=others,
+                    cuts=cuts * len(items[kind]) if len(cuts) == 1 else cuts,
+                    on_done=done,
+                )
             except Exception as error:
                 # Other pieces may write to the caches already: the load ends with them.
                 logger.error("a part of a load was not started", exc_info=error)
@@ -184,6 +200,7 @@ class Transfers:
             load.unfinished -= 1
             if not load.unfinished:
                 load.finished = True
+                load.seconds = time.monotonic() - load.begun
                 self._finished.append(load)
             self._changed.notify_all()
 

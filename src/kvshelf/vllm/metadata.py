@@ -118,6 +118,8 @@ class LoadOp:
         and the window before `end`.
     states : list of Chunk
         The chunk of which kind state is to be loaded, the one that ends at `end`.
+    patience : tuple of float
+        When the load is cut, see :meth:`kvshelf.transfer.transfers.Transfers.load`.
 
     Without chunks of any kind these are not known, and the load fails.
     """
@@ -132,6 +134,7 @@ class LoadOp:
     drafts: list[Chunk] = field(default_factory=list)
     windows: list[Chunk] = field(default_factory=list)
     states: list[Chunk] = field(default_factory=list)
+    patience: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +185,10 @@ class StepMetadata(KVConnectorMetadata):
         Requests that have ended and keep their blocks until each worker has reported them.
     gone : list of Owner
         Requests whose blocks are no longer theirs: their postponed stores are dropped.
+    explored : PrefetchOp or None
+        Chunks to read without a request that waits, to learn how long that takes.
+    timed_step : int
+        The number of a step that is timed; 0 for others.
     """
 
     idle: bool = False
@@ -197,6 +204,8 @@ class StepMetadata(KVConnectorMetadata):
     again: list[Owner] = field(default_factory=list)
     held: list[Owner] = field(default_factory=list)
     gone: list[Owner] = field(default_factory=list)
+    explored: PrefetchOp | None = None
+    timed_step: int = 0
 
 
 #: In place of a weights fingerprint: the digests of all ranks at the start name the weights.
@@ -357,6 +366,11 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     writes_refused : dict
         Rank to whether its storage takes no writes, or no marker of a hand-over that failed; sent
         when that changes.
+    load_seconds : dict
+        Request to how long a rank's load of it took, or would have taken if it had not been cut;
+        empty id: of what was read to learn that.
+    timed_steps : dict
+        Rank to the number of a timed step that it has ended.
     """
 
     reports: dict[int, WorkerReport] = field(default_factory=dict)
@@ -370,6 +384,8 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     without_drafts: list[tuple[str, int]] = field(default_factory=list)
     postponed: list[Owner] = field(default_factory=list)
     writes_refused: dict[int, bool] = field(default_factory=dict)
+    load_seconds: dict[str, float] = field(default_factory=dict)
+    timed_steps: dict[int, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
         """Merge with what another rank sent in the same step."""

@@ -20,6 +20,7 @@ from typing import Final
 
 from kvshelf.history import Event, Reason
 from kvshelf.shelf.lookup import Lookup, LookupService
+from kvshelf.vllm.scheduler.admission import Admission
 from kvshelf.vllm.scheduler.handovers import Handovers
 from kvshelf.vllm.scheduler.lookups import Lookups
 from kvshelf.vllm.scheduler.requests import RequestState
@@ -74,18 +75,24 @@ class Answers(SharingPart):
     shared : Shared
     lookups : Lookups
     handovers : Handovers
+    admission : Admission
     """
 
-    def __init__(self, shared: Shared, lookups: Lookups, handovers: Handovers) -> None:
+    def __init__(
+        self, shared: Shared, lookups: Lookups, handovers: Handovers, admission: Admission
+    ) -> None:
         super().__init__(shared)
         self._lookups = lookups
         self._handovers = handovers
+        self._admission = admission
 
     def answer(self, state: RequestState, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond `computed` the shelf has, and whether to load them.
 
         The number is None while it is not known.
         """
+        if state.asked is None:
+            state.asked = self._admission.clock()
         outcome = self._ask(state, computed)
         if outcome is not Outcome.ENDED:
             state.not_loaded = _REASONS.get(outcome)
@@ -140,12 +147,20 @@ class Answers(SharingPart):
         assert lookup is not None
         hit = self._hits.tokens(state, lookup, computed)
         state.offered_from = computed
-        if not state.counted:
-            state.counted = True
+        first, state.counted = not state.counted, True
+        if first:
             self._counters.add("lookup_tokens", state.request.num_tokens - computed)
             self._counters.add("hit_tokens", max(0, hit - computed))
             self._note_miss(state, lookup, computed)
-        return (hit - computed, True) if hit > computed else (0, False)
+        if hit <= computed:
+            return 0, False
+        if not self._admission.admits(state, computed, hit):
+            state.not_loaded = Reason.SLOWER
+            if first:
+                self._counters.add("refused_hits")
+                self._counters.add("refused_tokens", hit - computed)
+            return 0, False
+        return hit - computed, True
 
     def _note_miss(self, state: RequestState, lookup: Lookup, computed: int) -> None:
         """Note the chunk at which the hit of a request ends, if the prompt is longer."""

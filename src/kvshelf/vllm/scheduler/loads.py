@@ -24,6 +24,7 @@ from typing import Final
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL, STATE, WINDOW, kind_key, kind_of_key
 from kvshelf.vllm.metadata import LoadFailure, LoadOp, StepMetadata, WorkerMetadata
+from kvshelf.vllm.scheduler.admission import Admission
 from kvshelf.vllm.scheduler.periods import BlockPeriods
 from kvshelf.vllm.scheduler.read_ahead import ReadAhead
 from kvshelf.vllm.scheduler.requests import RequestState
@@ -43,6 +44,7 @@ class Loads(SharingPart):
     shared : Shared
     periods : BlockPeriods
     read_ahead : ReadAhead
+    admission : Admission
 
     Attributes
     ----------
@@ -50,10 +52,13 @@ class Loads(SharingPart):
         What the next step brings to the workers.
     """
 
-    def __init__(self, shared: Shared, periods: BlockPeriods, read_ahead: ReadAhead) -> None:
+    def __init__(
+        self, shared: Shared, periods: BlockPeriods, read_ahead: ReadAhead, admission: Admission
+    ) -> None:
         super().__init__(shared)
         self._periods = periods
         self._read_ahead = read_ahead
+        self._admission = admission
         #: The loads that the next step brings to the workers, and those that have ended early.
         self.planned: list[LoadOp] = []
         self._cancelled: list[str] = []
@@ -89,7 +94,9 @@ class Loads(SharingPart):
             windows=chunks.get(WINDOW, []),
             states=chunks.get(STATE, []),
             drafts=list(self._drafts.to_load(state.id, chain, start, end)),
+            patience=self._admission.patience(state, start, end),
         )
+        self._admission.loading(state, start, end)
         self._read_ahead.note_in_engine_cache(op.chunks)
         self.planned.append(op)
 

@@ -88,6 +88,8 @@ class RequestState:
         Its lookup, and a newer one to replace it, since its answer is old.
     renewals : int
         How many newer ones there were.
+    asked : float or None
+        When vLLM first asked for it since it was admitted.
     waiting_since : float or None
         Since when it waits for a lookup.
     gave_up : bool
@@ -122,6 +124,7 @@ class RequestState:
     lookup: Lookup | None = None
     newer: Lookup | None = None
     renewals: int = 0
+    asked: float | None = None
     waiting_since: float | None = None
     gave_up: bool = False
     counted: bool = False
@@ -157,6 +160,7 @@ class RequestState:
         """Begin anew after a preemption."""
         self.admission = self.request.num_preemptions
         self.loaded = self.gave_up = False
+        self.asked = None
         self.failed_loads = 0
         if self.reads:
             self.not_loaded = None

@@ -21,6 +21,7 @@ from kvshelf.format.objects import ObjectFormat
 from kvshelf.logs import RateLimitedLog
 from kvshelf.tiers.tiered import AnyShelf
 from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
+from kvshelf.vllm.scheduler.admission import Admission
 from kvshelf.vllm.scheduler.answers import Answers
 from kvshelf.vllm.scheduler.drafts import DraftScheduler
 from kvshelf.vllm.scheduler.engine import Engine
@@ -59,6 +60,7 @@ class SchedulerSide:
     opening : Opening
     lookups : Lookups
     handovers : Handovers
+    admission : Admission
     loads : Loads
     """
 
@@ -78,10 +80,11 @@ class SchedulerSide:
         shared = Shared(engine, requests, self._steps, self.drafts, self.opening, self._hits, keys)
         self.lookups = Lookups(shared)
         self.handovers = Handovers(shared, self.lookups)
-        self._answers = Answers(shared, self.lookups, self.handovers)
+        self.admission = Admission(shared)
+        self._answers = Answers(shared, self.lookups, self.handovers, self.admission)
         self._periods = BlockPeriods(shared)
         self._read_ahead = ReadAhead(self._loadable, self.lookups.loads_are_paused)
-        self.loads = Loads(shared, self._periods, self._read_ahead)
+        self.loads = Loads(shared, self._periods, self._read_ahead, self.admission)
         self._promises = Promises(shared)
         unsettled = Unsettled(shared)
         stores = Stores(
@@ -96,6 +99,7 @@ class SchedulerSide:
         self._parts: list[Part] = [
             self.handovers,
             self._answers,
+            self.admission,
             self.loads,
             self.lookups,
             self._periods,

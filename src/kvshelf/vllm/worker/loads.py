@@ -19,15 +19,26 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+
+import torch
 
 from kvshelf.assembly import Assembly
 from kvshelf.format.kinds import FULL, WINDOW, Kind
 from kvshelf.transfer.context import ChunkSlots
-from kvshelf.transfer.load import Failure, Load
+from kvshelf.transfer.load import Failure, Load, Piece
+from kvshelf.transfer.prefetch import Unused
 from kvshelf.vllm.adapters import LoadedAdapters
-from kvshelf.vllm.metadata import NULL_BLOCK, LoadFailure, LoadOp, PrefetchOp, StepMetadata
+from kvshelf.vllm.metadata import (
+    NULL_BLOCK,
+    LoadFailure,
+    LoadOp,
+    PrefetchOp,
+    StepMetadata,
+)
 from kvshelf.vllm.worker.drafter import Drafter
 from kvshelf.vllm.worker.engine import WorkerEngine
 from kvshelf.vllm.worker.parts import Part
@@ -86,6 +97,10 @@ class WorkerLoads:
     #: Requests of which all tokens must be computed, including those that were loaded.
     _failed_requests: set[str] = field(default_factory=set, init=False)
     _failures: list[LoadFailure] = field(default_factory=list, init=False)
+    #: How long loads took that have ended, by request.
+    _seconds: dict[str, float] = field(default_factory=dict, init=False)
+    #: The same of what was read to learn that; any thread appends.
+    _explored: deque[tuple[str, float]] = field(default_factory=deque, init=False)
 
     def __post_init__(self) -> None:
         self._chunk_size, self._block_size = self.engine.config.chunk_size, self.engine.block_size
@@ -121,7 +136,7 @@ class WorkerLoads:
         usable = self.weights.is_current(op) and self.adapters.may_load(op.adapter)
         if transfers is None or not usable:
             return None
-        load = transfers.load(op.request_id, self._items(op))
+        load = transfers.load(op.request_id, self._items(op), op.patience)
         self._ops[load] = op
         if self.drafter is not None:
             self.drafter.load(op)
@@ -147,6 +162,21 @@ class WorkerLoads:
                 (chunk,) = op.states
                 items[kind] = [state_to_load(slots, chunk, op.block_ids, op.end)]
         return items
+
+    def explore(self, op: PrefetchOp | None) -> None:
+        """Read chunks of which no request needs anything, to learn how long that takes."""
+        transfers = self.model.serving
+        if op is None or transfers is None or op.kind not in transfers.loads:
+            return
+        none, begun = torch.empty(0, dtype=torch.int64), time.monotonic()
+        items = [ChunkSlots(chunk, none, Unused()) for chunk in op.chunks]
+
+        def note(piece: Piece) -> None:
+            if piece.failed_at is None and not piece.cancelled:
+                self._explored.append((op.request_id, time.monotonic() - begun))
+
+        self.assembly.counters.add("explored_loads")
+        transfers.loads[op.kind].load(items, early=True, on_done=note)
 
     def read_ahead(self, ops: Iterable[PrefetchOp]) -> None:
         """Read chunks of requests that wait into memory."""
@@ -258,11 +288,14 @@ class WorkerLoads:
     def _note(self, load: Load, op: LoadOp) -> None:
         if load.cancelled:
             return
+        seconds = load.seconds_of_all
+        if seconds is not None:
+            self._seconds[op.request_id] = seconds
         for kind, chunk, failure in load.failures:
-            # A load refused by the open circuit breaker says nothing about the chunk.
-            unavailable = failure is Failure.UNAVAILABLE
-            self._refused = self._refused or unavailable
-            key, bad = b"" if unavailable else chunk.key, failure is Failure.BAD
+            self._refused = self._refused or failure is Failure.UNAVAILABLE
+            # These say nothing about the chunk.
+            unrelated = failure in (Failure.UNAVAILABLE, Failure.CUT)
+            key, bad = b"" if unrelated else chunk.key, failure is Failure.BAD
             if bad and not self._repairs:
                 self.assembly.counters.add("unrepaired_objects")
             self._failures.append(LoadFailure(load.request_id, chunk.index, key, bad, kind))
@@ -332,6 +365,14 @@ class WorkerLoads:
                 for request_id, chunk, failure in prefetcher.take_failures()
             ]
         return failures
+
+    def take_seconds(self) -> dict[str, float]:
+        """Return how long loads took that have ended since the last call, by request."""
+        seconds, self._seconds = self._seconds, {}
+        while self._explored:
+            request_id, taken = self._explored.popleft()
+            seconds[request_id] = taken
+        return seconds
 
     def take_refused(self) -> bool:
         """Return whether the open circuit breaker refused a load since the last call."""

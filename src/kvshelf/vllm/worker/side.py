@@ -195,6 +195,7 @@ class WorkerSide:
         self.loads.cancel(meta.cancelled)
         self.loads.stop_reading_ahead([*meta.cancelled, *meta.prefetch_ended])
         self.loads.read_ahead(meta.prefetches)
+        self.loads.explore(meta.explored)
         # On a CPU no work of an earlier step is in flight when a step begins, so loads need not
         # wait until this step's forward pass is enqueued. Nor need they on a device: vLLM has
         # enqueued the zeroing and the copies of blocks that belong to this step
@@ -243,6 +244,9 @@ class WorkerSide:
             meta.without_drafts = self.drafter.take_missing()
         self._add_storage(meta)
         meta.postponed = self.stores.take_postponed()
+        meta.load_seconds = self.loads.take_seconds()
+        if self._meta is not None and self._meta.timed_step:
+            meta.timed_steps = {self.rank: self._meta.timed_step}
         if meta == WorkerMetadata():
             # The scheduler side takes an answer without a report for an acknowledgement.
             announced = self._meta and (self._meta.namespace or self._meta.draft_namespace)

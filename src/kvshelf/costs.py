@@ -1,0 +1,175 @@
+"""What it costs to compute tokens, and to load them, learned from the times that both took.
+
+Owns two models of seconds. Computing the tokens from x to y of a prompt takes
+p (y − x) + q (y² − x²) / 2: the linear layers, and the attention to all tokens before. Loading n
+bytes takes a + b n. Since the first grows faster than the second, the best part of a hit to load is
+all of it or nothing, see :mod:`kvshelf.vllm.scheduler.admission`.
+
+Contracts
+---------
+* No coefficient is negative, so more work is never cheaper.
+* What is learned fades: a model follows an engine or a storage whose speed changes.
+* Errors count by their share of the time, so one outlier changes little.
+* Not thread-safe; the caller has one thread, or a lock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+#: Of so many times the last ones count as much as all others together.
+_MEMORY: Final = 16
+#: The weight of what was learned before, after each new time.
+_FADING: Final = 0.5 ** (1 / _MEMORY)
+_ROUNDS: Final = 16
+_LAST_LOADS: Final = 16
+
+
+class Fit:
+    """A sum of products of features and coefficients that are not negative.
+
+    The coefficients are those with the least squares of relative errors.
+
+    Parameters
+    ----------
+    scales : Sequence of float
+        The usual size of each feature.
+
+    Attributes
+    ----------
+    count : int
+        Times that were learned.
+    """
+
+    def __init__(self, scales: Sequence[float]) -> None:
+        self.count = 0
+        self._scales = scales
+        size = len(scales)
+        # The normal equations. A little of each feature at no time at all makes unknown
+        # coefficients small.
+        self._products = [[1e-6 * (row == column) for column in range(size)] for row in range(size)]
+        self._sums = [0.0] * size
+        self._coefficients = [0.0] * size
+        self._solved = True
+
+    def learn(self, features: Sequence[float], seconds: float) -> None:
+        """Learn that something with these features took so long. Without a time it is left out."""
+        if seconds <= 0:
+            return
+        relative = [
+            feature / scale / seconds for feature, scale in zip(features, self._scales, strict=True)
+        ]
+        for row, own in enumerate(relative):
+            self._sums[row] = _FADING * self._sums[row] + own
+            products = self._products[row]
+            for column, other in enumerate(relative):
+                products[column] = _FADING * products[column] + own * other
+        self.count += 1
+        self._solved = False
+
+    def _solve(self) -> None:
+        """Minimize over one coefficient after the other, from those of before."""
+        found = self._coefficients
+        for _ in range(_ROUNDS):
+            for row, products in enumerate(self._products):
+                others = sum(map(float.__mul__, products, found)) - products[row] * found[row]
+                found[row] = max(0.0, (self._sums[row] - others) / max(products[row], 1e-12))
+        self._solved = True
+
+    def seconds(self, features: Sequence[float]) -> float:
+        """Return how long something with these features is expected to take."""
+        if not self._solved:
+            self._solve()
+        return sum(
+            coefficient * feature / scale
+            for coefficient, feature, scale in zip(
+                self._coefficients, features, self._scales, strict=True
+            )
+        )
+
+
+class PrefillCosts:
+    """What it costs an engine to compute tokens of prompts.
+
+    Parameters
+    ----------
+    step_tokens : int
+        Most tokens that one step computes.
+    """
+
+    def __init__(self, step_tokens: int) -> None:
+        self._step_tokens = step_tokens
+        self._fit = Fit((1e3, 1e6, 16.0, 1.0))
+
+    @property
+    def count(self) -> int:
+        """Number of steps that were learned."""
+        return self._fit.count
+
+    def learn(self, parts: Sequence[tuple[int, int]], decodes: int, seconds: float) -> None:
+        """Learn how long a step took.
+
+        Parameters
+        ----------
+        parts : Sequence of (int, int)
+            The tokens of prompts that it computed: the first, and the one behind the last, of each.
+        decodes : int
+            Number of requests of which it computed one more token of the answer.
+        seconds : float
+        """
+        tokens = sum(end - start for start, end in parts)
+        attended = sum((end * end - start * start) / 2 for start, end in parts)
+        self._fit.learn((tokens, attended, decodes, 1.0), seconds)
+
+    def seconds(self, start: int, end: int) -> float:
+        """Return how long tokens ``[start, end)`` of a prompt take, in steps of their own."""
+        tokens = max(0, end - start)
+        attended = (end * end - start * start) / 2 if tokens else 0.0
+        return self._fit.seconds((tokens, attended, 0.0, tokens / self._step_tokens))
+
+
+class LoadCosts:
+    """What it costs to load bytes from one storage: more than most of the last loads took.
+
+    Parameters
+    ----------
+    quantile : float
+        The share of the last loads that took no longer than what is expected.
+    """
+
+    def __init__(self, quantile: float = 0.8) -> None:
+        self._quantile = quantile
+        self._fit = Fit((1.0, 1e8))
+        self._last: deque[tuple[float, float]] = deque(maxlen=_LAST_LOADS)
+        #: The quantile of the last loads, as a multiple of what the fit says; None: not known.
+        self._factor: float | None = None
+
+    @property
+    def count(self) -> int:
+        """Number of loads that were learned."""
+        return self._fit.count
+
+    def learn(self, nbytes: float, seconds: float) -> None:
+        """Learn how long a load took.
+
+        Parameters
+        ----------
+        nbytes : float
+            Bytes of the load, and of the loads that ran when it began.
+        seconds : float
+        """
+        self._fit.learn((1.0, nbytes), seconds)
+        self._last.append((nbytes, seconds))
+        self._factor = None
+
+    def seconds(self, nbytes: float) -> float:
+        """Return how long a load takes; `nbytes` as for :meth:`learn`. 0 before the first."""
+        if self._factor is None:
+            ratios = sorted(
+                seconds / max(self._fit.seconds((1.0, size)), 1e-9) for size, seconds in self._last
+            )
+            place = int(self._quantile * len(ratios))
+            self._factor = max(1.0, ratios[min(place, len(ratios) - 1)]) if ratios else 1.0
+        return self._factor * self._fit.seconds((1.0, nbytes))

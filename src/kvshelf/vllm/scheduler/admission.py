@@ -1,0 +1,253 @@
+"""Whether a hit is loaded: only where that is expected to be sooner than computing it.
+
+Owns what an engine has learned of the times of its steps and its loads (:mod:`kvshelf.costs`), and
+the comparison. Of a prompt of n tokens of which vLLM has x, the shelf has h. Computing takes
+C(x→n), loading takes a + b (bytes) + C(h→n). The difference is largest for all of the hit or none
+of it, because C grows faster than the bytes. Both also wait for the prompts before the request: a
+load while these are computed, so it costs only what it takes longer.
+
+An admitted load is cut as soon as computing the rest would be sooner: at t seconds since vLLM first
+asked, with s tokens loaded, if t + C(s→h) > (1 + ε) C(x→h). So a first token comes at most ε later,
+and a step, than it would have been computed, whatever the storage does. Of an engine with several
+KV cache groups or states, vLLM can keep no part of a load: it is cut after C(x→h).
+
+The rule that all of a hit or none is best, and that a bound makes it safe, is that of ski rental
+(Karlin, Manasse, Rudolph, Sleator, 1988); ε is small since few admitted loads are slow.
+
+Contracts
+---------
+* Everything is loaded until enough is known. With ``admission: always`` everything is loaded, and
+  nothing is timed.
+* What a hand-over brings is loaded in any case, and never cut.
+* Steps without prompts, and the first ones after a pause, are not learned.
+* While hits are refused, some of their chunks are read, which no request waits for, one hit at a
+  time and for a fiftieth of the time: a storage that has become fast is noticed.
+* Runs on the engine's step thread.
+
+When this part fails, hits are loaded as before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from itertools import islice
+from typing import Any, Final, NamedTuple
+
+from kvshelf.costs import LoadCosts, PrefillCosts
+from kvshelf.format.kinds import Kind
+from kvshelf.vllm.metadata import PrefetchOp, StepMetadata, WorkerMetadata
+from kvshelf.vllm.scheduler.requests import RequestState
+from kvshelf.vllm.scheduler.shared import Shared, SharingPart
+from kvshelf.vllm.scheduler.steps import scheduled
+
+#: Share of the time of computing a hit by which its load may delay the first token.
+_MOST_DELAY: Final = 0.25
+#: Loads and steps after which their times count as known.
+_LEAST_LOADS: Final = 8
+_LEAST_STEPS: Final = 16
+#: Seconds without a step after which the next one is not timed.
+_PAUSE_SECONDS: Final = 0.05
+#: Most chunks of a refused hit that are read to learn how long that takes.
+_MOST_EXPLORED: Final = 8
+#: Share of the time in which such reads run.
+_EXPLORED_SHARE: Final = 0.02
+#: Seconds after which a read of which nothing is heard no longer keeps others from starting.
+_LONGEST_EXPLORED: Final = 30.0
+#: The id under which workers report such a read: no request has it.
+EXPLORED: Final = ""
+
+
+class _Step(NamedTuple):
+    """A step that is timed: its prompts' tokens, its decodes, and when it was planned."""
+
+    parts: list[tuple[int, int]]
+    decodes: int
+    began: float
+
+
+class Admission(SharingPart):
+    """What one engine has learned, and what it admits.
+
+    Parameters
+    ----------
+    shared : Shared
+
+    Attributes
+    ----------
+    clock : Callable
+        Seconds.
+    """
+
+    failure = "a step is not timed"
+
+    def __init__(self, shared: Shared) -> None:
+        super().__init__(shared)
+        self.clock: Callable[[], float] = time.monotonic
+        self._always = self._config.admission == "always"
+        scheduler = self._engine.vllm_config.scheduler_config
+        self._prefill = PrefillCosts(int(scheduler.max_num_batched_tokens))
+        self._load = LoadCosts()
+        #: A step that computes more tokens of a request computes its prompt.
+        speculative = self._engine.vllm_config.speculative_config
+        self._most_decoded = 1 + int(getattr(speculative, "num_speculative_tokens", 0) or 0)
+        self._timed: OrderedDict[int, _Step] = OrderedDict()
+        #: The step in which :meth:`_seconds_before` was computed last, and its answer.
+        self._before = -1, 0.0
+        #: When the last step ended that computed anything, and whether the last one did.
+        self._ended = self._computed = 0.0
+        #: Bytes of each load that runs with those that ran when it began, and of it alone.
+        self._loading: dict[str, tuple[int, int]] = {}
+        #: Chunks to read, and when that may begin next.
+        self._to_explore: PrefetchOp | None = None
+        self._explores_from = 0.0
+
+    # ------------------------------------------------------------- what is decided
+
+    @property
+    def _known(self) -> bool:
+        return self._load.count >= _LEAST_LOADS and self._prefill.count >= _LEAST_STEPS
+
+    def _is_free(self, state: RequestState) -> bool:
+        """Whether everything that is found is loaded for a request."""
+        handed_over = state.awaited is not None and state.awaited.hit_tokens > 0
+        return self._always or handed_over
+
+    def expected(self, start: int, end: int) -> float:
+        """Return the seconds that computing tokens ``[start, end)`` of a prompt is to take."""
+        return self._prefill.seconds(start, end)
+
+    def admits(self, state: RequestState, start: int, end: int) -> bool:
+        """Whether tokens ``[start, end)`` of a request are to be loaded."""
+        if self._is_free(state):
+            return True
+        if end - start < self._config.min_load_tokens:
+            return False
+        if not self._known:
+            return True
+        tokens, nbytes = state.request.num_tokens, self._bytes(start, end)
+        in_flight = sum(own for _, own in self._loading.values())
+        waits = self._seconds_before()
+        load = self._load.seconds(nbytes + in_flight)
+        seconds = self._prefill.seconds
+        computed = waits + seconds(start, tokens)
+        loaded = max(waits, load) + seconds(end, tokens)
+        first = self._load.seconds(in_flight + nbytes * min(1.0, self._size / (end - start)))
+        admitted = loaded < computed and first < waits + _MOST_DELAY * seconds(start, end)
+        if not admitted:
+            self._explore(state, start, end)
+        return admitted
+
+    def patience(self, state: RequestState, start: int, end: int) -> tuple[float, ...]:
+        """Return when a load is cut, see :meth:`kvshelf.transfer.transfers.Transfers.load`."""
+        if self._is_free(state) or not self._known:
+            return ()
+        seconds = self._prefill.seconds
+        passed = 0.0 if state.asked is None else self.clock() - state.asked
+        before, whole = self._seconds_before() - passed, seconds(start, end)
+        if self._groups.hybrid:
+            return (before + whole,)
+        size, first = self._size, start // self._size
+        return tuple(
+            before + (1 + _MOST_DELAY) * whole - seconds(max(start, chunk * size), end)
+            for chunk in range(first, -(-end // size))
+        )
+
+    def _seconds_before(self) -> float:
+        """Return how long the prompts take that are being computed, which others wait for."""
+        if self._before[0] != self._steps.count:
+            parts = [
+                (one.request.num_computed_tokens, one.request.num_prompt_tokens)
+                for one in self._requests.values()
+                if not one.loading
+            ]
+            seconds = sum(
+                self._prefill.seconds(start, end) for start, end in parts if 0 < start < end
+            )
+            self._before = self._steps.count, seconds
+        return self._before[1]
+
+    def _bytes(self, start: int, end: int) -> int:
+        """Return the bytes of what a load of tokens ``[start, end)`` reads, of all ranks."""
+        return sum(
+            len(indices) * sum(map(fmt.object_size, range(fmt.shards)))
+            for kind, indices in self._hits.ranges(start, end).items()
+            for fmt in (self._opening.views[kind].fmt,)
+        )
+
+    # ------------------------------------------------------------- what is learned
+
+    def loading(self, state: RequestState, start: int, end: int) -> None:
+        """Note that a load begins."""
+        if self._always:
+            return
+        own = self._bytes(start, end)
+        others = sum(nbytes for _, nbytes in self._loading.values())
+        self._loading[state.id] = own + others, own
+
+    def plan(self, output: Any, meta: StepMetadata) -> None:
+        """Time a step that computes prompts, unless it is the first one after a pause."""
+        if self._always:
+            return
+        now, paused = self.clock(), self.clock() - self._computed > _PAUSE_SECONDS
+        if not output.total_num_scheduled_tokens:
+            self._computed = 0.0
+            return
+        self._computed = now
+        counts = output.num_scheduled_tokens
+        if paused or max(counts.values()) <= self._most_decoded:
+            return
+        most = self._most_decoded
+        parts = [(start, end) for _, start, end in scheduled(output) if end - start > most]
+        meta.timed_step = self._steps.count
+        self._timed[self._steps.count] = _Step(parts, len(counts) - len(parts), now)
+        while len(self._timed) > self._steps.in_flight + 1:
+            self._timed.popitem(last=False)
+
+    def hand_out(self, meta: StepMetadata) -> None:
+        """Have chunks of a refused hit read."""
+        meta.explored, self._to_explore = self._to_explore, None
+
+    def take_report(self, meta: WorkerMetadata) -> None:
+        """Learn how long steps and loads took."""
+        now = self.clock()
+        for number in set(meta.timed_steps.values()):
+            step = self._timed.pop(number, None)
+            if step is not None:
+                # A step may be planned before the one before it has ended.
+                taken = now - max(step.began, self._ended)
+                self._prefill.learn(step.parts, step.decodes, taken)
+        self._ended = self._computed = now
+        for request_id, taken in meta.load_seconds.items():
+            self._learn_load(request_id, taken)
+
+    def _learn_load(self, request_id: str, taken: float) -> None:
+        loading = self._loading.pop(request_id, None)
+        if loading is None:
+            return
+        nbytes, _ = loading
+        self._load.learn(nbytes, taken)
+        if request_id == EXPLORED:
+            self._explores_from = self.clock() + taken / _EXPLORED_SHARE
+
+    def _explore(self, state: RequestState, start: int, end: int) -> None:
+        """Let chunks of a refused hit be read, unless that was done lately."""
+        now, lookup = self.clock(), state.lookup
+        if now < self._explores_from or lookup is None or lookup.chain is None:
+            return
+        ranges = self._hits.ranges(start, end)
+        kind: Kind = max(ranges, key=lambda one: len(ranges[one]))
+        chosen = ranges[kind][:_MOST_EXPLORED]
+        chunks = list(islice(lookup.chain.chunks, chosen.start, chosen.stop))
+        if not chunks or chunks[-1].tail:
+            return
+        fmt = self._opening.views[kind].fmt
+        nbytes = len(chunks) * sum(map(fmt.object_size, range(fmt.shards)))
+        self._loading[EXPLORED] = nbytes, 0
+        self._to_explore = PrefetchOp(EXPLORED, chunks, kind)
+        self._explores_from = now + _LONGEST_EXPLORED
+
+    def finished(self, state: RequestState) -> None:
+        """Forget the load of a request that has ended."""
+        self._loading.pop(state.id, None)

@@ -1,0 +1,107 @@
+"""What computing and loading cost is learned from times that are as uneven as real ones."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvshelf.costs import Fit, LoadCosts, PrefillCosts
+
+LINEAR, ATTENTION, DECODE, STEP = 3e-4, 6e-8, 2e-3, 4e-3
+LENGTHS = [512, 1024, 2048, 8192]
+
+
+def step_seconds(start: int, end: int, decodes: int) -> float:
+    attended = (end * end - start * start) / 2
+    return LINEAR * (end - start) + ATTENTION * attended + DECODE * decodes + STEP
+
+
+def taught(chance: random.Random, steps: int, *, outliers: float = 0.0) -> PrefillCosts:
+    costs = PrefillCosts(2048)
+    for _ in range(steps):
+        start = chance.randrange(0, 6145, 512)
+        end = start + chance.randrange(64, 2049)
+        decodes = chance.randrange(8)
+        seconds = step_seconds(start, end, decodes) * chance.uniform(0.95, 1.1)
+        costs.learn([(start, end)], decodes, seconds * (10 if chance.random() < outliers else 1))
+    return costs
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("outliers", [0.0, 0.03])
+def test_sixteen_steps_say_what_prompts_take(length: int, outliers: float) -> None:
+    for seed in range(10):
+        costs = taught(random.Random(seed), 16, outliers=outliers)
+        assert costs.count == 16
+        assert costs.seconds(0, length) == pytest.approx(step_seconds(0, length, 0), rel=0.2)
+
+
+def test_tokens_behind_others_cost_more() -> None:
+    costs = taught(random.Random(1), 40)
+    assert costs.seconds(6144, 8192) > 1.2 * costs.seconds(0, 2048)
+    parts = costs.seconds(0, 4000) + costs.seconds(4000, 8000)
+    assert parts == pytest.approx(costs.seconds(0, 8000))
+    assert costs.seconds(100, 100) == 0
+
+
+def test_an_engine_that_becomes_slower_is_followed() -> None:
+    costs, chance = taught(random.Random(2), 100), random.Random(3)
+    before = costs.seconds(0, 2048)
+    for _ in range(100):
+        end = chance.randrange(64, 2049)
+        costs.learn([(0, end)], 0, 3 * step_seconds(0, end, 0))
+    assert costs.seconds(0, 2048) == pytest.approx(3 * before, rel=0.2)
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 1e9), st.floats(0, 1e9), st.floats(0, 1e4)), min_size=1, max_size=40
+    )
+)
+def test_more_work_is_never_cheaper(learned: list[tuple[float, float, float]]) -> None:
+    fit = Fit((1e3, 1e6))
+    for first, second, seconds in learned:
+        fit.learn((first, second), seconds)
+    assert 0 <= fit.seconds((1.0, 1.0)) <= fit.seconds((2.0, 1.0)) <= fit.seconds((2.0, 2.0))
+
+
+def load_seconds(nbytes: float) -> float:
+    return 0.004 + nbytes / 2e9
+
+
+def test_loads_are_expected_to_take_longer_than_most_took() -> None:
+    chance, costs = random.Random(4), LoadCosts()
+    for _ in range(64):
+        nbytes = chance.choice([12e6, 50e6, 100e6])
+        costs.learn(nbytes, load_seconds(nbytes) * chance.uniform(0.9, 1.5))
+    for nbytes in (12e6, 50e6, 100e6):
+        assert 1.2 <= costs.seconds(nbytes) / load_seconds(nbytes) <= 1.6
+
+
+def test_one_late_load_changes_little_and_four_say_that_a_storage_is_slow() -> None:
+    costs = LoadCosts()
+    for _ in range(32):
+        costs.learn(50e6, load_seconds(50e6))
+    usual = costs.seconds(50e6)
+    costs.learn(50e6, 25.0)
+    assert costs.seconds(50e6) == pytest.approx(usual, rel=0.1)
+    for _ in range(3):
+        costs.learn(50e6, 25.0)
+    assert costs.seconds(50e6) == pytest.approx(25.0, rel=0.1)
+
+
+def test_a_storage_that_becomes_fast_again_is_believed_after_as_many_loads() -> None:
+    costs = LoadCosts()
+    for _ in range(32):
+        costs.learn(50e6, 25.0)
+    for _ in range(14):
+        costs.learn(50e6, load_seconds(50e6))
+    assert costs.seconds(50e6) == pytest.approx(load_seconds(50e6), rel=0.2)
+
+
+def test_nothing_is_known_of_a_storage_that_was_never_read() -> None:
+    assert LoadCosts().seconds(1e9) == 0
+    assert LoadCosts().count == 0

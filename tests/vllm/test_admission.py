@@ -1,0 +1,249 @@
+"""Which hits are loaded, by the times that an engine's steps and loads have taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvshelf.history import Event, Reason
+from kvshelf.vllm.handover import Handover
+from kvshelf.vllm.metadata import LoadOp
+from tests.support.clocks import Clock
+from tests.support.prompts import prompt
+from tests.vllm.replay import Request
+from tests.vllm.rig import CHUNK, Notes, Side
+
+#: Seconds that computing a token takes.
+TOKEN = 0.01
+
+
+class Engine:
+    """A scheduler side whose steps and loads take as long as a test says."""
+
+    def __init__(self, root: Path, **options: Any) -> None:
+        self.notes = Notes()
+        self.side = Side(root, history=self.notes, **{"admission": "auto", **options})
+        self.clock = self.side.side.admission.clock = Clock(1e6)
+        self.count = 0
+
+    def compute(self, tokens: int = 64, seconds: float | None = None) -> None:
+        """Compute a prompt that is not on the shelf in one step."""
+        self.count += 1
+        name = f"computed {self.count}"
+        self.side.side.new_request(Request(name, prompt(tokens, 100_000 + self.count)))
+        meta = self.side.step({name: (0, tokens)}, new=(name,))
+        self.clock.now += TOKEN * tokens if seconds is None else seconds
+        self.side.report(timed_steps={0: meta.timed_step} if meta.timed_step else {})
+        self.side.side.finished(name)
+
+    def request(self, tokens: int, **options: Any) -> Request:
+        """A prompt of which all but the last token is on the shelf."""
+        self.count += 1
+        request = Request(f"r{self.count}", prompt(tokens, self.count), **options)
+        self.side.put(request.prompt_token_ids)
+        return request
+
+    def load(self, tokens: int, seconds: float) -> LoadOp:
+        """Load a prompt in so many seconds."""
+        request = self.request(tokens)
+        found, _ = self.side.ask(request)
+        assert found == (tokens - 1) // CHUNK * CHUNK
+        self.side.load(request, found)
+        (op,) = self.side.step().loads
+        self.end(request.request_id, seconds)
+        return op
+
+    def end(self, name: str, seconds: float) -> None:
+        self.clock.now += seconds
+        self.side.side.loads_done({name})
+        self.side.report(load_seconds={name: seconds})
+        self.side.side.finished(name)
+
+    def learn(self, load_seconds: float) -> None:
+        """Learn what prompts take, and that loads take so long whatever their size."""
+        for _ in range(18):
+            self.compute()
+        for _ in range(8):
+            self.load(65, load_seconds)
+
+    def counted(self, name: str) -> float:
+        return self.side.side.counters.snapshot().get(name, 0)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "shelf"
+
+
+@pytest.fixture
+def engine(root: Path) -> Iterator[Engine]:
+    engine = Engine(root)
+    yield engine
+    engine.side.close()
+
+
+def test_everything_is_loaded_until_times_are_known(engine: Engine) -> None:
+    for _ in range(7):
+        assert engine.load(65, 60.0).patience == ()
+    for _ in range(18):
+        engine.compute()
+    assert engine.load(65, 60.0).patience == ()
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.5, 0.8, 5.0])
+def test_a_hit_is_loaded_only_where_computing_takes_longer(engine: Engine, seconds: float) -> None:
+    engine.learn(seconds)
+    found, _ = engine.side.ask(engine.request(65))
+    # Computing it takes 0.64 s; its first chunk must not be later than a quarter of that.
+    assert found == (64 if seconds == 0.1 else 0)
+
+
+def test_long_hits_are_loaded_from_a_storage_that_is_too_slow_for_short_ones(
+    engine: Engine,
+) -> None:
+    engine.learn(0.2)
+    assert engine.side.ask(engine.request(33))[0] == 0
+    assert engine.side.ask(engine.request(201))[0] == 200
+
+
+def test_a_refused_hit_is_counted_once_and_noted(engine: Engine) -> None:
+    engine.learn(5.0)
+    request = engine.request(65)
+    for _ in range(3):
+        assert engine.side.ask(request) == (0, False)
+    assert engine.counted("refused_hits") == 1
+    assert engine.counted("refused_tokens") == 64
+    assert engine.counted("hit_tokens") == 9 * 64
+    engine.side.side.finished(request.request_id)
+    noted = [(event, reason) for event, _, _, reason in engine.notes.events]
+    assert (Event.NOT_LOADED, Reason.SLOWER) in noted
+
+
+def test_always_loads_everything_and_cuts_nothing(root: Path) -> None:
+    engine = Engine(root, admission="always", min_load_tokens=1000)
+    engine.learn(5.0)
+    assert engine.load(65, 5.0).patience == ()
+    engine.side.close()
+
+
+def test_short_hits_are_computed_below_a_floor(root: Path) -> None:
+    engine = Engine(root, min_load_tokens=64)
+    assert engine.side.ask(engine.request(64))[0] == 0
+    assert engine.side.ask(engine.request(65))[0] == 64
+    assert engine.counted("refused_hits") == 1
+    engine.side.close()
+
+
+def test_a_load_is_cut_when_computing_the_rest_is_sooner(engine: Engine) -> None:
+    engine.learn(0.1)
+    request = engine.request(65)
+    assert engine.side.ask(request)[0] == 64
+    engine.clock.now += 0.05
+    engine.side.load(request, 64)
+    (op,) = engine.side.step().loads
+    whole = TOKEN * 64
+    # Of eight chunks, with so many of them there.
+    expected = [1.25 * whole - TOKEN * (64 - 8 * chunks) - 0.05 for chunks in range(8)]
+    assert op.patience == pytest.approx(expected, rel=0.05)
+
+
+def test_a_load_costs_nothing_while_other_prompts_are_computed(engine: Engine) -> None:
+    engine.learn(0.5)
+    assert engine.side.ask(engine.request(65))[0] == 0
+    other = Request("other", prompt(500, 77))
+    engine.side.side.new_request(other)
+    engine.side.step({"other": (0, 64)}, new=("other",))
+    other.num_computed_tokens = 64
+    request = engine.request(65)
+    assert engine.side.ask(request)[0] == 64
+    engine.side.load(request, 64)
+    (op,) = engine.side.step().loads
+    assert op.patience[0] == pytest.approx(TOKEN * (436 + 16), rel=0.05)
+
+
+def test_what_is_handed_over_is_always_loaded(engine: Engine) -> None:
+    engine.learn(5.0)
+    tokens = prompt(65, 500)
+    chunks = engine.side.chunks(tokens)
+    params = Handover(engine.side.fmt.namespace.digest, 64, chunks[7].key, 0, "0" * 32).params()
+    request = Request("handed over", tokens, kv_transfer_params=params)
+    engine.side.put(tokens)
+    assert engine.side.ask(request) == (64, True)
+    engine.side.load(request, 64)
+    (op,) = engine.side.step().loads
+    assert op.patience == ()
+
+
+# ------------------------------------------------------------------------- exploration
+
+
+def refused(engine: Engine) -> Any:
+    """Refuse a hit; return what the next step has workers read."""
+    assert engine.side.ask(engine.request(65))[0] == 0
+    return engine.side.step().explored
+
+
+def test_refused_hits_are_read_one_at_a_time_and_seldom(engine: Engine) -> None:
+    engine.learn(5.0)
+    explored = refused(engine)
+    assert [chunk.index for chunk in explored.chunks] == list(range(8))
+    assert refused(engine) is None
+    engine.clock.now += 2.0
+    engine.side.report(load_seconds={"": 2.0})
+    engine.clock.now += 97.0
+    assert refused(engine) is None
+    engine.clock.now += 4.0
+    assert refused(engine) is not None
+    # A read of which nothing is heard, as after an error.
+    engine.clock.now += 31.0
+    assert refused(engine) is not None
+
+
+def test_a_storage_that_has_become_fast_is_used_again(engine: Engine) -> None:
+    engine.learn(5.0)
+    for _ in range(40):
+        found, _ = engine.side.ask(engine.request(65))
+        if found:
+            break
+        if engine.side.step().explored is not None:
+            engine.side.report(load_seconds={"": 0.01})
+        engine.clock.now += 0.5
+    assert found == 64
+
+
+# ------------------------------------------------------------------------- what is timed
+
+
+def test_steps_without_prompts_and_after_a_pause_are_not_timed(engine: Engine) -> None:
+    def timed(scheduled: dict[str, tuple[int, int]]) -> bool:
+        return engine.side.step(scheduled).timed_step > 0
+
+    engine.side.side.new_request(Request("r", prompt(200)))
+    assert not timed({"r": (0, 64)})
+    assert timed({"r": (64, 64)})
+    assert not timed({"r": (128, 1)})
+    engine.clock.now += 1.0
+    assert not timed({"r": (129, 64)})
+    assert timed({"r": (193, 7)})
+    assert not timed({})
+    assert not timed({"r": (193, 7)})
+
+
+def test_steps_that_overlap_are_timed_from_the_end_of_the_one_before(engine: Engine) -> None:
+    """With asynchronous scheduling a step is planned while the one before it runs."""
+    engine.learn(0.1)
+    names = [f"n{number}" for number in range(40)]
+    for name in names:
+        engine.side.side.new_request(Request(name, prompt(64, hash(name) % 10_000)))
+    numbers: list[int] = []
+    for name in names:
+        numbers.append(engine.side.step({name: (0, 64)}, new=(name,)).timed_step)
+        if len(numbers) > 1:
+            engine.clock.now += TOKEN * 64
+            engine.side.report(timed_steps={0: numbers.pop(0)})
+    assert engine.side.side.admission.expected(0, 64) == pytest.approx(TOKEN * 64, rel=0.1)
