@@ -384,6 +384,12 @@ class SimulatedEngine:
         # The workers' part of the namespace to the scheduler and back.
         self.step([])
         self.step([])
+        # Some never have one.
+        known = time.monotonic() + 2.0
+        while self.worker.model.registration.namespace is None and time.monotonic() < known:
+            if self.scheduler.disabled or self.worker.model.registration.disabled_reason:
+                break
+            self.step([])
 
     @property
     def block_tokens(self) -> int:
