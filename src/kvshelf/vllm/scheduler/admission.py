@@ -95,7 +95,8 @@ class Admission(SharingPart):
         self._timed: OrderedDict[int, _Step] = OrderedDict()
         #: The step in which :meth:`_seconds_before` was computed last, and its answer.
         self._before = -1, 0.0
-        #: When the last step ended that computed anything, and whether the last one did.
+        #: When workers last reported a step, and when the engine last computed: 0 after a step
+        #: that computed nothing.
         self._ended = self._computed = 0.0
         #: Bytes of each load that runs with those that ran when it began, and of it alone.
         self._loading: dict[str, tuple[int, int]] = {}
@@ -128,9 +129,8 @@ class Admission(SharingPart):
             return True
         tokens, nbytes = state.request.num_tokens, self._bytes(start, end)
         in_flight = sum(own for _, own in self._loading.values())
-        waits = self._seconds_before()
+        waits, seconds = self._seconds_before(), self.expected
         load = self._load.seconds(nbytes + in_flight)
-        seconds = self._prefill.seconds
         computed = waits + seconds(start, tokens)
         loaded = max(waits, load) + seconds(end, tokens)
         first = self._load.seconds(in_flight + nbytes * min(1.0, self._size / (end - start)))
@@ -143,7 +143,7 @@ class Admission(SharingPart):
         """Return when a load is cut, see :meth:`kvshelf.transfer.transfers.Transfers.load`."""
         if self._is_free(state) or not self._known:
             return ()
-        seconds = self._prefill.seconds
+        seconds = self.expected
         passed = 0.0 if state.asked is None else self.clock() - state.asked
         before, whole = self._seconds_before() - passed, seconds(start, end)
         if self._groups.hybrid:
@@ -162,19 +162,19 @@ class Admission(SharingPart):
                 for one in self._requests.values()
                 if not one.loading
             ]
-            seconds = sum(
-                self._prefill.seconds(start, end) for start, end in parts if 0 < start < end
-            )
+            seconds = sum(self.expected(start, end) for start, end in parts if 0 < start < end)
             self._before = self._steps.count, seconds
         return self._before[1]
 
     def _bytes(self, start: int, end: int) -> int:
         """Return the bytes of what a load of tokens ``[start, end)`` reads, of all ranks."""
-        return sum(
-            len(indices) * sum(map(fmt.object_size, range(fmt.shards)))
-            for kind, indices in self._hits.ranges(start, end).items()
-            for fmt in (self._opening.views[kind].fmt,)
-        )
+        ranges = self._hits.ranges(start, end)
+        return sum(len(chunks) * self._chunk_bytes(kind) for kind, chunks in ranges.items())
+
+    def _chunk_bytes(self, kind: Kind) -> int:
+        """Return the bytes of a kind of a chunk, of all ranks."""
+        fmt = self._opening.views[kind].fmt
+        return sum(map(fmt.object_size, range(fmt.shards)))
 
     # ------------------------------------------------------------- what is learned
 
@@ -190,7 +190,8 @@ class Admission(SharingPart):
         """Time a step that computes prompts, unless it is the first one after a pause."""
         if self._always:
             return
-        now, paused = self.clock(), self.clock() - self._computed > _PAUSE_SECONDS
+        now = self.clock()
+        paused = now - self._computed > _PAUSE_SECONDS
         if not output.total_num_scheduled_tokens:
             self._computed = 0.0
             return
@@ -218,7 +219,9 @@ class Admission(SharingPart):
                 # A step may be planned before the one before it has ended.
                 taken = now - max(step.began, self._ended)
                 self._prefill.learn(step.parts, step.decodes, taken)
-        self._ended = self._computed = now
+        self._ended = now
+        if self._computed:
+            self._computed = now
         for request_id, taken in meta.load_seconds.items():
             self._learn_load(request_id, taken)
 
@@ -242,9 +245,7 @@ class Admission(SharingPart):
         chunks = list(islice(lookup.chain.chunks, chosen.start, chosen.stop))
         if not chunks or chunks[-1].tail:
             return
-        fmt = self._opening.views[kind].fmt
-        nbytes = len(chunks) * sum(map(fmt.object_size, range(fmt.shards)))
-        self._loading[EXPLORED] = nbytes, 0
+        self._loading[EXPLORED] = len(chunks) * self._chunk_bytes(kind), 0
         self._to_explore = PrefetchOp(EXPLORED, chunks, kind)
         self._explores_from = now + _LONGEST_EXPLORED
 
