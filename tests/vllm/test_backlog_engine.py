@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from tests.support.engines import NEAR_TIE, assert_same
 from tests.support.fleet import Engines, MakePrompt, Reference
 from tests.support.waiting import until
@@ -12,14 +14,21 @@ def test_prompts_that_wait_share_the_document_that_the_first_stored(
     engines: Engines, shelf: ShelfFiles, reference: Reference, prompt: MakePrompt
 ) -> None:
     document = prompt(600)
-    prompts = [[*document, *prompt(20)] for _ in range(20)]
+    prompts = [[*document, *prompt(20)] for _ in range(8)]
     with engines.on_shelf(
         "backlog", shelf.root, max_num_seqs=1, enable_prefix_caching=False
     ) as engine:
         # Until an engine knows its namespace it stores nothing.
-        until(lambda: bool(engine.generate(prompt(300)) and shelf.objects()), "a stored chunk")
-        answers = engine.generate_all(prompts, max_tokens=16)
-    # On an idle machine all but the first: the others begin when its chunks are published. What was
-    # looked up at arrival would be found by none.
-    assert sum(answer.cached_tokens == 512 for answer in answers) >= 4
+        warm_up = prompt(300)
+        until(lambda: bool(engine.generate(warm_up) and shelf.objects()), "a stored chunk")
+        # The others are looked up at arrival, find nothing, and wait until the first has ended.
+        first = engine.submit(document, max_tokens=3400)
+        requests = [engine.submit(waiting, max_tokens=16) for waiting in prompts]
+        shelf.wait_stored(document)
+        # An answer is renewed when it is older than a second.
+        time.sleep(1.2)
+        first.abort()
+        answers = [request.result() for request in requests]
+        assert first.result().finish_reason == "abort"
+    assert [answer.cached_tokens for answer in answers] == [512] * len(prompts)
     assert_same(answers[-1], reference(prompts[-1], max_tokens=16), NEAR_TIE)
