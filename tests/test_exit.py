@@ -11,13 +11,15 @@ import pytest
 #: What a storage that never answers is asked, in system calls that never return.
 PROGRAM = """
 import os, sys, threading, time
+from dataclasses import replace
 import torch
 from kvshelf import ChunkCache, ModelFacts, Shelf
 from kvshelf.backends import Deadlines, open_backend
 from kvshelf.backends.wrappers import WrappedBackend
 
 root, operation, end = sys.argv[1:]
-soon = Deadlines(probe=0.3, read=0.3, write=0.3)
+patient = Deadlines(probe=60.0, read=60.0, write=60.0)
+deadline = {"stat": "probe", "folders": "read", "open": "read", "write": "write"}[operation]
 os.mkfifo(root + ".fifo")
 frozen = threading.Event()
 waiting = []
@@ -48,7 +50,7 @@ class Frozen(WrappedBackend):
 
 
 facts = ModelFacts(layers=2, kv_heads=2, head_size=16, weights="test", dtype="bfloat16")
-shelf = Shelf(Frozen(open_backend(root)), deadlines=soon)
+shelf = Shelf(Frozen(open_backend(root)), deadlines=patient)
 cache = ChunkCache(shelf, facts.namespace(chunk_size=8), staging_bytes=1 << 20, drain_s=0.5)
 kv = torch.ones(2, 2, 24, 32, dtype=torch.bfloat16)
 tokens = list(range(24))
@@ -57,6 +59,7 @@ assert cache.lookup(tokens) == 24
 if operation == "folders":
     for view in shelf._views.values():
         view._folders_until = 0.0
+shelf.backend.deadlines = replace(patient, **{deadline: 0.3})
 frozen.set()
 if operation == "write":
     handle = cache.submit_store(tokens[::-1], kv=kv)
@@ -64,6 +67,9 @@ else:
     handle = cache.submit_retrieve(tokens, kv=kv)
 # The storage does not answer before the process ends.
 found = handle.result(60)
+end_at = time.monotonic() + 60
+while not waiting and time.monotonic() < end_at:
+    time.sleep(0.01)
 print(found.failed if operation == "write" else int(found.sum()), len(waiting) > 0, flush=True)
 if end == "close":
     cache.close()

@@ -38,7 +38,7 @@ from tests.adapters.test_adapters import (
 )
 from tests.native.fake_cudart import FakeCudart, fake_cudart
 from tests.native.simulated_device import SimulatedStreams
-from tests.server.serve_process import ServeProcess
+from tests.server.serve_process import PATIENT, ServeProcess
 from tests.support.prompts import prompt
 from tests.support.waiting import until
 
@@ -54,7 +54,7 @@ def shelf(tmp_path: Path) -> Path:
 @pytest.fixture
 def node(tmp_path: Path, shelf: Path) -> Iterator[ServeProcess]:
     socket = tmp_path / "sockets" / "node.sock"
-    with ServeProcess(shelf, socket, KVSHELF_CHUNK_SIZE=str(CHUNK)) as node:
+    with ServeProcess(shelf, socket, KVSHELF_CHUNK_SIZE=str(CHUNK), **PATIENT) as node:
         yield node
 
 

@@ -147,7 +147,7 @@ def backend(hostile: Hostile) -> Iterator[Backend]:
 
 
 @pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def soon(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3_module, "_ROWS_SECONDS", 0.5)
     monkeypatch.setattr(s3_module, "_FOLDERS_SECONDS", 0.5)
     monkeypatch.setattr(generic_module, "_FOLDERS_SECONDS", 0.5)

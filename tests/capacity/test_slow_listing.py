@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from kvshelf.backends import Deadlines
 from kvshelf.capacity.sweeper import Sweeper
 from kvshelf.config import CapacityConfig
 from kvshelf.format.keys import Chunk
@@ -16,7 +15,7 @@ from tests.faults.faultfs import FaultMount, mounted
 from tests.support.prompts import make_chunks
 from tests.support.storages import posix
 from tests.support.transfers import Rig
-from tests.support.waiting import until
+from tests.support.waiting import PATIENT, until
 
 #: Folders with objects: nothing but a sweep lists them.
 FAN_OUT = "*/_/??"
@@ -30,7 +29,7 @@ def mount(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultMount]:
 
 @pytest.fixture
 def rig(mount: FaultMount, request: pytest.FixtureRequest) -> Iterator[Rig]:
-    rig = Rig(posix(mount.path / request.node.name), deadlines=Deadlines(1.0, 1.0, 1.0))
+    rig = Rig(posix(mount.path / request.node.name), deadlines=PATIENT)
     with closing(rig):
         yield rig
         mount.clear()

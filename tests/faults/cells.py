@@ -44,7 +44,7 @@ from tests.support.prompts import prompt as random_tokens
 from tests.support.servers import BUCKET, S3Server
 from tests.support.storages import CountingBackend, Fault, FaultyBackend
 from tests.support.transfers import Rig
-from tests.support.waiting import until
+from tests.support.waiting import LONG, until
 
 MOMENTS: Final = ("probe", "read", "write", "publish", "list", "delete")
 BUCKETS: Final = ("s3 by obstore", "s3 by s3fs")
@@ -55,7 +55,7 @@ DEADLINE: Final = 0.25
 #: A wait that takes longer has no end.
 LIMIT: Final = 60.0
 #: How long a storage that is well again may take to be used again.
-RECOVERY: Final = 15.0
+RECOVERY: Final = LONG
 #: Waits for an engine to use a storage that is well again.
 eventually: Final = partial(until, what="use of the storage without a restart", seconds=RECOVERY)
 #: Seconds for which failed keys and refused stores are left alone.
@@ -409,6 +409,11 @@ class EngineStandIn:
         self._turn = 0
         self._requests = 0
         self._last: dict[int, ChunkSlots] = {}
+
+    def be_patient(self) -> None:
+        """Take nothing for late from now on: the storage is well, and machines are busy."""
+        self.patience = self.deadline = LIMIT
+        self.rig.guard.deadlines = Deadlines(LIMIT, LIMIT, LIMIT)
 
     def _start_lookups(self) -> LookupService:
         return LookupService(

@@ -37,7 +37,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-_START_SECONDS: Final = 20.0
+_START_SECONDS: Final = 60.0
 
 
 @dataclasses.dataclass

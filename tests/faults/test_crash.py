@@ -58,7 +58,7 @@ def forks() -> Iterator[Kill]:
         return codes
 
     yield order
-    process.communicate(timeout=10)
+    process.communicate(timeout=60)
 
 
 @pytest.fixture

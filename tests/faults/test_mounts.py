@@ -14,7 +14,6 @@ from kvshelf.errors import UnavailableStorageError
 from tests.faults.cells import (
     COVERED,
     DEADLINE,
-    LIMIT,
     STALE_FOLDER,
     UNMOUNTED,
     EngineStandIn,
@@ -52,7 +51,7 @@ def check_that_nothing_is_stored(engine: EngineStandIn, place: Path) -> None:
         return not guard.reads.is_closed
 
     eventually(rests)
-    engine.patience = LIMIT
+    engine.be_patient()
 
 
 @pytest.mark.parametrize("create", [True, False])
@@ -128,7 +127,7 @@ def test_folders_that_are_stale_while_the_mount_works(
                 list(storage.backend.list())
         assert storage.met()
         storage.heal()
-        engine.patience = LIMIT
+        engine.be_patient()
         eventually(loads_all(engine, known, new))
         engine.check_blocks()
     assert list(bad_objects(storage.plain, FMT, [known, new])) == []

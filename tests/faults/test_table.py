@@ -182,9 +182,16 @@ def test_cell(
         for call in (lambda: list(shelf.objects()), lambda: shelf.delete(doomed)):
             result = within(DEADLINE, call, threads)
             assert not isinstance(result, BaseException) or isinstance(result, KVShelfError)
-        met = storage.met()
-        assert met, "the fault was never met"
-        record_property("met", met)
+
+        def is_met() -> bool:
+            if not storage.met():
+                # On a busy machine nothing got so far before it was given up.
+                for prompt in (known, new, victim):
+                    engine.answer(prompt)
+            return storage.met() > 0
+
+        until(is_met, "the fault is met")
+        record_property("met", storage.met())
         engine.check_blocks()
         if backend in BUCKETS:
             check_report(fault, moment, engine, caplog)
@@ -193,7 +200,7 @@ def test_cell(
             assert list(bad_objects(storage.plain, FMT, [known])) == []
 
         storage.heal()
-        engine.patience = LIMIT
+        engine.be_patient()
         for thread in threads:
             # A delete that goes on would delete what is stored again.
             thread.join(RECOVERY)
@@ -351,7 +358,7 @@ def test_frozen(
                 storage.mount.thaw()
             else:
                 storage.mount.revive()
-        engine.patience = LIMIT
+        engine.be_patient()
         eventually(loads_all(engine, known, new))
         engine.check_blocks()
     assert list(bad_objects(storage.plain, FMT, [known, new])) == []

@@ -31,7 +31,7 @@ from tests.support.formats import sealed
 from tests.support.prompts import make_chunks
 from tests.support.storages import CountingBackend, posix
 from tests.support.transfers import Rig
-from tests.support.waiting import AT_ONCE, PATIENCE, SOON, until
+from tests.support.waiting import AT_ONCE, PATIENCE, PATIENT, SOON, until
 
 
 class Machine:
@@ -44,10 +44,10 @@ class Machine:
         self.remote = CountingBackend(posix(folder / "remote"))
         self.tier = DiskTier(self.place, 1 << 30, counters=self.counters, backoff=AT_ONCE)
         assert self.tier.guard is not None
-        self.tier.guard.deadlines = SOON
+        self.tier.guard.deadlines = PATIENT
         self.rig = Rig(
             self.remote,
-            deadlines=SOON,
+            deadlines=PATIENT,
             staging_objects=64,
             in_front=lambda shelf: TieredShelf(shelf, [self.tier]),
         )
@@ -130,6 +130,8 @@ def test_a_disk_that_fails_reads(machine: Machine, caplog: pytest.LogCaptureFixt
 def test_a_disk_that_hangs_keeps_few_loads(machine: Machine) -> None:
     chunks = make_chunks(machine.rig.fmt, 4)
     machine.put(chunks)
+    assert machine.tier.guard is not None
+    machine.tier.guard.deadlines = SOON
     machine.mount.add("open|read", f"{machine.place.name}/*", block=True)
     # Loads that met it are given up in time; after few of them it is not asked any more.
     until(lambda: machine.load(chunks))

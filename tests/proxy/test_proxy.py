@@ -365,6 +365,7 @@ def test_a_prefill_that_takes_too_long_is_given_up(sides: Sides, serve: Serve) -
     behave(sides[0], hangs)
     with serve(prefill_timeout=0.05) as proxy:
         assert proxy.post().content == WHOLE
+    until(lambda: any(engine.asked for engine in sides[0]))
     [engine] = [engine for engine in sides[0] if engine.asked]
     assert engine.saw_close.wait(WAIT)
     assert asked(sides[1]) == [ASKING]
@@ -387,6 +388,7 @@ def test_a_decode_engine_that_is_silent_ends_the_request(sides: Sides, serve: Se
     with serve(timeout=0.05) as proxy:
         answer = proxy.post()
     assert answer.status_code == 504
+    until(lambda: bool(asked(sides[1])))
     assert len(asked(sides[1])) == 1
 
 
@@ -847,10 +849,10 @@ def test_a_broken_promise_ends_the_wait(sides: Sides, shelf: Shelf, serve: Serve
 
 def test_kv_that_does_not_come_is_told(sides: Sides, shelf: Shelf, serve: Serve) -> None:
     of = namespace()
-    with serve(shelf, durable_wait=0.05) as proxy:
+    with serve(shelf, durable_wait=0.05) as proxy, serve(shelf, durable_wait=WAIT) as patient:
 
-        def told() -> str:
-            answer = proxy.post(durable=True)
+        def told(by: Proxy = proxy) -> str:
+            answer = by.post(durable=True)
             assert answer.content == WHOLE
             return answer.headers["kvshelf-durable"]
 
@@ -860,7 +862,7 @@ def test_kv_that_does_not_come_is_told(sides: Sides, shelf: Shelf, serve: Serve)
         behave(sides[0], promise(of, last_chunk(of, 5), 5))
         assert told() == "false"
         publish(shelf, of, last_chunk(of, 5))
-        assert told() == "true"
+        assert told(patient) == "true"
         [name] = [at.name for at in shelf.objects() if at.parsed.tail_tokens and at.parsed.shard]
         shelf.delete(name)
         assert told() == "false"

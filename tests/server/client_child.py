@@ -8,6 +8,7 @@ It reads commands from standard input and answers each by a line:
                    was over) or ``wrong``
 ``slowly``         say ``begun``, copy byte by byte until the next line comes, then as check
 ``release``        give all back; ``released``
+``connected``      wait until it is connected; ``True``, or ``False`` after a minute
 ``store A B``      store the chunks A to B-1; how often each outcome came
 =================  ==========================================================================
 """
@@ -77,6 +78,8 @@ def main(url: str) -> None:
                 leased.release()
             held.clear()
             answer = "released"
+        elif word == "connected":
+            answer = str(client.channel.wait_connected(PATIENCE))
         else:
             outcomes: Counter[str] = Counter()
             for at in span:

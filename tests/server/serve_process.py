@@ -21,6 +21,9 @@ from kvshelf.server.channel import Channel, Leased
 from kvshelf.server.messages import Register, Store, Stored
 from tests.support.waiting import PATIENCE
 
+#: Deadlines of storage that a busy machine keeps; clients take theirs from the server.
+PATIENT = {f"KVSHELF_{name}_DEADLINE_S": "60" for name in ("PROBE", "READ", "WRITE")}
+
 CLIENT = Path(__file__).with_name("client_child.py")
 _ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 

@@ -20,7 +20,7 @@ from kvshelf.server.shelf import open_served
 from kvshelf.shelf.view import ObjectRef, Presence
 from tests.server.client_child import FMT, SIZE
 from tests.server.desk import name_of, put
-from tests.server.serve_process import Client, ClientProcess, ServeProcess, command
+from tests.server.serve_process import PATIENT, Client, ClientProcess, ServeProcess, command
 from tests.support.formats import make_format, sealed
 from tests.support.prompts import make_chunks
 from tests.support.servers import BUCKET, moto_s3
@@ -48,7 +48,7 @@ def shelf(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(tmp_path: Path, shelf: Path) -> Iterator[ServeProcess]:
-    with ServeProcess(shelf, tmp_path / "sockets" / "node.sock") as process:
+    with ServeProcess(shelf, tmp_path / "sockets" / "node.sock", **PATIENT) as process:
         yield process
 
 
@@ -100,6 +100,8 @@ def test_a_server_that_is_killed_under_load_loses_nothing_that_it_confirmed(
         assert set(stored) == {"created"}
         (lent,) = client.fetch(NAMES[:1], [SIZE])
         running = client.channel.fetch("s", NAMES[:20], [SIZE] * 20)
+        # So the other one has heard of its first object.
+        until((shelf / NAMES[101]).exists)
         server.kill()
         for future in running:
             try:
@@ -117,6 +119,7 @@ def test_a_server_that_is_killed_under_load_loses_nothing_that_it_confirmed(
             assert leased.valid()
             leased.release()
         assert "created" in other.answer()
+        assert other.ask("connected") == "True"
         assert other.ask("store 200 210") == "{'created': 10}"
         client.close()
 
@@ -131,6 +134,15 @@ def test_what_a_killed_client_held_is_free_at_once(server: ServeProcess, shelf: 
     metrics = server.metrics()
     assert metrics["pinned_bytes"] == metrics["clients"] == 0
     assert metrics["objects"] == 64
+
+
+def is_good(client: ClientProcess, first: int, end: int) -> bool:
+    """Whether what a client fetched was right; on a busy machine its lease may be over too soon."""
+    assert client.ask(f"fetch {first} {end}") == str(end - first)
+    found = client.ask("check")
+    assert found in ("good", "lapsed")
+    assert client.ask("release") == "released"
+    return found == "good"
 
 
 def test_a_client_that_is_stopped_beyond_its_lease_in_a_copy_fails_its_load(
@@ -149,17 +161,14 @@ def test_a_client_that_is_stopped_beyond_its_lease_in_a_copy_fails_its_load(
         until(lambda: server.metrics()["overdue_leases"] == 32)
         # Others take all memory that is left, again and again.
         for first in range(0, 192, 48):
-            assert other.ask(f"fetch {first} {first + 48}") == "48"
-            assert other.ask("check") == "good"
-            assert other.ask("release") == "released"
+            until(lambda first=first: is_good(other, first, first + 48))
         until(lambda: server.metrics()["leases"] == 32)
-        assert server.metrics()["pinned_bytes"] == 32 * SIZE
+        until(lambda: server.metrics()["pinned_bytes"] == 32 * SIZE)
         stopped.signal(signal.SIGCONT)
         assert stopped.ask("go on") == "lapsed"
         assert stopped.ask("release") == "released"
         until(lambda: server.metrics()["pinned_bytes"] == 0)
-        assert stopped.ask("fetch 0 32") == "32"
-        assert stopped.ask("check") == "good"
+        until(lambda: is_good(stopped, 0, 32))
 
 
 @pytest.mark.skipif(
@@ -196,7 +205,7 @@ def test_a_server_keeps_its_shelf_within_bounds(tmp_path: Path, shelf: Path) -> 
     bound = f"{100 * SIZE}"
     node = tmp_path / "sockets" / "node.sock"
     with ServeProcess(shelf, node, "64MiB", "--max-bytes", bound, "--max-age", "7d") as server:
-        until(lambda: server.metrics()["shelf_evicted_objects"] > 0)
+        until(lambda: server.metrics().get("sweeps", 0) > 0)
         until(lambda: server.metrics().get("shelf_used_bytes", 0) > 0)
         found = server.metrics()
         assert found["shelf_limit_bytes"] == 100 * SIZE
@@ -235,8 +244,10 @@ def test_what_is_being_stored_is_published_before_the_end(
         assert server.stop() == (0, "")
         outcomes = other.answer()
     created = int(outcomes.partition("'created': ")[2].partition(",")[0].rstrip("}"))
-    assert len(list(shelf.rglob("*.safetensors"))) == created
-    for name, chunk in zip(NAMES[:created], CHUNKS, strict=False):
+    published = [name for name in NAMES if (shelf / name).exists()]
+    # The answer to the last one may be lost with the session.
+    assert published in (NAMES[:created], NAMES[: created + 1])
+    for name, chunk in zip(published, CHUNKS, strict=False):
         assert (shelf / name).read_bytes() == sealed(FMT, chunk)
     client.close()
 

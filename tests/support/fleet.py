@@ -16,6 +16,7 @@ from tests.support.engines import (
     engine_environment,
 )
 from tests.support.fork_server import ForkServer
+from tests.support.waiting import PATIENCE
 
 #: Fixtures of tests/vllm: makes prompts; returns what is answered without a shelf; lets an engine
 #: answer and compares.
@@ -42,10 +43,20 @@ class Places:
     own: Path
 
 
+#: A busy machine holds threads and files up for seconds: what tests expect is not given up. Reads
+#: keep their deadline, for which a test waits.
+PATIENT = {
+    "lookup_wait_s": PATIENCE,
+    "identity_wait_s": PATIENCE,
+    "probe_deadline_s": PATIENCE,
+    "write_deadline_s": PATIENCE,
+}
+
+
 def _on_shelf(path: object, **extra: Any) -> dict[str, Any]:
     return {
         "connector": SHELF_CONNECTOR,
-        "extra_config": {"shared_storage_path": str(path), **extra},
+        "extra_config": {"shared_storage_path": str(path), **PATIENT, **extra},
     }
 
 

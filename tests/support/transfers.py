@@ -35,7 +35,7 @@ from kvshelf.transfer.staging import Regions, StagingPool
 from kvshelf.transfer.stores import StoreOutcome, Stores
 from kvshelf.transfer.transfers import Transfers
 from tests.support.formats import BLOCK, HEAD_SIZE, HEADS, LAYERS, make_format
-from tests.support.waiting import AT_ONCE, PATIENCE
+from tests.support.waiting import AT_ONCE, PATIENCE, PATIENT
 
 
 @functools.lru_cache(maxsize=4096)
@@ -229,7 +229,7 @@ class Rig:
 
     def let_go(self, gate: threading.Event) -> None:
         """Let what hangs go on, and from then on take nothing for late: machines are busy."""
-        self.guard.deadlines = Deadlines(PATIENCE, PATIENCE, PATIENCE)
+        self.guard.deadlines = PATIENT
         gate.set()
 
     def close(self) -> None:

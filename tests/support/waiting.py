@@ -15,6 +15,8 @@ PATIENCE = 60.0
 LONG = 120.0
 #: Deadlines that a test can wait for, and that a busy machine keeps.
 SOON = Deadlines(probe=0.5, read=0.5, write=0.5)
+#: Those of storage for which nobody waits in vain.
+PATIENT = Deadlines(PATIENCE, PATIENCE, PATIENCE)
 #: A storage that was given a rest is tried again at once.
 AT_ONCE = Backoff(0.02, 0.2)
 

@@ -36,6 +36,7 @@ from kvshelf.tools.prompts import Prompt
 from tests.support import commands
 from tests.support.filled import CHUNK, contents, fill, hybrid, namespace, prompt, store, times
 from tests.support.servers import BUCKET, S3Server
+from tests.support.waiting import LONG, until
 
 OTHER = namespace("Org/Other", weights="user:other")
 FOLDER = namespace().folder
@@ -418,25 +419,38 @@ def large(root: Path, chunks: int) -> int:
     return 2 * chunks
 
 
+#: ``kvshelf`` whose writes take so long that a copy does not end before a signal comes.
+SLOWLY = """
+import sys, time
+from kvshelf.backends.posix import PosixBackend
+write = PosixBackend.write
+def slow(self, *args, **options):
+    time.sleep(0.1)
+    return write(self, *args, **options)
+PosixBackend.write = slow
+sys.argv[0] = "kvshelf"
+from kvshelf.cli import main
+main()
+"""
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_copy_that_is_broken_off_goes_on(tmp_path: Path, how: signal.Signals) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     count = large(source, 100)
-    # It must not be at the end before the signal comes, on a machine that is busy.
     process = subprocess.Popen(
-        ["nice", "-n", "15", sys.executable, "-m", "kvshelf", "copy", source, target, "-j", "1"],
+        [sys.executable, "-c", SLOWLY, "copy", source, target, "-j", "1"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         # Shells have what they start in the background ignore it.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
-    deadline = time.monotonic() + 60
-    while not (target.exists() and objects(target)) and time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()
+    until(lambda: process.poll() is not None or bool(target.exists() and objects(target)))
+    assert process.poll() is None, process.communicate()
     process.send_signal(how)
-    output, errors = process.communicate(timeout=30)
+    output, errors = process.communicate(timeout=LONG)
     arrived = {path.relative_to(target): path.read_bytes() for path in objects(target)}
     assert 0 < len(arrived) < count
     assert all((source / name).read_bytes() == data for name, data in arrived.items())

@@ -24,7 +24,7 @@ from tests.support.formats import make_format
 from tests.support.prompts import make_chunks
 from tests.support.storages import CountingBackend, Fault, FaultyBackend, posix
 from tests.support.transfers import Rig
-from tests.support.waiting import AT_ONCE, PATIENCE, SOON, until
+from tests.support.waiting import AT_ONCE, PATIENCE, PATIENT, SOON, until
 
 FMT = make_format()
 OBJECT = SizeClasses(1 << 30).rounded(FMT.object_size(0))
@@ -49,7 +49,7 @@ class Near:
             self.reads,
             fmt=FMT,
             blocks=400,
-            deadlines=SOON,
+            deadlines=PATIENT,
             in_front=lambda shelf: TieredShelf(shelf, tiers),
         )
 
@@ -212,6 +212,7 @@ def test_a_read_into_memory_that_hangs_gives_it_back_when_it_returns(
     chunks = stored(tmp_path, 1)
     near = start()
     gate = threading.Event()
+    near.rig.guard.deadlines = SOON
     near.faults.add(Fault("read", wait=gate))
     assert near.load(chunks) == 0
     assert near.tier.stats().pinned_bytes == FMT.shards * FMT.object_size(0)

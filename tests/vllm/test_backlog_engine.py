@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import time
 
-from tests.support.engines import NEAR_TIE, assert_same
+from tests.support.engines import NEAR_TIE, Engine, assert_same
 from tests.support.fleet import Engines, MakePrompt, Reference
-from tests.support.waiting import until
 from tests.vllm.shelf_files import ShelfFiles
 
 
 def test_prompts_that_wait_share_the_document_that_the_first_stored(
-    engines: Engines, shelf: ShelfFiles, reference: Reference, prompt: MakePrompt
+    engines: Engines, engine: Engine, shelf: ShelfFiles, reference: Reference, prompt: MakePrompt
 ) -> None:
     document = prompt(600)
     prompts = [[*document, *prompt(20)] for _ in range(8)]
     with engines.on_shelf(
         "backlog", shelf.root, max_num_seqs=1, enable_prefix_caching=False
-    ) as engine:
-        # Until an engine knows its namespace it stores nothing.
-        warm_up = prompt(300)
-        until(lambda: bool(engine.generate(warm_up) and shelf.objects()), "a stored chunk")
-        # The others are looked up at arrival, find nothing, and wait until the first has ended.
-        first = engine.submit(document, max_tokens=3400)
-        requests = [engine.submit(waiting, max_tokens=16) for waiting in prompts]
-        shelf.wait_stored(document)
+    ) as backlog:
+        first = backlog.submit(prompt(5), max_tokens=4000)
+        first.wait_first_token()
+        # Looked up at arrival, they find nothing, and wait until the first has ended.
+        requests = [backlog.submit(waiting, max_tokens=16) for waiting in prompts]
+        shelf.fill(engine, document)
         # An answer is renewed when it is older than a second.
         time.sleep(1.2)
         first.abort()

@@ -159,9 +159,7 @@ def test_behind_what_the_producer_has_itself(
     pair.shelf.wait_stored(tokens)
     for connector in (False, True):
         if connector:
-            pair.producer.reset_prefix_cache(connector=True)
-            # Until the workers have compared their weights nothing is promised.
-            pair.producer.generate([2, 3, 4])
+            pair.producer.reset_connector()
         params = prefill(pair.producer, tokens)
         check(pair.consume(tokens, params), reference(tokens), 900)
         for path in pair.promises.wait_tail(tokens):
@@ -242,12 +240,12 @@ def test_past_the_deadline_what_is_there_is_loaded(
     prefill(pair.producer, tokens[:700])
     pair.shelf.wait_stored(tokens[:700])
     counted = Counted(pair.consumer)
-    answer = pair.consume(tokens, pair.promises.params(tokens, kvshelf_wait_s=0.7))
+    answer = pair.consume(tokens, pair.promises.params(tokens, kvshelf_wait_s=3.0))
     check(answer, reference(tokens), 512)
     params = prefill(pair.producer, tokens)
     for path in pair.promises.wait_tail(tokens):
         path.unlink()
-    answer = pair.consume(tokens, {**params, "kvshelf_wait_s": 0.7})
+    answer = pair.consume(tokens, {**params, "kvshelf_wait_s": 3.0})
     check(answer, reference(tokens), 1024)
     counted.wait(handovers_late=2)
 

@@ -25,7 +25,7 @@ from tests.support.engines import (
     assert_same,
     assert_same_up_to_ties,
 )
-from tests.support.fleet import Ask, Engines, MakePrompt, of_ranks
+from tests.support.fleet import PATIENT, Ask, Engines, MakePrompt, of_ranks
 from tests.support.variants import variants
 from tests.support.waiting import until
 from tests.vllm.hybrid_files import HybridFiles, forge
@@ -99,7 +99,7 @@ class Hybrid:
         extra = arguments.pop("extra_config", {})
         connector: dict[str, Any] = {"connector": INERT_CONNECTOR}
         if not inert:
-            extra = {"shared_storage_path": str(self.shelf.root), **extra}
+            extra = {"shared_storage_path": str(self.shelf.root), **PATIENT, **extra}
             connector = {"connector": SHELF_CONNECTOR, "extra_config": extra}
         arguments = {**dict(self.family.arguments), "core": int(inert), **connector, **arguments}
         return self.engines.start(f"{self.name}, {role}", model=self.model, **arguments)
@@ -146,9 +146,7 @@ def bits(answer: Answer) -> tuple[list[int], list[float]]:
 
 def forget(engine: Engine) -> None:
     """Empty vLLM's prefix cache and the connector's memory of what is stored and what failed."""
-    engine.reset_prefix_cache(connector=True)
-    # Until the workers have compared their weights there are no hits.
-    engine.generate([2, 3, 4])
+    engine.reset_connector()
 
 
 def without_cache(inert: Engine, tokens: list[int], **options: Any) -> Answer:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.engines import NEAR_TIE, Answer, Engine, assert_same
-from tests.support.fleet import Ask, Engines, MakePrompt, Places, Reference
+from tests.support.fleet import PATIENT, Ask, Engines, MakePrompt, Places, Reference
 from tests.support.variants import variants
 from tests.support.waiting import until
 from tests.vllm.shelf_files import DAMAGE, ShelfFiles
@@ -91,7 +91,7 @@ def test_a_release_s_canonical_shelf_is_loaded_on_every_processor(
         f"reads {release.name}",
         model=places.model,
         connector=("ConnectorWithoutConfiguration", "tests.vllm.earlier_connector"),
-        extra_config={"shared_storage_path": str(shelf.root), "layout": "canonical"},
+        extra_config={"shared_storage_path": str(shelf.root), "layout": "canonical", **PATIENT},
         block_size=64,
     ) as engine:
         engine.generate([3] * 300, max_tokens=1)  # so that the engine's namespace is there

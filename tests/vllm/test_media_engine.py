@@ -23,7 +23,7 @@ from tests.support.engines import (
     assert_same,
     assert_same_up_to_ties,
 )
-from tests.support.fleet import Engines, Places
+from tests.support.fleet import PATIENT, Engines, Places
 from tests.support.servers import BUCKET, KEY, SECRET, command, moto_s3
 from tests.support.waiting import until
 from tests.vllm.adapter_files import RANK, attention_shapes, make_adapter
@@ -57,7 +57,7 @@ def start(engines: Engines, places: Places) -> Iterator[Callable[..., Engine]]:
         arguments = engine_arguments() | more
         arguments["env"] |= env or {}
         if shelf is not None:
-            config = {"shared_storage_path": str(shelf), "weights": weights}
+            config = {"shared_storage_path": str(shelf), "weights": weights, **PATIENT}
             arguments |= {"connector": SHELF_CONNECTOR, "extra_config": config}
         name = f"images {len(started)}"
         started.append(engines.start(name, model=model, core=core, **arguments))
@@ -75,16 +75,19 @@ def check(found: Answer, expected: Answer, shelf_tokens: int, tolerance: float =
 
 
 def test_engines_share_images_whatever_their_model_s_path(
-    start: Callable[..., Engine], model: Path
+    start: Callable[..., Engine], model: Path, places: Places
 ) -> None:
+    shelf = ShelfFiles(places.root / "images")
     copied = shutil.copytree(model, model.with_name("a copy of llava"))
     one, two = start(model), start(copied, core=1)
     stored = one.generate(PROMPT, images=[1, 2])
     assert stored.cached_tokens == 0
+    wait_chunks(shelf, 6)
     check(two.generate(PROMPT, images=[1, 2]), stored, ALL)
     # Another image at one place: the chunks before it.
-    for images, hit in (([1, 3], FIRST_IMAGE), ([4, 2], TEXT)):
+    for images, hit, chunks in (([1, 3], FIRST_IMAGE, 9), ([4, 2], TEXT, 14)):
         computed = one.generate(PROMPT, images=images)
+        wait_chunks(shelf, chunks)
         assert computed.cached_tokens == hit
         assert computed.tokens != stored.tokens
         two.reset_prefix_cache()
@@ -97,6 +100,7 @@ def test_engines_share_images_whatever_their_model_s_path(
     salted = {"cache_salt": "ours"}
     named = one.generate(PROMPT, images=[1, 2], uuids=["cat", "dog"], **salted)
     assert named.cached_tokens == 0
+    wait_chunks(shelf, 20)
     check(two.generate(PROMPT, images=[1, 2], uuids=["cat", "dog"], **salted), stored, ALL)
     two.reset_prefix_cache()
     assert two.generate(PROMPT, images=[1, 2], uuids=["cat", "cow"], **salted).shelf_tokens == (

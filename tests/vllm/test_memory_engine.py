@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.support.fleet import Ask, Engines, MakePrompt
+from tests.support.waiting import until
 from tests.vllm.shelf_files import ShelfFiles
 
 HIT = 768
@@ -18,6 +19,13 @@ def test_a_second_request_is_loaded_from_memory_while_the_shelf_has_its_objects(
     ) as engine:
         assert engine.generate(tokens).shelf_tokens == 0
         objects = [path for chunk in shelf.wait_stored(tokens) for path in chunk]
+
+        # A file is there a moment before its object is in memory, and counts travel with steps.
+        def kept() -> bool:
+            engine.generate([2, 3, 4], max_tokens=1)
+            return engine.counters().get("memory_tier_stored_objects", 0) >= len(objects)
+
+        until(kept, "the objects in memory")
         # They are found by their sizes, and nobody could load them from the shelf.
         for path in objects:
             path.write_bytes(bytes(path.stat().st_size))

@@ -95,4 +95,4 @@ def test_a_blocked_read_does_not_hang_a_request(
         # The read is blocked all the time.
         assert_same(request.result(), reference(tokens))
         mount.clear()
-        eventually_hits(engine, tokens, reference(tokens), 1024, 60)
+        eventually_hits(engine, tokens, reference(tokens), 1024)

@@ -24,7 +24,7 @@ from tests.support.engines import (
     eventually_hits,
 )
 from tests.support.fleet import Ask, Engines, MakePrompt, Reference
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from tests.vllm.handing_over import Counted, Promises, prefill
 from tests.vllm.hybrid_files import HybridFiles
 from tests.vllm.shelf_files import ShelfFiles
@@ -39,7 +39,13 @@ def start(engines: Engines, name: str, node: ServeProcess, core: int, **options:
     return engines.start(
         name,
         connector=SHELF_CONNECTOR,
-        extra_config={"server": node.url, "handover_wait_s": NEVER, **options},
+        extra_config={
+            "server": node.url,
+            "handover_wait_s": NEVER,
+            "lookup_wait_s": PATIENCE,
+            "identity_wait_s": PATIENCE,
+            **options,
+        },
         core=core,
         **{"model": engines.places.model, **arguments},
     )
@@ -93,8 +99,11 @@ def test_the_first_request_of_another_engine_hits_without_a_read(
 ) -> None:
     """Must be the first test with these engines."""
     tokens = prompt(1500)
+    stored = node.metrics()["stored_objects"]
     ask(one, tokens)
-    shelf.wait_stored(tokens)
+    count = sum(map(len, shelf.wait_stored(tokens)))
+    # A file is there a moment before the server has it in its memory.
+    until(lambda: node.metrics()["stored_objects"] >= stored + count)
     before = node.metrics()
     ask(other, tokens, 1280)
     # What one engine has stored is in the server's memory for all.
@@ -214,7 +223,7 @@ def test_the_server_is_killed_under_load_and_restarted(
 
 
 def _stores(engine: Engine, tokens: list[int], shelf: ShelfFiles, expected: Answer) -> bool:
-    engine.reset_prefix_cache(connector=True)
+    engine.reset_connector()
     assert_same(engine.generate(tokens), expected)
     return all(path.is_file() for chunk in shelf.of(tokens) for path in chunk)
 

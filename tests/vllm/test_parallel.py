@@ -105,7 +105,7 @@ def test_both_degrees_compute_the_same_kv(degrees: Degrees, prompt: MakePrompt) 
             for path in chunk:
                 path.unlink()
         # Look-ups and stores remember what was there a moment ago.
-        degrees[ranks].reset_prefix_cache(connector=True)
+        degrees[ranks].reset_connector()
     for one, two in zip(*stored, strict=True):
         for of_one, of_two in zip(one, two, strict=True):
             assert_close(of_one, of_two)
