@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import stat
@@ -57,6 +58,29 @@ def test_a_reader_finds_what_was_noted_under_a_key(tmp_path: Path) -> None:
 
     history.close()
     assert not read_histories(tmp_path)[0].running
+
+
+def test_a_look_at_a_new_file_does_not_end_its_history(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes that start at the same time look which of the others are alive."""
+    make = tempfile.mkstemp
+
+    def looked_at(*arguments: Any) -> tuple[int, str]:
+        file, name = make(*arguments)
+        other = os.open(name, os.O_RDONLY)
+        fcntl.flock(other, fcntl.LOCK_SH)
+        threading.Timer(0.1, os.close, (other,)).start()
+        return file, name
+
+    monkeypatch.setattr(tempfile, "mkstemp", looked_at)
+    history = begin(tmp_path)
+    history.note(Event.MISSED, key(1))
+    history.flush()
+    (past,) = read_histories(tmp_path)
+    assert past.running
+    assert len(past.of(key(1))) == 1
+    history.close()
 
 
 def test_the_file_is_private_and_bounded(tmp_path: Path) -> None:

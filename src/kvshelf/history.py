@@ -304,7 +304,8 @@ class History:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._file, name = tempfile.mkstemp(_SUFFIX, f"{os.getpid()}-", self._folder)
         self.path = Path(name)
-        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Another process may look at this moment whether this one is alive, see `_is_running`.
+        fcntl.flock(self._file, fcntl.LOCK_EX)
 
     def _write(self) -> None:
         """Make the file, if there is none; write the header, if it has changed, and new records."""
