@@ -102,6 +102,28 @@ def test_a_storage_that_becomes_fast_again_is_believed_after_as_many_loads() -> 
     assert costs.seconds(50e6) == pytest.approx(load_seconds(50e6), rel=0.2)
 
 
+def test_a_storage_that_answers_late_is_told_from_one_that_is_slow() -> None:
+    """Once loads of one size were read in several rounds, which take longer where answers do."""
+    late, slow = LoadCosts(), LoadCosts()
+    for rounds in (1, 1, 4, 4):
+        late.learn(80e6, 0.1 * rounds, rounds)
+        slow.learn(80e6, 0.8, rounds)
+    assert late.seconds(80e6) == pytest.approx(0.1, rel=0.1)
+    assert slow.seconds(10e6) == pytest.approx(0.1, rel=0.1)
+    # Eight chunks are read at once where one would take as long.
+    assert late.at_once(10e6, 0, 0.05) > 8
+    assert slow.at_once(10e6, 0, 0.25) == pytest.approx(2.5, rel=0.1)
+    assert slow.at_once(10e6, 10e6, 0.25) == pytest.approx(1.5, rel=0.1)
+
+
+def test_while_loads_are_of_one_size_their_bytes_count() -> None:
+    costs = LoadCosts()
+    for _ in range(8):
+        costs.learn(50e6, 1.0)
+    assert costs.seconds(50e6) == pytest.approx(1.0, rel=0.01)
+    assert costs.seconds(5e6) == pytest.approx(0.1, rel=0.05)
+
+
 def test_nothing_is_known_of_a_storage_that_was_never_read() -> None:
     assert LoadCosts().seconds(1e9) == 0
     assert LoadCosts().count == 0

@@ -2,7 +2,8 @@
 
 Owns two models of seconds. Computing the tokens from x to y of a prompt takes
 p (y − x) + q (y² − x²) / 2: the linear layers, and the attention to all tokens before. Loading n
-bytes takes a + b n. Since the first grows faster than the second, the best part of a hit to load is
+bytes takes a r + b n, where r is how often the storage's answer is waited for: once, if all chunks
+are read at once. Since the first grows faster than the second, the best part of a hit to load is
 all of it or nothing, see :mod:`kvshelf.vllm.scheduler.admission`.
 
 Contracts
@@ -15,6 +16,7 @@ Contracts
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Final
@@ -141,8 +143,9 @@ class LoadCosts:
 
     def __init__(self, quantile: float = 0.8) -> None:
         self._quantile = quantile
-        self._fit = Fit((1.0, 1e8))
-        self._last: deque[tuple[float, float]] = deque(maxlen=_LAST_LOADS)
+        # The first feature explains what both could: loads of one size take as long as their bytes.
+        self._fit = Fit((1e6, 1.0))
+        self._last: deque[tuple[float, float, float]] = deque(maxlen=_LAST_LOADS)
         #: The quantile of the last loads, as a multiple of what the fit says; None: not known.
         self._factor: float | None = None
 
@@ -151,7 +154,7 @@ class LoadCosts:
         """Number of loads that were learned."""
         return self._fit.count
 
-    def learn(self, nbytes: float, seconds: float) -> None:
+    def learn(self, nbytes: float, seconds: float, rounds: float = 1.0) -> None:
         """Learn how long a load took.
 
         Parameters
@@ -159,17 +162,35 @@ class LoadCosts:
         nbytes : float
             Bytes of the load, and of the loads that ran when it began.
         seconds : float
+        rounds : float
+            Its chunks, as a multiple of those that are read at once.
         """
-        self._fit.learn((1.0, nbytes), seconds)
-        self._last.append((nbytes, seconds))
+        self._fit.learn((nbytes, rounds), seconds)
+        self._last.append((nbytes, rounds, seconds))
         self._factor = None
 
-    def seconds(self, nbytes: float) -> float:
-        """Return how long a load takes; `nbytes` as for :meth:`learn`. 0 before the first."""
+    def seconds(self, nbytes: float, rounds: float = 1.0) -> float:
+        """Return how long a load takes; arguments as for :meth:`learn`. 0 before the first."""
         if self._factor is None:
             ratios = sorted(
-                seconds / max(self._fit.seconds((1.0, size)), 1e-9) for size, seconds in self._last
+                seconds / max(self._fit.seconds(load), 1e-9) for *load, seconds in self._last
             )
             place = int(self._quantile * len(ratios))
             self._factor = max(1.0, ratios[min(place, len(ratios) - 1)]) if ratios else 1.0
-        return self._factor * self._fit.seconds((1.0, nbytes))
+        return self._factor * self._fit.seconds((nbytes, rounds))
+
+    def at_once(self, chunk_bytes: float, others: float, seconds: float) -> float:
+        """Return how many chunks may be read at once, so that these are there in time.
+
+        Chunks that are read at once arrive together, late where the storage is slow. Never so few
+        that most of the time the storage's answer would be waited for.
+
+        Parameters
+        ----------
+        chunk_bytes, others : float
+            Bytes of a chunk, and of the loads that run already.
+        seconds : float
+        """
+        answer = self.seconds(0)
+        each = self.seconds(chunk_bytes) - answer
+        return max(seconds - self.seconds(others), answer) / each if each > 0 else math.inf

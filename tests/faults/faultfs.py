@@ -54,6 +54,8 @@ class Rule:
         Wait until the rules are cleared.
     seconds : float
         Wait for so long.
+    rate : float
+        All bytes of reads together flow at most so fast, in bytes per second.
     kill : bool
         The filesystem's process is killed.
     error : int
@@ -72,6 +74,7 @@ class Rule:
     pattern: str = "*"
     block: bool = False
     seconds: float = 0.0
+    rate: float = 0.0
     kill: bool = False
     error: int = 0
     cut: bool = False
@@ -79,6 +82,8 @@ class Rule:
     flip: bool = False
     times: int | None = None
     met: int = 0
+    #: When what was read so far has flowed, in seconds of :func:`time.monotonic`.
+    flowed: float = 0.0
 
     def concerns(self, operation: str, path: str) -> bool:
         """Whether the rule applies to this call."""
@@ -128,6 +133,16 @@ class _Rules:
             if rule.error:
                 raise OSError(rule.error, os.strerror(rule.error))
         return met
+
+    def flow(self, rules: list[Rule], nbytes: int) -> None:
+        """Wait until so many bytes have flowed, each rule at its rate."""
+        for rule in rules:
+            if rule.rate:
+                with self._changed:
+                    now = time.monotonic()
+                    rule.flowed = max(now, rule.flowed) + nbytes / rule.rate
+                    seconds = rule.flowed - now
+                    self._changed.wait_for(lambda rule=rule: not self._holds(rule), seconds)
 
     def _holds(self, rule: Rule) -> bool:
         return any(rule is other for other in self._rules)
@@ -282,6 +297,7 @@ def _serve_filesystem(source: str, mountpoint: str, socket_path: str, options: s
         def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
             met = rules.meet("read", path)
             data = os.pread(fh, size, offset)
+            rules.flow(met, len(data))
             for rule in met:
                 data = rule.damage(data, offset)
             return data

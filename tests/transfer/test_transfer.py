@@ -636,6 +636,28 @@ def test_a_load_that_is_slower_than_computing_is_cut(backend: FaultyBackend, arr
         rig.comes_back(chunks, 40)
 
 
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_few_chunks_are_read_at_once(backend: FaultyBackend, at_once: int) -> None:
+    with closing(Rig(backend, options={"load_threads": 8}, staging_objects=32)) as rig:
+        chunks = make_chunks(rig.fmt, 4)
+        rig.put(chunks)
+        gates = [threading.Event() for _ in chunks]
+        faults = [
+            backend.add(Fault("read", f"*{chunk.key.hex()}*", wait=gate, times=100))
+            for chunk, gate in zip(chunks, gates, strict=True)
+        ]
+        items = rig.items(chunks, 20)
+        rig.transfer.load("r", {rig.fmt.kind: items}, at_once=at_once)
+        for leading, gate in enumerate(gates):
+            window = faults[leading : leading + at_once]
+            until(lambda window=window: all(fault.times != 100 for fault in window))
+            assert all(fault.times == 100 for fault in faults[leading + at_once :])
+            gate.set()
+        piece = rig.finished()
+        assert piece.failed_at is None
+        assert all(rig.holds(item) for item in items)
+
+
 def test_a_load_is_not_cut_in_time(rig: Rig) -> None:
     chunks = make_chunks(rig.fmt, 4)
     rig.put(chunks)

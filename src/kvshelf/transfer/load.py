@@ -51,6 +51,8 @@ class Piece:
     cuts : Sequence of float
         The same, for each number of leading items: with no more of them by then, computing the rest
         is sooner. Empty: the load is never cut.
+    at_once : int
+        Only so many items behind the leading ones are read; 0: no bound.
     """
 
     items: Sequence[ChunkSlots]
@@ -63,6 +65,7 @@ class Piece:
     nbytes: int = 0
     deadline: float = math.inf
     cuts: Sequence[float] = ()
+    at_once: int = 0
     #: Mark of the engine's work on the cache's device before the load.
     fence: object = None
     on_done: Callable[[Piece], None] = lambda piece: None
@@ -160,8 +163,9 @@ class Load:
         if not failures:
             return self.seconds
         wanted = sum(len(piece.items) for piece in pieces)
-        arrived = sum(piece.leading for piece in pieces)
-        return self.seconds * wanted / max(1, arrived)
+        # Those that are read at once would have arrived next.
+        arrived = sum(max(piece.leading, piece.at_once) for piece in pieces)
+        return self.seconds * max(1.0, wanted / max(1, arrived))
 
     @property
     def failures(self) -> list[tuple[Kind, Chunk, Failure]]:

@@ -97,6 +97,7 @@ class Loads(TransferHalf):
         early: bool = False,
         bytes_ahead: int = 0,
         cuts: Sequence[float] = (),
+        at_once: int = 0,
         on_done: Callable[[Piece], None],
     ) -> Piece:
         """Start to load chunks into the paged cache. Step thread; returns at once.
@@ -111,13 +112,15 @@ class Loads(TransferHalf):
             Bytes of loads of other kinds, which share the storage with this one.
         cuts : Sequence of float
             See :attr:`Piece.cuts`.
+        at_once : int
+            See :attr:`Piece.at_once`.
         on_done : Callable
             Called once when the load is finished, perhaps before this method returns, on
             the thread that ended it and with a lock held: it must not block, and must not
             call these loads. A caller that waits for it calls :meth:`check` now and then.
         """
         nbytes = len(items) * self.chunk_bytes
-        piece = Piece(items, early, nbytes=nbytes, cuts=cuts, on_done=on_done)
+        piece = Piece(items, early, nbytes=nbytes, cuts=cuts, at_once=at_once, on_done=on_done)
         usable = True
         cache = self._context.cache
         if cache is not None and any(item.memory is None for item in items):
@@ -361,6 +364,7 @@ class Loads(TransferHalf):
             if failure is None:
                 if task.arrived:
                     piece.arrive(task.item, len(task.shards), len(self._shards))
+                    self._work.notify(piece.at_once * len(self._shards))
             elif not task.late:
                 self._fail(piece, task.item, failure)
                 return

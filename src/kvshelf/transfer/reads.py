@@ -9,7 +9,8 @@ alternate between the oldest load (so that every load finishes) and the load wit
 left (so that short loads do not queue behind long ones). Loads of equal size are thus served in
 order of arrival. *Early* loads, for requests that do not wait for them yet, get the threads that no
 other load needs, but never all of them. An object that several loads need at the same time is read
-once, for all of them.
+once, for all of them. A load may bound how many chunks behind those that have arrived are read at
+once: from a slow storage, many at once arrive together, and late.
 
 Where the caches prefer whole chunks (:attr:`~kvshelf.kv.caches.KVMemory.whole_chunks`), a thread
 leaves its objects to a thread that still reads others of the same chunk; the last of them scatters
@@ -118,6 +119,11 @@ class _Untaken:
         self.taken = bytearray(len(piece.items) * shards)
         self.first = 0
 
+    def is_ready(self, shards: int) -> bool:
+        """Whether the next objects may be read now."""
+        piece = self.piece
+        return not piece.at_once or self.first < (piece.leading + piece.at_once) * shards
+
 
 class Reads:
     """The objects that the loads of one kind want.
@@ -183,12 +189,13 @@ class Reads:
 
     def _choose(self) -> _Untaken | None:
         """Return the load whose turn it is, see the module."""
-        if self._queue:
+        shards = len(self._shards)
+        ready = [one for one in self._queue.values() if one.is_ready(shards)]
+        if ready:
             self._oldest_next = not self._oldest_next
             if not self._oldest_next:
-                return next(iter(self._queue.values()))
-            shards = len(self._shards)
-            return min(self._queue.values(), key=lambda one: one.piece.wanted * shards - one.first)
+                return ready[0]
+            return min(ready, key=lambda one: one.piece.wanted * shards - one.first)
         if self._early_queue:
             early = sum(task.piece.early for task in self._tasks.values())
             if early < self._max_early:

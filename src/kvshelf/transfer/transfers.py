@@ -102,6 +102,7 @@ class Transfers:
         request_id: str,
         items: Mapping[Kind, Sequence[ChunkSlots]],
         patience: Sequence[float] = (),
+        at_once: int = 0,
     ) -> Load:
         """Start to load chunks into the paged caches; returns at once.
 
@@ -115,6 +116,8 @@ class Transfers:
             Seconds after which the load is cut, if no more than the first so many chunks have
             arrived: computing the rest is sooner. One number holds for any number of them. Empty:
             the load is never cut.
+        at_once : int
+            Chunks of each kind behind those that have arrived that are read at once; 0: no bound.
         """
         wanted = [(kind, self.loads[kind]) for kind in KINDS if kind in items]
         begun = time.monotonic()
@@ -133,6 +136,7 @@ class Transfers:
                     items[kind],
                     bytes_ahead=others,
                     cuts=cuts * len(items[kind]) if len(cuts) == 1 else cuts,
+                    at_once=at_once,
                     on_done=done,
                 )
             except Exception as error:

@@ -118,8 +118,9 @@ class LoadOp:
         and the window before `end`.
     states : list of Chunk
         The chunk of which kind state is to be loaded, the one that ends at `end`.
-    patience : tuple of float
-        When the load is cut, see :meth:`kvshelf.transfer.transfers.Transfers.load`.
+    patience, at_once : tuple of float, int
+        When the load is cut, and how many chunks are read at once, see
+        :meth:`kvshelf.transfer.transfers.Transfers.load`.
 
     Without chunks of any kind these are not known, and the load fails.
     """
@@ -135,6 +136,7 @@ class LoadOp:
     windows: list[Chunk] = field(default_factory=list)
     states: list[Chunk] = field(default_factory=list)
     patience: tuple[float, ...] = ()
+    at_once: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,10 @@ load while these are computed, so it costs only what it takes longer.
 
 An admitted load is cut as soon as computing the rest would be sooner: at t seconds since vLLM first
 asked, with s tokens loaded, if t + C(s→h) > (1 + ε) C(x→h). So a first token comes at most ε later,
-and a step, than it would have been computed, whatever the storage does. Of an engine with several
-KV cache groups or states, vLLM can keep no part of a load: it is cut after C(x→h).
+and a step, than it would have been computed, whatever the storage does. That needs first chunks
+that arrive early: from a slow storage only so many are read at once that they take half of ε C. Of
+an engine with several KV cache groups or states, vLLM can keep no part of a load: it is cut after
+C(x→h).
 
 The rule that all of a hit or none is best, and that a bound makes it safe, is that of ski rental
 (Karlin, Manasse, Rudolph, Sleator, 1988); ε is small since few admitted loads are slow.
@@ -19,7 +21,7 @@ Contracts
 * Everything is loaded until enough is known. With ``admission: always`` everything is loaded, and
   nothing is timed.
 * What a hand-over brings is loaded in any case, and never cut.
-* Steps without prompts, and the first ones after a pause, are not learned.
+* Steps without prompts are not learned, nor is the first one after a pause where it is short.
 * While hits are refused, some of their chunks are read, which no request waits for, one hit at a
   time and for a fiftieth of the time: a storage that has become fast is noticed.
 * Runs on the engine's step thread.
@@ -44,10 +46,12 @@ from kvshelf.vllm.scheduler.steps import scheduled
 
 #: Share of the time of computing a hit by which its load may delay the first token.
 _MOST_DELAY: Final = 0.25
+#: Share of that delay in which the first chunks are to arrive.
+_FIRST_SHARE: Final = 0.5
 #: Loads and steps after which their times count as known.
 _LEAST_LOADS: Final = 8
 _LEAST_STEPS: Final = 16
-#: Seconds without a step after which the next one is not timed.
+#: Seconds without a step after which the next one begins slowly, and counts only if it is longer.
 _PAUSE_SECONDS: Final = 0.05
 #: Most chunks of a refused hit that are read to learn how long that takes.
 _MOST_EXPLORED: Final = 8
@@ -65,6 +69,15 @@ class _Step(NamedTuple):
     parts: list[tuple[int, int]]
     decodes: int
     began: float
+    after_pause: bool
+
+
+class _Loading(NamedTuple):
+    """A load that runs: its bytes, with those of loads that ran before, and its rounds."""
+
+    own: int
+    with_others: int
+    rounds: float
 
 
 class Admission(SharingPart):
@@ -98,8 +111,7 @@ class Admission(SharingPart):
         #: When workers last reported a step, and when the engine last computed: 0 after a step
         #: that computed nothing.
         self._ended = self._computed = 0.0
-        #: Bytes of each load that runs with those that ran when it began, and of it alone.
-        self._loading: dict[str, tuple[int, int]] = {}
+        self._loading: dict[str, _Loading] = {}
         #: Chunks to read, and when that may begin next.
         self._to_explore: PrefetchOp | None = None
         self._explores_from = 0.0
@@ -127,13 +139,15 @@ class Admission(SharingPart):
             return False
         if not self._known:
             return True
-        tokens, nbytes = state.request.num_tokens, self._bytes(start, end)
-        in_flight = sum(own for _, own in self._loading.values())
+        tokens, chunks = state.request.num_tokens, self._chunks(start, end)
+        nbytes, in_flight = self._bytes(start, end), self._in_flight
         waits, seconds = self._seconds_before(), self.expected
-        load = self._load.seconds(nbytes + in_flight)
+        at_once = self._at_once(start, end)
+        load = self._load.seconds(nbytes + in_flight, chunks / at_once)
         computed = waits + seconds(start, tokens)
         loaded = max(waits, load) + seconds(end, tokens)
-        first = self._load.seconds(in_flight + nbytes * min(1.0, self._size / (end - start)))
+        at_first = 1 if self._groups.hybrid else at_once
+        first = self._load.seconds(in_flight + nbytes * at_first / chunks)
         admitted = loaded < computed and first < waits + _MOST_DELAY * seconds(start, end)
         if not admitted:
             self._explore(state, start, end)
@@ -151,8 +165,34 @@ class Admission(SharingPart):
         size, first = self._size, start // self._size
         return tuple(
             before + (1 + _MOST_DELAY) * whole - seconds(max(start, chunk * size), end)
-            for chunk in range(first, -(-end // size))
+            for chunk in range(first, first + self._chunks(start, end))
         )
+
+    def at_once(self, state: RequestState, start: int, end: int) -> int:
+        """Return how many chunks of a load are read at once; 0: no bound."""
+        if self._is_free(state) or not self._known:
+            return 0
+        at_once = self._at_once(start, end)
+        return at_once if at_once < self._chunks(start, end) else 0
+
+    def _at_once(self, start: int, end: int) -> int:
+        """Return how many chunks are read at once, so that the first are there before a cut."""
+        chunks = self._chunks(start, end)
+        if self._groups.hybrid:
+            return chunks
+        delay = self._seconds_before() + _MOST_DELAY * self.expected(start, end)
+        nbytes = self._bytes(start, end) / chunks
+        at_once = self._load.at_once(nbytes, self._in_flight, _FIRST_SHARE * delay)
+        return max(1, int(min(at_once, chunks)))
+
+    def _chunks(self, start: int, end: int) -> int:
+        """Return the number of chunks that overlap tokens ``[start, end)``."""
+        return -(-end // self._size) - start // self._size
+
+    @property
+    def _in_flight(self) -> int:
+        """Bytes of the loads that run."""
+        return sum(loading.own for loading in self._loading.values())
 
     def _seconds_before(self) -> float:
         """Return how long the prompts take that are being computed, which others wait for."""
@@ -182,12 +222,12 @@ class Admission(SharingPart):
         """Note that a load begins."""
         if self._always:
             return
-        own = self._bytes(start, end)
-        others = sum(nbytes for _, nbytes in self._loading.values())
-        self._loading[state.id] = own + others, own
+        own, at_once = self._bytes(start, end), self.at_once(state, start, end)
+        rounds = self._chunks(start, end) / at_once if at_once else 1.0
+        self._loading[state.id] = _Loading(own, own + self._in_flight, rounds)
 
     def plan(self, output: Any, meta: StepMetadata) -> None:
-        """Time a step that computes prompts, unless it is the first one after a pause."""
+        """Time a step that computes prompts."""
         if self._always:
             return
         now = self.clock()
@@ -197,12 +237,12 @@ class Admission(SharingPart):
             return
         self._computed = now
         counts = output.num_scheduled_tokens
-        if paused or max(counts.values()) <= self._most_decoded:
+        if max(counts.values()) <= self._most_decoded:
             return
         most = self._most_decoded
         parts = [(start, end) for _, start, end in scheduled(output) if end - start > most]
         meta.timed_step = self._steps.count
-        self._timed[self._steps.count] = _Step(parts, len(counts) - len(parts), now)
+        self._timed[self._steps.count] = _Step(parts, len(counts) - len(parts), now, paused)
         while len(self._timed) > self._steps.in_flight + 1:
             self._timed.popitem(last=False)
 
@@ -218,7 +258,8 @@ class Admission(SharingPart):
             if step is not None:
                 # A step may be planned before the one before it has ended.
                 taken = now - max(step.began, self._ended)
-                self._prefill.learn(step.parts, step.decodes, taken)
+                if taken > _PAUSE_SECONDS or not step.after_pause:
+                    self._prefill.learn(step.parts, step.decodes, taken)
         self._ended = now
         if self._computed:
             self._computed = now
@@ -229,8 +270,7 @@ class Admission(SharingPart):
         loading = self._loading.pop(request_id, None)
         if loading is None:
             return
-        nbytes, _ = loading
-        self._load.learn(nbytes, taken)
+        self._load.learn(loading.with_others, taken, loading.rounds)
         if request_id == EXPLORED:
             self._explores_from = self.clock() + taken / _EXPLORED_SHARE
 
@@ -245,7 +285,7 @@ class Admission(SharingPart):
         chunks = list(islice(lookup.chain.chunks, chosen.start, chosen.stop))
         if not chunks or chunks[-1].tail:
             return
-        self._loading[EXPLORED] = len(chunks) * self._chunk_bytes(kind), 0
+        self._loading[EXPLORED] = _Loading(0, len(chunks) * self._chunk_bytes(kind), 1.0)
         self._to_explore = PrefetchOp(EXPLORED, chunks, kind)
         self._explores_from = now + _LONGEST_EXPLORED
 

@@ -95,6 +95,7 @@ class Loads(SharingPart):
             states=chunks.get(STATE, []),
             drafts=list(self._drafts.to_load(state.id, chain, start, end)),
             patience=self._admission.patience(state, start, end),
+            at_once=self._admission.at_once(state, start, end),
         )
         self._admission.loading(state, start, end)
         self._read_ahead.note_in_engine_cache(op.chunks)

@@ -136,7 +136,7 @@ class WorkerLoads:
         usable = self.weights.is_current(op) and self.adapters.may_load(op.adapter)
         if transfers is None or not usable:
             return None
-        load = transfers.load(op.request_id, self._items(op), op.patience)
+        load = transfers.load(op.request_id, self._items(op), op.patience, op.at_once)
         self._ops[load] = op
         if self.drafter is not None:
             self.drafter.load(op)
