@@ -92,6 +92,11 @@ class Fit:
         )
 
 
+def _attended(start: int, end: int) -> float:
+    """Return how many tokens those of ``[start, end)`` attend to, all together."""
+    return (end * end - start * start) / 2
+
+
 class PrefillCosts:
     """What it costs an engine to compute tokens of prompts.
 
@@ -122,13 +127,13 @@ class PrefillCosts:
         seconds : float
         """
         tokens = sum(end - start for start, end in parts)
-        attended = sum((end * end - start * start) / 2 for start, end in parts)
+        attended = sum(_attended(start, end) for start, end in parts)
         self._fit.learn((tokens, attended, decodes, 1.0), seconds)
 
     def seconds(self, start: int, end: int) -> float:
         """Return how long tokens ``[start, end)`` of a prompt take, in steps of their own."""
         tokens = max(0, end - start)
-        attended = (end * end - start * start) / 2 if tokens else 0.0
+        attended = _attended(start, end) if tokens else 0.0
         return self._fit.seconds((tokens, attended, 0.0, tokens / self._step_tokens))
 
 

@@ -44,7 +44,7 @@ from tests.support.prompts import prompt as random_tokens
 from tests.support.servers import BUCKET, S3Server
 from tests.support.storages import CountingBackend, Fault, FaultyBackend
 from tests.support.transfers import Rig
-from tests.support.waiting import LONG, until
+from tests.support.waiting import LONG, PATIENT, until
 
 MOMENTS: Final = ("probe", "read", "write", "publish", "list", "delete")
 BUCKETS: Final = ("s3 by obstore", "s3 by s3fs")
@@ -413,7 +413,7 @@ class EngineStandIn:
     def be_patient(self) -> None:
         """Take nothing for late from now on: the storage is well, and machines are busy."""
         self.patience = self.deadline = LIMIT
-        self.rig.guard.deadlines = Deadlines(LIMIT, LIMIT, LIMIT)
+        self.rig.guard.deadlines = PATIENT
 
     def _start_lookups(self) -> LookupService:
         return LookupService(

@@ -218,11 +218,11 @@ class Admission(SharingPart):
 
     # ------------------------------------------------------------- what is learned
 
-    def loading(self, state: RequestState, start: int, end: int) -> None:
-        """Note that a load begins."""
+    def loading(self, state: RequestState, start: int, end: int, at_once: int) -> None:
+        """Note that a load begins, of which so many chunks are read at once; 0: all."""
         if self._always:
             return
-        own, at_once = self._bytes(start, end), self.at_once(state, start, end)
+        own = self._bytes(start, end)
         rounds = self._chunks(start, end) / at_once if at_once else 1.0
         self._loading[state.id] = _Loading(own, own + self._in_flight, rounds)
 

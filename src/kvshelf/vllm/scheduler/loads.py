@@ -97,7 +97,7 @@ class Loads(SharingPart):
             patience=self._admission.patience(state, start, end),
             at_once=self._admission.at_once(state, start, end),
         )
-        self._admission.loading(state, start, end)
+        self._admission.loading(state, start, end, op.at_once)
         self._read_ahead.note_in_engine_cache(op.chunks)
         self.planned.append(op)
 

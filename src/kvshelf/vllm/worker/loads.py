@@ -32,13 +32,7 @@ from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Failure, Load, Piece
 from kvshelf.transfer.prefetch import Unused
 from kvshelf.vllm.adapters import LoadedAdapters
-from kvshelf.vllm.metadata import (
-    NULL_BLOCK,
-    LoadFailure,
-    LoadOp,
-    PrefetchOp,
-    StepMetadata,
-)
+from kvshelf.vllm.metadata import NULL_BLOCK, LoadFailure, LoadOp, PrefetchOp, StepMetadata
 from kvshelf.vllm.worker.drafter import Drafter
 from kvshelf.vllm.worker.engine import WorkerEngine
 from kvshelf.vllm.worker.parts import Part
