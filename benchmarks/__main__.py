@@ -18,6 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.admission import bench_admission
 from benchmarks.capacity import bench_capacity
 from benchmarks.copies import bench_copy
 from benchmarks.engine import bench_engine, bench_startup
@@ -53,13 +54,17 @@ GROUPS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "lengths": bench_lengths,
     "hybrid": bench_hybrid,
     "server": bench_server,
+    "admission": bench_admission,
     "handover": bench_handover,
     "capacity": bench_capacity,
     "gc": bench_gc,
     "startup": bench_startup,
 }
 _ONLY_WHEN_ASKED = frozenset(
-    {"waits", "lengths", "server", "handover", "capacity", "hybrid", "gc", "startup"}
+    {
+        *("waits", "lengths", "hybrid", "server", "admission"),
+        *("handover", "capacity", "gc", "startup"),
+    }
 )
 _INTERRUPTED = 130
 
@@ -74,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="*",
         metavar="GROUP",
         help=f"groups of rows: {', '.join(GROUPS)}; default: all but"
-        " waits, lengths, hybrid, server, handover, capacity, gc and startup",
+        " waits, lengths, hybrid, server, admission, handover, capacity, gc and startup",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to FILE")

@@ -38,7 +38,7 @@ class MissingEngineError(ChildError):
 def require_engine() -> None:
     """Raise MissingEngineError unless vLLM is installed."""
     if importlib.util.find_spec("vllm") is None:
-        raise MissingEngineError("vLLM is not installed: pip install 'kvshelf[cpu]'")
+        raise MissingEngineError("vLLM is not installed")
 
 
 class Child:
@@ -47,7 +47,7 @@ class Child:
     Parameters
     ----------
     mode : str
-        ``engine`` or ``scheduler``, see :mod:`benchmarks.engine_process`.
+        ``engine``, ``stepped`` or ``scheduler``, see :mod:`benchmarks.engine_process`.
     log : Path
         File for the child's output.
     env : mapping, optional

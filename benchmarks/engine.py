@@ -62,14 +62,15 @@ class EngineRun:
         *,
         inert: bool = False,
         holding: bool = False,
+        mode: str = "engine",
         cache: str = "",
         options: Mapping[str, Any] | None = None,
         **arguments: Any,
     ) -> Child:
         """Start an engine; it is ready when it replies to its first command.
 
-        `inert` and `holding` choose a connector for comparison. `options` are kvshelf's options;
-        the path of the shelf when absent.
+        `inert` and `holding` choose a connector for comparison, `mode` the kind of child.
+        `options` are kvshelf's options; the path of the shelf when absent.
         """
         extra: dict[str, Any] = {}
         if inert:
@@ -94,7 +95,7 @@ class EngineRun:
             **arguments,
         }
         return Child(
-            "engine",
+            mode,
             self._logs / f"{name}.txt",
             env={"KVSHELF_CACHE_DIR": str(self._cache / cache)},
             kv_transfer_config={

@@ -8,6 +8,8 @@ Modes
 -----
 ``engine``
     An ``AsyncLLM``; commands ``generate``, ``decode``, ``hold``, ``let_go`` and ``stop``.
+``stepped``
+    A :class:`~benchmarks.stepped.SteppedEngine`; commands ``serve`` and ``stop``.
 ``scheduler``
     :class:`~kvshelf.vllm.scheduler.SchedulerSide` with synthetic requests, to time its calls;
     commands ``look_up`` and ``stop``.
@@ -32,6 +34,7 @@ from benchmarks.samples import (
     make_hollow_objects,
     make_prompt,
 )
+from benchmarks.stepped import SteppedEngine
 from kvshelf.backends import open_backend
 from kvshelf.config import Config
 from kvshelf.format.objects import ObjectFormat
@@ -300,6 +303,12 @@ def _time_request(side: Any, request_id: str, prompt: list[int], busy_step: Any)
     return calls
 
 
+def _make(mode: str, arguments: dict[str, Any]) -> Any:
+    if mode == "engine":
+        return _Engine(arguments)
+    return SteppedEngine(arguments) if mode == "stepped" else _Scheduler()
+
+
 async def main() -> None:
     """Serve commands until told to stop or the socket closes."""
     connection = socket.socket(fileno=int(sys.argv[1]))
@@ -312,7 +321,7 @@ async def main() -> None:
     arguments = json.loads(await reader.readline())
     server: Any
     try:
-        server = _Engine(arguments) if arguments.pop("mode") == "engine" else _Scheduler()
+        server = _make(arguments.pop("mode"), arguments)
         await reply({})
         while line := await reader.readline():
             command = json.loads(line)

@@ -170,6 +170,21 @@ def test_a_load_costs_nothing_while_other_prompts_are_computed(engine: Engine) -
     assert op.patience[0] == pytest.approx(TOKEN * (436 + 16), rel=0.05)
 
 
+def test_a_load_that_failed_is_in_the_way_of_no_other(engine: Engine) -> None:
+    for _ in range(18):
+        engine.compute()
+    for tokens in (33, 65, 129, 201) * 3:
+        engine.load(tokens, 0.003 * tokens)
+    failed = [engine.request(201) for _ in range(8)]
+    for request in failed:
+        engine.side.load(request, engine.side.ask(request)[0])
+    engine.side.step()
+    assert engine.side.ask(engine.request(201))[0] == 0
+    # Their requests are computed, and no time is reported of a load that failed.
+    engine.side.side.loads_done({request.request_id for request in failed})
+    assert engine.side.ask(engine.request(201))[0] == 200
+
+
 def test_what_is_handed_over_is_always_loaded(engine: Engine) -> None:
     engine.learn(5.0)
     tokens = prompt(65, 500)

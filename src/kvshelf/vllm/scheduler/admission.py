@@ -91,6 +91,8 @@ class Admission(SharingPart):
     ----------
     clock : Callable
         Seconds.
+    always : bool
+        Everything is loaded. May be changed between two steps.
     """
 
     failure = "a step is not timed"
@@ -98,7 +100,7 @@ class Admission(SharingPart):
     def __init__(self, shared: Shared) -> None:
         super().__init__(shared)
         self.clock: Callable[[], float] = time.monotonic
-        self._always = self._config.admission == "always"
+        self.always = self._config.admission == "always"
         scheduler = self._engine.vllm_config.scheduler_config
         self._prefill = PrefillCosts(int(scheduler.max_num_batched_tokens))
         self._load = LoadCosts()
@@ -125,7 +127,7 @@ class Admission(SharingPart):
     def _is_free(self, state: RequestState) -> bool:
         """Whether everything that is found is loaded for a request."""
         handed_over = state.awaited is not None and state.awaited.hit_tokens > 0
-        return self._always or handed_over
+        return self.always or handed_over
 
     def expected(self, start: int, end: int) -> float:
         """Return the seconds that computing tokens ``[start, end)`` of a prompt is to take."""
@@ -192,7 +194,13 @@ class Admission(SharingPart):
     @property
     def _in_flight(self) -> int:
         """Bytes of the loads that run."""
-        return sum(loading.own for loading in self._loading.values())
+        running = self._loading.items()
+        return sum(loading.own for name, loading in running if self._is_loading(name))
+
+    def _is_loading(self, request_id: str) -> bool:
+        # Of a load that failed no time is reported.
+        state = self._requests.get(request_id)
+        return state is not None and state.loading
 
     def _seconds_before(self) -> float:
         """Return how long the prompts take that are being computed, which others wait for."""
@@ -220,7 +228,7 @@ class Admission(SharingPart):
 
     def loading(self, state: RequestState, start: int, end: int, at_once: int) -> None:
         """Note that a load begins, of which so many chunks are read at once; 0: all."""
-        if self._always:
+        if self.always:
             return
         own = self._bytes(start, end)
         rounds = self._chunks(start, end) / at_once if at_once else 1.0
@@ -228,7 +236,7 @@ class Admission(SharingPart):
 
     def plan(self, output: Any, meta: StepMetadata) -> None:
         """Time a step that computes prompts."""
-        if self._always:
+        if self.always:
             return
         now = self.clock()
         paused = now - self._computed > _PAUSE_SECONDS

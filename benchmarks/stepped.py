@@ -1,0 +1,96 @@
+"""An engine that runs inside this process, and whose policy of loading can be changed.
+
+Owns the engine of the rows ``admission/*``. It computes a prompt, loads all that the shelf has of
+it, or lets :mod:`kvshelf.vllm.scheduler.admission` decide, as each command says: so the policies
+are compared on the same memory, processors and learned times. Runs on the calling thread.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any, Final
+
+COMPUTED: Final = "computed"
+ALWAYS: Final = "always"
+AUTO: Final = "auto"
+POLICIES: Final = (COMPUTED, ALWAYS, AUTO)
+
+
+class SteppedEngine:
+    """One vLLM engine without a process of its own.
+
+    Parameters
+    ----------
+    arguments : dict
+        Of ``EngineArgs``, with ``kv_transfer_config`` as a dict.
+    """
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        from vllm.config import KVTransferConfig
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        connector = KVTransferConfig(**arguments.pop("kv_transfer_config"))
+        self._engine = LLMEngine.from_engine_args(
+            EngineArgs(**arguments, kv_transfer_config=connector)
+        )
+        core: Any = self._engine.engine_core
+        self._scheduler = core.engine_core.scheduler.connector._as_scheduler()
+        self._number = 0
+
+    async def serve(self, prompts: list[list[int]], policy: str) -> dict[str, Any]:
+        """Submit prompts at once, each for one token; vLLM's own cache is empty before.
+
+        Parameters
+        ----------
+        prompts : list of list of int
+        policy : str
+            One of `POLICIES`. `COMPUTED`: by a salt of the request, under which nothing is stored.
+
+        Returns
+        -------
+        dict
+            ``first``: seconds to the first token of each; ``loaded``: tokens of each that were
+            not computed; ``refused``: hits that were refused.
+        """
+        from vllm import SamplingParams
+
+        engine = self._engine
+        if not engine.reset_prefix_cache():
+            raise RuntimeError("vLLM could not empty its prefix cache")
+        self._scheduler.admission.always = policy == ALWAYS
+        parameters = SamplingParams(temperature=0.0, detokenize=False, max_tokens=1)
+        refused = self._refused()
+        first: dict[str, float] = {}
+        loaded: dict[str, int] = {}
+        names = []
+        begin = time.perf_counter()
+        for prompt in prompts:
+            self._number += 1
+            names.append(f"request-{self._number}")
+            asked: dict[str, Any] = {"prompt_token_ids": prompt}
+            if policy == COMPUTED:
+                asked["cache_salt"] = names[-1]
+            engine.add_request(names[-1], asked, parameters)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                name = output.request_id
+                if name not in first and output.outputs and output.outputs[0].token_ids:
+                    first[name] = time.perf_counter() - begin
+                loaded[name] = output.num_cached_tokens or 0
+        return {
+            "first": [first[name] for name in names],
+            "loaded": [loaded[name] for name in names],
+            "refused": self._refused() - refused,
+        }
+
+    def _refused(self) -> float:
+        found: float = self._scheduler.counters.snapshot().get("refused_hits", 0.0)
+        return found
+
+    def stop(self) -> dict[str, Any]:
+        """Shut the engine down."""
+        self._engine.engine_core.shutdown()
+        return {}
