@@ -170,6 +170,21 @@ def test_a_load_costs_nothing_while_other_prompts_are_computed(engine: Engine) -
     assert op.patience[0] == pytest.approx(TOKEN * (436 + 16), rel=0.05)
 
 
+def test_loads_that_run_at_once_are_not_all_cut(engine: Engine) -> None:
+    """They share the storage; computed, each prompt would wait for those before it."""
+    for _ in range(18):
+        engine.compute()
+    for tokens in (33, 65, 129, 201) * 3:
+        engine.load(tokens, 0.001 * tokens)
+    requests = [engine.request(65) for _ in range(8)]
+    for request in requests:
+        engine.side.load(request, engine.side.ask(request)[0])
+    loads = engine.side.step().loads
+    assert len(loads) == 8
+    for before, op in enumerate(loads):
+        assert op.patience[0] == pytest.approx(TOKEN * (65 * before + 16), rel=0.05)
+
+
 def test_a_load_that_failed_is_in_the_way_of_no_other(engine: Engine) -> None:
     for _ in range(18):
         engine.compute()

@@ -7,11 +7,12 @@ of it, because C grows faster than the bytes. Both also wait for the prompts bef
 load while these are computed, so it costs only what it takes longer.
 
 An admitted load is cut as soon as computing the rest would be sooner: at t seconds since vLLM first
-asked, with s tokens loaded, if t + C(s→h) > (1 + ε) C(x→h). So a first token comes at most ε later,
-and a step, than it would have been computed, whatever the storage does. That needs first chunks
-that arrive early: from a slow storage only so many are read at once that they take half of ε C. Of
-an engine with several KV cache groups or states, vLLM can keep no part of a load: it is cut after
-C(x→h).
+asked, with s tokens loaded, if t + C(s→h) > W + (1 + ε) C(x→h), where W is what the prompts before
+the request take if nothing of them is loaded. So a first token comes at most ε later, and a step,
+than it would have been computed, whatever the storage does. That needs first chunks that arrive
+early: from a slow storage only so many are read at once that they take half of W + ε C. Of an
+engine with several KV cache groups or states, vLLM can keep no part of a load: it is cut after
+W + C(x→h).
 
 The rule that all of a hit or none is best, and that a bound makes it safe, is that of ski rental
 (Karlin, Manasse, Rudolph, Sleator, 1988); ε is small since few admitted loads are slow.
@@ -33,7 +34,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
@@ -73,11 +74,15 @@ class _Step(NamedTuple):
 
 
 class _Loading(NamedTuple):
-    """A load that runs: its bytes, with those of loads that ran before, and its rounds."""
+    """A load that runs: its bytes, with those of loads that ran before, and its rounds.
+
+    `computed` is what the prompt would take, in seconds, had nothing of it been found.
+    """
 
     own: int
     with_others: int
     rounds: float
+    computed: float = 0.0
 
 
 class Admission(SharingPart):
@@ -150,7 +155,7 @@ class Admission(SharingPart):
         loaded = max(waits, load) + seconds(end, tokens)
         at_first = 1 if self._groups.hybrid else at_once
         first = self._load.seconds(in_flight + nbytes * at_first / chunks)
-        admitted = loaded < computed and first < waits + _MOST_DELAY * seconds(start, end)
+        admitted = loaded < computed and first < self._most_delay(start, end)
         if not admitted:
             self._explore(state, start, end)
         return admitted
@@ -161,7 +166,7 @@ class Admission(SharingPart):
             return ()
         seconds = self.expected
         passed = 0.0 if state.asked is None else self.clock() - state.asked
-        before, whole = self._seconds_before() - passed, seconds(start, end)
+        before, whole = self._seconds_without_loads() - passed, seconds(start, end)
         if self._groups.hybrid:
             return (before + whole,)
         size, first = self._size, start // self._size
@@ -182,25 +187,38 @@ class Admission(SharingPart):
         chunks = self._chunks(start, end)
         if self._groups.hybrid:
             return chunks
-        delay = self._seconds_before() + _MOST_DELAY * self.expected(start, end)
-        nbytes = self._bytes(start, end) / chunks
-        at_once = self._load.at_once(nbytes, self._in_flight, _FIRST_SHARE * delay)
+        nbytes, seconds = self._bytes(start, end) / chunks, self._most_delay(start, end)
+        at_once = self._load.at_once(nbytes, self._in_flight, _FIRST_SHARE * seconds)
         return max(1, int(min(at_once, chunks)))
 
     def _chunks(self, start: int, end: int) -> int:
         """Return the number of chunks that overlap tokens ``[start, end)``."""
         return -(-end // self._size) - start // self._size
 
+    def _most_delay(self, start: int, end: int) -> float:
+        """Return the seconds after which a load is cut of which nothing has come."""
+        return self._seconds_without_loads() + _MOST_DELAY * self.expected(start, end)
+
+    def _running(self) -> Iterator[_Loading]:
+        """Yield the loads that run."""
+        for request_id, loading in self._loading.items():
+            # Of a load that failed no time is reported.
+            state = self._requests.get(request_id)
+            if state is not None and state.loading:
+                yield loading
+
     @property
     def _in_flight(self) -> int:
         """Bytes of the loads that run."""
-        running = self._loading.items()
-        return sum(loading.own for name, loading in running if self._is_loading(name))
+        return sum(loading.own for loading in self._running())
 
-    def _is_loading(self, request_id: str) -> bool:
-        # Of a load that failed no time is reported.
-        state = self._requests.get(request_id)
-        return state is not None and state.loading
+    def _seconds_without_loads(self) -> float:
+        """Return how long a request would wait for those before it if none of them was loaded.
+
+        Loads that run at the same time share the storage. Were each given only the time of its
+        own prompt, all would be cut, and then wait for each other.
+        """
+        return self._seconds_before() + sum(loading.computed for loading in self._running())
 
     def _seconds_before(self) -> float:
         """Return how long the prompts take that are being computed, which others wait for."""
@@ -232,7 +250,8 @@ class Admission(SharingPart):
             return
         own = self._bytes(start, end)
         rounds = self._chunks(start, end) / at_once if at_once else 1.0
-        self._loading[state.id] = _Loading(own, own + self._in_flight, rounds)
+        computed = self.expected(start, state.request.num_tokens)
+        self._loading[state.id] = _Loading(own, own + self._in_flight, rounds, computed)
 
     def plan(self, output: Any, meta: StepMetadata) -> None:
         """Time a step that computes prompts."""
