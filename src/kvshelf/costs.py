@@ -115,8 +115,8 @@ class PrefillCosts:
         """Number of steps that were learned."""
         return self._fit.count
 
-    def learn(self, parts: Sequence[tuple[int, int]], decodes: int, seconds: float) -> None:
-        """Learn how long a step took.
+    def learn(self, parts: Sequence[tuple[int, int]], decodes: int, seconds: float) -> float:
+        """Learn how long a step took, and return what was expected of it.
 
         Parameters
         ----------
@@ -128,7 +128,10 @@ class PrefillCosts:
         """
         tokens = sum(end - start for start, end in parts)
         attended = sum(_attended(start, end) for start, end in parts)
-        self._fit.learn((tokens, attended, decodes, 1.0), seconds)
+        features = (tokens, attended, decodes, 1.0)
+        expected = self._fit.seconds(features)
+        self._fit.learn(features, seconds)
+        return expected
 
     def seconds(self, start: int, end: int) -> float:
         """Return how long tokens ``[start, end)`` of a prompt take, in steps of their own."""
@@ -159,8 +162,8 @@ class LoadCosts:
         """Number of loads that were learned."""
         return self._fit.count
 
-    def learn(self, nbytes: float, seconds: float, rounds: float = 1.0) -> None:
-        """Learn how long a load took.
+    def learn(self, nbytes: float, seconds: float, rounds: float = 1.0) -> float:
+        """Learn how long a load took, and return what was expected of it.
 
         Parameters
         ----------
@@ -170,9 +173,11 @@ class LoadCosts:
         rounds : float
             Its chunks, as a multiple of those that are read at once.
         """
+        expected = self.seconds(nbytes, rounds)
         self._fit.learn((nbytes, rounds), seconds)
         self._last.append((nbytes, rounds, seconds))
         self._factor = None
+        return expected
 
     def seconds(self, nbytes: float, rounds: float = 1.0) -> float:
         """Return how long a load takes; arguments as for :meth:`learn`. 0 before the first."""

@@ -253,6 +253,16 @@ def test_a_storage_that_has_become_fast_is_used_again(engine: Engine) -> None:
 # ------------------------------------------------------------------------- what is timed
 
 
+def test_what_was_expected_is_counted_beside_what_it_took(engine: Engine) -> None:
+    engine.learn(0.1)
+    assert engine.counted("measured_load_seconds") == 0
+    engine.compute()
+    engine.load(65, 0.1)
+    for what, taken in (("prefill", TOKEN * 64), ("load", 0.1)):
+        assert engine.counted(f"measured_{what}_seconds") == pytest.approx(taken)
+        assert engine.counted(f"expected_{what}_seconds") == pytest.approx(taken, rel=0.1)
+
+
 def test_short_steps_after_a_pause_are_not_learned(engine: Engine) -> None:
     """An engine with little to do learns from long ones."""
     for _ in range(20):

@@ -286,7 +286,10 @@ class Admission(SharingPart):
                 # A step may be planned before the one before it has ended.
                 taken = now - max(step.began, self._ended)
                 if taken > _PAUSE_SECONDS or not step.after_pause:
-                    self._prefill.learn(step.parts, step.decodes, taken)
+                    known = self._known
+                    expected = self._prefill.learn(step.parts, step.decodes, taken)
+                    if known:
+                        self._count("prefill", expected, taken)
         self._ended = now
         if self._computed:
             self._computed = now
@@ -297,9 +300,16 @@ class Admission(SharingPart):
         loading = self._loading.pop(request_id, None)
         if loading is None:
             return
-        self._load.learn(loading.with_others, taken, loading.rounds)
+        known = self._known
+        expected = self._load.learn(loading.with_others, taken, loading.rounds)
+        if known:
+            self._count("load", expected, taken)
         if request_id == EXPLORED:
             self._explores_from = self.clock() + taken / _EXPLORED_SHARE
+
+    def _count(self, what: str, expected: float, taken: float) -> None:
+        self._counters.add(f"expected_{what}_seconds", expected)
+        self._counters.add(f"measured_{what}_seconds", taken)
 
     def _explore(self, state: RequestState, start: int, end: int) -> None:
         """Let chunks of a refused hit be read, unless that was done lately."""
