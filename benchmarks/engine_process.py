@@ -229,6 +229,8 @@ def _time_step_thread(
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1
         ),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192, async_scheduling=False),
+        speculative_config=None,
     )
     part = WorkerReport(
         layer_names=tuple(record["layer_names"]),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from typing import Final
 
-_WORK_SECONDS: Final = 0.5e-3
+_WORK_SECONDS: Final = 0.2e-3
 _SLEEP_SECONDS: Final = 50e-6
 
 
