@@ -25,7 +25,7 @@ from kvshelf.shelf.pacing import GilPace
 logger = logging.getLogger(__name__)
 
 #: Chunks of which the keys are made between two pauses.
-_AT_ONCE: Final = 8
+_AT_ONCE = 8
 
 
 @dataclass(eq=False)

@@ -3,7 +3,7 @@
 A background thread that computes without a pause delays an engine's step thread by up to five
 milliseconds each time that thread needs the GIL. It does not help to release the GIL: a thread
 that releases it for a short system call takes it back before a waiting thread has woken. So the
-background thread sleeps for a moment after each half millisecond of work.
+background thread sleeps for a moment after each fifth of a millisecond of work.
 """
 
 from __future__ import annotations

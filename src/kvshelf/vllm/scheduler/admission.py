@@ -1,26 +1,11 @@
-"""Whether a hit is loaded: only where that is expected to be sooner than computing it.
+"""What an engine loads, by :mod:`kvshelf.admission`, and what it learns of its times.
 
-Owns what an engine has learned of the times of its steps and its loads (:mod:`kvshelf.costs`), and
-the comparison. Of a prompt of n tokens of which vLLM has x, the shelf has h. Computing takes
-C(x→n), loading takes a + b (bytes) + C(h→n). The difference is largest for all of the hit or none
-of it, because C grows faster than the bytes. Both also wait for the prompts before the request: a
-load while these are computed, so it costs only what it takes longer.
-
-An admitted load is cut as soon as computing the rest would be sooner: at t seconds since vLLM first
-asked, with s tokens loaded, if t + C(s→h) > W + (1 + ε) C(x→h), where W is what the prompts before
-the request take if nothing of them is loaded. So a first token comes at most ε later, and a step,
-than it would have been computed, whatever the storage does. That needs first chunks that arrive
-early: from a slow storage only so many are read at once that they take half of W + ε C. Of an
-engine with several KV cache groups or states, vLLM can keep no part of a load: it is cut after
-W + C(x→h).
-
-The rule that all of a hit or none is best, and that a bound makes it safe, is that of ski rental
-(Karlin, Manasse, Rudolph, Sleator, 1988); ε is small since few admitted loads are slow.
+Owns the times of the engine's steps and loads, what comes before a request, and the reads of
+refused hits by which a storage that has become fast is noticed.
 
 Contracts
 ---------
-* Everything is loaded until enough is known. With ``admission: always`` everything is loaded, and
-  nothing is timed.
+* With ``admission: always`` everything is loaded, and nothing is timed.
 * What a hand-over brings is loaded in any case, and never cut.
 * Steps without prompts are not learned, nor is the first one after a pause where it is short.
 * While hits are refused, some of their chunks are read, which no request waits for, one hit at a
@@ -38,20 +23,13 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
-from kvshelf.costs import LoadCosts, PrefillCosts
+from kvshelf.admission import AdmissionRule, Before, Hit
 from kvshelf.format.kinds import Kind
 from kvshelf.vllm.metadata import PrefetchOp, StepMetadata, WorkerMetadata
 from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.scheduler.shared import Shared, SharingPart
 from kvshelf.vllm.scheduler.steps import scheduled
 
-#: Share of the time of computing a hit by which its load may delay the first token.
-_MOST_DELAY: Final = 0.25
-#: Share of that delay in which the first chunks are to arrive.
-_FIRST_SHARE: Final = 0.5
-#: Loads and steps after which their times count as known.
-_LEAST_LOADS: Final = 8
-_LEAST_STEPS: Final = 16
 #: Seconds without a step after which the next one begins slowly, and counts only if it is longer.
 _PAUSE_SECONDS: Final = 0.05
 #: Most chunks of a refused hit that are read to learn how long that takes.
@@ -74,13 +52,10 @@ class _Step(NamedTuple):
 
 
 class _Loading(NamedTuple):
-    """A load that runs: its bytes, with those of loads that ran before, and its rounds.
-
-    `computed` is what the prompt would take, in seconds, had nothing of it been found.
-    """
+    """A load that runs: its bytes, what its time is learned by, and what computing would take."""
 
     own: int
-    with_others: int
+    nbytes: float
     rounds: float
     computed: float = 0.0
 
@@ -107,13 +82,12 @@ class Admission(SharingPart):
         self.clock: Callable[[], float] = time.monotonic
         self.always = self._config.admission == "always"
         scheduler = self._engine.vllm_config.scheduler_config
-        self._prefill = PrefillCosts(int(scheduler.max_num_batched_tokens))
-        self._load = LoadCosts()
+        self._rule = AdmissionRule(int(scheduler.max_num_batched_tokens))
         #: A step that computes more tokens of a request computes its prompt.
         speculative = self._engine.vllm_config.speculative_config
         self._most_decoded = 1 + int(getattr(speculative, "num_speculative_tokens", 0) or 0)
         self._timed: OrderedDict[int, _Step] = OrderedDict()
-        #: The step in which :meth:`_seconds_before` was computed last, and its answer.
+        #: The step in which :meth:`_computing` was computed last, and its answer.
         self._before = -1, 0.0
         #: When workers last reported a step, and when the engine last computed: 0 after a step
         #: that computed nothing.
@@ -125,10 +99,6 @@ class Admission(SharingPart):
 
     # ------------------------------------------------------------- what is decided
 
-    @property
-    def _known(self) -> bool:
-        return self._load.count >= _LEAST_LOADS and self._prefill.count >= _LEAST_STEPS
-
     def _is_free(self, state: RequestState) -> bool:
         """Whether everything that is found is loaded for a request."""
         handed_over = state.awaited is not None and state.awaited.hit_tokens > 0
@@ -136,7 +106,7 @@ class Admission(SharingPart):
 
     def expected(self, start: int, end: int) -> float:
         """Return the seconds that computing tokens ``[start, end)`` of a prompt is to take."""
-        return self._prefill.seconds(start, end)
+        return self._rule.prefill.seconds(start, end)
 
     def admits(self, state: RequestState, start: int, end: int) -> bool:
         """Whether tokens ``[start, end)`` of a request are to be loaded."""
@@ -144,60 +114,38 @@ class Admission(SharingPart):
             return True
         if end - start < self._config.min_load_tokens:
             return False
-        if not self._known:
-            return True
-        tokens, chunks = state.request.num_tokens, self._chunks(start, end)
-        nbytes, in_flight = self._bytes(start, end), self._in_flight
-        waits, seconds = self._seconds_before(), self.expected
-        at_once = self._at_once(start, end)
-        load = self._load.seconds(nbytes + in_flight, chunks / at_once)
-        computed = waits + seconds(start, tokens)
-        loaded = max(waits, load) + seconds(end, tokens)
-        at_first = 1 if self._groups.hybrid else at_once
-        first = self._load.seconds(in_flight + nbytes * at_first / chunks)
-        admitted = loaded < computed and first < self._most_delay(start, end)
+        admitted = self._rule.admits(self._hit(state, start, end), self._comes_before())
         if not admitted:
             self._explore(state, start, end)
         return admitted
 
     def patience(self, state: RequestState, start: int, end: int) -> tuple[float, ...]:
         """Return when a load is cut, see :meth:`kvshelf.transfer.transfers.Transfers.load`."""
-        if self._is_free(state) or not self._known:
+        if self._is_free(state):
             return ()
-        seconds = self.expected
         passed = 0.0 if state.asked is None else self.clock() - state.asked
-        before, whole = self._seconds_without_loads() - passed, seconds(start, end)
-        if self._groups.hybrid:
-            return (before + whole,)
-        size, first = self._size, start // self._size
-        return tuple(
-            before + (1 + _MOST_DELAY) * whole - seconds(max(start, chunk * size), end)
-            for chunk in range(first, first + self._chunks(start, end))
-        )
+        return self._rule.patience(self._hit(state, start, end), self._comes_before(), passed)
 
     def at_once(self, state: RequestState, start: int, end: int) -> int:
         """Return how many chunks of a load are read at once; 0: no bound."""
-        if self._is_free(state) or not self._known:
+        if self._is_free(state):
             return 0
-        at_once = self._at_once(start, end)
-        return at_once if at_once < self._chunks(start, end) else 0
+        return self._rule.at_once(self._hit(state, start, end), self._comes_before())
 
-    def _at_once(self, start: int, end: int) -> int:
-        """Return how many chunks are read at once, so that the first are there before a cut."""
-        chunks = self._chunks(start, end)
-        if self._groups.hybrid:
-            return chunks
-        nbytes, seconds = self._bytes(start, end) / chunks, self._most_delay(start, end)
-        at_once = self._load.at_once(nbytes, self._in_flight, _FIRST_SHARE * seconds)
-        return max(1, int(min(at_once, chunks)))
+    def _hit(self, state: RequestState, start: int, end: int) -> Hit:
+        tokens, nbytes = state.request.num_tokens, self._bytes(start, end)
+        return Hit(start, end, tokens, self._size, nbytes, divisible=not self._groups.hybrid)
 
-    def _chunks(self, start: int, end: int) -> int:
-        """Return the number of chunks that overlap tokens ``[start, end)``."""
-        return -(-end // self._size) - start // self._size
+    def _comes_before(self) -> Before:
+        """Return what runs now.
 
-    def _most_delay(self, start: int, end: int) -> float:
-        """Return the seconds after which a load is cut of which nothing has come."""
-        return self._seconds_without_loads() + _MOST_DELAY * self.expected(start, end)
+        Loads that run at the same time share the storage. Were each given only the time of its
+        own prompt, all would be cut, and then wait for each other.
+        """
+        running, computing = list(self._running()), self._computing()
+        unloaded = computing + sum(loading.computed for loading in running)
+        nbytes = sum(loading.own for loading in running)
+        return Before(computing, unloaded, nbytes, len(running))
 
     def _running(self) -> Iterator[_Loading]:
         """Yield the loads that run."""
@@ -207,21 +155,8 @@ class Admission(SharingPart):
             if state is not None and state.loading:
                 yield loading
 
-    @property
-    def _in_flight(self) -> int:
-        """Bytes of the loads that run."""
-        return sum(loading.own for loading in self._running())
-
-    def _seconds_without_loads(self) -> float:
-        """Return how long a request would wait for those before it if none of them was loaded.
-
-        Loads that run at the same time share the storage. Were each given only the time of its
-        own prompt, all would be cut, and then wait for each other.
-        """
-        return self._seconds_before() + sum(loading.computed for loading in self._running())
-
-    def _seconds_before(self) -> float:
-        """Return how long the prompts take that are being computed, which others wait for."""
+    def _computing(self) -> float:
+        """Return how long the prompts take that are being computed."""
         if self._before[0] != self._steps.count:
             parts = [
                 (one.request.num_computed_tokens, one.request.num_prompt_tokens)
@@ -248,10 +183,9 @@ class Admission(SharingPart):
         """Note that a load begins, of which so many chunks are read at once; 0: all."""
         if self.always:
             return
-        own = self._bytes(start, end)
-        rounds = self._chunks(start, end) / at_once if at_once else 1.0
-        computed = self.expected(start, state.request.num_tokens)
-        self._loading[state.id] = _Loading(own, own + self._in_flight, rounds, computed)
+        hit = self._hit(state, start, end)
+        cost = self._rule.cost(hit, self._comes_before(), at_once)
+        self._loading[state.id] = _Loading(hit.nbytes, *cost, self.expected(start, hit.tokens))
 
     def plan(self, output: Any, meta: StepMetadata) -> None:
         """Time a step that computes prompts."""
@@ -286,8 +220,8 @@ class Admission(SharingPart):
                 # A step may be planned before the one before it has ended.
                 taken = now - max(step.began, self._ended)
                 if taken > _PAUSE_SECONDS or not step.after_pause:
-                    known = self._known
-                    expected = self._prefill.learn(step.parts, step.decodes, taken)
+                    known = self._rule.known
+                    expected = self._rule.prefill.learn(step.parts, step.decodes, taken)
                     if known:
                         self._count("prefill", expected, taken)
         self._ended = now
@@ -300,8 +234,8 @@ class Admission(SharingPart):
         loading = self._loading.pop(request_id, None)
         if loading is None:
             return
-        known = self._known
-        expected = self._load.learn(loading.with_others, taken, loading.rounds)
+        known = self._rule.known
+        expected = self._rule.load.learn(loading.nbytes, taken, loading.rounds)
         if known:
             self._count("load", expected, taken)
         if request_id == EXPLORED:

@@ -1,0 +1,294 @@
+"""``python -m benchmarks.simulated``: what the first token of a hit takes, by rates.
+
+Owns a simulation of requests that come at once to one engine with one storage, and the figures of
+the documentation that it makes. What is loaded is decided by :mod:`kvshelf.admission`, the code
+that engines run, which has learned the simulated rates. No bytes are moved; neither vLLM nor a
+storage is needed.
+
+What is simulated
+-----------------
+* The engine computes one prompt after the other, in the order in which they become ready. Tokens
+  ``[x, y)`` of a prompt take p (y − x) + q (y² − x²) / 2.
+* The storage reads one load after the other. The chunks that are read at once share its rate.
+* A load that is cut ends at once, and what has arrived is kept.
+* Lookups, copies and steps take no time beyond that.
+
+The rates of engines are measured, see `ENGINES`. Those of storages are limits: a network of
+100 Gb/s delivers 11.5 GB/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from kvshelf.admission import AdmissionRule, Before, Hit
+
+COMPUTED: Final = "computed"
+LOADED: Final = "loaded"
+ADMITTED: Final = "admitted"
+POLICIES: Final = (COMPUTED, LOADED, ADMITTED)
+
+CHUNK_TOKENS: Final = 256
+#: Tokens of each prompt that are not on the shelf.
+REST_TOKENS: Final = 1024
+LENGTHS: Final = (4096, 8192, 16384, 32768, 65536, 131072)
+#: Requests at once, and the length of their prompts.
+MANY: Final = 16
+MANY_TOKENS: Final = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A model on some processors.
+
+    Attributes
+    ----------
+    name : str
+    linear, attention : float
+        p, seconds for each token, and q, seconds for each pair of tokens.
+    token_bytes : int
+        Bytes of KV of a token, of all ranks.
+    step_tokens : int
+    """
+
+    name: str
+    linear: float
+    attention: float
+    token_bytes: int
+    step_tokens: int = 8192
+
+    def seconds(self, start: int, end: int) -> float:
+        """Return how long it computes tokens ``[start, end)`` of a prompt."""
+        pairs = (end * end - start * start) / 2
+        return self.linear * (end - start) + self.attention * pairs
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A storage, as one engine meets it.
+
+    Attributes
+    ----------
+    name : str
+    latency : float
+        Seconds until the first byte of a read.
+    rate : float
+        Bytes per second.
+    """
+
+    name: str
+    latency: float
+    rate: float
+
+    def seconds(self, nbytes: float) -> float:
+        """Return how long a read takes."""
+        return self.latency + nbytes / self.rate
+
+
+#: The rates of the first are fitted to the times that UCM #656 gives of a prompt computed whole:
+#: 4,096 tokens 552 ms, 16,384 tokens 2,356 ms.
+ENGINES: Final = (Engine("QwQ-32B, 4 × H20", 131.8e-6, 1.47e-9, 256 << 10),)
+STORAGES: Final = (
+    Storage("local, 7 GB/s", 0.5e-3, 7e9),
+    Storage("NFS, 25 Gb/s", 2e-3, 2.9e9),
+    Storage("S3, 100 Gb/s", 0.15, 11.5e9),
+    Storage("S3, 10 Gb/s", 0.15, 1.15e9),
+)
+#: What UCM #656 measured of hits of four fifths on NFS, in seconds, by the length of the prompt;
+#: its rate is fitted to the longest.
+PUBLISHED: Final = {4096: 0.178, 16384: 0.689, 32768: 1.545}
+PUBLISHED_STORAGE: Final = Storage("NFS, 17 GB/s", 2e-3, 17e9)
+
+
+def taught(engine: Engine, storage: Storage) -> AdmissionRule:
+    """Return the rule of an engine that has learned its own rates, and those of a storage."""
+    rule = AdmissionRule(engine.step_tokens)
+    for number in range(32):
+        start = number % 8 * 4096
+        end = start + (1 + number % 4) * 1024
+        rule.prefill.learn([(start, end)], 0, engine.seconds(start, end))
+    for number in range(16):
+        nbytes = (1 + number) * CHUNK_TOKENS * engine.token_bytes
+        rule.load.learn(nbytes, storage.seconds(nbytes))
+    return rule
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request: when it can be computed, from which token on."""
+
+    tokens: int
+    ready: float = 0.0
+    start: int = 0
+
+
+def first_tokens(
+    engine: Engine,
+    storage: Storage,
+    prompts: Sequence[tuple[int, int]],
+    policy: str,
+    rule: AdmissionRule | None = None,
+) -> list[float]:
+    """Return when the first token of each request is there, in seconds since all came.
+
+    Parameters
+    ----------
+    engine : Engine
+    storage : Storage
+    prompts : sequence of (int, int)
+        The tokens of each, and how many of them are on the shelf, in whole chunks.
+    policy : str
+        One of `POLICIES`.
+    rule : AdmissionRule, optional
+        Of an engine that has learned; by default the rates of `engine` and `storage`.
+    """
+    rule = taught(engine, storage) if rule is None and policy == ADMITTED else rule
+    requests = [_Request(tokens) for tokens, _ in prompts]
+    free, before = 0.0, Before()
+    for request, (tokens, stored) in zip(requests, prompts, strict=True):
+        hit = Hit(0, stored, tokens, CHUNK_TOKENS, stored * engine.token_bytes)
+        alone = engine.seconds(0, tokens)
+        at_once = 0
+        patience: tuple[float, ...] = ()
+        loads = stored > 0 and policy != COMPUTED
+        if loads and policy == ADMITTED:
+            assert rule is not None
+            loads = rule.admits(hit, before)
+            at_once, patience = rule.at_once(hit, before), rule.patience(hit, before)
+        computing, unloaded, nbytes, count = before
+        if loads:
+            begin = max(0.0, free - storage.latency)
+            arrivals = _arrivals(storage, hit, at_once or hit.chunks, begin)
+            free, chunks = _loaded(arrivals, patience)
+            request.ready, request.start = free, min(stored, chunks * CHUNK_TOKENS)
+            before = Before(computing, unloaded + alone, nbytes + hit.nbytes, count + 1)
+        else:
+            before = Before(computing + alone, unloaded + alone, nbytes, count)
+    return _computed(engine, requests)
+
+
+def _arrivals(storage: Storage, hit: Hit, at_once: int, begin: float) -> list[float]:
+    """Return when each chunk is there, with all before it."""
+    arrivals = [0.0] * hit.chunks
+    chunk_bytes = hit.nbytes / hit.chunks
+    asked, now = 0, begin
+    answers: list[tuple[float, int]] = []
+    left: dict[int, float] = {}
+    while asked < hit.chunks or answers or left:
+        while asked < hit.chunks and len(answers) + len(left) < at_once:
+            answers.append((now + storage.latency, asked))
+            asked += 1
+        each = storage.rate / max(1, len(left))
+        ends = now + min(left.values(), default=math.inf) / each
+        then = min(ends, answers[0][0] if answers else math.inf)
+        left = {chunk: nbytes - (then - now) * each for chunk, nbytes in left.items()}
+        now = then
+        for chunk in [chunk for chunk, nbytes in left.items() if nbytes <= 1e-3]:
+            arrivals[chunk] = now
+            del left[chunk]
+        while answers and answers[0][0] <= now:
+            left[answers.pop(0)[1]] = chunk_bytes
+    return list(itertools.accumulate(arrivals, max))
+
+
+def _loaded(arrivals: Sequence[float], patience: Sequence[float]) -> tuple[float, int]:
+    """Return when a load ends, and how many chunks are there then."""
+    if patience:
+        for there, arrival in enumerate(arrivals):
+            cut = patience[min(there, len(patience) - 1)]
+            if arrival > cut:
+                return max(cut, arrivals[there - 1] if there else 0.0), there
+    return arrivals[-1], len(arrivals)
+
+
+def _computed(engine: Engine, requests: Sequence[_Request]) -> list[float]:
+    """Return when each request is computed."""
+    ends, now = [0.0] * len(requests), 0.0
+    for place in sorted(range(len(requests)), key=lambda place: requests[place].ready):
+        request = requests[place]
+        now = max(now, request.ready) + engine.seconds(request.start, request.tokens)
+        ends[place] = now
+    return ends
+
+
+# ------------------------------------------------------------------------------------- figures
+
+
+def _stored(tokens: int) -> int:
+    return (tokens - REST_TOKENS) // CHUNK_TOKENS * CHUNK_TOKENS
+
+
+def figures() -> dict[str, Any]:
+    """Return the figures of the documentation."""
+    return {
+        "rest_tokens": REST_TOKENS,
+        "lengths": LENGTHS,
+        "alone": {
+            f"{engine.name}, {storage.name}": {
+                policy: [
+                    first_tokens(engine, storage, [(tokens, _stored(tokens))], policy)[0]
+                    for tokens in LENGTHS
+                ]
+                for policy in POLICIES
+            }
+            for engine, storage in _pairs()
+        },
+        "at_once": {
+            f"{engine.name}, {storage.name}": {
+                policy: statistics.fmean(
+                    first_tokens(
+                        engine, storage, [(MANY_TOKENS, _stored(MANY_TOKENS))] * MANY, policy
+                    )
+                )
+                for policy in POLICIES
+            }
+            for engine, storage in _pairs()
+        },
+        "published": {
+            str(tokens): [seconds, published(tokens)] for tokens, seconds in PUBLISHED.items()
+        },
+    }
+
+
+def published(tokens: int) -> float:
+    """Return the simulated first token of a prompt that `PUBLISHED` has."""
+    stored = tokens * 4 // 5 // CHUNK_TOKENS * CHUNK_TOKENS
+    return first_tokens(ENGINES[0], PUBLISHED_STORAGE, [(tokens, stored)], LOADED)[0]
+
+
+def _pairs() -> Iterator[tuple[Engine, Storage]]:
+    return itertools.product(ENGINES, STORAGES)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Simulate; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.simulated",
+        description="Simulate first tokens: computed, loaded, and as kvshelf decides.",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file")
+    options = parser.parse_args(arguments)
+    found = figures()
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    for name, policies in found["alone"].items():
+        sys.stdout.write(f"{name}\n")
+        for place, tokens in enumerate(LENGTHS):
+            seconds = "  ".join(f"{each} {policies[each][place]:7.3f} s" for each in POLICIES)
+            sys.stdout.write(f"  {tokens:7,} tokens  {seconds}\n")
+        many = "  ".join(f"{each} {found['at_once'][name][each]:7.3f} s" for each in POLICIES)
+        sys.stdout.write(f"  {MANY} at once      {many}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

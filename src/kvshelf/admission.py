@@ -1,0 +1,175 @@
+"""The rule by which a hit is loaded: only where that is expected to be sooner than computing it.
+
+Owns the comparison. Of a prompt of n tokens of which vLLM has x, the shelf has h. Computing takes
+C(x→n), loading takes a + b (bytes) + C(h→n), see :mod:`kvshelf.costs`. The difference is largest
+for all of the hit or none of it, because C grows faster than the bytes. Both also wait for the
+prompts before the request: a load while these are computed, so it costs only what it takes longer. And
+requests whose loads run will wait for a prompt that is computed, half of it on average.
+
+An admitted load is cut as soon as computing the rest would be sooner: at t seconds since vLLM first
+asked, with s tokens loaded, if t + C(s→h) > W + (1 + ε) C(x→h), where W is what the prompts before
+the request take if nothing of them is loaded. So a first token comes at most ε later, and a step,
+than it would have been computed, whatever the storage does. That needs first chunks that arrive
+early: from a slow storage only so many are read at once that they take 3/4 of W + ε C. A hit of
+which no part can be kept is cut after W + C(x→h).
+
+That all of a hit or none is best, and that a bound makes it safe, is ski rental (Karlin, Manasse,
+Rudolph, Sleator, 1988); ε is small since few admitted loads are slow.
+
+Contracts
+---------
+* Everything is loaded until enough is known.
+* Pure but for what it learns. Not thread-safe; the caller has one thread, or a lock.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from kvshelf.costs import LoadCosts, PrefillCosts
+
+#: ε: share of the time of computing a hit by which its load may delay the first token.
+MOST_DELAY: Final = 0.25
+#: Share of that delay in which the first chunks are to arrive.
+_FIRST_SHARE: Final = 0.75
+#: Share of the time of a prompt that each request waits which is being loaded meanwhile.
+_DELAYED: Final = 0.5
+#: Loads and steps after which their times count as known.
+_LEAST_LOADS: Final = 8
+_LEAST_STEPS: Final = 16
+
+
+class Hit(NamedTuple):
+    """What a shelf has of a prompt: tokens ``[start, end)`` of its `tokens`.
+
+    Attributes
+    ----------
+    start, end, tokens : int
+    chunk_tokens : int
+    nbytes : int
+        Of all ranks.
+    divisible : bool
+        A part of it, from its start, can be kept when its load is cut.
+    """
+
+    start: int
+    end: int
+    tokens: int
+    chunk_tokens: int
+    nbytes: int
+    divisible: bool = True
+
+    @property
+    def chunks(self) -> int:
+        """The number of chunks that overlap it."""
+        return -(-self.end // self.chunk_tokens) - self.start // self.chunk_tokens
+
+
+class Before(NamedTuple):
+    """What runs when a request is asked for, and comes before it.
+
+    Attributes
+    ----------
+    computing : float
+        Seconds that the prompts take which are being computed.
+    unloaded : float
+        The same, with the prompts that are being loaded, as if nothing of them was.
+    nbytes : int
+        Bytes of the loads that run.
+    loads : int
+        Their number.
+    """
+
+    computing: float = 0.0
+    unloaded: float = 0.0
+    nbytes: int = 0
+    loads: int = 0
+
+
+class AdmissionRule:
+    """Decides by the times that steps and loads have taken.
+
+    Parameters
+    ----------
+    step_tokens : int
+        Most tokens that one step computes.
+
+    Attributes
+    ----------
+    prefill : PrefillCosts
+    load : LoadCosts
+    """
+
+    def __init__(self, step_tokens: int) -> None:
+        self.prefill = PrefillCosts(step_tokens)
+        self.load = LoadCosts()
+
+    @property
+    def known(self) -> bool:
+        """Whether enough is known to decide."""
+        return self.load.count >= _LEAST_LOADS and self.prefill.count >= _LEAST_STEPS
+
+    def admits(self, hit: Hit, before: Before) -> bool:
+        """Whether a hit is to be loaded."""
+        if not self.known:
+            return True
+        seconds = self.prefill.seconds
+        load = self.load.seconds(*self.cost(hit, before, self.at_once(hit, before)))
+        rest, whole = seconds(hit.end, hit.tokens), seconds(hit.start, hit.tokens)
+        computed = before.computing + whole + _DELAYED * before.loads * (whole - rest)
+        loaded = max(before.computing, load) + rest
+        at_first = self._at_once(hit, before) if hit.divisible else 1
+        first = self.load.seconds(before.nbytes + at_first * hit.nbytes / hit.chunks)
+        return loaded < computed and first < self._most_delay(hit, before)
+
+    def cost(self, hit: Hit, before: Before, at_once: int) -> tuple[float, float]:
+        """Return what the time of a load is learned by: bytes, and waits for the storage's answer.
+
+        With few chunks at once, their answers are waited for again and again.
+        """
+        return hit.nbytes + before.nbytes, hit.chunks / at_once if at_once else 1.0
+
+    def at_once(self, hit: Hit, before: Before) -> int:
+        """Return how many chunks of an admitted hit are read at once; 0: no bound."""
+        at_once = self._at_once(hit, before) if self.known else hit.chunks
+        return at_once if at_once < hit.chunks else 0
+
+    def patience(self, hit: Hit, before: Before, passed: float = 0.0) -> tuple[float, ...]:
+        """Return when the load of an admitted hit is cut.
+
+        Parameters
+        ----------
+        hit : Hit
+        before : Before
+        passed : float
+            Seconds since the request was first asked for.
+
+        Returns
+        -------
+        tuple of float
+            Seconds from now: at place i, when a load is cut of which i chunks are there. The last
+            one also holds for all that follow. Empty: it is not cut.
+        """
+        if not self.known:
+            return ()
+        start, end, size = hit.start, hit.end, hit.chunk_tokens
+        seconds, waits = self.prefill.seconds, before.unloaded - passed
+        whole = seconds(start, end)
+        if not hit.divisible:
+            return (waits + whole,)
+        first = start // size
+        return tuple(
+            waits + (1 + MOST_DELAY) * whole - seconds(max(start, chunk * size), end)
+            for chunk in range(first, first + hit.chunks)
+        )
+
+    def _most_delay(self, hit: Hit, before: Before) -> float:
+        """Return the seconds after which a load is cut of which nothing has come."""
+        return before.unloaded + MOST_DELAY * self.prefill.seconds(hit.start, hit.end)
+
+    def _at_once(self, hit: Hit, before: Before) -> int:
+        """Return how many chunks are read at once, so that the first are there before a cut."""
+        if not hit.divisible:
+            return hit.chunks
+        seconds = _FIRST_SHARE * self._most_delay(hit, before)
+        return self.load.at_once(hit.nbytes / hit.chunks, before.nbytes, seconds, hit.chunks)
