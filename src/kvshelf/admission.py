@@ -3,8 +3,8 @@
 Owns the comparison. Of a prompt of n tokens of which vLLM has x, the shelf has h. Computing takes
 C(x→n), loading takes a + b (bytes) + C(h→n), see :mod:`kvshelf.costs`. The difference is largest
 for all of the hit or none of it, because C grows faster than the bytes. Both also wait for the
-prompts before the request: a load while these are computed, so it costs only what it takes longer. And
-requests whose loads run will wait for a prompt that is computed, half of it on average.
+prompts before the request: a load while these are computed, so it costs only what it takes longer.
+And requests whose loads run will wait for a prompt that is computed, half of it on average.
 
 An admitted load is cut as soon as computing the rest would be sooner: at t seconds since vLLM first
 asked, with s tokens loaded, if t + C(s→h) > W + (1 + ε) C(x→h), where W is what the prompts before
