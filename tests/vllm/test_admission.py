@@ -177,8 +177,10 @@ def test_loads_that_run_at_once_are_not_all_cut(engine: Engine) -> None:
     for tokens in (33, 65, 129, 201) * 3:
         engine.load(tokens, 0.001 * tokens)
     requests = [engine.request(65) for _ in range(8)]
-    for request in requests:
-        engine.side.load(request, engine.side.ask(request)[0])
+    # Steps may pass until there is an answer.
+    found = [engine.side.ask(request)[0] for request in requests]
+    for request, tokens in zip(requests, found, strict=True):
+        engine.side.load(request, tokens)
     loads = engine.side.step().loads
     assert len(loads) == 8
     for before, op in enumerate(loads):
