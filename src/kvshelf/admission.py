@@ -113,12 +113,12 @@ class AdmissionRule:
         """Whether a hit is to be loaded."""
         if not self.known:
             return True
-        seconds = self.prefill.seconds
-        load = self.load.seconds(*self.cost(hit, before, self.at_once(hit, before)))
+        seconds, at_once = self.prefill.seconds, self.at_once(hit, before)
+        load = self.load.seconds(*self.cost(hit, before, at_once))
         rest, whole = seconds(hit.end, hit.tokens), seconds(hit.start, hit.tokens)
         computed = before.computing + whole + _DELAYED * before.loads * (whole - rest)
         loaded = max(before.computing, load) + rest
-        at_first = self._at_once(hit, before) if hit.divisible else 1
+        at_first = at_once if hit.divisible else 1
         first = self.load.seconds(before.nbytes + at_first * hit.nbytes / hit.chunks)
         return loaded < computed and first < self._most_delay(hit, before)
 
@@ -127,12 +127,14 @@ class AdmissionRule:
 
         With few chunks at once, their answers are waited for again and again.
         """
-        return hit.nbytes + before.nbytes, hit.chunks / at_once if at_once else 1.0
+        return hit.nbytes + before.nbytes, hit.chunks / at_once
 
     def at_once(self, hit: Hit, before: Before) -> int:
-        """Return how many chunks of an admitted hit are read at once; 0: no bound."""
-        at_once = self._at_once(hit, before) if self.known else hit.chunks
-        return at_once if at_once < hit.chunks else 0
+        """Return how many chunks are read at once, so that the first are there before a cut."""
+        if not (self.known and hit.divisible):
+            return hit.chunks
+        seconds = _FIRST_SHARE * self._most_delay(hit, before)
+        return self.load.at_once(hit.nbytes / hit.chunks, before.nbytes, seconds, hit.chunks)
 
     def patience(self, hit: Hit, before: Before, passed: float = 0.0) -> tuple[float, ...]:
         """Return when the load of an admitted hit is cut.
@@ -166,10 +168,3 @@ class AdmissionRule:
     def _most_delay(self, hit: Hit, before: Before) -> float:
         """Return the seconds after which a load is cut of which nothing has come."""
         return before.unloaded + MOST_DELAY * self.prefill.seconds(hit.start, hit.end)
-
-    def _at_once(self, hit: Hit, before: Before) -> int:
-        """Return how many chunks are read at once, so that the first are there before a cut."""
-        if not hit.divisible:
-            return hit.chunks
-        seconds = _FIRST_SHARE * self._most_delay(hit, before)
-        return self.load.at_once(hit.nbytes / hit.chunks, before.nbytes, seconds, hit.chunks)

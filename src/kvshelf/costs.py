@@ -91,7 +91,7 @@ class Fit:
         )
 
 
-def _attended(start: int, end: int) -> float:
+def attended(start: int, end: int) -> float:
     """Return how many tokens those of ``[start, end)`` attend to, all together."""
     return (end * end - start * start) / 2
 
@@ -126,8 +126,8 @@ class PrefillCosts:
         seconds : float
         """
         tokens = sum(end - start for start, end in parts)
-        attended = sum(_attended(start, end) for start, end in parts)
-        features = (tokens, attended, decodes, 1.0)
+        pairs = sum(attended(start, end) for start, end in parts)
+        features = (tokens, pairs, decodes, 1.0)
         expected = self._fit.seconds(features)
         self._fit.learn(features, seconds)
         return expected
@@ -135,8 +135,8 @@ class PrefillCosts:
     def seconds(self, start: int, end: int) -> float:
         """Return how long tokens ``[start, end)`` of a prompt take, in steps of their own."""
         tokens = max(0, end - start)
-        attended = _attended(start, end) if tokens else 0.0
-        return self._fit.seconds((tokens, attended, 0.0, tokens / self._step_tokens))
+        pairs = attended(start, end) if tokens else 0.0
+        return self._fit.seconds((tokens, pairs, 0.0, tokens / self._step_tokens))
 
 
 class LoadCosts:

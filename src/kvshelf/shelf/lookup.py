@@ -19,7 +19,7 @@ Contracts
 * A lookup may have to wait for something before its keys can be made. It waits outside the queue,
   so that no other lookup waits with it.
 * While the circuit breaker is open, lookups still compute chunk keys but report no hit, at once.
-* Background threads pause after each half millisecond of work (:mod:`kvshelf.shelf.pacing`).
+* Background threads pause often, see :mod:`kvshelf.shelf.pacing`.
 * On a low-latency storage every object that a hit needs has been seen. On a high-latency storage
   some full chunks of a hit were not probed; a gap between them is found by the load, and probed
   by every search from then on. All windows and states that a hit needs have been seen.

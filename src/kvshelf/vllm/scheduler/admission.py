@@ -119,18 +119,24 @@ class Admission(SharingPart):
             self._explore(state, start, end)
         return admitted
 
-    def patience(self, state: RequestState, start: int, end: int) -> tuple[float, ...]:
-        """Return when a load is cut, see :meth:`kvshelf.transfer.transfers.Transfers.load`."""
-        if self._is_free(state):
-            return ()
-        passed = 0.0 if state.asked is None else self.clock() - state.asked
-        return self._rule.patience(self._hit(state, start, end), self._comes_before(), passed)
+    def begin(self, state: RequestState, start: int, end: int) -> tuple[tuple[float, ...], int]:
+        """Note that a load begins; return when it is cut, and how many chunks are read at once.
 
-    def at_once(self, state: RequestState, start: int, end: int) -> int:
-        """Return how many chunks of a load are read at once; 0: no bound."""
-        if self._is_free(state):
-            return 0
-        return self._rule.at_once(self._hit(state, start, end), self._comes_before())
+        Both as :meth:`kvshelf.transfer.transfers.Transfers.load` takes them.
+        """
+        if self.always:
+            return (), 0
+        # Of an earlier load of this request, which failed.
+        self._loading.pop(state.id, None)
+        rule, hit, before = self._rule, self._hit(state, start, end), self._comes_before()
+        patience: tuple[float, ...] = ()
+        at_once = hit.chunks
+        if not self._is_free(state):
+            passed = 0.0 if state.asked is None else self.clock() - state.asked
+            patience, at_once = rule.patience(hit, before, passed), rule.at_once(hit, before)
+        cost = rule.cost(hit, before, at_once)
+        self._loading[state.id] = _Loading(hit.nbytes, *cost, self.expected(start, hit.tokens))
+        return patience, at_once if at_once < hit.chunks else 0
 
     def _hit(self, state: RequestState, start: int, end: int) -> Hit:
         tokens, nbytes = state.request.num_tokens, self._bytes(start, end)
@@ -178,14 +184,6 @@ class Admission(SharingPart):
         return sum(map(fmt.object_size, range(fmt.shards)))
 
     # ------------------------------------------------------------- what is learned
-
-    def loading(self, state: RequestState, start: int, end: int, at_once: int) -> None:
-        """Note that a load begins, of which so many chunks are read at once; 0: all."""
-        if self.always:
-            return
-        hit = self._hit(state, start, end)
-        cost = self._rule.cost(hit, self._comes_before(), at_once)
-        self._loading[state.id] = _Loading(hit.nbytes, *cost, self.expected(start, hit.tokens))
 
     def plan(self, output: Any, meta: StepMetadata) -> None:
         """Time a step that computes prompts."""

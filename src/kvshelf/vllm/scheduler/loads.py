@@ -83,6 +83,7 @@ class Loads(SharingPart):
         }
         blocks = tuple(map(list, block_ids))
         state.period = self._periods.admit(blocks, start, state.request.mm_features)
+        patience, at_once = self._admission.begin(state, start, end)
         op = LoadOp(
             state.id,
             start,
@@ -94,10 +95,9 @@ class Loads(SharingPart):
             windows=chunks.get(WINDOW, []),
             states=chunks.get(STATE, []),
             drafts=list(self._drafts.to_load(state.id, chain, start, end)),
-            patience=self._admission.patience(state, start, end),
-            at_once=self._admission.at_once(state, start, end),
+            patience=patience,
+            at_once=at_once,
         )
-        self._admission.loading(state, start, end, op.at_once)
         self._read_ahead.note_in_engine_cache(op.chunks)
         self.planned.append(op)
 
