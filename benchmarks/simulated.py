@@ -1,9 +1,8 @@
 """``python -m benchmarks.simulated``: what the first token of a hit takes, by rates.
 
-Owns a simulation of requests that come at once to one engine with one storage, and the figures of
-the documentation that it makes. What is loaded is decided by :mod:`kvshelf.admission`, the code
-that engines run, which has learned the simulated rates. No bytes are moved; neither vLLM nor a
-storage is needed.
+Owns a simulation of requests that come at once to one engine with one storage. What is loaded is
+decided by :mod:`kvshelf.admission`, the code that engines run, which has learned the simulated
+rates. No bytes are moved; neither vLLM nor a storage is needed.
 
 What is simulated
 -----------------
@@ -21,25 +20,20 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from benchmarks.samples import CHUNK_TOKENS
+from benchmarks.stepped import ALWAYS, AUTO, COMPUTED, POLICIES
 from kvshelf.admission import AdmissionRule, Before, Hit
+from kvshelf.costs import attended
 
-COMPUTED: Final = "computed"
-LOADED: Final = "loaded"
-ADMITTED: Final = "admitted"
-POLICIES: Final = (COMPUTED, LOADED, ADMITTED)
-
-CHUNK_TOKENS: Final = 256
 #: Tokens of each prompt that are not on the shelf.
-REST_TOKENS: Final = 1024
+NEW_TOKENS: Final = 1024
 LENGTHS: Final = (4096, 8192, 16384, 32768, 65536, 131072)
 #: Requests at once, and the length of their prompts.
 MANY: Final = 16
@@ -68,8 +62,7 @@ class Engine:
 
     def seconds(self, start: int, end: int) -> float:
         """Return how long it computes tokens ``[start, end)`` of a prompt."""
-        pairs = (end * end - start * start) / 2
-        return self.linear * (end - start) + self.attention * pairs
+        return self.linear * (end - start) + self.attention * attended(start, end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,24 +144,25 @@ def first_tokens(
     rule : AdmissionRule, optional
         Of an engine that has learned; by default the rates of `engine` and `storage`.
     """
-    rule = taught(engine, storage) if rule is None and policy == ADMITTED else rule
+    if policy != AUTO:
+        rule = None
+    elif rule is None:
+        rule = taught(engine, storage)
     requests = [_Request(tokens) for tokens, _ in prompts]
     free, before = 0.0, Before()
     for request, (tokens, stored) in zip(requests, prompts, strict=True):
         hit = Hit(0, stored, tokens, CHUNK_TOKENS, stored * engine.token_bytes)
         alone = engine.seconds(0, tokens)
-        at_once = 0
+        at_once = hit.chunks
         patience: tuple[float, ...] = ()
         loads = stored > 0 and policy != COMPUTED
-        if loads and policy == ADMITTED:
-            assert rule is not None
+        if loads and rule is not None:
             loads = rule.admits(hit, before)
             at_once, patience = rule.at_once(hit, before), rule.patience(hit, before)
         computing, unloaded, nbytes, count = before
         if loads:
             begin = max(0.0, free - storage.latency)
-            arrivals = _arrivals(storage, hit, at_once or hit.chunks, begin)
-            free, chunks = _loaded(arrivals, patience)
+            free, chunks = _loaded(_arrivals(storage, hit, at_once, begin), patience)
             request.ready, request.start = free, min(stored, chunks * CHUNK_TOKENS)
             before = Before(computing, unloaded + alone, nbytes + hit.nbytes, count + 1)
         else:
@@ -220,73 +214,35 @@ def _computed(engine: Engine, requests: Sequence[_Request]) -> list[float]:
     return ends
 
 
-# ------------------------------------------------------------------------------------- figures
+# --------------------------------------------------------------------------------- command line
 
 
-def _stored(tokens: int) -> int:
-    return (tokens - REST_TOKENS) // CHUNK_TOKENS * CHUNK_TOKENS
-
-
-def figures() -> dict[str, Any]:
-    """Return the figures of the documentation."""
-    return {
-        "rest_tokens": REST_TOKENS,
-        "lengths": LENGTHS,
-        "alone": {
-            f"{engine.name}, {storage.name}": {
-                policy: [
-                    first_tokens(engine, storage, [(tokens, _stored(tokens))], policy)[0]
-                    for tokens in LENGTHS
-                ]
-                for policy in POLICIES
-            }
-            for engine, storage in _pairs()
-        },
-        "at_once": {
-            f"{engine.name}, {storage.name}": {
-                policy: statistics.fmean(
-                    first_tokens(
-                        engine, storage, [(MANY_TOKENS, _stored(MANY_TOKENS))] * MANY, policy
-                    )
-                )
-                for policy in POLICIES
-            }
-            for engine, storage in _pairs()
-        },
-        "published": {
-            str(tokens): [seconds, published(tokens)] for tokens, seconds in PUBLISHED.items()
-        },
-    }
+def stored_tokens(tokens: int) -> int:
+    """Return how many of a prompt's tokens are on the shelf."""
+    return (tokens - NEW_TOKENS) // CHUNK_TOKENS * CHUNK_TOKENS
 
 
 def published(tokens: int) -> float:
     """Return the simulated first token of a prompt that `PUBLISHED` has."""
     stored = tokens * 4 // 5 // CHUNK_TOKENS * CHUNK_TOKENS
-    return first_tokens(ENGINES[0], PUBLISHED_STORAGE, [(tokens, stored)], LOADED)[0]
-
-
-def _pairs() -> Iterator[tuple[Engine, Storage]]:
-    return itertools.product(ENGINES, STORAGES)
+    return first_tokens(ENGINES[0], PUBLISHED_STORAGE, [(tokens, stored)], ALWAYS)[0]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Simulate; return the exit code."""
-    parser = argparse.ArgumentParser(
+    argparse.ArgumentParser(
         prog="python -m benchmarks.simulated",
-        description="Simulate first tokens: computed, loaded, and as kvshelf decides.",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file")
-    options = parser.parse_args(arguments)
-    found = figures()
-    if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
-    for name, policies in found["alone"].items():
-        sys.stdout.write(f"{name}\n")
-        for place, tokens in enumerate(LENGTHS):
-            seconds = "  ".join(f"{each} {policies[each][place]:7.3f} s" for each in POLICIES)
-            sys.stdout.write(f"  {tokens:7,} tokens  {seconds}\n")
-        many = "  ".join(f"{each} {found['at_once'][name][each]:7.3f} s" for each in POLICIES)
-        sys.stdout.write(f"  {MANY} at once      {many}\n")
+        description="Simulate mean first tokens: computed, always loaded, and as kvshelf decides.",
+    ).parse_args(arguments)
+    for engine, storage in itertools.product(ENGINES, STORAGES):
+        sys.stdout.write(f"{engine.name}, {storage.name}\n")
+        for tokens, count in (*((tokens, 1) for tokens in LENGTHS), (MANY_TOKENS, MANY)):
+            prompts = [(tokens, stored_tokens(tokens))] * count
+            sys.stdout.write(f"  {count:2} × {tokens:7,} tokens")
+            for policy in POLICIES:
+                mean = statistics.fmean(first_tokens(engine, storage, prompts, policy))
+                sys.stdout.write(f"  {policy} {mean:7.3f} s")
+            sys.stdout.write("\n")
     return 0
 
 

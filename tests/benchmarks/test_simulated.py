@@ -1,0 +1,66 @@
+"""The rule of admission on simulated engines and storages keeps what the documentation promises."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks import simulated
+from benchmarks.simulated import ENGINES, PUBLISHED, STORAGES, Storage, first_tokens, stored_tokens
+from benchmarks.stepped import ALWAYS, AUTO, COMPUTED
+from kvshelf.admission import MOST_DELAY
+
+[ENGINE] = ENGINES
+NFS = STORAGES[1]
+
+storages = st.builds(
+    Storage,
+    name=st.just("any"),
+    latency=st.floats(-4, 0).map(lambda power: 10.0**power),
+    rate=st.floats(6, 10.5).map(lambda power: 10.0**power),
+)
+
+
+@given(storages, storages, st.integers(1, 64), st.integers(1, 2048))
+def test_alone_no_first_token_is_later_than_the_bound(
+    learned: Storage, real: Storage, chunks: int, new: int
+) -> None:
+    """Whatever the storage does, and whatever it did before."""
+    prompts = [(256 * chunks + new, 256 * chunks)]
+    rule = simulated.taught(ENGINE, learned)
+    [found] = first_tokens(ENGINE, real, prompts, AUTO, rule)
+    [computed] = first_tokens(ENGINE, real, prompts, COMPUTED)
+    assert found <= (1 + MOST_DELAY) * computed + 1e-6
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids=lambda storage: storage.name)
+def test_many_at_once_are_no_slower_than_the_better_of_both(storage: Storage) -> None:
+    prompts = [(16384, stored_tokens(16384))] * 16
+
+    def mean(policy: str) -> float:
+        return statistics.fmean(first_tokens(ENGINE, storage, prompts, policy))
+
+    assert mean(AUTO) <= 1.05 * min(mean(COMPUTED), mean(ALWAYS))
+
+
+def test_long_prompts_are_loaded_from_a_storage_that_is_too_slow_for_short_ones() -> None:
+    slow = STORAGES[3]
+    for tokens, loads in ((8192, False), (250_000, True)):
+        prompts = [(tokens, stored_tokens(tokens))]
+        same = first_tokens(ENGINE, slow, prompts, AUTO) == first_tokens(
+            ENGINE, slow, prompts, COMPUTED
+        )
+        assert same is not loads
+
+
+@pytest.mark.parametrize("tokens", PUBLISHED)
+def test_published_times_are_met(tokens: int) -> None:
+    assert simulated.published(tokens) == pytest.approx(PUBLISHED[tokens], rel=0.1)
+
+
+def test_a_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulated.main([]) == 0
+    assert "16 ×  16,384 tokens" in capsys.readouterr().out
