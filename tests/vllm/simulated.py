@@ -47,7 +47,7 @@ from kvshelf.config import Config
 from kvshelf.kv.layout import packed_positions
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import open_shelf
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, while_patient
 from tests.vllm import configs
 from tests.vllm.configs import HEADS
 from tests.vllm.replay import Request
@@ -358,6 +358,8 @@ class SimulatedEngine:
                 "shared_storage_path": str(shelf),
                 "weights": "simulated",
                 "staging_bytes": 8 << 20,
+                "lookup_wait_s": PATIENCE,
+                "identity_wait_s": PATIENCE,
                 **options,
             }
         )
@@ -384,12 +386,13 @@ class SimulatedEngine:
         # The workers' part of the namespace to the scheduler and back.
         self.step([])
         self.step([])
-        # Some never have one.
-        known = time.monotonic() + 2.0
-        while self.worker.model.registration.namespace is None and time.monotonic() < known:
-            if self.scheduler.disabled or self.worker.model.registration.disabled_reason:
+        registration = self.worker.model.registration
+        for _ in while_patient():
+            if registration.namespace or registration.disabled_reason or self.scheduler.disabled:
                 break
             self.step([])
+        else:
+            raise AssertionError(f"no namespace within {PATIENCE:g} s")
 
     @property
     def block_tokens(self) -> int:
