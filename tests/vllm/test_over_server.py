@@ -248,6 +248,9 @@ def test_the_server_hangs_while_requests_run(
         node.signal(signal.SIGCONT)
     for engine in (one, other):
         eventually_hits(engine, known, reference(known), 1024)
+        # A worker that saw the server hang stores nothing until its own circuit breaker closes.
+        after = prompt(600)
+        until(lambda: _stores(engine, after, shelf, reference(after)), "a store")  # noqa: B023
 
 
 # ------------------------------------------------------------------------------- engines that end
