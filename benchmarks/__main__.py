@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.admission import bench_admission
+from benchmarks.admission import bench_admission, bench_tails
 from benchmarks.capacity import bench_capacity
 from benchmarks.copies import bench_copy
 from benchmarks.engine import bench_engine, bench_startup
@@ -55,6 +55,7 @@ GROUPS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "hybrid": bench_hybrid,
     "server": bench_server,
     "admission": bench_admission,
+    "tails": bench_tails,
     "handover": bench_handover,
     "capacity": bench_capacity,
     "gc": bench_gc,
@@ -62,7 +63,7 @@ GROUPS: dict[str, Callable[[Settings], Iterator[Row]]] = {
 }
 _ONLY_WHEN_ASKED = frozenset(
     {
-        *("waits", "lengths", "hybrid", "server", "admission"),
+        *("waits", "lengths", "hybrid", "server", "admission", "tails"),
         *("handover", "capacity", "gc", "startup"),
     }
 )
@@ -79,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="*",
         metavar="GROUP",
         help=f"groups of rows: {', '.join(GROUPS)}; default: all but"
-        " waits, lengths, hybrid, server, admission, handover, capacity, gc and startup",
+        " waits, lengths, hybrid, server, admission, tails, handover, capacity, gc and startup",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to FILE")

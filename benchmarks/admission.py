@@ -1,4 +1,4 @@
-"""Rows ``admission/*``: the first token over a storage of several speeds, by the policy of loading.
+"""Rows ``admission/*`` and ``tails/*``: first tokens over a storage of several speeds, by policy.
 
 Owns the comparison of three policies in turn in one engine: to compute each prompt, to load all
 that the shelf has, and ``admission: auto``. The shelf lies behind a filesystem whose reads share
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -37,6 +37,13 @@ _PATTERN = "*.safetensors"
 _PROMPTS_IN_CACHE = _MANY + 1
 
 
+def speed(rate: float | None) -> str:
+    """Return a rate as text."""
+    if rate is None or math.isinf(rate):
+        return "full"
+    return f"{rate / 1e6:g} MB/s" if rate else "frozen"
+
+
 @dataclass(frozen=True, slots=True)
 class Point:
     """What is measured.
@@ -51,27 +58,23 @@ class Point:
         That are submitted at once.
     rounds : int
         In each, every policy gets its turn.
+    group : str
+        Of its row.
     """
 
     rate: float
     tokens: int
     requests: int = 1
     rounds: int = 9
-
-    @property
-    def speed(self) -> str:
-        """The rate as text."""
-        if math.isinf(self.rate):
-            return "full"
-        return f"{self.rate / 1e6:g} MB/s" if self.rate else "frozen"
+    group: str = "admission"
 
     @property
     def row(self) -> Row:
         """The row without figures."""
         many = f"{self.requests} at once" if self.requests > 1 else "one at a time"
         return Row(
-            f"admission/{self.speed.replace(' ', '')}/{self.tokens}x{self.requests}",
-            f"mean TTFT, {self.tokens + REST_TOKENS} tokens, {many}, storage {self.speed}",
+            f"{self.group}/{speed(self.rate).replace(' ', '')}/{self.tokens}x{self.requests}",
+            f"mean TTFT, {self.tokens + REST_TOKENS} tokens, {many}, storage {speed(self.rate)}",
             "the better of always and never loading",
             goal=Goal(1.05),
         )
@@ -92,14 +95,26 @@ POINTS = (
     Point(FULL, _LONG, _MANY, _FEW),
     Point(FROZEN, _LONG, rounds=5),
 )
+#: Where more than 300 requests by each policy show the slowest ones.
+TAILS = tuple(Point(rate, _SHORT, _MANY, 19, "tails") for rate in (FULL, 50e6, 10e6, 2e6))
 
 
 def bench_admission(settings: Settings) -> Iterator[Row]:
     """Measure the time to the first token by policy, at each of `POINTS`."""
-    yield from guarded(settings, [point.row for point in POINTS], _rows)
+    yield from _guarded(settings, POINTS)
 
 
-def _rows(settings: Settings) -> Iterator[Row]:
+def bench_tails(settings: Settings) -> Iterator[Row]:
+    """Measure the slowest first tokens by policy, at each of `TAILS`."""
+    yield from _guarded(settings, TAILS)
+
+
+def _guarded(settings: Settings, points: Sequence[Point]) -> Iterator[Row]:
+    rows = [point.row for point in points]
+    yield from guarded(settings, rows, lambda settings: _rows(settings, points))
+
+
+def _rows(settings: Settings, points: Sequence[Point]) -> Iterator[Row]:
     try:
         faultfs: Any = import_module("tests.faults.faultfs")
     except ImportError as error:
@@ -127,8 +142,10 @@ def _rows(settings: Settings) -> Iterator[Row]:
             )
         )
         _warm_up(engine, prompts)
-        for point in POINTS:
-            yield _measure(settings, point, engine, mount, prompts[point.tokens])
+        token_bytes = run.prompt_bytes(1) - run.prompt_bytes(0)
+        for point in points:
+            row = _measure(settings, point, engine, mount, prompts[point.tokens])
+            yield replace(row, extra={**row.extra, "token_bytes": token_bytes})
 
 
 def _store(settings: Settings, run: EngineRun) -> dict[int, list[list[int]]]:
@@ -203,6 +220,8 @@ def _measure(
         note=f"s: {note}; p99 {tails}; auto loaded {loaded[AUTO] / asked:.0%}, refused {refused:g}",
         extra={
             "rate": None if math.isinf(point.rate) else point.rate,
+            "tokens": point.tokens + REST_TOKENS,
+            "stored_tokens": point.tokens,
             "means": means,
             "requests": each,
             "loaded_tokens": loaded,
@@ -213,12 +232,16 @@ def _measure(
 
 
 def _interval(samples: list[float]) -> str:
-    """Return the mean with its 95 % interval by Student's t."""
+    """Return the mean with its 95 % interval."""
     mean = statistics.fmean(samples)
+    return f"{mean:.2f} ± {half_interval(samples):.2f}" if len(samples) > 1 else f"{mean:.2f}"
+
+
+def half_interval(samples: Sequence[float]) -> float:
+    """Return half of the width of the mean's 95 % interval; 0 of a single sample."""
     if len(samples) < 2:
-        return f"{mean:.2f}"
-    half = _student(len(samples) - 1) * statistics.stdev(samples) / math.sqrt(len(samples))
-    return f"{mean:.2f} ± {half:.2f}"
+        return 0.0
+    return _student(len(samples) - 1) * statistics.stdev(samples) / math.sqrt(len(samples))
 
 
 def _student(freedom: int) -> float:

@@ -16,12 +16,15 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.admission import half_interval, speed
 from benchmarks.lengths import COMPUTED, IN_MEMORY
+from benchmarks.stepped import ALWAYS, AUTO
 from benchmarks.svg import Color, Dot, DotRow, Picture, Scale, Scheme, Series, bars, dots, lines
 from benchmarks.traces import ORDERS, OURS
 
@@ -152,6 +155,72 @@ def _by_family(results: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Put the traces side by side, and the sorts of models below each other."""
     families = list(dict.fromkeys(title.split(", ")[1] for title in results))
     yield from sorted(results.items(), key=lambda each: families.index(each[0].split(", ")[1]))
+
+
+# ------------------------------------------------------------------------------ what is loaded
+
+_POLICIES: Final = {
+    COMPUTED: Series("computed", "gray", 1.5),
+    ALWAYS: Series("every hit loaded", "amber", 2, "5 3"),
+    AUTO: Series("admission: auto", "blue", 3),
+}
+
+
+def plot_simulated(report: Mapping[str, Any]) -> Picture:
+    """Plot what ``python -m benchmarks.simulated --json`` writes."""
+    picture = Picture("Simulated time to the first token, as a share of computing the prompt")
+    picture.heading(
+        f"{report['engine']}; by the length of the prompt, of which"
+        f" all but {report['new_tokens']:,} tokens are stored.",
+    )
+    picture.legend({one.name: _stroke(picture, one) for one in _POLICIES.values()})
+    panels = {}
+    for storage, seconds in report["storages"].items():
+        panels[storage] = [
+            [taken / whole for taken, whole in zip(seconds[policy], seconds[COMPUTED], strict=True)]
+            for policy in _POLICIES
+        ]
+    lines(
+        picture,
+        list(_POLICIES.values()),
+        panels,
+        report["lengths"],
+        columns=2,
+        step=0.5,
+        name=lambda tokens: f"{tokens / 1024:.0f}K",
+    )
+    return picture
+
+
+def plot_admission(report: Mapping[str, Any]) -> Picture:
+    """Plot rows ``admission/*``: each policy as a multiple of the better of the first two."""
+    machine = report["machine"]
+    picture = Picture("First tokens over a storage of limited speed, by what is loaded")
+    picture.heading(
+        f"{machine['processor']}, {machine['usable_processors']} processors;"
+        f" {report['date'][:10]}. Means, as multiples of the better of computing and",
+        "loading every hit; 95 % intervals of admission: auto.",
+    )
+    picture.legend({one.name: _interval(picture, one.color) for one in _POLICIES.values()})
+    rows = []
+    for row in report["rows"]:
+        means = {policy: row["extra"]["means"][policy] for policy in _POLICIES}
+        best = min(statistics.fmean(means[policy]) for policy in (COMPUTED, ALWAYS))
+        found = [Dot(*[statistics.fmean(means[policy]) / best] * 3) for policy in _POLICIES]
+        half = half_interval(means[AUTO]) / best
+        found[-1] = Dot(found[-1].value, found[-1].value - half, found[-1].value + half)
+        tokens, count = row["extra"]["tokens"], len(row["extra"]["requests"][AUTO])
+        at_once = count // len(means[AUTO])
+        rows.append(
+            DotRow(
+                f"{tokens:,} tokens" + (f" × {at_once}" if at_once > 1 else ""),
+                speed(row["extra"]["rate"]),
+                found,
+            )
+        )
+    ticks = (0.5, 1.0, 1.5, 2.0, 2.5, 3.0)
+    dots(picture, list(_POLICIES.values()), rows, Scale(0.5, 3.0, ticks, lambda v: f"{v:g}×"))
+    return picture
 
 
 # -------------------------------------------------------------------------- tables of the pages
@@ -336,6 +405,8 @@ PLOTS: Final[Mapping[str, Callable[[Mapping[str, Any]], Picture]]] = {
     "floors": plot_floors,
     "canonical": plot_canonical,
     "notices": plot_notices,
+    "simulated": plot_simulated,
+    "admission": plot_admission,
 }
 
 

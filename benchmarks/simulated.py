@@ -20,12 +20,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 from benchmarks.samples import CHUNK_TOKENS
 from benchmarks.stepped import ALWAYS, AUTO, COMPUTED, POLICIES
@@ -87,19 +89,24 @@ class Storage:
         return self.latency + nbytes / self.rate
 
 
-#: The rates of the first are fitted to the times that UCM #656 gives of a prompt computed whole:
-#: 4,096 tokens 552 ms, 16,384 tokens 2,356 ms.
-ENGINES: Final = (Engine("QwQ-32B, 4 × H20", 131.8e-6, 1.47e-9, 256 << 10),)
+#: The rates of the first are fitted to the times of prompts computed whole in `PUBLISHED`.
+ENGINES: Final = (Engine("QwQ-32B, 4 × H20", 131.2e-6, 2.16e-9, 256 << 10),)
 STORAGES: Final = (
     Storage("local, 7 GB/s", 0.5e-3, 7e9),
     Storage("NFS, 25 Gb/s", 2e-3, 2.9e9),
     Storage("S3, 100 Gb/s", 0.15, 11.5e9),
     Storage("S3, 10 Gb/s", 0.15, 1.15e9),
 )
-#: What UCM #656 measured of hits of four fifths on NFS, in seconds, by the length of the prompt;
-#: its rate is fitted to the longest.
-PUBLISHED: Final = {4096: 0.178, 16384: 0.689, 32768: 1.545}
-PUBLISHED_STORAGE: Final = Storage("NFS, 17 GB/s", 2e-3, 17e9)
+#: First tokens in seconds by the length of the prompt: computed, and with four fifths of it loaded
+#: from NFS. Of https://github.com/ModelEngine-Group/unified-cache-management/pull/656
+PUBLISHED: Final = {
+    4000: (0.55199, 0.17769),
+    8000: (1.10231, 0.32772),
+    16000: (2.35601, 0.68889),
+    32000: (5.3411, 1.54476),
+}
+#: Its rate is fitted to these hits.
+PUBLISHED_STORAGE: Final = Storage("NFS, 16 GB/s", 2e-3, 16e9)
 
 
 def taught(engine: Engine, storage: Storage) -> AdmissionRule:
@@ -214,7 +221,7 @@ def _computed(engine: Engine, requests: Sequence[_Request]) -> list[float]:
     return ends
 
 
-# --------------------------------------------------------------------------------- command line
+# ------------------------------------------------------------------------------- what is compared
 
 
 def stored_tokens(tokens: int) -> int:
@@ -222,18 +229,96 @@ def stored_tokens(tokens: int) -> int:
     return (tokens - NEW_TOKENS) // CHUNK_TOKENS * CHUNK_TOKENS
 
 
-def published(tokens: int) -> float:
-    """Return the simulated first token of a prompt that `PUBLISHED` has."""
-    stored = tokens * 4 // 5 // CHUNK_TOKENS * CHUNK_TOKENS
-    return first_tokens(ENGINES[0], PUBLISHED_STORAGE, [(tokens, stored)], ALWAYS)[0]
+def published(tokens: int) -> tuple[float, float]:
+    """Return what is simulated of a prompt that `PUBLISHED` has: computed, and loaded."""
+    prompt = [(tokens, tokens * 4 // 5)]
+    [computed] = first_tokens(ENGINES[0], PUBLISHED_STORAGE, prompt, COMPUTED)
+    [loaded] = first_tokens(ENGINES[0], PUBLISHED_STORAGE, prompt, ALWAYS)
+    return computed, loaded
+
+
+def series(
+    engine: Engine, storage: Storage, lengths: Sequence[int] = LENGTHS
+) -> dict[str, list[float]]:
+    """Return first tokens of one prompt by its length, for each policy, in seconds."""
+    prompts = [[(tokens, stored_tokens(tokens))] for tokens in lengths]
+    return {
+        policy: [round(first_tokens(engine, storage, each, policy)[0], 3) for each in prompts]
+        for policy in POLICIES
+    }
+
+
+def fitted(rows: Sequence[Mapping[str, Any]], step_tokens: int = 8192) -> Engine:
+    """Return the engine that rows ``admission/*`` of a report have measured.
+
+    Its rates are those of the prompts that were computed alone. They have two lengths.
+    """
+    times: dict[int, list[float]] = {}
+    for row in rows:
+        if len(row["extra"]["requests"][COMPUTED]) == len(row["extra"]["means"][COMPUTED]):
+            times.setdefault(row["extra"]["tokens"], []).extend(row["extra"]["means"][COMPUTED])
+    (short, first), (long, last) = ((n, statistics.fmean(times[n])) for n in sorted(times))
+    attention = 2 * (last / long - first / short) / (long - short)
+    linear = first / short - attention * short / 2
+    return Engine("measured", linear, attention, rows[0]["extra"]["token_bytes"], step_tokens)
+
+
+def report() -> dict[str, Any]:
+    """Return what the documentation's plot shows."""
+    [engine] = ENGINES
+    return {
+        "command": ["python", "-m", "benchmarks.simulated"],
+        "engine": engine.name,
+        "new_tokens": NEW_TOKENS,
+        "lengths": list(LENGTHS),
+        "storages": {storage.name: series(engine, storage) for storage in STORAGES},
+    }
+
+
+class Met(NamedTuple):
+    """A point that was measured, and simulated.
+
+    Attributes
+    ----------
+    work : str
+    measured, simulated : float
+        Mean seconds to the first token of prompts whose hits are always loaded.
+    """
+
+    work: str
+    measured: float
+    simulated: float
+
+
+def met(rows: Sequence[Mapping[str, Any]]) -> list[Met]:
+    """Return the points of rows ``admission/*`` whose storage had a limited rate."""
+    engine, found = fitted(rows), []
+    for row in rows:
+        extra = row["extra"]
+        if extra["rate"] and extra["means"][ALWAYS]:
+            count = len(extra["requests"][ALWAYS]) // len(extra["means"][ALWAYS])
+            prompts = [(extra["tokens"], extra["stored_tokens"])] * count
+            simulated = first_tokens(engine, Storage("", 0.0, extra["rate"]), prompts, ALWAYS)
+            measured = statistics.fmean(extra["means"][ALWAYS])
+            found.append(Met(row["work"], measured, statistics.fmean(simulated)))
+    return found
+
+
+# --------------------------------------------------------------------------------- command line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Simulate; return the exit code."""
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m benchmarks.simulated",
         description="Simulate mean first tokens: computed, always loaded, and as kvshelf decides.",
-    ).parse_args(arguments)
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the first tokens of one prompt to FILE"
+    )
+    options = parser.parse_args(arguments)
+    if options.json is not None:
+        options.json.write_text(json.dumps(report(), indent=1) + "\n")
     for engine, storage in itertools.product(ENGINES, STORAGES):
         sys.stdout.write(f"{engine.name}, {storage.name}\n")
         for tokens, count in (*((tokens, 1) for tokens in LENGTHS), (MANY_TOKENS, MANY)):

@@ -325,8 +325,9 @@ def lines(
     *,
     columns: int,
     step: float,
+    name: Callable[[float], str] = "{:.0%}".format,
 ) -> None:
-    """Draw panels of lines, with a logarithmic horizontal and a linear vertical scale, of shares.
+    """Draw panels of lines: the horizontal scale is logarithmic, the vertical one has shares.
 
     Parameters
     ----------
@@ -341,6 +342,8 @@ def lines(
         Panels side by side.
     step : float
         Between lines of the vertical scale.
+    name : Callable
+        Returns the name of a place of `scale`.
     """
     labels, gap, tall = 36.0, 16.0, 130.0
     # The name of a panel's last place ends behind it.
@@ -361,7 +364,7 @@ def lines(
         first, last = math.log(scale[0]), math.log(scale[-1])
         places = [left + width * (math.log(each) - first) / (last - first) for each in scale]
         for x, place in zip(places, scale, strict=True):
-            picture.text(x, low + 16, f"{place:.0%}", anchor="middle", style="soft", size=12)
+            picture.text(x, low + 16, name(place), anchor="middle", style="soft", size=12)
         for one, shares in zip(series, values, strict=True):
             points = [
                 (x, low - tall * share / most) for x, share in zip(places, shares, strict=True)

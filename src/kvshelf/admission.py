@@ -10,8 +10,8 @@ An admitted load is cut as soon as computing the rest would be sooner: at t seco
 asked, with s tokens loaded, if t + C(s→h) > W + (1 + ε) C(x→h), where W is what the prompts before
 the request take if nothing of them is loaded. So a first token comes at most ε later, and a step,
 than it would have been computed, whatever the storage does. That needs first chunks that arrive
-early: from a slow storage only so many are read at once that they take 3/4 of W + ε C. A hit of
-which no part can be kept is cut after W + C(x→h).
+early: from a slow storage only so many are read at once that they take 3/4 of the time by which the
+chunks of a steady load may be late. A hit of which no part can be kept is cut after W + C(x→h).
 
 That all of a hit or none is best, and that a bound makes it safe, is ski rental (Karlin, Manasse,
 Rudolph, Sleator, 1988); ε is small since few admitted loads are slow.
@@ -30,8 +30,10 @@ from kvshelf.costs import LoadCosts, PrefillCosts
 
 #: ε: share of the time of computing a hit by which its load may delay the first token.
 MOST_DELAY: Final = 0.25
-#: Share of that delay in which the first chunks are to arrive.
-_FIRST_SHARE: Final = 0.75
+#: Share of the time that a load has until it is cut in which chunks read at once are to arrive.
+_SLACK_SHARE: Final = 0.75
+#: Shares of a load at which the time of what has come is compared.
+_SHARES: Final = tuple(place / 16 for place in range(16))
 #: Share of the time of a prompt that each request waits which is being loaded meanwhile.
 _DELAYED: Final = 0.5
 #: Loads and steps after which their times count as known.
@@ -120,7 +122,7 @@ class AdmissionRule:
         loaded = max(before.computing, load) + rest
         at_first = at_once if hit.divisible else 1
         first = self.load.seconds(before.nbytes + at_first * hit.nbytes / hit.chunks)
-        return loaded < computed and first < self._most_delay(hit, before)
+        return loaded < computed and first < self._slack(hit, before)
 
     def cost(self, hit: Hit, before: Before, at_once: int) -> tuple[float, float]:
         """Return what the time of a load is learned by: bytes, and waits for the storage's answer.
@@ -133,7 +135,7 @@ class AdmissionRule:
         """Return how many chunks are read at once, so that the first are there before a cut."""
         if not (self.known and hit.divisible):
             return hit.chunks
-        seconds = _FIRST_SHARE * self._most_delay(hit, before)
+        seconds = _SLACK_SHARE * self._slack(hit, before)
         return self.load.at_once(hit.nbytes / hit.chunks, before.nbytes, seconds, hit.chunks)
 
     def patience(self, hit: Hit, before: Before, passed: float = 0.0) -> tuple[float, ...]:
@@ -165,6 +167,16 @@ class AdmissionRule:
             for chunk in range(first, first + hit.chunks)
         )
 
-    def _most_delay(self, hit: Hit, before: Before) -> float:
-        """Return the seconds after which a load is cut of which nothing has come."""
-        return before.unloaded + MOST_DELAY * self.prefill.seconds(hit.start, hit.end)
+    def _slack(self, hit: Hit, before: Before) -> float:
+        """Return by how many seconds the chunks of a steady load may come later before it is cut.
+
+        Its chunks come at even times, and the first ones are computed sooner than the last: in
+        between, what has come would have been computed before.
+        """
+        seconds, start, length = self.prefill.seconds, hit.start, hit.end - hit.start
+        slack = before.unloaded + MOST_DELAY * seconds(start, hit.end)
+        if not hit.divisible:
+            return slack
+        load = self.load.seconds(hit.nbytes)
+        late = (share * load - seconds(start, start + int(share * length)) for share in _SHARES)
+        return slack - max(late)
