@@ -58,7 +58,8 @@ def engine_arguments() -> dict[str, Any]:
         if os.environ.get(REQUIRED):
             pytest.fail(f"{REQUIRED} is set, but there is {reason}")
         pytest.skip(reason)
-    path = os.pathsep.join(map(str, (_TORCHVISION, Path(__file__).parents[2])))
+    given = filter(None, [os.environ.get("PYTHONPATH")])
+    path = os.pathsep.join([*given, str(_TORCHVISION), str(Path(__file__).parents[2])])
     return {
         # Not forked: transformers looks for torchvision once, when it is imported.
         "env": {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
