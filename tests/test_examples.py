@@ -240,8 +240,10 @@ def test_disaggregated(
 ) -> None:
     """Two producers and two consumers, beside engines that do both."""
     arguments: list[str] = []
+    # On a busy machine lookups take longer than a user would wait.
+    patient = {"KVSHELF_LOOKUP_WAIT_S": "60", "KVSHELF_IDENTITY_WAIT_S": "60"}
     with contextlib.ExitStack() as servers:
-        variables = dict(os.environ)
+        variables = os.environ | patient
         if latency is not None:
             pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
             find("rclone")
@@ -249,7 +251,7 @@ def test_disaggregated(
             server = servers.enter_context(rclone_s3(tmp_path / "buckets"))
             port = int(server.endpoint.rpartition(":")[2])
             late = servers.enter_context(DelayingProxy("127.0.0.1", port, latency / 1000))
-            variables = environment(server) | {"AWS_REGION": "us-east-1"}
+            variables = environment(server) | {"AWS_REGION": "us-east-1"} | patient
             variables["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{late.port}"
         done = subprocess.run(
             [sys.executable, str(EXAMPLES / "disaggregated" / "run.py"), *arguments],
