@@ -118,7 +118,7 @@ def taught(engine: Engine, storage: Storage) -> AdmissionRule:
         rule.prefill.learn([(start, end)], 0, engine.seconds(start, end))
     for number in range(16):
         nbytes = (1 + number) * CHUNK_TOKENS * engine.token_bytes
-        rule.load.learn(nbytes, storage.seconds(nbytes))
+        rule.storage.learn(nbytes, storage.seconds(nbytes))
     return rule
 
 
@@ -166,14 +166,14 @@ def first_tokens(
         if loads and rule is not None:
             loads = rule.admits(hit, before)
             at_once, patience = rule.at_once(hit, before), rule.patience(hit, before)
-        computing, unloaded, nbytes, count = before
+        computing, unloaded, nbytes, _, count = before
         if loads:
             begin = max(0.0, free - storage.latency)
             free, chunks = _loaded(_arrivals(storage, hit, at_once, begin), patience)
             request.ready, request.start = free, min(stored, chunks * CHUNK_TOKENS)
-            before = Before(computing, unloaded + alone, nbytes + hit.nbytes, count + 1)
+            before = Before(computing, unloaded + alone, nbytes + hit.nbytes, 0, count + 1)
         else:
-            before = Before(computing + alone, unloaded + alone, nbytes, count)
+            before = Before(computing + alone, unloaded + alone, nbytes, 0, count)
     return _computed(engine, requests)
 
 

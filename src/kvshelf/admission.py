@@ -1,7 +1,8 @@
 """The rule by which a hit is loaded: only where that is expected to be sooner than computing it.
 
 Owns the comparison. Of a prompt of n tokens of which vLLM has x, the shelf has h. Computing takes
-C(x→n), loading takes a + b (bytes) + C(h→n), see :mod:`kvshelf.costs`. The difference is largest
+C(x→n), loading takes a + b (bytes) + C(h→n), see :mod:`kvshelf.costs`; a and b are learned for the
+storage, and apart from them for the tiers in front of it. The difference is largest
 for all of the hit or none of it, because C grows faster than the bytes. Both also wait for the
 prompts before the request: a load while these are computed, so it costs only what it takes longer.
 And requests whose loads run will wait for a prompt that is computed, half of it on average.
@@ -18,7 +19,7 @@ Rudolph, Sleator, 1988); ε is small since few admitted loads are slow.
 
 Contracts
 ---------
-* Everything is loaded until enough is known.
+* Everything is loaded until enough is known of where it lies.
 * Pure but for what it learns. Not thread-safe; the caller has one thread, or a lock.
 """
 
@@ -52,6 +53,8 @@ class Hit(NamedTuple):
         Of all ranks.
     divisible : bool
         A part of it, from its start, can be kept when its load is cut.
+    in_tiers : int
+        Bytes of it that lie in tiers.
     """
 
     start: int
@@ -60,6 +63,7 @@ class Hit(NamedTuple):
     chunk_tokens: int
     nbytes: int
     divisible: bool = True
+    in_tiers: int = 0
 
     @property
     def chunks(self) -> int:
@@ -78,6 +82,8 @@ class Before(NamedTuple):
         The same, with the prompts that are being loaded, as if nothing of them was.
     nbytes : int
         Bytes of the loads that run.
+    in_tiers : int
+        Those of them that lie in tiers.
     loads : int
         Their number.
     """
@@ -85,7 +91,32 @@ class Before(NamedTuple):
     computing: float = 0.0
     unloaded: float = 0.0
     nbytes: int = 0
+    in_tiers: int = 0
     loads: int = 0
+
+
+class LoadWork(NamedTuple):
+    """What the time of a load depends on.
+
+    Attributes
+    ----------
+    nbytes : float
+        Bytes of the load, and of the loads that run when it begins.
+    rounds : float
+        Its chunks, as a multiple of those that are read at once: so often the storage's answer is
+        waited for.
+    in_tiers : float
+        Bytes of `nbytes` that lie in tiers.
+    """
+
+    nbytes: float
+    rounds: float = 1.0
+    in_tiers: float = 0.0
+
+    @property
+    def on_storage(self) -> float:
+        """Bytes that the storage is asked for."""
+        return self.nbytes - self.in_tiers
 
 
 class AdmissionRule:
@@ -99,44 +130,75 @@ class AdmissionRule:
     Attributes
     ----------
     prefill : PrefillCosts
-    load : LoadCosts
+    storage, tiers : LoadCosts
+        Of what lies on the storage alone, and of what lies in tiers.
     """
 
     def __init__(self, step_tokens: int) -> None:
         self.prefill = PrefillCosts(step_tokens)
-        self.load = LoadCosts()
+        self.storage = LoadCosts()
+        self.tiers = LoadCosts()
 
-    @property
-    def known(self) -> bool:
-        """Whether enough is known to decide."""
-        return self.load.count >= _LEAST_LOADS and self.prefill.count >= _LEAST_STEPS
+    def knows(self, work: LoadWork) -> bool:
+        """Whether enough is known to decide about such a load."""
+        return (
+            self.prefill.count >= _LEAST_STEPS
+            and (work.on_storage <= 0 or self.storage.count >= _LEAST_LOADS)
+            and (work.in_tiers <= 0 or self.tiers.count >= _LEAST_LOADS)
+        )
+
+    def load_seconds(self, work: LoadWork) -> float:
+        """Return how long a load takes."""
+        seconds = self.storage.seconds(work.on_storage, work.rounds) if work.on_storage > 0 else 0.0
+        return seconds + (self.tiers.seconds(work.in_tiers) if work.in_tiers > 0 else 0.0)
+
+    def learn_load(self, work: LoadWork, seconds: float) -> float:
+        """Learn how long a load took, and return what was expected of it.
+
+        Of what lies where most of its bytes do; the others count as expected.
+        """
+        expected, near, far = self.load_seconds(work), work.in_tiers, work.on_storage
+        if near > far:
+            others = self.storage.seconds(far, work.rounds) if far > 0 else 0.0
+            self.tiers.learn(near, seconds - others)
+        else:
+            others = self.tiers.seconds(near) if near > 0 else 0.0
+            self.storage.learn(far, seconds - others, work.rounds)
+        return expected
 
     def admits(self, hit: Hit, before: Before) -> bool:
         """Whether a hit is to be loaded."""
-        if not self.known:
+        at_once = self.at_once(hit, before)
+        work = self.work(hit, before, at_once)
+        if not self.knows(work):
             return True
-        seconds, at_once = self.prefill.seconds, self.at_once(hit, before)
-        load = self.load.seconds(*self.cost(hit, before, at_once))
+        seconds = self.prefill.seconds
         rest, whole = seconds(hit.end, hit.tokens), seconds(hit.start, hit.tokens)
         computed = before.computing + whole + _DELAYED * before.loads * (whole - rest)
-        loaded = max(before.computing, load) + rest
-        at_first = at_once if hit.divisible else 1
-        first = self.load.seconds(before.nbytes + at_first * hit.nbytes / hit.chunks)
+        loaded = max(before.computing, self.load_seconds(work)) + rest
+        first = self._first_seconds(hit, before, at_once if hit.divisible else 1)
         return loaded < computed and first < self._slack(hit, before)
 
-    def cost(self, hit: Hit, before: Before, at_once: int) -> tuple[float, float]:
-        """Return what the time of a load is learned by: bytes, and waits for the storage's answer.
-
-        With few chunks at once, their answers are waited for again and again.
-        """
-        return hit.nbytes + before.nbytes, hit.chunks / at_once
+    @staticmethod
+    def work(hit: Hit, before: Before, at_once: int) -> LoadWork:
+        """Return what the time of a load depends on, of which so many chunks are read at once."""
+        nbytes, in_tiers = hit.nbytes + before.nbytes, hit.in_tiers + before.in_tiers
+        return LoadWork(nbytes, hit.chunks / at_once, in_tiers)
 
     def at_once(self, hit: Hit, before: Before) -> int:
         """Return how many chunks are read at once, so that the first are there before a cut."""
-        if not (self.known and hit.divisible):
+        if not hit.divisible or not self.knows(self.work(hit, before, hit.chunks)):
             return hit.chunks
-        seconds = _SLACK_SHARE * self._slack(hit, before)
-        return self.load.at_once(hit.nbytes / hit.chunks, before.nbytes, seconds, hit.chunks)
+        first = self._first_seconds(hit, before, 1)
+        each = self._first_seconds(hit, before, 2) - first
+        left = _SLACK_SHARE * self._slack(hit, before) - (first - each)
+        return max(1, int(left / each)) if left < each * hit.chunks else hit.chunks
+
+    def _first_seconds(self, hit: Hit, before: Before, chunks: int) -> float:
+        """Return when the first chunks are there, which are read at once."""
+        share = chunks / hit.chunks
+        nbytes, in_tiers = share * hit.nbytes, share * hit.in_tiers
+        return self.load_seconds(LoadWork(before.nbytes + nbytes, 1.0, before.in_tiers + in_tiers))
 
     def patience(self, hit: Hit, before: Before, passed: float = 0.0) -> tuple[float, ...]:
         """Return when the load of an admitted hit is cut.
@@ -154,7 +216,7 @@ class AdmissionRule:
             Seconds from now: at place i, when a load is cut of which i chunks are there. The last
             one also holds for all that follow. Empty: it is not cut.
         """
-        if not self.known:
+        if not self.knows(self.work(hit, before, hit.chunks)):
             return ()
         start, end, size = hit.start, hit.end, hit.chunk_tokens
         seconds, waits = self.prefill.seconds, before.unloaded - passed
@@ -177,6 +239,6 @@ class AdmissionRule:
         slack = before.unloaded + MOST_DELAY * seconds(start, hit.end)
         if not hit.divisible:
             return slack
-        load = self.load.seconds(hit.nbytes)
+        load = self.load_seconds(LoadWork(hit.nbytes, 1.0, hit.in_tiers))
         late = (share * load - seconds(start, start + int(share * length)) for share in _SHARES)
         return slack - max(late)

@@ -28,6 +28,7 @@ from kvshelf.history import Event
 from kvshelf.metrics import Counters
 from kvshelf.shelf.lookup import Lookup, LookupService
 from kvshelf.shelf.shelf import Shelf
+from kvshelf.tiers.tiered import AnyShelf
 from kvshelf.vllm.connector import SharedStorageConnector
 from kvshelf.vllm.groups import CacheGroups
 from kvshelf.vllm.item_ids import ItemIds
@@ -181,7 +182,9 @@ class Side:
         self.config = make_config(str(root), **extra)
         change(self.config)
         found = Config.load(self.config.kv_transfer_config.kv_connector_extra_config)
-        self.shelf = Shelf(self.backend, deadlines=replace(Deadlines(), **found.deadlines))
+        self.shelf: AnyShelf = Shelf(
+            self.backend, deadlines=replace(Deadlines(), **found.deadlines)
+        )
         self.opened = True
         self.uses = uses
         self.side = SchedulerSide(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +12,36 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvshelf.history import Event, Reason
+from kvshelf.server.shelf import open_served
+from kvshelf.shelf.shelf import Shelf
+from kvshelf.shelf.view import ObjectRef
+from kvshelf.tiers.disk_tier import DiskTier
+from kvshelf.tiers.tiered import AnyShelf, TieredShelf
 from kvshelf.vllm.handover import Handover
 from kvshelf.vllm.metadata import LoadOp
+from tests.server.node import LocalServer
 from tests.support.clocks import Clock
+from tests.support.formats import sealed
 from tests.support.prompts import prompt
+from tests.support.storages import posix
+from tests.support.waiting import until
 from tests.vllm.replay import Request
-from tests.vllm.rig import CHUNK, Notes, Side
+from tests.vllm.rig import CHUNK, PART, Notes, Side
 
 #: Seconds that computing a token takes.
 TOKEN = 0.01
+COUNTED = ("expected", "measured")
 
 
 class Engine:
     """A scheduler side whose steps and loads take as long as a test says."""
 
-    def __init__(self, root: Path, **options: Any) -> None:
+    def __init__(self, root: Path, shelf: AnyShelf | None = None, **options: Any) -> None:
         self.notes = Notes()
-        self.side = Side(root, history=self.notes, **{"admission": "auto", **options})
+        self.side = Side(root, known=False, history=self.notes, **{"admission": "auto", **options})
+        self.side.shelf = shelf or self.side.shelf
+        self.side.report(reports={0: PART})
+        self.side.report()
         self.clock = self.side.side.admission.clock = Clock(1e6)
         self.count = 0
 
@@ -252,17 +266,119 @@ def test_a_storage_that_has_become_fast_is_used_again(engine: Engine) -> None:
     assert found == 64
 
 
+# ------------------------------------------------------------------------- tiers
+
+
+@pytest.fixture(params=["memory tier", "node server"])
+def tiered(request: pytest.FixtureRequest, root: Path, tmp_path: Path) -> Iterator[Engine]:
+    """An engine with memory for 16 chunks, which knows what prompts take."""
+    engine = Engine(root)
+    nbytes = 16 * sum(map(engine.side.fmt.object_size, range(engine.side.fmt.shards)))
+    engine.side.close()
+    with ExitStack() as stack:
+        if request.param == "memory tier":
+            engine = Engine(root, memory_tier={"max_bytes": nbytes})
+        else:
+            server = LocalServer(tmp_path / "node", posix(root), nbytes)
+            stack.callback(server.close)
+            engine = Engine(root, stack.enter_context(open_served(server.url)))
+        stack.callback(engine.side.close)
+        for _ in range(18):
+            engine.compute()
+        yield engine
+
+
+def again(engine: Engine, request: Request, seconds: float | None = None) -> int:
+    """Ask for a prompt once more, and load it in so many seconds; return the hit."""
+    request = Request(f"{request.request_id} again", request.prompt_token_ids)
+    found, _ = engine.side.ask(request)
+    if found and seconds is not None:
+        engine.side.load(request, found)
+        engine.side.step()
+        engine.end(request.request_id, seconds)
+    return int(found)
+
+
+def test_what_lies_in_a_tier_is_loaded_though_the_storage_is_slow(tiered: Engine) -> None:
+    for _ in range(8):
+        request = tiered.request(65)
+        again(tiered, request, 5.0)
+        again(tiered, request, 0.1)
+    other = tiered.request(65)
+    assert again(tiered, other) == 0
+    assert again(tiered, request) == 64
+
+
+def test_until_the_storage_is_known_no_load_from_it_is_cut(tiered: Engine) -> None:
+    request = tiered.request(65)
+    for seconds in (5.0, *[0.1] * 8):
+        again(tiered, request, seconds)
+    other = tiered.request(65)
+    tiered.side.load(other, tiered.side.ask(other)[0])
+    (op,) = tiered.side.step().loads
+    assert len(op.chunks) == 8
+    assert op.patience == ()
+
+
+def test_what_no_longer_fits_into_memory_counts_as_on_the_storage(tiered: Engine) -> None:
+    for _ in range(8):
+        request = tiered.request(65)
+        again(tiered, request, 5.0)
+        again(tiered, request, 0.1)
+    other = Request("other", prompt(16 * CHUNK, 50_000))
+    assert tiered.side.ask(other)[0] == 0
+    assert len(tiered.side.step({"other": (0, 16 * CHUNK)}, new=("other",)).stores) == 16
+    assert again(tiered, request) == 0
+
+
+def test_what_a_disk_tier_has_is_loaded_though_this_engine_never_saw_it(
+    root: Path, tmp_path: Path
+) -> None:
+    tier = DiskTier(tmp_path / "tier", 1 << 30)
+    engine = Engine(root, TieredShelf(Shelf(posix(root)), [tier]))
+    for _ in range(18):
+        engine.compute()
+    slow, fast = ([engine.request(65) for _ in range(9)] for _ in range(2))
+    fmt = engine.side.fmt
+    for request in fast:
+        chunks = engine.side.chunks(request.prompt_token_ids)
+        refs = [ObjectRef(chunk, shard) for chunk in chunks for shard in range(fmt.shards)]
+        for ref in refs:
+            tier.keep(fmt, ref, sealed(fmt, *ref))
+        until(lambda refs=refs: all(tier.holds(fmt, refs)))
+    for request in slow[:8]:
+        assert again(engine, request, 5.0) == 64
+    for request in fast[:8]:
+        assert again(engine, request, 0.1) == 64
+    assert again(engine, slow[8]) == 0
+    assert again(engine, fast[8]) == 64
+    engine.side.close()
+
+
+def test_of_a_refused_hit_what_lies_on_the_storage_is_read(tiered: Engine) -> None:
+    for _ in range(8):
+        short = tiered.request(33)
+        again(tiered, short, 5.0)
+        again(tiered, short, 0.1)
+    tokens = [*short.prompt_token_ids[:32], *prompt(33, 70_000)]
+    tiered.side.put(tokens)
+    assert tiered.side.ask(Request("longer", tokens))[0] == 0
+    explored = tiered.side.step().explored
+    assert [chunk.index for chunk in explored.chunks] == [4, 5, 6, 7]
+
+
 # ------------------------------------------------------------------------- what is timed
 
 
 def test_what_was_expected_is_counted_beside_what_it_took(engine: Engine) -> None:
     engine.learn(0.1)
     assert engine.counted("measured_load_seconds") == 0
+    names = [f"{how}_{what}_seconds" for what in ("prefill", "load") for how in COUNTED]
+    before = list(map(engine.counted, names))
     engine.compute()
     engine.load(65, 0.1)
-    for what, taken in (("prefill", TOKEN * 64), ("load", 0.1)):
-        assert engine.counted(f"measured_{what}_seconds") == pytest.approx(taken)
-        assert engine.counted(f"expected_{what}_seconds") == pytest.approx(taken, rel=0.1)
+    counted = [engine.counted(name) - old for name, old in zip(names, before, strict=True)]
+    assert counted == pytest.approx([TOKEN * 64, TOKEN * 64, 0.1, 0.1], rel=0.1)
 
 
 def test_short_steps_after_a_pause_are_not_learned(engine: Engine) -> None:

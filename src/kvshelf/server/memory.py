@@ -75,6 +75,11 @@ class ServedMemory:
         """Whether objects are read in place."""
         return self._in_place or self._channel.page_locked
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the server's arena."""
+        return self._welcome.arena_bytes
+
     def find(self, names: Sequence[str], sizes: Sequence[int]) -> StatResults:
         """Probe the server's memory, and its storage for what is not there."""
         return probe(

@@ -47,6 +47,8 @@ class Lookup:
     known : Mapping[Kind, frozenset[int]]
         For each kind but full, the chunks (by their index in the prompt) that the search has seen
         on the shelf.
+    nearby_chunks : int
+        Number of chunks from there on that a disk tier has; of no meaning behind `hit_chunks`.
     tail : Chunk or None
         The tail behind the last of the chunks that can be loaded, where the search found it.
     as_of : float
@@ -69,6 +71,7 @@ class Lookup:
     chain: KeyChain | None = None
     hit_chunks: int = 0
     full_chunks: int = 0
+    nearby_chunks: int = 0
     known: Mapping[Kind, frozenset[int]] = field(default_factory=dict)
     tail: Chunk | None = None
     as_of: float = field(default_factory=time.monotonic)
@@ -123,6 +126,7 @@ class Lookup:
         chain: KeyChain | None,
         *,
         full_chunks: int = 0,
+        nearby_chunks: int = 0,
         known: Mapping[Kind, frozenset[int]] | None = None,
         tail: Chunk | None = None,
         given_up: bool = False,
@@ -134,6 +138,7 @@ class Lookup:
             self.given_up = given_up
             self.hit_chunks = hit_chunks
             self.full_chunks = full_chunks
+            self.nearby_chunks = nearby_chunks
             self.known = known or {}
             self.tail = tail
             self.chain = chain

@@ -37,12 +37,13 @@ import logging
 import queue
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
 from kvshelf.format.hit_rule import HitRule
-from kvshelf.format.keys import KeyChain
+from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import FULL, KINDS, Kind
 from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
@@ -54,7 +55,7 @@ from kvshelf.shelf.presence import PresenceCache
 from kvshelf.shelf.probes import Ask, Probes, RoundCosts, SharedProbes
 from kvshelf.shelf.sequential_search import SequentialSearch
 from kvshelf.shelf.threads import StorageThreads
-from kvshelf.shelf.view import ShelfView
+from kvshelf.shelf.view import ObjectRef, Presence, ShelfView
 from kvshelf.traces import trace_range
 
 __all__ = ["Lookup", "LookupService"]
@@ -309,6 +310,23 @@ class LookupService:
             known = self._usual_seconds or found
             self._usual_seconds = known + (found - known) / 4
 
+    def _count_nearby(self, found: _Search) -> int:
+        """Return how many chunks of a hit a tier has, before the first that it has not.
+
+        A tier evicts the last chunks of a prompt first, so few need to be asked for.
+        """
+        search, chain = found
+        hit = chain.chunks[search.first : search.hit_chunks]
+        shards = range(self._fmt.shards)
+
+        def lies_further(chunk: Chunk) -> bool:
+            near = self._shelf.nearby([ObjectRef(chunk, shard) for shard in shards])
+            return any(answer is not Presence.PRESENT for answer in near)
+
+        if not hit or lies_further(hit[0]):
+            return 0
+        return bisect_left(hit, True, key=lies_further)
+
     def _count_failure(self, error: Exception) -> None:
         self._counters.add("probe_errors")
         self._log.error("a lookup failed and counts as a miss", exc_info=error)
@@ -441,6 +459,7 @@ class _Rounds:
             search.hit_chunks - search.first,
             chain,
             full_chunks=search.full_chunks - search.first,
+            nearby_chunks=self._service._count_nearby(found),
             known=search.known,
             tail=search.tail,
         )

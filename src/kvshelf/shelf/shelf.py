@@ -135,6 +135,11 @@ class Shelf:
         """Whether anything can be loaded: False while the breaker is open."""
         return self.backend.reads.is_closed
 
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the memory in front of the storage; 0 without one."""
+        return 0
+
     def close(self) -> None:
         """Release what the backend holds. Idempotent."""
         self.backend.close()

@@ -39,6 +39,10 @@ class ObjectMemory(Protocol):
     def pins(self) -> bool:
         """Whether objects are read in place; otherwise they are copied from there."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds when it is full."""
+
     def find(self, names: Sequence[str], sizes: Sequence[int]) -> StatResults:
         """Probe objects that are to be loaded, in the memory and on the storage.
 
@@ -203,6 +207,11 @@ class PinningShelf(Shelf):
     ) -> None:
         super().__init__(backend, counters, deadlines=deadlines)
         self.memory = memory
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the memory in front of the storage."""
+        return self.memory.nbytes
 
     def _make_view(self, fmt: ObjectFormat) -> NamespaceView:
         return PinningView(self.backend, fmt, self._counters, self.memory)

@@ -277,6 +277,11 @@ class TieredShelf:
         """Whether anything can be loaded from a tier or from the shelf."""
         return any(tier.available for tier in self._tiers) or self._shelf.available
 
+    @property
+    def memory_bytes(self) -> int:
+        """See :attr:`Shelf.memory_bytes`."""
+        return self._shelf.memory_bytes
+
     def view(self, fmt: ObjectFormat, *, ask_shelf: bool = True) -> TieredView:
         """Return the objects of one kind, see :class:`TieredView`. Does not block."""
         return TieredView(self._shelf.view(fmt), self._tiers, ask_shelf=ask_shelf)

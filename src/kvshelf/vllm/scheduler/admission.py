@@ -1,7 +1,7 @@
 """What an engine loads, by :mod:`kvshelf.admission`, and what it learns of its times.
 
-Owns the times of the engine's steps and loads, what comes before a request, and the reads of
-refused hits by which a storage that has become fast is noticed.
+Owns the times of the engine's steps and loads, what comes before a request, what of a hit lies in
+tiers, and the reads of refused hits by which a storage that has become fast is noticed.
 
 Contracts
 ---------
@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
-from kvshelf.admission import AdmissionRule, Before, Hit
-from kvshelf.format.kinds import Kind
+from kvshelf.admission import AdmissionRule, Before, Hit, LoadWork
+from kvshelf.format.keys import Chunk
+from kvshelf.format.kinds import Kind, kind_key
 from kvshelf.vllm.metadata import PrefetchOp, StepMetadata, WorkerMetadata
+from kvshelf.vllm.scheduler.in_memory import InMemory
 from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.scheduler.shared import Shared, SharingPart
 from kvshelf.vllm.scheduler.steps import scheduled
@@ -38,6 +39,7 @@ _MOST_EXPLORED: Final = 8
 _EXPLORED_SHARE: Final = 0.02
 #: Seconds after which a read of which nothing is heard no longer keeps others from starting.
 _LONGEST_EXPLORED: Final = 30.0
+_NO_LOAD: Final = LoadWork(0)
 #: The id under which workers report such a read: no request has it.
 EXPLORED: Final = ""
 
@@ -52,11 +54,11 @@ class _Step(NamedTuple):
 
 
 class _Loading(NamedTuple):
-    """A load that runs: its bytes, what its time is learned by, and what computing would take."""
+    """A load that runs: what its time depends on, what it brings, what computing would take."""
 
-    own: int
-    nbytes: float
-    rounds: float
+    work: LoadWork
+    nbytes: int = 0
+    in_tiers: int = 0
     computed: float = 0.0
 
 
@@ -93,6 +95,8 @@ class Admission(SharingPart):
         #: that computed nothing.
         self._ended = self._computed = 0.0
         self._loading: dict[str, _Loading] = {}
+        #: What the memory in front of the storage has.
+        self._memory = InMemory()
         #: Chunks to read, and when that may begin next.
         self._to_explore: PrefetchOp | None = None
         self._explores_from = 0.0
@@ -134,13 +138,51 @@ class Admission(SharingPart):
         if not self._is_free(state):
             passed = 0.0 if state.asked is None else self.clock() - state.asked
             patience, at_once = rule.patience(hit, before, passed), rule.at_once(hit, before)
-        cost = rule.cost(hit, before, at_once)
-        self._loading[state.id] = _Loading(hit.nbytes, *cost, self.expected(start, hit.tokens))
+        work, computed = rule.work(hit, before, at_once), self.expected(start, hit.tokens)
+        self._loading[state.id] = _Loading(work, hit.nbytes, hit.in_tiers, computed)
+        for kind, chunks in self._chunks(state, start, end):
+            self._note(kind, chunks)
         return patience, at_once if at_once < hit.chunks else 0
 
     def _hit(self, state: RequestState, start: int, end: int) -> Hit:
-        tokens, nbytes = state.request.num_tokens, self._bytes(start, end)
-        return Hit(start, end, tokens, self._size, nbytes, divisible=not self._groups.hybrid)
+        ranges = self._hits.ranges(start, end)
+        nbytes = sum(len(indices) * self._chunk_bytes(kind) for kind, indices in ranges.items())
+        in_tiers = 0
+        if self._memory or (state.lookup is not None and state.lookup.nearby_chunks):
+            for kind, chunks in self._chunks(state, start, end):
+                in_tiers += len(self._near(state, kind, chunks)) * self._chunk_bytes(kind)
+        tokens, divisible = state.request.num_tokens, not self._groups.hybrid
+        return Hit(start, end, tokens, self._size, nbytes, divisible, in_tiers)
+
+    def _chunks(
+        self, state: RequestState, start: int, end: int
+    ) -> Iterator[tuple[Kind, Sequence[Chunk]]]:
+        """Yield what a load of tokens ``[start, end)`` reads of each kind."""
+        lookup = state.lookup
+        if lookup is None or lookup.chain is None:
+            return
+        chunks = self._hits.chunks_before(state, lookup, lookup.chain, end)
+        for kind, indices in self._hits.ranges(start, end).items():
+            yield kind, chunks[indices.start : indices.stop]
+
+    def _near(self, state: RequestState, kind: Kind, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """Return those of a request's chunks that lie in tiers."""
+        lookup = state.lookup
+        nearby = 0 if lookup is None else lookup.first_chunk + lookup.nearby_chunks
+        return [
+            chunk
+            for chunk in chunks
+            if chunk.index < nearby or kind_key(chunk.key, kind) in self._memory
+        ]
+
+    def _note(self, kind: Kind, chunks: Iterable[Chunk]) -> None:
+        """Note that chunks are loaded or stored: then memory has them, if there is any."""
+        nbytes, shelf = self._chunk_bytes(kind), self._opening.shelf
+        room = self._config.memory_bytes * self._engine.ranks
+        room += 0 if shelf is None else shelf.memory_bytes
+        if room:
+            for chunk in chunks:
+                self._memory.note(kind_key(chunk.key, kind), nbytes, room)
 
     def _comes_before(self) -> Before:
         """Return what runs now.
@@ -150,8 +192,9 @@ class Admission(SharingPart):
         """
         running, computing = list(self._running()), self._computing()
         unloaded = computing + sum(loading.computed for loading in running)
-        nbytes = sum(loading.own for loading in running)
-        return Before(computing, unloaded, nbytes, len(running))
+        nbytes = sum(loading.nbytes for loading in running)
+        in_tiers = sum(loading.in_tiers for loading in running)
+        return Before(computing, unloaded, nbytes, in_tiers, len(running))
 
     def _running(self) -> Iterator[_Loading]:
         """Yield the loads that run."""
@@ -173,11 +216,6 @@ class Admission(SharingPart):
             self._before = self._steps.count, seconds
         return self._before[1]
 
-    def _bytes(self, start: int, end: int) -> int:
-        """Return the bytes of what a load of tokens ``[start, end)`` reads, of all ranks."""
-        ranges = self._hits.ranges(start, end)
-        return sum(len(chunks) * self._chunk_bytes(kind) for kind, chunks in ranges.items())
-
     def _chunk_bytes(self, kind: Kind) -> int:
         """Return the bytes of a kind of a chunk, of all ranks."""
         fmt = self._opening.views[kind].fmt
@@ -186,9 +224,11 @@ class Admission(SharingPart):
     # ------------------------------------------------------------- what is learned
 
     def plan(self, output: Any, meta: StepMetadata) -> None:
-        """Time a step that computes prompts."""
+        """Time a step that computes prompts, and note what is stored."""
         if self.always:
             return
+        for op in meta.stores:
+            self._note(op.kind, [op.chunk])
         now = self.clock()
         paused = now - self._computed > _PAUSE_SECONDS
         if not output.total_num_scheduled_tokens:
@@ -218,7 +258,7 @@ class Admission(SharingPart):
                 # A step may be planned before the one before it has ended.
                 taken = now - max(step.began, self._ended)
                 if taken > _PAUSE_SECONDS or not step.after_pause:
-                    known = self._rule.known
+                    known = self._rule.knows(_NO_LOAD)
                     expected = self._rule.prefill.learn(step.parts, step.decodes, taken)
                     if known:
                         self._count("prefill", expected, taken)
@@ -232,8 +272,8 @@ class Admission(SharingPart):
         loading = self._loading.pop(request_id, None)
         if loading is None:
             return
-        known = self._rule.known
-        expected = self._rule.load.learn(loading.nbytes, taken, loading.rounds)
+        known = self._rule.knows(loading.work)
+        expected = self._rule.learn_load(loading.work, taken)
         if known:
             self._count("load", expected, taken)
         if request_id == EXPLORED:
@@ -250,12 +290,17 @@ class Admission(SharingPart):
             return
         ranges = self._hits.ranges(start, end)
         kind: Kind = max(ranges, key=lambda one: len(ranges[one]))
-        chosen = ranges[kind][:_MOST_EXPLORED]
-        chunks = list(islice(lookup.chain.chunks, chosen.start, chosen.stop))
-        if not chunks or chunks[-1].tail:
+        chunks = lookup.chain.chunks[ranges[kind].start : ranges[kind].stop]
+        near = {chunk.index for chunk in self._near(state, kind, chunks)}
+        # What the storage takes is learned, unless all of the hit is in tiers.
+        further = [chunk for chunk in chunks if chunk.index not in near]
+        chosen = (further or chunks)[:_MOST_EXPLORED]
+        if not chosen or chosen[-1].tail:
             return
-        self._loading[EXPLORED] = _Loading(0, len(chunks) * self._chunk_bytes(kind), 1.0)
-        self._to_explore = PrefetchOp(EXPLORED, chunks, kind)
+        nbytes = len(chosen) * self._chunk_bytes(kind)
+        work = LoadWork(nbytes, 1.0, 0 if further else nbytes)
+        self._loading[EXPLORED] = _Loading(work)
+        self._to_explore = PrefetchOp(EXPLORED, chosen, kind)
         self._explores_from = now + _LONGEST_EXPLORED
 
     def finished(self, state: RequestState) -> None:

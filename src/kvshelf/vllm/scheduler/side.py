@@ -99,7 +99,6 @@ class SchedulerSide:
         self._parts: list[Part] = [
             self.handovers,
             self._answers,
-            self.admission,
             self.loads,
             self.lookups,
             self._periods,
@@ -108,6 +107,7 @@ class SchedulerSide:
             unsettled,
             stores,
             self._promises,
+            self.admission,
         ]
 
     @property
