@@ -23,6 +23,7 @@ from benchmarks.capacity import bench_capacity
 from benchmarks.copies import bench_copy
 from benchmarks.engine import bench_engine, bench_startup
 from benchmarks.far import bench_far
+from benchmarks.fs_tier import bench_fs_tier
 from benchmarks.gc import bench_gc
 from benchmarks.gil import bench_gil
 from benchmarks.handover import bench_handover
@@ -33,6 +34,7 @@ from benchmarks.measure import Row
 from benchmarks.memory import bench_memory
 from benchmarks.near import bench_tier
 from benchmarks.objects import bench_load, bench_publish
+from benchmarks.peers import bench_peers
 from benchmarks.remote import bench_s3
 from benchmarks.report import describe_machine, make_report, markdown, print_report
 from benchmarks.served import bench_server
@@ -56,6 +58,8 @@ GROUPS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "server": bench_server,
     "admission": bench_admission,
     "tails": bench_tails,
+    "fs-tier": bench_fs_tier,
+    "peers": bench_peers,
     "handover": bench_handover,
     "capacity": bench_capacity,
     "gc": bench_gc,
@@ -63,7 +67,7 @@ GROUPS: dict[str, Callable[[Settings], Iterator[Row]]] = {
 }
 _ONLY_WHEN_ASKED = frozenset(
     {
-        *("waits", "lengths", "hybrid", "server", "admission", "tails"),
+        *("waits", "lengths", "hybrid", "server", "admission", "tails", "fs-tier", "peers"),
         *("handover", "capacity", "gc", "startup"),
     }
 )
@@ -79,8 +83,9 @@ def _parser() -> argparse.ArgumentParser:
         "names",
         nargs="*",
         metavar="GROUP",
-        help=f"groups of rows: {', '.join(GROUPS)}; default: all but"
-        " waits, lengths, hybrid, server, admission, tails, handover, capacity, gc and startup",
+        help=f"groups of rows: {', '.join(GROUPS)}; default: all but waits,"
+        " lengths, hybrid, server, admission, tails, fs-tier, peers, handover, capacity, gc and"
+        " startup",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to FILE")

@@ -62,6 +62,7 @@ class EngineRun:
         *,
         inert: bool = False,
         holding: bool = False,
+        connector: Mapping[str, Any] | None = None,
         mode: str = "engine",
         cache: str = "",
         options: Mapping[str, Any] | None = None,
@@ -69,17 +70,20 @@ class EngineRun:
     ) -> Child:
         """Start an engine; it is ready when it replies to its first command.
 
-        `inert` and `holding` choose a connector for comparison, `mode` the kind of child.
-        `options` are kvshelf's options; the path of the shelf when absent.
+        `inert` and `holding` choose a connector for comparison, `connector` any other, `mode` the
+        kind of child. `options` are kvshelf's options; the path of the shelf when absent.
         """
-        extra: dict[str, Any] = {}
-        if inert:
-            connector, module = "InertConnector", "benchmarks.inert"
-        elif holding:
-            connector, module = "HoldingConnector", "benchmarks.holding"
-        else:
-            connector, module = "KVShelfConnector", "kvshelf.vllm.connector"
+        if connector is None:
+            name_of, module = "KVShelfConnector", "kvshelf.vllm.connector"
             extra = dict(options or {"shared_storage_path": str(self.shelf)})
+            if inert or holding:
+                name_of = "InertConnector" if inert else "HoldingConnector"
+                module, extra = f"benchmarks.{'inert' if inert else 'holding'}", {}
+            connector = {
+                "kv_connector": name_of,
+                "kv_connector_module_path": module,
+                "kv_connector_extra_config": extra,
+            }
         settings: dict[str, Any] = {
             "model": str(self._model),
             "skip_tokenizer_init": True,
@@ -98,12 +102,7 @@ class EngineRun:
             mode,
             self._logs / f"{name}.txt",
             env={"KVSHELF_CACHE_DIR": str(self._cache / cache)},
-            kv_transfer_config={
-                "kv_connector": connector,
-                "kv_connector_module_path": module,
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": extra,
-            },
+            kv_transfer_config={"kv_role": "kv_both", **connector},
             **settings,
         )
 

@@ -7,7 +7,7 @@ when the socket closes. :mod:`benchmarks.child` is the other side.
 Modes
 -----
 ``engine``
-    An ``AsyncLLM``; commands ``generate``, ``decode``, ``hold``, ``let_go`` and ``stop``.
+    An ``AsyncLLM``; commands ``generate``, ``ask``, ``decode``, ``hold``, ``let_go`` and ``stop``.
 ``stepped``
     A :class:`~benchmarks.stepped.SteppedEngine`; commands ``serve`` and ``stop``.
 ``scheduler``
@@ -91,6 +91,35 @@ class _Engine:
             "cached": cached,
             "shelf": _external_tokens() - before,
         }
+
+    async def ask(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+        """Run prompts at once, each for several tokens.
+
+        Returns
+        -------
+        dict
+            ``first``: seconds to the first token of each; ``cached``: tokens of each that were not
+            computed; ``answers``: the tokens of each.
+        """
+        replies = await asyncio.gather(*(self._ask(prompt, tokens) for prompt in prompts))
+        first, cached, answers = zip(*replies, strict=True)
+        return {"first": first, "cached": cached, "answers": answers}
+
+    async def _ask(self, prompt: list[int], tokens: int) -> tuple[float, int, list[int]]:
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(
+            temperature=0.0, detokenize=False, max_tokens=tokens, ignore_eos=True
+        )
+        self._number += 1
+        first, last = 0.0, None
+        begin = time.perf_counter()
+        async for output in self._engine.generate(
+            {"prompt_token_ids": prompt}, parameters, f"request-{self._number}"
+        ):
+            first, last = first or time.perf_counter() - begin, output
+        assert last is not None
+        return first, last.num_cached_tokens or 0, [*last.outputs[0].token_ids]
 
     async def decode(self, prompt: list[int], tokens: int) -> dict[str, Any]:
         """Run one prompt for several tokens.

@@ -31,6 +31,7 @@ from benchmarks.measure import (
     median,
     percentile,
 )
+from benchmarks.peers import damage
 from benchmarks.plots import first_tokens, make
 from benchmarks.settings import Settings
 
@@ -332,3 +333,27 @@ def test_a_child_that_cannot_start_says_why(tmp_path: Path) -> None:
         pytest.raises(ChildError, match="end of its log"),
     ):
         child.wait_ready()
+
+
+def test_a_prompt_goes_through_the_tier_of_vllm_and_through_kvshelf(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    file = tmp_path / "figures.json"
+    command = ["fs-tier", "--quick", "--json", str(file), "--dir", str(tmp_path)]
+    # vLLM warns while it is imported.
+    subprocess.run([sys.executable, "-m", "benchmarks", *command], check=True, cwd=ROOT)
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["name"] for row in rows] == ["fs-tier/store", "fs-tier/load"]
+    assert all(row["ours_seconds"]["median"] > 0 < row["floor_seconds"]["median"] for row in rows)
+
+
+def test_damage_changes_the_middle_of_large_files_only(tmp_path: Path) -> None:
+    small, large = tmp_path / "config.json", tmp_path / "deep" / "large.bin"
+    large.parent.mkdir()
+    small.write_bytes(bytes(100))
+    large.write_bytes(bytes(1 << 20))
+    damage(tmp_path)
+    changed = large.read_bytes()
+    assert small.read_bytes() == bytes(100)
+    assert changed[:4096] == bytes(4096)
+    assert changed[1 << 19 : (1 << 19) + 4096] != bytes(4096)
+    assert len(changed) == 1 << 20
