@@ -117,7 +117,7 @@ def _lmcache(stack: ExitStack, folder: Path, logs: Path) -> Mapping[str, Any]:
         *(sys.executable, "-c", "from lmcache.cli.main import main; main()", "server"),
         *("--port", str(port), "--http-port", str(http), "--chunk-size", str(CHUNK_TOKENS)),
         *("--l1-size-gb", str(_MEMORY_BYTES >> 30), "--eviction-policy", "LRU"),
-        *("--supported-transfer-mode", "auto", "--max-workers", "2"),
+        *("--supported-transfer-mode", "auto", "--max-workers", "2", "--disable-observability"),
         *("--l2-adapter", f'{{"type": "fs", "base_path": "{folder}"}}'),
     ]
     process = subprocess.Popen(  # noqa: S603  a command of our own

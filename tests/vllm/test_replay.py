@@ -663,6 +663,36 @@ def test_vllm_49176_a_request_whose_load_fails_is_computed_and_not_loaded_for_ev
     assert loads == ([1, 1, 0, 0] if trouble == "damage" else [1, 0, 0, 0])
 
 
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_of_a_load_that_is_cut_the_first_chunks_are_kept_and_the_rest_is_computed(
+    start: Start, backend: FaultyBackend, runner: str
+) -> None:
+    stored = [prompt(41, seed) for seed in range(9)]
+    run(start(runner=runner), *stored)
+    config = {"admission": "auto", "io_threads": 1}
+    engine = start(config, runner=runner, prefix_caching=False)
+    side = engine.scheduler._scheduler
+    assert side is not None
+    # A token takes 10 ms, and nothing else takes any time.
+    side.admission.clock = lambda: 0.01 * sum(end - begin for _, begin, end in engine.written)
+    for seed in range(100, 120):
+        assert run(engine, prompt(41, seed)) == [0]
+    for tokens in stored[1:]:
+        assert run(engine, tokens) == [40]
+    gate = threading.Semaphore(4)
+    backend.add(Fault("read", "*.safetensors", wait=gate))
+    engine.add(Request("cut", stored[0]))
+    state = engine.states["cut"]
+    engine.run()
+    gate.release(1000)
+    drain(engine)
+    engine.step()
+    computed = sum(end - begin for request, begin, end in engine.written if request == "cut")
+    assert state.loads == 1
+    assert 8 < computed < 41
+    assert run(engine, stored[0]) == [40]
+
+
 def test_a_breaker_opens_over_a_storage_that_fails_and_closes_when_it_answers(
     engine: MiniVllm, backend: FaultyBackend
 ) -> None:
