@@ -37,6 +37,7 @@ from benchmarks.objects import bench_load, bench_publish
 from benchmarks.peers import bench_peers
 from benchmarks.remote import bench_s3
 from benchmarks.report import describe_machine, make_report, markdown, print_report
+from benchmarks.scale import bench_scale
 from benchmarks.served import bench_server
 from benchmarks.settings import Settings
 from benchmarks.waits import bench_waits
@@ -60,16 +61,15 @@ GROUPS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "tails": bench_tails,
     "fs-tier": bench_fs_tier,
     "peers": bench_peers,
+    "scale": bench_scale,
     "handover": bench_handover,
     "capacity": bench_capacity,
     "gc": bench_gc,
     "startup": bench_startup,
 }
-_ONLY_WHEN_ASKED = frozenset(
-    {
-        *("waits", "lengths", "hybrid", "server", "admission", "tails", "fs-tier", "peers"),
-        *("handover", "capacity", "gc", "startup"),
-    }
+_ONLY_WHEN_ASKED = (
+    *("waits", "lengths", "hybrid", "server", "admission", "tails", "fs-tier", "peers"),
+    *("scale", "handover", "capacity", "gc", "startup"),
 )
 _INTERRUPTED = 130
 
@@ -83,9 +83,7 @@ def _parser() -> argparse.ArgumentParser:
         "names",
         nargs="*",
         metavar="GROUP",
-        help=f"groups of rows: {', '.join(GROUPS)}; default: all but waits,"
-        " lengths, hybrid, server, admission, tails, fs-tier, peers, handover, capacity, gc and"
-        " startup",
+        help=f"groups of rows: {', '.join(GROUPS)}; default: all but {', '.join(_ONLY_WHEN_ASKED)}",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to FILE")

@@ -46,7 +46,7 @@ SMALL = Shape(12, 2)
 TINY = Shape(2, 2, 64)
 
 
-def make_format(shape: Shape, shards: int) -> ObjectFormat:
+def make_format(shape: Shape, shards: int, chunk_tokens: int = CHUNK_TOKENS) -> ObjectFormat:
     """Return the format of the objects that an engine on CPU stores for a model."""
     record: dict[str, FieldValue] = {
         "format": FORMAT,
@@ -57,7 +57,7 @@ def make_format(shape: Shape, shards: int) -> ObjectFormat:
         "attention": ["full"] * shape.layers,
         "compute_dtype": "bfloat16",
         "kv_dtype": "bfloat16",
-        "chunk_size": CHUNK_TOKENS,
+        "chunk_size": chunk_tokens,
         "shards": shards,
         "stages": [shape.layers],
         "layouts": [f"cpu-vec16-bf16-b{BLOCK_TOKENS}"] * shape.layers,

@@ -346,6 +346,13 @@ def test_a_prompt_goes_through_the_tier_of_vllm_and_through_kvshelf(tmp_path: Pa
     assert all(row["ours_seconds"]["median"] > 0 < row["floor_seconds"]["median"] for row in rows)
 
 
+def test_long_prompts_are_loaded_several_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    assert bench.main(["scale", "--quick", "--json", str(file), "--dir", str(tmp_path)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["extra"]["chunk_tokens"] for row in rows] == [256, 512]
+
+
 def test_damage_changes_the_middle_of_large_files_only(tmp_path: Path) -> None:
     small, large = tmp_path / "config.json", tmp_path / "deep" / "large.bin"
     large.parent.mkdir()
