@@ -385,7 +385,7 @@ def _rows(settings: Settings) -> Iterator[Row]:
     missing = faultfs.why_not()
     if missing is not None:
         raise ChildError(missing)
-    other = settings.folder("peers-other-weights")
+    other = settings.folder("peers-weights") / "other"
     make_model(other, "demo", seed=1)
     models = find_model(settings), other
     computed: _Found | None = None

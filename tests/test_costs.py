@@ -110,6 +110,11 @@ def test_a_storage_that_answers_late_is_told_from_one_that_is_slow() -> None:
         slow.learn(80e6, 0.8, rounds)
     assert late.seconds(80e6) == pytest.approx(0.1, rel=0.1)
     assert slow.seconds(10e6) == pytest.approx(0.1, rel=0.1)
+    # So many chunks are there in time; at least one is read.
+    assert late.at_once(10e6, 0, 0.2, 8) == 8
+    assert slow.at_once(10e6, 0, 0.25, 8) == 2
+    assert slow.at_once(10e6, 10e6, 0.25, 8) == 1
+    assert slow.at_once(10e6, 0, 0.05, 8) == 1
 
 
 def test_while_loads_are_of_one_size_their_bytes_count() -> None:

@@ -1,8 +1,8 @@
 """The rule by which a hit is loaded: only where that is expected to be sooner than computing it.
 
 Owns the comparison. Of a prompt of n tokens of which vLLM has x, the shelf has h. Computing takes
-C(x→n), loading takes a + b (bytes) + C(h→n), see :mod:`kvshelf.costs`; a and b are learned for the
-storage, and apart from them for the tiers in front of it. The difference is largest
+C(x→n), loading takes a + b (bytes) + C(h→n), see :mod:`kvshelf.costs`; a and b are those of the
+storage, or of the tiers in front of it if most bytes lie there. The difference is largest
 for all of the hit or none of it, because C grows faster than the bytes. Both also wait for the
 prompts before the request: a load while these are computed, so it costs only what it takes longer.
 And requests whose loads run will wait for a prompt that is computed, half of it on average.
@@ -66,6 +66,11 @@ class Hit(NamedTuple):
     in_tiers: int = 0
 
     @property
+    def is_near(self) -> bool:
+        """Whether most of it lies in tiers: then it counts as if all of it did."""
+        return 2 * self.in_tiers > self.nbytes
+
+    @property
     def chunks(self) -> int:
         """The number of chunks that overlap it."""
         return -(-self.end // self.chunk_tokens) - self.start // self.chunk_tokens
@@ -80,43 +85,21 @@ class Before(NamedTuple):
         Seconds that the prompts take which are being computed.
     unloaded : float
         The same, with the prompts that are being loaded, as if nothing of them was.
-    nbytes : int
-        Bytes of the loads that run.
-    in_tiers : int
-        Those of them that lie in tiers.
+    on_storage, in_tiers : int
+        Bytes of the loads that run: of those from the storage, and of those from tiers.
     loads : int
-        Their number.
+        The number of both.
     """
 
     computing: float = 0.0
     unloaded: float = 0.0
-    nbytes: int = 0
+    on_storage: int = 0
     in_tiers: int = 0
     loads: int = 0
 
-
-class LoadWork(NamedTuple):
-    """What the time of a load depends on.
-
-    Attributes
-    ----------
-    nbytes : float
-        Bytes of the load, and of the loads that run when it begins.
-    rounds : float
-        Its chunks, as a multiple of those that are read at once: so often the storage's answer is
-        waited for.
-    in_tiers : float
-        Bytes of `nbytes` that lie in tiers.
-    """
-
-    nbytes: float
-    rounds: float = 1.0
-    in_tiers: float = 0.0
-
-    @property
-    def on_storage(self) -> float:
-        """Bytes that the storage is asked for."""
-        return self.nbytes - self.in_tiers
+    def beside(self, hit: Hit) -> int:
+        """Return the bytes of the loads that a load of `hit` shares its source with."""
+        return self.in_tiers if hit.is_near else self.on_storage
 
 
 class AdmissionRule:
@@ -131,7 +114,7 @@ class AdmissionRule:
     ----------
     prefill : PrefillCosts
     storage, tiers : LoadCosts
-        Of what lies on the storage alone, and of what lies in tiers.
+        Of loads from the storage, and of those from tiers.
     """
 
     def __init__(self, step_tokens: int) -> None:
@@ -139,66 +122,45 @@ class AdmissionRule:
         self.storage = LoadCosts()
         self.tiers = LoadCosts()
 
-    def knows(self, work: LoadWork) -> bool:
-        """Whether enough is known to decide about such a load."""
-        return (
-            self.prefill.count >= _LEAST_STEPS
-            and (work.on_storage <= 0 or self.storage.count >= _LEAST_LOADS)
-            and (work.in_tiers <= 0 or self.tiers.count >= _LEAST_LOADS)
-        )
+    def load(self, hit: Hit) -> LoadCosts:
+        """Return what loads from where a hit lies cost."""
+        return self.tiers if hit.is_near else self.storage
 
-    def load_seconds(self, work: LoadWork) -> float:
-        """Return how long a load takes."""
-        seconds = self.storage.seconds(work.on_storage, work.rounds) if work.on_storage > 0 else 0.0
-        return seconds + (self.tiers.seconds(work.in_tiers) if work.in_tiers > 0 else 0.0)
+    @property
+    def knows_prefill(self) -> bool:
+        """Whether enough is known of what it costs to compute."""
+        return self.prefill.count >= _LEAST_STEPS
 
-    def learn_load(self, work: LoadWork, seconds: float) -> float:
-        """Learn how long a load took, and return what was expected of it.
-
-        Of what lies where most of its bytes do; the others count as expected.
-        """
-        expected, near, far = self.load_seconds(work), work.in_tiers, work.on_storage
-        if near > far:
-            others = self.storage.seconds(far, work.rounds) if far > 0 else 0.0
-            self.tiers.learn(near, seconds - others)
-        else:
-            others = self.tiers.seconds(near) if near > 0 else 0.0
-            self.storage.learn(far, seconds - others, work.rounds)
-        return expected
+    def knows(self, hit: Hit) -> bool:
+        """Whether enough is known to decide about a hit."""
+        return self.knows_prefill and self.load(hit).count >= _LEAST_LOADS
 
     def admits(self, hit: Hit, before: Before) -> bool:
         """Whether a hit is to be loaded."""
-        at_once = self.at_once(hit, before)
-        work = self.work(hit, before, at_once)
-        if not self.knows(work):
+        if not self.knows(hit):
             return True
-        seconds = self.prefill.seconds
+        costs, seconds, at_once = self.load(hit), self.prefill.seconds, self.at_once(hit, before)
+        load = costs.seconds(*self.cost(hit, before, at_once))
         rest, whole = seconds(hit.end, hit.tokens), seconds(hit.start, hit.tokens)
         computed = before.computing + whole + _DELAYED * before.loads * (whole - rest)
-        loaded = max(before.computing, self.load_seconds(work)) + rest
-        first = self._first_seconds(hit, before, at_once if hit.divisible else 1)
+        loaded = max(before.computing, load) + rest
+        at_first = at_once if hit.divisible else 1
+        first = costs.seconds(before.beside(hit) + at_first * hit.nbytes / hit.chunks)
         return loaded < computed and first < self._slack(hit, before)
 
-    @staticmethod
-    def work(hit: Hit, before: Before, at_once: int) -> LoadWork:
-        """Return what the time of a load depends on, of which so many chunks are read at once."""
-        nbytes, in_tiers = hit.nbytes + before.nbytes, hit.in_tiers + before.in_tiers
-        return LoadWork(nbytes, hit.chunks / at_once, in_tiers)
+    def cost(self, hit: Hit, before: Before, at_once: int) -> tuple[float, float]:
+        """Return what the time of a load is learned by: bytes, and waits for the storage's answer.
+
+        With few chunks at once, their answers are waited for again and again.
+        """
+        return hit.nbytes + before.beside(hit), hit.chunks / at_once
 
     def at_once(self, hit: Hit, before: Before) -> int:
         """Return how many chunks are read at once, so that the first are there before a cut."""
-        if not hit.divisible or not self.knows(self.work(hit, before, hit.chunks)):
+        if not (self.knows(hit) and hit.divisible):
             return hit.chunks
-        first = self._first_seconds(hit, before, 1)
-        each = self._first_seconds(hit, before, 2) - first
-        left = _SLACK_SHARE * self._slack(hit, before) - (first - each)
-        return max(1, int(left / each)) if left < each * hit.chunks else hit.chunks
-
-    def _first_seconds(self, hit: Hit, before: Before, chunks: int) -> float:
-        """Return when the first chunks are there, which are read at once."""
-        share = chunks / hit.chunks
-        nbytes, in_tiers = share * hit.nbytes, share * hit.in_tiers
-        return self.load_seconds(LoadWork(before.nbytes + nbytes, 1.0, before.in_tiers + in_tiers))
+        seconds, others = _SLACK_SHARE * self._slack(hit, before), before.beside(hit)
+        return self.load(hit).at_once(hit.nbytes / hit.chunks, others, seconds, hit.chunks)
 
     def patience(self, hit: Hit, before: Before, passed: float = 0.0) -> tuple[float, ...]:
         """Return when the load of an admitted hit is cut.
@@ -216,7 +178,7 @@ class AdmissionRule:
             Seconds from now: at place i, when a load is cut of which i chunks are there. The last
             one also holds for all that follow. Empty: it is not cut.
         """
-        if not self.knows(self.work(hit, before, hit.chunks)):
+        if not self.knows(hit):
             return ()
         start, end, size = hit.start, hit.end, hit.chunk_tokens
         seconds, waits = self.prefill.seconds, before.unloaded - passed
@@ -239,6 +201,6 @@ class AdmissionRule:
         slack = before.unloaded + MOST_DELAY * seconds(start, hit.end)
         if not hit.divisible:
             return slack
-        load = self.load_seconds(LoadWork(hit.nbytes, 1.0, hit.in_tiers))
+        load = self.load(hit).seconds(hit.nbytes)
         late = (share * load - seconds(start, start + int(share * length)) for share in _SHARES)
         return slack - max(late)

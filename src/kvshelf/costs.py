@@ -187,3 +187,19 @@ class LoadCosts:
             place = int(self._quantile * len(ratios))
             self._factor = max(1.0, ratios[min(place, len(ratios) - 1)]) if ratios else 1.0
         return self._factor * self._fit.seconds((nbytes, rounds))
+
+    def at_once(self, chunk_bytes: float, others: float, seconds: float, most: int) -> int:
+        """Return how many chunks may be read at once, so that these are there in time.
+
+        Chunks that are read at once arrive together, late where the storage is slow.
+
+        Parameters
+        ----------
+        chunk_bytes, others : float
+            Bytes of a chunk, and of the loads that run already.
+        seconds : float
+        most : int
+        """
+        each = self.seconds(chunk_bytes) - self.seconds(0)
+        left = max(0.0, seconds - self.seconds(others))
+        return max(1, int(left / each)) if left < each * most else most

@@ -335,7 +335,8 @@ def test_what_a_disk_tier_has_is_loaded_though_this_engine_never_saw_it(
     root: Path, tmp_path: Path
 ) -> None:
     tier = DiskTier(tmp_path / "tier", 1 << 30)
-    engine = Engine(root, TieredShelf(Shelf(posix(root)), [tier]))
+    place = {"path": str(tmp_path / "tier"), "max_bytes": 1 << 30}
+    engine = Engine(root, TieredShelf(Shelf(posix(root)), [tier]), disk_tier=place)
     for _ in range(18):
         engine.compute()
     slow, fast = ([engine.request(65) for _ in range(9)] for _ in range(2))
@@ -353,6 +354,48 @@ def test_what_a_disk_tier_has_is_loaded_though_this_engine_never_saw_it(
     assert again(engine, slow[8]) == 0
     assert again(engine, fast[8]) == 64
     engine.side.close()
+
+
+def test_hits_that_lie_in_both_are_judged_by_where_most_of_them_lies(tiered: Engine) -> None:
+    """A small part in memory keeps none from being refused, nor a small part that is not there."""
+    for _ in range(8):
+        short = tiered.request(33)
+        again(tiered, short, 5.0)
+        again(tiered, short, 0.1)
+    for more, expected in ((8, 0), (2, 48)):
+        tokens = [*short.prompt_token_ids[:32], *prompt(more * CHUNK + 1, 60_000 + more)]
+        tiered.side.put(tokens)
+        assert tiered.side.ask(Request(f"{more} more", tokens))[0] == expected
+
+
+def test_what_a_failed_load_did_not_bring_is_not_in_memory(tiered: Engine) -> None:
+    for _ in range(8):
+        request = tiered.request(65)
+        again(tiered, request, 5.0)
+        again(tiered, request, 0.1)
+    tokens = prompt(65, 500)
+    chunks = tiered.side.chunks(tokens)
+    params = Handover(tiered.side.fmt.namespace.digest, 64, chunks[7].key, 0, "0" * 32).params()
+    failed = Request("failed", tokens, kv_transfer_params=params)
+    tiered.side.put(tokens)
+    assert tiered.side.ask(failed)[0] == 64
+    tiered.side.load(failed, 64)
+    tiered.side.step()
+    tiered.side.side.loads_done({"failed"})
+    assert again(tiered, Request("same", tokens)) == 0
+
+
+def test_reads_of_refused_hits_are_in_memory_then(tiered: Engine) -> None:
+    """They say nothing of the storage when the same hit is refused again."""
+    for _ in range(8):
+        tiered.load(65, 5.0)
+    request = tiered.request(129)
+    assert again(tiered, request) == 0
+    assert [chunk.index for chunk in tiered.side.step().explored.chunks] == list(range(8))
+    tiered.side.report(load_seconds={"": 5.0})
+    tiered.clock.now += 300.0
+    assert again(tiered, request) == 0
+    assert [chunk.index for chunk in tiered.side.step().explored.chunks] == list(range(8, 16))
 
 
 def test_of_a_refused_hit_what_lies_on_the_storage_is_read(tiered: Engine) -> None:

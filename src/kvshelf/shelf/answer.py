@@ -47,8 +47,9 @@ class Lookup:
     known : Mapping[Kind, frozenset[int]]
         For each kind but full, the chunks (by their index in the prompt) that the search has seen
         on the shelf.
-    nearby_chunks : int
-        Number of chunks from there on that a disk tier has; of no meaning behind `hit_chunks`.
+    in_disk_tier : float
+        The share of the chunks that can be loaded which a disk tier has, where the service counts
+        these.
     tail : Chunk or None
         The tail behind the last of the chunks that can be loaded, where the search found it.
     as_of : float
@@ -71,7 +72,7 @@ class Lookup:
     chain: KeyChain | None = None
     hit_chunks: int = 0
     full_chunks: int = 0
-    nearby_chunks: int = 0
+    in_disk_tier: float = 0.0
     known: Mapping[Kind, frozenset[int]] = field(default_factory=dict)
     tail: Chunk | None = None
     as_of: float = field(default_factory=time.monotonic)
@@ -126,7 +127,7 @@ class Lookup:
         chain: KeyChain | None,
         *,
         full_chunks: int = 0,
-        nearby_chunks: int = 0,
+        in_disk_tier: float = 0.0,
         known: Mapping[Kind, frozenset[int]] | None = None,
         tail: Chunk | None = None,
         given_up: bool = False,
@@ -138,7 +139,7 @@ class Lookup:
             self.given_up = given_up
             self.hit_chunks = hit_chunks
             self.full_chunks = full_chunks
-            self.nearby_chunks = nearby_chunks
+            self.in_disk_tier = in_disk_tier
             self.known = known or {}
             self.tail = tail
             self.chain = chain

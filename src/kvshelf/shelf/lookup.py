@@ -37,13 +37,12 @@ import logging
 import queue
 import threading
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
 from kvshelf.format.hit_rule import HitRule
-from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.format.keys import KeyChain
 from kvshelf.format.kinds import FULL, KINDS, Kind
 from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
@@ -64,6 +63,8 @@ logger = logging.getLogger(__name__)
 
 #: Most lookups that share rounds.
 _TOGETHER = 16
+#: Chunks of a hit for which a disk tier is asked.
+_ASKED_OF_TIER = 16
 #: Threads where a round takes long: a lookup need not wait for the end of one that has begun.
 _HIGH_LATENCY_THREADS = 2
 
@@ -90,6 +91,8 @@ class LookupService:
         The objects of the namespace's other kinds.
     rule : HitRule, optional
         What a hit needs. When absent, what the namespace's record says.
+    counts_tier : bool
+        Ask a disk tier which chunks of each hit it has.
     """
 
     def __init__(
@@ -103,8 +106,10 @@ class LookupService:
         on_thread_start: Callable[[], None] | None = None,
         others: Mapping[Kind, ShelfView] | None = None,
         rule: HitRule | None = None,
+        counts_tier: bool = False,
     ) -> None:
         self._shelf = shelf
+        self._counts_tier = counts_tier
         self._fmt = shelf.fmt
         views = {shelf.fmt.kind: shelf, **(others or {})}
         self._views = {kind: views[kind] for kind in KINDS if kind in views}
@@ -310,22 +315,16 @@ class LookupService:
             known = self._usual_seconds or found
             self._usual_seconds = known + (found - known) / 4
 
-    def _count_nearby(self, found: _Search) -> int:
-        """Return how many chunks of a hit a tier has, before the first that it has not.
-
-        A tier evicts the last chunks of a prompt first, so few need to be asked for.
-        """
+    def _share_in_disk_tier(self, found: _Search) -> float:
+        """Return the share of a hit that lies in a disk tier, of chunks at even places."""
         search, chain = found
         hit = chain.chunks[search.first : search.hit_chunks]
-        shards = range(self._fmt.shards)
-
-        def lies_further(chunk: Chunk) -> bool:
-            near = self._shelf.nearby([ObjectRef(chunk, shard) for shard in shards])
-            return any(answer is not Presence.PRESENT for answer in near)
-
-        if not hit or lies_further(hit[0]):
-            return 0
-        return bisect_left(hit, True, key=lies_further)
+        if not (hit and self._counts_tier):
+            return 0.0
+        asked = hit[:: -(-len(hit) // _ASKED_OF_TIER)]
+        refs = [ObjectRef(chunk, shard) for chunk in asked for shard in range(self._fmt.shards)]
+        answers = self._shelf.nearby(refs)
+        return sum(answer is Presence.PRESENT for answer in answers) / len(answers)
 
     def _count_failure(self, error: Exception) -> None:
         self._counters.add("probe_errors")
@@ -459,7 +458,7 @@ class _Rounds:
             search.hit_chunks - search.first,
             chain,
             full_chunks=search.full_chunks - search.first,
-            nearby_chunks=self._service._count_nearby(found),
+            in_disk_tier=self._service._share_in_disk_tier(found),
             known=search.known,
             tail=search.tail,
         )

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from kvshelf.admission import AdmissionRule, Before, Hit, LoadWork
+from kvshelf.admission import AdmissionRule, Before, Hit
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import Kind, kind_key
 from kvshelf.vllm.metadata import PrefetchOp, StepMetadata, WorkerMetadata
@@ -39,7 +39,6 @@ _MOST_EXPLORED: Final = 8
 _EXPLORED_SHARE: Final = 0.02
 #: Seconds after which a read of which nothing is heard no longer keeps others from starting.
 _LONGEST_EXPLORED: Final = 30.0
-_NO_LOAD: Final = LoadWork(0)
 #: The id under which workers report such a read: no request has it.
 EXPLORED: Final = ""
 
@@ -54,11 +53,11 @@ class _Step(NamedTuple):
 
 
 class _Loading(NamedTuple):
-    """A load that runs: what its time depends on, what it brings, what computing would take."""
+    """A load that runs: what it brings, what its time is learned by, what computing would take."""
 
-    work: LoadWork
-    nbytes: int = 0
-    in_tiers: int = 0
+    hit: Hit
+    cost: tuple[float, float]
+    chunks: list[tuple[Kind, Sequence[Chunk]]]
     computed: float = 0.0
 
 
@@ -97,6 +96,8 @@ class Admission(SharingPart):
         self._loading: dict[str, _Loading] = {}
         #: What the memory in front of the storage has.
         self._memory = InMemory()
+        #: The requests of which something was read before their load.
+        self._read_ahead_for: set[str] = set()
         #: Chunks to read, and when that may begin next.
         self._to_explore: PrefetchOp | None = None
         self._explores_from = 0.0
@@ -138,19 +139,22 @@ class Admission(SharingPart):
         if not self._is_free(state):
             passed = 0.0 if state.asked is None else self.clock() - state.asked
             patience, at_once = rule.patience(hit, before, passed), rule.at_once(hit, before)
-        work, computed = rule.work(hit, before, at_once), self.expected(start, hit.tokens)
-        self._loading[state.id] = _Loading(work, hit.nbytes, hit.in_tiers, computed)
-        for kind, chunks in self._chunks(state, start, end):
-            self._note(kind, chunks)
+        cost, chunks = rule.cost(hit, before, at_once), [*self._chunks(state, start, end)]
+        self._loading[state.id] = _Loading(hit, cost, chunks, self.expected(start, hit.tokens))
         return patience, at_once if at_once < hit.chunks else 0
 
     def _hit(self, state: RequestState, start: int, end: int) -> Hit:
-        ranges = self._hits.ranges(start, end)
+        ranges, lookup = self._hits.ranges(start, end), state.lookup
         nbytes = sum(len(indices) * self._chunk_bytes(kind) for kind, indices in ranges.items())
-        in_tiers = 0
-        if self._memory or (state.lookup is not None and state.lookup.nearby_chunks):
-            for kind, chunks in self._chunks(state, start, end):
-                in_tiers += len(self._near(state, kind, chunks)) * self._chunk_bytes(kind)
+        in_tiers = 0 if lookup is None else int(lookup.in_disk_tier * nbytes)
+        if self._memory:
+            in_memory = sum(
+                self._chunk_bytes(kind)
+                for kind, chunks in self._chunks(state, start, end)
+                for chunk in chunks
+                if kind_key(chunk.key, kind) in self._memory
+            )
+            in_tiers = max(in_tiers, in_memory)
         tokens, divisible = state.request.num_tokens, not self._groups.hybrid
         return Hit(start, end, tokens, self._size, nbytes, divisible, in_tiers)
 
@@ -165,22 +169,16 @@ class Admission(SharingPart):
         for kind, indices in self._hits.ranges(start, end).items():
             yield kind, chunks[indices.start : indices.stop]
 
-    def _near(self, state: RequestState, kind: Kind, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """Return those of a request's chunks that lie in tiers."""
-        lookup = state.lookup
-        nearby = 0 if lookup is None else lookup.first_chunk + lookup.nearby_chunks
-        return [
-            chunk
-            for chunk in chunks
-            if chunk.index < nearby or kind_key(chunk.key, kind) in self._memory
-        ]
-
     def _note(self, kind: Kind, chunks: Iterable[Chunk]) -> None:
-        """Note that chunks are loaded or stored: then memory has them, if there is any."""
-        nbytes, shelf = self._chunk_bytes(kind), self._opening.shelf
-        room = self._config.memory_bytes * self._engine.ranks
+        """Note that chunks were loaded or are stored: then memory has them, if there is any."""
+        fmt, shelf = self._opening.views[kind].fmt, self._opening.shelf
+        # Ranks with the same heads have the same in memory.
+        record: Mapping[str, Any] = fmt.namespace.record
+        holders = min(self._engine.ranks, fmt.shards * len(record["stages"]))
+        room = self._config.memory_bytes * holders
         room += 0 if shelf is None else shelf.memory_bytes
         if room:
+            nbytes = self._chunk_bytes(kind)
             for chunk in chunks:
                 self._memory.note(kind_key(chunk.key, kind), nbytes, room)
 
@@ -192,9 +190,9 @@ class Admission(SharingPart):
         """
         running, computing = list(self._running()), self._computing()
         unloaded = computing + sum(loading.computed for loading in running)
-        nbytes = sum(loading.nbytes for loading in running)
-        in_tiers = sum(loading.in_tiers for loading in running)
-        return Before(computing, unloaded, nbytes, in_tiers, len(running))
+        in_tiers = sum(loading.hit.nbytes for loading in running if loading.hit.is_near)
+        on_storage = sum(loading.hit.nbytes for loading in running) - in_tiers
+        return Before(computing, unloaded, on_storage, in_tiers, len(running))
 
     def _running(self) -> Iterator[_Loading]:
         """Yield the loads that run."""
@@ -229,6 +227,8 @@ class Admission(SharingPart):
             return
         for op in meta.stores:
             self._note(op.kind, [op.chunk])
+        # Their loads end sooner than others from there.
+        self._read_ahead_for.update(op.request_id for op in meta.prefetches)
         now = self.clock()
         paused = now - self._computed > _PAUSE_SECONDS
         if not output.total_num_scheduled_tokens:
@@ -258,7 +258,7 @@ class Admission(SharingPart):
                 # A step may be planned before the one before it has ended.
                 taken = now - max(step.began, self._ended)
                 if taken > _PAUSE_SECONDS or not step.after_pause:
-                    known = self._rule.knows(_NO_LOAD)
+                    known = self._rule.knows_prefill
                     expected = self._rule.prefill.learn(step.parts, step.decodes, taken)
                     if known:
                         self._count("prefill", expected, taken)
@@ -272,10 +272,14 @@ class Admission(SharingPart):
         loading = self._loading.pop(request_id, None)
         if loading is None:
             return
-        known = self._rule.knows(loading.work)
-        expected = self._rule.learn_load(loading.work, taken)
-        if known:
-            self._count("load", expected, taken)
+        for kind, chunks in loading.chunks:
+            self._note(kind, chunks)
+        if request_id not in self._read_ahead_for:
+            known, costs = self._rule.knows(loading.hit), self._rule.load(loading.hit)
+            nbytes, rounds = loading.cost
+            expected = costs.learn(nbytes, taken, rounds)
+            if known:
+                self._count("load", expected, taken)
         if request_id == EXPLORED:
             self._explores_from = self.clock() + taken / _EXPLORED_SHARE
 
@@ -291,18 +295,18 @@ class Admission(SharingPart):
         ranges = self._hits.ranges(start, end)
         kind: Kind = max(ranges, key=lambda one: len(ranges[one]))
         chunks = lookup.chain.chunks[ranges[kind].start : ranges[kind].stop]
-        near = {chunk.index for chunk in self._near(state, kind, chunks)}
-        # What the storage takes is learned, unless all of the hit is in tiers.
-        further = [chunk for chunk in chunks if chunk.index not in near]
+        # What the storage takes is learned, unless all of the hit lies in memory.
+        further = [chunk for chunk in chunks if kind_key(chunk.key, kind) not in self._memory]
         chosen = (further or chunks)[:_MOST_EXPLORED]
         if not chosen or chosen[-1].tail:
             return
-        nbytes = len(chosen) * self._chunk_bytes(kind)
-        work = LoadWork(nbytes, 1.0, 0 if further else nbytes)
-        self._loading[EXPLORED] = _Loading(work)
+        nbytes, tokens = len(chosen) * self._chunk_bytes(kind), chosen[-1].index * self._size
+        hit = Hit(start, end, tokens, self._size, nbytes, in_tiers=0 if further else nbytes)
+        self._loading[EXPLORED] = _Loading(hit, (nbytes, 1.0), [(kind, chosen)])
         self._to_explore = PrefetchOp(EXPLORED, chosen, kind)
         self._explores_from = now + _LONGEST_EXPLORED
 
     def finished(self, state: RequestState) -> None:
         """Forget the load of a request that has ended."""
         self._loading.pop(state.id, None)
+        self._read_ahead_for.discard(state.id)

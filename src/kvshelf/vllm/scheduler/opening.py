@@ -121,6 +121,7 @@ class Opening:
             views[fmt.kind],
             others=views,
             rule=self._groups.hit_rule(self._config.chunk_size),
+            counts_tier=self._config.disk_tier is not None and self._config.admission == "auto",
             failed=self._engine.failed,
             counters=self._engine.counters,
             on_thread_start=self._engine.on_thread_start,
