@@ -39,6 +39,26 @@ QUIET_SECONDS = 1.3
 _STORE_SECONDS = 60.0
 
 
+#: ``kv_transfer_config`` of connectors for comparison: does nothing; only holds requests.
+INERT: Mapping[str, Any] = {
+    "kv_connector": "InertConnector",
+    "kv_connector_module_path": "benchmarks.inert",
+}
+HOLDING: Mapping[str, Any] = {
+    "kv_connector": "HoldingConnector",
+    "kv_connector_module_path": "benchmarks.holding",
+}
+
+
+def kvshelf_connector(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the ``kv_transfer_config`` of kvshelf with these options."""
+    return {
+        "kv_connector": "KVShelfConnector",
+        "kv_connector_module_path": "kvshelf.vllm.connector",
+        "kv_connector_extra_config": dict(options),
+    }
+
+
 class EngineRun:
     """Starts engines on one model and one shelf, and waits for their stores.
 
@@ -60,8 +80,6 @@ class EngineRun:
         self,
         name: str,
         *,
-        inert: bool = False,
-        holding: bool = False,
         connector: Mapping[str, Any] | None = None,
         mode: str = "engine",
         cache: str = "",
@@ -70,20 +88,11 @@ class EngineRun:
     ) -> Child:
         """Start an engine; it is ready when it replies to its first command.
 
-        `inert` and `holding` choose a connector for comparison, `connector` any other, `mode` the
-        kind of child. `options` are kvshelf's options; the path of the shelf when absent.
+        `connector` is the ``kv_transfer_config`` of another connector than kvshelf, `mode` the kind
+        of child. `options` are kvshelf's options; the path of the shelf when absent.
         """
         if connector is None:
-            name_of, module = "KVShelfConnector", "kvshelf.vllm.connector"
-            extra = dict(options or {"shared_storage_path": str(self.shelf)})
-            if inert or holding:
-                name_of = "InertConnector" if inert else "HoldingConnector"
-                module, extra = f"benchmarks.{'inert' if inert else 'holding'}", {}
-            connector = {
-                "kv_connector": name_of,
-                "kv_connector_module_path": module,
-                "kv_connector_extra_config": extra,
-            }
+            connector = kvshelf_connector(options or {"shared_storage_path": str(self.shelf)})
         settings: dict[str, Any] = {
             "model": str(self._model),
             "skip_tokenizer_init": True,
@@ -274,7 +283,7 @@ def cold(
 
 def _cold_rows(settings: Settings, run: EngineRun) -> Iterator[Row]:
     settings.progress("starting two engines")
-    with run.engine("kvshelf") as ours, run.engine("inert", inert=True) as floor:
+    with run.engine("kvshelf") as ours, run.engine("inert", connector=INERT) as floor:
         ready = [engine.wait_ready() for engine in (ours, floor)]
         settings.progress("warming up")
         for engine in (ours, floor):
@@ -465,7 +474,7 @@ def _startup_rows(settings: Settings) -> Iterator[Row]:
             settings.progress(f"{_STARTUP.work}: pair {pair + 1} of {pairs}")
             # A separate cache: fingerprints cached by one start would speed up the next.
             name = f"{pair}-{side}"
-            with run.engine(name, inert=side == 1, cache=name) as engine:
+            with run.engine(name, connector=INERT if side else None, cache=name) as engine:
                 seconds = engine.wait_ready()["wall_seconds"]
             if pair >= 0:
                 times[side].append(seconds)

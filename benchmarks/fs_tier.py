@@ -21,16 +21,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
-import torch
-
 from benchmarks.child import MissingEngineError, require_engine
 from benchmarks.measure import Row, Work, measure_pairs
+from benchmarks.paged import paged_kv
 from benchmarks.samples import BLOCK_TOKENS, CHUNK_TOKENS, LARGE, TINY, make_format, make_prompt
 from benchmarks.settings import Settings
 from kvshelf.backends import open_backend
 from kvshelf.cache import ChunkCache
-from kvshelf.kv.layout import PagedLayout
-from kvshelf.kv.sources import PagedKV
 from kvshelf.shelf.shelf import Shelf
 
 _CHUNKS: Final = 16
@@ -167,12 +164,7 @@ def bench_fs_tier(settings: Settings) -> Iterator[Row]:
             yield replace(row, skipped=str(error))
         return
     tokens = make_prompt(_CHUNKS * CHUNK_TOKENS)
-    blocks = len(tokens) // BLOCK_TOKENS
-    caches = [
-        torch.ones(blocks, shape.kv_heads, BLOCK_TOKENS, 2 * shape.head_size, dtype=torch.bfloat16)
-        for _ in range(shape.layers)
-    ]
-    kv = PagedKV(caches, PagedLayout.native_blocks(caches[0]), torch.arange(len(tokens)))
+    kv = paged_kv(shape, len(tokens))
     folder, theirs = settings.folder("fs-tier"), settings.folder("fs-tier-vllm")
     settings.progress("vLLM's filesystem tier")
     with ExitStack() as stack:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.child import Child, ChildError
-from benchmarks.engine import QUIET_SECONDS, EngineRun, find_model, guarded
+from benchmarks.engine import HOLDING, QUIET_SECONDS, EngineRun, find_model, guarded
 from benchmarks.measure import Goal, Row
 from benchmarks.samples import CHUNK_TOKENS, make_prompt
 from benchmarks.settings import Settings
@@ -81,7 +81,10 @@ def _rows(settings: Settings) -> Iterator[Row]:
     run = EngineRun(settings, find_model(settings), "handover")
     settings.progress("starting two engines")
     options = {"shared_storage_path": str(run.shelf), "handover_wait_s": _WAIT_SECONDS}
-    with run.engine("ours", options=options) as ours, run.engine("holding", holding=True) as floor:
+    with (
+        run.engine("ours", options=options) as ours,
+        run.engine("holding", connector=HOLDING) as floor,
+    ):
         engines = (ours, floor)
         decoding = run.prompt()[:_DECODING]
         for engine in engines:

@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks.child import Child, MissingEngineError
 from benchmarks.engine import (
     HIT_TOKENS,
+    INERT,
     PROMPT_TOKENS,
     QUIET_SECONDS,
     EngineRun,
@@ -95,7 +96,7 @@ def _cold_row(settings: Settings, run: EngineRun, row: Row, arguments: dict[str,
     times: tuple[list[float], list[float]] = ([], [])
     with (
         run.engine("kvshelf", **arguments) as ours,
-        run.engine("inert", inert=True, **arguments) as floor,
+        run.engine("inert", connector=INERT, **arguments) as floor,
     ):
         for engine in (ours, floor):
             engine.wait_ready()

@@ -12,7 +12,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from benchmarks.child import Child
-from benchmarks.engine import QUIET_SECONDS, REST_TOKENS, EngineRun, cold, find_model, guarded, warm
+from benchmarks.engine import (
+    INERT,
+    QUIET_SECONDS,
+    REST_TOKENS,
+    EngineRun,
+    cold,
+    find_model,
+    guarded,
+    warm,
+)
 from benchmarks.measure import Row
 from benchmarks.samples import CHUNK_TOKENS
 from benchmarks.settings import Settings
@@ -64,7 +73,7 @@ def _rows(settings: Settings) -> Iterator[Row]:
     memory = _PROMPTS_IN_CACHE * run.prompt_bytes(_LENGTHS[-1])
     with (
         run.engine("fresh", kv_cache_memory_bytes=memory) as fresh,
-        run.engine("inert", inert=True, kv_cache_memory_bytes=memory) as inert,
+        run.engine("inert", connector=INERT, kv_cache_memory_bytes=memory) as inert,
     ):
         for engine in (fresh, inert):
             engine.wait_ready()

@@ -12,8 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
-import torch
-
 from benchmarks.engine import (
     HIT_TOKENS,
     PROMPT_TOKENS,
@@ -25,8 +23,8 @@ from benchmarks.engine import (
     warm_up,
 )
 from benchmarks.measure import Goal, Row, Work, measure_pairs
+from benchmarks.paged import paged_kv
 from benchmarks.samples import (
-    BLOCK_TOKENS,
     CHUNK_TOKENS,
     LARGE,
     TINY,
@@ -38,8 +36,6 @@ from benchmarks.samples import (
 from benchmarks.settings import Settings
 from kvshelf.backends import open_backend
 from kvshelf.cache import ChunkCache
-from kvshelf.kv.layout import PagedLayout
-from kvshelf.kv.sources import PagedKV
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef
 from kvshelf.tiers.memory_tier import MemoryTier
@@ -71,12 +67,7 @@ def _retrieve_row(settings: Settings, shape: Shape) -> Row:
     """Compare ``retrieve``, search and keys included, with the scatter alone."""
     fmt = make_format(shape, 1)
     tokens = make_prompt(_CHUNKS * CHUNK_TOKENS)
-    blocks = len(tokens) // BLOCK_TOKENS
-    caches = [
-        torch.ones(blocks, shape.kv_heads, BLOCK_TOKENS, 2 * shape.head_size, dtype=torch.bfloat16)
-        for _ in range(shape.layers)
-    ]
-    kv = PagedKV(caches, PagedLayout.native_blocks(caches[0]), torch.arange(len(tokens)))
+    kv = paged_kv(shape, len(tokens))
     with ExitStack() as stack:
         tier = stack.enter_context(closing(MemoryTier(2 * _CHUNKS * fmt.object_size(0))))
         shelf = stack.enter_context(Shelf(open_backend(str(settings.folder("memory")))))

@@ -26,7 +26,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.child import Child, ChildError
-from benchmarks.engine import QUIET_SECONDS, REST_TOKENS, EngineRun, find_model, guarded
+from benchmarks.engine import (
+    INERT,
+    QUIET_SECONDS,
+    REST_TOKENS,
+    EngineRun,
+    find_model,
+    guarded,
+    kvshelf_connector,
+)
 from benchmarks.measure import Row
 from benchmarks.samples import CHUNK_TOKENS
 from benchmarks.served import Server
@@ -85,7 +93,7 @@ class Peer:
 
 
 def _inert(stack: ExitStack, folder: Path, logs: Path) -> Mapping[str, Any]:
-    return {"kv_connector": "InertConnector", "kv_connector_module_path": "benchmarks.inert"}
+    return INERT
 
 
 def _example(stack: ExitStack, folder: Path, logs: Path) -> Mapping[str, Any]:
@@ -94,20 +102,12 @@ def _example(stack: ExitStack, folder: Path, logs: Path) -> Mapping[str, Any]:
 
 
 def _kvshelf(stack: ExitStack, folder: Path, logs: Path) -> Mapping[str, Any]:
-    return _ours({"shared_storage_path": str(folder)})
+    return kvshelf_connector({"admission": "auto", "shared_storage_path": str(folder)})
 
 
 def _kvshelf_served(stack: ExitStack, folder: Path, logs: Path) -> Mapping[str, Any]:
     server = stack.enter_context(closing(Server(logs, folder, _MEMORY_BYTES)))
-    return _ours({"server": server.url})
-
-
-def _ours(options: dict[str, Any]) -> Mapping[str, Any]:
-    return {
-        "kv_connector": "KVShelfConnector",
-        "kv_connector_module_path": "kvshelf.vllm.connector",
-        "kv_connector_extra_config": {"admission": "auto", **options},
-    }
+    return kvshelf_connector({"admission": "auto", "server": server.url})
 
 
 def _lmcache(stack: ExitStack, folder: Path, logs: Path) -> Mapping[str, Any]:

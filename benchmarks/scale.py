@@ -19,15 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import torch
-
 from benchmarks.measure import Row, Work, measure_pairs
-from benchmarks.samples import BLOCK_TOKENS, TINY, Shape, make_format, make_prompt
+from benchmarks.paged import paged_kv
+from benchmarks.samples import TINY, Shape, make_format, make_prompt
 from benchmarks.settings import Settings
 from kvshelf.backends import open_backend
 from kvshelf.cache import ChunkCache
-from kvshelf.kv.layout import PagedLayout
-from kvshelf.kv.sources import PagedKV
 from kvshelf.shelf.shelf import Shelf
 
 #: One rank's part: 8 KV heads of 128 in 32 layers, by 4; and 40 layers with one such head.
@@ -87,17 +84,7 @@ def _row(settings: Settings, point: Point, place: int) -> Row:
     fmt = make_format(point.shape, 1, point.chunk_tokens)
     folder = settings.folder(f"scale-{place}")
     shape, tokens = point.shape, point.tokens
-    caches = [
-        torch.ones(
-            tokens // BLOCK_TOKENS,
-            shape.kv_heads,
-            BLOCK_TOKENS,
-            2 * shape.head_size,
-            dtype=torch.bfloat16,
-        )
-        for _ in range(shape.layers)
-    ]
-    kv = PagedKV(caches, PagedLayout.native_blocks(caches[0]), torch.arange(tokens))
+    kv = paged_kv(shape, tokens)
     prompts = [make_prompt(tokens, seed) for seed in range(point.prompts)]
     with ExitStack() as stack:
         shelf = stack.enter_context(Shelf(open_backend(str(folder))))

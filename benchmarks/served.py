@@ -36,6 +36,7 @@ from benchmarks.engine import (
     warm_up,
 )
 from benchmarks.measure import Goal, Row, Work, measure_pairs
+from benchmarks.paged import paged_kv
 from benchmarks.samples import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
@@ -52,7 +53,6 @@ from kvshelf.cache import ChunkCache
 from kvshelf.format.keys import KeyChain
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.caches import HostKVCache, LayerRun, layer_calls
-from kvshelf.kv.layout import PagedLayout
 from kvshelf.kv.sources import PagedKV
 from kvshelf.kv.topology import ShardPlan
 from kvshelf.metrics import Counters
@@ -141,20 +141,11 @@ def bench_server(settings: Settings) -> Iterator[Row]:
     yield from guarded(settings, [_ENGINE], _engine_rows)
 
 
-def _paged(shape: Shape, tokens: int) -> PagedKV:
-    blocks = tokens // BLOCK_TOKENS
-    caches = [
-        torch.ones(blocks, shape.kv_heads, BLOCK_TOKENS, 2 * shape.head_size, dtype=torch.bfloat16)
-        for _ in range(shape.layers)
-    ]
-    return PagedKV(caches, PagedLayout.native_blocks(caches[0]), torch.arange(tokens))
-
-
 def _retrieve_rows(settings: Settings, shape: Shape) -> Iterator[Row]:
     """Compare ``retrieve``, search and keys included, with the same in process."""
     fmt = make_format(shape, 1)
     tokens = make_prompt(_CHUNKS * CHUNK_TOKENS)
-    kv = _paged(shape, len(tokens))
+    kv = paged_kv(shape, len(tokens))
     capacity = 4 * _CHUNKS * fmt.object_size(0)
     options: dict[str, Any] = {"io_threads": _THREADS, "timeout_s": 60.0}
     settings.progress("retrieve through a server")
@@ -259,7 +250,7 @@ class _Stores:
 def _store_row(settings: Settings, shape: Shape) -> Row:
     """Compare stores that are gathered into the segment with those that are copied there."""
     fmt = make_format(shape, 1)
-    kv = _paged(shape, _STORED * CHUNK_TOKENS)
+    kv = paged_kv(shape, _STORED * CHUNK_TOKENS)
     capacity = 4 * _STORED * fmt.object_size(0)
     settings.progress("stores through a server")
     with ExitStack() as stack:
@@ -337,7 +328,7 @@ def _retrieve_once(url: str, quick: bool, start: Barrier, seconds: Any) -> None:
     shape = TINY if quick else LARGE
     fmt = make_format(shape, 1)
     tokens = make_prompt(_CHUNKS * CHUNK_TOKENS)
-    kv = _paged(shape, len(tokens))
+    kv = paged_kv(shape, len(tokens))
     with open_served(url) as shelf, ChunkCache(shelf, fmt, prefetch_bytes=0) as cache:
         start.wait(_START_SECONDS)
         begin = time.perf_counter()
