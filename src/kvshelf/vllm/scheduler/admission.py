@@ -119,9 +119,10 @@ class Admission(SharingPart):
             return True
         if end - start < self._config.min_load_tokens:
             return False
-        admitted = self._rule.admits(self._hit(state, start, end), self._comes_before())
+        hit = self._hit(state, start, end)
+        admitted = self._rule.admits(hit, self._comes_before())
         if not admitted:
-            self._explore(state, start, end)
+            self._explore(state, hit)
         return admitted
 
     def begin(self, state: RequestState, start: int, end: int) -> tuple[tuple[float, ...], int]:
@@ -287,22 +288,26 @@ class Admission(SharingPart):
         self._counters.add(f"expected_{what}_seconds", expected)
         self._counters.add(f"measured_{what}_seconds", taken)
 
-    def _explore(self, state: RequestState, start: int, end: int) -> None:
+    def _explore(self, state: RequestState, hit: Hit) -> None:
         """Let chunks of a refused hit be read, unless that was done lately."""
-        now, lookup = self.clock(), state.lookup
-        if now < self._explores_from or lookup is None or lookup.chain is None:
+        now = self.clock()
+        if now < self._explores_from:
             return
-        ranges = self._hits.ranges(start, end)
-        kind: Kind = max(ranges, key=lambda one: len(ranges[one]))
-        chunks = lookup.chain.chunks[ranges[kind].start : ranges[kind].stop]
-        # What the storage takes is learned, unless all of the hit lies in memory.
-        further = [chunk for chunk in chunks if kind_key(chunk.key, kind) not in self._memory]
-        chosen = (further or chunks)[:_MOST_EXPLORED]
-        if not chosen or chosen[-1].tail:
+        found = [*self._chunks(state, hit.start, hit.end)]
+        if not found:
             return
-        nbytes, tokens = len(chosen) * self._chunk_bytes(kind), chosen[-1].index * self._size
-        hit = Hit(start, end, tokens, self._size, nbytes, in_tiers=0 if further else nbytes)
-        self._loading[EXPLORED] = _Loading(hit, (nbytes, 1.0), [(kind, chosen)])
+        kind, chunks = max(found, key=lambda one: len(one[1]))
+        # Of a hit on the storage, what the storage takes is to be learned.
+        chosen = [
+            chunk
+            for chunk in chunks
+            if not chunk.tail and (hit.is_near or kind_key(chunk.key, kind) not in self._memory)
+        ][:_MOST_EXPLORED]
+        if not chosen:
+            return
+        nbytes = len(chosen) * self._chunk_bytes(kind)
+        read = hit._replace(nbytes=nbytes, in_tiers=nbytes if hit.is_near else 0)
+        self._loading[EXPLORED] = _Loading(read, (nbytes, 1.0), [(kind, chosen)])
         self._to_explore = PrefetchOp(EXPLORED, chosen, kind)
         self._explores_from = now + _LONGEST_EXPLORED
 
