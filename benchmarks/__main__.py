@@ -37,6 +37,7 @@ from benchmarks.objects import bench_load, bench_publish
 from benchmarks.peers import bench_peers
 from benchmarks.remote import bench_s3
 from benchmarks.report import describe_machine, make_report, markdown, print_report
+from benchmarks.saturated import bench_saturated
 from benchmarks.scale import bench_scale
 from benchmarks.served import bench_server
 from benchmarks.settings import Settings
@@ -62,6 +63,7 @@ GROUPS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "fs-tier": bench_fs_tier,
     "peers": bench_peers,
     "scale": bench_scale,
+    "saturated": bench_saturated,
     "handover": bench_handover,
     "capacity": bench_capacity,
     "gc": bench_gc,
@@ -69,7 +71,7 @@ GROUPS: dict[str, Callable[[Settings], Iterator[Row]]] = {
 }
 _ONLY_WHEN_ASKED = (
     *("waits", "lengths", "hybrid", "server", "admission", "tails", "fs-tier", "peers"),
-    *("scale", "handover", "capacity", "gc", "startup"),
+    *("scale", "saturated", "handover", "capacity", "gc", "startup"),
 )
 _INTERRUPTED = 130
 

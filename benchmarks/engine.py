@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.bucket import RawLoads, bucket
 from benchmarks.child import Child, ChildError, MissingEngineError, require_engine
+from benchmarks.least_bytes import bytes_row, with_bytes
 from benchmarks.measure import Goal, Row
 from benchmarks.samples import BLOCK_TOKENS, CHUNK_TOKENS, make_prompt
 from benchmarks.servers import BUCKET, MissingServerError
@@ -206,6 +207,7 @@ _WARM = Row(
 )
 
 
+_WARM_BYTES = bytes_row(_WARM, "engine/warm-bytes", 1.1, read=True)
 _DELAY_SECONDS = 20e-3
 _STORED_SECONDS = 10.0
 #: Objects that a load reads concurrently.
@@ -231,7 +233,7 @@ def bench_engine(settings: Settings) -> Iterator[Row]:
     KV comes from the shelf, then from vLLM's own prefix cache. One prompt's first request is next
     to another prompt's second.
     """
-    yield from guarded(settings, [_SINGLE, _BURSTS, _WARM, _FAR], _engine_rows)
+    yield from guarded(settings, [_SINGLE, _BURSTS, _WARM, _WARM_BYTES, _FAR], _engine_rows)
 
 
 def guarded(
@@ -257,7 +259,9 @@ def guarded(
 def _engine_rows(settings: Settings) -> Iterator[Row]:
     run = EngineRun(settings, find_model(settings), "engine")
     yield from _cold_rows(settings, run)
-    yield warm_row(settings, run, _WARM)
+    row = warm_row(settings, run, _WARM)
+    yield row
+    yield with_bytes(_WARM_BYTES, row, run.objects()[:_CHUNKS], read=True)
     try:
         yield _far_row(settings, run)
     except MissingServerError as error:

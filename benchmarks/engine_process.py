@@ -9,7 +9,7 @@ Modes
 ``engine``
     An ``AsyncLLM``; commands ``generate``, ``ask``, ``decode``, ``hold``, ``let_go`` and ``stop``.
 ``stepped``
-    A :class:`~benchmarks.stepped.SteppedEngine`; commands ``serve`` and ``stop``.
+    A :class:`~benchmarks.stepped.SteppedEngine`; commands ``serve``, ``fill`` and ``stop``.
 ``scheduler``
     :class:`~kvshelf.vllm.scheduler.SchedulerSide` with synthetic requests, to time its calls;
     commands ``look_up`` and ``stop``.

@@ -22,6 +22,7 @@ from benchmarks.engine import (
     warm,
     warm_up,
 )
+from benchmarks.least_bytes import bytes_row, with_bytes
 from benchmarks.measure import Goal, Row, Work, measure_pairs
 from benchmarks.paged import paged_kv
 from benchmarks.samples import (
@@ -55,12 +56,13 @@ _ENGINE = Row(
     "vLLM's in-memory prefix cache",
     goal=Goal(1.15),
 )
+_ENGINE_BYTES = bytes_row(_ENGINE, "memory/engine-bytes", 1.05, read=False)
 
 
 def bench_memory(settings: Settings) -> Iterator[Row]:
     """Measure hits in the memory tier: of ``ChunkCache``, and of an engine."""
     yield _retrieve_row(settings, TINY if settings.quick else LARGE)
-    yield from guarded(settings, [_ENGINE], _engine_rows)
+    yield from guarded(settings, [_ENGINE, _ENGINE_BYTES], _engine_rows)
 
 
 def _retrieve_row(settings: Settings, shape: Shape) -> Row:
@@ -153,4 +155,6 @@ def _engine_rows(settings: Settings) -> Iterator[Row]:
                 if pair >= 0:
                     times[side].append(seconds)
             before = prompt
-    yield replace(_ENGINE, ours=times[0], floors=times[1], extra={"objects": objects})
+    row = replace(_ENGINE, ours=times[0], floors=times[1], extra={"objects": objects})
+    yield row
+    yield with_bytes(_ENGINE_BYTES, row, run.objects()[:_CHUNKS], read=False)

@@ -35,6 +35,7 @@ from benchmarks.engine import (
     warm,
     warm_up,
 )
+from benchmarks.least_bytes import bytes_row, with_bytes
 from benchmarks.measure import Goal, Row, Work, measure_pairs
 from benchmarks.paged import paged_kv
 from benchmarks.samples import (
@@ -88,6 +89,8 @@ _ENGINE = Row(
     "from the memory tier in process",
     goal=Goal(1.1),
 )
+_IN_MEMORY = replace(_ENGINE, name="server/engine-memory", floor="vLLM's in-memory prefix cache")
+_BYTES = bytes_row(_IN_MEMORY, "server/engine-bytes", 1.05, read=False)
 
 
 class Server:
@@ -138,7 +141,7 @@ def bench_server(settings: Settings) -> Iterator[Row]:
     yield _store_row(settings, TINY if settings.quick else LARGE)
     yield _lookup_row(settings, 4 if settings.quick else 512)
     yield _sharing_row(settings, TINY if settings.quick else LARGE)
-    yield from guarded(settings, [_ENGINE], _engine_rows)
+    yield from guarded(settings, [_ENGINE, _IN_MEMORY, _BYTES], _engine_rows)
 
 
 def _retrieve_rows(settings: Settings, shape: Shape) -> Iterator[Row]:
@@ -381,6 +384,7 @@ def _engine_rows(settings: Settings) -> Iterator[Row]:
     prompts = pairs + _WARM_UP_PAIRS
     memory = (prompts + 16) * run.prompt_bytes()
     times: tuple[list[float], list[float]] = ([], [])
+    in_memory: list[float] = []
     with closing(Server(settings.folder("server-e"), settings.folder("served-e"), memory)) as node:
         settings.progress("starting two engines")
         inside = {"shared_storage_path": str(run.shelf), "memory_tier": {"max_bytes": memory}}
@@ -409,6 +413,12 @@ def _engine_rows(settings: Settings) -> Iterator[Row]:
                     seconds = warm(engines[side], prompt, HIT_TOKENS)
                     if pair >= 0:
                         times[side].append(seconds)
+                    if side == 0:
+                        seconds = warm(through, prompt, 0)
+                        in_memory += [seconds] if pair >= 0 else []
                     time.sleep(QUIET_SECONDS)
             read = node.count("read_bytes_total") - before
     yield replace(_ENGINE, ours=times[0], floors=times[1], extra={"read_bytes": read})
+    row = replace(_IN_MEMORY, ours=times[0], floors=in_memory)
+    yield row
+    yield with_bytes(_BYTES, row, run.objects()[:_CHUNKS], read=False)

@@ -1,8 +1,9 @@
-"""An engine that runs inside this process, and whose policy of loading can be changed.
+"""An engine that runs inside this process, and whose policy or connector can be changed.
 
-Owns the engine of the rows ``admission/*``. It computes a prompt, loads all that the shelf has of
-it, or lets :mod:`kvshelf.vllm.scheduler.admission` decide, as each command says: so the policies
-are compared on the same memory, processors and learned times. Runs on the calling thread.
+Owns the engine of the rows ``admission/*`` and ``saturated/*``. It computes a prompt, loads all
+that the shelf has of it, or lets :mod:`kvshelf.vllm.scheduler.admission` decide, as each command
+says; or it works for an inert connector. So what is compared has the same memory, processors and
+learned times. Runs on the calling thread.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import os
 import time
 from typing import Any, Final
+
+_DRAIN_SECONDS: Final = 120.0
 
 COMPUTED: Final = "computed"
 ALWAYS: Final = "always"
@@ -37,7 +40,9 @@ class SteppedEngine:
             EngineArgs(**arguments, kv_transfer_config=connector)
         )
         core: Any = self._engine.engine_core
-        self._scheduler = core.engine_core.scheduler.connector._as_scheduler()
+        self._core = core.engine_core
+        self._connector = self._core.scheduler.connector
+        self._scheduler = self._connector._as_scheduler()
         self._number = 0
 
     async def serve(self, prompts: list[list[int]], policy: str) -> dict[str, Any]:
@@ -85,6 +90,59 @@ class SteppedEngine:
             "loaded": [loaded[name] for name in names],
             "refused": self._refused() - refused,
         }
+
+    async def fill(self, prompts: list[list[int]], tokens: int, *, inert: bool) -> dict[str, Any]:
+        """Run prompts at once, each for several tokens; vLLM's own cache is empty before.
+
+        Parameters
+        ----------
+        prompts : list of list of int
+        tokens : int
+            Of each answer.
+        inert : bool
+            With a connector that does nothing in place of kvshelf's.
+
+        Returns
+        -------
+        dict
+            ``seconds``: until the last answer has ended; ``storing``: until all stores had ended
+            after that.
+        """
+        from vllm import SamplingParams
+        from vllm.distributed.kv_transfer import kv_transfer_state as state
+
+        engine = self._engine
+        if not engine.reset_prefix_cache():
+            raise RuntimeError("vLLM could not empty its prefix cache")
+        scheduler, worker = self._core.scheduler, state._KV_CONNECTOR_AGENT
+        parameters = SamplingParams(
+            temperature=0.0, detokenize=False, max_tokens=tokens, ignore_eos=True
+        )
+        if inert:
+            scheduler.connector = state._KV_CONNECTOR_AGENT = self._inert()
+        try:
+            begin = time.perf_counter()
+            for prompt in prompts:
+                self._number += 1
+                engine.add_request(
+                    f"request-{self._number}", {"prompt_token_ids": prompt}, parameters
+                )
+            while engine.has_unfinished_requests():
+                engine.step()
+            ended = time.perf_counter()
+        finally:
+            scheduler.connector, state._KV_CONNECTOR_AGENT = self._connector, worker
+        if worker.drain(_DRAIN_SECONDS):
+            raise RuntimeError("the stores did not end")
+        return {"seconds": ended - begin, "storing": time.perf_counter() - ended}
+
+    def _inert(self) -> Any:
+        from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+
+        from benchmarks.inert import InertConnector
+
+        config, caches = self._connector._vllm_config, self._connector._kv_cache_config
+        return InertConnector(config, KVConnectorRole.SCHEDULER, caches)
 
     def _refused(self) -> float:
         found: float = self._scheduler.counters.snapshot().get("refused_hits", 0.0)

@@ -1,0 +1,101 @@
+"""Rows ``saturated/*``: what storing costs an engine that always has more to compute.
+
+Owns the comparison of kvshelf's connector with one that does nothing, in turn within one engine
+process, so that both have the same memory, processors and compiled code. The shelf is on a local
+disk; and behind a filesystem that takes fewer bytes than the engine computes, which needs FUSE and
+a source checkout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from benchmarks.child import Child, ChildError
+from benchmarks.engine import EngineRun, find_model, guarded
+from benchmarks.measure import Goal, Row
+from benchmarks.samples import CHUNK_TOKENS
+from benchmarks.settings import Settings
+
+_PROMPTS, _TOKENS, _ANSWER = 16, 1056, 16
+_CHUNKS = _PROMPTS * (_TOKENS // CHUNK_TOKENS)
+_PAIRS = 31
+#: Pairs that are not counted.
+_WARM_UP_PAIRS = 2
+#: How long each write of a slow storage takes, of 128 KiB or less.
+_WRITE_SECONDS = 30e-3
+_ROW = Row(
+    "saturated/stores",
+    f"{_PROMPTS} cold prompts of {_TOKENS} tokens at once, {_ANSWER} tokens for each,"
+    " until the last answer has ended",
+    "inert connector, in the same process",
+    goal=Goal(1.03),
+)
+_SLOW = replace(
+    _ROW, name="saturated/slow-stores", work=f"{_ROW.work}, storage slower than the engine"
+)
+
+
+def bench_saturated(settings: Settings) -> Iterator[Row]:
+    """Measure an engine that stores all that it computes, beside one that stores nothing."""
+    yield from guarded(settings, [_ROW, _SLOW], _rows)
+
+
+def _rows(settings: Settings) -> Iterator[Row]:
+    run = EngineRun(settings, find_model(settings), "saturated")
+    yield _measure(settings, run, _ROW, run.shelf)
+    try:
+        faultfs: Any = import_module("tests.faults.faultfs")
+        missing = faultfs.why_not()
+    except ImportError as error:
+        missing = f"not a source checkout: {error}"
+    if missing is not None:
+        yield replace(_SLOW, skipped=missing)
+        return
+    with ExitStack() as stack:
+        mount = faultfs.FaultMount(settings.folder("saturated-mount"), source=run.shelf)
+        stack.callback(mount.close)
+        mount.add("write", "*", seconds=_WRITE_SECONDS)
+        yield _measure(settings, run, _SLOW, mount.path)
+
+
+def _measure(settings: Settings, run: EngineRun, row: Row, shelf: Path) -> Row:
+    pairs = settings.pairs(_PAIRS)
+    times: tuple[list[float], list[float]] = ([], [])
+    storing, stored = [], []
+    settings.progress("starting an engine")
+    with run.engine(
+        row.name.rpartition("/")[2], mode="stepped", options={"shared_storage_path": str(shelf)}
+    ) as engine:
+        engine.wait_ready()
+        for pair in range(-_WARM_UP_PAIRS, pairs):
+            settings.progress(f"{row.work}: pair {pair + 1} of {pairs}")
+            for side in (0, 1) if pair % 2 else (1, 0):
+                reply = _fill(engine, run, inert=bool(side))
+                count = len(run.objects())
+                if side and count:
+                    raise ChildError(f"the inert connector stored {count} objects")
+                run.empty()
+                if pair < 0:
+                    continue
+                times[side].append(reply["seconds"])
+                if not side:
+                    storing.append(reply["storing"])
+                    stored.append(count)
+    share = sum(stored) / (len(stored) * _CHUNKS)
+    return replace(
+        row,
+        ours=times[0],
+        floors=times[1],
+        note=f"{share:.0%} of the chunks were stored",
+        extra={"store_seconds_after_answer": storing, "stored_chunks": stored},
+    )
+
+
+def _fill(engine: Child, run: EngineRun, *, inert: bool) -> dict[str, Any]:
+    prompts = [run.prompt(_TOKENS) for _ in range(_PROMPTS)]
+    return engine.call("fill", prompts=prompts, tokens=_ANSWER, inert=inert)
