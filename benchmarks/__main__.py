@@ -19,6 +19,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.admission import bench_admission, bench_tails
+from benchmarks.busy import bench_busy
 from benchmarks.capacity import bench_capacity
 from benchmarks.copies import bench_copy
 from benchmarks.engine import bench_engine, bench_startup
@@ -63,6 +64,7 @@ GROUPS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "fs-tier": bench_fs_tier,
     "peers": bench_peers,
     "scale": bench_scale,
+    "busy": bench_busy,
     "saturated": bench_saturated,
     "handover": bench_handover,
     "capacity": bench_capacity,
@@ -71,7 +73,7 @@ GROUPS: dict[str, Callable[[Settings], Iterator[Row]]] = {
 }
 _ONLY_WHEN_ASKED = (
     *("waits", "lengths", "hybrid", "server", "admission", "tails", "fs-tier", "peers"),
-    *("scale", "saturated", "handover", "capacity", "gc", "startup"),
+    *("scale", "busy", "saturated", "handover", "capacity", "gc", "startup"),
 )
 _INTERRUPTED = 130
 

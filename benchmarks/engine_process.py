@@ -7,7 +7,8 @@ when the socket closes. :mod:`benchmarks.child` is the other side.
 Modes
 -----
 ``engine``
-    An ``AsyncLLM``; commands ``generate``, ``ask``, ``decode``, ``hold``, ``let_go`` and ``stop``.
+    An ``AsyncLLM``; commands ``generate``, ``ask``, ``decode``, ``hold``, ``let_go``,
+    ``occupy``, ``relieve`` and ``stop``.
 ``stepped``
     A :class:`~benchmarks.stepped.SteppedEngine`; commands ``serve``, ``fill`` and ``stop``.
 ``scheduler``
@@ -57,6 +58,7 @@ class _Engine:
         )
         self._number = 0
         self._held: list[asyncio.Task[None]] = []
+        self._others: list[asyncio.Task[None]] = []
 
     async def generate(self, prompts: list[list[int]]) -> dict[str, Any]:
         """Run prompts one after another, each for one token.
@@ -185,6 +187,33 @@ class _Engine:
         await asyncio.gather(*self._held, return_exceptions=True)
         self._held = []
         return {"waited": waited}
+
+    async def occupy(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+        """Run prompts at once, again and again, each for several tokens and under a new salt."""
+        for prompt in prompts:
+            self._others.append(asyncio.create_task(self._repeat(prompt, tokens)))
+        return {}
+
+    async def _repeat(self, prompt: list[int], tokens: int) -> None:
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(
+            temperature=0.0, detokenize=False, max_tokens=tokens, ignore_eos=True
+        )
+        while True:
+            self._number += 1
+            name = f"request-{self._number}"
+            asked: Any = {"prompt_token_ids": prompt, "cache_salt": name}
+            async for _ in self._engine.generate(asked, parameters, name):
+                pass
+
+    async def relieve(self) -> dict[str, Any]:
+        """Abort what :meth:`occupy` runs."""
+        for task in self._others:
+            task.cancel()
+        await asyncio.gather(*self._others, return_exceptions=True)
+        self._others = []
+        return {}
 
     def stop(self) -> dict[str, Any]:
         """Shut the engine down."""

@@ -768,6 +768,34 @@ def test_an_idle_step_waits_longer_for_lookups(
     gate.set()
 
 
+@pytest.mark.parametrize(
+    ("budget_ms", "step_seconds", "waited"),
+    [(0.2, 0.01, 0.2e-3), (0.2, 0.1, 1e-3), (0.2, 60.0, 4e-3), (2, 0.1, 2e-3), (0, 0.1, None)],
+)
+def test_a_step_waits_for_lookups_for_a_hundredth_of_the_last_one(
+    make: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    budget_ms: float,
+    step_seconds: float,
+    waited: float | None,
+) -> None:
+    clock = itertools.count(0, step_seconds)
+    times = SimpleNamespace(monotonic=lambda: next(clock))
+    monkeypatch.setattr("kvshelf.vllm.scheduler.steps.time", times)
+    side = make(lookup_budget_ms=budget_ms)
+    gate = threading.Event()
+    side.faults.add(Fault("stat", wait=gate))
+    request = Request("r", prompt(20))
+    side.side.new_request(request)
+    waits: list[float] = []
+    side.lookup("r").wait = lambda seconds: _sleep(seconds, waits)  # type: ignore[method-assign]
+    for _ in range(2):
+        side.step({"busy": (0, 1)})
+    assert side.side.matched_tokens(request, 0) == (None, False)
+    assert waits == ([] if waited is None else [pytest.approx(waited)])
+    gate.set()
+
+
 def _sleep(seconds: float, waits: list[float]) -> bool:
     waits.append(seconds)
     threading.Event().wait(seconds)

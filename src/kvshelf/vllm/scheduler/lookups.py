@@ -6,8 +6,10 @@ health and of what appeared on it.
 Contracts
 ---------
 * Of a long queue only the first requests have a lookup and keys.
-* All waits for lookups in one step together take at most the lookup budget. Steps that compute
-  nothing may take longer, where :class:`~kvshelf.vllm.scheduler.steps.Steps` says that one may.
+* All waits for lookups in one step together take at most the lookup budget, or a hundredth of what
+  the last step took: a request that is not answered now is asked again in the next step. Steps
+  that compute nothing may take longer, where :class:`~kvshelf.vllm.scheduler.steps.Steps` says that
+  one may.
 * A preempted and resumed request gets a new lookup. So does one that vLLM polls when its answer is
   older than a second, or a chunk that it missed was stored since, unless all of it was found. It
   waits for this lookup as for the first, and keeps the old answer if there is none in time.
@@ -35,6 +37,9 @@ from kvshelf.vllm.scheduler.shared import Shared, SharingPart
 
 #: An idle engine loses nothing by a wait as long as an empty step; seconds.
 _IDLE_LOOKUP_SECONDS: Final = 2e-3
+#: Share of the last step that the next one may wait for lookups, and the most of it in seconds.
+_STEP_SHARE: Final = 0.01
+_LONGEST_LOOKUP_SECONDS: Final = 4e-3
 #: After this long without a step, a worker's last report of its breaker no longer counts.
 _STALE_SECONDS: Final = 1.0
 #: Age of an answer at which a waiting request is looked up again; doubled each time.
@@ -92,7 +97,12 @@ class Lookups(SharingPart):
 
     def _begin_budget(self) -> None:
         budget = self._config.lookup_budget_ms * 1e-3
-        self._budget_left = max(budget, _IDLE_LOOKUP_SECONDS) if self._steps.may_wait else budget
+        if self._steps.may_wait:
+            budget = max(budget, _IDLE_LOOKUP_SECONDS)
+        elif budget:
+            share = min(_STEP_SHARE * self._steps.seconds, _LONGEST_LOOKUP_SECONDS)
+            budget = max(budget, share)
+        self._budget_left = budget
 
     # ------------------------------------------------------------- begin and end
 

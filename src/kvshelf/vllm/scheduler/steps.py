@@ -33,6 +33,9 @@ class Steps:
         Steps so far.
     began : float
         ``time.monotonic()`` of the last step.
+    seconds : float
+        From the step before to the last one, if that step computed anything; otherwise 0. A pause
+        of the engine between the two counts.
     """
 
     def __init__(self, vllm_config: Any, requests: Requests) -> None:
@@ -47,7 +50,7 @@ class Steps:
         ranks_step_together = int(vllm_config.parallel_config.data_parallel_size) > 1
         self._holds_up_others = stages > 1 or ranks_step_together
         self.count = 0
-        self.began = 0.0
+        self.began = self.seconds = 0.0
         #: Steps since the last one that computed anything, and the requests of that one.
         self._idle = self.in_flight
         self._computed: Iterable[str] = ()
@@ -55,11 +58,13 @@ class Steps:
     def begin(self, output: Any) -> None:
         """Begin a step with vLLM's ``SchedulerOutput``."""
         idle = output.total_num_scheduled_tokens == 0
+        now = time.monotonic()
+        self.seconds = 0.0 if self._idle else now - self.began
         self._idle = self._idle + 1 if idle else 0
         if not idle:
             self._computed = output.num_scheduled_tokens
         self.count += 1
-        self.began = time.monotonic()
+        self.began = now
 
     def lose(self) -> None:
         """Note that it is unknown what a step computes."""

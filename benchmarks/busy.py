@@ -1,0 +1,113 @@
+"""Rows ``busy/*``: hits in an engine that computes for others meanwhile.
+
+Owns the comparison of a hit on the shelf, or in the memory tier, with a hit in vLLM's own prefix
+cache, in the same engine and beside the same others. An idle engine does not show how many of the
+engine's steps a hit waits for.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.child import Child
+from benchmarks.engine import (
+    HIT_TOKENS,
+    PROMPT_TOKENS,
+    EngineRun,
+    cold,
+    find_model,
+    guarded,
+    warm,
+    warm_up,
+)
+from benchmarks.measure import Goal, Row
+from benchmarks.settings import Settings
+
+_PAIRS = 31
+#: Pairs that are not counted.
+_WARM_UP_PAIRS = 2
+_SEED = 7_000_000
+_STORE_SECONDS = 3.0
+#: Longest pause before a request, so that requests come at any moment of a step.
+_PAUSE_SECONDS = 0.5
+#: What others ask for: how many at once, the tokens of each prompt and of each answer.
+_OTHERS = {"answers": (8, 32, 1000), "prompts": (2, 4128, 1)}
+_SOURCES = {"shelf": "the shelf", "memory": "the memory tier in process"}
+_ENGINE: dict[str, Any] = {"max_num_batched_tokens": 2048, "long_prefill_token_threshold": 512}
+
+
+def _row(source: str, others: str) -> Row:
+    count, prompt, answer = _OTHERS[others]
+    return Row(
+        f"busy/{others}/{source}",
+        f"TTFT, {HIT_TOKENS} of {PROMPT_TOKENS} tokens from {_SOURCES[source]}, beside {count}"
+        f" requests of {prompt} tokens that get {answer}",
+        "vLLM's in-memory prefix cache",
+        goal=Goal(1.15),
+    )
+
+
+_ROWS = {(source, others): _row(source, others) for source in _SOURCES for others in _OTHERS}
+
+
+def bench_busy(settings: Settings) -> Iterator[Row]:
+    """Measure hits beside requests that others run all the time."""
+    yield from guarded(settings, list(_ROWS.values()), _rows)
+
+
+def _rows(settings: Settings) -> Iterator[Row]:
+    run = EngineRun(settings, find_model(settings), "busy")
+    pairs = settings.pairs(_PAIRS)
+    prompts = len(_OTHERS) * (pairs + _WARM_UP_PAIRS + 1)
+    for source in reversed(_SOURCES):
+        options: dict[str, Any] = {"shared_storage_path": str(run.shelf)}
+        if source == "memory":
+            options["memory_tier"] = {"max_bytes": 2 * prompts * run.prompt_bytes()}
+        settings.progress(f"starting an engine for hits from {_SOURCES[source]}")
+        memory = 16 * run.prompt_bytes()
+        with run.engine(source, options=options, kv_cache_memory_bytes=memory, **_ENGINE) as engine:
+            engine.wait_ready()
+            if source == "memory":
+                run.seed = _SEED
+                for _ in range(prompts):
+                    cold(engine, run, 1)
+            # vLLM's own cache has none of these after so many others.
+            run.seed = 2 * _SEED
+            for _ in range(3):
+                warm_up(engine, run)
+            time.sleep(_STORE_SECONDS)
+            run.seed = _SEED
+            for others in _OTHERS:
+                yield _measure(settings, run, engine, _ROWS[source, others], others, pairs)
+
+
+def _measure(
+    settings: Settings, run: EngineRun, engine: Child, row: Row, others: str, pairs: int
+) -> Row:
+    times: tuple[list[float], list[float]] = ([], [])
+    pauses = random.Random(0)  # noqa: S311  not for secrets
+    count, prompt_tokens, answer_tokens = _OTHERS[others]
+    before = run.prompt()
+    warm(engine, before, HIT_TOKENS)
+    seed = run.seed
+    run.seed = 3 * _SEED
+    engine.call(
+        "occupy", prompts=[run.prompt(prompt_tokens) for _ in range(count)], tokens=answer_tokens
+    )
+    run.seed = seed
+    for pair in range(-_WARM_UP_PAIRS, pairs):
+        settings.progress(f"{row.work}: pair {pair + 1} of {pairs}")
+        prompt = run.prompt()
+        turns = [(0, prompt, HIT_TOKENS), (1, before, 0)]
+        for side, tokens, shelf in turns if pair % 2 else turns[::-1]:
+            time.sleep(pauses.uniform(0, _PAUSE_SECONDS))
+            seconds = warm(engine, tokens, shelf)
+            if pair >= 0:
+                times[side].append(seconds)
+        before = prompt
+    engine.call("relieve")
+    return replace(row, ours=times[0], floors=times[1])
