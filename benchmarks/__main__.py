@@ -42,6 +42,7 @@ from benchmarks.saturated import bench_saturated
 from benchmarks.scale import bench_scale
 from benchmarks.served import bench_server
 from benchmarks.settings import Settings
+from benchmarks.together import bench_together
 from benchmarks.waits import bench_waits
 
 GROUPS: dict[str, Callable[[Settings], Iterator[Row]]] = {
@@ -64,6 +65,7 @@ GROUPS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "fs-tier": bench_fs_tier,
     "peers": bench_peers,
     "scale": bench_scale,
+    "together": bench_together,
     "busy": bench_busy,
     "saturated": bench_saturated,
     "handover": bench_handover,
@@ -73,7 +75,7 @@ GROUPS: dict[str, Callable[[Settings], Iterator[Row]]] = {
 }
 _ONLY_WHEN_ASKED = (
     *("waits", "lengths", "hybrid", "server", "admission", "tails", "fs-tier", "peers"),
-    *("scale", "busy", "saturated", "handover", "capacity", "gc", "startup"),
+    *("scale", "together", "busy", "saturated", "handover", "capacity", "gc", "startup"),
 )
 _INTERRUPTED = 130
 

@@ -100,14 +100,21 @@ class Server:
     ----------
     folder : Path
         An empty folder that only this user can enter.
-    shelf : Path
+    shelf : Path or None
+        None: that of the configuration.
     memory_bytes : int
+    config : Path, optional
+        A file with further options.
     """
 
-    def __init__(self, folder: Path, shelf: Path, memory_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, shelf: Path | None, memory_bytes: int, *, config: Path | None = None
+    ) -> None:
         self.url = f"ipc://{folder}/node.sock"
         environment = {k: v for k, v in os.environ.items() if not k.startswith("KVSHELF_")}
-        command = [sys.executable, "-m", "kvshelf", "serve", "--url", str(shelf)]
+        command = [sys.executable, "-m", "kvshelf", "serve"]
+        command += [] if shelf is None else ["--url", str(shelf)]
+        command += [] if config is None else ["--config", str(config)]
         command += ["--memory", str(memory_bytes), "--socket", self.url, "--http", "0"]
         with (folder / "log.txt").open("wb") as log:
             self._process = subprocess.Popen(  # noqa: S603  our own command
