@@ -2,7 +2,8 @@
 
 Owns the comparison. Every connector gets the same model, the same prompts and an empty folder. Its
 engines are started one after the other: one that computes and stores, a fresh one that loads, one
-whose storage is slow, one with other weights, and one whose files are damaged. A server that the
+whose storage is slow, one of two ranks, one with other weights, and one whose files are damaged. A
+server that the
 connector needs starts and ends with each engine, so that all bytes come from files.
 
 LMCache is compared where it is installed beside vLLM. Its dependencies are made for CUDA; on CPUs
@@ -212,8 +213,8 @@ class _Found:
     cached : dict
         Tokens that were not computed, of all prompts together.
     answers : dict
-        The first tokens of the answers to the single prompts; also of those with other weights,
-        and after damage. None: the engine ended.
+        The first tokens of the answers to the single prompts; also of an engine of two ranks, of
+        one with other weights, and after damage. None: the engine ended.
     """
 
     first: dict[str, list[float]] = field(default_factory=dict)
@@ -248,7 +249,7 @@ class _Measured:
         self._model.symlink_to(self._models[which])
 
     @contextmanager
-    def _engine(self, what: str, folder: Path | None = None) -> Iterator[Child]:
+    def _engine(self, what: str, folder: Path | None = None, **arguments: Any) -> Iterator[Child]:
         self._settings.progress(f"{self._peer.name}: {what}")
         self._starts += 1
         logs = self._settings.folder(f"{self.run.shelf.name}-{self._starts}")
@@ -259,6 +260,7 @@ class _Measured:
                     f"{self._starts}",
                     connector=connector,
                     kv_cache_memory_bytes=(_MANY + 2) * self.run.prompt_bytes(),
+                    **arguments,
                 )
             )
             engine.wait_ready()
@@ -322,15 +324,16 @@ class _Measured:
                 self._ask(engine, [prompt])
             self._measure("slow", engine, prompts.single)
             mount.clear()
+        self._try("ranks", "has two ranks", prompts.single, tensor_parallel_size=2)
         self._use(1)
         self._try("weights", "has other weights", prompts.single)
         self._use(0)
         damage(self._folder)
         self._try("damage", "finds damaged files", prompts.single)
 
-    def _try(self, what: str, text: str, prompts: list[list[int]]) -> None:
+    def _try(self, what: str, text: str, prompts: list[list[int]], **arguments: Any) -> None:
         try:
-            with self._engine(text) as engine:
+            with self._engine(text, **arguments) as engine:
                 self._measure(what, engine, prompts)
         except ChildError:
             self.found.answers[what] = None
@@ -413,6 +416,11 @@ def _measured_rows(peer: Peer, found: _Found, computed: _Found) -> Iterator[Row]
         note = f"{found.cached[work] / asked:.0%} of the tokens loaded"
         if work in ("cold", "restart", "slow"):
             note += f"; {_differing(found.answers[work], computed.answers['cold'])}"
+        if work == "restart" and "ranks" in found.answers:
+            # Two ranks round differently, so answers may differ without an error.
+            ended = found.answers["ranks"] is None
+            loaded = found.cached.get("ranks", 0) / asked
+            note += f"; with two ranks {'the engine ended' if ended else f'{loaded:.0%} loaded'}"
         if work == "restart":
             for what, text in (("weights", "with other weights"), ("damage", "from damaged files")):
                 if what in found.answers:
