@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from benchmarks import __main__ as bench
 from benchmarks.child import Child, ChildError, MissingEngineError
+from benchmarks.least_bytes import bytes_row, with_bytes
 from benchmarks.measure import (
     Goal,
     Row,
@@ -196,13 +197,36 @@ def test_without_vllm_its_rows_say_so(tmp_path: Path) -> None:
     command = ["engine", "startup", "--model", str(tmp_path), "--pairs", "1", "--json", str(file)]
     assert bench.main(command) == 0
     rows = json.loads(file.read_text())["rows"]
-    assert len(rows) == 5
+    assert len(rows) == 6
     assert all("not installed" in row["skipped"] for row in rows)
 
 
 def test_without_vllm_there_is_no_child(no_engine: None, tmp_path: Path) -> None:
     with pytest.raises(MissingEngineError, match="not installed"):
         Child("engine", tmp_path / "log")
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_the_work_on_the_bytes_is_added_to_each_floor(tmp_path: Path, read: bool) -> None:
+    files = [tmp_path / name for name in "ab"]
+    for file in files:
+        file.write_bytes(bytes(1 << 20))
+    measured = Row("hits", "a hit", "in memory", ours=[3.0, 4.0], floors=[1.0, 2.0])
+    row = with_bytes(bytes_row(measured, "bytes", 1.1, read=read), measured, files, read=read)
+    assert (row.name, row.ours, row.extra["bytes"]) == ("bytes", [3.0, 4.0], 2 << 20)
+    assert ("one read" in row.floor) is read
+    assert all(0 < a - b < 1 for a, b in zip(row.floors, measured.floors, strict=True))
+
+
+@pytest.mark.slow
+def test_four_processes_are_measured_with_a_node_server_and_without(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    assert bench.main(["together", "--quick", "--pairs", "1", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["name"] for row in rows] == [
+        f"together/{name}" for name in ("directory", "s3-first", "s3-again")
+    ]
+    assert all(row["skipped"] or row["samples"]["floor"] for row in rows)
 
 
 # ------------------------------------------------------------------------------- statistics
