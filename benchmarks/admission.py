@@ -194,7 +194,7 @@ def _measure(
         for policy in (*POLICIES[turn:], *POLICIES[:turn]):
             if policy == ALWAYS and point.rate < 10e6 and not 0 <= number < _FEW:
                 continue
-            if policy == ALWAYS and number < 0:
+            if policy != AUTO and number < 0:
                 continue
             _set_rate(engine, mount, point.rate, chosen)
             reply = engine.call("serve", prompts=chosen, policy=policy)
