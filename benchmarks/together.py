@@ -128,7 +128,7 @@ def _serve(end: Connection, options: dict[str, Any], shape: Shape, number: int) 
             shelf: Shelf = stack.enter_context(open_served(options["server"]))
         else:
             config = Config(**options)
-            shelf, tier = open_configured(config.shared_storage_path, config, Counters())
+            shelf, tier = open_configured(options["shared_storage_path"], config, Counters())
             stack.callback(shelf.close)
             if tier is not None:
                 stack.callback(tier.close)
