@@ -68,7 +68,7 @@ def _rows(settings: Settings) -> Iterator[Row]:
         if source == "memory":
             options["memory_tier"] = {"max_bytes": 2 * prompts * run.prompt_bytes()}
         settings.progress(f"starting an engine for hits from {_SOURCES[source]}")
-        memory = 16 * run.prompt_bytes()
+        memory = 32 * run.prompt_bytes()
         with run.engine(source, options=options, kv_cache_memory_bytes=memory, **_ENGINE) as engine:
             engine.wait_ready()
             if source == "memory":
@@ -77,7 +77,7 @@ def _rows(settings: Settings) -> Iterator[Row]:
                     cold(engine, run, 1)
             # vLLM's own cache has none of these after so many others.
             run.seed = 2 * _SEED
-            for _ in range(3):
+            for _ in range(6):
                 warm_up(engine, run)
             time.sleep(_STORE_SECONDS)
             run.seed = _SEED

@@ -81,6 +81,19 @@ def test_loads_are_expected_to_take_longer_than_most_took() -> None:
         assert 1.2 <= costs.seconds(nbytes) / load_seconds(nbytes) <= 1.6
 
 
+@pytest.mark.parametrize("seconds", [0.2, 1.0, 2.05, 9.0])
+def test_two_loads_in_a_row_show_that_a_storage_has_changed(seconds: float) -> None:
+    """Or the fit would lay what they took longer to the rounds of later loads."""
+    costs = LoadCosts()
+    for _ in range(32):
+        costs.learn(97e6, 0.58)
+    for _ in range(2):
+        costs.learn(97e6, seconds)
+    costs.learn(97e6, seconds, 3.1)
+    assert costs.seconds(97e6) == pytest.approx(seconds, rel=0.1)
+    assert costs.seconds(97e6, 31) == pytest.approx(seconds, rel=0.2)
+
+
 def test_one_late_load_changes_little_and_four_say_that_a_storage_is_slow() -> None:
     costs = LoadCosts()
     for _ in range(32):

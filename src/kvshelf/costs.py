@@ -26,6 +26,10 @@ _MEMORY: Final = 16
 _FADING: Final = 0.5 ** (1 / _MEMORY)
 _ROUNDS: Final = 16
 _LAST_LOADS: Final = 16
+#: The usual bytes and rounds of a load.
+_LOAD_SCALES: Final = (1e6, 1.0)
+#: Two loads in a row that take so many times as long as others, or as short, show a change.
+_CHANGED: Final = 1.5
 
 
 class Fit:
@@ -146,20 +150,23 @@ class LoadCosts:
     ----------
     quantile : float
         The share of the last loads that took no longer than what is expected.
+
+    Attributes
+    ----------
+    count : int
+        Number of loads that were learned.
     """
 
     def __init__(self, quantile: float = 0.8) -> None:
         self._quantile = quantile
         # The first feature explains what both could: loads of one size take as long as their bytes.
-        self._fit = Fit((1e6, 1.0))
+        self._fit = Fit(_LOAD_SCALES)
         self._last: deque[tuple[float, float, float]] = deque(maxlen=_LAST_LOADS)
         #: The quantile of the last loads, as a multiple of what the fit says; None: not known.
         self._factor: float | None = None
-
-    @property
-    def count(self) -> int:
-        """Number of loads that were learned."""
-        return self._fit.count
+        #: Whether the last load was far slower (1) or faster (−1) than the fit says.
+        self._surprise = 0
+        self.count = 0
 
     def learn(self, nbytes: float, seconds: float, rounds: float = 1.0) -> float:
         """Learn how long a load took, and return what was expected of it.
@@ -173,10 +180,29 @@ class LoadCosts:
             Its chunks, as a multiple of those that are read at once.
         """
         expected = self.seconds(nbytes, rounds)
-        self._fit.learn((nbytes, rounds), seconds)
+        usual = self._fit.seconds((nbytes, rounds))
+        surprise = (seconds > _CHANGED * usual) - (seconds * _CHANGED < usual)
         self._last.append((nbytes, rounds, seconds))
+        if surprise and surprise == self._surprise:
+            self._begin_anew()
+        else:
+            self._fit.learn((nbytes, rounds), seconds)
+        self._surprise = surprise
+        self.count += 1
         self._factor = None
         return expected
+
+    def _begin_anew(self) -> None:
+        """Keep the last two loads alone: the storage has become faster or slower.
+
+        Between loads of before and after, the fit would explain the difference by their rounds.
+        """
+        last = list(self._last)[-2:]
+        self._last.clear()
+        self._last.extend(last)
+        self._fit = Fit(_LOAD_SCALES)
+        for *features, seconds in last:
+            self._fit.learn(features, seconds)
 
     def seconds(self, nbytes: float, rounds: float = 1.0) -> float:
         """Return how long a load takes; arguments as for :meth:`learn`. 0 before the first."""

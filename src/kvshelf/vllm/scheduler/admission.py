@@ -33,8 +33,10 @@ from kvshelf.vllm.scheduler.steps import scheduled
 
 #: Seconds without a step after which the next one begins slowly, and counts only if it is longer.
 _PAUSE_SECONDS: Final = 0.05
-#: Most chunks of a refused hit that are read to learn how long that takes.
+#: Most chunks of a refused hit that are read to learn how long that takes, and the seconds that
+#: they are to take: after a long read the next one is far off.
 _MOST_EXPLORED: Final = 8
+_EXPLORED_SECONDS: Final = 1.0
 #: Share of the time in which such reads run.
 _EXPLORED_SHARE: Final = 0.02
 #: Seconds after which a read of which nothing is heard no longer keeps others from starting.
@@ -297,12 +299,16 @@ class Admission(SharingPart):
         if not found:
             return
         kind, chunks = max(found, key=lambda one: len(one[1]))
+        each = self._rule.load(hit).seconds(self._chunk_bytes(kind))
+        most = _MOST_EXPLORED
+        if each * most > _EXPLORED_SECONDS:
+            most = max(1, int(_EXPLORED_SECONDS / each))
         # Of a hit on the storage, what the storage takes is to be learned.
         chosen = [
             chunk
             for chunk in chunks
             if not chunk.tail and (hit.is_near or kind_key(chunk.key, kind) not in self._memory)
-        ][:_MOST_EXPLORED]
+        ][:most]
         if not chosen:
             return
         nbytes = len(chosen) * self._chunk_bytes(kind)
