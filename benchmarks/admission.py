@@ -14,11 +14,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any
 
 from benchmarks.child import Child, ChildError
 from benchmarks.engine import REST_TOKENS, EngineRun, cold, find_model, guarded
+from benchmarks.fault_mount import require_faultfs
 from benchmarks.measure import Goal, Row, median, percentile
 from benchmarks.samples import CHUNK_TOKENS
 from benchmarks.settings import Settings
@@ -115,13 +115,7 @@ def _guarded(settings: Settings, points: Sequence[Point]) -> Iterator[Row]:
 
 
 def _rows(settings: Settings, points: Sequence[Point]) -> Iterator[Row]:
-    try:
-        faultfs: Any = import_module("tests.faults.faultfs")
-    except ImportError as error:
-        raise ChildError(f"not a source checkout: {error}") from None
-    missing = faultfs.why_not()
-    if missing is not None:
-        raise ChildError(missing)
+    faultfs = require_faultfs()
     run = EngineRun(settings, find_model(settings), "admission")
     prompts = _store(settings, run)
     memory = _PROMPTS_IN_CACHE * run.prompt_bytes(_LONG + REST_TOKENS)

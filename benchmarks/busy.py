@@ -10,17 +10,18 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from benchmarks.child import Child
 from benchmarks.engine import (
     HIT_TOKENS,
     PROMPT_TOKENS,
+    WARM_UP_PAIRS,
     EngineRun,
     cold,
     find_model,
     guarded,
+    hits_beside_memory,
     warm,
     warm_up,
 )
@@ -28,8 +29,6 @@ from benchmarks.measure import Goal, Row
 from benchmarks.settings import Settings
 
 _PAIRS = 31
-#: Pairs that are not counted.
-_WARM_UP_PAIRS = 2
 _SEED = 7_000_000
 _STORE_SECONDS = 3.0
 #: Longest pause before a request, so that requests come at any moment of a step.
@@ -62,7 +61,7 @@ def bench_busy(settings: Settings) -> Iterator[Row]:
 def _rows(settings: Settings) -> Iterator[Row]:
     run = EngineRun(settings, find_model(settings), "busy")
     pairs = settings.pairs(_PAIRS)
-    prompts = len(_OTHERS) * (pairs + _WARM_UP_PAIRS + 1)
+    prompts = len(_OTHERS) * (pairs + WARM_UP_PAIRS + 1)
     for source in reversed(_SOURCES):
         options: dict[str, Any] = {"shared_storage_path": str(run.shelf)}
         if source == "memory":
@@ -88,7 +87,6 @@ def _rows(settings: Settings) -> Iterator[Row]:
 def _measure(
     settings: Settings, run: EngineRun, engine: Child, row: Row, others: str, pairs: int
 ) -> Row:
-    times: tuple[list[float], list[float]] = ([], [])
     pauses = random.Random(0)  # noqa: S311  not for secrets
     count, prompt_tokens, answer_tokens = _OTHERS[others]
     before = run.prompt()
@@ -99,15 +97,14 @@ def _measure(
         "occupy", prompts=[run.prompt(prompt_tokens) for _ in range(count)], tokens=answer_tokens
     )
     run.seed = seed
-    for pair in range(-_WARM_UP_PAIRS, pairs):
-        settings.progress(f"{row.work}: pair {pair + 1} of {pairs}")
-        prompt = run.prompt()
-        turns = [(0, prompt, HIT_TOKENS), (1, before, 0)]
-        for side, tokens, shelf in turns if pair % 2 else turns[::-1]:
-            time.sleep(pauses.uniform(0, _PAUSE_SECONDS))
-            seconds = warm(engine, tokens, shelf)
-            if pair >= 0:
-                times[side].append(seconds)
-        before = prompt
+    measured = hits_beside_memory(
+        settings,
+        run,
+        engine,
+        row,
+        before,
+        pairs,
+        pause=lambda: time.sleep(pauses.uniform(0, _PAUSE_SECONDS)),
+    )
     engine.call("relieve")
-    return replace(row, ours=times[0], floors=times[1])
+    return measured

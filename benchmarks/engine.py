@@ -324,7 +324,8 @@ def _cold_rows(settings: Settings, run: EngineRun) -> Iterator[Row]:
 
 
 _WARM_SEED = 1_000_000
-_WARM_UP_PAIRS = 2
+#: Pairs that are not counted.
+WARM_UP_PAIRS = 2
 _WARM_PAIRS = 31
 
 
@@ -332,7 +333,7 @@ def store_for_warm_row(settings: Settings, run: EngineRun, engine: Child, object
     """Store the prompts of :func:`warm_row`, of `objects` objects each, on an empty shelf."""
     settings.progress("storing prompts for the warm engine")
     run.seed = _WARM_SEED
-    for number in range(settings.pairs(_WARM_PAIRS) + _WARM_UP_PAIRS + 1):
+    for number in range(settings.pairs(_WARM_PAIRS) + WARM_UP_PAIRS + 1):
         cold(engine, run, 1)
         run.wait_stored((number + 1) * objects)
 
@@ -363,7 +364,6 @@ def warm_row(settings: Settings, run: EngineRun, row: Row, **arguments: Any) -> 
     """Measure prompts of :func:`store_for_warm_row`: from the shelf, and from vLLM's memory."""
     settings.progress("starting a fresh engine")
     pairs = settings.pairs(_WARM_PAIRS)
-    times: tuple[list[float], list[float]] = ([], [])
     with run.engine("warm", **arguments) as engine:
         engine.wait_ready()
         run.seed = 2 * _WARM_SEED
@@ -371,17 +371,45 @@ def warm_row(settings: Settings, run: EngineRun, row: Row, **arguments: Any) -> 
         run.seed = _WARM_SEED
         before = run.prompt()
         first = warm(engine, before, HIT_TOKENS)
-        for pair in range(-_WARM_UP_PAIRS, pairs):
-            settings.progress(f"{row.work}: pair {pair + 1} of {pairs}")
-            prompt = run.prompt()
-            # The previous prompt is always in memory, so the order does not matter.
-            turns = [(0, prompt, HIT_TOKENS), (1, before, 0)]
-            for side, tokens, shelf in turns if pair % 2 else turns[::-1]:
-                seconds = warm(engine, tokens, shelf)
-                if pair >= 0:
-                    times[side].append(seconds)
-            before = prompt
-    return replace(row, ours=times[0], floors=times[1], extra={"first_hit_seconds": first})
+        measured = hits_beside_memory(settings, run, engine, row, before, pairs)
+    return replace(measured, extra={"first_hit_seconds": first})
+
+
+def hits_beside_memory(
+    settings: Settings,
+    run: EngineRun,
+    engine: Child,
+    row: Row,
+    before: list[int],
+    pairs: int,
+    pause: Callable[[], object] | None = None,
+) -> Row:
+    """Fill a row with hits of the next prompts, each beside one in vLLM's own prefix cache.
+
+    Parameters
+    ----------
+    settings, run, engine, row
+    before : list of int
+        The prompt that is in vLLM's cache at first.
+    pairs : int
+        Those that count; :data:`WARM_UP_PAIRS` come before.
+    pause : Callable, optional
+        Called before each request.
+    """
+    times: tuple[list[float], list[float]] = ([], [])
+    for pair in range(-WARM_UP_PAIRS, pairs):
+        settings.progress(f"{row.work}: pair {pair + 1} of {pairs}")
+        prompt = run.prompt()
+        # The previous prompt is always in memory, so the order does not matter.
+        turns = [(0, prompt, HIT_TOKENS), (1, before, 0)]
+        for side, tokens, shelf in turns if pair % 2 else turns[::-1]:
+            if pause is not None:
+                pause()
+            seconds = warm(engine, tokens, shelf)
+            if pair >= 0:
+                times[side].append(seconds)
+        before = prompt
+    return replace(row, ours=times[0], floors=times[1])
 
 
 def _far_row(settings: Settings, run: EngineRun) -> Row:
@@ -391,7 +419,7 @@ def _far_row(settings: Settings, run: EngineRun) -> Row:
     with bucket(settings.folder("engine-bucket")) as place:
         shutil.copytree(run.shelf, place.folder / "kv", copy_function=os.link)
         files = sorted(place.folder.glob("kv/*/*/*/*.safetensors"))
-        share = files[: len(files) // (settings.pairs(31) + _WARM_UP_PAIRS + 1)]
+        share = files[: len(files) // (settings.pairs(31) + WARM_UP_PAIRS + 1)]
         names = [str(file.relative_to(place.folder)) for file in share]
         buffers = [memoryview(bytearray(file.stat().st_size)) for file in share]
         place.proxy.delay(_DELAY_SECONDS)
@@ -410,7 +438,7 @@ def _far_row(settings: Settings, run: EngineRun) -> Row:
             # Wait until the warm-up's stores have reached the bucket.
             time.sleep(_STORED_SECONDS)
             run.seed = _WARM_SEED
-            for pair in range(-_WARM_UP_PAIRS, pairs):
+            for pair in range(-WARM_UP_PAIRS, pairs):
                 settings.progress(f"{_FAR.work}: pair {pair + 1} of {pairs}")
                 prompt = run.prompt()
                 seconds: dict[int, float] = {}

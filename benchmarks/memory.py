@@ -15,10 +15,12 @@ from dataclasses import replace
 from benchmarks.engine import (
     HIT_TOKENS,
     PROMPT_TOKENS,
+    WARM_UP_PAIRS,
     EngineRun,
     cold,
     find_model,
     guarded,
+    hits_beside_memory,
     warm,
     warm_up,
 )
@@ -45,8 +47,6 @@ from kvshelf.transfer.context import bytes_at
 _CHUNKS = 16
 _THREADS = 2
 _PAIRS = 31
-#: Pairs of the engine that are not counted.
-_WARM_UP_PAIRS = 2
 _SEED = 3_000_000
 #: The engine stores a prompt in less.
 _STORE_SECONDS = 3.0
@@ -123,17 +123,16 @@ def _wait_stored(run: EngineRun) -> int:
 def _engine_rows(settings: Settings) -> Iterator[Row]:
     run = EngineRun(settings, find_model(settings), "memory")
     pairs = settings.pairs(_PAIRS)
-    times: tuple[list[float], list[float]] = ([], [])
     options = {
         "shared_storage_path": str(run.shelf),
-        "memory_tier": {"max_bytes": (pairs + _WARM_UP_PAIRS + 16) * run.prompt_bytes()},
+        "memory_tier": {"max_bytes": (pairs + WARM_UP_PAIRS + 16) * run.prompt_bytes()},
     }
     settings.progress("starting an engine with a memory tier")
     with run.engine("memory", options=options) as engine:
         engine.wait_ready()
         settings.progress("storing prompts")
         run.seed = _SEED
-        for _ in range(pairs + _WARM_UP_PAIRS + 1):
+        for _ in range(pairs + WARM_UP_PAIRS + 1):
             cold(engine, run, 1)
         # vLLM's own cache has none of these after so many others.
         run.seed = 2 * _SEED
@@ -145,16 +144,7 @@ def _engine_rows(settings: Settings) -> Iterator[Row]:
         run.seed = _SEED
         before = run.prompt()
         warm(engine, before, HIT_TOKENS)
-        for pair in range(-_WARM_UP_PAIRS, pairs):
-            settings.progress(f"{_ENGINE.work}: pair {pair + 1} of {pairs}")
-            prompt = run.prompt()
-            # The previous prompt is always in vLLM's cache, so the order does not matter.
-            turns = [(0, prompt, HIT_TOKENS), (1, before, 0)]
-            for side, tokens, shelf in turns if pair % 2 else turns[::-1]:
-                seconds = warm(engine, tokens, shelf)
-                if pair >= 0:
-                    times[side].append(seconds)
-            before = prompt
-    row = replace(_ENGINE, ours=times[0], floors=times[1], extra={"objects": objects})
+        measured = hits_beside_memory(settings, run, engine, _ENGINE, before, pairs)
+    row = replace(measured, extra={"objects": objects})
     yield row
     yield with_bytes(_ENGINE_BYTES, row, run.objects()[:_CHUNKS], read=False)

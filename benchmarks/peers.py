@@ -36,6 +36,7 @@ from benchmarks.engine import (
     guarded,
     kvshelf_connector,
 )
+from benchmarks.fault_mount import require_faultfs
 from benchmarks.measure import Row
 from benchmarks.samples import CHUNK_TOKENS
 from benchmarks.served import Server
@@ -380,14 +381,8 @@ def bench_peers(settings: Settings) -> Iterator[Row]:
 
 
 def _rows(settings: Settings) -> Iterator[Row]:
-    try:
-        faultfs: Any = import_module("tests.faults.faultfs")
-        make_model: Any = import_module("examples.models.make_model").make_model
-    except ImportError as error:
-        raise ChildError(f"not a source checkout: {error}") from None
-    missing = faultfs.why_not()
-    if missing is not None:
-        raise ChildError(missing)
+    faultfs = require_faultfs()
+    make_model: Any = import_module("examples.models.make_model").make_model
     other = settings.folder("peers-weights") / "other"
     make_model(other, "demo", seed=1)
     models = find_model(settings), other

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from benchmarks.child import Child, ChildError
 from benchmarks.engine import EngineRun, find_model, guarded
+from benchmarks.fault_mount import require_faultfs
 from benchmarks.measure import Goal, Row
 from benchmarks.samples import CHUNK_TOKENS
 from benchmarks.settings import Settings
@@ -49,12 +49,9 @@ def _rows(settings: Settings) -> Iterator[Row]:
     run = EngineRun(settings, find_model(settings), "saturated")
     yield _measure(settings, run, _ROW, run.shelf)
     try:
-        faultfs: Any = import_module("tests.faults.faultfs")
-        missing = faultfs.why_not()
-    except ImportError as error:
-        missing = f"not a source checkout: {error}"
-    if missing is not None:
-        yield replace(_SLOW, skipped=missing)
+        faultfs = require_faultfs()
+    except ChildError as error:
+        yield replace(_SLOW, skipped=str(error))
         return
     with ExitStack() as stack:
         mount = faultfs.FaultMount(settings.folder("saturated-mount"), source=run.shelf)

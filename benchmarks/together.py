@@ -228,6 +228,6 @@ def _far_rows(settings: Settings, shape: Shape) -> Iterator[Row]:
                 if pair >= 0:
                     firsts[side].append(first)
                     agains[side].append(again)
-        extra: dict[str, object] = {"bytes": _FAR_PROMPTS * nbytes // ((pairs + 1) * _FAR_PROMPTS)}
+        extra: dict[str, object] = {"bytes": nbytes // (pairs + 1)}
     for row, times in ((_FIRST, firsts), (_AGAIN, agains)):
         yield replace(row, ours=times[0], floors=times[1], extra=extra)

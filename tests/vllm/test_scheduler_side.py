@@ -682,14 +682,8 @@ def test_what_to_read_ahead_that_cannot_be_planned_does_not_hold_up_loads(
 
 def test_all_waiting_in_one_step_is_within_the_budget(make: Make) -> None:
     side = make(lookup_budget_ms=1.0)
-    gate = threading.Event()
-    side.faults.add(Fault("stat", wait=gate))
     requests = [Request(f"r{i}", prompt(20, i)) for i in range(20)]
-    waits: list[float] = []
-    for request in requests:
-        side.side.new_request(request)
-        lookup = side.lookup(request.request_id)
-        lookup.wait = lambda seconds: _sleep(seconds, waits)  # type: ignore[method-assign]
+    gate, waits = _hold_lookups(side, *requests)
     busy = {"busy": (0, 1)}
     for _ in range(3):
         side.step(busy)
@@ -734,13 +728,8 @@ def test_a_step_waits_only_where_no_other_rank_waits_for_it(
 
 def test_a_look_up_is_not_waited_for_in_vain_where_other_ranks_wait(make: Make) -> None:
     side = make(change=_set("parallel_config.data_parallel_size", 2))
-    gate = threading.Event()
-    side.faults.add(Fault("stat", wait=gate))
     request = Request("r", prompt(20))
-    side.side.new_request(request)
-    lookup = side.lookup("r")
-    waits: list[float] = []
-    lookup.wait = lambda seconds: _sleep(seconds, waits)  # type: ignore[method-assign]
+    gate, waits = _hold_lookups(side, request)
     for _ in range(5):
         side.step()
         assert side.side.matched_tokens(request, 0) == (None, False)
@@ -753,12 +742,8 @@ def test_an_idle_step_waits_longer_for_lookups(
     make: Make, budget_ms: float, idle_seconds: float
 ) -> None:
     side = make(lookup_budget_ms=budget_ms)
-    gate = threading.Event()
-    side.faults.add(Fault("stat", wait=gate))
     request = Request("r", prompt(20))
-    side.side.new_request(request)
-    waits: list[float] = []
-    side.lookup("r").wait = lambda seconds: _sleep(seconds, waits)  # type: ignore[method-assign]
+    gate, waits = _hold_lookups(side, request)
     side.step()
     assert side.side.matched_tokens(request, 0) == (None, False)
     assert waits == [idle_seconds]
@@ -783,17 +768,25 @@ def test_a_step_waits_for_lookups_for_a_hundredth_of_the_last_one(
     times = SimpleNamespace(monotonic=lambda: next(clock))
     monkeypatch.setattr("kvshelf.vllm.scheduler.steps.time", times)
     side = make(lookup_budget_ms=budget_ms)
-    gate = threading.Event()
-    side.faults.add(Fault("stat", wait=gate))
     request = Request("r", prompt(20))
-    side.side.new_request(request)
-    waits: list[float] = []
-    side.lookup("r").wait = lambda seconds: _sleep(seconds, waits)  # type: ignore[method-assign]
+    gate, waits = _hold_lookups(side, request)
     for _ in range(2):
         side.step({"busy": (0, 1)})
     assert side.side.matched_tokens(request, 0) == (None, False)
     assert waits == ([] if waited is None else [pytest.approx(waited)])
     gate.set()
+
+
+def _hold_lookups(side: Side, *requests: Request) -> tuple[threading.Event, list[float]]:
+    """Submit requests whose lookups wait for an event; return it, and how long steps wait."""
+    gate = threading.Event()
+    side.faults.add(Fault("stat", wait=gate))
+    waits: list[float] = []
+    for request in requests:
+        side.side.new_request(request)
+        lookup = side.lookup(request.request_id)
+        lookup.wait = lambda seconds: _sleep(seconds, waits)  # type: ignore[method-assign]
+    return gate, waits
 
 
 def _sleep(seconds: float, waits: list[float]) -> bool:
