@@ -15,6 +15,7 @@ from typing import Any
 from benchmarks.child import Child
 from benchmarks.engine import (
     HIT_TOKENS,
+    ONE_PROCESS,
     PROMPT_TOKENS,
     WARM_UP_PAIRS,
     EngineRun,
@@ -35,7 +36,11 @@ _STORE_SECONDS = 3.0
 _PAUSE_SECONDS = 0.5
 #: What others ask for: how many at once, the tokens of each prompt and of each answer.
 _OTHERS = {"answers": (8, 32, 1000), "prompts": (2, 4128, 1)}
-_SOURCES = {"shelf": "the shelf", "memory": "the memory tier in process"}
+_SOURCES = {
+    "shelf": "the shelf",
+    "memory": "the memory tier in process",
+    "step": "the memory tier, within the step",
+}
 _ENGINE: dict[str, Any] = {"max_num_batched_tokens": 2048, "long_prefill_token_threshold": 512}
 
 
@@ -64,13 +69,15 @@ def _rows(settings: Settings) -> Iterator[Row]:
     prompts = len(_OTHERS) * (pairs + WARM_UP_PAIRS + 1)
     for source in reversed(_SOURCES):
         options: dict[str, Any] = {"shared_storage_path": str(run.shelf)}
-        if source == "memory":
+        arguments = {**_ENGINE, "kv_cache_memory_bytes": 32 * run.prompt_bytes()}
+        if source == "step":
+            arguments |= ONE_PROCESS
+        if source != "shelf":
             options["memory_tier"] = {"max_bytes": 2 * prompts * run.prompt_bytes()}
         settings.progress(f"starting an engine for hits from {_SOURCES[source]}")
-        memory = 32 * run.prompt_bytes()
-        with run.engine(source, options=options, kv_cache_memory_bytes=memory, **_ENGINE) as engine:
+        with run.engine(source, options=options, **arguments) as engine:
             engine.wait_ready()
-            if source == "memory":
+            if source != "shelf":
                 run.seed = _SEED
                 for _ in range(prompts):
                     cold(engine, run, 1)

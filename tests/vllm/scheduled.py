@@ -17,6 +17,7 @@ Contents lie in a :class:`World`, which engines share; its shelf has hollow obje
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 import warnings
@@ -74,6 +75,7 @@ with warnings.catch_warnings():
         WorkerMetadata,
         WorkerReport,
     )
+    from kvshelf.vllm.pinned_hits import PinnedHits, release
     from kvshelf.vllm.scheduler import drafts as draft_scheduler
 
 from kvshelf.format.keys import Chunk, KeyChain
@@ -351,6 +353,8 @@ class ScheduledEngine:
         Decides how long loads take.
     drafter : KVCacheSpec, optional
         The group of a drafter with KV.
+    memory : float
+        The share of the hits that lie in the worker's memory tier when vLLM asks for them.
     **options
         kvshelf's configuration; `asynchronous` for vLLM's scheduling ahead of results; `drafts`
         for so many drafts of each step; `retention` is vLLM's ``prefix_cache_retention_interval``.
@@ -366,6 +370,7 @@ class ScheduledEngine:
         seqs: int = 8,
         seed: int = 0,
         drafter: KVCacheSpec | None = None,
+        memory: float = 0.0,
         **options: Any,
     ) -> None:
         self.world = world
@@ -421,6 +426,12 @@ class ScheduledEngine:
             hash_block_size=hash_size,
         )
         self.connector: Any = self.scheduler.connector
+        self._memory = memory
+        self._pinned = PinnedHits(self._pin)
+        self._pinned.offer(config, self.connector.config)
+        self._withdraw = functools.partial(self._pinned.withdraw, config, self.connector.config)
+        #: Objects in memory that are pinned.
+        self.pins = 0
         #: Where the rest of a state begins in its block.
         self.rows_bytes = (ROWS + self.drafts) * ROW
         self.page = max(
@@ -583,6 +594,7 @@ class ScheduledEngine:
             assert tokens == text.tokens[text.prompt :][: len(tokens)]
 
     def close(self) -> None:
+        self._withdraw()
         self.connector.shutdown()
 
     # A step
@@ -603,7 +615,8 @@ class ScheduledEngine:
             self._settled = self._again = False
         if meta.namespace is not None and not self._again:
             self._settled, self._noticed = True, False
-        self.loading += meta.loads
+        self._load_now([op for op in meta.loads if op.sync])
+        self.loading += [op for op in meta.loads if not op.sync]
         names = list(output.num_scheduled_tokens)
         requests = self.scheduler.requests.values()
         self.preempted |= {one.request_id for one in requests if one.num_preemptions}
@@ -949,6 +962,33 @@ class ScheduledEngine:
             self.without_drafts.append((op.request_id, op.start))
 
     # Loads
+
+    def _pin(self, chunks: Sequence[Chunk]) -> Any:
+        contents = [self.world.contents.get(kind_key(chunk.key, FULL)) for chunk in chunks]
+        # Memory has neither what is gone nor what is damaged.
+        if not self._settled or None in contents or DAMAGED in contents:
+            return None
+        if not self._memory or self.random.random() >= self._memory:
+            return None
+        self.pins += len(chunks)
+        return {chunk.key: {0: SimpleNamespace(release=self._unpin)} for chunk in chunks}
+
+    def _unpin(self) -> None:
+        self.pins -= 1
+
+    def _load_now(self, ops: Sequence[LoadOp]) -> None:
+        """Load what the step takes for computed; nothing else stays pinned."""
+        assert self.pins == sum(len(op.chunks) for op in ops)
+        for op in ops:
+            objects = self._pinned.take(op.request_id)
+            assert objects is not None
+            assert objects.keys() == {chunk.key for chunk in op.chunks}
+            failing, self.failing_loads = self.failing_loads, 0
+            assert not self._load(op), "a load within the step failed"
+            self.failing_loads = failing
+            release(objects)
+            self.loads.append(op)
+        assert not self.pins
 
     def _finish_loads(self, meta: StepMetadata) -> tuple[set[str], set[str], list[LoadFailure]]:
         received, failed = set(), set()

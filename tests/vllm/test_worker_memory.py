@@ -214,3 +214,81 @@ def test_an_engine_does_not_start_without_the_memory_of_its_tier(
 ) -> None:
     with pytest.raises(ConfigError, match="max_bytes"):
         make_worker(memory_tier={"max_bytes": 1 << 50})
+
+
+# --------------------------------------------------------------------- loads within the step
+
+
+def test_what_is_pinned_is_in_the_cache_before_the_forward_pass(
+    make_worker: Callable[..., WorkerRig], backend: FaultyBackend
+) -> None:
+    rig = make_worker(memory_tier=TIER)
+    chunks = rig.chunks(4)
+    rig.store(chunks)
+    # No storage is asked.
+    backend.add(Fault("open", error=TransientStorageError("broken")))
+    pinned = rig.side._pinned
+    assert pinned.pin("r", chunks)
+    assert kept(rig)
+    op = LoadOp("r", 0, 4 * CHUNK, chunks, ([*range(20, 28)],), sync=True)
+    meta = StepMetadata(loads=[op])
+    rig.connector.bind_connector_metadata(meta)
+    rig.connector.start_load_kv(None)
+    assert all(rig.same(i + 1, block) for i, block in enumerate(range(20, 28)))
+    assert not kept(rig)
+    rig.connector.clear_connector_metadata()
+    # vLLM does not wait for it, so its end is no news.
+    assert rig.step(StepMetadata())[:2] == (set(), set())
+    assert rig.counts["sync_loads"] == 1
+    assert rig.counts["loaded_tokens"] == 4 * CHUNK
+
+
+def test_of_a_hit_that_is_not_in_memory_nothing_is_pinned(
+    writer: WorkerRig, rig: WorkerRig
+) -> None:
+    chunks = rig.chunks(4)
+    rig.load(LoadOp("r", 0, 3 * CHUNK, chunks[:3], ([*range(20, 26)],)))
+    pinned = rig.side._pinned
+    assert not pinned.pin("s", chunks)
+    assert not kept(rig)
+    assert pinned.pin("s", chunks[:3])
+    # Asked again, it is pinned once.
+    assert pinned.pin("s", chunks[:3])
+    pinned.drop(["s"])
+    assert not kept(rig)
+
+
+def test_while_weights_change_nothing_is_pinned(make_worker: Callable[..., WorkerRig]) -> None:
+    rig = make_worker(memory_tier=TIER, model=torch.nn.Linear(2, 2))
+    chunks = rig.chunks(4)
+    rig.store(chunks)
+    pinned = rig.side._pinned
+    assert pinned.pin("r", chunks)
+    pinned.drop(["r"])
+    rig.connector.weights_changed()
+    assert not pinned.pin("r", chunks)
+
+
+def test_a_load_within_the_step_that_fails_names_its_blocks(
+    make_worker: Callable[..., WorkerRig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_worker(memory_tier=TIER)
+    chunks = rig.chunks(4)
+    rig.store(chunks)
+    assert rig.side._pinned.pin("r", chunks)
+    monkeypatch.setattr(rig.side.loads, "_items", lambda op: {})
+    op = LoadOp("r", 0, 4 * CHUNK, chunks, ([*range(20, 28)],), sync=True)
+    finished, bad, _ = rig.step(StepMetadata(loads=[op]))
+    assert not finished
+    assert bad == {*range(20, 28)}
+    assert not kept(rig)
+
+
+def test_a_worker_that_ends_pins_nothing_more(make_worker: Callable[..., WorkerRig]) -> None:
+    rig = make_worker(memory_tier=TIER)
+    chunks = rig.chunks(4)
+    rig.store(chunks)
+    pinned = rig.side._pinned
+    assert pinned.pin("r", chunks)
+    rig.close()
+    assert "r" not in pinned

@@ -22,7 +22,8 @@ Contracts
 * The threads are daemon threads. A stuck thread is replaced (:mod:`kvshelf.shelf.threads`);
   its staging buffer stays with it.
 * Of a paged cache only the slots given are written, between :meth:`Loads.load` and the moment
-  at which the load is reported finished, however it ends: loaded, failed, cancelled or late.
+  at which the load is reported finished, however it ends: loaded, failed, cancelled or late; and
+  during :meth:`Loads.scatter_pinned`.
 * Nothing unverified is ever scattered. Memory of other owners is checked for validity after the
   scatter: if it was taken back meanwhile, the object counts as failed.
 * What is pinned is given back exactly once, after the last scatter from it has ended and before
@@ -34,7 +35,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from kvshelf.errors import (
@@ -46,7 +47,7 @@ from kvshelf.errors import (
 )
 from kvshelf.format.names import object_name
 from kvshelf.history import Event, Reason
-from kvshelf.shelf.view import FailedRead
+from kvshelf.shelf.view import FailedRead, Pinned
 from kvshelf.traces import trace_range
 from kvshelf.transfer.context import ChunkSlots, TransferContext, TransferHalf
 from kvshelf.transfer.load import Failure, Piece
@@ -147,6 +148,38 @@ class Loads(TransferHalf):
                 self._reads.add(piece)
                 self._work.notify(len(items) * len(self._shards))
         return piece
+
+    def scatter_pinned(
+        self, items: Sequence[ChunkSlots], objects: Mapping[bytes, Mapping[int, Pinned]]
+    ) -> None:
+        """Copy chunks from memory into the paged cache, on this thread. Step thread.
+
+        Waits for the copies, and on a device for the engine's work before them.
+
+        Parameters
+        ----------
+        items : Sequence of ChunkSlots
+            Of the context's paged cache.
+        objects : Mapping
+            All objects of these chunks that this worker reads, by the chunk's key and the shard.
+
+        Raises
+        ------
+        KeyError, ValueError
+            If an object is missing, or does not fit.
+        DeviceUnavailableError
+            The caches cannot be used.
+        """
+        context, cache, shards = self._context, self._context.cache, self._shards
+        assert cache is not None
+        begin, fence = time.perf_counter(), cache.fence()
+        for item in items:
+            found = objects[item.chunk.key]
+            payloads = [context.payload(found[shard], item.chunk, shard) for shard in shards]
+            context.memory(item).scatter_chunk(shards, item.slots, payloads, fence)
+            context.count("loaded_bytes", sum(self._shelf.size(item.chunk, s) for s in shards))
+        context.count("loaded_chunks", len(items))
+        self._counters.observe("scatter", time.perf_counter() - begin)
 
     def cancel(self, piece: Piece, *, count: bool = True) -> None:
         """Give a load up.

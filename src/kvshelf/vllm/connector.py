@@ -303,11 +303,13 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_contained(_nothing)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Start the step's loads, unless they started with the step."""
-        self._as_worker().loads.start()
+        """Do the step's loads within the step; start the others, unless they started with it."""
+        loads = self._as_worker().loads
+        loads.load_now()
+        loads.start()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: vLLM schedules requests only after their loads have finished."""
+        """Do nothing: all loads have finished before the forward pass that reads them."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
@@ -383,7 +385,7 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_contained(
         lambda self, request, blocks, num_external_tokens: self._as_scheduler().fail_load(
-            request.request_id, num_external_tokens
+            request.request_id, num_external_tokens, blocks.get_block_ids
         )
     )
     def update_state_after_alloc(

@@ -121,6 +121,9 @@ class LoadOp:
     patience, at_once : tuple of float, int
         When the load is cut, and how many chunks are read at once, see
         :meth:`kvshelf.transfer.transfers.Transfers.load`.
+    sync : bool
+        The step computes behind these tokens: they are loaded before, from what is pinned for the
+        request (:mod:`kvshelf.vllm.pinned_hits`).
 
     Without chunks of any kind these are not known, and the load fails.
     """
@@ -137,6 +140,7 @@ class LoadOp:
     states: list[Chunk] = field(default_factory=list)
     patience: tuple[float, ...] = ()
     at_once: int = 0
+    sync: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ Contracts
 ---------
 * With ``admission: always`` everything is loaded, and nothing is timed.
 * What a hand-over brings is loaded in any case, and never cut.
-* Steps without prompts are not learned, nor is the first one after a pause where it is short.
+* Steps without prompts and steps that load are not learned, nor is the first one after a pause
+  where it is short.
 * While hits are refused, some of their chunks are read, which no request waits for, one hit at a
   time and for a fiftieth of the time: a storage that has become fast is noticed.
 * Runs on the engine's step thread.
@@ -102,6 +103,8 @@ class Admission(SharingPart):
         self._read_ahead_for: set[str] = set()
         #: Chunks to read, and when that may begin next.
         self._to_explore: PrefetchOp | None = None
+        #: Whether the next step loads before it computes.
+        self._loads_within = False
         self._explores_from = 0.0
 
     # ------------------------------------------------------------- what is decided
@@ -127,10 +130,13 @@ class Admission(SharingPart):
             self._explore(state, hit)
         return admitted
 
-    def begin(self, state: RequestState, start: int, end: int) -> tuple[tuple[float, ...], int]:
+    def begin(
+        self, state: RequestState, start: int, end: int, *, sync: bool = False
+    ) -> tuple[tuple[float, ...], int]:
         """Note that a load begins; return when it is cut, and how many chunks are read at once.
 
-        Both as :meth:`kvshelf.transfer.transfers.Transfers.load` takes them.
+        A load within the step (`sync`) is never cut. Both as
+        :meth:`kvshelf.transfer.transfers.Transfers.load` takes them.
         """
         if self.always:
             return (), 0
@@ -139,7 +145,8 @@ class Admission(SharingPart):
         rule, hit, before = self._rule, self._hit(state, start, end), self._comes_before()
         patience: tuple[float, ...] = ()
         at_once = hit.chunks
-        if not self._is_free(state):
+        self._loads_within = self._loads_within or sync
+        if not sync and not self._is_free(state):
             passed = 0.0 if state.asked is None else self.clock() - state.asked
             patience, at_once = rule.patience(hit, before, passed), rule.at_once(hit, before)
         cost, chunks = rule.cost(hit, before, at_once), [*self._chunks(state, start, end)]
@@ -234,12 +241,13 @@ class Admission(SharingPart):
         self._read_ahead_for.update(op.request_id for op in meta.prefetches)
         now = self.clock()
         paused = now - self._computed > _PAUSE_SECONDS
+        loads_within, self._loads_within = self._loads_within, False
         if not output.total_num_scheduled_tokens:
             self._computed = 0.0
             return
         self._computed = now
         counts = output.num_scheduled_tokens
-        if max(counts.values()) <= self._most_decoded:
+        if loads_within or max(counts.values()) <= self._most_decoded:
             return
         most = self._most_decoded
         parts = [(start, end) for _, start, end in scheduled(output) if end - start > most]

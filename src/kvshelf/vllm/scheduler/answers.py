@@ -25,6 +25,7 @@ from kvshelf.vllm.scheduler.handovers import Handovers
 from kvshelf.vllm.scheduler.lookups import Lookups
 from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.scheduler.shared import Shared, SharingPart
+from kvshelf.vllm.scheduler.within_step import WithinStep
 
 
 class Outcome(enum.Enum):
@@ -76,18 +77,25 @@ class Answers(SharingPart):
     lookups : Lookups
     handovers : Handovers
     admission : Admission
+    within_step : WithinStep
     """
 
     def __init__(
-        self, shared: Shared, lookups: Lookups, handovers: Handovers, admission: Admission
+        self,
+        shared: Shared,
+        lookups: Lookups,
+        handovers: Handovers,
+        admission: Admission,
+        within_step: WithinStep,
     ) -> None:
         super().__init__(shared)
         self._lookups = lookups
         self._handovers = handovers
         self._admission = admission
+        self._within_step = within_step
 
     def answer(self, state: RequestState, computed: int) -> tuple[int | None, bool]:
-        """Return how many tokens beyond `computed` the shelf has, and whether to load them.
+        """Return how many tokens beyond `computed` the shelf has, and whether vLLM waits for them.
 
         The number is None while it is not known.
         """
@@ -160,7 +168,7 @@ class Answers(SharingPart):
                 self._counters.add("refused_hits")
                 self._counters.add("refused_tokens", hit - computed)
             return 0, False
-        return hit - computed, True
+        return hit - computed, not self._within_step.pin(state, hit)
 
     def _note_miss(self, state: RequestState, lookup: Lookup, computed: int) -> None:
         """Note the chunk at which the hit of a request ends, if the prompt is longer."""

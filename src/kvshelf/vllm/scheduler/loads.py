@@ -5,8 +5,8 @@ a load of them failed.
 
 Contracts
 ---------
-* vLLM waits for each load that it was offered, so one is planned in any case: without chunks, the
-  workers report it as failed.
+* vLLM waits for each load that it was offered, or takes it for done, so one is planned in any case:
+  without chunks, the workers report it as failed.
 * There is one load for each time that a request is admitted: what the load did not deliver is
   computed, so no request can loop. Of a hybrid engine a load brings everything or nothing: after
   one that failed, the request gets a new lookup for a shorter hit, for a bounded number of times.
@@ -18,7 +18,7 @@ Contracts
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from kvshelf.format.keys import Chunk
@@ -29,6 +29,7 @@ from kvshelf.vllm.scheduler.periods import BlockPeriods
 from kvshelf.vllm.scheduler.read_ahead import ReadAhead
 from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.scheduler.shared import Shared, SharingPart
+from kvshelf.vllm.scheduler.within_step import WithinStep
 
 #: Most damaged chunks of which repairs are counted.
 _REPAIRS_REMEMBERED: Final = 4096
@@ -45,6 +46,7 @@ class Loads(SharingPart):
     periods : BlockPeriods
     read_ahead : ReadAhead
     admission : Admission
+    within_step : WithinStep
 
     Attributes
     ----------
@@ -53,12 +55,18 @@ class Loads(SharingPart):
     """
 
     def __init__(
-        self, shared: Shared, periods: BlockPeriods, read_ahead: ReadAhead, admission: Admission
+        self,
+        shared: Shared,
+        periods: BlockPeriods,
+        read_ahead: ReadAhead,
+        admission: Admission,
+        within_step: WithinStep,
     ) -> None:
         super().__init__(shared)
         self._periods = periods
         self._read_ahead = read_ahead
         self._admission = admission
+        self._within_step = within_step
         #: The loads that the next step brings to the workers, and those that have ended early.
         self.planned: list[LoadOp] = []
         self._cancelled: list[str] = []
@@ -69,7 +77,8 @@ class Loads(SharingPart):
         self, state: RequestState, block_ids: Sequence[Sequence[int]], external: int
     ) -> None:
         """Plan the load of `external` tokens into the request's blocks in each cache group."""
-        state.loaded = state.loading = True
+        sync = self._within_step.holds(state)
+        state.loaded, state.loading = True, not sync
         self._read_ahead.loading(state.id)
         start, end = state.offered_from, state.offered_from + external
         lookup = state.lookup
@@ -83,7 +92,7 @@ class Loads(SharingPart):
         }
         blocks = tuple(map(list, block_ids))
         state.period = self._periods.admit(blocks, start, state.request.mm_features)
-        patience, at_once = self._admission.begin(state, start, end)
+        patience, at_once = self._admission.begin(state, start, end, sync=sync)
         op = LoadOp(
             state.id,
             start,
@@ -97,19 +106,24 @@ class Loads(SharingPart):
             drafts=list(self._drafts.to_load(state.id, chain, start, end)),
             patience=patience,
             at_once=at_once,
+            sync=sync,
         )
         self._read_ahead.note_in_engine_cache(op.chunks)
         self.planned.append(op)
 
-    def fail(self, request_id: str, external: int) -> None:
+    def fail(
+        self, request_id: str, external: int, block_ids: Callable[[], Sequence[Sequence[int]]]
+    ) -> None:
         """Plan a load after an error in :meth:`plan_load`: the workers report it as failed."""
         if external > 0:
             state = self._requests.get(request_id)
+            sync, end = False, external
             if state is not None:
-                state.loaded = state.loading = True
+                sync, end = self._within_step.holds(state), state.offered_from + external
+                state.loaded, state.loading = True, not sync
             # Without its blocks, the workers have all tokens of the request computed.
-            op = LoadOp(request_id, 0, external, [], ([],) * len(self._groups))
-            self.planned.append(op)
+            blocks = tuple(map(list, block_ids())) if sync else ([],) * len(self._groups)
+            self.planned.append(LoadOp(request_id, 0, end, [], blocks, sync=sync))
 
     def hand_out(self, meta: StepMetadata) -> None:
         """Bring all loads to the workers, and their early ends."""

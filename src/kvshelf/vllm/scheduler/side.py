@@ -13,7 +13,7 @@ Contracts
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvshelf.format.namespace import Namespace
@@ -40,6 +40,7 @@ from kvshelf.vllm.scheduler.shared import Shared
 from kvshelf.vllm.scheduler.steps import Steps
 from kvshelf.vllm.scheduler.stores import Stores
 from kvshelf.vllm.scheduler.unsettled import Unsettled
+from kvshelf.vllm.scheduler.within_step import WithinStep
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +82,11 @@ class SchedulerSide:
         self.lookups = Lookups(shared)
         self.handovers = Handovers(shared, self.lookups)
         self.admission = Admission(shared)
-        self._answers = Answers(shared, self.lookups, self.handovers, self.admission)
+        within_step = WithinStep(shared)
+        self._answers = Answers(shared, self.lookups, self.handovers, self.admission, within_step)
         self._periods = BlockPeriods(shared)
         self._read_ahead = ReadAhead(self._loadable, self.lookups.loads_are_paused)
-        self.loads = Loads(shared, self._periods, self._read_ahead, self.admission)
+        self.loads = Loads(shared, self._periods, self._read_ahead, self.admission, within_step)
         self._promises = Promises(shared)
         unsettled = Unsettled(shared)
         stores = Stores(
@@ -100,6 +102,7 @@ class SchedulerSide:
             self.handovers,
             self._answers,
             self.loads,
+            within_step,
             self.lookups,
             self._periods,
             self._read_ahead,
@@ -146,7 +149,7 @@ class SchedulerSide:
         return self._hits.loadable(self.requests[request_id])
 
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """Return how many tokens beyond `computed` the shelf has, and whether to load them.
+        """Return how many tokens beyond `computed` the shelf has, and whether vLLM waits for them.
 
         The number is None while it is not known.
         """
@@ -166,9 +169,11 @@ class SchedulerSide:
             self.lookups.loading(state)
             self.loads.plan_load(state, block_ids, external)
 
-    def fail_load(self, request_id: str, external: int) -> None:
+    def fail_load(
+        self, request_id: str, external: int, block_ids: Callable[[], Sequence[Sequence[int]]]
+    ) -> None:
         """Plan a load after an error in :meth:`allocated`: the workers report it as failed."""
-        self.loads.fail(request_id, external)
+        self.loads.fail(request_id, external, block_ids)
 
     def loads_done(self, request_ids: set[str]) -> None:
         """Note that these requests' loads are finished."""

@@ -12,6 +12,8 @@ Contracts
   tokens computed behind a part of the hit would read blocks that are not there.
 * Where the engine has several cache groups or states, all loads do: no block of a load that failed
   is used, and vLLM computes all tokens that it was for, or polls the request again.
+* A load within the step waits for its copies, and for nothing else. vLLM does not wait for its end,
+  so it is not reported as finished; the blocks of one that failed are.
 * All methods run on the worker's step thread.
 """
 
@@ -33,6 +35,7 @@ from kvshelf.transfer.load import Failure, Load, Piece
 from kvshelf.transfer.prefetch import Unused
 from kvshelf.vllm.adapters import LoadedAdapters
 from kvshelf.vllm.metadata import NULL_BLOCK, LoadFailure, LoadOp, PrefetchOp, StepMetadata
+from kvshelf.vllm.pinned_hits import PinnedHits, release
 from kvshelf.vllm.worker.drafter import Drafter
 from kvshelf.vllm.worker.engine import WorkerEngine
 from kvshelf.vllm.worker.parts import Part
@@ -59,6 +62,8 @@ class WorkerLoads:
         Loads the same tokens for its own layers.
     weights : WorkerWeights
     adapters : LoadedAdapters
+    pinned : PinnedHits
+        What loads within the step take.
     hybrid : bool
         The engine has several cache groups, or states.
     may_store : bool
@@ -71,6 +76,7 @@ class WorkerLoads:
     drafter: Drafter | None
     weights: WorkerWeights
     adapters: LoadedAdapters
+    pinned: PinnedHits
     hybrid: bool
     may_store: bool
     #: The open circuit breaker refused a load, and the scheduler does not know it.
@@ -79,6 +85,7 @@ class WorkerLoads:
     _idle: bool = field(default=False, init=False)
     #: Loads that the scheduler planned and that have not started.
     _planned: list[LoadOp] = field(default_factory=list, init=False)
+    _planned_now: list[LoadOp] = field(default_factory=list, init=False)
     _ops: dict[Load, LoadOp] = field(default_factory=dict, init=False)
     #: Loads whose KV must not be used, whatever their transfer reports.
     _invalidated: set[Load] = field(default_factory=set, init=False)
@@ -109,7 +116,33 @@ class WorkerLoads:
     def begin(self, meta: StepMetadata) -> None:
         """Take the loads of a step, for :meth:`start`."""
         self._idle = meta.idle
-        self._planned += meta.loads
+        for op in meta.loads:
+            (self._planned_now if op.sync else self._planned).append(op)
+
+    def load_now(self) -> None:
+        """Do the loads whose tokens vLLM takes for computed in this step, once."""
+        planned, self._planned_now = self._planned_now, []
+        for op in planned:
+            begin = time.monotonic()
+            try:
+                self._load_now(op)
+            except Exception as error:
+                logger.error("a load within the step failed", exc_info=error)
+                self._note_nothing(op)
+            else:
+                self._seconds[op.request_id] = time.monotonic() - begin
+                self._note_loaded(op, op.end)
+                self.assembly.counters.add("sync_loads")
+            self._end_read_ahead(op.request_id)
+
+    def _load_now(self, op: LoadOp) -> None:
+        objects, transfers = self.pinned.take(op.request_id), self.model.serving
+        try:
+            if objects is None or transfers is None or not self.weights.is_current(op):
+                raise RuntimeError(f"nothing may be loaded for {op.request_id} any more")
+            transfers.loads[FULL].scatter_pinned(self._items(op)[FULL], objects)
+        finally:
+            release(objects)
 
     def start(self) -> None:
         """Start the loads that the scheduler planned, once."""
@@ -294,14 +327,18 @@ class WorkerLoads:
                 self.assembly.counters.add("unrepaired_objects")
             self._failures.append(LoadFailure(load.request_id, chunk.index, key, bad, kind))
         good_until = op.end
-        promises = self.model.promises
         if load.failed:
             good_until = op.start if self.hybrid else self._good_until(load, op)
-        elif self.engine.config.cache_tails and promises is not None:
+        self._note_loaded(op, good_until)
+        self._note_bad(op, good_until)
+
+    def _note_loaded(self, op: LoadOp, good_until: int) -> None:
+        """Note that the tokens of a load before `good_until` have KV."""
+        promises = self.model.promises
+        if good_until == op.end and self.engine.config.cache_tails and promises is not None:
             for chunk in op.chunks[-1:]:
                 promises.loaded(chunk)
         self.assembly.counters.add("loaded_tokens", good_until - op.start)
-        self._note_bad(op, good_until)
 
     def _good_until(self, load: Load, op: LoadOp) -> int:
         """Return the first token without KV of a load that failed, of one kind."""

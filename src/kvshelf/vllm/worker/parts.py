@@ -12,25 +12,26 @@ Contracts
   :mod:`kvshelf.vllm.worker.drafter` contains them. Nothing is read ahead for it, and it promises
   nothing. Its objects get into the memory tier only if one is configured.
 * One memory tier serves all parts and kinds of KV and outlives changes of the weights: objects have
-  the names of their namespace. The scheduler side does not use it: the shelf decides what is a
-  hit.
+  the names of their namespace. The shelf decides what is a hit.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from kvshelf.assembly import Assembly
+from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL, Kind
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.history import History
 from kvshelf.kv.topology import ShardPlan
 from kvshelf.metrics import Counters
-from kvshelf.shelf.view import ShelfView
+from kvshelf.shelf.view import ObjectRef, ShelfView
+from kvshelf.tiers.memory_tier import PinnedObject
 from kvshelf.tiers.tiered import AnyShelf, TieredView
 from kvshelf.transfer.context import TransferContext
 from kvshelf.transfer.prefetch import KindMemory, Prefetcher
@@ -39,6 +40,7 @@ from kvshelf.transfer.shares import share_out
 from kvshelf.transfer.transfers import Transfers
 from kvshelf.vllm.affinity import widen_cpu_affinity
 from kvshelf.vllm.metadata import StepMetadata
+from kvshelf.vllm.pinned_hits import Objects, release
 from kvshelf.vllm.worker.engine import WorkerEngine
 from kvshelf.vllm.worker.registration import Memories, Registration, State
 
@@ -203,6 +205,29 @@ class Part:
             uses=self._assembly.uses,
             on_thread_start=widen_cpu_affinity,
         )
+
+    def pin(self, chunks: Sequence[Chunk]) -> Objects | None:
+        """Pin this worker's objects of chunks of kind full in the memory tier.
+
+        Returns
+        -------
+        Mapping or None
+            By key and shard. None where the tier does not have them all, or caches cannot be filled
+            from there.
+        """
+        tier, memory = self._memories.get(FULL), self.registration.memories.get(FULL)
+        if self.serving is None or tier is None or memory is None:
+            return None
+        objects: dict[bytes, dict[int, PinnedObject]] = {}
+        for chunk in chunks:
+            found = objects.setdefault(chunk.key, {})
+            for shard in memory.plan.shards:
+                pinned = tier.pin(memory.fmt, ObjectRef(chunk, shard))
+                if pinned is None:
+                    release(objects)
+                    return None
+                found[shard] = pinned
+        return objects
 
     # ------------------------------------------------------------- the end
 

@@ -16,7 +16,8 @@ Contracts
   is set and vLLM frees no block that this pass may still read.
 * From the moment that an engine sleeps until it is awake nothing touches the caches. A device
   that failed is not used again: the engine continues without a cache.
-* A step waits for loads only where the scheduler says that no other rank waits for the step.
+* A step waits for loads where the scheduler says that no other rank waits for the step, and for
+  copies from memory that it computes behind.
 * On CPUs the engine's threads are bound to cores of their own; kvshelf's threads may also use the
   cores to which no rank is bound. The scheduler has no such binding.
 """
@@ -25,16 +26,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from kvshelf.assembly import Assembly
 from kvshelf.backends.breaker import BreakerState
+from kvshelf.format.keys import Chunk
 from kvshelf.history import History
 from kvshelf.vllm.adapters import LoadedAdapters, adapter_settings
 from kvshelf.vllm.groups import CacheGroups
 from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
+from kvshelf.vllm.pinned_hits import Objects, PinnedHits
 from kvshelf.vllm.worker.drafter import Drafter
 from kvshelf.vllm.worker.engine import WorkerEngine
 from kvshelf.vllm.worker.loads import WorkerLoads
@@ -104,12 +107,21 @@ class WorkerSide:
         self.weights = WorkerWeights(self.model.registration)
         self.adapters = LoadedAdapters(adapter_settings(engine.vllm_config))
         of_parts = self.model, self.drafter, self.weights, self.adapters
-        self.loads = WorkerLoads(engine, assembly, *of_parts, groups.hybrid, may_store)
+        self._pinned = PinnedHits(self._pin)
+        self._pinned.offer(engine.vllm_config, engine.config)
+        self.loads = WorkerLoads(
+            engine, assembly, *of_parts, self._pinned, groups.hybrid, may_store
+        )
         self.stores = WorkerStores(engine, self.counters, *of_parts, others_fill, history)
         self._meta: StepMetadata | None = None
         #: What the scheduler knows.
         self._breaker_open = False
         self._writes_refused = False
+
+    def _pin(self, chunks: Sequence[Chunk]) -> Objects | None:
+        """Pin the objects of chunks, for a load that must not fail; see :meth:`Part.pin`."""
+        # The scheduler may not know yet that the weights change.
+        return self.model.pin(chunks) if self.weights.settled else None
 
     # ------------------------------------------------------------- caches
 
@@ -298,6 +310,7 @@ class WorkerSide:
 
     def close(self) -> None:
         """Publish what is in flight for a bounded time, log what was lost, stop all threads."""
+        self._pinned.withdraw(self._vllm_config, self._config)
         for part in self._parts:
             part.registration.cancel_weights()
         seconds = self._config.shutdown_drain_s

@@ -1,0 +1,261 @@
+"""Hits that lie in the worker's memory: loaded within the step in which vLLM asks for them."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvshelf.vllm import pinned_hits
+from kvshelf.vllm.pinned_hits import PinnedHits
+from tests.support.prompts import prompt
+from tests.vllm.hybrid_specs import full
+from tests.vllm.scheduled import DAMAGED, ScheduledEngine, Start, World, patch_namespaces
+
+PLAIN = [full(8)]
+#: Of a chunk of 32 tokens, in the format of these engines.
+CHUNK = 32
+
+
+def sync_loads(engine: ScheduledEngine) -> list[str]:
+    return [op.request_id for meta in engine.metas for op in meta.loads if op.sync]
+
+
+def first_step(engine: ScheduledEngine, tokens: list[int]) -> Any:
+    """Add a request whose lookup has ended, and return what the next step brings to the worker."""
+    engine.add("r", tokens)
+    engine.wait_for_lookup("r")
+    return engine.step()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_hit_in_memory_is_computed_behind_in_the_same_step(
+    start: Start, asynchronous: bool
+) -> None:
+    tokens = prompt(200)
+    start().run(tokens)
+    engine = start(memory=1.0, asynchronous=asynchronous)
+    (op,) = first_step(engine, tokens).loads
+    assert op.sync
+    assert (op.start, op.end) == (0, 192)
+    # The rest of the prompt, at once.
+    assert engine.computed["r"] == 8
+    engine.finish()
+    assert len(engine.answers["r"]) == 2
+
+
+def test_a_hit_that_lies_elsewhere_is_waited_for(start: Start) -> None:
+    tokens = prompt(200)
+    start().run(tokens)
+    engine = start(memory=0.0)
+    (op,) = first_step(engine, tokens).loads
+    assert not op.sync
+    assert engine.computed["r"] == 0
+    engine.finish()
+
+
+def test_what_vllm_has_itself_is_not_loaded_again(start: Start) -> None:
+    tokens = prompt(200)
+    start().run(tokens)
+    engine = start(memory=1.0)
+    engine.run(tokens[:100])
+    (op,) = first_step(engine, tokens).loads
+    assert op.sync
+    assert (op.start, op.end) == (96, 192)
+    engine.finish()
+
+
+def test_a_step_loads_no_more_bytes_than_it_may(start: Start) -> None:
+    prompts = [prompt(200, seed=seed) for seed in range(3)]
+    start().run(*prompts)
+    one = start(memory=1.0, budget=600)
+    fmt = one.connector._scheduler.opening.views["full"].fmt
+    hit = 192 // CHUNK * sum(map(fmt.object_size, range(fmt.shards)))
+    engine = start(memory=1.0, budget=600, sync_load_bytes=2 * hit)
+    for number, tokens in enumerate(prompts):
+        engine.add(f"r{number}", tokens)
+        engine.wait_for_lookup(f"r{number}")
+    assert [op.sync for op in engine.step().loads] == [True, True, False]
+    engine.finish()
+    # The next step has its own.
+    assert start(memory=1.0, sync_load_bytes=hit).run(prompts[0]) == [192]
+    less = start(memory=1.0, sync_load_bytes=hit - 1)
+    assert less.run(prompts[0]) == [192]
+    assert not sync_loads(less)
+
+
+@pytest.mark.parametrize("options", [{"sync_load_bytes": 0}, {"drafts": 2}], ids=["off", "drafts"])
+def test_where_all_loads_are_waited_for(start: Start, options: dict[str, Any]) -> None:
+    tokens = prompt(200)
+    start().run(tokens)
+    engine = start(memory=1.0, **options)
+    assert engine.run(tokens) == [192]
+    assert not sync_loads(engine)
+
+
+def test_several_groups_are_waited_for(start: Start) -> None:
+    tokens = prompt(200)
+    start("Gemma 3").run(tokens)
+    engine = start("Gemma 3", memory=1.0)
+    assert engine.run(tokens) == [192]
+    assert not sync_loads(engine)
+
+
+def test_a_request_that_gets_no_blocks_is_asked_for_again(start: Start) -> None:
+    long, short = prompt(190), prompt(120, seed=1)
+    start().run(short)
+    # One of the two fits.
+    engine = start(memory=1.0, blocks=30, budget=300)
+    engine.add("long", long, answer=20)
+    engine.step()
+    engine.add("short", short)
+    engine.wait_for_lookup("short")
+    meta = engine.step()
+    # Nothing stays pinned without a load: the engine checks that in each step.
+    assert not meta.loads
+    engine.finish()
+    assert "short" in sync_loads(engine)
+
+
+def test_another_connector_s_hit_is_not_loaded(start: Start) -> None:
+    tokens = prompt(200)
+    start().run(tokens)
+    engine = start(memory=1.0)
+    engine.add("r", tokens)
+    engine.wait_for_lookup("r")
+    request = engine.scheduler.requests["r"]
+    connector = engine.connector
+    assert connector.get_num_new_matched_tokens(request, 0) == (192, False)
+    assert engine.pins
+    # As MultiConnector tells all but the one whose hit it takes.
+    blocks = SimpleNamespace(get_block_ids=lambda: ([1, 2, 3],))
+    connector.update_state_after_alloc(request, blocks, 0)
+    engine.scheduler.waiting.remove_requests([request])
+    engine.step()
+    assert not engine.pins
+    assert not sync_loads(engine)
+
+
+def test_while_the_weights_change_nothing_is_taken_from_memory(start: Start) -> None:
+    tokens = prompt(200)
+    start().run(tokens)
+    engine = start(memory=1.0)
+    engine.add("r", tokens)
+    engine.wait_for_lookup("r")
+    engine.change_weights()
+    meta = engine.step()
+    assert not [op for op in meta.loads if op.sync]
+    engine.finish()
+
+
+def test_requests_that_are_preempted_and_aborted(start: Start) -> None:
+    prompts = [
+        prompt(80 + 7 * number, seed=number, shared=40 * (number % 2)) for number in range(8)
+    ]
+    start().run(*prompts)
+    engine = start(memory=0.7, blocks=60, budget=64)
+    for number, tokens in enumerate(prompts):
+        engine.add(f"r{number}", tokens, answer=130)
+    for number in range(40):
+        engine.step()
+        if number == 10:
+            engine.abort("r3")
+    engine.finish()
+    assert engine.preempted
+    assert len(sync_loads(engine)) > 1
+    assert all(len(engine.answers[f"r{n}"]) == 130 for n in range(8) if n != 3)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_anything_that_may_happen(data: st.DataObject) -> None:
+    """What each step reads is compared to the byte by the engine, and what is pinned counted."""
+
+    def draw(strategy: Any, label: str) -> Any:
+        return data.draw(strategy, label)
+
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch_namespaces(patch)
+        world = World(Path(folder) / "shelf")
+        options = {
+            "chunk_size": CHUNK,
+            **draw(
+                st.sampled_from(
+                    [
+                        {"budget": 32, "blocks": 60},
+                        {"budget": 200, "blocks": 300},
+                        {"budget": 64, "blocks": 60, "asynchronous": True},
+                    ]
+                ),
+                "steps",
+            ),
+            "seqs": draw(st.sampled_from([1, 4]), "seqs"),
+            "seed": draw(st.integers(0, 9), "seed"),
+            "save_decode": draw(st.booleans(), "save_decode"),
+            "cache_tails": draw(st.booleans(), "cache_tails"),
+            "memory": draw(st.sampled_from([0.5, 1.0]), "memory"),
+        }
+        engine = ScheduledEngine(world, PLAIN, **options)
+        try:
+            for number in range(draw(st.integers(3, 14), "actions")):
+                action = draw(st.sampled_from(_ACTIONS), "action")
+                if action == "add":
+                    tokens = prompt(
+                        draw(st.integers(30, 200), "length"),
+                        seed=draw(st.integers(0, 2), "prompt"),
+                        shared=draw(st.sampled_from([0, 30]), "shared"),
+                    )
+                    engine.add(f"r{number}", tokens, draw(st.integers(1, 60), "answer"))
+                elif action == "steps":
+                    for _ in range(draw(st.integers(1, 30), "count")):
+                        engine.step()
+                elif action == "abort" and engine.texts:
+                    name = draw(st.sampled_from(sorted(engine.texts)), "request")
+                    if name in engine.scheduler.requests:
+                        engine.abort(name)
+                elif action == "weights":
+                    engine.change_weights()
+                elif action == "reset":
+                    engine.reset()
+                elif action == "lose":
+                    which = draw(st.integers(0, 99), "object")
+                    for key in sorted(world.contents)[which : which + 1]:
+                        world.contents[key] = DAMAGED
+                elif action == "fail":
+                    engine.failing_loads = draw(st.integers(1, 4), "failing loads")
+                elif action == "restart":
+                    engine.close()
+                    engine = ScheduledEngine(world, PLAIN, **options)
+            engine.finish()
+        finally:
+            engine.close()
+
+
+_ACTIONS = [
+    *["add", "add", "add", "steps", "steps"],
+    *["abort", "reset", "weights", "lose", "fail", "restart"],
+]
+
+
+def test_two_workers_of_one_name_are_not_confused() -> None:
+    names: Any = SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id="e"))
+    config: Any = SimpleNamespace(shared_storage_path="/s")
+    first, second = PinnedHits(lambda chunks: {}), PinnedHits(lambda chunks: {})
+    assert pinned_hits.find(names, config) is None
+    first.offer(names, config)
+    assert pinned_hits.find(names, config) is first
+    second.offer(names, config)
+    assert pinned_hits.find(names, config) is None
+    first.withdraw(names, config)
+    first.withdraw(names, config)
+    assert pinned_hits.find(names, config) is second
+    second.withdraw(names, config)
+    assert pinned_hits.find(names, config) is None
