@@ -184,6 +184,17 @@ def test_a_load_costs_nothing_while_other_prompts_are_computed(engine: Engine) -
     assert op.patience[0] == pytest.approx(TOKEN * (436 + 16), rel=0.05)
 
 
+def test_a_request_that_is_computed_counts_before_its_step(engine: Engine) -> None:
+    engine.learn(0.8)
+    first, second = engine.request(65), engine.request(65)
+    # Computing takes 0.64 s, and the second prompt waits as long.
+    assert engine.side.ask(first)[0] == 0
+    assert engine.side.ask(second)[0] == 64
+    # When it is over, the next one is alone again.
+    engine.side.step()
+    assert engine.side.ask(engine.request(65))[0] == 0
+
+
 def test_loads_that_run_at_once_are_not_all_cut(engine: Engine) -> None:
     """They share the storage; computed, each prompt would wait for those before it."""
     for _ in range(18):

@@ -53,6 +53,8 @@ class Piece:
         is sooner. Empty: the load is never cut.
     at_once : int
         Only so many items behind the leading ones are read; 0: no bound.
+    threads : int
+        Threads that read, each one item or a part of one.
     """
 
     items: Sequence[ChunkSlots]
@@ -66,6 +68,7 @@ class Piece:
     deadline: float = math.inf
     cuts: Sequence[float] = ()
     at_once: int = 0
+    threads: int = 1
     #: Mark of the engine's work on the cache's device before the load.
     fence: object = None
     on_done: Callable[[Piece], None] = lambda piece: None
@@ -164,7 +167,7 @@ class Load:
             return self.seconds
         wanted = sum(len(piece.items) for piece in pieces)
         # Those that are read at once would have arrived next.
-        arrived = sum(max(piece.leading, piece.at_once) for piece in pieces)
+        arrived = sum(max(one.leading, one.at_once or one.threads) for one in pieces)
         return self.seconds * max(1.0, wanted / max(1, arrived))
 
     @property

@@ -121,7 +121,15 @@ class Loads(TransferHalf):
             call these loads. A caller that waits for it calls :meth:`check` now and then.
         """
         nbytes = len(items) * self.chunk_bytes
-        piece = Piece(items, early, nbytes=nbytes, cuts=cuts, at_once=at_once, on_done=on_done)
+        piece = Piece(
+            items,
+            early,
+            nbytes=nbytes,
+            cuts=cuts,
+            at_once=at_once,
+            threads=self._context.load_threads,
+            on_done=on_done,
+        )
         usable = True
         cache = self._context.cache
         if cache is not None and any(item.memory is None for item in items):

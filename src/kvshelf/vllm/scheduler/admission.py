@@ -93,6 +93,8 @@ class Admission(SharingPart):
         self._timed: OrderedDict[int, _Step] = OrderedDict()
         #: The step in which :meth:`_computing` was computed last, and its answer.
         self._before = -1, 0.0
+        #: What requests compute that were asked for since the last step, in seconds.
+        self._asked = 0.0
         #: When workers last reported a step, and when the engine last computed: 0 after a step
         #: that computed nothing.
         self._ended = self._computed = 0.0
@@ -129,6 +131,11 @@ class Admission(SharingPart):
         if not admitted:
             self._explore(state, hit)
         return admitted
+
+    def computes(self, state: RequestState, start: int) -> None:
+        """Note that vLLM computes a request from token `start` on, from the next step on."""
+        if not self.always:
+            self._asked += self.expected(start, state.request.num_tokens)
 
     def begin(
         self, state: RequestState, start: int, end: int, *, sync: bool = False
@@ -222,7 +229,7 @@ class Admission(SharingPart):
             ]
             seconds = sum(self.expected(start, end) for start, end in parts if 0 < start < end)
             self._before = self._steps.count, seconds
-        return self._before[1]
+        return self._before[1] + self._asked
 
     def _chunk_bytes(self, kind: Kind) -> int:
         """Return the bytes of a kind of a chunk, of all ranks."""
@@ -242,6 +249,7 @@ class Admission(SharingPart):
         now = self.clock()
         paused = now - self._computed > _PAUSE_SECONDS
         loads_within, self._loads_within = self._loads_within, False
+        self._asked = 0.0
         if not output.total_num_scheduled_tokens:
             self._computed = 0.0
             return

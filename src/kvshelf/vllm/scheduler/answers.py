@@ -101,6 +101,12 @@ class Answers(SharingPart):
         """
         if state.asked is None:
             state.asked = self._admission.clock()
+        found, waits = self._answer(state, computed)
+        if found is not None and not waits:
+            self._admission.computes(state, computed + found)
+        return found, waits
+
+    def _answer(self, state: RequestState, computed: int) -> tuple[int | None, bool]:
         outcome = self._ask(state, computed)
         if outcome is not Outcome.ENDED:
             state.not_loaded = _REASONS.get(outcome)
