@@ -141,3 +141,24 @@ def test_while_loads_are_of_one_size_their_bytes_count() -> None:
 def test_nothing_is_known_of_a_storage_that_was_never_read() -> None:
     assert LoadCosts().seconds(1e9) == 0
     assert LoadCosts().count == 0
+
+
+def test_a_storage_that_has_become_fast_is_known_after_two_loads() -> None:
+    costs = LoadCosts()
+    for _ in range(16):
+        costs.learn(12e6, 2.4)
+        costs.learn(100e6, 20.0)
+    # Small reads, far faster than any before: the first of them alone could be an accident.
+    costs.learn(3e6, 0.010)
+    assert costs.seconds(100e6) == pytest.approx(20.0, rel=0.1)
+    costs.learn(3e6, 0.013)
+    assert costs.seconds(100e6) < 0.6
+
+
+def test_an_accident_behind_a_small_one_changes_nothing() -> None:
+    costs = LoadCosts()
+    for _ in range(9):
+        costs.learn(12e6, 0.02)
+    costs.learn(12e6, 0.04)
+    costs.learn(12e6, 6.0)
+    assert costs.seconds(12e6) < 0.1

@@ -28,8 +28,10 @@ _ROUNDS: Final = 16
 _LAST_LOADS: Final = 16
 #: The usual bytes and rounds of a load.
 _LOAD_SCALES: Final = (1e6, 1.0)
-#: Two loads in a row that take so many times as long as others, or as short, show a change.
+#: Two loads in a row that take so many times as long as others, or as short, show a change, if
+#: what the one takes is no more than so many times what the other does.
 _CHANGED: Final = 1.5
+_AGREE: Final = 3.0
 
 
 class Fit:
@@ -164,8 +166,8 @@ class LoadCosts:
         self._last: deque[tuple[float, float, float]] = deque(maxlen=_LAST_LOADS)
         #: The quantile of the last loads, as a multiple of what the fit says; None: not known.
         self._factor: float | None = None
-        #: Whether the last load was far slower (1) or faster (−1) than the fit says.
-        self._surprise = 0
+        #: The time of the last load by that of the fit, if that was a surprise; else 0.
+        self._surprise = 0.0
         self.count = 0
 
     def learn(self, nbytes: float, seconds: float, rounds: float = 1.0) -> float:
@@ -181,16 +183,40 @@ class LoadCosts:
         """
         expected = self.seconds(nbytes, rounds)
         usual = self._fit.seconds((nbytes, rounds))
-        surprise = (seconds > _CHANGED * usual) - (seconds * _CHANGED < usual)
+        ratio = seconds / max(usual, 1e-9)
+        surprises = bool(self._fit.count) and not 1 < _CHANGED * ratio < _CHANGED**2
+        # The same change as the last one showed: accidents differ.
+        agree = surprises and 1 < _AGREE * ratio / max(self._surprise, 1e-9) < _AGREE**2
         self._last.append((nbytes, rounds, seconds))
-        if surprise and surprise == self._surprise:
+        # One that surprises is learned with the next, which is compared with those before it.
+        if self._surprise:
+            self._learn_last(-2)
+        if not surprises or agree:
+            self._learn_last(-1)
+        if agree and not self._explains_all():
             self._begin_anew()
-        else:
-            self._fit.learn((nbytes, rounds), seconds)
-        self._surprise = surprise
+        self._surprise = ratio if surprises and not agree else 0.0
         self.count += 1
         self._factor = None
         return expected
+
+    def _explains_all(self) -> bool:
+        """Whether the last two loads took what the fit says, and those before them no longer."""
+        ratios = [self._ratio(*load) for load in self._last]
+        fits = all(1 < _CHANGED * ratio < _CHANGED**2 for ratio in ratios[-2:])
+        return fits and self._most(ratios) < _CHANGED
+
+    def _ratio(self, nbytes: float, rounds: float, seconds: float) -> float:
+        return seconds / max(self._fit.seconds((nbytes, rounds)), 1e-9)
+
+    def _most(self, ratios: Sequence[float]) -> float:
+        """Return the quantile; of three and more never the largest, which may be an accident."""
+        place = min(int(self._quantile * len(ratios)), len(ratios) - (1 if len(ratios) < 3 else 2))
+        return sorted(ratios)[place]
+
+    def _learn_last(self, place: int) -> None:
+        nbytes, rounds, seconds = self._last[place]
+        self._fit.learn((nbytes, rounds), seconds)
 
     def _begin_anew(self) -> None:
         """Keep the last two loads alone: the storage has become faster or slower.
@@ -201,17 +227,14 @@ class LoadCosts:
         self._last.clear()
         self._last.extend(last)
         self._fit = Fit(_LOAD_SCALES)
-        for *features, seconds in last:
-            self._fit.learn(features, seconds)
+        for place in range(len(last)):
+            self._learn_last(place)
 
     def seconds(self, nbytes: float, rounds: float = 1.0) -> float:
         """Return how long a load takes; arguments as for :meth:`learn`. 0 before the first."""
         if self._factor is None:
-            ratios = sorted(
-                seconds / max(self._fit.seconds(load), 1e-9) for *load, seconds in self._last
-            )
-            place = int(self._quantile * len(ratios))
-            self._factor = max(1.0, ratios[min(place, len(ratios) - 1)]) if ratios else 1.0
+            ratios = [self._ratio(*load) for load in self._last]
+            self._factor = max(1.0, self._most(ratios)) if ratios else 1.0
         return self._factor * self._fit.seconds((nbytes, rounds))
 
     def at_once(self, chunk_bytes: float, others: float, seconds: float, most: int) -> int:

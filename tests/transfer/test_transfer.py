@@ -628,8 +628,13 @@ def test_a_load_that_is_slower_than_computing_is_cut(backend: FaultyBackend, arr
         assert (piece.failed_at, piece.leading) == (arrives, arrives)
         assert piece.failures == [(chunks[arrives], Failure.CUT)]
         assert all(rig.holds(item) for item in items[:arrives])
-        # Two threads have each read a chunk.
-        assert load.seconds_of_all == pytest.approx(load.seconds * 4 / 2)
+        if piece.started is None:
+            assert load.seconds_of_all is None
+        else:
+            waited = piece.started - load.begun
+            # Two threads read the two objects of one chunk.
+            expected = waited + (load.seconds - waited) * 4 / max(1, arrives)
+            assert load.seconds_of_all == pytest.approx(expected)
         # It is no failure, neither of the storage nor of the objects.
         assert rig.count("cut_loads") == 1
         assert not [name for name in rig.counters.snapshot() if "failure" in name]
@@ -657,6 +662,37 @@ def test_few_chunks_are_read_at_once(backend: FaultyBackend, at_once: int) -> No
         piece = rig.finished()
         assert piece.failed_at is None
         assert all(rig.holds(item) for item in items)
+
+
+def test_beside_a_load_with_such_a_bound_no_other_is_read(backend: FaultyBackend) -> None:
+    with closing(Rig(backend, options={"load_threads": 8}, staging_objects=32)) as rig:
+        first, second = make_chunks(rig.fmt, 4), make_chunks(rig.fmt, 4, seed=1)
+        rig.put([*first, *second])
+        gate = threading.Event()
+        last = backend.add(Fault("read", f"*{first[-1].key.hex()}*", wait=gate))
+        others = backend.add(Fault("read", f"*{second[0].key.hex()}*", times=100))
+        for name, chunks in (("r", first), ("s", second)):
+            rig.transfer.load(name, {rig.fmt.kind: rig.items(chunks, 20)}, at_once=1)
+        # The last chunk of the first is being read: nothing of it is left that others delay.
+        until(lambda: others.times < 100)
+        assert rig.count("loaded_bytes") >= 3 * rig.fmt.shards
+        gate.set()
+        assert last is not None
+        assert not any(piece.failed_at for piece in (rig.finished(), rig.finished()))
+
+
+def test_a_load_that_is_cut_before_anything_was_read_says_nothing(backend: FaultyBackend) -> None:
+    with closing(Rig(backend, options={"load_threads": 1})) as rig:
+        first, second = make_chunks(rig.fmt, 2), make_chunks(rig.fmt, 2, seed=1)
+        rig.put([*first, *second])
+        gate = threading.Event()
+        backend.add(Fault("read", f"*{first[0].key.hex()}*", wait=gate))
+        rig.transfer.load("r", {rig.fmt.kind: rig.items(first, 20)}, at_once=1)
+        rig.transfer.load("s", {rig.fmt.kind: rig.items(second, 30)}, [0.0], at_once=1)
+        while not (loads := rig.transfer.poll(0.01)):
+            assert rig.transfer.loading
+        assert [(load.request_id, load.seconds_of_all) for load in loads] == [("s", None)]
+        gate.set()
 
 
 def test_a_load_is_not_cut_in_time(rig: Rig) -> None:

@@ -26,7 +26,7 @@ from tests.support.prompts import prompt
 from tests.support.storages import posix
 from tests.support.waiting import until
 from tests.vllm.replay import Request
-from tests.vllm.rig import CHUNK, PART, Notes, Side
+from tests.vllm.rig import CHUNK, PART, Notes, Side, lookup_of
 
 #: Seconds that computing a token takes.
 TOKEN = 0.01
@@ -187,6 +187,11 @@ def test_a_load_costs_nothing_while_other_prompts_are_computed(engine: Engine) -
 def test_a_request_that_is_computed_counts_before_its_step(engine: Engine) -> None:
     engine.learn(0.8)
     first, second = engine.request(65), engine.request(65)
+    for request in (first, second):
+        engine.side.side.new_request(request)
+        lookup = lookup_of(engine.side.side, request.request_id)
+        assert lookup is not None
+        until(lambda lookup=lookup: lookup.done)
     # Computing takes 0.64 s, and the second prompt waits as long.
     assert engine.side.ask(first)[0] == 0
     assert engine.side.ask(second)[0] == 64
@@ -249,8 +254,8 @@ def refused(engine: Engine) -> Any:
     return engine.side.step().explored
 
 
-@pytest.mark.parametrize(("load_seconds", "chunks"), [(0.9, 8), (5.0, 1), (50.0, 1)])
-def test_of_a_refused_hit_as_much_is_read_as_takes_a_second(
+@pytest.mark.parametrize(("load_seconds", "chunks"), [(0.9, 2), (5.0, 1), (50.0, 1)])
+def test_of_a_refused_hit_as_much_is_read_as_takes_a_quarter_of_a_second(
     engine: Engine, load_seconds: float, chunks: int
 ) -> None:
     engine.learn(load_seconds)
@@ -263,9 +268,10 @@ def test_refused_hits_are_read_one_at_a_time_and_seldom(engine: Engine) -> None:
     assert refused(engine) is None
     engine.clock.now += 2.0
     engine.side.report(load_seconds={"": 2.0})
-    engine.clock.now += 97.0
+    # Half a second of these counts, which was perhaps spent on processors that others took.
+    engine.clock.now += 24.0
     assert refused(engine) is None
-    engine.clock.now += 4.0
+    engine.clock.now += 2.0
     assert refused(engine) is not None
     # A read of which nothing is heard, as after an error.
     engine.clock.now += 31.0

@@ -54,7 +54,9 @@ class Piece:
     at_once : int
         Only so many items behind the leading ones are read; 0: no bound.
     threads : int
-        Threads that read, each one item or a part of one.
+        So many items are read at once where there is no bound.
+    started : float or None
+        When the first of its objects was taken by a thread, in seconds of :func:`time.monotonic`.
     """
 
     items: Sequence[ChunkSlots]
@@ -69,6 +71,7 @@ class Piece:
     cuts: Sequence[float] = ()
     at_once: int = 0
     threads: int = 1
+    started: float | None = None
     #: Mark of the engine's work on the cache's device before the load.
     fence: object = None
     on_done: Callable[[Piece], None] = lambda piece: None
@@ -157,7 +160,8 @@ class Load:
     def seconds_of_all(self) -> float | None:
         """Seconds that all of it takes, as far as that is known; more where it was cut early.
 
-        None where it failed or was cancelled: that says nothing of the time that a load takes.
+        None where it failed or was cancelled, or was cut before anything was read for it: that says
+        nothing of the time that a load takes.
         """
         pieces = list(self.pieces.values())
         failures = {failure for _, _, failure in self.failures}
@@ -165,10 +169,14 @@ class Load:
             return None
         if not failures:
             return self.seconds
+        begins = [piece.started for piece in pieces if piece.started is not None]
+        if not begins:
+            return None
         wanted = sum(len(piece.items) for piece in pieces)
         # Those that are read at once would have arrived next.
         arrived = sum(max(one.leading, one.at_once or one.threads) for one in pieces)
-        return self.seconds * max(1.0, wanted / max(1, arrived))
+        waited = max(0.0, min(begins) - self.begun)
+        return waited + (self.seconds - waited) * max(1.0, wanted / max(1, arrived))
 
     @property
     def failures(self) -> list[tuple[Kind, Chunk, Failure]]:

@@ -85,6 +85,7 @@ class Loads(TransferHalf):
         self.chunk_bytes = sum(context.fmt.object_size(shard) for shard in self._shards)
         #: Most objects that a thread takes at once: few enough that all threads find staging.
         self._most = max(1, self._staging.for_loads // threads)
+        self._chunks_at_once = max(1, threads // len(self._shards))
         #: Those that are not finished, the oldest first.
         self._active: dict[Piece, None] = {}
         self._reads = Reads(self._shards, threads)
@@ -127,7 +128,7 @@ class Loads(TransferHalf):
             nbytes=nbytes,
             cuts=cuts,
             at_once=at_once,
-            threads=self._context.load_threads,
+            threads=self._chunks_at_once,
             on_done=on_done,
         )
         usable = True
@@ -185,7 +186,10 @@ class Loads(TransferHalf):
             found = objects[item.chunk.key]
             payloads = [context.payload(found[shard], item.chunk, shard) for shard in shards]
             context.memory(item).scatter_chunk(shards, item.slots, payloads, fence)
-            context.count("loaded_bytes", sum(self._shelf.size(item.chunk, s) for s in shards))
+            nbytes = sum(self._shelf.size(item.chunk, shard) for shard in shards)
+            context.count("loaded_bytes", nbytes)
+            self._counters.add("memory_tier_loaded_bytes", nbytes)
+        self._counters.add("memory_tier_loaded_objects", len(items) * len(shards))
         context.count("loaded_chunks", len(items))
         self._counters.observe("scatter", time.perf_counter() - begin)
 
@@ -227,6 +231,11 @@ class Loads(TransferHalf):
             while True:
                 most = self._most if self._shelf.backend.reads_whole else 1
                 task = self._reads.take(threading.get_ident(), most)
+                if task is not None and task.piece.started is None:
+                    task.piece.started = time.monotonic()
+                if task is not None and task.piece.at_once:
+                    # It may have been the last of a load that others have waited for.
+                    self._work.notify_all()
                 if task is not None or self._closing:
                     return task
                 self._work.wait()
@@ -474,6 +483,8 @@ class Loads(TransferHalf):
         """Complete a load if no further object of it is wanted. Holds the lock."""
         # Chunks after a failed one are useless to this request.
         self._reads.drop(piece)
+        if piece.at_once:
+            self._work.notify_all()
         if piece.leading >= piece.wanted and not piece.scattering:
             self._complete(piece)
 

@@ -10,7 +10,8 @@ left (so that short loads do not queue behind long ones). Loads of equal size ar
 order of arrival. *Early* loads, for requests that do not wait for them yet, get the threads that no
 other load needs, but never all of them. An object that several loads need at the same time is read
 once, for all of them. A load may bound how many chunks behind those that have arrived are read at
-once: from a slow storage, many at once arrive together, and late.
+once: from a slow storage, many at once arrive together, and late. So would they if others were read
+beside them: while the oldest load has such a bound, only its objects are read.
 
 Where the caches prefer whole chunks (:attr:`~kvshelf.kv.caches.KVMemory.whole_chunks`), a thread
 leaves its objects to a thread that still reads others of the same chunk; the last of them scatters
@@ -190,6 +191,9 @@ class Reads:
     def _choose(self) -> _Untaken | None:
         """Return the load whose turn it is, see the module."""
         shards = len(self._shards)
+        oldest = next(iter(self._queue.values()), None)
+        if oldest is not None and oldest.piece.at_once:
+            return oldest if oldest.is_ready(shards) else None
         ready = [one for one in self._queue.values() if one.is_ready(shards)]
         if ready:
             self._oldest_next = not self._oldest_next

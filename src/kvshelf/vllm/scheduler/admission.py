@@ -7,10 +7,10 @@ Contracts
 ---------
 * With ``admission: always`` everything is loaded, and nothing is timed.
 * What a hand-over brings is loaded in any case, and never cut.
-* Steps without prompts and steps that load are not learned, nor is the first one after a pause
-  where it is short.
-* While hits are refused, some of their chunks are read, which no request waits for, one hit at a
-  time and for a fiftieth of the time: a storage that has become fast is noticed.
+* Steps without prompts are not learned, nor is the first one after a pause where it is short.
+* While hits are refused and nothing is loaded, some of their chunks are read, which no request
+  waits for, one hit at a time and for a fiftieth of the time: a storage that has become fast is
+  noticed.
 * Runs on the engine's step thread.
 
 When this part fails, hits are loaded as before.
@@ -37,9 +37,11 @@ _PAUSE_SECONDS: Final = 0.05
 #: Most chunks of a refused hit that are read to learn how long that takes, and the seconds that
 #: they are to take: after a long read the next one is far off.
 _MOST_EXPLORED: Final = 8
-_EXPLORED_SECONDS: Final = 1.0
-#: Share of the time in which such reads run.
+_EXPLORED_SECONDS: Final = 0.25
+#: Share of the time in which such reads run, and the most seconds that count for it: beside steps
+#: that take all processors, a read takes far longer than the storage is busy with it.
 _EXPLORED_SHARE: Final = 0.02
+_LONGEST_COUNTED: Final = 0.5
 #: Seconds after which a read of which nothing is heard no longer keeps others from starting.
 _LONGEST_EXPLORED: Final = 30.0
 #: The id under which workers report such a read: no request has it.
@@ -47,12 +49,16 @@ EXPLORED: Final = ""
 
 
 class _Step(NamedTuple):
-    """A step that is timed: its prompts' tokens, its decodes, and when it was planned."""
+    """A step that is timed: its prompts' tokens, its decodes, and when it was planned.
+
+    And the requests that it loads for before it computes.
+    """
 
     parts: list[tuple[int, int]]
     decodes: int
     began: float
     after_pause: bool
+    loads: list[str]
 
 
 class _Loading(NamedTuple):
@@ -105,8 +111,8 @@ class Admission(SharingPart):
         self._read_ahead_for: set[str] = set()
         #: Chunks to read, and when that may begin next.
         self._to_explore: PrefetchOp | None = None
-        #: Whether the next step loads before it computes.
-        self._loads_within = False
+        #: The requests for which the next step loads before it computes.
+        self._sync: list[str] = []
         self._explores_from = 0.0
 
     # ------------------------------------------------------------- what is decided
@@ -152,8 +158,9 @@ class Admission(SharingPart):
         rule, hit, before = self._rule, self._hit(state, start, end), self._comes_before()
         patience: tuple[float, ...] = ()
         at_once = hit.chunks
-        self._loads_within = self._loads_within or sync
-        if not sync and not self._is_free(state):
+        if sync:
+            self._sync.append(state.id)
+        elif not self._is_free(state):
             passed = 0.0 if state.asked is None else self.clock() - state.asked
             patience, at_once = rule.patience(hit, before, passed), rule.at_once(hit, before)
         cost, chunks = rule.cost(hit, before, at_once), [*self._chunks(state, start, end)]
@@ -248,25 +255,34 @@ class Admission(SharingPart):
         self._read_ahead_for.update(op.request_id for op in meta.prefetches)
         now = self.clock()
         paused = now - self._computed > _PAUSE_SECONDS
-        loads_within, self._loads_within = self._loads_within, False
-        self._asked = 0.0
+        loads = self._sync
+        self.lose()
         if not output.total_num_scheduled_tokens:
             self._computed = 0.0
             return
         self._computed = now
         counts = output.num_scheduled_tokens
-        if loads_within or max(counts.values()) <= self._most_decoded:
+        if max(counts.values()) <= self._most_decoded:
             return
         most = self._most_decoded
         parts = [(start, end) for _, start, end in scheduled(output) if end - start > most]
         meta.timed_step = self._steps.count
-        self._timed[self._steps.count] = _Step(parts, len(counts) - len(parts), now, paused)
+        self._timed[self._steps.count] = _Step(parts, len(counts) - len(parts), now, paused, loads)
         while len(self._timed) > self._steps.in_flight + 1:
             self._timed.popitem(last=False)
 
+    def lose(self) -> None:
+        """Forget what the next step was to compute, and to load before."""
+        self._sync, self._asked = [], 0.0
+
     def hand_out(self, meta: StepMetadata) -> None:
-        """Have chunks of a refused hit read."""
-        meta.explored, self._to_explore = self._to_explore, None
+        """Have chunks of a refused hit read, unless a load shares the storage with them."""
+        explored, self._to_explore = self._to_explore, None
+        if explored is not None and any(self._running()):
+            self._loading.pop(EXPLORED, None)
+            self._explores_from = self.clock()
+        else:
+            meta.explored = explored
 
     def take_report(self, meta: WorkerMetadata) -> None:
         """Learn how long steps and loads took."""
@@ -276,6 +292,7 @@ class Admission(SharingPart):
             if step is not None:
                 # A step may be planned before the one before it has ended.
                 taken = now - max(step.began, self._ended)
+                taken -= sum(meta.load_seconds.get(name, 0.0) for name in step.loads)
                 if taken > _PAUSE_SECONDS or not step.after_pause:
                     known = self._rule.knows_prefill
                     expected = self._rule.prefill.learn(step.parts, step.decodes, taken)
@@ -300,7 +317,7 @@ class Admission(SharingPart):
             if known:
                 self._count("load", expected, taken)
         if request_id == EXPLORED:
-            self._explores_from = self.clock() + taken / _EXPLORED_SHARE
+            self._explores_from = self.clock() + min(taken, _LONGEST_COUNTED) / _EXPLORED_SHARE
 
     def _count(self, what: str, expected: float, taken: float) -> None:
         self._counters.add(f"expected_{what}_seconds", expected)
