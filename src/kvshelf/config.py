@@ -454,8 +454,8 @@ class Config(BaseSettings):
     whole is loaded in the step in which vLLM asks for it, and its request goes on at once; other
     hits are loaded beside a step, and their requests go on in a later one. Only for an engine of
     one rank whose worker runs in the process of the scheduler, as on one GPU; not with sliding
-    windows, states, speculative decoding or LoRA adapters. The requests beside it wait for the
-    copies. 0: no hit is loaded so."""
+    windows, states, speculative decoding or LoRA adapters, and not inside MultiConnector. The
+    requests beside it wait for the copies. 0: no hit is loaded so."""
     lookup_budget_ms: float = Field(default=0.2, ge=0)
     """Milliseconds that a scheduler step waits for lookups before they continue in the background.
     It waits for a hundredth of what the last step took, 4 ms at most, if that is more: a request

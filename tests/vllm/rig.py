@@ -158,7 +158,7 @@ class Side:
         Whether the workers have reported.
     change : Callable
         Changes vLLM's configuration.
-    ranks, history, uses, others_transfer
+    ranks, history, uses, others_transfer, beside_others
         As for :class:`SchedulerSide`.
     **options
         kvshelf's configuration.
@@ -174,6 +174,7 @@ class Side:
         history: Any = None,
         uses: Any = None,
         others_transfer: bool = False,
+        beside_others: bool = False,
         **options: Any,
     ) -> None:
         self.faults = FaultyBackend(posix(root))
@@ -197,6 +198,7 @@ class Side:
                 history=history,
                 uses=uses,
                 others_transfer=others_transfer,
+                beside_others=beside_others,
             )
         )
         self.fmt = ObjectFormat(build_namespace(self.config, found, [PART], "user:test"))

@@ -17,7 +17,6 @@ Contents lie in a :class:`World`, which engines share; its shelf has hollow obje
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import random
 import warnings
@@ -429,7 +428,6 @@ class ScheduledEngine:
         self._memory = memory
         self._pinned = PinnedHits(self._pin)
         self._pinned.offer(config, self.connector.config)
-        self._withdraw = functools.partial(self._pinned.withdraw, config, self.connector.config)
         #: Objects in memory that are pinned.
         self.pins = 0
         #: Where the rest of a state begins in its block.
@@ -594,7 +592,7 @@ class ScheduledEngine:
             assert tokens == text.tokens[text.prompt :][: len(tokens)]
 
     def close(self) -> None:
-        self._withdraw()
+        self._pinned.withdraw()
         self.connector.shutdown()
 
     # A step

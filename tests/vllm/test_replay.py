@@ -582,6 +582,30 @@ def test_aborts_at_any_time_leave_nothing_behind(
     assert not worker.model.transfers.loading
 
 
+# ------------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_hit_in_memory_is_loaded_within_the_step(start: Start, runner: str) -> None:
+    memory = {"memory_tier": {"max_bytes": 1 << 20}}
+    with emulation().in_use():
+        engine = start(memory, runner=runner, prefix_caching=False)
+        run(engine, prompt(41))
+        drain(engine)
+        assert run(engine, prompt(41)) == [40]
+    assert engine.sync_loads == 1
+
+
+def test_without_memory_for_the_copy_a_load_is_waited_for(start: Start) -> None:
+    memory = {"memory_tier": {"max_bytes": 1 << 20}}
+    # What replaces the compiled library takes memory on the device for each copy.
+    engine = start(memory, runner="V2 on a device", prefix_caching=False)
+    run(engine, prompt(41))
+    drain(engine)
+    assert run(engine, prompt(41)) == [40]
+    assert engine.sync_loads == 0
+
+
 # ------------------------------------------------------------------------- trouble
 
 
@@ -673,8 +697,8 @@ def test_of_a_load_that_is_cut_the_first_chunks_are_kept_and_the_rest_is_compute
     engine = start(config, runner=runner, prefix_caching=False)
     side = engine.scheduler._scheduler
     assert side is not None
-    # A token takes 10 ms, and nothing else takes any time.
-    side.admission.clock = lambda: 0.01 * sum(end - begin for _, begin, end in engine.written)
+    # A token takes 0.1 s: far more than a load of one on a machine that is busy with others.
+    side.admission.clock = lambda: 0.1 * sum(end - begin for _, begin, end in engine.written)
     for seed in range(100, 120):
         assert run(engine, prompt(41, seed)) == [0]
     for tokens in stored[1:]:
@@ -1018,6 +1042,9 @@ def test_whatever_happens_no_block_is_wrong_and_every_request_ends(
         _live(backend, data, runner)
 
 
+_MEMORIES = [None, {"max_bytes": 1 << 20}, {"max_bytes": 20 << 10}]
+
+
 def _live(backend: FaultyBackend, data: st.DataObject, runner: str) -> None:
     options = {
         "lookup_wait_s": PATIENCE,
@@ -1027,6 +1054,8 @@ def _live(backend: FaultyBackend, data: st.DataObject, runner: str) -> None:
         "layout": data.draw(st.sampled_from(["auto", "canonical"]), "layout"),
         # The smaller one holds fewer chunks than a step completes.
         "staging_bytes": data.draw(st.sampled_from([1 << 20, 4 * 8192]), "staging"),
+        # The smaller one evicts.
+        "memory_tier": data.draw(st.sampled_from(_MEMORIES), "memory"),
     }
     engines = [
         MiniVllm(

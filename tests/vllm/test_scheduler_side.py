@@ -1004,7 +1004,7 @@ def test_what_stands_on_another_connector_s_load_is_stored_when_its_outcome_is_k
         config.scheduler_config.async_scheduling = asynchronous
         config.parallel_config.pipeline_parallel_size = stages
 
-    side = make(change=change)
+    side = make(change=change, beside_others=True)
     loading, sharing = Request("x", prompt(40)), Request("y", prompt(40, 1))
     for request in (loading, sharing):
         side.ask(request)
@@ -1030,7 +1030,10 @@ def test_what_stands_on_another_connector_s_load_is_stored_when_its_outcome_is_k
 
 def test_other_connectors_loads_stop_only_the_stores_that_depend_on_them(make: Make) -> None:
     """A busy server may have such a load in each step."""
-    side = make(change=lambda config: setattr(config.scheduler_config, "async_scheduling", True))
+    side = make(
+        change=lambda config: setattr(config.scheduler_config, "async_scheduling", True),
+        beside_others=True,
+    )
     requests = {name: Request(name, prompt(80, n)) for n, name in enumerate("rsabcdef")}
     for request in requests.values():
         side.ask(request)
@@ -1060,7 +1063,10 @@ def test_other_connectors_loads_stop_only_the_stores_that_depend_on_them(make: M
 def test_what_is_admitted_behind_another_connector_s_load_waits_if_it_shares_its_blocks(
     make: Make,
 ) -> None:
-    side = make(change=lambda config: setattr(config.scheduler_config, "async_scheduling", True))
+    side = make(
+        change=lambda config: setattr(config.scheduler_config, "async_scheduling", True),
+        beside_others=True,
+    )
     requests = {name: Request(name, prompt(80, n)) for n, name in enumerate("ars")}
     for request in requests.values():
         side.ask(request)

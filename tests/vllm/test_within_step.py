@@ -19,6 +19,7 @@ from kvshelf.vllm.pinned_hits import PinnedHits
 from tests.support.prompts import prompt
 from tests.vllm.hybrid_specs import full
 from tests.vllm.scheduled import DAMAGED, ScheduledEngine, Start, World, patch_namespaces
+from tests.vllm.test_handover_scheduler import ASKED
 
 PLAIN = [full(8)]
 #: Of a chunk of 32 tokens, in the format of these engines.
@@ -125,23 +126,23 @@ def test_a_request_that_gets_no_blocks_is_asked_for_again(start: Start) -> None:
     assert "short" in sync_loads(engine)
 
 
-def test_another_connector_s_hit_is_not_loaded(start: Start) -> None:
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_is_computed_behind_such_a_load_is_stored_and_handed_over(
+    start: Start, asynchronous: bool
+) -> None:
     tokens = prompt(200)
-    start().run(tokens)
-    engine = start(memory=1.0)
-    engine.add("r", tokens)
-    engine.wait_for_lookup("r")
-    request = engine.scheduler.requests["r"]
-    connector = engine.connector
-    assert connector.get_num_new_matched_tokens(request, 0) == (192, False)
-    assert engine.pins
-    # As MultiConnector tells all but the one whose hit it takes.
-    blocks = SimpleNamespace(get_block_ids=lambda: ([1, 2, 3],))
-    connector.update_state_after_alloc(request, blocks, 0)
-    engine.scheduler.waiting.remove_requests([request])
-    engine.step()
-    assert not engine.pins
-    assert not sync_loads(engine)
+    start().run(tokens[:100])
+    engine = start(memory=1.0, asynchronous=asynchronous, budget=300)
+    # It ends with the step that loads, and another prompt is computed beside it.
+    engine.add("r", tokens, answer=1, transfer=ASKED)
+    engine.add("other", prompt(70, seed=5), answer=1)
+    for name in ("r", "other"):
+        engine.wait_for_lookup(name)
+    engine.finish()
+    assert sync_loads(engine) == ["r"]
+    assert engine.params["r"] is not None
+    stored = [op.chunk.index for meta in engine.metas for op in meta.stores if not op.chunk.tail]
+    assert sorted(stored) == [0, 1, 3, 4, 5]
 
 
 def test_while_the_weights_change_nothing_is_taken_from_memory(start: Start) -> None:
@@ -254,8 +255,8 @@ def test_two_workers_of_one_name_are_not_confused() -> None:
     assert pinned_hits.find(names, config) is first
     second.offer(names, config)
     assert pinned_hits.find(names, config) is None
-    first.withdraw(names, config)
-    first.withdraw(names, config)
+    first.withdraw()
+    first.withdraw()
     assert pinned_hits.find(names, config) is second
-    second.withdraw(names, config)
+    second.withdraw()
     assert pinned_hits.find(names, config) is None

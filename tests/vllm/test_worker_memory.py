@@ -22,7 +22,7 @@ from kvshelf.vllm.metadata import (
 )
 from tests.support.storages import Fault, FaultyBackend
 from tests.support.waiting import until
-from tests.vllm.worker_rig import CHUNK, WorkerRig
+from tests.vllm.worker_rig import CHUNK, WorkerRig, store_op
 
 # ------------------------------------------------------------------------- requests that wait
 
@@ -254,7 +254,7 @@ def test_of_a_hit_that_is_not_in_memory_nothing_is_pinned(
     assert pinned.pin("s", chunks[:3])
     # Asked again, it is pinned once.
     assert pinned.pin("s", chunks[:3])
-    pinned.drop(["s"])
+    pinned.keep_only([])
     assert not kept(rig)
 
 
@@ -264,7 +264,7 @@ def test_while_weights_change_nothing_is_pinned(make_worker: Callable[..., Worke
     rig.store(chunks)
     pinned = rig.side._pinned
     assert pinned.pin("r", chunks)
-    pinned.drop(["r"])
+    pinned.keep_only([])
     rig.connector.weights_changed()
     assert not pinned.pin("r", chunks)
 
@@ -278,10 +278,16 @@ def test_a_load_within_the_step_that_fails_names_its_blocks(
     assert rig.side._pinned.pin("r", chunks)
     monkeypatch.setattr(rig.side.loads, "_items", lambda op: {})
     op = LoadOp("r", 0, 4 * CHUNK, chunks, ([*range(20, 28)],), sync=True)
-    finished, bad, _ = rig.step(StepMetadata(loads=[op]))
+    behind = [store_op(chunk, (40, 41)) for chunk in rig.chunks(3, seed=7)]
+    finished, bad, _ = rig.step(StepMetadata(loads=[op], stores=behind[:1]))
     assert not finished
     assert bad == {*range(20, 28)}
     assert not kept(rig)
+    # What this step computes may be wrong, and the next one, which vLLM has planned already.
+    rig.step(StepMetadata(stores=behind[1:2]))
+    rig.step(StepMetadata(stores=behind[2:]))
+    rig.drain()
+    assert [rig.path(op.chunk).exists() for op in behind] == [False, False, True]
 
 
 def test_a_worker_that_ends_pins_nothing_more(make_worker: Callable[..., WorkerRig]) -> None:

@@ -291,7 +291,15 @@ class KVMemory(ABC):
 
 
 class KVCache(KVMemory):
-    """The paged KV cache of one worker: a :class:`KVMemory` that an engine owns."""
+    """The paged KV cache of one worker: a :class:`KVMemory` that an engine owns.
+
+    Attributes
+    ----------
+    prepared : bool
+        A scatter takes no further memory.
+    """
+
+    prepared: bool = True
 
     @property
     def problem(self) -> str:

@@ -215,6 +215,7 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
                     uses=self._assembly.uses,
                     history=self._history,
                     others_transfer=_others_transfer(),
+                    beside_others=_enclosing_multi_connector() is not None,
                 )
             )
         else:
@@ -304,9 +305,7 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
     @_contained(_nothing)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Do the step's loads within the step; start the others, unless they started with it."""
-        loads = self._as_worker().loads
-        loads.load_now()
-        loads.start()
+        self._as_worker().start_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: all loads have finished before the forward pass that reads them."""
@@ -324,7 +323,7 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
     @_contained(_nothing)
     def wait_for_save(self) -> None:
         """Gather what this step completed into staging, and is not gathered yet."""
-        self._as_worker().stores.save()
+        self._as_worker().save()
 
     @_contained(lambda *_: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

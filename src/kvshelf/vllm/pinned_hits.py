@@ -6,9 +6,10 @@ memory of a worker that runs in its own process: vLLM's engine of one rank on a 
 
 Contracts
 ---------
-* A hit is pinned as a whole or not at all. It stays as it is until it is taken or dropped.
-* Memory is found by the engine and the shelf that both sides are made for. While two workers of
-  one process have the same names, neither is found.
+* A hit is pinned as a whole or not at all. It stays as it is until it is taken or dropped. vLLM
+  executes a step before it plans the next one, so what a step takes is taken before more is pinned.
+* Memory is found by the engine and the shelf that both sides are made for. While two have the same
+  names, as two connectors inside MultiConnector may, neither is found.
 * All methods run on the engine's step thread, which is the worker's.
 """
 
@@ -41,13 +42,15 @@ class PinnedHits:
         self._pin = pin
         #: By request.
         self._hits: dict[str, Objects] = {}
+        #: Under which name it is offered.
+        self._name: _Name | None = None
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._hits
 
     def pin(self, request_id: str, chunks: Sequence[Chunk]) -> bool:
         """Pin the objects of a request's hit; False if one of them is not in memory."""
-        self.drop([request_id])
+        release(self.take(request_id))
         objects = self._pin(chunks)
         if objects is None:
             return False
@@ -55,36 +58,34 @@ class PinnedHits:
         return True
 
     def take(self, request_id: str) -> Objects | None:
-        """Hand out what is pinned for a request; the caller releases it (:func:`release`)."""
+        """Hand over what is pinned for a request; the caller unpins it (:func:`release`)."""
         return self._hits.pop(request_id, None)
 
-    def drop(self, request_ids: Collection[str]) -> None:
-        """Unpin what is pinned for requests."""
-        for request_id in request_ids:
-            release(self.take(request_id))
-
-    def drop_others(self, request_ids: Collection[str]) -> None:
+    def keep_only(self, request_ids: Collection[str]) -> None:
         """Unpin what is pinned for all but these requests."""
-        self.drop([known for known in self._hits if known not in request_ids])
+        for request_id in self._hits.keys() - set(request_ids):
+            release(self.take(request_id))
 
     # ------------------------------------------------------------- where it is found
 
     def offer(self, vllm_config: Any, config: Config) -> None:
         """Let the scheduler side of this process find it, until :meth:`withdraw`."""
-        _offered.setdefault(_name(vllm_config, config), []).append(self)
+        self._name = _name_of(vllm_config, config)
+        _offered.setdefault(self._name, []).append(self)
 
-    def withdraw(self, vllm_config: Any, config: Config) -> None:
+    def withdraw(self) -> None:
         """Unpin all, and be found no more. Idempotent."""
-        self.drop_others(())
-        name = _name(vllm_config, config)
-        others = [one for one in _offered.pop(name, []) if one is not self]
-        if others:
-            _offered[name] = others
+        self.keep_only(())
+        name, self._name = self._name, None
+        if name is not None:
+            _offered[name].remove(self)
+            if not _offered[name]:
+                del _offered[name]
 
 
 def find(vllm_config: Any, config: Config) -> PinnedHits | None:
     """Return what the worker of an engine offers, if it runs in this process."""
-    offered = _offered.get(_name(vllm_config, config), [])
+    offered = _offered.get(_name_of(vllm_config, config), [])
     return offered[0] if len(offered) == 1 else None
 
 
@@ -95,6 +96,6 @@ def release(objects: Objects | None) -> None:
             pinned.release()
 
 
-def _name(vllm_config: Any, config: Config) -> _Name:
-    engine_id = str(getattr(vllm_config.kv_transfer_config, "engine_id", ""))
-    return engine_id, config.shared_storage_path or ""
+def _name_of(vllm_config: Any, config: Config) -> _Name:
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    return str(getattr(transfer, "engine_id", "")), config.shared_storage_path or ""

@@ -102,7 +102,7 @@ class Answers(SharingPart):
         if state.asked is None:
             state.asked = self._admission.clock()
         found, waits = self._answer(state, computed)
-        if found is not None and not waits:
+        if found is not None and not waits and not self._requests.is_transferred(state.request):
             self._admission.computes(state, computed + found)
         return found, waits
 

@@ -117,13 +117,15 @@ class Loads(SharingPart):
         """Plan a load after an error in :meth:`plan_load`: the workers report it as failed."""
         if external > 0:
             state = self._requests.get(request_id)
-            sync, end = False, external
-            if state is not None:
-                sync, end = self._within_step.holds(state), state.offered_from + external
-                state.loaded, state.loading = True, not sync
             # Without its blocks, the workers have all tokens of the request computed.
-            blocks = tuple(map(list, block_ids())) if sync else ([],) * len(self._groups)
-            self.planned.append(LoadOp(request_id, 0, end, [], blocks, sync=sync))
+            op = LoadOp(request_id, 0, external, [], ([],) * len(self._groups))
+            if state is not None:
+                sync, start = self._within_step.holds(state), state.offered_from
+                state.loaded, state.loading = True, not sync
+                if sync:
+                    blocks = tuple(map(list, block_ids()))
+                    op = LoadOp(request_id, start, start + external, [], blocks, sync=True)
+            self.planned.append(op)
 
     def hand_out(self, meta: StepMetadata) -> None:
         """Bring all loads to the workers, and their early ends."""

@@ -233,7 +233,10 @@ class SchedulerSide:
         meta.weights_round = self.opening.handshake.round
         meta.reset, self._reset = self._reset, False
         for part in self._parts:
-            part.hand_out(meta)
+            try:
+                part.hand_out(meta)
+            except Exception as error:  # noqa: BLE001 - what others have handed out must arrive
+                self._log.error("a part of a step was lost", exc_info=error)
         return meta
 
     def worker_output(self, meta: WorkerMetadata) -> None:

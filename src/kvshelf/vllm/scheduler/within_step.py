@@ -12,7 +12,7 @@ Contracts
 ---------
 * At most ``sync_load_bytes`` are loaded in one step: its other requests wait for the copies.
 * What is pinned for a request is unpinned when its load has ended, and with the step if vLLM admits
-  the request in a later one, or takes the hit of another connector.
+  the request in a later one.
 * Runs on the engine's step thread.
 """
 
@@ -38,9 +38,11 @@ class WithinStep(SharingPart):
         super().__init__(shared)
         engine = self._engine
         #: The drafter's KV comes asynchronously, and a failed load of several cache groups, or of
-        #: a window, could not be told to vLLM by its blocks.
+        #: a window, could not be told to vLLM by its blocks. Beside other connectors it is not
+        #: known whose loads a step has (:mod:`kvshelf.vllm.scheduler.unsettled`).
         self._allowed = (
             engine.ranks == 1
+            and not engine.beside_others
             and self._groups.keeps_blocks
             and not self._groups.hybrid
             and getattr(engine.vllm_config, "speculative_config", None) is None
@@ -80,8 +82,8 @@ class WithinStep(SharingPart):
         return pinned is not None and state.id in pinned
 
     def hand_out(self, meta: StepMetadata) -> None:
-        """Unpin what the step does not load."""
+        """Leave to the worker what the step loads, and unpin the rest."""
         self._bytes = 0
         pinned = self._pinned
         if pinned is not None:
-            pinned.drop_others({op.request_id for op in meta.loads if op.sync})
+            pinned.keep_only({op.request_id for op in meta.loads if op.sync})

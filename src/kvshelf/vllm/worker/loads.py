@@ -2,8 +2,9 @@
 
 Contracts
 ---------
-* The step thread waits for no device. A load writes to its blocks after everything that was
-  enqueued on the engine's stream when it started, such as the zeroing of new blocks.
+* The step thread waits for no device, but for a load within the step. A load writes to its blocks
+  after everything that was enqueued on the engine's stream when it started, such as the zeroing of
+  new blocks.
 * Every load that the scheduler planned is reported as finished, whether it succeeded or not, and
   the blocks that it left without KV no later than that. It stays on the list until vLLM takes the
   report. Where an error hides which blocks those are, all tokens of the request are computed.
@@ -12,8 +13,8 @@ Contracts
   tokens computed behind a part of the hit would read blocks that are not there.
 * Where the engine has several cache groups or states, all loads do: no block of a load that failed
   is used, and vLLM computes all tokens that it was for, or polls the request again.
-* A load within the step waits for its copies, and for nothing else. vLLM does not wait for its end,
-  so it is not reported as finished; the blocks of one that failed are.
+* vLLM does not wait for the end of a load within the step, so it is not reported as finished; the
+  blocks of one that failed are.
 * All methods run on the worker's step thread.
 """
 
@@ -29,6 +30,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvshelf.assembly import Assembly
+from kvshelf.errors import DeviceUnavailableError
 from kvshelf.format.kinds import FULL, WINDOW, Kind
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Failure, Load, Piece
@@ -119,30 +121,53 @@ class WorkerLoads:
         for op in meta.loads:
             (self._planned_now if op.sync else self._planned).append(op)
 
-    def load_now(self) -> None:
-        """Do the loads whose tokens vLLM takes for computed in this step, once."""
+    def load_now(self) -> tuple[int, bool]:
+        """Do the loads whose tokens vLLM takes for computed in this step, once.
+
+        Returns
+        -------
+        int, bool
+            How many there were, and whether one failed: what the step computes may then be wrong.
+        """
         planned, self._planned_now = self._planned_now, []
+        failed = False
         for op in planned:
             begin = time.monotonic()
             try:
                 self._load_now(op)
+                note = functools.partial(self._note_now, op, time.monotonic() - begin)
             except Exception as error:
+                failed = True
                 logger.error("a load within the step failed", exc_info=error)
-                self._note_nothing(op)
-            else:
-                self._seconds[op.request_id] = time.monotonic() - begin
-                self._note_loaded(op, op.end)
-                self.assembly.counters.add("sync_loads")
+                note = functools.partial(self._note_nothing, op)
+            try:
+                note()
+            except Exception as error:
+                logger.error("the end of a load was not noted", exc_info=error)
             self._end_read_ahead(op.request_id)
+        return len(planned), failed
 
     def _load_now(self, op: LoadOp) -> None:
-        objects, transfers = self.pinned.take(op.request_id), self.model.serving
+        # What is pinned is right, whatever has been disabled since.
+        objects, transfers = self.pinned.take(op.request_id), self.model.transfers
         try:
             if objects is None or transfers is None or not self.weights.is_current(op):
                 raise RuntimeError(f"nothing may be loaded for {op.request_id} any more")
-            transfers.loads[FULL].scatter_pinned(self._items(op)[FULL], objects)
+            items, loads = self._items(op)[FULL], transfers.loads[FULL]
+            try:
+                loads.scatter_pinned(items, objects)
+            except DeviceUnavailableError:
+                # A device may fail once.
+                loads.scatter_pinned(items, objects)
         finally:
             release(objects)
+
+    def _note_now(self, op: LoadOp, seconds: float) -> None:
+        if not self.model.registration.on_device:
+            # On a device the time of the step before is in it.
+            self._seconds[op.request_id] = seconds
+        self._note_loaded(op, op.end)
+        self.assembly.counters.add("sync_loads")
 
     def start(self) -> None:
         """Start the loads that the scheduler planned, once."""

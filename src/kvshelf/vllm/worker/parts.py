@@ -218,11 +218,13 @@ class Part:
         tier, memory = self._memories.get(FULL), self.registration.memories.get(FULL)
         if self.serving is None or tier is None or memory is None:
             return None
+        if not memory.cache.prepared or memory.cache.problem:
+            return None
         objects: dict[bytes, dict[int, PinnedObject]] = {}
         for chunk in chunks:
             found = objects.setdefault(chunk.key, {})
             for shard in memory.plan.shards:
-                pinned = tier.pin(memory.fmt, ObjectRef(chunk, shard))
+                pinned = tier.pin(memory.fmt, ObjectRef(chunk, shard), loads=False)
                 if pinned is None:
                     release(objects)
                     return None

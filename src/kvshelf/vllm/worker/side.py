@@ -230,6 +230,21 @@ class WorkerSide:
             assert namespace is not None
             self.weights.settle(str(namespace.record["weights"]))
 
+    def start_loads(self) -> None:
+        """Do the loads within the step, and start the others, unless they come behind it."""
+        count, failed = self.loads.load_now()
+        if failed:
+            self.stores.distrust()
+        # For loads within the step vLLM calls this before the forward pass.
+        before = count > 0 and self.model.registration.on_device and not self._beside_step
+        if not before:
+            self.loads.start()
+
+    def save(self) -> None:
+        """Gather what the step completed, and start the loads that have not started."""
+        self.stores.save()
+        self.loads.start()
+
     def clear(self) -> None:
         """End a step."""
         self._meta = None
@@ -310,7 +325,7 @@ class WorkerSide:
 
     def close(self) -> None:
         """Publish what is in flight for a bounded time, log what was lost, stop all threads."""
-        self._pinned.withdraw(self._vllm_config, self._config)
+        self._pinned.withdraw()
         for part in self._parts:
             part.registration.cancel_weights()
         seconds = self._config.shutdown_drain_s
