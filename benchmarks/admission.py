@@ -27,8 +27,9 @@ from benchmarks.stepped import ALWAYS, AUTO, COMPUTED, POLICIES
 _SHORT, _LONG = 1024, 7936
 _MANY = 16
 FULL, FROZEN = math.inf, 0.0
-#: Rounds of a point before those that count: the engine learns the storage's speed.
+#: Rounds of a point before those that count, and seconds: the engine learns the storage's speed.
 _LEARNING_ROUNDS = 4
+_LEARNING_SECONDS = 20.0
 _LEARNING_LOADS = 12
 #: Where loading everything takes minutes, it is done only so often.
 _FEW = 3
@@ -178,27 +179,29 @@ def _measure(
     means: dict[str, list[float]] = {policy: [] for policy in POLICIES}
     each: dict[str, list[float]] = {policy: [] for policy in POLICIES}
     loaded: dict[str, int] = dict.fromkeys(POLICIES, 0)
-    refused = 0.0
     rounds = settings.pairs(point.rounds)
-    for number in range(-_LEARNING_ROUNDS, rounds):
-        settings.progress(f"{point.row.work}: round {number + 1} of {rounds}")
+
+    def chosen(number: int) -> list[list[int]]:
         first = number * point.requests
-        chosen = [prompts[(first + place) % _MANY] for place in range(point.requests)]
+        return [prompts[(first + place) % _MANY] for place in range(point.requests)]
+
+    settings.progress(f"{point.row.work}: the engine learns")
+    until, learned = time.monotonic() + (0.0 if settings.quick else _LEARNING_SECONDS), 0
+    while learned < _LEARNING_ROUNDS or time.monotonic() < until:
+        _set_rate(engine, mount, point.rate, chosen(learned))
+        engine.call("serve", prompts=chosen(learned), policy=AUTO)
+        learned += 1
+    for number in range(rounds):
+        settings.progress(f"{point.row.work}: round {number + 1} of {rounds}")
         turn = number % len(POLICIES)
         for policy in (*POLICIES[turn:], *POLICIES[:turn]):
-            if policy == ALWAYS and point.rate < 10e6 and not 0 <= number < _FEW:
+            if policy == ALWAYS and point.rate < 10e6 and number >= _FEW:
                 continue
-            if policy != AUTO and number < 0:
-                continue
-            _set_rate(engine, mount, point.rate, chosen)
-            reply = engine.call("serve", prompts=chosen, policy=policy)
-            if number < 0:
-                continue
+            _set_rate(engine, mount, point.rate, chosen(number))
+            reply = engine.call("serve", prompts=chosen(number), policy=policy)
             means[policy].append(statistics.fmean(reply["first"]))
             each[policy] += reply["first"]
             loaded[policy] += sum(reply["loaded"])
-            if policy == AUTO:
-                refused += reply["refused"]
     mount.clear()
     if loaded[COMPUTED]:
         raise ChildError(f"{loaded[COMPUTED]} tokens were found under a name that was never stored")
@@ -211,7 +214,7 @@ def _measure(
         point.row,
         ours=means[AUTO][:pairs],
         floors=means[best][:pairs],
-        note=f"s: {note}; p99 {tails}; auto loaded {loaded[AUTO] / asked:.0%}, refused {refused:g}",
+        note=f"s: {note}; p99 {tails}; auto loaded {loaded[AUTO] / asked:.0%}",
         extra={
             "rate": None if math.isinf(point.rate) else point.rate,
             "tokens": point.tokens + REST_TOKENS,
@@ -219,7 +222,6 @@ def _measure(
             "means": means,
             "requests": each,
             "loaded_tokens": loaded,
-            "refused_hits": refused,
             "floor_policy": best,
         },
     )

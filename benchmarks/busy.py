@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.child import Child
@@ -55,18 +56,27 @@ def _row(source: str, others: str) -> Row:
     )
 
 
+#: In each such time one hit is asked for, while the tokens of others are counted.
+_WINDOW_SECONDS = 1.0
+_DECODES = Row(
+    "busy/decodes",
+    f"a token of {_OTHERS['answers'][0]} answers, beside a hit of {HIT_TOKENS} tokens every"
+    f" {_WINDOW_SECONDS:g} s from {_SOURCES['step']}",
+    "the same beside hits in vLLM's in-memory prefix cache",
+    goal=Goal(1.03),
+)
 _ROWS = {(source, others): _row(source, others) for source in _SOURCES for others in _OTHERS}
 
 
 def bench_busy(settings: Settings) -> Iterator[Row]:
     """Measure hits beside requests that others run all the time."""
-    yield from guarded(settings, list(_ROWS.values()), _rows)
+    yield from guarded(settings, [*_ROWS.values(), _DECODES], _rows)
 
 
 def _rows(settings: Settings) -> Iterator[Row]:
     run = EngineRun(settings, find_model(settings), "busy")
     pairs = settings.pairs(_PAIRS)
-    prompts = len(_OTHERS) * (pairs + WARM_UP_PAIRS + 1)
+    prompts = (len(_OTHERS) + 1) * (pairs + WARM_UP_PAIRS + 1)
     for source in reversed(_SOURCES):
         options: dict[str, Any] = {"shared_storage_path": str(run.shelf)}
         arguments = {**_ENGINE, "kv_cache_memory_bytes": 32 * run.prompt_bytes()}
@@ -89,21 +99,17 @@ def _rows(settings: Settings) -> Iterator[Row]:
             run.seed = _SEED
             for others in _OTHERS:
                 yield _measure(settings, run, engine, _ROWS[source, others], others, pairs)
+            if source == "step":
+                yield _measure_others(settings, run, engine, pairs)
 
 
 def _measure(
     settings: Settings, run: EngineRun, engine: Child, row: Row, others: str, pairs: int
 ) -> Row:
     pauses = random.Random(0)  # noqa: S311  not for secrets
-    count, prompt_tokens, answer_tokens = _OTHERS[others]
     before = run.prompt()
     warm(engine, before, HIT_TOKENS)
-    seed = run.seed
-    run.seed = 3 * _SEED
-    engine.call(
-        "occupy", prompts=[run.prompt(prompt_tokens) for _ in range(count)], tokens=answer_tokens
-    )
-    run.seed = seed
+    _occupy(run, engine, others)
     measured = hits_beside_memory(
         settings,
         run,
@@ -115,3 +121,37 @@ def _measure(
     )
     engine.call("relieve")
     return measured
+
+
+def _occupy(run: EngineRun, engine: Child, others: str) -> None:
+    """Let others run requests, until ``relieve``."""
+    count, prompt_tokens, answer_tokens = _OTHERS[others]
+    seed = run.seed
+    run.seed = 3 * _SEED
+    engine.call(
+        "occupy", prompts=[run.prompt(prompt_tokens) for _ in range(count)], tokens=answer_tokens
+    )
+    run.seed = seed
+
+
+def _measure_others(settings: Settings, run: EngineRun, engine: Child, pairs: int) -> Row:
+    """Measure what hits within the step cost the answers of others."""
+    before = run.prompt()
+    warm(engine, before, HIT_TOKENS)
+    _occupy(run, engine, "answers")
+    times: tuple[list[float], list[float]] = ([], [])
+    for pair in range(-WARM_UP_PAIRS, pairs):
+        settings.progress(f"{_DECODES.work}: pair {pair + 1} of {pairs}")
+        prompt = run.prompt()
+        turns = [(0, prompt, HIT_TOKENS), (1, before, 0)]
+        for side, tokens, shelf in turns if pair % 2 else turns[::-1]:
+            begin = engine.call("others")
+            warm(engine, tokens, shelf)
+            time.sleep(max(0.0, begin["seconds"] + _WINDOW_SECONDS - time.perf_counter()))
+            end = engine.call("others")
+            if pair >= 0:
+                passed = end["seconds"] - begin["seconds"]
+                times[side].append(passed / max(1, end["tokens"] - begin["tokens"]))
+        before = prompt
+    engine.call("relieve")
+    return replace(_DECODES, ours=times[0], floors=times[1])

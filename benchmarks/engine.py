@@ -56,11 +56,11 @@ ONE_PROCESS: Mapping[str, Any] = {
 
 
 def kvshelf_connector(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the ``kv_transfer_config`` of kvshelf with these options."""
+    """Return the ``kv_transfer_config`` of kvshelf with these options, to load every hit."""
     return {
         "kv_connector": "KVShelfConnector",
         "kv_connector_module_path": "kvshelf.vllm.connector",
-        "kv_connector_extra_config": dict(options),
+        "kv_connector_extra_config": {"admission": "always", **options},
     }
 
 

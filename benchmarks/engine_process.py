@@ -8,7 +8,7 @@ Modes
 -----
 ``engine``
     An ``AsyncLLM``; commands ``generate``, ``ask``, ``decode``, ``hold``, ``let_go``,
-    ``occupy``, ``relieve`` and ``stop``.
+    ``occupy``, ``others``, ``relieve`` and ``stop``.
 ``stepped``
     A :class:`~benchmarks.stepped.SteppedEngine`; commands ``serve``, ``fill`` and ``stop``.
 ``scheduler``
@@ -59,6 +59,7 @@ class _Engine:
         self._number = 0
         self._held: list[asyncio.Task[None]] = []
         self._others: list[asyncio.Task[None]] = []
+        self._other_tokens = 0
 
     async def generate(self, prompts: list[list[int]]) -> dict[str, Any]:
         """Run prompts one after another, each for one token.
@@ -204,8 +205,15 @@ class _Engine:
             self._number += 1
             name = f"request-{self._number}"
             asked: Any = {"prompt_token_ids": prompt, "cache_salt": name}
-            async for _ in self._engine.generate(asked, parameters, name):
-                pass
+            seen = 0
+            async for answer in self._engine.generate(asked, parameters, name):
+                length = len(answer.outputs[0].token_ids)
+                self._other_tokens += length - seen
+                seen = length
+
+    async def others(self) -> dict[str, Any]:
+        """Return how many tokens the requests of :meth:`occupy` have got, and the time."""
+        return {"tokens": self._other_tokens, "seconds": time.perf_counter()}
 
     async def relieve(self) -> dict[str, Any]:
         """Abort what :meth:`occupy` runs."""

@@ -58,7 +58,7 @@ class SteppedEngine:
         -------
         dict
             ``first``: seconds to the first token of each; ``loaded``: tokens of each that were
-            not computed; ``refused``: hits that were refused.
+            not computed.
         """
         from vllm import SamplingParams
 
@@ -67,7 +67,6 @@ class SteppedEngine:
             raise RuntimeError("vLLM could not empty its prefix cache")
         self._scheduler.admission.always = policy == ALWAYS
         parameters = SamplingParams(temperature=0.0, detokenize=False, max_tokens=1)
-        refused = self._refused()
         first: dict[str, float] = {}
         loaded: dict[str, int] = {}
         names = []
@@ -88,7 +87,6 @@ class SteppedEngine:
         return {
             "first": [first[name] for name in names],
             "loaded": [loaded[name] for name in names],
-            "refused": self._refused() - refused,
         }
 
     async def fill(self, prompts: list[list[int]], tokens: int, *, inert: bool) -> dict[str, Any]:
@@ -143,10 +141,6 @@ class SteppedEngine:
 
         config, caches = self._connector._vllm_config, self._connector._kv_cache_config
         return InertConnector(config, KVConnectorRole.SCHEDULER, caches)
-
-    def _refused(self) -> float:
-        found: float = self._scheduler.counters.snapshot().get("refused_hits", 0.0)
-        return found
 
     def stop(self) -> dict[str, Any]:
         """Shut the engine down."""

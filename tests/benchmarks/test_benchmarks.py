@@ -328,7 +328,8 @@ def test_engines_are_compared(tmp_path: Path) -> None:
     command = ["engine", "--pairs", "2", "--model", str(model), "--json", str(file)]
     assert bench.main(command) == 0
     rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
-    assert set(rows) == {"engine/cold", "engine/cold-burst", "engine/warm", "engine/warm-s3"}
+    names = ("cold", "cold-burst", "warm", "warm-bytes", "warm-s3")
+    assert set(rows) == {f"engine/{name}" for name in names}
     for row in rows.values():
         assert row["skipped"] is None
         assert row["pairs"] == 2
