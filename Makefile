@@ -87,7 +87,7 @@ bench: venv  ## measure; prints a table
 	@$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 .PHONY: soak
-soak: venv  ## two engines on a shelf that is damaged all the time, 10 minutes
+soak: venv  ## three engines on a shelf that is damaged all the time, 10 minutes
 	@$(BIN)/python tests/soak/soak.py $(SOAK_ARGS)
 
 .PHONY: wheels

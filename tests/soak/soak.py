@@ -1,11 +1,11 @@
-"""Two vLLM engines on one shelf that is damaged all the time: is every answer still right?
+"""Three vLLM engines on one shelf that is damaged all the time: is every answer still right?
 
 Run it by ``make soak``. An engine with the inert connector first answers every prompt of a random
-pool: the reference. Then two engines, with equal settings and the shelf between them, answer
-prompts of the pool for as long as asked, while another thread spoils objects, takes them away,
-changes permissions, fills the filesystem, stops its writes, makes it read-only and removes the
-shelf as a whole, and mends each of these after a while. In the end all is mended, and the engines
-must share chunks again without a restart.
+pool: the reference. Then two engines with equal settings, and one that has a memory tier, loads
+within its steps and has few blocks, answer prompts of the pool for as long as asked, on one shelf.
+Another thread spoils objects, takes them away, changes permissions, fills the filesystem, stops its
+writes, makes it read-only and removes the shelf as a whole, and mends each of these after a while.
+In the end all is mended, and the engines must share chunks again without a restart.
 
 Everything computes in float32, each engine on one core. An answer whose tokens differ from the
 reference's is a failure, unless where they first differ the reference's token was ahead of its
@@ -13,7 +13,7 @@ best rival by less than :data:`TOLERANCE` nats: the order of sums depends on the
 in any vLLM. What else is a failure: an answer that takes longer than :data:`LONGEST`, an engine
 that ends, a traceback in an engine's log, chunks that are not shared again in the end.
 
-The memory, threads and open files of both engines' processes are sampled and reported.
+The memory, threads and open files of all engines' processes are sampled and reported.
 
 Where the program may mount (as root), the shelf is an ext4 filesystem of its own in a file;
 elsewhere it is a plain directory, and the faults that need a filesystem are left out, which the
@@ -67,6 +67,18 @@ SETTINGS: dict[str, Any] = {
     "max_model_len": 2048,
     "kv_cache_memory_bytes": 32 << 20,
     "max_num_batched_tokens": 1024,
+}
+#: What an engine has of its own, by name.
+ENGINES: dict[str, dict[str, Any]] = {
+    "A": {},
+    "B": {},
+    # Its worker is in the process of the scheduler. A few requests fill its cache.
+    "C": {
+        "extra_config": {"memory_tier": {"max_bytes": "48MiB"}},
+        "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
+        "env": {"OMP_NUM_THREADS": "1"},
+        "kv_cache_memory_bytes": 9 << 20,
+    },
 }
 
 
@@ -132,6 +144,7 @@ class Report:
     near_ties: list[dict[str, Any]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     shelf_tokens: int = 0
+    preemptions: int = 0
     prompt_tokens: int = 0
     longest_answer: float = 0.0
     faults: dict[str, int] = field(default_factory=dict)
@@ -562,6 +575,7 @@ def collect(engines: dict[str, Engine], report: Report) -> None:
                 if name.startswith("vllm:kvshelf_") and name.endswith("_total")
             }
         )
+        report.preemptions += int(metrics["vllm:num_preemptions_total"])
         report.shelf_tokens += int(metrics["vllm:external_prefix_cache_hits_total"])
         report.prompt_tokens += int(metrics["vllm:prompt_tokens_total"])
 
@@ -577,18 +591,20 @@ def run(seconds: float, folder: Path, seed: int, pool: int) -> Report:
     ground = Ground(folder)
     engines: dict[str, Engine] = {}
     try:
-        for i, name in enumerate("AB"):
+        for i, (name, own) in enumerate(ENGINES.items()):
+            shared = {
+                "shared_storage_path": str(ground.shelf),
+                "staging_bytes": "64MiB",
+                # Loads are compared, also where computing is sooner.
+                "admission": "always",
+            }
             engines[name] = Engine(
                 model,
                 folder / f"{name}.log",
                 connector=SHELF_CONNECTOR,
-                extra_config={
-                    "shared_storage_path": str(ground.shelf),
-                    "staging_bytes": "64MiB",
-                },
                 core=cores[i % len(cores)],
                 heed_permissions=True,
-                **SETTINGS,
+                **SETTINGS | own | {"extra_config": shared | own.get("extra_config", {})},
             )
         for engine in engines.values():
             engine.wait_ready()
@@ -633,6 +649,7 @@ def show(report: Report) -> None:
         "failures": len(report.failures),
         "prompt tokens": report.prompt_tokens,
         "of these from the shelf": report.shelf_tokens,
+        "preemptions": report.preemptions,
         "longest answer, s": round(report.longest_answer, 2),
         "shared again after, s": report.recovery_seconds,
     }.items():
@@ -644,7 +661,7 @@ def show(report: Report) -> None:
     for name in report.left_out:
         table.add_row(f"left out: {name}", "0")
     console.print(table)
-    table = Table("counter", "A", "B", title="counted by the engines", title_justify="left")
+    table = Table("counter", *ENGINES, title="counted by the engines", title_justify="left")
     for name in sorted({name for counters in report.counters for name in counters}):
         row = [f"{counters.get(name, 0):,.0f}" for counters in report.counters]
         table.add_row(name, *row)
