@@ -153,7 +153,7 @@ class AdmissionRule:
 
         With few chunks at once, their answers are waited for again and again.
         """
-        return hit.nbytes + before.beside(hit), hit.chunks / at_once
+        return hit.nbytes + before.beside(hit), -(-hit.chunks // at_once)
 
     def at_once(self, hit: Hit, before: Before) -> int:
         """Return how many chunks are read at once, so that the first are there before a cut."""
