@@ -82,10 +82,10 @@ class Point:
 
 
 POINTS = (
-    Point(FULL, _SHORT),
-    Point(10e6, _SHORT),
-    Point(2e6, _SHORT),
-    Point(FULL, _SHORT, _MANY, 7),
+    Point(FULL, _SHORT, rounds=31),
+    Point(10e6, _SHORT, rounds=31),
+    Point(2e6, _SHORT, rounds=31),
+    Point(FULL, _SHORT, _MANY, 15),
     Point(50e6, _SHORT, _MANY, 7),
     Point(10e6, _SHORT, _MANY, 7),
     Point(FULL, _LONG),
@@ -94,7 +94,7 @@ POINTS = (
     Point(10e6, _LONG),
     Point(2e6, _LONG),
     Point(FULL, _LONG, _MANY, _FEW),
-    Point(FROZEN, _LONG, rounds=5),
+    Point(FROZEN, _LONG),
 )
 #: Where more than 300 requests by each policy show the slowest ones.
 TAILS = tuple(Point(rate, _SHORT, _MANY, 19, "tails") for rate in (FULL, 50e6, 10e6, 2e6))
@@ -242,7 +242,8 @@ def half_interval(samples: Sequence[float]) -> float:
 
 def _student(freedom: int) -> float:
     """Return the 97.5 % quantile of Student's t."""
-    table = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 8: 2.31, 14: 2.14, 18: 2.10}
+    table = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 8: 2.31}
+    table |= {14: 2.14, 18: 2.10, 30: 2.04}
     return table[max(known for known in table if known <= freedom)]
 
 

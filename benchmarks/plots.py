@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import statistics
 import sys
@@ -206,9 +207,12 @@ def plot_admission(report: Mapping[str, Any]) -> Picture:
     for row in report["rows"]:
         means = {policy: row["extra"]["means"][policy] for policy in _POLICIES}
         best = min(statistics.fmean(means[policy]) for policy in (COMPUTED, ALWAYS))
-        found = [Dot(*[statistics.fmean(means[policy]) / best] * 3) for policy in _POLICIES]
-        half = half_interval(means[AUTO]) / best
-        found[-1] = Dot(found[-1].value, found[-1].value - half, found[-1].value + half)
+        found = []
+        for policy in _POLICIES:
+            mean = statistics.fmean(means[policy])
+            half = half_interval(means[policy]) if policy == AUTO else 0.0
+            times = (mean, max(mean - half, 0.1 * best), mean + half)
+            found.append(Dot(*(math.log2(each / best) for each in times)))
         tokens, count = row["extra"]["tokens"], len(row["extra"]["requests"][AUTO])
         at_once = count // len(means[AUTO])
         rows.append(
@@ -218,8 +222,8 @@ def plot_admission(report: Mapping[str, Any]) -> Picture:
                 found,
             )
         )
-    ticks = (0.5, 1.0, 1.5, 2.0, 2.5, 3.0)
-    dots(picture, list(_POLICIES.values()), rows, Scale(0.5, 3.0, ticks, lambda v: f"{v:g}×"))
+    scale = Scale(-1.0, 4.25, range(-1, 5), lambda value: f"{2**value:g}×")
+    dots(picture, list(_POLICIES.values()), rows, scale)
     return picture
 
 

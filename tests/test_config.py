@@ -49,6 +49,7 @@ def test_defaults_need_nothing() -> None:
     assert config.staging_bytes is None
     assert config.least_staging == 1 << 30
     assert config.lookup_budget_ms == 0.2
+    assert config.admission == "auto"
     assert config.shutdown_drain_s == 4.0
     assert not config.read_only
     assert not config.save_decode

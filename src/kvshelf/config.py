@@ -441,14 +441,15 @@ class Config(BaseSettings):
     to their blocks beside it, as on CPUs. Without it they write behind that pass: 50 to 400 ms
     later where it computes a long prompt. No effect with sliding windows, states or speculative
     decoding. Off until a GPU has run it."""
-    admission: Literal["auto", "always"] = "always"
-    """Which hits are loaded. `always` loads every hit. `auto` loads a hit only where that is
-    expected to be sooner than computing its tokens, by the times that the engine's own steps and
-    loads have taken, and computes what a load does not bring in time. It is new, and few storages
-    have been tried with it. What another engine hands over is always loaded."""
+    admission: Literal["auto", "always"] = "auto"
+    """Which hits are loaded. `auto` loads a hit only where that is expected to be sooner than
+    computing its tokens, by the times that the engine's own steps and loads have taken, and
+    computes what a load does not bring in time; until it has timed 16 steps with prompts and 8
+    loads, it loads every hit. `always` loads every hit. What another engine hands over is always
+    loaded."""
     min_load_tokens: _Count = Field(default=0, ge=0)
-    """With `admission: auto`, compute hits of fewer tokens, whatever their loads would take.
-    Hand-overs are loaded all the same."""
+    """Unless `admission` is `always`, compute hits of fewer tokens, whatever their loads would
+    take. Hand-overs are loaded all the same."""
     sync_load_bytes: Annotated[_Size, Field(ge=0)] = ByteSize(64 << 20)
     """Most bytes that one step loads before it computes. A hit that lies in the memory tier as a
     whole is loaded in the step in which vLLM asks for it, and its request goes on at once; other
