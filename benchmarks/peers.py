@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
-from importlib import import_module, metadata
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -82,15 +82,12 @@ class Peer:
     start : Callable
         Starts what it needs on a folder, with an empty folder for logs, closed by the stack;
         returns ``kv_transfer_config``.
-    package : str
-        Of the distribution whose version is named.
     module : str
         Must be importable.
     """
 
     name: str
     start: Callable[[ExitStack, Path, Path], Mapping[str, Any]]
-    package: str
     module: str = "vllm"
 
 
@@ -123,7 +120,11 @@ def _lmcache(stack: ExitStack, folder: Path, logs: Path) -> Mapping[str, Any]:
         *("--l2-adapter", f'{{"type": "fs", "base_path": "{folder}"}}'),
     ]
     process = subprocess.Popen(  # noqa: S603  a command of our own
-        command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        command,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env={**os.environ, "DO_NOT_TRACK": "1"},
     )
 
     def stop() -> None:
@@ -157,11 +158,11 @@ def _wait_listening(port: int, process: subprocess.Popen[bytes], log: str) -> No
 
 
 PEERS: Final = (
-    Peer(COMPUTING, _inert, "vllm"),
-    Peer("kvshelf", _kvshelf, "kvshelf"),
-    Peer("kvshelf with a node server", _kvshelf_served, "kvshelf"),
-    Peer("LMCache", _lmcache, "lmcache", "lmcache"),
-    Peer("ExampleConnector", _example, "vllm"),
+    Peer(COMPUTING, _inert),
+    Peer("kvshelf", _kvshelf),
+    Peer("kvshelf with a node server", _kvshelf_served),
+    Peer("LMCache", _lmcache, "lmcache"),
+    Peer("ExampleConnector", _example),
 )
 
 
@@ -390,7 +391,7 @@ def _rows(settings: Settings) -> Iterator[Row]:
     for peer in PEERS:
         if find_spec(peer.module) is None:
             for work in WORKS:
-                yield replace(_row(peer, work), skipped=f"{peer.package} is not installed")
+                yield replace(_row(peer, work), skipped=f"{peer.module} is not installed")
             continue
         measured = _Measured(settings, peer, models)
         try:
@@ -426,7 +427,7 @@ def _measured_rows(peer: Peer, found: _Found, computed: _Found) -> Iterator[Row]
             ours=first,
             floors=computed.first[work],
             note=note,
-            extra={"version": metadata.version(peer.package), "cached": found.cached[work]},
+            extra={"cached": found.cached[work]},
         )
 
 

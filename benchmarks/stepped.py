@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+from importlib import import_module
 from typing import Any, Final
 
 _DRAIN_SECONDS: Final = 120.0
@@ -89,7 +90,9 @@ class SteppedEngine:
             "loaded": [loaded[name] for name in names],
         }
 
-    async def fill(self, prompts: list[list[int]], tokens: int, *, inert: bool) -> dict[str, Any]:
+    async def fill(
+        self, prompts: list[list[int]], tokens: int, *, inert: bool, filesystem: int | None
+    ) -> dict[str, Any]:
         """Run prompts at once, each for several tokens; vLLM's own cache is empty before.
 
         Parameters
@@ -99,16 +102,20 @@ class SteppedEngine:
             Of each answer.
         inert : bool
             With a connector that does nothing in place of kvshelf's.
+        filesystem : int, optional
+            The process that serves the shelf's filesystem.
 
         Returns
         -------
         dict
             ``seconds``: until the last answer has ended; ``storing``: until all stores had ended
-            after that.
+            after that; ``steps``; and the processor time until the last answer of this process and
+            of that of the filesystem.
         """
         from vllm import SamplingParams
         from vllm.distributed.kv_transfer import kv_transfer_state as state
 
+        psutil: Any = import_module("psutil")
         engine = self._engine
         if not engine.reset_prefix_cache():
             raise RuntimeError("vLLM could not empty its prefix cache")
@@ -116,10 +123,16 @@ class SteppedEngine:
         parameters = SamplingParams(
             temperature=0.0, detokenize=False, max_tokens=tokens, ignore_eos=True
         )
+        processes = [psutil.Process(pid) for pid in (os.getpid(), filesystem) if pid is not None]
+
+        def processor() -> list[float]:
+            return [sum(process.cpu_times()[:2]) for process in processes]
+
         if inert:
             scheduler.connector = state._KV_CONNECTOR_AGENT = self._inert()
+        steps = 0
         try:
-            begin = time.perf_counter()
+            used, begin = processor(), time.perf_counter()
             for prompt in prompts:
                 self._number += 1
                 engine.add_request(
@@ -127,12 +140,19 @@ class SteppedEngine:
                 )
             while engine.has_unfinished_requests():
                 engine.step()
+                steps += 1
             ended = time.perf_counter()
+            used = [after - before for after, before in zip(processor(), used, strict=True)]
         finally:
             scheduler.connector, state._KV_CONNECTOR_AGENT = self._connector, worker
         if worker.drain(_DRAIN_SECONDS):
             raise RuntimeError("the stores did not end")
-        return {"seconds": ended - begin, "storing": time.perf_counter() - ended}
+        return {
+            "seconds": ended - begin,
+            "storing": time.perf_counter() - ended,
+            "steps": steps,
+            "processor_seconds": used,
+        }
 
     def _inert(self) -> Any:
         from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole

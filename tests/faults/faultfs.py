@@ -429,6 +429,12 @@ class FaultMount:
         """Whether the filesystem's process runs."""
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def pid(self) -> int:
+        """Of the filesystem's process."""
+        assert self._process is not None
+        return self._process.pid
+
     def died(self, seconds: float = _START_SECONDS / 2) -> bool:
         """Wait for a rule to have killed the process; whether it did."""
         assert self._process is not None
