@@ -37,6 +37,7 @@ from benchmarks.near import bench_tier
 from benchmarks.objects import bench_load, bench_publish
 from benchmarks.peers import bench_peers
 from benchmarks.remote import bench_s3
+from benchmarks.replicas import bench_replicas
 from benchmarks.report import describe_machine, make_report, markdown, print_report
 from benchmarks.saturated import bench_saturated
 from benchmarks.scale import bench_scale
@@ -66,6 +67,7 @@ GROUPS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "peers": bench_peers,
     "scale": bench_scale,
     "together": bench_together,
+    "replicas": bench_replicas,
     "busy": bench_busy,
     "saturated": bench_saturated,
     "handover": bench_handover,
@@ -75,7 +77,17 @@ GROUPS: dict[str, Callable[[Settings], Iterator[Row]]] = {
 }
 _ONLY_WHEN_ASKED = (
     *("waits", "lengths", "hybrid", "server", "admission", "tails", "fs-tier", "peers"),
-    *("scale", "together", "busy", "saturated", "handover", "capacity", "gc", "startup"),
+    *(
+        "scale",
+        "together",
+        "replicas",
+        "busy",
+        "saturated",
+        "handover",
+        "capacity",
+        "gc",
+        "startup",
+    ),
 )
 _INTERRUPTED = 130
 

@@ -219,6 +219,19 @@ def test_the_work_on_the_bytes_is_added_to_each_floor(tmp_path: Path, read: bool
 
 
 @pytest.mark.slow
+def test_replicas_serve_a_trace_from_one_shelf(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    assert bench.main(["replicas", "--quick", "--pairs", "1", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["name"] for row in rows] == ["replicas/directory", "replicas/s3"]
+    for row in rows:
+        if not row["skipped"]:
+            [many], [alone] = row["extra"]["many"], row["extra"]["alone"]
+            assert 0 < many["hits"] <= alone["hits"] < row["extra"]["chunks"]
+            assert not many["failed"] + alone["failed"]
+
+
+@pytest.mark.slow
 def test_four_processes_are_measured_with_a_node_server_and_without(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     assert bench.main(["together", "--quick", "--pairs", "1", "--json", str(file)]) == 0
