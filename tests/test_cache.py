@@ -803,6 +803,17 @@ def test_full_staging_makes_submitted_stores_drop_and_blocking_ones_wait(
     assert fetch(cache, tokens) == len(tokens)
 
 
+def test_stores_are_bounded_in_bytes_per_second(make: Make) -> None:
+    cache = make(store_bytes_per_s=1, io_threads=2)
+    tokens = prompt(3 * CHUNK)
+    storing = cache.submit_store(tokens, kv=truth(tokens))
+    until(lambda: cache.counters.snapshot().get("stored_chunks") == 1)
+    assert not storing.poll()
+    cache.close()
+    report = storing.result(PATIENCE)
+    assert (report.published, report.dropped + report.failed + report.pending) == (1, 2)
+
+
 def test_a_closed_cache_refuses_and_its_stores_are_on_the_shelf(make: Make) -> None:
     cache = make(drain_s=PATIENCE)
     tokens = prompt(3 * CHUNK)

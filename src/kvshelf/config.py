@@ -431,6 +431,11 @@ class Config(BaseSettings):
     wait until there is room, as long as their request runs; what is left then, windows and states
     are dropped and counted. The engine never waits for it. The kinds of KV of a hybrid model share
     it, and each needs enough for two chunks."""
+    store_bytes_per_s: Annotated[_Size, Field(gt=0)] | None = None
+    """Most bytes per second that each worker stores, on average, such as `200MB`. Chunks wait in
+    staging for their turn; what finds no room there while its request runs is dropped and counted.
+    Hand-overs are stored at once. If it is not set, stores write as fast as the storage takes
+    them."""
     io_threads: _Count | None = Field(default=None, ge=1, le=256)
     """Threads that read objects in each worker. If it is set, half as many write objects. If it is
     not set, the number depends on the storage: 2 for a local disk, where they compete with the

@@ -118,6 +118,20 @@ def test_a_prompt_larger_than_staging_is_stored_in_one_pass(
     assert loaded(start, engine, tokens) == CHUNKS * CHUNK
 
 
+def test_an_engine_stores_no_faster_than_its_bytes_per_second(
+    backend: FaultyBackend, storage: threading.Event, start: Callable[..., MiniVllm]
+) -> None:
+    storage.set()
+    engine = start(
+        staging=1 << 20, config={"store_bytes_per_s": 1, "io_threads": 2, "shutdown_drain_s": 0.0}
+    )
+    engine.add(Request("r", prompt(3 * CHUNK + 1), max_tokens=2))
+    engine.run()
+    until(lambda: count(engine, "stored_chunks") == 1)
+    assert side_of(engine).drain(0.0) == 2
+    assert stored(backend) == 1
+
+
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_what_is_postponed_at_the_end_of_a_request_is_dropped_and_counted(
     backend: FaultyBackend, storage: threading.Event, start: Callable[..., MiniVllm], runner: str

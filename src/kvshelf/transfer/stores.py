@@ -15,9 +15,10 @@ Dropped chunks: staging bounds the memory, and since the engine's step must not 
 without free staging is dropped, unless its caller offers it again. What was dropped or published is
 remembered (:mod:`kvshelf.transfer.known_chunks`), and decides about the chunks behind it.
 
-Promised stores: another engine waits for these chunks. They are published before all others, and
-where staging is used up they take it from queued stores that are not promised, from the last one
-on. A store that is running, or whose copy from a device has not ended, keeps its staging.
+Promised stores: another engine waits for these chunks. They are published before all others, at
+once even where the bytes per second are bounded (:mod:`kvshelf.transfer.pace`), and where staging
+is used up they take it from queued stores that are not promised, from the last one on. A store that
+is running, or whose copy from a device has not ended, keeps its staging.
 
 Contracts
 ---------
@@ -307,10 +308,13 @@ class Stores(TransferHalf):
     def _next_job(self) -> _StoreJob | None:
         """Return the next chunk to store, waiting for one; None at the end."""
         with self._lock:
-            while not (self._promised or self._queue):
-                if self._closing:
+            while not self._promised:
+                pause = self._context.pace.seconds() if self._queue else None
+                if pause == 0:
+                    break
+                if self._closing and pause is None:
                     return None
-                self._work.wait()
+                self._work.wait(pause)
             job = (self._promised or self._queue).popleft()
             self._running[threading.get_ident()] = job
             return job
@@ -348,6 +352,7 @@ class Stores(TransferHalf):
                     about=("load", name),
                 )
         if written:
+            self._context.pace.wrote(written)
             self._context.count("stored_chunks")
             self._context.count("stored_bytes", written)
         else:
