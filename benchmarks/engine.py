@@ -89,12 +89,14 @@ class EngineRun:
         mode: str = "engine",
         cache: str = "",
         options: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
         **arguments: Any,
     ) -> Child:
         """Start an engine; it is ready when it replies to its first command.
 
         `connector` is the ``kv_transfer_config`` of another connector than kvshelf, `mode` the kind
-        of child. `options` are kvshelf's options; the path of the shelf when absent.
+        of child. `options` are kvshelf's options; the path of the shelf when absent. `env` are
+        further variables.
         """
         if connector is None:
             connector = kvshelf_connector(options or {"shared_storage_path": str(self.shelf)})
@@ -115,7 +117,7 @@ class EngineRun:
         return Child(
             mode,
             self._logs / f"{name}.txt",
-            env={"KVSHELF_CACHE_DIR": str(self._cache / cache)},
+            env={"KVSHELF_CACHE_DIR": str(self._cache / cache), **(env or {})},
             kv_transfer_config={"kv_role": "kv_both", **connector},
             **settings,
         )

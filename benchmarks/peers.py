@@ -326,7 +326,10 @@ class _Measured:
                 self._ask(engine, [prompt])
             self._measure("slow", engine, prompts.single)
             mount.clear()
-        self._try("ranks", "has two ranks", prompts.single, tensor_parallel_size=2)
+        # vLLM wants a NUMA node for each rank unless it is told where they run.
+        cores = sorted(os.sched_getaffinity(0))
+        env = {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
+        self._try("ranks", "has two ranks", prompts.single, tensor_parallel_size=2, env=env)
         self._use(1)
         self._try("weights", "has other weights", prompts.single)
         self._use(0)
