@@ -32,7 +32,7 @@ from benchmarks.measure import (
     median,
     percentile,
 )
-from benchmarks.peers import damage
+from benchmarks.peers import _differing, damage
 from benchmarks.plots import first_tokens, make
 from benchmarks.settings import Settings
 
@@ -216,6 +216,13 @@ def test_the_work_on_the_bytes_is_added_to_each_floor(tmp_path: Path, read: bool
     assert (row.name, row.ours, row.extra["bytes"]) == ("bytes", [3.0, 4.0], 2 << 20)
     assert ("one read" in row.floor) is read
     assert all(0 < a - b < 1 for a, b in zip(row.floors, measured.floors, strict=True))
+
+
+def test_an_answer_is_right_if_computing_or_a_hit_in_memory_gives_it() -> None:
+    computed, in_memory = [[1, 2], [3, 4], [5, 6]], [[1, 2], [3, 7], [5, 6]]
+    assert _differing([[1, 2], [3, 7], [5, 6]], computed, in_memory) == "0 of 3 answers differ"
+    assert _differing([[1, 2], [3, 7], [5, 6]], computed) == "1 of 3 answers differ"
+    assert _differing(None, computed) == "the engine ended"
 
 
 @pytest.mark.slow
