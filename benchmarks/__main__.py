@@ -77,17 +77,8 @@ GROUPS: dict[str, Callable[[Settings], Iterator[Row]]] = {
 }
 _ONLY_WHEN_ASKED = (
     *("waits", "lengths", "hybrid", "server", "admission", "tails", "fs-tier", "peers"),
-    *(
-        "scale",
-        "together",
-        "replicas",
-        "busy",
-        "saturated",
-        "handover",
-        "capacity",
-        "gc",
-        "startup",
-    ),
+    *("scale", "together", "replicas", "busy", "saturated", "handover", "capacity", "gc"),
+    "startup",
 )
 _INTERRUPTED = 130
 

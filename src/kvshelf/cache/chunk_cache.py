@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import ClassVar, Final
@@ -176,7 +175,7 @@ class ChunkCache:
             io_threads=io_threads,
             group_by_salt=group_by_salt,
             check_finite=check_finite,
-            pace=Pace(store_bytes_per_s or math.inf),
+            pace=Pace(store_bytes_per_s),
             timeout=timeout_s,
         )
         #: The views of the namespace's kinds that were made so far.

@@ -22,12 +22,12 @@ class Pace:
 
     Parameters
     ----------
-    bytes_per_second : float
-        By default there is no bound.
+    bytes_per_second : float, optional
+        None: there is no bound.
     """
 
-    def __init__(self, bytes_per_second: float = math.inf) -> None:
-        self._bytes_per_second = bytes_per_second
+    def __init__(self, bytes_per_second: float | None = None) -> None:
+        self._bytes_per_second = math.inf if bytes_per_second is None else bytes_per_second
         self._lock = threading.Lock()
         #: When what was written would have been written at this rate.
         self._until = 0.0

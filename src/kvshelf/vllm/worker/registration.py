@@ -38,7 +38,6 @@ from __future__ import annotations
 import enum
 import functools
 import logging
-import math
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -175,7 +174,7 @@ class Registration:
         self._engine = engine
         self._vllm_config = engine.vllm_config
         self._config = engine.config
-        self._pace = Pace(engine.config.store_bytes_per_s or math.inf)
+        self._pace = Pace(engine.config.store_bytes_per_s)
         self._lock = threading.Lock()
         self.caches: RegisteredCaches | None = None
         self.memories: Memories = {}
