@@ -685,6 +685,7 @@ def test_all_waiting_in_one_step_is_within_the_budget(make: Make) -> None:
     requests = [Request(f"r{i}", prompt(20, i)) for i in range(20)]
     gate, waits = _hold_lookups(side, *requests)
     busy = {"busy": (0, 1)}
+    side.side.new_request(Request("busy", prompt(20, 20)))
     for _ in range(3):
         side.step(busy)
         waits.clear()
@@ -737,7 +738,7 @@ def test_a_look_up_is_not_waited_for_in_vain_where_other_ranks_wait(make: Make) 
     assert all(wait <= 0.2e-3 for wait in waits)
 
 
-@pytest.mark.parametrize(("budget_ms", "idle_seconds"), [(0.2, 2e-3), (5, 5e-3)])
+@pytest.mark.parametrize(("budget_ms", "idle_seconds"), [(0.2, 3e-3), (5, 5e-3)])
 def test_an_idle_step_waits_longer_for_lookups(
     make: Make, budget_ms: float, idle_seconds: float
 ) -> None:
@@ -747,10 +748,41 @@ def test_an_idle_step_waits_longer_for_lookups(
     side.step()
     assert side.side.matched_tokens(request, 0) == (None, False)
     assert waits == [idle_seconds]
+    side.side.new_request(Request("busy", prompt(20, 1)))
     side.step({"busy": (0, 1)})
     side.side.matched_tokens(request, 0)
     assert all(wait <= budget_ms * 1e-3 for wait in waits[1:])
+    # The first request after a pause finds an engine that is idle.
+    side.step({"busy": (1, 1)})
+    side.side.finished("busy")
+    waits.clear()
+    side.side.matched_tokens(request, 0)
+    assert waits == [idle_seconds]
     gate.set()
+
+
+@pytest.mark.parametrize(("tokens", "computed"), [(20, 16), (17, 16), (16, 12), (7, 0), (7, 4)])
+def test_a_request_whose_tokens_vllm_has_waits_for_no_look_up(
+    make: Make, tokens: int, computed: int
+) -> None:
+    side = make()
+    side.put(prompt(tokens))
+    request = Request("r", prompt(tokens))
+    gate, waits = _hold_lookups(side, request)
+    assert side.side.matched_tokens(request, computed) == (0, False)
+    assert waits == []
+    gate.set()
+
+
+def test_a_request_of_which_the_shelf_may_have_more_waits(make: Make) -> None:
+    side = make()
+    side.put(prompt(24))
+    request = Request("r", prompt(25))
+    gate, _ = _hold_lookups(side, request)
+    assert side.side.matched_tokens(request, 16) == (None, False)
+    gate.set()
+    until(lambda: side.lookup("r").done)
+    assert side.side.matched_tokens(request, 16) == (8, True)
 
 
 @pytest.mark.parametrize(
@@ -770,6 +802,7 @@ def test_a_step_waits_for_lookups_for_a_hundredth_of_the_last_one(
     side = make(lookup_budget_ms=budget_ms)
     request = Request("r", prompt(20))
     gate, waits = _hold_lookups(side, request)
+    side.side.new_request(Request("busy", prompt(20, 1)))
     for _ in range(2):
         side.step({"busy": (0, 1)})
     assert side.side.matched_tokens(request, 0) == (None, False)

@@ -56,6 +56,8 @@ class Lookup:
         ``time.monotonic()`` of the answer; until it is there, of the lookup's beginning.
     given_up : bool
         The storage did not answer in time: nothing is known, not even the keys.
+    waited_for : bool
+        A thread waits in :meth:`wait`. It is the one that pauses are made for, so there are none.
     """
 
     tokens: Sequence[int]
@@ -69,6 +71,7 @@ class Lookup:
     log: RateLimitedLog = field(default_factory=lambda: RateLimitedLog(logger))
     cancelled: bool = False
     given_up: bool = False
+    waited_for: bool = False
     chain: KeyChain | None = None
     hit_chunks: int = 0
     full_chunks: int = 0
@@ -89,7 +92,11 @@ class Lookup:
 
     def wait(self, seconds: float) -> bool:
         """Wait for the answer for at most `seconds`; return ``done``."""
-        return self._done.wait(seconds)
+        self.waited_for = True
+        try:
+            return self._done.wait(seconds)
+        finally:
+            self.waited_for = False
 
     def cancel(self) -> None:
         """Note that the answer is not needed any more; the background thread skips it."""
@@ -108,7 +115,8 @@ class Lookup:
         step = chain.chunk_size * _AT_ONCE
         for start in range(chain.tokens, self.count, step):
             chain.extend(self.tokens[start : min(start + step, self.count)])
-            pace.rest()
+            if not self.waited_for:
+                pace.rest()
         return None if self.cancelled else chain
 
     def tail_behind(self, chain: KeyChain) -> Chunk | None:

@@ -448,7 +448,7 @@ class _Rounds:
             answers = iter(probes.send(asks))
             for search, count in asking:
                 search.take(list(islice(answers, count)))
-            self._pace.rest()
+            self._rest()
 
     def _answer(self, lookup: Lookup, found: _Search) -> None:
         search, chain = found
@@ -467,3 +467,7 @@ class _Rounds:
             # The threads that wait for the answer continue before that.
             self._pace.rest()
             search.remember()
+
+    def _rest(self) -> None:
+        if not any(lookup.waited_for for lookup in self._lookups):
+            self._pace.rest()

@@ -5,7 +5,8 @@ answer, counters and the history's reason.
 
 Contracts
 ---------
-* vLLM asks until it gets a number. A request waits for its lookup at most ``lookup_wait_s``.
+* vLLM asks until it gets a number. A request waits for its lookup at most ``lookup_wait_s``, and not
+  at all where no hit may have more than vLLM has in memory.
 * A request that brings a hand-over waits for it first (:mod:`kvshelf.vllm.scheduler.handovers`).
 * While the weights are compared (:mod:`kvshelf.vllm.handshake`), no other request waits.
 * While a storage breaker of the scheduler or of a worker is open there are no hits, and no
@@ -44,6 +45,8 @@ class Outcome(enum.Enum):
     ENDED = enum.auto()
     #: vLLM would not use it, or another connector brings it.
     NOT_ASKED = enum.auto()
+    #: No hit may have more than vLLM has.
+    COVERED = enum.auto()
     #: vLLM computes the rest sooner than it could be loaded.
     SHORT = enum.auto()
     #: The weights are compared.
@@ -112,6 +115,9 @@ class Answers(SharingPart):
             state.not_loaded = _REASONS.get(outcome)
         if outcome is Outcome.FOUND:
             return self._found(state, computed)
+        if outcome is Outcome.COVERED:
+            state.offered_from = computed
+            self._count(state, computed, 0)
         if outcome is Outcome.TIMED_OUT:
             state.gave_up = True
             self._counters.add("lookup_timeouts")
@@ -139,7 +145,15 @@ class Answers(SharingPart):
         lookup = state.lookup or self._lookups.start(lookups, state)
         if self._lookups.breaker_is_open(lookups):
             return Outcome.UNAVAILABLE
+        if self._is_covered(state, computed):
+            return Outcome.COVERED
         return self._wait(lookups, state, lookup, overdue=overdue)
+
+    def _is_covered(self, state: RequestState, computed: int) -> bool:
+        """Whether no hit may have more than the tokens that vLLM has computed."""
+        if state.awaited is not None or self._opening.caches_tail_of(state.request):
+            return False
+        return self._hits.most(state) <= computed
 
     def _wait(
         self, lookups: LookupService, state: RequestState, lookup: Lookup, *, overdue: bool
@@ -161,10 +175,8 @@ class Answers(SharingPart):
         assert lookup is not None
         hit = self._hits.tokens(state, lookup, computed)
         state.offered_from = computed
-        first, state.counted = not state.counted, True
+        first = self._count(state, computed, max(0, hit - computed))
         if first:
-            self._counters.add("lookup_tokens", state.request.num_tokens - computed)
-            self._counters.add("hit_tokens", max(0, hit - computed))
             self._note_miss(state, lookup, computed)
         if hit <= computed:
             return 0, False
@@ -175,6 +187,15 @@ class Answers(SharingPart):
                 self._counters.add("refused_tokens", hit - computed)
             return 0, False
         return hit - computed, not self._within_step.pin(state, hit)
+
+    def _count(self, state: RequestState, computed: int, found: int) -> bool:
+        """Count what was looked up and found for a request, once; return whether it was now."""
+        if state.counted:
+            return False
+        state.counted = True
+        self._counters.add("lookup_tokens", state.request.num_tokens - computed)
+        self._counters.add("hit_tokens", found)
+        return True
 
     def _note_miss(self, state: RequestState, lookup: Lookup, computed: int) -> None:
         """Note the chunk at which the hit of a request ends, if the prompt is longer."""

@@ -78,6 +78,12 @@ class Hits:
                     hit = start - start % self._groups.alignment
         return hit
 
+    def most(self, state: RequestState) -> int:
+        """Return the most leading tokens that a hit without a tail or a hand-over may have."""
+        tokens: int = state.request.num_tokens
+        most = min(tokens - tokens % self._size, tokens - 1)
+        return most - most % self._groups.alignment
+
     def _hybrid_tokens(self, state: RequestState, lookup: Lookup) -> int:
         chunks = lookup.hit_chunks
         if not self._groups.mixed:

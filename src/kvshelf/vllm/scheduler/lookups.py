@@ -36,7 +36,7 @@ from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.scheduler.shared import Shared, SharingPart
 
 #: An idle engine loses nothing by a wait as long as an empty step; seconds.
-_IDLE_LOOKUP_SECONDS: Final = 2e-3
+_IDLE_LOOKUP_SECONDS: Final = 3e-3
 #: Share of the last step that the next one may wait for lookups, and the most of it in seconds.
 _STEP_SHARE: Final = 0.01
 _LONGEST_LOOKUP_SECONDS: Final = 4e-3
@@ -70,8 +70,8 @@ class Lookups(SharingPart):
         self._publishing = threading.Lock()
         #: Ranks whose storage breaker is open.
         self._open_breakers: set[int] = set()
-        self._budget_left = 0.0
-        self._begin_budget()
+        #: How long this step has waited for lookups.
+        self._waited = 0.0
 
     def __len__(self) -> int:
         """Return how many waiting requests have a lookup or will get one."""
@@ -81,7 +81,7 @@ class Lookups(SharingPart):
 
     def plan(self, output: Any, meta: StepMetadata) -> None:
         """Start lookups of the next waiting requests, in place of those that no longer wait."""
-        self._begin_budget()
+        self._waited = 0.0
         if self._ahead:
             self._ahead.difference_update(output.num_scheduled_tokens)
         lookups = self._opening.looks_up
@@ -95,14 +95,14 @@ class Lookups(SharingPart):
             if state is not None and state.lookup is None:
                 self.start(lookups, state)
 
-    def _begin_budget(self) -> None:
+    def _budget(self, *, idle: bool) -> float:
+        """Return how long this step may wait for lookups, in seconds."""
         budget = self._config.lookup_budget_ms * 1e-3
-        if self._steps.may_wait:
-            budget = max(budget, _IDLE_LOOKUP_SECONDS)
-        elif budget:
-            share = min(_STEP_SHARE * self._steps.seconds, _LONGEST_LOOKUP_SECONDS)
-            budget = max(budget, share)
-        self._budget_left = budget
+        if idle:
+            return max(budget, _IDLE_LOOKUP_SECONDS)
+        if not budget:
+            return 0.0
+        return max(budget, min(_STEP_SHARE * self._steps.seconds, _LONGEST_LOOKUP_SECONDS))
 
     # ------------------------------------------------------------- begin and end
 
@@ -204,16 +204,15 @@ class Lookups(SharingPart):
         """Wait within the step's budget; return whether the lookup is done."""
         if lookup.done:
             return True
-        if self._budget_left <= 0:
-            return False
+        idle = self._steps.may_wait
+        left = self._budget(idle=idle) - self._waited
         # A wait that times out lasts longer than its timeout: until the lookup thread releases the
         # GIL.
-        may_wait = self._steps.may_wait
-        if not may_wait and not lookups.may_be_done_within(lookup, self._budget_left):
+        if left <= 0 or not (idle or lookups.may_be_done_within(lookup, left)):
             return False
         begin = time.monotonic()
-        done = lookup.wait(self._budget_left)
-        self._budget_left -= time.monotonic() - begin
+        done = lookup.wait(left)
+        self._waited += time.monotonic() - begin
         return done
 
     def too_long(self, lookups: LookupService, state: RequestState) -> bool:

@@ -205,7 +205,8 @@ class SchedulerSide:
     def step_metadata(self, output: Any) -> StepMetadata:
         """Return what the workers have to do in this step, and forget it."""
         self._steps.begin(output)
-        meta = StepMetadata(idle=self._steps.may_wait)
+        computes = output.total_num_scheduled_tokens > 0
+        meta = StepMetadata(idle=not computes and self._steps.may_wait)
         for part in self._parts:
             try:
                 part.plan(output, meta)

@@ -2,7 +2,7 @@
 
 Contracts
 ---------
-* A step may wait where it computes nothing and no other rank or pipeline stage waits for it: not
+* A step may wait where it probably computes nothing and no other rank or pipeline stage waits for it: not
   with several stages, nor with data parallelism over the experts of one model, whose ranks step
   together.
 * Runs on the engine's step thread.
@@ -51,9 +51,10 @@ class Steps:
         self._holds_up_others = stages > 1 or ranks_step_together
         self.count = 0
         self.began = self.seconds = 0.0
-        #: Steps since the last one that computed anything, and the requests of that one.
+        #: Steps since the last one that computed anything, and the requests of that one; None
+        #: while they are not known.
         self._idle = self.in_flight
-        self._computed: Iterable[str] = ()
+        self._computed: Iterable[str] | None = ()
 
     def begin(self, output: Any) -> None:
         """Begin a step with vLLM's ``SchedulerOutput``."""
@@ -68,16 +69,22 @@ class Steps:
 
     def lose(self) -> None:
         """Note that it is unknown what a step computes."""
-        self._idle = 0
+        self._idle, self._computed = 0, None
 
     @property
     def may_wait(self) -> bool:
-        """Whether nothing is computed, and no other rank depends on this engine's steps."""
-        if self._holds_up_others or self._idle == 0:
+        """Whether nothing is computed, and no other rank depends on this engine's steps.
+
+        Before a step is planned, as when vLLM asks for a request: what that step computes beside
+        the request is not known.
+        """
+        if self._holds_up_others:
             return False
-        # A step that computes may still be in flight, unless its requests have ended.
-        in_flight = self._idle < self.in_flight
-        return not in_flight or self._requests.keys().isdisjoint(self._computed)
+        if self._idle >= self.in_flight:
+            return True
+        # A step that computes may still be in flight, and the next one go on with its requests,
+        # unless they have ended.
+        return self._computed is not None and self._requests.keys().isdisjoint(self._computed)
 
 
 def scheduled(output: Any) -> Iterator[tuple[str, int, int]]:
