@@ -52,6 +52,7 @@ from kvshelf.traces import trace_range
 from kvshelf.transfer.context import ChunkSlots, TransferContext, TransferHalf
 from kvshelf.transfer.load import Failure, Piece
 from kvshelf.transfer.reads import Arrived, Objects, Reads, ReadTask
+from kvshelf.transfer.shared_work import SharedWork
 from kvshelf.transfer.staging import StagingBuffer
 
 
@@ -89,6 +90,8 @@ class Loads(TransferHalf):
         #: Those that are not finished, the oldest first.
         self._active: dict[Piece, None] = {}
         self._reads = Reads(self._shards, threads)
+        #: Copies that the step thread waits for, which threads without other work help with.
+        self._pinned: SharedWork[ChunkSlots] | None = None
 
     # ------------------------------------------------------------- step thread
 
@@ -163,7 +166,8 @@ class Loads(TransferHalf):
     ) -> None:
         """Copy chunks from memory into the paged cache, on this thread. Step thread.
 
-        Waits for the copies, and on a device for the engine's work before them.
+        Waits for the copies, and on a device for the engine's work before them. Load threads
+        without other work help.
 
         Parameters
         ----------
@@ -182,13 +186,24 @@ class Loads(TransferHalf):
         context, cache, shards = self._context, self._context.cache, self._shards
         assert cache is not None
         begin, fence = time.perf_counter(), cache.fence()
-        for item in items:
+
+        def scatter(item: ChunkSlots) -> None:
             found = objects[item.chunk.key]
             payloads = [context.payload(found[shard], item.chunk, shard) for shard in shards]
             context.memory(item).scatter_chunk(shards, item.slots, payloads, fence)
-            nbytes = sum(self._shelf.size(item.chunk, shard) for shard in shards)
-            context.count("loaded_bytes", nbytes)
-            self._counters.add("memory_tier_loaded_bytes", nbytes)
+
+        helpers = min(len(items), context.load_threads) - 1
+        work = SharedWork(items, scatter, helpers)
+        with self._lock:
+            self._pinned = work
+            self._work.notify(helpers)
+        try:
+            work.finish()
+        finally:
+            self._pinned = None
+        nbytes = sum(self._shelf.size(item.chunk, shard) for item in items for shard in shards)
+        context.count("loaded_bytes", nbytes)
+        self._counters.add("memory_tier_loaded_bytes", nbytes)
         self._counters.add("memory_tier_loaded_objects", len(items) * len(shards))
         context.count("loaded_chunks", len(items))
         self._counters.observe("scatter", time.perf_counter() - begin)
@@ -225,10 +240,12 @@ class Loads(TransferHalf):
 
     # ------------------------------------------------------------- load threads
 
-    def _next_task(self) -> ReadTask | None:
+    def _next_task(self) -> ReadTask | SharedWork[ChunkSlots] | None:
         """Take the next objects to read, waiting for them; None at the end."""
         with self._lock:
             while True:
+                if self._pinned is not None and self._pinned.wants_help:
+                    return self._pinned
                 most = self._most if self._shelf.backend.reads_whole else 1
                 task = self._reads.take(threading.get_ident(), most)
                 if task is not None and task.piece.started is None:
@@ -242,6 +259,9 @@ class Loads(TransferHalf):
 
     def _run(self) -> None:
         while not self._threads.replaced() and (task := self._next_task()) is not None:
+            if isinstance(task, SharedWork):
+                task.help()
+                continue
             objects = Objects(self._context)
             try:
                 with trace_range("kvshelf load"):
