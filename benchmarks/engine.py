@@ -267,7 +267,7 @@ def _engine_rows(settings: Settings) -> Iterator[Row]:
     yield from _cold_rows(settings, run)
     row = warm_row(settings, run, _WARM)
     yield row
-    yield with_bytes(_WARM_BYTES, row, run.objects()[:_CHUNKS], read=True)
+    yield with_bytes(_WARM_BYTES, row, run.objects(), _CHUNKS, read=True)
     try:
         yield _far_row(settings, run)
     except MissingServerError as error:

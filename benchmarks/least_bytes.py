@@ -1,7 +1,8 @@
 """What a hit must do with its bytes at least: read them, hash them, and copy them once.
 
 Owns the floors of hits that add this to a hit in vLLM's own prefix cache, which moves no bytes.
-Runs on the calling thread and two of its own, while the engine is idle.
+Runs on the calling thread and two of its own, while the engine is idle. Like a hit's, the bytes of
+each time are others than those of the times before: a processor's caches do not have them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from benchmarks.measure import Goal, Row
 from kvshelf.memory.arena import copy_bytes
 
 _THREADS = 2
+#: Prompts whose bytes are copied in turn, and places in a KV cache for them: as in an engine.
+_PROMPTS = 24
+_PLACES = 6
 
 
 def bytes_row(row: Row, name: str, goal: float, *, read: bool) -> Row:
@@ -40,25 +44,30 @@ def bytes_row(row: Row, name: str, goal: float, *, read: bool) -> Row:
     )
 
 
-def with_bytes(row: Row, measured: Row, files: Sequence[Path], *, read: bool) -> Row:
+def with_bytes(row: Row, measured: Row, files: Sequence[Path], count: int, *, read: bool) -> Row:
     """Fill a row of :func:`bytes_row`.
 
     Parameters
     ----------
     row, measured : Row
     files : Sequence of Path
-        As many bytes as a hit has.
+        Those of several hits, of equal size.
+    count : int
+        How many of them a hit has.
     read : bool
         As for :func:`bytes_row`.
     """
-    source = [memoryview(bytearray(path.stat().st_size)) for path in files]
-    target = [memoryview(bytearray(len(view))) for view in source]
+    hits = [files[at : at + count] for at in range(0, len(files) - count + 1, count)][:_PROMPTS]
+    sizes = [path.stat().st_size for path in hits[0]]
+    sources = [[memoryview(bytearray(b"\1" * size)) for size in sizes] for _ in hits]
+    targets = [[memoryview(bytearray(b"\1" * size)) for size in sizes] for _ in range(_PLACES)]
     raws: list[float] = []
     with ThreadPoolExecutor(_THREADS) as pool:
-        for _ in range(-1, len(measured.floors)):
+        for turn in range(-1, len(measured.floors)):
+            source, target = sources[turn % len(sources)], targets[turn % len(targets)]
             begin = time.perf_counter()
             if read:
-                for path, view in zip(files, source, strict=True):
+                for path, view in zip(hits[turn % len(hits)], source, strict=True):
                     _read(path, view)
                     xxhash.xxh3_128_digest(view)
             for _ in pool.map(copy_bytes, target, source):
@@ -68,7 +77,7 @@ def with_bytes(row: Row, measured: Row, files: Sequence[Path], *, read: bool) ->
         row,
         ours=measured.ours,
         floors=[floor + raw for floor, raw in zip(measured.floors, raws[1:], strict=True)],
-        extra={"bytes": sum(map(len, source)), "byte_seconds": raws[1:]},
+        extra={"bytes": sum(sizes), "byte_seconds": raws[1:]},
     )
 
 

@@ -137,7 +137,7 @@ def _engine_rows(settings: Settings) -> Iterator[Row]:
         run = EngineRun(settings, find_model(settings), row.name.replace("/", "-"))
         measured = _measure(settings, run, row, arguments)
         yield measured
-        yield with_bytes(of_bytes, measured, run.objects()[:_CHUNKS], read=False)
+        yield with_bytes(of_bytes, measured, run.objects(), _CHUNKS, read=False)
 
 
 def _measure(settings: Settings, run: EngineRun, row: Row, arguments: Mapping[str, Any]) -> Row:

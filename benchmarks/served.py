@@ -428,4 +428,4 @@ def _engine_rows(settings: Settings) -> Iterator[Row]:
     yield replace(_ENGINE, ours=times[0], floors=times[1], extra={"read_bytes": read})
     row = replace(_IN_MEMORY, ours=times[0], floors=in_memory)
     yield row
-    yield with_bytes(_BYTES, row, run.objects()[:_CHUNKS], read=False)
+    yield with_bytes(_BYTES, row, run.objects(), _CHUNKS, read=False)
