@@ -314,7 +314,7 @@ def _time_step_thread(
     prompt = make_prompt(chunks * fmt.chunk_size)
     busy_step = SimpleNamespace(
         total_num_scheduled_tokens=1,
-        num_scheduled_tokens={},
+        num_scheduled_tokens={"busy": 1},
         scheduled_new_reqs=[],
         scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
     )
@@ -324,6 +324,8 @@ def _time_step_thread(
         side = SchedulerSide(Engine(vllm_config, config, lambda: shelf, groups))
         try:
             side.worker_output(WorkerMetadata(reports={0: part}))
+            # It runs all the time: the engine is never idle.
+            side.new_request(_request("busy", prompt[:1]))
             side.step_metadata(busy_step)
             for number in range(-3, requests):
                 # Forget the previous request.
@@ -337,7 +339,26 @@ def _time_step_thread(
 
 
 def _time_request(side: Any, request_id: str, prompt: list[int], busy_step: Any) -> list[float]:
-    request = SimpleNamespace(
+    request = _request(request_id, prompt)
+    begin = time.perf_counter()
+    side.new_request(request)
+    calls = [time.perf_counter() - begin]
+    found: int | None = None
+    while found is None:
+        begin = time.perf_counter()
+        found, _ = side.matched_tokens(request, 0)
+        calls.append(time.perf_counter() - begin)
+        side.step_metadata(busy_step)
+        # While the model computes, the interpreter is idle.
+        time.sleep(_STEP_SECONDS)
+    if found != len(prompt) - BLOCK_TOKENS:
+        raise RuntimeError(f"the lookup found {found} of {len(prompt)} stored tokens")
+    side.finished(request_id)
+    return calls
+
+
+def _request(request_id: str, prompt: list[int]) -> Any:
+    return SimpleNamespace(
         request_id=request_id,
         _all_token_ids=list(prompt),
         num_tokens=len(prompt),
@@ -354,21 +375,6 @@ def _time_request(side: Any, request_id: str, prompt: list[int], busy_step: Any)
         mm_features=[],
         num_preemptions=0,
     )
-    begin = time.perf_counter()
-    side.new_request(request)
-    calls = [time.perf_counter() - begin]
-    found: int | None = None
-    while found is None:
-        begin = time.perf_counter()
-        found, _ = side.matched_tokens(request, 0)
-        calls.append(time.perf_counter() - begin)
-        side.step_metadata(busy_step)
-        # While the model computes, the interpreter is idle.
-        time.sleep(_STEP_SECONDS)
-    if found != len(prompt) - BLOCK_TOKENS:
-        raise RuntimeError(f"the lookup found {found} of {len(prompt)} stored tokens")
-    side.finished(request_id)
-    return calls
 
 
 def _make(mode: str, arguments: dict[str, Any]) -> Any:
