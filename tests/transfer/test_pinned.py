@@ -131,6 +131,20 @@ def test_objects_in_memory_are_loaded_without_staging(start: Callable[..., Lende
     assert rig.count("loaded_bytes") == 5 * rig.loads.chunk_bytes
 
 
+def test_of_few_chunks_at_once_none_is_announced(start: Callable[..., Lender]) -> None:
+    lender = start()
+    rig = lender.rig
+    items = rig.items(lender.put(5), 20)
+    lender.gate.clear()
+    rig.transfer.load("r", {rig.fmt.kind: items}, at_once=1)
+    until(lambda: lender.asked >= 1)
+    # What is announced is read, so the first chunk would come as late as the last one.
+    assert lender.lending.expected == []
+    lender.gate.set()
+    assert rig.finished().failed_at is None
+    assert all(rig.holds(item) for item in items)
+
+
 def test_what_is_not_lent_is_read(start: Callable[..., Lender]) -> None:
     lender = start()
     rig = lender.rig

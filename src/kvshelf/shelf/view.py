@@ -289,7 +289,7 @@ class ShelfView(ABC):
     def expect(self, chunks: Sequence[Chunk], shards: Sequence[int]) -> None:
         """Announce objects that are about to be loaded, in order. Never blocks, never raises.
 
-        An engine's step thread may call it.
+        A node server begins to read all of them. An engine's step thread may call it.
 
         Parameters
         ----------

@@ -141,8 +141,9 @@ class Loads(TransferHalf):
                 piece.fence = cache.fence()
             except DeviceUnavailableError:
                 usable = False
-        if usable and not early:
-            # Without the lock: a name for each object, where it is needed, takes a while.
+        if usable and not early and not at_once:
+            # Without the lock: a name for each object, where it is needed, takes a while. Not where
+            # few are to be read at once: who is told of them reads them all.
             self._shelf.expect([item.chunk for item in items], self._shards)
         with self._lock:
             if not early:

@@ -5,8 +5,8 @@ answer, counters and the history's reason.
 
 Contracts
 ---------
-* vLLM asks until it gets a number. A request waits for its lookup at most ``lookup_wait_s``, and not
-  at all where no hit may have more than vLLM has in memory.
+* vLLM asks until it gets a number. A request waits for its lookup at most ``lookup_wait_s``, and
+  not at all where no hit may have more than vLLM has in memory.
 * A request that brings a hand-over waits for it first (:mod:`kvshelf.vllm.scheduler.handovers`).
 * While the weights are compared (:mod:`kvshelf.vllm.handshake`), no other request waits.
 * While a storage breaker of the scheduler or of a worker is open there are no hits, and no

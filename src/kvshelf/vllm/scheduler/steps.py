@@ -2,9 +2,9 @@
 
 Contracts
 ---------
-* A step may wait where it probably computes nothing and no other rank or pipeline stage waits for it: not
-  with several stages, nor with data parallelism over the experts of one model, whose ranks step
-  together.
+* A step may wait where it probably computes nothing and no other rank or pipeline stage waits for
+  it: not with several stages, nor with data parallelism over the experts of one model, whose ranks
+  step together.
 * Runs on the engine's step thread.
 """
 
