@@ -208,11 +208,11 @@ def test_without_vllm_there_is_no_child(no_engine: None, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("read", [False, True])
 def test_the_work_on_the_bytes_is_added_to_each_floor(tmp_path: Path, read: bool) -> None:
-    files = [tmp_path / name for name in "ab"]
+    files = [tmp_path / name for name in "abcd"]
     for file in files:
         file.write_bytes(bytes(1 << 20))
     measured = Row("hits", "a hit", "in memory", ours=[3.0, 4.0], floors=[1.0, 2.0])
-    row = with_bytes(bytes_row(measured, "bytes", 1.1, read=read), measured, files, read=read)
+    row = with_bytes(bytes_row(measured, "bytes", 1.1, read=read), measured, files, 2, read=read)
     assert (row.name, row.ours, row.extra["bytes"]) == ("bytes", [3.0, 4.0], 2 << 20)
     assert ("one read" in row.floor) is read
     assert all(0 < a - b < 1 for a, b in zip(row.floors, measured.floors, strict=True))
