@@ -105,6 +105,13 @@ class Request:
             self._next(time.monotonic() + timeout)
         return float(self.seen.get("first", self.seen.get("ttft") or 0.0))
 
+    @property
+    def ended(self) -> bool:
+        """Whether the answer is whole."""
+        while not self.replies.empty():
+            self._next(time.monotonic())
+        return "done" in self.seen
+
     def abort(self) -> None:
         """Ask the engine to abort this request; :meth:`result` then returns what it had."""
         self.engine.call("abort", target=self.number)

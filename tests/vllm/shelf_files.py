@@ -111,6 +111,10 @@ class ShelfFiles:
         engine.reset_prefix_cache()
         return chunks
 
+    def stores(self, prompt: Sequence[int]) -> bool:
+        """Return whether all chunks of a prompt are on the shelf."""
+        return all(path.is_file() for chunk in self.of(prompt) for path in chunk)
+
     def wait_stored(
         self, prompt: Sequence[int], *, salt: str = "", timeout: float = LONG
     ) -> list[list[Path]]:
