@@ -124,9 +124,9 @@ def make_config(
     window: int = -1,
     **extra: Any,
 ) -> SimpleNamespace:
-    """What the connector reads of a ``VllmConfig``."""
+    """What the connector reads of a ``VllmConfig``; a `server` has the shelf itself."""
     options = {
-        "shared_storage_path": shelf,
+        **({} if "server" in extra else {"shared_storage_path": shelf}),
         "chunk_size": 8,
         "weights": "test",
         "staging_bytes": 1 << 20,

@@ -82,6 +82,7 @@ from kvshelf.format.kinds import FULL, SHARDS_FIELDS, STATE, WINDOW, Kind, kind_
 from kvshelf.format.names import object_name
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
+from kvshelf.tiers.object_memory import PinningView
 from tests.support.formats import make_record
 from tests.support.storages import posix
 from tests.support.waiting import PATIENCE, while_patient
@@ -89,6 +90,41 @@ from tests.support.waiting import PATIENCE, while_patient
 #: Bytes of a token in a group, and of a state: of each of its last tokens, and of the rest.
 TOKEN, STATE_BYTES, ROW, ROWS = 8, 32, 4, 3
 DAMAGED = b"damaged"
+
+
+#: The id of a node server.
+SERVER = b"node"
+
+
+class Lent:
+    """Objects of a hit that are pinned in a node server's memory."""
+
+    #: More than a hit has.
+    MOST = 1000
+
+    def __init__(self, number: int, keys: list[bytes]) -> None:
+        self.number, self.keys = number, keys
+        self.memory = SERVER
+        self.offsets = [number * self.MOST + index for index in range(len(keys))]
+        self.views: list[memoryview] = []
+        self.released = False
+
+    def release(self) -> None:
+        assert not self.released, "given back twice"
+        self.released = True
+
+
+class ServedView(PinningView):
+    """The view of a shelf whose objects lie in a node server's memory, as far as it lends them."""
+
+    lend: Callable[[Sequence[Chunk]], Lent | None]
+
+    @property
+    def mapped(self) -> bytes:
+        return SERVER
+
+    def pin_all(self, chunks: Sequence[Chunk], seconds: float) -> Lent | None:
+        return self.lend(chunks)
 
 
 class Text:
@@ -354,6 +390,8 @@ class ScheduledEngine:
         The group of a drafter with KV.
     memory : float
         The share of the hits that lie in the worker's memory tier when vLLM asks for them.
+    served : float
+        The same of a node server's memory.
     **options
         kvshelf's configuration; `asynchronous` for vLLM's scheduling ahead of results; `drafts`
         for so many drafts of each step; `retention` is vLLM's ``prefix_cache_retention_interval``.
@@ -370,6 +408,7 @@ class ScheduledEngine:
         seed: int = 0,
         drafter: KVCacheSpec | None = None,
         memory: float = 0.0,
+        served: float = 0.0,
         **options: Any,
     ) -> None:
         self.world = world
@@ -430,6 +469,9 @@ class ScheduledEngine:
         self._pinned.offer(config, self.connector.config)
         #: Objects in memory that are pinned.
         self.pins = 0
+        self.served = served
+        #: What was pinned in a node server's memory.
+        self.lent: list[Lent] = []
         #: Where the rest of a state begins in its block.
         self.rows_bytes = (ROWS + self.drafts) * ROW
         self.page = max(
@@ -598,6 +640,7 @@ class ScheduledEngine:
     # A step
 
     def step(self) -> StepMetadata:
+        self._serve()
         output = self.scheduler.schedule()
         meta = output.kv_connector_metadata
         assert isinstance(meta, StepMetadata)
@@ -648,6 +691,8 @@ class ScheduledEngine:
                 weights=weights,
                 draft_reports=draft_reports,
                 without_drafts=without_drafts,
+                mapped={0: SERVER if self._settled else b""} if self.served else {},
+                loaded_now=[op.request_id for op in meta.loads if op.memory],
             ),
         )
         self.results.append(
@@ -663,6 +708,9 @@ class ScheduledEngine:
         )
         while len(self.results) > (self.asynchronous and output.total_num_scheduled_tokens > 0):
             done, answer = self.results.popleft()
+            assert not any(
+                self._lent_for(op).released for op in done.kv_connector_metadata.loads if op.memory
+            )
             finished = self.scheduler.update_from_output(done, answer)
             if self.drafts and not self.asynchronous:
                 self.scheduler.update_draft_token_ids(
@@ -974,19 +1022,51 @@ class ScheduledEngine:
     def _unpin(self) -> None:
         self.pins -= 1
 
+    def _serve(self) -> None:
+        """Put a view of a node server's memory in the place of that of the shelf."""
+        views = self.connector._scheduler.opening.views
+        if self.served and not isinstance(views.get(FULL), ServedView) and FULL in views:
+            view = object.__new__(ServedView)
+            view.__dict__.update(views[FULL].__dict__)
+            view.lend = self._lend
+            views[FULL] = view
+
+    def _lend(self, chunks: Sequence[Chunk]) -> Lent | None:
+        contents = [self.world.contents.get(kind_key(chunk.key, FULL)) for chunk in chunks]
+        if None in contents or DAMAGED in contents or self.random.random() >= self.served:
+            return None
+        self.lent.append(Lent(len(self.lent), [chunk.key for chunk in chunks]))
+        return self.lent[-1]
+
+    def _lent_for(self, op: LoadOp) -> Lent:
+        return self.lent[op.offsets[0] // Lent.MOST]
+
     def _load_now(self, ops: Sequence[LoadOp]) -> None:
         """Load what the step takes for computed; nothing else stays pinned."""
-        assert self.pins == sum(len(op.chunks) for op in ops)
+        assert self.pins == sum(len(op.chunks) for op in ops if not op.memory)
         for op in ops:
             objects = self._pinned.take(op.request_id)
-            assert objects is not None
-            assert objects.keys() == {chunk.key for chunk in op.chunks}
+            keys = [chunk.key for chunk in op.chunks]
+            if op.memory:
+                lent = self._lent_for(op)
+                assert op.memory == SERVER and not lent.released
+                assert objects is None
+                assert lent.keys[: len(keys)] == keys
+                assert op.offsets == lent.offsets
+            else:
+                assert objects is not None
+                assert objects.keys() == set(keys)
             failing, self.failing_loads = self.failing_loads, 0
             assert not self._load(op), "a load within the step failed"
             self.failing_loads = failing
             release(objects)
             self.loads.append(op)
         assert not self.pins
+        # What no load of a step in flight needs is given back.
+        flying = [done.kv_connector_metadata for done, _ in self.results]
+        needed = {self._lent_for(op).number for meta in flying for op in meta.loads if op.memory}
+        needed |= {self._lent_for(op).number for op in ops if op.memory}
+        assert {lent.number for lent in self.lent if not lent.released} == needed
 
     def _finish_loads(self, meta: StepMetadata) -> tuple[set[str], set[str], list[LoadFailure]]:
         received, failed = set(), set()

@@ -7,6 +7,7 @@ deadlines that are longer than a test may take.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from make_hybrid_model import make_hybrid_model
 
 from tests.server.serve_process import ServeProcess
 from tests.support.engines import (
+    NEAR_TIE,
     SHELF_CONNECTOR,
     Answer,
     Engine,
@@ -23,7 +25,7 @@ from tests.support.engines import (
     assert_same_up_to_ties,
     eventually_hits,
 )
-from tests.support.fleet import Ask, Engines, MakePrompt, Reference
+from tests.support.fleet import Ask, Engines, MakePrompt, Reference, of_ranks
 from tests.support.waiting import PATIENCE, until
 from tests.vllm.handing_over import Counted, Promises, prefill
 from tests.vllm.hybrid_files import HybridFiles
@@ -133,6 +135,50 @@ def test_a_fresh_server_reads_each_object_once_for_all_engines(
     for request in [engine.submit(tokens) for engine in (one, other)]:
         assert_same(request.result(), expected)
     assert node.metrics()["read_bytes"] == size
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_hits_in_the_servers_memory_are_loaded_within_the_step(
+    engines: Engines,
+    other: Engine,
+    node: ServeProcess,
+    shelf: ShelfFiles,
+    reference: Reference,
+    prompt: MakePrompt,
+    ranks: int,
+) -> None:
+    """The ranks are processes of their own; the scheduler pins for all of them."""
+    tokens = prompt(1500)
+    with contextlib.ExitStack() as stack:
+        engine = other
+        if ranks > 1:
+            arguments = of_ranks(ranks)
+            started = start(engines, "ranks over a server", node, 0, arguments=arguments)
+            engine = stack.enter_context(started).wait_ready()
+        engine.generate(tokens)
+        shelf.wait_stored(tokens)
+        before = engine.counters().get("sync_loads", 0)
+
+        def loaded() -> bool:
+            # A busy server may answer later than a step waits for it.
+            engine.reset_prefix_cache()
+            answer = engine.generate(tokens)
+            assert answer.cached_tokens == 1280
+            assert_same(answer, reference(tokens), NEAR_TIE if ranks > 1 else 0.0)
+            return engine.counters().get("sync_loads", 0) >= before + 5 * ranks
+
+        until(loaded, "loads within the step")
+        # Several at once.
+        others = [prompt(700) for _ in range(3)]
+        for asked in others:
+            engine.generate(asked)
+            shelf.wait_stored(asked)
+        engine.reset_prefix_cache()
+        for request, asked in [(engine.submit(asked), asked) for asked in others]:
+            assert_same(request.result(), reference(asked), NEAR_TIE if ranks > 1 else 0.0)
+        assert not engine.counters().get("load_failures_error", 0)
+    # Nothing stays leased.
+    until(lambda: not node.metrics()["leases"])
 
 
 # ------------------------------------------------------------------------------------- hand-overs

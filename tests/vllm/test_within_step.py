@@ -37,15 +37,21 @@ def first_step(engine: ScheduledEngine, tokens: list[int]) -> Any:
     return engine.step()
 
 
+#: Where all hits lie.
+WHERE = pytest.mark.parametrize("where", ["memory", "served"])
+
+
+@WHERE
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_hit_in_memory_is_computed_behind_in_the_same_step(
-    start: Start, asynchronous: bool
+    start: Start, asynchronous: bool, where: str
 ) -> None:
     tokens = prompt(200)
     start().run(tokens)
-    engine = start(memory=1.0, asynchronous=asynchronous)
+    engine = start(**{where: 1.0}, asynchronous=asynchronous)
     (op,) = first_step(engine, tokens).loads
     assert op.sync
+    assert bool(op.memory) == (where == "served")
     assert (op.start, op.end) == (0, 192)
     # The rest of the prompt, at once.
     assert engine.computed["r"] == 8
@@ -63,10 +69,11 @@ def test_a_hit_that_lies_elsewhere_is_waited_for(start: Start) -> None:
     engine.finish()
 
 
-def test_what_vllm_has_itself_is_not_loaded_again(start: Start) -> None:
+@WHERE
+def test_what_vllm_has_itself_is_not_loaded_again(start: Start, where: str) -> None:
     tokens = prompt(200)
     start().run(tokens)
-    engine = start(memory=1.0)
+    engine = start(**{where: 1.0})
     engine.run(tokens[:100])
     (op,) = first_step(engine, tokens).loads
     assert op.sync
@@ -74,21 +81,22 @@ def test_what_vllm_has_itself_is_not_loaded_again(start: Start) -> None:
     engine.finish()
 
 
-def test_a_step_loads_no_more_bytes_than_it_may(start: Start) -> None:
+@WHERE
+def test_a_step_loads_no_more_bytes_than_it_may(start: Start, where: str) -> None:
     prompts = [prompt(200, seed=seed) for seed in range(3)]
     start().run(*prompts)
-    one = start(memory=1.0, budget=600)
+    one = start(**{where: 1.0}, budget=600)
     fmt = one.connector._scheduler.opening.views["full"].fmt
     hit = 192 // CHUNK * sum(map(fmt.object_size, range(fmt.shards)))
-    engine = start(memory=1.0, budget=600, sync_load_bytes=2 * hit)
+    engine = start(**{where: 1.0}, budget=600, sync_load_bytes=2 * hit)
     for number, tokens in enumerate(prompts):
         engine.add(f"r{number}", tokens)
         engine.wait_for_lookup(f"r{number}")
     assert [op.sync for op in engine.step().loads] == [True, True, False]
     engine.finish()
     # The next step has its own.
-    assert start(memory=1.0, sync_load_bytes=hit).run(prompts[0]) == [192]
-    less = start(memory=1.0, sync_load_bytes=hit - 1)
+    assert start(**{where: 1.0}, sync_load_bytes=hit).run(prompts[0]) == [192]
+    less = start(**{where: 1.0}, sync_load_bytes=hit - 1)
     assert less.run(prompts[0]) == [192]
     assert not sync_loads(less)
 
@@ -97,7 +105,7 @@ def test_a_step_loads_no_more_bytes_than_it_may(start: Start) -> None:
 def test_where_all_loads_are_waited_for(start: Start, options: dict[str, Any]) -> None:
     tokens = prompt(200)
     start().run(tokens)
-    engine = start(memory=1.0, **options)
+    engine = start(memory=1.0, served=1.0, **options)
     assert engine.run(tokens) == [192]
     assert not sync_loads(engine)
 
@@ -105,16 +113,17 @@ def test_where_all_loads_are_waited_for(start: Start, options: dict[str, Any]) -
 def test_several_groups_are_waited_for(start: Start) -> None:
     tokens = prompt(200)
     start("Gemma 3").run(tokens)
-    engine = start("Gemma 3", memory=1.0)
+    engine = start("Gemma 3", memory=1.0, served=1.0)
     assert engine.run(tokens) == [192]
     assert not sync_loads(engine)
 
 
-def test_a_request_that_gets_no_blocks_is_asked_for_again(start: Start) -> None:
+@WHERE
+def test_a_request_that_gets_no_blocks_is_asked_for_again(start: Start, where: str) -> None:
     long, short = prompt(190), prompt(120, seed=1)
     start().run(short)
     # One of the two fits.
-    engine = start(memory=1.0, blocks=30, budget=300)
+    engine = start(**{where: 1.0}, blocks=30, budget=300)
     engine.add("long", long, answer=20)
     engine.step()
     engine.add("short", short)
@@ -126,13 +135,14 @@ def test_a_request_that_gets_no_blocks_is_asked_for_again(start: Start) -> None:
     assert "short" in sync_loads(engine)
 
 
+@WHERE
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_what_is_computed_behind_such_a_load_is_stored_and_handed_over(
-    start: Start, asynchronous: bool
+    start: Start, asynchronous: bool, where: str
 ) -> None:
     tokens = prompt(200)
     start().run(tokens[:100])
-    engine = start(memory=1.0, asynchronous=asynchronous, budget=300)
+    engine = start(**{where: 1.0}, asynchronous=asynchronous, budget=300)
     # It ends with the step that loads, and another prompt is computed beside it.
     engine.add("r", tokens, answer=1, transfer=ASKED)
     engine.add("other", prompt(70, seed=5), answer=1)
@@ -157,12 +167,13 @@ def test_while_the_weights_change_nothing_is_taken_from_memory(start: Start) -> 
     engine.finish()
 
 
-def test_requests_that_are_preempted_and_aborted(start: Start) -> None:
+@WHERE
+def test_requests_that_are_preempted_and_aborted(start: Start, where: str) -> None:
     prompts = [
         prompt(80 + 7 * number, seed=number, shared=40 * (number % 2)) for number in range(8)
     ]
     start().run(*prompts)
-    engine = start(memory=0.7, blocks=60, budget=64)
+    engine = start(**{where: 0.7}, blocks=60, budget=64)
     for number, tokens in enumerate(prompts):
         engine.add(f"r{number}", tokens, answer=130)
     for number in range(40):
@@ -202,8 +213,10 @@ def test_anything_that_may_happen(data: st.DataObject) -> None:
             "seed": draw(st.integers(0, 9), "seed"),
             "save_decode": draw(st.booleans(), "save_decode"),
             "cache_tails": draw(st.booleans(), "cache_tails"),
-            "memory": draw(st.sampled_from([0.5, 1.0]), "memory"),
+            "memory": draw(st.sampled_from([0.0, 0.5, 1.0]), "memory"),
         }
+        if draw(st.booleans(), "has a node server"):
+            options["served"] = draw(st.sampled_from([0.5, 1.0]), "served")
         engine = ScheduledEngine(world, PLAIN, **options)
         try:
             for number in range(draw(st.integers(3, 14), "actions")):
@@ -222,7 +235,9 @@ def test_anything_that_may_happen(data: st.DataObject) -> None:
                     name = draw(st.sampled_from(sorted(engine.texts)), "request")
                     if name in engine.scheduler.requests:
                         engine.abort(name)
-                elif action == "weights":
+                elif action == "weights" and not engine.served:
+                    # What a node server has pinned is loaded by ranks that may know more of their
+                    # weights than the scheduler: they refuse, and vLLM computes the request.
                     engine.change_weights()
                 elif action == "reset":
                     engine.reset()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +16,8 @@ import torch
 
 from kvshelf.errors import ConfigError, TransientStorageError
 from kvshelf.format.namespace import Namespace
+from kvshelf.server.shelf import open_served
+from kvshelf.tiers.object_memory import PinningView
 from kvshelf.transfer.staging import StagingPool
 from kvshelf.vllm.metadata import (
     LoadFailure,
@@ -20,8 +25,9 @@ from kvshelf.vllm.metadata import (
     PrefetchOp,
     StepMetadata,
 )
+from tests.server.node import LocalServer
 from tests.support.storages import Fault, FaultyBackend
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from tests.vllm.worker_rig import CHUNK, WorkerRig, store_op
 
 # ------------------------------------------------------------------------- requests that wait
@@ -241,6 +247,51 @@ def test_what_is_pinned_is_in_the_cache_before_the_forward_pass(
     assert rig.step(StepMetadata())[:2] == (set(), set())
     assert rig.counts["sync_loads"] == 1
     assert rig.counts["loaded_tokens"] == 4 * CHUNK
+
+
+def test_what_is_pinned_at_a_node_server_is_in_the_cache_before_the_forward_pass(
+    make_worker: Callable[..., WorkerRig], backend: FaultyBackend, tmp_path: Path
+) -> None:
+    with contextlib.ExitStack() as stack:
+        node = stack.enter_context(LocalServer(tmp_path / "run", Path(backend.url)))
+        rig = make_worker(server=node.url)
+        chunks = rig.chunks(4)
+        rig.store(chunks)
+        # As the scheduler's process does it.
+        shelf = stack.enter_context(open_served(node.url))
+        view = shelf.view(rig.fmt)
+        assert isinstance(view, PinningView)
+        pinned = view.pin_all(chunks, PATIENCE)
+        assert pinned is not None
+        assert rig.mapped == pinned.memory
+        blocks = [*range(20, 28)]
+        op = LoadOp("r", 0, 4 * CHUNK, chunks, (blocks,), sync=True, memory=pinned.memory)
+        meta = StepMetadata(loads=[replace(op, offsets=pinned.offsets)])
+        rig.connector.bind_connector_metadata(meta)
+        rig.connector.start_load_kv(None)
+        assert all(rig.same(i + 1, block) for i, block in enumerate(blocks))
+        rig.connector.clear_connector_metadata()
+        finished, bad, report = rig.step(StepMetadata())
+        assert (finished, bad) == (set(), set())
+        assert report is not None and report.loaded_now == ["r"]
+        assert rig.counts["sync_loads"] == 1
+        pinned.release()
+        # A rank that has another server's memory mapped loads nothing, and says so.
+        meta = StepMetadata(loads=[replace(op, memory=b"another", offsets=pinned.offsets)])
+        finished, bad, report = rig.step(meta)
+        assert (finished, bad) == (set(), set(blocks))
+        assert report is not None and report.loaded_now == ["r"]
+
+
+def test_a_rank_whose_weights_change_has_nothing_of_a_node_server_mapped(
+    make_worker: Callable[..., WorkerRig], backend: FaultyBackend, tmp_path: Path
+) -> None:
+    with LocalServer(tmp_path / "run", Path(backend.url)) as node:
+        rig = make_worker(server=node.url, model=torch.nn.Linear(2, 2))
+        assert rig.mapped
+        rig.connector.weights_changed()
+        rig.step(StepMetadata())
+        assert not rig.mapped
 
 
 def test_of_a_hit_that_is_not_in_memory_nothing_is_pinned(

@@ -14,6 +14,10 @@ Contracts
   it is released.
 * A lease whose future was cancelled, or whose :class:`Leased` is not referenced any more, is given
   back.
+* A session whose leases other processes read (:meth:`Channel.hold`) ends only when these are let
+  go, so that until then the server keeps their memory as it is.
+* The arena of a server that is gone stays mapped for :data:`KEEP_ARENA_SECONDS` where
+  :meth:`Channel.keep_arena` was called: what another process has leased there may still be read.
 * A channel belongs to the process that made it. After a fork, the child's copy is closed.
 * Where the server's memory is page-locked for a GPU, it stays so until no part of it is in use.
 
@@ -88,6 +92,8 @@ _RETRY_SECONDS: Final = (0.05, 0.2, 0.5)
 _RELEASE_SECONDS: Final = 0.01
 _RELEASE_COUNT: Final = 256
 _CLOSE_SECONDS: Final = 1.0
+#: Longer than a step of an engine takes between its planning and its begin on all ranks.
+KEEP_ARENA_SECONDS: Final = 30.0
 #: Answers that are handled before anything else is looked at.
 _ROUND: Final = 64
 
@@ -151,6 +157,8 @@ class _Connection:
     foreign: bool = False
     #: Whether a GPU can copy from the arena by itself.
     locked: bool = False
+    #: How many hits of its leases other processes read.
+    held: int = 0
 
     def __post_init__(self) -> None:
         self.generations = self.arena[: 8 * self.welcome.slots].cast("Q")
@@ -198,12 +206,15 @@ class Leased:
     ----------
     view : memoryview
         The whole object, header included; read-only. Empty after :meth:`release`.
+    offset : int
+        Where it lies in the server's arena.
     """
 
-    __slots__ = ("_connection", "_generation", "_lease", "_slot", "view")
+    __slots__ = ("_connection", "_generation", "_lease", "_slot", "offset", "view")
 
     def __init__(self, connection: _Connection, ready: Ready) -> None:
         self._connection = connection
+        self.offset = ready.offset
         self._slot = ready.slot
         self._generation = ready.generation
         self._lease: int | None = ready.lease
@@ -283,6 +294,9 @@ class Channel:
         self._is_connected = threading.Event()
         self._wake = Wake()
         self._closed = False
+        #: The last connection that was lost, and until when its arena stays mapped.
+        self._before: tuple[_Connection, float] | None = None
+        self._keeps_arena = False
         self._device: torch.device | None = None
         self._log = RateLimitedLog(logger, lines=10)
         _channels.add(self)
@@ -390,7 +404,7 @@ class Channel:
         return future
 
     def fetch(
-        self, session: str, names: Sequence[str], sizes: Sequence[int]
+        self, session: str, names: Sequence[str], sizes: Sequence[int], *, in_memory: bool = False
     ) -> list[Future[Leased]]:
         """Lease objects, each as soon as it is in the server's memory.
 
@@ -401,17 +415,68 @@ class Channel:
         names : Sequence of str
         sizes : Sequence of int
             Bytes of each object.
+        in_memory : bool
+            Only what is in the server's memory now: nothing is read.
         """
         futures: list[Future[Leased]] = [Future() for _ in names]
         for start in range(0, len(names), messages.MAX_NAMES):
             part = slice(start, start + messages.MAX_NAMES)
-            message = Fetch(session, list(names[part]), list(sizes[part]))
+            message = Fetch(session, list(names[part]), list(sizes[part]), in_memory)
             self._send(message, _Waiting(futures[part], fetch=True))
         return futures
 
     def end_session(self, session: str) -> None:
         """Give up what was looked up under a name and not fetched."""
         self._send(EndSession(session), None)
+
+    # ------------------------------------------------------------- memory for several processes
+
+    def keep_arena(self) -> None:
+        """Keep the arena of a server that is gone mapped for a while, for :meth:`arena_of`."""
+        self._keeps_arena = True
+
+    @property
+    def server(self) -> bytes:
+        """The id of the present server; empty without one."""
+        connection = self._connection
+        return connection.welcome.server if connection is not None and connection.ready else b""
+
+    def arena_of(self, server: bytes) -> memoryview | None:
+        """Return the arena of the server with this id, if it is mapped here."""
+        before = self._before
+        for connection in (self._connection, None if before is None else before[0]):
+            if connection is not None and connection.welcome.server == server:
+                return connection.arena
+        return None
+
+    def hold(self, leases: Sequence[Leased]) -> bytes:
+        """Let other processes read what is leased, until :meth:`let_go`.
+
+        Returns
+        -------
+        bytes
+            The id of the server whose arena it is in; empty, and nothing is held, where the leases
+            are not all of the present connection and valid.
+        """
+        with self._lock:
+            connection = self._connection
+            if connection is None or connection.lost:
+                return b""
+            if not all(one._connection is connection and one.valid() for one in leases):
+                return b""
+            connection.held += 1
+            return connection.welcome.server
+
+    def let_go(self, leases: Sequence[Leased]) -> None:
+        """Release leases that were held."""
+        connection = leases[0]._connection
+        for one in leases:
+            one.release()
+        with self._lock:
+            connection.held -= 1
+            ended = connection.lost and not connection.held
+        if ended:
+            connection.session.close()
 
     def close(self) -> None:
         """End the connection; all futures fail. Idempotent."""
@@ -511,6 +576,7 @@ class Channel:
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
         until = time.monotonic() + seconds
+        self._forget_before()
         while not self._closed and (left := until - time.monotonic()) > 0:
             poller.poll(int(left * 1000) + 1)
             self._wake.clear()
@@ -580,13 +646,28 @@ class Channel:
         except Exception as error:  # noqa: BLE001
             self._log.error("a callback of the channel failed: %s", error, exc_info=error)
 
+    def _forget_before(self) -> float | None:
+        """Unmap the arena of the server before, if it is time; return the seconds until then."""
+        before = self._before
+        if before is None:
+            return None
+        left = before[1] - time.monotonic()
+        if left <= 0:
+            self._before = None
+            return None
+        return left
+
     def _lose(self, connection: _Connection) -> None:
         with self._lock:
             connection.lost = True
             self._connection = None
+            if self._keeps_arena and not self._closed:
+                self._before = connection, time.monotonic() + KEEP_ARENA_SECONDS
             self._is_connected.clear()
             waiting, connection.waiting = connection.waiting, {}
-        connection.session.close()
+            held = connection.held
+        if not held:
+            connection.session.close()
         for one in waiting.values():
             one.fail(lambda: self._unavailable("is gone"))
 
@@ -600,7 +681,9 @@ class Channel:
         wait = None
         give_back_at = 0.0
         while not self._closed:
-            for source, _ in poller.poll(wait):
+            forget = self._forget_before()
+            timeout = int(forget * 1000) + 1 if wait is None and forget is not None else wait
+            for source, _ in poller.poll(timeout):
                 if source is connection.receiver:
                     self._receive(connection)
                 elif source == ended:

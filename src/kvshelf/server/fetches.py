@@ -170,6 +170,8 @@ class Fetches:
         names: Sequence[str],
         sizes: Sequence[int],
         each: Each | None,
+        *,
+        in_memory: bool = False,
     ) -> None:
         """Lease objects to a client.
 
@@ -183,6 +185,8 @@ class Fetches:
         each : Callable or None
             Gets one outcome for each object, in any order and in several calls. None: the objects
             are looked up, not fetched.
+        in_memory : bool
+            What is not in memory now fails at once: nothing is read, and nothing waits.
         """
         until = self._clock() + self._wait_seconds
         wants = [
@@ -190,6 +194,9 @@ class Fetches:
             for index, (name, nbytes) in enumerate(zip(names, sizes, strict=True))
         ]
         outcomes: list[Ready | Failed] = []
+        if in_memory and each is not None:
+            each([self._lease_now(want) for want in wants])
+            return
         for want in wants:
             # Free memory is given to the oldest request; objects in memory need none.
             if self._must_wait(want) or not self._try(want, outcomes):
@@ -249,17 +256,31 @@ class Fetches:
             outcomes.append(Failed(want.index, Fault.of(error)))
             return True
 
-    def _begin(self, want: _Want, outcomes: list[Ready | Failed]) -> bool:
+    def _lease_now(self, want: _Want) -> Ready | Failed:
+        """Lease an object that is in memory."""
+        outcomes: list[Ready | Failed] = []
+        try:
+            slot = self._pin(want)
+            if slot is None or not self._lease(want, slot, outcomes):
+                raise ObjectMissingError(
+                    errno.ENOENT, "memory has it not for this client", want.name
+                )
+        except KVShelfError as error:
+            return Failed(want.index, Fault.of(error))
+        return outcomes[0]
+
+    def _pin(self, want: _Want) -> Slot | None:
+        """Pin an object, if it is in memory."""
         slot = self._memory.pin(want.key)
+        if slot is not None and slot.nbytes != want.nbytes:
+            self._memory.unpin(slot)
+            raise WrongSize(f"{want.name}: {want.nbytes} bytes, expected {slot.nbytes}")
+        return slot
+
+    def _begin(self, want: _Want, outcomes: list[Ready | Failed]) -> bool:
+        slot = self._pin(want)
         if slot is not None:
-            if slot.nbytes != want.nbytes:
-                self._memory.unpin(slot)
-                raise WrongSize(f"{want.name}: {want.nbytes} bytes, expected {slot.nbytes}")
-            if not self._lease(want, slot, outcomes):
-                self._memory.unpin(slot)
-                return False
-            self._counts["memory_hits"] += 1
-            return True
+            return self._lease(want, slot, outcomes)
         fits = self.free(want.client) >= want.nbytes
         read = self._reads.get(want.key)
         if read is not None and read.slot.nbytes != want.nbytes:
@@ -285,11 +306,13 @@ class Fetches:
         return True
 
     def _lease(self, want: _Want, slot: Slot, outcomes: list[Ready | Failed]) -> bool:
-        """Turn a pin of a slot into a lease; False if the client holds too much."""
+        """Turn a pin of a slot into a lease, or unpin it: False if the client holds too much."""
         fetched = want.each is not None
         granted = self.leases.grant(want.client, want.session, slot, fetched=fetched)
         if granted is None:
+            self._memory.unpin(slot)
             return False
+        self._counts["memory_hits"] += 1
         number, new = granted
         if not new:
             self._memory.unpin(slot)

@@ -51,7 +51,7 @@ from kvshelf import errors
 from kvshelf.format import invalid
 
 #: Version of the protocol. Server and client must have the same.
-PROTOCOL: Final = 3
+PROTOCOL: Final = 4
 
 #: Bytes of a client's id and of a session's token; both are random.
 ID_BYTES: Final = 16
@@ -293,11 +293,14 @@ class Fetch(Message, frozen=True, tag="fetch"):
     names : list of str
     sizes : list of int
         Size of each object in bytes.
+    in_memory : bool
+        Only those that are in memory now; the others fail at once.
     """
 
     session: SessionName
     names: Names
     sizes: Sizes
+    in_memory: bool = False
 
 
 class Release(Message, frozen=True, tag="release"):

@@ -1,8 +1,10 @@
-"""What an engine pins in its worker's memory tier for loads within the step.
+"""What an engine pins in memory for loads within the step.
 
-Owns the hits that the scheduler side has pinned for the step that it plans, and how it finds the
-memory of a worker that runs in its own process: vLLM's engine of one rank on a GPU
-(``UniProcExecutor``). Ranks in processes of their own have no such memory.
+Owns the hits that the scheduler side has pinned in the memory tier for the step that it plans, and
+how it finds the tier of a worker that runs in its own process: vLLM's engine of one rank on a GPU
+(``UniProcExecutor``). Ranks in processes of their own have no memory that the scheduler could see,
+but all of a machine map that of a node server: there the scheduler side pins for all of them, and
+says where (:func:`objects_at`).
 
 Contracts
 ---------
@@ -16,14 +18,16 @@ Contracts
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from kvshelf.config import Config
 from kvshelf.format.keys import Chunk
-from kvshelf.tiers.memory_tier import PinnedObject
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.shelf.view import Pinned
 
 #: The objects of chunks, by key and shard.
-Objects: TypeAlias = Mapping[bytes, Mapping[int, PinnedObject]]
+Objects: TypeAlias = Mapping[bytes, Mapping[int, Pinned]]
 _Name: TypeAlias = tuple[str, str]
 
 _offered: Final[dict[_Name, list[PinnedHits]]] = {}
@@ -94,6 +98,48 @@ def release(objects: Objects | None) -> None:
     for shards in () if objects is None else objects.values():
         for pinned in shards.values():
             pinned.release()
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """An object in memory that the scheduler side has pinned, and releases."""
+
+    view: memoryview
+
+    def valid(self) -> bool:
+        return True
+
+    def release(self) -> None:
+        """Do nothing."""
+
+
+def objects_at(
+    memory: memoryview,
+    offsets: Sequence[int],
+    chunks: Sequence[Chunk],
+    fmt: ObjectFormat,
+    shards: Collection[int],
+) -> Objects:
+    """Return the objects of chunks that lie in memory.
+
+    Parameters
+    ----------
+    memory : memoryview
+    offsets : Sequence of int
+        Where the objects begin: all shards of the first chunk before those of the next.
+    chunks : Sequence of Chunk
+    fmt : ObjectFormat
+    shards : Collection of int
+        The shards to return.
+    """
+    found: dict[bytes, dict[int, _Placed]] = {}
+    for number, chunk in enumerate(chunks):
+        found[chunk.key] = of_chunk = {}
+        for shard in shards:
+            start = offsets[number * fmt.shards + shard]
+            nbytes = fmt.object_size(shard, chunk.tokens)
+            of_chunk[shard] = _Placed(memory[start : start + nbytes])
+    return found
 
 
 def _name_of(vllm_config: Any, config: Config) -> _Name:

@@ -93,6 +93,7 @@ class Loads(SharingPart):
         blocks = tuple(map(list, block_ids))
         state.period = self._periods.admit(blocks, start, state.request.mm_features)
         patience, at_once = self._admission.begin(state, start, end, sync=sync)
+        memory, offsets = self._within_step.place_of(state)
         op = LoadOp(
             state.id,
             start,
@@ -107,6 +108,8 @@ class Loads(SharingPart):
             patience=patience,
             at_once=at_once,
             sync=sync,
+            memory=memory,
+            offsets=offsets,
         )
         self._read_ahead.note_in_engine_cache(op.chunks)
         self.planned.append(op)

@@ -1,27 +1,40 @@
 """Hits that lie in memory, and are loaded within the step that computes the rest.
 
-Owns which hits these are, and what is pinned for them until the step is handed out. An asynchronous
-load ends at least a step after vLLM has asked, which a busy engine spends on other requests.
+Owns which hits these are, and what is pinned for them until the step has loaded it. An asynchronous
+load ends at least a step after vLLM has asked, which a busy engine spends on other requests. A hit
+that must be read first would not be earlier this way: what is read beside a step is loaded when the
+next one begins, whether its blocks were there before or not.
 
 vLLM counts the tokens of such a load as computed at once, and other requests of the same step may
 share its blocks, so it must not fail (``has_sync_kv_loads`` in vllm/v1/core/sched/scheduler.py).
-Only what is verified and pinned is loaded so: in the memory tier of the only worker, where that is
-in this process (:mod:`kvshelf.vllm.pinned_hits`).
+Only what is verified and pinned is loaded so:
+
+* in the memory tier of the only worker, where that is in this process
+  (:mod:`kvshelf.vllm.pinned_hits`);
+* in the memory of a node server that all ranks have mapped
+  (:mod:`kvshelf.tiers.object_memory`). This side pins for all of them: what it has pinned lies
+  there until it gives it back, or its process ends.
 
 Contracts
 ---------
 * At most ``sync_load_bytes`` are loaded in one step: its other requests wait for the copies.
-* What is pinned for a request is unpinned when its load has ended, and with the step if vLLM admits
-  the request in a later one.
+* What is pinned for a request is unpinned when its load has ended on all ranks, and with the step
+  if vLLM admits the request in a later one.
+* A node server is waited for within the step's budget for lookups.
 * Runs on the engine's step thread.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL
+from kvshelf.tiers.object_memory import PinnedTogether, PinningView
 from kvshelf.vllm import pinned_hits
-from kvshelf.vllm.metadata import StepMetadata
+from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
 from kvshelf.vllm.pinned_hits import PinnedHits
+from kvshelf.vllm.scheduler.lookups import Lookups
 from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.scheduler.shared import Shared, SharingPart
 
@@ -32,16 +45,18 @@ class WithinStep(SharingPart):
     Parameters
     ----------
     shared : Shared
+    lookups : Lookups
     """
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: Shared, lookups: Lookups) -> None:
         super().__init__(shared)
+        self._lookups = lookups
         engine = self._engine
         #: The drafter's KV comes asynchronously, and a failed load of several cache groups, or of
         #: a window, could not be told to vLLM by its blocks. Beside other connectors it is not
         #: known whose loads a step has (:mod:`kvshelf.vllm.scheduler.unsettled`).
         self._allowed = (
-            engine.ranks == 1
+            self._config.sync_load_bytes > 0
             and not engine.beside_others
             and self._groups.keeps_blocks
             and not self._groups.hybrid
@@ -49,17 +64,22 @@ class WithinStep(SharingPart):
         )
         #: Bytes that are pinned for the step.
         self._bytes = 0
+        #: What each rank has mapped of a node server's memory.
+        self._mapped: dict[int, bytes] = {}
+        #: What is pinned there: for the step, by request, and for steps that have begun.
+        self._served: dict[str, PinnedTogether] = {}
+        self._lent: list[tuple[str, PinnedTogether]] = []
 
     @property
     def _pinned(self) -> PinnedHits | None:
-        if not self._allowed or not self._config.sync_load_bytes:
+        if not self._allowed or self._engine.ranks > 1:
             return None
         return pinned_hits.find(self._engine.vllm_config, self._config)
 
     def pin(self, state: RequestState, end: int) -> bool:
         """Pin the hit that was found for a request, up to token `end`; whether it is in memory."""
-        pinned, lookup, start = self._pinned, state.lookup, state.offered_from
-        if pinned is None or lookup is None or lookup.chain is None:
+        lookup, start = state.lookup, state.offered_from
+        if not self._allowed or lookup is None or lookup.chain is None:
             return False
         # vLLM computes at least one token in the step. A worker may not know an adapter yet.
         if end >= state.request.num_tokens or state.adapter is not None:
@@ -70,20 +90,67 @@ class WithinStep(SharingPart):
         nbytes = self._bytes + len(indices) * chunk_bytes
         if nbytes > self._config.sync_load_bytes:
             return False
-        chunks = self._hits.chunks_before(state, lookup, lookup.chain, end)
-        if not pinned.pin(state.id, chunks[indices.start : indices.stop]):
+        known = self._hits.chunks_before(state, lookup, lookup.chain, end)
+        chunks, pinned = known[indices.start : indices.stop], self._pinned
+        in_tier = pinned is not None and pinned.pin(state.id, chunks)
+        if not in_tier and not self._pin_served(state.id, chunks):
             return False
         self._bytes = nbytes
         return True
 
+    def _pin_served(self, request_id: str, chunks: Sequence[Chunk]) -> bool:
+        """Pin chunks in the memory of the node server that all ranks have mapped."""
+        view = self._opening.views[FULL]
+        if not isinstance(view, PinningView) or not view.mapped:
+            return False
+        ranks = range(self._engine.ranks)
+        if any(self._mapped.get(rank) != view.mapped for rank in ranks):
+            return False
+        self._unpin(request_id)
+        pinned = self._lookups.wait_for(lambda seconds: view.pin_all(chunks, seconds))
+        if pinned is None:
+            return False
+        if pinned.memory != view.mapped:
+            pinned.release()
+            return False
+        self._served[request_id] = pinned
+        return True
+
+    def _unpin(self, request_id: str) -> None:
+        pinned = self._served.pop(request_id, None)
+        if pinned is not None:
+            pinned.release()
+
     def holds(self, state: RequestState) -> bool:
         """Whether the hit of a request is pinned."""
         pinned = self._pinned
-        return pinned is not None and state.id in pinned
+        return state.id in self._served or (pinned is not None and state.id in pinned)
+
+    def place_of(self, state: RequestState) -> tuple[bytes, list[int]]:
+        """Return where a node server has what is pinned for a request, as in :class:`LoadOp`."""
+        pinned = self._served.get(state.id)
+        return (b"", []) if pinned is None else (pinned.memory, pinned.offsets)
 
     def hand_out(self, meta: StepMetadata) -> None:
-        """Leave to the worker what the step loads, and unpin the rest."""
+        """Leave to the workers what the step loads, and unpin the rest."""
         self._bytes = 0
         pinned = self._pinned
         if pinned is not None:
             pinned.keep_only({op.request_id for op in meta.loads if op.sync})
+        # Where planning a load failed, workers do not know where it is pinned.
+        served = {op.request_id for op in meta.loads if op.memory}
+        for request_id in list(self._served):
+            if request_id in served:
+                self._lent.append((request_id, self._served.pop(request_id)))
+            else:
+                self._unpin(request_id)
+
+    def take_report(self, meta: WorkerMetadata) -> None:
+        """Take what ranks have mapped, and unpin what all of them have loaded in a step."""
+        self._mapped |= meta.mapped
+        for request_id in set(meta.loaded_now):
+            for number, (of, pinned) in enumerate(self._lent):
+                if of == request_id:
+                    del self._lent[number]
+                    pinned.release()
+                    break

@@ -32,12 +32,13 @@ import torch
 from kvshelf.assembly import Assembly
 from kvshelf.errors import DeviceUnavailableError
 from kvshelf.format.kinds import FULL, WINDOW, Kind
+from kvshelf.tiers.object_memory import ObjectMemory, PinningShelf
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Failure, Load, Piece
 from kvshelf.transfer.prefetch import Unused
 from kvshelf.vllm.adapters import LoadedAdapters
 from kvshelf.vllm.metadata import NULL_BLOCK, LoadFailure, LoadOp, PrefetchOp, StepMetadata
-from kvshelf.vllm.pinned_hits import PinnedHits, release
+from kvshelf.vllm.pinned_hits import Objects, PinnedHits, objects_at, release
 from kvshelf.vllm.worker.drafter import Drafter
 from kvshelf.vllm.worker.engine import WorkerEngine
 from kvshelf.vllm.worker.parts import Part
@@ -88,6 +89,10 @@ class WorkerLoads:
     #: Loads that the scheduler planned and that have not started.
     _planned: list[LoadOp] = field(default_factory=list, init=False)
     _planned_now: list[LoadOp] = field(default_factory=list, init=False)
+    #: The memory of a node server that loads of this step take what is pinned from, by request.
+    _arenas: dict[str, memoryview] = field(default_factory=dict, init=False)
+    #: Requests of which such a load has ended, until that is reported.
+    _loaded_now: list[str] = field(default_factory=list, init=False)
     _ops: dict[Load, LoadOp] = field(default_factory=dict, init=False)
     #: Loads whose KV must not be used, whatever their transfer reports.
     _invalidated: set[Load] = field(default_factory=set, init=False)
@@ -120,6 +125,10 @@ class WorkerLoads:
         self._idle = meta.idle
         for op in meta.loads:
             (self._planned_now if op.sync else self._planned).append(op)
+            memory = self._memory if op.memory else None
+            arena = None if memory is None else memory.at(op.memory)
+            if arena is not None:
+                self._arenas[op.request_id] = arena
 
     def load_now(self) -> tuple[int, bool]:
         """Do the loads whose tokens vLLM takes for computed in this step, once.
@@ -145,11 +154,31 @@ class WorkerLoads:
             except Exception as error:
                 logger.error("the end of a load was not noted", exc_info=error)
             self._end_read_ahead(op.request_id)
+            if op.memory:
+                self._loaded_now.append(op.request_id)
         return len(planned), failed
+
+    @property
+    def mapped(self) -> bytes:
+        """The memory of a node server that loads within the step can take objects from, by its id.
+
+        Empty where there is none, or nothing can be loaded so now.
+        """
+        memory = self._memory
+        if memory is None or not (self.weights.settled and self.model.can_load_now):
+            return b""
+        # The scheduler side may name it a step after it was lost.
+        memory.keep_mapped()
+        return memory.mapped
+
+    @property
+    def _memory(self) -> ObjectMemory | None:
+        shelf = self.assembly.shelf()
+        return shelf.memory if isinstance(shelf, PinningShelf) else None
 
     def _load_now(self, op: LoadOp) -> None:
         # What is pinned is right, whatever has been disabled since.
-        objects, transfers = self.pinned.take(op.request_id), self.model.transfers
+        objects, transfers = self._pinned_for(op), self.model.transfers
         try:
             if objects is None or transfers is None or not self.weights.is_current(op):
                 raise RuntimeError(f"nothing may be loaded for {op.request_id} any more")
@@ -161,6 +190,15 @@ class WorkerLoads:
                 loads.scatter_pinned(items, objects)
         finally:
             release(objects)
+
+    def _pinned_for(self, op: LoadOp) -> Objects | None:
+        if not op.memory:
+            return self.pinned.take(op.request_id)
+        arena, memory = self._arenas.pop(op.request_id, None), self.model.registration.memories
+        if arena is None:
+            return None
+        fmt, plan = memory[FULL].fmt, memory[FULL].plan
+        return objects_at(arena, op.offsets, op.chunks, fmt, plan.shards)
 
     def _note_now(self, op: LoadOp, seconds: float) -> None:
         if not self.model.registration.on_device:
@@ -421,6 +459,11 @@ class WorkerLoads:
                 for request_id, chunk, failure in prefetcher.take_failures()
             ]
         return failures
+
+    def take_loaded_now(self) -> list[str]:
+        """Return the requests whose loads from a node server's memory ended since the last call."""
+        loaded, self._loaded_now = self._loaded_now, []
+        return loaded
 
     def take_seconds(self) -> dict[str, float]:
         """Return how long loads took that have ended since the last call, by request."""

@@ -206,6 +206,14 @@ class Part:
             on_thread_start=widen_cpu_affinity,
         )
 
+    @property
+    def can_load_now(self) -> bool:
+        """Whether loads of kind full can be done within a step."""
+        memory = self.registration.memories.get(FULL)
+        if self.serving is None or memory is None:
+            return False
+        return memory.cache.prepared and not memory.cache.problem
+
     def pin(self, chunks: Sequence[Chunk]) -> Objects | None:
         """Pin this worker's objects of chunks of kind full in the memory tier.
 
@@ -216,9 +224,7 @@ class Part:
             from there.
         """
         tier, memory = self._memories.get(FULL), self.registration.memories.get(FULL)
-        if self.serving is None or tier is None or memory is None:
-            return None
-        if not memory.cache.prepared or memory.cache.problem:
+        if tier is None or memory is None or not self.can_load_now:
             return None
         objects: dict[bytes, dict[int, PinnedObject]] = {}
         for chunk in chunks:

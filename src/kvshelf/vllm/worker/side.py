@@ -117,6 +117,7 @@ class WorkerSide:
         #: What the scheduler knows.
         self._breaker_open = False
         self._writes_refused = False
+        self._mapped = b""
 
     def _pin(self, chunks: Sequence[Chunk]) -> Objects | None:
         """Pin the objects of chunks, for a load that must not fail; see :meth:`Part.pin`."""
@@ -272,6 +273,11 @@ class WorkerSide:
         self._add_storage(meta)
         meta.postponed = self.stores.take_postponed()
         meta.load_seconds = self.loads.take_seconds()
+        meta.loaded_now = self.loads.take_loaded_now()
+        mapped = self.loads.mapped
+        if self._mapped != mapped:
+            self._mapped = mapped
+            meta.mapped = {self.rank: mapped}
         if self._meta is not None and self._meta.timed_step:
             meta.timed_steps = {self.rank: self._meta.timed_step}
         if meta == WorkerMetadata():
