@@ -456,9 +456,9 @@ class Config(BaseSettings):
     """Unless `admission` is `always`, compute hits of fewer tokens, whatever their loads would
     take. Hand-overs are loaded all the same."""
     sync_load_bytes: Annotated[_Size, Field(ge=0)] = ByteSize(64 << 20)
-    """Most bytes that one step loads before it computes, of all ranks together. A hit that lies as
-    a whole in memory is loaded in the step in which vLLM asks for it, and its request goes on at
-    once; other hits are loaded beside a step, and their requests go on in a later one. Such memory
+    """Most bytes of objects that one step loads before it computes. A hit that lies as a whole in
+    memory is loaded in the step in which vLLM asks for it, and its request goes on at once; other
+    hits are loaded beside a step, and their requests go on in a later one. Such memory
     is a node server's on the machine of all ranks, or the memory tier of the only rank, where its
     worker runs in the process of the scheduler, as on one GPU. Not with sliding windows, states,
     speculative decoding or LoRA adapters, and not inside MultiConnector. The requests beside it

@@ -255,11 +255,14 @@ def test_what_is_wanted_from_memory_alone_is_neither_read_nor_waited_for(
     desk = make_desk(16 * 16384)
     (held,) = desk.fetch(B, names[:1], [SIZE])
     reads = desk.counts["read"]
-    outcomes = desk.begin_fetch(A, names[:2], [SIZE] * 2, in_memory=True)
+    outcomes = desk.begin_fetch(A, names[:1], [SIZE], in_memory=True)
     assert desk.bytes_of(outcomes[0]) == sealed(FMT, chunks[0])
-    missing = outcomes[1]
-    assert isinstance(missing, Failed)
-    assert missing.fault.kind == "ObjectMissingError"
+    # One of them is not there: none is leased.
+    leases = desk.stat("leases")
+    for missing in desk.begin_fetch(A, names[:2], [SIZE] * 2, in_memory=True).values():
+        assert isinstance(missing, Failed)
+        assert missing.fault.kind == "ObjectMissingError"
+    assert desk.stat("leases") == leases
     wrong = desk.begin_fetch(A, names[:1], [SIZE + 1], in_memory=True)[0]
     assert isinstance(wrong, Failed)
     assert wrong.fault.kind == "WrongSize"

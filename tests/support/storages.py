@@ -569,7 +569,7 @@ class LendingMemory:
 
     mapped = b"lending"
 
-    def keep_mapped(self) -> None:
+    def keep_mapped(self, seconds: float) -> None:
         """Do nothing: it is never gone."""
 
     def at(self, memory: bytes) -> memoryview | None:

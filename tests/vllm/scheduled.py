@@ -392,6 +392,8 @@ class ScheduledEngine:
         The share of the hits that lie in the worker's memory tier when vLLM asks for them.
     served : float
         The same of a node server's memory.
+    ranks : int
+        How many ranks have it mapped, of which all do the same.
     **options
         kvshelf's configuration; `asynchronous` for vLLM's scheduling ahead of results; `drafts`
         for so many drafts of each step; `retention` is vLLM's ``prefix_cache_retention_interval``.
@@ -409,6 +411,7 @@ class ScheduledEngine:
         drafter: KVCacheSpec | None = None,
         memory: float = 0.0,
         served: float = 0.0,
+        ranks: int = 1,
         **options: Any,
     ) -> None:
         self.world = world
@@ -469,7 +472,8 @@ class ScheduledEngine:
         self._pinned.offer(config, self.connector.config)
         #: Objects in memory that are pinned.
         self.pins = 0
-        self.served = served
+        self.served, self.ranks = served, ranks
+        object.__setattr__(self.connector._scheduler.engine, "ranks", ranks)
         #: What was pinned in a node server's memory.
         self.lent: list[Lent] = []
         #: Where the rest of a state begins in its block.
@@ -691,7 +695,7 @@ class ScheduledEngine:
                 weights=weights,
                 draft_reports=draft_reports,
                 without_drafts=without_drafts,
-                mapped={0: SERVER if self._settled else b""} if self.served else {},
+                mapped=dict.fromkeys(range(self.ranks), SERVER if self._settled else b""),
                 loaded_now=[op.request_id for op in meta.loads if op.memory],
             ),
         )
@@ -1093,10 +1097,12 @@ class ScheduledEngine:
         """Fill the blocks of a load; return what failed."""
         chunks = {FULL: op.chunks, WINDOW: op.windows, STATE: op.states}
         pieces = [(kind, chunk) for kind, some in chunks.items() for chunk in some]
-        if op.round != self.round or not self._settled:
+        if op.round != self.round or not (self._settled or op.memory):
             return [LoadFailure(op.request_id, op.start // self.chunk_size, b"", False)]
         assert pieces, "nothing is known of a load"
-        assert all(self.world.texts[chunk.key][1] == self.weights for _, chunk in pieces)
+        # Ranks may know of other weights before the scheduler that has pinned what it found.
+        same = all(self.world.texts[chunk.key][1] == self.weights for _, chunk in pieces)
+        assert same or (op.memory and not self._settled)
         if self.failing_loads:
             self.failing_loads -= 1
             kind, chunk = pieces[-1]

@@ -59,6 +59,44 @@ def test_a_hit_in_memory_is_computed_behind_in_the_same_step(
     assert len(engine.answers["r"]) == 2
 
 
+def test_several_ranks_load_so_from_a_node_server_alone(start: Start) -> None:
+    tokens = prompt(200)
+    start().run(tokens)
+    engine = start(memory=1.0, ranks=2)
+    assert engine.run(tokens) == [192]
+    assert not sync_loads(engine)
+    engine = start(served=1.0, ranks=2)
+    assert engine.run(tokens) == [192]
+    assert sync_loads(engine)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_several_ranks_compute_behind_such_a_load_is_stored_once_all_have_loaded(
+    start: Start, asynchronous: bool
+) -> None:
+    """One of them may have failed, and computed, and sent to others, what is wrong."""
+    tokens = prompt(200)
+    start().run(tokens[:100])
+    engine = start(served=1.0, ranks=2, asynchronous=asynchronous, budget=300)
+    engine.add("r", tokens, answer=20)
+    engine.wait_for_lookup("r")
+    first = engine.step()
+    assert [op.sync for op in first.loads] == [True]
+    assert not first.stores
+    engine.finish()
+    stored = [op.chunk.index for meta in engine.metas for op in meta.stores]
+    assert sorted(stored) == [3, 4, 5]
+    # What it hands over must be stored in the step that ends it.
+    others = prompt(200, seed=1)
+    start().run(others[:100])
+    engine = start(served=1.0, ranks=2, asynchronous=asynchronous, budget=300)
+    engine.add("r", others, answer=1, transfer=ASKED)
+    engine.wait_for_lookup("r")
+    engine.finish()
+    assert not sync_loads(engine)
+    assert engine.params["r"] is not None
+
+
 def test_a_hit_that_lies_elsewhere_is_waited_for(start: Start) -> None:
     tokens = prompt(200)
     start().run(tokens)
@@ -217,6 +255,7 @@ def test_anything_that_may_happen(data: st.DataObject) -> None:
         }
         if draw(st.booleans(), "has a node server"):
             options["served"] = draw(st.sampled_from([0.5, 1.0]), "served")
+            options["ranks"] = draw(st.sampled_from([1, 2]), "ranks")
         engine = ScheduledEngine(world, PLAIN, **options)
         try:
             for number in range(draw(st.integers(3, 14), "actions")):
@@ -235,9 +274,7 @@ def test_anything_that_may_happen(data: st.DataObject) -> None:
                     name = draw(st.sampled_from(sorted(engine.texts)), "request")
                     if name in engine.scheduler.requests:
                         engine.abort(name)
-                elif action == "weights" and not engine.served:
-                    # What a node server has pinned is loaded by ranks that may know more of their
-                    # weights than the scheduler: they refuse, and vLLM computes the request.
+                elif action == "weights":
                     engine.change_weights()
                 elif action == "reset":
                     engine.reset()

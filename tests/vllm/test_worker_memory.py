@@ -7,18 +7,21 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("vllm")
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvshelf.errors import ConfigError, TransientStorageError
 from kvshelf.format.namespace import Namespace
 from kvshelf.server.shelf import open_served
-from kvshelf.tiers.object_memory import PinningView
+from kvshelf.tiers.object_memory import PinningShelf, PinningView
 from kvshelf.transfer.staging import StagingPool
+from kvshelf.vllm.connector import SharedStorageConnector
 from kvshelf.vllm.metadata import (
     LoadFailure,
     LoadOp,
@@ -28,6 +31,7 @@ from kvshelf.vllm.metadata import (
 from tests.server.node import LocalServer
 from tests.support.storages import Fault, FaultyBackend
 from tests.support.waiting import PATIENCE, until
+from tests.vllm.replay import make_config, make_groups
 from tests.vllm.worker_rig import CHUNK, WorkerRig, store_op
 
 # ------------------------------------------------------------------------- requests that wait
@@ -275,6 +279,11 @@ def test_what_is_pinned_at_a_node_server_is_in_the_cache_before_the_forward_pass
         assert (finished, bad) == (set(), set())
         assert report is not None and report.loaded_now == ["r"]
         assert rig.counts["sync_loads"] == 1
+        # What lies elsewhere is not what was pinned.
+        finished, bad, report = rig.step(
+            StepMetadata(loads=[replace(op, offsets=pinned.offsets[::-1])])
+        )
+        assert (finished, bad) == (set(), set(blocks))
         pinned.release()
         # A rank that has another server's memory mapped loads nothing, and says so.
         meta = StepMetadata(loads=[replace(op, memory=b"another", offsets=pinned.offsets)])
@@ -349,3 +358,16 @@ def test_a_worker_that_ends_pins_nothing_more(make_worker: Callable[..., WorkerR
     assert pinned.pin("r", chunks)
     rig.close()
     assert "r" not in pinned
+
+
+def test_the_scheduler_reads_a_node_servers_memory_in_place_on_a_gpu_too(
+    backend: FaultyBackend, tmp_path: Path
+) -> None:
+    with LocalServer(tmp_path / "run", Path(backend.url)) as node:
+        config = make_config(backend.url, server=node.url)
+        config.device_config = SimpleNamespace(device_type="cuda")
+        scheduler = SharedStorageConnector(config, KVConnectorRole.SCHEDULER, make_groups(config))
+        with contextlib.closing(scheduler._assembly):
+            shelf = scheduler._assembly.shelf()
+            assert isinstance(shelf, PinningShelf)
+            assert shelf.memory.mapped

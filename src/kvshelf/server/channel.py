@@ -16,8 +16,9 @@ Contracts
   back.
 * A session whose leases other processes read (:meth:`Channel.hold`) ends only when these are let
   go, so that until then the server keeps their memory as it is.
-* The arena of a server that is gone stays mapped for :data:`KEEP_ARENA_SECONDS` where
-  :meth:`Channel.keep_arena` was called: what another process has leased there may still be read.
+* The arena of a lost connection stays mapped for as long as :meth:`Channel.keep_arena` says, and
+  until it is known that its server is gone: what another process has leased there may still be
+  read.
 * A channel belongs to the process that made it. After a fork, the child's copy is closed.
 * Where the server's memory is page-locked for a GPU, it stays so until no part of it is in use.
 
@@ -92,8 +93,10 @@ _RETRY_SECONDS: Final = (0.05, 0.2, 0.5)
 _RELEASE_SECONDS: Final = 0.01
 _RELEASE_COUNT: Final = 256
 _CLOSE_SECONDS: Final = 1.0
-#: Longer than a step of an engine takes between its planning and its begin on all ranks.
-KEEP_ARENA_SECONDS: Final = 30.0
+#: How long an arena stays mapped at least after its connection was lost, where it is kept.
+KEEP_ARENA_SECONDS: Final = 3.0
+#: How often it is looked whether it is still to be kept.
+_LOOK_SECONDS: Final = 0.5
 #: Answers that are handled before anything else is looked at.
 _ROUND: Final = 64
 
@@ -294,9 +297,11 @@ class Channel:
         self._is_connected = threading.Event()
         self._wake = Wake()
         self._closed = False
-        #: The last connection that was lost, and until when its arena stays mapped.
-        self._before: tuple[_Connection, float] | None = None
-        self._keeps_arena = False
+        #: The connection that was lost last, while its arena stays mapped.
+        self._before: _Connection | None = None
+        self._keep_until: float | None = None
+        #: Connections of which hits are held, also lost ones.
+        self._held: set[_Connection] = set()
         self._device: torch.device | None = None
         self._log = RateLimitedLog(logger, lines=10)
         _channels.add(self)
@@ -431,9 +436,12 @@ class Channel:
 
     # ------------------------------------------------------------- memory for several processes
 
-    def keep_arena(self) -> None:
-        """Keep the arena of a server that is gone mapped for a while, for :meth:`arena_of`."""
-        self._keeps_arena = True
+    def keep_arena(self, seconds: float) -> None:
+        """Keep the arena of a connection that is lost from now on, or was, mapped for a time.
+
+        Also for :data:`KEEP_ARENA_SECONDS` after the loss.
+        """
+        self._keep_until = time.monotonic() + seconds
 
     @property
     def server(self) -> bytes:
@@ -443,11 +451,11 @@ class Channel:
 
     def arena_of(self, server: bytes) -> memoryview | None:
         """Return the arena of the server with this id, if it is mapped here."""
-        before = self._before
-        for connection in (self._connection, None if before is None else before[0]):
-            if connection is not None and connection.welcome.server == server:
-                return connection.arena
-        return None
+        known = [one for one in (self._connection, self._before) if one is not None]
+        mapped = [one for one in known if one.welcome.server == server]
+        # Of two sessions with one server, the memory of the new one may not be page-locked yet.
+        mapped.sort(key=lambda one: not one.locked)
+        return mapped[0].arena if mapped else None
 
     def hold(self, leases: Sequence[Leased]) -> bytes:
         """Let other processes read what is leased, until :meth:`let_go`.
@@ -465,6 +473,7 @@ class Channel:
             if not all(one._connection is connection and one.valid() for one in leases):
                 return b""
             connection.held += 1
+            self._held.add(connection)
             return connection.welcome.server
 
     def let_go(self, leases: Sequence[Leased]) -> None:
@@ -474,8 +483,11 @@ class Channel:
             one.release()
         with self._lock:
             connection.held -= 1
-            ended = connection.lost and not connection.held
-        if ended:
+            if connection.held:
+                return
+            self._held.discard(connection)
+            lost = connection.lost
+        if lost:
             connection.session.close()
 
     def close(self) -> None:
@@ -622,6 +634,7 @@ class Channel:
     def _announce(self, connection: _Connection) -> None:
         """Let the server know the namespaces, the callbacks send next, then all others."""
         self.welcome = connection.welcome
+        self.problem = None
         with self._lock:
             self._connection = connection
             if self._device is not None:
@@ -647,22 +660,24 @@ class Channel:
             self._log.error("a callback of the channel failed: %s", error, exc_info=error)
 
     def _forget_before(self) -> float | None:
-        """Unmap the arena of the server before, if it is time; return the seconds until then."""
-        before = self._before
-        if before is None:
+        """Unmap the arena of the connection before, if it is time; return when to look again."""
+        if self._before is None or self._keep_until is None:
             return None
-        left = before[1] - time.monotonic()
-        if left <= 0:
+        connection = self._connection
+        # Without a new connection the server may be there all the same, and take no further client.
+        gone = connection is not None or isinstance(self.problem, UnavailableStorageError)
+        if self._keep_until <= time.monotonic() and gone:
             self._before = None
             return None
-        return left
+        return _LOOK_SECONDS
 
     def _lose(self, connection: _Connection) -> None:
         with self._lock:
             connection.lost = True
             self._connection = None
-            if self._keeps_arena and not self._closed:
-                self._before = connection, time.monotonic() + KEEP_ARENA_SECONDS
+            if self._keep_until is not None and not self._closed:
+                self._before = connection
+                self._keep_until = max(self._keep_until, time.monotonic() + KEEP_ARENA_SECONDS)
             self._is_connected.clear()
             waiting, connection.waiting = connection.waiting, {}
             held = connection.held
@@ -789,10 +804,12 @@ class Channel:
         self._lock = threading.Lock()
         self.segment = self._own = None
         connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.lost = connection.foreign = True
+        connections = self._held if connection is None else self._held | {connection}
+        self._held = set()
+        for one in connections:
+            one.lost = one.foreign = True
             # Or the server would take the parent for alive as long as this process is.
-            connection.session.close()
+            one.session.close()
 
 
 _channels: Final[weakref.WeakSet[Channel]] = weakref.WeakSet()

@@ -186,7 +186,7 @@ class Fetches:
             Gets one outcome for each object, in any order and in several calls. None: the objects
             are looked up, not fetched.
         in_memory : bool
-            What is not in memory now fails at once: nothing is read, and nothing waits.
+            Nothing is read, and nothing waits: if not all of them are in memory now, all fail.
         """
         until = self._clock() + self._wait_seconds
         wants = [
@@ -195,7 +195,8 @@ class Fetches:
         ]
         outcomes: list[Ready | Failed] = []
         if in_memory and each is not None:
-            each([self._lease_now(want) for want in wants])
+            here = all(self._memory.holds([want.key for want in wants]))
+            each([self._lease_now(want, here=here) for want in wants])
             return
         for want in wants:
             # Free memory is given to the oldest request; objects in memory need none.
@@ -256,11 +257,11 @@ class Fetches:
             outcomes.append(Failed(want.index, Fault.of(error)))
             return True
 
-    def _lease_now(self, want: _Want) -> Ready | Failed:
-        """Lease an object that is in memory."""
+    def _lease_now(self, want: _Want, *, here: bool) -> Ready | Failed:
+        """Lease an object that is `here` in memory."""
         outcomes: list[Ready | Failed] = []
         try:
-            slot = self._pin(want)
+            slot = self._pin(want) if here else None
             if slot is None or not self._lease(want, slot, outcomes):
                 raise ObjectMissingError(
                     errno.ENOENT, "memory has it not for this client", want.name

@@ -204,9 +204,9 @@ class ServedMemory:
         """The id of the server whose memory is read in place here; empty: of none."""
         return self._channel.server if self.pins else b""
 
-    def keep_mapped(self) -> None:
-        """Keep the memory of a server that is gone mapped for a while, for :meth:`at`."""
-        self._channel.keep_arena()
+    def keep_mapped(self, seconds: float) -> None:
+        """Keep the memory of a server that is lost mapped for a time, for :meth:`at`."""
+        self._channel.keep_arena(seconds)
 
     def at(self, memory: bytes) -> memoryview | None:
         """Return the memory of a server by its id, if it is mapped here."""

@@ -294,7 +294,7 @@ class Fetch(Message, frozen=True, tag="fetch"):
     sizes : list of int
         Size of each object in bytes.
     in_memory : bool
-        Only those that are in memory now; the others fail at once.
+        Only if all of them are in memory now; otherwise all fail at once.
     """
 
     session: SessionName

@@ -93,8 +93,8 @@ class ObjectMemory(Protocol):
     def mapped(self) -> bytes:
         """Which memory it is, for all processes that map it; empty: it is not read here."""
 
-    def keep_mapped(self) -> None:
-        """Keep memory that was mapped before for some time, for :meth:`at`."""
+    def keep_mapped(self, seconds: float) -> None:
+        """Keep memory that was mapped before for some seconds, for :meth:`at`."""
 
     def at(self, memory: bytes) -> memoryview | None:
         """Return the memory that was called so, if this process has it mapped."""

@@ -25,7 +25,8 @@ Contracts
   at which the load is reported finished, however it ends: loaded, failed, cancelled or late; and
   during :meth:`Loads.scatter_pinned`.
 * Nothing unverified is ever scattered. Memory of other owners is checked for validity after the
-  scatter: if it was taken back meanwhile, the object counts as failed.
+  scatter: if it was taken back meanwhile, the object counts as failed. What
+  :meth:`Loads.scatter_pinned` gets, its caller checks.
 * What is pinned is given back exactly once, after the last scatter from it has ended and before
   the last load that needs it is reported finished.
 * One lock, held for queue operations and during completion callbacks.
@@ -163,7 +164,11 @@ class Loads(TransferHalf):
         return piece
 
     def scatter_pinned(
-        self, items: Sequence[ChunkSlots], objects: Mapping[bytes, Mapping[int, Pinned]]
+        self,
+        items: Sequence[ChunkSlots],
+        objects: Mapping[bytes, Mapping[int, Pinned]],
+        *,
+        in_tier: bool = True,
     ) -> None:
         """Copy chunks from memory into the paged cache, on this thread. Step thread.
 
@@ -176,6 +181,8 @@ class Loads(TransferHalf):
             Of the context's paged cache.
         objects : Mapping
             All objects of these chunks that this worker reads, by the chunk's key and the shard.
+        in_tier : bool
+            They lie in the memory tier, and are counted there.
 
         Raises
         ------
@@ -204,8 +211,9 @@ class Loads(TransferHalf):
             self._pinned = None
         nbytes = sum(self._shelf.size(item.chunk, shard) for item in items for shard in shards)
         context.count("loaded_bytes", nbytes)
-        self._counters.add("memory_tier_loaded_bytes", nbytes)
-        self._counters.add("memory_tier_loaded_objects", len(items) * len(shards))
+        if in_tier:
+            self._counters.add("memory_tier_loaded_bytes", nbytes)
+            self._counters.add("memory_tier_loaded_objects", len(items) * len(shards))
         context.count("loaded_chunks", len(items))
         self._counters.observe("scatter", time.perf_counter() - begin)
 

@@ -172,7 +172,8 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
             _open_served,
             self._config,
             self._counters,
-            on_cpu=on_cpu,
+            # A GPU copies from page-locked memory; the scheduler reads headers only.
+            in_place=not copies,
             gpu=gpu,
             segment=self._segment,
         )
@@ -559,7 +560,7 @@ def _open_served(
     config: Config,
     counters: Counters,
     *,
-    on_cpu: bool,
+    in_place: bool,
     gpu: torch.device | None,
     segment: Segment | None,
 ) -> Shelf:
@@ -578,8 +579,7 @@ def _open_served(
         segment_bytes=_segment_bytes(config),
         segment=segment,
         read_only=config.read_only,
-        # A GPU copies from page-locked memory.
-        in_place=on_cpu,
+        in_place=in_place,
         device=gpu,
         counters=counters,
         deadlines=config.deadlines,

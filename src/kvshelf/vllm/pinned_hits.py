@@ -142,6 +142,21 @@ def objects_at(
     return found
 
 
+def check(objects: Objects, chunks: Sequence[Chunk], fmt: ObjectFormat) -> None:
+    """Check, after objects were read, that they still lie where they were.
+
+    The end of the process that has pinned them is also the end of its pins.
+
+    Raises
+    ------
+    BadObjectError
+        If something else lies there.
+    """
+    for chunk in chunks:
+        for shard, pinned in objects[chunk.key].items():
+            fmt.verify_header(pinned.view, chunk, shard)
+
+
 def _name_of(vllm_config: Any, config: Config) -> _Name:
     transfer = getattr(vllm_config, "kv_transfer_config", None)
     return str(getattr(transfer, "engine_id", "")), config.shared_storage_path or ""

@@ -6,7 +6,7 @@ health and of what appeared on it.
 Contracts
 ---------
 * Of a long queue only the first requests have a lookup and keys.
-* All waits for storage in one step together take at most the lookup budget, or a hundredth of what
+* All waits for lookups in one step together take at most the lookup budget, or a hundredth of what
   the last step took: a request that is not answered now is asked again in the next step. Steps
   that compute nothing may take longer, where :class:`~kvshelf.vllm.scheduler.steps.Steps` says that
   one may.
@@ -26,7 +26,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from kvshelf.format.kinds import kind_key
 from kvshelf.shelf.lookup import Lookup, LookupService
@@ -48,8 +48,6 @@ _ANSWER_SECONDS: Final = 1.0
 _PUBLISHED_REMEMBERED: Final = 4096
 #: Waiting requests whose lookups are made before vLLM polls them.
 _LOOKUPS_AHEAD: Final = 256
-
-_Answer = TypeVar("_Answer")
 
 
 class Lookups(SharingPart):
@@ -206,24 +204,16 @@ class Lookups(SharingPart):
         """Wait within the step's budget; return whether the lookup is done."""
         if lookup.done:
             return True
-        idle, left = self._steps.may_wait, self.left
+        idle = self._steps.may_wait
+        left = self._budget(idle=idle) - self._waited
         # A wait that times out lasts longer than its timeout: until the lookup thread releases the
         # GIL.
         if left <= 0 or not (idle or lookups.may_be_done_within(lookup, left)):
             return False
-        return self.wait_for(lookup.wait)
-
-    @property
-    def left(self) -> float:
-        """How long this step may still wait, in seconds; may be negative."""
-        return self._budget(idle=self._steps.may_wait) - self._waited
-
-    def wait_for(self, answer: Callable[[float], _Answer]) -> _Answer:
-        """Call what waits for as many seconds as it is given: all that is left of the budget."""
         begin = time.monotonic()
-        found = answer(max(0.0, self.left))
+        done = lookup.wait(left)
         self._waited += time.monotonic() - begin
-        return found
+        return done
 
     def too_long(self, lookups: LookupService, state: RequestState) -> bool:
         """Whether a request has waited for its lookup long enough."""

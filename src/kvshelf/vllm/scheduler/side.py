@@ -82,7 +82,7 @@ class SchedulerSide:
         self.lookups = Lookups(shared)
         self.handovers = Handovers(shared, self.lookups)
         self.admission = Admission(shared)
-        within_step = WithinStep(shared, self.lookups)
+        self._within_step = within_step = WithinStep(shared)
         self._answers = Answers(shared, self.lookups, self.handovers, self.admission, within_step)
         self._periods = BlockPeriods(shared)
         self._read_ahead = ReadAhead(self._loadable, self.lookups.loads_are_paused)
@@ -296,6 +296,7 @@ class SchedulerSide:
         self._periods.begin()
 
     def close(self) -> None:
-        """Stop the threads."""
+        """Give back what is pinned, and stop the threads."""
+        self._within_step.close()
         self.opening.close()
         self.handovers.close()

@@ -4,7 +4,8 @@ Contracts
 ---------
 * What depends on a load that another connector (inside MultiConnector) does within a step is not
   stored until the outcome of that load is known: it may depend on blocks without KV. Of kvshelf's
-  own such loads the worker knows the outcome before it gathers.
+  own such loads the only worker knows the outcome before it gathers; one of several ranks does not
+  know that of the others, so there the same holds.
 * Where no multimodal item may be divided (:mod:`kvshelf.vllm.scheduler.hits`), and vLLM divided one
   all the same, nothing from its first token on is stored.
 * Runs on the engine's step thread.
@@ -35,8 +36,8 @@ class Unsettled(SharingPart):
 
     def __init__(self, shared: Shared) -> None:
         super().__init__(shared)
-        #: By request that depends on another connector's load whose outcome is not known: for how
-        #: many steps more, and its blocks.
+        #: By request that depends on a load whose outcome is not known: for how many steps more,
+        #: and its blocks.
         self._loading: dict[str, tuple[int, frozenset[int]]] = {}
         #: Number of further steps of which it is not known what they compute.
         self._lost_steps = 0
@@ -75,12 +76,13 @@ class Unsettled(SharingPart):
                     state.stores.cut = min(state.stores.cut, start)
 
     def _note_sync_loads(self, output: Any) -> None:
-        """Note which requests depend on loads of another connector whose outcome is not known.
+        """Note which requests depend on loads within a step whose outcome is not known.
 
         These are requests that a step with such loads admits, and those admitted behind it that
         share blocks with them. All others were admitted before, into blocks of their own.
         """
-        loads = self._engine.beside_others and getattr(output, "has_sync_kv_loads", False)
+        unknown = self._engine.beside_others or self._engine.ranks > 1
+        loads = unknown and getattr(output, "has_sync_kv_loads", False)
         if not loads and not self._loading:
             return
         self._loading = {

@@ -20,23 +20,34 @@ Contracts
 * At most ``sync_load_bytes`` are loaded in one step: its other requests wait for the copies.
 * What is pinned for a request is unpinned when its load has ended on all ranks, and with the step
   if vLLM admits the request in a later one.
-* A node server is waited for within the step's budget for lookups.
+* A node server is waited for :data:`PIN_SECONDS` in a step at most, whatever it is asked for.
+* A request of several ranks that hands its prompt over is not loaded so: of what depends on such a
+  load nothing is stored in the same step (:mod:`kvshelf.vllm.scheduler.unsettled`).
 * Runs on the engine's step thread.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
+from typing import Final
 
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL
+from kvshelf.logs import RateLimitedLog
 from kvshelf.tiers.object_memory import PinnedTogether, PinningView
 from kvshelf.vllm import pinned_hits
 from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
 from kvshelf.vllm.pinned_hits import PinnedHits
-from kvshelf.vllm.scheduler.lookups import Lookups
 from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.scheduler.shared import Shared, SharingPart
+
+logger = logging.getLogger(__name__)
+
+#: How long the hits of one step wait for a node server, in seconds. A hit that is loaded beside the
+#: step ends a step later.
+PIN_SECONDS: Final = 5e-3
 
 
 class WithinStep(SharingPart):
@@ -45,12 +56,11 @@ class WithinStep(SharingPart):
     Parameters
     ----------
     shared : Shared
-    lookups : Lookups
     """
 
-    def __init__(self, shared: Shared, lookups: Lookups) -> None:
+    def __init__(self, shared: Shared) -> None:
         super().__init__(shared)
-        self._lookups = lookups
+        self._log = RateLimitedLog(logger)
         engine = self._engine
         #: The drafter's KV comes asynchronously, and a failed load of several cache groups, or of
         #: a window, could not be told to vLLM by its blocks. Beside other connectors it is not
@@ -66,9 +76,11 @@ class WithinStep(SharingPart):
         self._bytes = 0
         #: What each rank has mapped of a node server's memory.
         self._mapped: dict[int, bytes] = {}
-        #: What is pinned there: for the step, by request, and for steps that have begun.
+        #: What is pinned there: for the step, by request, and for steps by their numbers.
         self._served: dict[str, PinnedTogether] = {}
-        self._lent: list[tuple[str, PinnedTogether]] = []
+        self._lent: list[tuple[int, str, PinnedTogether]] = []
+        #: How long this step has waited for a node server.
+        self._waited = 0.0
 
     @property
     def _pinned(self) -> PinnedHits | None:
@@ -78,6 +90,7 @@ class WithinStep(SharingPart):
 
     def pin(self, state: RequestState, end: int) -> bool:
         """Pin the hit that was found for a request, up to token `end`; whether it is in memory."""
+        self._unpin(state.id)
         lookup, start = state.lookup, state.offered_from
         if not self._allowed or lookup is None or lookup.chain is None:
             return False
@@ -93,27 +106,32 @@ class WithinStep(SharingPart):
         known = self._hits.chunks_before(state, lookup, lookup.chain, end)
         chunks, pinned = known[indices.start : indices.stop], self._pinned
         in_tier = pinned is not None and pinned.pin(state.id, chunks)
-        if not in_tier and not self._pin_served(state.id, chunks):
+        if not in_tier and not self._pin_served(state, chunks):
             return False
         self._bytes = nbytes
         return True
 
-    def _pin_served(self, request_id: str, chunks: Sequence[Chunk]) -> bool:
+    def _pin_served(self, state: RequestState, chunks: Sequence[Chunk]) -> bool:
         """Pin chunks in the memory of the node server that all ranks have mapped."""
-        view = self._opening.views[FULL]
-        if not isinstance(view, PinningView) or not view.mapped:
+        view, ranks = self._opening.views[FULL], self._engine.ranks
+        if not isinstance(view, PinningView) or (ranks > 1 and state.promise is not None):
             return False
-        ranks = range(self._engine.ranks)
-        if any(self._mapped.get(rank) != view.mapped for rank in ranks):
+        left = PIN_SECONDS - self._waited
+        mapped = {self._mapped.get(rank, b"") for rank in range(ranks)}
+        if left <= 0 or mapped != {view.mapped} or not view.mapped:
             return False
-        self._unpin(request_id)
-        pinned = self._lookups.wait_for(lambda seconds: view.pin_all(chunks, seconds))
+        begin, pinned = time.monotonic(), None
+        try:
+            pinned = view.pin_all(chunks, left)
+        except Exception as error:  # noqa: BLE001 - the hit is loaded beside the step
+            self._log.error("a hit was not pinned at the node server", exc_info=error)
+        self._waited += time.monotonic() - begin
         if pinned is None:
             return False
-        if pinned.memory != view.mapped:
-            pinned.release()
+        self._served[state.id] = pinned
+        if {pinned.memory} != mapped:
+            self._unpin(state.id)
             return False
-        self._served[request_id] = pinned
         return True
 
     def _unpin(self, request_id: str) -> None:
@@ -133,15 +151,19 @@ class WithinStep(SharingPart):
 
     def hand_out(self, meta: StepMetadata) -> None:
         """Leave to the workers what the step loads, and unpin the rest."""
-        self._bytes = 0
+        self._bytes, self._waited = 0, 0.0
         pinned = self._pinned
         if pinned is not None:
             pinned.keep_only({op.request_id for op in meta.loads if op.sync})
+        # Steps before these have ended, whether or not their reports arrived.
+        over = self._steps.count - self._steps.in_flight
+        while self._lent and self._lent[0][0] < over:
+            self._lent.pop(0)[2].release()
         # Where planning a load failed, workers do not know where it is pinned.
         served = {op.request_id for op in meta.loads if op.memory}
         for request_id in list(self._served):
             if request_id in served:
-                self._lent.append((request_id, self._served.pop(request_id)))
+                self._lent.append((self._steps.count, request_id, self._served.pop(request_id)))
             else:
                 self._unpin(request_id)
 
@@ -149,8 +171,14 @@ class WithinStep(SharingPart):
         """Take what ranks have mapped, and unpin what all of them have loaded in a step."""
         self._mapped |= meta.mapped
         for request_id in set(meta.loaded_now):
-            for number, (of, pinned) in enumerate(self._lent):
-                if of == request_id:
-                    del self._lent[number]
-                    pinned.release()
-                    break
+            first = next((one for one in self._lent if one[1] == request_id), None)
+            if first is not None:
+                self._lent.remove(first)
+                first[2].release()
+
+    def close(self) -> None:
+        """Unpin all."""
+        for request_id in list(self._served):
+            self._unpin(request_id)
+        while self._lent:
+            self._lent.pop()[2].release()

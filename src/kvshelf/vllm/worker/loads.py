@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
@@ -38,7 +39,7 @@ from kvshelf.transfer.load import Failure, Load, Piece
 from kvshelf.transfer.prefetch import Unused
 from kvshelf.vllm.adapters import LoadedAdapters
 from kvshelf.vllm.metadata import NULL_BLOCK, LoadFailure, LoadOp, PrefetchOp, StepMetadata
-from kvshelf.vllm.pinned_hits import Objects, PinnedHits, objects_at, release
+from kvshelf.vllm.pinned_hits import Objects, PinnedHits, check, objects_at, release
 from kvshelf.vllm.worker.drafter import Drafter
 from kvshelf.vllm.worker.engine import WorkerEngine
 from kvshelf.vllm.worker.parts import Part
@@ -125,10 +126,20 @@ class WorkerLoads:
         self._idle = meta.idle
         for op in meta.loads:
             (self._planned_now if op.sync else self._planned).append(op)
-            memory = self._memory if op.memory else None
-            arena = None if memory is None else memory.at(op.memory)
+        memory = self._memory
+        if memory is None:
+            return
+        # Steps that were planned meanwhile may name it.
+        memory.keep_mapped(math.inf)
+        for op in self._planned_now:
+            arena = memory.at(op.memory) if op.memory else None
             if arena is not None:
                 self._arenas[op.request_id] = arena
+
+    def end_step(self) -> None:
+        """Note that a step is over."""
+        if (memory := self._memory) is not None:
+            memory.keep_mapped(0.0)
 
     def load_now(self) -> tuple[int, bool]:
         """Do the loads whose tokens vLLM takes for computed in this step, once.
@@ -165,14 +176,14 @@ class WorkerLoads:
         Empty where there is none, or nothing can be loaded so now.
         """
         memory = self._memory
-        if memory is None or not (self.weights.settled and self.model.can_load_now):
-            return b""
-        # The scheduler side may name it a step after it was lost.
-        memory.keep_mapped()
-        return memory.mapped
+        usable = memory is not None and self.weights.settled and self.model.can_load_now
+        return memory.mapped if memory is not None and usable else b""
 
     @property
     def _memory(self) -> ObjectMemory | None:
+        """The memory of a node server, where anything may be loaded from there within the step."""
+        if self.hybrid or self.drafter is not None or not self.engine.config.sync_load_bytes:
+            return None
         shelf = self.assembly.shelf()
         return shelf.memory if isinstance(shelf, PinningShelf) else None
 
@@ -180,14 +191,18 @@ class WorkerLoads:
         # What is pinned is right, whatever has been disabled since.
         objects, transfers = self._pinned_for(op), self.model.transfers
         try:
-            if objects is None or transfers is None or not self.weights.is_current(op):
+            may = self.weights.is_of_round(op) if op.memory else self.weights.is_current(op)
+            if objects is None or transfers is None or not may:
                 raise RuntimeError(f"nothing may be loaded for {op.request_id} any more")
             items, loads = self._items(op)[FULL], transfers.loads[FULL]
+            in_tier = not op.memory
             try:
-                loads.scatter_pinned(items, objects)
+                loads.scatter_pinned(items, objects, in_tier=in_tier)
             except DeviceUnavailableError:
                 # A device may fail once.
-                loads.scatter_pinned(items, objects)
+                loads.scatter_pinned(items, objects, in_tier=in_tier)
+            if op.memory:
+                check(objects, op.chunks, self.model.registration.memories[FULL].fmt)
         finally:
             release(objects)
 

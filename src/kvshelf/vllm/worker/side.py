@@ -250,6 +250,7 @@ class WorkerSide:
         """End a step."""
         self._meta = None
         self.stores.clear()
+        self.loads.end_step()
 
     # ------------------------------------------------------------- what others learn
 
@@ -273,13 +274,14 @@ class WorkerSide:
         self._add_storage(meta)
         meta.postponed = self.stores.take_postponed()
         meta.load_seconds = self.loads.take_seconds()
-        meta.loaded_now = self.loads.take_loaded_now()
+        if self._meta is not None and self._meta.timed_step:
+            meta.timed_steps = {self.rank: self._meta.timed_step}
+        # Last, since an error loses what this returns.
         mapped = self.loads.mapped
         if self._mapped != mapped:
             self._mapped = mapped
             meta.mapped = {self.rank: mapped}
-        if self._meta is not None and self._meta.timed_step:
-            meta.timed_steps = {self.rank: self._meta.timed_step}
+        meta.loaded_now = self.loads.take_loaded_now()
         if meta == WorkerMetadata():
             # The scheduler side takes an answer without a report for an acknowledgement.
             announced = self._meta and (self._meta.namespace or self._meta.draft_namespace)
