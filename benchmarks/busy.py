@@ -1,8 +1,8 @@
 """Rows ``busy/*``: hits in an engine that computes for others meanwhile.
 
-Owns the comparison of a hit on the shelf, or in the memory tier, with a hit in vLLM's own prefix
-cache, in the same engine and beside the same others. An idle engine does not show how many of the
-engine's steps a hit waits for.
+Owns the comparison of a hit on the shelf, in the memory tier, or in a node server's memory, with a
+hit in vLLM's own prefix cache, in the same engine and beside the same others. An idle engine does
+not show how many of the engine's steps a hit waits for.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from benchmarks.engine import (
     warm_up,
 )
 from benchmarks.measure import Goal, Row
+from benchmarks.served import Server
 from benchmarks.settings import Settings
 
 _PAIRS = 31
@@ -40,6 +42,8 @@ _OTHERS = {"answers": (8, 32, 1000), "prompts": (2, 4128, 1)}
 _SOURCES = {
     "shelf": "the shelf",
     "memory": "the memory tier in process",
+    "served": "a node server's memory",
+    "served-step": "a node server's memory, within the step",
     "step": "the memory tier, within the step",
 }
 _ENGINE: dict[str, Any] = {"max_num_batched_tokens": 2048, "long_prefill_token_threshold": 512}
@@ -80,12 +84,20 @@ def _rows(settings: Settings) -> Iterator[Row]:
     for source in reversed(_SOURCES):
         options: dict[str, Any] = {"shared_storage_path": str(run.shelf)}
         arguments = {**_ENGINE, "kv_cache_memory_bytes": 32 * run.prompt_bytes()}
+        memory = 2 * prompts * run.prompt_bytes()
         if source == "step":
             arguments |= ONE_PROCESS
-        if source != "shelf":
-            options["memory_tier"] = {"max_bytes": 2 * prompts * run.prompt_bytes()}
+        if source in ("memory", "step"):
+            options["memory_tier"] = {"max_bytes": memory}
         settings.progress(f"starting an engine for hits from {_SOURCES[source]}")
-        with run.engine(source, options=options, **arguments) as engine:
+        with ExitStack() as stack:
+            if source.startswith("served"):
+                folders = settings.folder(f"busy-{source}"), settings.folder(f"busy-{source}-shelf")
+                node = stack.enter_context(closing(Server(*folders, memory)))
+                options = {"server": node.url}
+                if source == "served":
+                    options["sync_load_bytes"] = 0
+            engine = stack.enter_context(run.engine(source, options=options, **arguments))
             engine.wait_ready()
             if source != "shelf":
                 run.seed = _SEED
