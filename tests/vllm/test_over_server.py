@@ -8,6 +8,7 @@ deadlines that are longer than a test may take.
 from __future__ import annotations
 
 import contextlib
+import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -300,6 +301,46 @@ def test_the_server_hangs_while_requests_run(
 
 
 # ------------------------------------------------------------------------------- engines that end
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_servers_are_killed_under_loads_within_the_step(
+    engines: Engines,
+    tmp_path: Path,
+    reference: Reference,
+    prompt: MakePrompt,
+    ranks: int,
+) -> None:
+    """Beside preemptions and aborts: no answer is wrong, and none is missing."""
+    chance = random.Random(ranks)
+    pool = [prompt(chance.choice([600, 900, 1300])) for _ in range(12)]
+    expected = [reference(tokens) for tokens in pool]
+    arguments: dict[str, object] = {**of_ranks(ranks), "num_gpu_blocks_override": 300}
+    with (
+        ServeProcess(tmp_path / "shelf", tmp_path / "run" / "node.sock", "64MiB") as node,
+        start(engines, f"{ranks} over mortal servers", node, 0, arguments=arguments) as engine,
+    ):
+        engine.wait_ready()
+        engine.generate(pool[0])
+        loaded = 0.0
+        for _ in range(60):
+            some = chance.sample(range(len(pool)), 5)
+            requests = [(number, engine.submit(pool[number])) for number in some]
+            fate = chance.random()
+            if fate < 0.2:
+                node.kill()
+                node.start()
+            elif fate < 0.5:
+                requests.pop()[1].abort()
+            for number, request in requests:
+                assert_same(request.result(), expected[number], NEAR_TIE)
+            loaded = max(loaded, engine.counters().get("sync_loads", 0))
+            engine.reset_prefix_cache()
+        assert loaded > 20
+        assert not engine.counters().get("load_failures_bad", 0)
+        assert not engine.log_lines("ERROR")
+        until(lambda: not node.metrics()["leases"])
 
 
 def test_an_engine_is_killed_while_it_uses_the_server(
