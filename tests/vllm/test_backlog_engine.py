@@ -15,9 +15,9 @@ def test_prompts_that_wait_share_the_document_that_the_first_stored(
     document = prompt(600)
     prompts = [[*document, *prompt(20)] for _ in range(8)]
     with engines.on_shelf(
-        "backlog", shelf.root, max_num_seqs=1, enable_prefix_caching=False
+        "backlog", shelf.root, max_num_seqs=1, enable_prefix_caching=False, max_model_len=8192
     ) as backlog:
-        first = backlog.submit(prompt(5), max_tokens=4000)
+        first = backlog.submit(prompt(5), max_tokens=8000)
         first.wait_first_token()
         # Looked up at arrival, they find nothing, and wait until the first has ended.
         requests = [backlog.submit(waiting, max_tokens=16) for waiting in prompts]

@@ -360,7 +360,6 @@ def test_the_gpu_of_a_worker_copies_from_a_node_servers_memory(
 
     def make(role: KVConnectorRole, device: str) -> None:
         config = make_config("", server="ipc:///nowhere/node.sock", read_only=True)
-        del config.kv_transfer_config.kv_connector_extra_config["shared_storage_path"]
         config.device_config = SimpleNamespace(device_type=device)
         with pytest.raises(AskedError):
             SharedStorageConnector(config, role, make_groups(config))
@@ -374,9 +373,9 @@ def test_the_gpu_of_a_worker_copies_from_a_node_servers_memory(
         make(KVConnectorRole.WORKER, "cpu")
     third = torch.device("cuda", 3)
     # Whether loads copy straight from the server's memory, and the GPU that does.
-    assert asked == [(False, third), (False, None), (True, None)] + 2 * [(False, None)] + [
-        (True, None)
-    ]
+    # A scheduler reads headers alone.
+    in_place = [(True, None), (True, None)]
+    assert asked == [(False, third), *in_place, (False, None), *in_place]
 
 
 def test_a_node_server_takes_stores_from_the_staging_of_a_worker(
@@ -386,7 +385,6 @@ def test_a_node_server_takes_stores_from_the_staging_of_a_worker(
     monkeypatch.setattr(served_backend, "copy_bytes", None)
     with LocalServer(tmp_path / "node", tmp_path / "served") as node:
         config = make_config("", server=node.url, lookup_wait_s=PATIENCE, identity_wait_s=PATIENCE)
-        del config.kv_transfer_config.kv_connector_extra_config["shared_storage_path"]
         config.device_config = SimpleNamespace(device_type="cuda")
         engine = MiniVllm(config, runner="V2 on a device", prefix_caching=False)
         assert run(engine, prompt(41)) == 0

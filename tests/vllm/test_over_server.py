@@ -316,10 +316,19 @@ def test_servers_are_killed_under_loads_within_the_step(
     chance = random.Random(ranks)
     pool = [prompt(chance.choice([600, 900, 1300])) for _ in range(12)]
     expected = [reference(tokens) for tokens in pool]
-    arguments: dict[str, object] = {**of_ranks(ranks), "num_gpu_blocks_override": 300}
+    arguments: dict[str, object] = {"num_gpu_blocks_override": 300}
+    if ranks > 1:
+        arguments |= of_ranks(ranks)
     with (
         ServeProcess(tmp_path / "shelf", tmp_path / "run" / "node.sock", "64MiB") as node,
-        start(engines, f"{ranks} over mortal servers", node, 0, arguments=arguments) as engine,
+        start(
+            engines,
+            f"{ranks} over mortal servers",
+            node,
+            0,
+            arguments=arguments,
+            admission="always",
+        ) as engine,
     ):
         engine.wait_ready()
         engine.generate(pool[0])
