@@ -272,7 +272,7 @@ def test_the_server_is_killed_under_load_and_restarted(
 def _stores(engine: Engine, tokens: list[int], shelf: ShelfFiles, expected: Answer) -> bool:
     engine.reset_connector()
     assert_same(engine.generate(tokens), expected)
-    return all(path.is_file() for chunk in shelf.of(tokens) for path in chunk)
+    return shelf.stores(tokens)
 
 
 def test_the_server_hangs_while_requests_run(
