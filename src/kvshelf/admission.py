@@ -140,13 +140,14 @@ class AdmissionRule:
         if not self.knows(hit):
             return True
         costs, seconds, at_once = self.load(hit), self.prefill.seconds, self.at_once(hit, before)
-        load = costs.seconds(*self.cost(hit, before, at_once))
+        nbytes, rounds = self.cost(hit, before, at_once)
+        load = costs.seconds(nbytes, rounds)
         rest, whole = seconds(hit.end, hit.tokens), seconds(hit.start, hit.tokens)
         computed = before.computing + whole + _DELAYED * before.loads * (whole - rest)
         loaded = max(before.computing, load) + rest
         at_first = at_once if hit.divisible else 1
         first = costs.seconds(before.beside(hit) + at_first * hit.nbytes / hit.chunks)
-        return loaded < computed and first < self._slack(hit, before)
+        return loaded < computed and first < self._slack(hit, before, rounds)
 
     def cost(self, hit: Hit, before: Before, at_once: int) -> tuple[float, float]:
         """Return what the time of a load is learned by: bytes, and waits for the storage's answer.
@@ -191,16 +192,17 @@ class AdmissionRule:
             for chunk in range(first, first + hit.chunks)
         )
 
-    def _slack(self, hit: Hit, before: Before) -> float:
+    def _slack(self, hit: Hit, before: Before, rounds: float = 1.0) -> float:
         """Return by how many seconds the chunks of a steady load may come later before it is cut.
 
         Its chunks come at even times, and the first ones are computed sooner than the last: in
-        between, what has come would have been computed before.
+        between, what has come would have been computed before. The more often the storage's answer
+        is waited for, the later they come.
         """
         seconds, start, length = self.prefill.seconds, hit.start, hit.end - hit.start
         slack = before.unloaded + MOST_DELAY * seconds(start, hit.end)
         if not hit.divisible:
             return slack
-        load = self.load(hit).seconds(hit.nbytes)
+        load = self.load(hit).seconds(hit.nbytes, rounds)
         late = (share * load - seconds(start, start + int(share * length)) for share in _SHARES)
         return slack - max(late)

@@ -42,6 +42,7 @@ def test_alone_no_first_token_is_later_than_the_bound(
 @given(storages, st.integers(1, 512), st.integers(1, 2048))
 @example(STORAGES[3], 508, 1024)
 @example(Storage("late", 1.0, 1e10), 144, 1)
+@example(Storage("late, in rounds", 1.0, 10.0**9.25), 322, 1)
 def test_no_steady_load_is_begun_and_then_cut(storage: Storage, chunks: int, new: int) -> None:
     prompts = [(256 * chunks + new, 256 * chunks)]
     [found] = first_tokens(ENGINE, storage, prompts, AUTO)
