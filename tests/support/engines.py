@@ -564,14 +564,19 @@ def assert_same(answer: Answer, expected: Answer, tolerance: float = 0.0) -> Non
 
 
 def eventually_hits(
-    engine: Engine, tokens: Sequence[int], expected: Answer, hit: int, seconds: float = LONG
+    engine: Engine,
+    tokens: Sequence[int],
+    expected: Answer,
+    hit: int,
+    seconds: float = LONG,
+    tolerance: float = 0.0,
 ) -> None:
     """Ask until `hit` tokens of a prompt come from the shelf; every answer must be right."""
 
     def hits() -> bool:
         engine.reset_prefix_cache()
         answer = engine.generate(tokens)
-        assert_same(answer, expected)
+        assert_same(answer, expected, tolerance)
         return answer.shelf_tokens == hit
 
     until(hits, f"a hit of {hit} tokens", seconds)
