@@ -20,7 +20,7 @@ import sys
 from collections import Counter
 
 from kvshelf.errors import KVShelfError
-from kvshelf.server.channel import Leased
+from kvshelf.server.connection import Leased
 from tests.server.desk import name_of
 from tests.server.serve_process import Client
 from tests.support.formats import make_format, sealed

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.server.channel import Channel, Leased
+from kvshelf.server.channel import Channel
+from kvshelf.server.connection import Leased
 from kvshelf.server.messages import Register, Store, Stored
 from tests.support.waiting import PATIENCE
 

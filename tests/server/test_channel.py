@@ -21,7 +21,8 @@ import torch
 from kvshelf.errors import ConfigError, ObjectMissingError, UnavailableStorageError
 from kvshelf.server import channel as channel_module
 from kvshelf.server import messages
-from kvshelf.server.channel import Channel, Leased, Notice
+from kvshelf.server.channel import Channel, Notice
+from kvshelf.server.connection import Leased
 from kvshelf.server.messages import (
     Appeared,
     Call,

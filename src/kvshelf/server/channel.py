@@ -1,7 +1,7 @@
-"""A client's connection to the node server: requests as futures, and objects leased in place.
+"""A client's way to the node server: requests as futures, and objects leased in place.
 
-Owns the session, the ZMQ sockets, the requests that wait for answers, and the leases that are to be
-given back. The messages are in :mod:`kvshelf.server.messages`.
+Owns that there is a connection (:mod:`kvshelf.server.connection`), what is sent and received over
+it, and what is kept of the one before. The messages are in :mod:`kvshelf.server.messages`.
 
 Contracts
 ---------
@@ -10,25 +10,21 @@ Contracts
   wait with a deadline, and cancel a future that they give up.
 * A server that is gone fails all futures at once with :class:`UnavailableStorageError`, and so does
   every request until there is a server again. The channel looks for one at least once a second.
-* Nothing of one session is used in another one. Leased memory of the old server stays mapped until
-  it is released.
-* A lease whose future was cancelled, or whose :class:`Leased` is not referenced any more, is given
-  back.
+* Nothing of one session is used in another one.
+* A lease whose future was cancelled is given back.
 * A session whose leases other processes read (:meth:`Channel.hold`) ends only when these are let
   go, so that until then the server keeps their memory as it is.
 * The arena of a lost connection stays mapped for as long as :meth:`Channel.keep_arena` says, and
   until it is known that its server is gone: what another process has leased there may still be
   read.
 * A channel belongs to the process that made it. After a fork, the child's copy is closed.
-* Where the server's memory is page-locked for a GPU, it stays so until no part of it is in use.
 
 Threads
 -------
 Any thread may call all methods. One thread, ``kvshelf-channel``, connects, completes the futures
 and calls the callbacks: these must not wait for the channel. The calling thread sends its request,
 under a lock, through a ZMQ socket for requests only: handing it to another thread would take longer
-than the server needs for its answer. Page-locking takes a tenth of a second for each gigabyte: one
-thread for each connection, ``kvshelf-lock``, does it, and undoes it at the end.
+than the server needs for its answer.
 """
 
 from __future__ import annotations
@@ -36,22 +32,20 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import socket
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import zmq
 
 from kvshelf.errors import KVShelfError, UnavailableStorageError
 from kvshelf.logs import RateLimitedLog
-from kvshelf.pages import page_lock
 from kvshelf.server import messages, session
+from kvshelf.server.connection import Connection, Leased, Waiting
 from kvshelf.server.messages import (
     Appeared,
     Done,
@@ -64,7 +58,6 @@ from kvshelf.server.messages import (
     Hello,
     MalformedError,
     Ping,
-    Ready,
     Register,
     Release,
     Reply,
@@ -99,151 +92,6 @@ KEEP_ARENA_SECONDS: Final = 3.0
 _LOOK_SECONDS: Final = 0.5
 #: Answers that are handled before anything else is looked at.
 _ROUND: Final = 64
-
-
-class _Waiting:
-    """A request that waits for its answer, or a fetch that waits for the rest of its objects.
-
-    Parameters
-    ----------
-    futures : Sequence of Future
-        One, or of a fetch one for each object.
-    fetch : bool
-    """
-
-    __slots__ = ("fetch", "futures", "left", "nbytes")
-
-    def __init__(self, futures: Sequence[Future[Any]], *, fetch: bool = False) -> None:
-        self.fetch = fetch
-        self.futures: list[Future[Any] | None] = list(futures)
-        self.left = len(futures)
-        self.nbytes = 0
-
-    def take(self, index: int) -> Future[Any] | None:
-        """Return the future of what has no outcome yet."""
-        if not 0 <= index < len(self.futures):
-            return None
-        future, self.futures[index] = self.futures[index], None
-        if future is not None:
-            self.left -= 1
-        return future
-
-    def fail(self, error: Callable[[], Exception]) -> None:
-        for future in self.futures:
-            if future is not None and future.set_running_or_notify_cancel():
-                future.set_exception(error())
-
-
-@dataclass(eq=False)
-class _Connection:
-    """One session, and its ZMQ sockets."""
-
-    session: socket.socket
-    welcome: Welcome
-    arena: memoryview
-    sender: zmq.Socket[bytes]
-    receiver: zmq.Socket[bytes]
-    #: Has the channel's thread look at `released`.
-    wake: Callable[[], None]
-    waiting: dict[int, _Waiting] = field(default_factory=dict)
-    #: Answers that are waited for, and bytes of their requests.
-    open: int = 0
-    open_bytes: int = 0
-    released: deque[int] = field(default_factory=deque)
-    #: Whether the channel's thread looks at `released` soon by itself.
-    collecting: bool = False
-    #: Whether other threads may send requests.
-    ready: bool = False
-    #: Nothing is sent any more.
-    lost: bool = False
-    #: This is a copy in a forked process.
-    foreign: bool = False
-    #: Whether a GPU can copy from the arena by itself.
-    locked: bool = False
-    #: How many hits of its leases other processes read.
-    held: int = 0
-
-    def __post_init__(self) -> None:
-        self.generations = self.arena[: 8 * self.welcome.slots].cast("Q")
-
-    def lock(self, device: torch.device, on_error: Callable[[RuntimeError], None]) -> None:
-        """Page-lock the arena in the background, for as long as anything refers to this."""
-        gone = threading.Event()
-        weakref.finalize(self, gone.set).atexit = False
-        arguments = weakref.ref(self), self.arena, device, gone, on_error
-        threading.Thread(
-            target=_keep_locked, args=arguments, name="kvshelf-lock", daemon=True
-        ).start()
-
-    def forget(self, number: int, waiting: _Waiting, answers: int) -> None:
-        """Wait for the answers of a request no more."""
-        del self.waiting[number]
-        self.open -= answers
-        self.open_bytes -= waiting.nbytes
-
-
-def _keep_locked(
-    of: weakref.ref[_Connection],
-    arena: memoryview,
-    device: torch.device,
-    gone: threading.Event,
-    on_error: Callable[[RuntimeError], None],
-) -> None:
-    """Page-lock an arena for a connection, and unlock it when that is gone."""
-    try:
-        unlock = page_lock(arena, device)
-    except RuntimeError as error:
-        on_error(error)
-        return
-    if (connection := of()) is not None:
-        connection.locked = True
-        del connection
-    gone.wait()
-    unlock()
-
-
-class Leased:
-    """An object in the server's memory, lent to this process.
-
-    Attributes
-    ----------
-    view : memoryview
-        The whole object, header included; read-only. Empty after :meth:`release`.
-    offset : int
-        Where it lies in the server's arena.
-    """
-
-    __slots__ = ("_connection", "_generation", "_lease", "_slot", "offset", "view")
-
-    def __init__(self, connection: _Connection, ready: Ready) -> None:
-        self._connection = connection
-        self.offset = ready.offset
-        self._slot = ready.slot
-        self._generation = ready.generation
-        self._lease: int | None = ready.lease
-        self.view = connection.arena[ready.offset : ready.offset + ready.nbytes]
-
-    def valid(self) -> bool:
-        """Whether `view` was the object until now; False once the lease was over."""
-        connection = self._connection
-        return connection.generations[self._slot] == self._generation and not connection.foreign
-
-    def release(self) -> None:
-        """Give the memory back. Idempotent."""
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            self.view = memoryview(b"")
-            connection = self._connection
-            if not connection.lost:
-                connection.released.append(lease)
-                if not connection.collecting:
-                    connection.wake()
-
-    def __del__(self) -> None:
-        try:
-            self.release()
-        except (AttributeError, TypeError):  # half made, or the interpreter ends
-            pass
 
 
 class Channel:
@@ -289,7 +137,7 @@ class Channel:
         self.segment = self._own if segment is None else segment
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
-        self._connection: _Connection | None = None
+        self._connection: Connection | None = None
         #: The records of namespaces that the server must know.
         self._records: list[bytes] = []
         self._on_connect: list[Callable[[Welcome], None]] = []
@@ -298,10 +146,10 @@ class Channel:
         self._wake = Wake()
         self._closed = False
         #: The connection that was lost last, while its arena stays mapped.
-        self._before: _Connection | None = None
+        self._before: Connection | None = None
         self._keep_until: float | None = None
-        #: Connections of which hits are held, also lost ones.
-        self._held: set[_Connection] = set()
+        #: How many hits of each connection other processes read, also of lost ones.
+        self._held: Counter[Connection] = Counter()
         self._device: torch.device | None = None
         self._log = RateLimitedLog(logger, lines=10)
         _channels.add(self)
@@ -381,7 +229,7 @@ class Channel:
             callback(ready.welcome)
 
     @property
-    def _ready(self) -> _Connection | None:
+    def _ready(self) -> Connection | None:
         """The connection, if it takes requests. The lock is held."""
         connection = self._connection
         return connection if connection is not None and connection.ready else None
@@ -405,7 +253,7 @@ class Channel:
             If the message is too large.
         """
         future: Future[Reply] = Future()
-        self._send(message, _Waiting([future]))
+        self._send(message, Waiting([future]))
         return future
 
     def fetch(
@@ -427,7 +275,7 @@ class Channel:
         for start in range(0, len(names), messages.MAX_NAMES):
             part = slice(start, start + messages.MAX_NAMES)
             message = Fetch(session, list(names[part]), list(sizes[part]), in_memory)
-            self._send(message, _Waiting(futures[part], fetch=True))
+            self._send(message, Waiting(futures[part], fetch=True))
         return futures
 
     def end_session(self, session: str) -> None:
@@ -470,22 +318,21 @@ class Channel:
             connection = self._connection
             if connection is None or connection.lost:
                 return b""
-            if not all(one._connection is connection and one.valid() for one in leases):
+            if not all(one.connection is connection and one.valid() for one in leases):
                 return b""
-            connection.held += 1
-            self._held.add(connection)
+            self._held[connection] += 1
             return connection.welcome.server
 
     def let_go(self, leases: Sequence[Leased]) -> None:
         """Release leases that were held."""
-        connection = leases[0]._connection
+        connection = leases[0].connection
         for one in leases:
             one.release()
         with self._lock:
-            connection.held -= 1
-            if connection.held:
+            self._held[connection] -= 1
+            if self._held[connection]:
                 return
-            self._held.discard(connection)
+            del self._held[connection]
             lost = connection.lost
         if lost:
             connection.session.close()
@@ -499,7 +346,7 @@ class Channel:
         if self._own is not None:
             self._own.close()
 
-    def _send(self, message: Request, waiting: _Waiting | None) -> None:
+    def _send(self, message: Request, waiting: Waiting | None) -> None:
         number = next(self._numbers)
         connection = self._connection
         problem = "is not connected"
@@ -515,10 +362,10 @@ class Channel:
 
     @staticmethod
     def _pass_on(
-        connection: _Connection,
+        connection: Connection,
         number: int,
         frame: bytes,
-        waiting: _Waiting | None,
+        waiting: Waiting | None,
     ) -> str:
         """Give a request to ZMQ, under the lock; return what was wrong."""
         if waiting is not None:
@@ -593,7 +440,7 @@ class Channel:
             poller.poll(int(left * 1000) + 1)
             self._wake.clear()
 
-    def _connect(self, context: zmq.Context[zmq.Socket[bytes]]) -> _Connection:
+    def _connect(self, context: zmq.Context[zmq.Socket[bytes]]) -> Connection:
         client = os.urandom(messages.ID_BYTES)
         segment = self.segment
         nbytes = 0 if segment is None or segment.fd is None else segment.nbytes
@@ -619,7 +466,7 @@ class Channel:
         except BaseException:
             connected.close()
             raise
-        return _Connection(connected, welcome, arena, sender, receiver, self._wake.set)
+        return Connection(connected, welcome, arena, sender, receiver, self._wake.set)
 
     def _socket(
         self, context: zmq.Context[zmq.Socket[bytes]], routing_id: bytes
@@ -631,7 +478,7 @@ class Channel:
         dealer.connect(self.url)
         return dealer
 
-    def _announce(self, connection: _Connection) -> None:
+    def _announce(self, connection: Connection) -> None:
         """Let the server know the namespaces, the callbacks send next, then all others."""
         self.welcome = connection.welcome
         self.problem = None
@@ -671,7 +518,7 @@ class Channel:
             return None
         return _LOOK_SECONDS
 
-    def _lose(self, connection: _Connection) -> None:
+    def _lose(self, connection: Connection) -> None:
         with self._lock:
             connection.lost = True
             self._connection = None
@@ -680,13 +527,13 @@ class Channel:
                 self._keep_until = max(self._keep_until, time.monotonic() + KEEP_ARENA_SECONDS)
             self._is_connected.clear()
             waiting, connection.waiting = connection.waiting, {}
-            held = connection.held
+            held = connection in self._held
         if not held:
             connection.session.close()
         for one in waiting.values():
             one.fail(lambda: self._unavailable("is gone"))
 
-    def _serve(self, connection: _Connection) -> str:
+    def _serve(self, connection: Connection) -> str:
         """Receive until the session ends; return why it did."""
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
@@ -718,7 +565,7 @@ class Channel:
                 self._give_back(connection)
         return "the channel was closed"
 
-    def _give_back(self, connection: _Connection) -> None:
+    def _give_back(self, connection: Connection) -> None:
         connection.collecting = False
         while connection.released:
             leases: list[int] = []
@@ -734,7 +581,7 @@ class Channel:
 
     # ---------------------------------------------------------------------------- answers
 
-    def _receive(self, connection: _Connection) -> None:
+    def _receive(self, connection: Connection) -> None:
         for _ in range(_ROUND):
             number, reply = messages.decode_reply(memoryview(connection.receiver.recv()))
             if not number:
@@ -744,7 +591,7 @@ class Channel:
             if not int(connection.receiver.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return
 
-    def _answered(self, connection: _Connection, number: int, reply: Reply) -> None:
+    def _answered(self, connection: Connection, number: int, reply: Reply) -> None:
         waiting = connection.waiting.get(number)
         if isinstance(reply, Fetched):
             self._fetched(connection, number, waiting, reply)
@@ -760,9 +607,9 @@ class Channel:
 
     def _fetched(
         self,
-        connection: _Connection,
+        connection: Connection,
         number: int,
-        waiting: _Waiting | None,
+        waiting: Waiting | None,
         reply: Fetched,
     ) -> None:
         if waiting is None or not waiting.fetch:
@@ -804,8 +651,8 @@ class Channel:
         self._lock = threading.Lock()
         self.segment = self._own = None
         connection, self._connection = self._connection, None
-        connections = self._held if connection is None else self._held | {connection}
-        self._held = set()
+        connections = {*self._held} if connection is None else {*self._held, connection}
+        self._held = Counter()
         for one in connections:
             one.lost = one.foreign = True
             # Or the server would take the parent for alive as long as this process is.

@@ -7,7 +7,7 @@ its namespace, and five requests.
   of a *session*: the server keeps them in memory until they are fetched under that name, the
   session ends, or the time of a lease is over.
 * A *fetch* has objects read into the server's memory, if they are not there, and returns each as a
-  :class:`~kvshelf.server.channel.Leased` object. Its holder releases it.
+  :class:`~kvshelf.server.connection.Leased` object. Its holder releases it.
 * A *store* has an object of the format verified and published. The object lies in memory that
   client and server share, a part of which :meth:`ServerClient.reserve` returns.
 * *Keeping* an object leaves it in the server's memory only, under a name that is none of the
@@ -41,7 +41,8 @@ import xxhash
 from kvshelf.format.names import DESCRIPTION
 from kvshelf.format.namespace import Namespace
 from kvshelf.logs import RateLimitedLog
-from kvshelf.server.channel import Channel, Leased
+from kvshelf.server.channel import Channel
+from kvshelf.server.connection import Leased
 from kvshelf.server.messages import (
     MAX_NAMES,
     MAX_REQUEST,

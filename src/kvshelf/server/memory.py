@@ -29,7 +29,8 @@ from kvshelf.backends.base import StatResults, check_name
 from kvshelf.background import Background
 from kvshelf.errors import KVShelfError, NoSpaceStorageError
 from kvshelf.server import messages
-from kvshelf.server.channel import Channel, Leased
+from kvshelf.server.channel import Channel
+from kvshelf.server.connection import Leased
 from kvshelf.server.requests import parts, probe
 
 #: Seconds for which an expected object is kept until it is pinned.
