@@ -33,6 +33,10 @@ SOAK_ARGS ?=
 FUZZ_SECONDS ?= 300
 WHEELS_ARGS ?=
 
+# Bytecode is written even where the environment forbids it: without it each process of an engine compiles
+# kvshelf for 0.4 s, and pytest rewrites the asserts of all files in each worker.
+export PYTHONDONTWRITEBYTECODE :=
+
 # A command of this name may exist and still not run (pyenv), so each is tried.
 find_python = for python in python3 python3.12 python3.13 python3.11; do \
 	if "$$python" -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
@@ -60,13 +64,11 @@ test: venv lint  ## lint, types, import rules, wheel, tests
 	@$(BIN)/python .ci/wheel_check.py $(VENV)
 	@$(call run_tests,and not slow)
 
-# Bytecode is written even where the environment forbids it: to rewrite the asserts of all files takes longer
-# than half of the tests. These tests never wait, and each worker reads all files first, so there is at most
-# one for a core.
+# These tests never wait, and each worker reads all files first, so there is at most one for a core.
 FAST_WORKERS = $(shell cores=$$(nproc); echo $$((cores < $(WORKERS) ? cores : $(WORKERS))))
 .PHONY: test-fast
 test-fast: venv  ## the tests to run after each edit, about a minute
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -p tests.fast -n $(FAST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -p tests.fast -n $(FAST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 # Slow tests have up to five engines each.
 .PHONY: test-all

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -84,16 +86,35 @@ is there, they are ignored, and one line of the log says so.
 """
 
 
+def descriptions() -> dict[str, str]:
+    """Return the text below each option in the source.
+
+    pydantic can read it too, but then each process that imports the options does.
+    """
+    [model] = ast.parse(inspect.getsource(Config)).body
+    assert isinstance(model, ast.ClassDef)
+    texts = {}
+    for option, below in zip(model.body, model.body[1:], strict=False):
+        match option, below:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                texts[name] = " ".join(text.split())
+    return texts
+
+
 def render_page() -> str:
     """Return the text of ``docs/configuration.md``."""
     rows, sections = [], []
+    texts = descriptions()
     for name, field in Config.model_fields.items():
         kind = _type_text(field.annotation)
         default = _default_text(field.get_default(call_default_factory=True))
         rows.append(f"| [`{name}`](#{name}) | {kind} | {default} |\n")
         sections.append(
             f"\n### `{name}` {{ #{name} }}\n\n"
-            f"{' '.join((field.description or '').split())}\n\n"
+            f"{texts[name]}\n\n"
             f"Variable: `{variable_of(name)}`. Default: {default}.\n"
         )
     processes = "".join(f"| `{name}` | {text} |\n" for name, text in PROCESS_VARIABLES.items())

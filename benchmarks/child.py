@@ -77,6 +77,8 @@ class Child:
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
             "TOKENIZERS_PARALLELISM": "false",
+            # As where kvshelf is installed: its modules are compiled once, not by each process.
+            "PYTHONDONTWRITEBYTECODE": "",
             "PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), _CHECKOUT))),
             **(env or {}),
         }

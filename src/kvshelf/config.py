@@ -320,7 +320,6 @@ class Config(BaseSettings):
         env_prefix=ENV_PREFIX,
         env_ignore_empty=True,
         allow_inf_nan=False,
-        use_attribute_docstrings=True,
     )
 
     shared_storage_path: Annotated[str, BeforeValidator(_absolute)] | None = None
