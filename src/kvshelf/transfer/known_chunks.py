@@ -98,6 +98,8 @@ class KnownChunks:
         return self._take(self._published)
 
     def _take(self, noted: deque[bytes]) -> list[bytes]:
+        if not noted:
+            return []
         with self._lock:
             return [kind_key(noted.popleft(), self._kind) for _ in range(len(noted))]
 

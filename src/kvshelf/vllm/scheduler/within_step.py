@@ -151,8 +151,8 @@ class WithinStep(SharingPart):
 
     def hand_out(self, meta: StepMetadata) -> None:
         """Leave to the workers what the step loads, and unpin the rest."""
+        pinned = self._pinned if self._bytes else None
         self._bytes, self._waited = 0, 0.0
-        pinned = self._pinned
         if pinned is not None:
             pinned.keep_only({op.request_id for op in meta.loads if op.sync})
         # Steps before these have ended, whether or not their reports arrived.

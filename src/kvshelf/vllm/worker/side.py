@@ -27,6 +27,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import torch
 
@@ -51,6 +52,9 @@ logger = logging.getLogger(__name__)
 _MARKER_SECONDS = 0.5
 # Breaker states as numbers, for metrics.
 _STATES = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
+
+#: What a step has to report in which nothing happened.
+_NOTHING: Final = WorkerMetadata()
 
 
 class WorkerSide:
@@ -215,7 +219,8 @@ class WorkerSide:
         # (``_update_states`` in vllm/v1/worker/gpu_model_runner.py, ``update_requests`` in
         # vllm/v1/worker/gpu/model_runner.py), and no request of the step has a load's blocks.
         registration = self.model.registration
-        if registration.caches is not None and (self._beside_step or not registration.on_device):
+        can_begin = bool(meta.loads) and registration.caches is not None
+        if can_begin and (self._beside_step or not registration.on_device):
             self.loads.start()
 
     def _open(self, encoded: bytes, slug: str) -> None:
@@ -282,7 +287,7 @@ class WorkerSide:
             self._mapped = mapped
             meta.mapped = {self.rank: mapped}
         meta.loaded_now = self.loads.take_loaded_now()
-        if meta == WorkerMetadata():
+        if meta == _NOTHING:
             # The scheduler side takes an answer without a report for an acknowledgement.
             announced = self._meta and (self._meta.namespace or self._meta.draft_namespace)
             return meta if announced else None
