@@ -81,6 +81,12 @@ class EngineRun:
         self._model = model
         self.seed = 0
 
+    @property
+    def _config(self) -> dict[str, Any]:
+        """The Hugging Face configuration; the model may be another one for each engine."""
+        config: dict[str, Any] = json.loads((self._model / "config.json").read_text())
+        return config
+
     def engine(
         self,
         name: str,
@@ -102,6 +108,8 @@ class EngineRun:
             connector = kvshelf_connector(options or {"shared_storage_path": str(self.shelf)})
         settings: dict[str, Any] = {
             "model": str(self._model),
+            # By itself vLLM runs a float32 checkpoint in bf16.
+            "dtype": self._config.get("dtype", "auto"),
             "skip_tokenizer_init": True,
             "enforce_eager": True,
             "max_model_len": 8192,
@@ -124,18 +132,18 @@ class EngineRun:
 
     def prompt_bytes(self, tokens: int = PROMPT_TOKENS) -> int:
         """Return the bytes of the KV of a prompt of `tokens` tokens, in whole blocks."""
-        config = json.loads((self._model / "config.json").read_text())
+        config = self._config
         heads = config["num_attention_heads"]
         row = config.get("head_dim") or config["hidden_size"] // heads
         kv_heads = config.get("num_key_value_heads") or heads
-        token = 2 * 2 * config["num_hidden_layers"] * kv_heads * row
+        itemsize = 4 if config.get("dtype") == "float32" else 2
+        token = 2 * itemsize * config["num_hidden_layers"] * kv_heads * row
         return int(token * (tokens + BLOCK_TOKENS))
 
     def prompt(self, tokens: int = PROMPT_TOKENS) -> list[int]:
         """Return a prompt of `tokens` tokens that shares no prefix with earlier ones."""
         self.seed += 1
-        vocabulary = json.loads((self._model / "config.json").read_text())["vocab_size"]
-        return make_prompt(tokens, self.seed, vocabulary)
+        return make_prompt(tokens, self.seed, self._config["vocab_size"])
 
     def objects(self) -> list[Path]:
         """Return all objects on the shelf."""
@@ -184,7 +192,7 @@ def find_model(settings: Settings) -> Path:
     folder = checkout / "build" / "models" / "demo"
     settings.progress("making the demo model")
     subprocess.run(  # noqa: S603  our own script
-        [sys.executable, str(script), str(folder), "--recipe", "demo"],
+        [sys.executable, str(script), str(folder), "--recipe", "demo", "--replace"],
         check=True,
         stdout=subprocess.DEVNULL,
     )

@@ -26,7 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.child import Child, ChildError
+from benchmarks.child import Child, ChildError, MissingEngineError
 from benchmarks.engine import (
     INERT,
     QUIET_SECONDS,
@@ -393,10 +393,14 @@ def bench_peers(settings: Settings) -> Iterator[Row]:
 
 def _rows(settings: Settings) -> Iterator[Row]:
     faultfs = require_faultfs()
-    make_model: Any = import_module("examples.models.make_model").make_model
+    maker: Any = import_module("examples.models.make_model")
+    model = find_model(settings)
     other = settings.folder("peers-weights") / "other"
-    make_model(other, "demo", seed=1)
-    models = find_model(settings), other
+    try:
+        maker.make_model(other, maker.recipe_of(model), seed=1)
+    except ValueError as error:
+        raise MissingEngineError(str(error)) from None
+    models = model, other
     computed: _Found | None = None
     for peer in PEERS:
         if find_spec(peer.module) is None:

@@ -43,7 +43,7 @@ TWO_ENGINES = {"node_server"}
 #: Examples that run their engines in their own process here, which start in half the time. Those of
 #: the others have processes of their own, as users' do. The demo's must: an engine that starts in
 #: the second in which its model was written cannot know that it loaded the files that are there.
-IN_PROCESS = {"offline"}
+IN_PROCESS = {"offline", "prefill_then_decode"}
 
 #: What examples wait for.
 PATIENT = (
@@ -340,10 +340,11 @@ def test_make_hybrid_model(folder: Path) -> None:
 def test_make_model(folder: Path) -> None:
     sys.path.insert(0, str(EXAMPLES / "models"))
     try:
-        from make_model import make_model
+        from make_model import make_model, recipe_of
     finally:
         sys.path.remove(str(EXAMPLES / "models"))
     first = make_model(folder / "model", "tiny")
+    assert recipe_of(first) == "tiny"
     weights = (first / "model.safetensors").read_bytes()
     assert make_model(folder / "model", "tiny") == first
     with pytest.raises(FileExistsError, match="seed 1"):
@@ -352,3 +353,7 @@ def test_make_model(folder: Path) -> None:
     assert (first / "model.safetensors").read_bytes() != weights
     make_model(folder / "model", "tiny", replace=True)
     assert (first / "model.safetensors").read_bytes() == weights
+    with pytest.raises(ValueError, match="not made by a recipe"):
+        recipe_of(folder)
+    small = make_model(folder / "small", "small")
+    assert json.loads((small / "config.json").read_text())["dtype"] == "float32"

@@ -52,6 +52,8 @@ class Recipe:
         Standard deviation of the logits of the speakers, in nats.
     speakers : int
         Number of tokens that are ever said. Among fewer the best is further ahead of the next.
+    dtype : str
+        In which the model computes; its weights are bf16 in any case.
     """
 
     layers: int
@@ -67,6 +69,7 @@ class Recipe:
     later_gain: float
     logit_std: float
     speakers: int
+    dtype: str = "bfloat16"
 
     @property
     def parameters(self) -> int:
@@ -107,6 +110,23 @@ RECIPES: dict[str, Recipe] = {
         later_gain=0.08,
         logit_std=4.0,
         speakers=256,
+    ),
+    # On processors without arithmetic in bf16, as fast as "demo" is on others.
+    "small": Recipe(
+        layers=8,
+        hidden=256,
+        intermediate=1280,
+        heads=2,
+        kv_heads=2,
+        head_size=64,
+        vocab=32000,
+        max_position=8192,
+        score_std=3.0,
+        first_gain=2.0,
+        later_gain=0.08,
+        logit_std=4.0,
+        speakers=256,
+        dtype="float32",
     ),
 }
 
@@ -227,6 +247,22 @@ def make_model(
     return folder
 
 
+def recipe_of(folder: Path) -> str:
+    """Return the name of the recipe of a model that `make_model` made.
+
+    Raises
+    ------
+    ValueError
+        If the model was made otherwise.
+    """
+    note = folder / RECIPE_FILE
+    made_by = json.loads(note.read_text()) if note.exists() else {}
+    for name, shape in RECIPES.items():
+        if made_by.get("recipe") == asdict(shape):
+            return name
+    raise ValueError(f"{folder} was not made by a recipe of this script: {', '.join(RECIPES)}")
+
+
 def write_checkpoint(
     folder: Path,
     weights: dict[str, torch.Tensor],
@@ -278,7 +314,7 @@ def _config(recipe: Recipe) -> dict[str, object]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "dtype": "bfloat16",
+        "dtype": recipe.dtype,
         "vocab_size": recipe.vocab,
         "hidden_size": recipe.hidden,
         "intermediate_size": recipe.intermediate,
