@@ -15,7 +15,7 @@ import multiprocessing
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, Final
@@ -26,6 +26,7 @@ import torch
 from benchmarks.bucket import bucket
 from benchmarks.measure import Row, median
 from benchmarks.paged import paged_kv
+from benchmarks.processes import Processes
 from benchmarks.samples import Shape, make_format
 from benchmarks.servers import BUCKET, MissingServerError
 from benchmarks.settings import Settings
@@ -159,27 +160,12 @@ def _serve_all(
     counts: Callable[[], Mapping[str, int]],
 ) -> _Served:
     """Let processes serve the requests, and end them."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    turn = context.Value("l", 0)
-    with ExitStack() as stack:
-        ends: list[Connection] = []
-        for _ in range(processes):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(theirs, url, dict(options), list(prompts), turn)
-            )
-            process.start()
-            theirs.close()
-            stack.callback(process.join, _SECONDS)
-            ends.append(stack.enter_context(closing(ours)))
-        for end in ends:
-            _answer(end)
+    turn = multiprocessing.get_context("forkserver").Value("l", 0)
+    arguments = ((url, dict(options), list(prompts), turn) for _ in range(processes))
+    with closing(Processes(_serve, arguments)) as running:
         before = Counter(counts())
         begin = time.perf_counter()
-        for end in ends:
-            end.send(None)
-        replies = [_answer(end) for end in ends]
+        replies = running.ask()
         served = _Served(time.perf_counter() - begin)
         served.requests = dict(Counter(counts()) - before)
     for processor, hits, failed in replies:
@@ -187,12 +173,6 @@ def _serve_all(
         served.hits += hits
         served.failed += failed
     return served
-
-
-def _answer(end: Connection) -> Any:
-    if not end.poll(_SECONDS):
-        raise RuntimeError("a process did not answer")
-    return end.recv()
 
 
 def _serve(

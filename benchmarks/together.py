@@ -8,7 +8,6 @@ The processes have no model: a retrieve is all that they do.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -20,6 +19,7 @@ from typing import Any, Final
 from benchmarks.bucket import bucket
 from benchmarks.measure import Goal, Row
 from benchmarks.paged import paged_kv
+from benchmarks.processes import Processes
 from benchmarks.samples import CHUNK_TOKENS, TINY, Shape, make_format, make_prompt
 from benchmarks.served import Server
 from benchmarks.servers import BUCKET, MissingServerError
@@ -42,7 +42,6 @@ _NEAR_PAIRS, _FAR_PAIRS = 15, 9
 _DELAY_SECONDS: Final = 20e-3
 #: The processes copy to the disk tier in the background.
 _TIER_SECONDS: Final = 3.0
-_START_SECONDS: Final = 120.0
 
 
 def _row(name: str, work: str) -> Row:
@@ -71,51 +70,18 @@ def bench_together(settings: Settings) -> Iterator[Row]:
             yield replace(row, skipped=str(error))
 
 
-class _Group:
-    """Processes with one configuration.
+def _start(options: Mapping[str, Any], shape: Shape) -> Processes:
+    """Start processes with one configuration: of the shelf, or ``server``, a node server's URL."""
+    arguments = ((dict(options), shape, number) for number in range(_PROCESSES))
+    return Processes(_serve, arguments)
 
-    Parameters
-    ----------
-    options : Mapping
-        Of the shelf; or ``server``, the URL of a node server.
-    shape : Shape
-    """
 
-    def __init__(self, options: Mapping[str, Any], shape: Shape) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._ends: list[Connection] = []
-        self._processes = []
-        for number in range(_PROCESSES):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, dict(options), shape, number))
-            process.start()
-            theirs.close()
-            self._ends.append(ours)
-            self._processes.append(process)
-        self._wait()
-
-    def retrieve(self, seeds: Sequence[int]) -> float:
-        """Let all retrieve the prompts of these seeds; return the seconds until all have."""
-        for end in self._ends:
-            end.send(list(seeds))
-        self._wait()
-        begin = time.perf_counter()
-        for end in self._ends:
-            end.send(None)
-        self._wait()
-        return time.perf_counter() - begin
-
-    def _wait(self) -> None:
-        for end in self._ends:
-            if not end.poll(_START_SECONDS):
-                raise RuntimeError("a process did not answer")
-            end.recv()
-
-    def close(self) -> None:
-        """End the processes."""
-        for end, process in zip(self._ends, self._processes, strict=True):
-            end.close()
-            process.join(_START_SECONDS)
+def _retrieve(group: Processes, seeds: Sequence[int]) -> float:
+    """Let all retrieve the prompts of these seeds; return the seconds until all have."""
+    group.ask(list(seeds))
+    begin = time.perf_counter()
+    group.ask()
+    return time.perf_counter() - begin
 
 
 def _serve(end: Connection, options: dict[str, Any], shape: Shape, number: int) -> None:
@@ -173,14 +139,14 @@ def _near_row(settings: Settings, shape: Shape) -> Row:
             closing(Server(settings.folder("together-server"), folder, 2 * nbytes + (8 << 20)))
         )
         groups = [
-            stack.enter_context(closing(_Group(options, shape)))
+            stack.enter_context(closing(_start(options, shape)))
             for options in ({"server": node.url}, {"shared_storage_path": str(folder)})
         ]
         pairs = settings.pairs(_NEAR_PAIRS)
         for pair in range(-2, pairs):
             settings.progress(f"{_NEAR.work}: pair {pair + 1} of {pairs}")
             for side in (0, 1) if pair % 2 else (1, 0):
-                seconds = groups[side].retrieve(seeds)
+                seconds = _retrieve(groups[side], seeds)
                 if pair >= 0:
                     times[side].append(seconds)
     return replace(_NEAR, ours=times[0], floors=times[1], extra={"bytes": nbytes})
@@ -215,16 +181,16 @@ def _far_rows(settings: Settings, shape: Shape) -> Iterator[Row]:
             )
         )
         groups = [
-            stack.enter_context(closing(_Group(options, shape)))
+            stack.enter_context(closing(_start(options, shape)))
             for options in ({"server": node.url}, options("shared"))
         ]
         for pair in range(-1, pairs):
             settings.progress(f"{_FIRST.work}: pair {pair + 1} of {pairs}")
             seeds = range((pair + 1) * _FAR_PROMPTS, (pair + 2) * _FAR_PROMPTS)
             for side in (0, 1) if pair % 2 else (1, 0):
-                first = groups[side].retrieve(seeds)
+                first = _retrieve(groups[side], seeds)
                 time.sleep(_TIER_SECONDS)
-                again = groups[side].retrieve(seeds)
+                again = _retrieve(groups[side], seeds)
                 if pair >= 0:
                     firsts[side].append(first)
                     agains[side].append(again)
