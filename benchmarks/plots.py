@@ -222,7 +222,7 @@ def plot_admission(report: Mapping[str, Any]) -> Picture:
                 found,
             )
         )
-    scale = Scale(-1.0, 4.25, range(-1, 5), lambda value: f"{2**value:g}×")
+    scale = Scale(-1.0, 4.75, range(-1, 5), lambda value: f"{2**value:g}×")
     dots(picture, list(_POLICIES.values()), rows, scale)
     return picture
 
