@@ -99,6 +99,7 @@ def test_chosen_groups_and_pairs(tmp_path: Path) -> None:
     assert {row["pairs"] for row in rows} == {5}
 
 
+@pytest.mark.slow
 def test_waits_are_measured_when_asked_for(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     assert bench.main(["waits", "--quick", "--json", str(file)]) == 0
@@ -112,6 +113,7 @@ def test_waits_are_measured_when_asked_for(tmp_path: Path) -> None:
         assert row["skipped"] or row["ours_seconds"]["least"] >= 0, row
 
 
+@pytest.mark.slow
 def test_a_sweep_of_many_objects_is_measured_when_asked_for(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     assert bench.main(["gc", "--quick", "--json", str(file)]) == 0
@@ -380,6 +382,7 @@ def test_a_child_that_cannot_start_says_why(tmp_path: Path) -> None:
         child.wait_ready()
 
 
+@pytest.mark.slow
 def test_a_prompt_goes_through_the_tier_of_vllm_and_through_kvshelf(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     file = tmp_path / "figures.json"

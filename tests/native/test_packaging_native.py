@@ -51,6 +51,7 @@ def test_editors_find_backends_in_the_package() -> None:
     assert (ROOT / "src" / "kvshelf" / "backends").readlink() == Path("../../backends")
 
 
+@pytest.mark.slow
 def test_the_source_archive_holds_what_a_build_needs(tmp_path: Path) -> None:
     subprocess.run(
         [

@@ -64,6 +64,7 @@ def test_the_interpreted_kernel_copies_what_the_compiled_twin_copies(
 
 
 @needs_triton
+@pytest.mark.slow
 def test_the_kernel_compiles_for_gpus_once_for_each_direction_and_width(tmp_path: Path) -> None:
     counts = child("compile", tmp_path)
     kinds, kernels = counts.pop("kinds"), counts.pop("kernels")

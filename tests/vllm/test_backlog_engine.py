@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from tests.support.engines import NEAR_TIE, Engine, assert_same
 from tests.support.fleet import Engines, MakePrompt, Reference
 from tests.vllm.shelf_files import ShelfFiles
 
 
+@pytest.mark.slow
 def test_prompts_that_wait_share_the_document_that_the_first_stored(
     engines: Engines, engine: Engine, shelf: ShelfFiles, reference: Reference, prompt: MakePrompt
 ) -> None:

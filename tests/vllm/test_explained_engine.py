@@ -117,6 +117,7 @@ def test_the_histories_are_small_and_private(machine: Machine, writer: Engine) -
     assert {path.stat().st_mode & 0o777 for path in paths} == {0o600}
 
 
+@pytest.mark.slow
 def test_a_read_only_fleet_names_bad_objects(
     machine: Machine, reader: Engine, stored: list[int], files: ShelfFiles, prompt: MakePrompt
 ) -> None:

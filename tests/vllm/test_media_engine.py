@@ -74,6 +74,7 @@ def check(found: Answer, expected: Answer, shelf_tokens: int, tolerance: float =
     assert_same(found, expected, tolerance)
 
 
+@pytest.mark.slow
 def test_engines_share_images_whatever_their_model_s_path(
     start: Callable[..., Engine], model: Path, places: Places
 ) -> None:

@@ -204,6 +204,7 @@ def without_self(parameters: str) -> inspect.Signature:
 # ------------------------------------------------------------------------- the records
 
 
+@pytest.mark.slow
 def test_the_record_of_the_installed_version_is_what_the_script_makes() -> None:
     version = vllm.__version__.partition("+")[0]
     if version not in RECORDED:
