@@ -16,6 +16,7 @@ from kvshelf.shelf.view import ObjectRef
 from tests.support.formats import make_format, sealed
 from tests.support.prompts import make_chunks
 from tests.support.storages import CountingBackend, FaultyBackend, LaterBackend, posix
+from tests.support.waiting import PATIENT
 
 DAY = 86400.0
 FMT = make_format(native=False)
@@ -31,7 +32,8 @@ class Place:
         self.later = LaterBackend(posix(root), ahead)
         self.faults = FaultyBackend(self.later)
         self.counting = CountingBackend(self.faults)
-        self.shelf = Shelf(self.counting)
+        # Busy machines are late.
+        self.shelf = Shelf(self.counting, deadlines=PATIENT)
         self.backend = self.shelf.backend
         self.now = self.later.now()
 
