@@ -10,9 +10,9 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Final
 
-_ANSWER_SECONDS = 300.0
+_ANSWER_SECONDS: Final = 300.0
 
 
 class Processes:
@@ -38,7 +38,11 @@ class Processes:
             theirs.close()
             self._ends.append(ours)
             self._processes.append(process)
-        self._answers()
+        try:
+            self._answers()
+        except BaseException:
+            self.close()
+            raise
 
     def ask(self, question: Any = None) -> list[Any]:
         """Send all of them an object, and return their answers in the order of the processes."""

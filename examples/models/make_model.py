@@ -18,6 +18,7 @@ Run it: ``python examples/models/make_model.py build/models/demo --recipe demo``
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import os
@@ -80,6 +81,22 @@ class Recipe:
         return 2 * self.vocab * self.hidden + self.layers * (attention + mlp + norms) + self.hidden
 
 
+_DEMO = Recipe(
+    layers=12,
+    hidden=512,
+    intermediate=2560,
+    heads=4,
+    kv_heads=2,
+    head_size=128,
+    vocab=32000,
+    max_position=8192,
+    score_std=3.0,
+    first_gain=2.0,
+    later_gain=0.08,
+    logit_std=4.0,
+    speakers=256,
+)
+
 RECIPES: dict[str, Recipe] = {
     "tiny": Recipe(
         layers=2,
@@ -96,37 +113,10 @@ RECIPES: dict[str, Recipe] = {
         logit_std=4.0,
         speakers=256,
     ),
-    "demo": Recipe(
-        layers=12,
-        hidden=512,
-        intermediate=2560,
-        heads=4,
-        kv_heads=2,
-        head_size=128,
-        vocab=32000,
-        max_position=8192,
-        score_std=3.0,
-        first_gain=2.0,
-        later_gain=0.08,
-        logit_std=4.0,
-        speakers=256,
-    ),
+    "demo": _DEMO,
     # On processors without arithmetic in bf16, as fast as "demo" is on others.
-    "small": Recipe(
-        layers=8,
-        hidden=256,
-        intermediate=1280,
-        heads=2,
-        kv_heads=2,
-        head_size=64,
-        vocab=32000,
-        max_position=8192,
-        score_std=3.0,
-        first_gain=2.0,
-        later_gain=0.08,
-        logit_std=4.0,
-        speakers=256,
-        dtype="float32",
+    "small": dataclasses.replace(
+        _DEMO, layers=8, hidden=256, intermediate=1280, heads=2, head_size=64, dtype="float32"
     ),
 }
 
