@@ -103,20 +103,17 @@ fuzz: venv  ## look for bytes that the decoder cannot take
 	@$(BIN)/python tests/fuzz/fuzz_decoder.py --seconds $(FUZZ_SECONDS)
 
 .PHONY: lint
-lint: venv  ## ruff, mypy, import-linter
+lint: venv  ## ruff, mypy, import-linter, lines of code
 	@echo "ruff"; $(BIN)/ruff check .; $(BIN)/ruff format --check .
 	@echo "mypy"; $(BIN)/mypy
 	@echo "import-linter"; \
 	PYTHONPATH="$(CURDIR)/src:$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
 		$(BIN)/python -S -c 'from importlinter.cli import lint_imports_command as run; run()' --no-cache --no-logo
+	@echo "lines of code"; $(BIN)/python .ci/lines.py
 
 .PHONY: format
 format: venv  ## rewrite the code in the project's style
 	@$(BIN)/ruff check --fix .; $(BIN)/ruff format .
-
-.PHONY: concepts
-concepts: venv  ## count the concepts of the code that moves and stores objects
-	@$(BIN)/python .ci/concepts.py
 
 .PHONY: docs
 docs: venv  ## build the documentation into site/
