@@ -1,4 +1,4 @@
-"""LoRA adapters with random weights, made on the spot."""
+"""LoRA adapters with random weights, made on the spot: the same bytes on every processor."""
 
 from __future__ import annotations
 
@@ -31,12 +31,15 @@ def attention_shapes(prefix: str = "model.") -> dict[str, tuple[int, int]]:
 def make_adapter(folder: Path, seed: int, shapes: Mapping[str, tuple[int, int]]) -> Path:
     """Write an adapter for modules with so many inputs and outputs."""
     generator = torch.Generator().manual_seed(seed)
+
+    # torch rounds normal distributions as the processor's instructions do, even ones exactly.
+    def even(*shape: int) -> torch.Tensor:
+        return (0.375 * (torch.rand(shape, generator=generator) - 0.5)).to(torch.bfloat16)
+
     tensors = {}
     for name, (inputs, outputs) in shapes.items():
-        down = torch.randn(RANK, inputs, generator=generator) * 0.1
-        up = torch.randn(outputs, RANK, generator=generator) * 0.1
-        tensors[f"base_model.model.{name}.lora_A.weight"] = down.to(torch.bfloat16)
-        tensors[f"base_model.model.{name}.lora_B.weight"] = up.to(torch.bfloat16)
+        tensors[f"base_model.model.{name}.lora_A.weight"] = even(RANK, inputs)
+        tensors[f"base_model.model.{name}.lora_B.weight"] = even(outputs, RANK)
     folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {
