@@ -17,7 +17,6 @@ from typing import Any
 from benchmarks.child import Child
 from benchmarks.engine import (
     HIT_TOKENS,
-    ONE_PROCESS,
     PROMPT_TOKENS,
     WARM_UP_PAIRS,
     EngineRun,
@@ -42,8 +41,6 @@ _SOURCES = {
     "shelf": "the shelf",
     "memory": "the memory tier in process",
     "served": "a node server's memory",
-    "served-step": "a node server's memory, within the step",
-    "step": "the memory tier, within the step",
 }
 _ENGINE: dict[str, Any] = {"max_num_batched_tokens": 2048, "long_prefill_token_threshold": 512}
 
@@ -64,7 +61,7 @@ _WINDOW_SECONDS = 1.0
 _DECODES = Row(
     "busy/decodes",
     f"a token of {_OTHERS['answers'][0]} answers, beside a hit of {HIT_TOKENS} tokens every"
-    f" {_WINDOW_SECONDS:g} s from {_SOURCES['step']}",
+    f" {_WINDOW_SECONDS:g} s from {_SOURCES['memory']}",
     "the same beside hits in vLLM's in-memory prefix cache",
     goal=Goal(1.03),
 )
@@ -84,18 +81,14 @@ def _rows(settings: Settings) -> Iterator[Row]:
         options: dict[str, Any] = {"shared_storage_path": str(run.shelf)}
         arguments = {**_ENGINE, "kv_cache_memory_bytes": 32 * run.prompt_bytes()}
         memory = 2 * prompts * run.prompt_bytes()
-        if source == "step":
-            arguments |= ONE_PROCESS
-        if source in ("memory", "step"):
+        if source == "memory":
             options["memory_tier"] = {"max_bytes": memory}
         settings.progress(f"starting an engine for hits from {_SOURCES[source]}")
         with ExitStack() as stack:
-            if source.startswith("served"):
+            if source == "served":
                 folders = settings.folder(f"busy-{source}"), settings.folder(f"busy-{source}-shelf")
                 node = stack.enter_context(closing(Server(*folders, memory)))
                 options = {"server": node.url}
-                if source == "served":
-                    options["sync_load_bytes"] = 0
             engine = stack.enter_context(run.engine(source, options=options, **arguments))
             engine.wait_ready()
             if source != "shelf":
@@ -111,7 +104,7 @@ def _rows(settings: Settings) -> Iterator[Row]:
             run.seed = _SEED
             for others in _OTHERS:
                 yield _measure(settings, run, engine, _ROWS[source, others], others, pairs)
-            if source == "step":
+            if source == "memory":
                 yield _measure_others(settings, run, engine, pairs)
 
 
@@ -147,7 +140,7 @@ def _occupy(run: EngineRun, engine: Child, others: str) -> None:
 
 
 def _measure_others(settings: Settings, run: EngineRun, engine: Child, pairs: int) -> Row:
-    """Measure what hits within the step cost the answers of others."""
+    """Measure what hits cost the answers of others."""
     before = run.prompt()
     warm(engine, before, HIT_TOKENS)
     _occupy(run, engine, "answers")

@@ -49,10 +49,6 @@ HOLDING: Mapping[str, Any] = {
     "kv_connector": "HoldingConnector",
     "kv_connector_module_path": "benchmarks.holding",
 }
-#: The worker in the process of the scheduler, as on one GPU.
-ONE_PROCESS: Mapping[str, Any] = {
-    "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-}
 
 
 def kvshelf_connector(options: Mapping[str, Any]) -> Mapping[str, Any]:

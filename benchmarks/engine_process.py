@@ -346,7 +346,7 @@ def _time_request(side: Any, request_id: str, prompt: list[int], busy_step: Any)
     found: int | None = None
     while found is None:
         begin = time.perf_counter()
-        found, _ = side.matched_tokens(request, 0)
+        found = side.matched_tokens(request, 0)
         calls.append(time.perf_counter() - begin)
         side.step_metadata(busy_step)
         # While the model computes, the interpreter is idle.

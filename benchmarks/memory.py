@@ -7,15 +7,13 @@ of the same length in vLLM's own prefix cache, in the same engine.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from typing import Any
 
 from benchmarks.engine import (
     HIT_TOKENS,
-    ONE_PROCESS,
     PROMPT_TOKENS,
     WARM_UP_PAIRS,
     EngineRun,
@@ -58,19 +56,13 @@ _ENGINE = Row(
     "vLLM's in-memory prefix cache",
     goal=Goal(1.15),
 )
-_STEP = replace(
-    _ENGINE,
-    name="memory/step",
-    work=f"warm TTFT, {HIT_TOKENS} of {PROMPT_TOKENS} tokens from the memory tier, within the step",
-)
 _ENGINE_BYTES = bytes_row(_ENGINE, "memory/engine-bytes", 1.05, read=False)
-_STEP_BYTES = bytes_row(_STEP, "memory/step-bytes", 1.05, read=False)
 
 
 def bench_memory(settings: Settings) -> Iterator[Row]:
     """Measure hits in the memory tier: of ``ChunkCache``, and of an engine."""
     yield _retrieve_row(settings, TINY if settings.quick else LARGE)
-    yield from guarded(settings, [_ENGINE, _ENGINE_BYTES, _STEP, _STEP_BYTES], _engine_rows)
+    yield from guarded(settings, [_ENGINE, _ENGINE_BYTES], _engine_rows)
 
 
 def _retrieve_row(settings: Settings, shape: Shape) -> Row:
@@ -129,25 +121,14 @@ def _wait_stored(run: EngineRun) -> int:
 
 
 def _engine_rows(settings: Settings) -> Iterator[Row]:
-    both: tuple[tuple[Row, Row, Mapping[str, Any]], ...] = (
-        (_ENGINE, _ENGINE_BYTES, {}),
-        (_STEP, _STEP_BYTES, ONE_PROCESS),
-    )
-    for row, of_bytes, arguments in both:
-        run = EngineRun(settings, find_model(settings), row.name.replace("/", "-"))
-        measured = _measure(settings, run, row, arguments)
-        yield measured
-        yield with_bytes(of_bytes, measured, run.objects(), _CHUNKS, read=False)
-
-
-def _measure(settings: Settings, run: EngineRun, row: Row, arguments: Mapping[str, Any]) -> Row:
+    run = EngineRun(settings, find_model(settings), "memory")
     pairs = settings.pairs(_PAIRS)
     options = {
         "shared_storage_path": str(run.shelf),
         "memory_tier": {"max_bytes": (pairs + WARM_UP_PAIRS + 16) * run.prompt_bytes()},
     }
     settings.progress("starting an engine with a memory tier")
-    with run.engine("memory", options=options, **arguments) as engine:
+    with run.engine("memory", options=options) as engine:
         engine.wait_ready()
         settings.progress("storing prompts")
         run.seed = _SEED
@@ -163,5 +144,7 @@ def _measure(settings: Settings, run: EngineRun, row: Row, arguments: Mapping[st
         run.seed = _SEED
         before = run.prompt()
         warm(engine, before, HIT_TOKENS)
-        measured = hits_beside_memory(settings, run, engine, row, before, pairs)
-    return replace(measured, extra={"objects": objects})
+        measured = hits_beside_memory(settings, run, engine, _ENGINE, before, pairs)
+    row = replace(measured, extra={"objects": objects})
+    yield row
+    yield with_bytes(_ENGINE_BYTES, row, run.objects(), _CHUNKS, read=False)

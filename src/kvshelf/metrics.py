@@ -54,7 +54,6 @@ COUNTERS: Mapping[str, str] = {
     "loaded_tokens": "tokens whose KV was loaded",
     "loaded_chunks": "chunks loaded",
     "loaded_bytes": "bytes of objects loaded",
-    "sync_loads": "loads from memory within the step that computed the rest",
     "cancelled_loads": "loads cancelled because their request was aborted",
     "load_failures_missing": "objects that were missing when a load read them",
     "load_failures_bad": "objects that failed verification in a load",

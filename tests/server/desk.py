@@ -112,13 +112,7 @@ class Desk:
         return reply
 
     def begin_fetch(
-        self,
-        client: bytes,
-        names: Sequence[str],
-        sizes: Sequence[int],
-        session: str = "s",
-        *,
-        in_memory: bool = False,
+        self, client: bytes, names: Sequence[str], sizes: Sequence[int], session: str = "s"
     ) -> dict[int, Ready | Failed]:
         """Fetch objects; outcomes appear in the answer, by index."""
         outcomes: dict[int, Ready | Failed] = {}
@@ -128,7 +122,7 @@ class Desk:
                 assert outcome.index not in outcomes, "it was answered twice"
                 outcomes[outcome.index] = outcome
 
-        self.service.fetch(client, Fetch(session, names, sizes, in_memory), each)
+        self.service.fetch(client, Fetch(session, names, sizes), each)
         return outcomes
 
     def fetch(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import multiprocessing
 import os
 import random
@@ -236,68 +235,6 @@ def test_old_memory_is_unmapped_with_its_last_view(tmp_path: Path) -> None:
     lent.release()
     del lent
     until(lambda: mappings() < before)
-    client.close()
-
-
-def test_what_other_processes_read_is_kept_by_the_server_after_the_connection_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with serving(tmp_path) as (url, _, service), channel(url) as client:
-        service.put("a", b"hello")
-        first, second = fetch(client, "a"), fetch(client, "a")
-        server = client.hold([first])
-        assert server == client.server != b""
-        # One of them is not the server's any more.
-        service.generations[0] += 1
-        assert client.hold([first, second]) == b""
-        connection = client._connection
-        assert connection is not None
-        decode, failed = messages.decode_reply, threading.Event()
-
-        def fail_once(frame: memoryview) -> tuple[int, messages.Reply]:
-            if not failed.is_set():
-                failed.set()
-                raise messages.MalformedError("nonsense")
-            return decode(frame)
-
-        monkeypatch.setattr(messages, "decode_reply", fail_once)
-        with pytest.raises(UnavailableStorageError):
-            ping(client)
-        # A new session begins, and the old one has not ended.
-        until(lambda: client.connected and client._connection is not connection)
-        ping(client)
-        assert not service.gone.acquire(timeout=0.1)
-        assert service.pins.total() == 2
-        client.let_go([first])
-        assert service.gone.acquire(timeout=SECONDS)
-        until(lambda: not service.pins.total())
-
-
-def test_the_memory_of_a_server_that_is_gone_stays_mapped_for_a_while_where_that_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(channel_module, "KEEP_ARENA_SECONDS", 0.5)
-    with serving_process(tmp_path) as (url, pid):
-        client = Channel(url)
-        assert client.wait_connected(SECONDS)
-        client.keep_arena(math.inf)
-        server = client.server
-        arena = client.arena_of(server)
-        assert arena is not None
-        offset = fetch(client, "7").offset
-        del arena
-        os.kill(pid, signal.SIGKILL)
-        until(lambda: not client.connected)
-        assert client.server == b""
-        kept = client.arena_of(server)
-        assert kept is not None and bytes(kept[offset : offset + 1]) == b"7"
-    # Somebody may still read there, however long that takes.
-    until(lambda: isinstance(client.problem, UnavailableStorageError))
-    threading.Event().wait(1.0)
-    assert client.arena_of(server) is not None
-    client.keep_arena(0.0)
-    until(lambda: client.arena_of(server) is None)
-    assert client.arena_of(b"") is None
     client.close()
 
 

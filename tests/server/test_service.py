@@ -247,36 +247,6 @@ def test_requests_that_find_no_room_wait_until_others_give_memory_back(
     assert desk.stat("pinned_bytes") == desk.stat("waiting") == 0
 
 
-def test_what_is_wanted_from_memory_alone_is_neither_read_nor_waited_for(
-    make_desk: MakeDesk, shelf: Path
-) -> None:
-    chunks = make_chunks(FMT, 48)
-    names = [put(shelf, FMT, chunk) for chunk in chunks]
-    desk = make_desk(16 * 16384)
-    (held,) = desk.fetch(B, names[:1], [SIZE])
-    reads = desk.counts["read"]
-    outcomes = desk.begin_fetch(A, names[:1], [SIZE], in_memory=True)
-    assert desk.bytes_of(outcomes[0]) == sealed(FMT, chunks[0])
-    # One of them is not there: none is leased.
-    leases = desk.stat("leases")
-    for missing in desk.begin_fetch(A, names[:2], [SIZE] * 2, in_memory=True).values():
-        assert isinstance(missing, Failed)
-        assert missing.fault.kind == "ObjectMissingError"
-    assert desk.stat("leases") == leases
-    wrong = desk.begin_fetch(A, names[:1], [SIZE + 1], in_memory=True)[0]
-    assert isinstance(wrong, Failed)
-    assert wrong.fault.kind == "WrongSize"
-    # Others wait for memory, and this client may hold no more.
-    desk.begin_fetch(A, names[1:], [SIZE] * 47)
-    desk.settle()
-    assert desk.stat("waiting") > 0
-    before = desk.counts["read"]
-    assert isinstance(desk.begin_fetch(B, names[:1], [SIZE], in_memory=True)[0], Ready)
-    assert isinstance(desk.begin_fetch(A, names[-1:], [SIZE], in_memory=True)[0], Failed)
-    assert desk.counts["read"] == before > reads
-    assert isinstance(held, Ready)
-
-
 def test_what_waits_too_long_for_memory_fails(make_desk: MakeDesk, shelf: Path) -> None:
     names = [put(shelf, FMT, chunk) for chunk in make_chunks(FMT, 48)]
     desk = make_desk(16 * 16384)

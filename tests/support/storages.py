@@ -500,22 +500,6 @@ class Loan:
         self.data[:] = b"\xa5" * len(self.data)
 
 
-class LoanOfAll:
-    """Loans that are given back together."""
-
-    memory = b"lending"
-
-    def __init__(self, loans: Sequence[Loan]) -> None:
-        self._loans = loans
-        self.offsets = list(range(len(loans)))
-        self.views = [loan.view for loan in loans]
-
-    def release(self) -> None:
-        """Give all of them back."""
-        for loan in self._loans:
-            loan.release()
-
-
 class LendingMemory:
     """A memory in which those objects of a storage lie that `lends` chooses.
 
@@ -566,28 +550,6 @@ class LendingMemory:
         """Note the names."""
         with self._lock:
             self.expected += zip(names, sizes, strict=True)
-
-    mapped = b"lending"
-
-    def keep_mapped(self, seconds: float) -> None:
-        """Do nothing: it is never gone."""
-
-    def at(self, memory: bytes) -> memoryview | None:
-        """Return nothing: its objects lie apart."""
-
-    def pin_all(
-        self, names: Sequence[str], sizes: Sequence[int], seconds: float
-    ) -> LoanOfAll | None:
-        """Lend objects together."""
-        loans: list[Loan] = []
-        for name, size in zip(names, sizes, strict=True):
-            loan = self.pin(name, size)
-            if loan is None:
-                for other in loans:
-                    other.release()
-                return None
-            loans.append(loan)
-        return LoanOfAll(loans)
 
     def pin(self, name: str, size: int) -> Loan | None:
         """Lend an object, read from the storage."""

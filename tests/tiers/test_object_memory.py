@@ -102,30 +102,6 @@ def test_the_bytes_of_another_object_are_not_taken_for_this_one(
         assert load(shelf, fmt, chunks[0]) == sealed(fmt, chunks[0])
 
 
-def test_chunks_are_pinned_together_or_not_at_all(
-    root: Path, fmt: ObjectFormat, chunks: list[Chunk]
-) -> None:
-    lending = LendingMemory(open_backend(root))
-    with PinningShelf(open_backend(root), lending) as shelf:
-        view = shelf.view(fmt)
-        for chunk in chunks:
-            for shard in range(fmt.shards):
-                view.publish(ObjectRef(chunk, shard), sealed(fmt, chunk, shard))
-        pinned = view.pin_all(chunks[1:], 1.0)
-        assert pinned is not None
-        assert view.mapped == pinned.memory
-        assert list(map(bytes, pinned.views)) == [
-            sealed(fmt, chunk, shard) for chunk in chunks[1:] for shard in range(fmt.shards)
-        ]
-        pinned.release()
-        # One of them has the bytes of another object.
-        lending.on_lend = lambda loan: loan.data.__setitem__(slice(None), sealed(fmt, chunks[0]))
-        assert view.pin_all(chunks[:2], 1.0) is None
-        lending.lends = lambda name: not name.endswith(view.name(ObjectRef(chunks[1], 0)))
-        assert view.pin_all(chunks[:2], 1.0) is None
-        assert {loan.released for loan in lending.loans} == {1}
-
-
 def test_an_object_that_the_owner_of_the_memory_found_bad_is_moved_aside(
     root: Path, fmt: ObjectFormat, chunks: list[Chunk]
 ) -> None:

@@ -383,9 +383,6 @@ class MiniVllm:
         self.copied: list[int] = []
         #: As if a runner did so only then.
         self.binds_first = False
-        #: Loads that vLLM did not wait for, and whether the step has one.
-        self.sync_loads = 0
-        self._sync = False
 
     # What users do
 
@@ -488,7 +485,6 @@ class MiniVllm:
         resumed: list[State] = []
         continued: list[State] = []
         budget = self.budget
-        self._sync = False
         for request_id in list(self.running):
             if request_id not in self.running or budget <= 0:
                 continue
@@ -529,7 +525,7 @@ class MiniVllm:
         request = state.request
         if state.status == "loading":
             return True
-        external, asynchronous = 0, False
+        external = 0
         if request.num_computed_tokens == 0:
             local = self._local_hit(request)
             answer = self.scheduler.get_num_new_matched_tokens(
@@ -539,14 +535,14 @@ class MiniVllm:
             found, asynchronous = answer
             if found is None:
                 return True
-            assert found or not asynchronous
+            assert asynchronous == (found > 0)
             external = found
             computed = len(local) * self.block_size + external
             assert computed < request.num_tokens, "one token must be left to compute"
             assert computed % self.block_size == 0
         else:
             local, computed = [], request.num_computed_tokens
-        count = 0 if asynchronous else min(budget, request.num_tokens - computed)
+        count = 0 if external else min(budget, request.num_tokens - computed)
         if not state.blocks:
             for block in local:
                 self.users[block] = self.users.get(block, 0) + 1
@@ -554,7 +550,7 @@ class MiniVllm:
                     self.free.remove(block)
             state.blocks = list(local)
             state.history = list(self.made[local[-1]]) if local else []
-        if asynchronous and len(self.free) < self._still_needed() + self._needs(state):
+        if external and len(self.free) < self._still_needed() + self._needs(state):
             self._give_back(state)
             return False
         if not self._extend(state, computed + count, loaded=computed if external else 0):
@@ -566,16 +562,11 @@ class MiniVllm:
         if external:
             state.loads += 1
             state.loaded = external
-        if asynchronous:
             state.status = "loading"
             if self.device is not None and not self.window:
                 self.copied += state.blocks[len(local) : computed // self.block_size]
             self._note_made(state, computed - external, computed)
             return True
-        if external:
-            self._sync = True
-            self.sync_loads += 1
-            self._note_made(state, computed - external, computed)
         self.waiting.remove(request_id)
         self.running.append(request_id)
         (resumed if state.in_worker else new).append(state)
@@ -618,7 +609,7 @@ class MiniVllm:
             total_num_scheduled_tokens=sum(scheduled.values()),
             preempted_req_ids=self.preempted_ids,
             finished_req_ids=self.finished_ids,
-            has_sync_kv_loads=self._sync,
+            has_sync_kv_loads=False,
             kv_connector_block_state=KVConnectorBlockState(
                 req_ids=set(scheduled),
                 resolve_block_ids=lambda request_id: (self.states[request_id].blocks,),
@@ -657,18 +648,12 @@ class MiniVllm:
             try:
                 yield
             finally:
-                start_loads(before=False)
+                worker.start_load_kv(None)
                 if self.runner == "V1":
                     worker.wait_for_save()
                 results()
 
-        def start_loads(*, before: bool) -> None:
-            # Loads that the step computes behind come before its forward pass.
-            if before == output.has_sync_kv_loads:
-                worker.start_load_kv(None)
-
         def forward() -> None:
-            start_loads(before=True)
             self._forward(output)
             for name, cache in self.caches.items():
                 worker.wait_for_layer_load(name)
@@ -678,7 +663,7 @@ class MiniVllm:
             forward()
             worker.finish_forward()
             self._note_output()
-            start_loads(before=False)
+            worker.start_load_kv(None)
             if self.runner == "V2":
                 worker.wait_for_save()
                 results()

@@ -158,7 +158,7 @@ class Side:
         Whether the workers have reported.
     change : Callable
         Changes vLLM's configuration.
-    ranks, history, uses, others_transfer, beside_others
+    ranks, history, uses, others_transfer
         As for :class:`SchedulerSide`.
     **options
         kvshelf's configuration.
@@ -174,7 +174,6 @@ class Side:
         history: Any = None,
         uses: Any = None,
         others_transfer: bool = False,
-        beside_others: bool = False,
         **options: Any,
     ) -> None:
         self.faults = FaultyBackend(posix(root))
@@ -198,7 +197,6 @@ class Side:
                 history=history,
                 uses=uses,
                 others_transfer=others_transfer,
-                beside_others=beside_others,
             )
         )
         self.fmt = ObjectFormat(build_namespace(self.config, found, [PART], "user:test"))
@@ -268,12 +266,12 @@ class Side:
         blocks = -(-request.num_tokens // BLOCK)
         self.side.allocated(request, ([*range(1, blocks + 1)],), tokens)
 
-    def ask(self, request: Request, computed: int = 0) -> tuple[int, bool]:
+    def ask(self, request: Request, computed: int = 0) -> int:
         """Ask as vLLM does, step by step, until there is an answer."""
         for _ in while_patient():
-            found, asynchronous = self.side.matched_tokens(request, computed)
+            found = self.side.matched_tokens(request, computed)
             if found is not None:
-                return found, asynchronous
+                return found
             self.step()
         raise AssertionError("no answer")
 

@@ -74,7 +74,6 @@ with warnings.catch_warnings():
         WorkerMetadata,
         WorkerReport,
     )
-    from kvshelf.vllm.pinned_hits import PinnedHits, release
     from kvshelf.vllm.scheduler import drafts as draft_scheduler
 
 from kvshelf.format.keys import Chunk, KeyChain
@@ -82,7 +81,6 @@ from kvshelf.format.kinds import FULL, SHARDS_FIELDS, STATE, WINDOW, Kind, kind_
 from kvshelf.format.names import object_name
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.tiers.object_memory import PinningView
 from tests.support.formats import make_record
 from tests.support.storages import posix
 from tests.support.waiting import PATIENCE, while_patient
@@ -90,41 +88,6 @@ from tests.support.waiting import PATIENCE, while_patient
 #: Bytes of a token in a group, and of a state: of each of its last tokens, and of the rest.
 TOKEN, STATE_BYTES, ROW, ROWS = 8, 32, 4, 3
 DAMAGED = b"damaged"
-
-
-#: The id of a node server.
-SERVER = b"node"
-
-
-class Lent:
-    """Objects of a hit that are pinned in a node server's memory."""
-
-    #: More than a hit has.
-    MOST = 1000
-
-    def __init__(self, number: int, keys: list[bytes]) -> None:
-        self.number, self.keys = number, keys
-        self.memory = SERVER
-        self.offsets = [number * self.MOST + index for index in range(len(keys))]
-        self.views: list[memoryview] = []
-        self.released = False
-
-    def release(self) -> None:
-        assert not self.released, "given back twice"
-        self.released = True
-
-
-class ServedView(PinningView):
-    """The view of a shelf whose objects lie in a node server's memory, as far as it lends them."""
-
-    lend: Callable[[Sequence[Chunk]], Lent | None]
-
-    @property
-    def mapped(self) -> bytes:
-        return SERVER
-
-    def pin_all(self, chunks: Sequence[Chunk], seconds: float) -> Lent | None:
-        return self.lend(chunks)
 
 
 class Text:
@@ -277,6 +240,7 @@ def make_vllm_config(
     budget: int,
     seqs: int,
     has_kv: bool = False,
+    ranks: int = 1,
     **options: Any,
 ) -> VllmConfig:
     """What vLLM's scheduler and the connector read of a ``VllmConfig``.
@@ -302,6 +266,7 @@ def make_vllm_config(
     if drafts := options.pop("drafts", 0):
         config.speculative_config = _drafts(drafts, config.model_config if has_kv else None)
     config.parallel_config.data_parallel_size = int(options.pop("data_parallel", 1))
+    config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = ranks
     config.scheduler_config = SchedulerConfig(
         max_model_len=4096,
         is_encoder_decoder=False,
@@ -325,7 +290,7 @@ def make_vllm_config(
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
         kv_connector_extra_config={
-            "shared_storage_path": str(root),
+            "shared_storage_path": None if "server" in options else str(root),
             "weights": "test",
             "lookup_wait_s": PATIENCE,
             "identity_wait_s": PATIENCE,
@@ -371,7 +336,7 @@ _UNSTRUCTURED: Any = SimpleNamespace(
 
 
 class ScheduledEngine:
-    """One engine of one rank.
+    """One engine, of which all ranks do the same.
 
     Parameters
     ----------
@@ -388,12 +353,7 @@ class ScheduledEngine:
         Decides how long loads take.
     drafter : KVCacheSpec, optional
         The group of a drafter with KV.
-    memory : float
-        The share of the hits that lie in the worker's memory tier when vLLM asks for them.
-    served : float
-        The same of a node server's memory.
     ranks : int
-        How many ranks have it mapped, of which all do the same.
     **options
         kvshelf's configuration; `asynchronous` for vLLM's scheduling ahead of results; `drafts`
         for so many drafts of each step; `retention` is vLLM's ``prefix_cache_retention_interval``.
@@ -409,8 +369,6 @@ class ScheduledEngine:
         seqs: int = 8,
         seed: int = 0,
         drafter: KVCacheSpec | None = None,
-        memory: float = 0.0,
-        served: float = 0.0,
         ranks: int = 1,
         **options: Any,
     ) -> None:
@@ -437,6 +395,7 @@ class ScheduledEngine:
             budget=budget,
             seqs=seqs,
             has_kv=self.has_kv,
+            ranks=ranks,
             **options,
         )
         # As the engine core: of layers that differ, the scheduler sees one.
@@ -467,15 +426,7 @@ class ScheduledEngine:
             hash_block_size=hash_size,
         )
         self.connector: Any = self.scheduler.connector
-        self._memory = memory
-        self._pinned = PinnedHits(self._pin)
-        self._pinned.offer(config, self.connector.config)
-        #: Objects in memory that are pinned.
-        self.pins = 0
-        self.served, self.ranks = served, ranks
-        object.__setattr__(self.connector._scheduler.engine, "ranks", ranks)
-        #: What was pinned in a node server's memory.
-        self.lent: list[Lent] = []
+        self.ranks = range(ranks)
         #: Where the rest of a state begins in its block.
         self.rows_bytes = (ROWS + self.drafts) * ROW
         self.page = max(
@@ -638,13 +589,11 @@ class ScheduledEngine:
             assert tokens == text.tokens[text.prompt :][: len(tokens)]
 
     def close(self) -> None:
-        self._pinned.withdraw()
         self.connector.shutdown()
 
     # A step
 
     def step(self) -> StepMetadata:
-        self._serve()
         output = self.scheduler.schedule()
         meta = output.kv_connector_metadata
         assert isinstance(meta, StepMetadata)
@@ -660,8 +609,7 @@ class ScheduledEngine:
             self._settled = self._again = False
         if meta.namespace is not None and not self._again:
             self._settled, self._noticed = True, False
-        self._load_now([op for op in meta.loads if op.sync])
-        self.loading += [op for op in meta.loads if not op.sync]
+        self.loading += meta.loads
         names = list(output.num_scheduled_tokens)
         requests = self.scheduler.requests.values()
         self.preempted |= {one.request_id for one in requests if one.num_preemptions}
@@ -673,13 +621,12 @@ class ScheduledEngine:
         assert not any(self.memory[: self.page]), "the null block was written"
         received, failed, failures = self._finish_loads(meta)
         # Reports end when the namespace was announced.
-        reports = {} if self._told else {0: REPORT}
-        weights = {}
+        reports = {} if self._told else dict.fromkeys(self.ranks, REPORT)
+        weights: dict[int, WeightsReport] = {}
         if not self._settled:
             first, now = f"{0:064x}", f"{self.weights:064x}"
-            weights[0] = WeightsReport(
-                self.round, first, now, noticed=self._noticed, again=self._again
-            )
+            report = WeightsReport(self.round, first, now, noticed=self._noticed, again=self._again)
+            weights = dict.fromkeys(self.ranks, report)
         self._told = self._told or meta.namespace is not None
         draft_reports = {0: REPORT} if self.has_kv and not self._told_of_drafts else {}
         self._told_of_drafts = self._told_of_drafts or meta.draft_namespace is not None
@@ -691,12 +638,10 @@ class ScheduledEngine:
             kv_connector_worker_meta=WorkerMetadata(
                 reports,
                 (failures,),
-                [(key, 0) for key in repaired],
+                [(key, rank) for key in repaired for rank in self.ranks],
                 weights=weights,
                 draft_reports=draft_reports,
                 without_drafts=without_drafts,
-                mapped=dict.fromkeys(range(self.ranks), SERVER if self._settled else b""),
-                loaded_now=[op.request_id for op in meta.loads if op.memory],
             ),
         )
         self.results.append(
@@ -712,9 +657,6 @@ class ScheduledEngine:
         )
         while len(self.results) > (self.asynchronous and output.total_num_scheduled_tokens > 0):
             done, answer = self.results.popleft()
-            assert not any(
-                self._lent_for(op).released for op in done.kv_connector_metadata.loads if op.memory
-            )
             finished = self.scheduler.update_from_output(done, answer)
             if self.drafts and not self.asynchronous:
                 self.scheduler.update_draft_token_ids(
@@ -1013,65 +955,6 @@ class ScheduledEngine:
 
     # Loads
 
-    def _pin(self, chunks: Sequence[Chunk]) -> Any:
-        contents = [self.world.contents.get(kind_key(chunk.key, FULL)) for chunk in chunks]
-        # Memory has neither what is gone nor what is damaged.
-        if not self._settled or None in contents or DAMAGED in contents:
-            return None
-        if not self._memory or self.random.random() >= self._memory:
-            return None
-        self.pins += len(chunks)
-        return {chunk.key: {0: SimpleNamespace(release=self._unpin)} for chunk in chunks}
-
-    def _unpin(self) -> None:
-        self.pins -= 1
-
-    def _serve(self) -> None:
-        """Put a view of a node server's memory in the place of that of the shelf."""
-        views = self.connector._scheduler.opening.views
-        if self.served and not isinstance(views.get(FULL), ServedView) and FULL in views:
-            view = object.__new__(ServedView)
-            view.__dict__.update(views[FULL].__dict__)
-            view.lend = self._lend
-            views[FULL] = view
-
-    def _lend(self, chunks: Sequence[Chunk]) -> Lent | None:
-        contents = [self.world.contents.get(kind_key(chunk.key, FULL)) for chunk in chunks]
-        if None in contents or DAMAGED in contents or self.random.random() >= self.served:
-            return None
-        self.lent.append(Lent(len(self.lent), [chunk.key for chunk in chunks]))
-        return self.lent[-1]
-
-    def _lent_for(self, op: LoadOp) -> Lent:
-        return self.lent[op.offsets[0] // Lent.MOST]
-
-    def _load_now(self, ops: Sequence[LoadOp]) -> None:
-        """Load what the step takes for computed; nothing else stays pinned."""
-        assert self.pins == sum(len(op.chunks) for op in ops if not op.memory)
-        for op in ops:
-            objects = self._pinned.take(op.request_id)
-            keys = [chunk.key for chunk in op.chunks]
-            if op.memory:
-                lent = self._lent_for(op)
-                assert op.memory == SERVER and not lent.released
-                assert objects is None
-                assert lent.keys[: len(keys)] == keys
-                assert op.offsets == lent.offsets
-            else:
-                assert objects is not None
-                assert objects.keys() == set(keys)
-            failing, self.failing_loads = self.failing_loads, 0
-            assert not self._load(op), "a load within the step failed"
-            self.failing_loads = failing
-            release(objects)
-            self.loads.append(op)
-        assert not self.pins
-        # What no load of a step in flight needs is given back.
-        flying = [done.kv_connector_metadata for done, _ in self.results]
-        needed = {self._lent_for(op).number for meta in flying for op in meta.loads if op.memory}
-        needed |= {self._lent_for(op).number for op in ops if op.memory}
-        assert {lent.number for lent in self.lent if not lent.released} == needed
-
     def _finish_loads(self, meta: StepMetadata) -> tuple[set[str], set[str], list[LoadFailure]]:
         received, failed = set(), set()
         failures: list[LoadFailure] = []
@@ -1097,12 +980,10 @@ class ScheduledEngine:
         """Fill the blocks of a load; return what failed."""
         chunks = {FULL: op.chunks, WINDOW: op.windows, STATE: op.states}
         pieces = [(kind, chunk) for kind, some in chunks.items() for chunk in some]
-        if op.round != self.round or not (self._settled or op.memory):
+        if op.round != self.round or not self._settled:
             return [LoadFailure(op.request_id, op.start // self.chunk_size, b"", False)]
         assert pieces, "nothing is known of a load"
-        # Ranks may know of other weights before the scheduler that has pinned what it found.
-        same = all(self.world.texts[chunk.key][1] == self.weights for _, chunk in pieces)
-        assert same or (op.memory and not self._settled)
+        assert all(self.world.texts[chunk.key][1] == self.weights for _, chunk in pieces)
         if self.failing_loads:
             self.failing_loads -= 1
             kind, chunk = pieces[-1]

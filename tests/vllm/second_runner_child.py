@@ -21,7 +21,7 @@ class _Driver:
         return True
 
 
-def main(model: str, shelf: str, prompts: str, memory: str) -> None:
+def main(model: str, shelf: str, prompts: str) -> None:
     """Serve each prompt, wait for its stores, and print one line of JSON."""
     import triton.backends
 
@@ -30,17 +30,8 @@ def main(model: str, shelf: str, prompts: str, memory: str) -> None:
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    from kvshelf.vllm.worker.loads import WorkerLoads
     from kvshelf.vllm.worker.stores import WorkerStores
 
-    within: list[int] = []
-    load_now = WorkerLoads._load_now
-
-    def counted_load(self: WorkerLoads, op: Any) -> None:
-        load_now(self, op)
-        within.append(op.end - op.start)
-
-    WorkerLoads._load_now = counted_load  # type: ignore[method-assign]
     early: list[int] = []
     late: list[int] = []
     finish_forward, save = WorkerStores.finish_forward, WorkerStores.save
@@ -66,11 +57,7 @@ def main(model: str, shelf: str, prompts: str, memory: str) -> None:
             kv_connector="SharedStorageConnector",
             kv_connector_module_path="kvshelf.vllm.connector",
             kv_role="kv_both",
-            kv_connector_extra_config={
-                "shared_storage_path": shelf,
-                "identity_wait_s": 60,
-                "memory_tier": {"max_bytes": int(memory)} if int(memory) else None,
-            },
+            kv_connector_extra_config={"shared_storage_path": shelf, "identity_wait_s": 60},
         ),
     )
     assert llm.llm_engine.vllm_config.use_v2_model_runner
@@ -80,7 +67,7 @@ def main(model: str, shelf: str, prompts: str, memory: str) -> None:
         (answer,) = llm.generate([{"prompt_token_ids": tokens}], options, use_tqdm=False)
         answers.append([list(answer.outputs[0].token_ids), answer.num_cached_tokens])
         get_kv_transfer_group().drain(60)
-    said = {"answers": answers, "early": sum(early), "late": sum(late), "within": within}
+    said = {"answers": answers, "early": sum(early), "late": sum(late)}
     sys.stdout.write(f"\nRESULT {json.dumps(said)}\n")
     sys.stdout.flush()
     os._exit(0)

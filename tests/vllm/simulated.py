@@ -581,7 +581,7 @@ class SimulatedEngine:
         """Ask how many tokens the shelf has, until the answer is there."""
         deadline = time.monotonic() + PATIENCE
         while True:
-            found, _ = self.scheduler.matched_tokens(request, computed)
+            found = self.scheduler.matched_tokens(request, computed)
             if found is not None:
                 return found
             assert time.monotonic() < deadline

@@ -65,7 +65,7 @@ class Engine:
     def load(self, tokens: int, seconds: float) -> LoadOp:
         """Load a prompt in so many seconds."""
         request = self.request(tokens)
-        found, _ = self.side.ask(request)
+        found = self.side.ask(request)
         assert found == (tokens - 1) // CHUNK * CHUNK
         self.side.load(request, found)
         (op,) = self.side.step().loads
@@ -112,7 +112,7 @@ def test_everything_is_loaded_until_times_are_known(engine: Engine) -> None:
 @pytest.mark.parametrize("seconds", [0.1, 0.5, 0.8, 5.0])
 def test_a_hit_is_loaded_only_where_computing_takes_longer(engine: Engine, seconds: float) -> None:
     engine.learn(seconds)
-    found, _ = engine.side.ask(engine.request(65))
+    found = engine.side.ask(engine.request(65))
     # Computing it takes 0.64 s.
     assert found == (64 if seconds < 0.64 else 0)
 
@@ -125,15 +125,15 @@ def test_long_hits_are_loaded_from_a_storage_that_is_too_slow_for_short_ones(
     for _ in range(18):
         engine.compute()
     # The first chunk must not be later than a quarter of what computing takes.
-    assert engine.side.ask(engine.request(33))[0] == 0
-    assert engine.side.ask(engine.request(201))[0] == 200
+    assert engine.side.ask(engine.request(33)) == 0
+    assert engine.side.ask(engine.request(201)) == 200
 
 
 def test_a_refused_hit_is_counted_once_and_noted(engine: Engine) -> None:
     engine.learn(5.0)
     request = engine.request(65)
     for _ in range(3):
-        assert engine.side.ask(request) == (0, False)
+        assert engine.side.ask(request) == 0
     assert engine.counted("refused_hits") == 1
     assert engine.counted("refused_tokens") == 64
     assert engine.counted("hit_tokens") == 9 * 64
@@ -151,8 +151,8 @@ def test_always_loads_everything_and_cuts_nothing(root: Path) -> None:
 
 def test_short_hits_are_computed_below_a_floor(root: Path) -> None:
     engine = Engine(root, min_load_tokens=64)
-    assert engine.side.ask(engine.request(64))[0] == 0
-    assert engine.side.ask(engine.request(65))[0] == 64
+    assert engine.side.ask(engine.request(64)) == 0
+    assert engine.side.ask(engine.request(65)) == 64
     assert engine.counted("refused_hits") == 1
     engine.side.close()
 
@@ -160,7 +160,7 @@ def test_short_hits_are_computed_below_a_floor(root: Path) -> None:
 def test_a_load_is_cut_when_computing_the_rest_is_sooner(engine: Engine) -> None:
     engine.learn(0.1)
     request = engine.request(65)
-    assert engine.side.ask(request)[0] == 64
+    assert engine.side.ask(request) == 64
     engine.clock.now += 0.05
     engine.side.load(request, 64)
     (op,) = engine.side.step().loads
@@ -172,13 +172,13 @@ def test_a_load_is_cut_when_computing_the_rest_is_sooner(engine: Engine) -> None
 
 def test_a_load_costs_nothing_while_other_prompts_are_computed(engine: Engine) -> None:
     engine.learn(0.8)
-    assert engine.side.ask(engine.request(65))[0] == 0
+    assert engine.side.ask(engine.request(65)) == 0
     other = Request("other", prompt(500, 77))
     engine.side.side.new_request(other)
     engine.side.step({"other": (0, 64)}, new=("other",))
     other.num_computed_tokens = 64
     request = engine.request(65)
-    assert engine.side.ask(request)[0] == 64
+    assert engine.side.ask(request) == 64
     engine.side.load(request, 64)
     (op,) = engine.side.step().loads
     assert op.patience[0] == pytest.approx(TOKEN * (436 + 16), rel=0.05)
@@ -193,11 +193,11 @@ def test_a_request_that_is_computed_counts_before_its_step(engine: Engine) -> No
         assert lookup is not None
         until(lambda lookup=lookup: lookup.done)
     # Computing takes 0.64 s, and the second prompt waits as long.
-    assert engine.side.ask(first)[0] == 0
-    assert engine.side.ask(second)[0] == 64
+    assert engine.side.ask(first) == 0
+    assert engine.side.ask(second) == 64
     # When it is over, the next one is alone again.
     engine.side.step()
-    assert engine.side.ask(engine.request(65))[0] == 0
+    assert engine.side.ask(engine.request(65)) == 0
 
 
 def test_loads_that_run_at_once_are_not_all_cut(engine: Engine) -> None:
@@ -208,7 +208,7 @@ def test_loads_that_run_at_once_are_not_all_cut(engine: Engine) -> None:
         engine.load(tokens, 0.001 * tokens)
     requests = [engine.request(65) for _ in range(8)]
     # Steps may pass until there is an answer.
-    found = [engine.side.ask(request)[0] for request in requests]
+    found = [engine.side.ask(request) for request in requests]
     for request, tokens in zip(requests, found, strict=True):
         engine.side.load(request, tokens)
     loads = engine.side.step().loads
@@ -224,12 +224,12 @@ def test_a_load_that_failed_is_in_the_way_of_no_other(engine: Engine) -> None:
         engine.load(tokens, 0.003 * tokens)
     failed = [engine.request(201) for _ in range(8)]
     for request in failed:
-        engine.side.load(request, engine.side.ask(request)[0])
+        engine.side.load(request, engine.side.ask(request))
     engine.side.step()
-    assert engine.side.ask(engine.request(65))[0] == 0
+    assert engine.side.ask(engine.request(65)) == 0
     # Their requests are computed, and no time is reported of a load that failed.
     engine.side.side.loads_done({request.request_id for request in failed})
-    assert engine.side.ask(engine.request(65))[0] == 64
+    assert engine.side.ask(engine.request(65)) == 64
 
 
 def test_what_is_handed_over_is_always_loaded(engine: Engine) -> None:
@@ -239,7 +239,7 @@ def test_what_is_handed_over_is_always_loaded(engine: Engine) -> None:
     params = Handover(engine.side.fmt.namespace.digest, 64, chunks[7].key, 0, "0" * 32).params()
     request = Request("handed over", tokens, kv_transfer_params=params)
     engine.side.put(tokens)
-    assert engine.side.ask(request) == (64, True)
+    assert engine.side.ask(request) == 64
     engine.side.load(request, 64)
     (op,) = engine.side.step().loads
     assert op.patience == ()
@@ -250,7 +250,7 @@ def test_what_is_handed_over_is_always_loaded(engine: Engine) -> None:
 
 def refused(engine: Engine) -> Any:
     """Refuse a hit; return what the next step has workers read."""
-    assert engine.side.ask(engine.request(65))[0] == 0
+    assert engine.side.ask(engine.request(65)) == 0
     return engine.side.step().explored
 
 
@@ -281,7 +281,7 @@ def test_refused_hits_are_read_one_at_a_time_and_seldom(engine: Engine) -> None:
 def test_a_storage_that_has_become_fast_is_used_again(engine: Engine) -> None:
     engine.learn(5.0)
     for _ in range(40):
-        found, _ = engine.side.ask(engine.request(65))
+        found = engine.side.ask(engine.request(65))
         if found:
             break
         if engine.side.step().explored is not None:
@@ -315,7 +315,7 @@ def tiered(request: pytest.FixtureRequest, root: Path, tmp_path: Path) -> Iterat
 def again(engine: Engine, request: Request, seconds: float | None = None) -> int:
     """Ask for a prompt once more, and load it in so many seconds; return the hit."""
     request = Request(f"{request.request_id} again", request.prompt_token_ids)
-    found, _ = engine.side.ask(request)
+    found = engine.side.ask(request)
     if found and seconds is not None:
         engine.side.load(request, found)
         engine.side.step()
@@ -343,7 +343,7 @@ def test_until_the_storage_is_known_no_load_from_it_is_cut(tiered: Engine) -> No
     for seconds in (5.0, *[0.1] * 8):
         again(tiered, request, seconds)
     other = tiered.request(65)
-    tiered.side.load(other, tiered.side.ask(other)[0])
+    tiered.side.load(other, tiered.side.ask(other))
     (op,) = tiered.side.step().loads
     assert len(op.chunks) == 8
     assert op.patience == ()
@@ -352,7 +352,7 @@ def test_until_the_storage_is_known_no_load_from_it_is_cut(tiered: Engine) -> No
 def test_what_no_longer_fits_into_memory_counts_as_on_the_storage(tiered: Engine) -> None:
     request = learn_both(tiered, 65)
     other = Request("other", prompt(16 * CHUNK, 50_000))
-    assert tiered.side.ask(other)[0] == 0
+    assert tiered.side.ask(other) == 0
     assert len(tiered.side.step({"other": (0, 16 * CHUNK)}, new=("other",)).stores) == 16
     assert again(tiered, request) == 0
 
@@ -417,7 +417,7 @@ def test_hits_that_lie_in_both_are_judged_by_where_most_of_them_lies(tiered: Eng
     for more, expected in ((8, 0), (2, 48)):
         tokens = [*short.prompt_token_ids[:32], *prompt(more * CHUNK + 1, 60_000 + more)]
         tiered.side.put(tokens)
-        assert tiered.side.ask(Request(f"{more} more", tokens))[0] == expected
+        assert tiered.side.ask(Request(f"{more} more", tokens)) == expected
 
 
 def test_what_a_failed_load_did_not_bring_is_not_in_memory(tiered: Engine) -> None:
@@ -427,7 +427,7 @@ def test_what_a_failed_load_did_not_bring_is_not_in_memory(tiered: Engine) -> No
     params = Handover(tiered.side.fmt.namespace.digest, 64, chunks[7].key, 0, "0" * 32).params()
     failed = Request("failed", tokens, kv_transfer_params=params)
     tiered.side.put(tokens)
-    assert tiered.side.ask(failed)[0] == 64
+    assert tiered.side.ask(failed) == 64
     tiered.side.load(failed, 64)
     tiered.side.step()
     tiered.side.side.loads_done({"failed"})
@@ -451,7 +451,7 @@ def test_of_a_refused_hit_what_lies_on_the_storage_is_read(tiered: Engine) -> No
     short = learn_both(tiered, 33)
     tokens = [*short.prompt_token_ids[:32], *prompt(33, 70_000)]
     tiered.side.put(tokens)
-    assert tiered.side.ask(Request("longer", tokens))[0] == 0
+    assert tiered.side.ask(Request("longer", tokens)) == 0
     explored = tiered.side.step().explored
     assert [chunk.index for chunk in explored.chunks] == [4]
 

@@ -1058,12 +1058,12 @@ def test_no_request_waits_past_its_deadline_and_every_request_ends(
         clock = rig.set_clock(side)
         ask = side.matched_tokens
 
-        def matched_tokens(request: Any, computed: int) -> tuple[int | None, bool]:
-            found, asynchronous = ask(request, computed)
+        def matched_tokens(request: Any, computed: int) -> int | None:
+            found = ask(request, computed)
             awaited = rig.awaited_of(side, request.request_id)
             if found is None and awaited is not None:
                 assert clock.now < awaited.deadline
-            return found, asynchronous
+            return found
 
         patch.setattr(side, "matched_tokens", matched_tokens)
         prompts: list[list[int]] = []
@@ -1205,7 +1205,7 @@ def test_with_images_a_hit_does_not_end_within_one(tmp_path: Path) -> None:
         handover = Handover(digest, 27, tail.key, tail.tokens, "0" * 32)
         request.kv_transfer_params = handover.params()
         side.side.new_request(request)
-        assert side.ask(request) == (expected, True)
+        assert side.ask(request) == expected
     side.close()
 
 

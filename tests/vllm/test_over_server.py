@@ -7,8 +7,6 @@ deadlines that are longer than a test may take.
 
 from __future__ import annotations
 
-import contextlib
-import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +16,6 @@ from make_hybrid_model import make_hybrid_model
 
 from tests.server.serve_process import ServeProcess
 from tests.support.engines import (
-    NEAR_TIE,
     SHELF_CONNECTOR,
     Answer,
     Engine,
@@ -26,11 +23,11 @@ from tests.support.engines import (
     assert_same_up_to_ties,
     eventually_hits,
 )
-from tests.support.fleet import Ask, Engines, MakePrompt, Reference, of_ranks
+from tests.support.fleet import Ask, Engines, MakePrompt, Reference
 from tests.support.waiting import PATIENCE, until
 from tests.vllm.handing_over import Counted, Promises, prefill
 from tests.vllm.hybrid_files import HybridFiles
-from tests.vllm.shelf_files import CHUNK, ShelfFiles
+from tests.vllm.shelf_files import ShelfFiles
 
 #: Seconds that an engine waits for a hand-over: longer than a test may take.
 NEVER = 600.0
@@ -136,53 +133,6 @@ def test_a_fresh_server_reads_each_object_once_for_all_engines(
     for request in [engine.submit(tokens) for engine in (one, other)]:
         assert_same(request.result(), expected)
     assert node.metrics()["read_bytes"] == size
-
-
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_hits_in_the_servers_memory_are_loaded_within_the_step(
-    engines: Engines,
-    other: Engine,
-    node: ServeProcess,
-    shelf: ShelfFiles,
-    reference: Reference,
-    prompt: MakePrompt,
-    ranks: int,
-) -> None:
-    """The ranks are processes of their own; the scheduler pins for all of them."""
-    tokens = prompt(1500)
-    with contextlib.ExitStack() as stack:
-        engine = other
-        if ranks > 1:
-            arguments = of_ranks(ranks)
-            started = start(engines, "ranks over a server", node, 0, arguments=arguments)
-            engine = stack.enter_context(started).wait_ready()
-        engine.generate(tokens)
-        shelf.wait_stored(tokens)
-        tolerance = NEAR_TIE if ranks > 1 else 0.0
-        # A file is there before the server has told the engine of it.
-        eventually_hits(engine, tokens, reference(tokens), 1280, tolerance=tolerance)
-        before = engine.counters().get("sync_loads", 0)
-
-        def loaded() -> bool:
-            # A busy server may answer later than a step waits for it.
-            engine.reset_prefix_cache()
-            answer = engine.generate(tokens)
-            assert answer.cached_tokens == 1280
-            assert_same(answer, reference(tokens), tolerance)
-            return engine.counters().get("sync_loads", 0) >= before + 5 * ranks
-
-        until(loaded, "loads within the step")
-        # Several at once.
-        others = [prompt(700) for _ in range(3)]
-        for asked in others:
-            engine.generate(asked)
-            shelf.wait_stored(asked)
-        engine.reset_prefix_cache()
-        for request, asked in [(engine.submit(asked), asked) for asked in others]:
-            assert_same(request.result(), reference(asked), tolerance)
-        assert not engine.counters().get("load_failures_error", 0)
-    # Nothing stays leased.
-    until(lambda: not node.metrics()["leases"])
 
 
 # ------------------------------------------------------------------------------------- hand-overs
@@ -304,59 +254,6 @@ def test_the_server_hangs_while_requests_run(
 
 
 # ------------------------------------------------------------------------------- engines that end
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_servers_are_killed_under_loads_within_the_step(
-    engines: Engines,
-    tmp_path: Path,
-    reference: Reference,
-    prompt: MakePrompt,
-    ranks: int,
-) -> None:
-    """Beside preemptions and aborts: no answer is wrong, and none is missing."""
-    chance = random.Random(ranks)
-    pool = [prompt(chance.choice([600, 900, 1300])) for _ in range(12)]
-    expected = [reference(tokens) for tokens in pool]
-    arguments: dict[str, object] = {"num_gpu_blocks_override": 300}
-    if ranks > 1:
-        arguments |= of_ranks(ranks)
-    with (
-        ServeProcess(tmp_path / "shelf", tmp_path / "run" / "node.sock", "64MiB") as node,
-        start(
-            engines,
-            f"{ranks} over mortal servers",
-            node,
-            0,
-            arguments=arguments,
-            admission="always",
-        ) as engine,
-    ):
-        engine.wait_ready()
-        engine.generate(pool[0])
-        loaded = 0.0
-        for _ in range(60):
-            some = chance.sample(range(len(pool)), 5)
-            requests = [(number, engine.submit(pool[number])) for number in some]
-            fate = chance.random()
-            if fate < 0.2:
-                node.kill()
-                node.start()
-            elif fate < 0.5:
-                requests.pop()[1].abort()
-            for number, request in requests:
-                assert_same(request.result(), expected[number], NEAR_TIE)
-            loaded = max(loaded, engine.counters().get("sync_loads", 0))
-            engine.reset_prefix_cache()
-            if fate < 0.2:
-                # Or the breakers are open for most of the rounds of a fast engine.
-                hit = len(pool[0]) // CHUNK * CHUNK
-                eventually_hits(engine, pool[0], expected[0], hit, tolerance=NEAR_TIE)
-        assert loaded > 20
-        assert not engine.counters().get("load_failures_bad", 0)
-        assert not engine.log_lines("ERROR")
-        until(lambda: not node.metrics()["leases"])
 
 
 def test_an_engine_is_killed_while_it_uses_the_server(

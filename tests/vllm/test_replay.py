@@ -582,30 +582,6 @@ def test_aborts_at_any_time_leave_nothing_behind(
     assert not worker.model.transfers.loading
 
 
-# ------------------------------------------------------------------------- memory
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_a_hit_in_memory_is_loaded_within_the_step(start: Start, runner: str) -> None:
-    memory = {"memory_tier": {"max_bytes": 1 << 20}}
-    with emulation().in_use():
-        engine = start(memory, runner=runner, prefix_caching=False)
-        run(engine, prompt(41))
-        drain(engine)
-        assert run(engine, prompt(41)) == [40]
-    assert engine.sync_loads == 1
-
-
-def test_without_memory_for_the_copy_a_load_is_waited_for(start: Start) -> None:
-    memory = {"memory_tier": {"max_bytes": 1 << 20}}
-    # What replaces the compiled library takes memory on the device for each copy.
-    engine = start(memory, runner="V2 on a device", prefix_caching=False)
-    run(engine, prompt(41))
-    drain(engine)
-    assert run(engine, prompt(41)) == [40]
-    assert engine.sync_loads == 0
-
-
 # ------------------------------------------------------------------------- trouble
 
 

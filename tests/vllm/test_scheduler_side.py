@@ -117,15 +117,15 @@ def test_a_prompt_that_another_connector_transfers_is_only_stored(make: Make, lo
     request = Request("r", tokens, kv_transfer_params=params)
     side.side.new_request(request)
     if loads:
-        assert side.ask(request) == (8, True)
+        assert side.ask(request) == 8
         return
-    assert side.side.matched_tokens(request, 0) == (0, False)
+    assert side.side.matched_tokens(request, 0) == 0
     assert not any(name.startswith("handovers") for name in side.side.counters.snapshot())
     side.looked_up("r")
     assert stored_chunks(side.step({"r": (0, 41)}, new=("r",))) == [1, 2, 3, 4]
     # The other connector could not fetch it, and says so: then what is on the shelf counts.
     failed = {"do_remote_prefill": False, "remote_engine_id": "p"}
-    assert side.ask(Request("s", tokens, kv_transfer_params=failed)) == (8, True)
+    assert side.ask(Request("s", tokens, kv_transfer_params=failed)) == 8
 
 
 @pytest.mark.parametrize("transferred", [False, True])
@@ -171,13 +171,13 @@ def test_a_request_that_waits_finds_what_was_stored_meanwhile(side: Side) -> Non
     side.looked_up("r")
     side.put(tokens)
     side.report(published=[c.key for c in side.chunks(tokens)])
-    assert side.ask(request) == (40, True)
+    assert side.ask(request) == 40
     # It has all of its prompt: no step looks again, however old the answer is.
     side.backend.counts.clear()
     lookup = side.lookup("r")
     lookup.as_of -= 1000
     for _ in range(3):
-        assert side.ask(request) == (40, True)
+        assert side.ask(request) == 40
     assert side.lookup("r") is lookup
     assert not side.backend.counts
 
@@ -186,21 +186,21 @@ def test_an_old_answer_is_looked_for_again_and_seldom(side: Side) -> None:
     """No engine announces what it stores to others."""
     tokens = prompt(41)
     request = Request("r", tokens)
-    assert side.ask(request) == (0, False)
+    assert side.ask(request) == 0
     side.put(tokens, 2)
-    assert side.ask(request) == (0, False)
+    assert side.ask(request) == 0
 
     def older(seconds: float) -> None:
         side.lookup("r").as_of -= seconds
 
     older(1.5)
-    assert side.ask(request) == (16, True)
+    assert side.ask(request) == 16
     side.put(tokens)
     older(1.5)
     # The next time it takes twice as long.
-    assert side.ask(request) == (16, True)
+    assert side.ask(request) == 16
     older(1.5)
-    assert side.ask(request) == (40, True)
+    assert side.ask(request) == 40
 
 
 def test_a_request_that_looks_again_has_its_old_answer_when_the_storage_hangs(make: Make) -> None:
@@ -208,12 +208,12 @@ def test_a_request_that_looks_again_has_its_old_answer_when_the_storage_hangs(ma
     tokens = prompt(41)
     side.put(tokens, 2)
     request = Request("r", tokens)
-    assert side.ask(request) == (16, True)
+    assert side.ask(request) == 16
     lookup = side.lookup("r")
     lookup.as_of -= 2
     gate = threading.Event()
     side.faults.add(Fault("stat", wait=gate))
-    assert side.ask(request) == (16, True)
+    assert side.ask(request) == 16
     gate.set()
 
 
@@ -243,7 +243,7 @@ def test_of_a_long_queue_the_first_requests_have_keys(side: Side) -> None:
     side.step()
     assert side.with_lookups()[-3:] == [str(AHEAD), str(AHEAD + 1), str(AHEAD + 2)]
     # One that vLLM asks for out of order.
-    assert side.ask(requests[900]) == (0, False)
+    assert side.ask(requests[900]) == 0
     for number in range(1000):
         side.side.finished(str(number))
     assert not side.remembers()
@@ -253,16 +253,16 @@ def test_the_answer_is_remembered_and_always_the_same(side: Side) -> None:
     tokens = prompt(33)
     side.put(tokens, 3)
     request = Request("r", tokens)
-    assert side.ask(request) == (24, True)
+    assert side.ask(request) == 24
     side.backend.counts.clear()
     for _ in range(5):
         # Allocation failed: vLLM asks again in every step.
-        assert side.side.matched_tokens(request, 0) == (24, True)
+        assert side.side.matched_tokens(request, 0) == 24
         side.step()
     # The local cache may have grown meanwhile.
-    assert side.side.matched_tokens(request, 8) == (16, True)
-    assert side.side.matched_tokens(request, 24) == (0, False)
-    assert side.side.matched_tokens(request, 28) == (0, False)
+    assert side.side.matched_tokens(request, 8) == 16
+    assert side.side.matched_tokens(request, 24) == 0
+    assert side.side.matched_tokens(request, 28) == 0
     assert not side.backend.counts
     assert side.side.counters.snapshot()["lookups"] == 1
 
@@ -270,27 +270,26 @@ def test_the_answer_is_remembered_and_always_the_same(side: Side) -> None:
 @pytest.mark.parametrize("length", range(8, 40))
 def test_hits_end_at_blocks_and_leave_a_token(side: Side, length: int) -> None:
     side.put(prompt(length))
-    found, asynchronous = side.ask(Request("r", prompt(length)))
+    found = side.ask(Request("r", prompt(length)))
     assert found < length
     assert found % BLOCK == 0
     assert found >= min(length // CHUNK * CHUNK, length - BLOCK)
-    assert asynchronous == (found > 0)
 
 
 def test_what_vllm_does_not_take_is_no_load(side: Side) -> None:
     side.put(prompt(20))
     request = Request("r", prompt(20))
-    assert side.ask(request) == (16, True)
+    assert side.ask(request) == 16
     # Another connector loads, prompt log probabilities were asked for, …
     side.load(request, 0)
     assert side.step().loads == []
-    assert side.side.matched_tokens(request, 0) == (16, True)
+    assert side.side.matched_tokens(request, 0) == 16
 
 
 def test_a_load_names_tokens_chunks_and_blocks(side: Side) -> None:
     side.put(prompt(40))
     request = Request("r", prompt(40))
-    assert side.ask(request, 12) == (24, True)
+    assert side.ask(request, 12) == 24
     side.load(request, 24)
     (load,) = side.step().loads
     assert (load.request_id, load.start, load.end) == ("r", 12, 36)
@@ -302,7 +301,7 @@ def test_a_load_names_tokens_chunks_and_blocks(side: Side) -> None:
 def test_a_load_that_vllm_cut_is_planned_as_cut(side: Side) -> None:
     side.put(prompt(40))
     request = Request("r", prompt(40))
-    assert side.ask(request) == (36, True)
+    assert side.ask(request) == 36
     side.load(request, 16)
     (load,) = side.step().loads
     assert (load.start, load.end, len(load.chunks)) == (0, 16, 2)
@@ -323,11 +322,11 @@ def test_what_vllm_would_not_use_is_not_offered_held_or_counted_but_stored(
     request = Request("r", prompt(40), skip_reading_prefix_cache=why == "the request")
     side.side.new_request(request)
     for _ in range(3):
-        assert side.side.matched_tokens(request, 0) == (0, False)
+        assert side.side.matched_tokens(request, 0) == 0
         assert side.step().prefetches == []
     gate.set()
     side.looked_up("r")
-    assert side.side.matched_tokens(request, 0) == (0, False)
+    assert side.side.matched_tokens(request, 0) == 0
     for _ in range(3):
         assert side.step().prefetches == []
     assert side.side.counters.snapshot().get("hit_tokens", 0) == 0
@@ -335,7 +334,7 @@ def test_what_vllm_would_not_use_is_not_offered_held_or_counted_but_stored(
     assert stored_chunks(meta) == [3, 4]
     # Nor after a preemption.
     request.num_preemptions = 1
-    assert side.side.matched_tokens(request, 0) == (0, False)
+    assert side.side.matched_tokens(request, 0) == 0
     assert side.step().prefetches == []
 
 
@@ -343,9 +342,9 @@ def test_no_request_waits_for_a_namespace_that_it_does_not_need(make: Make) -> N
     side = make(known=False)
     request = Request("r", prompt(40), skip_reading_prefix_cache=True)
     side.side.new_request(request)
-    assert side.side.matched_tokens(request, 0) == (0, False)
+    assert side.side.matched_tokens(request, 0) == 0
     other = Request("s", prompt(40))
-    assert side.side.matched_tokens(other, 0) == (None, False)
+    assert side.side.matched_tokens(other, 0) is None
 
 
 # ------------------------------------------------------------------------- failed loads
@@ -355,30 +354,30 @@ def test_a_failed_load_is_not_offered_again(side: Side) -> None:
     tokens = prompt(40)
     side.put(tokens)
     request = Request("r", tokens)
-    assert side.ask(request) == (36, True)
+    assert side.ask(request) == 36
     side.load(request, 36)
     side.step()
     chunk = side.chunks(tokens)[0]
     side.fail("r", 0, chunk.key)
     side.side.loads_done({"r"})
-    assert side.side.matched_tokens(request, 0) == (0, False)
+    assert side.side.matched_tokens(request, 0) == 0
     # Another request does not run into the same hole either.
-    assert side.ask(Request("s", tokens)) == (0, False)
+    assert side.ask(Request("s", tokens)) == 0
     side.side.finished("r")
     # When it is admitted anew the hole is still known, and what comes before it is used.
     request.num_preemptions = 1
-    assert side.ask(request) == (0, False)
+    assert side.ask(request) == 0
 
 
 def test_a_load_of_which_nothing_is_known_is_not_offered_again(side: Side) -> None:
     side.put(prompt(40))
     request = Request("r", prompt(40))
-    assert side.ask(request) == (36, True)
+    assert side.ask(request) == 36
     side.load(request, 36)
     side.side.loads_done({"r"})
-    assert side.side.matched_tokens(request, 0) == (0, False)
+    assert side.side.matched_tokens(request, 0) == 0
     request.num_preemptions += 1
-    assert side.ask(request) == (36, True)
+    assert side.ask(request) == 36
 
 
 def test_bad_objects_are_repaired_by_the_next_store(side: Side) -> None:
@@ -391,9 +390,9 @@ def test_bad_objects_are_repaired_by_the_next_store(side: Side) -> None:
     )
     meta = side.step({"r": (0, 40)}, new=("r",))
     assert [(op.chunk.index, op.repair) for op in meta.stores] == [(1, True), (3, False)]
-    assert side.ask(Request("s", prompt(40))) == (8, True)
+    assert side.ask(Request("s", prompt(40))) == 8
     side.report(repaired=[(keys[1], 0), (keys[3], 0)])
-    assert side.ask(Request("t", prompt(40))) == (36, True)
+    assert side.ask(Request("t", prompt(40))) == 36
 
 
 def test_a_hole_is_stored_though_it_is_long_until_it_is_computed(
@@ -419,7 +418,7 @@ def test_vllm_49176_a_request_that_is_asked_again_and_again_is_not_loaded_for_ev
     request = Request("r", tokens)
     offers = []
     for _ in range(20):
-        found, _ = side.ask(request)
+        found = side.ask(request)
         offers.append(found)
         if found:
             side.load(request, found)
@@ -429,7 +428,7 @@ def test_vllm_49176_a_request_that_is_asked_again_and_again_is_not_loaded_for_ev
             index = -(-found // CHUNK) - 1
             side.fail("r", index, b"")
             side.side.loads_done({"r"})
-            assert side.side.matched_tokens(request, 0) == (0, False)
+            assert side.side.matched_tokens(request, 0) == 0
         request.num_preemptions += 1
     assert offers[:6] == [36, 32, 24, 16, 8, 0]
     assert not any(offers[6:])
@@ -437,19 +436,19 @@ def test_vllm_49176_a_request_that_is_asked_again_and_again_is_not_loaded_for_ev
 
 def test_while_a_breaker_is_open_no_request_waits_and_nothing_is_found(side: Side) -> None:
     side.put(prompt(40))
-    assert side.ask(Request("r", prompt(40))) == (36, True)
+    assert side.ask(Request("r", prompt(40))) == 36
     side.shelf.backend.reads.trip("broken")
     request = Request("s", prompt(40))
     side.side.new_request(request)
-    assert side.side.matched_tokens(request, 0) == (0, False)
-    assert side.side.matched_tokens(request, 0) == (0, False)
+    assert side.side.matched_tokens(request, 0) == 0
+    assert side.side.matched_tokens(request, 0) == 0
     assert side.side.counters.snapshot()["skipped_lookups"] == 1
     # The keys are known all the same, for stores once it is well.
     side.looked_up("s")
     side.shelf.backend.reads.close()
     meta = side.step({"s": (0, 40)}, new=("s",))
     assert stored_chunks(meta) == [0, 1, 2, 3, 4]
-    assert side.ask(Request("t", prompt(40))) == (36, True)
+    assert side.ask(Request("t", prompt(40))) == 36
 
 
 def test_while_the_breaker_of_a_worker_is_open_nothing_is_offered(
@@ -458,14 +457,14 @@ def test_while_the_breaker_of_a_worker_is_open_nothing_is_offered(
     side.put(prompt(40))
     side.step()
     side.report(breaker_open={0: True, 1: False})
-    assert side.ask(Request("r", prompt(40))) == (0, False)
+    assert side.ask(Request("r", prompt(40))) == 0
     side.report(breaker_open={0: False})
-    assert side.ask(Request("s", prompt(40))) == (36, True)
+    assert side.ask(Request("s", prompt(40))) == 36
     # Without steps an engine gets no reports of its workers.
     side.report(breaker_open={0: True})
     now = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: now() + 2)
-    assert side.ask(Request("t", prompt(40))) == (36, True)
+    assert side.ask(Request("t", prompt(40))) == 36
 
 
 def test_a_look_up_that_hangs_is_made_again_for_the_keys(make: Make) -> None:
@@ -474,7 +473,7 @@ def test_a_look_up_that_hangs_is_made_again_for_the_keys(make: Make) -> None:
     gate = threading.Event()
     side.faults.add(Fault("stat", wait=gate, times=1))
     request = Request("r", prompt(40, 1))
-    assert side.ask(request) == (0, False)
+    assert side.ask(request) == 0
     assert side.side.counters.snapshot()["lookup_timeouts"] == 1
     assert not side.step({"r": (0, 16)}, new=("r",)).stores
     side.looked_up("r")
@@ -493,20 +492,20 @@ def test_the_chunk_that_ends_a_hit_is_noted_once(make: Make) -> None:
     chunks = side.chunks(tokens)
     side.put(tokens, 3)
     request = Request("r", tokens)
-    assert side.ask(request) == (24, True)
-    assert side.ask(request) == (24, True)
+    assert side.ask(request) == 24
+    assert side.ask(request) == 24
     side.side.finished("r")
     assert notes.events == [(Event.MISSED, chunks[3].key, 3, Reason.ABSENT)]
     assert notes.header["namespace"] == side.fmt.namespace.folder
     assert Namespace(notes.header["record"]) == side.fmt.namespace
     notes.events.clear()
     # vLLM has the chunk that is missing; or all is there.
-    assert side.ask(Request("s", tokens), 32) == (0, False)
+    assert side.ask(Request("s", tokens), 32) == 0
     side.put(tokens)
-    assert side.ask(Request("t", tokens)) == (36, True)
+    assert side.ask(Request("t", tokens)) == 36
     assert not notes.events
     side.fail("t", 2, chunks[2].key, bad=True)
-    assert side.ask(Request("u", tokens)) == (16, True)
+    assert side.ask(Request("u", tokens)) == 16
     assert notes.events == [(Event.MISSED, chunks[2].key, 2, Reason.FAILED_BEFORE)]
 
 
@@ -529,7 +528,7 @@ def test_a_request_that_is_computed_without_an_answer_is_noted(make: Make, reaso
     elif reason is Reason.TIMED_OUT:
         side.faults.add(Fault("stat", wait=gate, times=1))
     request = Request("r", tokens)
-    assert side.ask(request) == (0, False)
+    assert side.ask(request) == 0
     if starting:
         side.report(reports={0: PART})
         side.report()
@@ -545,7 +544,7 @@ def test_a_request_that_is_computed_without_an_answer_is_noted(make: Make, reaso
 
 def test_only_chunks_that_the_step_completes_are_stored_and_only_once(side: Side) -> None:
     request = Request("r", prompt(30))
-    assert side.ask(request) == (0, False)
+    assert side.ask(request) == 0
     assert stored_chunks(side.step({"r": (0, 7)}, new=("r",))) == []
     assert stored_chunks(side.step({"r": (7, 12)})) == [0, 1]
     meta = side.step({"r": (19, 11)})
@@ -561,7 +560,7 @@ def test_a_resumed_request_stores_what_it_had_not_stored(side: Side, second_runn
     assert len(side.step({"r": (0, 17)}, new=("r",)).stores) == 2
     request.num_preemptions = 1
     side.step()
-    assert side.ask(request) == (0, False)
+    assert side.ask(request) == 0
     new = ("r",) if second_runner else ()
     meta = side.step({"r": (0, 30)}, new=new, blocks=lambda _: ([*range(50, 60)],))
     assert stored_chunks(meta) == [2]
@@ -642,7 +641,7 @@ def test_stores_that_cannot_be_planned_do_not_hold_up_loads(
     request = Request("r", prompt(20))
     other = Request("s", prompt(20, 1))
     side.ask(other)
-    assert side.ask(request) == (16, True)
+    assert side.ask(request) == 16
     side.load(request, 16)
 
     def broken(request_id: str) -> tuple[list[int], ...]:
@@ -662,7 +661,7 @@ def test_what_to_read_ahead_that_cannot_be_planned_does_not_hold_up_loads(
     ahead.step()
     ahead.step()
     request = Request("r", prompt(20))
-    assert ahead.ask(request) == (16, True)
+    assert ahead.ask(request) == 16
     ahead.load(request, 16)
     ahead.side.finished("gone")
     ahead.known("s", prompt(20, 1))
@@ -690,7 +689,7 @@ def test_all_waiting_in_one_step_is_within_the_budget(make: Make) -> None:
         side.step(busy)
         waits.clear()
         for request in requests:
-            assert side.side.matched_tokens(request, 0) == (None, False)
+            assert side.side.matched_tokens(request, 0) is None
         assert waits
         assert waits[0] <= 1e-3
         assert len(waits) <= 2
@@ -733,7 +732,7 @@ def test_a_look_up_is_not_waited_for_in_vain_where_other_ranks_wait(make: Make) 
     gate, waits = _hold_lookups(side, request)
     for _ in range(5):
         side.step()
-        assert side.side.matched_tokens(request, 0) == (None, False)
+        assert side.side.matched_tokens(request, 0) is None
     gate.set()
     assert all(wait <= 0.2e-3 for wait in waits)
 
@@ -746,7 +745,7 @@ def test_an_idle_step_waits_longer_for_lookups(
     request = Request("r", prompt(20))
     gate, waits = _hold_lookups(side, request)
     side.step()
-    assert side.side.matched_tokens(request, 0) == (None, False)
+    assert side.side.matched_tokens(request, 0) is None
     assert waits == [idle_seconds]
     side.side.new_request(Request("busy", prompt(20, 1)))
     side.step({"busy": (0, 1)})
@@ -769,7 +768,7 @@ def test_a_request_whose_tokens_vllm_has_waits_for_no_look_up(
     side.put(prompt(tokens))
     request = Request("r", prompt(tokens))
     gate, waits = _hold_lookups(side, request)
-    assert side.side.matched_tokens(request, computed) == (0, False)
+    assert side.side.matched_tokens(request, computed) == 0
     assert waits == []
     gate.set()
 
@@ -779,10 +778,10 @@ def test_a_request_of_which_the_shelf_may_have_more_waits(make: Make) -> None:
     side.put(prompt(24))
     request = Request("r", prompt(25))
     gate, _ = _hold_lookups(side, request)
-    assert side.side.matched_tokens(request, 16) == (None, False)
+    assert side.side.matched_tokens(request, 16) is None
     gate.set()
     until(lambda: side.lookup("r").done)
-    assert side.side.matched_tokens(request, 16) == (8, True)
+    assert side.side.matched_tokens(request, 16) == 8
 
 
 @pytest.mark.parametrize(
@@ -805,7 +804,7 @@ def test_a_step_waits_for_lookups_for_a_hundredth_of_the_last_one(
     side.side.new_request(Request("busy", prompt(20, 1)))
     for _ in range(2):
         side.step({"busy": (0, 1)})
-    assert side.side.matched_tokens(request, 0) == (None, False)
+    assert side.side.matched_tokens(request, 0) is None
     assert waits == ([] if waited is None else [pytest.approx(waited)])
     gate.set()
 
@@ -834,15 +833,15 @@ def test_a_look_up_that_takes_too_long_is_a_miss_but_its_keys_are_used(make: Mak
     gate = threading.Event()
     side.faults.add(Fault("stat", wait=gate))
     request = Request("r", prompt(20))
-    assert side.ask(request) == (0, False)
-    assert side.side.matched_tokens(request, 0) == (0, False)
+    assert side.ask(request) == 0
+    assert side.side.matched_tokens(request, 0) == 0
     assert side.side.counters.snapshot()["lookup_timeouts"] == 1
     numbers = itertools.count(1)
 
     def answered_at_once() -> bool:
         number = next(numbers)
         request = Request(f"next {number}", prompt(20, number))
-        return side.side.matched_tokens(request, 0) == (0, False)
+        return side.side.matched_tokens(request, 0) == 0
 
     # Once lookups on all threads take so long, the next requests do not wait.
     until(answered_at_once)
@@ -856,15 +855,15 @@ def test_requests_wait_for_the_namespace_until_one_deadline(make: Make) -> None:
     side = make(known=False, identity_wait_s=0.05)
     first = Request("r", prompt(20))
     side.side.new_request(first)
-    assert side.side.matched_tokens(first, 0) == (None, False)
-    until(lambda: side.side.matched_tokens(first, 0) == (0, False))
+    assert side.side.matched_tokens(first, 0) is None
+    until(lambda: side.side.matched_tokens(first, 0) == 0)
     second = Request("s", prompt(20))
     side.side.new_request(second)
-    assert side.side.matched_tokens(second, 0) == (0, False)
+    assert side.side.matched_tokens(second, 0) == 0
     # It is never too late for the namespace.
     side.report(reports={0: PART})
     side.put(prompt(20))
-    assert side.ask(Request("t", prompt(20))) == (16, True)
+    assert side.ask(Request("t", prompt(20))) == 16
 
 
 def test_the_namespace_is_announced_until_the_worker_has_it(make: Make) -> None:
@@ -883,12 +882,12 @@ def test_a_worker_s_problem_ends_hits_and_stores_and_is_logged_once(
 ) -> None:
     side.put(prompt(20))
     request = Request("r", prompt(30))
-    assert side.ask(request) == (16, True)
+    assert side.ask(request) == 16
     for _ in range(3):
         problem = replace(PART, disabled_reason="the weights changed")
         side.report(reports={0: problem})
-    assert side.side.matched_tokens(request, 0) == (0, False)
-    assert side.side.matched_tokens(Request("s", prompt(20)), 0) == (0, False)
+    assert side.side.matched_tokens(request, 0) == 0
+    assert side.side.matched_tokens(Request("s", prompt(20)), 0) == 0
     assert side.step({"r": (0, 30)}, new=("r",)).stores == []
     assert caplog.text.count("the weights changed") == 1
 
@@ -898,10 +897,10 @@ def test_a_shelf_that_opens_late_is_used_from_then_on(make: Make) -> None:
     side.opened = False
     side.put(prompt(20))
     side.report(reports={0: PART})
-    assert side.side.matched_tokens(Request("r", prompt(20)), 0) == (None, False)
+    assert side.side.matched_tokens(Request("r", prompt(20)), 0) is None
     side.opened = True
     side.report(reports={0: PART})
-    assert side.ask(Request("s", prompt(20))) == (16, True)
+    assert side.ask(Request("s", prompt(20))) == 16
 
 
 # ------------------------------------------------------------------------- the end of requests
@@ -938,10 +937,10 @@ def test_images_that_vllm_only_numbers_are_neither_looked_up_nor_stored(
     side.put(tokens, items=[item])
     request = Request("picture", tokens)
     request.mm_features = [image(item.hash, item.start, item.length)]
-    assert (side.ask(request)[0] > 0) is stored
+    assert (side.ask(request) > 0) is stored
     words = Request("words", prompt(24, 1))
     side.put(words.prompt_token_ids)
-    assert side.ask(words)[0] > 0
+    assert side.ask(words) > 0
     fresh = Request("another", prompt(24, 2))
     fresh.mm_features = list(request.mm_features)
     side.ask(fresh)
@@ -975,7 +974,7 @@ def test_an_image_by_an_id_that_a_client_may_have_chosen_needs_a_salt(
         side.put(tokens, items=[MultimodalItem(side.item_ids.in_key(item), 3, 4)], salt=salt)
     for name, salt in (("one", None), ("two", None), ("salted", "a tenant's")):
         request = Request(name, tokens, cache_salt=salt, mm_features=[item])
-        assert (side.ask(request)[0] > 0) is (salt is not None)
+        assert (side.ask(request) > 0) is (salt is not None)
     assert side.side.counters.snapshot()["uuid_requests"] == 2
     assert caplog.text.count("whose id a client may have chosen are neither loaded nor stored") == 1
     assert said in caplog.text
@@ -1001,7 +1000,7 @@ def test_an_image_by_its_content_needs_no_salt(
 ) -> None:
     tokens = prompt(24)
     side.put(tokens, items=[MultimodalItem(item.identifier, 3, 4)])
-    assert side.ask(Request("r", tokens, mm_features=[item]))[0] > 0
+    assert side.ask(Request("r", tokens, mm_features=[item])) > 0
     assert "neither loaded nor stored" not in caplog.text
 
 
@@ -1014,7 +1013,7 @@ def test_encoders_in_other_engines_know_images_by_ids_without_marks(
     side = make(change=change)
     tokens = prompt(24)
     side.put(tokens, items=[MultimodalItem("cat", 3, 4)])
-    assert side.ask(Request("r", tokens, mm_features=[image("cat", 3, 4)])) == (0, False)
+    assert side.ask(Request("r", tokens, mm_features=[image("cat", 3, 4)])) == 0
     assert "ec_transfer_config" in caplog.text
 
 
@@ -1025,7 +1024,7 @@ def test_uuids_that_are_trusted_have_the_keys_of_ids_without_marks(make: Make, c
     tokens = prompt(24)
     plain = named(item.identifier.replace(CLIENT, ""), "none")
     side.put(tokens, items=[MultimodalItem(side.item_ids.in_key(plain), 3, 4)])
-    assert side.ask(Request("r", tokens, mm_features=[item]))[0] > 0
+    assert side.ask(Request("r", tokens, mm_features=[item])) > 0
     assert "uuid_requests" not in side.side.counters.snapshot()
 
 
@@ -1037,7 +1036,7 @@ def test_what_stands_on_another_connector_s_load_is_stored_when_its_outcome_is_k
         config.scheduler_config.async_scheduling = asynchronous
         config.parallel_config.pipeline_parallel_size = stages
 
-    side = make(change=change, beside_others=True)
+    side = make(change=change)
     loading, sharing = Request("x", prompt(40)), Request("y", prompt(40, 1))
     for request in (loading, sharing):
         side.ask(request)
@@ -1065,7 +1064,6 @@ def test_other_connectors_loads_stop_only_the_stores_that_depend_on_them(make: M
     """A busy server may have such a load in each step."""
     side = make(
         change=lambda config: setattr(config.scheduler_config, "async_scheduling", True),
-        beside_others=True,
     )
     requests = {name: Request(name, prompt(80, n)) for n, name in enumerate("rsabcdef")}
     for request in requests.values():
@@ -1098,7 +1096,6 @@ def test_what_is_admitted_behind_another_connector_s_load_waits_if_it_shares_its
 ) -> None:
     side = make(
         change=lambda config: setattr(config.scheduler_config, "async_scheduling", True),
-        beside_others=True,
     )
     requests = {name: Request(name, prompt(80, n)) for n, name in enumerate("ars")}
     for request in requests.values():
@@ -1123,22 +1120,22 @@ def test_resetting_asks_again_for_requests_that_wait(side: Side) -> None:
     side.ask(running)
     running.num_computed_tokens = 12
     side.put(prompt(20))
-    assert side.side.matched_tokens(waiting, 0) == (0, False)
+    assert side.side.matched_tokens(waiting, 0) == 0
     assert side.side.reset() is True
     meta = side.step({"x": (12, 8)})
     assert meta.reset
     assert stored_chunks(meta) == [0, 1]
     assert not side.step().reset
-    assert side.ask(waiting) == (16, True)
+    assert side.ask(waiting) == 16
 
 
 def test_a_reset_forgets_loads_that_failed_also_without_their_requests(side: Side) -> None:
     side.put(prompt(40))
     key = side.chunks(prompt(40))[1].key
     side.fail("gone", 1, key, bad=True)
-    assert side.ask(Request("before", prompt(40))) == (8, True)
+    assert side.ask(Request("before", prompt(40))) == 8
     side.side.reset()
-    assert side.ask(Request("after", prompt(40))) == (36, True)
+    assert side.ask(Request("after", prompt(40))) == 36
 
 
 # ------------------------------------------------------------------------- the connector
@@ -1559,13 +1556,13 @@ def test_the_namespace_waits_for_all_ranks(make: Make) -> None:
     request = Request("r", prompt(20))
     # Only rank 0 names the weights.
     side.report(reports={1: replace(PART, weights=None)})
-    assert side.side.matched_tokens(request, 0) == (None, False)
+    assert side.side.matched_tokens(request, 0) is None
     side.report(reports={0: replace(PART, weights=None)})
-    assert side.side.matched_tokens(request, 0) == (None, False)
+    assert side.side.matched_tokens(request, 0) is None
     side.report(reports={0: PART})
     # Shards do not depend on the degree, and so what one rank stored is found.
     side.put(prompt(20))
-    assert side.ask(request) == (16, True)
+    assert side.ask(request) == 16
 
 
 @pytest.mark.parametrize(
@@ -1582,7 +1579,7 @@ def test_ranks_that_differ_share_nothing(
     side = _ranks(make)
     other = replace(PART, weights=None, **difference)
     side.report(reports={0: PART, 1: other})
-    assert side.side.matched_tokens(Request("r", prompt(20)), 0) == (0, False)
+    assert side.side.matched_tokens(Request("r", prompt(20)), 0) == 0
     assert "rank 1 differ from those of rank 0" in caplog.text
 
 
@@ -1678,18 +1675,18 @@ def test_a_bad_chunk_is_trusted_again_when_all_ranks_have_repaired_it(make: Make
     side.report(reports={0: PART, 1: replace(PART, weights=None)})
     side.put(prompt(20))
     request = Request("r", prompt(20))
-    assert side.ask(request) == (16, True)
+    assert side.ask(request) == 16
     key = side.chunks(prompt(20))[1].key
     side.fail("r", 1, key, bad=True)
     for number, repaired in enumerate([[], [(key, 0)], [(key, 0)]]):
         side.report(repaired=repaired)
-        assert side.ask(Request(f"before {number}", prompt(20))) == (8, True)
+        assert side.ask(Request(f"before {number}", prompt(20))) == 8
     # Found bad once more: what was repaired before counts no longer.
     side.fail("r", 1, key, bad=True)
     side.report(repaired=[(key, 1)])
-    assert side.ask(Request("still", prompt(20))) == (8, True)
+    assert side.ask(Request("still", prompt(20))) == 8
     side.report(repaired=[(key, 0)])
-    assert side.ask(Request("after", prompt(20))) == (16, True)
+    assert side.ask(Request("after", prompt(20))) == 16
 
 
 # ------------------------------------------------------------------------- images and sounds
@@ -1707,7 +1704,7 @@ def test_chunks_of_a_request_that_steps_pass_over_are_named_once(ahead: Side) ->
     assert named_chunks(ahead.step()) == {"r": [0, 1, 2, 3]}
     assert named_chunks(ahead.step()) == {}
     # It is admitted: the worker knows by its load that it waits no more.
-    assert ahead.ask(request) == (32, True)
+    assert ahead.ask(request) == 32
     ahead.load(request, 32)
     meta = ahead.step()
     assert (len(meta.loads), meta.prefetch_ended) == (1, [])
@@ -1743,12 +1740,12 @@ def test_chunks_in_the_engine_s_own_cache_are_not_named(ahead: Side) -> None:
     tokens = prompt(40)
     ahead.put(tokens, 5)
     first = ahead.known("first", tokens[:24])
-    assert ahead.ask(first) == (20, True)
+    assert ahead.ask(first) == 20
     ahead.side.allocated(first, ([*range(1, 7)],), 20)
     ahead.step()
     # Its first 8 tokens are in vLLM's own cache, of the 24 before it a load has come.
     second = ahead.known("second", tokens)
-    assert ahead.side.matched_tokens(second, 8) == (28, True)
+    assert ahead.side.matched_tokens(second, 8) == 28
     ahead.step()
     assert named_chunks(ahead.step()) == {"second": [3, 4]}
     ahead.side.reset()
@@ -1785,11 +1782,11 @@ def test_requests_that_cannot_be_admitted_do_not_starve_those_behind_them(ahead:
         ahead.side.new_request(Request(f"embeds {i}", prompt(40), prompt_embeds=object()))
         ahead.side.new_request(Request(f"logprobs {i}", prompt(40), skip_reading_prefix_cache=True))
     first, _ = (ahead.known(name, tokens) for name in ("first", "second"))
-    assert ahead.ask(first) == (32, True)
+    assert ahead.ask(first) == 32
     assert named_chunks(ahead.step()) == {}
     assert named_chunks(ahead.step()) == {"first": [0, 1, 2, 3], "second": [0, 1, 2, 3]}
     # What is blocked no more is looked at again.
-    assert ahead.ask(blocked[5]) == (32, True)
+    assert ahead.ask(blocked[5]) == 32
     ahead.step()
     assert named_chunks(ahead.step()) == {"blocked 5": [0, 1, 2, 3]}
 
@@ -1843,7 +1840,7 @@ def test_what_could_not_be_brought_shortens_the_hit_before_it_is_announced(ahead
     ahead.step()
     (op,) = ahead.step().prefetches
     ahead.fail("r", 2, op.chunks[2].key)
-    assert ahead.ask(request) == (16, True)
+    assert ahead.ask(request) == 16
 
 
 def test_caches_that_are_made_anew_otherwise_share_nothing(
@@ -1851,9 +1848,9 @@ def test_caches_that_are_made_anew_otherwise_share_nothing(
 ) -> None:
     side.put(prompt(20))
     side.report(reports={0: PART})
-    assert side.ask(Request("a", prompt(20))) == (16, True)
+    assert side.ask(Request("a", prompt(20))) == 16
     side.report(reports={0: replace(PART, layouts=("canonical",) * LAYERS)})
-    assert side.side.matched_tokens(Request("b", prompt(20)), 0) == (0, False)
+    assert side.side.matched_tokens(Request("b", prompt(20)), 0) == 0
     assert "registered again with other layers" in caplog.text
 
 
@@ -1871,7 +1868,7 @@ def test_look_ups_that_could_not_start_are_started_later(
     # So the worker reports again.
     side.report(reports={0: PART})
     assert side.step().namespace is not None
-    assert side.ask(Request("r", prompt(20))) == (16, True)
+    assert side.ask(Request("r", prompt(20))) == 16
 
 
 # ------------------------------------------------------------------------- images as a whole
@@ -1901,7 +1898,7 @@ def test_no_hit_ends_within_an_image_that_is_computed_as_a_whole(
     items = [MultimodalItem(str(offset), offset, length) for offset, length in images]
     side.put(prompt(41), stored, items=items)
     hit = expected if whole else stored * CHUNK
-    assert side.ask(Request("r", prompt(41), mm_features=features)) == (hit, hit > 0)
+    assert side.ask(Request("r", prompt(41), mm_features=features)) == hit
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -1911,7 +1908,7 @@ def test_what_follows_the_beginning_of_a_divided_image_is_not_stored(
 ) -> None:
     side = make(change=_whole_items if whole else lambda config: None)
     request = Request("r", prompt(41), mm_features=[image("x", 18, 10)])
-    assert side.ask(request) == (0, False)
+    assert side.ask(request) == 0
     stored = []
     for at, count in ((0, 20), (20, 12), (32, 8)):
         meta = side.step(

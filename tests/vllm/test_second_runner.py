@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 
-def run(model: Path, shelf: Path, prompts: list[list[int]], memory: int = 0) -> dict[str, Any]:
+def run(model: Path, shelf: Path, prompts: list[list[int]]) -> dict[str, Any]:
     environment = os.environ | {
         "TRITON_INTERPRET": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "1",
@@ -33,7 +33,7 @@ def run(model: Path, shelf: Path, prompts: list[list[int]], memory: int = 0) -> 
         "VLLM_CPU_KVCACHE_SPACE": "1",
     }
     done = subprocess.run(
-        [sys.executable, CHILD, str(model), str(shelf), json.dumps(prompts), str(memory)],
+        [sys.executable, CHILD, str(model), str(shelf), json.dumps(prompts)],
         env=environment,
         capture_output=True,
         text=True,
@@ -58,14 +58,3 @@ def test_chunks_are_gathered_behind_the_forward_pass_and_loaded_by_the_next_engi
     second = run(engines.places.model, tmp_path / "shelf", [tokens])
     assert second["answers"] == [[cold, 512]]
     assert second["early"] == 0
-
-
-def test_hits_in_memory_are_loaded_before_the_forward_pass(
-    engines: Engines, tmp_path: Path, prompt: Callable[[int], list[int]]
-) -> None:
-    tokens = prompt(600)
-    done = run(engines.places.model, tmp_path / "shelf", [tokens, tokens], memory=64 << 20)
-    (cold, no_hit), (warm, hit) = done["answers"]
-    assert (no_hit, hit) == (0, 512)
-    assert warm == cold
-    assert done["within"] == [512]

@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("vllm")
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvshelf.errors import ConfigError, TransientStorageError
 from kvshelf.format.namespace import Namespace
-from kvshelf.server.shelf import open_served
-from kvshelf.tiers.object_memory import PinningShelf, PinningView
 from kvshelf.transfer.staging import StagingPool
-from kvshelf.vllm.connector import SharedStorageConnector
 from kvshelf.vllm.metadata import (
     LoadFailure,
     LoadOp,
     PrefetchOp,
     StepMetadata,
 )
-from tests.server.node import LocalServer
 from tests.support.storages import Fault, FaultyBackend
-from tests.support.waiting import PATIENCE, until
-from tests.vllm.replay import make_config, make_groups
-from tests.vllm.worker_rig import CHUNK, WorkerRig, store_op
+from tests.support.waiting import until
+from tests.vllm.worker_rig import CHUNK, WorkerRig
 
 # ------------------------------------------------------------------------- requests that wait
 
@@ -224,150 +214,3 @@ def test_an_engine_does_not_start_without_the_memory_of_its_tier(
 ) -> None:
     with pytest.raises(ConfigError, match="max_bytes"):
         make_worker(memory_tier={"max_bytes": 1 << 50})
-
-
-# --------------------------------------------------------------------- loads within the step
-
-
-def test_what_is_pinned_is_in_the_cache_before_the_forward_pass(
-    make_worker: Callable[..., WorkerRig], backend: FaultyBackend
-) -> None:
-    rig = make_worker(memory_tier=TIER)
-    chunks = rig.chunks(4)
-    rig.store(chunks)
-    # No storage is asked.
-    backend.add(Fault("open", error=TransientStorageError("broken")))
-    pinned = rig.side._pinned
-    assert pinned.pin("r", chunks)
-    assert kept(rig)
-    op = LoadOp("r", 0, 4 * CHUNK, chunks, ([*range(20, 28)],), sync=True)
-    meta = StepMetadata(loads=[op])
-    rig.connector.bind_connector_metadata(meta)
-    rig.connector.start_load_kv(None)
-    assert all(rig.same(i + 1, block) for i, block in enumerate(range(20, 28)))
-    assert not kept(rig)
-    rig.connector.clear_connector_metadata()
-    # vLLM does not wait for it, so its end is no news.
-    assert rig.step(StepMetadata())[:2] == (set(), set())
-    assert rig.counts["sync_loads"] == 1
-    assert rig.counts["loaded_tokens"] == 4 * CHUNK
-
-
-def test_what_is_pinned_at_a_node_server_is_in_the_cache_before_the_forward_pass(
-    make_worker: Callable[..., WorkerRig], backend: FaultyBackend, tmp_path: Path
-) -> None:
-    with contextlib.ExitStack() as stack:
-        node = stack.enter_context(LocalServer(tmp_path / "run", Path(backend.url)))
-        rig = make_worker(server=node.url)
-        chunks = rig.chunks(4)
-        rig.store(chunks)
-        # As the scheduler's process does it.
-        shelf = stack.enter_context(open_served(node.url))
-        view = shelf.view(rig.fmt)
-        assert isinstance(view, PinningView)
-        pinned = view.pin_all(chunks, PATIENCE)
-        assert pinned is not None
-        assert rig.mapped == pinned.memory
-        blocks = [*range(20, 28)]
-        op = LoadOp("r", 0, 4 * CHUNK, chunks, (blocks,), sync=True, memory=pinned.memory)
-        meta = StepMetadata(loads=[replace(op, offsets=pinned.offsets)])
-        rig.connector.bind_connector_metadata(meta)
-        rig.connector.start_load_kv(None)
-        assert all(rig.same(i + 1, block) for i, block in enumerate(blocks))
-        rig.connector.clear_connector_metadata()
-        finished, bad, report = rig.step(StepMetadata())
-        assert (finished, bad) == (set(), set())
-        assert report is not None and report.loaded_now == ["r"]
-        assert rig.counts["sync_loads"] == 1
-        # What lies elsewhere is not what was pinned.
-        finished, bad, report = rig.step(
-            StepMetadata(loads=[replace(op, offsets=pinned.offsets[::-1])])
-        )
-        assert (finished, bad) == (set(), set(blocks))
-        pinned.release()
-        # A rank that has another server's memory mapped loads nothing, and says so.
-        meta = StepMetadata(loads=[replace(op, memory=b"another", offsets=pinned.offsets)])
-        finished, bad, report = rig.step(meta)
-        assert (finished, bad) == (set(), set(blocks))
-        assert report is not None and report.loaded_now == ["r"]
-
-
-def test_a_rank_whose_weights_change_has_nothing_of_a_node_server_mapped(
-    make_worker: Callable[..., WorkerRig], backend: FaultyBackend, tmp_path: Path
-) -> None:
-    with LocalServer(tmp_path / "run", Path(backend.url)) as node:
-        rig = make_worker(server=node.url, model=torch.nn.Linear(2, 2))
-        assert rig.mapped
-        rig.connector.weights_changed()
-        rig.step(StepMetadata())
-        assert not rig.mapped
-
-
-def test_of_a_hit_that_is_not_in_memory_nothing_is_pinned(
-    writer: WorkerRig, rig: WorkerRig
-) -> None:
-    chunks = rig.chunks(4)
-    rig.load(LoadOp("r", 0, 3 * CHUNK, chunks[:3], ([*range(20, 26)],)))
-    pinned = rig.side._pinned
-    assert not pinned.pin("s", chunks)
-    assert not kept(rig)
-    assert pinned.pin("s", chunks[:3])
-    # Asked again, it is pinned once.
-    assert pinned.pin("s", chunks[:3])
-    pinned.keep_only([])
-    assert not kept(rig)
-
-
-def test_while_weights_change_nothing_is_pinned(make_worker: Callable[..., WorkerRig]) -> None:
-    rig = make_worker(memory_tier=TIER, model=torch.nn.Linear(2, 2))
-    chunks = rig.chunks(4)
-    rig.store(chunks)
-    pinned = rig.side._pinned
-    assert pinned.pin("r", chunks)
-    pinned.keep_only([])
-    rig.connector.weights_changed()
-    assert not pinned.pin("r", chunks)
-
-
-def test_a_load_within_the_step_that_fails_names_its_blocks(
-    make_worker: Callable[..., WorkerRig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = make_worker(memory_tier=TIER)
-    chunks = rig.chunks(4)
-    rig.store(chunks)
-    assert rig.side._pinned.pin("r", chunks)
-    monkeypatch.setattr(rig.side.loads, "_items", lambda op: {})
-    op = LoadOp("r", 0, 4 * CHUNK, chunks, ([*range(20, 28)],), sync=True)
-    behind = [store_op(chunk, (40, 41)) for chunk in rig.chunks(3, seed=7)]
-    finished, bad, _ = rig.step(StepMetadata(loads=[op], stores=behind[:1]))
-    assert not finished
-    assert bad == {*range(20, 28)}
-    assert not kept(rig)
-    # What this step computes may be wrong, and the next one, which vLLM has planned already.
-    rig.step(StepMetadata(stores=behind[1:2]))
-    rig.step(StepMetadata(stores=behind[2:]))
-    rig.drain()
-    assert [rig.path(op.chunk).exists() for op in behind] == [False, False, True]
-
-
-def test_a_worker_that_ends_pins_nothing_more(make_worker: Callable[..., WorkerRig]) -> None:
-    rig = make_worker(memory_tier=TIER)
-    chunks = rig.chunks(4)
-    rig.store(chunks)
-    pinned = rig.side._pinned
-    assert pinned.pin("r", chunks)
-    rig.close()
-    assert "r" not in pinned
-
-
-def test_the_scheduler_reads_a_node_servers_memory_in_place_on_a_gpu_too(
-    backend: FaultyBackend, tmp_path: Path
-) -> None:
-    with LocalServer(tmp_path / "run", Path(backend.url)) as node:
-        config = make_config(backend.url, server=node.url)
-        config.device_config = SimpleNamespace(device_type="cuda")
-        scheduler = SharedStorageConnector(config, KVConnectorRole.SCHEDULER, make_groups(config))
-        with contextlib.closing(scheduler._assembly):
-            shelf = scheduler._assembly.shelf()
-            assert isinstance(shelf, PinningShelf)
-            assert shelf.memory.mapped

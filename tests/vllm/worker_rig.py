@@ -67,8 +67,6 @@ class WorkerRig:
         self.model = model
         self._ratio = self.config.cache_config.block_size // kernel_block
         self._report: WorkerReport | None = None
-        #: What it has mapped of a node server's memory, as it last said.
-        self.mapped = b""
         self.caches = make_caches(BLOCKS * self._ratio, kernel_block)
         bind(self.config, self.caches)
         self.connector = SharedStorageConnector(
@@ -145,8 +143,6 @@ class WorkerRig:
         assert reported is None or isinstance(reported, WorkerMetadata)
         if reported is not None and reported.reports:
             (self._report,) = reported.reports.values()
-        if reported is not None and reported.mapped:
-            (self.mapped,) = reported.mapped.values()
         return finished, bad, reported
 
     def seconds(self, meta: StepMetadata) -> float:

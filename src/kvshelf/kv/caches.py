@@ -291,15 +291,7 @@ class KVMemory(ABC):
 
 
 class KVCache(KVMemory):
-    """The paged KV cache of one worker: a :class:`KVMemory` that an engine owns.
-
-    Attributes
-    ----------
-    prepared : bool
-        A scatter takes no further memory.
-    """
-
-    prepared: bool = True
+    """The paged KV cache of one worker: a :class:`KVMemory` that an engine owns."""
 
     @property
     def problem(self) -> str:

@@ -233,7 +233,6 @@ class DeviceKVCache(_DeviceMemory, KVCache):
             ops.prepare(call.caches, layout)
         direct = pinned and all(map(_in_blocks, first, copy.layouts))
         native = native_copier(copy, self._streams, direct=direct)
-        self.prepared = native is not None
         self._copier: Copier = native or TensorCopier(calls, self._streams)
         self._load_shards = load_shards or copy.shards
         #: So many gathers later, a gather has ended.

@@ -12,11 +12,6 @@ Contracts
   every request until there is a server again. The channel looks for one at least once a second.
 * Nothing of one session is used in another one.
 * A lease whose future was cancelled is given back.
-* A session whose leases other processes read (:meth:`Channel.hold`) ends only when these are let
-  go, so that until then the server keeps their memory as it is.
-* The arena of a lost connection stays mapped for as long as :meth:`Channel.keep_arena` says, and
-  until it is known that its server is gone: what another process has leased there may still be
-  read.
 * A channel belongs to the process that made it. After a fork, the child's copy is closed.
 
 Threads
@@ -35,7 +30,6 @@ import os
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final, TypeAlias
@@ -86,10 +80,6 @@ _RETRY_SECONDS: Final = (0.05, 0.2, 0.5)
 _RELEASE_SECONDS: Final = 0.01
 _RELEASE_COUNT: Final = 256
 _CLOSE_SECONDS: Final = 1.0
-#: How long an arena stays mapped at least after its connection was lost, where it is kept.
-KEEP_ARENA_SECONDS: Final = 3.0
-#: How often it is looked whether it is still to be kept.
-_LOOK_SECONDS: Final = 0.5
 #: Answers that are handled before anything else is looked at.
 _ROUND: Final = 64
 
@@ -145,11 +135,6 @@ class Channel:
         self._is_connected = threading.Event()
         self._wake = Wake()
         self._closed = False
-        #: The connection that was lost last, while its arena stays mapped.
-        self._before: Connection | None = None
-        self._keep_until: float | None = None
-        #: How many hits of each connection other processes read, also of lost ones.
-        self._held: Counter[Connection] = Counter()
         self._device: torch.device | None = None
         self._log = RateLimitedLog(logger, lines=10)
         _channels.add(self)
@@ -257,7 +242,7 @@ class Channel:
         return future
 
     def fetch(
-        self, session: str, names: Sequence[str], sizes: Sequence[int], *, in_memory: bool = False
+        self, session: str, names: Sequence[str], sizes: Sequence[int]
     ) -> list[Future[Leased]]:
         """Lease objects, each as soon as it is in the server's memory.
 
@@ -268,74 +253,17 @@ class Channel:
         names : Sequence of str
         sizes : Sequence of int
             Bytes of each object.
-        in_memory : bool
-            Only what is in the server's memory now: nothing is read.
         """
         futures: list[Future[Leased]] = [Future() for _ in names]
         for start in range(0, len(names), messages.MAX_NAMES):
             part = slice(start, start + messages.MAX_NAMES)
-            message = Fetch(session, list(names[part]), list(sizes[part]), in_memory)
+            message = Fetch(session, list(names[part]), list(sizes[part]))
             self._send(message, Waiting(futures[part], fetch=True))
         return futures
 
     def end_session(self, session: str) -> None:
         """Give up what was looked up under a name and not fetched."""
         self._send(EndSession(session), None)
-
-    # ------------------------------------------------------------- memory for several processes
-
-    def keep_arena(self, seconds: float) -> None:
-        """Keep the arena of a connection that is lost from now on, or was, mapped for a time.
-
-        Also for :data:`KEEP_ARENA_SECONDS` after the loss.
-        """
-        self._keep_until = time.monotonic() + seconds
-
-    @property
-    def server(self) -> bytes:
-        """The id of the present server; empty without one."""
-        connection = self._connection
-        return connection.welcome.server if connection is not None and connection.ready else b""
-
-    def arena_of(self, server: bytes) -> memoryview | None:
-        """Return the arena of the server with this id, if it is mapped here."""
-        known = [one for one in (self._connection, self._before) if one is not None]
-        mapped = [one for one in known if one.welcome.server == server]
-        # Of two sessions with one server, the memory of the new one may not be page-locked yet.
-        mapped.sort(key=lambda one: not one.locked)
-        return mapped[0].arena if mapped else None
-
-    def hold(self, leases: Sequence[Leased]) -> bytes:
-        """Let other processes read what is leased, until :meth:`let_go`.
-
-        Returns
-        -------
-        bytes
-            The id of the server whose arena it is in; empty, and nothing is held, where the leases
-            are not all of the present connection and valid.
-        """
-        with self._lock:
-            connection = self._connection
-            if connection is None or connection.lost:
-                return b""
-            if not all(one.connection is connection and one.valid() for one in leases):
-                return b""
-            self._held[connection] += 1
-            return connection.welcome.server
-
-    def let_go(self, leases: Sequence[Leased]) -> None:
-        """Release leases that were held."""
-        connection = leases[0].connection
-        for one in leases:
-            one.release()
-        with self._lock:
-            self._held[connection] -= 1
-            if self._held[connection]:
-                return
-            del self._held[connection]
-            lost = connection.lost
-        if lost:
-            connection.session.close()
 
     def close(self) -> None:
         """End the connection; all futures fail. Idempotent."""
@@ -435,7 +363,6 @@ class Channel:
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
         until = time.monotonic() + seconds
-        self._forget_before()
         while not self._closed and (left := until - time.monotonic()) > 0:
             poller.poll(int(left * 1000) + 1)
             self._wake.clear()
@@ -506,30 +433,13 @@ class Channel:
         except Exception as error:  # noqa: BLE001
             self._log.error("a callback of the channel failed: %s", error, exc_info=error)
 
-    def _forget_before(self) -> float | None:
-        """Unmap the arena of the connection before, if it is time; return when to look again."""
-        if self._before is None or self._keep_until is None:
-            return None
-        connection = self._connection
-        # Without a new connection the server may be there all the same, and take no further client.
-        gone = connection is not None or isinstance(self.problem, UnavailableStorageError)
-        if self._keep_until <= time.monotonic() and gone:
-            self._before = None
-            return None
-        return _LOOK_SECONDS
-
     def _lose(self, connection: Connection) -> None:
         with self._lock:
             connection.lost = True
             self._connection = None
-            if self._keep_until is not None and not self._closed:
-                self._before = connection
-                self._keep_until = max(self._keep_until, time.monotonic() + KEEP_ARENA_SECONDS)
             self._is_connected.clear()
             waiting, connection.waiting = connection.waiting, {}
-            held = connection in self._held
-        if not held:
-            connection.session.close()
+        connection.session.close()
         for one in waiting.values():
             one.fail(lambda: self._unavailable("is gone"))
 
@@ -543,9 +453,7 @@ class Channel:
         wait = None
         give_back_at = 0.0
         while not self._closed:
-            forget = self._forget_before()
-            timeout = int(forget * 1000) + 1 if wait is None and forget is not None else wait
-            for source, _ in poller.poll(timeout):
+            for source, _ in poller.poll(wait):
                 if source is connection.receiver:
                     self._receive(connection)
                 elif source == ended:
@@ -651,12 +559,10 @@ class Channel:
         self._lock = threading.Lock()
         self.segment = self._own = None
         connection, self._connection = self._connection, None
-        connections = {*self._held} if connection is None else {*self._held, connection}
-        self._held = Counter()
-        for one in connections:
-            one.lost = one.foreign = True
+        if connection is not None:
+            connection.lost = connection.foreign = True
             # Or the server would take the parent for alive as long as this process is.
-            one.session.close()
+            connection.session.close()
 
 
 _channels: Final[weakref.WeakSet[Channel]] = weakref.WeakSet()

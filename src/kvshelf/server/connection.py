@@ -143,16 +143,12 @@ class Leased:
     ----------
     view : memoryview
         The whole object, header included; read-only. Empty after :meth:`release`.
-    offset : int
-        Where it lies in the server's arena.
-    connection : Connection
     """
 
-    __slots__ = ("_generation", "_lease", "_slot", "connection", "offset", "view")
+    __slots__ = ("_connection", "_generation", "_lease", "_slot", "view")
 
     def __init__(self, connection: Connection, ready: Ready) -> None:
-        self.connection = connection
-        self.offset = ready.offset
+        self._connection = connection
         self._slot = ready.slot
         self._generation = ready.generation
         self._lease: int | None = ready.lease
@@ -160,7 +156,7 @@ class Leased:
 
     def valid(self) -> bool:
         """Whether `view` was the object until now; False once the lease was over."""
-        connection = self.connection
+        connection = self._connection
         return connection.generations[self._slot] == self._generation and not connection.foreign
 
     def release(self) -> None:
@@ -168,7 +164,7 @@ class Leased:
         lease, self._lease = self._lease, None
         if lease is not None:
             self.view = memoryview(b"")
-            connection = self.connection
+            connection = self._connection
             if not connection.lost:
                 connection.released.append(lease)
                 if not connection.collecting:

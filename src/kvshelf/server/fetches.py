@@ -170,8 +170,6 @@ class Fetches:
         names: Sequence[str],
         sizes: Sequence[int],
         each: Each | None,
-        *,
-        in_memory: bool = False,
     ) -> None:
         """Lease objects to a client.
 
@@ -185,8 +183,6 @@ class Fetches:
         each : Callable or None
             Gets one outcome for each object, in any order and in several calls. None: the objects
             are looked up, not fetched.
-        in_memory : bool
-            Nothing is read, and nothing waits: if not all of them are in memory now, all fail.
         """
         until = self._clock() + self._wait_seconds
         wants = [
@@ -194,10 +190,6 @@ class Fetches:
             for index, (name, nbytes) in enumerate(zip(names, sizes, strict=True))
         ]
         outcomes: list[Ready | Failed] = []
-        if in_memory and each is not None:
-            here = all(self._memory.holds([want.key for want in wants]))
-            each([self._lease_now(want, here=here) for want in wants])
-            return
         for want in wants:
             # Free memory is given to the oldest request; objects in memory need none.
             if self._must_wait(want) or not self._try(want, outcomes):
@@ -257,30 +249,12 @@ class Fetches:
             outcomes.append(Failed(want.index, Fault.of(error)))
             return True
 
-    def _lease_now(self, want: _Want, *, here: bool) -> Ready | Failed:
-        """Lease an object that is `here` in memory."""
-        outcomes: list[Ready | Failed] = []
-        try:
-            slot = self._pin(want) if here else None
-            if slot is None or not self._lease(want, slot, outcomes):
-                raise ObjectMissingError(
-                    errno.ENOENT, "memory has it not for this client", want.name
-                )
-        except KVShelfError as error:
-            return Failed(want.index, Fault.of(error))
-        return outcomes[0]
-
-    def _pin(self, want: _Want) -> Slot | None:
-        """Pin an object, if it is in memory."""
-        slot = self._memory.pin(want.key)
-        if slot is not None and slot.nbytes != want.nbytes:
-            self._memory.unpin(slot)
-            raise WrongSize(f"{want.name}: {want.nbytes} bytes, expected {slot.nbytes}")
-        return slot
-
     def _begin(self, want: _Want, outcomes: list[Ready | Failed]) -> bool:
-        slot = self._pin(want)
+        slot = self._memory.pin(want.key)
         if slot is not None:
+            if slot.nbytes != want.nbytes:
+                self._memory.unpin(slot)
+                raise WrongSize(f"{want.name}: {want.nbytes} bytes, expected {slot.nbytes}")
             return self._lease(want, slot, outcomes)
         fits = self.free(want.client) >= want.nbytes
         read = self._reads.get(want.key)

@@ -8,11 +8,8 @@ Contracts
 * While the server is gone, every call fails at once with UnavailableStorageError.
 * What was expected and is not pinned is given back after :data:`EXPECTED_SECONDS`, or half the time
   of a lease if that is less.
-* What is pinned together for other processes stays as it is until it is released, whatever becomes
-  of the connection meanwhile.
-* Any thread may call anything. :meth:`ServedMemory.expect` does not block, and
-  :meth:`ServedMemory.pin_all` no longer than it is told to. The thread `kvshelf-expected` gives
-  back what was not pinned.
+* Any thread may call anything. :meth:`ServedMemory.expect` does not block. The thread
+  `kvshelf-expected` gives back what was not pinned.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from typing import Final
 
 from kvshelf.backends.base import StatResults, check_name
 from kvshelf.background import Background
-from kvshelf.errors import KVShelfError, NoSpaceStorageError
+from kvshelf.errors import NoSpaceStorageError
 from kvshelf.server import messages
 from kvshelf.server.channel import Channel
 from kvshelf.server.connection import Leased
@@ -179,40 +176,6 @@ class ServedMemory:
                 return None
             return future.result()
 
-    def pin_all(
-        self, names: Sequence[str], sizes: Sequence[int], seconds: float
-    ) -> LeasedHit | None:
-        """Lease objects that are in the server's memory, for all processes that map it.
-
-        Waits for the server's answer for `seconds` at most.
-        """
-        until = time.monotonic() + seconds
-        futures = self._channel.fetch(_SESSION, names, sizes, in_memory=True)
-        try:
-            leases = [future.result(max(0.0, until - time.monotonic())) for future in futures]
-            server = self._channel.hold(leases)
-        except (KVShelfError, FutureTimeoutError):
-            server = b""
-        if server:
-            return LeasedHit(self._channel, server, leases)
-        for future in futures:
-            if not future.cancel():
-                _give_back(future)
-        return None
-
-    @property
-    def mapped(self) -> bytes:
-        """The id of the server whose memory is read in place here; empty: of none."""
-        return self._channel.server if self.pins else b""
-
-    def keep_mapped(self, seconds: float) -> None:
-        """Keep the memory of a server that is lost mapped for a time, for :meth:`at`."""
-        self._channel.keep_arena(seconds)
-
-    def at(self, memory: bytes) -> memoryview | None:
-        """Return the memory of a server by its id, if it is mapped here."""
-        return self._channel.arena_of(memory)
-
     def _give_back_unused(self) -> float | None:
         """Release what was expected and not pinned in time; return the seconds to the next."""
         while True:
@@ -241,30 +204,6 @@ class ServedMemory:
         with self._lock:
             self._closed = True
         self._thread.wake()
-
-
-class LeasedHit:
-    """Objects that are leased together, and may be read by all processes that map the memory.
-
-    Attributes
-    ----------
-    memory : bytes
-        The server's id.
-    offsets : list of int
-        Where each object lies in the server's memory.
-    views : list of memoryview
-    """
-
-    def __init__(self, channel: Channel, server: bytes, leases: Sequence[Leased]) -> None:
-        self._channel = channel
-        self._leases = leases
-        self.memory = server
-        self.offsets = [leased.offset for leased in leases]
-        self.views = [leased.view for leased in leases]
-
-    def release(self) -> None:
-        """Give the memory back. Called exactly once."""
-        self._channel.let_go(self._leases)
 
 
 def _give_back(future: Future[Leased]) -> None:

@@ -293,14 +293,11 @@ class Fetch(Message, frozen=True, tag="fetch"):
     names : list of str
     sizes : list of int
         Size of each object in bytes.
-    in_memory : bool
-        Only if all of them are in memory now; otherwise all fail at once.
     """
 
     session: SessionName
     names: Names
     sizes: Sizes
-    in_memory: bool = False
 
 
 class Release(Message, frozen=True, tag="release"):

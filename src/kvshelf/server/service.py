@@ -421,14 +421,7 @@ class Service:
             Gets one outcome for each object, in any order and in several calls.
         """
         self._clients.add(client)
-        self._fetches.begin(
-            client,
-            request.session,
-            request.names,
-            request.sizes,
-            each,
-            in_memory=request.in_memory,
-        )
+        self._fetches.begin(client, request.session, request.names, request.sizes, each)
 
     def store(self, client: bytes, request: Store, source: memoryview, done: Done) -> None:
         """Copy an object into memory, verify the copy and publish it from there.

@@ -9,8 +9,7 @@ Contracts
 * The owner of the memory has verified the objects in it. Whether an object is the requested one,
   its parent included, is checked here.
 * Calls of the memory have the deadlines and the circuit breaker of the storage behind it.
-* Any thread may call anything but an engine's step thread, which calls :meth:`PinningView.expect`
-  and :meth:`PinningView.pin_all`.
+* Any thread may call anything but an engine's step thread, which calls :meth:`PinningView.expect`.
 """
 
 from __future__ import annotations
@@ -78,46 +77,6 @@ class ObjectMemory(Protocol):
             As for :meth:`kvshelf.backends.Backend.open`.
         """
 
-    def pin_all(
-        self, names: Sequence[str], sizes: Sequence[int], seconds: float
-    ) -> PinnedTogether | None:
-        """Pin objects that are in the memory now, for all processes that map it.
-
-        Returns
-        -------
-        PinnedTogether or None
-            None: one of them is not there, or there was no answer within `seconds`.
-        """
-
-    @property
-    def mapped(self) -> bytes:
-        """Which memory it is, for all processes that map it; empty: it is not read here."""
-
-    def keep_mapped(self, seconds: float) -> None:
-        """Keep memory that was mapped before for some seconds, for :meth:`at`."""
-
-    def at(self, memory: bytes) -> memoryview | None:
-        """Return the memory that was called so, if this process has it mapped."""
-
-
-class PinnedTogether(Protocol):
-    """Verified objects that lie in memory, pinned for all processes that map it."""
-
-    @property
-    def memory(self) -> bytes:
-        """Which memory it is, see :attr:`ObjectMemory.mapped`."""
-
-    @property
-    def offsets(self) -> list[int]:
-        """Where each object begins, in bytes."""
-
-    @property
-    def views(self) -> list[memoryview]:
-        """Each whole object, header included; read-only."""
-
-    def release(self) -> None:
-        """Give the memory back. Called exactly once."""
-
 
 class PinningView(NamespaceView):
     """The objects of one kind on a storage behind a memory.
@@ -157,38 +116,6 @@ class PinningView(NamespaceView):
     def pins(self) -> bool:
         """Whether objects are read in place."""
         return self._memory.pins
-
-    @property
-    def mapped(self) -> bytes:
-        """See :attr:`ObjectMemory.mapped`."""
-        return self._memory.mapped
-
-    def pin_all(self, chunks: Sequence[Chunk], seconds: float) -> PinnedTogether | None:
-        """Pin all shards of chunks where they lie, for all processes that map the memory.
-
-        Returns
-        -------
-        PinnedTogether or None
-            In the order of the chunks, and of the shards of each. None: not all of them are in
-            memory, or there was no answer within `seconds`.
-        """
-        if not self.available:
-            return None
-        refs = [ObjectRef(chunk, shard) for chunk in chunks for shard in range(self.fmt.shards)]
-        names, sizes = self._names_and_sizes(refs)
-        start = self._folders[0] + "/"
-        pinned = self._memory.pin_all([start + name for name in names], sizes, seconds)
-        if pinned is None:
-            return None
-        try:
-            for ref, view in zip(refs, pinned.views, strict=True):
-                self.fmt.verify_header(view, *ref)
-        except BaseException as error:
-            pinned.release()
-            if not isinstance(error, BadObjectError):
-                raise
-            return None
-        return pinned
 
     def pin(self, ref: ObjectRef) -> Pinned | None:
         """Pin one object in the memory, see :meth:`ShelfView.pin`."""

@@ -22,11 +22,9 @@ Contracts
 * The threads are daemon threads. A stuck thread is replaced (:mod:`kvshelf.shelf.threads`);
   its staging buffer stays with it.
 * Of a paged cache only the slots given are written, between :meth:`Loads.load` and the moment
-  at which the load is reported finished, however it ends: loaded, failed, cancelled or late; and
-  during :meth:`Loads.scatter_pinned`.
+  at which the load is reported finished, however it ends: loaded, failed, cancelled or late.
 * Nothing unverified is ever scattered. Memory of other owners is checked for validity after the
-  scatter: if it was taken back meanwhile, the object counts as failed. What
-  :meth:`Loads.scatter_pinned` gets, its caller checks.
+  scatter: if it was taken back meanwhile, the object counts as failed.
 * What is pinned is given back exactly once, after the last scatter from it has ended and before
   the last load that needs it is reported finished.
 * One lock, held for queue operations and during completion callbacks.
@@ -36,7 +34,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvshelf.errors import (
@@ -48,12 +46,11 @@ from kvshelf.errors import (
 )
 from kvshelf.format.names import object_name
 from kvshelf.history import Event, Reason
-from kvshelf.shelf.view import FailedRead, Pinned
+from kvshelf.shelf.view import FailedRead
 from kvshelf.traces import trace_range
 from kvshelf.transfer.context import ChunkSlots, TransferContext, TransferHalf
 from kvshelf.transfer.load import Failure, Piece
 from kvshelf.transfer.reads import Arrived, Objects, Reads, ReadTask
-from kvshelf.transfer.shared_work import SharedWork
 from kvshelf.transfer.staging import StagingBuffer
 
 
@@ -91,8 +88,6 @@ class Loads(TransferHalf):
         #: Those that are not finished, the oldest first.
         self._active: dict[Piece, None] = {}
         self._reads = Reads(self._shards, threads)
-        #: Copies that the step thread waits for, which threads without other work help with.
-        self._pinned: SharedWork[ChunkSlots] | None = None
 
     # ------------------------------------------------------------- step thread
 
@@ -163,60 +158,6 @@ class Loads(TransferHalf):
                 self._work.notify(len(items) * len(self._shards))
         return piece
 
-    def scatter_pinned(
-        self,
-        items: Sequence[ChunkSlots],
-        objects: Mapping[bytes, Mapping[int, Pinned]],
-        *,
-        in_tier: bool = True,
-    ) -> None:
-        """Copy chunks from memory into the paged cache, on this thread. Step thread.
-
-        Waits for the copies, and on a device for the engine's work before them. Load threads
-        without other work help.
-
-        Parameters
-        ----------
-        items : Sequence of ChunkSlots
-            Of the context's paged cache.
-        objects : Mapping
-            All objects of these chunks that this worker reads, by the chunk's key and the shard.
-        in_tier : bool
-            They lie in the memory tier, and are counted there.
-
-        Raises
-        ------
-        KeyError, ValueError
-            If an object is missing, or does not fit.
-        DeviceUnavailableError
-            The caches cannot be used.
-        """
-        context, cache, shards = self._context, self._context.cache, self._shards
-        assert cache is not None
-        begin, fence = time.perf_counter(), cache.fence()
-
-        def scatter(item: ChunkSlots) -> None:
-            found = objects[item.chunk.key]
-            payloads = [context.payload(found[shard], item.chunk, shard) for shard in shards]
-            context.memory(item).scatter_chunk(shards, item.slots, payloads, fence)
-
-        helpers = min(len(items), context.load_threads) - 1
-        work = SharedWork(items, scatter, helpers)
-        with self._lock:
-            self._pinned = work
-            self._work.notify(helpers)
-        try:
-            work.finish()
-        finally:
-            self._pinned = None
-        nbytes = sum(self._shelf.size(item.chunk, shard) for item in items for shard in shards)
-        context.count("loaded_bytes", nbytes)
-        if in_tier:
-            self._counters.add("memory_tier_loaded_bytes", nbytes)
-            self._counters.add("memory_tier_loaded_objects", len(items) * len(shards))
-        context.count("loaded_chunks", len(items))
-        self._counters.observe("scatter", time.perf_counter() - begin)
-
     def cancel(self, piece: Piece, *, count: bool = True) -> None:
         """Give a load up.
 
@@ -249,12 +190,10 @@ class Loads(TransferHalf):
 
     # ------------------------------------------------------------- load threads
 
-    def _next_task(self) -> ReadTask | SharedWork[ChunkSlots] | None:
+    def _next_task(self) -> ReadTask | None:
         """Take the next objects to read, waiting for them; None at the end."""
         with self._lock:
             while True:
-                if self._pinned is not None and self._pinned.wants_help:
-                    return self._pinned
                 most = self._most if self._shelf.backend.reads_whole else 1
                 task = self._reads.take(threading.get_ident(), most)
                 if task is not None and task.piece.started is None:
@@ -268,9 +207,6 @@ class Loads(TransferHalf):
 
     def _run(self) -> None:
         while not self._threads.replaced() and (task := self._next_task()) is not None:
-            if isinstance(task, SharedWork):
-                task.help()
-                continue
             objects = Objects(self._context)
             try:
                 with trace_range("kvshelf load"):

@@ -123,10 +123,10 @@ class KindMemory:
             self._note_use(ref)
         return loaded
 
-    def pin(self, fmt: ObjectFormat, ref: ObjectRef, *, loads: bool = True) -> PinnedObject | None:
-        """Pin an object; None when it is not here. It counts as used if it `loads`."""
-        pinned = self._memory.pin(fmt, ref, loads=loads) if self._in_place else None
-        if pinned is not None and loads:
+    def pin(self, fmt: ObjectFormat, ref: ObjectRef) -> PinnedObject | None:
+        """Pin an object; None when it is not here. It counts as used."""
+        pinned = self._memory.pin(fmt, ref) if self._in_place else None
+        if pinned is not None:
             self._note_use(ref)
         return pinned
 

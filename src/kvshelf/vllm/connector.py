@@ -172,7 +172,7 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
             _open_served,
             self._config,
             self._counters,
-            # A GPU copies from page-locked memory; the scheduler reads headers only.
+            # A GPU copies from page-locked memory.
             in_place=not copies,
             gpu=gpu,
             segment=self._segment,
@@ -216,7 +216,6 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
                     uses=self._assembly.uses,
                     history=self._history,
                     others_transfer=_others_transfer(),
-                    beside_others=_enclosing_multi_connector() is not None,
                 )
             )
         else:
@@ -305,11 +304,11 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_contained(_nothing)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Do the step's loads within the step; start the others, unless they started with it."""
-        self._as_worker().start_loads()
+        """Start the step's loads, unless they started with it."""
+        self._as_worker().loads.start()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: all loads have finished before the forward pass that reads them."""
+        """Do nothing: vLLM schedules requests only after their loads have finished."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
@@ -381,11 +380,12 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Return how many further tokens the shelf has; None while that is not known."""
-        return self._as_scheduler().matched_tokens(request, num_computed_tokens)
+        found = self._as_scheduler().matched_tokens(request, num_computed_tokens)
+        return found, bool(found)
 
     @_contained(
         lambda self, request, blocks, num_external_tokens: self._as_scheduler().fail_load(
-            request.request_id, num_external_tokens, blocks.get_block_ids
+            request.request_id, num_external_tokens
         )
     )
     def update_state_after_alloc(

@@ -121,12 +121,6 @@ class LoadOp:
     patience, at_once : tuple of float, int
         When the load is cut, and how many chunks are read at once, see
         :meth:`kvshelf.transfer.transfers.Transfers.load`.
-    sync : bool
-        The step computes behind these tokens: they are loaded before, from what is pinned for the
-        request (:mod:`kvshelf.vllm.pinned_hits`).
-    memory, offsets : bytes, list of int
-        Where it is pinned, if that is memory of a node server: which one, and where the objects of
-        `chunks` begin, all shards of the first chunk before those of the next.
 
     Without chunks of any kind these are not known, and the load fails.
     """
@@ -143,9 +137,6 @@ class LoadOp:
     states: list[Chunk] = field(default_factory=list)
     patience: tuple[float, ...] = ()
     at_once: int = 0
-    sync: bool = False
-    memory: bytes = b""
-    offsets: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,11 +373,6 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         empty id: of what was read to learn that.
     timed_steps : dict
         Rank to the number of a timed step that it has ended.
-    mapped : dict
-        Rank to the memory that it can load from within the step
-        (:attr:`kvshelf.tiers.object_memory.ObjectMemory.mapped`); sent when that changes.
-    loaded_now : list of str
-        Requests of which a rank has ended a load from such memory.
     """
 
     reports: dict[int, WorkerReport] = field(default_factory=dict)
@@ -402,8 +388,6 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     writes_refused: dict[int, bool] = field(default_factory=dict)
     load_seconds: dict[str, float] = field(default_factory=dict)
     timed_steps: dict[int, int] = field(default_factory=dict)
-    mapped: dict[int, bytes] = field(default_factory=dict)
-    loaded_now: list[str] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
         """Merge with what another rank sent in the same step."""

@@ -49,16 +49,12 @@ EXPLORED: Final = ""
 
 
 class _Step(NamedTuple):
-    """A step that is timed: its prompts' tokens, its decodes, and when it was planned.
-
-    And the requests that it loads for before it computes.
-    """
+    """A step that is timed: its prompts' tokens, its decodes, and when it was planned."""
 
     parts: list[tuple[int, int]]
     decodes: int
     began: float
     after_pause: bool
-    loads: list[str]
 
 
 class _Loading(NamedTuple):
@@ -111,8 +107,6 @@ class Admission(SharingPart):
         self._read_ahead_for: set[str] = set()
         #: Chunks to read, and when that may begin next.
         self._to_explore: PrefetchOp | None = None
-        #: The requests for which the next step loads before it computes.
-        self._sync: list[str] = []
         self._explores_from = 0.0
 
     # ------------------------------------------------------------- what is decided
@@ -143,13 +137,10 @@ class Admission(SharingPart):
         if not self.always:
             self._asked += self.expected(start, state.request.num_tokens)
 
-    def begin(
-        self, state: RequestState, start: int, end: int, *, sync: bool = False
-    ) -> tuple[tuple[float, ...], int]:
+    def begin(self, state: RequestState, start: int, end: int) -> tuple[tuple[float, ...], int]:
         """Note that a load begins; return when it is cut, and how many chunks are read at once.
 
-        A load within the step (`sync`) is never cut. Both as
-        :meth:`kvshelf.transfer.transfers.Transfers.load` takes them.
+        Both as :meth:`kvshelf.transfer.transfers.Transfers.load` takes them.
         """
         if self.always:
             return (), 0
@@ -158,9 +149,7 @@ class Admission(SharingPart):
         rule, hit, before = self._rule, self._hit(state, start, end), self._comes_before()
         patience: tuple[float, ...] = ()
         at_once = hit.chunks
-        if sync:
-            self._sync.append(state.id)
-        elif not self._is_free(state):
+        if not self._is_free(state):
             passed = 0.0 if state.asked is None else self.clock() - state.asked
             patience, at_once = rule.patience(hit, before, passed), rule.at_once(hit, before)
         cost, chunks = rule.cost(hit, before, at_once), [*self._chunks(state, start, end)]
@@ -255,7 +244,6 @@ class Admission(SharingPart):
         self._read_ahead_for.update(op.request_id for op in meta.prefetches)
         now = self.clock()
         paused = now - self._computed > _PAUSE_SECONDS
-        loads = self._sync
         self.lose()
         if not output.total_num_scheduled_tokens:
             self._computed = 0.0
@@ -267,13 +255,13 @@ class Admission(SharingPart):
         most = self._most_decoded
         parts = [(start, end) for _, start, end in scheduled(output) if end - start > most]
         meta.timed_step = self._steps.count
-        self._timed[self._steps.count] = _Step(parts, len(counts) - len(parts), now, paused, loads)
+        self._timed[self._steps.count] = _Step(parts, len(counts) - len(parts), now, paused)
         while len(self._timed) > self._steps.in_flight + 1:
             self._timed.popitem(last=False)
 
     def lose(self) -> None:
-        """Forget what the next step was to compute, and to load before."""
-        self._sync, self._asked = [], 0.0
+        """Forget what the next step was to compute."""
+        self._asked = 0.0
 
     def hand_out(self, meta: StepMetadata) -> None:
         """Have chunks of a refused hit read, unless a load shares the storage with them."""
@@ -292,7 +280,6 @@ class Admission(SharingPart):
             if step is not None:
                 # A step may be planned before the one before it has ended.
                 taken = now - max(step.began, self._ended)
-                taken -= sum(meta.load_seconds.get(name, 0.0) for name in step.loads)
                 if taken > _PAUSE_SECONDS or not step.after_pause:
                     known = self._rule.knows_prefill
                     expected = self._rule.prefill.learn(step.parts, step.decodes, taken)

@@ -26,7 +26,6 @@ from kvshelf.vllm.scheduler.handovers import Handovers
 from kvshelf.vllm.scheduler.lookups import Lookups
 from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.scheduler.shared import Shared, SharingPart
-from kvshelf.vllm.scheduler.within_step import WithinStep
 
 
 class Outcome(enum.Enum):
@@ -80,7 +79,6 @@ class Answers(SharingPart):
     lookups : Lookups
     handovers : Handovers
     admission : Admission
-    within_step : WithinStep
     """
 
     def __init__(
@@ -89,27 +87,22 @@ class Answers(SharingPart):
         lookups: Lookups,
         handovers: Handovers,
         admission: Admission,
-        within_step: WithinStep,
     ) -> None:
         super().__init__(shared)
         self._lookups = lookups
         self._handovers = handovers
         self._admission = admission
-        self._within_step = within_step
 
-    def answer(self, state: RequestState, computed: int) -> tuple[int | None, bool]:
-        """Return how many tokens beyond `computed` the shelf has, and whether vLLM waits for them.
-
-        The number is None while it is not known.
-        """
+    def answer(self, state: RequestState, computed: int) -> int | None:
+        """Return how many tokens beyond `computed` are to be loaded; None while not known."""
         if state.asked is None:
             state.asked = self._admission.clock()
-        found, waits = self._answer(state, computed)
-        if found is not None and not waits and not self._requests.is_transferred(state.request):
-            self._admission.computes(state, computed + found)
-        return found, waits
+        found = self._answer(state, computed)
+        if found == 0 and not self._requests.is_transferred(state.request):
+            self._admission.computes(state, computed)
+        return found
 
-    def _answer(self, state: RequestState, computed: int) -> tuple[int | None, bool]:
+    def _answer(self, state: RequestState, computed: int) -> int | None:
         outcome = self._ask(state, computed)
         if outcome is not Outcome.ENDED:
             state.not_loaded = _REASONS.get(outcome)
@@ -124,7 +117,7 @@ class Answers(SharingPart):
         elif outcome is Outcome.UNAVAILABLE and not state.refused:
             state.refused = True
             self._counters.add("skipped_lookups")
-        return (None if outcome in (Outcome.WAITS, Outcome.STARTS) else 0), False
+        return None if outcome in (Outcome.WAITS, Outcome.STARTS) else 0
 
     def _ask(self, state: RequestState, computed: int) -> Outcome:
         """Take what is asked for a request a step further."""
@@ -169,7 +162,7 @@ class Answers(SharingPart):
         newest = self._lookups.newest(lookups, state, lookup)
         return Outcome.WAITS if newest is None else Outcome.FOUND
 
-    def _found(self, state: RequestState, computed: int) -> tuple[int, bool]:
+    def _found(self, state: RequestState, computed: int) -> int:
         """Offer what the lookup has found, and count it the first time."""
         lookup = state.lookup
         assert lookup is not None
@@ -179,14 +172,14 @@ class Answers(SharingPart):
         if first:
             self._note_miss(state, lookup, computed)
         if hit <= computed:
-            return 0, False
+            return 0
         if not self._admission.admits(state, computed, hit):
             state.not_loaded = Reason.SLOWER
             if first:
                 self._counters.add("refused_hits")
                 self._counters.add("refused_tokens", hit - computed)
-            return 0, False
-        return hit - computed, not self._within_step.pin(state, hit)
+            return 0
+        return hit - computed
 
     def _count(self, state: RequestState, computed: int, found: int) -> bool:
         """Count what was looked up and found for a request, once; return whether it was now."""

@@ -48,8 +48,6 @@ class Engine:
         Gets what is missed and refused.
     others_transfer : bool
         Whether another connector transfers the prompts of requests with ``do_remote_prefill``.
-    beside_others : bool
-        Whether there are other connectors beside this one, inside MultiConnector.
     failed : FailedKeys
         Kind keys of chunks that could not be loaded, of any request.
     """
@@ -67,7 +65,6 @@ class Engine:
     uses: Uses | None = None
     history: History | None = None
     others_transfer: bool = False
-    beside_others: bool = False
     failed: FailedKeys = field(default_factory=FailedKeys)
 
     @property

@@ -18,7 +18,7 @@ Contracts
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from kvshelf.format.keys import Chunk
@@ -29,7 +29,6 @@ from kvshelf.vllm.scheduler.periods import BlockPeriods
 from kvshelf.vllm.scheduler.read_ahead import ReadAhead
 from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.scheduler.shared import Shared, SharingPart
-from kvshelf.vllm.scheduler.within_step import WithinStep
 
 #: Most damaged chunks of which repairs are counted.
 _REPAIRS_REMEMBERED: Final = 4096
@@ -46,7 +45,6 @@ class Loads(SharingPart):
     periods : BlockPeriods
     read_ahead : ReadAhead
     admission : Admission
-    within_step : WithinStep
 
     Attributes
     ----------
@@ -60,13 +58,11 @@ class Loads(SharingPart):
         periods: BlockPeriods,
         read_ahead: ReadAhead,
         admission: Admission,
-        within_step: WithinStep,
     ) -> None:
         super().__init__(shared)
         self._periods = periods
         self._read_ahead = read_ahead
         self._admission = admission
-        self._within_step = within_step
         #: The loads that the next step brings to the workers, and those that have ended early.
         self.planned: list[LoadOp] = []
         self._cancelled: list[str] = []
@@ -77,8 +73,7 @@ class Loads(SharingPart):
         self, state: RequestState, block_ids: Sequence[Sequence[int]], external: int
     ) -> None:
         """Plan the load of `external` tokens into the request's blocks in each cache group."""
-        sync = self._within_step.holds(state)
-        state.loaded, state.loading = True, not sync
+        state.loaded = state.loading = True
         self._read_ahead.loading(state.id)
         start, end = state.offered_from, state.offered_from + external
         lookup = state.lookup
@@ -92,8 +87,7 @@ class Loads(SharingPart):
         }
         blocks = tuple(map(list, block_ids))
         state.period = self._periods.admit(blocks, start, state.request.mm_features)
-        patience, at_once = self._admission.begin(state, start, end, sync=sync)
-        memory, offsets = self._within_step.place_of(state)
+        patience, at_once = self._admission.begin(state, start, end)
         op = LoadOp(
             state.id,
             start,
@@ -107,28 +101,18 @@ class Loads(SharingPart):
             drafts=list(self._drafts.to_load(state.id, chain, start, end)),
             patience=patience,
             at_once=at_once,
-            sync=sync,
-            memory=memory,
-            offsets=offsets,
         )
         self._read_ahead.note_in_engine_cache(op.chunks)
         self.planned.append(op)
 
-    def fail(
-        self, request_id: str, external: int, block_ids: Callable[[], Sequence[Sequence[int]]]
-    ) -> None:
+    def fail(self, request_id: str, external: int) -> None:
         """Plan a load after an error in :meth:`plan_load`: the workers report it as failed."""
         if external > 0:
             state = self._requests.get(request_id)
-            # Without its blocks, the workers have all tokens of the request computed.
-            op = LoadOp(request_id, 0, external, [], ([],) * len(self._groups))
             if state is not None:
-                sync, start = self._within_step.holds(state), state.offered_from
-                state.loaded, state.loading = True, not sync
-                if sync:
-                    blocks = tuple(map(list, block_ids()))
-                    op = LoadOp(request_id, start, start + external, [], blocks, sync=True)
-            self.planned.append(op)
+                state.loaded = state.loading = True
+            # Without its blocks, the workers have all tokens of the request computed.
+            self.planned.append(LoadOp(request_id, 0, external, [], ([],) * len(self._groups)))
 
     def hand_out(self, meta: StepMetadata) -> None:
         """Bring all loads to the workers, and their early ends."""

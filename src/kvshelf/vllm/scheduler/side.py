@@ -13,7 +13,7 @@ Contracts
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvshelf.format.namespace import Namespace
@@ -40,7 +40,6 @@ from kvshelf.vllm.scheduler.shared import Shared
 from kvshelf.vllm.scheduler.steps import Steps
 from kvshelf.vllm.scheduler.stores import Stores
 from kvshelf.vllm.scheduler.unsettled import Unsettled
-from kvshelf.vllm.scheduler.within_step import WithinStep
 
 logger = logging.getLogger(__name__)
 
@@ -82,11 +81,10 @@ class SchedulerSide:
         self.lookups = Lookups(shared)
         self.handovers = Handovers(shared, self.lookups)
         self.admission = Admission(shared)
-        self._within_step = within_step = WithinStep(shared)
-        self._answers = Answers(shared, self.lookups, self.handovers, self.admission, within_step)
+        self._answers = Answers(shared, self.lookups, self.handovers, self.admission)
         self._periods = BlockPeriods(shared)
         self._read_ahead = ReadAhead(self._loadable, self.lookups.loads_are_paused)
-        self.loads = Loads(shared, self._periods, self._read_ahead, self.admission, within_step)
+        self.loads = Loads(shared, self._periods, self._read_ahead, self.admission)
         self._promises = Promises(shared)
         unsettled = Unsettled(shared)
         stores = Stores(
@@ -102,7 +100,6 @@ class SchedulerSide:
             self.handovers,
             self._answers,
             self.loads,
-            within_step,
             self.lookups,
             self._periods,
             self._read_ahead,
@@ -148,11 +145,8 @@ class SchedulerSide:
     def _loadable(self, request_id: str) -> Loadable | None:
         return self._hits.loadable(self.requests[request_id])
 
-    def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """Return how many tokens beyond `computed` the shelf has, and whether vLLM waits for them.
-
-        The number is None while it is not known.
-        """
+    def matched_tokens(self, request: Any, computed: int) -> int | None:
+        """Return how many tokens beyond `computed` are to be loaded; None while not known."""
         state = self._state_of(request)
         if state.admission != request.num_preemptions:
             state.admit_again()
@@ -169,11 +163,9 @@ class SchedulerSide:
             self.lookups.loading(state)
             self.loads.plan_load(state, block_ids, external)
 
-    def fail_load(
-        self, request_id: str, external: int, block_ids: Callable[[], Sequence[Sequence[int]]]
-    ) -> None:
+    def fail_load(self, request_id: str, external: int) -> None:
         """Plan a load after an error in :meth:`allocated`: the workers report it as failed."""
-        self.loads.fail(request_id, external, block_ids)
+        self.loads.fail(request_id, external)
 
     def loads_done(self, request_ids: set[str]) -> None:
         """Note that these requests' loads are finished."""
@@ -296,7 +288,6 @@ class SchedulerSide:
         self._periods.begin()
 
     def close(self) -> None:
-        """Give back what is pinned, and stop the threads."""
-        self._within_step.close()
+        """Stop the threads."""
         self.opening.close()
         self.handovers.close()

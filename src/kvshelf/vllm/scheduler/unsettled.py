@@ -3,9 +3,7 @@
 Contracts
 ---------
 * What depends on a load that another connector (inside MultiConnector) does within a step is not
-  stored until the outcome of that load is known: it may depend on blocks without KV. Of kvshelf's
-  own such loads the only worker knows the outcome before it gathers; one of several ranks does not
-  know that of the others, so there the same holds.
+  stored until the outcome of that load is known: it may depend on blocks without KV.
 * Where no multimodal item may be divided (:mod:`kvshelf.vllm.scheduler.hits`), and vLLM divided one
   all the same, nothing from its first token on is stored.
 * Runs on the engine's step thread.
@@ -81,8 +79,7 @@ class Unsettled(SharingPart):
         These are requests that a step with such loads admits, and those admitted behind it that
         share blocks with them. All others were admitted before, into blocks of their own.
         """
-        unknown = self._engine.beside_others or self._engine.ranks > 1
-        loads = unknown and getattr(output, "has_sync_kv_loads", False)
+        loads = getattr(output, "has_sync_kv_loads", False)
         if not loads and not self._loading:
             return
         self._loading = {

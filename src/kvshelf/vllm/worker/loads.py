@@ -2,9 +2,8 @@
 
 Contracts
 ---------
-* The step thread waits for no device, but for a load within the step. A load writes to its blocks
-  after everything that was enqueued on the engine's stream when it started, such as the zeroing of
-  new blocks.
+* The step thread waits for no device. A load writes to its blocks after everything that was
+  enqueued on the engine's stream when it started, such as the zeroing of new blocks.
 * Every load that the scheduler planned is reported as finished, whether it succeeded or not, and
   the blocks that it left without KV no later than that. It stays on the list until vLLM takes the
   report. Where an error hides which blocks those are, all tokens of the request are computed.
@@ -13,8 +12,6 @@ Contracts
   tokens computed behind a part of the hit would read blocks that are not there.
 * Where the engine has several cache groups or states, all loads do: no block of a load that failed
   is used, and vLLM computes all tokens that it was for, or polls the request again.
-* vLLM does not wait for the end of a load within the step, so it is not reported as finished; the
-  blocks of one that failed are.
 * All methods run on the worker's step thread.
 """
 
@@ -22,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
@@ -31,15 +27,12 @@ from dataclasses import dataclass, field
 import torch
 
 from kvshelf.assembly import Assembly
-from kvshelf.errors import DeviceUnavailableError
 from kvshelf.format.kinds import FULL, WINDOW, Kind
-from kvshelf.tiers.object_memory import ObjectMemory, PinningShelf
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Failure, Load, Piece
 from kvshelf.transfer.prefetch import Unused
 from kvshelf.vllm.adapters import LoadedAdapters
 from kvshelf.vllm.metadata import NULL_BLOCK, LoadFailure, LoadOp, PrefetchOp, StepMetadata
-from kvshelf.vllm.pinned_hits import Objects, PinnedHits, check, objects_at, release
 from kvshelf.vllm.worker.drafter import Drafter
 from kvshelf.vllm.worker.engine import WorkerEngine
 from kvshelf.vllm.worker.parts import Part
@@ -66,8 +59,6 @@ class WorkerLoads:
         Loads the same tokens for its own layers.
     weights : WorkerWeights
     adapters : LoadedAdapters
-    pinned : PinnedHits
-        What loads within the step take.
     hybrid : bool
         The engine has several cache groups, or states.
     may_store : bool
@@ -80,7 +71,6 @@ class WorkerLoads:
     drafter: Drafter | None
     weights: WorkerWeights
     adapters: LoadedAdapters
-    pinned: PinnedHits
     hybrid: bool
     may_store: bool
     #: The open circuit breaker refused a load, and the scheduler does not know it.
@@ -89,11 +79,6 @@ class WorkerLoads:
     _idle: bool = field(default=False, init=False)
     #: Loads that the scheduler planned and that have not started.
     _planned: list[LoadOp] = field(default_factory=list, init=False)
-    _planned_now: list[LoadOp] = field(default_factory=list, init=False)
-    #: The memory of a node server that loads of this step take what is pinned from, by request.
-    _arenas: dict[str, memoryview] = field(default_factory=dict, init=False)
-    #: Requests of which such a load has ended, until that is reported.
-    _loaded_now: list[str] = field(default_factory=list, init=False)
     _ops: dict[Load, LoadOp] = field(default_factory=dict, init=False)
     #: Loads whose KV must not be used, whatever their transfer reports.
     _invalidated: set[Load] = field(default_factory=set, init=False)
@@ -124,103 +109,7 @@ class WorkerLoads:
     def begin(self, meta: StepMetadata) -> None:
         """Take the loads of a step, for :meth:`start`."""
         self._idle = meta.idle
-        for op in meta.loads:
-            (self._planned_now if op.sync else self._planned).append(op)
-        memory = self._memory
-        if memory is None:
-            return
-        # Steps that were planned meanwhile may name it.
-        memory.keep_mapped(math.inf)
-        for op in self._planned_now:
-            arena = memory.at(op.memory) if op.memory else None
-            if arena is not None:
-                self._arenas[op.request_id] = arena
-
-    def end_step(self) -> None:
-        """Note that a step is over."""
-        if (memory := self._memory) is not None:
-            memory.keep_mapped(0.0)
-
-    def load_now(self) -> tuple[int, bool]:
-        """Do the loads whose tokens vLLM takes for computed in this step, once.
-
-        Returns
-        -------
-        int, bool
-            How many there were, and whether one failed: what the step computes may then be wrong.
-        """
-        planned, self._planned_now = self._planned_now, []
-        failed = False
-        for op in planned:
-            begin = time.monotonic()
-            try:
-                self._load_now(op)
-                note = functools.partial(self._note_now, op, time.monotonic() - begin)
-            except Exception as error:
-                failed = True
-                logger.error("a load within the step failed", exc_info=error)
-                note = functools.partial(self._note_nothing, op)
-            try:
-                note()
-            except Exception as error:
-                logger.error("the end of a load was not noted", exc_info=error)
-            self._end_read_ahead(op.request_id)
-            if op.memory:
-                self._loaded_now.append(op.request_id)
-        return len(planned), failed
-
-    @property
-    def mapped(self) -> bytes:
-        """The memory of a node server that loads within the step can take objects from, by its id.
-
-        Empty where there is none, or nothing can be loaded so now.
-        """
-        memory = self._memory
-        usable = memory is not None and self.weights.settled and self.model.can_load_now
-        return memory.mapped if memory is not None and usable else b""
-
-    @property
-    def _memory(self) -> ObjectMemory | None:
-        """The memory of a node server, where anything may be loaded from there within the step."""
-        if self.hybrid or self.drafter is not None or not self.engine.config.sync_load_bytes:
-            return None
-        shelf = self.assembly.shelf()
-        return shelf.memory if isinstance(shelf, PinningShelf) else None
-
-    def _load_now(self, op: LoadOp) -> None:
-        # What is pinned is right, whatever has been disabled since.
-        objects, transfers = self._pinned_for(op), self.model.transfers
-        try:
-            may = self.weights.is_of_round(op) if op.memory else self.weights.is_current(op)
-            if objects is None or transfers is None or not may:
-                raise RuntimeError(f"nothing may be loaded for {op.request_id} any more")
-            items, loads = self._items(op)[FULL], transfers.loads[FULL]
-            in_tier = not op.memory
-            try:
-                loads.scatter_pinned(items, objects, in_tier=in_tier)
-            except DeviceUnavailableError:
-                # A device may fail once.
-                loads.scatter_pinned(items, objects, in_tier=in_tier)
-            if op.memory:
-                check(objects, op.chunks, self.model.registration.memories[FULL].fmt)
-        finally:
-            release(objects)
-
-    def _pinned_for(self, op: LoadOp) -> Objects | None:
-        if not op.memory:
-            return self.pinned.take(op.request_id)
-        arena, memory = self._arenas.pop(op.request_id, None), self.model.registration.memories
-        if arena is None:
-            return None
-        fmt, plan = memory[FULL].fmt, memory[FULL].plan
-        return objects_at(arena, op.offsets, op.chunks, fmt, plan.shards)
-
-    def _note_now(self, op: LoadOp, seconds: float) -> None:
-        if not self.model.registration.on_device:
-            # On a device the time of the step before is in it.
-            self._seconds[op.request_id] = seconds
-        self._note_loaded(op, op.end)
-        self.assembly.counters.add("sync_loads")
+        self._planned += meta.loads
 
     def start(self) -> None:
         """Start the loads that the scheduler planned, once."""
@@ -407,16 +296,12 @@ class WorkerLoads:
         good_until = op.end
         if load.failed:
             good_until = op.start if self.hybrid else self._good_until(load, op)
-        self._note_loaded(op, good_until)
-        self._note_bad(op, good_until)
-
-    def _note_loaded(self, op: LoadOp, good_until: int) -> None:
-        """Note that the tokens of a load before `good_until` have KV."""
         promises = self.model.promises
         if good_until == op.end and self.engine.config.cache_tails and promises is not None:
             for chunk in op.chunks[-1:]:
                 promises.loaded(chunk)
         self.assembly.counters.add("loaded_tokens", good_until - op.start)
+        self._note_bad(op, good_until)
 
     def _good_until(self, load: Load, op: LoadOp) -> int:
         """Return the first token without KV of a load that failed, of one kind."""
@@ -474,11 +359,6 @@ class WorkerLoads:
                 for request_id, chunk, failure in prefetcher.take_failures()
             ]
         return failures
-
-    def take_loaded_now(self) -> list[str]:
-        """Return the requests whose loads from a node server's memory ended since the last call."""
-        loaded, self._loaded_now = self._loaded_now, []
-        return loaded
 
     def take_seconds(self) -> dict[str, float]:
         """Return how long loads took that have ended since the last call, by request."""

@@ -19,19 +19,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from kvshelf.assembly import Assembly
-from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL, Kind
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.history import History
 from kvshelf.kv.topology import ShardPlan
 from kvshelf.metrics import Counters
-from kvshelf.shelf.view import ObjectRef, ShelfView
-from kvshelf.tiers.memory_tier import PinnedObject
+from kvshelf.shelf.view import ShelfView
 from kvshelf.tiers.tiered import AnyShelf, TieredView
 from kvshelf.transfer.context import TransferContext
 from kvshelf.transfer.prefetch import KindMemory, Prefetcher
@@ -40,7 +38,6 @@ from kvshelf.transfer.shares import share_out
 from kvshelf.transfer.transfers import Transfers
 from kvshelf.vllm.affinity import widen_cpu_affinity
 from kvshelf.vllm.metadata import StepMetadata
-from kvshelf.vllm.pinned_hits import Objects, release
 from kvshelf.vllm.worker.engine import WorkerEngine
 from kvshelf.vllm.worker.registration import Memories, Registration, State
 
@@ -205,37 +202,6 @@ class Part:
             uses=self._assembly.uses,
             on_thread_start=widen_cpu_affinity,
         )
-
-    @property
-    def can_load_now(self) -> bool:
-        """Whether loads of kind full can be done within a step."""
-        memory = self.registration.memories.get(FULL)
-        if self.serving is None or memory is None:
-            return False
-        return memory.cache.prepared and not memory.cache.problem
-
-    def pin(self, chunks: Sequence[Chunk]) -> Objects | None:
-        """Pin this worker's objects of chunks of kind full in the memory tier.
-
-        Returns
-        -------
-        Mapping or None
-            By key and shard. None where the tier does not have them all, or caches cannot be filled
-            from there.
-        """
-        tier, memory = self._memories.get(FULL), self.registration.memories.get(FULL)
-        if tier is None or memory is None or not self.can_load_now:
-            return None
-        objects: dict[bytes, dict[int, PinnedObject]] = {}
-        for chunk in chunks:
-            found = objects.setdefault(chunk.key, {})
-            for shard in memory.plan.shards:
-                pinned = tier.pin(memory.fmt, ObjectRef(chunk, shard), loads=False)
-                if pinned is None:
-                    release(objects)
-                    return None
-                found[shard] = pinned
-        return objects
 
     # ------------------------------------------------------------- the end
 

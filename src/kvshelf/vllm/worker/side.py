@@ -16,8 +16,7 @@ Contracts
   is set and vLLM frees no block that this pass may still read.
 * From the moment that an engine sleeps until it is awake nothing touches the caches. A device
   that failed is not used again: the engine continues without a cache.
-* A step waits for loads where the scheduler says that no other rank waits for the step, and for
-  copies from memory that it computes behind.
+* A step waits for loads where the scheduler says that no other rank waits for the step.
 * On CPUs the engine's threads are bound to cores of their own; kvshelf's threads may also use the
   cores to which no rank is bound. The scheduler has no such binding.
 """
@@ -26,19 +25,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
 import torch
 
 from kvshelf.assembly import Assembly
 from kvshelf.backends.breaker import BreakerState
-from kvshelf.format.keys import Chunk
 from kvshelf.history import History
 from kvshelf.vllm.adapters import LoadedAdapters, adapter_settings
 from kvshelf.vllm.groups import CacheGroups
 from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
-from kvshelf.vllm.pinned_hits import Objects, PinnedHits
 from kvshelf.vllm.worker.drafter import Drafter
 from kvshelf.vllm.worker.engine import WorkerEngine
 from kvshelf.vllm.worker.loads import WorkerLoads
@@ -111,22 +108,12 @@ class WorkerSide:
         self.weights = WorkerWeights(self.model.registration)
         self.adapters = LoadedAdapters(adapter_settings(engine.vllm_config))
         of_parts = self.model, self.drafter, self.weights, self.adapters
-        self._pinned = PinnedHits(self._pin)
-        self._pinned.offer(engine.vllm_config, engine.config)
-        self.loads = WorkerLoads(
-            engine, assembly, *of_parts, self._pinned, groups.hybrid, may_store
-        )
+        self.loads = WorkerLoads(engine, assembly, *of_parts, groups.hybrid, may_store)
         self.stores = WorkerStores(engine, self.counters, *of_parts, others_fill, history)
         self._meta: StepMetadata | None = None
         #: What the scheduler knows.
         self._breaker_open = False
         self._writes_refused = False
-        self._mapped = b""
-
-    def _pin(self, chunks: Sequence[Chunk]) -> Objects | None:
-        """Pin the objects of chunks, for a load that must not fail; see :meth:`Part.pin`."""
-        # The scheduler may not know yet that the weights change.
-        return self.model.pin(chunks) if self.weights.settled else None
 
     # ------------------------------------------------------------- caches
 
@@ -236,16 +223,6 @@ class WorkerSide:
             assert namespace is not None
             self.weights.settle(str(namespace.record["weights"]))
 
-    def start_loads(self) -> None:
-        """Do the loads within the step, and start the others, unless they come behind it."""
-        count, failed = self.loads.load_now()
-        if failed:
-            self.stores.distrust()
-        # For loads within the step vLLM calls this before the forward pass.
-        before = count > 0 and self.model.registration.on_device and not self._beside_step
-        if not before:
-            self.loads.start()
-
     def save(self) -> None:
         """Gather what the step completed, and start the loads that have not started."""
         self.stores.save()
@@ -255,7 +232,6 @@ class WorkerSide:
         """End a step."""
         self._meta = None
         self.stores.clear()
-        self.loads.end_step()
 
     # ------------------------------------------------------------- what others learn
 
@@ -281,12 +257,6 @@ class WorkerSide:
         meta.load_seconds = self.loads.take_seconds()
         if self._meta is not None and self._meta.timed_step:
             meta.timed_steps = {self.rank: self._meta.timed_step}
-        # Last, since an error loses what this returns.
-        mapped = self.loads.mapped
-        if self._mapped != mapped:
-            self._mapped = mapped
-            meta.mapped = {self.rank: mapped}
-        meta.loaded_now = self.loads.take_loaded_now()
         if meta == _NOTHING:
             # The scheduler side takes an answer without a report for an acknowledgement.
             announced = self._meta and (self._meta.namespace or self._meta.draft_namespace)
@@ -338,7 +308,6 @@ class WorkerSide:
 
     def close(self) -> None:
         """Publish what is in flight for a bounded time, log what was lost, stop all threads."""
-        self._pinned.withdraw()
         for part in self._parts:
             part.registration.cancel_weights()
         seconds = self._config.shutdown_drain_s

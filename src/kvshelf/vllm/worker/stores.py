@@ -77,8 +77,6 @@ class WorkerStores:
     _meta: StepMetadata | None = field(default=None, init=False)
     #: Stores whose drafter's KV is gathered when the drafts are made.
     _undrafted: list[StoreOp] = field(default_factory=list, init=False)
-    #: So many steps, with this one, may compute wrong KV.
-    _distrusted: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self._postponed = PostponedStores(self.engine.config.handover_wait_s)
@@ -92,7 +90,6 @@ class WorkerStores:
         self._give_up(self._postponed.drop(meta.gone))
         # Their blocks keep their content.
         meta.again = self._postponed.held + meta.again
-        self._drop_distrusted()
 
     def finish_forward(self) -> None:
         """Gather the model's KV of this step. Runs after the forward pass, before sampling."""
@@ -111,25 +108,8 @@ class WorkerStores:
                 self.drafter.store(op)
         self._gather(drafted=True)
 
-    def distrust(self) -> None:
-        """Store nothing of this step and the next: they may depend on blocks without KV.
-
-        vLLM plans no more than one step before it knows.
-        """
-        self._distrusted = 2
-        self._drop_distrusted()
-
-    def _drop_distrusted(self) -> None:
-        meta = self._meta
-        if self._distrusted and meta is not None:
-            stores, meta.stores = meta.stores, []
-            for op in stores:
-                self._drop(op, Reason.ERROR)
-                self._break_promise(op)
-
     def clear(self) -> None:
         """End a step."""
-        self._distrusted = max(0, self._distrusted - 1)
         self._meta = None
         self._undrafted = []
 

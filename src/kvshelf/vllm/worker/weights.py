@@ -81,16 +81,7 @@ class WorkerWeights:
 
     def is_current(self, op: LoadOp | StoreOp) -> bool:
         """Whether an operation was planned in the namespace that is open, and may run."""
-        return self.settled and self.is_of_round(op)
-
-    def is_of_round(self, op: LoadOp | StoreOp) -> bool:
-        """Whether an operation was planned for the weights that the scheduler side knows.
-
-        These may change in the moment in which it is planned. Where nothing told the
-        scheduler side of it, as a reset of vLLM's prefix cache does, vLLM itself goes on with KV of
-        the weights before.
-        """
-        return op.round == self._loaded.round
+        return self.settled and op.round == self._loaded.round
 
     def changed(self, how: str, version: str = "") -> None:
         """Note that `how` changes the weights, to those that `version` names if given."""
