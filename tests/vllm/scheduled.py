@@ -379,6 +379,8 @@ class ScheduledEngine:
         specs = self.specs
         self.has_kv = drafter is not None
         self.asynchronous = bool(options.get("asynchronous"))
+        #: Lookups remember what a node server did not have, so stores are reported.
+        self._reports_stores = "server" in options
         self.drafts = int(options.get("drafts", 0))
         if self.drafts:
             self.specs = [
@@ -454,6 +456,8 @@ class ScheduledEngine:
         self.round = 0
         self._settled = False
         self._noticed = self._again = False
+        #: vLLM's own cache may have KV of other weights.
+        self._stale = False
         #: What was loaded and stored, and what a test may look at.
         self.loads: list[LoadOp] = []
         self.stored: list[tuple[Kind, int]] = []
@@ -538,15 +542,17 @@ class ScheduledEngine:
         self.weights += 1
         self._settled = False
         self._noticed = self._again = True
+        self._stale = True
 
     def abort(self, name: str) -> None:
         self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
 
-    def reset(self) -> None:
+    def reset(self, *, connector: bool = True) -> None:
         """Forget vLLM's cached prefixes, of running requests too, and what the connector knows."""
         # vLLM fails where requests that wait have blocks, or steps are in flight.
         running = not self.scheduler.kv_holding_waiting and not self.results
-        self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=True)
+        if self.scheduler.reset_prefix_cache(running, reset_connector=connector):
+            self._stale = False
 
     def settle(self) -> None:
         """Step until the weights were compared, so that there are hits again."""
@@ -618,6 +624,7 @@ class ScheduledEngine:
         repaired = [key for op in stores if (key := self._store(op))]
         judge()
         repaired += [key for op in meta.stores if op.late and (key := self._store(op))]
+        published = [kind_key(op.chunk.key, op.kind) for op in meta.stores]
         assert not any(self.memory[: self.page]), "the null block was written"
         received, failed, failures = self._finish_loads(meta)
         # Reports end when the namespace was announced.
@@ -639,6 +646,7 @@ class ScheduledEngine:
                 reports,
                 (failures,),
                 [(key, rank) for key in repaired for rank in self.ranks],
+                published if self._reports_stores else [],
                 weights=weights,
                 draft_reports=draft_reports,
                 without_drafts=without_drafts,
@@ -737,8 +745,8 @@ class ScheduledEngine:
                 for group, table in zip(self.groups, tables[name], strict=True)
                 if group not in self.groups.drafts and not self._reads(name, group, table, start)
             ]
-            # Behind KV of other weights, which vLLM's own cache may have, nothing is right.
-            assert self.weights or not wrong, wrong
+            # Behind KV of other weights nothing is right.
+            assert self._stale or not wrong, wrong
             # What comes behind the answer is no token of the text.
             last = min(running + right, len(text.tokens))
             for group, table in zip(self.groups, tables[name], strict=True):

@@ -702,6 +702,28 @@ def test_a_tail_that_cannot_be_loaded_is_computed(start: Start, world: World) ->
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_prompt_is_stored_and_handed_over_beside_any_other_request(
+    start: Start, world: World, ranks: int, asynchronous: bool
+) -> None:
+    hit, tokens = prompt(200), prompt(203, seed=1)
+    start().run(hit)
+    engine = start(ranks=ranks, asynchronous=asynchronous, budget=600)
+    engine.add("hit", hit)
+    engine.add("computed", prompt(70, seed=2))
+    # It ends with the first step.
+    engine.add("r", tokens, answer=1, transfer=ASKED)
+    for name in ("hit", "computed", "r"):
+        engine.wait_for_lookup(name)
+    engine.finish()
+    assert loaded(engine, "hit") == 192
+    assert engine.params["r"] is not None
+    tail = engine.tail_of(tokens)
+    assert tail is not None
+    assert all(chunk.key in world.contents for chunk in [*engine.chunks_of(tokens), tail])
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
 def test_requests_are_aborted_while_they_wait(waiting: Waiting, asynchronous: bool) -> None:
     engine, promised, _ = waiting(asynchronous=asynchronous)
     promised.publish(0, 2)

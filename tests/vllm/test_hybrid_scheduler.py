@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from kvshelf.format.kinds import FULL, KINDS, STATE, WINDOW, kind_key
 from kvshelf.vllm.metadata import LoadFailure, WorkerMetadata
 from kvshelf.vllm.scheduler.opening import ranks_with
+from tests.server.node import LocalServer
 from tests.support.formats import make_format
 from tests.support.prompts import prompt
 from tests.support.variants import variants
@@ -297,6 +299,51 @@ def test_nothing_is_stored_that_depends_on_earlier_weights(
     assert engine.run(prompt(180, seed=5)) == [160]
 
 
+@pytest.fixture(params=[False, True], ids=["shelf", "node server"])
+def behind(request: pytest.FixtureRequest, world: World, tmp_path: Path) -> Iterator[Any]:
+    """Options of an engine, with and without a node server."""
+    if not request.param:
+        yield {}
+        return
+    with LocalServer(tmp_path / "run", world.root) as node:
+        yield {"server": node.url}
+
+
+@pytest.mark.parametrize("connector", [False, True], ids=["vllm's cache", "all caches"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("model", ["plain", "Gemma 3"])
+def test_nothing_of_earlier_weights_is_loaded_after_a_reset(
+    behind: dict[str, Any],
+    start: Start,
+    model: str,
+    ranks: int,
+    asynchronous: bool,
+    connector: bool,
+) -> None:
+    """Where the reset leaves the connector out, only the workers know at first."""
+    engine = start(model, ranks=ranks, asynchronous=asynchronous, **behind)
+    tokens = prompt(203)
+    engine.run(tokens)
+    engine.reset(connector=False)
+    assert engine.run(tokens) == [192]
+    engine.loads.clear()
+    engine.add("found before", tokens)
+    engine.wait_for_lookup("found before")
+    engine.change_weights()
+    engine.reset(connector=connector)
+    engine.add("after", tokens)
+    # What each step reads is compared with the weights.
+    engine.finish()
+    assert not engine.loads
+    engine.settle()
+    engine.reset(connector=connector)
+    engine.settle()
+    engine.run(tokens)
+    engine.reset(connector=False)
+    assert engine.run(tokens) == [192]
+
+
 @pytest.mark.parametrize("model", variants(MODELS, FEW))
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
@@ -357,7 +404,7 @@ def test_anything_that_may_happen(model: str, data: st.DataObject) -> None:
                 elif action == "weights":
                     engine.change_weights()
                 elif action == "reset":
-                    engine.reset()
+                    engine.reset(connector=draw(st.booleans(), "and the connector"))
                 elif action == "lose":
                     which, damaged = draw(st.integers(0, 99), "object"), draw(st.booleans(), "bad")
                     for key in sorted(world.contents)[which : which + 1]:

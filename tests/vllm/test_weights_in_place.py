@@ -9,9 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engines import INERT_CONNECTOR, NEAR_TIE, Engine, assert_same
+from tests.server.serve_process import ServeProcess
+from tests.support.engines import (
+    INERT_CONNECTOR,
+    NEAR_TIE,
+    SHELF_CONNECTOR,
+    Engine,
+    assert_same,
+)
 from tests.support.fleet import Engines, MakePrompt, Places
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from tests.vllm.shelf_files import ShelfFiles
 
 
@@ -148,3 +155,38 @@ def test_weights_that_vllm_reloads(trained: Trained, prompt: MakePrompt) -> None
     if trained.check(tokens, 0, 512) == 0:
         trained.wait_stored(before)
     trained.warm(tokens)
+
+
+def test_the_first_step_after_a_change_loads_nothing_of_before_from_a_node_server(
+    trained: Trained, engines: Engines, tmp_path: Path, prompt: MakePrompt
+) -> None:
+    """Must be the last test with these engines: another one is trained beside the inert one."""
+    shelf, inert = ShelfFiles(tmp_path / "shelf"), trained.inert
+    tokens = prompt(600)
+    with (
+        ServeProcess(shelf.root, tmp_path / "run" / "node.sock", "64MiB") as node,
+        engines.start(
+            "trained over a server",
+            connector=SHELF_CONNECTOR,
+            extra_config={
+                "server": node.url,
+                "lookup_wait_s": PATIENCE,
+                "identity_wait_s": PATIENCE,
+            },
+            core=1,
+            model=trained.model,
+            worker_extension_cls="tests.vllm.trainer_extension.TrainerExtension",
+        ) as engine,
+    ):
+        served = Trained(engine, inert, shelf, trained.model)
+        # The weights of the files, in both.
+        served.update("load_step", step=0)
+        for step in (1, 2):
+            served.cold(tokens)
+            served.warm(tokens)
+            for one in (engine, inert):
+                one.call("worker", method="load_step", step=step)
+            # vLLM's reset leaves the connector out: the worker alone knows of the change.
+            served.check(tokens, 0)
+            # Enough steps to compare the weights.
+            served.check([7] * 20, 0, max_tokens=24)
