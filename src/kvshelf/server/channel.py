@@ -1,7 +1,7 @@
 """A client's way to the node server: requests as futures, and objects leased in place.
 
-Owns that there is a connection (:mod:`kvshelf.server.connection`), what is sent and received over
-it, and what is kept of the one before. The messages are in :mod:`kvshelf.server.messages`.
+Owns that there is a connection (:mod:`kvshelf.server.connection`), and what is sent and received
+over it. The messages are in :mod:`kvshelf.server.messages`.
 
 Contracts
 ---------

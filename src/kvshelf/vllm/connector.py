@@ -323,7 +323,7 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
     @_contained(_nothing)
     def wait_for_save(self) -> None:
         """Gather what this step completed into staging, and is not gathered yet."""
-        self._as_worker().save()
+        self._as_worker().stores.save()
 
     @_contained(lambda *_: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

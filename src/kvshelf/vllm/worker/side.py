@@ -223,11 +223,6 @@ class WorkerSide:
             assert namespace is not None
             self.weights.settle(str(namespace.record["weights"]))
 
-    def save(self) -> None:
-        """Gather what the step completed, and start the loads that have not started."""
-        self.stores.save()
-        self.loads.start()
-
     def clear(self) -> None:
         """End a step."""
         self._meta = None
