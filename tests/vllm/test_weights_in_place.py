@@ -186,7 +186,12 @@ def test_the_first_step_after_a_change_loads_nothing_of_before_from_a_node_serve
             served.warm(tokens)
             for one in (engine, inert):
                 one.call("worker", method="load_step", step=step)
-            # vLLM's reset leaves the connector out: the worker alone knows of the change.
-            served.check(tokens, 0)
-            # Enough steps to compare the weights.
-            served.check([7] * 20, 0, max_tokens=24)
+            loaded = engine.counters()["loaded_tokens"]
+            # vLLM's reset leaves the connector out: the worker alone knows of the change, and
+            # refuses a load that vLLM may be told of.
+            served.check(tokens, 0, 512)
+            # Nor has vLLM's own cache anything of before. These are enough steps to compare.
+            for one, most in ((tokens, 8), ([7] * 20, 24)):
+                answer = engine.generate(one, max_tokens=most)
+                assert_same(answer, inert.generate(one, max_tokens=most), NEAR_TIE)
+            assert engine.counters()["loaded_tokens"] == loaded
