@@ -91,9 +91,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Near]]:
         near.close()
 
 
-def stored(tmp_path: Path, count: int) -> list[Chunk]:
+def stored(tmp_path: Path, count: int, seed: int = 0) -> list[Chunk]:
     """Chunks that another engine has stored."""
-    chunks = make_chunks(FMT, count)
+    chunks = make_chunks(FMT, count, seed)
     with closing(Rig(posix(tmp_path / "shelf"), fmt=FMT)) as rig:
         rig.put(chunks)
     return chunks
@@ -119,6 +119,27 @@ def test_what_is_loaded_once_comes_from_memory(start: Callable[..., Near], tmp_p
     assert near.count("disk_tier_loaded_objects") == 4 * FMT.shards
     # ... and has given it to the tier before it.
     assert near.tier.stats().objects == 4 * FMT.shards
+
+
+def test_a_hit_in_memory_waits_for_no_read_of_a_load_that_is_read_few_chunks_at_a_time(
+    start: Callable[..., Near], tmp_path: Path
+) -> None:
+    kept, slow = stored(tmp_path, 4), stored(tmp_path, 4, 7)
+    near = start()
+    assert near.load(kept) is None
+    gate = threading.Event()
+    near.faults.add(Fault("read", f"*{slow[0].key.hex()}*", wait=gate))
+    items = {FMT.kind: near.rig.items(slow, 200)}
+    few = near.rig.transfer.load("few", items, at_once=1).pieces[FMT.kind]
+    # All threads that read are at its first chunk.
+    until(lambda: near.opens() == (4 + 1) * FMT.shards)
+    hit = near.rig.items(kept, 300)
+    assert near.rig.start("hit", hit) is near.rig.finished()
+    assert all(near.rig.holds(item) for item in hit)
+    assert (few.leading, near.opens()) == (0, (4 + 1) * FMT.shards)
+    gate.set()
+    assert near.rig.finished() is few
+    assert few.failed_at is None
 
 
 def test_loads_into_memory_take_no_staging(start: Callable[..., Near], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What threads of loads read: objects that are left to other threads."""
+"""What threads of loads read: what a choice costs, and objects left to other threads."""
 
 from __future__ import annotations
 
@@ -11,6 +11,33 @@ from kvshelf.transfer.load import Piece
 from kvshelf.transfer.reads import Objects, Reads
 from tests.support.formats import make_format
 from tests.support.prompts import make_chunks
+
+
+class Looked(Piece):
+    """A load that counts how often it is looked at."""
+
+    looks = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        Looked.looks += 1
+        return super().__getattribute__(name)
+
+
+def _looks(loads: int) -> int:
+    """Return how often a thread looks at loads, of so many, for six objects."""
+    reads, fmt = Reads(range(2), 2), make_format()
+    for seed in range(loads):
+        chunks = make_chunks(fmt, 3, seed)
+        reads.add(Looked([ChunkSlots(chunk, torch.empty(0)) for chunk in chunks]))
+    before = Looked.looks
+    for _ in range(6):
+        assert reads.take(0, 1) is not None
+        reads.end(0)
+    return Looked.looks - before
+
+
+def test_a_thread_looks_at_no_more_loads_where_there_are_more() -> None:
+    assert _looks(200) == _looks(2)
 
 
 def test_what_was_left_to_a_thread_that_leaves_its_own_goes_on_to_the_last_one() -> None:

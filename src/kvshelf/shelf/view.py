@@ -131,11 +131,18 @@ class ShelfView(ABC):
         The storage.
     fmt : ObjectFormat
         Format of the kind's objects.
+
+    Attributes
+    ----------
+    in_memory : Callable or None
+        Returns whether some shards of a chunk lie in a memory tier now, and never blocks. None
+        without such a tier.
     """
 
     def __init__(self, backend: GuardedBackend, fmt: ObjectFormat) -> None:
         self.backend = backend
         self.fmt = fmt
+        self.in_memory: Callable[[Chunk, Sequence[int]], bool] | None = None
         self._sizes = tuple(fmt.object_size(shard) for shard in range(fmt.shards))
 
     @property

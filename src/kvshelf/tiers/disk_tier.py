@@ -146,6 +146,8 @@ class DiskTier:
         If `path` is something other than a directory.
     """
 
+    in_memory = False
+
     def __init__(
         self,
         path: str | os.PathLike[str],

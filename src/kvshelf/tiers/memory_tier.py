@@ -98,6 +98,8 @@ class MemoryTier:
         As above.
     """
 
+    in_memory = True
+
     def __init__(
         self,
         max_bytes: int,

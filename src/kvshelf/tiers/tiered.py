@@ -74,6 +74,10 @@ class Tier(Protocol):
     """A store in front of a shelf that has copies of some of its objects."""
 
     @property
+    def in_memory(self) -> bool:
+        """Whether it lies in host memory: none of its methods blocks."""
+
+    @property
     def available(self) -> bool:
         """Whether anything can be loaded from it."""
 
@@ -119,6 +123,8 @@ class TieredView(ShelfView):
         self._shelf = shelf
         self._tiers = tiers
         self._ask_shelf = ask_shelf
+        if any(tier.in_memory for tier in tiers):
+            self.in_memory = self._in_memory
 
     @property
     def available(self) -> bool:
@@ -194,6 +200,10 @@ class TieredView(ShelfView):
     def expect(self, chunks: Sequence[Chunk], shards: Sequence[int]) -> None:
         """Announce to the shelf, see :meth:`ShelfView.expect`. What the tiers have is not known."""
         self._shelf.expect(chunks, shards)
+
+    def _in_memory(self, chunk: Chunk, shards: Sequence[int]) -> bool:
+        refs = [ObjectRef(chunk, shard) for shard in shards]
+        return any(tier.in_memory and all(tier.holds(self.fmt, refs)) for tier in self._tiers)
 
     @property
     def pins(self) -> bool:

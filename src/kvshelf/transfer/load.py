@@ -77,13 +77,10 @@ class Piece:
     on_done: Callable[[Piece], None] = lambda piece: None
     #: Threads that are copying into the cache at this moment.
     scattering: int = 0
-    #: The item of each key.
-    places: dict[bytes, int] = field(init=False)
     #: Objects of each item that are in the cache.
     _arrived: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.places = {item.chunk.key: place for place, item in enumerate(self.items)}
         self._arrived = [0] * len(self.items)
 
     @property

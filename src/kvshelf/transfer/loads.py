@@ -78,16 +78,17 @@ class Loads(TransferHalf):
     """
 
     def __init__(self, context: TransferContext) -> None:
-        threads = context.load_threads
+        # One for what lies in memory, which no slow read holds up.
+        threads = context.load_threads + (context.shelf.in_memory is not None)
         super().__init__(context, "load", threads)
         self._shards = context.plan.shards
         self.chunk_bytes = sum(context.fmt.object_size(shard) for shard in self._shards)
         #: Most objects that a thread takes at once: few enough that all threads find staging.
         self._most = max(1, self._staging.for_loads // threads)
-        self._chunks_at_once = max(1, threads // len(self._shards))
+        self._chunks_at_once = max(1, context.load_threads // len(self._shards))
         #: Those that are not finished, the oldest first.
         self._active: dict[Piece, None] = {}
-        self._reads = Reads(self._shards, threads)
+        self._reads = Reads(self._shards, context.load_threads, self._shelf.in_memory)
 
     # ------------------------------------------------------------- step thread
 
@@ -379,7 +380,9 @@ class Loads(TransferHalf):
             if failure is None:
                 if task.arrived:
                     piece.arrive(task.item, len(task.shards), len(self._shards))
-                    self._work.notify(piece.at_once * len(self._shards))
+                    if piece.at_once:
+                        self._reads.update(piece)
+                        self._work.notify(piece.at_once * len(self._shards))
             elif not task.late:
                 self._fail(piece, task.item, failure)
                 return
@@ -447,7 +450,7 @@ class Loads(TransferHalf):
     def _settle(self, piece: Piece) -> None:
         """Complete a load if no further object of it is wanted. Holds the lock."""
         # Chunks after a failed one are useless to this request.
-        self._reads.drop(piece)
+        self._reads.update(piece)
         if piece.at_once:
             self._work.notify_all()
         if piece.leading >= piece.wanted and not piece.scattering:

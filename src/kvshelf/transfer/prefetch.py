@@ -81,6 +81,8 @@ class KindMemory:
         Number of chunks that may be pinned for waiting requests.
     """
 
+    in_memory = True
+
     def __init__(
         self,
         memory: MemoryTier,

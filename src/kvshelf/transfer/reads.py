@@ -6,12 +6,15 @@ Order: the objects of a load are read from its beginning, as many at once as the
 scattered as they arrive. Where the storage reads many objects in one call, a thread takes all of a
 chunk at once, and fewer towards the end of the load, so that the threads end together. Threads
 alternate between the oldest load (so that every load finishes) and the load with the fewest objects
-left (so that short loads do not queue behind long ones). Loads of equal size are thus served in
-order of arrival. *Early* loads, for requests that do not wait for them yet, get the threads that no
-other load needs, but never all of them. An object that several loads need at the same time is read
-once, for all of them. A load may bound how many chunks behind those that have arrived are read at
-once: from a slow storage, many at once arrive together, and late. So would they if others were read
-beside them: while the oldest load has such a bound, only its objects are read.
+left, by powers of two (so that short loads do not queue behind long ones). Loads of equal size are
+thus served in order of arrival. *Early* loads, for requests that do not wait for them yet, get the
+threads that no other load needs, but never all of them. An object that several loads need at the
+same time is read once, for all of them. A load may bound how many chunks behind those that have
+arrived are read at once: from a slow storage, many at once arrive together, and late. So would they
+if others were read beside them: while the oldest load has such a bound, only its objects are read.
+
+What lies in memory needs no storage. A load whose next chunk lies there comes before all others,
+and only so many threads read from the storage at once that one is left for such loads.
 
 Where the caches prefer whole chunks (:attr:`~kvshelf.kv.caches.KVMemory.whole_chunks`), a thread
 leaves its objects to a thread that still reads others of the same chunk; the last of them scatters
@@ -23,14 +26,15 @@ Contracts
 * :class:`Reads` has no lock: its methods are called with that of the loads held. Only
   ``ReadTask.reading`` is set without it: a thread that sees it too late scatters by itself.
 * Each object of a load is taken at most once: in a task, or in a share of another load's task.
+* No method takes longer where there are more loads, but for those that want the same objects.
 * What a thread leaves to another one is released by that one, or by the thread that gives it up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 
@@ -39,6 +43,9 @@ from kvshelf.shelf.view import Fetched, Pinned
 from kvshelf.transfer.context import TransferContext
 from kvshelf.transfer.load import Piece
 from kvshelf.transfer.staging import StagingBuffer
+
+#: A load has fewer objects than two to the power of one less.
+_LANES: Final = 33
 
 
 class Objects:
@@ -85,6 +92,8 @@ class ReadTask:
     piece: Piece
     item: int
     shards: Sequence[int]
+    #: They lay in memory when it was made.
+    near: bool = False
     arrived: bool = False
     #: It was given up, since its thread is stuck.
     late: bool = False
@@ -113,17 +122,18 @@ Arrived: TypeAlias = tuple[ReadTask, Objects]
 class _Untaken:
     """The objects of a load that no thread has taken: a flag for each, over items and shards."""
 
-    __slots__ = ("first", "piece", "taken")
+    __slots__ = ("first", "lane", "piece", "taken")
 
     def __init__(self, piece: Piece, shards: int) -> None:
         self.piece = piece
         self.taken = bytearray(len(piece.items) * shards)
         self.first = 0
+        #: The lane that it is in; None where nothing of it may be read now.
+        self.lane: _Lane | None = None
 
-    def is_ready(self, shards: int) -> bool:
-        """Whether the next objects may be read now."""
-        piece = self.piece
-        return not piece.at_once or self.first < (piece.leading + piece.at_once) * shards
+
+#: Loads, in the order in which they are served.
+_Lane: TypeAlias = dict[_Untaken, None]
 
 
 class Reads:
@@ -134,17 +144,31 @@ class Reads:
     shards : Sequence of int
         Those of each chunk that are read.
     threads : int
-        Threads that read.
+        Those that read from the storage at once.
+    in_memory : Callable, optional
+        See :attr:`~kvshelf.shelf.view.ShelfView.in_memory`. With it there is one thread more.
     """
 
-    def __init__(self, shards: Sequence[int], threads: int) -> None:
+    def __init__(
+        self,
+        shards: Sequence[int],
+        threads: int,
+        in_memory: Callable[[Chunk, Sequence[int]], bool] | None = None,
+    ) -> None:
         self._shards = shards
         self._places = {shard: place for place, shard in enumerate(shards)}
         self._threads = threads
+        self._in_memory = in_memory
         self._max_early = max(1, threads - max(1, threads // 4))
-        #: Loads with objects that no thread has taken, the oldest first.
-        self._queue: dict[Piece, _Untaken] = {}
-        self._early_queue: dict[Piece, _Untaken] = {}
+        #: Loads with objects that no thread has taken.
+        self._loads: dict[Piece, _Untaken] = {}
+        #: Those among them that are not early, the oldest first, and again in lanes: in the first
+        #: one if their next chunk lies in memory, else by the bit length of what is left.
+        self._queue: _Lane = {}
+        self._lanes: list[_Lane] = [{} for _ in range(_LANES)]
+        self._early: _Lane = {}
+        #: The loads with untaken objects of each chunk, by its key, and its place in each.
+        self._wanted: dict[bytes, dict[_Untaken, int]] = {}
         self._oldest_next = True
         #: The task of each thread.
         self._tasks: dict[int, ReadTask] = {}
@@ -153,17 +177,52 @@ class Reads:
 
     def add(self, piece: Piece) -> None:
         """Queue the objects of a load."""
-        queue = self._early_queue if piece.early else self._queue
-        queue[piece] = untaken = _Untaken(piece, len(self._shards))
+        self._loads[piece] = untaken = _Untaken(piece, len(self._shards))
+        if not piece.early:
+            self._queue[untaken] = None
+        for place, item in enumerate(piece.items):
+            self._wanted.setdefault(item.chunk.key, {})[untaken] = place
+        self._move(untaken)
         for task in self._shared:
             self._share(task, untaken)
 
-    def drop(self, piece: Piece) -> None:
-        """Take a load off its queue once all its useful objects are taken."""
-        queue = self._early_queue if piece.early else self._queue
-        untaken = queue.get(piece)
-        if untaken is not None and untaken.first >= piece.wanted * len(self._shards):
-            del queue[piece]
+    def update(self, piece: Piece) -> None:
+        """Note that more of a load has arrived, or that less of it is useful."""
+        untaken = self._loads.get(piece)
+        if untaken is not None:
+            self._move(untaken)
+
+    def _move(self, untaken: _Untaken) -> None:
+        """Put a load into its lane, or off the queue once all its useful objects are taken."""
+        piece, shards = untaken.piece, len(self._shards)
+        item, place = divmod(untaken.first, shards)
+        left = piece.wanted * shards - untaken.first
+        lane: _Lane | None = None
+        if left <= 0:
+            del self._loads[piece]
+            self._queue.pop(untaken, None)
+            for useless in range(item, len(piece.items)):
+                self._forget(untaken, useless)
+        elif piece.early:
+            lane = self._early
+        elif self._in_memory and self._in_memory(piece.items[item].chunk, self._shards[place:]):
+            lane = self._lanes[0]
+        elif not piece.at_once or item < piece.leading + piece.at_once:
+            lane = self._lanes[left.bit_length()]
+        if lane is not untaken.lane:
+            if untaken.lane is not None:
+                del untaken.lane[untaken]
+            if lane is not None:
+                lane[untaken] = None
+            untaken.lane = lane
+
+    def _forget(self, untaken: _Untaken, item: int) -> None:
+        """Note that a load wants no further objects of an item."""
+        key = untaken.piece.items[item].chunk.key
+        wanted = self._wanted.get(key, {})
+        wanted.pop(untaken, None)
+        if not wanted:
+            self._wanted.pop(key, None)
 
     # ------------------------------------------------------------- order
 
@@ -180,9 +239,10 @@ class Reads:
         taken = untaken.taken.find(1, first, first - place + end)
         if taken >= 0:
             end = place + taken - first
-        task = ReadTask(piece, item, self._shards[place:end])
+        near = untaken.lane is self._lanes[0]
+        task = ReadTask(piece, item, self._shards[place:end], near)
         self._note_taken(untaken, item, task.shards)
-        for other in [*self._queue.values(), *self._early_queue.values()]:
+        for other in list(self._wanted.get(task.chunk.key, ())):
             self._share(task, other)
         self._shared.add(task)
         self._tasks[thread] = task
@@ -190,25 +250,26 @@ class Reads:
 
     def _choose(self) -> _Untaken | None:
         """Return the load whose turn it is, see the module."""
-        shards = len(self._shards)
-        oldest = next(iter(self._queue.values()), None)
-        if oldest is not None and oldest.piece.at_once:
-            return oldest if oldest.is_ready(shards) else None
-        ready = [one for one in self._queue.values() if one.is_ready(shards)]
-        if ready:
+        if self._lanes[0]:
+            return next(iter(self._lanes[0]))
+        reading = sum(not task.near for task in self._tasks.values())
+        if self._in_memory and reading >= self._threads:
+            return None
+        if self._queue:
+            oldest = next(iter(self._queue))
+            if oldest.piece.at_once:
+                return oldest if oldest.lane is not None else None
             self._oldest_next = not self._oldest_next
             if not self._oldest_next:
-                return ready[0]
-            return min(ready, key=lambda one: one.piece.wanted * shards - one.first)
-        if self._early_queue:
-            early = sum(task.piece.early for task in self._tasks.values())
-            if early < self._max_early:
-                return next(iter(self._early_queue.values()))
+                return oldest
+            return next(untaken for lane in self._lanes for untaken in lane)
+        if sum(task.piece.early for task in self._tasks.values()) < self._max_early:
+            return next(iter(self._early), None)
         return None
 
     def _share(self, task: ReadTask, untaken: _Untaken) -> None:
         """Let a load share the objects that `task` reads, if it needs them."""
-        item = untaken.piece.places.get(task.chunk.key)
+        item = self._wanted.get(task.chunk.key, {}).get(untaken)
         if item is None:
             return
         first = item * len(self._shards)
@@ -222,9 +283,11 @@ class Reads:
         first = item * len(self._shards)
         for shard in shards:
             untaken.taken[first + self._places[shard]] = 1
+        if untaken.taken.find(0, first, first + len(self._shards)) < 0:
+            self._forget(untaken, item)
         left = untaken.taken.find(0, untaken.first)
         untaken.first = len(untaken.taken) if left < 0 else left
-        self.drop(untaken.piece)
+        self._move(untaken)
 
     # ------------------------------------------------------------- tasks
 
