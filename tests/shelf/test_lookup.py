@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from benchmarks.samples import LARGE
 from benchmarks.samples import make_format as make_large_format
-from kvshelf.backends import Deadlines, open_backend
+from kvshelf.backends import Deadlines, StatResults, open_backend
 from kvshelf.backends.base import Backend
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.errors import TransientStorageError
@@ -541,14 +541,37 @@ def test_a_look_up_that_waits_for_its_keys_holds_up_no_other(
     assert late.given_up
 
 
-def test_a_preparation_that_raises_is_a_miss(rig: Rig) -> None:
+def test_a_look_up_whose_preparation_raises_is_given_up(rig: Rig) -> None:
     def prepare(go_on: Callable[[], None]) -> None:
         raise ValueError("no")
 
     lookup = rig.service.submit(prompt(3), lambda: None, prepare=prepare)
     assert lookup.wait(PATIENCE)
-    assert lookup.chain is None
+    assert lookup.given_up
     assert rig.look(prompt(3)).done
+
+
+def test_a_look_up_whose_search_raises_ends_alone_and_has_its_keys(far: Far) -> None:
+    good, bad = prompt(30), prompt(30, seed=1)
+    far.put(far.chunks(good))
+    stat, broken = far.backend.stat, {far.name(chunk, 0) for chunk in far.chunks(bad)}
+
+    def ask(names: Sequence[str]) -> StatResults:
+        answers = stat(names)
+        if broken.intersection(names):
+            raise RuntimeError("a bug")
+        return answers
+
+    far.backend.stat = ask  # type: ignore[method-assign]
+    far.backend.gate.clear()
+    # One for each thread, so that those behind share rounds.
+    first = [far.submit(prompt(1, seed=7)), far.submit(prompt(1, seed=8))]
+    until(lambda: len(far.backend.asked) + far.backend.listed >= 2)
+    waiting = [far.submit(tokens) for tokens in (good, bad, good)]
+    far.backend.gate.set()
+    assert all(lookup.wait(PATIENCE) for lookup in [*first, *waiting])
+    assert [lookup.hit_chunks for lookup in waiting] == [30, 0, 30]
+    assert [lookup.chain and len(lookup.chain.chunks) for lookup in waiting] == [30] * 3
 
 
 def test_a_look_up_that_raises_is_a_miss_and_logged_once(

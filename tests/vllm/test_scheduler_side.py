@@ -482,6 +482,12 @@ def test_a_look_up_that_hangs_is_made_again_for_the_keys(make: Make) -> None:
     gate.set()
 
 
+def test_a_request_whose_look_up_fails_is_stored(side: Side) -> None:
+    side.faults.add(Fault("stat", error=RuntimeError("a bug")))
+    assert side.ask(Request("r", prompt(40))) == (0, False)
+    assert stored_chunks(side.step({"r": (0, 40)}, new=("r",))) == [0, 1, 2, 3, 4]
+
+
 # ------------------------------------------------------------------------- history
 
 

@@ -35,7 +35,7 @@ class Lookup:
     Attributes
     ----------
     chain : KeyChain or None
-        Keys of the prompt's chunks; None when it has none, or the lookup failed.
+        Keys of the prompt's chunks; None when it has none, or was cancelled or given up.
     first_chunk : int
         Index of the chunk that the search begins at.
     hit_chunks : int
@@ -55,7 +55,7 @@ class Lookup:
     as_of : float
         ``time.monotonic()`` of the answer; until it is there, of the lookup's beginning.
     given_up : bool
-        The storage did not answer in time: nothing is known, not even the keys.
+        The storage did not answer in time, or the keys could not be made: nothing is known.
     waited_for : bool
         A thread waits in :meth:`wait`. It is the one that pauses are made for, so there are none.
     """

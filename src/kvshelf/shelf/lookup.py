@@ -16,6 +16,7 @@ Contracts
   :meth:`LookupService.stalled` is true when waiting is useless. A lookup whose probe missed its
   deadline ends with nothing found and no keys; another thread goes on with the next lookups
   (:mod:`kvshelf.shelf.threads`).
+* A lookup that fails ends alone, and has found nothing. Only if it has no keys yet is it given up.
 * A lookup may have to wait for something before its keys can be made. It waits outside the queue,
   so that no other lookup waits with it.
 * While the circuit breaker is open, lookups still compute chunk keys but report no hit, at once.
@@ -37,7 +38,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -51,7 +52,7 @@ from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.hits import HitSearch
 from kvshelf.shelf.pacing import GilPace
 from kvshelf.shelf.presence import PresenceCache
-from kvshelf.shelf.probes import Ask, Probes, RoundCosts, SharedProbes
+from kvshelf.shelf.probes import Answer, Ask, Probes, RoundCosts, SharedProbes
 from kvshelf.shelf.sequential_search import SequentialSearch
 from kvshelf.shelf.threads import StorageThreads
 from kvshelf.shelf.view import ObjectRef, Presence, ShelfView
@@ -223,8 +224,7 @@ class LookupService:
         try:
             prepare(go_on)
         except Exception as error:  # noqa: BLE001 - cache trouble never ends an engine
-            self._count_failure(error)
-            lookup.finish(0, None)
+            self._fail(lookup, error)
         return True
 
     def stalled(self, seconds: float, lookup: Lookup | None = None) -> bool:
@@ -326,9 +326,11 @@ class LookupService:
         answers = self._shelf.nearby(refs)
         return sum(answer is Presence.PRESENT for answer in answers) / len(answers)
 
-    def _count_failure(self, error: Exception) -> None:
+    def _fail(self, lookup: Lookup, error: Exception, chain: KeyChain | None = None) -> None:
+        """End a lookup that failed; without keys it is given up."""
         self._counters.add("probe_errors")
         self._log.error("a lookup failed and counts as a miss", exc_info=error)
+        lookup.finish(0, chain, given_up=chain is None)
 
     def _begin(self, lookup: Lookup, pace: GilPace) -> _Search | None:
         """Return the search for a lookup; None if its prompt has no keys."""
@@ -383,11 +385,7 @@ class _Rounds:
                 if self._thread not in service._busy:
                     # The thread was given up: another one continues with later lookups.
                     break
-        except Exception as error:  # noqa: BLE001 - cache trouble never ends an engine
-            service._count_failure(error)
         finally:
-            for lookup in self._lookups:
-                lookup.finish(0, None)
             service._busy.pop(self._thread, None)
 
     def _take_more(self) -> None:
@@ -404,25 +402,33 @@ class _Rounds:
                 self._take(lookup)
 
     def _take(self, lookup: Lookup) -> None:
-        service = self._service
         self._lookups[lookup] = time.monotonic()
         self._note_busy()
-        try:
-            search = None if lookup.cancelled else service._begin(lookup, self._pace)
-        except Exception as error:  # noqa: BLE001 - the others can still be found
-            service._count_failure(error)
-            search = None
-        if search is None:
-            self._end(lookup)
-        else:
-            self._searches[lookup] = search
+        with self._alone(lookup):
+            search = None if lookup.cancelled else self._service._begin(lookup, self._pace)
+            if search is None:
+                self._end(lookup)
+            else:
+                self._searches[lookup] = search
 
-    def _end(self, lookup: Lookup, found: _Search | None = None) -> None:
-        """Answer a lookup; without a search it has found nothing."""
-        if found is None:
+    @contextlib.contextmanager
+    def _alone(self, lookup: Lookup) -> Iterator[None]:
+        """End a lookup that fails: it has found nothing but its keys, if it has these."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - cache trouble never ends an engine
+            found = self._searches.pop(lookup, None)
+            self._service._fail(lookup, error, None if found is None else found.chain)
+            self._end(lookup)
+
+    def _end(self, lookup: Lookup) -> None:
+        """Answer a lookup, unless it has failed; without a search it has found nothing."""
+        found = self._searches.get(lookup)
+        if found is None or lookup.cancelled:
             lookup.finish(0, None)
         else:
             self._answer(lookup, found)
+        self._searches.pop(lookup, None)
         del self._lookups[lookup]
         if self._lookups and self._thread in self._service._busy:
             self._note_busy()
@@ -432,23 +438,26 @@ class _Rounds:
         self._service._busy[self._thread] = oldest, tuple(self._lookups)
 
     def _round(self) -> None:
-        probes = self._service._probes
-        asking: list[tuple[SequentialSearch | HitSearch, int]] = []
-        asks: list[Ask] = []
-        together = len(self._searches)
-        for lookup, found in list(self._searches.items()):
-            planned = [] if lookup.cancelled else found.search.plan(probes.costs, together)
-            if planned:
-                asking.append((found.search, len(planned)))
-                asks += planned
-            else:
-                del self._searches[lookup]
-                self._end(lookup, None if lookup.cancelled else found)
-        if asks:
-            answers = iter(probes.send(asks))
-            for search, count in asking:
-                search.take(list(islice(answers, count)))
-            self._rest()
+        probes, together = self._service._probes, len(self._searches)
+        asking: dict[Lookup, list[Ask]] = {}
+        for lookup, (search, _) in list(self._searches.items()):
+            with self._alone(lookup):
+                planned = [] if lookup.cancelled else search.plan(probes.costs, together)
+                if planned:
+                    asking[lookup] = planned
+                else:
+                    self._end(lookup)
+        if not asking:
+            return
+        answers: Iterator[Answer] | None = None
+        with contextlib.suppress(Exception):
+            answers = iter(probes.send([ask for planned in asking.values() for ask in planned]))
+        for lookup, planned in asking.items():
+            with self._alone(lookup):
+                # Where all together fail, each asks for itself.
+                mine = islice(answers, len(planned)) if answers else probes.send(planned)
+                self._searches[lookup].search.take(list(mine))
+        self._rest()
 
     def _answer(self, lookup: Lookup, found: _Search) -> None:
         search, chain = found
