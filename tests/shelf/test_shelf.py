@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,6 +31,7 @@ from kvshelf.errors import (
 from kvshelf.format.invalid import PayloadDamaged, WrongKey
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.objects import ObjectFormat
+from kvshelf.shelf import description
 from kvshelf.shelf import view as view_module
 from kvshelf.shelf.shelf import Shelf, open_shelf
 from kvshelf.shelf.view import ObjectRef, Presence
@@ -175,6 +178,15 @@ def test_buffers_of_wrong_size_are_the_callers_mistake(shelf: Shelf, root: Path)
     assert list(root.iterdir()) == []
 
 
+def test_views_that_are_used_no_more_are_forgotten(shelf: Shelf) -> None:
+    old, used = weakref.ref(shelf.view(make_format(version="old"))), shelf.view(FMT)
+    for number in range(50):
+        shelf.view(make_format(version=f"{number}"))
+        assert shelf.view(FMT) is used
+    gc.collect()
+    assert old() is None
+
+
 def test_namespaces_do_not_mix(shelf: Shelf) -> None:
     other = make_format(weights="user:other")
     store(shelf, CHUNKS[0])
@@ -198,9 +210,24 @@ def test_object_under_the_name_of_another(shelf: Shelf) -> None:
 # ---------------------------------------------------------------------------- vanishing shelves
 
 
-def test_shelf_deleted_while_running(shelf: Shelf, root: Path) -> None:
+@pytest.fixture
+def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Let time pass for descriptions, in which it stands still."""
+    now = [1000.0]
+    monkeypatch.setattr(description, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def passes(seconds: float) -> None:
+        now[0] += seconds
+
+    return passes
+
+
+def test_shelf_deleted_while_running(
+    shelf: Shelf, root: Path, pass_time: Callable[[float], None]
+) -> None:
     store(shelf, CHUNKS[0])
     shutil.rmtree(root)
+    pass_time(10.0)
     assert present(shelf) == [False]
     with pytest.raises(ObjectMissingError):
         load(shelf, CHUNKS[0])
@@ -209,12 +236,18 @@ def test_shelf_deleted_while_running(shelf: Shelf, root: Path) -> None:
     assert [info.namespace for info in shelf.namespaces()] == [FMT.namespace]
 
 
-def test_damaged_description_is_written_again(shelf: Shelf, root: Path) -> None:
+def test_a_damaged_description_is_written_again_by_a_store_ten_seconds_later(
+    shelf: Shelf, root: Path, pass_time: Callable[[float], None]
+) -> None:
     store(shelf, CHUNKS[0])
-    description = root / FMT.namespace.folder / "namespace.json"
-    description.write_bytes(b"")
+    path = root / FMT.namespace.folder / "namespace.json"
+    path.write_bytes(b"")
+    # Not every store looks at it.
     store(shelf, CHUNKS[1])
-    assert description.read_bytes() == FMT.namespace.encoded
+    assert path.read_bytes() == b""
+    pass_time(10.0)
+    store(shelf, CHUNKS[2])
+    assert path.read_bytes() == FMT.namespace.encoded
 
 
 def test_a_description_of_zeros_is_written_again(

@@ -1,8 +1,8 @@
 """The description of a namespace on a shelf, ``namespace.json``: published beside its objects.
 
-When a process publishes its first object, and now and then later, it makes sure that the
-description is there, and once that its bytes are right. Races of threads only repeat this check of
-the storage, on which all methods block.
+When a process publishes its first object, and every ten seconds while it publishes more, it makes
+sure that the description is there, and once that its bytes are right. Races of threads only repeat
+this check of the storage, on which all methods block.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvshelf.shelf.repairs import Repairs
 
 logger = logging.getLogger(__name__)
 
-_DESCRIPTION_SECONDS: Final = 60.0
+_DESCRIPTION_SECONDS: Final = 10.0
 
 
 class Description:
@@ -52,17 +52,14 @@ class Description:
             return
         name = f"{folder}/{DESCRIPTION}"
         encoded = self._namespace.encoded
-        high_latency = self._backend.properties.high_latency
-        # On a high-latency storage the create serves as the first probe: a backend learns from it.
-        first = high_latency and not self._described_until
-        if first or self._backend.stat([name])[0] != len(encoded):
+        # The first create serves as a probe, and a backend learns from it.
+        if not self._described_until or self._backend.stat([name])[0] != len(encoded):
             created = self._repairs.create(folder, name, encoded, len(encoded))
             self._compared = self._compared or created is not WriteResult.EXISTED
         if not self._compared:
             self._compared = True
             self._compare(folder, name, encoded)
-        if high_latency:
-            self._described_until = time.monotonic() + _DESCRIPTION_SECONDS
+        self._described_until = time.monotonic() + _DESCRIPTION_SECONDS
 
     def _compare(self, folder: str, name: str, encoded: bytes) -> None:
         """Replace a description of the right size but other bytes, as a power loss leaves it."""

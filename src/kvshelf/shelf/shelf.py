@@ -12,9 +12,10 @@ Contracts
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from kvshelf.backends import Backend, Deadlines, open_backend
 from kvshelf.backends.guard import GuardedBackend
@@ -32,6 +33,10 @@ from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
 from kvshelf.shelf.leftovers import read_description
 from kvshelf.shelf.view import NamespaceView
+
+#: Views that a shelf keeps: an engine whose weights change has a namespace after another, each with
+#: a view for each kind of the model and the drafter.
+_VIEWS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +114,9 @@ class Shelf:
             backend if isinstance(backend, GuardedBackend) else GuardedBackend(backend, deadlines)
         )
         self._counters = Counters() if counters is None else counters
+        #: The views that were asked for last, the latest last.
         self._views: dict[tuple[bytes, Kind], NamespaceView] = {}
+        self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"Shelf({self.url!r})"
@@ -145,7 +152,7 @@ class Shelf:
         self.backend.close()
 
     def view(self, fmt: ObjectFormat) -> NamespaceView:
-        """Return the objects of one kind in one namespace; the same view each time.
+        """Return the objects of one kind in one namespace: one of the last views, or a new one.
 
         Parameters
         ----------
@@ -153,10 +160,11 @@ class Shelf:
             Format of the objects, see :meth:`ObjectFormat.of`.
         """
         place = fmt.namespace.digest, fmt.kind
-        view = self._views.get(place)
-        if view is None:
-            # Another thread may have been faster.
-            view = self._views.setdefault(place, self._make_view(fmt))
+        with self._lock:
+            view = self._views.pop(place, None) or self._make_view(fmt)
+            self._views[place] = view
+            if len(self._views) > _VIEWS:
+                del self._views[next(iter(self._views))]
         return view
 
     def _make_view(self, fmt: ObjectFormat) -> NamespaceView:
