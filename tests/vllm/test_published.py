@@ -29,6 +29,7 @@ from kvshelf.vllm.published import (
     read_published,
 )
 from kvshelf.weights.configuration import published_lines
+from tests.support.threads import none_can_be_started
 
 CONFIG = {"architectures": ["Mini"], "rms_norm_eps": 1e-5}
 LATER = 3600.0
@@ -126,7 +127,9 @@ def test_which_of_a_copy_a_hub_and_an_object_storage_are_one(
             on_known=lambda weights, published: found.append((weights, published)),
             on_problem=problems.append,
         )
-        identity._run()
+        # Then all of it is done in the call.
+        with none_can_be_started(monkeypatch, "kvshelf-"):
+            identity.start()
         assert problems == []
         return found[0]
 

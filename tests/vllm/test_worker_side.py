@@ -547,6 +547,23 @@ def test_a_worker_that_gets_no_thread_tries_again_and_keeps_nothing_twice(
 # ------------------------------------------------------------------------- the end
 
 
+def test_the_end_waits_for_all_threads_that_touch_memory(
+    make_worker: Callable[..., WorkerRig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, waited_for = threading.Event(), list[str]()
+    monkeypatch.setattr(StagingPool, "warm", lambda pool, nbytes: gate.wait(PATIENCE))
+    rig = make_worker(opened=False)
+    # For these caches as well.
+    rig.register()
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            threading.Thread, "join", lambda thread, seconds: waited_for.append(thread.name)
+        )
+        rig.connector.shutdown()
+    gate.set()
+    assert waited_for.count("kvshelf-warm") == 2
+
+
 def test_shutting_down_publishes_for_a_bounded_time_and_says_what_was_lost(
     make_worker: Callable[..., WorkerRig], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -26,6 +26,7 @@ from kvshelf.weights.fingerprints import (
     weights_fingerprint,
 )
 from tests.format.golden_format import VECTORS, reference
+from tests.support.threads import none_can_be_started
 
 
 def touch(folder: Path, *names: str) -> None:
@@ -397,6 +398,14 @@ def test_hashing_on_other_processors_gives_the_same(model: list[Path]) -> None:
     assert aside == weights_fingerprint(model)
     # Only the hashing threads step aside.
     assert os.sched_getaffinity(0) == own
+
+
+def test_where_no_thread_can_be_started_the_caller_hashes(
+    model: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = weights_fingerprint(model)
+    with none_can_be_started(monkeypatch, "kvshelf-fingerprint"):
+        assert weights_fingerprint(model, on_thread_start=pytest.fail) == found
 
 
 def test_files_larger_than_the_read_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

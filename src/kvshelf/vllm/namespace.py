@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from kvshelf.background import try_to_start
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError, TransientStorageError, UnsupportedError
 from kvshelf.format.kinds import FULL, KINDS, SHARDS_FIELDS, STATE, WINDOW, Kind
@@ -564,12 +565,11 @@ class WeightsIdentity:
     vllm_config : VllmConfig
     config : Config
     on_known : Callable[[str, Published], None]
-        Called on the background thread with the fingerprint and with what the model publishes
+        Called on that thread with the fingerprint and with what the model publishes
         beside its weights. The fingerprint is :data:`~kvshelf.vllm.metadata.BY_PARAMETERS` where no
         file identifies what vLLM loaded.
     on_problem : Callable[[str], None]
-        Called on the background thread when there can be no fingerprint, with the reason and
-        what to do.
+        Called on that thread when there can be no fingerprint, with the reason and what to do.
     modules : Sequence of Module
         Of the loaded model, itself first.
     on_thread_start : Callable, optional
@@ -597,7 +597,10 @@ class WeightsIdentity:
         self._cancel = threading.Event()
 
     def start(self) -> None:
-        """Start; wait a moment where only small files are read."""
+        """Start; wait a moment where only small files are read.
+
+        Where the system allows no more threads, wait for all.
+        """
         given = self._config.weights
         if given == "sampled":
             logger.warning(
@@ -605,8 +608,9 @@ class WeightsIdentity:
                 " that differ elsewhere would share KV. Use it for files that never change."
             )
         thread = threading.Thread(target=self._run, name="kvshelf-weights", daemon=True)
-        thread.start()
-        if given not in ("content", "sampled"):
+        if not try_to_start(thread):
+            self._run()
+        elif given not in ("content", "sampled"):
             thread.join(_JOIN_SECONDS)
 
     def cancel(self) -> None:

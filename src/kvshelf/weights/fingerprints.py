@@ -14,7 +14,7 @@ Contracts
 Threads
 -------
 Everything is safe to call from any thread. Files are read on daemon threads, which end with the
-call, or with the process if a read hangs.
+call, or with the process if a read hangs; on the caller's where the system allows no more threads.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from typing import Final, TypeAlias
 
 import xxhash
 
+from kvshelf.background import try_to_start
 from kvshelf.errors import ConfigError, KVShelfError, TransientStorageError
 from kvshelf.weights.claims import Claim, Watch, try_claim
 
@@ -419,9 +420,12 @@ def _hash_files(
     results = queue.SimpleQueue()
     stop = threading.Event()
 
-    def work() -> None:
+    def run() -> None:
         if on_thread_start is not None:
             on_thread_start()
+        work()
+
+    def work() -> None:
         buffer = memoryview(bytearray(_READ_BYTES))
         while True:
             with lock:
@@ -443,8 +447,12 @@ def _hash_files(
                 stop.wait(_LOOK_AGAIN_SECONDS)
 
     expected = len(todo)
-    for number in range(min(max(threads, 1), expected)):
-        threading.Thread(target=work, name=f"kvshelf-fingerprint-{number}", daemon=True).start()
+    readers = [
+        threading.Thread(target=run, name=f"kvshelf-fingerprint-{number}", daemon=True)
+        for number in range(min(max(threads, 1), expected))
+    ]
+    if not sum(map(try_to_start, readers)):
+        work()
     try:
         for _ in range(expected):
             while True:

@@ -189,7 +189,7 @@ class Registration:
         self._generation = 0
         #: Memory that no transfer uses yet.
         self._ready: Memories = {}
-        self._warming: tuple[threading.Thread, Memories] | None = None
+        self._warming: list[tuple[threading.Thread, Memories]] = []
 
     @property
     def state(self) -> State:
@@ -546,8 +546,9 @@ class Registration:
         thread = threading.Thread(
             target=self._warm, args=(memories,), name="kvshelf-warm", daemon=True
         )
+        self._warming = [warming for warming in self._warming if warming[0].is_alive()]
         if try_to_start(thread):
-            self._warming = thread, memories
+            self._warming.append((thread, memories))
 
     def _warm(self, memories: Memories) -> None:
         widen_cpu_affinity()
@@ -564,9 +565,8 @@ class Registration:
         """Free memory that no transfer uses, and stop the threads."""
         self.cancel_weights()
         self._close_ready()
-        if self._warming is not None:
+        for thread, memories in self._warming:
             # A thread that is inside compiled code when Python ends would crash the process.
-            thread, memories = self._warming
             for memory in memories.values():
                 memory.staging.close()
             thread.join(_WARM_JOIN_SECONDS)
