@@ -6,11 +6,14 @@ of the same length in vLLM's own prefix cache, in the same engine.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
+
+import torch
 
 from benchmarks.engine import (
     HIT_TOKENS,
@@ -24,6 +27,7 @@ from benchmarks.engine import (
     warm,
     warm_up,
 )
+from benchmarks.far import Nowhere, RepeatedLoads, store
 from benchmarks.least_bytes import bytes_row, with_bytes
 from benchmarks.measure import Goal, Row, Work, measure_pairs
 from benchmarks.paged import paged_kv
@@ -32,17 +36,22 @@ from benchmarks.samples import (
     LARGE,
     TINY,
     Shape,
+    fill,
     make_chunks,
     make_format,
     make_prompt,
 )
 from benchmarks.settings import Settings
-from kvshelf.backends import open_backend
+from kvshelf.backends import Reader, open_backend
+from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.cache import ChunkCache
+from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef
 from kvshelf.tiers.memory_tier import MemoryTier
-from kvshelf.transfer.context import bytes_at
+from kvshelf.tiers.tiered import TieredView
+from kvshelf.transfer.context import ChunkSlots, bytes_at
+from kvshelf.transfer.prefetch import KindMemory
 
 _CHUNKS = 16
 _THREADS = 2
@@ -50,6 +59,9 @@ _PAIRS = 31
 _SEED = 3_000_000
 #: The engine stores a prompt in less.
 _STORE_SECONDS = 3.0
+#: What an object of the slow storage takes, and chunks of a hit beside it.
+_READ_SECONDS = 0.25
+_CHUNKS_BESIDE = 4
 _ENGINE = Row(
     "memory/engine",
     f"warm TTFT, {HIT_TOKENS} of {PROMPT_TOKENS} tokens from the memory tier in process",
@@ -62,6 +74,7 @@ _ENGINE_BYTES = bytes_row(_ENGINE, "memory/engine-bytes", 1.05, read=False)
 def bench_memory(settings: Settings) -> Iterator[Row]:
     """Measure hits in the memory tier: of ``ChunkCache``, and of an engine."""
     yield _retrieve_row(settings, TINY if settings.quick else LARGE)
+    yield _beside_row(settings, TINY if settings.quick else LARGE)
     yield from guarded(settings, [_ENGINE, _ENGINE_BYTES], _engine_rows)
 
 
@@ -109,6 +122,54 @@ def _retrieve_row(settings: Settings, shape: Shape) -> Row:
             goal=Goal(1.1),
             extra={"bytes": _CHUNKS * fmt.object_size(0)},
         )
+
+
+class _SlowBackend(WrappedBackend):
+    """A storage whose objects take long; `reading` is set when one is asked for."""
+
+    reading = threading.Event()
+
+    def open(self, name: str, size: int | None = None) -> Reader:
+        self.reading.set()
+        time.sleep(_READ_SECONDS)
+        return self.inner.open(name, size)
+
+
+def _beside_row(settings: Settings, shape: Shape) -> Row:
+    """Time hits in memory, each beside a load that is read one chunk at a time."""
+    fmt = make_format(shape, 1)
+    size, kept = fmt.object_size(0), make_chunks(fmt, _CHUNKS_BESIDE)
+    slow, others = _SlowBackend(open_backend(str(settings.folder("slow")))), make_chunks(fmt, 2, 1)
+    items = [ChunkSlots(chunk, torch.empty(0, dtype=torch.int64), Nowhere()) for chunk in others]
+    with ExitStack() as stack:
+        shelf = stack.enter_context(Shelf(slow))
+        tier = stack.enter_context(closing(MemoryTier(2 * len(kept) * size, lazy=True)))
+        store(shelf, fmt, others)
+        image = memoryview(bytearray(size))
+        fill(image)
+        for chunk in kept:
+            fmt.seal(image, chunk, 0)
+            tier.keep(fmt, ObjectRef(chunk, 0), image)
+        memory = KindMemory(tier, fmt, Counters(), keeps=False)
+        hits = RepeatedLoads(TieredView(shelf.view(fmt), [memory]), kept, _THREADS)
+        stack.callback(hits.transfer.close)
+        times, over = [], threading.Event()
+        for _ in range(settings.pairs(_PAIRS)):
+            slow.reading.clear()
+            over.clear()
+            hits.loads.load(items, at_once=1, on_done=lambda _: over.set())
+            slow.reading.wait()
+            begin = time.perf_counter()
+            hits.load()
+            times.append(time.perf_counter() - begin)
+            over.wait()
+    return Row(
+        "memory/beside-slow",
+        f"load of {len(kept)} chunks of {size / 2**20:.3g} MiB from the memory tier, beside a load"
+        f" that is read one chunk at a time, {_READ_SECONDS:g} s each",
+        ours=times,
+        goal=Goal(0.1, "seconds"),
+    )
 
 
 def _wait_stored(run: EngineRun) -> int:
