@@ -48,7 +48,6 @@ def test_defaults_need_nothing() -> None:
     assert config.chunk_size == 256
     assert config.staging_bytes is None
     assert config.least_staging == 1 << 30
-    assert config.lookup_budget_ms == 0.2
     assert config.admission == "auto"
     assert config.shutdown_drain_s == 4.0
     assert not config.read_only
@@ -305,7 +304,7 @@ def test_every_bad_value_is_named_with_its_source(file: Path) -> None:
         {"staging_bytes": 0},
         {"io_threads": 0},
         {"lookup_wait_s": -1},
-        {"lookup_budget_ms": "nan"},
+        {"lookup_wait_s": "nan"},
         {"weights": ""},
         {"version": ""},
         {"shared_storage_path": ""},

@@ -454,10 +454,6 @@ class Config(BaseSettings):
     min_load_tokens: _Count = Field(default=0, ge=0)
     """Unless `admission` is `always`, compute hits of fewer tokens, whatever their loads would
     take. Hand-overs are loaded all the same."""
-    lookup_budget_ms: float = Field(default=0.2, ge=0)
-    """Milliseconds that a scheduler step waits for lookups before they continue in the background.
-    It waits for a hundredth of what the last step took, 4 ms at most, if that is more: a request
-    whose lookup ends a moment later waits for the whole step. 0: it does not wait."""
     lookup_wait_s: float = Field(default=1.0, ge=0)
     """Longest time, in seconds, that a request waits for its lookup. After that it is computed as
     if nothing had been found."""

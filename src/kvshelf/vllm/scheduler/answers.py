@@ -135,12 +135,14 @@ class Answers(SharingPart):
         if lookups is None:
             starts = not overdue and self._opening.handshake.may_wait()
             return Outcome.STARTS if starts else Outcome.NOT_STARTED
-        lookup = state.lookup or self._lookups.start(lookups, state)
+        lookup = self._lookups.asked(lookups, state)
         if self._lookups.breaker_is_open(lookups):
             return Outcome.UNAVAILABLE
         if self._is_covered(state, computed):
             return Outcome.COVERED
-        return self._wait(lookups, state, lookup, overdue=overdue)
+        if lookup is None:
+            return Outcome.TIMED_OUT if overdue else Outcome.WAITS
+        return self._wait(lookups, state, lookup, computed, overdue=overdue)
 
     def _is_covered(self, state: RequestState, computed: int) -> bool:
         """Whether no hit may have more than the tokens that vLLM has computed."""
@@ -149,17 +151,23 @@ class Answers(SharingPart):
         return self._hits.most(state) <= computed
 
     def _wait(
-        self, lookups: LookupService, state: RequestState, lookup: Lookup, *, overdue: bool
+        self,
+        lookups: LookupService,
+        state: RequestState,
+        lookup: Lookup,
+        computed: int,
+        *,
+        overdue: bool,
     ) -> Outcome:
-        """Wait for a lookup, or for the next one where its answer is old."""
+        """Wait for a lookup, or for the next one where that finds more."""
         if not self._lookups.wait(lookups, lookup):
-            ends = overdue or self._lookups.too_long(lookups, state)
-            return Outcome.TIMED_OUT if ends else Outcome.WAITS
+            holds = not overdue and self._lookups.holds(lookups, state)
+            return Outcome.WAITS if holds else Outcome.TIMED_OUT
         if lookup.given_up:
             return Outcome.TIMED_OUT
         if not self._keys.trusts(state):
             return Outcome.ADAPTER_UNKNOWN
-        newest = self._lookups.newest(lookups, state, lookup)
+        newest = self._lookups.newest(lookups, state, computed)
         return Outcome.WAITS if newest is None else Outcome.FOUND
 
     def _found(self, state: RequestState, computed: int) -> int:

@@ -5,14 +5,16 @@ health and of what appeared on it.
 
 Contracts
 ---------
-* Of a long queue only the first requests have a lookup and keys.
-* All waits for lookups in one step together take at most the lookup budget, or a hundredth of what
-  the last step took: a request that is not answered now is asked again in the next step. Steps
-  that compute nothing may take longer, where :class:`~kvshelf.vllm.scheduler.steps.Steps` says that
-  one may.
-* A preempted and resumed request gets a new lookup. So does one that vLLM polls when its answer is
-  older than a second, or a chunk that it missed was stored since, unless all of it was found. It
-  waits for this lookup as for the first, and keeps the old answer if there is none in time.
+* Of a long queue only the first requests have a lookup and keys. vLLM asks for the whole queue
+  while no request is answered, so its question starts lookups only of the first ones that a step
+  asks for: those behind them have their turn when these are answered.
+* All waits for lookups in one step together take at most a hundredth of what the last step took: a
+  request that is not answered now is asked again in the next step. Steps that compute nothing may
+  take longer, where :class:`~kvshelf.vllm.scheduler.steps.Steps` says that one may.
+* A preempted and resumed request gets a new lookup. So do the first ones of the queue when their
+  answers are older than a second, unless all of the prompt was found; the old answer counts until
+  the new one is there. A request waits for a new answer, as for the first, only if vLLM asks for it
+  and a chunk that it missed was stored here since.
 * A hit is recorded as a use of all that it needs, on the lookup thread, also where vLLM's prefix
   cache has a part of it or all (:mod:`kvshelf.capacity.uses`).
 * Runs on the engine's step thread, but :meth:`Lookups.note_there` on any, and lookups on theirs.
@@ -26,6 +28,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, Final
 
 from kvshelf.format.kinds import kind_key
@@ -35,19 +38,23 @@ from kvshelf.vllm.scheduler.drafts import draft_chunks
 from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.scheduler.shared import Shared, SharingPart
 
-#: An idle engine loses nothing by a wait as long as an empty step; seconds.
+#: Seconds that an idle step may wait for lookups: most are done by then, and it computes nothing.
 _IDLE_LOOKUP_SECONDS: Final = 3e-3
-#: Share of the last step that the next one may wait for lookups, and the most of it in seconds.
+#: Share of the last step that the next one may wait for lookups, and the most of it in seconds: a
+#: request that is not answered waits for the whole step.
 _STEP_SHARE: Final = 0.01
 _LONGEST_LOOKUP_SECONDS: Final = 4e-3
 #: After this long without a step, a worker's last report of its breaker no longer counts.
 _STALE_SECONDS: Final = 1.0
-#: Age of an answer at which a waiting request is looked up again; doubled each time.
+#: Age of an answer at which one of the first waiting requests is looked up again.
 _ANSWER_SECONDS: Final = 1.0
 #: Most chunks that are remembered as stored recently.
 _PUBLISHED_REMEMBERED: Final = 4096
-#: Waiting requests whose lookups are made before vLLM polls them.
+#: Waiting requests whose lookups are made before vLLM asks for them.
 _LOOKUPS_AHEAD: Final = 256
+#: The front of the queue: the first of these, whose answers are renewed; and of the requests that
+#: one step asks for and leaves waiting, the first, whose lookups the question starts.
+_FRONT: Final = 16
 
 
 class Lookups(SharingPart):
@@ -63,15 +70,15 @@ class Lookups(SharingPart):
     def __init__(self, shared: Shared) -> None:
         super().__init__(shared)
         #: Waiting requests with a lookup, and later ones without, in order.
-        self._ahead: set[str] = set()
+        self._ahead: dict[str, None] = {}
         self._later: OrderedDict[str, None] = OrderedDict()
         #: When a kind of a chunk appeared, by kind key, the latest last.
         self._published: OrderedDict[bytes, float] = OrderedDict()
         self._publishing = threading.Lock()
         #: Ranks whose storage breaker is open.
         self._open_breakers: set[int] = set()
-        #: How long this step has waited for lookups.
-        self._waited = 0.0
+        #: How long this step has waited for lookups, and how many requests it has left waiting.
+        self._waited, self._held = 0.0, 0
 
     def __len__(self) -> int:
         """Return how many waiting requests have a lookup or will get one."""
@@ -81,28 +88,36 @@ class Lookups(SharingPart):
 
     def plan(self, output: Any, meta: StepMetadata) -> None:
         """Start lookups of the next waiting requests, in place of those that no longer wait."""
-        self._waited = 0.0
-        if self._ahead:
-            self._ahead.difference_update(output.num_scheduled_tokens)
+        self._waited, self._held = 0.0, 0
+        for waiting in (self._ahead, self._later):
+            for request_id in waiting.keys() & output.num_scheduled_tokens.keys():
+                del waiting[request_id]
         lookups = self._opening.looks_up
-        if lookups is None or not self._later:
+        if lookups is None:
             return
-        for request_id in output.num_scheduled_tokens:
-            self._later.pop(request_id, None)
         while len(self._ahead) < _LOOKUPS_AHEAD and self._later:
             request_id, _ = self._later.popitem(last=False)
             state = self._requests.get(request_id)
             if state is not None and state.lookup is None:
                 self.start(lookups, state)
+        self._renew_first(lookups)
 
-    def _budget(self, *, idle: bool) -> float:
+    def _renew_first(self, lookups: LookupService) -> None:
+        """Look up anew the first waiting request whose answer is old: one a step."""
+        old = time.monotonic() - _ANSWER_SECONDS
+        for request_id in islice(self._ahead, _FRONT):
+            state = self._requests[request_id]
+            self._take_newer(state)
+            lookup = self._may_find_more(state)
+            if lookup is not None and lookup.as_of < old and state.newer is None:
+                self._renew(lookups, state)
+                return
+
+    def _budget(self) -> float:
         """Return how long this step may wait for lookups, in seconds."""
-        budget = self._config.lookup_budget_ms * 1e-3
-        if idle:
-            return max(budget, _IDLE_LOOKUP_SECONDS)
-        if not budget:
-            return 0.0
-        return max(budget, min(_STEP_SHARE * self._steps.seconds, _LONGEST_LOOKUP_SECONDS))
+        if self._steps.may_wait:
+            return _IDLE_LOOKUP_SECONDS
+        return min(_STEP_SHARE * self._steps.seconds, _LONGEST_LOOKUP_SECONDS)
 
     # ------------------------------------------------------------- begin and end
 
@@ -126,11 +141,18 @@ class Lookups(SharingPart):
             if state.lookup is None and state.waits:
                 self.start_in_turn(state)
 
+    def asked(self, lookups: LookupService, state: RequestState) -> Lookup | None:
+        """Return the lookup of a request that vLLM asks for; None if others come first."""
+        if state.lookup is None and self._held < _FRONT:
+            self.start(lookups, state)
+        return state.lookup
+
     def start(self, lookups: LookupService, state: RequestState) -> Lookup:
         """Start the lookup of a request."""
         self._later.pop(state.id, None)
-        if state.request.num_computed_tokens == 0:
-            self._ahead.add(state.id)
+        # There is a bound on requests that wait for hand-overs elsewhere.
+        if state.request.num_computed_tokens == 0 and state.awaited is None:
+            self._ahead[state.id] = None
         state.lookup = self._submit(lookups, state)
         return state.lookup
 
@@ -180,11 +202,11 @@ class Lookups(SharingPart):
 
     def loading(self, state: RequestState) -> None:
         """Note that a request no longer waits: a load of it was planned."""
-        self._ahead.discard(state.id)
+        self._ahead.pop(state.id, None)
 
     def finished(self, state: RequestState) -> None:
         """Forget a request."""
-        self._ahead.discard(state.id)
+        self._ahead.pop(state.id, None)
         self._later.pop(state.id, None)
         state.cancel_lookups()
 
@@ -204,10 +226,10 @@ class Lookups(SharingPart):
         """Wait within the step's budget; return whether the lookup is done."""
         if lookup.done:
             return True
-        idle = self._steps.may_wait
-        left = self._budget(idle=idle) - self._waited
+        left = self._budget() - self._waited
         # A wait that times out lasts longer than its timeout: until the lookup thread releases the
         # GIL.
+        idle = self._steps.may_wait
         if left <= 0 or not (idle or lookups.may_be_done_within(lookup, left)):
             return False
         begin = time.monotonic()
@@ -215,44 +237,59 @@ class Lookups(SharingPart):
         self._waited += time.monotonic() - begin
         return done
 
-    def too_long(self, lookups: LookupService, state: RequestState) -> bool:
-        """Whether a request has waited for its lookup long enough."""
+    def holds(self, lookups: LookupService, state: RequestState) -> bool:
+        """Whether a request whose lookup is not done waits for it in this step."""
         now = time.monotonic()
         if state.waiting_since is None:
             state.waiting_since = now
         longest = self._config.lookup_wait_s
         # Once the storage has delayed one request for this long, the next does not wait for it.
-        return now - state.waiting_since >= longest or lookups.stalled(longest)
+        holds = now - state.waiting_since < longest and not lookups.stalled(longest)
+        self._held += holds
+        return holds
 
-    def newest(self, lookups: LookupService, state: RequestState, lookup: Lookup) -> Lookup | None:
-        """Return a request's lookup with a recent answer; None while it runs.
+    def newest(self, lookups: LookupService, state: RequestState, computed: int) -> Lookup | None:
+        """Return the lookup with a request's newest answer; None while the request waits for one.
 
-        A request may have waited for long, and what its prompt begins with may be stored by now.
+        vLLM has `computed` of its tokens.
         """
-        if state.newer is None:
-            if not self._is_old(state, lookup):
-                return lookup
-            state.renewals += 1
-            state.waiting_since = None
-            state.newer = self._submit(lookups, state)
-        newer = state.newer
-        if not self.wait(lookups, newer) and not self.too_long(lookups, state):
-            return None
-        state.newer = None
-        if newer.done and not newer.given_up:
-            state.lookup = newer
-        else:
-            newer.cancel()
+        self._take_newer(state)
+        if self._held < _FRONT and self._was_stored_since(state, computed):
+            newer = state.newer or self._renew(lookups, state)
+            if not self.wait(lookups, newer) and self.holds(lookups, state):
+                return None
+            self._take_newer(state)
         return state.lookup
 
-    def _is_old(self, state: RequestState, lookup: Lookup) -> bool:
-        """Whether a new lookup probably finds more."""
-        chain = lookup.chain
-        if chain is None or state.awaited is not None or lookup.hit_chunks >= len(chain.chunks):
+    def _renew(self, lookups: LookupService, state: RequestState) -> Lookup:
+        """Look up anew what a request may find by now."""
+        state.waiting_since = None
+        state.newer = self._submit(lookups, state)
+        return state.newer
+
+    @staticmethod
+    def _take_newer(state: RequestState) -> None:
+        """Replace a request's answer by that of its newer lookup, if there is one."""
+        if state.newer is not None and state.newer.done:
+            if not state.newer.given_up:
+                state.lookup = state.newer
+            state.newer = None
+
+    @staticmethod
+    def _may_find_more(state: RequestState) -> Lookup | None:
+        """Return the lookup of a request if it is done, and a later one may find more."""
+        lookup = state.lookup
+        if lookup is None or not lookup.done or lookup.chain is None or state.awaited is not None:
+            return None
+        return lookup if lookup.hit_chunks < len(lookup.chain.chunks) else None
+
+    def _was_stored_since(self, state: RequestState, computed: int) -> bool:
+        """Whether a chunk that a request's answer misses, and vLLM too, was stored here since."""
+        lookup = self._may_find_more(state)
+        if lookup is None or lookup.chain is None:
             return False
-        if time.monotonic() - lookup.as_of > _ANSWER_SECONDS * 2**state.renewals:
-            return True
-        missing = chain.chunks[lookup.full_chunks :][:1] or chain.chunks[-1:]
+        chunks = lookup.chain.chunks
+        missing = chunks[max(lookup.full_chunks, computed // self._size) :][:1] or chunks[-1:]
         found = [self._published.get(kind_key(missing[0].key, kind)) for kind in self._groups.kinds]
         return any(at is not None and at > lookup.as_of for at in found)
 

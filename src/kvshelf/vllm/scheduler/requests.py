@@ -86,8 +86,6 @@ class RequestState:
         Why it is computed without the answer of a lookup, for the history.
     lookup, newer : Lookup or None
         Its lookup, and a newer one to replace it, since its answer is old.
-    renewals : int
-        How many newer ones there were.
     asked : float or None
         When vLLM first asked for it since it was admitted.
     waiting_since : float or None
@@ -123,7 +121,6 @@ class RequestState:
     not_loaded: Reason | None = None
     lookup: Lookup | None = None
     newer: Lookup | None = None
-    renewals: int = 0
     asked: float | None = None
     waiting_since: float | None = None
     gave_up: bool = False
