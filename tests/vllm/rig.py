@@ -238,9 +238,9 @@ class Side:
         assert lookup.wait(PATIENCE)
         return lookup
 
-    def known(self, name: str, tokens: list[int]) -> Request:
+    def known(self, name: str, tokens: list[int], **options: Any) -> Request:
         """A request whose lookup is done and which no step has admitted yet."""
-        request = Request(name, tokens)
+        request = Request(name, tokens, **options)
         self.side.new_request(request)
         until(lambda: (lookup := lookup_of(self.side, name)) is not None and lookup.done)
         return request

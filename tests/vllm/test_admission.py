@@ -232,6 +232,21 @@ def test_a_load_that_failed_is_in_the_way_of_no_other(engine: Engine) -> None:
     assert engine.side.ask(engine.request(65)) == 64
 
 
+def test_a_request_counts_its_wait_for_the_load_of_another(engine: Engine) -> None:
+    engine.learn(0.1)
+    first = engine.request(201)
+    engine.side.load(first, engine.side.ask(first))
+    (cut,) = engine.side.step().loads
+    second = engine.side.known("second", prompt(201, engine.count))
+    assert engine.side.side.matched_tokens(second, 0) is None
+    engine.clock.now += 0.5
+    engine.side.fail(first.request_id, 3)
+    engine.side.side.loads_done({first.request_id})
+    engine.side.load(second, engine.side.ask(second))
+    (op,) = engine.side.step().loads
+    assert op.patience[0] == pytest.approx(cut.patience[0] - 0.5)
+
+
 def test_what_is_handed_over_is_always_loaded(engine: Engine) -> None:
     engine.learn(5.0)
     tokens = prompt(65, 500)

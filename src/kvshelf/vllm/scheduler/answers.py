@@ -23,6 +23,7 @@ from kvshelf.history import Event, Reason
 from kvshelf.shelf.lookup import Lookup, LookupService
 from kvshelf.vllm.scheduler.admission import Admission
 from kvshelf.vllm.scheduler.handovers import Handovers
+from kvshelf.vllm.scheduler.loads import Loads
 from kvshelf.vllm.scheduler.lookups import Lookups
 from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.scheduler.shared import Shared, SharingPart
@@ -35,6 +36,8 @@ class Outcome(enum.Enum):
     FOUND = enum.auto()
     #: Not known yet: vLLM asks again in the next step.
     WAITS = enum.auto()
+    #: The same, until the load of another request is over that brings what this one needs.
+    SHARES = enum.auto()
     #: The same, until the namespace is known.
     STARTS = enum.auto()
     #: The namespace was not known in time.
@@ -79,6 +82,7 @@ class Answers(SharingPart):
     lookups : Lookups
     handovers : Handovers
     admission : Admission
+    loads : Loads
     """
 
     def __init__(
@@ -87,8 +91,10 @@ class Answers(SharingPart):
         lookups: Lookups,
         handovers: Handovers,
         admission: Admission,
+        loads: Loads,
     ) -> None:
         super().__init__(shared)
+        self._loads = loads
         self._lookups = lookups
         self._handovers = handovers
         self._admission = admission
@@ -117,7 +123,7 @@ class Answers(SharingPart):
         elif outcome is Outcome.UNAVAILABLE and not state.refused:
             state.refused = True
             self._counters.add("skipped_lookups")
-        return None if outcome in (Outcome.WAITS, Outcome.STARTS) else 0
+        return None if outcome in (Outcome.WAITS, Outcome.SHARES, Outcome.STARTS) else 0
 
     def _ask(self, state: RequestState, computed: int) -> Outcome:
         """Take what is asked for a request a step further."""
@@ -140,9 +146,9 @@ class Answers(SharingPart):
             return Outcome.UNAVAILABLE
         if self._is_covered(state, computed):
             return Outcome.COVERED
-        if lookup is None:
-            return Outcome.TIMED_OUT if overdue else Outcome.WAITS
-        return self._wait(lookups, state, lookup, computed, overdue=overdue)
+        outcome = self._wait(lookups, state, lookup, computed, overdue=overdue)
+        self._lookups.held += outcome in (Outcome.WAITS, Outcome.SHARES)
+        return outcome
 
     def _is_covered(self, state: RequestState, computed: int) -> bool:
         """Whether no hit may have more than the tokens that vLLM has computed."""
@@ -154,21 +160,25 @@ class Answers(SharingPart):
         self,
         lookups: LookupService,
         state: RequestState,
-        lookup: Lookup,
+        lookup: Lookup | None,
         computed: int,
         *,
         overdue: bool,
     ) -> Outcome:
-        """Wait for a lookup, or for the next one where that finds more."""
-        if not self._lookups.wait(lookups, lookup):
-            holds = not overdue and self._lookups.holds(lookups, state)
-            return Outcome.WAITS if holds else Outcome.TIMED_OUT
+        """Wait for a lookup, for the next one where that finds more, or for another's load."""
+        if lookup is None or not self._lookups.wait(lookups, lookup):
+            ends = overdue or (lookup is not None and self._lookups.too_long(lookups, state))
+            return Outcome.TIMED_OUT if ends else Outcome.WAITS
         if lookup.given_up:
             return Outcome.TIMED_OUT
         if not self._keys.trusts(state):
             return Outcome.ADAPTER_UNKNOWN
         newest = self._lookups.newest(lookups, state, computed)
-        return Outcome.WAITS if newest is None else Outcome.FOUND
+        if newest is None:
+            return Outcome.WAITS
+        hit = self._hits.tokens(state, newest, computed)
+        shares = hit > computed and self._loads.shares(state, computed, hit)
+        return Outcome.SHARES if shares else Outcome.FOUND
 
     def _found(self, state: RequestState, computed: int) -> int:
         """Offer what the lookup has found, and count it the first time."""

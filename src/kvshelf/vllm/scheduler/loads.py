@@ -10,6 +10,9 @@ Contracts
 * There is one load for each time that a request is admitted: what the load did not deliver is
   computed, so no request can loop. Of a hybrid engine a load brings everything or nothing: after
   one that failed, the request gets a new lookup for a shorter hit, for a bounded number of times.
+* Of requests that come together and begin alike the first loads, where vLLM caches prefixes. The
+  others wait until that load is over, however it ends, and find in vLLM's own cache what it
+  brought. A request waits so once.
 * A damaged chunk counts as missing until every rank that has layers of its kind has replaced it.
 * A load, and the end of one, stays on a list until it is handed out, whatever else fails.
 * Runs on the engine's step thread.
@@ -63,9 +66,17 @@ class Loads(SharingPart):
         self._periods = periods
         self._read_ahead = read_ahead
         self._admission = admission
+        # What a load has brought is in vLLM's own cache then. But of windows and states vLLM caches
+        # only what is near the end of the prompt: other prompts would wait and load all the same.
+        cache = self._engine.vllm_config.cache_config
+        caches = bool(getattr(cache, "enable_prefix_caching", True))
+        self._are_shared = caches and not self._groups.hybrid
         #: The loads that the next step brings to the workers, and those that have ended early.
         self.planned: list[LoadOp] = []
         self._cancelled: list[str] = []
+        #: The loads that run, by request, and the last of them that brings a chunk, by its key.
+        self._running: dict[str, LoadOp] = {}
+        self._brought: dict[bytes, LoadOp] = {}
         #: By kind key, the ranks that replaced their objects of a damaged chunk, until all have.
         self._repaired: OrderedDict[bytes, set[int]] = OrderedDict()
 
@@ -104,6 +115,9 @@ class Loads(SharingPart):
         )
         self._read_ahead.note_in_engine_cache(op.chunks)
         self.planned.append(op)
+        if self._are_shared:
+            self._running[state.id] = op
+            self._brought |= {chunk.key: op for chunk in op.chunks}
 
     def fail(self, request_id: str, external: int) -> None:
         """Plan a load after an error in :meth:`plan_load`: the workers report it as failed."""
@@ -114,6 +128,26 @@ class Loads(SharingPart):
             # Without its blocks, the workers have all tokens of the request computed.
             self.planned.append(LoadOp(request_id, 0, external, [], ([],) * len(self._groups)))
 
+    def shares(self, state: RequestState, start: int, end: int) -> bool:
+        """Whether a request waits for a load that runs, before its own of tokens ``[start, end)``.
+
+        That load brings at least half of what its own would, and is at most twice as long.
+        """
+        if state.shared is None:
+            lookup, middle = state.lookup, (start + end - 1) // (2 * self._size)
+            chunks = lookup.chain.chunks if lookup is not None and lookup.chain is not None else []
+            op = self._brought.get(chunks[middle].key) if middle < len(chunks) else None
+            if op is None or op.end - op.start > 2 * (end - start):
+                return False
+            state.shared = op
+        return self._running.get(state.shared.request_id) is state.shared
+
+    def _ended(self, request_id: str) -> None:
+        op = self._running.pop(request_id, None)
+        for chunk in () if op is None else op.chunks:
+            if self._brought.get(chunk.key) is op:
+                del self._brought[chunk.key]
+
     def hand_out(self, meta: StepMetadata) -> None:
         """Bring all loads to the workers, and their early ends."""
         meta.loads, self.planned = self.planned, []
@@ -122,12 +156,14 @@ class Loads(SharingPart):
     def done(self, request_ids: Iterable[str]) -> None:
         """Note that the loads of requests are finished."""
         for request_id in request_ids:
+            self._ended(request_id)
             state = self._requests.get(request_id)
             if state is not None:
                 state.loading = False
 
     def finished(self, state: RequestState) -> None:
         """Cancel the load of a request that ends, if it is still running."""
+        self._ended(state.id)
         if state.loading:
             self._cancelled.append(state.id)
 

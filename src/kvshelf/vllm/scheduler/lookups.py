@@ -63,6 +63,12 @@ class Lookups(SharingPart):
     Parameters
     ----------
     shared : Shared
+
+    Attributes
+    ----------
+    held : int
+        Requests that wait for a lookup or for the load of another, of those that vLLM has asked for
+        since the last step.
     """
 
     failure = "lookups of waiting requests could not be started"
@@ -77,8 +83,9 @@ class Lookups(SharingPart):
         self._publishing = threading.Lock()
         #: Ranks whose storage breaker is open.
         self._open_breakers: set[int] = set()
-        #: How long this step has waited for lookups, and how many requests it has left waiting.
-        self._waited, self._held = 0.0, 0
+        self.held = 0
+        #: How long this step has waited for lookups.
+        self._waited = 0.0
 
     def __len__(self) -> int:
         """Return how many waiting requests have a lookup or will get one."""
@@ -88,7 +95,7 @@ class Lookups(SharingPart):
 
     def plan(self, output: Any, meta: StepMetadata) -> None:
         """Start lookups of the next waiting requests, in place of those that no longer wait."""
-        self._waited, self._held = 0.0, 0
+        self._waited, self.held = 0.0, 0
         for waiting in (self._ahead, self._later):
             for request_id in waiting.keys() & output.num_scheduled_tokens.keys():
                 del waiting[request_id]
@@ -143,7 +150,7 @@ class Lookups(SharingPart):
 
     def asked(self, lookups: LookupService, state: RequestState) -> Lookup | None:
         """Return the lookup of a request that vLLM asks for; None if others come first."""
-        if state.lookup is None and self._held < _FRONT:
+        if state.lookup is None and self.held < _FRONT:
             self.start(lookups, state)
         return state.lookup
 
@@ -237,16 +244,14 @@ class Lookups(SharingPart):
         self._waited += time.monotonic() - begin
         return done
 
-    def holds(self, lookups: LookupService, state: RequestState) -> bool:
-        """Whether a request whose lookup is not done waits for it in this step."""
+    def too_long(self, lookups: LookupService, state: RequestState) -> bool:
+        """Whether a request has waited for its lookup long enough."""
         now = time.monotonic()
         if state.waiting_since is None:
             state.waiting_since = now
         longest = self._config.lookup_wait_s
         # Once the storage has delayed one request for this long, the next does not wait for it.
-        holds = now - state.waiting_since < longest and not lookups.stalled(longest)
-        self._held += holds
-        return holds
+        return now - state.waiting_since >= longest or lookups.stalled(longest)
 
     def newest(self, lookups: LookupService, state: RequestState, computed: int) -> Lookup | None:
         """Return the lookup with a request's newest answer; None while the request waits for one.
@@ -254,9 +259,9 @@ class Lookups(SharingPart):
         vLLM has `computed` of its tokens.
         """
         self._take_newer(state)
-        if self._held < _FRONT and self._was_stored_since(state, computed):
+        if self.held < _FRONT and self._was_stored_since(state, computed):
             newer = state.newer or self._renew(lookups, state)
-            if not self.wait(lookups, newer) and self.holds(lookups, state):
+            if not self.wait(lookups, newer) and not self.too_long(lookups, state):
                 return None
             self._take_newer(state)
         return state.lookup

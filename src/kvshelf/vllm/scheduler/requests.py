@@ -29,7 +29,7 @@ from kvshelf.format.kinds import STATE, WINDOW, Kind
 from kvshelf.history import Reason
 from kvshelf.shelf.lookup import Lookup
 from kvshelf.vllm.item_ids import ItemIds
-from kvshelf.vllm.metadata import AdapterContent
+from kvshelf.vllm.metadata import AdapterContent, LoadOp
 from kvshelf.vllm.scheduler.awaited import Awaited
 from kvshelf.vllm.scheduler.engine import Engine
 from kvshelf.vllm.scheduler.promise import Promise
@@ -99,6 +99,8 @@ class RequestState:
         Tokens that vLLM had when it last asked.
     loaded, loading : bool
         Whether a load was planned since it was admitted, and whether it runs.
+    shared : LoadOp or None
+        The load of another request for which it waits, or has waited.
     limit : int or None
         Index of the first chunk that could not be loaded: no hit may include it.
     failures : dict
@@ -130,6 +132,7 @@ class RequestState:
     offered_from: int = 0
     loaded: bool = False
     loading: bool = False
+    shared: LoadOp | None = None
     limit: int | None = None
     failures: dict[bytes, bool] = field(default_factory=dict)
     failed: dict[Kind, set[int]] = field(default_factory=lambda: {WINDOW: set(), STATE: set()})

@@ -81,10 +81,10 @@ class SchedulerSide:
         self.lookups = Lookups(shared)
         self.handovers = Handovers(shared, self.lookups)
         self.admission = Admission(shared)
-        self._answers = Answers(shared, self.lookups, self.handovers, self.admission)
         self._periods = BlockPeriods(shared)
         self._read_ahead = ReadAhead(self._loadable, self.lookups.loads_are_paused)
         self.loads = Loads(shared, self._periods, self._read_ahead, self.admission)
+        self._answers = Answers(shared, self.lookups, self.handovers, self.admission, self.loads)
         self._promises = Promises(shared)
         unsettled = Unsettled(shared)
         stores = Stores(

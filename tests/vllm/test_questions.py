@@ -1,0 +1,211 @@
+"""vLLM's questions: how many of its queue a step asks, and which wait for another's load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.request import RequestStatus
+
+from tests.support.prompts import prompt
+from tests.vllm import rig
+from tests.vllm.replay import Request
+from tests.vllm.rig import Make, Side
+from tests.vllm.scheduled import ScheduledEngine, Start
+
+
+class Asked:
+    """What vLLM was answered since the last time that a test looked."""
+
+    def __init__(self, engine: ScheduledEngine) -> None:
+        self._answers: dict[str, int | None] = {}
+        ask = engine.connector.get_num_new_matched_tokens
+
+        def asked(request: Request, computed: int) -> tuple[int | None, bool]:
+            answer: tuple[int | None, bool] = ask(request, computed)
+            self._answers[request.request_id] = answer[0]
+            return answer
+
+        engine.connector.get_num_new_matched_tokens = asked
+
+    def take(self) -> dict[str, int | None]:
+        answers, self._answers = self._answers, {}
+        return answers
+
+
+def used_blocks(engine: ScheduledEngine) -> int:
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
+
+
+def hold_loads(engine: ScheduledEngine) -> Callable[[], None]:
+    """Let no load end; return what lets them."""
+    engine.random.random = lambda: 0.0  # type: ignore[method-assign]
+    return lambda: delattr(engine.random, "random")
+
+
+# --------------------------------------------------------------------------- a long queue
+
+
+def test_a_step_asks_for_few_requests_of_a_long_queue(start: Start) -> None:
+    engine = start(seqs=4, budget=256)
+    side = engine.connector._scheduler
+    for number in range(4):
+        engine.add(f"runs {number}", prompt(40, number), 60)
+        engine.wait_for_lookup(f"runs {number}")
+    engine.step()
+    for number in range(600):
+        engine.add(f"{number}", prompt(41, 100 + number))
+    asked = Asked(engine)
+    for number in range(4):
+        engine.abort(f"runs {number}")
+        for name in rig.with_lookups(side):
+            # Whatever vLLM asks for has an old answer.
+            engine.wait_for_lookup(name)
+            side.requests[name].lookup.as_of -= 2
+        engine.step()
+        assert len(asked.take()) <= 20
+        assert len(rig.with_lookups(side)) <= 300
+
+
+# --------------------------------------------------------------------------- one load for all
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("own", [0, 12])
+def test_of_requests_that_begin_alike_one_loads(start: Start, own: int, asynchronous: bool) -> None:
+    """As those of one request with ``n > 1`` do, or those with one system prompt."""
+    begins = prompt(800)
+    start(budget=1024).run([*begins, 1])
+    engine = start(blocks=2000, budget=2048, seqs=16, asynchronous=asynchronous)
+    for number in range(16):
+        engine.add(f"{number}", [*begins, 1, *prompt(own, 100 + number)])
+        engine.wait_for_lookup(f"{number}")
+    most = 0
+    while engine.scheduler.has_requests():
+        engine.step()
+        most = max(most, used_blocks(engine))
+    engine.finish()
+    assert [op.end for op in engine.loads] == [800]
+    assert most <= 150
+
+
+@pytest.mark.parametrize("end", ["done", "failed", "aborted", "reset"])
+def test_however_a_load_ends_the_requests_that_waited_for_it_begin(start: Start, end: str) -> None:
+    tokens = prompt(810)
+    start(budget=1024).run(tokens)
+    engine = start(blocks=2000, budget=2048, seqs=16)
+    asked, go_on = Asked(engine), hold_loads(engine)
+    names = [f"{number}" for number in range(16)]
+    for name in names:
+        engine.add(name, tokens)
+        engine.wait_for_lookup(name)
+    for _ in range(3):
+        engine.step()
+        assert asked.take()["15"] is None
+    assert [op.request_id for op in engine.loading] == ["0"]
+    if end == "aborted":
+        engine.abort("0")
+    elif end == "reset":
+        # While the weights are compared, all is computed.
+        engine.reset()
+    else:
+        engine.failing_loads = int(end == "failed")
+        go_on()
+        while engine.loading:
+            engine.step()
+        go_on = hold_loads(engine)
+    asked.take()
+    engine.step()
+    answers = asked.take()
+    assert answers.keys() >= set(names[1:])
+    assert None not in answers.values()
+    for name in names[1:]:
+        status = engine.scheduler.requests[name].status
+        assert status in (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS)
+    go_on()
+    engine.finish()
+
+
+def test_requests_that_waited_for_a_load_are_preempted_as_others(start: Start) -> None:
+    tokens = prompt(400)
+    start(budget=1024).run(tokens)
+    engine = start(blocks=70, budget=512, seqs=16)
+    engine.run(*[tokens] * 16, answer=40)
+    assert len(engine.preempted) > 1
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    sides: list[Side] = []
+
+    def make(**options: object) -> Side:
+        sides.append(Side(tmp_path / "shelf", **options))  # type: ignore[arg-type]
+        return sides[-1]
+
+    yield make
+    for side in sides:
+        side.close()
+
+
+def _load(side: Side, request: Request) -> None:
+    """Let a request load all of its hit."""
+    assert side.ask(request) == 64
+    side.load(request, 64)
+
+
+LOADED = prompt(65)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "salt", "waits"),
+    [
+        (LOADED, "", True),
+        # Half of its hit, and less.
+        ([*LOADED[:32], *prompt(33, 2)], "", True),
+        ([*LOADED[:24], *prompt(41, 2)], "", False),
+        # A load that is twice as long, and one that is longer.
+        (LOADED[:33], "", True),
+        (LOADED[:25], "", False),
+        (LOADED, "other", False),
+    ],
+)
+def test_a_request_waits_for_a_load_that_brings_most_of_its_hit(
+    make: Make, tokens: list[int], salt: str, waits: bool
+) -> None:
+    side = make()
+    side.put(LOADED)
+    side.put(tokens, salt=salt)
+    _load(side, Request("first", LOADED))
+    request = side.known("other", tokens, cache_salt=salt)
+    hit = (len(tokens) - 1) // rig.CHUNK * rig.CHUNK
+    assert side.side.matched_tokens(request, 0) == (None if waits else hit)
+
+
+def test_a_request_waits_for_a_load_once(make: Make) -> None:
+    side = make()
+    side.put(LOADED)
+    first = Request("first", LOADED)
+    _load(side, first)
+    waiting = side.known("waiting", LOADED)
+    assert side.side.matched_tokens(waiting, 0) is None
+    side.side.loads_done({"first"})
+    # vLLM preempts the first, and has lost what it loaded.
+    first.num_preemptions = 1
+    _load(side, first)
+    assert side.side.matched_tokens(waiting, 0) == 64
+
+
+def test_no_request_waits_for_a_load_that_vllm_does_not_cache(make: Make) -> None:
+    def change(config: SimpleNamespace) -> None:
+        config.cache_config.enable_prefix_caching = False
+
+    side = make(change=change)
+    side.put(LOADED)
+    _load(side, Request("first", LOADED))
+    _load(side, Request("second", LOADED))
