@@ -334,12 +334,11 @@ class HybridWorker:
         self.side.bind(meta)
         self.side.loads.start()
         self.side.stores.save()
-        finished = self.side.loads.finished()
-        failed = self.side.loads.take_failed_requests()
-        assert self.side.loads.take_bad_blocks() == (set(),)
+        ended = self.side.loads.take_ended()
+        assert not ended.bad_blocks
         reported = self.side.worker_metadata()
-        self.side.clear()
-        return finished, failed, reported
+        self.side.clear(meta)
+        return ended.finished, ended.failed, reported
 
 
 def _kind(layers: Layers) -> Kind | None:

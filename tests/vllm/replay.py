@@ -41,10 +41,10 @@ with warnings.catch_warnings():
     from kvshelf.vllm.item_ids import CONTENT
     from kvshelf.vllm.worker.side import WorkerSide
 
-#: The order of a runner's calls, and whether its caches are on a device that runs behind.
-RUNNERS = ["V1", "V1 speculative", "V2", "V1 on a device", "V2 on a device"]
-#: As vLLM 0.33 calls with drafts.
+#: The second runner as vLLM 0.33 has it: with drafts it collects results before it saves.
 DRAFTING = "V2 speculative on a device"
+#: The order of a runner's calls, and whether its caches are on a device that runs behind.
+RUNNERS = ["V1", "V1 speculative", "V2", "V1 on a device", DRAFTING]
 
 LAYERS, HEAD_SIZE = 2, 16
 NULL = 0
@@ -383,6 +383,9 @@ class MiniVllm:
         self.copied: list[int] = []
         #: As if a runner did so only then.
         self.binds_first = False
+        #: What the worker said in the last step, and what of it the scheduler gets in this one.
+        self.reported: Any = None
+        self.deliver: Callable[[Any], Sequence[Any]] = lambda report: [report]
 
     # What users do
 
@@ -472,10 +475,6 @@ class MiniVllm:
         meta = self.scheduler.build_connector_meta(output)
         output.kv_connector_block_state = None
         result = self._execute(output, pickle.loads(pickle.dumps(meta)))
-        again = self.scheduler.build_connector_meta(_empty_output())
-        assert not again.loads, "building metadata must forget what it has handed out"
-        assert not again.stores
-        assert not again.cancelled
         self._update(output, pickle.loads(pickle.dumps(result)))
         return meta
 
@@ -738,7 +737,14 @@ class MiniVllm:
                 request._all_token_ids.append(sum(request._all_token_ids) % 997)
                 if request.num_tokens - request.num_prompt_tokens >= request.max_tokens:
                     self._finish(state)
+        self.reported = result.kv_connector_worker_meta
+        first, *others = [*self.deliver(self.reported), None]
+        result.kv_connector_worker_meta = first
         self.scheduler.update_connector_output(result)
+        for other in others:
+            self.scheduler.update_connector_output(
+                KVConnectorOutput(kv_connector_worker_meta=other)
+            )
         for request_id in result.finished_recving or ():
             state = self.states[request_id]
             if state.status == "loading":
@@ -926,18 +932,6 @@ def _local_key(request: Request, end: int) -> bytes:
 
 def _items(request: Request) -> list[object]:
     return [(f.identifier, f.mm_position.offset, f.mm_position.length) for f in request.mm_features]
-
-
-def _empty_output() -> SimpleNamespace:
-    return SimpleNamespace(
-        scheduled_new_reqs=[],
-        scheduled_cached_reqs=SimpleNamespace(
-            req_ids=[], num_computed_tokens=[], new_block_ids=[], resumed_req_ids=set()
-        ),
-        num_scheduled_tokens={},
-        total_num_scheduled_tokens=0,
-        kv_connector_block_state=None,
-    )
 
 
 def image(identifier: str, offset: int, length: int) -> SimpleNamespace:

@@ -5,6 +5,7 @@ The only place in these tests that knows where a scheduler side keeps what it kn
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,15 @@ from kvshelf.tiers.tiered import AnyShelf
 from kvshelf.vllm.connector import SharedStorageConnector
 from kvshelf.vllm.groups import CacheGroups
 from kvshelf.vllm.item_ids import ItemIds
-from kvshelf.vllm.metadata import LoadFailure, LoadOp, StepMetadata, WorkerMetadata, WorkerReport
+from kvshelf.vllm.metadata import (
+    Facts,
+    LoadFailure,
+    LoadOp,
+    Orders,
+    StepMetadata,
+    WorkerMetadata,
+    WorkerReport,
+)
 from kvshelf.vllm.namespace import build_namespace
 from kvshelf.vllm.scheduler import Engine, SchedulerSide
 from kvshelf.vllm.scheduler.awaited import Awaited
@@ -54,6 +63,33 @@ PART = WorkerReport(
     sliding_windows=(-1,) * LAYERS,
     weights="user:test",
 )
+
+
+# --------------------------------------------------------------- messages between the sides
+
+_numbers = itertools.count(1)
+
+
+def next_number() -> int:
+    """A number that no load and no message has had."""
+    return next(_numbers)
+
+
+def tell(side: SchedulerSide, rank: int = 0, **facts: Any) -> None:
+    """Bring facts to a side, as if a rank had told them between two of its messages."""
+    for receive in side._receivers(rank):
+        receive(Facts(**facts))
+
+
+def ordered(**orders: Any) -> StepMetadata:
+    """A step that brings orders."""
+    return StepMetadata(orders=[(next_number(), Orders(**orders))])
+
+
+def orders_of(meta: StepMetadata) -> Orders:
+    """The orders that a step brings, which are none or one message."""
+    (orders,) = [orders for _, orders in meta.orders] or [Orders()]
+    return orders
 
 
 # --------------------------------------------------------------- what a side knows of requests
@@ -119,7 +155,7 @@ def namespace_of_drafts(side: SchedulerSide) -> Namespace | None:
 
 def load_to_hand_out(side: SchedulerSide) -> LoadOp:
     """The only load that the next step brings to the workers."""
-    (op,) = side.loads.planned
+    (op,) = side.loads.planned.values()
     return op
 
 
@@ -254,12 +290,22 @@ class Side:
         return remembers(self.side)
 
     def report(self, **fields: Any) -> None:
-        """Bring a report of the workers, as the fields of ``WorkerMetadata`` say."""
-        self.side.worker_output(WorkerMetadata(**fields))
+        """Bring what all workers say, as the fields of ``WorkerMetadata`` say."""
+        heard = dict.fromkeys(range(self.side.engine.ranks), 0)
+        self.side.worker_output(WorkerMetadata(heard, **fields))
+
+    def tell(self, rank: int = 0, **facts: Any) -> None:
+        """Bring facts that a rank tells."""
+        tell(self.side, rank, **facts)
+
+    def took(self, name: str, seconds: float) -> None:
+        """Tell how long the load of a request took, or with no name what was explored."""
+        number = self.side.requests[name].load if name else 0
+        self.tell(load_seconds=[(number, name, seconds)])
 
     def fail(self, name: str, index: int, key: bytes = b"", *, bad: bool = False) -> None:
         """Report that a chunk of a request could not be loaded."""
-        self.report(failures=([LoadFailure(name, index, key, bad)],))
+        self.tell(failures=[LoadFailure(name, index, key, bad)])
 
     def load(self, request: Request, tokens: int) -> None:
         """Give a request blocks, and have it load so many tokens."""
@@ -283,10 +329,13 @@ class Side:
         blocks: Callable[[str], tuple[list[int], ...]] = lambda _: (list(range(1, 100)),),
         sync_loads: bool = False,
     ) -> StepMetadata:
-        """Build a step in which requests compute ``(computed before, scheduled)`` tokens."""
+        """Build a step in which requests compute ``(computed before, scheduled)`` tokens.
+
+        All ranks answer it at once.
+        """
         scheduled = scheduled or {}
         cached = [r for r in scheduled if r not in new]
-        return self.side.step_metadata(
+        meta = self.side.step_metadata(
             SimpleNamespace(
                 scheduled_new_reqs=[
                     SimpleNamespace(req_id=r, num_computed_tokens=scheduled[r][0]) for r in new
@@ -300,6 +349,12 @@ class Side:
                 kv_connector_block_state=KVConnectorBlockState(set(scheduled), blocks, {}),
             )
         )
+        for rank in range(self.side.engine.ranks):
+            for op in meta.loads:
+                self.tell(rank, begun=op.number)
+            for number, _ in meta.orders:
+                self.side.worker_output(WorkerMetadata(heard={rank: number}))
+        return meta
 
     def close(self) -> None:
         self.faults.heal()

@@ -64,10 +64,13 @@ with warnings.catch_warnings():
 
     from kvshelf.vllm import handshake
     from kvshelf.vllm.groups import CacheGroup, CacheGroups
+    from kvshelf.vllm.messages import Inbox, Outbox
     from kvshelf.vllm.metadata import (
         NULL_BLOCK,
+        Facts,
         LoadFailure,
         LoadOp,
+        Orders,
         StepMetadata,
         StoreOp,
         WeightsReport,
@@ -443,6 +446,12 @@ class ScheduledEngine:
         self.done: dict[str, int] = {}
         self.proposed: dict[str, list[int]] = {}
         self.loading: list[LoadOp] = []
+        #: The number of the last load that has begun, and those that were given up.
+        self._begun = 0
+        self._cancelled: set[int] = set()
+        self._released: set[str] = set()
+        self._orders = Inbox([self._take_orders])
+        self._facts = Outbox(Facts)
         self.results: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self._told = self._told_of_drafts = False
         #: Requests of which a load brought no KV of the drafter, from which token on.
@@ -615,18 +624,25 @@ class ScheduledEngine:
             self._settled = self._again = False
         if meta.namespace is not None and not self._again:
             self._settled, self._noticed = True, False
-        self.loading += meta.loads
+        self._orders.take(meta.orders)
+        self._facts.heard(meta.heard.get(0, 0))
+        told = self._facts.next
+        new = [op for op in meta.loads if op.number > self._begun]
+        self.loading += new
+        if new:
+            self._begun = told.begun = new[-1].number
         names = list(output.num_scheduled_tokens)
         requests = self.scheduler.requests.values()
         self.preempted |= {one.request_id for one in requests if one.num_preemptions}
         sampled, judge = self._forward(output, tables)
         stores = [op for op in meta.stores if not op.late]
-        repaired = [key for op in stores if (key := self._store(op))]
+        told.repaired += [key for op in stores if (key := self._store(op))]
         judge()
-        repaired += [key for op in meta.stores if op.late and (key := self._store(op))]
-        published = [kind_key(op.chunk.key, op.kind) for op in meta.stores]
+        told.repaired += [key for op in meta.stores if op.late and (key := self._store(op))]
+        if self._reports_stores:
+            told.published += [kind_key(op.chunk.key, op.kind) for op in meta.stores]
         assert not any(self.memory[: self.page]), "the null block was written"
-        received, failed, failures = self._finish_loads(meta)
+        received, failed = self._finish_loads()
         # Reports end when the namespace was announced.
         reports = {} if self._told else dict.fromkeys(self.ranks, REPORT)
         weights: dict[int, WeightsReport] = {}
@@ -637,19 +653,18 @@ class ScheduledEngine:
         self._told = self._told or meta.namespace is not None
         draft_reports = {0: REPORT} if self.has_kv and not self._told_of_drafts else {}
         self._told_of_drafts = self._told_of_drafts or meta.draft_namespace is not None
-        without_drafts, self.without_drafts = self.without_drafts, []
+        told.without_drafts, self.without_drafts = self.without_drafts, []
+        released, self._released = self._released, set()
         result = KVConnectorOutput(
-            finished_sending={name for name, _ in meta.held} or None,
+            finished_sending=released or None,
             finished_recving=received or None,
             failed_recving=failed,
             kv_connector_worker_meta=WorkerMetadata(
+                dict.fromkeys(self.ranks, self._orders.heard),
+                dict.fromkeys(self.ranks, self._facts.messages()),
                 reports,
-                (failures,),
-                [(key, rank) for key in repaired for rank in self.ranks],
-                published if self._reports_stores else [],
-                weights=weights,
-                draft_reports=draft_reports,
-                without_drafts=without_drafts,
+                weights,
+                draft_reports,
             ),
         )
         self.results.append(
@@ -963,11 +978,14 @@ class ScheduledEngine:
 
     # Loads
 
-    def _finish_loads(self, meta: StepMetadata) -> tuple[set[str], set[str], list[LoadFailure]]:
+    def _take_orders(self, orders: Orders) -> None:
+        self._cancelled.update(orders.cancelled)
+        self._released |= {name for name, _ in orders.held}
+
+    def _finish_loads(self) -> tuple[set[str], set[str]]:
         received, failed = set(), set()
-        failures: list[LoadFailure] = []
         for op in list(self.loading):
-            cancelled = op.request_id in meta.cancelled
+            cancelled = op.number in self._cancelled
             if not cancelled and self.random.random() < 0.3:
                 continue
             self.loading.remove(op)
@@ -976,32 +994,36 @@ class ScheduledEngine:
                 continue
             found = self._load(op)
             if found:
-                failures += found
+                self._facts.next.failures += found
                 failed.add(op.request_id)
             else:
                 self.loads.append(op)
                 if self.has_kv:
                     self._load_drafts(op)
-        return received, failed, failures
+        return received, failed
 
     def _load(self, op: LoadOp) -> list[LoadFailure]:
         """Fill the blocks of a load; return what failed."""
         chunks = {FULL: op.chunks, WINDOW: op.windows, STATE: op.states}
         pieces = [(kind, chunk) for kind, some in chunks.items() for chunk in some]
         if op.round != self.round or not self._settled:
-            return [LoadFailure(op.request_id, op.start // self.chunk_size, b"", False)]
+            return [
+                LoadFailure(op.request_id, op.start // self.chunk_size, b"", False, FULL, op.number)
+            ]
         assert pieces, "nothing is known of a load"
         assert all(self.world.texts[chunk.key][1] == self.weights for _, chunk in pieces)
         if self.failing_loads:
             self.failing_loads -= 1
             kind, chunk = pieces[-1]
-            return [LoadFailure(op.request_id, chunk.index, chunk.key, False, kind)]
+            return [LoadFailure(op.request_id, chunk.index, chunk.key, False, kind, op.number)]
         failures = []
         for kind, chunk in pieces:
             content = self.world.contents.get(kind_key(chunk.key, kind))
             if content is None or content == DAMAGED:
                 bad = content is not None
-                failures.append(LoadFailure(op.request_id, chunk.index, chunk.key, bad, kind))
+                failures.append(
+                    LoadFailure(op.request_id, chunk.index, chunk.key, bad, kind, op.number)
+                )
             else:
                 self._fill(op, kind, chunk, content)
         return failures

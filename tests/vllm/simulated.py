@@ -502,24 +502,24 @@ class SimulatedEngine:
         answers = []
         for worker in (rank.worker for rank in self.ranks):
             # As vLLM does between its processes.
-            worker.bind(pickle.loads(pickle.dumps(meta)))
+            bound = pickle.loads(pickle.dumps(meta))
+            worker.bind(bound)
             if draft is not None:
                 worker.stores.finish_forward()
                 draft()
             worker.loads.start()
             worker.stores.save()
-            self.reported.update(worker.loads.finished())
-            (bad_blocks,) = worker.loads.take_bad_blocks()
-            self.bad_blocks |= bad_blocks
+            ended = worker.loads.take_ended()
+            self.reported.update(ended.finished)
+            self.bad_blocks |= ended.bad_blocks
             answers.append(worker.worker_metadata())
-            worker.clear()
+            worker.clear(bound)
         done = {name for name, count in self.reported.items() if count == len(self.ranks)}
         for name in done:
             del self.reported[name]
         reports = [answer for answer in answers if answer is not None]
-        if reports:
-            self.scheduler.worker_output(reduce(WorkerMetadata.aggregate, reports))
-        self.scheduler.loads_done(done)
+        merged = reduce(WorkerMetadata.aggregate, reports) if reports else None
+        self.scheduler.take_output(done, (), merged)
         return done
 
     def request(self, tokens: list[int]) -> Any:

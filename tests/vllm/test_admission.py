@@ -74,8 +74,8 @@ class Engine:
 
     def end(self, name: str, seconds: float) -> None:
         self.clock.now += seconds
-        self.side.side.loads_done({name})
-        self.side.report(load_seconds={name: seconds})
+        self.side.side.loads.done({name})
+        self.side.took(name, seconds)
         self.side.side.finished(name)
 
     def learn(self, load_seconds: float) -> None:
@@ -228,7 +228,7 @@ def test_a_load_that_failed_is_in_the_way_of_no_other(engine: Engine) -> None:
     engine.side.step()
     assert engine.side.ask(engine.request(65)) == 0
     # Their requests are computed, and no time is reported of a load that failed.
-    engine.side.side.loads_done({request.request_id for request in failed})
+    engine.side.side.loads.done({request.request_id for request in failed})
     assert engine.side.ask(engine.request(65)) == 64
 
 
@@ -241,7 +241,7 @@ def test_a_request_counts_its_wait_for_the_load_of_another(engine: Engine) -> No
     assert engine.side.side.matched_tokens(second, 0) is None
     engine.clock.now += 0.5
     engine.side.fail(first.request_id, 3)
-    engine.side.side.loads_done({first.request_id})
+    engine.side.side.loads.done({first.request_id})
     engine.side.load(second, engine.side.ask(second))
     (op,) = engine.side.step().loads
     assert op.patience[0] == pytest.approx(cut.patience[0] - 0.5)
@@ -282,7 +282,7 @@ def test_refused_hits_are_read_one_at_a_time_and_seldom(engine: Engine) -> None:
     assert refused(engine) is not None
     assert refused(engine) is None
     engine.clock.now += 2.0
-    engine.side.report(load_seconds={"": 2.0})
+    engine.side.took("", 2.0)
     # Half a second of these counts, which was perhaps spent on processors that others took.
     engine.clock.now += 24.0
     assert refused(engine) is None
@@ -300,7 +300,7 @@ def test_a_storage_that_has_become_fast_is_used_again(engine: Engine) -> None:
         if found:
             break
         if engine.side.step().explored is not None:
-            engine.side.report(load_seconds={"": 0.01})
+            engine.side.took("", 0.01)
         engine.clock.now += 0.5
     assert found == 64
 
@@ -420,7 +420,7 @@ def test_reads_of_refused_hits_in_a_disk_tier_say_nothing_of_the_storage(
         if again(engine, engine.near[8]):
             break
         if engine.side.step().explored is not None:
-            engine.side.report(load_seconds={"": 0.01})
+            engine.side.took("", 0.01)
         engine.clock.now += 0.5
     assert again(engine, engine.near[8]) == 64
     assert again(engine, engine.far[8]) == 0
@@ -445,7 +445,7 @@ def test_what_a_failed_load_did_not_bring_is_not_in_memory(tiered: Engine) -> No
     assert tiered.side.ask(failed) == 64
     tiered.side.load(failed, 64)
     tiered.side.step()
-    tiered.side.side.loads_done({"failed"})
+    tiered.side.side.loads.done({"failed"})
     assert again(tiered, Request("same", tokens)) == 0
 
 
@@ -456,7 +456,7 @@ def test_reads_of_refused_hits_are_in_memory_then(tiered: Engine) -> None:
     request = tiered.request(129)
     assert again(tiered, request) == 0
     assert [chunk.index for chunk in tiered.side.step().explored.chunks] == [0]
-    tiered.side.report(load_seconds={"": 5.0})
+    tiered.side.took("", 5.0)
     tiered.clock.now += 300.0
     assert again(tiered, request) == 0
     assert [chunk.index for chunk in tiered.side.step().explored.chunks] == [1]

@@ -1,7 +1,14 @@
-"""Errors inside the connector: vLLM goes on, no request waits for ever, and no block is wrong."""
+"""Errors inside the connector: vLLM goes on, no request waits for ever, and no block is wrong.
+
+A conversation is replayed again and again, each time with one error: in one method of one part, in
+one step. After it all requests have ended, all blocks are free, neither side repeats anything, and
+what was promised to another engine is on the shelf, or marked as broken.
+"""
 
 from __future__ import annotations
 
+import inspect
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -14,49 +21,24 @@ pytest.importorskip("vllm")
 from kvshelf.errors import TransientStorageError
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tiers import tiered
-from kvshelf.transfer.stores import Stores
-from kvshelf.transfer.transfers import Transfers
 from kvshelf.vllm import connector
+from kvshelf.vllm.metadata import StepMetadata
 from kvshelf.vllm.scheduler import SchedulerSide
-from kvshelf.vllm.scheduler import stores as planning
-from kvshelf.vllm.scheduler.hits import Hits
 from kvshelf.vllm.scheduler.read_ahead import ReadAhead
 from kvshelf.vllm.scheduler.steps import Steps
-from kvshelf.vllm.worker.loads import WorkerLoads
-from kvshelf.vllm.worker.parts import Part
-from kvshelf.vllm.worker.registration import Registration
-from kvshelf.vllm.worker.side import WorkerSide
-from kvshelf.vllm.worker.stores import WorkerStores
 from tests.support.prompts import prompt
 from tests.support.storages import Fault, FaultyBackend, posix
-from tests.support.waiting import PATIENCE
-from tests.vllm.replay import RUNNERS, MiniVllm, Request, make_config
+from tests.support.waiting import PATIENCE, until, while_patient
+from tests.vllm.replay import RUNNERS, MiniVllm, Request, make_config, side_of
 
-#: Methods that run inside a step, and whether their work is done although they raise.
-METHODS: dict[type, dict[str, bool]] = {
-    SchedulerSide: {
-        "matched_tokens": False,
-        "allocated": False,
-        "step_metadata": False,
-        "worker_output": False,
-        "loads_done": True,
-    },
-    Hits: {"tokens": False},
-    planning.Stores: {"plan": False},
-    ReadAhead: {"loading": True, "note_in_engine_cache": True, "plan": False},
-    Registration: {"take_report": False},
-    Stores: {"store": False},
-    Transfers: {"load": False, "poll": False, "take_published": False},
-    Part: {"open": True},
-    WorkerSide: {"worker_metadata": False},
-    WorkerStores: {"save": True},
-    WorkerLoads: {
-        "finished": False,
-        "_items": False,
-        "_note": False,
-        "_note_bad": True,
-        "_note_nothing": False,
-    },
+BLOCKS, CHUNK = 48, 8
+ASKED = {"do_remote_decode": True}
+#: What vLLM calls outside of steps, what runs after an error or at the end, and what other threads
+#: call.
+NOT_IN_STEPS = {
+    *("close", "drain", "end", "retire", "start", "join", "shutdown"),
+    *("fail", "fail_load", "lose", "refuse_all", "register", "open", "put_back"),
+    *("fall_asleep", "wake_up", "weights_changed", "weights_suspected", "invalidate"),
 }
 
 
@@ -70,96 +52,223 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyBackend:
 
 
 @pytest.fixture
-def engine(backend: FaultyBackend) -> Iterator[MiniVllm]:
-    """An engine with 10 prompts on its shelf and nothing in its own cache."""
-    config = make_config(backend.url, lookup_wait_s=PATIENCE, identity_wait_s=PATIENCE)
-    engine = MiniVllm(config, blocks=48)
-    yield engine
+def start(backend: FaultyBackend) -> Iterator[Callable[..., MiniVllm]]:
+    """Start engines with staging for a few chunks; they end with the test."""
+    engines: list[MiniVllm] = []
+
+    def start(runner: str = "V1") -> MiniVllm:
+        waits = {"lookup_wait_s": PATIENCE, "identity_wait_s": PATIENCE}
+        config = make_config(backend.url, staging_bytes=10 * 8192, **waits)
+        engines.append(MiniVllm(config, blocks=BLOCKS, budget=40, runner=runner))
+        return engines[-1]
+
+    yield start
     backend.heal()
-    engine.close()
+    for engine in engines:
+        engine.close()
 
 
-def fill(engine: MiniVllm) -> list[list[int]]:
-    prompts = [prompt(40, seed, shared=16) for seed in range(10)]
-    for i, tokens in enumerate(prompts):
-        engine.add(Request(f"cold {i}", tokens))
+class Conversation:
+    """Requests that are computed, handed over, loaded, aborted and preempted, as often as asked."""
+
+    def __init__(self, engine: MiniVllm, backend: FaultyBackend) -> None:
+        self.engine, self.backend = engine, backend
+        self.rounds = self.first_step = 0
+        self.is_open = threading.Event()
+        self.is_open.set()
+        backend.add(Fault("write", "*.safetensors", wait=self.is_open))
+
+    @property
+    def step(self) -> int:
+        """The number of the step in this round."""
+        return self.engine.steps - self.first_step
+
+    def run(self) -> None:
+        """Go through a round."""
+        engine, number = self.engine, self.rounds
+        self.rounds, self.first_step = number + 1, engine.steps
+        tokens = prompt(40, number, shared=16)
+        # Staging does not hold all of it: its blocks are held until the storage writes again.
+        self.is_open.clear()
+        cold = Request(f"cold {number}", tokens, max_tokens=1, kv_transfer_params=ASKED)
+        engine.add(cold)
+        for _ in range(3):
+            engine.step()
+        self.is_open.set()
         engine.run()
-    side = engine.worker._worker
-    assert side is not None
-    assert side.drain(PATIENCE) == 0
-    engine.drop_prefix_cache()
-    return prompts
+        self.drain()
+        self.check_promise(engine.params[cold.request_id], tokens)
+        engine.drop_prefix_cache()
+        broken = f"*-{number % 5}-*"
+        self.backend.add(Fault("read", broken, error=TransientStorageError("torn"), times=2))
+        engine.add(Request(f"warm {number}", tokens))
+        engine.add(Request("gone", tokens))
+        engine.step()
+        engine.abort("gone")
+        engine.add(Request("preempted", tokens))
+        engine.step()
+        engine.preempt("preempted")
+        # Of the same id as one that has ended; the other's blocks are used again.
+        if "gone" not in engine.states:
+            engine.add(Request("gone", tokens))
+        engine.run()
+
+    def drain(self) -> None:
+        assert side_of(self.engine).drain(PATIENCE) == 0
+
+    def check_promise(self, params: Any, tokens: list[int]) -> None:
+        """What was promised is there, unless another engine is told that it is not."""
+        if params is None:
+            return
+        side = self.engine.scheduler._scheduler
+        (view,) = side.opening.views.values()
+        state = side.requests.add(Request("other", tokens))
+        chain = side.lookups._keys.chain(state, view.fmt.namespace.digest, b"")
+        del side.requests["other"]
+        chunks = chain.extend(tokens)[: params["kvshelf_tokens"] // CHUNK]
+
+        def is_settled() -> bool:
+            names = [info.name for info in self.backend.list()]
+            stored = all(any(chunk.key.hex() in name for name in names) for chunk in chunks)
+            return stored or view.gave_up([params["kvshelf_attempt"]])[0]
+
+        until(is_settled)
+
+    def check(self) -> None:
+        """All is over, on both sides."""
+        engine = self.engine
+        assert not engine.states
+        assert len(engine.free) == BLOCKS - 1
+        for _ in while_patient():
+            meta = engine.step()
+            idle = StepMetadata(idle=True, weights_round=meta.weights_round)
+            if meta == idle and engine.reported is None:
+                break
+        scheduler, worker = engine.scheduler._scheduler, side_of(engine)
+        assert not scheduler.requests and not scheduler.loads.planned
+        assert not worker.loads.running and not worker.stores._postponed.held
 
 
-def disturb(
-    patch: pytest.MonkeyPatch, engine: MiniVllm, kind: type, name: str, chance: Callable[[], bool]
-) -> None:
-    """Have a method raise at times."""
-    method = getattr(kind, name)
+def parts_of(engine: MiniVllm) -> list[object]:
+    """What both sides consist of."""
+    scheduler: Any = engine.scheduler._scheduler
+    worker: Any = side_of(engine)
+    transfers = worker.model.transfers
+    return [
+        *(scheduler, *scheduler._parts, scheduler._hits, scheduler._steps, scheduler.opening),
+        *(scheduler.opening.handshake, scheduler._orders, *scheduler._facts.values()),
+        *(worker, worker.loads, worker.stores, worker.weights, worker.adapters, worker.model),
+        *(worker.stores._postponed, worker.model.registration, worker._facts, worker._orders),
+        *(transfers, worker.model.promises, *transfers.loads.values()),
+        *transfers.stores.values(),
+    ]
+
+
+def methods_of(engine: MiniVllm) -> list[tuple[type, str]]:
+    """The public methods of all parts that may be called in a step."""
+    return [
+        (kind, name)
+        for kind in dict.fromkeys(type(part) for part in parts_of(engine))
+        for name, _ in inspect.getmembers(kind, inspect.isfunction)
+        if not name.startswith("_")
+        and name not in NOT_IN_STEPS
+        # All that this does is to call the parts, each by itself.
+        and (kind, name) != (SchedulerSide, "finished")
+    ]
+
+
+def watch(patch: pytest.MonkeyPatch, kind: type, name: str, note: Callable[[], None]) -> None:
+    """Call `note` before each call of a method on this thread."""
+    method, thread = getattr(kind, name), threading.current_thread()
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not chance():
-            return method(*args, **kwargs)
-        if METHODS[kind][name]:
-            method(*args, **kwargs)
-        raise RuntimeError(f"{name} failed")
+        if threading.current_thread() is thread:
+            note()
+        return method(*args, **kwargs)
 
     patch.setattr(kind, name, call)
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [(kind, name) for kind, names in METHODS.items() for name in names]
+    ("runner", "most"),
+    [
+        *(("V1", 40), ("V2 on a device", 40)),
+        *(pytest.param(runner, 10_000, marks=pytest.mark.slow) for runner in RUNNERS),
+    ],
 )
-def test_an_error_in_a_step_ends_no_request_and_holds_none(
-    engine: MiniVllm,
-    backend: FaultyBackend,
-    kind: type,
-    name: str,
-    monkeypatch: pytest.MonkeyPatch,
+def test_an_error_in_any_method_in_any_step_loses_nothing(
+    start: Callable[..., MiniVllm], backend: FaultyBackend, runner: str, most: int
 ) -> None:
-    prompts = fill(engine)
-    random = Random(name)
-    disturb(monkeypatch, engine, kind, name, lambda: random.random() < 0.4)
-    # So that there are failures to report.
-    backend.add(Fault("read", pattern="*-3-*", error=TransientStorageError("torn"), times=6))
-    for turn in range(2):
-        for i, tokens in enumerate(prompts):
-            engine.add(Request(f"{turn} {i}", tokens))
-            if i % 5 == 4:
-                engine.step()
-                engine.abort(f"{turn} {i}")
-        engine.run()
-        engine.drop_prefix_cache()
+    engine = start(runner)
+    conversation = Conversation(engine, backend)
+    conversation.run()
+    conversation.check()
+    called: set[tuple[type, str, int]] = set()
+    with pytest.MonkeyPatch.context() as patch:
+        for kind, name in methods_of(engine):
+            watch(patch, kind, name, lambda k=kind, n=name: called.add((k, n, conversation.step)))
+        conversation.run()
+    assert len(called) > 300
+    cases = sorted(called, key=str)
+    for kind, name, step in Random(runner).sample(cases, min(most, len(cases))):
+
+        def fail(name: str = name, step: int = step) -> None:
+            if conversation.step == step:
+                raise RuntimeError(f"{name} failed in step {step}")
+
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                watch(patch, kind, name, fail)
+                conversation.run()
+            conversation.check()
+        except AssertionError as error:
+            what = f"after an error of {kind.__name__}.{name} in step {step}"
+            raise AssertionError(what) from error
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_errors_everywhere(
-    backend: FaultyBackend, runner: str, monkeypatch: pytest.MonkeyPatch
+def test_reports_that_are_lost_repeated_or_late_change_nothing(
+    start: Callable[..., MiniVllm], backend: FaultyBackend, runner: str
 ) -> None:
-    config = make_config(backend.url, lookup_wait_s=0.2, identity_wait_s=PATIENCE)
-    engine = MiniVllm(config, blocks=48, runner=runner)
-    try:
-        prompts = fill(engine)
-        random = Random(runner)
-        with monkeypatch.context() as patch:
-            for kind, names in METHODS.items():
-                for name in names:
-                    disturb(patch, engine, kind, name, lambda: random.random() < 0.05)
-            for i, tokens in enumerate(prompts):
-                engine.add(Request(f"warm {i}", tokens))
-                engine.step()
-                if i % 5 == 4:
-                    engine.abort(f"warm {i - 2}")
-            engine.run()
-    finally:
-        engine.close()
+    engine = start(runner)
+    conversation = Conversation(engine, backend)
+    random, late = Random(runner), []
+
+    def deliver(report: Any) -> list[Any]:
+        what = random.choice(["as it is", "lost", "twice", "late", "as it is"])
+        if what == "late":
+            late.append(report)
+        found = {"as it is": [report], "twice": [report, report]}.get(what, [])
+        # Older ones come behind newer ones.
+        if late and random.random() < 0.3:
+            found.append(late.pop(random.randrange(len(late))))
+        return found
+
+    conversation.run()
+    engine.deliver = deliver
+    for _ in range(20):
+        conversation.run()
+    engine.deliver = lambda report: [report]
+    conversation.check()
+
+
+def fill(engine: MiniVllm) -> list[list[int]]:
+    """Put prompts on the shelf, and nothing in the engine's own cache."""
+    prompts = [prompt(40, seed, shared=16) for seed in range(3)]
+    for i, tokens in enumerate(prompts):
+        engine.add(Request(f"cold {i}", tokens))
+        engine.run()
+        assert side_of(engine).drain(PATIENCE) == 0
+    engine.drop_prefix_cache()
+    return prompts
 
 
 def test_a_load_whose_plan_fails_is_reported_and_computed(
-    engine: MiniVllm, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., MiniVllm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    engine = start()
     prompts = fill(engine)
-    disturb(monkeypatch, engine, ReadAhead, "loading", lambda: True)
+    monkeypatch.setattr(ReadAhead, "loading", _fail)
     state = engine.states[engine.add(Request("r", prompts[0])).request_id]
     engine.run()
     assert state.loads == 1
@@ -167,8 +276,9 @@ def test_a_load_whose_plan_fails_is_reported_and_computed(
 
 
 def test_a_step_whose_plan_fails_brings_its_loads_and_stores_nothing(
-    engine: MiniVllm, backend: FaultyBackend, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., MiniVllm], backend: FaultyBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    engine = start()
     prompts = fill(engine)
     stored = len(list(backend.list()))
     state = engine.states[engine.add(Request("warm", prompts[0])).request_id]
@@ -177,22 +287,20 @@ def test_a_step_whose_plan_fails_brings_its_loads_and_stores_nothing(
     engine.run()
     assert state.loads == 1
     assert not state.load_failed
-    side = engine.worker._worker
-    assert side is not None
-    assert side.drain(PATIENCE) == 0
+    assert side_of(engine).drain(PATIENCE) == 0
     assert len(list(backend.list())) == stored
 
 
 def _fail(*_: object) -> float:
-    raise RuntimeError("no step")
+    raise RuntimeError("failed")
 
 
 def test_what_was_finished_before_an_error_is_reported_after_it(
-    engine: MiniVllm, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., MiniVllm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    engine = start()
     prompts = fill(engine)
-    side = engine.worker._worker
-    assert side is not None
+    side = side_of(engine)
     add, failed = side.counters.add, []
 
     def fail_once(name: str, amount: float = 1) -> None:

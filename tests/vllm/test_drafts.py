@@ -23,7 +23,7 @@ from kvshelf.errors import UnsupportedError
 from kvshelf.format.namespace import Namespace
 from kvshelf.metrics import Counters
 from kvshelf.vllm.groups import CacheGroups
-from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
+from kvshelf.vllm.metadata import Facts
 from kvshelf.vllm.scheduler import Engine
 from kvshelf.vllm.scheduler.drafts import DraftedChain, DraftScheduler
 from kvshelf.vllm.scheduler.requests import RequestState
@@ -321,13 +321,11 @@ def test_after_other_weights_the_drafter_is_left_out(
     before = scheduler.namespace.digest
     assert isinstance(drafts.chain(before, SIZE), DraftedChain)
     changed: Any = SimpleNamespace(digest=bytes(32))
-    drafts.receive({}, changed)
+    drafts.receive({}, changed, all_spoke=True)
     assert "weights were changed in place" in caplog.text
     for digest in (changed.digest, before):
         assert not isinstance(drafts.chain(digest, SIZE), DraftedChain)
-    meta = StepMetadata()
-    drafts.hand_out(meta)
-    assert meta.draft_namespace is None
+    assert drafts.announcement is None
 
 
 @pytest.mark.parametrize(
@@ -524,7 +522,7 @@ class Rows:
     def load_without_drafts(self, name: str) -> Any:
         request = self.request(name)
         self.side.to_load(name, self.chain, 0, 48)
-        self.side.take_report(WorkerMetadata(without_drafts=[(name, 0)]))
+        self.side.take_facts(0, Facts(without_drafts=[(name, 0)]))
         self.side.begin_step([(request, 48, 64)])
         return request
 
@@ -583,7 +581,7 @@ def test_weights_that_change_before_the_drafter_has_a_namespace_leave_it_out(
     side = Rows().side
     before: Any = SimpleNamespace(digest=bytes(32))
     after: Any = SimpleNamespace(digest=bytes(31) + b"\1")
-    side.receive({}, before)
-    side.receive({}, after)
+    side.receive({}, before, all_spoke=True)
+    side.receive({}, after, all_spoke=True)
     assert "weights were changed in place" in caplog.text
     assert not isinstance(side.chain(after.digest, SIZE), DraftedChain)

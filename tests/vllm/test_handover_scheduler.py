@@ -30,7 +30,7 @@ from kvshelf.shelf.waits import WaitService
 from kvshelf.vllm import handshake
 from kvshelf.vllm.adapters import AdapterDigests
 from kvshelf.vllm.handover import Handover, read_handover
-from kvshelf.vllm.metadata import LoadFailure, LoadOp, WorkerMetadata
+from kvshelf.vllm.metadata import LoadFailure, LoadOp
 from kvshelf.vllm.scheduler import SchedulerSide, hits
 from kvshelf.vllm.scheduler.awaited import Awaited
 from tests.support.clocks import Clock
@@ -224,12 +224,12 @@ def test_while_a_rank_can_write_nothing_only_what_was_seen_is_promised(start: St
     tokens = prompt(203)
     start().run(tokens[:96])
     engine = start()
-    side_of(engine).worker_output(WorkerMetadata(writes_refused={0: True}))
+    rig.tell(side_of(engine), writes_refused=True)
     assert prefill(engine, tokens).tokens == 96
     engine.add("other", prompt(203, seed=1), answer=1, transfer=ASKED)
     engine.finish()
     assert engine.params["other"] is None
-    side_of(engine).worker_output(WorkerMetadata(writes_refused={0: False}))
+    rig.tell(side_of(engine), writes_refused=False)
     engine.add("third", prompt(203, seed=2), answer=1, transfer=ASKED)
     engine.finish()
     assert engine.params["third"]["kvshelf_tokens"] == 203
@@ -676,7 +676,7 @@ def test_a_load_that_fails_ends_no_wait_that_goes_on(start: Start, world: World)
     step_until(engine, lambda: awaited_of(engine).wait is not None)
     # Of an earlier request with this id.
     failure = LoadFailure("r", 6, b"", False)
-    side_of(engine).worker_output(WorkerMetadata(failures=[[failure]]))
+    rig.tell(side_of(engine), failures=[failure])
     engine.step()
     assert waits(engine, "r")
     world.put(producer.fmt, last, FULL, content)
@@ -818,13 +818,13 @@ def test_after_a_preemption_the_handover_is_used_again(start: Start) -> None:
 def test_a_breaker_that_is_open_does_not_end_the_wait(waiting: Waiting, complete: bool) -> None:
     engine, promised, clock = waiting()
     side = side_of(engine)
-    side.worker_output(WorkerMetadata(breaker_open={0: True}))
+    rig.tell(side, breaker_open=True)
     promised.publish(0)
     step_until(engine, lambda: awaited_of(engine).wait.complete)
     engine.step()
     assert waits(engine, "r")
     if complete:
-        side.worker_output(WorkerMetadata(breaker_open={0: False}))
+        rig.tell(side, breaker_open=False)
     else:
         clock.now += 30
     engine.finish()
@@ -1128,10 +1128,10 @@ def test_no_request_waits_past_its_deadline_and_every_request_ends(
                     engine.scheduler.reset_prefix_cache()
                 elif event == "breaker":
                     is_open = not is_open
-                    side.worker_output(WorkerMetadata(breaker_open={0: is_open}))
+                    rig.tell(side, breaker_open=is_open)
                 for _ in range(draw(st.integers(0, 3), "steps")):
                     engine.step()
-            side.worker_output(WorkerMetadata(breaker_open={0: False}))
+            rig.tell(side, breaker_open=False)
             clock.now += 1000
             engine.finish()
             assert_nothing_is_left(engine)

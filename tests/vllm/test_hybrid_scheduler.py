@@ -16,12 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvshelf.format.kinds import FULL, KINDS, STATE, WINDOW, kind_key
-from kvshelf.vllm.metadata import LoadFailure, WorkerMetadata
+from kvshelf.vllm.metadata import LoadFailure
 from kvshelf.vllm.scheduler.opening import ranks_with
 from tests.server.node import LocalServer
 from tests.support.formats import make_format
 from tests.support.prompts import prompt
 from tests.support.variants import variants
+from tests.vllm import rig
 from tests.vllm.hybrid_specs import full, models
 from tests.vllm.scheduled import DAMAGED, ScheduledEngine, Start, World, patch_namespaces
 
@@ -537,11 +538,10 @@ def test_a_damaged_state_counts_again_once_all_ranks_with_states_replaced_it(sta
     side.opening.ranks_of = ranks_with(fmt, 4)
     assert side.opening.ranks_of == {FULL: 4, STATE: 2}
     key, failed = bytes(32), side.engine.failed
-    failures = ([LoadFailure("r", 3, key, True, STATE)],)
-    side.worker_output(WorkerMetadata(failures=failures))
+    rig.tell(side, failures=[LoadFailure("r", 3, key, True, STATE)])
     named = kind_key(key, STATE)
     for rank in (0, 1):
         assert failed.is_bad(named)
-        side.worker_output(WorkerMetadata(repaired=[(named, rank)]))
+        rig.tell(side, rank, repaired=[named])
     assert named not in failed
     assert key not in failed

@@ -34,6 +34,7 @@ from tests.native.simulated_device import SimulatedStreams
 from tests.support.storages import Fault, FaultyBackend, posix
 from tests.support.waiting import PATIENCE, while_patient
 from tests.vllm.hybrid_caches import CHUNK, MODELS, HybridWorker, Layers, names
+from tests.vllm.rig import next_number
 
 Tables = tuple[list[int], ...]
 
@@ -137,6 +138,7 @@ def load_op(
     reach = max((worker.groups[n].block_size + 4 for n in worker.of(WINDOW)), default=0)
     first = max(start, end - reach + 1) // CHUNK
     return LoadOp(
+        next_number(),
         name,
         start,
         end,
@@ -387,7 +389,8 @@ def test_a_load_of_which_one_object_is_missing_or_bad_fails_as_a_whole(
     else:
         path.unlink()
     assert until_loaded(reader, load_op(reader, chunks, tables(reader, 48, 9))) == {"r"}
-    ((failure,),) = reader.reported.failures
+    told = reader.reported.facts[reader.side.rank]
+    (failure,) = [failure for _, facts in told for failure in facts.failures]
     assert failure == replace(failure, request_id="r", chunk_index=2, key=chunks[2].key)
     assert (failure.bad, failure.kind) == (damage, kind)
     assert reader.side.counters.snapshot().get("loaded_tokens", 0) == 0
@@ -416,7 +419,7 @@ def test_a_load_without_what_it_needs_is_refused(rig: Rig) -> None:
             replace(whole, round=7),
         )
     ):
-        op = replace(op, request_id=f"r{number}")
+        op = replace(op, number=next_number(), request_id=f"r{number}")
         before = [memory.clone() for memory in reader.memory]
         assert until_loaded(reader, op) == {op.request_id}
         assert holds(reader, before)
@@ -714,14 +717,15 @@ def test_states_of_steps_with_drafts_are_gathered_when_these_are_judged(
     # The last state is that of an answer.
     ops[-1] = replace(ops[-1], late=True)
     assert ops[-1].kind == STATE
-    worker.side.bind(StepMetadata(stores=ops))
+    meta = StepMetadata(stores=ops)
+    worker.side.bind(meta)
     worker.side.stores.finish_forward()
     for number in worker.of(STATE):
         for layer in worker.names[number]:
             worker.caches[layer][blocks[number][5]] += 1
     judged = parts_of(worker, blocks[0][5])[:2]
     worker.side.stores.save()
-    worker.side.clear()
+    worker.side.clear(meta)
     assert worker.side.drain(PATIENCE) == 0
     path = rig.path(worker.namespace_open, chunks[2], STATE)
     assert path.exists() is not others_fill

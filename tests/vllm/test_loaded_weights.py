@@ -340,9 +340,9 @@ def handshake(**parallel: Any) -> Handshake:
 
 
 def name(made: Handshake, digest: str, **fields: Any) -> str | None:
-    made.receive({}, {0: WeightsReport(made.round, "aa", "aa")})
+    made.receive({}, {0: WeightsReport(made.round, "aa", "aa")}, all_spoke=True)
     made.begin_round()
-    made.receive({}, {0: WeightsReport(made.round, "aa", digest, **fields)})
+    made.receive({}, {0: WeightsReport(made.round, "aa", digest, **fields)}, all_spoke=True)
     return made._name_of_weights()
 
 
@@ -571,7 +571,7 @@ def test_where_parameters_cannot_name_weights_one_line_says_what_to_set(
 ) -> None:
     made = handshake(**parallel)
     made._reports = {0: SimpleNamespace(weights=BY_PARAMETERS)}  # type: ignore[dict-item]
-    made.receive({}, report)
+    made.receive({}, report, all_spoke=True)
     for _ in range(2):
         assert made.unite() is None
     assert made.disabled
@@ -662,7 +662,9 @@ class Balanced:
     def name(self, between: Callable[[], None] = lambda: None, version: str = "") -> str | None:
         """Compare the weights; return their name."""
         made = self.handshake
-        made.receive({}, {rank: one.report() for rank, one in enumerate(self.weights)})
+        made.receive(
+            {}, {rank: one.report() for rank, one in enumerate(self.weights)}, all_spoke=True
+        )
         made.begin_round()
         for rank, one in enumerate(self.weights):
             if version:
@@ -673,7 +675,7 @@ class Balanced:
             for rank, one in enumerate(self.weights):
                 self._on(rank, lambda _, one=one: one.advance(idle=False))
             reports = {rank: one.report() for rank, one in enumerate(self.weights)}
-            made.receive({}, reports)
+            made.receive({}, reports, all_spoke=True)
             assert not any(one.problem for one in self.weights)
             if all(report.digest for report in reports.values()):
                 break

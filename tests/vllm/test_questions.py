@@ -194,7 +194,7 @@ def test_a_request_waits_for_a_load_once(make: Make) -> None:
     _load(side, first)
     waiting = side.known("waiting", LOADED)
     assert side.side.matched_tokens(waiting, 0) is None
-    side.side.loads_done({"first"})
+    side.side.loads.done({"first"})
     # vLLM preempts the first, and has lost what it loaded.
     first.num_preemptions = 1
     _load(side, first)

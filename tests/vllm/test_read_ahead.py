@@ -11,7 +11,8 @@ with warnings.catch_warnings():
     # vLLM's own imports are not ours to judge.
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm")
-    from kvshelf.vllm.metadata import StepMetadata
+    from kvshelf.vllm.messages import Outbox
+    from kvshelf.vllm.metadata import Orders, StepMetadata
     from kvshelf.vllm.scheduler.read_ahead import Loadable, ReadAhead
 
 
@@ -22,7 +23,7 @@ def test_a_step_looks_at_few_requests_however_many_wait() -> None:
         asked.append(name)
         return Loadable()
 
-    plan = ReadAhead(loadable, lambda: False)
+    plan = ReadAhead(loadable, lambda: False, Outbox(Orders))
     plan.enable(None)
     for number in range(50_000):
         plan.wait(str(number))

@@ -22,6 +22,7 @@ from kvshelf.format.objects import ObjectFormat
 from kvshelf.vllm.metadata import LoadOp, StepMetadata, StoreOp, WorkerMetadata
 from tests.support.prompts import prompt
 from tests.support.waiting import PATIENCE
+from tests.vllm.rig import next_number
 from tests.vllm.shelf_files import DAMAGE
 from tests.vllm.simulated import FORMS, SimulatedEngine, kv_of
 
@@ -56,14 +57,15 @@ def step(engine: SimulatedEngine, meta: StepMetadata) -> tuple[set[str], list[Wo
     """One step of all workers; the requests whose loads all of them have reported."""
     answers = []
     for worker in (rank.worker for rank in engine.ranks):
-        worker.bind(StepMetadata(stores=[*meta.stores], loads=[*meta.loads]))
+        bound = StepMetadata(stores=[*meta.stores], loads=[*meta.loads])
+        worker.bind(bound)
         worker.loads.start()
         worker.stores.save()
-        engine.reported.update(worker.loads.finished())
-        (bad_blocks,) = worker.loads.take_bad_blocks()
-        engine.bad_blocks |= bad_blocks
+        ended = worker.loads.take_ended()
+        engine.reported.update(ended.finished)
+        engine.bad_blocks |= ended.bad_blocks
         answers.append(worker.worker_metadata())
-        worker.clear()
+        worker.clear(bound)
     done = {name for name, count in engine.reported.items() if count == len(engine.ranks)}
     return done, [answer for answer in answers if answer is not None]
 
@@ -90,7 +92,7 @@ def load(
     """Load tokens of a prompt; return its blocks."""
     size = format_of(engine).chunk_size
     block_ids = engine.blocks_for(end)
-    op = LoadOp(name, start, end, list(chunks[start // size :]), (block_ids,))
+    op = LoadOp(next_number(), name, start, end, list(chunks[start // size :]), (block_ids,))
     engine.bad_blocks = set()
     done, answers = step(engine, StepMetadata(loads=[op]))
     deadline = time.monotonic() + PATIENCE
@@ -228,7 +230,13 @@ def test_blocks_from_a_failed_tail_on_are_bad(
         assert reader.bad_blocks == set(block_ids[good:])
         expected = kv_of(tokens)[:, :, : good * reader.block_tokens]
         assert torch.equal(reader.get(block_ids, 0, expected.shape[2]), expected)
-        failures = [one for answer in answers for group in answer.failures for one in group]
+        failures = [
+            failure
+            for answer in answers
+            for messages in answer.facts.values()
+            for _, facts in messages
+            for failure in facts.failures
+        ]
         assert {(one.key, one.chunk_index) for one in failures} == {(found[-1].key, 3)}
         # The request is computed from there on, and nothing else suffers.
         tail = found[-1]

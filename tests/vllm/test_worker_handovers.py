@@ -31,6 +31,7 @@ from kvshelf.vllm.metadata import (
 from tests.support.prompts import make_tail
 from tests.support.storages import Fault
 from tests.support.waiting import until
+from tests.vllm.rig import next_number
 from tests.vllm.worker_rig import CHUNK, WorkerRig, store_op
 
 # ------------------------------------------------------------------------- hand-overs
@@ -180,7 +181,7 @@ def test_the_use_of_a_tail_that_is_loaded_is_recorded(
     rig = make_worker(cache_tails=True)
     (chunk,), tail = rig.chunks(1), make_tail(rig.fmt)
     rig.store([chunk, tail])
-    rig.load(LoadOp("r", 0, CHUNK + tail.tokens, [chunk, tail], ([1, 2, 3],)))
+    rig.load(LoadOp(next_number(), "r", 0, CHUNK + tail.tokens, [chunk, tail], ([1, 2, 3],)))
     shards = range(rig.fmt.shards)
     view = Shelf(rig.backend).view(rig.fmt)
     until(lambda: names == [view.name(ObjectRef(tail, shard)) for shard in shards])

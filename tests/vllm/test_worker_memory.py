@@ -22,6 +22,7 @@ from kvshelf.vllm.metadata import (
 )
 from tests.support.storages import Fault, FaultyBackend
 from tests.support.waiting import until
+from tests.vllm.rig import next_number, ordered
 from tests.vllm.worker_rig import CHUNK, WorkerRig
 
 # ------------------------------------------------------------------------- requests that wait
@@ -72,7 +73,7 @@ def test_a_waiting_requests_objects_are_in_memory_when_its_load_comes(
     # Nothing that the storage could still do matters to the load.
     backend.add(Fault("open", error=TransientStorageError("broken")))
     blocks = [*range(20, 28)]
-    finished, bad, _ = rig.load(LoadOp("r", 0, 4 * CHUNK, chunks, (blocks,)))
+    finished, bad, _ = rig.load(LoadOp(next_number(), "r", 0, 4 * CHUNK, chunks, (blocks,)))
     assert (finished, bad) == ({"r"}, set())
     assert all(same(writer, i + 1, rig, block) for i, block in enumerate(blocks))
     # The thread that delivered the last object counts it afterwards.
@@ -85,9 +86,9 @@ def test_a_waiting_request_that_ends_leaves_no_memory_behind(rig: WorkerRig) -> 
     rig.step(StepMetadata(prefetches=[PrefetchOp("r", chunks), PrefetchOp("s", chunks[:1])]))
     read_ahead(rig, 4)
     of_all = kept(rig)
-    rig.step(StepMetadata(prefetch_ended=["r"]))
+    rig.step(ordered(prefetch_ended=["r"]))
     until(lambda: bool(rig.step(StepMetadata()) and kept(rig) == of_all / 4))
-    rig.step(StepMetadata(cancelled=["s"]))
+    rig.step(ordered(prefetch_ended=["s"]))
     until(lambda: nothing_is_kept(rig))
 
 
@@ -104,7 +105,7 @@ def test_when_weights_change_nothing_is_read_ahead_and_its_memory_is_given_back(
     gate.set()
     rig.step(StepMetadata(prefetches=[PrefetchOp("t", chunks)]))
     until(lambda: nothing_is_kept(rig))
-    rig.step(StepMetadata(prefetch_ended=["r", "s", "t"]))
+    rig.step(ordered(prefetch_ended=["r", "s", "t"]))
     until(lambda: nothing_is_kept(rig))
 
 
@@ -114,7 +115,7 @@ def test_a_waiting_request_whose_load_is_refused_leaves_no_memory_behind(rig: Wo
     read_ahead(rig, 4)
     # Its chunks are not known, as when the scheduler's look-up was given up.
     finished, _, _ = rig.step(
-        StepMetadata(loads=[LoadOp("r", 0, 4 * CHUNK, [], ([*range(20, 28)],))])
+        StepMetadata(loads=[LoadOp(next_number(), "r", 0, 4 * CHUNK, [], ([*range(20, 28)],))])
     )
     assert finished == {"r"}
     until(lambda: nothing_is_kept(rig))
@@ -130,8 +131,7 @@ def test_a_waiting_requests_bad_object_is_reported_before_its_load(
     def reported() -> bool:
         _, bad, meta = rig.step(StepMetadata())
         assert not bad
-        for failures in meta.failures if meta is not None else ():
-            found.extend(failures)
+        found.extend(meta.failures if meta is not None else ())
         return bool(found)
 
     rig.step(StepMetadata(prefetches=[PrefetchOp("r", chunks)]))
@@ -170,7 +170,7 @@ def test_what_was_stored_is_loaded_from_memory_without_storage_and_staging(
     backend.add(Fault("open", error=TransientStorageError("broken")))
     monkeypatch.setattr(StagingPool, "acquire_for_load", lambda *_, **__: None)
     blocks = [*range(20, 26)]
-    finished, bad, _ = rig.load(LoadOp("r", 0, 3 * CHUNK, chunks, (blocks,)))
+    finished, bad, _ = rig.load(LoadOp(next_number(), "r", 0, 3 * CHUNK, chunks, (blocks,)))
     assert (finished, bad) == ({"r"}, set())
     assert all(rig.same(i + 1, block) for i, block in enumerate(blocks))
     counts = rig.counts
@@ -185,7 +185,7 @@ def test_what_was_loaded_is_read_once(
 ) -> None:
     chunks = rig.chunks(3)
     for first in (20, 30):
-        op = LoadOp(f"r{first}", 0, 3 * CHUNK, chunks, ([*range(first, first + 6)],))
+        op = LoadOp(next_number(), f"r{first}", 0, 3 * CHUNK, chunks, ([*range(first, first + 6)],))
         finished, bad, _ = rig.load(op)
         assert (finished, bad) == ({op.request_id}, set())
         backend.add(Fault("open", error=TransientStorageError("broken")))
@@ -204,7 +204,7 @@ def test_the_memory_tier_outlives_a_change_of_the_weights(
     rig.step(StepMetadata(namespace=named))
     backend.add(Fault("open", error=TransientStorageError("broken")))
     blocks = [20, 21, 22, 23]
-    finished, bad, _ = rig.load(LoadOp("r", 0, 2 * CHUNK, chunks, (blocks,)))
+    finished, bad, _ = rig.load(LoadOp(next_number(), "r", 0, 2 * CHUNK, chunks, (blocks,)))
     assert (finished, bad) == ({"r"}, set())
     assert all(rig.same(i + 1, block) for i, block in enumerate(blocks))
 

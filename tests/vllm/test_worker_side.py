@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle  # noqa: TID251 - as vLLM does between its processes
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from kvshelf.errors import ConfigError, TransientStorageError, UnsupportedError
 from kvshelf.transfer.staging import StagingPool
 from kvshelf.vllm.connector import SharedStorageConnector
 from kvshelf.vllm.metadata import (
+    Facts,
     LoadFailure,
     LoadOp,
     StepMetadata,
@@ -29,6 +31,7 @@ from tests.support.storages import Fault, FaultyBackend
 from tests.support.threads import named, none_can_be_started
 from tests.support.waiting import PATIENCE, until
 from tests.vllm.replay import HEAD_SIZE, HEADS, bind, make_caches, make_config, make_groups
+from tests.vllm.rig import next_number, ordered
 from tests.vllm.worker_rig import BLOCK, BLOCKS, WorkerRig, store_op
 
 # ------------------------------------------------------------------------- caches
@@ -184,7 +187,7 @@ def test_caches_in_kernel_blocks(make_worker: Callable[..., WorkerRig]) -> None:
     rig = make_worker(block_size=8, kernel_block=4)
     chunks = rig.chunks(3)
     rig.store(chunks)
-    finished, bad, _ = rig.load(LoadOp("r", 0, 24, chunks, ([20, 0, 22],)))
+    finished, bad, _ = rig.load(LoadOp(next_number(), "r", 0, 24, chunks, ([20, 0, 22],)))
     assert finished == {"r"}
     assert bad == set()
     assert rig.same(1, 20)
@@ -228,25 +231,23 @@ def test_the_part_is_sent_until_the_namespace_comes(make_worker: Callable[..., W
     assert meta is not None
     # The scheduler goes on announcing until it hears nothing of parts.
     _, _, meta = rig.step(StepMetadata(namespace=rig.namespace()))
-    assert meta == WorkerMetadata()
+    assert meta is not None and not meta.reports
     assert rig.step(StepMetadata())[2] is None
 
 
 def test_metadata_of_ranks_is_united() -> None:
-    one = WorkerMetadata(reports={0: "a"}, repaired=[(b"x", 0)])  # type: ignore[dict-item]
-    two = WorkerMetadata(reports={1: "b"}, repaired=[(b"y", 1)])  # type: ignore[dict-item]
-    both = one.aggregate(two)
-    assert both.reports == {0: "a", 1: "b"}
-    assert both.repaired == [(b"x", 0), (b"y", 1)]
+    one, two = (
+        WorkerMetadata({rank: 3}, facts={rank: [(1, Facts(begun=rank))]}) for rank in range(2)
+    )
+    both = WorkerMetadata().aggregate(one).aggregate(two)
+    assert both.heard == {0: 3, 1: 3}
+    assert both.facts == {0: [(1, Facts(begun=0))], 1: [(1, Facts(begun=1))]}
 
 
-def test_failures_of_ranks_are_united_within_their_cache_group() -> None:
-    first, second, third = (LoadFailure("r", index, b"", False) for index in range(3))
-    none = WorkerMetadata()
-    one, two = WorkerMetadata(failures=([first],)), WorkerMetadata(failures=([second], [third]))
-    assert one.aggregate(two).failures == ([first, second], [third])
-    assert none.aggregate(one).failures == one.aggregate(none).failures == ([first],)
-    assert none.aggregate(none).failures == ()
+def test_a_step_in_which_nothing_happens_is_small() -> None:
+    said = pickle.dumps(StepMetadata(timed_step=7))
+    assert pickle.loads(said) == StepMetadata(timed_step=7)
+    assert len(said) < 100
 
 
 def test_null_blocks_are_never_filled_stored_or_reported(
@@ -256,11 +257,15 @@ def test_null_blocks_are_never_filled_stored_or_reported(
     chunks = rig.chunks(3)
     rig.store(chunks)
     null = rig.rows(0)
-    assert rig.load(LoadOp("r", 0, 24, chunks, ([0, 0, 0, 23, 24, 25],)))[1] == set()
+    assert rig.load(LoadOp(next_number(), "r", 0, 24, chunks, ([0, 0, 0, 23, 24, 25],)))[1] == set()
     assert rig.failed_requests == set()
     assert rig.same(4, 23)
     missing = rig.chunks(3, seed=5)
-    assert rig.load(LoadOp("s", 0, 24, missing, ([0, 0, 0, 23, 24, 25],)))[1] == {23, 24, 25}
+    assert rig.load(LoadOp(next_number(), "s", 0, 24, missing, ([0, 0, 0, 23, 24, 25],)))[1] == {
+        23,
+        24,
+        25,
+    }
     rig.step(StepMetadata(stores=[store_op(missing[0], [0, 5])]))
     rig.drain()
     assert not rig.path(missing[0]).exists()
@@ -278,7 +283,7 @@ def test_where_a_window_left_blocks_out_a_load_is_good_as_a_whole_or_not_at_all(
     rig.store(chunks)
     if failing is not None:
         rig.path(chunks[failing]).unlink()
-    assert rig.load(LoadOp("r", 0, 24, chunks, (blocks,)))[0] == {"r"}
+    assert rig.load(LoadOp(next_number(), "r", 0, 24, chunks, (blocks,)))[0] == {"r"}
     assert rig.failed_requests == ({"r"} if failing is not None and 0 in blocks else set())
     assert rig.step(StepMetadata())[0] == rig.failed_requests == set()
 
@@ -288,7 +293,7 @@ def test_a_load_that_is_refused_is_useless_where_a_window_left_blocks_out(
     make_worker: Callable[..., WorkerRig], blocks: list[int]
 ) -> None:
     rig = make_worker()
-    rig.step(StepMetadata(loads=[LoadOp("r", 0, 8, [], (blocks,))]))
+    rig.step(StepMetadata(loads=[LoadOp(next_number(), "r", 0, 8, [], (blocks,))]))
     assert rig.failed_requests == ({"r"} if 0 in blocks else set())
 
 
@@ -300,7 +305,7 @@ def test_an_idle_step_waits_for_the_load_a_busy_one_does_not(
     rig.store(chunks)
     gate = threading.Event()
     rig.backend.add(Fault("read", wait=gate))
-    loads = [LoadOp("r", 0, 8, chunks, ([20, 21],))]
+    loads = [LoadOp(next_number(), "r", 0, 8, chunks, ([20, 21],))]
     assert rig.seconds(StepMetadata(idle=True, loads=loads)) >= 10e-3
     assert min(rig.seconds(StepMetadata()) for _ in range(5)) < 10e-3
     gate.set()
@@ -329,11 +334,11 @@ def test_a_failed_load_tells_which_blocks_have_no_kv(make_worker: Callable[..., 
     rig.backend.add(
         Fault("open", f"*{chunks[2].key.hex()}*", error=TransientStorageError(5, "EIO"))
     )
-    finished, bad, meta = rig.load(LoadOp("r", 0, 28, chunks, ([*range(20, 28)],)))
+    finished, bad, meta = rig.load(LoadOp(next_number(), "r", 0, 28, chunks, ([*range(20, 28)],)))
     assert finished == {"r"}
     assert bad == {24, 25, 26}
     assert meta is not None
-    assert {(f.request_id, f.chunk_index, f.key, f.bad) for f in meta.failures[0]} == {
+    assert {(f.request_id, f.chunk_index, f.key, f.bad) for f in meta.failures} == {
         ("r", 2, chunks[2].key, False)
     }
     assert all(rig.same(1 + i, 20 + i) for i in range(4))
@@ -346,10 +351,10 @@ def test_a_first_chunk_that_fails_spares_the_blocks_before_the_load(
 ) -> None:
     rig = make_worker()
     chunks = rig.chunks(3, seed=5)
-    _, bad, meta = rig.load(LoadOp("r", 12, 24, chunks[1:], ([*range(20, 26)],)))
+    _, bad, meta = rig.load(LoadOp(next_number(), "r", 12, 24, chunks[1:], ([*range(20, 26)],)))
     assert bad == {23, 24, 25}
     assert meta is not None
-    assert min(failure.chunk_index for failure in meta.failures[0]) == 1
+    assert min(failure.chunk_index for failure in meta.failures) == 1
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 4])
@@ -357,12 +362,12 @@ def test_a_load_that_cannot_be_started_is_reported_failed(
     make_worker: Callable[..., WorkerRig], chunks: int
 ) -> None:
     rig = make_worker()
-    op = LoadOp("r", 0, 24, rig.chunks(chunks), ([*range(20, 26)],))
+    op = LoadOp(next_number(), "r", 0, 24, rig.chunks(chunks), ([*range(20, 26)],))
     finished, bad, meta = rig.step(StepMetadata(loads=[op]))
     assert finished == {"r"}
     assert bad == {*range(20, 26)}
     assert meta is not None
-    assert [(f.chunk_index, f.key) for f in meta.failures[0]] == [(0, b"")]
+    assert [(f.chunk_index, f.key) for f in meta.failures] == [(0, b"")]
     assert rig.step(StepMetadata())[0] == set()
 
 
@@ -371,12 +376,12 @@ def test_a_load_before_the_namespace_is_reported_failed(
 ) -> None:
     rig = make_worker(opened=False)
     rig.namespace()
-    op = LoadOp("r", 8, 24, rig.chunks(3)[1:], ([*range(20, 26)],))
+    op = LoadOp(next_number(), "r", 8, 24, rig.chunks(3)[1:], ([*range(20, 26)],))
     finished, bad, meta = rig.step(StepMetadata(loads=[op]))
     assert finished == {"r"}
     assert bad == {22, 23, 24, 25}
     assert meta is not None
-    assert [f.chunk_index for f in meta.failures[0]] == [1]
+    assert [f.chunk_index for f in meta.failures] == [1]
 
 
 def test_a_cancelled_load_is_finished_and_no_failure(make_worker: Callable[..., WorkerRig]) -> None:
@@ -385,11 +390,13 @@ def test_a_cancelled_load_is_finished_and_no_failure(make_worker: Callable[..., 
     rig.store(chunks)
     gate = threading.Event()
     rig.backend.add(Fault("read", wait=gate))
-    rig.step(StepMetadata(loads=[LoadOp("r", 0, 16, chunks, ([*range(20, 24)],))]))
-    finished, bad, meta = rig.step(StepMetadata(cancelled=["r", "never heard of"]))
-    assert (finished, bad, meta) == ({"r"}, set(), None)
+    op = LoadOp(next_number(), "r", 0, 16, chunks, ([*range(20, 24)],))
+    rig.step(StepMetadata(loads=[op]))
+    finished, bad, meta = rig.step(ordered(cancelled=[op.number, next_number()]))
+    assert (finished, bad) == ({"r"}, set())
+    assert meta is not None and not meta.failures
     gate.set()
-    assert rig.step(StepMetadata(cancelled=["r"]))[0] == set()
+    assert rig.step(ordered(cancelled=[op.number]))[0] == set()
 
 
 def test_a_repair_is_reported(make_worker: Callable[..., WorkerRig]) -> None:
@@ -398,7 +405,7 @@ def test_a_repair_is_reported(make_worker: Callable[..., WorkerRig]) -> None:
     metas = [rig.step(StepMetadata(stores=[store_op(chunk, repair=True)]))[2]]
     rig.drain()
     metas += [rig.step(StepMetadata())[2], rig.step(StepMetadata())[2]]
-    assert [key for meta in metas if meta is not None for key in meta.repaired] == [(chunk.key, 0)]
+    assert [key for meta in metas if meta is not None for key in meta.repaired] == [chunk.key]
 
 
 def test_nothing_that_goes_wrong_ends_the_engine(
@@ -413,7 +420,7 @@ def test_nothing_that_goes_wrong_ends_the_engine(
 
     for owner, names in {
         rig.side: ("bind", "worker_metadata", "clear"),
-        rig.side.loads: ("start", "finished", "take_bad_blocks"),
+        rig.side.loads: ("start", "take_ended"),
         rig.side.stores: ("save",),
     }.items():
         for name in names:
@@ -432,7 +439,7 @@ def test_caches_may_be_registered_again(make_worker: Callable[..., WorkerRig]) -
     rig.store(chunks)
     gate = threading.Event()
     rig.backend.add(Fault("read", wait=gate))
-    rig.step(StepMetadata(loads=[LoadOp("r", 0, 16, chunks, ([*range(20, 24)],))]))
+    rig.step(StepMetadata(loads=[LoadOp(next_number(), "r", 0, 16, chunks, ([*range(20, 24)],))]))
     old = rig.caches
     rig.replace_caches()
     finished, bad, meta = rig.step(StepMetadata())
@@ -443,7 +450,7 @@ def test_caches_may_be_registered_again(make_worker: Callable[..., WorkerRig]) -
     gate.set()
     rig.backend.heal()
     rig.step(StepMetadata(namespace=rig.namespace()))
-    assert rig.load(LoadOp("s", 0, 16, chunks, ([*range(20, 24)],)))[1] == set()
+    assert rig.load(LoadOp(next_number(), "s", 0, 16, chunks, ([*range(20, 24)],)))[1] == set()
     for name, cache in rig.caches.items():
         assert torch.equal(cache[20:24], old[name][1:5])
 
@@ -459,7 +466,10 @@ def test_a_load_that_is_not_reported_before_its_caches_or_weights_go_fails(
     gate = threading.Event()
     backend.add(Fault("read", wait=gate))
     gone, kept = [30, 31, 32, 33], [20, 21, 22, 23]
-    loads = [LoadOp("gone", 0, 16, chunks, (gone,)), LoadOp("r", 0, 16, chunks, (kept,))]
+    loads = [
+        LoadOp(next_number(), "gone", 0, 16, chunks, (gone,)),
+        LoadOp(next_number(), "r", 0, 16, chunks, (kept,)),
+    ]
     assert rig.step(StepMetadata(loads=loads))[0] == set()
     if scattered:
         gate.set()
@@ -470,13 +480,13 @@ def test_a_load_that_is_not_reported_before_its_caches_or_weights_go_fails(
     else:
         rig.connector.weights_changed()
     gate.set()
-    finished, bad, meta = rig.step(StepMetadata(cancelled=["gone"]))
+    finished, bad, meta = rig.step(ordered(cancelled=[loads[0].number]))
     while finished != {"gone", "r"}:
         more = rig.step(StepMetadata(idle=True))
         finished, bad, meta = finished | more[0], bad | more[1], meta or more[2]
     assert bad >= set(kept)
     assert meta is not None
-    assert LoadFailure("r", 0, b"", False) in meta.failures[0]
+    assert LoadFailure("r", 0, b"", False, load=loads[1].number) in meta.failures
     # Who has gone needs no blocks.
     assert not bad & set(gone)
 

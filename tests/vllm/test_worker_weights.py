@@ -28,6 +28,7 @@ from tests.support.storages import FaultyBackend
 from tests.support.threads import named
 from tests.support.waiting import PATIENCE, until
 from tests.vllm.replay import make_config
+from tests.vllm.rig import next_number
 from tests.vllm.worker_rig import WorkerRig, store_op
 
 # ------------------------------------------------------------------------- weights
@@ -419,7 +420,7 @@ def test_weights_that_change_in_place_end_loads_and_stores_at_once(
     assert rig.counts["stored_chunks"] == 2
     before = rig.rows(20)
     finished, bad, meta = rig.step(
-        StepMetadata(loads=[LoadOp("r", 0, 16, chunks[:2], ([20, 21, 22, 23],))])
+        StepMetadata(loads=[LoadOp(next_number(), "r", 0, 16, chunks[:2], ([20, 21, 22, 23],))])
     )
     assert finished == {"r"}
     assert bad == {20, 21, 22, 23}

@@ -18,7 +18,14 @@ with warnings.catch_warnings():
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
     from kvshelf.vllm.connector import SharedStorageConnector
-    from kvshelf.vllm.metadata import LoadOp, StepMetadata, StoreOp, WorkerMetadata, WorkerReport
+    from kvshelf.vllm.metadata import (
+        Facts,
+        LoadOp,
+        StepMetadata,
+        StoreOp,
+        WorkerMetadata,
+        WorkerReport,
+    )
     from kvshelf.vllm.namespace import build_namespace
     from kvshelf.vllm.worker.side import WorkerSide
     from tests.vllm.replay import bind, make_caches, make_config, make_groups
@@ -32,7 +39,30 @@ from tests.support.waiting import PATIENCE, until, while_patient
 
 BLOCK, CHUNK, BLOCKS = 4, 8, 64
 
-Step = tuple[set[str], set[int], WorkerMetadata | None]
+Step = tuple[set[str], set[int], "Said | None"]
+
+
+class Said(SimpleNamespace):
+    """What a worker says in a step: the fields of ``WorkerMetadata``, and of its new facts."""
+
+    @classmethod
+    def of(cls, meta: WorkerMetadata, known: int) -> Said:
+        """What is said after message `known`."""
+        facts = Facts()
+        for rank in meta.facts:
+            for number, message in meta.facts[rank]:
+                if number > known:
+                    facts = Facts(
+                        **{
+                            name: (
+                                [*found, *getattr(message, name)]
+                                if isinstance(found, list)
+                                else getattr(message, name)
+                            )
+                            for name, found in vars(facts).items()
+                        }
+                    )
+        return cls(**vars(facts), **vars(meta))
 
 
 class WorkerRig:
@@ -67,6 +97,8 @@ class WorkerRig:
         self.model = model
         self._ratio = self.config.cache_config.block_size // kernel_block
         self._report: WorkerReport | None = None
+        #: Up to which number the scheduler's side has taken what the worker tells.
+        self._heard = 0
         self.caches = make_caches(BLOCKS * self._ratio, kernel_block)
         bind(self.config, self.caches)
         self.connector = SharedStorageConnector(
@@ -132,6 +164,7 @@ class WorkerRig:
     def step(self, meta: StepMetadata) -> Step:
         """One step, in the order of vLLM's first model runner."""
         worker = self.connector
+        meta.heard = {0: self._heard}
         worker.bind_connector_metadata(meta)
         worker.start_load_kv(None)
         worker.wait_for_save()
@@ -143,7 +176,10 @@ class WorkerRig:
         assert reported is None or isinstance(reported, WorkerMetadata)
         if reported is not None and reported.reports:
             (self._report,) = reported.reports.values()
-        return finished, bad, reported
+        said = None if reported is None else Said.of(reported, self._heard)
+        if reported is not None and reported.facts:
+            self._heard = reported.facts[0][-1][0]
+        return finished, bad, said
 
     def seconds(self, meta: StepMetadata) -> float:
         """How long a step took."""

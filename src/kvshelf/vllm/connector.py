@@ -19,6 +19,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final, Literal, ParamSpec, TypeVar
 
 import torch
@@ -186,6 +187,7 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._bad_blocks: set[int] = set()
         context = context_ranks(vllm_config, kv_cache_config)
         refuses = _why_no_stores(self._config, transfer, context)
         self._history = _begin_history(self._config, vllm_config, role, self._assembly.url, refuses)
@@ -299,8 +301,10 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
     @_contained(_nothing)
     def clear_connector_metadata(self) -> None:
         """End a step."""
+        meta = self._connector_metadata
         super().clear_connector_metadata()
-        self._as_worker().clear()
+        if isinstance(meta, StepMetadata):
+            self._as_worker().clear(meta)
 
     @_contained(_nothing)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -325,27 +329,33 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
         """Gather what this step completed into staging, and is not gathered yet."""
         self._as_worker().stores.save()
 
-    @_contained(lambda *_: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose blocks are no longer needed, and those whose loads finished."""
-        worker = self._as_worker()
-        loaded = worker.loads.finished()
-        return worker.stores.released() or None, loaded or None
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending or None, results.finished_recving or None
 
-    @_contained(lambda *_: KVConnectorTransferResults())
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return the requests whose loads are finished; those to compute as a whole as failed."""
-        results = super().get_transfer_results(finished_req_ids)
-        results.failed_recving = self._as_worker().loads.take_failed_requests()
-        return results
+        """Return the requests whose loads are finished; those to compute as a whole as failed.
+
+        The blocks that these loads left without KV are kept for
+        :meth:`get_block_ids_with_load_errors`, so that nothing can come between.
+        """
+        released = self._take_released()
+        finished, failed, bad_blocks = self._take_ended()
+        self._bad_blocks |= bad_blocks
+        return KVConnectorTransferResults(released, finished, failed)
 
     @_contained(lambda *_: set())
+    def _take_released(self) -> set[str]:
+        return self._as_worker().stores.released()
+
+    @_contained(lambda *_: (set(), set(), set()))
+    def _take_ended(self) -> tuple[set[str], set[str], set[int]]:
+        return self._as_worker().loads.take_ended()
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks that failed loads left without KV."""
-        if self._groups.hybrid:
-            # vLLM takes ids of blocks from engines with one group only.
-            return set()
-        (blocks,) = self._as_worker().loads.take_bad_blocks()
+        """Return the blocks that failed loads left without KV, of an engine with one group."""
+        blocks, self._bad_blocks = self._bad_blocks, set()
         return blocks
 
     @_contained(_nothing)
@@ -395,20 +405,23 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
         if num_external_tokens:
             self._as_scheduler().allocated(request, blocks.get_block_ids(), num_external_tokens)
 
-    @_contained(lambda self, scheduler_output: self._as_scheduler().failed_step())
+    @_contained(lambda *_: StepMetadata())
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Return the step's loads and stores; `scheduler_output` is only read."""
+        """Return the step's loads and stores; `scheduler_output` is only read.
+
+        What the workers must learn of a step that fails here is part of the next one.
+        """
         return self._as_scheduler().step_metadata(scheduler_output)
 
     @_contained(_nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take what the workers report."""
-        scheduler = self._as_scheduler()
+        """Take what the workers report. Facts that fail here come again."""
         meta = connector_output.kv_connector_worker_meta
-        scheduler.loads_done(connector_output.finished_recving or set())
-        scheduler.released(connector_output.finished_sending or ())
-        if isinstance(meta, WorkerMetadata):
-            scheduler.worker_output(meta)
+        self._as_scheduler().take_output(
+            connector_output.finished_recving or (),
+            connector_output.finished_sending or (),
+            meta if isinstance(meta, WorkerMetadata) else None,
+        )
 
     @_contained(lambda *_: (False, None))
     def request_finished(
@@ -465,15 +478,12 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
     @_contained(_nothing)
     def shutdown(self) -> None:
         """Publish what is staged for a bounded time; log what was lost. Idempotent."""
-        if self._worker is not None:
-            self._worker.close()
-        if self._scheduler is not None:
-            self._scheduler.close()
-        self._assembly.close()
-        if self._segment is not None:
-            self._segment.close()
-        if self._history is not None:
-            self._history.close()
+        # All of these are closed, the last one first, whatever some of them raise.
+        with ExitStack() as stack:
+            sides = self._scheduler, self._worker
+            for one in (self._history, self._segment, self._assembly, *sides):
+                if one is not None:
+                    stack.callback(one.close)
 
     def _as_worker(self) -> WorkerSide:
         assert self._worker is not None, "called on the scheduler's instance"

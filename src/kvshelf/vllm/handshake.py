@@ -153,16 +153,26 @@ class Handshake:
         return now < self._deadline
 
     def receive(
-        self, reports: Mapping[int, WorkerReport], weights: Mapping[int, WeightsReport]
+        self,
+        reports: Mapping[int, WorkerReport],
+        weights: Mapping[int, WeightsReport],
+        *,
+        all_spoke: bool,
     ) -> bool:
-        """Take the reports of some ranks; no reports acknowledge the namespace.
+        """Take the reports of some ranks.
+
+        Parameters
+        ----------
+        reports, weights : Mapping
+        all_spoke : bool
+            All ranks have said something in this step. Then no reports acknowledge the namespace.
 
         Returns
         -------
         bool
             Whether weights changed since the round began, so that there must be another.
         """
-        if not reports and not weights:
+        if all_spoke and not reports and not weights:
             self._announcing = False
         self._reports.update(reports)
         for report in reports.values():

@@ -2,7 +2,11 @@
 
 Owns the records that travel with vLLM's steps: :class:`StepMetadata` from the scheduler to the
 workers at the start of a step, :class:`WorkerMetadata` back at its end. vLLM pickles both when
-workers are other processes, so they hold plain data only.
+workers are other processes, so they hold plain data only; fields that say nothing are left out.
+
+What must arrive is named in each step until the other side has answered: loads that not all ranks
+have begun, :class:`Orders`, and :class:`Facts` (:mod:`kvshelf.vllm.messages`). The rest is about
+one step, or is repeated in each step for as long as it holds.
 
 Block ids are tuples with one list for each KV cache group of the engine, in vLLM's order, because a
 block id means something within its group only.
@@ -10,7 +14,6 @@ block id means something within its group only.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
@@ -100,6 +103,8 @@ class LoadOp:
 
     Attributes
     ----------
+    number : int
+        The number of the load, from 1 on in the order in which the engine planned its loads.
     chunks : list of Chunk
         All chunks of kind full that overlap the tokens, in order. The last one may be a tail, and
         `end` inside it.
@@ -122,9 +127,10 @@ class LoadOp:
         When the load is cut, and how many chunks are read at once, see
         :meth:`kvshelf.transfer.transfers.Transfers.load`.
 
-    Without chunks of any kind these are not known, and the load fails.
+    Without chunks of any kind these are not known, or the request has ended: the load fails.
     """
 
+    number: int
     request_id: str
     start: int
     end: int
@@ -157,6 +163,31 @@ class PrefetchOp:
 
 
 @dataclass
+class Orders:
+    """What workers must learn besides their loads, in this order.
+
+    Attributes
+    ----------
+    reset : bool
+        Forget what is known of the shelf.
+    cancelled : list of int
+        Numbers of loads whose request ended while they ran.
+    prefetch_ended : list of str
+        Requests with prefetched chunks that no longer wait and need no load.
+    gone : list of Owner
+        Requests whose blocks are no longer theirs: their postponed stores are dropped.
+    held : list of Owner
+        Requests that have ended and keep their blocks until each worker has reported them.
+    """
+
+    reset: bool = False
+    cancelled: list[int] = field(default_factory=list)
+    prefetch_ended: list[str] = field(default_factory=list)
+    gone: list[Owner] = field(default_factory=list)
+    held: list[Owner] = field(default_factory=list)
+
+
+@dataclass
 class StepMetadata(KVConnectorMetadata):
     """Scheduler to workers, once per step.
 
@@ -171,22 +202,18 @@ class StepMetadata(KVConnectorMetadata):
         The same of the drafter's namespace.
     stores : list of StoreOp
     loads : list of LoadOp
-    cancelled : list of str
-        Requests that ended while their load was running.
+        Those that not all ranks are known to have begun, by number.
+    orders : list of (int, Orders)
+        Those that not all ranks are known to have taken, with their numbers.
+    heard : dict
+        Rank to the number up to which its :class:`Facts` have been taken; of ranks that have sent
+        some since the last step.
     weights_round : int
         The current round, see :mod:`kvshelf.vllm.worker.loaded_weights`.
-    reset : bool
-        Forget what is known of the shelf.
     prefetches : list of PrefetchOp
-    prefetch_ended : list of str
-        Requests with prefetched chunks that no longer wait and need no load.
     again : list of Owner
         Requests of this step of which workers have postponed stores
         (:mod:`kvshelf.vllm.worker.postponed`): these may be gathered now.
-    held : list of Owner
-        Requests that have ended and keep their blocks until each worker has reported them.
-    gone : list of Owner
-        Requests whose blocks are no longer theirs: their postponed stores are dropped.
     explored : PrefetchOp or None
         Chunks to read without a request that waits, to learn how long that takes.
     timed_step : int
@@ -198,16 +225,17 @@ class StepMetadata(KVConnectorMetadata):
     draft_namespace: tuple[bytes, str] | None = None
     stores: list[StoreOp] = field(default_factory=list)
     loads: list[LoadOp] = field(default_factory=list)
-    cancelled: list[str] = field(default_factory=list)
+    orders: list[tuple[int, Orders]] = field(default_factory=list)
+    heard: dict[int, int] = field(default_factory=dict)
     weights_round: int = 0
-    reset: bool = False
     prefetches: list[PrefetchOp] = field(default_factory=list)
-    prefetch_ended: list[str] = field(default_factory=list)
     again: list[Owner] = field(default_factory=list)
-    held: list[Owner] = field(default_factory=list)
-    gone: list[Owner] = field(default_factory=list)
     explored: PrefetchOp | None = None
     timed_step: int = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what is said; see :func:`_said`."""
+        return StepMetadata, (), _said(self)
 
 
 #: In place of a weights fingerprint: the digests of all ranks at the start name the weights.
@@ -325,6 +353,8 @@ class LoadFailure:
         The object is damaged.
     kind : Kind
         What of the chunk could not be loaded.
+    load : int
+        The number of the load; 0 where the chunk was read ahead.
     """
 
     request_id: str
@@ -332,71 +362,93 @@ class LoadFailure:
     key: bytes
     bad: bool
     kind: Kind = FULL
+    load: int = 0
+
+
+@dataclass
+class Facts:
+    """What the scheduler side must learn of a rank.
+
+    Attributes
+    ----------
+    begun : int
+        The number of the last load that it has begun, or refused; 0 if there is none to tell.
+    failures : list of LoadFailure
+    repaired : list of bytes
+        Keys of kinds of chunks (:func:`~kvshelf.format.kinds.kind_key`) of which it has replaced
+        its damaged objects.
+    published : list of bytes
+        The same keys, of what it has stored its objects of; only where lookups remember that
+        chunks are missing.
+    breaker_open : bool, optional
+        Whether the breaker of its storage is open, so that its loads would fail; told when that
+        changes, and with each load that failed for this reason.
+    writes_refused : bool, optional
+        Whether its storage takes no writes, or no marker of a hand-over that failed; told when that
+        changes.
+    other_adapters : list of int
+        Ids of LoRA adapters for which it loaded other files than chunk keys stand for.
+    without_drafts : list of (str, int)
+        Requests of whose loads the drafter's KV is not complete, and the first token without it.
+    postponed : list of Owner
+        Requests of which it has begun to postpone stores.
+    load_seconds : list of (int, str, float)
+        Number and request of loads, and how long they took, or would have taken if they had not
+        been cut. Number 0 and no request: what was read to learn that.
+    """
+
+    begun: int = 0
+    failures: list[LoadFailure] = field(default_factory=list)
+    repaired: list[bytes] = field(default_factory=list)
+    published: list[bytes] = field(default_factory=list)
+    breaker_open: bool | None = None
+    writes_refused: bool | None = None
+    other_adapters: list[int] = field(default_factory=list)
+    without_drafts: list[tuple[str, int]] = field(default_factory=list)
+    postponed: list[Owner] = field(default_factory=list)
+    load_seconds: list[tuple[int, str, float]] = field(default_factory=list)
 
 
 @dataclass
 class WorkerMetadata(KVConnectorWorkerMetadata):
-    """Workers to scheduler, once per step; vLLM merges those of all ranks.
+    """Workers to scheduler, in steps in which there is something to say; vLLM merges all ranks'.
 
     Attributes
     ----------
+    heard : dict
+        Each rank that says something to the number up to which it has taken :class:`Orders`.
+    facts : dict
+        Rank to the facts that it does not know to be taken, with their numbers.
     reports : dict
         Rank to its report; sent until the scheduler answers with a namespace.
     weights : dict
         Rank to the report about its weights; sent at the start, and from the moment when they may
         have changed until the scheduler answers with a namespace.
-    failures : tuple of list of LoadFailure
-        Lists of which those with the same place in the tuples of several ranks are joined; empty
-        when there are none.
-    repaired : list of (bytes, int)
-        Keys of kinds of chunks (:func:`~kvshelf.format.kinds.kind_key`), and the ranks that
-        replaced their damaged objects of these.
-    published : list of bytes
-        The same keys, of what a rank has stored its objects of; only where lookups remember that
-        chunks are missing.
-    breaker_open : dict
-        Rank to whether the breaker of its storage is open, so that its loads would fail; sent
-        when that changes, and with each load that failed for this reason.
-    other_adapters : list of int
-        Ids of LoRA adapters for which a rank loaded other files than chunk keys stand for.
     draft_reports : dict
         As `reports`, for the drafter's layers; only of ranks of the last pipeline stage.
-    without_drafts : list of (str, int)
-        Requests of whose loads the drafter's KV is not complete, and the first token without it.
-    postponed : list of Owner
-        Requests of which a rank has begun to postpone stores.
-    writes_refused : dict
-        Rank to whether its storage takes no writes, or no marker of a hand-over that failed; sent
-        when that changes.
-    load_seconds : dict
-        Request to how long a rank's load of it took, or would have taken if it had not been cut;
-        empty id: of what was read to learn that.
     timed_steps : dict
         Rank to the number of a timed step that it has ended.
     """
 
+    heard: dict[int, int] = field(default_factory=dict)
+    facts: dict[int, list[tuple[int, Facts]]] = field(default_factory=dict)
     reports: dict[int, WorkerReport] = field(default_factory=dict)
-    failures: tuple[list[LoadFailure], ...] = ()
-    repaired: list[tuple[bytes, int]] = field(default_factory=list)
-    published: list[bytes] = field(default_factory=list)
-    breaker_open: dict[int, bool] = field(default_factory=dict)
-    other_adapters: list[int] = field(default_factory=list)
     weights: dict[int, WeightsReport] = field(default_factory=dict)
     draft_reports: dict[int, WorkerReport] = field(default_factory=dict)
-    without_drafts: list[tuple[str, int]] = field(default_factory=list)
-    postponed: list[Owner] = field(default_factory=list)
-    writes_refused: dict[int, bool] = field(default_factory=dict)
-    load_seconds: dict[str, float] = field(default_factory=dict)
     timed_steps: dict[int, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
         """Merge with what another rank sent in the same step."""
         assert isinstance(other, WorkerMetadata)
-        none: list[LoadFailure] = []
-        groups = itertools.zip_longest(self.failures, other.failures, fillvalue=none)
-        merged: dict[str, Any] = {}
-        for name in (one.name for one in fields(self)):
-            ours, theirs = getattr(self, name), getattr(other, name)
-            merged[name] = {**ours, **theirs} if isinstance(ours, dict) else ours + theirs
-        merged["failures"] = tuple(ours + theirs for ours, theirs in groups)
-        return WorkerMetadata(**merged)
+        return WorkerMetadata(
+            **{one.name: getattr(self, one.name) | getattr(other, one.name) for one in fields(self)}
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what is said; see :func:`_said`."""
+        return WorkerMetadata, (), _said(self)
+
+
+def _said(record: StepMetadata | WorkerMetadata) -> dict[str, Any]:
+    """Return the fields of a record that say something: most say nothing in most steps."""
+    return {name: value for name, value in vars(record).items() if value}

@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from kvshelf.admission import AdmissionRule, Before, Hit
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import Kind, kind_key
-from kvshelf.vllm.metadata import PrefetchOp, StepMetadata, WorkerMetadata
+from kvshelf.vllm.metadata import Facts, PrefetchOp, StepMetadata
 from kvshelf.vllm.scheduler.in_memory import InMemory
 from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.scheduler.shared import Shared, SharingPart
@@ -242,6 +242,7 @@ class Admission(SharingPart):
             self._note(op.kind, [op.chunk])
         # Their loads end sooner than others from there.
         self._read_ahead_for.update(op.request_id for op in meta.prefetches)
+        self._hand_out_explored(meta)
         now = self.clock()
         paused = now - self._computed > _PAUSE_SECONDS
         self.lose()
@@ -263,7 +264,7 @@ class Admission(SharingPart):
         """Forget what the next step was to compute."""
         self._asked = 0.0
 
-    def hand_out(self, meta: StepMetadata) -> None:
+    def _hand_out_explored(self, meta: StepMetadata) -> None:
         """Have chunks of a refused hit read, unless a load shares the storage with them."""
         explored, self._to_explore = self._to_explore, None
         if explored is not None and any(self._running()):
@@ -272,10 +273,10 @@ class Admission(SharingPart):
         else:
             meta.explored = explored
 
-    def take_report(self, meta: WorkerMetadata) -> None:
-        """Learn how long steps and loads took."""
+    def take_times(self, timed_steps: Collection[int]) -> None:
+        """Learn how long steps took that workers report now, by their numbers."""
         now = self.clock()
-        for number in set(meta.timed_steps.values()):
+        for number in set(timed_steps):
             step = self._timed.pop(number, None)
             if step is not None:
                 # A step may be planned before the one before it has ended.
@@ -288,8 +289,13 @@ class Admission(SharingPart):
         self._ended = now
         if self._computed:
             self._computed = now
-        for request_id, taken in meta.load_seconds.items():
-            self._learn_load(request_id, taken)
+
+    def take_facts(self, rank: int, facts: Facts) -> None:
+        """Learn how long loads took."""
+        for number, request_id, taken in facts.load_seconds:
+            state = self._requests.get(request_id)
+            if request_id == EXPLORED or (state is not None and state.load == number):
+                self._learn_load(request_id, taken)
 
     def _learn_load(self, request_id: str, taken: float) -> None:
         loading = self._loading.pop(request_id, None)

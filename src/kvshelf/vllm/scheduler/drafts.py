@@ -40,7 +40,7 @@ from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.view import ShelfView
 from kvshelf.vllm.handshake import Handshake
-from kvshelf.vllm.metadata import BY_PARAMETERS, StepMetadata, WorkerMetadata, WorkerReport
+from kvshelf.vllm.metadata import BY_PARAMETERS, Facts, StepMetadata, WorkerReport
 from kvshelf.vllm.namespace import stage_ranks, topologies_of
 from kvshelf.vllm.scheduler.engine import Engine
 from kvshelf.vllm.scheduler.part import Part
@@ -196,8 +196,13 @@ class DraftScheduler(Part):
         return self._view
 
     @_optional(None)
-    def receive(self, reports: Mapping[int, WorkerReport], target: Namespace | None) -> None:
-        """Take the workers' reports about the drafter's layers; none acknowledge the namespace."""
+    def receive(
+        self, reports: Mapping[int, WorkerReport], target: Namespace | None, *, all_spoke: bool
+    ) -> None:
+        """Take the workers' reports about the drafter's layers.
+
+        None of them acknowledge the namespace, if `all_spoke`.
+        """
         if target is None:
             return
         if self._handshake is None:
@@ -209,7 +214,7 @@ class DraftScheduler(Part):
         if target.digest != self._target:
             # The weights of the drafter may have changed as well.
             handshake.disable("the engine's weights were changed in place")
-        handshake.receive(reports, {})
+        handshake.receive(reports, {}, all_spoke=all_spoke)
         if any(report.weights == BY_PARAMETERS for report in reports.values()):
             handshake.disable("no file of this machine identifies its weights")
         fmt = handshake.unite() if reports else None
@@ -256,9 +261,9 @@ class DraftScheduler(Part):
         return chain.drafts.chunks[first // size : -(-end // size)]
 
     @_optional(None)
-    def take_report(self, meta: WorkerMetadata) -> None:
+    def take_facts(self, rank: int, facts: Facts) -> None:
         """Note from which token on loads delivered no KV of the drafter."""
-        for request_id, token in meta.without_drafts:
+        for request_id, token in facts.without_drafts:
             progress = self._requests.get(request_id)
             if progress is not None:
                 progress.good = min(progress.good, token)
@@ -275,14 +280,16 @@ class DraftScheduler(Part):
                 ]
             )
 
-    def plan_failed(self, output: Any, meta: StepMetadata) -> None:
+    def lose(self) -> None:
         """Leave the drafter out from now on."""
         self.end()
 
-    def hand_out(self, meta: StepMetadata) -> None:
-        """Announce the namespace."""
-        if self._handshake is not None and not self.left_out:
-            meta.draft_namespace = self._handshake.announcement
+    @property
+    def announcement(self) -> tuple[bytes, str] | None:
+        """Record and slug of the drafter's namespace, while workers may not have it."""
+        if self._handshake is None or self.left_out:
+            return None
+        return self._handshake.announcement
 
     def begin_step(self, requests: Sequence[tuple[Any, int, int]]) -> None:
         """Note what a step computes.

@@ -173,7 +173,7 @@ class Handovers(SharingPart):
         if self._opening.handshake.checking:
             # Workers compare their weights in steps.
             return
-        if meta != StepMetadata(idle=True, weights_round=meta.weights_round):
+        if meta != StepMetadata(idle=True, weights_round=meta.weights_round, heard=meta.heard):
             return
         first = min((one.deadline for one in self._waiting.values()), default=0.0)
         seconds = min(_LONGEST_SLEEP, first - self.clock())

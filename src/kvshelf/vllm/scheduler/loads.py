@@ -14,7 +14,9 @@ Contracts
   others wait until that load is over, however it ends, and find in vLLM's own cache what it
   brought. A request waits so once.
 * A damaged chunk counts as missing until every rank that has layers of its kind has replaced it.
-* A load, and the end of one, stays on a list until it is handed out, whatever else fails.
+* Each step names the loads that not all ranks are known to have begun. That of a request that has
+  ended is named without chunks, so that a rank which has not begun it reports its end.
+* What a report says of an earlier load of a request changes nothing for a later one.
 * Runs on the engine's step thread.
 """
 
@@ -22,11 +24,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL, STATE, WINDOW, kind_key, kind_of_key
-from kvshelf.vllm.metadata import LoadFailure, LoadOp, StepMetadata, WorkerMetadata
+from kvshelf.vllm.metadata import Facts, LoadFailure, LoadOp, StepMetadata
 from kvshelf.vllm.scheduler.admission import Admission
 from kvshelf.vllm.scheduler.periods import BlockPeriods
 from kvshelf.vllm.scheduler.read_ahead import ReadAhead
@@ -51,8 +53,8 @@ class Loads(SharingPart):
 
     Attributes
     ----------
-    planned : list of LoadOp
-        What the next step brings to the workers.
+    planned : dict
+        By number, the loads that not all ranks are known to have begun.
     """
 
     def __init__(
@@ -71,9 +73,10 @@ class Loads(SharingPart):
         cache = self._engine.vllm_config.cache_config
         caches = bool(getattr(cache, "enable_prefix_caching", True))
         self._are_shared = caches and not self._groups.hybrid
-        #: The loads that the next step brings to the workers, and those that have ended early.
-        self.planned: list[LoadOp] = []
-        self._cancelled: list[str] = []
+        self.planned: dict[int, LoadOp] = {}
+        self._count = 0
+        #: The last load that each rank is known to have begun.
+        self._begun = dict.fromkeys(range(self._engine.ranks), 0)
         #: The loads that run, by request, and the last of them that brings a chunk, by its key.
         self._running: dict[str, LoadOp] = {}
         self._brought: dict[bytes, LoadOp] = {}
@@ -84,7 +87,7 @@ class Loads(SharingPart):
         self, state: RequestState, block_ids: Sequence[Sequence[int]], external: int
     ) -> None:
         """Plan the load of `external` tokens into the request's blocks in each cache group."""
-        state.loaded = state.loading = True
+        number = self._begin(state)
         self._read_ahead.loading(state.id)
         start, end = state.offered_from, state.offered_from + external
         lookup = state.lookup
@@ -100,6 +103,7 @@ class Loads(SharingPart):
         state.period = self._periods.admit(blocks, start, state.request.mm_features)
         patience, at_once = self._admission.begin(state, start, end)
         op = LoadOp(
+            number,
             state.id,
             start,
             end,
@@ -114,19 +118,27 @@ class Loads(SharingPart):
             at_once=at_once,
         )
         self._read_ahead.note_in_engine_cache(op.chunks)
-        self.planned.append(op)
+        self._plan(op)
         if self._are_shared:
-            self._running[state.id] = op
             self._brought |= {chunk.key: op for chunk in op.chunks}
+
+    def _begin(self, state: RequestState | None) -> int:
+        """Return the number of a new load, of which nothing is known yet but that vLLM waits."""
+        self._count += 1
+        if state is not None:
+            state.loaded = state.loading = True
+            state.load = self._count
+        return self._count
+
+    def _plan(self, op: LoadOp) -> None:
+        self.planned[op.number] = self._running[op.request_id] = op
 
     def fail(self, request_id: str, external: int) -> None:
         """Plan a load after an error in :meth:`plan_load`: the workers report it as failed."""
         if external > 0:
-            state = self._requests.get(request_id)
-            if state is not None:
-                state.loaded = state.loading = True
+            number = self._begin(self._requests.get(request_id))
             # Without its blocks, the workers have all tokens of the request computed.
-            self.planned.append(LoadOp(request_id, 0, external, [], ([],) * len(self._groups)))
+            self._plan(self._without_chunks(number, request_id, external))
 
     def shares(self, state: RequestState, start: int, end: int) -> bool:
         """Whether a request waits for a load that runs, before its own of tokens ``[start, end)``.
@@ -148,10 +160,12 @@ class Loads(SharingPart):
             if self._brought.get(chunk.key) is op:
                 del self._brought[chunk.key]
 
-    def hand_out(self, meta: StepMetadata) -> None:
-        """Bring all loads to the workers, and their early ends."""
-        meta.loads, self.planned = self.planned, []
-        meta.cancelled, self._cancelled = self._cancelled, []
+    def _without_chunks(self, number: int, request_id: str, end: int) -> LoadOp:
+        return LoadOp(number, request_id, 0, end, [], ([],) * len(self._groups))
+
+    def plan(self, output: Any, meta: StepMetadata) -> None:
+        """Note the ends of loads that were not noted: vLLM computes no request whose load runs."""
+        self.done(self._running.keys() & output.num_scheduled_tokens.keys())
 
     def done(self, request_ids: Iterable[str]) -> None:
         """Note that the loads of requests are finished."""
@@ -164,15 +178,23 @@ class Loads(SharingPart):
     def finished(self, state: RequestState) -> None:
         """Cancel the load of a request that ends, if it is still running."""
         self._ended(state.id)
-        if state.loading:
-            self._cancelled.append(state.id)
+        if not state.loading:
+            return
+        self._orders.next.cancelled.append(state.load)
+        op = self.planned.get(state.load)
+        if op is not None:
+            self.planned[state.load] = self._without_chunks(op.number, op.request_id, op.end)
 
-    def take_report(self, meta: WorkerMetadata) -> None:
-        """Take what workers report of loads, and of stores that replaced damaged objects."""
-        for failures in meta.failures:
-            for failure in failures:
-                self._note_failure(failure)
-        for key, rank in meta.repaired:
+    def take_facts(self, rank: int, facts: Facts) -> None:
+        """Take what a rank reports of loads, and of stores that replaced damaged objects."""
+        if facts.begun > self._begun.get(rank, 0):
+            self._begun[rank] = facts.begun
+            known = min(self._begun.values())
+            for number in [number for number in self.planned if number <= known]:
+                del self.planned[number]
+        for failure in facts.failures:
+            self._note_failure(failure)
+        for key in facts.repaired:
             self._note_repaired(key, rank)
 
     def _note_failure(self, failure: LoadFailure) -> None:
@@ -181,7 +203,7 @@ class Loads(SharingPart):
             self._engine.failed.add(key, bad=failure.bad)
             self._repaired.pop(key, None)
         state = self._requests.get(failure.request_id)
-        if state is None:
+        if state is None or failure.load not in (0, state.load):
             return
         if failure.key:
             state.failures[key] = failure.bad

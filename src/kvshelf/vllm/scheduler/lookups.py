@@ -33,7 +33,7 @@ from typing import Any, Final
 
 from kvshelf.format.kinds import kind_key
 from kvshelf.shelf.lookup import Lookup, LookupService
-from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
+from kvshelf.vllm.metadata import Facts, StepMetadata
 from kvshelf.vllm.scheduler.drafts import draft_chunks
 from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.scheduler.shared import Shared, SharingPart
@@ -300,13 +300,13 @@ class Lookups(SharingPart):
 
     # ------------------------------------------------------------- the storage
 
-    def take_report(self, meta: WorkerMetadata) -> None:
-        """Take what workers report of the storage."""
-        self.note_there(meta.published)
-        for number in meta.other_adapters:
+    def take_facts(self, rank: int, facts: Facts) -> None:
+        """Take what a rank reports of the storage."""
+        self.note_there(facts.published)
+        for number in facts.other_adapters:
             self._keys.adapters.distrust(number)
-        for rank, is_open in meta.breaker_open.items():
-            (self._open_breakers.add if is_open else self._open_breakers.discard)(rank)
+        if facts.breaker_open is not None:
+            (self._open_breakers.add if facts.breaker_open else self._open_breakers.discard)(rank)
 
     def note_there(self, keys: Sequence[bytes]) -> None:
         """Note, on any thread, kinds of chunks that have appeared on the shelf."""

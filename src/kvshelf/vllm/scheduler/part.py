@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
+from kvshelf.vllm.metadata import Facts, StepMetadata
 from kvshelf.vllm.scheduler.requests import RequestState
 
 
@@ -20,22 +20,16 @@ class Part:
         What the log says when :meth:`plan` fails.
     """
 
-    failure = ""
+    failure = "a part of a step could not be planned"
 
     def plan(self, output: Any, meta: StepMetadata) -> None:
         """Plan for a step of vLLM's ``SchedulerOutput``."""
 
-    def plan_failed(self, output: Any, meta: StepMetadata) -> None:
-        """Bear what an error in :meth:`plan` costs."""
-
     def lose(self) -> None:
-        """Note that it is unknown what a step computes."""
+        """Note that it is unknown what a step computes: it could not be planned."""
 
-    def hand_out(self, meta: StepMetadata) -> None:
-        """Add what every step must bring to the workers, and forget it."""
-
-    def take_report(self, meta: WorkerMetadata) -> None:
-        """Take what workers report of a step."""
+    def take_facts(self, rank: int, facts: Facts) -> None:
+        """Take what a rank reports. Facts that this raises come again."""
 
     def finished(self, state: RequestState) -> None:
         """Forget a request that has ended."""

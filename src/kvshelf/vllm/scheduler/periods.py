@@ -103,7 +103,3 @@ class BlockPeriods(SharingPart):
                 state.period = self.admit(blocks, computed, state.request.mm_features)
             else:
                 self._blocks.take(blocks, state.period)
-
-    def plan_failed(self, output: Any, meta: StepMetadata) -> None:
-        """Count all earlier blocks as old."""
-        self.lose()

@@ -10,7 +10,6 @@ Contracts
   lookups have seen is.
 * A request keeps its blocks until the workers have reported it, if stores of it may be postponed.
 * Of requests whose stores are unknown nothing is promised.
-* What is reported to workers stays on a list until it is handed out.
 * Runs on the engine's step thread.
 
 When this part fails, postponed stores wait for a later step, or for the end of their request.
@@ -24,7 +23,7 @@ from typing import Any
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import Kind
 from kvshelf.vllm.handover import asks_for_handover
-from kvshelf.vllm.metadata import Owner, StepMetadata, WorkerMetadata
+from kvshelf.vllm.metadata import Facts, Owner, StepMetadata
 from kvshelf.vllm.scheduler.promise import Promise
 from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.scheduler.shared import Shared, SharingPart
@@ -49,8 +48,6 @@ class Promises(SharingPart):
         #: Requests that ended and keep their blocks until all workers have gathered what they
         #: postponed.
         self._held: set[str] = set()
-        self._to_hold: list[Owner] = []
-        self._gone: list[Owner] = []
 
     def arrive(self, state: RequestState) -> None:
         """Promise the prompt of a request, if it wants a hand-over."""
@@ -78,11 +75,10 @@ class Promises(SharingPart):
         blocks of a request that was preempted since then may be others'.
         """
         for request_id, preempted in list(self._postponed.items()):
-            if self._requests[request_id].request.num_preemptions != preempted:
+            state = self._requests.get(request_id)
+            if state is None or state.request.num_preemptions != preempted:
                 del self._postponed[request_id]
-                self._gone.append((request_id, preempted))
-                # Lost chunks are stored when they are in the cache again.
-                self._requests[request_id].stores.next_chunk = 0
+                self._lose((request_id, preempted))
             elif request_id in output.num_scheduled_tokens:
                 meta.again.append((request_id, preempted))
 
@@ -90,16 +86,11 @@ class Promises(SharingPart):
         """Promise nothing of any request."""
         self.break_all(self._requests)
 
-    def hand_out(self, meta: StepMetadata) -> None:
-        """Tell workers which blocks are kept, and which are no longer."""
-        meta.held, self._to_hold = self._to_hold, []
-        meta.gone, self._gone = self._gone, []
-
-    def take_report(self, meta: WorkerMetadata) -> None:
-        """Take what workers report of their stores."""
-        for rank, refused in meta.writes_refused.items():
-            (self._refusing.add if refused else self._refusing.discard)(rank)
-        for owner in meta.postponed:
+    def take_facts(self, rank: int, facts: Facts) -> None:
+        """Take what a rank reports of its stores."""
+        if facts.writes_refused is not None:
+            (self._refusing.add if facts.writes_refused else self._refusing.discard)(rank)
+        for owner in facts.postponed:
             self._note_postponed(owner)
 
     def _note_postponed(self, owner: Owner) -> None:
@@ -108,16 +99,23 @@ class Promises(SharingPart):
         if state is not None and state.request.num_preemptions == preempted:
             self._postponed[request_id] = preempted
         elif request_id not in self._held:
-            self._gone.append(owner)
-            if state is not None:
-                state.stores.next_chunk = 0
+            self._lose(owner)
+
+    def _lose(self, owner: Owner) -> None:
+        """Have postponed stores dropped whose blocks may be others'."""
+        self._orders.next.gone.append(owner)
+        state = self._requests.get(owner[0])
+        if state is not None:
+            # Lost chunks are stored when they are in the cache again.
+            state.stores.next_chunk = 0
 
     def end(self, state: RequestState) -> tuple[bool, dict[str, Any] | None]:
         """Return whether a request that ends keeps its blocks, and what is promised of it."""
         request = state.request
         preempted = self._postponed.pop(state.id, None)
+        orders = self._orders.next
         if preempted is not None:
-            self._gone.append((state.id, preempted))
+            orders.gone.append((state.id, preempted))
         if state.promise is None or request.num_computed_tokens < request.num_prompt_tokens:
             return False, None
         handover = state.promise.handover(
@@ -130,11 +128,11 @@ class Promises(SharingPart):
         # Workers have not reported yet which stores they postponed in the last steps.
         planned = state.stores.at
         unknown = planned and self._steps.count - planned <= self._steps.in_flight
-        if state.loading or not (unknown or owner in self._gone):
+        if state.loading or not (unknown or owner in orders.gone):
             return False, handover.params()
-        self._gone = [gone for gone in self._gone if gone != owner]
+        orders.gone = [gone for gone in orders.gone if gone != owner]
         self._held.add(state.id)
-        self._to_hold.append(owner)
+        orders.held.append(owner)
         return True, handover.params()
 
     def released(self, request_ids: Iterable[str]) -> None:

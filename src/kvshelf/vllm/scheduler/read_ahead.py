@@ -17,7 +17,7 @@ Contracts
   grammar is not compiled, or whose LoRA adapter would be one too many in a step.
 * A kind of a chunk is named at most once for each time that its request is admitted.
 * The workers learn of each request with named chunks when it stops waiting: by its load, or by
-  :meth:`ReadAhead.hand_out`.
+  an order.
 * Runs on the engine's step thread.
 
 When this part fails, a step names no chunks.
@@ -32,7 +32,8 @@ from typing import Any, Final
 
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL, Kind
-from kvshelf.vllm.metadata import PrefetchOp, StepMetadata
+from kvshelf.vllm.messages import Outbox
+from kvshelf.vllm.metadata import Orders, PrefetchOp, StepMetadata
 from kvshelf.vllm.scheduler.part import Part
 from kvshelf.vllm.scheduler.requests import RequestState
 
@@ -93,13 +94,19 @@ class ReadAhead(Part):
         Returns what a load of a request would bring now; None while its lookup is not done.
     paused : Callable
         Whether nothing can be loaded now.
+    orders : Outbox of Orders
+        What the workers must learn.
     """
 
     failure = "prefetches of a step could not be planned"
 
     def __init__(
-        self, loadable: Callable[[str], Loadable | None], paused: Callable[[], bool]
+        self,
+        loadable: Callable[[str], Loadable | None],
+        paused: Callable[[], bool],
+        orders: Outbox[Orders],
     ) -> None:
+        self._orders = orders
         self._loadable = loadable
         self._paused = paused
         self._enabled = False
@@ -109,7 +116,6 @@ class ReadAhead(Part):
         self._last_asked: int | None = None
         #: For each request and kind, the number of leading chunks that were named or need not be.
         self._named: dict[str, dict[Kind, int]] = {}
-        self._ended: list[str] = []
         self._most_engine_chunks = _ENGINE_CHUNKS
         #: Keys of chunks that are probably in the engine's prefix cache, the latest last.
         self._in_engine_cache: OrderedDict[bytes, None] = OrderedDict()
@@ -157,7 +163,7 @@ class ReadAhead(Part):
     def _end(self, request_id: str) -> None:
         self._waiting.pop(request_id, None)
         if any(self._named.pop(request_id, {}).values()):
-            self._ended.append(request_id)
+            self._orders.next.prefetch_ended.append(request_id)
 
     def plan(self, output: Any, meta: StepMetadata) -> None:
         """Name chunks of waiting requests to read in this step."""
@@ -194,14 +200,6 @@ class ReadAhead(Part):
                 meta.prefetches.append(PrefetchOp(request_id, wanted, kind))
         for request_id in admitted:
             self._end(request_id)
-
-    def plan_failed(self, output: Any, meta: StepMetadata) -> None:
-        """Read nothing ahead in this step."""
-        meta.prefetches = []
-
-    def hand_out(self, meta: StepMetadata) -> None:
-        """Name the requests with named chunks that ended since the last step."""
-        meta.prefetch_ended, self._ended = self._ended, []
 
     def _wanted(
         self, request_id: str, found: Loadable, most: int

@@ -99,6 +99,8 @@ class RequestState:
         Tokens that vLLM had when it last asked.
     loaded, loading : bool
         Whether a load was planned since it was admitted, and whether it runs.
+    load : int
+        The number of its last load; 0 before the first.
     shared : LoadOp or None
         The load of another request for which it waits, or has waited.
     limit : int or None
@@ -132,6 +134,7 @@ class RequestState:
     offered_from: int = 0
     loaded: bool = False
     loading: bool = False
+    load: int = 0
     shared: LoadOp | None = None
     limit: int | None = None
     failures: dict[bytes, bool] = field(default_factory=dict)

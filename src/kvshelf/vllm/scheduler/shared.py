@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvshelf.vllm.messages import Outbox
+from kvshelf.vllm.metadata import Orders
 from kvshelf.vllm.scheduler.drafts import DraftScheduler
 from kvshelf.vllm.scheduler.engine import Engine
 from kvshelf.vllm.scheduler.hits import Hits
@@ -16,7 +18,10 @@ from kvshelf.vllm.scheduler.steps import Steps
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What each part is given."""
+    """What each part is given.
+
+    `orders` is what the workers must learn.
+    """
 
     engine: Engine
     requests: Requests
@@ -25,6 +30,7 @@ class Shared:
     opening: Opening
     hits: Hits
     keys: ChunkKeys
+    orders: Outbox[Orders]
 
 
 class SharingPart(Part):
@@ -41,4 +47,4 @@ class SharingPart(Part):
         self._size = engine.config.chunk_size
         self._requests, self._steps = shared.requests, shared.steps
         self._drafts, self._opening = shared.drafts, shared.opening
-        self._hits, self._keys = shared.hits, shared.keys
+        self._hits, self._keys, self._orders = shared.hits, shared.keys, shared.orders

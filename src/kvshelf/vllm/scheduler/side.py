@@ -4,23 +4,27 @@ Owns the order of the parts in a step, and nothing else: each part has its own s
 
 Contracts
 ---------
-* Each part plans in each step by itself. What it raises is logged and costs what the part says; the
+* Each part plans in each step by itself. What it raises is logged, and the step stores nothing; the
   other parts plan all the same, and loads always reach the workers.
-* What is reported to vLLM and to the workers stays on a part's list until it is handed out.
+* What the workers must learn is named in each step until all of them have answered.
+* Each part takes what workers report, and the end of a request, by itself.
 * All methods run on the engine's step thread.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.logs import RateLimitedLog
 from kvshelf.tiers.tiered import AnyShelf
-from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
+from kvshelf.vllm.messages import Inbox, Outbox
+from kvshelf.vllm.metadata import Facts, Orders, StepMetadata, WorkerMetadata
 from kvshelf.vllm.scheduler.admission import Admission
 from kvshelf.vllm.scheduler.answers import Answers
 from kvshelf.vllm.scheduler.drafts import DraftScheduler
@@ -69,7 +73,6 @@ class SchedulerSide:
         self.counters = engine.counters
         #: The cache was reset before all workers had reported that they can compare their weights.
         self._reset_early = False
-        self._reset = False
         self._log = RateLimitedLog(logger)
         self.requests = requests = Requests(engine)
         self._steps = Steps(engine.vllm_config, requests)
@@ -77,12 +80,19 @@ class SchedulerSide:
         self.opening = Opening(engine)
         self._hits = Hits(engine)
         keys = ChunkKeys(engine, requests.item_ids, self.drafts)
-        shared = Shared(engine, requests, self._steps, self.drafts, self.opening, self._hits, keys)
+        self._orders = orders = Outbox(Orders)
+        #: Up to which number each rank has taken the orders.
+        self._heard = dict.fromkeys(range(engine.ranks), 0)
+        #: The ranks that have sent facts since the last step.
+        self._answer: set[int] = set()
+        shared = Shared(
+            engine, requests, self._steps, self.drafts, self.opening, self._hits, keys, orders
+        )
         self.lookups = Lookups(shared)
         self.handovers = Handovers(shared, self.lookups)
         self.admission = Admission(shared)
         self._periods = BlockPeriods(shared)
-        self._read_ahead = ReadAhead(self._loadable, self.lookups.loads_are_paused)
+        self._read_ahead = ReadAhead(self._loadable, self.lookups.loads_are_paused, orders)
         self.loads = Loads(shared, self._periods, self._read_ahead, self.admission)
         self._answers = Answers(shared, self.lookups, self.handovers, self.admission, self.loads)
         self._promises = Promises(shared)
@@ -109,6 +119,10 @@ class SchedulerSide:
             self._promises,
             self.admission,
         ]
+        self._facts = {rank: Inbox(self._receivers(rank)) for rank in range(engine.ranks)}
+
+    def _receivers(self, rank: int) -> list[Callable[[Facts], None]]:
+        return [functools.partial(part.take_facts, rank) for part in self._parts]
 
     @property
     def namespace(self) -> Namespace | None:
@@ -167,10 +181,6 @@ class SchedulerSide:
         """Plan a load after an error in :meth:`allocated`: the workers report it as failed."""
         self.loads.fail(request_id, external)
 
-    def loads_done(self, request_ids: set[str]) -> None:
-        """Note that these requests' loads are finished."""
-        self.loads.done(request_ids)
-
     def finished(self, request_id: str) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request; cancel its load if it is still running.
 
@@ -185,59 +195,88 @@ class SchedulerSide:
         if state is None:
             return False, None
         for part in self._parts:
-            part.finished(state)
+            self._run("the end of a request was not noted", part.finished, state)
         return self._promises.end(state)
-
-    def released(self, request_ids: Iterable[str]) -> None:
-        """Note that all workers have reported requests that kept their blocks."""
-        self._promises.released(request_ids)
 
     # ------------------------------------------------------------- steps
 
     def step_metadata(self, output: Any) -> StepMetadata:
-        """Return what the workers have to do in this step, and forget it."""
-        self._steps.begin(output)
-        computes = output.total_num_scheduled_tokens > 0
-        meta = StepMetadata(idle=not computes and self._steps.may_wait)
-        for part in self._parts:
-            try:
-                part.plan(output, meta)
-            except Exception as error:  # noqa: BLE001 - the loads must reach the workers
-                part.plan_failed(output, meta)
-                self._log.error("%s", part.failure, exc_info=error)
-        self._hand_out(meta)
-        self.handovers.sleep(meta)
+        """Return what the workers have to do in this step."""
+        try:
+            self._steps.begin(output)
+            idle = output.total_num_scheduled_tokens == 0 and self._steps.may_wait
+            meta = StepMetadata(idle=idle)
+            for part in self._parts:
+                if not self._run(part.failure, part.plan, output, meta):
+                    self._lose([part], output.num_scheduled_tokens, meta)
+            self._hand_out(meta)
+        except Exception as error:  # noqa: BLE001 - the loads must reach the workers
+            self._log.error("a step could not be planned", exc_info=error)
+            meta = StepMetadata()
+            self._steps.lose()
+            self._lose(self._parts, self.requests, meta)
+            self._hand_out(meta)
+        self._run("a step did not sleep", self.handovers.sleep, meta)
         return meta
 
-    def failed_step(self) -> StepMetadata:
-        """Return what the workers have to do after an error in :meth:`step_metadata`.
+    def _lose(self, parts: Iterable[Part], requests: Iterable[str], meta: StepMetadata) -> None:
+        """Store nothing in a step of which `parts` do not know what it computes."""
+        meta.stores, meta.prefetches = [], []
+        self._promises.break_all(requests)
+        for part in parts:
+            self._run(part.failure, part.lose)
 
-        What the step computes is not known, so nothing more is stored of the requests that may be
-        part of it.
-        """
-        self._steps.lose()
-        for part in self._parts:
-            part.lose()
-        return self._hand_out(StepMetadata())
+    def _run(self, failure: str, call: Callable[..., object], *arguments: Any) -> bool:
+        """Call a part; log `failure` and return False if it raises."""
+        try:
+            call(*arguments)
+        except Exception as error:  # noqa: BLE001 - the other parts are called all the same
+            self._log.error("%s", failure, exc_info=error)
+            return False
+        return True
 
-    def _hand_out(self, meta: StepMetadata) -> StepMetadata:
+    def _hand_out(self, meta: StepMetadata) -> None:
         """Add what every step must bring to the workers."""
-        meta.namespace = self.opening.handshake.announcement
-        meta.weights_round = self.opening.handshake.round
-        meta.reset, self._reset = self._reset, False
-        for part in self._parts:
-            try:
-                part.hand_out(meta)
-            except Exception as error:  # noqa: BLE001 - what others have handed out must arrive
-                self._log.error("a part of a step was lost", exc_info=error)
-        return meta
+        handshake = self.opening.handshake
+        meta.namespace, meta.weights_round = handshake.announcement, handshake.round
+        meta.draft_namespace = self.drafts.announcement
+        meta.loads = list(self.loads.planned.values())
+        meta.orders = self._orders.messages()
+        meta.heard = {rank: self._facts[rank].heard for rank in self._answer}
+        self._answer.clear()
+
+    def take_output(
+        self, loaded: Iterable[str], released: Iterable[str], meta: WorkerMetadata | None
+    ) -> None:
+        """Take what a step brings.
+
+        Parameters
+        ----------
+        loaded, released : iterable of str
+            The requests of which all workers have reported that their load is finished, and those
+            that kept their blocks of which they have reported that these are not needed any more.
+        meta : WorkerMetadata, optional
+        """
+        self._run("the end of loads was not noted", self.loads.done, loaded)
+        self._run("the release of blocks was not noted", self._promises.released, released)
+        if meta is not None:
+            self._run("a report of workers was not taken", self.worker_output, meta)
 
     def worker_output(self, meta: WorkerMetadata) -> None:
         """Take what the workers report of a step."""
-        for part in self._parts:
-            part.take_report(meta)
-        handshake = self.opening.handshake
-        again = handshake.receive(meta.reports, meta.weights)
+        for rank, number in meta.heard.items():
+            self._heard[rank] = max(self._heard[rank], number)
+        self._orders.heard(min(self._heard.values()))
+        for rank, facts in meta.facts.items():
+            self._answer.add(rank)
+            self._facts[rank].take(facts)
+        self._run("steps were not timed", self.admission.take_times, meta.timed_steps.values())
+        self._run("what workers have was not united", self._unite, meta)
+
+    def _unite(self, meta: WorkerMetadata) -> None:
+        """Take what the workers report of their caches and weights."""
+        handshake, all_spoke = self.opening.handshake, len(meta.heard) == self.engine.ranks
+        again = handshake.receive(meta.reports, meta.weights, all_spoke=all_spoke)
         if again or (self._reset_early and handshake.watched):
             self._reset_early = False
             self._compare_weights()
@@ -245,7 +284,7 @@ class SchedulerSide:
         fmt = None if shelf is None else self.opening.unite()
         if shelf is not None and fmt is not None:
             self._open(shelf, fmt)
-        self.drafts.receive(meta.draft_reports, self.namespace)
+        self.drafts.receive(meta.draft_reports, self.namespace, all_spoke=all_spoke)
 
     # ------------------------------------------------------------- namespace
 
@@ -275,7 +314,7 @@ class SchedulerSide:
         """
         self.lookups.reset()
         self._read_ahead.engine_cache_was_reset()
-        self._reset = True
+        self._orders.next.reset = True
         if self.opening.handshake.watched:
             self._compare_weights()
         else:
@@ -289,5 +328,6 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Stop the threads."""
-        self.opening.close()
-        self.handovers.close()
+        with ExitStack() as stack:
+            stack.callback(self.handovers.close)
+            stack.callback(self.opening.close)

@@ -16,7 +16,6 @@ Contracts
 * A drafter's KV is stored beside the model's (:mod:`kvshelf.vllm.scheduler.drafts`).
 * Runs on the engine's step thread.
 
-When this part fails, the step stores nothing, and its requests promise nothing.
 """
 
 from __future__ import annotations
@@ -101,11 +100,6 @@ class Stores(SharingPart):
             # running then.
             if state is not None and req_id not in self._unsettled:
                 self._plan_request(state, before, after, output, meta)
-
-    def plan_failed(self, output: Any, meta: StepMetadata) -> None:
-        """Store nothing, and promise nothing of the step's requests."""
-        meta.stores = []
-        self._promises.break_all(output.num_scheduled_tokens)
 
     def _plan_request(
         self, state: RequestState, before: int, after: int, output: Any, meta: StepMetadata

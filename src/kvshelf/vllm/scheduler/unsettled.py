@@ -54,11 +54,6 @@ class Unsettled(SharingPart):
             self._note_divided_items(output)
         self._note_sync_loads(output)
 
-    def plan_failed(self, output: Any, meta: StepMetadata) -> None:
-        """Store nothing more of any request."""
-        self.lose()
-        self.lost = True
-
     def lose(self) -> None:
         """Note that it is unknown what a step computes, so nothing more of requests is stored."""
         self._lost_steps = self._steps.in_flight

@@ -4,9 +4,11 @@ Contracts
 ---------
 * The step thread waits for no device. A load writes to its blocks after everything that was
   enqueued on the engine's stream when it started, such as the zeroing of new blocks.
-* Every load that the scheduler planned is reported as finished, whether it succeeded or not, and
-  the blocks that it left without KV no later than that. It stays on the list until vLLM takes the
-  report. Where an error hides which blocks those are, all tokens of the request are computed.
+* A load is begun once, with the blocks that the step's metadata name. One that a step could not
+  begin is named by the next step.
+* Every load that the scheduler planned is reported to vLLM as finished once, whether it succeeded
+  or not, together with the blocks that it left without KV. Where an error hides which blocks those
+  are, all tokens of the request are computed.
 * A block counts as loaded only when all of its tokens that the hit covers are loaded.
 * Where a sliding window leaves blocks out of a hit, a load succeeds as a whole or not at all: the
   tokens computed behind a part of the hit would read blocks that are not there.
@@ -21,8 +23,9 @@ import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -32,7 +35,16 @@ from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Failure, Load, Piece
 from kvshelf.transfer.prefetch import Unused
 from kvshelf.vllm.adapters import LoadedAdapters
-from kvshelf.vllm.metadata import NULL_BLOCK, LoadFailure, LoadOp, PrefetchOp, StepMetadata
+from kvshelf.vllm.messages import Outbox
+from kvshelf.vllm.metadata import (
+    NULL_BLOCK,
+    Facts,
+    LoadFailure,
+    LoadOp,
+    Orders,
+    PrefetchOp,
+    StepMetadata,
+)
 from kvshelf.vllm.worker.drafter import Drafter
 from kvshelf.vllm.worker.engine import WorkerEngine
 from kvshelf.vllm.worker.parts import Part
@@ -44,6 +56,24 @@ logger = logging.getLogger(__name__)
 #: How long a step waits for a load where the scheduler allows it: another empty step would cost the
 #: load 2 to 3 ms. A new request that arrives meanwhile waits as long.
 IDLE_WAIT_SECONDS = 10e-3
+
+
+class Ended(NamedTuple):
+    """What vLLM learns of loads that have ended.
+
+    Attributes
+    ----------
+    finished : set of str
+        The requests whose loads have ended.
+    failed : set of str
+        Requests of which all tokens must be computed, including loaded ones.
+    bad_blocks : set of int
+        The blocks that failed loads left without KV, of an engine with one cache group.
+    """
+
+    finished: set[str]
+    failed: set[str]
+    bad_blocks: set[int]
 
 
 @dataclass(eq=False)
@@ -59,6 +89,8 @@ class WorkerLoads:
         Loads the same tokens for its own layers.
     weights : WorkerWeights
     adapters : LoadedAdapters
+    facts : Outbox of Facts
+        Gets what the scheduler side must learn.
     hybrid : bool
         The engine has several cache groups, or states.
     may_store : bool
@@ -71,14 +103,16 @@ class WorkerLoads:
     drafter: Drafter | None
     weights: WorkerWeights
     adapters: LoadedAdapters
+    facts: Outbox[Facts]
     hybrid: bool
     may_store: bool
     #: The open circuit breaker refused a load, and the scheduler does not know it.
     _refused: bool = field(default=False, init=False)
     #: No request waits for this step, so it may wait for a load.
     _idle: bool = field(default=False, init=False)
-    #: Loads that the scheduler planned and that have not started.
+    #: Loads that the step names and that have not begun, and the number of the last that has.
     _planned: list[LoadOp] = field(default_factory=list, init=False)
+    _begun: int = field(default=0, init=False)
     _ops: dict[Load, LoadOp] = field(default_factory=dict, init=False)
     #: Loads whose KV must not be used, whatever their transfer reports.
     _invalidated: set[Load] = field(default_factory=set, init=False)
@@ -86,14 +120,10 @@ class WorkerLoads:
     _undecided: list[Load] = field(default_factory=list, init=False)
     #: Requests whose loads have ended, until that is reported to vLLM.
     _finished: set[str] = field(default_factory=set, init=False)
-    #: For each cache group.
-    _bad_blocks: tuple[set[int], ...] = field(default_factory=lambda: (set(),), init=False)
+    _bad_blocks: set[int] = field(default_factory=set, init=False)
     #: Requests of which all tokens must be computed, including those that were loaded.
     _failed_requests: set[str] = field(default_factory=set, init=False)
-    _failures: list[LoadFailure] = field(default_factory=list, init=False)
-    #: How long loads took that have ended, by request.
-    _seconds: dict[str, float] = field(default_factory=dict, init=False)
-    #: The same of what was read to learn that; any thread appends.
+    #: How long it took to read what no request needs; any thread appends.
     _explored: deque[tuple[str, float]] = field(default_factory=deque, init=False)
 
     def __post_init__(self) -> None:
@@ -109,10 +139,10 @@ class WorkerLoads:
     def begin(self, meta: StepMetadata) -> None:
         """Take the loads of a step, for :meth:`start`."""
         self._idle = meta.idle
-        self._planned += meta.loads
+        self._planned = [op for op in meta.loads if op.number > self._begun]
 
     def start(self) -> None:
-        """Start the loads that the scheduler planned, once."""
+        """Start the loads that the step names, once."""
         planned, self._planned = self._planned, []
         for op in planned:
             load = None
@@ -120,6 +150,7 @@ class WorkerLoads:
                 load = self._start(op)
             except Exception as error:
                 logger.error("a load was not started", exc_info=error)
+            self._begun = self.facts.next.begun = op.number
             if load is None:
                 self._refuse(op)
             self._end_read_ahead(op.request_id, loading=load is not None)
@@ -128,7 +159,7 @@ class WorkerLoads:
         """Start a load; None if it may not run now."""
         transfers = self.model.serving
         usable = self.weights.is_current(op) and self.adapters.may_load(op.adapter)
-        if transfers is None or not usable:
+        if transfers is None or not usable or not (op.chunks or op.windows or op.states):
             return None
         load = transfers.load(op.request_id, self._items(op), op.patience, op.at_once)
         self._ops[load] = op
@@ -138,8 +169,6 @@ class WorkerLoads:
 
     def _items(self, op: LoadOp) -> dict[Kind, list[ChunkSlots]]:
         """Return what each kind has to load."""
-        if not (op.chunks or op.windows or op.states):
-            raise ValueError(f"the chunks of {op.request_id} are not known")
         size = self._chunk_size
         items: dict[Kind, list[ChunkSlots]] = {}
         for kind, memory in self.model.registration.memories.items():
@@ -180,12 +209,6 @@ class WorkerLoads:
             if wanted.kind in self.model.prefetchers:
                 self.model.prefetchers[wanted.kind].add(wanted.request_id, wanted.chunks)
 
-    def stop_reading_ahead(self, request_ids: Iterable[str]) -> None:
-        """Read nothing more for requests, and keep nothing for them."""
-        for prefetcher in self.model.prefetchers.values():
-            for request_id in request_ids:
-                prefetcher.release(request_id)
-
     def _end_read_ahead(self, request_id: str, *, loading: bool = False) -> None:
         """Stop reading ahead for a request. A load takes over what is being read for it."""
         try:
@@ -197,11 +220,15 @@ class WorkerLoads:
 
     # ------------------------------------------------------------- give up
 
-    def cancel(self, request_ids: Collection[str]) -> None:
-        """Forget the loads of requests that have ended; each part has given up its own."""
-        if self._invalidated:
-            gone = set(request_ids)
-            self._invalidated = {load for load in self._invalidated if load.request_id not in gone}
+    def take_orders(self, orders: Orders) -> None:
+        """Give up the loads of requests that have ended, and what was read ahead for requests."""
+        for load in [load for load, op in self._ops.items() if op.number in orders.cancelled]:
+            self._invalidated.discard(load)
+            for part in (self.model, self.drafter):
+                if part is not None and part.transfers is not None:
+                    part.transfers.cancel(load.request_id)
+        for request_id in orders.prefetch_ended:
+            self._end_read_ahead(request_id)
 
     def invalidate(self) -> None:
         """Fail all loads that are not reported: what they have scattered is no longer valid."""
@@ -228,37 +255,44 @@ class WorkerLoads:
 
     # ------------------------------------------------------------- end
 
-    def finished(self) -> set[str]:
-        """Return the requests whose loads are finished, and note what failed."""
-        ended, self._undecided = self._undecided, []
-        transfers = self.model.transfers
+    def take_ended(self) -> Ended:
+        """Return what vLLM has to learn of the loads that have ended since the last call."""
+        transfers, ended = self.model.transfers, self._undecided.copy()
         if transfers is not None and transfers.loading:
             wait = IDLE_WAIT_SECONDS if self._idle and not self._finished else 0.0
             ended += transfers.poll(wait)
+        self._undecided.clear()
         for load in ended:
             self._end(load)
         done = self._finished
         if self.drafter is not None:
             # The blocks of these are still written to.
             done = done - self.drafter.loading()
+        # Nothing below raises: vLLM must learn of each end once.
+        taken = Ended(done, self._failed_requests, self._bad_blocks)
         self._finished = self._finished - done
-        return done
+        self._failed_requests, self._bad_blocks = set(), set()
+        return taken
 
     def _end(self, load: Load) -> None:
         op = self._ops.get(load)
-        if op is None:
-            return
-        note = functools.partial(self._note, load, op)
-        invalid = load in self._invalidated
-        if not invalid and self.adapters.is_undecided(op.adapter):
-            self._undecided.append(load)
-            return
-        if invalid or not self.adapters.may_load(op.adapter):
+        if op is not None and not self._is_undecided(load, op):
+            self._report(op, functools.partial(self._note, load, op))
+            del self._ops[load]
             self._invalidated.discard(load)
-            note = functools.partial(self._note_nothing, op)
-        del self._ops[load]
-        self._report(op, note)
-        self._end_read_ahead(load.request_id)
+            self._end_read_ahead(load.request_id)
+
+    def _is_undecided(self, load: Load, op: LoadOp) -> bool:
+        """Whether it will be known soon what vLLM has loaded for a load's adapter."""
+        try:
+            undecided = load not in self._invalidated and self.adapters.is_undecided(op.adapter)
+        except Exception as error:
+            logger.error("it is not known what vLLM has loaded for an adapter", exc_info=error)
+            self._invalidated.add(load)
+            return False
+        if undecided:
+            self._undecided.append(load)
+        return undecided
 
     def _refuse(self, op: LoadOp) -> None:
         """Report a load as finished that delivers nothing."""
@@ -277,14 +311,23 @@ class WorkerLoads:
         """Note that none of a load's blocks has KV."""
         self._note_bad(op, op.start)
         first = op.start // self._chunk_size
-        self._failures.append(LoadFailure(op.request_id, first, b"", False))
+        self._note_failure(op, first)
+
+    def _note_failure(
+        self, op: LoadOp, index: int, key: bytes = b"", kind: Kind = FULL, *, bad: bool = False
+    ) -> None:
+        failure = LoadFailure(op.request_id, index, key, bad, kind, op.number)
+        self.facts.next.failures.append(failure)
 
     def _note(self, load: Load, op: LoadOp) -> None:
+        if load in self._invalidated or not self.adapters.may_load(op.adapter):
+            self._note_nothing(op)
+            return
         if load.cancelled:
             return
         seconds = load.seconds_of_all
         if seconds is not None:
-            self._seconds[op.request_id] = seconds
+            self.facts.next.load_seconds.append((op.number, op.request_id, seconds))
         for kind, chunk, failure in load.failures:
             self._refused = self._refused or failure is Failure.UNAVAILABLE
             # These say nothing about the chunk.
@@ -292,7 +335,7 @@ class WorkerLoads:
             key, bad = b"" if unrelated else chunk.key, failure is Failure.BAD
             if bad and not self._repairs:
                 self.assembly.counters.add("unrepaired_objects")
-            self._failures.append(LoadFailure(load.request_id, chunk.index, key, bad, kind))
+            self._note_failure(op, chunk.index, key, kind, bad=bad)
         good_until = op.end
         if load.failed:
             good_until = op.start if self.hybrid else self._good_until(load, op)
@@ -325,48 +368,30 @@ class WorkerLoads:
             # vLLM takes ids of blocks from engines with one group only.
             self._failed_requests.add(op.request_id)
             return
-        for known, block_ids in zip(self._bad_blocks, op.block_ids, strict=True):
-            blocks = block_ids[: -(-op.end // self._block_size)]
-            if len(blocks) * self._block_size < op.end:
-                # The scheduler did not learn the blocks.
-                self._failed_requests.add(op.request_id)
-            if NULL_BLOCK in blocks:
-                # vLLM left out the blocks that the window of the token behind the hit does not
-                # reach. The window of the first bad token may reach them, so the whole hit is
-                # unusable.
-                self._failed_requests.add(op.request_id)
-            bad = blocks[start // self._block_size :]
-            known.update(block for block in bad if block != NULL_BLOCK)
+        (block_ids,) = op.block_ids
+        blocks = block_ids[: -(-op.end // self._block_size)]
+        if len(blocks) * self._block_size < op.end:
+            # The scheduler did not learn the blocks.
+            self._failed_requests.add(op.request_id)
+        if NULL_BLOCK in blocks:
+            # vLLM left out the blocks that the window of the token behind the hit does not
+            # reach. The window of the first bad token may reach them, so the whole hit is
+            # unusable.
+            self._failed_requests.add(op.request_id)
+        bad = blocks[start // self._block_size :]
+        self._bad_blocks.update(block for block in bad if block != NULL_BLOCK)
 
-    # ------------------------------------------------------------- what vLLM takes
+    # ------------------------------------------------------------- what the scheduler learns
 
-    def take_failed_requests(self) -> set[str]:
-        """Return the requests of which all tokens must be computed, including loaded ones."""
-        failed, self._failed_requests = self._failed_requests, set()
-        return failed
-
-    def take_bad_blocks(self) -> tuple[set[int], ...]:
-        """Return the blocks that failed loads left without KV, for each cache group."""
-        blocks, self._bad_blocks = self._bad_blocks, (set(),)
-        return blocks
-
-    def take_failures(self) -> list[LoadFailure]:
-        """Return the chunks that could not be loaded, or read ahead, since the last call."""
-        failures, self._failures = self._failures, []
+    def note_reads(self) -> None:
+        """Note the chunks that could not be read ahead, and how long other reads took."""
         for kind, prefetcher in self.model.prefetchers.items():
-            failures += [
+            self.facts.next.failures += [
                 LoadFailure(request_id, chunk.index, chunk.key, failure is Failure.BAD, kind)
                 for request_id, chunk, failure in prefetcher.take_failures()
             ]
-        return failures
-
-    def take_seconds(self) -> dict[str, float]:
-        """Return how long loads took that have ended since the last call, by request."""
-        seconds, self._seconds = self._seconds, {}
         while self._explored:
-            request_id, taken = self._explored.popleft()
-            seconds[request_id] = taken
-        return seconds
+            self.facts.next.load_seconds.append((0, *self._explored.popleft()))
 
     def take_refused(self) -> bool:
         """Return whether the open circuit breaker refused a load since the last call."""

@@ -37,7 +37,7 @@ from kvshelf.transfer.promises import Promises
 from kvshelf.transfer.shares import share_out
 from kvshelf.transfer.transfers import Transfers
 from kvshelf.vllm.affinity import widen_cpu_affinity
-from kvshelf.vllm.metadata import StepMetadata
+from kvshelf.vllm.metadata import Orders
 from kvshelf.vllm.worker.engine import WorkerEngine
 from kvshelf.vllm.worker.registration import Memories, Registration, State
 
@@ -221,16 +221,19 @@ class Part:
         for memory in self._memories.values():
             memory.close()
 
-    def begin_step(self, meta: StepMetadata) -> None:
-        """Give up the loads that a step cancels, and end what has published everything."""
-        if self.transfers is not None:
-            if meta.reset:
-                self.transfers.forget_stored()
-            for request_id in meta.cancelled:
-                self.transfers.cancel(request_id)
-        self._end_retired()
+    def take_orders(self, orders: Orders) -> None:
+        """Forget what is known of the shelf, if it is time for that."""
+        if orders.reset and self.transfers is not None:
+            self.transfers.forget_stored()
 
-    def _end_retired(self) -> None:
+    def give_up(self, attempt: str) -> None:
+        """Mark a promise as broken, also one of a namespace that is open no more."""
+        given = [promises for _, promises in self._retired] + [self.promises]
+        latest = next((one for one in reversed(given) if one is not None), None)
+        if latest is not None:
+            latest.give_up(attempt)
+
+    def end_retired(self) -> None:
         """Stop the threads of retired transfers that have published everything."""
         for retired in [old for old in self._retired if not old[0].drain(0.0)]:
             transfers, promises = retired

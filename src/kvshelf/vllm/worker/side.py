@@ -26,6 +26,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Final
 
 import torch
@@ -35,7 +36,8 @@ from kvshelf.backends.breaker import BreakerState
 from kvshelf.history import History
 from kvshelf.vllm.adapters import LoadedAdapters, adapter_settings
 from kvshelf.vllm.groups import CacheGroups
-from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
+from kvshelf.vllm.messages import Inbox, Outbox
+from kvshelf.vllm.metadata import Facts, Orders, StepMetadata, WorkerMetadata
 from kvshelf.vllm.worker.drafter import Drafter
 from kvshelf.vllm.worker.engine import WorkerEngine
 from kvshelf.vllm.worker.loads import WorkerLoads
@@ -108,10 +110,14 @@ class WorkerSide:
         self.weights = WorkerWeights(self.model.registration)
         self.adapters = LoadedAdapters(adapter_settings(engine.vllm_config))
         of_parts = self.model, self.drafter, self.weights, self.adapters
-        self.loads = WorkerLoads(engine, assembly, *of_parts, groups.hybrid, may_store)
+        #: What the scheduler side must learn.
+        self._facts = facts = Outbox(Facts)
+        self.loads = WorkerLoads(engine, assembly, *of_parts, facts, groups.hybrid, may_store)
         self.stores = WorkerStores(engine, self.counters, *of_parts, others_fill, history)
+        receivers = self.model.take_orders, self.loads.take_orders, self.stores.take_orders
+        self._orders = Inbox[Orders](receivers)
         self._meta: StepMetadata | None = None
-        #: What the scheduler knows.
+        #: What the scheduler has been told.
         self._breaker_open = False
         self._writes_refused = False
 
@@ -186,8 +192,10 @@ class WorkerSide:
     def bind(self, meta: StepMetadata) -> None:
         """Begin a step."""
         self._meta = meta
-        self.loads.begin(meta)
+        self._orders.take(meta.orders)
+        self._facts.heard(meta.heard.get(self.rank, 0))
         self.stores.begin(meta)
+        self.loads.begin(meta)
         if self.weights.begin(meta.weights_round):
             self.loads.stop()
         if meta.namespace is not None and self.weights.agree(meta.weights_round):
@@ -195,9 +203,7 @@ class WorkerSide:
         if self.drafter is not None:
             self.drafter.announced(meta.draft_namespace)
         for part in self._parts:
-            part.begin_step(meta)
-        self.loads.cancel(meta.cancelled)
-        self.loads.stop_reading_ahead([*meta.cancelled, *meta.prefetch_ended])
+            part.end_retired()
         self.loads.read_ahead(meta.prefetches)
         self.loads.explore(meta.explored)
         # On a CPU no work of an earlier step is in flight when a step begins, so loads need not
@@ -223,15 +229,16 @@ class WorkerSide:
             assert namespace is not None
             self.weights.settle(str(namespace.record["weights"]))
 
-    def clear(self) -> None:
-        """End a step."""
+    def clear(self, meta: StepMetadata) -> None:
+        """End a step, whether or not it could begin."""
         self._meta = None
-        self.stores.clear()
+        self.stores.clear(meta)
 
     # ------------------------------------------------------------- what others learn
 
     def worker_metadata(self) -> WorkerMetadata | None:
-        """Return what the scheduler has to know of this step."""
+        """Return what the scheduler has to know of this step; None if that is nothing."""
+        self._note_facts()
         meta = WorkerMetadata()
         self.weights.advance(idle=self._meta is None or self._meta.idle)
         report = self.model.registration.take_report()
@@ -240,41 +247,47 @@ class WorkerSide:
         weights = self.weights.report(asked=report is not None)
         if weights is not None:
             meta.weights = {self.rank: weights}
-        failures = self.loads.take_failures()
-        if failures:
-            meta.failures = (failures,)
-        meta.other_adapters = self.adapters.take_others()
         if self.drafter is not None:
             meta.draft_reports = self.drafter.take_report()
-            meta.without_drafts = self.drafter.take_missing()
-        self._add_storage(meta)
-        meta.postponed = self.stores.take_postponed()
-        meta.load_seconds = self.loads.take_seconds()
-        if self._meta is not None and self._meta.timed_step:
-            meta.timed_steps = {self.rank: self._meta.timed_step}
-        if meta == _NOTHING:
-            # The scheduler side takes an answer without a report for an acknowledgement.
-            announced = self._meta and (self._meta.namespace or self._meta.draft_namespace)
-            return meta if announced else None
+        step = self._meta
+        if step is not None and step.timed_step:
+            meta.timed_steps = {self.rank: step.timed_step}
+        facts = self._facts.messages()
+        if facts:
+            meta.facts = {self.rank: facts}
+        if meta == _NOTHING and (
+            step is None or not (step.namespace or step.draft_namespace or step.orders)
+        ):
+            return None
+        # Without reports it acknowledges a namespace.
+        meta.heard = {self.rank: self._orders.heard}
         return meta
 
-    def _add_storage(self, meta: WorkerMetadata) -> None:
-        """Add what stores have left on the shelf, and whether its storage answers."""
+    def _note_facts(self) -> None:
+        """Note what adapters, the drafter, stores and reads have left to tell."""
+        facts = self._facts.next
+        facts.other_adapters += self.adapters.take_others()
+        if self.drafter is not None:
+            facts.without_drafts += self.drafter.take_missing()
+        facts.postponed += self.stores.take_postponed()
+        self.loads.note_reads()
+        self._note_storage(facts)
+
+    def _note_storage(self, facts: Facts) -> None:
+        """Note what stores have left on the shelf, and whether its storage answers."""
         transfers, shelf = self.model.transfers, self._assembly.shelf()
         if transfers is None or shelf is None:
             return
-        meta.repaired = [(key, self.rank) for key in transfers.take_repaired()]
-        meta.published = transfers.take_published()
+        facts.repaired += transfers.take_repaired()
+        facts.published += transfers.take_published()
         breaker_open, promises = not shelf.available, self.model.promises
         if self.loads.take_refused() or self._breaker_open is not breaker_open:
-            self._breaker_open = breaker_open
-            meta.breaker_open = {self.rank: breaker_open}
+            self._breaker_open = facts.breaker_open = breaker_open
         properties = shelf.backend.properties
         refused = properties.read_only or not properties.available
         refused = refused or (promises is not None and promises.unmarked)
         if self._writes_refused is not refused:
-            self._writes_refused = refused
-            meta.writes_refused = {self.rank: refused}
+            self._writes_refused = facts.writes_refused = refused
 
     def set_gauges(self) -> None:
         """Bring the gauges in `counters` up to date."""
@@ -303,12 +316,21 @@ class WorkerSide:
 
     def close(self) -> None:
         """Publish what is in flight for a bounded time, log what was lost, stop all threads."""
-        for part in self._parts:
-            part.registration.cancel_weights()
         seconds = self._config.shutdown_drain_s
         deadline = time.monotonic() + seconds
-        self.stores.drop_postponed()
-        self._assembly.end_walk()
+        # All of these are called, the last one first, whatever some of them raise.
+        with ExitStack() as stack:
+            for part in self._parts:
+                stack.callback(part.registration.close)
+            stack.callback(self._assembly.close)
+            stack.callback(self._close_drafter, deadline)
+            stack.callback(self._close_model, seconds)
+            stack.callback(self._assembly.end_walk)
+            stack.callback(self.stores.drop_postponed)
+            for part in self._parts:
+                stack.callback(part.registration.cancel_weights)
+
+    def _close_model(self, seconds: float) -> None:
         markers = min(_MARKER_SECONDS, seconds / 4) if self.model.promised else 0.0
         lost = self.model.close(seconds - markers, markers)
         if lost:
@@ -317,9 +339,8 @@ class WorkerSide:
                 lost,
                 self._config.shutdown_drain_s,
             )
+
+    def _close_drafter(self, deadline: float) -> None:
         if self.drafter is not None:
             self.drafter.stop_loads()
             self.drafter.close(max(0.0, deadline - time.monotonic()))
-        self._assembly.close()
-        for part in self._parts:
-            part.registration.close()

@@ -32,7 +32,7 @@ from kvshelf.metrics import Counters
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.stores import StoreOutcome
 from kvshelf.vllm.adapters import LoadedAdapters
-from kvshelf.vllm.metadata import NULL_BLOCK, Owner, StepMetadata, StoreOp
+from kvshelf.vllm.metadata import NULL_BLOCK, Orders, Owner, StepMetadata, StoreOp
 from kvshelf.vllm.worker.drafter import Drafter
 from kvshelf.vllm.worker.engine import WorkerEngine
 from kvshelf.vllm.worker.loads import IDLE_WAIT_SECONDS
@@ -83,12 +83,15 @@ class WorkerStores:
 
     # ------------------------------------------------------------- steps
 
+    def take_orders(self, orders: Orders) -> None:
+        """Take which requests have their blocks no longer, and which for as long as needed."""
+        self._give_up(self._postponed.drop(orders.gone))
+        self._postponed.hold(orders.held)
+
     def begin(self, meta: StepMetadata) -> None:
-        """Take the stores of a step, and which requests have their blocks no longer."""
+        """Take the stores of a step."""
         self._meta = meta
-        self._postponed.hold(meta.held)
-        self._give_up(self._postponed.drop(meta.gone))
-        # Their blocks keep their content.
+        # The blocks of requests that are held keep their content.
         meta.again = self._postponed.held + meta.again
 
     def finish_forward(self) -> None:
@@ -108,10 +111,13 @@ class WorkerStores:
                 self.drafter.store(op)
         self._gather(drafted=True)
 
-    def clear(self) -> None:
-        """End a step."""
+    def clear(self, meta: StepMetadata) -> None:
+        """End a step; drop what an error has kept from being gathered."""
         self._meta = None
         self._undrafted = []
+        for op in meta.stores:
+            self._drop(op, Reason.ERROR)
+            self._break_promise(op)
 
     # ------------------------------------------------------------- postponed stores
 
@@ -136,8 +142,8 @@ class WorkerStores:
 
     def _break_promise(self, op: StoreOp) -> None:
         """Mark the promise of a store as broken, if another engine waits for the chunk."""
-        if op.attempt and self.model.promises is not None:
-            self.model.promises.give_up(op.attempt)
+        if op.attempt:
+            self.model.give_up(op.attempt)
 
     def _drop(self, op: StoreOp, reason: Reason) -> None:
         """Count a chunk that is not stored, and note it in the history."""
@@ -185,6 +191,8 @@ class WorkerStores:
                 if usable:
                     wait = max(0.0, wait_until - time.monotonic()) if idle else 0.0
                     outcome = self._store(op, drafted=drafted, wait=wait)
+                else:
+                    self._drop(op, Reason.ERROR)
             except Exception as error:
                 usable = False
                 self._drop(op, Reason.ERROR)
