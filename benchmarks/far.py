@@ -28,7 +28,7 @@ from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef, ShelfView
 from kvshelf.tiers.memory_tier import MemoryTier
-from kvshelf.tiers.tiered import TieredView
+from kvshelf.tiers.tiered import AnyShelf, TieredView
 from kvshelf.transfer.context import ChunkSlots, TransferContext
 from kvshelf.transfer.prefetch import KindMemory, Prefetcher
 from kvshelf.transfer.staging import StagingPool
@@ -134,7 +134,7 @@ def _rows(
             )
 
 
-def store(shelf: Shelf, fmt: ObjectFormat, chunks: Sequence[Chunk]) -> None:
+def store(shelf: AnyShelf, fmt: ObjectFormat, chunks: Sequence[Chunk]) -> None:
     """Store chunks of random bytes."""
     buffer = memoryview(bytearray(fmt.object_size(0)))
     fill(buffer)

@@ -6,7 +6,6 @@ of the same length in vLLM's own prefix cache, in the same engine.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,14 +28,13 @@ from benchmarks.engine import (
 )
 from benchmarks.far import Nowhere, RepeatedLoads, store
 from benchmarks.least_bytes import bytes_row, with_bytes
-from benchmarks.measure import Goal, Row, Work, measure_pairs
+from benchmarks.measure import Goal, Row, Work, measure_pairs, sample
 from benchmarks.paged import paged_kv
 from benchmarks.samples import (
     CHUNK_TOKENS,
     LARGE,
     TINY,
     Shape,
-    fill,
     make_chunks,
     make_format,
     make_prompt,
@@ -49,7 +47,7 @@ from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef
 from kvshelf.tiers.memory_tier import MemoryTier
-from kvshelf.tiers.tiered import TieredView
+from kvshelf.tiers.tiered import TieredShelf, TieredView
 from kvshelf.transfer.context import ChunkSlots, bytes_at
 from kvshelf.transfer.prefetch import KindMemory
 
@@ -59,9 +57,7 @@ _PAIRS = 31
 _SEED = 3_000_000
 #: The engine stores a prompt in less.
 _STORE_SECONDS = 3.0
-#: What an object of the slow storage takes, and chunks of a hit beside it.
 _READ_SECONDS = 0.25
-_CHUNKS_BESIDE = 4
 _ENGINE = Row(
     "memory/engine",
     f"warm TTFT, {HIT_TOKENS} of {PROMPT_TOKENS} tokens from the memory tier in process",
@@ -125,12 +121,7 @@ def _retrieve_row(settings: Settings, shape: Shape) -> Row:
 
 
 class _SlowBackend(WrappedBackend):
-    """A storage whose objects take long; `reading` is set when one is asked for."""
-
-    reading = threading.Event()
-
     def open(self, name: str, size: int | None = None) -> Reader:
-        self.reading.set()
         time.sleep(_READ_SECONDS)
         return self.inner.open(name, size)
 
@@ -138,35 +129,26 @@ class _SlowBackend(WrappedBackend):
 def _beside_row(settings: Settings, shape: Shape) -> Row:
     """Time hits in memory, each beside a load that is read one chunk at a time."""
     fmt = make_format(shape, 1)
-    size, kept = fmt.object_size(0), make_chunks(fmt, _CHUNKS_BESIDE)
-    slow, others = _SlowBackend(open_backend(str(settings.folder("slow")))), make_chunks(fmt, 2, 1)
+    kept, others, times = make_chunks(fmt, 4), make_chunks(fmt, 2, 1), []
     items = [ChunkSlots(chunk, torch.empty(0, dtype=torch.int64), Nowhere()) for chunk in others]
     with ExitStack() as stack:
-        shelf = stack.enter_context(Shelf(slow))
-        tier = stack.enter_context(closing(MemoryTier(2 * len(kept) * size, lazy=True)))
+        tier = stack.enter_context(closing(MemoryTier(8 * fmt.object_size(0), lazy=True)))
+        folder = settings.folder("slow")
+        shelf = stack.enter_context(Shelf(_SlowBackend(open_backend(str(folder)))))
+        store(TieredShelf(shelf, [tier]), fmt, kept)
         store(shelf, fmt, others)
-        image = memoryview(bytearray(size))
-        fill(image)
-        for chunk in kept:
-            fmt.seal(image, chunk, 0)
-            tier.keep(fmt, ObjectRef(chunk, 0), image)
         memory = KindMemory(tier, fmt, Counters(), keeps=False)
         hits = RepeatedLoads(TieredView(shelf.view(fmt), [memory]), kept, _THREADS)
         stack.callback(hits.transfer.close)
-        times, over = [], threading.Event()
         for _ in range(settings.pairs(_PAIRS)):
-            slow.reading.clear()
-            over.clear()
-            hits.loads.load(items, at_once=1, on_done=lambda _: over.set())
-            slow.reading.wait()
-            begin = time.perf_counter()
-            hits.load()
-            times.append(time.perf_counter() - begin)
-            over.wait()
+            slow = hits.transfer.load("slow", {fmt.kind: items}, at_once=1)
+            while slow.pieces[fmt.kind].started is None:
+                time.sleep(1e-3)
+            times.append(sample(Work(hits.load, lambda: hits.transfer.poll(60.0)), 1))
     return Row(
         "memory/beside-slow",
-        f"load of {len(kept)} chunks of {size / 2**20:.3g} MiB from the memory tier, beside a load"
-        f" that is read one chunk at a time, {_READ_SECONDS:g} s each",
+        f"load of {len(kept)} chunks of {fmt.object_size(0) / 2**20:.3g} MiB from the memory tier,"
+        f" beside a load that is read one chunk at a time, {_READ_SECONDS:g} s each",
         ours=times,
         goal=Goal(0.1, "seconds"),
     )

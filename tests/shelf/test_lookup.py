@@ -551,7 +551,9 @@ def test_a_look_up_whose_preparation_raises_is_given_up(rig: Rig) -> None:
     assert rig.look(prompt(3)).done
 
 
-def test_a_look_up_whose_search_raises_ends_alone_and_has_its_keys(far: Far) -> None:
+def test_a_look_up_whose_search_raises_ends_alone_and_has_its_keys(
+    far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
     good, bad = prompt(30), prompt(30, seed=1)
     far.put(far.chunks(good))
     stat, broken = far.backend.stat, {far.name(chunk, 0) for chunk in far.chunks(bad)}
@@ -562,7 +564,7 @@ def test_a_look_up_whose_search_raises_ends_alone_and_has_its_keys(far: Far) -> 
             raise RuntimeError("a bug")
         return answers
 
-    far.backend.stat = ask  # type: ignore[method-assign]
+    monkeypatch.setattr(far.backend, "stat", ask)
     far.backend.gate.clear()
     # One for each thread, so that those behind share rounds.
     first = [far.submit(prompt(1, seed=7)), far.submit(prompt(1, seed=8))]

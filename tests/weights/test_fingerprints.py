@@ -334,8 +334,9 @@ def test_a_file_that_changes_while_it_is_hashed_is_hashed_again(
             ends.append(change)
         return count
 
+    monkeypatch.setattr(fingerprints, "_THREADS", 1)
     monkeypatch.setattr(fingerprints.os, "readv", readv)
-    found = weights_fingerprint(model, threads=1)
+    found = weights_fingerprint(model)
     monkeypatch.undo()
     assert ends == [b"first change", b"second change"]
     assert found == weights_fingerprint(model)
@@ -392,9 +393,7 @@ def test_cancelling_does_not_wait_for_a_read_that_hangs(
 @pytest.mark.alone
 def test_hashing_on_other_processors_gives_the_same(model: list[Path]) -> None:
     own = os.sched_getaffinity(0)
-    aside = weights_fingerprint(
-        model, threads=2, on_thread_start=lambda: os.sched_setaffinity(0, {min(own)})
-    )
+    aside = weights_fingerprint(model, on_thread_start=lambda: os.sched_setaffinity(0, {min(own)}))
     assert aside == weights_fingerprint(model)
     # Only the hashing threads step aside.
     assert os.sched_getaffinity(0) == own

@@ -37,8 +37,6 @@ class Description:
         self._namespace = namespace
         self._repairs = repairs
         self._described_until = 0.0
-        #: The description was compared with what it should be, by this process.
-        self._compared = False
 
     def publish(self, folder: str) -> None:
         """Publish the description in a folder of the namespace, if it is not there.
@@ -53,12 +51,11 @@ class Description:
         name = f"{folder}/{DESCRIPTION}"
         encoded = self._namespace.encoded
         # The first create serves as a probe, and a backend learns from it.
-        if not self._described_until or self._backend.stat([name])[0] != len(encoded):
+        first = not self._described_until
+        if first or self._backend.stat([name])[0] != len(encoded):
             created = self._repairs.create(folder, name, encoded, len(encoded))
-            self._compared = self._compared or created is not WriteResult.EXISTED
-        if not self._compared:
-            self._compared = True
-            self._compare(folder, name, encoded)
+            if first and created is WriteResult.EXISTED:
+                self._compare(folder, name, encoded)
         self._described_until = time.monotonic() + _DESCRIPTION_SECONDS
 
     def _compare(self, folder: str, name: str, encoded: bytes) -> None:

@@ -326,11 +326,11 @@ class LookupService:
         answers = self._shelf.nearby(refs)
         return sum(answer is Presence.PRESENT for answer in answers) / len(answers)
 
-    def _fail(self, lookup: Lookup, error: Exception, chain: KeyChain | None = None) -> None:
+    def _fail(self, lookup: Lookup, error: Exception, found: _Search | None = None) -> None:
         """End a lookup that failed; without keys it is given up."""
         self._counters.add("probe_errors")
         self._log.error("a lookup failed and counts as a miss", exc_info=error)
-        lookup.finish(0, chain, given_up=chain is None)
+        lookup.finish(0, found and found.chain, given_up=not found)
 
     def _begin(self, lookup: Lookup, pace: GilPace) -> _Search | None:
         """Return the search for a lookup; None if its prompt has no keys."""
@@ -405,48 +405,37 @@ class _Rounds:
         self._lookups[lookup] = time.monotonic()
         self._note_busy()
         with self._alone(lookup):
-            search = None if lookup.cancelled else self._service._begin(lookup, self._pace)
-            if search is None:
-                self._end(lookup)
-            else:
+            if not lookup.cancelled and (search := self._service._begin(lookup, self._pace)):
                 self._searches[lookup] = search
 
     @contextlib.contextmanager
     def _alone(self, lookup: Lookup) -> Iterator[None]:
-        """End a lookup that fails: it has found nothing but its keys, if it has these."""
+        """Work for one lookup. If that fails, it has found nothing but its keys."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - cache trouble never ends an engine
-            found = self._searches.pop(lookup, None)
-            self._service._fail(lookup, error, None if found is None else found.chain)
-            self._end(lookup)
-
-    def _end(self, lookup: Lookup) -> None:
-        """Answer a lookup, unless it has failed; without a search it has found nothing."""
-        found = self._searches.get(lookup)
-        if found is None or lookup.cancelled:
-            lookup.finish(0, None)
-        else:
-            self._answer(lookup, found)
-        self._searches.pop(lookup, None)
-        del self._lookups[lookup]
-        if self._lookups and self._thread in self._service._busy:
-            self._note_busy()
+            self._service._fail(lookup, error, self._searches.get(lookup))
+        if lookup.done:
+            self._lookups.pop(lookup, None)
+            self._searches.pop(lookup, None)
+            if self._lookups and self._thread in self._service._busy:
+                self._note_busy()
 
     def _note_busy(self) -> None:
         oldest = next(iter(self._lookups.values()))
         self._service._busy[self._thread] = oldest, tuple(self._lookups)
 
     def _round(self) -> None:
-        probes, together = self._service._probes, len(self._searches)
+        probes, searches = self._service._probes, self._searches.copy()
         asking: dict[Lookup, list[Ask]] = {}
-        for lookup, (search, _) in list(self._searches.items()):
+        for lookup in list(self._lookups):
             with self._alone(lookup):
-                planned = [] if lookup.cancelled else search.plan(probes.costs, together)
-                if planned:
+                if lookup.cancelled or lookup not in searches:
+                    lookup.finish(0, None)
+                elif planned := searches[lookup].search.plan(probes.costs, len(searches)):
                     asking[lookup] = planned
                 else:
-                    self._end(lookup)
+                    self._answer(lookup, searches[lookup])
         if not asking:
             return
         answers: Iterator[Answer] | None = None
@@ -456,7 +445,7 @@ class _Rounds:
             with self._alone(lookup):
                 # Where all together fail, each asks for itself.
                 mine = islice(answers, len(planned)) if answers else probes.send(planned)
-                self._searches[lookup].search.take(list(mine))
+                searches[lookup].search.take(list(mine))
         self._rest()
 
     def _answer(self, lookup: Lookup, found: _Search) -> None:

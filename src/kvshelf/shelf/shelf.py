@@ -11,8 +11,8 @@ Contracts
 
 from __future__ import annotations
 
+import functools
 import os
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -26,7 +26,6 @@ from kvshelf.errors import (
     ObjectNameError,
     StorageError,
 )
-from kvshelf.format.kinds import Kind
 from kvshelf.format.names import DESCRIPTION, ParsedName, parse_namespace_folder, parse_path
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
@@ -34,8 +33,8 @@ from kvshelf.metrics import Counters
 from kvshelf.shelf.leftovers import read_description
 from kvshelf.shelf.view import NamespaceView
 
-#: Views that a shelf keeps: an engine whose weights change has a namespace after another, each with
-#: a view for each kind of the model and the drafter.
+#: Views that a shelf keeps, those that were asked for last: an engine whose weights change has a
+#: namespace after another, each with a view for each kind of the model and the drafter.
 _VIEWS: Final = 16
 
 
@@ -114,9 +113,7 @@ class Shelf:
             backend if isinstance(backend, GuardedBackend) else GuardedBackend(backend, deadlines)
         )
         self._counters = Counters() if counters is None else counters
-        #: The views that were asked for last, the latest last.
-        self._views: dict[tuple[bytes, Kind], NamespaceView] = {}
-        self._lock = threading.Lock()
+        self._view = functools.lru_cache(_VIEWS)(self._make_view)
 
     def __repr__(self) -> str:
         return f"Shelf({self.url!r})"
@@ -152,20 +149,14 @@ class Shelf:
         self.backend.close()
 
     def view(self, fmt: ObjectFormat) -> NamespaceView:
-        """Return the objects of one kind in one namespace: one of the last views, or a new one.
+        """Return the objects of one kind in one namespace; the same view while it is in use.
 
         Parameters
         ----------
         fmt : ObjectFormat
             Format of the objects, see :meth:`ObjectFormat.of`.
         """
-        place = fmt.namespace.digest, fmt.kind
-        with self._lock:
-            view = self._views.pop(place, None) or self._make_view(fmt)
-            self._views[place] = view
-            if len(self._views) > _VIEWS:
-                del self._views[next(iter(self._views))]
-        return view
+        return self._view(fmt)
 
     def _make_view(self, fmt: ObjectFormat) -> NamespaceView:
         return NamespaceView(self.backend, fmt, self._counters)

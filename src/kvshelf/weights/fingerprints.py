@@ -57,6 +57,8 @@ class FingerprintCancelledError(KVShelfError):
     """The caller cancelled the computation of a fingerprint."""
 
 
+#: That read and hash.
+_THREADS: Final = 2
 _READ_BYTES: Final = 8 * 2**20
 _SAMPLE_BYTES: Final = 64 * 1024
 _SAMPLES: Final = 16
@@ -397,7 +399,6 @@ def _hash_files(
     files: Sequence[Path],
     cache: FingerprintCache,
     cancel: threading.Event,
-    threads: int,
     on_thread_start: Callable[[], None] | None,
 ) -> dict[Path, str]:
     """Return the xxh3-128 hex of each file, from the cache or by hashing in parallel."""
@@ -420,12 +421,9 @@ def _hash_files(
     results = queue.SimpleQueue()
     stop = threading.Event()
 
-    def run() -> None:
-        if on_thread_start is not None:
-            on_thread_start()
-        work()
-
-    def work() -> None:
+    def work(prepare: Callable[[], None] | None = on_thread_start) -> None:
+        if prepare is not None:
+            prepare()
         buffer = memoryview(bytearray(_READ_BYTES))
         while True:
             with lock:
@@ -447,12 +445,12 @@ def _hash_files(
                 stop.wait(_LOOK_AGAIN_SECONDS)
 
     expected = len(todo)
-    readers = [
-        threading.Thread(target=run, name=f"kvshelf-fingerprint-{number}", daemon=True)
-        for number in range(min(max(threads, 1), expected))
-    ]
-    if not sum(map(try_to_start, readers)):
-        work()
+    started = 0
+    for number in range(min(_THREADS, expected)):
+        name = f"kvshelf-fingerprint-{number}"
+        started += try_to_start(threading.Thread(target=work, name=name, daemon=True))
+    if not started:
+        work(None)
     try:
         for _ in range(expected):
             while True:
@@ -484,7 +482,6 @@ def _content_digest(
     root: Path | None,
     cache: FingerprintCache | None,
     cancel: threading.Event | None,
-    threads: int,
     on_thread_start: Callable[[], None] | None,
 ) -> bytes:
     paths = [Path(path) for path in files]
@@ -493,7 +490,6 @@ def _content_digest(
         [path for path in paths if path not in digests],
         FingerprintCache(None) if cache is None else cache,
         threading.Event() if cancel is None else cancel,
-        threads,
         on_thread_start,
     )
     digests |= {path: f"xxh3-128:{digest}" for path, digest in hashed.items()}
@@ -510,7 +506,6 @@ def weights_fingerprint(
     root: Path | None = None,
     cache: FingerprintCache | None = None,
     cancel: threading.Event | None = None,
-    threads: int = 2,
     on_thread_start: Callable[[], None] | None = None,
 ) -> str:
     """Return the fingerprint of weight files by content, as the namespace holds it.
@@ -527,12 +522,10 @@ def weights_fingerprint(
         Caches the digests of files.
     cancel : threading.Event or None
         Setting it makes the call raise within 0.1 s, even if a read hangs.
-    threads : int
-        Threads that read and hash.
     on_thread_start : Callable, optional
-        Called first on each of these threads. It must not lower their priority: they take the
-        GIL for microseconds between reads, and a thread that is descheduled while it holds the
-        GIL stops the engine. On busy processors the engine's longest measured stall was 2.6 s
+        Called first on each thread that reads and hashes. It must not lower their priority: they
+        take the GIL for microseconds between reads, and a thread that is descheduled while it holds
+        the GIL stops the engine. On busy processors the engine's longest measured stall was 2.6 s
         with SCHED_IDLE, 1 s with nice 19 and 0.2 s with nice 10.
 
     Returns
@@ -551,7 +544,7 @@ def weights_fingerprint(
     OSError
         If a file cannot be read.
     """
-    return "sha256:" + _content_digest(files, root, cache, cancel, threads, on_thread_start).hex()
+    return "sha256:" + _content_digest(files, root, cache, cancel, on_thread_start).hex()
 
 
 def sampled_fingerprint(files: Sequence[str | Path], *, root: Path | None = None) -> str:
@@ -599,12 +592,7 @@ def adapter_files(adapter_dir: str | Path) -> list[Path]:
     return [config, weights]
 
 
-def lora_digest(
-    adapter_dir: str | Path,
-    *,
-    cache: FingerprintCache | None = None,
-    cancel: threading.Event | None = None,
-) -> bytes:
+def lora_digest(adapter_dir: str | Path, *, cache: FingerprintCache | None = None) -> bytes:
     """Return the digest of a LoRA adapter by content: 32 raw bytes.
 
     Covers ``adapter_config.json`` and the weights that vLLM loads: the first existing file of
@@ -614,7 +602,7 @@ def lora_digest(
     ------
     ConfigError
         If the folder contains no adapter.
-    FingerprintCancelledError, TransientStorageError, OSError
+    TransientStorageError, OSError
         As for :func:`weights_fingerprint`.
     """
-    return _content_digest(adapter_files(adapter_dir), None, cache, cancel, 1, None)
+    return _content_digest(adapter_files(adapter_dir), None, cache, None, None)
