@@ -314,6 +314,7 @@ def _time_step_thread(
     prompt = make_prompt(chunks * fmt.chunk_size)
     busy_step = SimpleNamespace(
         total_num_scheduled_tokens=1,
+        preempted_req_ids=None,
         num_scheduled_tokens={"busy": 1},
         scheduled_new_reqs=[],
         scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),

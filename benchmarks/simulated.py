@@ -117,7 +117,7 @@ def taught(engine: Engine, storage: Storage) -> AdmissionRule:
         end = start + (1 + number % 4) * 1024
         rule.prefill.learn([(start, end)], 0, engine.seconds(start, end))
     for number in range(16):
-        nbytes = (1 + number) * CHUNK_TOKENS * engine.token_bytes
+        nbytes = 2 ** (number % 10) * CHUNK_TOKENS * engine.token_bytes
         rule.storage.learn(nbytes, storage.seconds(nbytes))
     return rule
 

@@ -7,19 +7,24 @@ for all of the hit or none of it, because C grows faster than the bytes. Both al
 prompts before the request: a load while these are computed, so it costs only what it takes longer.
 And requests whose loads run will wait for a prompt that is computed, half of it on average.
 
-An admitted load is cut as soon as computing the rest would be sooner: at t seconds since vLLM first
-asked, with s tokens loaded, if t + C(s→h) > W + (1 + ε) C(x→h), where W is what the prompts before
-the request take if nothing of them is loaded. So a first token comes at most ε later, and a step,
-than it would have been computed, whatever the storage does. That needs first chunks that arrive
-early: from a slow storage only so many are read at once that they take 3/4 of the time by which the
-chunks of a steady load may be late. A hit of which no part can be kept is cut after W + C(x→h).
+An admitted load is cut as soon as computing the rest would be sooner: at t seconds since kvshelf
+began to make the request wait, with s tokens loaded, if t + C(s→h) > W + (1 + ε) C(x→h), where W is
+what the prompts before the request take if nothing of them is loaded. So a first token comes at
+most ε later, and a step, than it would have been computed, whatever the storage does. That needs
+first chunks that arrive early: from a slow storage only so many are read at once that they take 3/4
+of the time by which the chunks of a steady load may be late. A hit of which no part can be kept is
+cut after W + C(x→h).
+
+What is not known costs little. A hit is loaded where no load of its size is known. While no step is
+known that has computed as much, a load is cut after a second, and one more for each load before it:
+what is computed then is such a step. Smaller steps say what computing the hit takes at most. If
+that may be less than the load takes, and is at most a second more, the hit is computed.
 
 That all of a hit or none is best, and that a bound makes it safe, is ski rental (Karlin, Manasse,
 Rudolph, Sleator, 1988); ε is small since few admitted loads are slow.
 
 Contracts
 ---------
-* Everything is loaded until enough is known of where it lies.
 * Pure but for what it learns. Not thread-safe; the caller has one thread, or a lock.
 """
 
@@ -27,7 +32,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from kvshelf.costs import LoadCosts, PrefillCosts
+from kvshelf.costs import EXTRAPOLATED, LoadCosts, PrefillCosts
 
 #: ε: share of the time of computing a hit by which its load may delay the first token.
 MOST_DELAY: Final = 0.25
@@ -37,9 +42,8 @@ _SLACK_SHARE: Final = 0.75
 _SHARES: Final = tuple(place / 16 for place in range(16))
 #: Share of the time of a prompt that each request waits which is being loaded meanwhile.
 _DELAYED: Final = 0.5
-#: Loads and steps after which their times count as known.
-_LEAST_LOADS: Final = 8
-_LEAST_STEPS: Final = 16
+#: Seconds that a load or a prompt may cost that shows how long computing takes.
+_TRIED: Final = 1.0
 
 
 class Hit(NamedTuple):
@@ -126,25 +130,21 @@ class AdmissionRule:
         """Return what loads from where a hit lies cost."""
         return self.tiers if hit.is_near else self.storage
 
-    @property
-    def knows_prefill(self) -> bool:
-        """Whether enough is known of what it costs to compute."""
-        return self.prefill.count >= _LEAST_STEPS
-
-    def knows(self, hit: Hit) -> bool:
-        """Whether enough is known to decide about a hit."""
-        return self.knows_prefill and self.load(hit).count >= _LEAST_LOADS
+    def _knows_computing(self, hit: Hit) -> bool:
+        return self.prefill.knows(hit.end - hit.start)
 
     def admits(self, hit: Hit, before: Before) -> bool:
         """Whether a hit is to be loaded."""
-        if not self.knows(hit):
-            return True
         costs, seconds, at_once = self.load(hit), self.prefill.seconds, self.at_once(hit, before)
+        if not (costs.knows(hit.nbytes) and self.prefill.most):
+            return True
         nbytes, rounds = self.cost(hit, before, at_once)
         load = costs.seconds(nbytes, rounds)
         rest, whole = seconds(hit.end, hit.tokens), seconds(hit.start, hit.tokens)
         computed = before.computing + whole + _DELAYED * before.loads * (whole - rest)
         loaded = max(before.computing, load) + rest
+        if not self._knows_computing(hit):
+            return loaded < (computed / EXTRAPOLATED if computed < loaded + _TRIED else computed)
         at_first = at_once if hit.divisible else 1
         first = costs.seconds(before.beside(hit) + at_first * hit.nbytes / hit.chunks)
         return loaded < computed and first < self._slack(hit, before, rounds)
@@ -158,10 +158,11 @@ class AdmissionRule:
 
     def at_once(self, hit: Hit, before: Before) -> int:
         """Return how many chunks are read at once, so that the first are there before a cut."""
-        if not (self.knows(hit) and hit.divisible):
+        costs = self.load(hit)
+        if not (hit.divisible and costs.knows(hit.nbytes) and self._knows_computing(hit)):
             return hit.chunks
         seconds, others = _SLACK_SHARE * self._slack(hit, before), before.beside(hit)
-        return self.load(hit).at_once(hit.nbytes / hit.chunks, others, seconds, hit.chunks)
+        return costs.at_once(hit.nbytes / hit.chunks, others, seconds, hit.chunks)
 
     def patience(self, hit: Hit, before: Before, passed: float = 0.0) -> tuple[float, ...]:
         """Return when the load of an admitted hit is cut.
@@ -171,16 +172,20 @@ class AdmissionRule:
         hit : Hit
         before : Before
         passed : float
-            Seconds since the request was first asked for.
+            Seconds for which the request has waited for an answer.
 
         Returns
         -------
         tuple of float
             Seconds from now: at place i, when a load is cut of which i chunks are there. The last
-            one also holds for all that follow. Empty: it is not cut.
+            one also holds for all that follow.
         """
-        if not self.knows(hit):
-            return ()
+        if not self._knows_computing(hit):
+            costs, longest = self.load(hit), (1 + before.loads) * _TRIED
+            if costs.knows(hit.nbytes):
+                usual = costs.seconds(*self.cost(hit, before, hit.chunks))
+                longest = max(longest, (1 + MOST_DELAY) * usual)
+            return (longest,)
         start, end, size = hit.start, hit.end, hit.chunk_tokens
         seconds, waits = self.prefill.seconds, before.unloaded - passed
         whole = seconds(start, end)

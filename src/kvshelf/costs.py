@@ -26,6 +26,8 @@ _MEMORY: Final = 16
 _FADING: Final = 0.5 ** (1 / _MEMORY)
 _ROUNDS: Final = 16
 _LAST_LOADS: Final = 16
+#: What was measured also says what work of up to so many times its size takes.
+EXTRAPOLATED: Final = 4
 #: The usual bytes and rounds of a load.
 _LOAD_SCALES: Final = (1e6, 1.0)
 #: Two loads in a row that take so many times as long as others, or as short, show a change, if
@@ -44,14 +46,9 @@ class Fit:
     scales : Sequence of float
         The usual size of each feature.
 
-    Attributes
-    ----------
-    count : int
-        Times that were learned.
     """
 
     def __init__(self, scales: Sequence[float]) -> None:
-        self.count = 0
         self._scales = scales
         size = len(scales)
         # The normal equations. A little of each feature at no time at all makes unknown
@@ -73,7 +70,6 @@ class Fit:
             products = self._products[row]
             for column, other in enumerate(relative):
                 products[column] = _FADING * products[column] + own * other
-        self.count += 1
         self._solved = False
 
     def _solve(self) -> None:
@@ -102,6 +98,11 @@ def attended(start: int, end: int) -> float:
     return (end * end - start * start) / 2
 
 
+def work(start: int, end: int) -> tuple[float, float]:
+    """Return how many tokens ``[start, end)`` of a prompt are, and how many they attend to."""
+    return (end - start, attended(start, end)) if start < end else (0, 0.0)
+
+
 class PrefillCosts:
     """What it costs an engine to compute tokens of prompts.
 
@@ -109,16 +110,28 @@ class PrefillCosts:
     ----------
     step_tokens : int
         Most tokens that one step computes.
+
+    Attributes
+    ----------
+    most : int
+        Most tokens of a step that was learned.
     """
 
     def __init__(self, step_tokens: int) -> None:
         self._step_tokens = step_tokens
         self._fit = Fit((1e3, 1e6, 16.0, 1.0))
+        self.most = 0
 
-    @property
-    def count(self) -> int:
-        """Number of steps that were learned."""
-        return self._fit.count
+    def knows(self, tokens: int) -> bool:
+        """Whether the steps that were learned say what it takes to compute so many tokens.
+
+        Small steps take long for their tokens: of more than that they say what it takes at most.
+        """
+        return min(tokens, self._step_tokens) <= EXTRAPOLATED * self.most
+
+    def is_usual(self, tokens: int) -> bool:
+        """Whether a step that computes so many tokens is not small beside those learned."""
+        return EXTRAPOLATED * tokens >= self.most
 
     def learn(self, parts: Sequence[tuple[int, int]], decodes: int, seconds: float) -> float:
         """Learn how long a step took, and return what was expected of it.
@@ -136,12 +149,15 @@ class PrefillCosts:
         features = (tokens, pairs, decodes, 1.0)
         expected = self._fit.seconds(features)
         self._fit.learn(features, seconds)
+        self.most = max(self.most, tokens)
         return expected
 
     def seconds(self, start: int, end: int) -> float:
         """Return how long tokens ``[start, end)`` of a prompt take, in steps of their own."""
-        tokens = max(0, end - start)
-        pairs = attended(start, end) if tokens else 0.0
+        return self.seconds_of(*work(start, end))
+
+    def seconds_of(self, tokens: float, pairs: float) -> float:
+        """Return how long some :func:`work` takes; that of several prompts may be added."""
         return self._fit.seconds((tokens, pairs, 0.0, tokens / self._step_tokens))
 
 
@@ -155,8 +171,8 @@ class LoadCosts:
 
     Attributes
     ----------
-    count : int
-        Number of loads that were learned.
+    most : float
+        Most bytes of a load that was learned.
     """
 
     def __init__(self, quantile: float = 0.8) -> None:
@@ -168,7 +184,11 @@ class LoadCosts:
         self._factor: float | None = None
         #: The time of the last load by that of the fit, if that was a surprise; else 0.
         self._surprise = 0.0
-        self.count = 0
+        self.most = 0.0
+
+    def knows(self, nbytes: float) -> bool:
+        """Whether the loads that were learned say what it takes to load so many bytes."""
+        return nbytes <= EXTRAPOLATED * self.most
 
     def learn(self, nbytes: float, seconds: float, rounds: float = 1.0) -> float:
         """Learn how long a load took, and return what was expected of it.
@@ -184,7 +204,7 @@ class LoadCosts:
         expected = self.seconds(nbytes, rounds)
         usual = self._fit.seconds((nbytes, rounds))
         ratio = seconds / max(usual, 1e-9)
-        surprises = bool(self._fit.count) and not 1 < _CHANGED * ratio < _CHANGED**2
+        surprises = self.knows(nbytes) and not 1 < _CHANGED * ratio < _CHANGED**2
         # The same change as the last one showed: accidents differ.
         agree = surprises and 1 < _AGREE * ratio / max(self._surprise, 1e-9) < _AGREE**2
         self._last.append((nbytes, rounds, seconds))
@@ -196,7 +216,7 @@ class LoadCosts:
         if agree and not self._explains_all():
             self._begin_anew()
         self._surprise = ratio if surprises and not agree else 0.0
-        self.count += 1
+        self.most = max(self.most, nbytes)
         self._factor = None
         return expected
 

@@ -326,6 +326,7 @@ class Side:
         scheduled: dict[str, tuple[int, int]] | None = None,
         *,
         new: tuple[str, ...] = (),
+        preempted: tuple[str, ...] = (),
         blocks: Callable[[str], tuple[list[int], ...]] = lambda _: (list(range(1, 100)),),
         sync_loads: bool = False,
     ) -> StepMetadata:
@@ -345,6 +346,7 @@ class Side:
                 ),
                 num_scheduled_tokens={r: n for r, (_, n) in scheduled.items()},
                 total_num_scheduled_tokens=sum(n for _, n in scheduled.values()),
+                preempted_req_ids={*preempted},
                 has_sync_kv_loads=sync_loads,
                 kv_connector_block_state=KVConnectorBlockState(set(scheduled), blocks, {}),
             )

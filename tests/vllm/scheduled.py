@@ -79,6 +79,7 @@ with warnings.catch_warnings():
     )
     from kvshelf.vllm.scheduler import drafts as draft_scheduler
 
+from kvshelf.costs import work
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import FULL, SHARDS_FIELDS, STATE, WINDOW, Kind, kind_key
 from kvshelf.format.names import object_name
@@ -693,7 +694,23 @@ class ScheduledEngine:
                     self.answers.setdefault(one.request_id, []).extend(one.new_token_ids)
                     if one.finish_reason is not None:
                         self.params[one.request_id] = one.kv_transfer_params
+        self._check_sums()
         return meta
+
+    def _check_sums(self) -> None:
+        """Compare what the admission counts as running with what vLLM knows of all requests."""
+        side = self.connector._scheduler
+        states = [] if side.admission.always else list(side.requests.values())
+        lengths = [
+            (state.request.num_computed_tokens, state.request.num_prompt_tokens)
+            for state in states
+            if not state.loading
+        ]
+        left = [work(start, end) for start, end in lengths if 0 < start < end]
+        computing, running = side.admission._computing.totals, side.admission._running
+        assert computing == tuple(map(sum, zip((0, 0), *left, strict=True)))
+        assert len(running) == sum(state.loading for state in states)
+        assert len(running) > 0 or not any(running.totals)
 
     def _read(self, block: int, offset: int, count: int) -> bytes:
         begin = block * self.page + offset

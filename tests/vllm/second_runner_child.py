@@ -57,7 +57,11 @@ def main(model: str, shelf: str, prompts: str) -> None:
             kv_connector="SharedStorageConnector",
             kv_connector_module_path="kvshelf.vllm.connector",
             kv_role="kv_both",
-            kv_connector_extra_config={"shared_storage_path": shelf, "identity_wait_s": 60},
+            kv_connector_extra_config={
+                "shared_storage_path": shelf,
+                "identity_wait_s": 60,
+                "admission": "always",
+            },
         ),
     )
     assert llm.llm_engine.vllm_config.use_v2_model_runner

@@ -357,6 +357,7 @@ class SimulatedEngine:
             **{
                 "shared_storage_path": str(shelf),
                 "weights": "simulated",
+                "admission": "always",
                 "staging_bytes": 8 << 20,
                 "lookup_wait_s": PATIENCE,
                 "identity_wait_s": PATIENCE,
@@ -486,6 +487,7 @@ class SimulatedEngine:
         """
         output = SimpleNamespace(
             total_num_scheduled_tokens=sum(count for _, _, count in scheduled),
+            preempted_req_ids=None,
             num_scheduled_tokens={name: count for name, _, count in scheduled},
             scheduled_new_reqs=[],
             scheduled_cached_reqs=SimpleNamespace(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from kvshelf.tiers.disk_tier import DiskTier
 from kvshelf.tiers.tiered import AnyShelf, TieredShelf
 from kvshelf.vllm.handover import Handover
 from kvshelf.vllm.metadata import LoadOp
+from kvshelf.vllm.scheduler.requests import RequestState
 from tests.server.node import LocalServer
 from tests.support.clocks import Clock
 from tests.support.formats import sealed
@@ -26,7 +27,17 @@ from tests.support.prompts import prompt
 from tests.support.storages import posix
 from tests.support.waiting import until
 from tests.vllm.replay import Request
-from tests.vllm.rig import CHUNK, PART, Notes, Side, lookup_of
+from tests.vllm.rig import (
+    CHUNK,
+    PART,
+    Notes,
+    Side,
+    give_lookups,
+    lookup_of,
+    set_clock,
+    take_lookups,
+)
+from tests.vllm.scheduled import Start
 
 #: Seconds that computing a token takes.
 TOKEN = 0.01
@@ -72,6 +83,13 @@ class Engine:
         self.end(request.request_id, seconds)
         return op
 
+    def patience(self, request: Request) -> Sequence[float]:
+        """Begin to load what there is of a prompt; return when that is cut."""
+        self.side.load(request, self.side.ask(request))
+        (op,) = self.side.step().loads
+        self.side.side.loads.done({request.request_id})
+        return op.patience
+
     def end(self, name: str, seconds: float) -> None:
         self.clock.now += seconds
         self.side.side.loads.done({name})
@@ -79,11 +97,9 @@ class Engine:
         self.side.side.finished(name)
 
     def learn(self, load_seconds: float) -> None:
-        """Learn what prompts take, and that loads take so long whatever their size."""
-        for _ in range(18):
-            self.compute()
-        for _ in range(8):
-            self.load(65, load_seconds)
+        """Learn what prompts take, and that a load takes so long."""
+        self.compute()
+        self.load(65, load_seconds)
 
     def counted(self, name: str) -> float:
         return self.side.side.counters.snapshot().get(name, 0)
@@ -101,12 +117,53 @@ def engine(root: Path) -> Iterator[Engine]:
     engine.side.close()
 
 
-def test_everything_is_loaded_until_times_are_known(engine: Engine) -> None:
-    for _ in range(7):
-        assert engine.load(65, 60.0).patience == ()
-    for _ in range(18):
-        engine.compute()
-    assert engine.load(65, 60.0).patience == ()
+def test_before_anything_is_computed_loads_are_cut_after_a_second(engine: Engine) -> None:
+    requests = [engine.request(65) for _ in range(3)]
+    # Steps may pass until there is an answer.
+    found = [engine.side.ask(request) for request in requests]
+    for request, tokens in zip(requests, found, strict=True):
+        engine.side.load(request, tokens)
+    # They share the storage.
+    assert [op.patience for op in engine.side.step().loads] == [(1.0,), (2.0,), (3.0,)]
+
+
+@pytest.mark.parametrize("seconds", [0.3, 0.9])
+def test_what_is_computed_behind_a_load_that_was_cut_says_enough(
+    engine: Engine, seconds: float
+) -> None:
+    cut = engine.request(65)
+    assert engine.patience(cut) == (1.0,)
+    engine.side.took(cut.request_id, seconds)
+    # After a pause, as in an engine that has one request at a time.
+    engine.clock.now += 1.0
+    engine.compute(17)
+    assert engine.side.ask(engine.request(65)) == (64 if seconds < 0.64 else 0)
+
+
+@pytest.mark.parametrize(
+    ("step", "load", "loads"),
+    [(0.08, 0.1, True), (0.08, 0.3, False), (0.08, 5.0, False), (0.5, 1.1, True)],
+)
+def test_a_small_step_says_what_computing_takes_at_most(
+    engine: Engine, step: float, load: float, *, loads: bool
+) -> None:
+    """Perhaps it takes a fourth of that: that is tried where it costs no more than a second."""
+    engine.compute(8, step)
+    engine.load(65, load)
+    assert engine.side.ask(engine.request(65)) == (64 if loads else 0)
+
+
+def test_while_computing_is_unknown_a_load_may_take_as_long_as_usual(engine: Engine) -> None:
+    engine.compute(8, 0.5)
+    engine.load(65, 1.1)
+    assert engine.patience(engine.request(65)) == pytest.approx([1.25 * 1.1])
+
+
+def test_longer_hits_than_any_that_was_loaded_are_loaded(engine: Engine) -> None:
+    engine.compute(400)
+    engine.load(17, 0.5)
+    assert engine.side.ask(engine.request(65)) == 0
+    assert engine.side.ask(engine.request(97)) == 96
 
 
 @pytest.mark.parametrize("seconds", [0.1, 0.5, 0.8, 5.0])
@@ -120,10 +177,9 @@ def test_a_hit_is_loaded_only_where_computing_takes_longer(engine: Engine, secon
 def test_long_hits_are_loaded_from_a_storage_that_is_too_slow_for_short_ones(
     engine: Engine,
 ) -> None:
-    for tokens in (33, 65, 129, 201) * 3:
+    for tokens in (33, 65, 129, 201):
         engine.load(tokens, 0.2)
-    for _ in range(18):
-        engine.compute()
+    engine.compute()
     # The first chunk must not be later than a quarter of what computing takes.
     assert engine.side.ask(engine.request(33)) == 0
     assert engine.side.ask(engine.request(201)) == 200
@@ -136,7 +192,7 @@ def test_a_refused_hit_is_counted_once_and_noted(engine: Engine) -> None:
         assert engine.side.ask(request) == 0
     assert engine.counted("refused_hits") == 1
     assert engine.counted("refused_tokens") == 64
-    assert engine.counted("hit_tokens") == 9 * 64
+    assert engine.counted("hit_tokens") == 2 * 64
     engine.side.side.finished(request.request_id)
     noted = [(event, reason) for event, _, _, reason in engine.notes.events]
     assert (Event.NOT_LOADED, Reason.SLOWER) in noted
@@ -159,15 +215,54 @@ def test_short_hits_are_computed_below_a_floor(root: Path) -> None:
 
 def test_a_load_is_cut_when_computing_the_rest_is_sooner(engine: Engine) -> None:
     engine.learn(0.1)
-    request = engine.request(65)
-    assert engine.side.ask(request) == 64
-    engine.clock.now += 0.05
-    engine.side.load(request, 64)
-    (op,) = engine.side.step().loads
-    whole = TOKEN * 64
     # Of eight chunks, with so many of them there.
-    expected = [1.25 * whole - TOKEN * (64 - 8 * chunks) - 0.05 for chunks in range(8)]
-    assert op.patience == pytest.approx(expected, rel=0.05)
+    expected = [1.25 * TOKEN * 64 - TOKEN * (64 - 8 * chunks) for chunks in range(8)]
+    assert engine.patience(engine.request(65)) == pytest.approx(expected, rel=0.05)
+
+
+def test_what_kvshelf_makes_a_request_wait_counts_and_nothing_else(engine: Engine) -> None:
+    engine.learn(0.1)
+    alone = engine.patience(engine.request(65))
+    request, side = engine.request(65), engine.side.side
+    # For blocks.
+    for _ in range(3):
+        assert engine.side.ask(request) == 64
+        engine.clock.now += 10.0
+    # For an answer.
+    lookups = take_lookups(side)
+    assert side.matched_tokens(request, 0) is None
+    engine.clock.now += 0.05
+    give_lookups(side, lookups)
+    later = [seconds - 0.05 for seconds in alone]
+    assert engine.patience(request) == pytest.approx(later)
+    engine.clock.now += 10.0
+    # After a preemption.
+    request.num_preemptions += 1
+    assert engine.patience(request) == pytest.approx(alone)
+
+
+def test_the_wait_for_a_hand_over_does_not_count(engine: Engine) -> None:
+    engine.learn(0.1)
+    alone = engine.patience(engine.request(65))
+    tokens = prompt(97, 500)
+    chunks = engine.side.chunks(tokens)
+    params = Handover(engine.side.fmt.namespace.digest, 96, chunks[11].key, 0, "0" * 32).params()
+    request = Request("late", tokens, kv_transfer_params=params)
+    engine.side.put(tokens, 8)
+    waits = set_clock(engine.side.side, engine.clock.now)
+    assert engine.side.side.matched_tokens(request, 0) is None
+    for clock in (engine.clock, waits):
+        clock.now += 30.0
+    assert engine.patience(request) == pytest.approx(alone)
+
+
+def test_a_load_that_was_cut_limits_no_hit_after_a_preemption(engine: Engine) -> None:
+    engine.learn(0.1)
+    request = engine.request(65)
+    engine.patience(request)
+    engine.side.fail(request.request_id, 2)
+    request.num_preemptions += 1
+    assert engine.side.ask(request) == 64
 
 
 def test_a_load_costs_nothing_while_other_prompts_are_computed(engine: Engine) -> None:
@@ -202,10 +297,8 @@ def test_a_request_that_is_computed_counts_before_its_step(engine: Engine) -> No
 
 def test_loads_that_run_at_once_are_not_all_cut(engine: Engine) -> None:
     """They share the storage; computed, each prompt would wait for those before it."""
-    for _ in range(18):
-        engine.compute()
-    for tokens in (33, 65, 129, 201) * 3:
-        engine.load(tokens, 0.001 * tokens)
+    engine.compute()
+    engine.load(65, 0.065)
     requests = [engine.request(65) for _ in range(8)]
     # Steps may pass until there is an answer.
     found = [engine.side.ask(request) for request in requests]
@@ -218,10 +311,8 @@ def test_loads_that_run_at_once_are_not_all_cut(engine: Engine) -> None:
 
 
 def test_a_load_that_failed_is_in_the_way_of_no_other(engine: Engine) -> None:
-    for _ in range(18):
-        engine.compute()
-    for tokens in (33, 65, 129, 201) * 3:
-        engine.load(tokens, 0.003 * tokens)
+    engine.compute()
+    engine.load(65, 0.195)
     failed = [engine.request(201) for _ in range(8)]
     for request in failed:
         engine.side.load(request, engine.side.ask(request))
@@ -258,6 +349,55 @@ def test_what_is_handed_over_is_always_loaded(engine: Engine) -> None:
     engine.side.load(request, 64)
     (op,) = engine.side.step().loads
     assert op.patience == ()
+
+
+def test_a_saturated_engine_has_time_for_each_load(start: Start) -> None:
+    prompts = [prompt(203, number) for number in range(12)]
+    start().run(*prompts)
+    # Blocks for two of them.
+    engine = start(blocks=60, admission="auto")
+    admission = engine.connector._scheduler.admission
+    admission.clock = clock = Clock(1e6)
+    admission._rule.prefill.learn([(0, 203)], 0, 203 * TOKEN)
+    for number, tokens in enumerate(prompts):
+        engine.add(f"r{number}", tokens, answer=8)
+        engine.wait_for_lookup(f"r{number}")
+    while engine.scheduler.has_requests():
+        engine.step()
+        clock.now += 0.5
+    loads = [op for meta in engine.metas for op in meta.loads]
+    assert len(loads) >= len(prompts)
+    assert all(op.patience[0] > 0 for op in loads)
+
+
+def test_a_question_costs_the_same_whatever_waits_and_runs(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.learn(0.1)
+    field: Any = RequestState.__dict__["loading"]
+    looks: list[str] = []
+
+    def looked_at(state: RequestState) -> Any:
+        looks.append(state.id)
+        return field.__get__(state)
+
+    monkeypatch.setattr(RequestState, "loading", property(looked_at, field.__set__))
+
+    def question() -> int:
+        request = engine.request(65)
+        engine.side.side.new_request(request)
+        engine.side.looked_up(request.request_id)
+        engine.side.step()
+        looks.clear()
+        assert engine.side.ask(request) == 64
+        engine.side.load(request, 64)
+        return len(looks)
+
+    alone = question()
+    for number in range(200):
+        engine.side.side.new_request(Request(f"waits {number}", prompt(20, 30_000 + number)))
+    for _ in range(20):
+        assert question() == alone
 
 
 # ------------------------------------------------------------------------- exploration
@@ -322,8 +462,7 @@ def tiered(request: pytest.FixtureRequest, root: Path, tmp_path: Path) -> Iterat
             stack.callback(server.close)
             engine = Engine(root, stack.enter_context(open_served(server.url)))
         stack.callback(engine.side.close)
-        for _ in range(18):
-            engine.compute()
+        engine.compute()
         yield engine
 
 
@@ -340,10 +479,9 @@ def again(engine: Engine, request: Request, seconds: float | None = None) -> int
 
 def learn_both(engine: Engine, tokens: int) -> Request:
     """Learn that the storage is slow and memory fast; return a prompt that is in memory."""
-    for _ in range(8):
-        request = engine.request(tokens)
-        again(engine, request, 5.0)
-        again(engine, request, 0.1)
+    request = engine.request(tokens)
+    again(engine, request, 5.0)
+    again(engine, request, 0.1)
     return request
 
 
@@ -353,15 +491,14 @@ def test_what_lies_in_a_tier_is_loaded_though_the_storage_is_slow(tiered: Engine
     assert again(tiered, request) == 64
 
 
-def test_until_the_storage_is_known_no_load_from_it_is_cut(tiered: Engine) -> None:
+def test_of_memory_nothing_is_known_of_the_storage(tiered: Engine) -> None:
     request = tiered.request(65)
-    for seconds in (5.0, *[0.1] * 8):
+    tiered.side.put(request.prompt_token_ids)
+    for seconds in (0.1, 5.0, 5.0):
         again(tiered, request, seconds)
-    other = tiered.request(65)
-    tiered.side.load(other, tiered.side.ask(other))
-    (op,) = tiered.side.step().loads
-    assert len(op.chunks) == 8
-    assert op.patience == ()
+    # From the storage the first has come.
+    assert again(tiered, request) == 0
+    assert again(tiered, tiered.request(65)) == 64
 
 
 def test_what_no_longer_fits_into_memory_counts_as_on_the_storage(tiered: Engine) -> None:
@@ -379,9 +516,8 @@ class BehindDiskTier(Engine):
         tier = DiskTier(folder, 1 << 30)
         place = {"path": str(folder), "max_bytes": 1 << 30}
         super().__init__(root, TieredShelf(Shelf(posix(root)), [tier]), disk_tier=place)
-        for _ in range(18):
-            self.compute()
-        self.far, self.near = ([self.request(65) for _ in range(9)] for _ in range(2))
+        self.compute()
+        self.far, self.near = ([self.request(65) for _ in range(2)] for _ in range(2))
         fmt = self.side.fmt
         chunks = [chunk for one in self.near for chunk in self.side.chunks(one.prompt_token_ids)]
         refs = [ObjectRef(chunk, shard) for chunk in chunks for shard in range(fmt.shards)]
@@ -392,8 +528,7 @@ class BehindDiskTier(Engine):
     def learn_loads(self, far: float, near: float) -> None:
         """Learn what loads take, from the storage and from the tier."""
         for requests, seconds in ((self.far, far), (self.near, near)):
-            for request in requests[:8]:
-                assert again(self, request, seconds) == 64
+            assert again(self, requests[0], seconds) == 64
 
 
 @pytest.fixture
@@ -407,8 +542,8 @@ def test_what_a_disk_tier_has_is_loaded_though_this_engine_never_saw_it(
     behind_disk_tier: BehindDiskTier,
 ) -> None:
     behind_disk_tier.learn_loads(far=5.0, near=0.1)
-    assert again(behind_disk_tier, behind_disk_tier.far[8]) == 0
-    assert again(behind_disk_tier, behind_disk_tier.near[8]) == 64
+    assert again(behind_disk_tier, behind_disk_tier.far[1]) == 0
+    assert again(behind_disk_tier, behind_disk_tier.near[1]) == 64
 
 
 def test_reads_of_refused_hits_in_a_disk_tier_say_nothing_of_the_storage(
@@ -417,13 +552,13 @@ def test_reads_of_refused_hits_in_a_disk_tier_say_nothing_of_the_storage(
     engine = behind_disk_tier
     engine.learn_loads(far=5.0, near=5.0)
     for _ in range(40):
-        if again(engine, engine.near[8]):
+        if again(engine, engine.near[1]):
             break
         if engine.side.step().explored is not None:
             engine.side.took("", 0.01)
         engine.clock.now += 0.5
-    assert again(engine, engine.near[8]) == 64
-    assert again(engine, engine.far[8]) == 0
+    assert again(engine, engine.near[1]) == 64
+    assert again(engine, engine.far[1]) == 0
 
 
 def test_hits_that_lie_in_both_are_judged_by_where_most_of_them_lies(tiered: Engine) -> None:
@@ -451,8 +586,7 @@ def test_what_a_failed_load_did_not_bring_is_not_in_memory(tiered: Engine) -> No
 
 def test_reads_of_refused_hits_are_in_memory_then(tiered: Engine) -> None:
     """They say nothing of the storage when the same hit is refused again."""
-    for _ in range(8):
-        tiered.load(65, 5.0)
+    tiered.load(65, 5.0)
     request = tiered.request(129)
     assert again(tiered, request) == 0
     assert [chunk.index for chunk in tiered.side.step().explored.chunks] == [0]
@@ -486,16 +620,18 @@ def test_what_was_expected_is_counted_beside_what_it_took(engine: Engine) -> Non
     assert counted[::2] == pytest.approx([TOKEN * 64, 0.1], rel=0.1)
 
 
-def test_short_steps_after_a_pause_are_not_learned(engine: Engine) -> None:
-    """An engine with little to do learns from long ones."""
+def test_small_steps_after_a_pause_are_not_learned(engine: Engine) -> None:
+    """They begin slowly; an engine with little to do learns from others."""
+    expected = engine.side.side.admission.expected
+    engine.compute()
     for _ in range(20):
         engine.clock.now += 1.0
-        engine.compute(seconds=0.04)
-    assert engine.side.side.admission.expected(0, 64) == 0
+        engine.compute(8, seconds=0.5)
+    assert expected(0, 64) == pytest.approx(0.64, rel=0.05)
     for _ in range(20):
         engine.clock.now += 1.0
-        engine.compute(seconds=0.64)
-    assert engine.side.side.admission.expected(0, 64) == pytest.approx(0.64, rel=0.05)
+        engine.compute(seconds=1.28)
+    assert expected(0, 64) == pytest.approx(1.28, rel=0.1)
 
 
 def test_steps_without_prompts_are_not_timed(engine: Engine) -> None:

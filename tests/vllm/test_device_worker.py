@@ -483,6 +483,7 @@ def _nothing() -> SimpleNamespace:
         scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
         num_scheduled_tokens={},
         total_num_scheduled_tokens=0,
+        preempted_req_ids=None,
         kv_connector_block_state=None,
     )
 

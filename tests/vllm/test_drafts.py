@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -22,6 +23,8 @@ from kvshelf.config import Config
 from kvshelf.errors import UnsupportedError
 from kvshelf.format.namespace import Namespace
 from kvshelf.metrics import Counters
+from kvshelf.shelf.view import ShelfView
+from kvshelf.transfer import loads, transfers
 from kvshelf.vllm.groups import CacheGroups
 from kvshelf.vllm.metadata import Facts
 from kvshelf.vllm.scheduler import Engine
@@ -31,6 +34,7 @@ from kvshelf.vllm.speculation import draft_layers
 from kvshelf.vllm.worker.drafter import Drafter
 from kvshelf.vllm.worker.engine import WorkerEngine
 from kvshelf.vllm.worker.side import WorkerSide
+from tests.support.clocks import Clock
 from tests.support.prompts import prompt
 from tests.support.waiting import PATIENCE, until
 from tests.vllm import configs, rig
@@ -288,6 +292,43 @@ def test_damaged_kv_of_a_drafter_costs_no_hit(
     assert not all(second.drafts_of(tokens)[32:64])
     assert not second.engine.bad_blocks
     assert not [one for one in caplog.records if one.name == "kvshelf.transfer"]
+
+
+@pytest.mark.parametrize("ends", ["cut", "failed"])
+def test_a_load_of_a_drafters_kv_ends_with_the_models(
+    make: Callable[..., Drafting], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    tokens = prompt(100)
+    make().serve(tokens)
+    engine, clock = make().engine, Clock(1e6)
+    model, drafts = engine.scheduler.namespace, rig.namespace_of_drafts(engine.scheduler)
+    assert model is not None
+    gate, fetch = threading.Event(), ShelfView.fetch
+
+    def hanging(view: ShelfView, *args: Any) -> Any:
+        if view.fmt.namespace == drafts:
+            gate.wait()
+        return fetch(view, *args)
+
+    monkeypatch.setattr(ShelfView, "fetch", hanging)
+    for module in (loads, transfers):
+        times = SimpleNamespace(monotonic=clock, perf_counter=time.perf_counter)
+        monkeypatch.setattr(module, "time", times)
+    patience = (1.0,) if ends == "cut" else ()
+    monkeypatch.setattr(engine.scheduler.admission, "begin", lambda *_, **__: (patience, 0))
+    request = engine.request(tokens)
+    found = engine.matched(request, 0)
+    if ends == "failed":
+        for file in (tmp_path / "shelf" / model.folder).rglob("*-1-*.safetensors"):
+            file.write_bytes(bytes(file.stat().st_size))
+    engine.scheduler.allocated(request, (engine.blocks_for(100),), found)
+    ended = engine.step([])
+    if ends == "cut":
+        until(lambda: engine.worker.counters.snapshot().get("loaded_chunks") == 3)
+        assert not ended | engine.step([])
+        clock.now += 1.5
+    until(lambda: bool(ended) or bool(engine.step([])))
+    gate.set()
 
 
 def test_kv_behind_what_another_connector_loaded_is_not_stored(

@@ -440,7 +440,7 @@ def test_vllm_49176_a_request_that_is_asked_again_and_again_is_not_loaded_for_ev
             # The last chunk of what was offered could not be loaded, and whatever comes, the
             # first is still there: vLLM asks again, and again after each preemption.
             index = -(-found // CHUNK) - 1
-            side.fail("r", index, b"")
+            side.fail("r", index, side.chunks(tokens)[index].key)
             side.side.loads.done({"r"})
             assert side.side.matched_tokens(request, 0) == 0
         request.num_preemptions += 1
@@ -648,6 +648,7 @@ def test_a_step_whose_blocks_vllm_does_not_name_stores_later(side: Side) -> None
         scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
         num_scheduled_tokens={"r": 20},
         total_num_scheduled_tokens=20,
+        preempted_req_ids=None,
         kv_connector_block_state=KVConnectorBlockState(set(), lambda _: ([],), {}),
     )
     assert side.side.step_metadata(output).stores == []

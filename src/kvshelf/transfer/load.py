@@ -170,10 +170,13 @@ class Load:
         if not begins:
             return None
         wanted = sum(len(piece.items) for piece in pieces)
-        # Those that are read at once would have arrived next.
-        arrived = sum(max(one.leading, one.at_once or one.threads) for one in pieces)
+        # Of those that are read at once about half has arrived.
+        arrived = sum(
+            one.leading + min(one.at_once or one.threads, len(one.items) - one.leading) / 2
+            for one in pieces
+        )
         waited = max(0.0, min(begins) - self.begun)
-        return waited + (self.seconds - waited) * max(1.0, wanted / max(1, arrived))
+        return waited + (self.seconds - waited) * wanted / arrived
 
     @property
     def failures(self) -> list[tuple[Kind, Chunk, Failure]]:

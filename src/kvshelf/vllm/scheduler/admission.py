@@ -7,7 +7,9 @@ Contracts
 ---------
 * With ``admission: always`` everything is loaded, and nothing is timed.
 * What a hand-over brings is loaded in any case, and never cut.
-* Steps without prompts are not learned, nor is the first one after a pause where it is short.
+* Steps without prompts are not learned, nor is the first one after a pause where it is small.
+* What runs before a request is a sum that is kept: a question costs the same however many requests
+  wait, compute or load.
 * While hits are refused and nothing is loaded, some of their chunks are read, which no request
   waits for, one hit at a time and for a fiftieth of the time: a storage that has become fast is
   noticed.
@@ -18,12 +20,14 @@ When this part fails, hits are loaded as before.
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from kvshelf.admission import AdmissionRule, Before, Hit
+from kvshelf.costs import work
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import Kind, kind_key
 from kvshelf.vllm.metadata import Facts, PrefetchOp, StepMetadata
@@ -32,7 +36,8 @@ from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.scheduler.shared import Shared, SharingPart
 from kvshelf.vllm.scheduler.steps import scheduled
 
-#: Seconds without a step after which the next one begins slowly, and counts only if it is longer.
+#: Seconds without a step after which the next one begins slowly: it is only learned if it computes
+#: about as many tokens as others.
 _PAUSE_SECONDS: Final = 0.05
 #: Most chunks of a refused hit that are read to learn how long that takes, and the seconds that
 #: they are to take: after a long read the next one is far off.
@@ -58,12 +63,47 @@ class _Step(NamedTuple):
 
 
 class _Loading(NamedTuple):
-    """A load that runs: what it brings, what its time is learned by, what computing would take."""
+    """A load whose time is learned: what it brings, and what its time is learned by."""
 
     hit: Hit
     cost: tuple[float, float]
     chunks: list[tuple[Kind, Sequence[Chunk]]]
-    computed: float = 0.0
+
+
+class Sums:
+    """Some numbers of each of several requests, and their sums, which are kept.
+
+    Of whole and half numbers, sums are exact.
+
+    Parameters
+    ----------
+    count : int
+        How many numbers each has.
+
+    Attributes
+    ----------
+    totals : tuple of float
+    """
+
+    def __init__(self, count: int) -> None:
+        self._each: dict[str, tuple[float, ...]] = {}
+        self.totals: tuple[float, ...] = (0.0,) * count
+
+    def __len__(self) -> int:
+        """Return how many requests there are."""
+        return len(self._each)
+
+    def put(self, name: str, *numbers: float) -> None:
+        """Set the numbers of a request."""
+        self.drop(name)
+        self._each[name] = numbers
+        self.totals = tuple(map(operator.add, self.totals, numbers))
+
+    def drop(self, name: str) -> None:
+        """Forget a request, if it is known."""
+        numbers = self._each.pop(name, None)
+        if numbers is not None:
+            self.totals = tuple(map(operator.sub, self.totals, numbers))
 
 
 class Admission(SharingPart):
@@ -93,13 +133,16 @@ class Admission(SharingPart):
         speculative = self._engine.vllm_config.speculative_config
         self._most_decoded = 1 + int(getattr(speculative, "num_speculative_tokens", 0) or 0)
         self._timed: OrderedDict[int, _Step] = OrderedDict()
-        #: The step in which :meth:`_computing` was computed last, and its answer.
-        self._before = -1, 0.0
-        #: What requests compute that were asked for since the last step, in seconds.
-        self._asked = 0.0
+        #: The prompts that are being computed: the :func:`~kvshelf.costs.work` that is left.
+        self._computing = Sums(2)
+        #: Those of them that may not be: they were asked for since the last step.
+        self._asked: list[str] = []
+        #: The loads that run: the work that they spare, their bytes on the storage, and in tiers.
+        self._running = Sums(4)
         #: When workers last reported a step, and when the engine last computed: 0 after a step
         #: that computed nothing.
         self._ended = self._computed = 0.0
+        #: The loads of which no time is known yet.
         self._loading: dict[str, _Loading] = {}
         #: What the memory in front of the storage has.
         self._memory = InMemory()
@@ -135,7 +178,8 @@ class Admission(SharingPart):
     def computes(self, state: RequestState, start: int) -> None:
         """Note that vLLM computes a request from token `start` on, from the next step on."""
         if not self.always:
-            self._asked += self.expected(start, state.request.num_tokens)
+            self._asked.append(state.id)
+            self._computing.put(state.id, *work(start, state.request.num_tokens))
 
     def begin(self, state: RequestState, start: int, end: int) -> tuple[tuple[float, ...], int]:
         """Note that a load begins; return when it is cut, and how many chunks are read at once.
@@ -144,16 +188,16 @@ class Admission(SharingPart):
         """
         if self.always:
             return (), 0
-        # Of an earlier load of this request, which failed.
-        self._loading.pop(state.id, None)
         rule, hit, before = self._rule, self._hit(state, start, end), self._comes_before()
         patience: tuple[float, ...] = ()
         at_once = hit.chunks
         if not self._is_free(state):
-            passed = 0.0 if state.asked is None else self.clock() - state.asked
-            patience, at_once = rule.patience(hit, before, passed), rule.at_once(hit, before)
+            patience = rule.patience(hit, before, state.answered_after)
+            at_once = rule.at_once(hit, before)
         cost, chunks = rule.cost(hit, before, at_once), [*self._chunks(state, start, end)]
-        self._loading[state.id] = _Loading(hit, cost, chunks, self.expected(start, hit.tokens))
+        self._loading[state.id] = _Loading(hit, cost, chunks)
+        nbytes = (0, hit.nbytes) if hit.is_near else (hit.nbytes, 0)
+        self._running.put(state.id, *work(start, hit.tokens), *nbytes)
         return patience, at_once if at_once < hit.chunks else 0
 
     def _hit(self, state: RequestState, start: int, end: int) -> Hit:
@@ -201,31 +245,25 @@ class Admission(SharingPart):
         Loads that run at the same time share the storage. Were each given only the time of its
         own prompt, all would be cut, and then wait for each other.
         """
-        running, computing = list(self._running()), self._computing()
-        unloaded = computing + sum(loading.computed for loading in running)
-        in_tiers = sum(loading.hit.nbytes for loading in running if loading.hit.is_near)
-        on_storage = sum(loading.hit.nbytes for loading in running) - in_tiers
-        return Before(computing, unloaded, on_storage, in_tiers, len(running))
+        spared, (on_storage, in_tiers) = self._running.totals[:2], self._running.totals[2:]
+        computing = self._rule.prefill.seconds_of(*self._computing.totals)
+        unloaded = computing + self._rule.prefill.seconds_of(*spared)
+        beside = int(on_storage), int(in_tiers)
+        return Before(computing, unloaded, *beside, len(self._running))
 
-    def _running(self) -> Iterator[_Loading]:
-        """Yield the loads that run."""
-        for request_id, loading in self._loading.items():
-            # Of a load that failed no time is reported.
-            state = self._requests.get(request_id)
-            if state is not None and state.loading:
-                yield loading
+    def load_ended(self, state: RequestState) -> None:
+        """Note that a load has ended, however it did: vLLM computes what it has not brought."""
+        if not self.always:
+            self._running.drop(state.id)
+            self._note_computed(state, state.request.num_computed_tokens)
 
-    def _computing(self) -> float:
-        """Return how long the prompts take that are being computed."""
-        if self._before[0] != self._steps.count:
-            parts = [
-                (one.request.num_computed_tokens, one.request.num_prompt_tokens)
-                for one in self._requests.values()
-                if not one.loading
-            ]
-            seconds = sum(self.expected(start, end) for start, end in parts if 0 < start < end)
-            self._before = self._steps.count, seconds
-        return self._before[1] + self._asked
+    def _note_computed(self, state: RequestState, tokens: int) -> None:
+        """Note how many tokens of a prompt have KV, and count what is left, if it was begun."""
+        prompt = state.request.num_prompt_tokens
+        if 0 < tokens < prompt:
+            self._computing.put(state.id, *work(tokens, prompt))
+        else:
+            self._computing.drop(state.id)
 
     def _chunk_bytes(self, kind: Kind) -> int:
         """Return the bytes of a kind of a chunk, of all ranks."""
@@ -245,29 +283,38 @@ class Admission(SharingPart):
         self._hand_out_explored(meta)
         now = self.clock()
         paused = now - self._computed > _PAUSE_SECONDS
+        asked = bool(self._asked)
         self.lose()
+        for name in output.preempted_req_ids or ():
+            self._computing.drop(name)
         if not output.total_num_scheduled_tokens:
             self._computed = 0.0
             return
         self._computed = now
-        counts = output.num_scheduled_tokens
-        if max(counts.values()) <= self._most_decoded:
+        counts, most, parts = output.num_scheduled_tokens, self._most_decoded, []
+        if asked or self._computing or max(counts.values()) > most:
+            for name, start, end in scheduled(output):
+                if (state := self._requests.get(name)) is not None:
+                    self._note_computed(state, end)
+                if end - start > most:
+                    parts.append((start, end))
+        if not parts:
             return
-        most = self._most_decoded
-        parts = [(start, end) for _, start, end in scheduled(output) if end - start > most]
         meta.timed_step = self._steps.count
         self._timed[self._steps.count] = _Step(parts, len(counts) - len(parts), now, paused)
         while len(self._timed) > self._steps.in_flight + 1:
             self._timed.popitem(last=False)
 
     def lose(self) -> None:
-        """Forget what the next step was to compute."""
-        self._asked = 0.0
+        """Forget what the next step was to compute of the requests that were asked for."""
+        for name in self._asked:
+            self._computing.drop(name)
+        self._asked.clear()
 
     def _hand_out_explored(self, meta: StepMetadata) -> None:
         """Have chunks of a refused hit read, unless a load shares the storage with them."""
         explored, self._to_explore = self._to_explore, None
-        if explored is not None and any(self._running()):
+        if explored is not None and self._running:
             self._loading.pop(EXPLORED, None)
             self._explores_from = self.clock()
         else:
@@ -281,11 +328,9 @@ class Admission(SharingPart):
             if step is not None:
                 # A step may be planned before the one before it has ended.
                 taken = now - max(step.began, self._ended)
-                if taken > _PAUSE_SECONDS or not step.after_pause:
-                    known = self._rule.knows_prefill
-                    expected = self._rule.prefill.learn(step.parts, step.decodes, taken)
-                    if known:
-                        self._count("prefill", expected, taken)
+                prefill, tokens = self._rule.prefill, sum(end - start for start, end in step.parts)
+                if prefill.is_usual(tokens) or not step.after_pause:
+                    self._count("prefill", prefill.learn(step.parts, step.decodes, taken), taken)
         self._ended = now
         if self._computed:
             self._computed = now
@@ -304,15 +349,16 @@ class Admission(SharingPart):
         for kind, chunks in loading.chunks:
             self._note(kind, chunks)
         if request_id not in self._read_ahead_for:
-            known, costs = self._rule.knows(loading.hit), self._rule.load(loading.hit)
             nbytes, rounds = loading.cost
-            expected = costs.learn(nbytes, taken, rounds)
-            if known:
-                self._count("load", expected, taken)
+            expected = self._rule.load(loading.hit).learn(nbytes, taken, rounds)
+            self._count("load", expected, taken)
         if request_id == EXPLORED:
             self._explores_from = self.clock() + min(taken, _LONGEST_COUNTED) / _EXPLORED_SHARE
 
     def _count(self, what: str, expected: float, taken: float) -> None:
+        if not expected:
+            # The first.
+            return
         self._counters.add(f"expected_{what}_seconds", expected)
         self._counters.add(f"measured_{what}_seconds", taken)
 
@@ -344,6 +390,8 @@ class Admission(SharingPart):
         self._explores_from = now + _LONGEST_EXPLORED
 
     def finished(self, state: RequestState) -> None:
-        """Forget the load of a request that has ended."""
+        """Forget a request that has ended."""
         self._loading.pop(state.id, None)
+        self._running.drop(state.id)
+        self._computing.drop(state.id)
         self._read_ahead_for.discard(state.id)

@@ -101,9 +101,13 @@ class Answers(SharingPart):
 
     def answer(self, state: RequestState, computed: int) -> int | None:
         """Return how many tokens beyond `computed` are to be loaded; None while not known."""
-        if state.asked is None:
-            state.asked = self._admission.clock()
+        clock = self._admission.clock
+        if state.unanswered is None:
+            state.unanswered = clock()
         found = self._answer(state, computed)
+        if found is not None and state.unanswered is not None:
+            # What vLLM makes the request wait behind that is not kvshelf's.
+            state.answered_after, state.unanswered = clock() - state.unanswered, None
         if found == 0 and not self._requests.is_transferred(state.request):
             self._admission.computes(state, computed)
         return found
@@ -134,6 +138,8 @@ class Answers(SharingPart):
         if self._handovers.is_short(state, computed):
             return Outcome.SHORT
         if self._handovers.wait(state, computed):
+            # For its producer, not for kvshelf.
+            state.unanswered = None
             return Outcome.WAITS
         if self._opening.handshake.checking:
             return Outcome.COMPARING

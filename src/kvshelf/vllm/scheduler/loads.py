@@ -174,6 +174,7 @@ class Loads(SharingPart):
             state = self._requests.get(request_id)
             if state is not None:
                 state.loading = False
+                self._admission.load_ended(state)
 
     def finished(self, state: RequestState) -> None:
         """Cancel the load of a request that ends, if it is still running."""

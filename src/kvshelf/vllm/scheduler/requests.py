@@ -86,8 +86,10 @@ class RequestState:
         Why it is computed without the answer of a lookup, for the history.
     lookup, newer : Lookup or None
         Its lookup, and a newer one to replace it, since its answer is old.
-    asked : float or None
-        When vLLM first asked for it since it was admitted.
+    unanswered : float or None
+        Since when vLLM asks for it in vain, by the clock of the admission.
+    answered_after : float
+        For how long it did before the last answer.
     waiting_since : float or None
         Since when it waits for a lookup.
     gave_up : bool
@@ -125,7 +127,8 @@ class RequestState:
     not_loaded: Reason | None = None
     lookup: Lookup | None = None
     newer: Lookup | None = None
-    asked: float | None = None
+    unanswered: float | None = None
+    answered_after: float = 0.0
     waiting_since: float | None = None
     gave_up: bool = False
     counted: bool = False
@@ -163,7 +166,8 @@ class RequestState:
         """Begin anew after a preemption."""
         self.admission = self.request.num_preemptions
         self.loaded = self.gave_up = False
-        self.asked = None
+        # What is really missing is known to the engine.
+        self.limit = None
         self.failed_loads = 0
         if self.reads:
             self.not_loaded = None

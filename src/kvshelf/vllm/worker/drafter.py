@@ -11,6 +11,8 @@ Contracts
 * A drafter's KV decides how many drafts are accepted, but changes no answer. So nothing here
   raises, no failure is reported to vLLM, and what cannot be served is left out with one warning.
 * For each load it reports to the scheduler side from which token on the drafter's KV is missing.
+* A load takes no longer than that of the model's KV may take, and ends with one that fails or is
+  cut.
 * A load writes to its blocks until it is no longer in :meth:`Drafter.loading`.
 """
 
@@ -168,21 +170,27 @@ class Drafter(Part):
                 memory = self.registration.memories[FULL]
                 size = memory.fmt.chunk_size
                 items = slots_to_load(memory.slots, op.drafts, op.block_ids, op.start, op.end, size)
-                self._ops[transfers.load(op.request_id, {FULL: items})] = op
+                load = transfers.load(op.request_id, {FULL: items}, op.patience, op.at_once)
+                self._ops[load] = op
                 return
             except Exception as error:  # noqa: BLE001 - drafts are accepted less often
                 self._log.error("a load of a drafter's KV was not started", exc_info=error)
         self._missing.append((op.request_id, op.start))
+
+    def end_load(self, request_id: str) -> None:
+        """End the load of a request: vLLM computes tokens of it."""
+        if self.transfers is not None:
+            self.transfers.cancel(request_id)
 
     def loading(self) -> set[str]:
         """Return the requests whose loads have not ended; note what the others have not loaded."""
         transfers = self.transfers
         if transfers is not None and self._ops:
             for load in transfers.poll():
-                op = self._ops.pop(load, None)
-                failed = load.pieces[FULL].first_failed
-                if op is not None and failed is not None and not load.cancelled:
-                    start = max(op.start, failed.index * self._engine.config.chunk_size)
+                op, piece = self._ops.pop(load, None), load.pieces[FULL]
+                if op is not None and piece.leading < len(piece.items):
+                    first = piece.items[piece.leading].chunk.index
+                    start = max(op.start, first * self._engine.config.chunk_size)
                     self._missing.append((op.request_id, start))
         return {op.request_id for op in self._ops.values()}
 

@@ -364,6 +364,8 @@ class WorkerLoads:
         """Note that the blocks of a load have no KV from token `start` on."""
         if start >= op.end:
             return
+        if self.drafter is not None:
+            self.drafter.end_load(op.request_id)
         if self.hybrid:
             # vLLM takes ids of blocks from engines with one group only.
             self._failed_requests.add(op.request_id)
