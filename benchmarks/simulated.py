@@ -169,7 +169,7 @@ def first_tokens(
         computing, unloaded, nbytes, _, count = before
         if loads:
             begin = max(0.0, free - storage.latency)
-            free, chunks = _loaded(_arrivals(storage, hit, at_once, begin), patience)
+            free, chunks = loaded(arrivals(storage, hit, at_once, begin), patience)
             request.ready, request.start = free, min(stored, chunks * CHUNK_TOKENS)
             before = Before(computing, unloaded + alone, nbytes + hit.nbytes, 0, count + 1)
         else:
@@ -177,9 +177,9 @@ def first_tokens(
     return _computed(engine, requests)
 
 
-def _arrivals(storage: Storage, hit: Hit, at_once: int, begin: float) -> list[float]:
+def arrivals(storage: Storage, hit: Hit, at_once: int, begin: float) -> list[float]:
     """Return when each chunk is there, with all before it."""
-    arrivals = [0.0] * hit.chunks
+    there = [0.0] * hit.chunks
     chunk_bytes = hit.nbytes / hit.chunks
     asked, now = 0, begin
     answers: list[tuple[float, int]] = []
@@ -194,21 +194,21 @@ def _arrivals(storage: Storage, hit: Hit, at_once: int, begin: float) -> list[fl
         left = {chunk: nbytes - (then - now) * each for chunk, nbytes in left.items()}
         now = then
         for chunk in [chunk for chunk, nbytes in left.items() if nbytes <= 1e-3]:
-            arrivals[chunk] = now
+            there[chunk] = now
             del left[chunk]
         while answers and answers[0][0] <= now:
             left[answers.pop(0)[1]] = chunk_bytes
-    return list(itertools.accumulate(arrivals, max))
+    return list(itertools.accumulate(there, max))
 
 
-def _loaded(arrivals: Sequence[float], patience: Sequence[float]) -> tuple[float, int]:
+def loaded(arrived: Sequence[float], patience: Sequence[float]) -> tuple[float, int]:
     """Return when a load ends, and how many chunks are there then."""
     if patience:
-        for there, arrival in enumerate(arrivals):
+        for there, arrival in enumerate(arrived):
             cut = patience[min(there, len(patience) - 1)]
             if arrival > cut:
-                return max(cut, arrivals[there - 1] if there else 0.0), there
-    return arrivals[-1], len(arrivals)
+                return max(cut, arrived[there - 1] if there else 0.0), there
+    return arrived[-1], len(arrived)
 
 
 def _computed(engine: Engine, requests: Sequence[_Request]) -> list[float]:
