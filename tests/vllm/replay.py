@@ -200,6 +200,11 @@ def make_groups(
     )
 
 
+def pickled(record: object) -> bytes:
+    """What vLLM sends from one of its processes to another."""
+    return pickle.dumps(record)
+
+
 class Request:
     """What the connector reads of vLLM's ``Request``."""
 
@@ -475,8 +480,8 @@ class MiniVllm:
         output = self._schedule()
         meta = self.scheduler.build_connector_meta(output)
         output.kv_connector_block_state = None
-        result = self._execute(output, pickle.loads(pickle.dumps(meta)))
-        self._update(output, pickle.loads(pickle.dumps(result)))
+        result = self._execute(output, pickle.loads(pickled(meta)))
+        self._update(output, pickle.loads(pickled(result)))
         return meta
 
     def _schedule(self) -> SimpleNamespace:

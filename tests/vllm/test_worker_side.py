@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle  # noqa: TID251 - as vLLM does between its processes
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -30,7 +29,15 @@ from kvshelf.vllm.worker.registered_caches import natural_order
 from tests.support.storages import Fault, FaultyBackend
 from tests.support.threads import named, none_can_be_started
 from tests.support.waiting import PATIENCE, until
-from tests.vllm.replay import HEAD_SIZE, HEADS, bind, make_caches, make_config, make_groups
+from tests.vllm.replay import (
+    HEAD_SIZE,
+    HEADS,
+    bind,
+    make_caches,
+    make_config,
+    make_groups,
+    pickled,
+)
 from tests.vllm.rig import next_number, ordered
 from tests.vllm.worker_rig import BLOCK, BLOCKS, WorkerRig, store_op
 
@@ -245,9 +252,7 @@ def test_metadata_of_ranks_is_united() -> None:
 
 
 def test_a_step_in_which_nothing_happens_is_small() -> None:
-    said = pickle.dumps(StepMetadata(timed_step=7))
-    assert pickle.loads(said) == StepMetadata(timed_step=7)
-    assert len(said) < 100
+    assert len(pickled(StepMetadata(timed_step=7))) < 100
 
 
 def test_null_blocks_are_never_filled_stored_or_reported(
