@@ -73,9 +73,10 @@ test-fast: venv  ## the tests to run after each edit, about a minute
 # Slow tests have up to five engines each.
 .PHONY: test-all
 test-all: WORKERS = $(call workers,32)
-test-all: venv lint  ## the same with the slow tests, and engines as on lesser processors
+test-all: venv lint  ## the same with the slow tests, engines as on lesser processors, and seeded faults
 	@$(BIN)/python .ci/wheel_check.py $(VENV)
 	@$(call run_tests,)
+	@$(MAKE) test-seeded
 	@$(MAKE) test-held-back
 
 .PHONY: test-held-back
@@ -83,6 +84,10 @@ test-held-back: venv  ## tests of engines as if without AVX-512, and as if witho
 	@for processor in avx2 avx512; do echo "as if the processor were one with $$processor"; \
 		$(call run_tests,and not slow,tests/vllm tests/test_examples.py,$(BIN)/python tests/held_back/run.py $$processor); \
 		done
+
+.PHONY: test-seeded
+test-seeded: venv  ## plant each fault of tests/seeded/faults.toml, and run the tests that catch it
+	@$(BIN)/python tests/seeded/run.py
 
 .PHONY: bench
 bench: venv  ## measure; prints a table
