@@ -162,7 +162,6 @@ def test_the_first_step_after_a_change_loads_nothing_of_before_from_a_node_serve
 ) -> None:
     """Must be the last test with these engines: another one is trained beside the inert one."""
     shelf, inert = ShelfFiles(tmp_path / "shelf"), trained.inert
-    tokens = prompt(600)
     with (
         ServeProcess(shelf.root, tmp_path / "run" / "node.sock", "64MiB") as node,
         engines.start(
@@ -182,6 +181,7 @@ def test_the_first_step_after_a_change_loads_nothing_of_before_from_a_node_serve
         # The weights of the files, in both.
         served.update("load_step", step=0)
         for step in (1, 2):
+            tokens = prompt(600)
             served.cold(tokens)
             served.warm(tokens)
             for one in (engine, inert):
