@@ -488,8 +488,8 @@ class ScheduledEngine:
         self.preempted: set[str] = set()
         #: Tokens that each request has had computed.
         self.computed: Counter[str] = Counter()
-        #: So many loads fail, whatever the shelf has.
-        self.failing_loads = 0
+        #: So many loads fail, whatever the shelf has, and none ends.
+        self.failing_loads, self.holds_loads = 0, False
         self.chunk_size = self.connector.config.chunk_size
         self.step()
         self.step()
@@ -1003,7 +1003,7 @@ class ScheduledEngine:
         received, failed = set(), set()
         for op in list(self.loading):
             cancelled = op.number in self._cancelled
-            if not cancelled and self.random.random() < 0.3:
+            if not cancelled and (self.holds_loads or self.random.random() < 0.3):
                 continue
             self.loading.remove(op)
             received.add(op.request_id)

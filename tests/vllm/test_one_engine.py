@@ -12,6 +12,7 @@ from tests.support.engines import NEAR_TIE, Engine, assert_same, eventually_hits
 from tests.support.fleet import Ask, MakePrompt, Reference
 from tests.support.variants import variants
 from tests.support.waiting import until
+from tests.vllm.handing_over import Counted
 from tests.vllm.shelf_files import (
     CHUNK,
     DAMAGE,
@@ -93,10 +94,10 @@ def test_of_requests_that_come_together_one_loads_what_they_have_in_common(
     common = prompt(1500)
     shelf.fill(engine, common)
     prompts = [prompt(20, after=common) for _ in range(8)]
+    counted, hit = Counted(engine), expected_hit(1500, 1520)
     answers = engine.generate_all(prompts, max_tokens=4)
-    hit = expected_hit(1500, 1520)
-    assert sorted(answer.shelf_tokens for answer in answers) == [0] * 7 + [hit]
-    assert all(answer.cached_tokens >= hit for answer in answers)
+    assert [answer.cached_tokens for answer in answers] == [hit] * len(prompts)
+    counted.wait(loaded_tokens=hit)
     assert_same(answers[-1], reference(prompts[-1], max_tokens=4), NEAR_TIE)
 
 
