@@ -45,8 +45,9 @@ from tests.vllm.tiny_llava import engine_arguments, make_llava, prompt_with_imag
 GOLDEN: Final = Path(__file__).parents[1] / "golden" / "frozen"
 RECORD: Final = bool(os.environ.get("RECORD_FROZEN"))
 TEXT: Final = [random.Random(number).randrange(3, 4095) for number in range(1200)]
-#: Values are of the size of one; models that compute in bfloat16 round more.
-TOLERANCES: Final = {"float32": 0.001, "bfloat16": 0.1}
+#: Values are of the size of one. Those of kernels without AVX differ by up to 0.001 and 0.03.
+TOLERANCES: Final = {"float32": 0.01, "bfloat16": 0.1}
+#: Of elements. Blocks as vLLM packs them hold float32 here.
 _TYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.float32}
 
 #: Options of the connector, arguments of the engine, and the requests.
@@ -228,6 +229,7 @@ def differences(recorded: dict[str, Any], found: dict[str, Any]) -> list[str]:
         for tensor, values in old[name]["values"].items():
             if new[name]["values"][tensor] != pytest.approx(values, tolerance, tolerance):
                 lines.append(told(f"{name}, {tensor}", values, new[name]["values"][tensor]))
+                break
     here = processor()
     if not lines and here in recorded["bits"]:
         pairs = zip(sorted(old), recorded["bits"][here], found["bits"][here], strict=True)
