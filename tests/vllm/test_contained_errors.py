@@ -24,10 +24,13 @@ from kvshelf.tiers import tiered
 from kvshelf.vllm import connector
 from kvshelf.vllm.metadata import StepMetadata
 from kvshelf.vllm.scheduler import SchedulerSide
+from kvshelf.vllm.scheduler.opening import Opening
 from kvshelf.vllm.scheduler.read_ahead import ReadAhead
 from kvshelf.vllm.scheduler.steps import Steps
+from kvshelf.vllm.worker.stores import WorkerStores
 from tests.support.prompts import prompt
 from tests.support.storages import Fault, FaultyBackend, posix
+from tests.support.threads import named
 from tests.support.waiting import PATIENCE, until, while_patient
 from tests.vllm.replay import RUNNERS, MiniVllm, Request, make_config, side_of
 
@@ -261,6 +264,20 @@ def fill(engine: MiniVllm) -> list[list[int]]:
         assert side_of(engine).drain(PATIENCE) == 0
     engine.drop_prefix_cache()
     return prompts
+
+
+def test_an_error_at_the_end_keeps_nothing_open(
+    start: Callable[..., MiniVllm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start()
+    fill(engine)
+    threads = named("kvshelf-store") | named("kvshelf-load") | named("kvshelf-guard")
+    assert threads
+    monkeypatch.setattr(WorkerStores, "drop_postponed", _fail)
+    monkeypatch.setattr(Opening, "close", _fail)
+    engine.worker.shutdown()
+    engine.scheduler.shutdown()
+    until(lambda: not any(thread.is_alive() for thread in threads))
 
 
 def test_a_load_whose_plan_fails_is_reported_and_computed(
