@@ -4,6 +4,9 @@ Owns the comparison of three policies in turn in one engine: to compute each pro
 that the shelf has, and ``admission: auto``. The shelf lies behind a filesystem whose reads share
 a limited rate, so this needs FUSE and a source checkout. The engine stores nothing meanwhile and
 learns only from what it does itself under ``auto``, and from the prompts that it computes.
+
+Rows ``fresh/*``: the first requests of an engine that has learned nothing, all of them on the
+shelf. Row ``blocked/*``: a request that waits for blocks before its load.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,8 +27,13 @@ from benchmarks.samples import CHUNK_TOKENS
 from benchmarks.settings import Settings
 from benchmarks.stepped import ALWAYS, AUTO, COMPUTED, POLICIES
 
-_SHORT, _LONG = 1024, 7936
+_SHORT, _MIDDLE, _LONG = 1024, 2048, 7936
 _MANY = 16
+#: Requests of a fresh engine, and the longest prompt with its answer that fits into its KV cache.
+_FIRST = 18
+_FRESH_TOKENS = 3072
+#: How long a request waits for blocks.
+_BLOCKED_SECONDS = 2.0
 FULL, FROZEN = math.inf, 0.0
 #: Rounds of a point before those that count, and seconds: the engine learns the storage's speed.
 _LEARNING_ROUNDS = 4
@@ -98,60 +106,130 @@ POINTS = (
 )
 #: Where more than 300 requests by each policy show the slowest ones.
 TAILS = tuple(Point(rate, _SHORT, _MANY, 19, "tails") for rate in (FULL, 50e6, 10e6, 2e6))
+#: By the rate of the storage.
+FRESH = {
+    rate: Row(
+        f"fresh/{speed(rate).replace(' ', '')}",
+        f"TTFT of the 3rd to {_FIRST}th request of a fresh engine, one at a time,"
+        f" {_MIDDLE + REST_TOKENS} tokens, storage {speed(rate)}",
+        "the median of the better of always and never loading",
+        goal=Goal(1.15),
+    )
+    for rate in (FULL, 100e6, 10e6, 2e6)
+}
+BLOCKED = Row(
+    "blocked/full",
+    f"TTFT, {_MIDDLE + REST_TOKENS} tokens, behind {_BLOCKED_SECONDS:g} s without blocks",
+    "always loading",
+    goal=Goal(1.05),
+)
 
 
 def bench_admission(settings: Settings) -> Iterator[Row]:
-    """Measure the time to the first token by policy, at each of `POINTS`."""
-    yield from _guarded(settings, POINTS)
+    """Measure first tokens by policy at each of `POINTS`, and those of `FRESH` and `BLOCKED`."""
+    rows = [*(point.row for point in POINTS), *FRESH.values(), BLOCKED]
+    yield from guarded(settings, rows, lambda settings: _rows(settings, POINTS, FRESH))
 
 
 def bench_tails(settings: Settings) -> Iterator[Row]:
     """Measure the slowest first tokens by policy, at each of `TAILS`."""
-    yield from _guarded(settings, TAILS)
+    rows = [point.row for point in TAILS]
+    yield from guarded(settings, rows, lambda settings: _rows(settings, TAILS, {}))
 
 
-def _guarded(settings: Settings, points: Sequence[Point]) -> Iterator[Row]:
-    rows = [point.row for point in points]
-    yield from guarded(settings, rows, lambda settings: _rows(settings, points))
-
-
-def _rows(settings: Settings, points: Sequence[Point]) -> Iterator[Row]:
+def _rows(settings: Settings, points: Sequence[Point], fresh: Mapping[float, Row]) -> Iterator[Row]:
     faultfs = require_faultfs()
     run = EngineRun(settings, find_model(settings), "admission")
     prompts = _store(settings, run)
-    memory = _PROMPTS_IN_CACHE * run.prompt_bytes(_LONG + REST_TOKENS)
     with ExitStack() as stack:
         mount = faultfs.FaultMount(settings.folder("admission-mount"), source=run.shelf)
         stack.callback(mount.close)
-        settings.progress("starting an engine")
-        engine = stack.enter_context(
-            run.engine(
-                "policies",
-                mode="stepped",
-                options={
-                    "shared_storage_path": str(mount.path),
-                    "admission": "auto",
-                    "read_only": True,
-                },
-                kv_cache_memory_bytes=memory,
+        place = {"shared_storage_path": str(mount.path), "admission": "auto", "read_only": True}
+
+        def start(name: str, nbytes: int, **arguments: Any) -> Child:
+            settings.progress("starting an engine")
+            arguments["kv_cache_memory_bytes"] = nbytes
+            return run.engine(name, mode="stepped", options=place, **arguments)
+
+        for rate, row in fresh.items():
+            nbytes, unseen = run.prompt_bytes(_FRESH_TOKENS), run.prompt(_MIDDLE + REST_TOKENS)
+            with start(f"fresh-{rate:g}", nbytes, max_model_len=_FRESH_TOKENS) as engine:
+                yield _first(settings, row, engine, mount, rate, [unseen, *prompts[_MIDDLE]])
+                if rate == FULL:
+                    yield _blocked(settings, engine, [unseen, *prompts[_MIDDLE]])
+        with start("policies", _PROMPTS_IN_CACHE * run.prompt_bytes(_LONG + REST_TOKENS)) as engine:
+            _warm_up(engine, prompts)
+            token_bytes = run.prompt_bytes(1) - run.prompt_bytes(0)
+            for point in points:
+                row = _measure(settings, point, engine, mount, prompts[point.tokens])
+                yield replace(row, extra={**row.extra, "token_bytes": token_bytes})
+
+
+def _first(
+    settings: Settings, row: Row, engine: Child, mount: Any, rate: float, prompts: list[list[int]]
+) -> Row:
+    """Measure the first requests of an engine; the first of `prompts` is not on the shelf."""
+
+    def serve(policy: str, count: int) -> list[float]:
+        asked = [prompts[1 + number % _MANY] for number in range(count)]
+        settings.progress(f"{row.work}: {policy}")
+        return [engine.call("serve", prompts=[one], policy=policy)["first"][0] for one in asked]
+
+    # Memory is touched; nothing is learned.
+    for prompt in prompts[:2]:
+        engine.call("serve", prompts=[prompt], policy=ALWAYS)
+    mount.clear()
+    if not math.isinf(rate):
+        mount.add("read", _PATTERN, rate=rate)
+    first = serve(AUTO, _FIRST)
+    others = {policy: serve(policy, _FEW) for policy in (COMPUTED, ALWAYS)}
+    mount.clear()
+    each = [*first[:3], median(first), *map(median, others.values())]
+    names = ("s: 1st", "2nd", "3rd", f"median of {_FIRST}", *others)
+    return replace(
+        row,
+        ours=first[2:],
+        floors=[min(map(median, others.values()))] * len(first[2:]),
+        note=", ".join(f"{name} {taken:.2f}" for name, taken in zip(names, each, strict=True)),
+        extra={"first": first, **others},
+    )
+
+
+def _blocked(settings: Settings, engine: Child, prompts: list[list[int]]) -> Row:
+    """Measure hits behind a prompt that has the cache's blocks; prompts as for :func:`_first`."""
+    for prompt in prompts[:_FEW]:
+        for policy in (COMPUTED, AUTO):
+            engine.call("serve", prompts=[prompt], policy=policy)
+    times: dict[str, list[float]] = {AUTO: [], ALWAYS: []}
+    loaded = dict.fromkeys(times, 0)
+    pairs = settings.pairs(9)
+    for number in range(pairs):
+        settings.progress(f"{BLOCKED.work}: pair {number + 1} of {pairs}")
+        for policy, found in times.items():
+            reply = engine.call(
+                "serve",
+                prompts=[prompts[1 + number % _MANY]],
+                policy=policy,
+                behind=prompts[0],
+                seconds=_BLOCKED_SECONDS,
             )
-        )
-        _warm_up(engine, prompts)
-        token_bytes = run.prompt_bytes(1) - run.prompt_bytes(0)
-        for point in points:
-            row = _measure(settings, point, engine, mount, prompts[point.tokens])
-            yield replace(row, extra={**row.extra, "token_bytes": token_bytes})
+            found.append(reply["first"][0] - _BLOCKED_SECONDS)
+            loaded[policy] += reply["loaded"][0]
+    shares = (f"{policy} {count / (pairs * _MIDDLE):.0%}" for policy, count in loaded.items())
+    return replace(
+        BLOCKED, ours=times[AUTO], floors=times[ALWAYS], note=f"loaded: {', '.join(shares)}"
+    )
 
 
 def _store(settings: Settings, run: EngineRun) -> dict[int, list[list[int]]]:
-    """Store prompts of both lengths, by an engine that ends; return them."""
+    """Store prompts of all lengths, by an engine that ends; return them."""
     settings.progress("starting an engine that stores the prompts")
     prompts: dict[int, list[list[int]]] = {}
     with run.engine("store") as engine:
         engine.wait_ready()
         run.seed = _SEED
         chunks = 0
-        for tokens in (_SHORT, _LONG):
+        for tokens in (_SHORT, _MIDDLE, _LONG):
             first = run.seed
             for _ in range(_MANY):
                 cold(engine, run, 1, tokens + REST_TOKENS)

@@ -205,6 +205,8 @@ def plot_admission(report: Mapping[str, Any]) -> Picture:
     picture.legend({one.name: _interval(picture, one.color) for one in _POLICIES.values()})
     rows = []
     for row in report["rows"]:
+        if not row["name"].startswith("admission/"):
+            continue
         means = {policy: row["extra"]["means"][policy] for policy in _POLICIES}
         best = min(statistics.fmean(means[policy]) for policy in (COMPUTED, ALWAYS))
         found = []

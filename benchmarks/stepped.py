@@ -46,7 +46,13 @@ class SteppedEngine:
         self._scheduler = self._connector._as_scheduler()
         self._number = 0
 
-    async def serve(self, prompts: list[list[int]], policy: str) -> dict[str, Any]:
+    async def serve(
+        self,
+        prompts: list[list[int]],
+        policy: str,
+        behind: list[int] | None = None,
+        seconds: float = 0.0,
+    ) -> dict[str, Any]:
         """Submit prompts at once, each for one token; vLLM's own cache is empty before.
 
         Parameters
@@ -54,6 +60,9 @@ class SteppedEngine:
         prompts : list of list of int
         policy : str
             One of `POLICIES`. `COMPUTED`: by a salt of the request, under which nothing is stored.
+        behind : list of int, optional
+            A prompt that is answered before, and for so many `seconds` after the others came.
+        seconds : float
 
         Returns
         -------
@@ -71,6 +80,12 @@ class SteppedEngine:
         first: dict[str, float] = {}
         loaded: dict[str, int] = {}
         names = []
+        if behind is not None:
+            longest = self._core.vllm_config.model_config.max_model_len - len(behind)
+            answer = SamplingParams(ignore_eos=True, detokenize=False, max_tokens=longest)
+            engine.add_request("behind", {"prompt_token_ids": behind}, answer)
+            while not engine.step():
+                pass
         begin = time.perf_counter()
         for prompt in prompts:
             self._number += 1
@@ -80,6 +95,9 @@ class SteppedEngine:
                 asked["cache_salt"] = names[-1]
             engine.add_request(names[-1], asked, parameters)
         while engine.has_unfinished_requests():
+            if behind is not None and time.perf_counter() - begin >= seconds:
+                engine.abort_request(["behind"])
+                behind = None
             for output in engine.step():
                 name = output.request_id
                 if name not in first and output.outputs and output.outputs[0].token_ids:

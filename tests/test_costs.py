@@ -35,7 +35,6 @@ def taught(chance: random.Random, steps: int, *, outliers: float = 0.0) -> Prefi
 def test_sixteen_steps_say_what_prompts_take(length: int, outliers: float) -> None:
     for seed in range(10):
         costs = taught(random.Random(seed), 16, outliers=outliers)
-        assert costs.count == 16
         assert costs.seconds(0, length) == pytest.approx(step_seconds(0, length, 0), rel=0.2)
 
 
@@ -140,7 +139,20 @@ def test_while_loads_are_of_one_size_their_bytes_count() -> None:
 
 def test_nothing_is_known_of_a_storage_that_was_never_read() -> None:
     assert LoadCosts().seconds(1e9) == 0
-    assert LoadCosts().count == 0
+    assert not LoadCosts().knows(1)
+
+
+def test_one_time_says_what_up_to_four_times_as_much_work_takes() -> None:
+    prefill, load = PrefillCosts(2048), LoadCosts()
+    prefill.learn([(0, 100)], 0, 0.05)
+    load.learn(10e6, 0.5)
+    assert [prefill.knows(tokens) for tokens in (400, 401)] == [True, False]
+    assert [load.knows(nbytes) for nbytes in (40e6, 41e6)] == [True, False]
+    # A long prompt takes several steps; what none of them was like is believed at once.
+    prefill.learn([(0, 512)], 0, 0.25)
+    load.learn(100e6, 0.6)
+    assert prefill.knows(10_000)
+    assert load.seconds(100e6) == pytest.approx(0.6, rel=0.05)
 
 
 def test_a_storage_that_has_become_fast_is_known_after_two_loads() -> None:

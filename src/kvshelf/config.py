@@ -448,9 +448,8 @@ class Config(BaseSettings):
     admission: Literal["auto", "always"] = "auto"
     """Which hits are loaded. `auto` loads a hit only where that is expected to be sooner than
     computing its tokens, by the times that the engine's own steps and loads have taken, and
-    computes what a load does not bring in time; until it has timed 16 steps with prompts and 8
-    loads, it loads every hit. `always` loads every hit. What another engine hands over is always
-    loaded."""
+    computes what a load does not bring in time. `always` loads every hit. What another engine hands
+    over is always loaded."""
     min_load_tokens: _Count = Field(default=0, ge=0)
     """Unless `admission` is `always`, compute hits of fewer tokens, whatever their loads would
     take. Hand-overs are loaded all the same."""

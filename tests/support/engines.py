@@ -519,8 +519,6 @@ def engine_environment(
         "VLLM_LOGGING_COLOR": "0",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
-        # Tests say what is a hit, also where the machine computes it sooner.
-        "KVSHELF_ADMISSION": "always",
         # vLLM compiles how it counts ranks of logprobs, even eagerly: seconds, and a compiler.
         "TORCHDYNAMO_DISABLE": "1",
         # The inert connector lies in benchmarks/.

@@ -129,7 +129,6 @@ def make_config(
         **({} if "server" in extra else {"shared_storage_path": shelf}),
         "chunk_size": 8,
         "weights": "test",
-        "admission": "always",
         "staging_bytes": 1 << 20,
         **extra,
     }

@@ -296,6 +296,7 @@ def make_vllm_config(
         kv_connector_extra_config={
             "shared_storage_path": None if "server" in options else str(root),
             "weights": "test",
+            "admission": "auto",
             "lookup_wait_s": PATIENCE,
             "identity_wait_s": PATIENCE,
             **options,
@@ -700,7 +701,7 @@ class ScheduledEngine:
     def _check_sums(self) -> None:
         """Compare what the admission counts as running with what vLLM knows of all requests."""
         side = self.connector._scheduler
-        states = [] if side.admission.always else list(side.requests.values())
+        states = side.requests.values()
         lengths = [
             (state.request.num_computed_tokens, state.request.num_prompt_tokens)
             for state in states

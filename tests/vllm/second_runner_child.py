@@ -60,7 +60,6 @@ def main(model: str, shelf: str, prompts: str) -> None:
             kv_connector_extra_config={
                 "shared_storage_path": shelf,
                 "identity_wait_s": 60,
-                "admission": "always",
             },
         ),
     )

@@ -245,11 +245,10 @@ class Admission(SharingPart):
         Loads that run at the same time share the storage. Were each given only the time of its
         own prompt, all would be cut, and then wait for each other.
         """
-        spared, (on_storage, in_tiers) = self._running.totals[:2], self._running.totals[2:]
+        tokens, pairs, on_storage, in_tiers = self._running.totals
         computing = self._rule.prefill.seconds_of(*self._computing.totals)
-        unloaded = computing + self._rule.prefill.seconds_of(*spared)
-        beside = int(on_storage), int(in_tiers)
-        return Before(computing, unloaded, *beside, len(self._running))
+        unloaded = computing + self._rule.prefill.seconds_of(tokens, pairs)
+        return Before(computing, unloaded, int(on_storage), int(in_tiers), len(self._running))
 
     def load_ended(self, state: RequestState) -> None:
         """Note that a load has ended, however it did: vLLM computes what it has not brought."""

@@ -11,8 +11,7 @@ Contracts
 * A drafter's KV decides how many drafts are accepted, but changes no answer. So nothing here
   raises, no failure is reported to vLLM, and what cannot be served is left out with one warning.
 * For each load it reports to the scheduler side from which token on the drafter's KV is missing.
-* A load takes no longer than that of the model's KV may take, and ends with one that fails or is
-  cut.
+* A load is cut when that of the model's KV would be, and ends where that one brings not all of it.
 * A load writes to its blocks until it is no longer in :meth:`Drafter.loading`.
 """
 
