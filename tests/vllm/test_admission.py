@@ -626,7 +626,7 @@ def test_small_steps_after_a_pause_are_not_learned(engine: Engine) -> None:
     engine.compute()
     for _ in range(20):
         engine.clock.now += 1.0
-        engine.compute(8, seconds=0.5)
+        engine.compute(8, seconds=0.045)
     assert expected(0, 64) == pytest.approx(0.64, rel=0.05)
     for _ in range(20):
         engine.clock.now += 1.0

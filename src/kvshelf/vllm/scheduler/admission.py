@@ -36,8 +36,8 @@ from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.scheduler.shared import Shared, SharingPart
 from kvshelf.vllm.scheduler.steps import scheduled
 
-#: Seconds without a step after which the next one begins slowly: it is only learned if it computes
-#: about as many tokens as others.
+#: Seconds without a step after which the next one begins slowly: it is only learned if it takes
+#: longer than that, or computes about as many tokens as others.
 _PAUSE_SECONDS: Final = 0.05
 #: Most chunks of a refused hit that are read to learn how long that takes, and the seconds that
 #: they are to take: after a long read the next one is far off.
@@ -328,7 +328,8 @@ class Admission(SharingPart):
                 # A step may be planned before the one before it has ended.
                 taken = now - max(step.began, self._ended)
                 prefill, tokens = self._rule.prefill, sum(end - start for start, end in step.parts)
-                if prefill.is_usual(tokens) or not step.after_pause:
+                slow = step.after_pause and taken < _PAUSE_SECONDS
+                if prefill.is_usual(tokens) or not slow:
                     self._count("prefill", prefill.learn(step.parts, step.decodes, taken), taken)
         self._ended = now
         if self._computed:
