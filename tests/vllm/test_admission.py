@@ -622,7 +622,7 @@ def test_what_was_expected_is_counted_beside_what_it_took(engine: Engine) -> Non
 
 def test_small_steps_after_a_pause_are_not_learned(engine: Engine) -> None:
     """They begin slowly; an engine with little to do learns from others."""
-    expected = engine.side.side.admission.expected
+    expected = engine.side.side.admission._rule.prefill.seconds
     engine.compute()
     for _ in range(20):
         engine.clock.now += 1.0
@@ -659,4 +659,5 @@ def test_steps_that_overlap_are_timed_from_the_end_of_the_one_before(engine: Eng
         if len(numbers) > 1:
             engine.clock.now += TOKEN * 64
             engine.side.report(timed_steps={0: numbers.pop(0)})
-    assert engine.side.side.admission.expected(0, 64) == pytest.approx(TOKEN * 64, rel=0.1)
+    taken = engine.side.side.admission._rule.prefill.seconds(0, 64)
+    assert taken == pytest.approx(TOKEN * 64, rel=0.1)

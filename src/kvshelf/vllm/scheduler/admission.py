@@ -159,10 +159,6 @@ class Admission(SharingPart):
         handed_over = state.awaited is not None and state.awaited.hit_tokens > 0
         return self.always or handed_over
 
-    def expected(self, start: int, end: int) -> float:
-        """Return the seconds that computing tokens ``[start, end)`` of a prompt is to take."""
-        return self._rule.prefill.seconds(start, end)
-
     def admits(self, state: RequestState, start: int, end: int) -> bool:
         """Whether tokens ``[start, end)`` of a request are to be loaded."""
         if self._is_free(state):
