@@ -99,7 +99,7 @@ class Conversation:
             engine.step()
         self.is_open.set()
         engine.run()
-        self.drain()
+        assert side_of(engine).drain(PATIENCE) == 0
         self.check_promise(engine.params[cold.request_id], tokens)
         engine.drop_prefix_cache()
         broken = f"*-{number % 5}-*"
@@ -115,9 +115,6 @@ class Conversation:
         if "gone" not in engine.states:
             engine.add(Request("gone", tokens))
         engine.run()
-
-    def drain(self) -> None:
-        assert side_of(self.engine).drain(PATIENCE) == 0
 
     def check_promise(self, params: Any, tokens: list[int]) -> None:
         """What was promised is there, unless another engine is told that it is not."""
