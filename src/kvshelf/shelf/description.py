@@ -48,14 +48,14 @@ class Description:
         """
         if time.monotonic() < self._described_until:
             return
-        name = f"{folder}/{DESCRIPTION}"
-        encoded = self._namespace.encoded
-        # The first create serves as a probe, and a backend learns from it.
-        first = not self._described_until
-        if first or self._backend.stat([name])[0] != len(encoded):
-            created = self._repairs.create(folder, name, encoded, len(encoded))
-            if first and created is WriteResult.EXISTED:
-                self._compare(folder, name, encoded)
+        name, encoded = f"{folder}/{DESCRIPTION}", self._namespace.encoded
+        first, size = not self._described_until, len(encoded)
+        # On a high-latency storage the create serves as the first probe: a backend learns from it.
+        creates = first and self._backend.properties.high_latency
+        if creates or self._backend.stat([name])[0] != size:
+            first &= self._repairs.create(folder, name, encoded, size) is WriteResult.EXISTED
+        if first:
+            self._compare(folder, name, encoded)
         self._described_until = time.monotonic() + _DESCRIPTION_SECONDS
 
     def _compare(self, folder: str, name: str, encoded: bytes) -> None:
