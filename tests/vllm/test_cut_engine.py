@@ -1,4 +1,4 @@
-"""A real engine whose load turns out slow: it is cut, and what has come is kept."""
+"""Real engines whose loads turn out slow: they are cut, or others wait for them."""
 
 from __future__ import annotations
 
@@ -61,3 +61,26 @@ def test_a_load_that_is_cut_keeps_what_has_come(
         mount.clear()
         engine.reset_prefix_cache()
         ask(engine, tokens, CHUNKS * CHUNK)
+
+
+def test_of_requests_that_come_together_one_loads_what_they_have_in_common(
+    engines: Engines, tmp_path: Path, prompt: MakePrompt
+) -> None:
+    options = {"read_deadline_s": NEVER, "shutdown_drain_s": 0.5}
+    with (
+        mounted(tmp_path) as mount,
+        engines.on_shelf("together", mount.path / "kv", options, core=0) as engine,
+    ):
+        common = prompt(CHUNKS * CHUNK + 40)
+        for chunk in ShelfFiles(mount.source / "kv").fill(engine, common):
+            for path in chunk:
+                mount.add("read", f"*{path.name}", block=True)
+        counted = Counted(engine)
+        requests = [engine.submit(prompt(20, after=common), max_tokens=2) for _ in range(8)]
+        # vLLM asks for all of these before it computes the next ones.
+        for _ in range(3):
+            engine.generate(prompt(5))
+        mount.clear()
+        answers = [request.result() for request in requests]
+        assert all(answer.cached_tokens >= CHUNKS * CHUNK for answer in answers)
+        counted.wait(loaded_tokens=CHUNKS * CHUNK)

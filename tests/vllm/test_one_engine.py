@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engines import NEAR_TIE, Engine, assert_same, eventually_hits
+from tests.support.engines import Engine, assert_same, eventually_hits
 from tests.support.fleet import Ask, MakePrompt, Reference
 from tests.support.variants import variants
 from tests.support.waiting import until
-from tests.vllm.handing_over import Counted
 from tests.vllm.shelf_files import (
     CHUNK,
     DAMAGE,
@@ -86,19 +85,6 @@ def test_what_vllm_has_itself_is_not_loaded(
     assert_same(answer, reference(tokens))
     # The blocks that were there before and those that were loaded are good for others too.
     ask(engine, tokens, 0)
-
-
-def test_of_requests_that_come_together_one_loads_what_they_have_in_common(
-    engine: Engine, shelf: ShelfFiles, reference: Reference, prompt: MakePrompt
-) -> None:
-    common = prompt(1500)
-    shelf.fill(engine, common)
-    prompts = [prompt(20, after=common) for _ in range(8)]
-    counted, hit = Counted(engine), expected_hit(1500, 1520)
-    answers = engine.generate_all(prompts, max_tokens=4)
-    assert [answer.cached_tokens for answer in answers] == [hit] * len(prompts)
-    counted.wait(loaded_tokens=hit)
-    assert_same(answers[-1], reference(prompts[-1], max_tokens=4), NEAR_TIE)
 
 
 def test_loads_and_stores_in_one_request(
