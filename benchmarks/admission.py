@@ -169,11 +169,14 @@ def _first(
     settings: Settings, row: Row, engine: Child, mount: Any, rate: float, prompts: list[list[int]]
 ) -> Row:
     """Measure the first requests of an engine; the first of `prompts` is not on the shelf."""
+    loaded: list[float] = []
 
     def serve(policy: str, count: int) -> list[float]:
         asked = [prompts[1 + number % _MANY] for number in range(count)]
         settings.progress(f"{row.work}: {policy}")
-        return [engine.call("serve", prompts=[one], policy=policy)["first"][0] for one in asked]
+        replies = [engine.call("serve", prompts=[one], policy=policy) for one in asked]
+        loaded.append(sum(reply["loaded"][0] for reply in replies) / (_MIDDLE * count))
+        return [reply["first"][0] for reply in replies]
 
     # Memory is touched; nothing is learned.
     for prompt in prompts[:2]:
@@ -186,11 +189,12 @@ def _first(
     mount.clear()
     each = [*first[:3], median(first), *map(median, others.values())]
     names = ("s: 1st", "2nd", "3rd", f"median of {_FIRST}", *others)
+    note = ", ".join(f"{name} {taken:.2f}" for name, taken in zip(names, each, strict=True))
     return replace(
         row,
         ours=first[2:],
         floors=[min(map(median, others.values()))] * len(first[2:]),
-        note=", ".join(f"{name} {taken:.2f}" for name, taken in zip(names, each, strict=True)),
+        note=f"{note}; auto loaded {loaded[0]:.0%}",
         extra={"first": first, **others},
     )
 
