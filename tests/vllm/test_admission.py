@@ -123,14 +123,11 @@ def test_before_anything_is_computed_loads_are_cut_after_a_second(engine: Engine
     found = [engine.side.ask(request) for request in requests]
     for request, tokens in zip(requests, found, strict=True):
         engine.side.load(request, tokens)
-    # They share the storage.
     assert [op.patience for op in engine.side.step().loads] == [(1.0,), (2.0,), (3.0,)]
 
 
 @pytest.mark.parametrize("seconds", [0.3, 0.9])
-def test_what_is_computed_behind_a_load_that_was_cut_says_enough(
-    engine: Engine, seconds: float
-) -> None:
+def test_what_is_computed_behind_a_cut_load_says_enough(engine: Engine, seconds: float) -> None:
     cut = engine.request(65)
     assert engine.patience(cut) == (1.0,)
     engine.side.took(cut.request_id, seconds)
