@@ -447,8 +447,8 @@ def _hash_files(
     expected = len(todo)
     started = 0
     for number in range(min(_THREADS, expected)):
-        name = f"kvshelf-fingerprint-{number}"
-        started += try_to_start(threading.Thread(target=work, name=name, daemon=True))
+        thread = threading.Thread(target=work, name=f"kvshelf-fingerprint-{number}", daemon=True)
+        started += try_to_start(thread)
     if not started:
         work(None)
     try:
