@@ -10,12 +10,13 @@ import pytest
 
 #: What a storage that never answers is asked, in system calls that never return.
 PROGRAM = """
-import os, sys, threading, time
+import gc, os, sys, threading, time
 from dataclasses import replace
 import torch
 from kvshelf import ChunkCache, ModelFacts, Shelf
 from kvshelf.backends import Deadlines, open_backend
 from kvshelf.backends.wrappers import WrappedBackend
+from kvshelf.shelf.view import NamespaceView
 
 root, operation, end = sys.argv[1:]
 patient = Deadlines(probe=60.0, read=60.0, write=60.0)
@@ -57,7 +58,7 @@ tokens = list(range(24))
 assert cache.store(tokens, kv=kv).complete
 assert cache.lookup(tokens) == 24
 if operation == "folders":
-    for view in shelf._views.values():
+    for view in (one for one in gc.get_objects() if isinstance(one, NamespaceView)):
         view._folders_until = 0.0
 shelf.backend.deadlines = replace(patient, **{deadline: 0.3})
 frozen.set()
