@@ -15,10 +15,11 @@ first chunks that arrive early: from a slow storage only so many are read at onc
 of the time by which the chunks of a steady load may be late. A hit of which no part can be kept is
 cut after W + C(x→h).
 
-What is not known costs little. A hit is loaded where no load of its size is known. While no step is
-known that has computed as much, a load is cut after a second, and one more for each load before it:
-what is computed then is such a step. Smaller steps say what computing the hit takes at most. If
-that may be less than the load takes, and is at most a second more, the hit is computed.
+What is not known costs little. A hit is loaded where no load of its size is known: alone, only ∛n
+of its n chunks at once, since nobody knows how far those under way are when it is cut. While no
+step is known that has computed as much, a load is cut after a second, and one more for each load
+before it: what is computed then is such a step. Smaller steps say what computing the hit takes at
+most. If that may be less than the load takes, and is at most a second more, the hit is computed.
 
 That all of a hit or none is best, and that a bound makes it safe, is ski rental (Karlin, Manasse,
 Rudolph, Sleator, 1988); ε is small since few admitted loads are slow.
@@ -159,6 +160,8 @@ class AdmissionRule:
     def at_once(self, hit: Hit, before: Before) -> int:
         """Return how many chunks are read at once, so that the first are there before a cut."""
         costs = self.load(hit)
+        if not (costs.knows(hit.nbytes) or before.loads):
+            return int(0.5 + hit.chunks ** (1 / 3))
         if not (hit.divisible and costs.knows(hit.nbytes) and self._knows_computing(hit)):
             return hit.chunks
         seconds, others = _SLACK_SHARE * self._slack(hit, before), before.beside(hit)
@@ -191,10 +194,9 @@ class AdmissionRule:
         whole = seconds(start, end)
         if not hit.divisible:
             return (waits + whole,)
-        first = start // size
         return tuple(
             waits + (1 + MOST_DELAY) * whole - seconds(max(start, chunk * size), end)
-            for chunk in range(first, first + hit.chunks)
+            for chunk in range(start // size, start // size + hit.chunks)
         )
 
     def _slack(self, hit: Hit, before: Before, rounds: float = 1.0) -> float:

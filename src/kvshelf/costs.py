@@ -45,7 +45,6 @@ class Fit:
     ----------
     scales : Sequence of float
         The usual size of each feature.
-
     """
 
     def __init__(self, scales: Sequence[float]) -> None:

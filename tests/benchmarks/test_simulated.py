@@ -72,7 +72,7 @@ def test_many_at_once_are_no_slower_than_the_better_of_both(storage: Storage) ->
 #: The small model of the benchmarks: 2,080 tokens take 1.2 s, and a step 10 ms more.
 SMALL = Engine("small", 1.2 / 2080, 0.0, 8 << 10)
 STEP = 0.01
-READ_AT_ONCE = 2
+READ_AT_ONCE = 16
 
 
 def first_requests(rate: float, *, divisible: bool, computed: Sequence[int]) -> list[float]:
@@ -95,7 +95,7 @@ def first_requests(rate: float, *, divisible: bool, computed: Sequence[int]) -> 
         patience, at_once = rule.patience(hit, Before()), rule.at_once(hit, Before())
         reads = min(at_once, READ_AT_ONCE)
         end, there = simulated.loaded(simulated.arrivals(storage, hit, reads, 0.0), patience)
-        arrived = there + min(reads, hit.chunks - there) / 2
+        arrived = there + min(reads, hit.chunks - there) / (2 if there else 1)
         rule.storage.learn(hit.nbytes, end * hit.chunks / arrived, hit.chunks / at_once)
         kept = there if divisible or there == hit.chunks else 0
         seconds.append(end + compute(256 * kept, 2080))

@@ -170,11 +170,10 @@ class Load:
         if not begins:
             return None
         wanted = sum(len(piece.items) for piece in pieces)
-        # Of those that are read at once about half has arrived.
-        arrived = sum(
-            one.leading + min(one.at_once or one.threads, len(one.items) - one.leading) / 2
-            for one in pieces
-        )
+        # Of those that are read at once about half has arrived; of the first ones, maybe all.
+        reads = [min(one.at_once or one.threads, len(one.items) - one.leading) for one in pieces]
+        some = zip(pieces, reads, strict=True)
+        arrived = sum(one.leading + read / (1 + bool(one.leading)) for one, read in some)
         waited = max(0.0, min(begins) - self.begun)
         return waited + (self.seconds - waited) * wanted / arrived
 
