@@ -43,12 +43,17 @@ find_python = for python in python3 python3.12 python3.13 python3.11; do \
 		>/dev/null 2>&1; then echo "$$python"; break; fi; done
 PYTHON ?= $(shell $(find_python))
 
-# Tests of the marks $(1), below $(2), started by $(3): first all that can run side by side, then those that
-# must be alone. Tests of a file share what they start, so one process runs them. Exit code 5: none selected.
-run_tests = mkdir -p build; export NOT_TESTED=build/not-tested.json; rm -f $$NOT_TESTED; \
-	$(3) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
-		-m "not alone $(1)" $(PYTEST_ARGS) $(2) || [ $$? = 5 ]; \
-	$(3) $(BIN)/python -m pytest -m "alone $(1)" $(PYTEST_ARGS) $(2) || [ $$? = 5 ]
+# Tests of the marks $(1), below $(2), started by $(3). Tests of a file share what they start, so one process
+# runs them. Exit code 5: none selected.
+run_tests = $(3) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+	$(if $(1),-m "$(1)") $(PYTEST_ARGS) $(2) || [ $$? = 5 ]
+
+# The same, and mypy beside them: it takes a minute when its cache is empty. A command in the background does
+# not get Ctrl-C, and pytest answers it with an exit code, so the shell ends both.
+run_tests_and_mypy = log=$$(mktemp); $(BIN)/mypy >$$log 2>&1 & mypy=$$!; failed=0; \
+	trap 'kill $$mypy 2>/dev/null || true; rm -f $$log' EXIT; trap 'exit 130' INT; \
+	$(call run_tests,$(1)) || failed=1; \
+	wait $$mypy || failed=1; echo "mypy"; cat $$log; exit $$failed
 
 .PHONY: help
 help:  ## show this list
@@ -60,9 +65,8 @@ demo: venv  ## run two engines on one shelf and compare them
 	@$(BIN)/python examples/demo.py
 
 .PHONY: test
-test: venv lint  ## lint, types, import rules, wheel, tests
-	@$(BIN)/python .ci/wheel_check.py $(VENV)
-	@$(call run_tests,and not slow)
+test: venv style  ## lint, types, import rules, tests
+	@$(call run_tests_and_mypy,not slow)
 
 # These tests never wait, and each worker reads all files first, so there is at most one for a core.
 FAST_WORKERS = $(shell cores=$$(nproc); echo $$((cores < $(WORKERS) ? cores : $(WORKERS))))
@@ -73,16 +77,18 @@ test-fast: venv  ## the tests to run after each edit, about a minute
 # Slow tests have up to five engines each.
 .PHONY: test-all
 test-all: WORKERS = $(call workers,32)
-test-all: venv lint  ## the same with the slow tests, engines as on lesser processors, and seeded faults
+test-all: venv style  ## the same with the slow tests, wheel, engines as on lesser processors, and seeded faults
+	@$(call run_tests_and_mypy,)
 	@$(BIN)/python .ci/wheel_check.py $(VENV)
-	@$(call run_tests,)
 	@$(MAKE) test-seeded
 	@$(MAKE) test-held-back
 
+EXAMPLES := $(addprefix tests/test_examples.py::test_,demo prompts_that_share_a_document prefill_then_decode read_a_chunk)
 .PHONY: test-held-back
 test-held-back: venv  ## tests of engines as if without AVX-512, and as if without bfloat16 and AMX
 	@for processor in avx2 avx512; do echo "as if the processor were one with $$processor"; \
-		$(call run_tests,and not slow,tests/vllm tests/test_examples.py,$(BIN)/python tests/held_back/run.py $$processor); \
+		$(call run_tests,not slow,tests/vllm,$(BIN)/python tests/held_back/run.py $$processor); \
+		$(call run_tests,,$(EXAMPLES),$(BIN)/python tests/held_back/run.py $$processor); \
 		done
 
 .PHONY: test-seeded
@@ -108,9 +114,12 @@ fuzz: venv  ## look for bytes that the decoder cannot take
 	@$(BIN)/python tests/fuzz/fuzz_decoder.py --seconds $(FUZZ_SECONDS)
 
 .PHONY: lint
-lint: venv  ## ruff, mypy, import-linter, lines of code
-	@echo "ruff"; $(BIN)/ruff check .; $(BIN)/ruff format --check .
+lint: style  ## ruff, mypy, import-linter, lines of code
 	@echo "mypy"; $(BIN)/mypy
+
+.PHONY: style
+style: venv
+	@echo "ruff"; $(BIN)/ruff check .; $(BIN)/ruff format --check .
 	@echo "import-linter"; \
 	PYTHONPATH="$(CURDIR)/src:$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
 		$(BIN)/python -S -c 'from importlinter.cli import lint_imports_command as run; run()' --no-cache --no-logo

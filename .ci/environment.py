@@ -5,7 +5,7 @@ Run by the Makefile with any Python >= 3.11; needs nothing but the standard libr
 What it does, once:
 
 1. downloads a CPU build of torch and kvshelf's runtime dependencies into
-   ``.venv/wheelhouse`` (from which ``make test`` later fills an empty environment without
+   ``.venv/wheelhouse`` (from which ``make test-all`` later fills an empty environment without
    network),
 2. installs them, vLLM's CPU build and its dependencies, the test and documentation tools and
    what building kvshelf needs,

@@ -1,6 +1,6 @@
 """Build kvshelf's wheel and try it in an empty environment, without network.
 
-Run by ``make test`` with the Python of ``.venv``. The empty environment is filled from
+Run by ``make test-all`` with the Python of ``.venv``. The empty environment is filled from
 ``.venv/wheelhouse``, which holds exactly the runtime dependencies that ``pyproject.toml``
 declares: a dependency that is used but not declared fails here.
 """

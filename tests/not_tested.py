@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -32,20 +29,10 @@ MISSING = (
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Print a line for each thing that is missing, and the reasons below it.
-
-    ``make test`` runs pytest twice. The environment variable ``NOT_TESTED`` names the file through
-    which the first run hands its reasons to the second, which prints all of them.
-    """
+    """Print a line for each thing that is missing, and the reasons below it."""
     if hasattr(config, "workerinput"):
         return  # One of several processes of a run; the process that started them prints.
     reasons = Counter(_reason(report) for report in terminalreporter.stats.get("skipped", ()))
-    if os.environ.get("NOT_TESTED"):
-        file = Path(os.environ["NOT_TESTED"])
-        if not file.exists():
-            file.write_text(json.dumps(reasons))
-            return
-        reasons.update(json.loads(file.read_text()))
     found: dict[tuple[str, str], Counter[str]] = {}
     for reason, count in reasons.items():
         fitting = (rest for pattern, *rest in MISSING if re.search(pattern, reason))

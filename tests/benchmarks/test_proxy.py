@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -67,15 +66,11 @@ def _request(
     return data, time.perf_counter() - begin
 
 
-@pytest.mark.alone
 def test_each_request_takes_the_delay_and_a_new_connection_one_more(port: int) -> None:
     with DelayingProxy("127.0.0.1", port, DELAY) as proxy:
         client = http.client.HTTPConnection("127.0.0.1", proxy.port)
         assert _request(client, "HEAD")[1] >= 2 * DELAY
         assert _request(client, "HEAD")[1] >= DELAY
-        proxy.delay(0.0)
-        fast = [_request(client, "HEAD")[1] for _ in range(10)]
-        assert min(fast) < DELAY
         client.close()
 
 
@@ -101,25 +96,6 @@ def test_bodies_pass_unchanged_both_ways_and_are_counted(port: int) -> None:
         assert counts["connections"] == 1
         assert counts["sent"] > len(BODY)
         assert counts["received"] > len(BODY)
-
-
-@pytest.mark.alone
-def test_requests_at_once_share_the_delay(port: int) -> None:
-    with DelayingProxy("127.0.0.1", port, 4 * DELAY) as proxy:
-
-        def one(_: int) -> None:
-            client = http.client.HTTPConnection("127.0.0.1", proxy.port)
-            _request(client, "HEAD")
-            client.close()
-
-        def all_at_once() -> float:
-            begin = time.perf_counter()
-            with ThreadPoolExecutor(16) as pool:
-                list(pool.map(one, range(16)))
-            return time.perf_counter() - begin
-
-        assert min(all_at_once() for _ in range(3)) < 16 * 4 * DELAY
-        assert proxy.counts()["requests"] == {"HEAD": 48}
 
 
 def test_a_server_that_is_not_there_is_a_closed_connection_until_it_is() -> None:

@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import types
 import zipfile
@@ -722,27 +721,6 @@ def test_the_kernel_of_vllm_gets_the_pages_of_each_request() -> None:
             assert torch.equal(view.view(torch.int16), old.view(torch.int16))
     whole = gpu_peers.RANK
     assert (whole.object_bytes, whole.block * whole.row) == (4 << 20, 8 << 10)
-
-
-@pytest.mark.alone
-def test_who_keeps_the_gil_is_noticed() -> None:
-    def work(step: Callable[[], object]) -> Callable[[], threading.Event]:
-        def begin() -> threading.Event:
-            over = threading.Event()
-
-            def run() -> None:
-                for _ in range(20):
-                    step()
-                over.set()
-
-            threading.Thread(target=run).start()
-            return over
-
-        return begin
-
-    keeps = gpu_figures.gil_share(work(lambda: sum(range(1_000_000))), 1)
-    leaves = gpu_figures.gil_share(work(lambda: time.sleep(0.02)), 1)
-    assert 0 <= leaves < keeps <= 1
 
 
 def test_shapes_are_those_of_production() -> None:

@@ -9,8 +9,6 @@ import textwrap
 
 import pytest
 
-pytestmark = pytest.mark.alone
-
 # A rank as vLLM's CPU backend makes it, with a sibling, and a thread of ours in it.
 _RANK = textwrap.dedent("""
     import os, sys, threading

@@ -390,7 +390,6 @@ def test_cancelling_does_not_wait_for_a_read_that_hangs(
         release.set()
 
 
-@pytest.mark.alone
 def test_hashing_on_other_processors_gives_the_same(model: list[Path]) -> None:
     own = os.sched_getaffinity(0)
     aside = weights_fingerprint(model, on_thread_start=lambda: os.sched_setaffinity(0, {min(own)}))
