@@ -179,6 +179,7 @@ def test_every_row_about_lmcache_has_a_verdict() -> None:
     assert all(len(row) == 3 for row in rows)
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     for tool in ("material", "mkdocstrings_handlers.python", "griffe_sphinx"):
         pytest.importorskip(tool, reason="the documentation tools are not installed")

@@ -101,6 +101,7 @@ def loaded_tokens(output: str) -> list[int]:
     return [int(count) for count in re.findall(r"(\d+) of them from the shelf", output)]
 
 
+@pytest.mark.slow
 def test_demo(runs: dict[str, Future[Run]], folder: Path) -> None:
     output = output_of(runs["demo"].result(TIMEOUT))
     assert len(re.findall(r"│\s+1,0\d\d │\s+1,024 │.* × │\s+yes", output)) == 4, output
@@ -108,6 +109,7 @@ def test_demo(runs: dict[str, Future[Run]], folder: Path) -> None:
     assert (int(objects), float(megabytes)) == (8, pytest.approx(2.1, abs=0.2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["offline", "server"])
 def test_prompts_that_share_a_document(
     runs: dict[str, Future[Run]], folder: Path, name: str
@@ -122,6 +124,7 @@ def test_prompts_that_share_a_document(
     assert others[-1] == 1792
 
 
+@pytest.mark.slow
 def test_prefill_then_decode(runs: dict[str, Future[Run]]) -> None:
     output = output_of(runs["prefill_then_decode"].result(TIMEOUT))
     assert "kv_producer: 1560 prompt tokens, 0 of them from the shelf" in output
@@ -133,6 +136,7 @@ def test_prefill_then_decode(runs: dict[str, Future[Run]]) -> None:
     assert produced == first
 
 
+@pytest.mark.slow
 def test_read_a_chunk(runs: dict[str, Future[Run]], folder: Path) -> None:
     output_of(runs["offline"].result(TIMEOUT))
     arguments = [sys.executable, str(EXAMPLES / "read_a_chunk.py"), str(folder / "offline")]

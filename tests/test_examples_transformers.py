@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.filterwarnings("default")  # transformers warns of its own doings
+# transformers warns of its own doings.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -31,7 +32,6 @@ def checkpoint(example: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.long
 def test_answers_are_equal_with_and_without_the_shelf(
     example: Any, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -60,7 +60,6 @@ def test_answers_are_equal_with_and_without_the_shelf(
         assert [answer.tokens for answer in answers] == plain
 
 
-@pytest.mark.long
 def test_the_example_runs_and_another_process_finds_its_shelf(
     example: Any, checkpoint: Path, tmp_path: Path
 ) -> None:
