@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -141,32 +140,3 @@ def test_a_table_is_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     kept = (DATA / "simulated.json").read_text()
     again = "run python -m benchmarks.simulated --json docs/data/simulated.json"
     assert (tmp_path / "simulated.json").read_text() == kept, again
-
-
-def row(tokens: int, rate: float | None, requests: int = 1) -> dict[str, Any]:
-    """A row of the benchmark, of an engine with the rates of ENGINE."""
-    storage, stored = Storage("", 0.0, rate or 1e12), stored_tokens(tokens)
-    means, each = {}, {}
-    for policy in (COMPUTED, ALWAYS):
-        found = first_tokens(ENGINE, storage, [(tokens, stored)] * requests, policy)
-        means[policy], each[policy] = [statistics.fmean(found)] * 3, found * 3
-    extra = {
-        "rate": rate,
-        "tokens": tokens,
-        "stored_tokens": stored,
-        "token_bytes": ENGINE.token_bytes,
-        "means": means,
-        "requests": each,
-    }
-    return {"work": f"{tokens} tokens", "extra": extra}
-
-
-def test_what_was_measured_is_simulated_beside_it() -> None:
-    rows = [row(2048, None), row(16384, 1e9), row(2048, 1e9, 16), row(16384, 4e9)]
-    engine = simulated.fitted(rows)
-    assert engine.linear == pytest.approx(ENGINE.linear)
-    assert engine.attention == pytest.approx(ENGINE.attention)
-    points = simulated.met(rows)
-    assert [point.work for point in points] == ["16384 tokens", "2048 tokens", "16384 tokens"]
-    for point in points:
-        assert point.simulated == pytest.approx(point.measured)

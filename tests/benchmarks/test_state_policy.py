@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-from pathlib import Path
-
 import pytest
 
 from benchmarks import state_policy
-from benchmarks.state_policy import Prompt, Rule, Setting, read_trace, simulate
+from benchmarks.state_policy import Prompt, Rule, Setting, simulate
 
 BLOCK = state_policy.TRACE_BLOCK
 
@@ -76,20 +72,3 @@ def test_a_state_after_each_chunk_is_the_most_there_can_be(siblings: list[Prompt
     outcome = simulate(siblings, ONE, Rule(dense=True))
     assert outcome.states == 17 + 3 * 3
     assert outcome.hits == 2 * 17 * BLOCK
-
-
-def test_the_table_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "some_trace.jsonl.gz"
-    with gzip.open(path, "wt") as file:
-        for number in (2, 1):
-            row = {"timestamp": number * 1000, "input_length": 1500, "output_length": 3}
-            file.write(json.dumps(row | {"hash_ids": [0, 1, number + 1]}) + "\n")
-    assert [prompt.arrival for prompt in read_trace(path)] == [1.0, 2.0]
-
-    state_policy.main([str(path), "--chunk", "512"])
-
-    table = capsys.readouterr().out
-    assert "| states stored, chunks of 512 tokens | some trace, 8192 | some trace, 2048 |" in table
-    assert "| all step ends | 100.0% / 100.0% | 100.0% / 100.0% |" in table
-    with pytest.raises(SystemExit):
-        state_policy.main([str(path), "--chunk", "500"])

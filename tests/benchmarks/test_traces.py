@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks import traces
-from benchmarks.plots import make
-from benchmarks.traces import FAMILIES, ORDERS, OURS, TRACES, Family, Trace, compare, main
+from benchmarks.traces import FAMILIES, ORDERS, Family, Trace, compare
 
 PLAIN, STATES, WINDOWS = FAMILIES
 BLOCK = 512
@@ -77,34 +75,3 @@ def test_no_order_holds_more_than_the_bound(tmp_path: Path, family: Family) -> N
         assert held == cache.used, name
         assert held <= 100, name
         assert 0 < rate < 0.5, name
-
-
-def test_the_command_prints_tables_and_writes_the_figures(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(tmp_path / "small.jsonl", [[1, 2, 3, 4], [1, 2, 5, 6], [1, 2, 3, 4]])
-    file = tmp_path / "eviction.json"
-    main([str(tmp_path / "small.jsonl"), "--json", str(file)])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("| small, plain: unlimited 50.0% | 1% | 3% | 10% | 30% |")
-    assert sum(line.startswith(f"| {OURS} |") for line in lines) == len(FAMILIES)
-    report = json.loads(file.read_text())
-    assert report["command"][-1] == str(file)
-    assert report["shares"] == [0.01, 0.03, 0.1, 0.3]
-    assert list(report["results"]) == [f"small, {family.title}" for family in FAMILIES]
-    plain = report["results"]["small, plain"]
-    assert plain["most"] == 0.5
-    for line in lines[2 : 2 + len(plain["rates"])]:
-        name, *rates = [cell.strip() for cell in line.strip("|").split("|")]
-        assert [f"{100 * rate:.1f}" for rate in plain["rates"][name]] == rates
-    picture = ET.fromstring(make("eviction", tmp_path)["eviction.svg"])
-    paths = [part for part in picture.iterfind(".//{*}path") if part.get("class") == "blue"]
-    assert len(paths) == 1 + len(FAMILIES), "one in the legend, and one in each panel"
-
-
-def test_the_traces_are_there_with_their_notice() -> None:
-    assert "Apache License 2.0" in (TRACES / "README.md").read_text()
-    assert {path.name for path in TRACES.glob("*.gz")} == {
-        "mooncake_conversation.jsonl.gz",
-        "mooncake_synthetic.jsonl.gz",
-    }
