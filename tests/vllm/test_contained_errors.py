@@ -333,3 +333,32 @@ def test_what_was_finished_before_an_error_is_reported_after_it(
     # One had to be computed, the others were loaded.
     assert sum(state.load_failed for state in states.values()) == len(failed) == 1
     assert all(state.loads == 1 for state in states.values())
+
+
+def test_a_load_that_ends_beside_an_error_is_reported(
+    start: Callable[..., MiniVllm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start()
+    prompts = fill(engine)
+    monkeypatch.setattr(WorkerStores, "released", _fail)
+    state = engine.states[engine.add(Request("r", prompts[0])).request_id]
+    engine.run()
+    assert state.loads == 1
+    assert not state.load_failed
+
+
+def test_an_error_at_the_end_of_a_request_leaves_out_no_part(
+    start: Callable[..., MiniVllm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start()
+    parts, called = engine.scheduler._scheduler._parts, []
+
+    def fail(part: object) -> None:
+        called.append(part)
+        raise RuntimeError("failed")
+
+    for part in parts:
+        monkeypatch.setattr(part, "finished", lambda state, part=part: fail(part))
+    engine.add(Request("r", prompt(40, 1)))
+    engine.run()
+    assert called == list(parts)
