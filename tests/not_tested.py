@@ -30,8 +30,6 @@ def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
     """Print a line for each thing that is missing, and the reasons below it."""
-    if hasattr(config, "workerinput"):
-        return  # One of several processes of a run; the process that started them prints.
     reasons = Counter(_reason(report) for report in terminalreporter.stats.get("skipped", ()))
     found: dict[tuple[str, str], Counter[str]] = {}
     for reason, count in reasons.items():

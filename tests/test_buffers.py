@@ -397,6 +397,7 @@ def test_memory_is_unlocked_with_the_gpu_current_for_which_it_was_locked(
     assert called == [("cudaHostRegister", second), ("cudaHostUnregister", second)]
 
 
+@pytest.mark.real
 def test_a_forked_process_has_no_copy_of_pinned_memory(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1413,6 +1413,7 @@ def test_without_a_place_the_shelf_is_private(caplog: pytest.LogCaptureFixture) 
     assert "shared_storage_path is not set" in caplog.text
 
 
+@pytest.mark.real
 def test_importing_the_package_loads_no_torch() -> None:
     code = "import sys, kvshelf; assert 'torch' not in sys.modules; kvshelf.ChunkCache"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -523,11 +523,13 @@ def without_heavy_packages(code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.real
 def test_configuration_needs_no_engine_and_no_storage() -> None:
     code = "import kvshelf; print(kvshelf.__version__, kvshelf.Config.load().chunk_size)"
     assert without_heavy_packages(code).split() == [kvshelf.__version__, "256"]
 
 
+@pytest.mark.real
 def test_a_directory_can_be_read_without_torch(tmp_path: Path) -> None:
     code = f"import kvshelf\nprint(list(kvshelf.open_shelf({str(tmp_path)!r}).objects()))"
     assert without_heavy_packages(code).strip() == "[]"

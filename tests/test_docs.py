@@ -26,6 +26,8 @@ from kvshelf.config import Config
 from kvshelf.metrics import COUNTERS, GAUGES, OPERATIONS
 from tests.support import pages
 
+pytestmark = pytest.mark.real
+
 ROOT = Path(__file__).resolve().parent.parent
 SHELL = ("bash", "console", "shell", "sh", "")
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("transformers")
 # transformers warns of its own doings.
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 

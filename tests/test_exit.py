@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.real
+
 #: What a storage that never answers is asked, in system calls that never return.
 PROGRAM = """
 import gc, os, sys, threading, time

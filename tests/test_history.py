@@ -19,6 +19,8 @@ from kvshelf import history as module
 from kvshelf.format.kinds import KINDS, STATE, kind_key
 from kvshelf.history import LARGEST, Event, History, Reason, read_histories
 
+pytestmark = pytest.mark.real
+
 
 def key(number: int) -> bytes:
     return number.to_bytes(32, "big")[::-1]

@@ -30,6 +30,8 @@ from kvshelf.cli.values import bounds, size
 from kvshelf.config import PROCESS_VARIABLES, Config, variable_of
 from kvshelf.proxy.settings import engine_url
 
+pytestmark = pytest.mark.real
+
 ROOT = Path(__file__).resolve().parents[1]
 MANIFESTS = ROOT / "examples" / "kubernetes"
 OVERLAYS = sorted(path.name for path in (MANIFESTS / "overlays").iterdir())

@@ -19,6 +19,8 @@ from kvshelf.errors import ConfigError
 from kvshelf.probes import Page, Probes, listen, text
 from tests.support.waiting import PATIENCE, until
 
+pytestmark = pytest.mark.real
+
 
 async def answer(path: str) -> Page | None:
     if path == "/breaks":

@@ -13,6 +13,8 @@ import yaml
 
 import kvshelf
 
+pytestmark = pytest.mark.real
+
 ROOT = Path(__file__).resolve().parent.parent
 GITHUB = ROOT / ".github"
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

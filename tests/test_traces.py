@@ -77,6 +77,7 @@ def test_without_nvtx_there_are_no_ranges(monkeypatch: pytest.MonkeyPatch, cuda:
     traces._nvtx_of.cache_clear()
 
 
+@pytest.mark.real
 def test_a_process_without_torch_stays_so() -> None:
     script = """
 import sys

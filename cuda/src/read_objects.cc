@@ -125,19 +125,18 @@ bool read_file(int fd, const Whole& whole, Text text, unsigned char* buffer, int
 
 }  // namespace
 
-// Reads and checks files until the time, by CLOCK_MONOTONIC. Each path is `start` and the end of a
+// Reads and checks files, for so many nanoseconds at most. Each path is `start` and the end of a
 // record. results: two integers for the nanoseconds of reading and of checking, and one for each
 // file, set to 1 if it was read and is as expected. What is wrong with others is found out by
-// reading them again. The number in the name changes with the arguments, so that no library of
-// another version is called.
-extern "C" __attribute__((visibility("default"))) void kvshelf_read_objects_1(
+// reading them again. The number in the name changes with the arguments: no other version is called.
+extern "C" __attribute__((visibility("default"))) void kvshelf_read_objects_2(
     const char* start, const char* text, int64_t text_bytes, const Whole* wholes,
-    unsigned char* const* buffers, int64_t count, uint64_t flags, int64_t until,
+    unsigned char* const* buffers, int64_t count, uint64_t flags, int64_t allowed,
     int64_t* results) {
   Times times{};
   char path[PATH_MAX];
   const size_t start_bytes = std::strlen(start);
-  for (int64_t i = 0; i < count; ++i) {
+  for (int64_t i = 0, until = now() + allowed; i < count; ++i) {
     const Text end = wholes[i].end;
     if (start_bytes + static_cast<size_t>(end.bytes) >= sizeof path) continue;
     std::memcpy(path, start, start_bytes);

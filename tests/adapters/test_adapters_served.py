@@ -42,6 +42,8 @@ from tests.server.serve_process import PATIENT, ServeProcess
 from tests.support.prompts import prompt
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.real
+
 SEGMENT = 4 << 20
 
 

@@ -23,6 +23,8 @@ from tests.backends.copy_tools import Aws, Cp, Rclone, Rsync, Tool
 from tests.support.filled import CHUNK, contents, fill, namespace, prompt, times
 from tests.support.servers import BUCKET, S3Server, moto_s3, rclone_s3
 
+pytestmark = pytest.mark.real
+
 SHARED, OTHER = namespace(), namespace("Org/Other", weights="user:other")
 LONG = prompt(0, 8)
 PROMPTS = [LONG, prompt(1, 3), LONG[: 5 * CHUNK] + prompt(2, 2)]

@@ -42,6 +42,8 @@ from tests.support.servers import command
 from tests.support.transfers import Rig
 from tests.support.waiting import PATIENCE, PATIENT, until
 
+pytestmark = pytest.mark.real
+
 #: How long the caches of the mounts lie.
 CACHE_SECONDS = 5.0
 #: A look-up remembers for so long that something was missing.

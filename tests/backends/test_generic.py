@@ -29,6 +29,8 @@ from kvshelf.errors import (
     TransientStorageError,
 )
 
+pytestmark = pytest.mark.real
+
 
 @pytest.fixture
 def backend() -> GenericBackend:

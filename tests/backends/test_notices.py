@@ -19,6 +19,8 @@ from kvshelf.backends.notices import FolderNotices
 from kvshelf.backends.posix import PosixBackend
 from tests.support.storages import FaultyBackend
 
+pytestmark = pytest.mark.real
+
 NONE: tuple[set[str], set[str]] = (set(), set())
 
 

@@ -366,6 +366,7 @@ def remount(place: Path, how: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{how}", str(place)], check=True)
 
 
+@pytest.mark.real
 def test_mount_that_becomes_read_only_and_writable_again(
     read_only_mount: Path, monkeypatch: Any
 ) -> None:

@@ -38,6 +38,8 @@ from tests.support.servers import (
     rclone_s3,
 )
 
+pytestmark = pytest.mark.real
+
 for package in ("obstore", "s3fs"):
     if importlib.util.find_spec(package) is None:
         pytest.skip(

@@ -14,6 +14,8 @@ from kvshelf.backends.oserrors import process_limit
 from kvshelf.backends.s3_clock import Clock, time_of
 from kvshelf.errors import ProcessLimitError
 
+pytestmark = pytest.mark.real
+
 DATE = ("Date", "Fri, 02 Jan 1970 00:00:01 GMT")
 
 

@@ -34,6 +34,8 @@ from kvshelf.backends import s3 as s3_module
 from kvshelf.backends.s3 import S3Backend
 from tests.support.filled import namespace
 
+pytestmark = pytest.mark.real
+
 FORGED = "\x1b]0;title\x07\x1b[2J\nINFO forged line\u202e" + "x" * 100_000
 NAME = f"{namespace().folder}/_/ab/{'ab' * 32}-0-0of1.safetensors"
 

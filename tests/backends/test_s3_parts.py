@@ -24,6 +24,8 @@ from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef, Presence
 from tests.support.servers import BUCKET, S3Server, command, moto_s3, rclone_s3
 
+pytestmark = pytest.mark.real
+
 if importlib.util.find_spec("obstore") is None:
     pytest.skip("obstore is not installed: pip install 'kvshelf[s3]'", allow_module_level=True)
 

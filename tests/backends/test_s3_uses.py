@@ -39,6 +39,8 @@ from tests.support.waiting import PATIENCE, until
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
 
+pytestmark = pytest.mark.real
+
 FMT = make_format(native=False)
 HOT, COLD = make_chunks(FMT, 3, seed=1), make_chunks(FMT, 3, seed=2)
 DAY = 86400.0

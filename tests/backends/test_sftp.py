@@ -19,6 +19,8 @@ from kvshelf.testing import BackendSuite, FolderOracle, Oracle
 from tests.backends.sftpserver import PASSWORD, SFTPServer, sftp_server
 from tests.support.servers import free_port
 
+pytestmark = pytest.mark.real
+
 for package in ("asyncssh", "sshfs"):
     if importlib.util.find_spec(package) is None:
         pytest.skip(

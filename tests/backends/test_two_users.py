@@ -24,6 +24,8 @@ from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.errors import KVShelfError
 
+pytestmark = pytest.mark.real
+
 FIRST, SECOND = 61234, 61235
 
 

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from benchmarks import __main__ as bench
 from benchmarks.measure import Goal, Row, Work, estimate, measure_pairs, median
 
+pytestmark = pytest.mark.real
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(

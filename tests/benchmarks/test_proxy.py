@@ -14,6 +14,8 @@ import pytest
 
 from benchmarks.proxy import DelayingProxy
 
+pytestmark = pytest.mark.real
+
 DELAY = 0.05
 BODY = bytes(range(256)) * (5 << 12)
 

@@ -17,6 +17,8 @@ from tests.support.storages import posix
 from tests.support.transfers import Rig
 from tests.support.waiting import PATIENT, until
 
+pytestmark = pytest.mark.real
+
 #: Folders with objects: nothing but a sweep lists them.
 FAN_OUT = "*/_/??"
 

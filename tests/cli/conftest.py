@@ -11,7 +11,7 @@ from tests.support.places import Place
 from tests.support.servers import BUCKET, S3Server, command, moto_s3
 
 
-@pytest.fixture(scope="module", params=["local", "s3"])
+@pytest.fixture(scope="module", params=["local", pytest.param("s3", marks=pytest.mark.real)])
 def storage(request: pytest.FixtureRequest) -> Iterator[S3Server | None]:
     """An S3 server; None for a directory."""
     if request.param == "local":

@@ -173,6 +173,7 @@ def test_the_configured_shelf_is_the_default(unchanged: Path) -> None:
     assert row["namespace"] == namespace().folder
 
 
+@pytest.mark.real
 def test_a_reader_that_has_seen_enough_ends_the_listing(shelf: Path) -> None:
     fill(shelf, namespace(), chunks=400)
     command = f"{sys.executable} -m kvshelf ls {shelf} -n {namespace().folder} | head -n 1"
@@ -579,6 +580,7 @@ def test_doctor_of_any_other_filesystem() -> None:
     assert checks(result)["delete"]["state"] == "ok"
 
 
+@pytest.mark.real
 @pytest.mark.long
 def test_doctor_asks_the_node_server_for_its_shelf(shelf: Path, tmp_path: Path) -> None:
     with LocalServer(tmp_path / "node", shelf) as server:
@@ -735,6 +737,7 @@ def test_help_names_the_exit_codes() -> None:
         assert f"{code} {meaning}" in text
 
 
+@pytest.mark.real
 def test_ls_needs_neither_torch_nor_vllm(unchanged: Path) -> None:
     code = (
         "import sys\n"

@@ -23,6 +23,8 @@ from tests.support.commands import run
 from tests.support.filled import fill, hybrid, namespace, prompt
 from tests.support.servers import BUCKET, S3Server
 
+pytestmark = pytest.mark.real
+
 #: Commands that take a shelf, in the forms in which a test tries each.
 ON_A_SHELF = [
     ["ls"],

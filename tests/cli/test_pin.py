@@ -120,6 +120,7 @@ def test_a_namespace_and_a_group_are_pinned(place: Place, tmp_path: Path) -> Non
     assert all(row["chunks"] is None for row in rows.values())
 
 
+@pytest.mark.real
 def test_a_pin_expires(place: Place) -> None:
     (row,) = place.rows("pin", "soon", "--group", "_", "--until", "2h")
     assert 7000 < row["until"] - time.time() <= 7200
@@ -132,6 +133,7 @@ def test_a_pin_expires(place: Place) -> None:
     assert not pins_of(place)
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("until", ["2020-01-01", "0s"])
 def test_a_pin_that_would_have_expired_is_refused(place: Place, until: str) -> None:
     result = place.run("pin", "past", "--group", "_", "--until", until)

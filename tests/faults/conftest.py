@@ -73,10 +73,8 @@ def storage(
         client = backend.rpartition(" ")[2]
         pytest.importorskip(client, reason=f"{client} is missing: pip install 'kvshelf[s3]'")
         made = BucketStorage(request.getfixturevalue("bucket_server"), client)
-    elif backend == "posix":
-        made = WrappedStorage(str(tmp_path / "shelf"))
     else:
-        made = WrappedStorage(f"memory://{tmp_path}")
+        made = WrappedStorage(str(tmp_path / "shelf"))
     yield made
     made.heal()
     made.close()

@@ -40,6 +40,8 @@ from tests.support.prompts import make_chunks
 from tests.support.storages import DescribedBackend
 from tests.support.walks import clean
 
+pytestmark = pytest.mark.real
+
 FMT = make_format()
 HOUR = 3600.0
 OURS = ".namespace.json.0123456789abcdef.tmp"

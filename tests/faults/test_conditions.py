@@ -38,6 +38,8 @@ from tests.support.formats import make_format
 from tests.support.storages import CountingBackend
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.real
+
 FMT = make_format()
 PROMPT_BYTES = CHUNKS * sum(FMT.object_size(shard) for shard in range(FMT.shards))
 

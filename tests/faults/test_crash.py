@@ -28,6 +28,8 @@ from tests.support.prompts import make_chunks
 from tests.support.variants import variants
 from tests.support.walks import clean
 
+pytestmark = pytest.mark.real
+
 FMT = crash_child.make_format()
 CHUNKS = make_chunks(FMT, 2)
 ITEMS = [(chunk, shard) for chunk in CHUNKS for shard in range(FMT.shards)]

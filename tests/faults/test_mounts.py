@@ -26,6 +26,8 @@ from tests.faults.faultfs import FaultMount, mounted
 from tests.faults.test_table import loads_all
 from tests.support.formats import make_format
 
+pytestmark = pytest.mark.real
+
 FMT = make_format()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -44,7 +43,6 @@ from tests.faults.faultfs import FaultMount
 from tests.faults.s3proxy import WRONG_BYTES, WRONG_LENGTH
 from tests.support.formats import make_format, sealed
 from tests.support.servers import SECRET
-from tests.support.variants import variants
 from tests.support.waiting import until
 
 FMT = make_format()
@@ -74,10 +72,10 @@ def why_no_cell(fault: str, moment: str, backend: str) -> str | None:
     return why_not_a_cell(fault, moment, backend)
 
 
-#: In memory the same faults are injected as in a directory; s3fs retries a lot, which takes long.
-_QUICK = set(BACKENDS) - {"memory", "s3 by s3fs"}
+#: Storages on this machine, in real time.
+REAL = [pytest.mark.slow, pytest.mark.real]
 CELLS = [
-    pytest.param(fault, moment, backend, marks=() if backend in _QUICK else pytest.mark.slow)
+    pytest.param(fault, moment, backend, marks=REAL if backend != "posix" else ())
     for backend in BACKENDS
     for fault in faults_of(backend)
     for moment in MOMENTS
@@ -231,16 +229,18 @@ def boundaries() -> dict[str, int]:
 
 
 BOUNDARIES = boundaries()
-CUTS = list(itertools.product(BOUNDARIES, BACKENDS))
 #: All of them in a directory, and one on each other kind of storage.
-QUICK_CUTS = {cut for cut in CUTS if cut[1] == "posix" or (cut[0] == "half" and cut[1] in _QUICK)}
+CUTS = [
+    *((boundary, "posix") for boundary in BOUNDARIES),
+    *(pytest.param("half", backend, marks=REAL) for backend in BACKENDS if backend != "posix"),
+]
 
 
 def cut_to(size: int) -> Callable[[bytearray], object]:
     return lambda data: data.__delitem__(slice(size, None))
 
 
-@pytest.mark.parametrize(("boundary", "backend"), variants(CUTS, QUICK_CUTS))
+@pytest.mark.parametrize(("boundary", "backend"), CUTS)
 def test_truncated_objects_are_misses_and_replaced(
     boundary: str, storage: Storage, backend: str, note_cell: Callable[..., None]
 ) -> None:
@@ -260,7 +260,7 @@ def test_truncated_objects_are_misses_and_replaced(
         assert list(bad_objects(storage.plain, FMT, [prompt])) == []
 
 
-@pytest.mark.parametrize(("boundary", "backend"), variants(CUTS, QUICK_CUTS))
+@pytest.mark.parametrize(("boundary", "backend"), CUTS)
 def test_writes_of_which_a_part_is_lost(
     boundary: str, storage: Storage, backend: str, note_cell: Callable[..., None]
 ) -> None:
@@ -339,6 +339,7 @@ def test_an_object_behind_an_outdated_cache_survives_a_store_that_fails(
 # ------------------------------------------------------------------------------ stopped filesystems
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("then", ["goes on", "is killed and mounted again"])
 @pytest.mark.parametrize("backend", ["fuse"])
 def test_frozen(

@@ -33,6 +33,8 @@ from tests.support.storages import CountingBackend, posix
 from tests.support.transfers import Rig
 from tests.support.waiting import AT_ONCE, PATIENCE, PATIENT, SOON, until
 
+pytestmark = pytest.mark.real
+
 
 class Machine:
     """An engine whose disk tier is on a disk that may make trouble."""

@@ -177,6 +177,7 @@ def test_the_reader_notices_a_flipped_byte(tmp_path: Path) -> None:
         read_state(tmp_path, tokens)
 
 
+@pytest.mark.real
 def test_the_example_shows_the_parts_of_a_state(tmp_path: Path) -> None:
     fmt = hybrid_format().of(STATE)
     (chunk,) = KeyChain(fmt.namespace.digest, fmt.chunk_size).extend(range(8))

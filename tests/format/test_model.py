@@ -364,6 +364,7 @@ def test_the_longest_prompt_decides_only_which_factors_longrope_has(
 # ---------------------------------------------------------------------------- vLLM
 
 
+@pytest.mark.real
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM warns
 def test_vllm_s_longrope_depends_on_the_length_as_the_record_does(

@@ -463,6 +463,7 @@ def test_an_unknown_choice_is_an_error(fresh_choice: pytest.MonkeyPatch) -> None
         ops.implementation()
 
 
+@pytest.mark.real
 def test_importing_loads_neither_the_library_nor_cuda() -> None:
     subprocess.run(
         [
@@ -476,6 +477,7 @@ def test_importing_loads_neither_the_library_nor_cuda() -> None:
     )
 
 
+@pytest.mark.real
 @pytest.mark.skipif(not COMPILED, reason="the compiled library is not installed")
 def test_other_threads_run_while_bytes_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = library_module.compiled_library()

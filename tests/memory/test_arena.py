@@ -172,6 +172,7 @@ def test_memory_for_a_gpu(shared: bool) -> None:
 # ---------------------------------------------------------------------------------- shared memory
 
 
+@pytest.mark.real
 def test_others_see_the_bytes_and_cannot_change_them() -> None:
     arena = Arena(MIB, shared=True)
     assert arena.fd is not None
@@ -191,6 +192,7 @@ def test_others_see_the_bytes_and_cannot_change_them() -> None:
         os.fstat(fd)
 
 
+@pytest.mark.real
 def test_a_forked_process_has_no_shared_memory() -> None:
     arena = Arena(MIB, shared=True)
     place = f"{pages.address_of(arena.view):x}-"
@@ -313,6 +315,7 @@ def test_a_system_that_says_nothing_refuses_nothing() -> None:
     assert pages.memory_limit() > 1 << 60
 
 
+@pytest.mark.real
 def test_other_threads_run_while_memory_is_touched() -> None:
     count = 0
     end = threading.Event()

@@ -23,6 +23,8 @@ CUDA = ROOT / "cuda"
 NVCC = shutil.which(os.environ.get("CUDACXX") or "nvcc")
 
 pytest.importorskip("scikit_build_core")
+
+pytestmark = pytest.mark.real
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="no CUDA compiler")
 
 

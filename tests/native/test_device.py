@@ -38,6 +38,8 @@ from tests.native.paged import Case
 from tests.native.simulated_device import SimulatedStreams
 from tests.support.waiting import PATIENCE, until
 
+pytestmark = pytest.mark.real
+
 SHARDS, TOKENS = 2, 6
 #: How long one direction's copies may keep the copy engine from others.
 QUEUED_SECONDS = 0.2e-3

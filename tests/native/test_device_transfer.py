@@ -27,6 +27,8 @@ from tests.support.storages import LendingMemory, posix
 from tests.support.transfers import Rig
 from tests.support.waiting import PATIENCE, until
 
+pytestmark = pytest.mark.real
+
 
 @contextmanager
 def on_device(folder: Path, streams: FakeStreams, **options: Any) -> Iterator[Rig]:

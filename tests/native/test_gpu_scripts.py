@@ -30,6 +30,8 @@ from gpu_verdict import verdict
 from tests.native.bare_machine import hide_packages
 from tests.native.emulation import emulation
 
+pytestmark = pytest.mark.real
+
 CPU = torch.device("cpu")
 SCRIPTS = Path(first_light.__file__).parent
 DEVICE = Path(__file__).with_name("emulated_device.py")

@@ -27,6 +27,8 @@ from kvshelf.kv.ops import library as library_module
 from tests.native.emulation import Counts, Emulation, emulation
 from tests.native.paged import Buffers, Case, cases
 
+pytestmark = pytest.mark.real
+
 #: Alignments; there are no vectors of 2 bytes.
 ALIGNMENTS = [16, 8, 4, 2, 1]
 

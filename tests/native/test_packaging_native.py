@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 pytest.importorskip("scikit_build_core")
 
+pytestmark = pytest.mark.real
+
 
 def test_without_a_compiler_the_wheel_is_pure_python_and_says_so_once(tmp_path: Path) -> None:
     done = subprocess.run(

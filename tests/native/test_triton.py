@@ -24,6 +24,8 @@ from kvshelf.kv import ops
 from kvshelf.kv.ops import choice as choice_module
 from kvshelf.kv.ops import library as library_module
 
+pytestmark = pytest.mark.real
+
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install triton"
 )

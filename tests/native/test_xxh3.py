@@ -20,6 +20,8 @@ from kvshelf.format.kinds import STATE
 from tests.native.emulation import Emulation, emulation
 from tests.support.formats import make_format
 
+pytestmark = pytest.mark.real
+
 CTX = Context(torch.device("cpu"), emulated=True)
 KIB = 1024
 

@@ -56,6 +56,8 @@ from tests.support.filled import CHUNK, hybrid, namespace
 from tests.support.servers import free_port
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.real
+
 ASKING = {"model": "tiny", "prompt": "a secret prompt", "max_tokens": 8}
 
 

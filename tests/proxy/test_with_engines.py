@@ -23,6 +23,7 @@ from tests.support.servers import free_port
 from tests.support.waiting import until
 
 pytestmark = [
+    pytest.mark.real,
     pytest.mark.slow,
     pytest.mark.vllm,
     pytest.mark.skipif(

@@ -53,6 +53,8 @@ from tests.support.storages import CountingBackend, FaultyBackend
 from tests.support.transfers import Rig
 from tests.support.waiting import PATIENCE, until
 
+pytestmark = pytest.mark.real
+
 
 @dataclass
 class Setting:

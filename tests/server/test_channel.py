@@ -48,6 +48,8 @@ from tests.server.serving import (
 )
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.real
+
 SECONDS = 30.0
 
 

@@ -20,6 +20,8 @@ from tests.support.formats import make_format, sealed
 from tests.support.prompts import make_chunks
 from tests.support.storages import posix
 
+pytestmark = pytest.mark.real
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 FMT = make_format()
 

@@ -9,6 +9,7 @@ import re
 import threading
 from pathlib import Path
 
+import pytest
 import zmq
 
 from kvshelf.server import messages, session
@@ -34,6 +35,8 @@ from tests.server.serve_process import Client, ServeProcess
 from tests.support.formats import sealed
 from tests.support.prompts import make_chunks
 from tests.support.waiting import until
+
+pytestmark = pytest.mark.real
 
 COUNT = 32
 CHUNKS = make_chunks(FMT, 2 * COUNT)

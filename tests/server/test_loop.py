@@ -37,6 +37,8 @@ from kvshelf.server.messages import (
 from tests.server.serving import OBJECT_BYTES, MemoryService, serving
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.real
+
 SECONDS = 30.0
 
 

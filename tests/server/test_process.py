@@ -27,6 +27,8 @@ from tests.support.storages import posix
 from tests.support.transfers import Rig
 from tests.support.waiting import PATIENCE, until
 
+pytestmark = pytest.mark.real
+
 CHUNKS = make_chunks(FMT, 256)
 NAMES = [name_of(FMT, chunk) for chunk in CHUNKS]
 

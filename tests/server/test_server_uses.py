@@ -110,6 +110,7 @@ def test_the_server_writes_objects_anew(make: Callable[..., Used], tmp_path: Pat
         assert (tmp_path / name).read_bytes() == sealed(FMT, used.chunks[0], shard)
 
 
+@pytest.mark.real
 def test_an_engines_hits_reach_the_server(tmp_path: Path) -> None:
     """As the connector records them: each object of the whole prefix."""
     storage = TouchesBackend(posix(tmp_path / "shelf"))

@@ -19,6 +19,8 @@ from kvshelf.server import messages, session
 from kvshelf.server.messages import Hello
 from tests.server.serving import serving
 
+pytestmark = pytest.mark.real
+
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 

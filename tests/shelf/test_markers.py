@@ -49,7 +49,10 @@ def moto() -> Iterator[S3Server]:
         yield server
 
 
-@pytest.fixture(params=["directory", "directory by fsspec", "memory", "s3", "s3 by s3fs"])
+BUCKETS = [pytest.param(name, marks=pytest.mark.real) for name in ("s3", "s3 by s3fs")]
+
+
+@pytest.fixture(params=["directory", "directory by fsspec", "memory", *BUCKETS])
 def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]:
     if request.param.startswith("s3"):
         url = f"s3://{BUCKET}/{uuid.uuid4().hex}"

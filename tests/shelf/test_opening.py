@@ -37,7 +37,7 @@ def test_a_storage_that_does_not_answer_does_not_hold_up_the_start(
 
 
 def test_a_shelf_that_opens_after_the_end_is_closed(tmp_path: Path) -> None:
-    gate, closed = threading.Event(), threading.Event()
+    began, gate, closed = threading.Event(), threading.Event(), threading.Event()
 
     class Late(WrappedBackend):
         def close(self) -> None:
@@ -45,10 +45,12 @@ def test_a_shelf_that_opens_after_the_end_is_closed(tmp_path: Path) -> None:
             closed.set()
 
     def hang() -> Shelf:
+        began.set()
         gate.wait()
         return Shelf(Late(posix(tmp_path)))
 
     opening = Opening("nfs", hang)
+    assert began.wait(PATIENCE)
     opening.close()
     gate.set()
     assert closed.wait(PATIENCE)

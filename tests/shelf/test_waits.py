@@ -156,10 +156,10 @@ _STORAGES = [
     "directory",
     "memory",
     "fsspec directory",
-    "sftp",
-    pytest.param("rclone", marks=needs("rclone")),
-    pytest.param("rclone behind a delay", marks=needs("rclone")),
-    pytest.param("moto", marks=needs("moto_server")),
+    pytest.param("sftp", marks=pytest.mark.real),
+    pytest.param("rclone", marks=[pytest.mark.real, needs("rclone")]),
+    pytest.param("rclone behind a delay", marks=[pytest.mark.real, needs("rclone")]),
+    pytest.param("moto", marks=[pytest.mark.real, needs("moto_server")]),
 ]
 
 

@@ -172,9 +172,7 @@ class Engines:
         if len(self._started) > 1:
             engine.wait_ready()
         following = [other for other in self._order if other not in self._started]
-        # Another process may run the tests of that engine, and uses the other core already.
-        alone = "PYTEST_XDIST_WORKER" not in os.environ
-        if alone and following and _free_memory() > _ROOM:
+        if following and _free_memory() > _ROOM:
             self._start(following[0])
         return engine.wait_ready()
 
@@ -185,10 +183,8 @@ class Engines:
 
     def start(self, name: str, **arguments: Any) -> Engine:
         """Start an engine that no other test knows; see :class:`Engine`."""
-        # Where tests run side by side, engines of different tests begin with different cores.
-        first = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
         cores = sorted(os.sched_getaffinity(0))
-        arguments["core"] = cores[(first + arguments.get("core", 0)) % len(cores)]
+        arguments["core"] = cores[arguments.get("core", 0) % len(cores)]
         log = self.places.root / "logs" / f"{name}.log"
         engine = Engine(log=log, forks=self._forks, **arguments)
         self._started.setdefault(name, engine)

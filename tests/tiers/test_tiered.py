@@ -789,6 +789,7 @@ def check_tier(root: Path) -> int:
     return count
 
 
+@pytest.mark.real
 def test_the_bound_holds_for_many_processes(tmp_path: Path) -> None:
     size = tier_child.FMT.object_size(0)
     most = 120 * size + 17
@@ -811,6 +812,7 @@ def test_the_bound_holds_for_many_processes(tmp_path: Path) -> None:
     assert written == left + evicted
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("objects", [1, 30])
 def test_a_writer_that_is_killed_leaves_a_tier_that_works(tmp_path: Path, objects: int) -> None:
     size = tier_child.FMT.object_size(0)

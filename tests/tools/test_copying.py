@@ -434,6 +434,7 @@ main()
 """
 
 
+@pytest.mark.real
 @pytest.mark.long
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_copy_that_is_broken_off_goes_on(tmp_path: Path, how: signal.Signals) -> None:

@@ -20,6 +20,7 @@ import pytest
 
 from kvshelf.backends import Deadlines
 from kvshelf.backends.guard import GuardedBackend
+from kvshelf.kv import device
 from kvshelf.shelf.shelf import Shelf
 from tests.support.engines import NEAR_TIE, Answer, Engine, assert_same
 from tests.support.fleet import ENGINES, Ask, Engines, MakePrompt, Places, Reference
@@ -49,6 +50,13 @@ def pytest_runtest_makereport(
     if report.failed and "engines" in getattr(item, "fixturenames", ()):
         report.sections += [(engine.log_path.stem, engine.account()) for engine in Engine.running]
     return report
+
+
+@pytest.fixture(autouse=True)
+def copier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In simulated time Python copies chunks: the library's threads know of no simulation."""
+    if request.node.get_closest_marker("real") is None:
+        monkeypatch.setattr(device, "native_copier", lambda *_, **__: None)
 
 
 @pytest.fixture(scope="session")

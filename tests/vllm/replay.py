@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle  # noqa: TID251 - as vLLM does between its processes
+import time
 import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from typing import Any, TypeAlias
 import torch
 
 from tests.native.simulated_device import SimulatedEvent, SimulatedStreams
+from tests.sim.runtime import Simulation
 from tests.support.waiting import until, while_patient
 from tests.vllm.configs import HEADS, vllm_config
 
@@ -48,6 +50,8 @@ RUNNERS = ["V1", "V1 speculative", "V2", "V1 on a device", DRAFTING]
 
 LAYERS, HEAD_SIZE = 2, 16
 NULL = 0
+#: Simulated time that a step takes.
+STEP_SECONDS = 0.002
 
 
 class CPUAttentionBackendImpl(AttentionImpl):  # type: ignore[type-arg]
@@ -480,6 +484,9 @@ class MiniVllm:
         meta = self.scheduler.build_connector_meta(output)
         output.kv_connector_block_state = None
         result = self._execute(output, pickle.loads(pickled(meta)))
+        if Simulation.current is not None:
+            # As long as a model computes, other threads run.
+            time.sleep(STEP_SECONDS)
         self._update(output, pickle.loads(pickled(result)))
         return meta
 

@@ -445,7 +445,7 @@ def test_a_storage_that_has_become_fast_is_used_again(engine: Engine) -> None:
 # ------------------------------------------------------------------------- tiers
 
 
-@pytest.fixture(params=["memory tier", "node server"])
+@pytest.fixture(params=["memory tier", pytest.param("node server", marks=pytest.mark.real)])
 def tiered(request: pytest.FixtureRequest, root: Path, tmp_path: Path) -> Iterator[Engine]:
     """An engine with memory for 16 chunks, which knows what prompts take."""
     engine = Engine(root)

@@ -9,6 +9,8 @@ import textwrap
 
 import pytest
 
+pytestmark = pytest.mark.real
+
 # A rank as vLLM's CPU backend makes it, with a sibling, and a thread of ours in it.
 _RANK = textwrap.dedent("""
     import os, sys, threading

@@ -10,6 +10,8 @@ from tests.support.engines import NEAR_TIE, Engine, assert_same
 from tests.support.fleet import Engines, MakePrompt, Reference
 from tests.vllm.shelf_files import ShelfFiles
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.slow
 def test_prompts_that_wait_share_the_document_that_the_first_stored(

@@ -32,6 +32,8 @@ from tests.support.variants import variants
 from tests.support.waiting import AT_ONCE, PATIENCE, until
 from tests.vllm.replay import MiniVllm, Request, make_config, make_groups
 
+pytestmark = pytest.mark.real
+
 RUNNERS = ["V1 on a device", "V2 on a device"]
 LENGTH = 41
 HIT = 40

@@ -16,6 +16,8 @@ from tests.support.waiting import until
 from tests.vllm.handing_over import Promises
 from tests.vllm.shelf_files import CHUNK, ShelfFiles
 
+pytestmark = pytest.mark.slow
+
 BLOCK = 128
 
 

@@ -22,6 +22,8 @@ from tests.support.fleet import Ask, Engines, MakePrompt, Places, Reference
 from tests.support.waiting import until
 from tests.vllm.shelf_files import ShelfFiles
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., Engine]
 
 PROMPTS = 6

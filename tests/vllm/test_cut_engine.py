@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.faults.faultfs import mounted
 from tests.support.fleet import Ask, Engines, MakePrompt
 from tests.support.waiting import until
 from tests.vllm.handing_over import Counted
 from tests.vllm.shelf_files import CHUNK, ShelfFiles
+
+pytestmark = pytest.mark.slow
 
 CHUNKS = 8
 #: The chunk that does not come.

@@ -9,6 +9,8 @@ from tests.support.fleet import Ask, MakePrompt, Reference
 from tests.support.variants import variants
 from tests.vllm.shelf_files import CHUNK, ShelfFiles
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("length", variants([CHUNK, 2 * CHUNK + 100, 2300], ()))
 def test_answers_stay_the_same_beside_a_device(

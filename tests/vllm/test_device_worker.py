@@ -45,6 +45,8 @@ from tests.vllm.replay import (
     side_of,
 )
 
+pytestmark = pytest.mark.real
+
 RUNNERS = ["V1 on a device", "V2 on a device"]
 
 
@@ -378,6 +380,7 @@ def test_the_gpu_of_a_worker_copies_from_a_node_servers_memory(
     assert asked == [(False, third), *in_place, (False, None), *in_place]
 
 
+@pytest.mark.real
 def test_a_node_server_takes_stores_from_the_staging_of_a_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

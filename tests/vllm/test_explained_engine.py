@@ -20,6 +20,8 @@ from tests.support.fleet import Engines, MakePrompt
 from tests.support.waiting import until
 from tests.vllm.shelf_files import DAMAGE, ShelfFiles
 
+pytestmark = pytest.mark.slow
+
 
 class Machine:
     """The histories of a machine, a shelf, and the commands."""

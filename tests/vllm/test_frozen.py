@@ -108,7 +108,10 @@ def images(root: Path) -> Conversation:
     return {"layout": "canonical"}, arguments, [{"prompt": prompt_with_images(1), "images": [1, 2]}]
 
 
-CONVERSATIONS: Final = [full, windows, states, pytest.param(images, marks=pytest.mark.slow)]
+CONVERSATIONS: Final = [
+    full,
+    *(pytest.param(one, marks=pytest.mark.slow) for one in (windows, states, images)),
+]
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)

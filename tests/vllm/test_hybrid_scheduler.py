@@ -300,7 +300,9 @@ def test_nothing_is_stored_that_depends_on_earlier_weights(
     assert engine.run(prompt(180, seed=5)) == [160]
 
 
-@pytest.fixture(params=[False, True], ids=["shelf", "node server"])
+@pytest.fixture(
+    params=[False, pytest.param(True, marks=pytest.mark.real)], ids=["shelf", "node server"]
+)
 def behind(request: pytest.FixtureRequest, world: World, tmp_path: Path) -> Iterator[Any]:
     """Options of an engine, with and without a node server."""
     if not request.param:

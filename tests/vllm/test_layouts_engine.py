@@ -22,6 +22,8 @@ from tests.support.waiting import until
 from tests.vllm.shelf_files import DAMAGE, ShelfFiles
 from tests.vllm.test_golden import RELEASES
 
+pytestmark = pytest.mark.slow
+
 
 def assert_bit_equal(answer: Answer, expected: Answer) -> None:
     assert answer.cached_tokens == expected.cached_tokens

@@ -30,6 +30,8 @@ from tests.vllm.adapter_files import RANK, attention_shapes, make_adapter
 from tests.vllm.shelf_files import ShelfFiles
 from tests.vllm.tiny_llava import PROJECTOR, engine_arguments, make_llava, prompt_with_images
 
+pytestmark = pytest.mark.slow
+
 PROMPT = prompt_with_images(1)
 #: Tokens of the whole prompt, up to the second image, and up to the first one, in whole chunks.
 ALL, FIRST_IMAGE, TEXT = 1536, 768, 256

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.fleet import Ask, Engines, MakePrompt
 from tests.support.waiting import until
 from tests.vllm.shelf_files import ShelfFiles
+
+pytestmark = pytest.mark.slow
 
 HIT = 768
 

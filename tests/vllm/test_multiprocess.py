@@ -46,6 +46,8 @@ from kvshelf.weights.configuration import published_lines
 from tests.support.waiting import until
 from tests.vllm.configs import PUBLISHED
 
+pytestmark = pytest.mark.real
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "multiprocess.md"
 CLASSES = {

@@ -18,7 +18,7 @@ from tests.support.fleet import Ask, MakePrompt, Reference
 from tests.support.waiting import until
 from tests.vllm.shelf_files import DAMAGE, ShelfFiles, is_repaired
 
-pytestmark = pytest.mark.named_failure
+pytestmark = [pytest.mark.named_failure, pytest.mark.slow]
 
 
 def fill_with_nan(path: Path) -> None:

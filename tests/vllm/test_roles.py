@@ -12,6 +12,8 @@ from tests.support.fleet import ENGINES, Ask, Engines, MakePrompt, Reference
 from tests.support.waiting import until
 from tests.vllm.shelf_files import ShelfFiles
 
+pytestmark = pytest.mark.slow
+
 
 def test_without_vllms_prefix_cache(
     chatting: Engine, shelf: ShelfFiles, ask: Ask, prompt: MakePrompt

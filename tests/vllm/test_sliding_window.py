@@ -18,6 +18,8 @@ from tests.support.fleet import ENGINES, Engines, MakePrompt
 from tests.support.variants import variants
 from tests.vllm.shelf_files import ShelfFiles, assert_close
 
+pytestmark = pytest.mark.slow
+
 WINDOW = 512
 CHUNKS = 5
 #: vLLM has blocks from this one on when all of them are a hit.

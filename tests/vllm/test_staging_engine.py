@@ -15,6 +15,8 @@ from tests.support.waiting import until
 from tests.vllm.handing_over import Counted, prefill
 from tests.vllm.shelf_files import CHUNK, ShelfFiles
 
+pytestmark = pytest.mark.slow
+
 #: The chunks of a prompt that vLLM computes in one step.
 CHUNKS = 12
 LENGTH = CHUNKS * CHUNK + 40

@@ -16,6 +16,8 @@ from tests.support.fleet import Ask, Engines, MakePrompt
 from tests.support.servers import BUCKET, S3Server, command
 from tests.vllm.shelf_files import ShelfFiles
 
+pytestmark = pytest.mark.slow
+
 OLD = 1_700_000_000.0
 DAY = 86400.0
 BREAKDOWNS = ("namespace", "group", "age", "depth", "kind")

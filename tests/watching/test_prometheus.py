@@ -25,6 +25,7 @@ from processes import engine_command, free_port, proxy
 from processes import server as healthy
 
 pytestmark = [
+    pytest.mark.real,
     pytest.mark.slow,
     pytest.mark.vllm,
     pytest.mark.skipif(

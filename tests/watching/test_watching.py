@@ -40,6 +40,8 @@ VALUES = {
 }
 
 pytest.importorskip("prometheus_client", reason="prometheus-client is not installed: make venv")
+
+pytestmark = pytest.mark.real
 promtool = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="promtool is not installed: apt install prometheus"
 )

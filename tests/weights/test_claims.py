@@ -116,6 +116,7 @@ def start(cache: Path, files: list[Path]) -> Iterator[Start]:
         process.end()
 
 
+@pytest.mark.real
 def test_processes_that_start_together_read_each_file_once(
     start: Start, files: list[Path], cache: Path
 ) -> None:
@@ -128,6 +129,7 @@ def test_processes_that_start_together_read_each_file_once(
     assert list((cache.parent / "hashing").iterdir()) == []
 
 
+@pytest.mark.real
 def test_when_the_process_that_reads_is_killed_one_that_waits_reads(
     start: Start, files: list[Path]
 ) -> None:
@@ -140,6 +142,7 @@ def test_when_the_process_that_reads_is_killed_one_that_waits_reads(
     assert second.result() == (weights_fingerprint(files[:1]), SIZE + 1)
 
 
+@pytest.mark.real
 def test_nobody_waits_for_a_process_that_is_stopped(start: Start, files: list[Path]) -> None:
     first, second = start(1, hangs=True), start(1, patience=0.2)
     first.go()
@@ -151,6 +154,7 @@ def test_nobody_waits_for_a_process_that_is_stopped(start: Start, files: list[Pa
     assert first.process.poll() is None
 
 
+@pytest.mark.real
 def test_files_that_no_one_reads_come_before_those_to_wait_for(
     start: Start, files: list[Path], cache: Path
 ) -> None:

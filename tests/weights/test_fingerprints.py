@@ -301,6 +301,7 @@ def test_the_cache_is_private(model: list[Path], cache: FingerprintCache) -> Non
     }
 
 
+@pytest.mark.real
 def test_several_processes_share_a_cache(tmp_path: Path, cache: FingerprintCache) -> None:
     code = (
         "import os, sys\n"

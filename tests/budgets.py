@@ -1,0 +1,85 @@
+"""What tests may cost, in seconds of a processor, which are the same on a busy machine.
+
+A layer, or a test of a simulated layer, above its budget fails the run. So does a process that a
+test has started and that runs when all tests are over.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+#: Seconds of each layer in `make test`, with those of its processes that have ended. They allow for
+#: processors half as fast as those that were measured.
+LAYERS = {"simulated": 900.0, "engine model": 500.0, "real seams": 700.0, "engines": 1500.0}
+#: The most that one test of a simulated layer may take, and one with the mark ``long``.
+_TEST, _LONG = 10.0, 60.0
+
+_spent: Counter[str] = Counter()
+_above: list[str] = []
+
+
+def layer_of(item: pytest.Item) -> str:
+    """Return the layer to which a test belongs."""
+    if item.get_closest_marker("vllm"):
+        return "engines"
+    if item.get_closest_marker("real"):
+        return "real seams"
+    folder = Path(__file__).parent / "vllm"
+    return "engine model" if folder in item.path.parents else "simulated"
+
+
+def _seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Measure a test with its fixtures."""
+    before = _seconds()
+    result = yield
+    layer, spent = layer_of(item), _seconds() - before
+    _spent[layer] += spent
+    longest = _LONG if item.get_closest_marker("long") else _TEST
+    if spent > longest and layer in ("simulated", "engine model"):
+        _above.append(f"{item.nodeid} took {spent:.1f} s, of {longest:g}")
+    return result
+
+
+def _children() -> list[str]:
+    """Return the command lines of processes that this one has started and that still run."""
+    found = []
+    for thread in Path("/proc/self/task").glob("*/children"):
+        for child in thread.read_text().split():
+            command = Path("/proc", child, "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            # A process of the library itself, which ends with this one.
+            if command and "resource_tracker" not in command:
+                found.append(f"{child}: {command[:200]}")
+    return found
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a run of `make test` that cost too much, and any after which something runs."""
+    if "not slow" in str(session.config.getoption("markexpr")):
+        for layer, spent in _spent.items():
+            if spent > LAYERS[layer]:
+                _above.append(f"the tests of the layer {layer!r} took {spent:.0f} s")
+    _above.extend(f"a process runs on: {child}" for child in _children())
+    if _above and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what each layer took, and what was too much."""
+    if _spent:
+        layers = ", ".join(f"{layer} {spent:.0f}" for layer, spent in sorted(_spent.items()))
+        terminalreporter.section("seconds of a processor")
+        terminalreporter.write_line(layers)
+    for line in _above:
+        terminalreporter.write_line(line, red=True)
