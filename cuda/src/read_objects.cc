@@ -134,7 +134,6 @@ extern "C" __attribute__((visibility("default"))) void kvshelf_read_objects_2(
     unsigned char* const* buffers, int64_t count, uint64_t flags, int64_t allowed,
     int64_t* results) {
   Times times{};
-  const int64_t until = now() + allowed;
   char path[PATH_MAX];
   const size_t start_bytes = std::strlen(start);
   for (int64_t i = 0, until = now() + allowed; i < count; ++i) {

@@ -37,7 +37,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 import pytest
@@ -123,15 +124,10 @@ class Simulation:
         def run_in_turn() -> None:
             task.gate.acquire()
             self._ident = _get_ident()
-            try:
+            with ExitStack() as stack:
+                stack.push(partial(self._end, task))
                 if not self.over:
                     run()
-            except BaseException as error:  # noqa: BLE001 - as threads do
-                if not self.over:
-                    what = (type(error), error, error.__traceback__, thread)
-                    threading.excepthook(threading.ExceptHookArgs(what))
-            finally:
-                self._end(task)
 
         self._ident = 0
         try:
@@ -154,10 +150,14 @@ class Simulation:
         while not task.ended and self.wait(task.joining, deadline):
             pass
 
-    def _end(self, task: _Task) -> None:
+    def _end(self, task: _Task, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        """End a thread, and report its error as the library does."""
+        if error is not None and not self.over:
+            threading.excepthook(threading.ExceptHookArgs((kind, error, trace, task.thread)))
         task.ended = True
         self.wake(task.joining, len(task.joining))
         (self._main if self.over else self._next()).gate.release()
+        return True
 
     # ------------------------------------------------------------- waits
 
@@ -425,11 +425,12 @@ def _replace_library() -> None:
     library.enumerate, library.active_count = _all_threads, lambda: len(_all_threads())
     queues: Any = queue
     queues.SimpleQueue = queues._PySimpleQueue
+    clocks: Any = time
     for name in ("monotonic", "perf_counter"):
         setattr(time, name, _clock(getattr(time, name)))
         setattr(time, f"{name}_ns", _clock(getattr(time, f"{name}_ns"), 1e9))
-    time.time, time.time_ns = _clock(time.time, wall=True), _clock(time.time_ns, 1e9, wall=True)
-    time.sleep = _sleep
+    clocks.time, clocks.time_ns = _clock(time.time, wall=True), _clock(time.time_ns, 1e9, wall=True)
+    clocks.sleep = _sleep
     library._time = queues.time = time.monotonic
 
 
