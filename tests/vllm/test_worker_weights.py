@@ -455,6 +455,7 @@ def test_random_weights_are_of_use_to_nobody_else(
     assert "Set `weights`" in problem
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -62,6 +62,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.long
 @given(st.dictionaries(st.text(), values))
 def test_canonical_json_says_the_same_and_of_it_there_is_one(value: dict[str, Any]) -> None:
     text = canonical_json(value)
