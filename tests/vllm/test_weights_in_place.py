@@ -63,7 +63,8 @@ class Trained:
         return self.shelf.objects() - before
 
     def warm(self, tokens: list[int]) -> None:
-        """Ask for the same prompt again."""
+        """Ask for the same prompt again, behind a step, which tells what was stored."""
+        self.engine.generate([7] * 20, max_tokens=1)
         self.check(tokens, 512)
 
     def weights(self) -> set[str]:
