@@ -86,7 +86,7 @@ def test_shelf_deleted_while_running(
     assert_same_up_to_ties(answers, alone, inert.generate_all(prompts))
     third.reset_prefix_cache()
     ask(third, tokens)
-    # It comes back by itself: ten seconds after the last one, a store looks whether it is described.
+    # It comes back by itself: every ten seconds, a store looks whether it is described.
     until(lambda: bool(third.generate(prompt(300)) and own.namespaces()))
     new = prompt(600)
     own.fill(third, new)
