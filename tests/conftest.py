@@ -64,9 +64,16 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
 @pytest.fixture(autouse=True)
 def end_of_simulation(request: pytest.FixtureRequest) -> Iterator[None]:
     """End it behind the fixtures of the test, and before those of modules: some are processes."""
+    stack = request.node.stash.get(_SIMULATION, ExitStack())
+    request.node.stash[_SIMULATION] = ExitStack()
     yield
-    if (stack := request.node.stash.get(_SIMULATION, None)) is not None:
-        stack.close()
+    stack.close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """End the simulation of a test that was skipped before it had any fixture."""
+    item.stash.get(_SIMULATION, ExitStack()).close()
 
 
 def pytest_configure(config: pytest.Config) -> None:
