@@ -64,10 +64,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
 @pytest.fixture(autouse=True)
 def end_of_simulation(request: pytest.FixtureRequest) -> Iterator[None]:
     """End it behind the fixtures of the test, and before those of modules: some are processes."""
-    stack = request.node.stash.get(_SIMULATION, ExitStack())
-    request.node.stash[_SIMULATION] = ExitStack()
-    yield
-    stack.close()
+    with request.node.stash.get(_SIMULATION, ExitStack()).pop_all():
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)

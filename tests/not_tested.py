@@ -19,7 +19,6 @@ MISSING = (
     (r"C\+\+ compiler|cmake", "builds of the native library", "apt install g++ cmake"),
     (r"vLLM refuses it", "kernels of other processors", "nothing: recordings of them were tested"),
     (r"prometheus is not|promtool", "dashboard and alerts", "apt install prometheus"),
-    (r"starts a process", "engines, servers, mounts, processes", "make test"),
     (r"vllm", "real engines", "make venv with Python 3.11 or newer"),
     (r"packs KV differently", "shelves stored on other processors", "nothing: see the reason"),
     (r"pip install|not installed|is missing", "an optional package", "make venv"),

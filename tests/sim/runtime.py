@@ -3,8 +3,8 @@
 During a test the standard library's `threading`, `queue` and `time` work on a :class:`Simulation`.
 Threads are real ones, of which only one runs at any time, until it waits for something. Time stands
 still while any of them can go on; then the simulation sets the clock to when the first wait ends.
-If no wait has an end, the test's thread gets a :class:`DeadlockError`. So what a test sees depends
-on nothing but its seed.
+If no wait has an end, the test's thread gets a :class:`DeadlockError`. So how busy the machine is
+changes nothing that a test sees.
 
 Contracts
 ---------
@@ -286,9 +286,10 @@ class _Lock:
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Take the lock; return whether it was free in time."""
-        sim = Simulation.current
-        if sim is None or not sim.is_mine():
-            return self._take_elsewhere()
+        sim = _mine()
+        if sim is None:
+            free, self._locked = not self._locked, True
+            return free
         sim.pass_time(INSTANT)
         if self._locked and (not blocking or timeout == 0):
             # Who tries again and again must not keep others from running.
@@ -302,17 +303,13 @@ class _Lock:
         self._locked = True
         return True
 
-    def _take_elsewhere(self) -> bool:
-        free, self._locked = not self._locked, True
-        return free
-
     def release(self) -> None:
         """Let the next one have the lock."""
         if not self._locked:
             raise RuntimeError("release unlocked lock")
         self._locked = False
-        sim = Simulation.current
-        if sim is not None and sim.is_mine():
+        sim = _mine()
+        if sim is not None:
             sim.wake(self._waiting)
             sim.pass_time(INSTANT)
 

@@ -278,16 +278,24 @@ def test_an_error_at_the_end_keeps_nothing_open(
     until(lambda: not any(thread.is_alive() for thread in threads))
 
 
-def test_a_load_whose_plan_fails_is_reported_and_computed(
-    start: Callable[..., MiniVllm], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("part", "method", "computed"),
+    [(ReadAhead, "loading", True), (WorkerStores, "released", False)],
+)
+def test_a_load_is_reported_where_a_method_fails_beside_it(
+    start: Callable[..., MiniVllm],
+    monkeypatch: pytest.MonkeyPatch,
+    part: type,
+    method: str,
+    computed: bool,
 ) -> None:
     engine = start()
     prompts = fill(engine)
-    monkeypatch.setattr(ReadAhead, "loading", _fail)
+    monkeypatch.setattr(part, method, _fail)
     state = engine.states[engine.add(Request("r", prompts[0])).request_id]
     engine.run()
     assert state.loads == 1
-    assert state.load_failed
+    assert state.load_failed is computed
 
 
 def test_a_step_whose_plan_fails_brings_its_loads_and_stores_nothing(
@@ -333,18 +341,6 @@ def test_what_was_finished_before_an_error_is_reported_after_it(
     # One had to be computed, the others were loaded.
     assert sum(state.load_failed for state in states.values()) == len(failed) == 1
     assert all(state.loads == 1 for state in states.values())
-
-
-def test_a_load_that_ends_beside_an_error_is_reported(
-    start: Callable[..., MiniVllm], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = start()
-    prompts = fill(engine)
-    monkeypatch.setattr(WorkerStores, "released", _fail)
-    state = engine.states[engine.add(Request("r", prompts[0])).request_id]
-    engine.run()
-    assert state.loads == 1
-    assert not state.load_failed
 
 
 def test_an_error_at_the_end_of_a_request_leaves_out_no_part(
