@@ -29,7 +29,7 @@ FUZZ_SECONDS ?= 300
 WHEELS_ARGS ?=
 
 # Bytecode is written even where the environment forbids it: without it each process of an engine compiles
-# kvshelf for 0.4 s, and pytest rewrites the asserts of all files in each worker.
+# kvshelf for 0.4 s, and pytest rewrites the asserts of all files each time.
 export PYTHONDONTWRITEBYTECODE :=
 
 # A command of this name may exist and still not run (pyenv), so each is tried.
@@ -38,15 +38,15 @@ find_python = for python in python3 python3.12 python3.13 python3.11; do \
 		>/dev/null 2>&1; then echo "$$python"; break; fi; done
 PYTHON ?= $(shell $(find_python))
 
-# Tests of the marks $(1): those of vLLM's connector, with all real engines, in one process, the others in a
+# Tests of the marks $(1), or all: those of vLLM's connector, with all real engines, in one process, the others in a
 # second one, and mypy beside them, which takes a minute when its cache is empty. A command in the background
 # does not get Ctrl-C, so the shell ends it. Exit code 5: none selected.
 ENGINES := tests/vllm tests/test_examples.py
 run_tests = logs=$$(mktemp -d); failed=0; \
 	trap 'kill $$(jobs -p) 2>/dev/null || true; wait; rm -rf $$logs' EXIT; trap 'exit 130' INT TERM; \
 	$(BIN)/mypy >$$logs/mypy 2>&1 & mypy=$$!; \
-	$(BIN)/python -m pytest -m "$(1)" $(PYTEST_ARGS) $(ENGINES) >$$logs/engines 2>&1 & engines=$$!; \
-	$(BIN)/python -m pytest -m "$(1)" $(PYTEST_ARGS) $(addprefix --ignore=,$(ENGINES)) || [ $$? = 5 ] || failed=1; \
+	$(BIN)/python -m pytest $(if $(1),-m "$(1)") $(PYTEST_ARGS) $(ENGINES) >$$logs/engines 2>&1 & engines=$$!; \
+	$(BIN)/python -m pytest $(if $(1),-m "$(1)") $(PYTEST_ARGS) $(addprefix --ignore=,$(ENGINES)) || [ $$? = 5 ] || failed=1; \
 	wait $$engines || [ $$? = 5 ] || failed=1; cat $$logs/engines; \
 	wait $$mypy || failed=1; echo "mypy"; cat $$logs/mypy; exit $$failed
 
@@ -69,7 +69,7 @@ test-fast: venv  ## the tests to run after each edit: those in simulated time, w
 
 .PHONY: test-all
 test-all: venv style  ## the same with the slow tests, wheel, engines as on lesser processors, and seeded faults
-	@$(call run_tests,slow or not slow)
+	@$(call run_tests)
 	@$(BIN)/python .ci/wheel_check.py $(VENV)
 	@$(MAKE) test-orders
 	@$(MAKE) test-seeded
@@ -80,7 +80,7 @@ THREADED := tests/transfer tests/shelf tests/tiers tests/backends/test_guard.py 
 .PHONY: test-orders
 test-orders: venv  ## tests with threads in SEEDS other orders (20)
 	@for seed in $$(seq $(SEEDS)); do echo "seed $$seed"; \
-		$(BIN)/python -m pytest -q --no-summary --seed $$seed -m "not slow and not real" $(PYTEST_ARGS) $(THREADED); done
+		$(BIN)/python -m pytest -q --seed $$seed -m "not slow and not real" $(PYTEST_ARGS) $(THREADED); done
 
 EXAMPLES := $(addprefix tests/test_examples.py::test_,demo prompts_that_share_a_document prefill_then_decode read_a_chunk)
 .PHONY: test-held-back
