@@ -31,6 +31,8 @@ WHEELS_ARGS ?=
 # Bytecode is written even where the environment forbids it: without it each process of an engine compiles
 # kvshelf for 0.4 s, and pytest rewrites the asserts of all files each time.
 export PYTHONDONTWRITEBYTECODE :=
+# The order of sets decides in which order threads are woken: tests repeat a run only with the same hashes.
+export PYTHONHASHSEED := 0
 
 # A command of this name may exist and still not run (pyenv), so each is tried.
 find_python = for python in python3 python3.12 python3.13 python3.11; do \

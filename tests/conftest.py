@@ -57,7 +57,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
     """Say how a failure is repeated."""
     report = yield
     if report.failed and (seed := item.config.getoption("--seed")):
-        report.sections.append(("order of threads", f"pytest --seed {seed} '{item.nodeid}'"))
+        report.sections.append(
+            ("order of threads", f"PYTHONHASHSEED=0 pytest --seed {seed} '{item.nodeid}'")
+        )
     return report
 
 

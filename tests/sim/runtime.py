@@ -14,6 +14,7 @@ Contracts
   that waits for a time ends, and other threads get their turn.
 * Without a seed threads take turns where they wait, in the order in which they could go on. With
   one, a draw decides who is next, and a thread's turn may end at any use of a lock or a clock.
+* Numbers drawn at random are the same each time, those for secrets as well; another seed, others.
 * When the test is over, threads that still wait get :class:`OverError`, one after the other.
 * Threads of other languages, processes and sockets know nothing of it: tests with those have the
   mark ``real``. In others, starting one is an error.
@@ -96,6 +97,8 @@ class Simulation:
         self.epoch = _time_ns() / 1e9 - self.now
         self.over = False
         self._random = random.Random(seed) if seed else None
+        #: What ``random.SystemRandom`` draws from.
+        self.chance = random.Random(seed)
         self._ready: deque[_Task] = deque()
         self._timers: list[tuple[float, int, int, _Task]] = []
         self._numbers = itertools.count()
@@ -360,6 +363,16 @@ def _sleep(seconds: float) -> None:
         sim.wait(deque(), sim.deadline(max(0.0, seconds)))
 
 
+def _draw(name: str) -> Callable[..., Any]:
+    real = getattr(random.SystemRandom, name)
+
+    def draw(system: random.SystemRandom, *arguments: Any) -> Any:
+        sim = Simulation.current
+        return real(system, *arguments) if sim is None else getattr(sim.chance, name)(*arguments)
+
+    return draw
+
+
 class _Poll:
     """What ``select.poll()`` is."""
 
@@ -428,6 +441,8 @@ def _replace_library() -> None:
         setattr(time, f"{name}_ns", _clock(getattr(time, f"{name}_ns"), 1e9))
     clocks.time, clocks.time_ns = _clock(time.time, wall=True), _clock(time.time_ns, 1e9, wall=True)
     clocks.sleep = _sleep
+    for name in ("random", "getrandbits"):
+        setattr(random.SystemRandom, name, _draw(name))
     library._time = queues.time = time.monotonic
 
 
@@ -456,6 +471,8 @@ def simulated(seed: str = "") -> Iterator[Simulation]:
         sim = Simulation.current = Simulation(seed)
         # What garbage does when it is collected must not depend on when that is.
         gc.disable()
+        drawn = random.getstate()
+        random.seed(seed)
         try:
             yield sim
         finally:
@@ -464,6 +481,7 @@ def simulated(seed: str = "") -> Iterator[Simulation]:
             finally:
                 Simulation.current = None
                 gc.enable()
+                random.setstate(drawn)
 
 
 _replace_library()
