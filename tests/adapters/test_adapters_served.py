@@ -42,7 +42,7 @@ from tests.server.serve_process import PATIENT, ServeProcess
 from tests.support.prompts import prompt
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 SEGMENT = 4 << 20
 

@@ -23,7 +23,7 @@ from tests.backends.copy_tools import Aws, Cp, Rclone, Rsync, Tool
 from tests.support.filled import CHUNK, contents, fill, namespace, prompt, times
 from tests.support.servers import BUCKET, S3Server, moto_s3, rclone_s3
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 SHARED, OTHER = namespace(), namespace("Org/Other", weights="user:other")
 LONG = prompt(0, 8)
@@ -45,10 +45,9 @@ def moto_server() -> Iterator[S3Server]:
         yield server
 
 
-_SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("aws moto", "rclone moto")]
-
-
-@pytest.fixture(params=["cp", "rsync", "rclone", "aws rclone", "rclone rclone", *_SLOW])
+@pytest.fixture(
+    params=["cp", "rsync", "rclone", "aws rclone", "rclone rclone", "aws moto", "rclone moto"]
+)
 def tool(request: pytest.FixtureRequest) -> Tool:
     """A program, and the server that it copies to, if any."""
     makers: dict[str, Callable[[], Tool]] = {

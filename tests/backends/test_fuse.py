@@ -91,6 +91,7 @@ class _NoFifos(FolderOracle):
     specials = ("folder", "link")
 
 
+@pytest.mark.slow
 class TestPosixOnFuseWithCaches(_OverMount):
     """Looked at through the mount, whose caches say the same to everybody."""
 
@@ -124,6 +125,7 @@ class _ReadableAtOnce(PosixBackend):
         return result
 
 
+@pytest.mark.slow
 class TestPosixOnRclone(_OverMount):
     """A mount without hard links, of a program that knows of buckets, too."""
 

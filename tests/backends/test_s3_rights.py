@@ -35,7 +35,7 @@ from tests.support.servers import BUCKET, S3Server, moto_s3
 pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
 pytest.importorskip("moto", reason="moto is missing: pip install 'moto[server]'")
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "s3"
 URL = f"s3://{BUCKET}/kv"

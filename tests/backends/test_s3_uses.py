@@ -39,7 +39,7 @@ from tests.support.waiting import PATIENCE, until
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 FMT = make_format(native=False)
 HOT, COLD = make_chunks(FMT, 3, seed=1), make_chunks(FMT, 3, seed=2)

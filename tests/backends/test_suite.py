@@ -59,6 +59,7 @@ class TestGuarded(_OverFolder):
             yield backend
 
 
+@pytest.mark.slow
 class TestPosixOnTmpfs(TestPosix):
     examples = 25
 
@@ -73,6 +74,7 @@ class TestPosixOnTmpfs(TestPosix):
         shutil.rmtree(root, ignore_errors=True)
 
 
+@pytest.mark.slow
 class TestPosixWithFsync(_OverFolder):
     examples = 5
 
@@ -82,6 +84,7 @@ class TestPosixWithFsync(_OverFolder):
             yield backend
 
 
+@pytest.mark.slow
 class TestPosixWithoutNewSystemCalls(_OverFolder):
     """What a kernel or sandbox without openat2, hard links and renameat2 gets."""
 
@@ -139,6 +142,7 @@ class _LinksOnlyOracle(FolderOracle):
     specials = ("folder", "link")
 
 
+@pytest.mark.slow
 class TestGenericOnFolder(_OverFolder):
     @pytest.fixture
     def backend(self, root: Path) -> Iterator[Backend]:

@@ -24,7 +24,7 @@ from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.errors import KVShelfError
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 FIRST, SECOND = 61234, 61235
 

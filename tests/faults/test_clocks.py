@@ -40,7 +40,7 @@ from tests.support.prompts import make_chunks
 from tests.support.storages import DescribedBackend
 from tests.support.walks import clean
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 FMT = make_format()
 HOUR = 3600.0

@@ -38,7 +38,7 @@ from tests.support.formats import make_format
 from tests.support.storages import CountingBackend
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 FMT = make_format()
 PROMPT_BYTES = CHUNKS * sum(FMT.object_size(shard) for shard in range(FMT.shards))

@@ -26,7 +26,7 @@ from tests.faults.faultfs import FaultMount, mounted
 from tests.faults.test_table import loads_all
 from tests.support.formats import make_format
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 FMT = make_format()
 

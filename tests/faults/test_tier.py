@@ -33,7 +33,7 @@ from tests.support.storages import CountingBackend, posix
 from tests.support.transfers import Rig
 from tests.support.waiting import AT_ONCE, PATIENCE, PATIENT, SOON, until
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 
 class Machine:
