@@ -45,7 +45,7 @@ from kvshelf.errors import (
 )
 from tests.support.storages import CountingBackend, Fault, FaultyBackend, posix
 from tests.support.threads import none_can_be_started
-from tests.support.waiting import AT_ONCE, PATIENCE, SOON, until
+from tests.support.waiting import PATIENCE, until
 
 NEVER = Backoff(1000.0, 1000.0)
 
@@ -57,10 +57,10 @@ def eio() -> TransientStorageError:
 class Rig:
     """A guarded folder with some objects, and what the guard said and counted."""
 
-    def __init__(self, root: Path, deadlines: Deadlines | None, backoff: Backoff) -> None:
+    def __init__(self, root: Path, backoff: Backoff) -> None:
         self.faults = FaultyBackend(posix(root))
         self.inner = CountingBackend(self.faults)
-        self.guard = GuardedBackend(self.inner, deadlines, backoff)
+        self.guard = GuardedBackend(self.inner, backoff=backoff)
         self.counts: dict[str, int] = {}
         self.guard.count_into(self.count)
         self.names = [f"o{i}" for i in range(8)]
@@ -90,8 +90,7 @@ class Rig:
 
 @pytest.fixture
 def rig(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
-    deadlines, backoff = getattr(request, "param", (None, AT_ONCE))
-    rig = Rig(tmp_path / "shelf", deadlines, backoff)
+    rig = Rig(tmp_path / "shelf", getattr(request, "param", Backoff()))
     with closing(rig.guard):
         yield rig
 
@@ -123,7 +122,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 # ------------------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize("rig", [(None, NEVER)], indirect=True)
+@pytest.mark.parametrize("rig", [NEVER], indirect=True)
 def test_a_storage_that_fails_is_not_asked_any_more(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -157,7 +156,7 @@ def limit() -> ProcessLimitError:
     return ProcessLimitError(errno.EMFILE, "EMFILE")
 
 
-@pytest.mark.parametrize("rig", [(None, NEVER)], indirect=True)
+@pytest.mark.parametrize("rig", [NEVER], indirect=True)
 def test_what_this_process_has_run_out_of_opens_no_breaker(rig: Rig) -> None:
     rig.faults.add(Fault("*", error=limit))
     for _ in range(3 * LEAST_FAILURES):
@@ -176,7 +175,7 @@ def test_what_this_process_has_run_out_of_opens_no_breaker(rig: Rig) -> None:
     assert rig.read("o1") == b"o1"
 
 
-@pytest.mark.parametrize("rig", [(SOON, NEVER)], indirect=True)
+@pytest.mark.parametrize("rig", [NEVER], indirect=True)
 def test_calls_that_are_late_for_want_of_files_open_no_breaker(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,7 +190,7 @@ def test_calls_that_are_late_for_want_of_files_open_no_breaker(
     assert rig.guard.reads.is_closed
 
 
-@pytest.mark.parametrize("rig", [(None, NEVER)], indirect=True)
+@pytest.mark.parametrize("rig", [NEVER], indirect=True)
 def test_a_full_storage_tells_what_it_takes_to_make_room(rig: Rig) -> None:
     """Its clock and room are asked for and uses recorded, though nothing can be written."""
     full = Fault("write", error=lambda: NoSpaceStorageError(errno.ENOSPC, "full"))
@@ -226,7 +225,7 @@ def test_it_is_used_again_by_itself_when_it_is_well(
     assert "circuit breaker closed" in lines(caplog)[1]
 
 
-@pytest.mark.parametrize("rig", [(None, NEVER)], indirect=True)
+@pytest.mark.parametrize("rig", [NEVER], indirect=True)
 def test_probes_that_fail_open_it_too(rig: Rig) -> None:
     rig.faults.add(Fault("stat", "o7", error=eio))
     for _ in range(LEAST_FAILURES):
@@ -293,7 +292,6 @@ def test_what_fails_after_something_was_well_does_not_stop_it_again(rig: Rig) ->
     assert rig.counts == {"breaker_opens": 1, "breaker_closes": 1}
 
 
-@pytest.mark.parametrize("rig", [(SOON, AT_ONCE)], indirect=True)
 def test_what_hangs_after_something_was_well_does_not_stop_it_again(rig: Rig) -> None:
     watch = Watch()
     rig.guard.watch(watch)
@@ -345,7 +343,7 @@ def test_a_storage_that_fails_again_soon_stays_open_for_longer(
 
 def test_failures_of_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     now = make_clock(monkeypatch)
-    breaker = Breaker(["read"], AT_ONCE, lambda *_: None)
+    breaker = Breaker(["read"], Backoff(), lambda *_: None)
     for _ in range(20):
         breaker.record_failure("read", "broken")
         now[0] += WINDOW_SECONDS / 2
@@ -363,7 +361,8 @@ def test_deadlines_come_from_the_backend_unless_they_are_given(tmp_path: Path) -
 
     inner: Backend = Slow(posix(tmp_path))
     assert GuardedBackend(inner).deadlines.probe == 7.0
-    assert GuardedBackend(inner, SOON).deadlines is SOON
+    given = Deadlines(probe=3.0)
+    assert GuardedBackend(inner, given).deadlines is given
     assert Deadlines().to_read(100_000_000) == 7.0
     assert Deadlines().to_write(100_000_000) == 7.0
 
@@ -401,7 +400,7 @@ class Watch:
         self.stopped.set()
 
 
-@pytest.mark.parametrize("rig", [(SOON, NEVER)], indirect=True)
+@pytest.mark.parametrize("rig", [NEVER], indirect=True)
 @pytest.mark.parametrize("operation", list(CALLS))
 def test_a_call_that_never_returns_is_noticed(rig: Rig, operation: str) -> None:
     gate = threading.Event()
@@ -421,7 +420,7 @@ def test_a_call_that_never_returns_is_noticed(rig: Rig, operation: str) -> None:
     assert rig.counts == {"late_calls": 1}
 
 
-@pytest.mark.parametrize("rig", [(SOON, NEVER)], indirect=True)
+@pytest.mark.parametrize("rig", [NEVER], indirect=True)
 @pytest.mark.parametrize(
     ("operation", "breaker"), [("stat", "reads"), ("read", "reads"), ("write", "writes")]
 )
@@ -442,7 +441,7 @@ def test_calls_that_never_return_open_the_breaker(rig: Rig, operation: str, brea
     gate.set()
 
 
-@pytest.mark.parametrize("rig", [(SOON, NEVER)], indirect=True)
+@pytest.mark.parametrize("rig", [NEVER], indirect=True)
 def test_too_many_stuck_threads_open_it_whatever_else_goes_well(rig: Rig) -> None:
     gate = threading.Event()
     rig.faults.add(Fault("read", "o0", wait=gate))
@@ -455,7 +454,6 @@ def test_too_many_stuck_threads_open_it_whatever_else_goes_well(rig: Rig) -> Non
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("rig", [(SOON, AT_ONCE)], indirect=True)
 def test_a_frozen_storage_is_asked_by_few_threads_and_used_when_it_thaws(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -488,7 +486,6 @@ def test_a_trial_that_panics_is_one_that_failed(rig: Rig) -> None:
     assert rig.read("o1") == b"o1"
 
 
-@pytest.mark.parametrize("rig", [(SOON, AT_ONCE)], indirect=True)
 def test_trials_that_are_never_heard_of_again_have_failed(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -505,9 +502,9 @@ def test_trials_that_are_never_heard_of_again_have_failed(
     until(lambda: not rig.trials())
 
 
-@pytest.mark.parametrize("rig", [(SOON, NEVER)], indirect=True)
+@pytest.mark.parametrize("rig", [NEVER], indirect=True)
 def test_all_reads_of_an_object_have_one_deadline(rig: Rig) -> None:
-    rig.faults.add(Fault("read", wait=SOON.read / 4))
+    rig.faults.add(Fault("read", wait=1.0))
 
     def trickle() -> None:
         with rig.guard.open("o1") as reader:
@@ -554,7 +551,7 @@ def slow(rig: Rig) -> SlowToClose:
     return slow
 
 
-@pytest.mark.parametrize("rig", [(SOON, NEVER)], indirect=True)
+@pytest.mark.parametrize("rig", [NEVER], indirect=True)
 def test_a_close_that_never_returns_is_noticed(rig: Rig, slow: SlowToClose) -> None:
     gate = slow.gate = threading.Event()
     watch = Watch()
@@ -569,7 +566,7 @@ def test_a_close_that_never_returns_is_noticed(rig: Rig, slow: SlowToClose) -> N
     until(lambda: rig.guard.late_calls == 0)
 
 
-@pytest.mark.parametrize("rig", [(SOON, NEVER)], indirect=True)
+@pytest.mark.parametrize("rig", [NEVER], indirect=True)
 def test_an_object_is_closed_also_while_the_breaker_is_open(rig: Rig, slow: SlowToClose) -> None:
     with rig.guard.open("o1"):
         rig.guard.reads.trip("it was so")
@@ -577,7 +574,6 @@ def test_an_object_is_closed_also_while_the_breaker_is_open(rig: Rig, slow: Slow
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("rig", [(SOON, AT_ONCE)], indirect=True)
 def test_a_storage_whose_closes_hang_is_asked_until_they_do_not(
     rig: Rig, slow: SlowToClose
 ) -> None:
@@ -619,7 +615,7 @@ def test_a_guard_that_is_closed_leaves_no_thread(tmp_path: Path) -> None:
     assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("rig", [(None, Backoff(0.02, 0.05))], indirect=True)
+@pytest.mark.parametrize("rig", [Backoff(0.02, 0.05)], indirect=True)
 def test_it_is_asked_again_when_no_thread_could_be_started_for_it(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -746,7 +742,7 @@ def test_a_deletion_does_not_end_the_rest_of_a_full_storage(
     assert not rig.guard.writes.is_closed
 
 
-@pytest.mark.parametrize("rig", [(None, NEVER)], indirect=True)
+@pytest.mark.parametrize("rig", [NEVER], indirect=True)
 def test_a_storage_that_fails_writes_is_not_asked_to_delete(rig: Rig) -> None:
     rig.faults.add(Fault("write", error=eio))
     for _ in range(LEAST_FAILURES):
@@ -759,7 +755,7 @@ def test_a_storage_that_fails_writes_is_not_asked_to_delete(rig: Rig) -> None:
 # ------------------------------------------------------------------------- by other means
 
 
-@pytest.mark.parametrize("rig", [(None, NEVER)], indirect=True)
+@pytest.mark.parametrize("rig", [NEVER], indirect=True)
 def test_probes_by_other_means_count_like_others(rig: Rig) -> None:
     ask = lambda: rig.faults.stat(["o1"])  # noqa: E731
 
@@ -775,7 +771,7 @@ def test_probes_by_other_means_count_like_others(rig: Rig) -> None:
     assert not rig.inner.counts
 
 
-@pytest.mark.parametrize("rig", [(SOON, NEVER)], indirect=True)
+@pytest.mark.parametrize("rig", [NEVER], indirect=True)
 def test_a_late_read_by_other_means_counts_as_one(rig: Rig) -> None:
     gate = threading.Event()
 
@@ -792,7 +788,7 @@ def test_a_late_read_by_other_means_counts_as_one(rig: Rig) -> None:
         rig.guard.read_by("o1", 2, read)
 
 
-@pytest.mark.parametrize("rig", [(None, NEVER)], indirect=True)
+@pytest.mark.parametrize("rig", [NEVER], indirect=True)
 def test_that_nothing_was_read_is_no_sign_that_the_storage_works(rig: Rig) -> None:
     rig.faults.add(Fault("open", error=eio))
     for _ in range(LEAST_FAILURES):
@@ -872,7 +868,7 @@ def test_a_storage_that_fails_to_read_whole_objects_is_not_asked_any_more(
     assert len(whole.seconds) == LEAST_FAILURES
 
 
-@pytest.mark.parametrize("rig", [(SOON, NEVER)], indirect=True)
+@pytest.mark.parametrize("rig", [NEVER], indirect=True)
 @pytest.mark.parametrize("done", [True, False])
 def test_whole_objects_have_one_deadline(rig: Rig, whole: Whole, done: bool) -> None:
     whole.answer, whole.gate = Checked([True, True, done], 0.1, 0.1), threading.Event()
