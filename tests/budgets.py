@@ -1,7 +1,7 @@
 """What tests may cost, in seconds of a processor, which are the same on a busy machine.
 
-A layer, or a test of a simulated layer, above its budget fails the run. So does a process that a
-test has started and that runs when all tests are over.
+A layer, or a test of a simulated layer, above its budget fails the run. So do more engines of vLLM
+than may be started, and a process that a test has started and that runs when all tests are over.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.engines import Engine
+
 #: Seconds of each layer in `make test`, with those of its processes that have ended. They allow for
 #: processors a third as fast as those that were measured.
 LAYERS = {"simulated": 1200.0, "engine model": 900.0, "real seams": 1500.0, "engines": 2000.0}
 #: The most that one test of a simulated layer may take, and one with the mark ``long``.
 _TEST, _LONG = 20.0, 120.0
+#: The most engines of vLLM that `make test` starts.
+ENGINES = 12
 
 _spent: Counter[str] = Counter()
 _above: list[str] = []
@@ -70,6 +74,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         for layer, spent in _spent.items():
             if spent > LAYERS[layer]:
                 _above.append(f"the tests of the layer {layer!r} took {spent:.0f} s")
+        if len(Engine.names) > ENGINES:
+            _above.append(f"more than {ENGINES} engines were started: {', '.join(Engine.names)}")
     _above.extend(f"a process runs on: {child}" for child in _children())
     if _above and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -81,5 +87,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         layers = ", ".join(f"{layer} {spent:.0f}" for layer, spent in sorted(_spent.items()))
         terminalreporter.section("seconds of a processor")
         terminalreporter.write_line(layers)
+    if Engine.names:
+        terminalreporter.write_line(f"{len(Engine.names)} engines were started")
     for line in _above:
         terminalreporter.write_line(line, red=True)

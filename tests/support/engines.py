@@ -182,6 +182,8 @@ class Engine:
 
     #: Those whose processes run.
     running: ClassVar[list[Engine]] = []
+    #: Names of all that this process has started.
+    names: ClassVar[list[str]] = []
 
     def __init__(
         self,
@@ -252,6 +254,7 @@ class Engine:
         self._ready: dict[str, Any] | None = None
         self._send(settings)
         self.running.append(self)
+        self.names.append(self.log_path.stem)
         threading.Thread(target=self._read, daemon=True, name="engine replies").start()
 
     # Life
