@@ -1,4 +1,4 @@
-"""The engines that tests know by name, and when they are started and stopped."""
+"""The engines that tests know by name, and how they are started and stopped."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ MakePrompt = Callable[..., list[int]]
 Reference = Callable[..., Answer]
 Ask = Callable[..., Answer]
 
-#: Memory that must be free, in bytes, before an engine is started ahead of its tests.
-_ROOM = 6 << 30
 _MULTI_CONNECTOR = (
     "MultiConnector",
     "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector",
@@ -107,19 +105,12 @@ def beside_example(
 
 
 #: 23 blocks of 128 tokens, 384 tokens a step: requests wait for each other and are preempted.
-_SMALL = {"num_gpu_blocks_override": 24, "max_num_batched_tokens": 384, "max_model_len": 2048}
+_SMALL = {"num_gpu_blocks_override": 24, "max_num_batched_tokens": 384, "max_model_len": 2816}
 
 #: Arguments of every engine that tests know by name, see :class:`Engine`.
 ENGINES: dict[str, Callable[[Places], dict[str, Any]]] = {
-    "inert": lambda at: {"model": at.model, "connector": INERT_CONNECTOR, "core": 0},
-    "on_shelf": lambda at: {"model": at.model, **_on_shelf(at.shelf), "core": 1},
-    "small": lambda at: {"model": at.model, **_on_shelf(at.shelf), "core": 1, **_SMALL},
-    "small_inert": lambda at: {
-        "model": at.model,
-        "connector": INERT_CONNECTOR,
-        "core": 0,
-        **_SMALL,
-    },
+    "inert": lambda at: {"model": at.model, "connector": INERT_CONNECTOR, "core": 0, **_SMALL},
+    "on_shelf": lambda at: {"model": at.model, **_on_shelf(at.shelf), "core": 1, **_SMALL},
     # Its caches are taken for those of a device whose streams run behind.
     "beside_device": lambda at: {
         "model": at.model,
@@ -127,7 +118,13 @@ ENGINES: dict[str, Callable[[Places], dict[str, Any]]] = {
         "connector": ("ConnectorBesideADevice", "tests.vllm.device_connector"),
         "core": 1,
     },
-    "second": lambda at: {"model": at.model, **_on_shelf(at.shelf), "core": 0},
+    "doomed": lambda at: {"model": at.model, **_on_shelf(at.shelf), "core": 0},
+    "second": lambda at: {
+        "model": at.copied_model,
+        **_on_shelf(at.shelf),
+        "core": 0,
+        "enable_lora": True,
+    },
     "third": lambda at: {
         "model": at.model,
         **_on_shelf(at.own),
@@ -140,46 +137,23 @@ ENGINES: dict[str, Callable[[Places], dict[str, Any]]] = {
         "core": 0,
         "enable_prefix_caching": False,
     },
-    "consumer": lambda at: {
-        "model": at.copied_model,
-        **_on_shelf(at.shelf),
-        "core": 1,
-        "kv_role": "kv_consumer",
-    },
 }
 
 
 class Engines:
-    """All engines of the session: started when first asked for, or a little before.
+    """All engines of the session, forked by one server.
 
-    Parameters
-    ----------
-    places : Places
-    order : list of str
-        The engines that this session's tests ask for, in order. While tests run with one, the next
-        is being started.
+    Each is started when it is first asked for, and waited for when it is given a command.
     """
 
-    def __init__(self, places: Places, order: list[str]) -> None:
+    def __init__(self, places: Places) -> None:
         self.places = places
-        self._order = order
         self._started: dict[str, Engine] = {}
         self._forks = ForkServer(places.root / "logs" / "fork server.log", engine_environment())
 
     def __getitem__(self, name: str) -> Engine:
-        """Return the engine, ready."""
-        engine = self._start(name)
-        if len(self._started) > 1:
-            engine.wait_ready()
-        following = [other for other in self._order if other not in self._started]
-        if following and _free_memory() > _ROOM:
-            self._start(following[0])
-        return engine.wait_ready()
-
-    def _start(self, name: str) -> Engine:
-        if name not in self._started:
-            self._started[name] = self.start(name, **ENGINES[name](self.places))
-        return self._started[name]
+        """Return the engine, started."""
+        return self._started.get(name) or self.start(name, **ENGINES[name](self.places))
 
     def start(self, name: str, **arguments: Any) -> Engine:
         """Start an engine that no other test knows; see :class:`Engine`."""
@@ -205,7 +179,3 @@ class Engines:
         for engine in self._started.values():
             engine.stop(at_once=True)
         self._forks.stop()
-
-
-def _free_memory() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

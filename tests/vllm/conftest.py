@@ -23,7 +23,7 @@ from kvshelf.backends.guard import GuardedBackend
 from kvshelf.kv import device
 from kvshelf.shelf.shelf import Shelf
 from tests.support.engines import NEAR_TIE, Answer, Engine, assert_same
-from tests.support.fleet import ENGINES, Ask, Engines, MakePrompt, Places, Reference
+from tests.support.fleet import Ask, Engines, MakePrompt, Places, Reference
 from tests.support.storages import FaultyBackend, posix
 from tests.support.waiting import AT_ONCE
 from tests.vllm.shelf_files import ShelfFiles
@@ -69,15 +69,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
 
 
 @pytest.fixture(scope="session")
-def engines(places: Places, request: pytest.FixtureRequest) -> Iterator[Engines]:
+def engines(places: Places) -> Iterator[Engines]:
     """All engines; they are stopped, at the latest, when the session ends."""
-    asked = [
-        name
-        for item in request.session.items
-        for name in (*getattr(item, "fixturenames", ()),)
-        if name in ENGINES
-    ]
-    engines = Engines(places, list(dict.fromkeys(asked)))
+    engines = Engines(places)
     yield engines
     engines.stop_all()
 
@@ -100,13 +94,10 @@ def _engine_fixture(name: str, scope: Literal["session", "module"]) -> Any:
 
 inert = _engine_fixture("inert", "session")
 on_shelf = _engine_fixture("on_shelf", "session")
-small = _engine_fixture("small", "module")
-small_inert = _engine_fixture("small_inert", "module")
 beside_device = _engine_fixture("beside_device", "module")
 second = _engine_fixture("second", "module")
 third = _engine_fixture("third", "module")
 chatting = _engine_fixture("chatting", "module")
-consumer = _engine_fixture("consumer", "module")
 
 
 @pytest.fixture(scope="session")

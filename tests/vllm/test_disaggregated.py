@@ -49,6 +49,7 @@ class Pair:
     producer: Engine
     consumer: Engine
     promises: Promises
+    block: int
 
     def consume(self, tokens: list[int], params: Any, **options: Any) -> Answer:
         """Run a request on the consumer, whose own prefix cache is empty."""
@@ -69,21 +70,28 @@ def start(
     )
 
 
-@pytest.fixture(scope="module", params=["auto", pytest.param("canonical", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[64, pytest.param(BLOCK, marks=pytest.mark.slow)])
 def pair(engines: Engines, inert: Engine, request: pytest.FixtureRequest) -> Iterator[Pair]:
-    layout = request.param
-    shelf = ShelfFiles(engines.places.root / f"hand-overs, {layout}")
-    options: dict[str, Any] = {"layout": layout, "handover_wait_s": NEVER}
-    started = [
-        start(engines, f"{role} {layout}", shelf, role, **options)
-        for role in ("kv_producer", "kv_consumer")
-    ]
-    producer, consumer = (engine.wait_ready() for engine in started)
+    """Where the consumer's blocks are others, chunks are canonical."""
+    block = request.param
+    options = {"layout": "auto" if block == BLOCK else "canonical", "handover_wait_s": NEVER}
+    shelf = ShelfFiles(engines.places.root / f"hand-overs, {options['layout']}")
+    producer, consumer = (
+        start(
+            engines,
+            f"{role}, blocks of {size}",
+            shelf,
+            role,
+            arguments={"block_size": size},
+            **options,
+        )
+        for role, size in (("kv_producer", BLOCK), ("kv_consumer", block))
+    )
     first = list(range(2, 302))
     prefill(producer, first)
     shelf.wait_stored(first)
-    yield Pair(shelf, producer, consumer, Promises(shelf))
-    for engine in started:
+    yield Pair(shelf, producer, consumer, Promises(shelf), block)
+    for engine in (producer, consumer):
         engine.stop(at_once=True)
 
 
@@ -144,10 +152,10 @@ def test_behind_what_the_consumer_has_itself(
     pair.consumer.reset_prefix_cache()
     pair.consumer.generate(tokens[:600], max_tokens=1)
     answer = pair.consumer.generate(tokens, kv_transfer_params=params)
-    check(answer, reference(tokens), 1100 - 600 // BLOCK * BLOCK)
+    check(answer, reference(tokens), 1100 - 600 // pair.block * pair.block)
     # Everything is in memory now: nothing is loaded, whatever the tail would add.
     again = ask(pair.consumer, tokens, kv_transfer_params=params)
-    assert again.cached_tokens >= 1100 // BLOCK * BLOCK
+    assert again.cached_tokens >= 1100 // pair.block * pair.block
 
 
 def test_behind_what_the_producer_has_itself(
@@ -338,6 +346,14 @@ def test_params_of_another_prompt(pair: Pair, reference: Reference, prompt: Make
     answer = pair.consume(longer, params)
     assert answer.shelf_tokens in (768, 900)
     assert_same(answer, reference(longer))
+
+
+def test_a_consumer_stores_nothing(pair: Pair, reference: Reference, prompt: MakePrompt) -> None:
+    tokens, after = prompt(600), prompt(600)
+    check(pair.consume(tokens, None), reference(tokens), 0)
+    pair.producer.generate(after)
+    pair.shelf.wait_stored(after)
+    assert not any(path.exists() for chunk in pair.shelf.of(tokens) for path in chunk)
 
 
 def test_no_line_of_the_logs_is_an_error(pair: Pair) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,6 @@ from tests.support.fleet import Engines, MakePrompt
 from tests.support.waiting import until
 from tests.vllm.eagle_model import make_eagle3
 from tests.vllm.hybrid_files import HybridFiles, read_state
-
-pytestmark = pytest.mark.slow
 
 #: Drafts of each step.
 DRAFTS = 3
@@ -69,8 +68,14 @@ class Drafting:
         self._inert, self._shelved = connectors
         self.shelf = ModelFiles(engines.places.root / f"{name} shelf of drafters")
         self._stack = ExitStack()
-        self.inert = self.start("inert", inert=True)
-        self.first = self.start("first")
+
+    @cached_property
+    def inert(self) -> Engine:
+        return self.start("inert", inert=True)
+
+    @cached_property
+    def first(self) -> Engine:
+        return self.start("first")
 
     def start(
         self, role: str, *, inert: bool = False, drafts: bool = True, **options: Any
@@ -189,6 +194,29 @@ def check(drafting: Drafting, tokens: list[int], hit: int) -> None:
     assert accepted < 0.95 * usual
 
 
+def test_drafts_behind_a_hit_are_accepted_as_without_one(
+    windows: Drafting, prompt: MakePrompt
+) -> None:
+    engine, tokens = windows.first, prompt(600)
+    cold, usual = ask(engine, tokens)
+    assert usual > 0.5
+    windows.shelf.wait_hit(tokens, 512)
+    wait_drafts(engine, 2)
+    loaded, accepted = ask(engine, tokens)
+    assert (loaded.shelf_tokens, engine.counters()["draft_loaded_chunks"]) == (512, 2)
+    assert_same(loaded, cold, NEAR_TIE)
+    assert accepted >= 0.95 * usual
+    # Without the drafter's KV there is the same hit, and fewer drafts are accepted.
+    for folder in windows.shelf.of_drafters():
+        shutil.rmtree(folder)
+    engine.reset_connector()
+    without, accepted = ask(engine, tokens)
+    assert without.shelf_tokens == 512
+    assert_same(without, cold, NEAR_TIE)
+    assert accepted < 0.95 * usual
+
+
+@pytest.mark.slow
 def test_drafts_behind_windows_are_accepted_as_without_a_shelf(
     windows: Drafting, prompt: MakePrompt
 ) -> None:
@@ -196,6 +224,7 @@ def test_drafts_behind_windows_are_accepted_as_without_a_shelf(
     assert windows.shelf.kinds == {"full", "window"}
 
 
+@pytest.mark.slow
 def test_drafts_behind_states_are_accepted_as_without_a_shelf(
     states: Drafting, prompt: MakePrompt
 ) -> None:
@@ -213,6 +242,7 @@ def assert_near(state: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) 
         assert (a - b).norm() < 0.02 * b.norm(), name
 
 
+@pytest.mark.slow
 def test_states_of_answers_are_those_of_accepted_drafts(
     states: Drafting, prompt: MakePrompt
 ) -> None:

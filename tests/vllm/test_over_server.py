@@ -1,4 +1,4 @@
-"""Real engines whose shelf is behind one node server: shared hits, crashes, hand-overs.
+"""Real engines whose shelf is behind a node server: hits, crashes, hand-overs.
 
 The engines know nothing of the storage. What is on it is looked at from outside, and the server's
 own counts tell what was read. No test asserts times: what must not be waited for would miss
@@ -66,38 +66,25 @@ def node(shelf: ShelfFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture(scope="module")
-def both(engines: Engines, node: ServeProcess) -> Iterator[tuple[Engine, Engine]]:
-    started = [
-        start(engines, f"over a server, {name}", node, core)
-        for core, name in enumerate(("first", "second"))
-    ]
-    first, second = (engine.wait_ready() for engine in started)
-    yield first, second
-    for engine in started:
-        engine.stop(at_once=True)
+def served(engines: Engines, node: ServeProcess) -> Iterator[Engine]:
+    engine = start(engines, "over a server", node, 1)
+    yield engine
+    engine.stop(at_once=True)
 
 
 @pytest.fixture
-def one(both: tuple[Engine, Engine]) -> Engine:
-    """The first engine, its own prefix cache empty."""
-    both[0].reset_prefix_cache()
-    return both[0]
+def one(served: Engine) -> Engine:
+    """The engine, its own prefix cache empty."""
+    served.reset_prefix_cache()
+    return served
 
 
-@pytest.fixture
-def other(both: tuple[Engine, Engine]) -> Engine:
-    """The second engine, its own prefix cache empty."""
-    both[1].reset_prefix_cache()
-    return both[1]
+# ------------------------------------------------------------------------------------------- hits
 
 
-# ------------------------------------------------------------------------------------ shared hits
-
-
-def test_the_first_request_of_another_engine_hits_without_a_read(
-    one: Engine, other: Engine, node: ServeProcess, shelf: ShelfFiles, ask: Ask, prompt: MakePrompt
+def test_what_is_stored_is_a_hit_without_a_read(
+    one: Engine, node: ServeProcess, shelf: ShelfFiles, ask: Ask, prompt: MakePrompt
 ) -> None:
-    """Must be the first test with these engines."""
     tokens = prompt(1500)
     stored = node.metrics()["stored_objects"]
     ask(one, tokens)
@@ -105,54 +92,44 @@ def test_the_first_request_of_another_engine_hits_without_a_read(
     # A file is there a moment before the server has it in its memory.
     until(lambda: node.metrics()["stored_objects"] >= stored + count)
     before = node.metrics()
-    ask(other, tokens, 1280)
-    # What one engine has stored is in the server's memory for all.
+    one.reset_prefix_cache()
+    ask(one, tokens, 1280)
     assert node.metrics()["read_bytes"] == before["read_bytes"]
     assert node.metrics()["memory_hits"] > before["memory_hits"]
 
 
-def test_a_fresh_server_reads_each_object_once_for_all_engines(
-    one: Engine,
-    other: Engine,
-    node: ServeProcess,
-    shelf: ShelfFiles,
-    reference: Reference,
-    prompt: MakePrompt,
+def test_a_fresh_server_reads_each_object_once(
+    one: Engine, node: ServeProcess, shelf: ShelfFiles, reference: Reference, prompt: MakePrompt
 ) -> None:
-    """The server is restarted in order while its engines run."""
+    """The server is restarted in order while its engine runs."""
     tokens = prompt(1500)
     one.generate(tokens)
     size = sum(path.stat().st_size for chunk in shelf.wait_stored(tokens) for path in chunk)
-    expected = reference(tokens)
     node.restart()
-    for engine in (one, other):
-        eventually_hits(engine, tokens, expected, 1280)
-    assert node.metrics()["read_bytes"] == size
-    for engine in (one, other):
-        engine.reset_prefix_cache()
-    for request in [engine.submit(tokens) for engine in (one, other)]:
-        assert_same(request.result(), expected)
-    assert node.metrics()["read_bytes"] == size
+    for _ in range(2):
+        eventually_hits(one, tokens, reference(tokens), 1280)
+        assert node.metrics()["read_bytes"] == size
 
 
 # ------------------------------------------------------------------------------------- hand-overs
 
 
 @pytest.mark.parametrize("length", [40, 256, 900])
-def test_one_engine_hands_over_to_the_other(
-    one: Engine, other: Engine, shelf: ShelfFiles, ask: Ask, prompt: MakePrompt, length: int
-) -> None:
+def test_a_prompt_is_handed_over(one: Engine, ask: Ask, prompt: MakePrompt, length: int) -> None:
     """With tails; what the producer has just stored is in the server's memory."""
     tokens = prompt(length)
-    counted = Counted(other)
+    counted = Counted(one)
     params = prefill(one, tokens)
-    ask(other, tokens, length, kv_transfer_params=params)
+    one.reset_prefix_cache()
+    ask(one, tokens, length, kv_transfer_params=params)
     counted.wait(handovers_complete=1, handovers_late=0, handovers_gave_up=0)
 
 
+@pytest.mark.slow
 def test_a_request_that_waits_is_told_by_the_server(
+    engines: Engines,
     one: Engine,
-    other: Engine,
+    node: ServeProcess,
     shelf: ShelfFiles,
     reference: Reference,
     ask: Ask,
@@ -160,24 +137,25 @@ def test_a_request_that_waits_is_told_by_the_server(
 ) -> None:
     beginning = prompt(300)
     tokens = prompt(400, after=beginning)
-    counted = Counted(other)
-    early = other.submit(tokens, kv_transfer_params=Promises(shelf).params(tokens))
-    ask(other, beginning)
-    prefill(one, tokens)
-    answer = early.result()
-    assert answer.cached_tokens == 700
-    assert_same(answer, reference(tokens))
-    counted.wait(handovers_complete=1, handovers_late=0)
+    with start(engines, "over a server, second", node, 0) as other:
+        counted = Counted(other)
+        early = other.submit(tokens, kv_transfer_params=Promises(shelf).params(tokens))
+        ask(other, beginning)
+        prefill(one, tokens)
+        answer = early.result()
+        assert answer.cached_tokens == 700
+        assert_same(answer, reference(tokens))
+        counted.wait(handovers_complete=1, handovers_late=0)
 
 
 def test_a_marker_ends_the_wait(
-    other: Engine, shelf: ShelfFiles, reference: Reference, prompt: MakePrompt
+    one: Engine, shelf: ShelfFiles, reference: Reference, prompt: MakePrompt
 ) -> None:
     tokens = prompt(700)
     promises = Promises(shelf)
     params = promises.params(tokens)
-    request = other.submit(tokens, kv_transfer_params=params)
-    other.generate(prompt(5))
+    request = one.submit(tokens, kv_transfer_params=params)
+    one.generate(prompt(5))
     marker = promises.marker(params["kvshelf_attempt"])
     marker.parent.mkdir(parents=True, exist_ok=True)
     marker.touch()
@@ -189,7 +167,6 @@ def test_a_marker_ends_the_wait(
 
 def test_the_server_is_killed_under_load_and_restarted(
     one: Engine,
-    other: Engine,
     inert: Engine,
     node: ServeProcess,
     shelf: ShelfFiles,
@@ -197,26 +174,20 @@ def test_the_server_is_killed_under_load_and_restarted(
     prompt: MakePrompt,
 ) -> None:
     known = prompt(1100)
-    one.generate(known)
-    shelf.wait_stored(known)
-    for engine in (one, other):
-        engine.reset_prefix_cache()
+    shelf.fill(one, known)
     prompts = [known + prompt(5) for _ in range(4)] + [prompt(900) for _ in range(4)]
-    requests = [engine.submit(tokens) for tokens in prompts for engine in (one, other)]
+    requests = [one.submit(tokens) for tokens in prompts]
     node.kill()
     try:
         answers = [request.result() for request in requests]
-        alone = [reference(tokens) for tokens in prompts for _ in range(2)]
+        alone = [reference(tokens) for tokens in prompts]
         inert.reset_prefix_cache()
-        control = [answer for answer in inert.generate_all(prompts) for _ in range(2)]
-        assert_same_up_to_ties(answers, alone, control)
-        # Without a server they go on without a cache.
-        for engine in (one, other):
-            eventually_hits(engine, known, reference(known), 0)
+        assert_same_up_to_ties(answers, alone, inert.generate_all(prompts))
+        # Without a server it goes on without a cache.
+        eventually_hits(one, known, reference(known), 0)
     finally:
         node.start()
-    for engine in (one, other):
-        eventually_hits(engine, known, reference(known), 1024)
+    eventually_hits(one, known, reference(known), 1024)
     # It stores again, too.
     new = prompt(600)
     until(lambda: _stores(one, new, shelf, reference(new)), "a store")
@@ -230,49 +201,40 @@ def _stores(engine: Engine, tokens: list[int], shelf: ShelfFiles, expected: Answ
 
 def test_the_server_hangs_while_requests_run(
     one: Engine,
-    other: Engine,
     node: ServeProcess,
     shelf: ShelfFiles,
     reference: Reference,
     ask: Ask,
     prompt: MakePrompt,
 ) -> None:
-    known, new = prompt(1100), prompt(600)
+    known, new, after = prompt(1100), prompt(600), prompt(600)
     shelf.fill(one, known)
     node.signal(signal.SIGSTOP)
     try:
         for tokens in (known, new, known):
-            for engine in (one, other):
-                ask(engine, tokens)
+            ask(one, tokens)
     finally:
         node.signal(signal.SIGCONT)
-    for engine in (one, other):
-        eventually_hits(engine, known, reference(known), 1024)
-        # A worker that saw the server hang stores nothing until its own circuit breaker closes.
-        after = prompt(600)
-        until(lambda: _stores(engine, after, shelf, reference(after)), "a store")  # noqa: B023
+    eventually_hits(one, known, reference(known), 1024)
+    # A worker that saw the server hang stores nothing until its own circuit breaker closes.
+    until(lambda: _stores(one, after, shelf, reference(after)), "a store")
 
 
 # ------------------------------------------------------------------------------- engines that end
 
 
 def test_an_engine_is_killed_while_it_uses_the_server(
-    one: Engine, other: Engine, node: ServeProcess, shelf: ShelfFiles, ask: Ask, prompt: MakePrompt
+    one: Engine, node: ServeProcess, shelf: ShelfFiles, prompt: MakePrompt
 ) -> None:
-    """The last test with the second engine. What it held is given back at once."""
+    """The last test with this engine. What it held is given back at once."""
     known = prompt(1500)
-    one.generate(known)
-    shelf.wait_stored(known)
-    other.reset_prefix_cache()
-    requests = [other.submit(tokens) for tokens in (known, prompt(900), prompt(900))]
+    shelf.fill(one, known)
+    requests = [one.submit(tokens) for tokens in (known, prompt(900), prompt(900))]
     requests[0].wait_first_token()
-    clients = node.metrics()["clients"]
-    other.kill()
-    until(lambda: node.metrics()["clients"] < clients, "the end of a session")
-    one.generate(prompt(5))
+    assert node.metrics()["clients"] > 0
+    one.kill()
+    until(lambda: node.metrics()["clients"] == 0, "the end of a session")
     until(lambda: node.metrics()["leases"] == 0, "no lease left")
-    one.reset_prefix_cache()
-    ask(one, known, 1280)
     shelf.check_all()
 
 

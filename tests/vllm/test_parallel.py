@@ -47,19 +47,11 @@ def start(engines: Engines, name: str, shelf: ShelfFiles, count: int = 1, **opti
     return engines.on_shelf(name, shelf.root, options, **arguments)
 
 
-@pytest.fixture(
-    scope="module",
-    params=["native", pytest.param("canonical", marks=pytest.mark.slow)],
-)
-def degrees(engines: Engines, request: pytest.FixtureRequest) -> Iterator[Degrees]:
-    layout = request.param
-    shelf = ShelfFiles(engines.places.root / f"{layout} shelf of ranks")
-    started = [
-        start(engines, f"{layout}, {ranks} ranks", shelf, ranks, layout=layout) for ranks in (1, 2)
-    ]
-    yield Degrees(shelf, *(engine.wait_ready() for engine in started))
-    for engine in started:
-        engine.stop(at_once=True)
+@pytest.fixture(scope="module")
+def degrees(engines: Engines, shelf: ShelfFiles, on_shelf: Engine) -> Iterator[Degrees]:
+    two = start(engines, "two ranks", shelf, 2)
+    yield Degrees(shelf, on_shelf, two)
+    two.stop(at_once=True)
 
 
 def own_hit(engine: Engine, tokens: list[int], hit: int) -> Answer:

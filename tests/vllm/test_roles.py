@@ -35,25 +35,9 @@ def test_save_decode(chatting: Engine, shelf: ShelfFiles, ask: Ask, prompt: Make
     ask(chatting, follow_up, 512)
 
 
-def test_consumer_loads_and_stores_nothing(
-    engine: Engine, consumer: Engine, shelf: ShelfFiles, ask: Ask, prompt: MakePrompt
-) -> None:
-    tokens = prompt(1100)
-    engine.generate(tokens)
-    shelf.wait_stored(tokens)
-    objects = shelf.objects()
-    ask(consumer, tokens, 1024)
-    new = prompt(600)
-    ask(consumer, new)
-    consumer.stop()
-    assert shelf.objects() == objects
-    assert len(shelf.namespaces()) == 1
-
-
 @pytest.mark.named_failure
 def test_changed_weights_at_a_path_do_not_hit_old_kv(
     engine: Engine,
-    consumer: Engine,
     engines: Engines,
     shelf: ShelfFiles,
     reference: Reference,
@@ -63,9 +47,8 @@ def test_changed_weights_at_a_path_do_not_hit_old_kv(
     engine.generate(tokens)
     shelf.wait_stored(tokens)
     [before] = shelf.namespaces()
-    consumer.stop()
     make_model(engines.places.copied_model, "tiny", seed=1, replace=True)
-    arguments = ENGINES["consumer"](engines.places) | {"kv_role": "kv_both"}
+    arguments = ENGINES["on_shelf"](engines.places) | {"model": engines.places.copied_model}
     with engines.start("changed", **arguments) as changed:
         answer = changed.generate(tokens)
         assert answer.shelf_tokens == 0

@@ -1,19 +1,43 @@
-"""A second engine on the same shelf: restarts, races, shelves that vanish or take no writes."""
+"""A second engine on the same shelf: restarts, races, adapters, shelves that vanish."""
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from tests.support.engines import Engine, assert_same_up_to_ties
-from tests.support.fleet import Ask, MakePrompt, Places, Reference
+from tests.support.engines import Engine, assert_same, assert_same_up_to_ties
+from tests.support.fleet import Ask, Engines, MakePrompt, Places, Reference
 from tests.support.waiting import until
+from tests.vllm.adapter_files import attention_shapes, make_adapter
 from tests.vllm.shelf_files import ShelfFiles
 
 
-def test_first_request_of_a_fresh_engine_hits(
-    engine: Engine, second: Engine, shelf: ShelfFiles, ask: Ask, prompt: MakePrompt
+def test_killed_while_storing_and_started_again(
+    engines: Engines, shelf: ShelfFiles, ask: Ask, prompt: MakePrompt
 ) -> None:
     """Must be the first test with the second engine."""
+    doomed = engines["doomed"]
+    tokens, cut_off = prompt(1500), [prompt(1500) for _ in range(4)]
+    shelf.fill(doomed, tokens)
+    requests = [doomed.submit(each, max_tokens=1) for each in cut_off]
+    requests[1].wait_first_token()
+    doomed.kill()
+    # Whole objects or none are left.
+    assert shelf.check_all() > 0
+    second = engines["second"]
+    ask(second, tokens, 1280)
+    for each in cut_off:
+        ask(second, each)
+        shelf.wait_stored(each)
+    shelf.check_all()
+
+
+def test_a_prompt_is_stored_in_small_steps_and_loaded_with_large_ones(
+    engine: Engine, second: Engine, shelf: ShelfFiles, ask: Ask, prompt: MakePrompt
+) -> None:
     tokens = prompt(1500)
     engine.generate(tokens)
     shelf.wait_stored(tokens)
@@ -47,6 +71,58 @@ def test_two_engines_store_the_same_chunks_at_once(
             ask(each, tokens, 768)
 
 
+def test_adapters_are_told_apart_by_content(
+    second: Engine, shelf: ShelfFiles, tmp_path: Path, prompt: MakePrompt
+) -> None:
+    shapes = attention_shapes()
+    one, two = make_adapter(tmp_path / "one", 1, shapes), make_adapter(tmp_path / "two", 2, shapes)
+    copy = shutil.copytree(one, tmp_path / "copy of one")
+
+    def lora(number: int, path: Path) -> dict[str, Any]:
+        return {"lora_name": path.name, "lora_int_id": number, "lora_path": str(path)}
+
+    adapters = [None, lora(1, one), lora(2, two)]
+    tokens, before = prompt(600), len(shelf.objects())
+    cold = []
+    for number, adapter in enumerate(adapters, 1):
+        # Loads the adapter, so that the worker knows its digest when there is something to store.
+        second.generate(prompt(20), lora=adapter)
+        second.reset_prefix_cache()
+        cold.append(second.generate(tokens, lora=adapter))
+        assert cold[-1].shelf_tokens == 0
+        # Two chunks in two shards.
+        shelf.wait_objects(before + 4 * number)
+    assert len({tuple(answer.tokens) for answer in cold}) == 3
+    for adapter, answer in zip([*adapters, lora(3, copy)], [*cold, cold[1]], strict=True):
+        second.reset_prefix_cache()
+        warm = second.generate(tokens, lora=adapter)
+        assert warm.shelf_tokens == 512
+        assert_same(warm, answer)
+
+    # Another adapter at the same path is another adapter, under a new id; under the old one nobody
+    # can tell which of the two some KV was computed with.
+    shutil.rmtree(two)
+    make_adapter(two, 9, shapes)
+    objects = shelf.objects()
+    second.reset_prefix_cache()
+    old = second.generate(tokens, lora=lora(2, two))
+    assert old.shelf_tokens == 0
+    assert shelf.objects() == objects
+    # vLLM's prefix cache may hold KV of both, until it is reset for kvshelf to hear.
+    second.reset_prefix_cache()
+    assert second.generate(tokens, lora=lora(5, two)).shelf_tokens == 0
+    assert shelf.objects() == objects
+    second.reset_prefix_cache(connector=True)
+    new = second.generate(tokens, lora=lora(5, two))
+    assert new.shelf_tokens == 0
+    assert new.tokens != cold[2].tokens
+    shelf.wait_objects(len(objects) + 4)
+    second.reset_prefix_cache()
+    warm = second.generate(tokens, lora=lora(5, two))
+    assert warm.shelf_tokens == 512
+    assert_same(warm, new)
+
+
 def test_stop_publishes_what_is_staged(
     second: Engine, shelf: ShelfFiles, prompt: MakePrompt
 ) -> None:
@@ -66,6 +142,7 @@ def own(places: Places) -> ShelfFiles:
     return ShelfFiles(places.own)
 
 
+@pytest.mark.slow
 def test_shelf_deleted_while_running(
     third: Engine,
     inert: Engine,
@@ -93,6 +170,7 @@ def test_shelf_deleted_while_running(
     ask(third, new, 512)
 
 
+@pytest.mark.slow
 def test_read_only_shelf(third: Engine, own: ShelfFiles, ask: Ask, prompt: MakePrompt) -> None:
     """The last test with the third engine: after a refusal it stores nothing for a while."""
     if not third.heeds_permissions:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,45 +10,51 @@ import pytest
 
 from tests.server.serve_process import ServeProcess
 from tests.support.engines import (
-    INERT_CONNECTOR,
     NEAR_TIE,
     SHELF_CONNECTOR,
+    Answer,
     Engine,
     assert_same,
 )
-from tests.support.fleet import Engines, MakePrompt, Places
+from tests.support.fleet import Engines, MakePrompt
 from tests.support.waiting import PATIENCE, until
 from tests.vllm.shelf_files import ShelfFiles
 
+EXTENSION = "tests.vllm.trainer_extension.TrainerExtension"
+
 
 class Trained:
-    """An engine on a shelf and one without, whose weights a trainer changes in both."""
+    """An engine on a shelf, whose weights a trainer changes."""
 
-    def __init__(self, engine: Engine, inert: Engine, shelf: ShelfFiles, model: Path) -> None:
-        self.engine, self.inert, self.shelf, self.model = engine, inert, shelf, model
+    def __init__(self, engine: Engine, shelf: ShelfFiles) -> None:
+        self.engine, self.shelf = engine, shelf
 
     def update(self, method: str, *, pauses: bool = True, **arguments: int) -> None:
         """A trainer's order of calls: pause, update, resume."""
-        for engine in (self.engine, self.inert):
-            if pauses:
-                engine.call("pause")
-            engine.call("worker", method=method, **arguments)
-            if pauses:
-                engine.call("resume")
+        if pauses:
+            self.engine.call("pause")
+        self.engine.call("worker", method=method, **arguments)
+        if pauses:
+            self.engine.call("resume")
         # Its steps are enough to compare the weights.
         self.check([7] * 20, 0, max_tokens=24)
 
     def check(self, tokens: list[int], *shelf_tokens: int, max_tokens: int = 8) -> int:
-        """Ask both engines, without their own prefix caches, and compare.
+        """Ask without vLLM's own prefix cache, and compare with what is computed anew.
 
         Return how many tokens came from the shelf, one of `shelf_tokens`.
         """
-        for engine in (self.engine, self.inert):
-            engine.reset_prefix_cache()
+        self.engine.reset_prefix_cache()
         answer = self.engine.generate(tokens, max_tokens=max_tokens)
-        assert_same(answer, self.inert.generate(tokens, max_tokens=max_tokens), NEAR_TIE)
+        assert_same(answer, self.anew(tokens, max_tokens), NEAR_TIE)
         assert answer.shelf_tokens in shelf_tokens
         return answer.shelf_tokens
+
+    def anew(self, tokens: list[int], max_tokens: int = 8) -> Answer:
+        """What the engine answers without any cache: these requests read none."""
+        answer = self.engine.generate(tokens, max_tokens=max_tokens, prompt_logprobs=0)
+        assert answer.cached_tokens == 0
+        return answer
 
     def cold(self, tokens: list[int]) -> set[Path]:
         """Ask for a prompt of two chunks that the shelf does not have; return what was stored."""
@@ -81,21 +86,11 @@ def are_two_chunks(objects: set[Path]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def trained(
-    engines: Engines, places: Places, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Trained]:
-    folder = tmp_path_factory.mktemp("trained")
-    model = Path(shutil.copytree(places.model, folder / "model"))
-    shelf = ShelfFiles(folder / "shelf")
-    common = {
-        "model": model,
-        "worker_extension_cls": "tests.vllm.trainer_extension.TrainerExtension",
-    }
-    engine = engines.on_shelf("trained", shelf.root, core=1, **common)
-    inert = engines.start("trained inert", connector=INERT_CONNECTOR, core=0, **common)
-    yield Trained(engine, inert, shelf, model)
-    for started in (engine, inert):
-        started.stop(at_once=True)
+def trained(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    shelf = ShelfFiles(tmp_path_factory.mktemp("trained") / "shelf")
+    engine = engines.on_shelf("trained", shelf.root, core=1, worker_extension_cls=EXTENSION)
+    yield Trained(engine, shelf)
+    engine.stop(at_once=True)
 
 
 def test_a_trainer_updates_twice_and_goes_back(trained: Trained, prompt: MakePrompt) -> None:
@@ -158,11 +153,11 @@ def test_weights_that_vllm_reloads(trained: Trained, prompt: MakePrompt) -> None
     trained.warm(tokens)
 
 
+@pytest.mark.slow
 def test_the_first_step_after_a_change_loads_nothing_of_before_from_a_node_server(
-    trained: Trained, engines: Engines, tmp_path: Path, prompt: MakePrompt
+    engines: Engines, tmp_path: Path, prompt: MakePrompt
 ) -> None:
-    """Must be the last test with these engines: another one is trained beside the inert one."""
-    shelf, inert = ShelfFiles(tmp_path / "shelf"), trained.inert
+    shelf = ShelfFiles(tmp_path / "shelf")
     with (
         ServeProcess(shelf.root, tmp_path / "run" / "node.sock", "64MiB") as node,
         engines.start(
@@ -174,19 +169,16 @@ def test_the_first_step_after_a_change_loads_nothing_of_before_from_a_node_serve
                 "identity_wait_s": PATIENCE,
             },
             core=1,
-            model=trained.model,
-            worker_extension_cls="tests.vllm.trainer_extension.TrainerExtension",
+            model=engines.places.model,
+            worker_extension_cls=EXTENSION,
         ) as engine,
     ):
-        served = Trained(engine, inert, shelf, trained.model)
-        # The weights of the files, in both.
-        served.update("load_step", step=0)
+        served = Trained(engine, shelf)
         for step in (1, 2):
             tokens = prompt(600)
             served.cold(tokens)
             served.warm(tokens)
-            for one in (engine, inert):
-                one.call("worker", method="load_step", step=step)
+            engine.call("worker", method="load_step", step=step)
             loaded = engine.counters()["loaded_tokens"]
             # vLLM's reset leaves the connector out: the worker alone knows of the change, and
             # refuses a load that vLLM may be told of.
@@ -194,5 +186,5 @@ def test_the_first_step_after_a_change_loads_nothing_of_before_from_a_node_serve
             # Nor has vLLM's own cache anything of before. These are enough steps to compare.
             for one, most in ((tokens, 8), ([7] * 20, 24)):
                 answer = engine.generate(one, max_tokens=most)
-                assert_same(answer, inert.generate(one, max_tokens=most), NEAR_TIE)
+                assert_same(answer, served.anew(one, most), NEAR_TIE)
             assert engine.counters()["loaded_tokens"] == loaded
