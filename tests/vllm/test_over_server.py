@@ -66,8 +66,10 @@ def node(shelf: ShelfFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture(scope="module")
-def served(engines: Engines, node: ServeProcess) -> Iterator[Engine]:
+def served(engines: Engines, node: ServeProcess, shelf: ShelfFiles) -> Iterator[Engine]:
     engine = start(engines, "over a server", node, 1)
+    # Tests name hand-overs by its namespace.
+    shelf.fill(engine, list(range(2, 302)))
     yield engine
     engine.stop(at_once=True)
 
