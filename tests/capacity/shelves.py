@@ -16,7 +16,6 @@ from kvshelf.shelf.view import ObjectRef
 from tests.support.formats import make_format, sealed
 from tests.support.prompts import make_chunks
 from tests.support.storages import CountingBackend, FaultyBackend, LaterBackend, posix
-from tests.support.waiting import PATIENT
 
 DAY = 86400.0
 FMT = make_format(native=False)
@@ -33,7 +32,7 @@ class Place:
         self.faults = FaultyBackend(self.later)
         self.counting = CountingBackend(self.faults)
         # Busy machines are late.
-        self.shelf = Shelf(self.counting, deadlines=PATIENT)
+        self.shelf = Shelf(self.counting)
         self.backend = self.shelf.backend
         self.now = self.later.now()
 

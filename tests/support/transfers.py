@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from kvshelf.backends import Backend, Deadlines
-from kvshelf.backends.breaker import Backoff
+from kvshelf.backends.breaker import DEFAULT_BACKOFF, Backoff
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.format.keys import Chunk
 from kvshelf.format.names import object_name
@@ -35,7 +34,7 @@ from kvshelf.transfer.staging import Regions, StagingPool
 from kvshelf.transfer.stores import StoreOutcome, Stores
 from kvshelf.transfer.transfers import Transfers
 from tests.support.formats import BLOCK, HEAD_SIZE, HEADS, LAYERS, make_format
-from tests.support.waiting import AT_ONCE, PATIENCE, PATIENT
+from tests.support.waiting import PATIENCE
 
 
 @functools.lru_cache(maxsize=4096)
@@ -73,7 +72,7 @@ class Rig:
     staging_objects: int = 16
     options: dict[str, Any] = field(default_factory=dict)
     deadlines: Deadlines | None = None
-    backoff: Backoff = AT_ONCE
+    backoff: Backoff = DEFAULT_BACKOFF
     #: The streams of the device that the caches are on, and its buffers for stores.
     streams: Streams | None = None
     ring: int = 4
@@ -226,11 +225,6 @@ class Rig:
 
     def count(self, name: str) -> float:
         return self.counters.snapshot().get(name, 0)
-
-    def let_go(self, gate: threading.Event) -> None:
-        """Let what hangs go on, and from then on take nothing for late: machines are busy."""
-        self.guard.deadlines = PATIENT
-        gate.set()
 
     def close(self) -> None:
         self.transfer.close(0.0)

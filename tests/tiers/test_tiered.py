@@ -49,7 +49,7 @@ from tests.support.prompts import make_chunks, prompt
 from tests.support.storages import CountingBackend, FarBackend, Fault, FaultyBackend, posix
 from tests.support.threads import none_can_be_started
 from tests.support.transfers import Rig
-from tests.support.waiting import AT_ONCE, PATIENCE, PATIENT, SOON, until
+from tests.support.waiting import PATIENCE, until
 
 FMT = make_format()
 SHARDS = range(FMT.shards)
@@ -62,16 +62,15 @@ class Machine:
     def __init__(self, remote: Backend, tier: Path, **options: Any) -> None:
         self.counters = Counters()
         self.tier = DiskTier(
-            tier, options.pop("max_bytes", ROOM), counters=self.counters, backoff=AT_ONCE, **options
+            tier, options.pop("max_bytes", ROOM), counters=self.counters, **options
         )
         self.rig = Rig(
             remote,
             fmt=FMT,
-            deadlines=PATIENT,
             in_front=lambda shelf: TieredShelf(shelf, [self.tier]),
         )
         self.lookups = LookupService(
-            TieredShelf(Shelf(GuardedBackend(remote, PATIENT, AT_ONCE)), [self.tier]).view(FMT),
+            TieredShelf(Shelf(GuardedBackend(remote)), [self.tier]).view(FMT),
             failed=FailedKeys(),
             counters=Counters(),
         )
@@ -275,7 +274,6 @@ def test_a_thread_that_a_tier_keeps_is_replaced(
     machine.put([*chunks, *others])
     guard = machine.tier.guard
     assert guard is not None
-    guard.deadlines = SOON
     gate = threading.Event()
     hanging = FaultyBackend(guard.inner, Fault("open", f"*{chunks[0].key.hex()}*", wait=gate))
     monkeypatch.setattr(guard, "inner", hanging)
@@ -520,7 +518,6 @@ def test_copies_go_on_when_the_thread_of_the_tier_is_kept_and_another_can_be_sta
     first, second = make_chunks(FMT, 1), make_chunks(FMT, 1, seed=1)
     guard = machine.tier.guard
     assert guard is not None
-    guard.deadlines = SOON
     go, reading = threading.Event(), Ledger.read
     kept: list[int] = []
 
@@ -630,7 +627,6 @@ def test_a_ledger_that_hangs_is_noticed(
     machine = start(remote)
     guard = machine.tier.guard
     assert guard is not None
-    guard.deadlines = SOON
     go = hang(monkeypatch, Ledger, "read")
     machine.rig.put(make_chunks(FMT, 3))
     until(lambda: guard.late_calls > 0)

@@ -41,7 +41,7 @@ from kvshelf.transfer.transfers import Transfers
 from tests.support.formats import format_of_kinds, make_format
 from tests.support.prompts import make_chunks
 from tests.support.storages import CountingBackend, FarBackend, Fault, FaultyBackend, posix
-from tests.support.waiting import AT_ONCE, PATIENCE, SOON, until
+from tests.support.waiting import PATIENCE, until
 
 SHARDS: Mapping[Kind, int] = {FULL: 1, WINDOW: 2, STATE: 2}
 FMT = format_of_kinds(SHARDS)
@@ -96,7 +96,7 @@ class Kinds:
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
-        self.guard = GuardedBackend(self.backend, self.deadlines, AT_ONCE)
+        self.guard = GuardedBackend(self.backend, self.deadlines)
         self.shelf = Shelf(self.guard, self.counters)
         self.transfers = Transfers(self.context(kind) for kind in self.kinds)
 
@@ -314,7 +314,7 @@ def test_several_loads_end_for_themselves(kinds: Kinds) -> None:
 def test_a_part_that_hangs_ends_the_load_in_time(
     backend: FaultyBackend, wanted: dict[Kind, list[Chunk]], kind: Kind
 ) -> None:
-    with closing(Kinds(backend, deadlines=SOON)) as kinds:
+    with closing(Kinds(backend)) as kinds:
         kinds.put(wanted)
         gate = threading.Event()
         pattern = "*-state-*" if kind == STATE else "*-[0-9]-0of1.*"
@@ -326,7 +326,6 @@ def test_a_part_that_hangs_ends_the_load_in_time(
         reasons = {failure for _, _, failure in load.failures}
         # The read that is late opens the circuit breaker, which refuses those behind it.
         assert Failure.ERROR in reasons and reasons <= {Failure.ERROR, Failure.UNAVAILABLE}
-        kinds.guard.deadlines = Deadlines(PATIENCE, PATIENCE, PATIENCE)
         gate.set()
 
 

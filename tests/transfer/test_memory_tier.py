@@ -24,7 +24,7 @@ from tests.support.formats import make_format
 from tests.support.prompts import make_chunks
 from tests.support.storages import CountingBackend, Fault, FaultyBackend, posix
 from tests.support.transfers import Rig
-from tests.support.waiting import AT_ONCE, PATIENCE, PATIENT, SOON, until
+from tests.support.waiting import PATIENCE, until
 
 FMT = make_format()
 OBJECT = SizeClasses(1 << 30).rounded(FMT.object_size(0))
@@ -43,13 +43,12 @@ class Near:
         tiers: list[Tier] = [KindMemory(self.tier, FMT, self.counters, **options)]
         self.disk: DiskTier | None = None
         if disk is not None:
-            self.disk = DiskTier(disk, 1 << 30, counters=self.counters, backoff=AT_ONCE)
+            self.disk = DiskTier(disk, 1 << 30, counters=self.counters)
             tiers.append(self.disk)
         self.rig = Rig(
             self.reads,
             fmt=FMT,
             blocks=400,
-            deadlines=PATIENT,
             in_front=lambda shelf: TieredShelf(shelf, tiers),
         )
 
@@ -233,11 +232,10 @@ def test_a_read_into_memory_that_hangs_gives_it_back_when_it_returns(
     chunks = stored(tmp_path, 1)
     near = start()
     gate = threading.Event()
-    near.rig.guard.deadlines = SOON
     near.faults.add(Fault("read", wait=gate))
     assert near.load(chunks) == 0
     assert near.tier.stats().pinned_bytes == FMT.shards * FMT.object_size(0)
-    near.rig.let_go(gate)
+    gate.set()
     near.idle()
     assert near.rig.untouched(near.rig.items(chunks, 100)[0])
 

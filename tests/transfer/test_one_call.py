@@ -23,7 +23,7 @@ from kvshelf.transfer.load import Failure
 from tests.support.prompts import make_chunks
 from tests.support.storages import posix
 from tests.support.transfers import Rig
-from tests.support.waiting import PATIENCE, SOON, until
+from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.skipif(
     not PosixBackend("/").reads_whole, reason="the compiled library is not there, or no openat2"
@@ -195,7 +195,7 @@ def test_what_two_loads_want_is_read_once(make: Callable[..., Rig], noting: Noti
 def test_a_call_that_hangs_is_given_up_with_its_chunk(
     make: Callable[..., Rig], noting: Noting
 ) -> None:
-    rig = make(deadlines=SOON)
+    rig = make()
     chunks = stored(rig, 20)
     noting.gate, noting.held = threading.Event(), names(rig, chunks[3])[0]
     load, items = rig.load(chunks, 100)
@@ -207,7 +207,7 @@ def test_a_call_that_hangs_is_given_up_with_its_chunk(
     # It keeps its memory, and nothing more comes of it.
     assert rig.staging.in_use == rig.fmt.shards
     before = [cache.clone() for cache in rig.caches]
-    rig.let_go(noting.gate)
+    noting.gate.set()
     until(lambda: rig.staging.in_use == 0)
     assert all(map(torch.equal, before, rig.caches))
 

@@ -25,7 +25,7 @@ from tests.support.storages import (
 )
 from tests.support.threads import named
 from tests.support.transfers import Destination, Rig
-from tests.support.waiting import PATIENCE, SOON, until
+from tests.support.waiting import PATIENCE, until
 
 
 class Lender:
@@ -244,7 +244,7 @@ def test_a_cancelled_load_gives_back_what_it_gets_and_touches_nothing(
 def test_a_loan_that_comes_late_is_given_back_unused(
     start: Callable[..., Lender], lent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lender = start(deadlines=SOON)
+    lender = start()
     chunks = lender.put(1)
     read: list[object] = []
     monkeypatch.setattr(NamespaceView, "load", lambda *arguments: read.append(arguments))

@@ -46,7 +46,7 @@ from tests.support.prompts import make_chunks
 from tests.support.storages import Fault, FaultyBackend, LendingMemory, Loan, posix
 from tests.support.threads import none_can_be_started
 from tests.support.transfers import Destination, Rig, content
-from tests.support.waiting import PATIENCE, SOON, until
+from tests.support.waiting import PATIENCE, until
 
 
 @pytest.fixture
@@ -541,7 +541,7 @@ def _note(event: threading.Event) -> Exception:
 def test_loads_that_hang_are_given_up_and_later_ones_fail_at_once(
     backend: FaultyBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with closing(Rig(backend, deadlines=SOON, options={"load_threads": 2})) as rig:
+    with closing(Rig(backend, options={"load_threads": 2})) as rig:
         chunks = make_chunks(rig.fmt, 3)
         rig.put(chunks)
         gate = threading.Event()
@@ -563,7 +563,7 @@ def test_loads_that_hang_are_given_up_and_later_ones_fail_at_once(
             rig.stores.store(rig.items(make_chunks(rig.fmt, 1, 7), 0)[0])
             == StoreOutcome.UNAVAILABLE
         )
-        rig.let_go(gate)
+        gate.set()
         until(lambda: rig.shelf.available)
         until(lambda: rig.staging.in_use == 0)
         assert all(rig.untouched(item) for item in items)
@@ -576,7 +576,7 @@ def test_loads_that_hang_are_given_up_and_later_ones_fail_at_once(
 def test_loads_go_on_when_threads_can_be_started_again(
     backend: FaultyBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with closing(Rig(backend, deadlines=SOON, options={"load_threads": 1})) as rig:
+    with closing(Rig(backend, options={"load_threads": 1})) as rig:
         chunks, others = make_chunks(rig.fmt, 1), make_chunks(rig.fmt, 2, 7)
         rig.put(chunks)
         rig.put(others)
@@ -589,13 +589,13 @@ def test_loads_go_on_when_threads_can_be_started_again(
         # What hangs still does.
         rig.comes_back(others, 40)
         assert rig.loading.stuck == 1
-        rig.let_go(gate)
+        gate.set()
 
 
 def test_one_object_that_hangs_does_not_fail_the_loads_of_others(
     backend: FaultyBackend,
 ) -> None:
-    with closing(Rig(backend, deadlines=SOON, options={"load_threads": 2})) as rig:
+    with closing(Rig(backend, options={"load_threads": 2})) as rig:
         chunks, others = make_chunks(rig.fmt, 2), make_chunks(rig.fmt, 4, 7)
         rig.put(chunks)
         rig.put(others)
@@ -708,7 +708,7 @@ def test_a_load_is_not_cut_in_time(rig: Rig) -> None:
 def test_stores_that_hang_are_given_up_and_loads_go_on(
     backend: FaultyBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with closing(Rig(backend, deadlines=SOON, backoff=Backoff(1000.0, 1000.0))) as rig:
+    with closing(Rig(backend, backoff=Backoff(1000.0, 1000.0))) as rig:
         stored = make_chunks(rig.fmt, 2)
         rig.put(stored)
         gate = threading.Event()
@@ -726,7 +726,7 @@ def test_stores_that_hang_are_given_up_and_loads_go_on(
         assert rig.staging.in_use == 2 * rig.fmt.shards
         assert rig.stores.store(rig.items(prompts, 0)[0]) == StoreOutcome.UNAVAILABLE
         assert rig.load(stored, 20)[0].failed_at is None
-        rig.let_go(gate)
+        gate.set()
         until(lambda: rig.staging.in_use == 0)
         rig.guard.writes.retry_at = 0.0
         rig.put(prompts)
@@ -738,7 +738,7 @@ def test_no_store_is_taken_that_no_thread_is_left_for(
     backend: FaultyBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threads_module, "MAX_STUCK", 1)
-    with closing(Rig(backend, deadlines=SOON)) as rig:
+    with closing(Rig(backend)) as rig:
         gate = threading.Event()
         backend.add(Fault("write", wait=gate))
         ended: dict[int, str] = {}
@@ -759,7 +759,7 @@ def test_no_store_is_taken_that_no_thread_is_left_for(
         assert rig.stores.store(late, age=-60.0) == StoreOutcome.UNAVAILABLE
         assert rig.count("dropped_chunks_error") == 1
         assert rig.count("dropped_chunks_unavailable") == 2
-        rig.let_go(gate)
+        gate.set()
         until(lambda: rig.staging.in_use == 0)
         rig.put(chunks)
         assert rig.load(chunks, 20)[0].failed_at is None

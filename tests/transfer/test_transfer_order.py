@@ -25,7 +25,7 @@ from kvshelf.transfer.transfers import default_io_threads
 from tests.support.prompts import make_chunks
 from tests.support.storages import Fault, FaultyBackend, posix
 from tests.support.transfers import Destination, Rig
-from tests.support.waiting import PATIENCE, SOON, until
+from tests.support.waiting import PATIENCE, until
 
 
 class Gate(WrappedBackend):
@@ -257,7 +257,7 @@ def test_all_who_share_a_read_that_fails_learn_it(rig: Rig, gate: Gate) -> None:
 def test_all_who_share_a_read_that_hangs_are_given_up_and_later_ones_read_anew(
     gate: Gate,
 ) -> None:
-    with closing(Rig(gate, deadlines=SOON, options={"load_threads": 2})) as rig:
+    with closing(Rig(gate, options={"load_threads": 2})) as rig:
         chunks = make_chunks(rig.fmt, 1)
         rig.put(chunks)
         hold = threading.Event()
@@ -277,7 +277,7 @@ def test_all_who_share_a_read_that_hangs_are_given_up_and_later_ones_read_anew(
 def test_a_thread_that_is_taken_for_kept_while_it_waits_is_watched_over_all_the_same(
     gate: Gate,
 ) -> None:
-    with closing(Rig(gate, deadlines=SOON, options={"load_threads": 1})) as rig:
+    with closing(Rig(gate, options={"load_threads": 1})) as rig:
         chunks = make_chunks(rig.fmt, 1)
         rig.put(chunks)
         loading = rig.loading
@@ -297,7 +297,7 @@ def test_a_thread_that_is_taken_for_kept_while_it_waits_is_watched_over_all_the_
         load = rig.start("s", rig.items(chunks, 40))
         assert rig.finished() is load
         assert load.failed_at is None
-        rig.let_go(hold)
+        hold.set()
         until(lambda: rig.staging.in_use == 0)
 
 
@@ -497,7 +497,7 @@ def test_a_load_does_not_fail_because_an_early_read_got_no_memory(
 def test_a_load_that_has_time_waits_for_memory_when_the_one_it_joined_has_none(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with closing(Rig(gate, deadlines=SOON, options={"load_threads": 2})) as rig:
+    with closing(Rig(gate, options={"load_threads": 2})) as rig:
         chunks = make_chunks(rig.fmt, 1)
         rig.put(chunks)
         staging = _UsedUp(rig, monkeypatch)
