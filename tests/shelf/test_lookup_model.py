@@ -1,8 +1,8 @@
-"""Lookups find what is there and end in time, whatever the storage, threads and others do.
+"""Lookups and waits find what is there, whatever the storage, threads and others do.
 
 Two prompts share their first chunks. We and others store and delete chunks, while lookups run one
 after the other or wait together. What may be found, and what must be, is written down a second
-time: in the times at which each chunk was there.
+time: in the times at which each chunk was there. The same for those who wait for chunks.
 """
 
 from __future__ import annotations
@@ -13,19 +13,23 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from threading import Thread
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvshelf.backends import Deadlines, StatResults
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.format.kinds import FULL
 from kvshelf.format.names import object_name
 from kvshelf.metrics import Counters
 from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.lookup import Lookup, LookupService
 from kvshelf.shelf.shelf import Shelf
+from kvshelf.shelf.threads import StorageThreads
+from kvshelf.shelf.waits import Wait, WaitService
 from tests.support.formats import make_format
 from tests.support.prompts import prompt
 from tests.support.storages import NamesBackend
@@ -36,7 +40,7 @@ FMT = make_format(shards=2)
 SIZE = FMT.chunk_size
 CHUNKS, SHARED = 6, 2
 PROMPTS = [prompt(CHUNKS, seed, SHARED * SIZE, unit=SIZE) for seed in range(2)]
-THREADS = "kvshelf-lookup"
+THREADS = "kvshelf-lookup", "kvshelf-wait"
 
 DEADLINE, TICK = 1.0, 0.25
 USUAL = 0.05
@@ -50,7 +54,7 @@ NEARLY = DEADLINE - INEXACT
 
 #: What happens, the likelier the more often it stands here.
 OPERATIONS = (
-    *("ask", "ask", "ask", "ask and go on", "ask and go on"),
+    *("ask", "ask", "ask", "ask and go on", "ask and go on", "wait for"),
     *("we store", "we store", "others store"),
     *("others delete", "we delete", "load fails", "others delete, forget"),
     *("pause 1.1", "pause 5", "pause 65"),
@@ -110,20 +114,29 @@ class Asked:
     opened: int
 
 
+@dataclass(eq=False)
+class Waited:
+    """A wait for chunks, and when it began."""
+
+    wait: Wait
+    chunks: Sequence[Chunk]
+    began: float
+
+
 class Life:
     """A shelf, lookups on it, and what the rule says of both."""
 
     def __init__(self, stack: ExitStack, *, far: bool) -> None:
         self.far = far
-        self.others = named(THREADS)
+        self.others = threads()
         self.storage = Storage(0.02 if far else 0.0)
         self.guard = GuardedBackend(self.storage, Deadlines(*[DEADLINE] * 3), AT_ONCE)
         self.failed = FailedKeys(other_seconds=3.0)
-        self.service = LookupService(
-            Shelf(self.guard).view(FMT), failed=self.failed, counters=Counters()
-        )
+        view = Shelf(self.guard).view(FMT)
+        self.service = LookupService(view, failed=self.failed, counters=Counters())
+        self.waits = WaitService({FULL: view}, counters=Counters())
         self.count = 2 if far else 1
-        for clean in (self.guard.close, self.service.close, self.go_on):
+        for clean in (self.guard.close, self.service.close, self.waits.close, self.go_on):
             stack.callback(clean)
         self.refused = stack.enter_context(ExitStack())
         self.chains = [KeyChain(FMT.namespace.digest, SIZE).extend(tokens) for tokens in PROMPTS]
@@ -134,6 +147,7 @@ class Life:
         self.forgotten = self.refused_at = -math.inf
         self.closed = False
         self.waiting: list[Asked] = []
+        self.waited: list[Waited] = []
         self.once_given_up: Callable[[], None] | None = None
         #: The least and the most that an answer took, for each unit that the service counts.
         self.least, self.most = math.inf, 0.0
@@ -194,6 +208,17 @@ class Life:
         time.sleep(USUAL / 2)
         return asked
 
+    def wait_for(self, branch: int, last: int) -> None:
+        chunks, began = self.chains[branch][: last + 1], time.monotonic()
+        wait = self.waits.submit([(FULL, chunk) for chunk in chunks], "")
+        self.waited.append(Waited(wait, chunks, began))
+
+    def stop_waiting(self) -> None:
+        self.check()
+        for waited in self.waited:
+            waited.wait.cancel()
+        self.waited.clear()
+
     def heal(self) -> None:
         """Let the storage answer, and see everything become as it was before."""
         self.once_given_up = None
@@ -202,11 +227,16 @@ class Life:
         self.refused.close()
         until(lambda: self.guard.reads.is_closed and self.service.available, seconds=20.0)
         self.end_all()
-        until(lambda: not self.service._threads.stuck, seconds=1.0)
-        assert len(self.service._threads.working) == self.count
+        for threads, count in (self.service._threads, self.count), (self.waits._threads, 1):
+            self.have(threads, count)
+        self.check_waits()
         # Threads that are done may need a moment.
         time.sleep(0.1)
         assert not self.service.stalled(0.0)
+
+    @staticmethod
+    def have(threads: StorageThreads, count: int) -> None:
+        until(lambda: (threads.stuck, len(threads.working)) == (0, count), seconds=1.0)
 
     def go_on(self) -> None:
         self.storage.takes = USUAL
@@ -215,7 +245,7 @@ class Life:
     def refuse(self) -> None:
         self.refused_at = math.inf
         patch = self.refused.enter_context(pytest.MonkeyPatch.context())
-        self.refused.enter_context(none_can_be_started(patch, THREADS))
+        self.refused.enter_context(none_can_be_started(patch, *THREADS))
         self.refused.callback(lambda: setattr(self, "refused_at", time.monotonic()))
 
     def forget(self) -> None:
@@ -226,9 +256,11 @@ class Life:
     def close(self) -> None:
         self.closed = True
         self.service.close()
+        self.waits.close()
 
     def end(self) -> None:
         """See all lookups end when the service is closed, and all threads."""
+        before = [asked.lookup for asked in self.waiting if not self.closed]
         if not self.closed:
             self.close()
         elif not self.far:
@@ -237,7 +269,8 @@ class Life:
         assert self.ask(0, 0).lookup.given_up
         self.go_on()
         self.end_all()
-        until(lambda: named(THREADS) <= self.others, "threads without an end", seconds=10.0)
+        assert not any(lookup.given_up for lookup in before)
+        until(lambda: threads() <= self.others, "threads without an end", seconds=10.0)
 
     def do(self, step: str, *place: int) -> None:
         what, _, value = step.partition(" ")
@@ -246,7 +279,12 @@ class Life:
             if not value and self.storage.gate.is_set():
                 self.end_all()
         elif what == "pause":
+            if value != "1.1":
+                # Nobody waits for so long.
+                self.stop_waiting()
             time.sleep(float(value))
+        elif what == "wait":
+            self.wait_for(*place)
         elif value == "store":
             self.store(*place, ours=what == "we")
         else:
@@ -290,6 +328,23 @@ class Life:
                 assert self.closed or asked.began <= max(self.trouble(), self.refused_at)
             else:
                 self.check_answer(asked)
+
+        now = time.monotonic()
+        for waited in self.waited:
+            wait, seen = waited.wait, waited.wait.seen
+            assert not wait.gave_up and wait.complete is (seen == len(waited.chunks))
+            for chunk in waited.chunks[:seen]:
+                assert self.was_there(chunk, waited.began, now), "seen, but not there"
+
+    def check_waits(self) -> None:
+        """See those who wait get what is there."""
+        for waited in self.waited:
+            wait, count, now = waited.wait, 0, time.monotonic()
+            for chunk in waited.chunks:
+                if not self.was_there(chunk, now, now):
+                    break
+                count += 1
+            until(lambda wait=wait, count=count: wait.seen >= count, seconds=5.0)  # type: ignore[misc]
 
     def check_answer(self, asked: Asked) -> None:
         hit, end, began = asked.lookup.hit_chunks, asked.lookup.as_of, asked.began
@@ -338,9 +393,23 @@ class Life:
         return f"{FMT.namespace.folder}/{object_name(chunk, shard, FMT.shards)}"
 
 
+def threads() -> set[Thread]:
+    return set().union(*map(named, THREADS))
+
+
+def calm(*steps: str) -> list[tuple[str, str, list[tuple[str, int, int]]]]:
+    return [("", "", [(step, 0, CHUNKS - 1) for step in steps])]
+
+
+@example(True, calm("ask", "we store", "ask"), False)
+@example(True, calm("we store", "ask", "others delete, forget", "ask"), False)
+@example(True, calm("we store", "ask", "load fails", "pause 5", "ask"), False)
+@example(True, calm("ask and go on", "we store", "ask", "ask"), False)
+@example(True, [*calm("others store", "ask"), *calm("we delete", "we store", "ask")], False)
+@example(False, [("hangs", "closes", [("ask and go on", 0, 1)] * 3)], False)
 @given(st.booleans(), st.lists(times, max_size=8), st.booleans())
-@settings(max_examples=80)
-def test_lookups_find_what_is_there_and_end_in_time(
+@settings(max_examples=60)
+def test_lookups_and_waits_find_what_is_there_and_end(
     far: bool, life_of: list[tuple[str, str, list[tuple[str, int, int]]]], hangs: bool
 ) -> None:
     with ExitStack() as stack:
