@@ -262,11 +262,13 @@ def test_all_who_share_a_read_that_hangs_are_given_up_and_later_ones_read_anew(
         rig.put(chunks)
         hold = threading.Event()
         gate.faults.add(Fault("read", f"*{chunks[0].key.hex()}-0-0of*", wait=hold, times=1))
-        items = [rig.items(chunks, first) for first in (20, 40)]
-        for number, wanted in enumerate(items):
-            rig.start(str(number), wanted)
-        assert [load.failed_at for load in rig.all_ended(2).values()] == [0, 0]
+        rig.start("r", rig.items(chunks, 20))
+        shares: list[Piece] = []
+        # Its own deadline is far away.
+        rig.loads.load(rig.items(chunks, 40), bytes_ahead=1 << 40, on_done=shares.append)
+        assert rig.finished().failed_at == 0
         until(lambda: rig.count("stuck_threads") == 1)
+        until(lambda: [load.failed_at for load in shares] == [0])
         assert rig.load(chunks, 44)[0].failed_at is None
         before = [cache.clone() for cache in rig.caches]
         hold.set()
@@ -511,6 +513,26 @@ def test_a_load_that_has_time_waits_for_memory_when_the_one_it_joined_has_none(
         staging.answer.set()
         until(lambda: [load.failed_at for load in second] == [None])
         assert rig.count("load_failures_error") == 0
+
+
+def test_a_load_that_comes_when_a_read_has_got_no_memory_reads_for_itself(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(Rig(gate, options={"load_threads": 1})) as rig:
+        chunks = make_chunks(rig.fmt, 1)
+        rig.put(chunks)
+        _UsedUp(rig, monkeypatch).answer.set()
+        add, later = rig.counters.add, ["second"]
+
+        def add_and_load(name: str, amount: float = 1) -> None:
+            add(name, amount)
+            if later and name == "load_failures_error":
+                rig.start(later.pop(), rig.items(chunks, 40))
+
+        monkeypatch.setattr(rig.counters, "add", add_and_load)
+        rig.start("first", rig.items(chunks, 20))
+        ended = rig.all_ended(2)
+        assert [ended[name].failed_at for name in ("first", "second")] == [0, None]
 
 
 def test_early_loads_of_a_storage_at_rest_are_no_trouble(rig: Rig, gate: Gate) -> None:
