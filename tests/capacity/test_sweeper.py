@@ -24,7 +24,7 @@ from kvshelf.capacity import sweeper as sweeper_module
 from kvshelf.capacity import sweeping as sweeping_module
 from kvshelf.capacity import written as written_module
 from kvshelf.capacity.collect import Plan, plan
-from kvshelf.capacity.lease import SWEEP, Finding, Lease, Record
+from kvshelf.capacity.lease import LEASE_SECONDS, SWEEP, Finding, Lease, Record
 from kvshelf.capacity.pins import Pin, Pins
 from kvshelf.capacity.sweeper import Sweeper
 from kvshelf.capacity.walk import Walk
@@ -569,6 +569,19 @@ def test_a_listing_is_used_again_while_it_is_fresh(place: Swept, used_again: Non
     assert place.counting.counts["entries"] > listings
 
 
+def test_what_leftovers_free_is_not_freed_again_by_what_is_chosen_for_later(
+    place: Swept, used_again: None
+) -> None:
+    place.fill()
+    before = place.objects()
+    bad = f"{FMT.namespace.folder}/.kvshelf/bad/00-11-{'1' * 64}-0-0of1.safetensors"
+    place.write(bad, bytes(10 * CHUNK_BYTES))
+    place.later.ahead += HOUR
+    place.make(max_bytes=27 * CHUNK_BYTES).step()
+    assert place.objects() == before
+    assert bad not in place.files()
+
+
 def test_what_others_say_deletes_nothing_from_a_plan(
     place: Swept, monkeypatch: pytest.MonkeyPatch, used_again: None
 ) -> None:
@@ -602,6 +615,24 @@ def test_a_plan_ends_when_the_process_was_paused_or_it_is_old(
     found = Lease(place.backend).read(place.later.now())
     assert found.finding is not None
     assert (found.finding.max_age, found.until) == (None, 0.0)
+
+
+@pytest.mark.parametrize(("times", "ends"), [(2, False), (None, True)])
+def test_a_sweep_ends_when_its_lease_could_not_be_renewed_while_it_lasted(
+    place: Swept, times: int | None, ends: bool
+) -> None:
+    place.fill()
+    gone: list[int] = []
+
+    def on_evicted(key: bytes, index: int) -> None:
+        if not gone:
+            error = TransientStorageError(5, "away")
+            place.faults.add(Fault("open", SWEEP, error=error, times=times))
+        gone.append(index)
+        place.wait(25.0)
+
+    place.make({"on_evicted": on_evicted}, max_bytes=CHUNK_BYTES).step()
+    assert len(gone) <= LEASE_SECONDS / 25.0 + 2 if ends else len(gone) == 20
 
 
 @pytest.mark.parametrize("threads", [1, 4])
