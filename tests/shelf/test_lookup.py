@@ -327,40 +327,6 @@ def test_what_was_found_is_not_asked_for_again_and_only_the_rest_of_a_longer_pro
     assert len(far.backend.asked) == 1
 
 
-def test_what_we_store_is_found_at_once(far: Far) -> None:
-    tokens = prompt(3)
-    assert far.hit(tokens) == 0
-    far.put(far.chunks(tokens))
-    far.service.note_published(chunk.key for chunk in far.chunks(tokens))
-    assert far.hit(tokens) == 3
-
-
-def test_what_others_store_is_found_soon(far: Far) -> None:
-    tokens = prompt(3)
-    assert far.hit(tokens) == 0
-    far.put(far.chunks(tokens))
-    far.backend.asked.clear()
-    assert far.hit(tokens) == 0
-    assert not far.backend.asked, "a miss is not asked for again at once"
-    until(lambda: far.hit(tokens) == 3)
-
-
-def test_what_we_store_while_an_older_answer_is_on_its_way_is_found(far: Far) -> None:
-    tokens = prompt(3)
-    far.backend.gate.clear()
-    late = far.submit(tokens)
-    until(lambda: bool(far.backend.asked))
-    far.put(far.chunks(tokens))
-    far.service.note_published(chunk.key for chunk in far.chunks(tokens))
-    later = far.submit(tokens)
-    until(lambda: len(far.backend.asked) == 2)
-    far.backend.gate.set()
-    assert late.wait(PATIENCE)
-    assert later.wait(PATIENCE)
-    assert later.hit_chunks == 3
-    assert far.hit(tokens) == 3
-
-
 def test_a_hit_that_is_gone_is_asked_for_afresh_and_remembered_as_a_hole(
     far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -439,16 +405,6 @@ def test_a_probe_of_a_directory_that_fails_is_counted(near: Rig) -> None:
     assert near.look(tokens).hit_chunks < 3
     assert near.counters.snapshot()["probe_errors"] == 1
     assert near.look(tokens).hit_chunks == 3
-
-
-def test_forgetting_asks_again(far: Far) -> None:
-    tokens = prompt(3)
-    far.put(far.chunks(tokens))
-    assert far.hit(tokens) == 3
-    far.delete(far.chunks(tokens)[2])
-    assert far.hit(tokens) == 3
-    far.service.forget()
-    assert far.hit(tokens) == 2
 
 
 def test_a_busy_thread_with_ever_new_look_ups_is_not_stalled(far: Far) -> None:
@@ -614,22 +570,6 @@ def test_cancelled_look_ups_cost_nothing(near: Rig) -> None:
     gate.set()
     assert all(lookup.wait(PATIENCE) for lookup in [first, *others])
     assert near.counters.snapshot().get("lookups", 0) <= 1
-
-
-def test_closing_works_off_what_was_submitted_and_later_look_ups_end_at_once(rig: Rig) -> None:
-    gate = rig.hold()
-    before = [rig.submit(prompt(2, seed)) for seed in range(40)]
-    rig.service.close()
-    after = rig.submit(prompt(2))
-    # Though what hangs still does.
-    assert after.wait(PATIENCE)
-    assert after.given_up
-    assert not before[0].done
-    gate.set()
-    assert all(lookup.wait(PATIENCE) for lookup in before)
-    assert not any(lookup.given_up for lookup in before)
-    until(lambda: not rig.service._threads.any)
-    assert rig.submit(prompt(2)).given_up
 
 
 def test_cancelled_look_ups_that_wait_hold_no_prompts(near: Rig) -> None:

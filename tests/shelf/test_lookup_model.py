@@ -272,10 +272,10 @@ class Life:
         assert not any(lookup.given_up for lookup in before)
         until(lambda: threads() <= self.others, "threads without an end", seconds=10.0)
 
-    def do(self, step: str, *place: int) -> None:
+    def do(self, step: str, branch: int, last: int) -> None:
         what, _, value = step.partition(" ")
         if what == "ask":
-            self.ask(*place)
+            self.ask(branch, last)
             if not value and self.storage.gate.is_set():
                 self.end_all()
         elif what == "pause":
@@ -284,12 +284,12 @@ class Life:
                 self.stop_waiting()
             time.sleep(float(value))
         elif what == "wait":
-            self.wait_for(*place)
+            self.wait_for(branch, last)
         elif value == "store":
-            self.store(*place, ours=what == "we")
+            self.store(branch, last, ours=what == "we")
         else:
             notes = {"we": self.note_removed, "load": self.note_failed}
-            self.delete(*place, notes.get(what))
+            self.delete(branch, last, notes.get(what))
             if value == "delete, forget":
                 self.forget()
 
@@ -404,7 +404,8 @@ def calm(*steps: str) -> list[tuple[str, str, list[tuple[str, int, int]]]]:
 @example(True, calm("ask", "we store", "ask"), False)
 @example(True, calm("we store", "ask", "others delete, forget", "ask"), False)
 @example(True, calm("we store", "ask", "load fails", "pause 5", "ask"), False)
-@example(True, calm("ask and go on", "we store", "ask", "ask"), False)
+@example(True, calm("ask", "others store", "pause 1.1", "ask"), False)
+@example(True, calm("ask", "pause 1.1", "ask and go on", "we store", "ask", "ask"), False)
 @example(True, [*calm("others store", "ask"), *calm("we delete", "we store", "ask")], False)
 @example(False, [("hangs", "closes", [("ask and go on", 0, 1)] * 3)], False)
 @given(st.booleans(), st.lists(times, max_size=8), st.booleans())

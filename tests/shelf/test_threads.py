@@ -29,8 +29,6 @@ class Rig:
         self.done: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.stuck: list[int] = []
         self.started: list[str] = []
-        #: Whether a thread was left, each time that nothing could be had.
-        self.left: list[bool] = []
         self.threads = StorageThreads(
             "test",
             COUNT,
@@ -38,7 +36,6 @@ class Rig:
             self.guard,
             count_stuck=lambda: None,
             on_stuck=self.stuck.append,
-            on_stop=lambda: self.left.append(self.threads.any),
             on_thread_start=lambda: self.started.append(threading.current_thread().name),
         )
         self.threads.start()
@@ -146,21 +143,6 @@ def test_a_thread_that_could_not_be_started_is_started_when_there_is_work(
     gate.set()
     until(lambda: rig.threads.stuck == 0)
     assert len(rig.threads.working) == COUNT
-
-
-def test_the_owner_is_notified_when_no_thread_is_left(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # An open breaker does not notify a second time.
-    monkeypatch.setattr(rig.guard.reads, "trip", lambda reason: None)
-    with none_can_be_started(monkeypatch, "test-"):
-        gate = rig.hang(1)
-        until(lambda: rig.threads.stuck == 1)
-        assert rig.left == []
-        rig.work.put("hangs")
-        until(lambda: len(rig.left) == 1)
-        assert not rig.threads.any
-    gate.set()
 
 
 def test_a_thread_that_cannot_be_prepared_works_all_the_same(

@@ -600,20 +600,6 @@ def test_a_thread_that_is_stuck_is_replaced_and_what_it_brings_late_does_no_harm
     assert hasty.counters.snapshot()["stuck_threads"] == 1
 
 
-def test_a_storage_that_hangs_for_all_and_comes_back_is_asked_again(hasty: Rig) -> None:
-    gate = threading.Event()
-    hasty.faults.add(Fault("stat", "*", wait=gate))
-    pieces = full(2)
-    wait = hasty.submit(pieces)
-    until(lambda: not hasty.guard.reads.is_closed)
-    assert not wait.ended
-    for piece in pieces:
-        hasty.put(piece)
-    hasty.faults.heal()
-    gate.set()
-    until(lambda: wait.complete)
-
-
 def test_an_unexpected_error_ends_no_wait(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     pieces = full(1)
     broken = threading.Event()
