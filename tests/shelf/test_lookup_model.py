@@ -257,6 +257,9 @@ class Life:
         self.closed = True
         self.service.close()
         self.waits.close()
+        if self.far:
+            # Nobody watches any more over what other threads have begun.
+            self.go_on()
 
     def end(self) -> None:
         """See all lookups end when the service is closed, and all threads."""
@@ -308,9 +311,6 @@ class Life:
         """See the lookups that wait end in time."""
         longest = ROUNDS * (DEADLINE + 2 * TICK)
         for asked in self.waiting:
-            if self.closed and self.far:
-                # Nobody watches over calls any more.
-                self.go_on()
             assert asked.lookup.wait(longest * len(self.waiting)), "a lookup without an end"
         self.check()
 
