@@ -361,6 +361,9 @@ class Life:
         if not asked.calm or began <= self.trouble() or self.guard.reads.opened > asked.opened:
             return
         for chunk in asked.chunks[hit : hit + 1]:
+            if chunk.key in self.gone and self.ours.get(chunk.key, began) > began:
+                # Of what had gone, no answer counts that is older than a store.
+                return
             first, last = (self.there[chunk.key] or [[math.inf, math.inf]])[-1]
             told = not self.far or first <= self.ours.get(chunk.key, -math.inf) <= began
             due = first <= began - (0.0 if told else MISSING) and last > end
