@@ -227,16 +227,22 @@ class Life:
         self.refused.close()
         until(lambda: self.guard.reads.is_closed and self.service.available, seconds=20.0)
         self.end_all()
-        for threads, count in (self.service._threads, self.count), (self.waits._threads, 1):
-            self.have(threads, count)
+        self.have(self.service._threads, self.count, lambda: self.service.submit((), lambda: None))
+        piece = FULL, self.chains[0][0]
+        self.have(self.waits._threads, 1, lambda: self.waits.submit([piece], "").cancel())
         self.check_waits()
         # Threads that are done may need a moment.
         time.sleep(0.1)
         assert not self.service.stalled(0.0)
 
     @staticmethod
-    def have(threads: StorageThreads, count: int) -> None:
-        until(lambda: (threads.stuck, len(threads.working)) == (0, count), seconds=1.0)
+    def have(threads: StorageThreads, count: int, wake: Callable[[], object]) -> None:
+        def are_there() -> bool:
+            # One that was late at the last moment sleeps, and ends with its next work.
+            wake()
+            return (threads.stuck, len(threads.working)) == (0, count)
+
+        until(are_there, seconds=3.0)
 
     def go_on(self) -> None:
         self.storage.takes = USUAL
