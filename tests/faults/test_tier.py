@@ -15,7 +15,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvshelf.backends import WriteResult
+from kvshelf.backends import Deadlines, WriteResult
+from kvshelf.backends.breaker import Backoff
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.errors import ObjectMissingError
 from kvshelf.format.keys import Chunk
@@ -31,9 +32,11 @@ from tests.support.formats import sealed
 from tests.support.prompts import make_chunks
 from tests.support.storages import CountingBackend, posix
 from tests.support.transfers import Rig
-from tests.support.waiting import AT_ONCE, PATIENCE, PATIENT, SOON, until
+from tests.support.waiting import PATIENCE, PATIENT, until
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
+
+BACKOFF = Backoff(0.02, 0.2)
 
 
 class Machine:
@@ -44,7 +47,7 @@ class Machine:
         self.place = mount.path / folder.name
         self.counters = Counters()
         self.remote = CountingBackend(posix(folder / "remote"))
-        self.tier = DiskTier(self.place, 1 << 30, counters=self.counters, backoff=AT_ONCE)
+        self.tier = DiskTier(self.place, 1 << 30, counters=self.counters, backoff=BACKOFF)
         assert self.tier.guard is not None
         self.tier.guard.deadlines = PATIENT
         self.rig = Rig(
@@ -133,7 +136,7 @@ def test_a_disk_that_hangs_keeps_few_loads(machine: Machine) -> None:
     chunks = make_chunks(machine.rig.fmt, 4)
     machine.put(chunks)
     assert machine.tier.guard is not None
-    machine.tier.guard.deadlines = SOON
+    machine.tier.guard.deadlines = Deadlines(0.5, 0.5, 0.5)
     machine.mount.add("open|read", f"{machine.place.name}/*", block=True)
     # Loads that met it are given up in time; after few of them it is not asked any more.
     until(lambda: machine.load(chunks))

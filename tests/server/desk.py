@@ -22,7 +22,7 @@ from kvshelf.server.service import Service
 from kvshelf.shelf.shelf import Shelf
 from tests.support.formats import sealed
 from tests.support.storages import CountingBackend, Fault, FaultyBackend
-from tests.support.waiting import AT_ONCE, PATIENCE
+from tests.support.waiting import PATIENCE
 
 
 def name_of(fmt: ObjectFormat, chunk: Chunk, shard: int = 0) -> str:
@@ -59,7 +59,7 @@ class Desk:
         self.faults = FaultyBackend(backend)
         counting = CountingBackend(self.faults)
         self.counts = counting.counts
-        self.shelf = Shelf(GuardedBackend(counting, deadlines, AT_ONCE))
+        self.shelf = Shelf(GuardedBackend(counting, deadlines))
         self.arena = Arena(arena_bytes, shared=True)
         self.service = Service(
             self.shelf,

@@ -33,7 +33,6 @@ from tests.server.desk import Desk, name_of, put
 from tests.support.formats import make_format, sealed
 from tests.support.prompts import make_chunks
 from tests.support.storages import Fault, posix
-from tests.support.waiting import SOON
 
 FMT = make_format()
 SIZE = FMT.object_size(0)
@@ -403,7 +402,7 @@ def test_a_read_that_hangs_fails_those_who_wait_and_holds_up_nobody_else(
     gate = threading.Event()
     first, second = make_chunks(FMT, 2)
     names = [put(shelf, FMT, chunk) for chunk in (first, second)]
-    desk = make_desk(deadlines=SOON)
+    desk = make_desk()
     desk.faults.add(Fault("read", names[0], wait=gate, times=1))
     (failed,) = desk.fetch(A, names[:1], [SIZE])
     assert isinstance(failed, Failed)

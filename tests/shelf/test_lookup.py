@@ -38,7 +38,7 @@ from tests.support.storages import (
     posix,
 )
 from tests.support.threads import none_can_be_started
-from tests.support.waiting import AT_ONCE, PATIENCE, SOON, until
+from tests.support.waiting import PATIENCE, until
 
 FMT = make_format(shards=2)
 SIZE = FMT.chunk_size
@@ -91,7 +91,7 @@ class Rig:
     def __init__(self, backend: Backend, deadlines: Deadlines | None = None) -> None:
         self.faults = FaultyBackend(backend)
         self.counting = CountingBackend(self.faults)
-        self.shelf = Shelf(GuardedBackend(self.counting, deadlines, AT_ONCE))
+        self.shelf = Shelf(GuardedBackend(self.counting, deadlines))
         self.failed = FailedKeys()
         self.counters = Counters()
         self.service = LookupService(
@@ -151,7 +151,7 @@ def near(tmp_path: Path) -> Iterator[Rig]:
 @pytest.fixture
 def hasty(tmp_path: Path) -> Iterator[Rig]:
     """A rig whose probes have short deadlines."""
-    rig = Rig(posix(tmp_path / "shelf"), SOON)
+    rig = Rig(posix(tmp_path / "shelf"))
     yield rig
     rig.service.close()
 

@@ -20,6 +20,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvshelf.backends import Deadlines, StatResults
+from kvshelf.backends.breaker import Backoff
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import FULL
@@ -34,7 +35,7 @@ from tests.support.formats import make_format
 from tests.support.prompts import prompt
 from tests.support.storages import NamesBackend
 from tests.support.threads import named, none_can_be_started
-from tests.support.waiting import AT_ONCE, until
+from tests.support.waiting import until
 
 FMT = make_format(shards=2)
 SIZE = FMT.chunk_size
@@ -130,7 +131,7 @@ class Life:
         self.far = far
         self.others = threads()
         self.storage = Storage(0.02 if far else 0.0)
-        self.guard = GuardedBackend(self.storage, Deadlines(*[DEADLINE] * 3), AT_ONCE)
+        self.guard = GuardedBackend(self.storage, Deadlines(*[DEADLINE] * 3), Backoff(0.02, 0.2))
         self.failed = FailedKeys(other_seconds=3.0)
         view = Shelf(self.guard).view(FMT)
         self.service = LookupService(view, failed=self.failed, counters=Counters())

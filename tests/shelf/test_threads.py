@@ -14,7 +14,7 @@ from kvshelf.shelf import threads as module
 from kvshelf.shelf.threads import StorageThreads
 from tests.support.storages import Fault, FaultyBackend, posix
 from tests.support.threads import none_can_be_started
-from tests.support.waiting import AT_ONCE, PATIENCE, SOON, until
+from tests.support.waiting import PATIENCE, until
 
 COUNT = 2
 
@@ -24,7 +24,7 @@ class Rig:
 
     def __init__(self, root: Path) -> None:
         self.faults = FaultyBackend(posix(root))
-        self.guard = GuardedBackend(self.faults, SOON, AT_ONCE)
+        self.guard = GuardedBackend(self.faults)
         self.work: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self.done: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.stuck: list[int] = []

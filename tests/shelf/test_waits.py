@@ -42,7 +42,7 @@ from tests.support.prompts import make_chunks
 from tests.support.servers import BUCKET, command, moto_s3, rclone_s3
 from tests.support.storages import Fault, FaultyBackend, NamesBackend, posix
 from tests.support.threads import none_can_be_started
-from tests.support.waiting import AT_ONCE, PATIENCE, SOON, until
+from tests.support.waiting import PATIENCE, until
 
 FMT = format_of_kinds({FULL: 2, WINDOW: 1, STATE: 2})
 ATTEMPT = "0123456789abcdef" * 2
@@ -93,7 +93,7 @@ class Rig:
     ) -> None:
         self.faults = FaultyBackend(backend)
         self.other = backend if other is None else other
-        self.guard = GuardedBackend(self.faults, deadlines, AT_ONCE)
+        self.guard = GuardedBackend(self.faults, deadlines)
         self.shelf = Shelf(self.guard)
         self.counters = Counters()
         self.seen: list[bytes] = []
@@ -134,7 +134,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 @pytest.fixture
 def hasty(tmp_path: Path) -> Iterator[Rig]:
     """A rig whose calls of the storage have short deadlines."""
-    rig = Rig(posix(tmp_path / "shelf"), SOON)
+    rig = Rig(posix(tmp_path / "shelf"))
     yield rig
     rig.close()
 
@@ -381,7 +381,7 @@ class Far:
 
 def far(*, high_latency: bool) -> Far:
     backend = Names(high_latency=high_latency)
-    shelf = Shelf(GuardedBackend(backend, Deadlines(PATIENCE, PATIENCE, PATIENCE), AT_ONCE))
+    shelf = Shelf(GuardedBackend(backend, Deadlines(PATIENCE, PATIENCE, PATIENCE)))
     for breaker in (shelf.backend.reads, shelf.backend.writes):
         breaker.trip = lambda *_, **__: None  # type: ignore[method-assign]
     views = {kind: shelf.view(FMT.of(kind)) for kind in FMT.kinds}
@@ -621,7 +621,7 @@ def test_without_a_thread_there_is_no_service_and_a_thread_that_is_missing_is_st
 ) -> None:
     with none_can_be_started(monkeypatch, "kvshelf-wait"), pytest.raises(RuntimeError):
         Rig(posix(tmp_path / "shelf"))
-    rig = Rig(posix(tmp_path / "shelf"), SOON)
+    rig = Rig(posix(tmp_path / "shelf"))
     gate = threading.Event()
     pieces = full(1)
     with none_can_be_started(monkeypatch, "kvshelf-wait"):

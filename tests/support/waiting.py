@@ -7,18 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 
 from kvshelf.backends import Deadlines
-from kvshelf.backends.breaker import Backoff
 
 #: Longest that a test waits for what ought to happen at once.
 PATIENCE = 60.0
 #: Longest that it waits for what is done by processes that share the machine with others.
 LONG = 120.0
-#: Deadlines that a test can wait for, and that a busy machine keeps.
-SOON = Deadlines(probe=0.5, read=0.5, write=0.5)
 #: Those of storage for which nobody waits in vain.
 PATIENT = Deadlines(PATIENCE, PATIENCE, PATIENCE)
-#: A storage that was given a rest is tried again at once.
-AT_ONCE = Backoff(0.02, 0.2)
 
 
 def until(

@@ -25,7 +25,6 @@ from kvshelf.shelf.shelf import Shelf
 from tests.support.engines import NEAR_TIE, Answer, Engine, assert_same
 from tests.support.fleet import Ask, Engines, MakePrompt, Places, Reference
 from tests.support.storages import FaultyBackend, posix
-from tests.support.waiting import AT_ONCE
 from tests.vllm.shelf_files import ShelfFiles
 
 if TYPE_CHECKING:
@@ -180,7 +179,7 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyBackend:
     backend = FaultyBackend(posix(tmp_path / "shelf"))
 
     def open_shelf(url: str, *, deadlines: dict[str, float] | None = None, **options: Any) -> Shelf:
-        guarded = GuardedBackend(backend, replace(Deadlines(), **(deadlines or {})), AT_ONCE)
+        guarded = GuardedBackend(backend, replace(Deadlines(), **(deadlines or {})))
         return Shelf(guarded)
 
     monkeypatch.setattr(tiered, "open_shelf", open_shelf)

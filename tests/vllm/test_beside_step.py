@@ -29,7 +29,7 @@ from tests.native.simulated_device import SimulatedEvent
 from tests.support.prompts import prompt
 from tests.support.storages import posix
 from tests.support.variants import variants
-from tests.support.waiting import AT_ONCE, PATIENCE, until
+from tests.support.waiting import PATIENCE, until
 from tests.vllm.replay import MiniVllm, Request, make_config, make_groups
 
 pytestmark = pytest.mark.real
@@ -55,9 +55,7 @@ def start(
 ) -> Iterator[Start]:
     """Make engines on one shelf; a test closes them."""
     folder = tmp_path / "shelf"
-    monkeypatch.setattr(
-        tiered, "open_shelf", lambda url, **_: Shelf(GuardedBackend(posix(folder), None, AT_ONCE))
-    )
+    monkeypatch.setattr(tiered, "open_shelf", lambda url, **_: Shelf(GuardedBackend(posix(folder))))
     connector._logs.clear()
 
     def start(runner: str, *, beside: bool = True, **options: object) -> MiniVllm:

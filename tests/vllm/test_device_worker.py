@@ -33,7 +33,7 @@ from tests.native.emulation import emulation
 from tests.server.node import LocalServer
 from tests.support.prompts import prompt
 from tests.support.storages import FaultyBackend, posix
-from tests.support.waiting import AT_ONCE, PATIENCE, until
+from tests.support.waiting import PATIENCE, until
 from tests.vllm.replay import (
     DRAFTING,
     MiniVllm,
@@ -216,9 +216,7 @@ def _stored_beside_rdma(
 
     fills: "never", "after the step" of which vLLM has the output, or "early": while it runs.
     """
-    monkeypatch.setattr(
-        tiered, "open_shelf", lambda url, **_: Shelf(GuardedBackend(posix(folder), None, AT_ONCE))
-    )
+    monkeypatch.setattr(tiered, "open_shelf", lambda url, **_: Shelf(GuardedBackend(posix(folder))))
     connector._logs.clear()
     config = make_config(str(folder), lookup_wait_s=PATIENCE, identity_wait_s=PATIENCE)
     engine = MiniVllm(config, runner=runner, prefix_caching=False, seed=seed)
