@@ -53,8 +53,8 @@ from kvshelf.tiers.disk_tier import DiskTier
 from kvshelf.tiers.memory_tier import MemoryTier
 from tests.native.simulated_device import SimulatedStreams
 from tests.server.node import LocalServer
+from tests.sim.storage import FAR, Fault, FaultyStorage, posix
 from tests.support.prompts import prompt
-from tests.support.storages import CountingBackend, FarBackend, Fault, FaultyBackend, posix
 from tests.support.waiting import PATIENCE, until
 
 LAYERS, HEADS, SIZE, CHUNK = 3, 4, 8, 16
@@ -199,8 +199,8 @@ def nothing(tokens: int) -> torch.Tensor:
 
 
 @pytest.fixture
-def backend(tmp_path: Path) -> FaultyBackend:
-    return FaultyBackend(posix(tmp_path / "shelf"))
+def backend(tmp_path: Path) -> FaultyStorage:
+    return FaultyStorage(posix(tmp_path / "shelf"))
 
 
 @contextmanager
@@ -404,8 +404,8 @@ def test_tokens_come_in_any_sequence(cache: ChunkCache, form: Callable[[list[int
     assert cache.chunk_keys(form(tokens)) == cache.chunk_keys(tokens)
 
 
-def test_a_prompt_that_grew_stores_only_what_is_new(make: Make, backend: FaultyBackend) -> None:
-    counting = CountingBackend(backend)
+def test_a_prompt_that_grew_stores_only_what_is_new(make: Make, backend: FaultyStorage) -> None:
+    counting = FaultyStorage(backend)
     cache = make(counting)
     tokens = prompt(6 * CHUNK)
     put(cache, tokens[: 4 * CHUNK])
@@ -454,7 +454,7 @@ def test_slots_of_minus_one_are_skipped_by_loads_and_refused_by_stores(cache: Ch
 
 
 def test_what_a_store_copied_may_change_afterwards(
-    cache: ChunkCache, backend: FaultyBackend
+    cache: ChunkCache, backend: FaultyStorage
 ) -> None:
     tokens = prompt(3 * CHUNK)
     gate = threading.Event()
@@ -636,7 +636,7 @@ def test_tensors_of_two_devices_are_refused() -> None:
 
 @past_the_server
 def test_a_damaged_object_ends_the_hit_and_is_replaced_by_the_next_store(
-    cache: ChunkCache, backend: FaultyBackend
+    cache: ChunkCache, backend: FaultyStorage
 ) -> None:
     tokens = prompt(5 * CHUNK)
     put(cache, tokens)
@@ -670,7 +670,7 @@ def test_a_damaged_object_is_replaced_where_nothing_can_be_set_aside(make: Make)
 
 
 def test_storage_trouble_is_a_miss_and_no_exception(
-    cache: ChunkCache, backend: FaultyBackend
+    cache: ChunkCache, backend: FaultyStorage
 ) -> None:
     tokens = prompt(3 * CHUNK)
     backend.add(Fault("*", error=lambda: TransientStorageError("broken")))
@@ -687,7 +687,7 @@ def test_storage_trouble_is_a_miss_and_no_exception(
 
 @past_the_server
 def test_what_was_prefetched_can_be_had_while_the_storage_rests(
-    make: Make, backend: FaultyBackend
+    make: Make, backend: FaultyStorage
 ) -> None:
     tokens, others = prompt(3 * CHUNK), prompt(3 * CHUNK, 1)
     put(make(), tokens)
@@ -705,7 +705,7 @@ def test_what_was_prefetched_can_be_had_while_the_storage_rests(
     assert fetch(cache, others) == 3 * CHUNK
 
 
-def test_a_read_only_shelf_serves_loads(make: Make, backend: FaultyBackend) -> None:
+def test_a_read_only_shelf_serves_loads(make: Make, backend: FaultyStorage) -> None:
     tokens = prompt(2 * CHUNK)
     put(make(), tokens)
     cache = make(ReadOnlyBackend(backend))
@@ -716,7 +716,7 @@ def test_a_read_only_shelf_serves_loads(make: Make, backend: FaultyBackend) -> N
 
 
 @past_the_server
-def test_a_storage_that_hangs_ends_nothing_but_the_hit(make: Make, backend: FaultyBackend) -> None:
+def test_a_storage_that_hangs_ends_nothing_but_the_hit(make: Make, backend: FaultyStorage) -> None:
     cache = make(timeout_s=0.2)
     tokens = prompt(3 * CHUNK)
     put(cache, tokens, timeout=PATIENCE)
@@ -738,7 +738,7 @@ def test_a_storage_that_hangs_ends_nothing_but_the_hit(make: Make, backend: Faul
 
 @past_the_server
 def test_a_retrieve_that_is_out_of_time_keeps_what_came_and_touches_nothing_later(
-    make: Make, backend: FaultyBackend
+    make: Make, backend: FaultyStorage
 ) -> None:
     cache = make(io_threads=1)
     tokens = prompt(4 * CHUNK)
@@ -769,7 +769,7 @@ def test_a_retrieve_that_is_out_of_time_keeps_what_came_and_touches_nothing_late
 @past_the_server
 @pytest.mark.parametrize("operation", ["stat", "read"])
 def test_a_cancelled_retrieve_is_over_at_once(
-    cache: ChunkCache, backend: FaultyBackend, operation: str
+    cache: ChunkCache, backend: FaultyStorage, operation: str
 ) -> None:
     tokens = prompt(3 * CHUNK)
     put(cache, tokens)
@@ -786,7 +786,7 @@ def test_a_cancelled_retrieve_is_over_at_once(
 
 
 def test_full_staging_makes_submitted_stores_drop_and_blocking_ones_wait(
-    make: Make, backend: FaultyBackend
+    make: Make, backend: FaultyStorage
 ) -> None:
     probe = make()
     chunk = probe.fmt.shards * -(-probe.fmt.object_size(0) // 4096) * 4096
@@ -827,7 +827,7 @@ def test_a_closed_cache_refuses_and_its_stores_are_on_the_shelf(make: Make) -> N
     assert fetch(make(), tokens) == len(tokens)
 
 
-def test_stores_that_close_gives_up_are_reported_lost(make: Make, backend: FaultyBackend) -> None:
+def test_stores_that_close_gives_up_are_reported_lost(make: Make, backend: FaultyStorage) -> None:
     cache = make()
     tokens = prompt(6 * CHUNK)
     gate = threading.Event()
@@ -845,8 +845,8 @@ def test_stores_that_close_gives_up_are_reported_lost(make: Make, backend: Fault
 
 
 @past_the_server
-def test_what_was_prefetched_needs_no_storage(make: Make, backend: FaultyBackend) -> None:
-    counting = CountingBackend(backend)
+def test_what_was_prefetched_needs_no_storage(make: Make, backend: FaultyStorage) -> None:
+    counting = FaultyStorage(backend)
     cache = make(counting)
     tokens = prompt(4 * CHUNK + 3)
     put(cache, tokens)
@@ -866,11 +866,11 @@ def test_what_was_prefetched_needs_no_storage(make: Make, backend: FaultyBackend
 
 @past_the_server
 def test_before_a_far_shelf_tiers_say_what_they_have_at_this_moment(
-    make: Make, backend: FaultyBackend, tmp_path: Path
+    make: Make, backend: FaultyStorage, tmp_path: Path
 ) -> None:
     # Too small a tier for any object.
     with closing(DiskTier(tmp_path / "tier", 1)) as tier:
-        cache = make(FarBackend(backend), disk_tier=tier)
+        cache = make(FaultyStorage(backend, **FAR), disk_tier=tier)
         tokens = prompt(4 * CHUNK)
         near = [["memory"], ["memory", "disk"]]
         put(cache, tokens)
@@ -884,11 +884,13 @@ def test_before_a_far_shelf_tiers_say_what_they_have_at_this_moment(
 
 @pytest.mark.parametrize("far", [False, True])
 def test_a_chunk_that_is_removed_is_missing_and_can_be_stored_again(
-    make: Make, backend: FaultyBackend, tmp_path: Path, far: bool
+    make: Make, backend: FaultyStorage, tmp_path: Path, far: bool
 ) -> None:
     identity = PromptIdentity(salt="someone")
     with closing(DiskTier(tmp_path / "tier", 1 << 30)) as tier:
-        cache = make(FarBackend(backend) if far else backend, disk_tier=tier, group_by_salt=True)
+        cache = make(
+            FaultyStorage(backend, **FAR) if far else backend, disk_tier=tier, group_by_salt=True
+        )
         tokens = prompt(4 * CHUNK)
         put(cache, tokens, identity=identity)
         assert tier.drain(PATIENCE)
@@ -944,7 +946,7 @@ def test_prefetching_may_begin_behind_what_the_caller_has(cache: ChunkCache) -> 
 
 
 @past_the_server
-def test_a_memory_tier_keeps_what_is_stored_and_loaded(make: Make, backend: FaultyBackend) -> None:
+def test_a_memory_tier_keeps_what_is_stored_and_loaded(make: Make, backend: FaultyStorage) -> None:
     stored, loaded = prompt(3 * CHUNK), prompt(2 * CHUNK, 1)
     put(make(), loaded)
     with closing(MemoryTier(1 << 24)) as tier:

@@ -19,7 +19,7 @@ from kvshelf.forms import blob_of_tuples, empty_tuples
 from kvshelf.kv.state_tensors import empty_state
 from kvshelf.tools.prompts import TokenPrompt
 from kvshelf.tools.seeding import SeedReport, seed_shelf
-from tests.support.storages import posix
+from tests.sim.storage import posix
 from tests.support.waiting import PATIENCE
 
 CHUNK = 16

@@ -20,8 +20,8 @@ from kvshelf.metrics import (
     TIMES,
     Counters,
 )
+from tests.sim.storage import posix
 from tests.support.prompts import make_chunks
-from tests.support.storages import posix
 from tests.support.transfers import Rig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"

@@ -14,7 +14,7 @@ import torch
 
 from kvshelf import ChunkCache, ModelFacts, Shelf, traces
 from kvshelf.traces import trace_range
-from tests.support.storages import posix
+from tests.sim.storage import posix
 from tests.support.waiting import PATIENCE
 
 

@@ -43,7 +43,7 @@ from kvshelf.errors import (
     TransientStorageError,
     UnavailableStorageError,
 )
-from tests.support.storages import CountingBackend, Fault, FaultyBackend, posix
+from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support.threads import none_can_be_started
 from tests.support.waiting import PATIENCE, until
 
@@ -58,8 +58,8 @@ class Rig:
     """A guarded folder with some objects, and what the guard said and counted."""
 
     def __init__(self, root: Path, backoff: Backoff) -> None:
-        self.faults = FaultyBackend(posix(root))
-        self.inner = CountingBackend(self.faults)
+        self.faults = FaultyStorage(posix(root))
+        self.inner = self.faults
         self.guard = GuardedBackend(self.inner, backoff=backoff)
         self.counts: dict[str, int] = {}
         self.guard.count_into(self.count)

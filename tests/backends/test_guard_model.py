@@ -29,7 +29,7 @@ from kvshelf.errors import (
     TransientStorageError,
     UnavailableStorageError,
 )
-from tests.support.storages import posix
+from tests.sim.storage import posix
 
 DEADLINE = 1.0
 TICK = 0.25

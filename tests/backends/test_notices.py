@@ -17,7 +17,7 @@ from kvshelf.backends import open_backend
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.notices import FolderNotices
 from kvshelf.backends.posix import PosixBackend
-from tests.support.storages import FaultyBackend
+from tests.sim.storage import FaultyStorage
 
 pytestmark = pytest.mark.real
 
@@ -182,7 +182,7 @@ def test_a_file_in_the_place_of_a_folder_and_a_limit_are_told(
 
 def test_a_directory_gives_notices_if_they_can_be_trusted(root: Path) -> None:
     backend = PosixBackend(root)
-    found = GuardedBackend(FaultyBackend(backend)).notices()
+    found = GuardedBackend(FaultyStorage(backend)).notices()
     assert (found is not None) is backend.properties.notifications
     if found is not None:
         found.close()

@@ -24,6 +24,7 @@ from kvshelf.format.keys import Chunk
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import NamespaceView, ObjectRef, Presence
+from tests.sim.storage import FaultyStorage
 from tests.support.formats import make_format, sealed
 from tests.support.prompts import make_chunks
 from tests.support.servers import (
@@ -34,7 +35,6 @@ from tests.support.servers import (
     moto_s3,
     rclone_s3,
 )
-from tests.support.storages import CountingBackend
 from tests.support.waiting import PATIENCE, until
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
@@ -75,7 +75,7 @@ class Bucket:
         self.prefix = prefix
         self.backend = open_backend(f"s3://{BUCKET}/{prefix}", storage_options=server.options())
         self.later = Later(self.backend)
-        self.counting = CountingBackend(self.later)
+        self.counting = FaultyStorage(self.later)
         self.shelf = Shelf(self.counting)
         self.view: NamespaceView = self.shelf.view(FMT)
         self.counters = Counters()

@@ -20,7 +20,7 @@ from kvshelf.backends.posix import PosixBackend
 from kvshelf.errors import PermanentStorageError
 from kvshelf.testing import BackendSuite, FolderOracle, MemoryOracle, Oracle
 from tests.server.node import LocalServer
-from tests.support.storages import CountingBackend, FaultyBackend
+from tests.sim.storage import FaultyStorage
 
 SHM = Path("/dev/shm")
 
@@ -159,7 +159,7 @@ class TestWrapped(TestPosix):
 
     @pytest.fixture
     def backend(self, root: Path) -> Iterator[Backend]:
-        with closing(CountingBackend(FaultyBackend(PosixBackend(root)))) as backend:
+        with closing(FaultyStorage(PosixBackend(root))) as backend:
             yield backend
 
     @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from kvshelf.backends import base
 from kvshelf.logs import RateLimitedLog
-from tests.support.storages import LaterBackend
+from tests.sim.storage import LaterBackend
 
 
 @pytest.fixture(autouse=True)

@@ -13,9 +13,9 @@ from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef
+from tests.sim.storage import FaultyStorage, LaterBackend, posix
 from tests.support.formats import make_format, sealed
 from tests.support.prompts import make_chunks
-from tests.support.storages import CountingBackend, FaultyBackend, LaterBackend, posix
 
 DAY = 86400.0
 FMT = make_format(native=False)
@@ -29,8 +29,8 @@ class Place:
     def __init__(self, root: Path, *, ahead: float = 3 * DAY) -> None:
         self.root = root
         self.later = LaterBackend(posix(root), ahead)
-        self.faults = FaultyBackend(self.later)
-        self.counting = CountingBackend(self.faults)
+        self.faults = FaultyStorage(self.later)
+        self.counting = self.faults
         # Busy machines are late.
         self.shelf = Shelf(self.counting)
         self.backend = self.shelf.backend

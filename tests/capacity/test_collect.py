@@ -17,9 +17,9 @@ from kvshelf.format.kinds import FULL, STATE, WINDOW
 from kvshelf.format.names import parse_path
 from kvshelf.shelf.markers import keep_name, marker_name
 from tests.capacity.shelves import DAY, FMT, HEX, SIZE, Place, bound, chunks, salted, tail_of
+from tests.sim.storage import FaultyStorage
 from tests.support.formats import format_of_kinds, make_format
 from tests.support.prompts import make_chunks
-from tests.support.storages import DescribedBackend
 
 OTHER = make_format(native=False, weights="user:other")
 GROUP, GROUP_2 = "0123456789abcdef", "fedcba9876543210"
@@ -294,7 +294,7 @@ def test_kv_that_no_state_follows_goes_before_what_is_older(place: Place) -> Non
 def test_parents_far_away_are_read_side_by_side(place: Place) -> None:
     for seed in range(5):
         place.put(FMT, chunks(10, seed))
-    far = DescribedBackend(place.backend, probe_cost=1.0, concurrency=4)
+    far = FaultyStorage(place.backend, probe_cost=1.0, concurrency=4)
     found = Scan(far, parents=True).run()
     assert found is not None
     assert (found.units().parent >= 0).sum() == 45

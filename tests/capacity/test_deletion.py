@@ -25,7 +25,7 @@ from kvshelf.errors import TransientStorageError
 from kvshelf.format.keys import Chunk
 from kvshelf.format.names import parse_path
 from tests.capacity.shelves import DAY, FMT, HEX, SIZE, Place, bound, chunks
-from tests.support.storages import DescribedBackend, Fault
+from tests.sim.storage import Fault, FaultyStorage
 
 
 @pytest.fixture
@@ -244,7 +244,7 @@ def test_what_is_chosen_whatever_its_use_goes_without_a_look(place: Place) -> No
     assert place.counting.counts["info"] == looks
 
 
-class Bulk(DescribedBackend):
+class Bulk(FaultyStorage):
     """Deletes up to ten objects by one request, or the first `most` of them."""
 
     def __init__(self, place: Place, **fields: object) -> None:
@@ -346,7 +346,7 @@ def test_objects_far_away_are_deleted_side_by_side(
 ) -> None:
     for seed in range(5):
         place.put(FMT, chunks(10, seed), age=9 * DAY)
-    far = DescribedBackend(place.backend, probe_cost=1.0, concurrency=4)
+    far = FaultyStorage(place.backend, probe_cost=1.0, concurrency=4)
     threads = threading.active_count()
     if fault is not None:
         place.faults.add(Fault("delete", "*-3-*", error=fault))

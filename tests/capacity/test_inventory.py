@@ -24,9 +24,9 @@ from kvshelf.errors import PermanentStorageError, TransientStorageError
 from kvshelf.format.forest import GONE, UNKNOWN
 from kvshelf.format.kinds import FULL, STATE, STATE_BIT, WINDOW, WINDOW_BIT
 from tests.capacity.shelves import DAY, Place, salted, tail_of
+from tests.sim.storage import Fault
 from tests.support.formats import hybrid_format, make_format
 from tests.support.prompts import make_chunks
-from tests.support.storages import Fault
 
 FMT = make_format(native=False)
 OTHER = make_format(native=False, weights="user:other")

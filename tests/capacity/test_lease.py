@@ -24,20 +24,20 @@ from kvshelf.capacity.lease import (
     _decode,
 )
 from kvshelf.errors import NoSpaceStorageError, TransientStorageError
-from tests.support.storages import Fault, FaultyBackend
+from tests.sim.storage import Fault, FaultyStorage
 
 NOW = 1_800_000_000.0
 FOUND = Finding(at=NOW - 5, nbytes=1234, seconds=0.5, free=99, max_age=3600.0, written=77)
 
 
 @pytest.fixture
-def backend(tmp_path: Path) -> Iterator[FaultyBackend]:
-    opened = FaultyBackend(open_backend(str(tmp_path / "shelf")))
+def backend(tmp_path: Path) -> Iterator[FaultyStorage]:
+    opened = FaultyStorage(open_backend(str(tmp_path / "shelf")))
     yield opened
     opened.close()
 
 
-def test_one_has_the_lease_and_others_learn_what_it_found(backend: FaultyBackend) -> None:
+def test_one_has_the_lease_and_others_learn_what_it_found(backend: FaultyStorage) -> None:
     one, other = Lease(backend), Lease(backend)
     assert one.read(NOW) == Record()
     taken = one.take(one.read(NOW), NOW)
@@ -51,7 +51,7 @@ def test_one_has_the_lease_and_others_learn_what_it_found(backend: FaultyBackend
     assert again.finding == FOUND
 
 
-def test_a_lease_of_a_killed_process_ends(backend: FaultyBackend) -> None:
+def test_a_lease_of_a_killed_process_ends(backend: FaultyStorage) -> None:
     one, other = Lease(backend), Lease(backend)
     taken = one.take(Record(), NOW)
     assert taken is not None
@@ -64,7 +64,7 @@ def test_a_lease_of_a_killed_process_ends(backend: FaultyBackend) -> None:
 
 
 def test_who_holds_a_lease_for_an_hour_and_finds_nothing_is_not_believed(
-    backend: FaultyBackend,
+    backend: FaultyStorage,
 ) -> None:
     """Somebody may write there again and again that he sweeps."""
     one, now, taken = Lease(backend), NOW, None
@@ -80,7 +80,7 @@ def test_who_holds_a_lease_for_an_hour_and_finds_nothing_is_not_believed(
     assert one.renew(now + 5) is not None, "nor does that end the sweep"
 
 
-def test_a_process_that_was_paused_leaves_the_lease_of_another(backend: FaultyBackend) -> None:
+def test_a_process_that_was_paused_leaves_the_lease_of_another(backend: FaultyStorage) -> None:
     one, other = Lease(backend), Lease(backend)
     taken = one.take(Record(), NOW)
     assert taken is not None
@@ -98,7 +98,7 @@ def test_a_process_that_was_paused_leaves_the_lease_of_another(backend: FaultyBa
 
 
 def test_clocks_that_differ_by_a_second_lose_no_lease_and_no_finding(
-    backend: FaultyBackend,
+    backend: FaultyStorage,
 ) -> None:
     """The time of an S3 server is in whole seconds."""
     one, other = Lease(backend), Lease(backend)
@@ -111,7 +111,7 @@ def test_clocks_that_differ_by_a_second_lose_no_lease_and_no_finding(
     assert found.at == NOW - 0.9
 
 
-def test_who_renews_tells_what_is_known_by_now(backend: FaultyBackend) -> None:
+def test_who_renews_tells_what_is_known_by_now(backend: FaultyStorage) -> None:
     one = Lease(backend)
     assert one.take(Record(max_bytes=5, max_bytes_at=NOW), NOW) is not None
     assert one.renew(NOW + 20, FOUND) is not None
@@ -126,7 +126,7 @@ def test_who_renews_tells_what_is_known_by_now(backend: FaultyBackend) -> None:
 
 
 def test_a_lease_that_could_not_be_written_is_lost_to_one_that_could(
-    backend: FaultyBackend,
+    backend: FaultyStorage,
 ) -> None:
     full = backend.add(Fault("write", error=NoSpaceStorageError(28, "ENOSPC")))
     one, other = Lease(backend), Lease(backend)
@@ -138,7 +138,7 @@ def test_a_lease_that_could_not_be_written_is_lost_to_one_that_could(
 
 
 def test_of_two_that_take_it_at_once_the_last_one_has_it(
-    backend: FaultyBackend, monkeypatch: pytest.MonkeyPatch
+    backend: FaultyStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = Lease(backend), Lease(backend.inner)
     write = backend.write
@@ -152,7 +152,7 @@ def test_of_two_that_take_it_at_once_the_last_one_has_it(
     assert one.take(Record(), NOW) is None
 
 
-def test_a_full_storage_is_swept_without_a_lease(backend: FaultyBackend) -> None:
+def test_a_full_storage_is_swept_without_a_lease(backend: FaultyStorage) -> None:
     backend.add(Fault("write", error=NoSpaceStorageError(28, "ENOSPC")))
     one, other = Lease(backend), Lease(backend)
     assert one.take(one.read(NOW), NOW) is not None
@@ -166,7 +166,7 @@ def test_a_finding_of_more_than_the_storage_has_is_not_believed() -> None:
         assert record.believed(None) == record.believed(Space(10, 1 << 40)) == record
 
 
-def test_trouble_of_the_storage_is_the_callers(backend: FaultyBackend) -> None:
+def test_trouble_of_the_storage_is_the_callers(backend: FaultyStorage) -> None:
     backend.add(Fault("open", error=TransientStorageError(5, "EIO")))
     with pytest.raises(TransientStorageError):
         Lease(backend).read(NOW)
@@ -187,13 +187,13 @@ def test_trouble_of_the_storage_is_the_callers(backend: FaultyBackend) -> None:
         b'{"version": 1, "until": %s, "max_bytes": %s, "max_bytes_at": 7}' % ((b"9" * 400,) * 2),
     ],
 )
-def test_what_makes_no_sense_says_nothing(backend: FaultyBackend, content: bytes) -> None:
+def test_what_makes_no_sense_says_nothing(backend: FaultyStorage, content: bytes) -> None:
     backend.write(SWEEP, [content], "replace")
     found = Lease(backend).read(NOW)
     assert (found.owner, found.until, found.finding, found.max_bytes) == ("", 0.0, None, None)
 
 
-def test_a_claim_to_the_far_future_blocks_nobody(backend: FaultyBackend) -> None:
+def test_a_claim_to_the_far_future_blocks_nobody(backend: FaultyStorage) -> None:
     record = {"version": 1, "owner": "x", "until": NOW + 1e6, "max_bytes": 1, "max_bytes_at": 1e17}
     backend.write(SWEEP, [json.dumps(record).encode()], "replace")
     lease = Lease(backend)

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvshelf.backends.base import Backend, Reader
+from kvshelf.backends.base import Backend
 from kvshelf.capacity import marks
 from kvshelf.capacity.marks import MARKS, Marks
 from kvshelf.errors import TransientStorageError
-from tests.support.storages import Fault, FaultyBackend, LaterBackend, posix
+from tests.sim.storage import Fault, FaultyStorage, LaterBackend, posix
 
 FOLDER = "llama-0123456789abcdef"
 OTHER = "qwen-fedcba9876543210"
@@ -119,7 +119,7 @@ def test_what_is_no_file_of_marks_marks_nothing(
 
 def test_a_storage_that_fails_does_not_say_that_nothing_is_marked(backend: Backend) -> None:
     marks.write(backend, [marks.Batch(FOLDER, 0.0, packed(1))])
-    faulty = FaultyBackend(backend, Fault("open", error=TransientStorageError(5, "down", "x")))
+    faulty = FaultyStorage(backend, Fault("open", error=TransientStorageError(5, "down", "x")))
     with pytest.raises(TransientStorageError):
         Marks.read(faulty)
 
@@ -129,14 +129,12 @@ def test_a_file_that_another_process_has_merged_meanwhile_is_read_in_its_new_pla
 ) -> None:
     first = write(tmp_path, backend, NOW, (FOLDER, 0.0, packed(1)))
 
-    class Merging(FaultyBackend):
-        def open(self, name: str, size: int | None = None) -> Reader:
-            if first.exists():
-                write(tmp_path, backend, NOW + 5, (FOLDER, 5.0, packed(1)))
-                first.unlink()
-            return super().open(name)
+    def merge() -> None:
+        write(tmp_path, backend, NOW + 5, (FOLDER, 5.0, packed(1)))
+        first.unlink()
 
-    assert used(Marks.read(Merging(backend)), FOLDER, 1) == [NOW]
+    merging = FaultyStorage(backend, Fault("open", error=merge, times=1))
+    assert used(Marks.read(merging), FOLDER, 1) == [NOW]
 
 
 def test_many_files_become_one_that_says_the_same(tmp_path: Path, backend: Backend) -> None:
@@ -188,7 +186,7 @@ def test_marks_that_could_not_be_merged_stay(tmp_path: Path, backend: Backend) -
     now = time.time()
     for number in range(marks._MANY_FILES):
         write(tmp_path, backend, now, (FOLDER, 0.0, packed(number)))
-    faulty = FaultyBackend(backend, Fault("write", error=TransientStorageError(5, "down", "x")))
+    faulty = FaultyStorage(backend, Fault("write", error=TransientStorageError(5, "down", "x")))
     with pytest.raises(TransientStorageError):
         Marks.compact(faulty)
     assert len(Marks.read(backend)) == marks._MANY_FILES

@@ -26,7 +26,7 @@ from kvshelf.errors import (
     TransientStorageError,
 )
 from kvshelf.logs import RateLimitedLog
-from tests.support.storages import Fault, FaultyBackend
+from tests.sim.storage import Fault, FaultyStorage
 
 ONE = "one-0123456789abcdef"
 TWO = "two-fedcba9876543210"
@@ -220,7 +220,7 @@ def test_a_pin_that_may_not_be_read_pins_the_shelf(
     backend: Backend, error: type[PermanentStorageError]
 ) -> None:
     Pins.add(backend, "secret", Pin(namespace=ONE))
-    faulty = FaultyBackend(backend, Fault("open", error=error(13, "EACCES")))
+    faulty = FaultyStorage(backend, Fault("open", error=error(13, "EACCES")))
     pins = Pins.load(faulty)
     assert "EACCES" in pins.unknown["secret"][1]
     assert pins.covers(TWO, GROUP, rows(key(1))).all()
@@ -260,7 +260,7 @@ def test_pins_beyond_the_bound_of_all_pin_nothing(
 
 def test_a_storage_that_does_not_answer_is_no_shelf_without_pins(backend: Backend) -> None:
     Pins.add(backend, "a", Pin(namespace=ONE))
-    faulty = FaultyBackend(backend, Fault("open", error=TransientStorageError("EIO")))
+    faulty = FaultyStorage(backend, Fault("open", error=TransientStorageError("EIO")))
     with pytest.raises(TransientStorageError):
         Pins.load(faulty)
 

@@ -12,8 +12,8 @@ from kvshelf.capacity.sweeper import Sweeper
 from kvshelf.config import CapacityConfig
 from kvshelf.format.keys import Chunk
 from tests.faults.faultfs import FaultMount, mounted
+from tests.sim.storage import posix
 from tests.support.prompts import make_chunks
-from tests.support.storages import posix
 from tests.support.transfers import Rig
 from tests.support.waiting import PATIENT, until
 

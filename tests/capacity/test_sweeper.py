@@ -38,9 +38,9 @@ from kvshelf.errors import (
 )
 from kvshelf.metrics import Counters
 from tests.capacity.shelves import Place
+from tests.sim.storage import Fault
 from tests.support.formats import make_format
 from tests.support.prompts import make_chunks
-from tests.support.storages import Fault
 from tests.support.threads import named
 from tests.support.waiting import until
 

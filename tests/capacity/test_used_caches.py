@@ -18,7 +18,7 @@ from kvshelf.config import Config
 from kvshelf.format.names import parse_path
 from kvshelf.forms import empty_tuples
 from kvshelf.metrics import Counters
-from tests.support.storages import TouchesBackend, posix
+from tests.sim.storage import FaultyStorage, posix
 from tests.support.waiting import PATIENCE, until
 from tests.test_cache_kinds import CHUNK, TOKENS, facts, fill, random_kv
 
@@ -32,7 +32,7 @@ def uses() -> Iterator[Uses]:
 @pytest.fixture
 def cache(tmp_path: Path, uses: Uses) -> Iterator[ChunkCache]:
     namespace = facts().namespace(chunk_size=CHUNK, shards=4)
-    shelf = Shelf(TouchesBackend(posix(tmp_path)))
+    shelf = Shelf(FaultyStorage(posix(tmp_path)))
     with ChunkCache(
         shelf, namespace, staging_bytes=1 << 20, timeout_s=PATIENCE, uses=uses
     ) as cache:
@@ -44,9 +44,9 @@ def used(cache: ChunkCache, uses: Uses) -> dict[str, set[int]]:
     """The chunks of each kind of which all objects were touched, and nothing else was."""
     assert uses.flush(PATIENCE)
     touches = cache.shelf.backend.inner
-    assert isinstance(touches, TouchesBackend)
+    assert isinstance(touches, FaultyStorage)
     found: dict[tuple[str, int], set[int]] = defaultdict(set)
-    for name in touches.names:
+    for name in touches.touches:
         parsed = parse_path(name)
         assert parsed is not None
         found[parsed.kind, parsed.index].add(parsed.shard)

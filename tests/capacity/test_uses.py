@@ -32,16 +32,10 @@ from kvshelf.format.keys import Chunk
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import NamespaceView, ObjectRef
+from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support.clocks import Clock
 from tests.support.formats import make_format, sealed
 from tests.support.prompts import make_chunks, make_tail
-from tests.support.storages import (
-    CountingBackend,
-    Fault,
-    FaultyBackend,
-    TouchesBackend,
-    posix,
-)
 from tests.support.threads import named
 from tests.support.waiting import PATIENCE, until
 
@@ -56,7 +50,7 @@ class Prompt(list[Chunk]):
 
 
 #: A storage without access times; what it is asked is counted.
-Refusing = functools.partial(TouchesBackend, answer=Touched.REFUSED)
+Refusing = functools.partial(FaultyStorage, touched=Touched.REFUSED)
 
 
 class Place:
@@ -66,8 +60,8 @@ class Place:
         self, root: Path, wrap: Callable[[Backend], Backend] = lambda inner: inner
     ) -> None:
         self.root = root
-        self.faults = FaultyBackend(posix(root))
-        self.counting = CountingBackend(self.faults)
+        self.faults = FaultyStorage(posix(root))
+        self.counting = self.faults
         self.shelf = Shelf(wrap(self.counting))
         self.view: NamespaceView = self.shelf.view(FMT)
         self.counters = Counters()
@@ -155,7 +149,7 @@ def test_a_use_is_recorded_again_when_it_is_of_use(place: Place) -> None:
 def test_what_the_storage_refuses_for_one_object_is_marked(tmp_path: Path) -> None:
     refused = [CHUNKS[1].key.hex(), CHUNKS[4].key.hex(), TAIL.key.hex()]
 
-    class Partly(TouchesBackend):
+    class Partly(FaultyStorage):
         def touch(self, name: str) -> Touched:
             done = super().touch(name)
             return Touched.REFUSED if any(key in name for key in refused) else done

@@ -28,10 +28,10 @@ from kvshelf.shelf.markers import keep_name, marker_name
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import NamespaceView, ObjectRef
 from tests.capacity.shelves import DAY, Place, tail_of
+from tests.sim.storage import Fault, FaultyStorage
 from tests.support.clocks import Clock
 from tests.support.formats import make_format, sealed
 from tests.support.prompts import make_chunks
-from tests.support.storages import DescribedBackend, Fault
 from tests.support.threads import named
 from tests.support.waiting import until
 
@@ -238,7 +238,7 @@ def test_others_leftovers_stay_on_a_storage_without_a_clock(
 def test_where_nobody_leaves_temporaries_only_tails_are_looked_for(place: Walked) -> None:
     old = [place.mark(ONE), *place.tail()]
     temporary = place.write(f"{FOLDER}/.namespace.json.{HEX}.tmp", age=2 * DAY)
-    storage = DescribedBackend(place.counting, temporaries=False)
+    storage = FaultyStorage(place.counting, temporaries=False)
     with Shelf(storage) as shelf:
         place.view, place.backend = shelf.view(FMT), shelf.backend
         place.counting.counts.clear()

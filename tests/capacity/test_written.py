@@ -12,14 +12,14 @@ import pytest
 from kvshelf.capacity import written as written_module
 from kvshelf.capacity.written import WRITTEN, Written
 from kvshelf.errors import PermanentStorageError, TransientStorageError
-from tests.support.storages import CountingBackend, Fault, FaultyBackend, posix
+from tests.sim.storage import Fault, FaultyStorage, posix
 
 DAY = 86400.0
 
 
 @pytest.fixture
-def backend(tmp_path: Path) -> Iterator[CountingBackend]:
-    opened = CountingBackend(FaultyBackend(posix(tmp_path / "shelf")))
+def backend(tmp_path: Path) -> Iterator[FaultyStorage]:
+    opened = FaultyStorage(posix(tmp_path / "shelf"))
     yield opened
     opened.close()
 
@@ -31,7 +31,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return clock
 
 
-def now(backend: CountingBackend) -> float:
+def now(backend: FaultyStorage) -> float:
     found = backend.inner.now()
     assert found is not None
     return found
@@ -41,11 +41,11 @@ def files(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "shelf" / WRITTEN).glob("*"))
 
 
-def exchange(backend: CountingBackend, one: Written, own: int) -> None:
+def exchange(backend: FaultyStorage, one: Written, own: int) -> None:
     one.exchange(own, math.inf, now(backend), at_once=True)
 
 
-def test_all_know_what_all_wrote(backend: CountingBackend, tmp_path: Path) -> None:
+def test_all_know_what_all_wrote(backend: FaultyStorage, tmp_path: Path) -> None:
     one, other = Written(backend), Written(backend)
     assert not one.is_used
     exchange(backend, one, 100)
@@ -58,7 +58,7 @@ def test_all_know_what_all_wrote(backend: CountingBackend, tmp_path: Path) -> No
     assert Written(backend).total(5) == 5
 
 
-def test_who_wrote_nothing_says_that_it_is_there(backend: CountingBackend, tmp_path: Path) -> None:
+def test_who_wrote_nothing_says_that_it_is_there(backend: FaultyStorage, tmp_path: Path) -> None:
     one = Written(backend)
     for _ in range(2):
         exchange(backend, one, 0)
@@ -67,7 +67,7 @@ def test_who_wrote_nothing_says_that_it_is_there(backend: CountingBackend, tmp_p
 
 
 def test_numbers_are_exchanged_once_a_minute_or_sooner_if_space_is_short(
-    backend: CountingBackend, clock: SimpleNamespace
+    backend: FaultyStorage, clock: SimpleNamespace
 ) -> None:
     one = Written(backend)
     for second in range(300):
@@ -81,9 +81,7 @@ def test_numbers_are_exchanged_once_a_minute_or_sooner_if_space_is_short(
     assert 20 <= backend.counts["entries"] - 5 <= 30
 
 
-def test_of_many_writers_each_tells_sooner(
-    backend: CountingBackend, clock: SimpleNamespace
-) -> None:
+def test_of_many_writers_each_tells_sooner(backend: FaultyStorage, clock: SimpleNamespace) -> None:
     for _ in range(9):
         exchange(backend, Written(backend), 1)
     one = Written(backend)
@@ -98,7 +96,7 @@ def test_of_many_writers_each_tells_sooner(
 @pytest.mark.parametrize(
     "name", ["x", "0123456789abcdef", f"{'a' * 16}--5", f"{'a' * 16}-{'9' * 19}"]
 )
-def test_a_number_that_makes_no_sense_is_left_out(backend: CountingBackend, name: str) -> None:
+def test_a_number_that_makes_no_sense_is_left_out(backend: FaultyStorage, name: str) -> None:
     backend.write(f"{WRITTEN}/{name}", [b"x"])
     backend.write(f"{WRITTEN}/sub/{'b' * 16}-7", [b"x"])
     one = Written(backend)
@@ -107,7 +105,7 @@ def test_a_number_that_makes_no_sense_is_left_out(backend: CountingBackend, name
 
 
 def test_files_of_writers_that_ended_are_removed_after_a_day(
-    backend: CountingBackend, tmp_path: Path
+    backend: FaultyStorage, tmp_path: Path
 ) -> None:
     one, other = Written(backend), Written(backend)
     exchange(backend, other, 30)
@@ -126,7 +124,7 @@ def test_files_of_writers_that_ended_are_removed_after_a_day(
 
 
 def test_a_file_that_somebody_removed_is_written_anew(
-    backend: CountingBackend, tmp_path: Path
+    backend: FaultyStorage, tmp_path: Path
 ) -> None:
     one = Written(backend)
     exchange(backend, one, 30)
@@ -139,10 +137,8 @@ def test_a_file_that_somebody_removed_is_written_anew(
     assert again[:16] != name[:16]
 
 
-def test_who_may_not_delete_leaves_few_files(backend: CountingBackend, tmp_path: Path) -> None:
-    faulty = backend.inner
-    assert isinstance(faulty, FaultyBackend)
-    faulty.add(Fault("delete", error=PermanentStorageError(13, "EACCES")))
+def test_who_may_not_delete_leaves_few_files(backend: FaultyStorage, tmp_path: Path) -> None:
+    backend.add(Fault("delete", error=PermanentStorageError(13, "EACCES")))
     one = Written(backend)
     for own in range(1, 9):
         exchange(backend, one, own)
@@ -153,13 +149,11 @@ def test_who_may_not_delete_leaves_few_files(backend: CountingBackend, tmp_path:
 
 
 def test_trouble_of_the_storage_is_the_callers_but_for_telling(
-    backend: CountingBackend, tmp_path: Path
+    backend: FaultyStorage, tmp_path: Path
 ) -> None:
-    faulty = backend.inner
-    assert isinstance(faulty, FaultyBackend)
     one = Written(backend)
     backend.write(f"{WRITTEN}/{'a' * 16}-9", [b""])
-    fault = faulty.add(Fault("*", error=TransientStorageError(5, "EIO")))
+    fault = backend.add(Fault("*", error=TransientStorageError(5, "EIO")))
     one.publish(7)
     with pytest.raises(TransientStorageError):
         one.exchange(7, math.inf, 0.0, at_once=True)
@@ -169,7 +163,7 @@ def test_trouble_of_the_storage_is_the_callers_but_for_telling(
 
 
 def test_a_file_that_is_replaced_during_a_listing_is_not_forgotten(
-    backend: CountingBackend, tmp_path: Path
+    backend: FaultyStorage, tmp_path: Path
 ) -> None:
     one, other = Written(backend), Written(backend)
     exchange(backend, other, 30)

@@ -23,9 +23,9 @@ from kvshelf.format.names import parse_path
 from kvshelf.format.namespace import Namespace
 from kvshelf.shelf.shelf import Shelf, open_shelf
 from kvshelf.tools.remove import find_objects
+from tests.sim.storage import Fault, FaultyStorage
 from tests.support.filled import CHUNK, hybrid, namespace, prompt
 from tests.support.places import Place
-from tests.support.storages import Fault, FaultyBackend
 
 ONE, OTHER = namespace(), hybrid()
 
@@ -259,7 +259,7 @@ def test_what_the_storage_refuses_is_named_and_the_rest_goes(tmp_path: Path) -> 
     place.fill(ONE, prompt(1, chunks=3))
     problems = []
     with open_shelf(place.url) as opened:
-        refused = FaultyBackend(
+        refused = FaultyStorage(
             opened.backend.inner,
             Fault("delete", "*-1-0of2.safetensors", error=PermanentStorageError("not yours")),
         )

@@ -38,11 +38,11 @@ from tests.faults.s3proxy import (
     WRONG_LENGTH,
     S3Proxy,
 )
+from tests.sim.storage import Fault, FaultyStorage
 from tests.support.formats import make_format
 from tests.support.prompts import make_chunks
 from tests.support.prompts import prompt as random_tokens
 from tests.support.servers import BUCKET, S3Server
-from tests.support.storages import CountingBackend, Fault, FaultyBackend
 from tests.support.transfers import Rig
 from tests.support.waiting import LONG, PATIENT, until
 
@@ -272,8 +272,8 @@ class WrappedStorage(Storage):
 
     def __init__(self, url: str) -> None:
         self.plain = open_backend(url)
-        self.faulty = FaultyBackend(open_backend(url))
-        self.backend = CountingBackend(self.faulty)
+        self.faulty = FaultyStorage(open_backend(url))
+        self.backend = FaultyStorage(self.faulty)
         self._met = 0
         self._gate = threading.Event()
 

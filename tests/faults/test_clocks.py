@@ -35,9 +35,9 @@ from tests.faults.cells import (
 )
 from tests.faults.faultfs import FaultMount
 from tests.faults.test_table import loads_all
+from tests.sim.storage import FaultyStorage
 from tests.support.formats import make_format, sealed
 from tests.support.prompts import make_chunks
-from tests.support.storages import DescribedBackend
 from tests.support.walks import clean
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
@@ -54,7 +54,7 @@ class Skewed:
         self.fault = fault
         name = uuid.uuid4().hex
         self.files = mount.source / name
-        self.backend = DescribedBackend(open_backend(mount.path / name), cache_seconds=0.0)
+        self.backend = FaultyStorage(open_backend(mount.path / name), cache_seconds=0.0)
         self.shelf = Shelf(self.backend)
         self.view = self.shelf.view(FMT)
 

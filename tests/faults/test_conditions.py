@@ -34,8 +34,8 @@ from tests.faults.cells import (
 )
 from tests.faults.faultfs import FaultMount
 from tests.faults.test_table import loads_all
+from tests.sim.storage import FaultyStorage
 from tests.support.formats import make_format
-from tests.support.storages import CountingBackend
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
@@ -261,7 +261,7 @@ def test_all_bad(tmp_path: Path, short_pauses: None) -> None:
     plain = open_backend(place)
     for path in objects_in(place):
         damage(plain, str(path.relative_to(place)), lambda data: data.reverse(), old=True)
-    counting = CountingBackend(open_backend(place))
+    counting = FaultyStorage(open_backend(place))
     with closing(EngineStandIn(counting)) as engine:
         engine.be_patient()
         for prompt in prompts:

@@ -26,8 +26,8 @@ from kvshelf.shelf import repairs as repairs_module
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef, Presence
 from tests.faults.crash_child import make_format
+from tests.sim.storage import Fault, FaultyStorage
 from tests.support.prompts import make_chunks
-from tests.support.storages import Fault, FaultyBackend
 
 FMT = make_format()
 OTHER = make_format(weights="user:other")
@@ -102,7 +102,7 @@ class _Machine(RuleBasedStateMachine):
     def start(self, data: st.DataObject) -> None:
         self.make_storage()
         self.recorder = Recorder(open_backend(self.url))
-        self.faulty = FaultyBackend(self.recorder)
+        self.faulty = FaultyStorage(self.recorder)
         self.shelf = restless(self.faulty)
         self.plain = Shelf(open_backend(self.url))
         #: What stands under the name of each item: its bytes. Missing: nothing.

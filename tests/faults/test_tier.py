@@ -28,9 +28,9 @@ from kvshelf.tiers.disk_tier import DiskTier
 from kvshelf.tiers.tiered import TieredShelf
 from tests.faults.crash_child import make_format
 from tests.faults.faultfs import FaultMount
+from tests.sim.storage import FaultyStorage, posix
 from tests.support.formats import sealed
 from tests.support.prompts import make_chunks
-from tests.support.storages import CountingBackend, posix
 from tests.support.transfers import Rig
 from tests.support.waiting import PATIENCE, PATIENT, until
 
@@ -46,7 +46,7 @@ class Machine:
         self.mount = mount
         self.place = mount.path / folder.name
         self.counters = Counters()
-        self.remote = CountingBackend(posix(folder / "remote"))
+        self.remote = FaultyStorage(posix(folder / "remote"))
         self.tier = DiskTier(self.place, 1 << 30, counters=self.counters, backoff=BACKOFF)
         assert self.tier.guard is not None
         self.tier.guard.deadlines = PATIENT
@@ -170,7 +170,7 @@ class _Tiered(RuleBasedStateMachine):
         root = Path(self._folder.name)
         self.remote = root / "remote"
         self.near = root / "tier"
-        self.counting = CountingBackend(PosixBackend(self.remote))
+        self.counting = FaultyStorage(PosixBackend(self.remote))
         self.stored: set[int] = set()
         #: Copies whose bytes are wrong, if they are there.
         self.damaged: set[int] = set()
@@ -272,7 +272,7 @@ class _Tiered(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         self.tiered.close()
-        self.counting = CountingBackend(PosixBackend(self.remote))
+        self.counting = FaultyStorage(PosixBackend(self.remote))
         self.open()
 
     @invariant()

@@ -13,9 +13,9 @@ from kvshelf.format.objects import ObjectFormat
 from kvshelf.format.tensors import DTYPE_BYTES
 from kvshelf.kv.finite import _CHECKS, FiniteCheck
 from kvshelf.transfer.stores import StoreOutcome
+from tests.sim.storage import posix
 from tests.support.formats import BLOCK, HEADS, make_format
 from tests.support.prompts import make_chunks
-from tests.support.storages import posix
 from tests.support.transfers import Rig
 from tests.support.waiting import PATIENCE
 

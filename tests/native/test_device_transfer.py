@@ -21,9 +21,9 @@ from kvshelf.transfer.stores import StoreOutcome
 from tests.native.emulation import emulation
 from tests.native.fake_streams import FakeEvent, FakeStreams
 from tests.native.simulated_device import SimulatedStreams
+from tests.sim.storage import LendingMemory, posix
 from tests.support.formats import BLOCK, HEAD_SIZE, HEADS, LAYERS, make_format
 from tests.support.prompts import make_chunks
-from tests.support.storages import LendingMemory, posix
 from tests.support.transfers import Rig
 from tests.support.waiting import PATIENCE, until
 

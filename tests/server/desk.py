@@ -20,8 +20,8 @@ from kvshelf.memory.arena import Arena
 from kvshelf.server.messages import Call, Failed, Fetch, Find, LookUpChunks, Ready, Store
 from kvshelf.server.service import Service
 from kvshelf.shelf.shelf import Shelf
+from tests.sim.storage import Fault, FaultyStorage
 from tests.support.formats import sealed
-from tests.support.storages import CountingBackend, Fault, FaultyBackend
 from tests.support.waiting import PATIENCE
 
 
@@ -56,10 +56,9 @@ class Desk:
         self.now = 0.0
         self.posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.told: list[tuple[bytes, str, Sequence[str]]] = []
-        self.faults = FaultyBackend(backend)
-        counting = CountingBackend(self.faults)
-        self.counts = counting.counts
-        self.shelf = Shelf(GuardedBackend(counting, deadlines))
+        self.faults = FaultyStorage(backend)
+        self.counts = self.faults.counts
+        self.shelf = Shelf(GuardedBackend(self.faults, deadlines))
         self.arena = Arena(arena_bytes, shared=True)
         self.service = Service(
             self.shelf,

@@ -47,9 +47,9 @@ from kvshelf.shelf.view import ObjectRef, Presence
 from tests.native.fake_cudart import fake_cudart
 from tests.native.simulated_device import SimulatedStreams
 from tests.server.node import LocalServer
+from tests.sim.storage import FaultyStorage
 from tests.support.formats import make_format, sealed
 from tests.support.prompts import make_chunks
-from tests.support.storages import CountingBackend, FaultyBackend
 from tests.support.transfers import Rig
 from tests.support.waiting import PATIENCE, until
 
@@ -72,7 +72,7 @@ class Setting:
 
     def start(self) -> None:
         """Start a server, which knows nothing of earlier ones."""
-        self.storage = CountingBackend(FaultyBackend(PosixBackend(self.root)))
+        self.storage = FaultyStorage(PosixBackend(self.root))
         self.server = LocalServer(self.folder / "node", self.storage, self.arena_bytes)
         self.stack.callback(self.server.close)
 

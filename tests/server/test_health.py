@@ -16,9 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvshelf.metrics import Counters
 from kvshelf.server.health import Health, ServerMetrics
 from tests.server.desk import Desk, name_of
+from tests.sim.storage import posix
 from tests.support.formats import make_format, sealed
 from tests.support.prompts import make_chunks
-from tests.support.storages import posix
 
 pytestmark = pytest.mark.real
 

@@ -19,11 +19,11 @@ from kvshelf.shelf.view import ObjectRef, Presence
 from tests.server.client_child import FMT, SIZE
 from tests.server.desk import name_of, put
 from tests.server.serve_process import PATIENT, Client, ClientProcess, ServeProcess, command
+from tests.sim.storage import posix
 from tests.support.formats import make_format, sealed
 from tests.support.prompts import make_chunks
 from tests.support.servers import BUCKET, moto_s3
 from tests.support.servers import command as command_of
-from tests.support.storages import posix
 from tests.support.transfers import Rig
 from tests.support.waiting import PATIENCE, until
 

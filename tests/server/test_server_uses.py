@@ -18,9 +18,9 @@ from kvshelf.server.messages import Fault, LookedUp, Result
 from kvshelf.server.shelf import open_served
 from tests.server.desk import Desk, name_of
 from tests.server.node import LocalServer
+from tests.sim.storage import FaultyStorage, posix
 from tests.support.formats import make_format, sealed
 from tests.support.prompts import make_chunks, make_tail
-from tests.support.storages import TouchesBackend, posix
 from tests.support.waiting import PATIENCE, until
 
 FMT = make_format()
@@ -32,7 +32,7 @@ class Used:
 
     def __init__(self, root: Path, answer: Touched = Touched.TOUCHED, **options: Any) -> None:
         self.counters = Counters()
-        self.touches = TouchesBackend(posix(root), answer)
+        self.touches = FaultyStorage(posix(root), touched=answer)
         self.uses = Uses(self.counters, **options)
         self.desk = Desk(self.touches, uses=self.uses)
         self.desk.service.register(FMT.namespace.encoded)
@@ -46,7 +46,7 @@ class Used:
 
     def recorded(self) -> list[str]:
         assert self.uses.flush(PATIENCE)
-        return self.touches.names
+        return self.touches.touches
 
     def close(self) -> None:
         self.uses.close()
@@ -93,7 +93,7 @@ def test_what_a_client_says_it_has_used_is_recorded_by_the_server(
 def test_of_foreign_names_the_storage_is_asked(make: Callable[..., Used]) -> None:
     used = make()
     assert used.desk.ask("call", CLIENT, "touch", ["some/file"], b"") == Result("touched")
-    assert used.touches.names.pop() == "some/file"
+    assert used.touches.touches.pop() == "some/file"
     assert isinstance(used.desk.ask("call", CLIENT, "touch", [5], b""), Fault)
     assert used.recorded() == []
 
@@ -113,7 +113,7 @@ def test_the_server_writes_objects_anew(make: Callable[..., Used], tmp_path: Pat
 @pytest.mark.real
 def test_an_engines_hits_reach_the_server(tmp_path: Path) -> None:
     """As the connector records them: each object of the whole prefix."""
-    storage = TouchesBackend(posix(tmp_path / "shelf"))
+    storage = FaultyStorage(posix(tmp_path / "shelf"))
     chunks = make_chunks(FMT, 3)
     for chunk in chunks:
         for shard in range(FMT.shards):
@@ -130,6 +130,6 @@ def test_an_engines_hits_reach_the_server(tmp_path: Path) -> None:
         assert counts.snapshot()["touched_objects"] == 3 * FMT.shards
         until(lambda: bool(of_server.flush(PATIENCE) and server_counts.snapshot()))
         assert server_counts.snapshot() == {"touched_objects": 3 * FMT.shards}
-        assert sorted(storage.names) == sorted(
+        assert sorted(storage.touches) == sorted(
             name_of(FMT, chunk, shard) for chunk in chunks for shard in range(FMT.shards)
         )

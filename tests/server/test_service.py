@@ -30,9 +30,9 @@ from kvshelf.server.messages import (
 from kvshelf.server.messages import Fault as Refusal
 from kvshelf.tiers.disk_tier import DiskTier
 from tests.server.desk import Desk, name_of, put
+from tests.sim.storage import Fault, posix
 from tests.support.formats import make_format, sealed
 from tests.support.prompts import make_chunks
-from tests.support.storages import Fault, posix
 
 FMT = make_format()
 SIZE = FMT.object_size(0)

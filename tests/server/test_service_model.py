@@ -10,9 +10,9 @@ import pytest
 
 from kvshelf.server.messages import MISSING, Failed, Fault, LookedUp, Ready, Stored
 from tests.server.desk import Desk, name_of
+from tests.sim.storage import posix
 from tests.support.formats import make_format, sealed
 from tests.support.prompts import make_chunks
-from tests.support.storages import posix
 
 FMT = make_format()
 SIZE = FMT.object_size(0)

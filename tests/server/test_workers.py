@@ -14,7 +14,7 @@ import pytest
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.metrics import Counters
 from kvshelf.server.workers import ClientGoneError, Workers
-from tests.support.storages import posix
+from tests.sim.storage import posix
 from tests.support.waiting import PATIENCE
 
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16

@@ -41,10 +41,10 @@ from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef, Presence
 from kvshelf.tiers.disk_tier import DiskTier
 from kvshelf.tiers.tiered import Tier, TieredShelf
+from tests.sim.storage import NamesOnly
 from tests.support import prompts
 from tests.support.clocks import Clock
 from tests.support.formats import format_of_kinds
-from tests.support.storages import NamesBackend
 from tests.support.waiting import PATIENCE, until
 
 SIZE = 8
@@ -203,12 +203,12 @@ def check(case: Case, backend: Backend) -> None:
 
 @given(cases(gaps=True))
 def test_a_hit_is_what_the_definition_says_on_a_near_storage(case: Case) -> None:
-    check(case, NamesBackend(0.0))
+    check(case, NamesOnly(0.0))
 
 
 @given(cases(gaps=False))
 def test_a_hit_is_what_the_definition_says_on_a_far_storage(case: Case) -> None:
-    backend = NamesBackend(0.02)
+    backend = NamesOnly(0.02)
     check(case, backend)
     # The second lookup asks for nothing but gaps.
     assert len(backend.asked) <= 12 + len(case.failed)
@@ -255,7 +255,7 @@ def test_few_rounds_find_a_hit_far_away(
     # What rounds really take must not change what is asked in them, nor what is remembered.
     monkeypatch.setattr(RoundCosts, "note", lambda *_: None)
     monkeypatch.setattr(presence_module, "time", SimpleNamespace(monotonic=lambda: 1000.0))
-    backend = NamesBackend(0.02)
+    backend = NamesOnly(0.02)
     with closing(Rig(FORMATS[name], 4 * SIZE, backend)) as rig:
         tokens = prompt(512)
         chunks = rig.chunks(tokens)
@@ -271,13 +271,13 @@ def test_few_rounds_find_a_hit_far_away(
 
 @pytest.fixture
 def far() -> Iterator[Rig]:
-    with closing(Rig(FORMATS["all"], 2 * SIZE, NamesBackend(0.02))) as rig:
+    with closing(Rig(FORMATS["all"], 2 * SIZE, NamesOnly(0.02))) as rig:
         yield rig
         names(rig).gate.set()
 
 
-def names(rig: Rig) -> NamesBackend:
-    assert isinstance(rig.backend, NamesBackend)
+def names(rig: Rig) -> NamesOnly:
+    assert isinstance(rig.backend, NamesOnly)
     return rig.backend
 
 
@@ -383,7 +383,7 @@ def test_what_a_tier_has_is_not_asked_of_the_storage(tmp_path: Path, cost: float
     tokens = prompt(6)
     fmt = FORMATS["all"]
     tier = DiskTier(tmp_path, 1 << 30)
-    backend = NamesBackend(cost)
+    backend = NamesOnly(cost)
     with closing(Rig(fmt, 2 * SIZE, backend, [tier])) as rig:
         chunks = rig.chunks(tokens)
         for kind in (FULL, WINDOW):

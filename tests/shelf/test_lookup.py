@@ -27,16 +27,9 @@ from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.lookup import Lookup, LookupService
 from kvshelf.shelf.probes import RoundCosts
 from kvshelf.shelf.shelf import Shelf
+from tests.sim.storage import Fault, FaultyStorage, NamesOnly, posix
 from tests.support import prompts
 from tests.support.formats import make_format
-from tests.support.storages import (
-    CountingBackend,
-    DescribedBackend,
-    Fault,
-    FaultyBackend,
-    NamesBackend,
-    posix,
-)
 from tests.support.threads import none_can_be_started
 from tests.support.waiting import PATIENCE, until
 
@@ -44,7 +37,7 @@ FMT = make_format(shards=2)
 SIZE = FMT.chunk_size
 
 #: A storage whose probes are dear.
-far_away = functools.partial(DescribedBackend, probe_cost=0.02, probes_at_once=8)
+far_away = functools.partial(FaultyStorage, probe_cost=0.02, probes_at_once=8)
 
 
 class Far:
@@ -52,7 +45,7 @@ class Far:
 
     def __init__(self, seconds: float = 0.0, fmt: ObjectFormat = FMT) -> None:
         self.fmt = fmt
-        self.backend = NamesBackend(seconds=seconds)
+        self.backend = NamesOnly(seconds=seconds)
         self.failed = FailedKeys()
         self.counters = Counters()
         self.service = LookupService(
@@ -89,8 +82,8 @@ class Rig:
     """A shelf, look-ups on it, and objects that appear and vanish without being written."""
 
     def __init__(self, backend: Backend, deadlines: Deadlines | None = None) -> None:
-        self.faults = FaultyBackend(backend)
-        self.counting = CountingBackend(self.faults)
+        self.faults = FaultyStorage(backend)
+        self.counting = self.faults
         self.shelf = Shelf(GuardedBackend(self.counting, deadlines))
         self.failed = FailedKeys()
         self.counters = Counters()
@@ -420,7 +413,7 @@ def test_a_busy_thread_with_ever_new_look_ups_is_not_stalled(far: Far) -> None:
 
 @given(st.sets(st.integers(0, 11)), st.sets(st.integers(0, 11), max_size=3))
 def test_a_near_storage_is_never_believed_beyond_a_hole(holes: set[int], failed: set[int]) -> None:
-    rig = Rig(DescribedBackend(open_backend("memory://probe"), probe_cost=0.0))
+    rig = Rig(FaultyStorage(open_backend("memory://probe"), probe_cost=0.0))
     tokens = prompt(12, seed=len(holes) * 100 + sum(holes))
     rig.store(tokens, set(range(12)) - holes)
     chunks = rig.chain(tokens).chunks

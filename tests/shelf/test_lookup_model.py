@@ -31,9 +31,9 @@ from kvshelf.shelf.lookup import Lookup, LookupService
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.threads import StorageThreads
 from kvshelf.shelf.waits import Wait, WaitService
+from tests.sim.storage import NamesOnly
 from tests.support.formats import make_format
 from tests.support.prompts import prompt
-from tests.support.storages import NamesBackend
 from tests.support.threads import named, none_can_be_started
 from tests.support.waiting import until
 
@@ -75,7 +75,7 @@ times = st.tuples(
 )
 
 
-class Storage(NamesBackend):
+class Storage(NamesOnly):
     """A storage that takes a while, or hangs, with an answer that may be old when it comes."""
 
     def __init__(self, probe_cost: float) -> None:

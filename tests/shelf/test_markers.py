@@ -31,10 +31,10 @@ from kvshelf.shelf.markers import is_attempt, marker_name
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef, Presence
 from kvshelf.tiers.tiered import TieredView
+from tests.sim.storage import Fault, FaultyStorage
 from tests.support.formats import make_format
 from tests.support.prompts import make_chunks
 from tests.support.servers import BUCKET, S3Server, command, moto_s3
-from tests.support.storages import CountingBackend, Fault, FaultyBackend
 
 FMT = make_format(native=False)
 FOLDER = FMT.namespace.folder
@@ -137,7 +137,7 @@ def test_it_is_of_one_namespace(backend: Backend) -> None:
     ],
 )
 def test_nothing_but_32_hex_digits_becomes_part_of_a_name(tmp_path: Path, text: str) -> None:
-    counting = CountingBackend(PosixBackend(tmp_path))
+    counting = FaultyStorage(PosixBackend(tmp_path))
     view = view_of(counting)
     assert not is_attempt(text)
     assert view.gave_up([text]) == [False]
@@ -152,7 +152,7 @@ def test_nothing_but_32_hex_digits_becomes_part_of_a_name(tmp_path: Path, text: 
 
 
 def test_many_are_asked_for_in_one_call(tmp_path: Path) -> None:
-    counting = CountingBackend(PosixBackend(tmp_path))
+    counting = FaultyStorage(PosixBackend(tmp_path))
     view = view_of(counting)
     view.give_up(ONE)
     counting.counts.clear()
@@ -193,7 +193,7 @@ def test_a_full_disk_takes_a_marker_although_stores_have_stopped(root: Path) -> 
 
 
 def test_a_storage_that_is_down_has_no_markers(root: Path) -> None:
-    faulty = FaultyBackend(PosixBackend(root))
+    faulty = FaultyStorage(PosixBackend(root))
     view = view_of(faulty)
     view.give_up(ONE)
     faulty.add(Fault("*", error=TransientStorageError(5, "down", "x")))

@@ -13,7 +13,7 @@ from kvshelf.errors import TransientStorageError
 from kvshelf.shelf import opening as opening_module
 from kvshelf.shelf.opening import Opening
 from kvshelf.shelf.shelf import Shelf
-from tests.support.storages import posix
+from tests.sim.storage import posix
 from tests.support.waiting import PATIENCE, until
 
 

@@ -10,14 +10,13 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from kvshelf.backends import WriteResult, open_backend
-from kvshelf.backends.base import StatResults
 from kvshelf.errors import (
     BadObjectError,
     NotRegularError,
@@ -35,8 +34,8 @@ from kvshelf.shelf import description
 from kvshelf.shelf import view as view_module
 from kvshelf.shelf.shelf import Shelf, open_shelf
 from kvshelf.shelf.view import ObjectRef, Presence
+from tests.sim.storage import Fault, FaultyStorage
 from tests.support import formats
-from tests.support.storages import CountingBackend, Fault, FaultyBackend
 from tests.support.waiting import PATIENCE, until
 
 CHUNK = 16
@@ -295,7 +294,7 @@ def test_two_folders_of_one_namespace_are_read_as_one(shelf: Shelf, root: Path) 
 
 
 def test_many_folders_of_one_namespace_cost_a_bounded_number_of_probes(root: Path) -> None:
-    counting = CountingBackend(open_backend(root))
+    counting = FaultyStorage(open_backend(root))
     with Shelf(counting) as shelf:
         store(shelf, CHUNKS[0])
         for number in range(100):
@@ -360,17 +359,14 @@ def test_a_file_that_another_writer_put_right_is_not_moved_by_a_load(
 ) -> None:
     good = image(CHUNKS[0])
 
-    class Corrected(CountingBackend):
-        """What was read is replaced just before it is looked at again."""
+    def correct() -> None:
+        if path.is_dir():
+            path.rmdir()
+        path.write_bytes(good)
+        age(path, 61)
 
-        def stat(self, names: Sequence[str]) -> StatResults:
-            if path.is_dir():
-                path.rmdir()
-            path.write_bytes(good)
-            age(path, 61)
-            return super().stat(names)
-
-    with Shelf(Corrected(open_backend(root))) as shelf:
+    # What was read is replaced just before it is looked at again.
+    with Shelf(FaultyStorage(open_backend(root), Fault("stat", error=correct))) as shelf:
         path = path_of(shelf, CHUNKS[0])
         path.parent.mkdir(parents=True)
         if stood == "folder":
@@ -428,8 +424,7 @@ def test_bad_object_stays_on_a_read_only_shelf(shelf: Shelf, root: Path) -> None
 
 
 def test_bad_read_is_repeated_once(root: Path) -> None:
-    faulty = FaultyBackend(open_backend(root))
-    counting = CountingBackend(faulty)
+    counting = faulty = FaultyStorage(open_backend(root))
 
     def damage(data: bytearray) -> None:
         data[-1] ^= 1
@@ -447,8 +442,7 @@ def test_bad_read_is_repeated_once(root: Path) -> None:
 
 @pytest.mark.parametrize("operation", ["open", "read"])
 def test_io_errors_change_nothing(root: Path, operation: str) -> None:
-    faulty = FaultyBackend(open_backend(root))
-    counting = CountingBackend(faulty)
+    counting = faulty = FaultyStorage(open_backend(root))
     with Shelf(counting) as shelf:
         store(shelf, CHUNKS[0])
         flip(path_of(shelf, CHUNKS[0]))
@@ -464,7 +458,7 @@ def test_io_errors_change_nothing(root: Path, operation: str) -> None:
 
 
 def test_probe_errors_are_answers(root: Path) -> None:
-    faulty = FaultyBackend(open_backend(root))
+    faulty = FaultyStorage(open_backend(root))
     with Shelf(faulty) as shelf:
         store(shelf, CHUNKS[0])
         store(shelf, CHUNKS[1])
@@ -474,7 +468,7 @@ def test_probe_errors_are_answers(root: Path) -> None:
         assert answers == [Presence.ERROR, Presence.PRESENT]
         with pytest.raises(TransientStorageError):
             store(shelf, CHUNKS[0])
-    faulty = FaultyBackend(open_backend(root))
+    faulty = FaultyStorage(open_backend(root))
     faulty.add(Fault("folders", error=lambda: TransientStorageError(5, "EIO"), times=1))
     with Shelf(faulty) as shelf:
         assert shelf.view(FMT).probe([(CHUNKS[0], 0)]) == [Presence.ERROR]
@@ -482,7 +476,7 @@ def test_probe_errors_are_answers(root: Path) -> None:
 
 
 def test_listing_may_be_forbidden(root: Path) -> None:
-    faulty = FaultyBackend(open_backend(root))
+    faulty = FaultyStorage(open_backend(root))
     faulty.add(Fault("folders", error=lambda: PermanentStorageError(13, "denied")))
     with Shelf(faulty) as shelf:
         store(shelf, CHUNKS[0])
@@ -494,8 +488,7 @@ class Listed:
 
     def __init__(self, root: Path, patch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        self.faulty = FaultyBackend(open_backend(root))
-        self.counting = CountingBackend(self.faulty)
+        self.counting = self.faulty = FaultyStorage(open_backend(root))
         self.shelf = Shelf(self.counting)
         clock = SimpleNamespace(
             monotonic=lambda: self.now, perf_counter=time.perf_counter, time=time.time

@@ -12,7 +12,7 @@ import pytest
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.shelf import threads as module
 from kvshelf.shelf.threads import StorageThreads
-from tests.support.storages import Fault, FaultyBackend, posix
+from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support.threads import none_can_be_started
 from tests.support.waiting import PATIENCE, until
 
@@ -23,7 +23,7 @@ class Rig:
     """Threads that ask the storage for the names they are given."""
 
     def __init__(self, root: Path) -> None:
-        self.faults = FaultyBackend(posix(root))
+        self.faults = FaultyStorage(posix(root))
         self.guard = GuardedBackend(self.faults)
         self.work: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self.done: queue.SimpleQueue[str] = queue.SimpleQueue()

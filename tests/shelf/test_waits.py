@@ -37,10 +37,10 @@ from kvshelf.shelf import waits as module
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.waits import Piece, Wait, WaitService
 from tests.backends.sftpserver import sftp_server
+from tests.sim.storage import Fault, FaultyStorage, NamesOnly, posix
 from tests.support.formats import format_of_kinds
 from tests.support.prompts import make_chunks
 from tests.support.servers import BUCKET, command, moto_s3, rclone_s3
-from tests.support.storages import Fault, FaultyBackend, NamesBackend, posix
 from tests.support.threads import none_can_be_started
 from tests.support.waiting import PATIENCE, until
 
@@ -91,7 +91,7 @@ class Rig:
     def __init__(
         self, backend: Backend, deadlines: Deadlines | None = None, other: Backend | None = None
     ) -> None:
-        self.faults = FaultyBackend(backend)
+        self.faults = FaultyStorage(backend)
         self.other = backend if other is None else other
         self.guard = GuardedBackend(self.faults, deadlines)
         self.shelf = Shelf(self.guard)
@@ -357,7 +357,7 @@ def test_closing_ends_the_thread_and_nobody_is_left_waiting(rig: Rig) -> None:
 # -------------------------------------------------------------------------------- what is asked
 
 
-class Names(NamesBackend):
+class Names(NamesOnly):
     """A storage with names and sizes only, near or far away."""
 
     def __init__(self, *, high_latency: bool) -> None:

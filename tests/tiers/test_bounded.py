@@ -15,7 +15,6 @@ import pytest
 from kvshelf.backends import Backend, ObjectInfo, WriteMode, WriteResult, base
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
-from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.capacity import deletion
 from kvshelf.capacity.deletion import Outcome
 from kvshelf.capacity.pins import Pin, Pins
@@ -24,7 +23,7 @@ from kvshelf.format.names import DESCRIPTION
 from kvshelf.tiers import ledger as ledger_module
 from kvshelf.tiers.bounded import BoundedBackend
 from kvshelf.tiers.ledger import LEDGER
-from tests.support.storages import LaterBackend
+from tests.sim.storage import Fault, FaultyStorage, LaterBackend
 
 SIZE = 1000
 #: Seconds that the directory's clock is ahead: nobody can set the time of a file's last change,
@@ -208,17 +207,13 @@ def test_each_knows_what_the_others_wrote(tmp_path: Path) -> None:
         one.write(name(10), [bytes(SIZE)])
 
 
-class _Stopped(WrappedBackend):
-    """A process that is stopped between its look at an object and the removal of it."""
+def stopped_in(backend: BoundedBackend, meanwhile: Callable[[], object]) -> FaultyStorage:
+    """Stop a process between its look at an object and the removal of it."""
 
-    def __init__(self, inner: BoundedBackend, meanwhile: Callable[[], object]) -> None:
-        super().__init__(inner)
-        self._meanwhile = [meanwhile]
+    def stop() -> None:
+        meanwhile()
 
-    def info(self, name: str) -> ObjectInfo | None:
-        if self._meanwhile:
-            self._meanwhile.pop()()
-        return super().info(name)
+    return FaultyStorage(backend, Fault("info", error=stop, times=1))
 
 
 def test_two_that_evict_at_once_remove_no_more_than_one(tmp_path: Path) -> None:
@@ -228,7 +223,7 @@ def test_two_that_evict_at_once_remove_no_more_than_one(tmp_path: Path) -> None:
 
     def evict() -> None:
         backend = open_bounded(tmp_path, 20 * SIZE)
-        stopped = _Stopped(backend, lambda: barrier.wait(20))
+        stopped = stopped_in(backend, lambda: barrier.wait(20))
         outcomes.append(evict_for(backend, SIZE, stopped))
 
     threads = [threading.Thread(target=evict) for _ in range(2)]
@@ -247,14 +242,14 @@ def test_two_that_evict_at_once_remove_no_more_than_one(tmp_path: Path) -> None:
 def test_what_is_used_while_a_process_is_stopped_stays(tmp_path: Path) -> None:
     backend = open_bounded(tmp_path)
     fill(backend)
-    evict_for(backend, SIZE, _Stopped(backend, lambda: age(tmp_path / name(0), 0)))
+    evict_for(backend, SIZE, stopped_in(backend, lambda: age(tmp_path / name(0), 0)))
     assert there(tmp_path) == {0, *range(2, 10)}
 
 
 def test_who_comes_too_late_removes_nothing(tmp_path: Path) -> None:
     backend, other = open_bounded(tmp_path), open_bounded(tmp_path)
     fill(backend)
-    evict_for(backend, SIZE, _Stopped(backend, lambda: evict_for(other, 5 * SIZE)))
+    evict_for(backend, SIZE, stopped_in(backend, lambda: evict_for(other, 5 * SIZE)))
     # The one that it had looked at is gone already; nothing else goes.
     assert there(tmp_path) == {5, 6, 7, 8, 9}
 

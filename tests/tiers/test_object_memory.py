@@ -16,9 +16,9 @@ from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import Shelf, open_shelf
 from kvshelf.shelf.view import ObjectRef, Presence, find_together
 from kvshelf.tiers.object_memory import PinningShelf
+from tests.sim.storage import Fault, FaultyStorage, LendingMemory
 from tests.support.formats import make_format, sealed
 from tests.support.prompts import make_chunks
-from tests.support.storages import Fault, FaultyBackend, LendingMemory
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_the_bytes_of_another_object_are_not_taken_for_this_one(
 def test_an_object_that_the_owner_of_the_memory_found_bad_is_moved_aside(
     root: Path, fmt: ObjectFormat, chunks: list[Chunk]
 ) -> None:
-    faulty = FaultyBackend(open_backend(root))
+    faulty = FaultyStorage(open_backend(root))
     faulty.add(Fault("pin", error=PayloadDamaged("payload damaged")))
     with PinningShelf(faulty, LendingMemory(open_backend(root), faulty)) as shelf:
         store(shelf, fmt, chunks[0])

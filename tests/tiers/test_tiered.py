@@ -44,9 +44,9 @@ from kvshelf.tiers.ledger import LEDGER, Ledger, Use
 from kvshelf.tiers.tiered import TieredShelf, open_late
 from kvshelf.transfer.stores import StoreOutcome
 from tests.faults import tier_child
+from tests.sim.storage import FAR, Fault, FaultyStorage, posix
 from tests.support.formats import make_format
 from tests.support.prompts import make_chunks, prompt
-from tests.support.storages import CountingBackend, FarBackend, Fault, FaultyBackend, posix
 from tests.support.threads import none_can_be_started
 from tests.support.transfers import Rig
 from tests.support.waiting import PATIENCE, until
@@ -105,8 +105,8 @@ class Machine:
 
 
 @pytest.fixture
-def remote(tmp_path: Path) -> CountingBackend:
-    return CountingBackend(FarBackend(posix(tmp_path / "remote")))
+def remote(tmp_path: Path) -> FaultyStorage:
+    return FaultyStorage(posix(tmp_path / "remote"), **FAR)
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def copy_of(root: Path, chunk: Chunk, shard: int) -> Path:
 
 
 def test_a_second_load_reads_nothing_from_the_shelf(
-    remote: CountingBackend, start: Callable[..., Machine], tmp_path: Path
+    remote: FaultyStorage, start: Callable[..., Machine], tmp_path: Path
 ) -> None:
     chunks, tokens = make_chunks(FMT, 4), tokens_of(0, 4)
     with closing(Rig(remote.inner, fmt=FMT)) as elsewhere:
@@ -180,9 +180,9 @@ def test_a_second_load_reads_nothing_from_the_shelf(
 
 
 def test_what_is_stored_is_in_the_tier_while_the_shelf_is_away(
-    remote: CountingBackend, start: Callable[..., Machine]
+    remote: FaultyStorage, start: Callable[..., Machine]
 ) -> None:
-    faulty = FaultyBackend(remote)
+    faulty = FaultyStorage(remote)
     machine = start(faulty)
     chunks = make_chunks(FMT, 4)
     machine.put(chunks)
@@ -202,7 +202,7 @@ def test_what_is_stored_is_in_the_tier_while_the_shelf_is_away(
 
 
 def test_a_prompt_of_which_a_part_is_near_is_loaded_from_both(
-    remote: CountingBackend, start: Callable[..., Machine]
+    remote: FaultyStorage, start: Callable[..., Machine]
 ) -> None:
     chunks = make_chunks(FMT, 6)
     start(remote, "other tier").put(chunks)
@@ -216,9 +216,9 @@ def test_a_prompt_of_which_a_part_is_near_is_loaded_from_both(
 
 
 def test_what_the_shelf_does_not_take_is_not_stored(
-    remote: CountingBackend, start: Callable[..., Machine], tmp_path: Path
+    remote: FaultyStorage, start: Callable[..., Machine], tmp_path: Path
 ) -> None:
-    faulty = FaultyBackend(remote, Fault("write", error=NoSpaceStorageError(28, "full")))
+    faulty = FaultyStorage(remote, Fault("write", error=NoSpaceStorageError(28, "full")))
     machine = start(faulty)
     (chunk,) = make_chunks(FMT, 1)
     (item,) = machine.rig.items([chunk], 0)
@@ -235,7 +235,7 @@ def test_what_the_shelf_does_not_take_is_not_stored(
 
 
 def test_a_chunk_that_is_gone_from_the_shelf_is_stored_there_again(
-    remote: CountingBackend, start: Callable[..., Machine], tmp_path: Path
+    remote: FaultyStorage, start: Callable[..., Machine], tmp_path: Path
 ) -> None:
     machine = start(remote)
     (chunk,) = make_chunks(FMT, 1)
@@ -250,7 +250,7 @@ def test_a_chunk_that_is_gone_from_the_shelf_is_stored_there_again(
 
 
 def test_a_tier_is_a_shelf(
-    remote: CountingBackend, start: Callable[..., Machine], tmp_path: Path
+    remote: FaultyStorage, start: Callable[..., Machine], tmp_path: Path
 ) -> None:
     chunks = make_chunks(FMT, 3)
     start(remote).put(chunks)
@@ -267,7 +267,7 @@ def test_a_tier_is_a_shelf(
 
 
 def test_a_thread_that_a_tier_keeps_is_replaced(
-    remote: CountingBackend, start: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+    remote: FaultyStorage, start: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = start(remote)
     chunks, others = make_chunks(FMT, 1), make_chunks(FMT, 2, seed=1)
@@ -275,10 +275,10 @@ def test_a_thread_that_a_tier_keeps_is_replaced(
     guard = machine.tier.guard
     assert guard is not None
     gate = threading.Event()
-    hanging = FaultyBackend(guard.inner, Fault("open", f"*{chunks[0].key.hex()}*", wait=gate))
+    hanging = FaultyStorage(guard.inner, Fault("open", f"*{chunks[0].key.hex()}*", wait=gate))
     monkeypatch.setattr(guard, "inner", hanging)
     # Of whichever shelf behind the tier.
-    TieredShelf(Shelf(FarBackend(machine.rig.backend)), [machine.tier])
+    TieredShelf(Shelf(FaultyStorage(machine.rig.backend, **FAR)), [machine.tier])
     assert machine.rig.load(chunks, 20)[0].failed_at == 0
     until(lambda: machine.rig.count("stuck_threads") == FMT.shards)
     assert machine.load(others)
@@ -299,7 +299,7 @@ def test_a_tier_holds_on_to_no_shelf_that_is_gone(tmp_path: Path) -> None:
 
 
 def test_two_shelves_may_have_one_tier(
-    remote: CountingBackend, start: Callable[..., Machine], tmp_path: Path
+    remote: FaultyStorage, start: Callable[..., Machine], tmp_path: Path
 ) -> None:
     chunks = make_chunks(FMT, 2)
     start(remote).put(chunks)
@@ -313,7 +313,7 @@ def test_two_shelves_may_have_one_tier(
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "folder", "link"])
 def test_a_bad_copy_is_dropped_and_the_load_goes_on(
-    remote: CountingBackend,
+    remote: FaultyStorage,
     start: Callable[..., Machine],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -348,7 +348,7 @@ def test_a_bad_copy_is_dropped_and_the_load_goes_on(
 
 
 def test_a_bad_copy_of_what_the_shelf_lost_is_a_miss(
-    remote: CountingBackend, start: Callable[..., Machine], tmp_path: Path
+    remote: FaultyStorage, start: Callable[..., Machine], tmp_path: Path
 ) -> None:
     machine = start(remote)
     chunks = make_chunks(FMT, 2)
@@ -361,7 +361,7 @@ def test_a_bad_copy_of_what_the_shelf_lost_is_a_miss(
 
 
 def test_a_bad_object_of_the_shelf_does_not_get_into_the_tier(
-    remote: CountingBackend, start: Callable[..., Machine], tmp_path: Path
+    remote: FaultyStorage, start: Callable[..., Machine], tmp_path: Path
 ) -> None:
     chunks = make_chunks(FMT, 1)
     with closing(Rig(remote.inner, fmt=FMT)) as elsewhere:
@@ -376,7 +376,7 @@ def test_a_bad_object_of_the_shelf_does_not_get_into_the_tier(
 
 
 def test_a_load_does_not_wait_for_its_copies(
-    remote: CountingBackend, start: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+    remote: FaultyStorage, start: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks = make_chunks(FMT, 6)
     start(remote, "other tier").put(chunks)
@@ -396,7 +396,7 @@ def test_a_load_does_not_wait_for_its_copies(
 
 
 def test_the_use_of_a_copy_is_recorded(
-    remote: CountingBackend,
+    remote: FaultyStorage,
     start: Callable[..., Machine],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -412,7 +412,7 @@ def test_the_use_of_a_copy_is_recorded(
 
 
 def test_an_object_is_queued_once_and_can_be_removed_from_the_queue(
-    remote: CountingBackend,
+    remote: FaultyStorage,
     start: Callable[..., Machine],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -456,7 +456,7 @@ def test_an_object_is_queued_once_and_can_be_removed_from_the_queue(
 
 
 def test_a_tier_that_cannot_be_opened_is_used_when_it_can(
-    remote: CountingBackend,
+    remote: FaultyStorage,
     start: Callable[..., Machine],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -488,7 +488,7 @@ def test_a_tier_that_cannot_be_opened_is_used_when_it_can(
 
 @pytest.mark.usefixtures("no_leaks")
 def test_without_a_thread_for_the_tier_only_copies_are_missing(
-    remote: CountingBackend, start: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+    remote: FaultyStorage, start: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = make_chunks(FMT, 2), make_chunks(FMT, 2, seed=1)
     start(remote).put(old)
@@ -512,7 +512,7 @@ def test_without_a_thread_for_the_tier_only_copies_are_missing(
 
 
 def test_copies_go_on_when_the_thread_of_the_tier_is_kept_and_another_can_be_started_later(
-    remote: CountingBackend, start: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+    remote: FaultyStorage, start: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = start(remote)
     first, second = make_chunks(FMT, 1), make_chunks(FMT, 1, seed=1)
@@ -540,7 +540,7 @@ def test_copies_go_on_when_the_thread_of_the_tier_is_kept_and_another_can_be_sta
 
 
 def test_a_tier_that_does_not_open_holds_up_nothing(
-    remote: CountingBackend, start: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+    remote: FaultyStorage, start: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = hang(monkeypatch, tier_module, "PosixBackend")
     machine = start(remote, open_seconds=0.01)
@@ -551,7 +551,7 @@ def test_a_tier_that_does_not_open_holds_up_nothing(
 
 
 def test_a_shelf_that_cannot_be_opened_is_done_without_until_it_can(
-    remote: CountingBackend,
+    remote: FaultyStorage,
     start: Callable[..., Machine],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -586,7 +586,7 @@ def test_a_shelf_that_cannot_be_opened_is_done_without_until_it_can(
 
 
 def test_a_folder_in_place_of_the_ledger_is_spoken_of(
-    remote: CountingBackend,
+    remote: FaultyStorage,
     start: Callable[..., Machine],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -602,7 +602,7 @@ def test_a_folder_in_place_of_the_ledger_is_spoken_of(
 
 
 def test_a_ledger_that_fails_stops_the_copies(
-    remote: CountingBackend,
+    remote: FaultyStorage,
     start: Callable[..., Machine],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -622,7 +622,7 @@ def test_a_ledger_that_fails_stops_the_copies(
 
 
 def test_a_ledger_that_hangs_is_noticed(
-    remote: CountingBackend, start: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+    remote: FaultyStorage, start: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = start(remote)
     guard = machine.tier.guard
@@ -635,7 +635,7 @@ def test_a_ledger_that_hangs_is_noticed(
 
 
 def test_a_tier_is_used_while_its_shelf_hangs_at_opening(
-    remote: CountingBackend,
+    remote: FaultyStorage,
     start: Callable[..., Machine],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,15 +17,8 @@ from typing import Any
 
 import pytest
 
-from kvshelf.backends import (
-    Backend,
-    BytesLike,
-    ObjectInfo,
-    WriteMode,
-    WriteResult,
-    open_backend,
-)
-from kvshelf.backends.base import StatResults
+from kvshelf.backends import Backend, open_backend
+from kvshelf.backends.base import ObjectInfo, StatResults
 from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.errors import NoSpaceStorageError, StorageError, TransientStorageError
 from kvshelf.format.keys import salt_group_of
@@ -33,6 +26,7 @@ from kvshelf.shelf.shelf import Shelf, open_shelf
 from kvshelf.tools import copying
 from kvshelf.tools.copying import CopyReport, Selection, copy_shelf
 from kvshelf.tools.prompts import Prompt
+from tests.sim.storage import Fault, FaultyStorage
 from tests.support import commands
 from tests.support.filled import CHUNK, contents, fill, hybrid, namespace, prompt, store, times
 from tests.support.servers import BUCKET, S3Server
@@ -474,30 +468,17 @@ def copied(source: Path, target: Backend, **options: Any) -> CopyReport:
         return copy_shelf(here, there, **options)
 
 
-class Troubled(WrappedBackend):
-    """Writes of objects that fail as a test says."""
-
-    def __init__(self, url: str, trouble: Callable[[int], Exception | None]) -> None:
-        super().__init__(open_backend(url))
-        self._trouble = trouble
-        self._lock = threading.Lock()
-        self.writes = 0
-
-    def write(
-        self, name: str, buffers: Sequence[BytesLike], mode: WriteMode = "create"
-    ) -> WriteResult:
-        with self._lock:
-            number, self.writes = self.writes, self.writes + 1
-        if (error := self._trouble(number)) is not None:
-            raise error
-        return super().write(name, buffers, mode)
+def troubled(url: str, trouble: Callable[[int], Exception | None]) -> FaultyStorage:
+    """Open a storage whose writes fail as a test says, by their number."""
+    numbers = itertools.count()
+    return FaultyStorage(open_backend(url), Fault("write", error=lambda: trouble(next(numbers))))
 
 
 def test_trouble_that_passes_is_waited_for(source: Path, tmp_path: Path) -> None:
     def trouble(number: int) -> Exception | None:
         return TransientStorageError(5, "try again") if number in (2, 5) else None
 
-    found = copied(source, Troubled(str(tmp_path / "target"), trouble), jobs=2)
+    found = copied(source, troubled(str(tmp_path / "target"), trouble), jobs=2)
     assert (found.copied, found.failed) == (14, 0)
     assert contents(tmp_path / "target") == contents(source)
 
@@ -508,7 +489,7 @@ def test_a_target_without_room_ends_the_copy(source: Path, tmp_path: Path) -> No
 
     found = CopyReport()
     with pytest.raises(NoSpaceStorageError, match="full"):
-        copied(source, Troubled(str(tmp_path / "target"), trouble), jobs=1, report=found)
+        copied(source, troubled(str(tmp_path / "target"), trouble), jobs=1, report=found)
     assert 0 < found.copied < 14
 
 
@@ -545,7 +526,7 @@ def test_objects_that_vanish_meanwhile_are_no_failure(source: Path, tmp_path: Pa
                 path.unlink()
         return None
 
-    found = copied(source, Troubled(str(tmp_path / "target"), trouble), jobs=1)
+    found = copied(source, troubled(str(tmp_path / "target"), trouble), jobs=1)
     assert found.gone > 0
     assert found.complete
     assert found.copied + found.gone == found.found
@@ -561,7 +542,7 @@ def test_a_source_that_vanishes_while_it_is_read_is_a_failure(source: Path, tmp_
         return None
 
     with pytest.raises(StorageError, match="vanished"):
-        copied(source, Troubled(str(tmp_path / "target"), trouble), jobs=1)
+        copied(source, troubled(str(tmp_path / "target"), trouble), jobs=1)
 
 
 @pytest.mark.parametrize("of_prompts", [False, True])

@@ -19,13 +19,13 @@ from kvshelf.config import CapacityConfig
 from kvshelf.errors import TransientStorageError
 from kvshelf.format.keys import KeyChain
 from kvshelf.tools.status import A_SWEEP, DEFAULT, Status, look
+from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support.filled import CHUNK, fill, hybrid, namespace, prompt
-from tests.support.storages import CountingBackend, Fault, FaultyBackend, posix
 
 GIB = 1 << 30
 
 
-class Far(CountingBackend):
+class Far(FaultyStorage):
     """A storage of which a test says how much is free."""
 
     room: Space | None = Space(60 * GIB, 100 * GIB)
@@ -178,7 +178,7 @@ def test_a_damaged_record_is_named(storage: Far) -> None:
 
 
 def test_a_storage_that_fails_is_an_error(storage: Far) -> None:
-    failing = FaultyBackend(storage)
+    failing = FaultyStorage(storage)
     failing.add(Fault("folders", error=TransientStorageError(5, "EIO")))
     with pytest.raises(TransientStorageError):
         look(failing, CapacityConfig(), "")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.storages import FaultyBackend, posix
+from tests.sim.storage import FaultyStorage, posix
 
 
 @pytest.fixture
-def backend(tmp_path: Path) -> FaultyBackend:
-    return FaultyBackend(posix(tmp_path / "shelf"))
+def backend(tmp_path: Path) -> FaultyStorage:
+    return FaultyStorage(posix(tmp_path / "shelf"))

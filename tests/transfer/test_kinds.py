@@ -38,9 +38,9 @@ from kvshelf.transfer.shares import share_out
 from kvshelf.transfer.staging import StagingPool
 from kvshelf.transfer.stores import StoreOutcome
 from kvshelf.transfer.transfers import Transfers
+from tests.sim.storage import FAR, Fault, FaultyStorage, posix
 from tests.support.formats import format_of_kinds, make_format
 from tests.support.prompts import make_chunks
-from tests.support.storages import CountingBackend, FarBackend, Fault, FaultyBackend, posix
 from tests.support.waiting import PATIENCE, until
 
 SHARDS: Mapping[Kind, int] = {FULL: 1, WINDOW: 2, STATE: 2}
@@ -143,7 +143,7 @@ class Kinds:
 
 
 @pytest.fixture
-def kinds(backend: FaultyBackend) -> Iterator[Kinds]:
+def kinds(backend: FaultyStorage) -> Iterator[Kinds]:
     with closing(Kinds(backend)) as kinds:
         yield kinds
         backend.heal()
@@ -208,7 +208,7 @@ def test_a_piece_that_is_missing_fails_the_whole_load(
 
 
 def test_a_load_that_failed_is_reported_when_nothing_is_written_for_it_any_more(
-    kinds: Kinds, backend: FaultyBackend, wanted: dict[Kind, list[Chunk]]
+    kinds: Kinds, backend: FaultyStorage, wanted: dict[Kind, list[Chunk]]
 ) -> None:
     kinds.put(wanted)
     (state,) = wanted[STATE]
@@ -239,9 +239,9 @@ def test_a_load_that_failed_is_reported_when_nothing_is_written_for_it_any_more(
 
 
 def test_other_parts_are_not_read_on_after_one_has_failed(
-    backend: FaultyBackend, tmp_path: Path
+    backend: FaultyStorage, tmp_path: Path
 ) -> None:
-    counting = CountingBackend(backend)
+    counting = FaultyStorage(backend)
     chunks = make_chunks(FMT, 6)
     wanted: dict[Kind, list[Chunk]] = {FULL: chunks, STATE: chunks[5:]}
     with closing(Kinds(counting, (FULL, STATE))) as kinds:
@@ -260,7 +260,7 @@ def test_other_parts_are_not_read_on_after_one_has_failed(
 
 
 def test_an_aborted_load_counts_once_and_is_still_reported(
-    kinds: Kinds, backend: FaultyBackend, wanted: dict[Kind, list[Chunk]]
+    kinds: Kinds, backend: FaultyStorage, wanted: dict[Kind, list[Chunk]]
 ) -> None:
     kinds.put(wanted)
     gate = threading.Event()
@@ -312,7 +312,7 @@ def test_several_loads_end_for_themselves(kinds: Kinds) -> None:
 
 @pytest.mark.parametrize("kind", [FULL, STATE])
 def test_a_part_that_hangs_ends_the_load_in_time(
-    backend: FaultyBackend, wanted: dict[Kind, list[Chunk]], kind: Kind
+    backend: FaultyStorage, wanted: dict[Kind, list[Chunk]], kind: Kind
 ) -> None:
     with closing(Kinds(backend)) as kinds:
         kinds.put(wanted)
@@ -353,7 +353,7 @@ def test_keys_of_what_was_published_and_repaired_tell_the_kind(tmp_path: Path) -
     (chunk,) = make_chunks(FMT, 1)
     wanted: dict[Kind, list[Chunk]] = {kind: [chunk] for kind in SHARDS}
     expected = [kind_key(chunk.key, kind) for kind in SHARDS]
-    with closing(Kinds(FarBackend(posix(tmp_path / "shelf")))) as kinds:
+    with closing(Kinds(FaultyStorage(posix(tmp_path / "shelf"), **FAR))) as kinds:
         kinds.put(wanted)
         assert kinds.transfers.take_published() == expected
         assert kinds.transfers.take_published() == []
@@ -364,7 +364,7 @@ def test_keys_of_what_was_published_and_repaired_tell_the_kind(tmp_path: Path) -
 
 
 def test_only_full_chunks_are_dropped_because_one_before_them_was(
-    backend: FaultyBackend,
+    backend: FaultyStorage,
 ) -> None:
     with closing(Kinds(backend, staging_chunks=4)) as kinds:
         chunks = make_chunks(FMT, 8)
@@ -392,7 +392,7 @@ def test_only_full_chunks_are_dropped_because_one_before_them_was(
 
 
 @pytest.mark.long
-def test_what_is_left_at_the_end_is_counted_by_kind(backend: FaultyBackend) -> None:
+def test_what_is_left_at_the_end_is_counted_by_kind(backend: FaultyStorage) -> None:
     kinds = Kinds(backend)
     (chunk,) = make_chunks(FMT, 1)
     gate = threading.Event()

@@ -20,9 +20,9 @@ from kvshelf.tiers.memory_tier import MemoryTier
 from kvshelf.tiers.tiered import Tier, TieredShelf
 from kvshelf.transfer.load import Failure
 from kvshelf.transfer.prefetch import KindMemory
+from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support.formats import make_format
 from tests.support.prompts import make_chunks
-from tests.support.storages import CountingBackend, Fault, FaultyBackend, posix
 from tests.support.transfers import Rig
 from tests.support.waiting import PATIENCE, until
 
@@ -36,8 +36,8 @@ class Near:
     def __init__(
         self, root: Path, *, objects: int = 100, disk: Path | None = None, **options: Any
     ) -> None:
-        self.faults = FaultyBackend(posix(root))
-        self.reads = CountingBackend(self.faults)
+        self.faults = FaultyStorage(posix(root))
+        self.reads = FaultyStorage(self.faults)
         self.counters = Counters()
         self.tier = MemoryTier(objects * OBJECT, counters=self.counters)
         tiers: list[Tier] = [KindMemory(self.tier, FMT, self.counters, **options)]

@@ -20,8 +20,8 @@ from kvshelf.format.invalid import PayloadDamaged
 from kvshelf.format.keys import Chunk
 from kvshelf.shelf.view import ObjectRef
 from kvshelf.transfer.load import Failure
+from tests.sim.storage import posix
 from tests.support.prompts import make_chunks
-from tests.support.storages import posix
 from tests.support.transfers import Rig
 from tests.support.waiting import PATIENCE, until
 

@@ -7,8 +7,8 @@ from contextlib import closing
 
 from kvshelf.transfer.pace import Pace
 from kvshelf.transfer.stores import StoreOutcome, StoreResult
+from tests.sim.storage import FaultyStorage
 from tests.support.formats import make_format
-from tests.support.storages import FaultyBackend
 from tests.support.transfers import Rig
 from tests.support.waiting import until
 from tests.transfer.test_promised_stores import Ends, single
@@ -19,7 +19,7 @@ CHUNK_BYTES = sum(FMT.object_size(shard) for shard in range(FMT.shards))
 NEVER = 1e-9
 
 
-def test_stores_write_no_faster_than_their_pace(backend: FaultyBackend) -> None:
+def test_stores_write_no_faster_than_their_pace(backend: FaultyStorage) -> None:
     seconds = 0.1
     options = {"pace": Pace(CHUNK_BYTES / seconds), "store_threads": 2}
     with closing(Rig(backend, FMT, options=options)) as rig:
@@ -30,7 +30,7 @@ def test_stores_write_no_faster_than_their_pace(backend: FaultyBackend) -> None:
         assert rig.count("stored_chunks") == 5
 
 
-def test_a_chunk_that_is_there_takes_no_part_of_the_pace(backend: FaultyBackend) -> None:
+def test_a_chunk_that_is_there_takes_no_part_of_the_pace(backend: FaultyStorage) -> None:
     with closing(Rig(backend, FMT)) as before:
         before.put(single(3))
     with closing(Rig(backend, FMT, options={"pace": Pace(NEVER)})) as rig:
@@ -38,7 +38,7 @@ def test_a_chunk_that_is_there_takes_no_part_of_the_pace(backend: FaultyBackend)
         assert rig.count("existing_chunks") == 3
 
 
-def test_handovers_do_not_wait_for_the_pace(backend: FaultyBackend) -> None:
+def test_handovers_do_not_wait_for_the_pace(backend: FaultyStorage) -> None:
     ends = Ends()
     with closing(Rig(backend, FMT, options={"pace": Pace(NEVER)})) as rig:
         first, late, promised = rig.items(single(3), 0)

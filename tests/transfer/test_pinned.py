@@ -14,15 +14,8 @@ from kvshelf.kv.caches import HostKVCache
 from kvshelf.shelf.view import NamespaceView, ObjectRef
 from kvshelf.transfer.context import ChunkSlots, bytes_at
 from kvshelf.transfer.load import Failure, Piece
+from tests.sim.storage import Fault, FaultyStorage, LendingMemory, Loan, posix
 from tests.support.prompts import make_chunks
-from tests.support.storages import (
-    CountingBackend,
-    Fault,
-    FaultyBackend,
-    LendingMemory,
-    Loan,
-    posix,
-)
 from tests.support.threads import named
 from tests.support.transfers import Destination, Rig
 from tests.support.waiting import PATIENCE, until
@@ -32,8 +25,8 @@ class Lender:
     """A transfer from a storage that lends."""
 
     def __init__(self, root: Path, **options: object) -> None:
-        self.reads = CountingBackend(posix(root))
-        self.faults = FaultyBackend(self.reads)
+        self.reads = FaultyStorage(posix(root))
+        self.faults = FaultyStorage(self.reads)
         self.lending = LendingMemory(self.reads, self.faults)
         self.others = named("kvshelf-load")
         self.rig = Rig(

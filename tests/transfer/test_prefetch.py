@@ -20,8 +20,8 @@ from kvshelf.tiers.tiered import TieredShelf
 from kvshelf.transfer import prefetch
 from kvshelf.transfer.load import Failure, Piece
 from kvshelf.transfer.prefetch import KindMemory, Prefetcher
+from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support.prompts import make_chunks
-from tests.support.storages import CountingBackend, Fault, FaultyBackend, posix
 from tests.support.transfers import Rig
 from tests.support.waiting import until
 
@@ -30,8 +30,8 @@ class Waiting:
     """A rig whose transfer looks into memory first."""
 
     def __init__(self, root: Path, chunks: float, **options: Any) -> None:
-        self.faults = FaultyBackend(posix(root))
-        self.counting = CountingBackend(self.faults)
+        self.faults = FaultyStorage(posix(root))
+        self.counting = self.faults
         self.rig = Rig(self.counting, blocks=200, staging_objects=32)
         fmt = self.rig.fmt
         rounded = SizeClasses(1 << 30).rounded

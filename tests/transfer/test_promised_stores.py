@@ -10,9 +10,9 @@ import pytest
 from kvshelf.format.keys import Chunk
 from kvshelf.kv.streams import Streams
 from kvshelf.transfer.stores import StoreOutcome, StoreResult
+from tests.sim.storage import FaultyStorage, Gate
 from tests.support.formats import make_format
 from tests.support.prompts import make_chunks
-from tests.support.storages import FaultyBackend, Gate
 from tests.support.transfers import Rig
 from tests.support.waiting import PATIENCE, until
 
@@ -21,7 +21,7 @@ QUEUED, KNOWN, FULL = StoreOutcome.QUEUED, StoreOutcome.KNOWN, StoreOutcome.STAG
 
 
 @pytest.fixture
-def rig(backend: FaultyBackend) -> Iterator[Rig]:
+def rig(backend: FaultyStorage) -> Iterator[Rig]:
     """One store thread, and staging for three chunks of two objects."""
     with closing(Rig(backend, FMT, staging_objects=8)) as rig:
         yield rig
@@ -46,7 +46,7 @@ class Ends:
         return [chunk for chunk, _ in self.of]
 
 
-def test_promised_stores_are_published_before_the_others(rig: Rig, backend: FaultyBackend) -> None:
+def test_promised_stores_are_published_before_the_others(rig: Rig, backend: FaultyStorage) -> None:
     gate = Gate(backend)
     one, two, three = rig.items(single(3), 0)
     ends = Ends()
@@ -59,7 +59,7 @@ def test_promised_stores_are_published_before_the_others(rig: Rig, backend: Faul
     assert ends.chunks == [one.chunk, three.chunk, two.chunk]
 
 
-def test_a_store_in_flight_becomes_promised(rig: Rig, backend: FaultyBackend) -> None:
+def test_a_store_in_flight_becomes_promised(rig: Rig, backend: FaultyStorage) -> None:
     gate = Gate(backend)
     one, two, three = rig.items(single(3), 0)
     ends, told = Ends(), Ends()
@@ -77,7 +77,7 @@ def test_a_store_in_flight_becomes_promised(rig: Rig, backend: FaultyBackend) ->
 
 
 def test_promised_stores_take_staging_from_the_last_of_the_others(
-    rig: Rig, backend: FaultyBackend
+    rig: Rig, backend: FaultyStorage
 ) -> None:
     gate = Gate(backend)
     items = rig.items(single(7), 0)
@@ -105,7 +105,7 @@ def test_promised_stores_take_staging_from_the_last_of_the_others(
     assert all(rig.holds(item) for item in loaded)
 
 
-def test_a_store_whose_copy_has_not_ended_keeps_its_staging(backend: FaultyBackend) -> None:
+def test_a_store_whose_copy_has_not_ended_keeps_its_staging(backend: FaultyStorage) -> None:
     with closing(
         Rig(backend, make_format(native=False), False, staging_objects=8, streams=Streams())
     ) as rig:
@@ -130,7 +130,7 @@ def test_a_store_whose_copy_has_not_ended_keeps_its_staging(backend: FaultyBacke
         assert rig.staging.in_use == 0
 
 
-def test_promised_stores_that_run_at_the_end_are_lost(rig: Rig, backend: FaultyBackend) -> None:
+def test_promised_stores_that_run_at_the_end_are_lost(rig: Rig, backend: FaultyStorage) -> None:
     """Who waits is told, even if the storage never answers."""
     gate = Gate(backend)
     one, two, three = rig.items(single(3), 0)

@@ -22,16 +22,9 @@ from kvshelf.format.keys import Chunk
 from kvshelf.shelf.view import ObjectRef, ShelfView
 from kvshelf.transfer.promises import Promises
 from kvshelf.transfer.stores import OnStored, StoreOutcome, StoreResult
+from tests.sim.storage import Fault, FaultyStorage, Gate, posix
 from tests.support.formats import make_format
 from tests.support.prompts import make_chunks, make_tail
-from tests.support.storages import (
-    CountingBackend,
-    Fault,
-    FaultyBackend,
-    Gate,
-    TouchesBackend,
-    posix,
-)
 from tests.support.threads import named, none_can_be_started
 from tests.support.transfers import Rig
 from tests.support.waiting import PATIENCE, until
@@ -43,7 +36,7 @@ QUEUED, KNOWN, FULL = StoreOutcome.QUEUED, StoreOutcome.KNOWN, StoreOutcome.STAG
 
 
 @pytest.fixture
-def rig(backend: FaultyBackend) -> Iterator[Rig]:
+def rig(backend: FaultyStorage) -> Iterator[Rig]:
     with closing(Rig(backend, FMT)) as rig:
         yield rig
 
@@ -98,8 +91,8 @@ def test_a_tail_that_nobody_waits_for_leaves_no_marker(rig: Rig, promises: Promi
     assert rig.count("promises_broken") == rig.count("markers_written") == 0
 
 
-def test_an_attempt_is_given_up_once(rig: Rig, promises: Promises, backend: FaultyBackend) -> None:
-    counting = CountingBackend(backend.inner)
+def test_an_attempt_is_given_up_once(rig: Rig, promises: Promises, backend: FaultyStorage) -> None:
+    counting = FaultyStorage(backend.inner)
     backend.inner = counting
     done = promises.watch(ONE)
     for _ in range(3):
@@ -166,7 +159,7 @@ def test_tails_and_markers_are_given_to_the_walk(rig: Rig) -> None:
 
 
 def test_the_use_of_a_tail_that_was_loaded_is_recorded(tmp_path: Path) -> None:
-    storage, tail = TouchesBackend(posix(tmp_path)), make_tail(FMT)
+    storage, tail = FaultyStorage(posix(tmp_path)), make_tail(FMT)
     with closing(Rig(storage, FMT)) as rig, closing(Uses(rig.counters)) as uses:
         walk = NotedWalk(rig)
         view = rig.shelf.view(FMT)
@@ -175,7 +168,7 @@ def test_the_use_of_a_tail_that_was_loaded_is_recorded(tmp_path: Path) -> None:
         promises.loaded(tail)
         assert uses.flush(PATIENCE)
         refs = [ObjectRef(tail, shard) for shard in (0, 1)]
-        assert storage.names == [view.name(ref) for ref in refs]
+        assert storage.touches == [view.name(ref) for ref in refs]
         assert walk.written == refs
 
 
@@ -194,7 +187,7 @@ def test_the_use_of_a_tail_that_was_loaded_is_recorded(tmp_path: Path) -> None:
 def test_a_marker_that_cannot_be_written_is_counted_and_nothing_else(
     rig: Rig,
     promises: Promises,
-    backend: FaultyBackend,
+    backend: FaultyStorage,
     error: Exception,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -213,7 +206,7 @@ def test_a_marker_that_cannot_be_written_is_counted_and_nothing_else(
 
 
 def test_after_a_failed_marker_a_store_shows_that_promises_can_be_kept_again(
-    promises: Promises, backend: FaultyBackend
+    promises: Promises, backend: FaultyStorage
 ) -> None:
     backend.add(Fault("write", error=NoSpaceStorageError(28, "full", "x"), times=1))
     promises.give_up(ONE)
@@ -239,7 +232,7 @@ def test_on_a_read_only_shelf_promises_are_broken_in_silence(tmp_path: Path) -> 
 
 
 def test_a_storage_that_hangs_holds_up_neither_a_step_nor_the_end(
-    rig: Rig, promises: Promises, backend: FaultyBackend
+    rig: Rig, promises: Promises, backend: FaultyStorage
 ) -> None:
     before = named("kvshelf-marker")
     gate = threading.Event()
@@ -273,7 +266,7 @@ def test_a_process_without_threads_writes_its_markers_later(
 
 
 def test_what_waits_to_be_written_is_bounded(
-    rig: Rig, promises: Promises, backend: FaultyBackend, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, promises: Promises, backend: FaultyStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvshelf.transfer.promises._MOST_QUEUED", 5)
     monkeypatch.setattr("kvshelf.transfer.promises._BROKEN_MEMORY", 7)
@@ -299,7 +292,7 @@ class StagingIsShort(RuleBasedStateMachine):
     @initialize()
     def make(self) -> None:
         # A memory filesystem of its own.
-        self.backend = FaultyBackend(open_backend(f"memory://{id(self)}-{next(_numbers)}"))
+        self.backend = FaultyStorage(open_backend(f"memory://{id(self)}-{next(_numbers)}"))
         self.rig = Rig(self.backend, FMT, staging_objects=8)
         self.promises = Promises(self.rig.shelf.view(FMT), (0, 1), self.rig.counters, walk=None)
         self.gate = Gate(self.backend)

@@ -23,8 +23,8 @@ from kvshelf.tiers.tiered import TieredShelf
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.prefetch import KindMemory, Prefetcher
 from kvshelf.transfer.stores import StoreOutcome, StoreResult
+from tests.sim.storage import FaultyStorage, posix
 from tests.support.formats import BLOCK, HEADS, LAYERS, make_format
-from tests.support.storages import FaultyBackend, posix
 from tests.support.transfers import Rig, content
 from tests.support.waiting import PATIENCE, until
 
@@ -71,7 +71,7 @@ def put(rig: Rig, tail: Chunk) -> None:
 
 
 @pytest.fixture(params=["native", "canonical"])
-def rig(backend: FaultyBackend, request: pytest.FixtureRequest) -> Iterator[Rig]:
+def rig(backend: FaultyStorage, request: pytest.FixtureRequest) -> Iterator[Rig]:
     native = request.param == "native"
     with closing(Rig(backend, make_format(native=native), native)) as rig:
         yield rig
@@ -154,7 +154,7 @@ def test_a_tail_that_is_not_finite_is_not_stored(tmp_path: Path, native: bool) -
     rig.close()
 
 
-def test_an_engine_whose_layout_is_unknown_has_no_tails(backend: FaultyBackend) -> None:
+def test_an_engine_whose_layout_is_unknown_has_no_tails(backend: FaultyStorage) -> None:
     shape = f"2,{HEADS // 2 * BLOCK * 32}"
     fmt = make_format(shape=shape, dtype="U8", layout="opaque-0123456789abcdef")
     assert not fmt.tails

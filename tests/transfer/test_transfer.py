@@ -41,16 +41,16 @@ from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Failure
 from kvshelf.transfer.prefetch import KindMemory
 from kvshelf.transfer.stores import StoreOutcome
+from tests.sim.storage import Fault, FaultyStorage, LendingMemory, Loan, posix
 from tests.support.formats import make_format
 from tests.support.prompts import make_chunks
-from tests.support.storages import Fault, FaultyBackend, LendingMemory, Loan, posix
 from tests.support.threads import none_can_be_started
 from tests.support.transfers import Destination, Rig, content
 from tests.support.waiting import PATIENCE, until
 
 
 @pytest.fixture
-def rig(backend: FaultyBackend) -> Iterator[Rig]:
+def rig(backend: FaultyStorage) -> Iterator[Rig]:
     with closing(Rig(backend)) as rig:
         yield rig
 
@@ -101,7 +101,7 @@ def test_layers_that_do_not_fit_the_namespace_are_refused() -> None:
 
 
 def test_a_chunk_in_flight_or_published_is_not_gathered_again(
-    rig: Rig, backend: FaultyBackend
+    rig: Rig, backend: FaultyStorage
 ) -> None:
     gate = threading.Event()
     backend.add(Fault("write", wait=gate))
@@ -214,7 +214,7 @@ def test_a_bad_object_is_a_miss_from_there_on_and_repaired_by_the_next_store(
 
 
 def test_what_was_repaired_is_remembered_within_bounds(
-    backend: FaultyBackend, monkeypatch: pytest.MonkeyPatch
+    backend: FaultyStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(known_chunks, "_PUBLISHED_MEMORY", 2)
     with closing(Rig(backend)) as rig:
@@ -241,7 +241,7 @@ def test_a_good_object_is_never_replaced_by_a_repair(rig: Rig) -> None:
 
 
 def test_an_object_that_is_damaged_while_it_is_read_is_read_again(
-    rig: Rig, backend: FaultyBackend
+    rig: Rig, backend: FaultyStorage
 ) -> None:
     chunks = make_chunks(rig.fmt, 2)
     rig.put(chunks)
@@ -251,7 +251,7 @@ def test_an_object_that_is_damaged_while_it_is_read_is_read_again(
 
 @pytest.mark.parametrize("operation", ["open", "read"])
 def test_storage_errors_are_misses_that_change_nothing(
-    rig: Rig, backend: FaultyBackend, operation: str
+    rig: Rig, backend: FaultyStorage, operation: str
 ) -> None:
     chunks = make_chunks(rig.fmt, 3)
     rig.put(chunks)
@@ -299,7 +299,7 @@ def test_a_callback_that_raises_ends_no_thread(rig: Rig, caplog: pytest.LogCaptu
 # ------------------------------------------------------------------------- staging
 
 
-def test_a_full_pool_drops_stores_and_keeps_loads_going(rig: Rig, backend: FaultyBackend) -> None:
+def test_a_full_pool_drops_stores_and_keeps_loads_going(rig: Rig, backend: FaultyStorage) -> None:
     stored = make_chunks(rig.fmt, 2)
     rig.put(stored)
     gate = threading.Event()
@@ -347,7 +347,7 @@ def test_a_bound_of_the_shelf_drops_stores_before_they_take_memory(rig: Rig) -> 
 
 
 def test_a_bound_that_is_reached_while_a_store_is_queued_drops_it(
-    rig: Rig, backend: FaultyBackend, caplog: pytest.LogCaptureFixture
+    rig: Rig, backend: FaultyStorage, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig.put(make_chunks(rig.fmt, 1))
     rig.guard.bound = bound = Bound(1 << 40)
@@ -365,7 +365,7 @@ def test_a_bound_that_is_reached_while_a_store_is_queued_drops_it(
 
 
 def test_once_a_chunk_is_dropped_those_behind_it_are_too_and_others_are_not(
-    rig: Rig, backend: FaultyBackend
+    rig: Rig, backend: FaultyStorage
 ) -> None:
     gate = threading.Event()
     backend.add(Fault("write", wait=gate))
@@ -399,7 +399,7 @@ def test_once_a_chunk_is_dropped_those_behind_it_are_too_and_others_are_not(
 
 
 def test_a_hole_does_not_hold_for_who_looked_later(
-    rig: Rig, backend: FaultyBackend, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, backend: FaultyStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks = make_chunks(rig.fmt, 3)
     for item in rig.items(chunks, 0):
@@ -420,7 +420,7 @@ def test_a_hole_does_not_hold_for_who_looked_later(
 
 
 def test_a_store_that_fails_takes_those_behind_it_out_of_the_queue(
-    rig: Rig, backend: FaultyBackend
+    rig: Rig, backend: FaultyStorage
 ) -> None:
     gate = threading.Event()
     chunks = make_chunks(rig.fmt, 4)
@@ -489,7 +489,7 @@ def test_a_scatter_that_fails_is_a_failed_load(rig: Rig) -> None:
     "error", [ReadOnlyStorageError(30, "EROFS"), NoSpaceStorageError(28, "ENOSPC")]
 )
 def test_a_storage_that_takes_no_writes_pauses_stores_only(
-    rig: Rig, backend: FaultyBackend, error: Exception, caplog: pytest.LogCaptureFixture
+    rig: Rig, backend: FaultyStorage, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     stored = make_chunks(rig.fmt, 1)
     rig.put(stored)
@@ -539,7 +539,7 @@ def _note(event: threading.Event) -> Exception:
 
 
 def test_loads_that_hang_are_given_up_and_later_ones_fail_at_once(
-    backend: FaultyBackend, caplog: pytest.LogCaptureFixture
+    backend: FaultyStorage, caplog: pytest.LogCaptureFixture
 ) -> None:
     with closing(Rig(backend, options={"load_threads": 2})) as rig:
         chunks = make_chunks(rig.fmt, 3)
@@ -574,7 +574,7 @@ def test_loads_that_hang_are_given_up_and_later_ones_fail_at_once(
 
 @pytest.mark.long
 def test_loads_go_on_when_threads_can_be_started_again(
-    backend: FaultyBackend, monkeypatch: pytest.MonkeyPatch
+    backend: FaultyStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closing(Rig(backend, options={"load_threads": 1})) as rig:
         chunks, others = make_chunks(rig.fmt, 1), make_chunks(rig.fmt, 2, 7)
@@ -593,7 +593,7 @@ def test_loads_go_on_when_threads_can_be_started_again(
 
 
 def test_one_object_that_hangs_does_not_fail_the_loads_of_others(
-    backend: FaultyBackend,
+    backend: FaultyStorage,
 ) -> None:
     with closing(Rig(backend, options={"load_threads": 2})) as rig:
         chunks, others = make_chunks(rig.fmt, 2), make_chunks(rig.fmt, 4, 7)
@@ -610,7 +610,7 @@ def test_one_object_that_hangs_does_not_fail_the_loads_of_others(
 
 
 @pytest.mark.parametrize("arrives", [0, 2])
-def test_a_load_that_is_slower_than_computing_is_cut(backend: FaultyBackend, arrives: int) -> None:
+def test_a_load_that_is_slower_than_computing_is_cut(backend: FaultyStorage, arrives: int) -> None:
     with closing(Rig(backend)) as rig:
         chunks = make_chunks(rig.fmt, 4)
         rig.put(chunks)
@@ -643,7 +643,7 @@ def test_a_load_that_is_slower_than_computing_is_cut(backend: FaultyBackend, arr
 
 
 @pytest.mark.parametrize("at_once", [1, 2])
-def test_few_chunks_are_read_at_once(backend: FaultyBackend, at_once: int) -> None:
+def test_few_chunks_are_read_at_once(backend: FaultyStorage, at_once: int) -> None:
     with closing(Rig(backend, options={"load_threads": 8}, staging_objects=32)) as rig:
         chunks = make_chunks(rig.fmt, 4)
         rig.put(chunks)
@@ -664,7 +664,7 @@ def test_few_chunks_are_read_at_once(backend: FaultyBackend, at_once: int) -> No
         assert all(rig.holds(item) for item in items)
 
 
-def test_beside_a_load_with_such_a_bound_no_other_is_read(backend: FaultyBackend) -> None:
+def test_beside_a_load_with_such_a_bound_no_other_is_read(backend: FaultyStorage) -> None:
     with closing(Rig(backend, options={"load_threads": 8}, staging_objects=32)) as rig:
         first, second = make_chunks(rig.fmt, 4), make_chunks(rig.fmt, 4, seed=1)
         rig.put([*first, *second])
@@ -681,7 +681,7 @@ def test_beside_a_load_with_such_a_bound_no_other_is_read(backend: FaultyBackend
         assert all(piece.failed_at is None for piece in rig.all_ended(2).values())
 
 
-def test_a_load_that_is_cut_before_anything_was_read_says_nothing(backend: FaultyBackend) -> None:
+def test_a_load_that_is_cut_before_anything_was_read_says_nothing(backend: FaultyStorage) -> None:
     with closing(Rig(backend, options={"load_threads": 1})) as rig:
         first, second = make_chunks(rig.fmt, 2), make_chunks(rig.fmt, 2, seed=1)
         rig.put([*first, *second])
@@ -706,7 +706,7 @@ def test_a_load_is_not_cut_in_time(rig: Rig) -> None:
 
 
 def test_stores_that_hang_are_given_up_and_loads_go_on(
-    backend: FaultyBackend, caplog: pytest.LogCaptureFixture
+    backend: FaultyStorage, caplog: pytest.LogCaptureFixture
 ) -> None:
     with closing(Rig(backend, backoff=Backoff(1000.0, 1000.0))) as rig:
         stored = make_chunks(rig.fmt, 2)
@@ -735,7 +735,7 @@ def test_stores_that_hang_are_given_up_and_loads_go_on(
 
 
 def test_no_store_is_taken_that_no_thread_is_left_for(
-    backend: FaultyBackend, monkeypatch: pytest.MonkeyPatch
+    backend: FaultyStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threads_module, "MAX_STUCK", 1)
     with closing(Rig(backend)) as rig:
@@ -765,7 +765,7 @@ def test_no_store_is_taken_that_no_thread_is_left_for(
         assert rig.load(chunks, 20)[0].failed_at is None
 
 
-def test_a_failed_chunk_waits_for_those_before_it(rig: Rig, backend: FaultyBackend) -> None:
+def test_a_failed_chunk_waits_for_those_before_it(rig: Rig, backend: FaultyStorage) -> None:
     chunks = make_chunks(rig.fmt, 4)
     rig.put(chunks)
     gate = threading.Event()
@@ -796,7 +796,7 @@ def test_closing_publishes_what_is_staged(rig: Rig) -> None:
 
 
 def test_closing_waits_for_a_bounded_time_and_says_what_was_lost(
-    rig: Rig, backend: FaultyBackend
+    rig: Rig, backend: FaultyStorage
 ) -> None:
     gate = threading.Event()
     backend.add(Fault("write", wait=gate))
@@ -811,7 +811,7 @@ def test_closing_waits_for_a_bounded_time_and_says_what_was_lost(
 
 
 def test_a_store_that_closing_overtakes_is_dropped_with_its_memory(
-    rig: Rig, backend: FaultyBackend
+    rig: Rig, backend: FaultyStorage
 ) -> None:
     inside, gate = threading.Event(), threading.Event()
     writing, hold = threading.Event(), threading.Event()
@@ -840,7 +840,7 @@ def test_a_store_that_closing_overtakes_is_dropped_with_its_memory(
     assert rig.transfer.drain(PATIENCE) == 0
 
 
-def test_closing_ends_the_loads_that_hang(rig: Rig, backend: FaultyBackend) -> None:
+def test_closing_ends_the_loads_that_hang(rig: Rig, backend: FaultyStorage) -> None:
     chunks = make_chunks(rig.fmt, 2)
     rig.put(chunks)
     gate = threading.Event()
@@ -897,7 +897,7 @@ def test_whatever_happens_a_load_delivers_the_right_bytes_or_says_from_where_not
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostKVCache, "whole_chunks", whole_chunks)
         storage = posix(Path(folder) / "shelf")
-        backend = FaultyBackend(storage)
+        backend = FaultyStorage(storage)
         lending = LendingMemory(storage, backend)
         lending.lends = lambda name: False
         fmt = make_format()
@@ -946,7 +946,7 @@ def _lend(lending: LendingMemory, fmt: ObjectFormat, share: int, every: int) -> 
 
 
 def _live(
-    rig: Rig, backend: FaultyBackend, lending: LendingMemory, steps: list[tuple[object, ...]]
+    rig: Rig, backend: FaultyStorage, lending: LendingMemory, steps: list[tuple[object, ...]]
 ) -> None:
     prompts = [make_chunks(rig.fmt, LENGTH, seed) for seed in range(PROMPTS)]
     home = [rig.items(chunks, i * LENGTH * rig.per_chunk) for i, chunks in enumerate(prompts)]

@@ -22,8 +22,8 @@ from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Failure, Piece
 from kvshelf.transfer.staging import StagingBuffer
 from kvshelf.transfer.transfers import default_io_threads
+from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support.prompts import make_chunks
-from tests.support.storages import Fault, FaultyBackend, posix
 from tests.support.transfers import Destination, Rig
 from tests.support.waiting import PATIENCE, until
 
@@ -39,7 +39,7 @@ class Gate(WrappedBackend):
         The objects that are held back, and the threads that wait for them.
     """
 
-    def __init__(self, inner: FaultyBackend) -> None:
+    def __init__(self, inner: FaultyStorage) -> None:
         super().__init__(inner)
         self.faults = inner
         self.opened: list[str] = []
@@ -89,7 +89,7 @@ class Gate(WrappedBackend):
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Gate:
-    return Gate(FaultyBackend(posix(tmp_path / "shelf")))
+    return Gate(FaultyStorage(posix(tmp_path / "shelf")))
 
 
 @pytest.fixture

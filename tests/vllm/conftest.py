@@ -22,9 +22,9 @@ from kvshelf.backends import Deadlines
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.kv import device
 from kvshelf.shelf.shelf import Shelf
+from tests.sim.storage import FaultyStorage, posix
 from tests.support.engines import NEAR_TIE, Answer, Engine, assert_same
 from tests.support.fleet import Ask, Engines, MakePrompt, Places, Reference
-from tests.support.storages import FaultyBackend, posix
 from tests.vllm.shelf_files import ShelfFiles
 
 if TYPE_CHECKING:
@@ -171,12 +171,12 @@ def prompt(request: pytest.FixtureRequest) -> MakePrompt:
 
 
 @pytest.fixture
-def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyBackend:
+def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStorage:
     """The storage of all engines of a test, whatever URL they open."""
     from kvshelf.tiers import tiered
     from kvshelf.vllm import connector
 
-    backend = FaultyBackend(posix(tmp_path / "shelf"))
+    backend = FaultyStorage(posix(tmp_path / "shelf"))
 
     def open_shelf(url: str, *, deadlines: dict[str, float] | None = None, **options: Any) -> Shelf:
         guarded = GuardedBackend(backend, replace(Deadlines(), **(deadlines or {})))
@@ -188,7 +188,7 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyBackend:
 
 
 @pytest.fixture
-def make_worker(backend: FaultyBackend) -> Iterator[Callable[..., WorkerRig]]:
+def make_worker(backend: FaultyStorage) -> Iterator[Callable[..., WorkerRig]]:
     """Make workers without a model, on the test's storage."""
     from tests.vllm.worker_rig import WorkerRig
 

@@ -17,7 +17,7 @@ from types import FrameType
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tiers import tiered
 from kvshelf.vllm.metadata import StepMetadata, StoreOp
-from tests.support.storages import Fault, FaultyBackend, posix
+from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.vllm.worker_rig import WorkerRig
 
 #: Each write takes so long; there are more than the end has time for.
@@ -32,7 +32,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 def main(folder: str) -> None:
     """Run the worker."""
     signal.signal(signal.SIGTERM, _end)
-    backend = FaultyBackend(posix(Path(folder)))
+    backend = FaultyStorage(posix(Path(folder)))
     tiered.open_shelf = lambda url, **_: Shelf(backend)  # type: ignore[assignment]
     rig = WorkerRig(backend, shutdown_drain_s=3.0)
     try:

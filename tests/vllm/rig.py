@@ -46,8 +46,8 @@ from kvshelf.vllm.namespace import build_namespace
 from kvshelf.vllm.scheduler import Engine, SchedulerSide
 from kvshelf.vllm.scheduler.awaited import Awaited
 from kvshelf.vllm.scheduler.drafts import DraftScheduler
+from tests.sim.storage import FaultyStorage, posix
 from tests.support.clocks import Clock
-from tests.support.storages import CountingBackend, FaultyBackend, posix
 from tests.support.waiting import PATIENCE, until, while_patient
 from tests.vllm.replay import HEAD_SIZE, HEADS, LAYERS, Request, make_config, make_groups
 
@@ -212,8 +212,8 @@ class Side:
         others_transfer: bool = False,
         **options: Any,
     ) -> None:
-        self.faults = FaultyBackend(posix(root))
-        self.backend = CountingBackend(self.faults)
+        self.faults = FaultyStorage(posix(root))
+        self.backend = self.faults
         extra = {"lookup_wait_s": PATIENCE, "identity_wait_s": PATIENCE, **options}
         self.config = make_config(str(root), **extra)
         change(self.config)

@@ -85,8 +85,8 @@ from kvshelf.format.kinds import FULL, SHARDS_FIELDS, STATE, WINDOW, Kind, kind_
 from kvshelf.format.names import object_name
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
+from tests.sim.storage import posix
 from tests.support.formats import make_record
-from tests.support.storages import posix
 from tests.support.waiting import PATIENCE, while_patient
 
 #: Bytes of a token in a group, and of a state: of each of its last tokens, and of the rest.

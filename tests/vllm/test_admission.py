@@ -21,10 +21,10 @@ from kvshelf.vllm.handover import Handover
 from kvshelf.vllm.metadata import LoadOp
 from kvshelf.vllm.scheduler.requests import RequestState
 from tests.server.node import LocalServer
+from tests.sim.storage import posix
 from tests.support.clocks import Clock
 from tests.support.formats import sealed
 from tests.support.prompts import prompt
-from tests.support.storages import posix
 from tests.support.waiting import until
 from tests.vllm.replay import Request
 from tests.vllm.rig import (

@@ -26,8 +26,8 @@ from kvshelf.vllm import connector
 from kvshelf.vllm.groups import CacheGroups
 from tests.native.emulation import emulation
 from tests.native.simulated_device import SimulatedEvent
+from tests.sim.storage import posix
 from tests.support.prompts import prompt
-from tests.support.storages import posix
 from tests.support.variants import variants
 from tests.support.waiting import PATIENCE, until
 from tests.vllm.replay import MiniVllm, Request, make_config, make_groups

@@ -28,8 +28,8 @@ from kvshelf.vllm.scheduler.opening import Opening
 from kvshelf.vllm.scheduler.read_ahead import ReadAhead
 from kvshelf.vllm.scheduler.steps import Steps
 from kvshelf.vllm.worker.stores import WorkerStores
+from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support.prompts import prompt
-from tests.support.storages import Fault, FaultyBackend, posix
 from tests.support.threads import named
 from tests.support.waiting import PATIENCE, until, while_patient
 from tests.vllm.replay import RUNNERS, MiniVllm, Request, make_config, side_of
@@ -46,16 +46,16 @@ NOT_IN_STEPS = {
 
 
 @pytest.fixture
-def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyBackend:
+def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStorage:
     """The storage of all engines of a test."""
-    backend = FaultyBackend(posix(tmp_path / "shelf"))
+    backend = FaultyStorage(posix(tmp_path / "shelf"))
     monkeypatch.setattr(tiered, "open_shelf", lambda url, **_: Shelf(backend))
     connector._logs.clear()
     return backend
 
 
 @pytest.fixture
-def start(backend: FaultyBackend) -> Iterator[Callable[..., MiniVllm]]:
+def start(backend: FaultyStorage) -> Iterator[Callable[..., MiniVllm]]:
     """Start engines with staging for a few chunks; they end with the test."""
     engines: list[MiniVllm] = []
 
@@ -74,7 +74,7 @@ def start(backend: FaultyBackend) -> Iterator[Callable[..., MiniVllm]]:
 class Conversation:
     """Requests that are computed, handed over, loaded, aborted and preempted, as often as asked."""
 
-    def __init__(self, engine: MiniVllm, backend: FaultyBackend) -> None:
+    def __init__(self, engine: MiniVllm, backend: FaultyStorage) -> None:
         self.engine, self.backend = engine, backend
         self.rounds = self.first_step = 0
         self.is_open = threading.Event()
@@ -197,7 +197,7 @@ def watch(patch: pytest.MonkeyPatch, kind: type, name: str, note: Callable[[], N
     ],
 )
 def test_an_error_in_any_method_in_any_step_loses_nothing(
-    start: Callable[..., MiniVllm], backend: FaultyBackend, runner: str, most: int
+    start: Callable[..., MiniVllm], backend: FaultyStorage, runner: str, most: int
 ) -> None:
     engine = start(runner)
     conversation = Conversation(engine, backend)
@@ -228,7 +228,7 @@ def test_an_error_in_any_method_in_any_step_loses_nothing(
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_reports_that_are_lost_repeated_or_late_change_nothing(
-    start: Callable[..., MiniVllm], backend: FaultyBackend, runner: str
+    start: Callable[..., MiniVllm], backend: FaultyStorage, runner: str
 ) -> None:
     engine = start(runner)
     conversation = Conversation(engine, backend)
@@ -299,7 +299,7 @@ def test_a_load_is_reported_where_a_method_fails_beside_it(
 
 
 def test_a_step_whose_plan_fails_brings_its_loads_and_stores_nothing(
-    start: Callable[..., MiniVllm], backend: FaultyBackend, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., MiniVllm], backend: FaultyStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start()
     prompts = fill(engine)

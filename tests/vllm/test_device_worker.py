@@ -31,8 +31,8 @@ from kvshelf.vllm import connector
 from kvshelf.vllm.connector import SharedStorageConnector
 from tests.native.emulation import emulation
 from tests.server.node import LocalServer
+from tests.sim.storage import FaultyStorage, posix
 from tests.support.prompts import prompt
-from tests.support.storages import FaultyBackend, posix
 from tests.support.waiting import PATIENCE, until
 from tests.vllm.replay import (
     DRAFTING,
@@ -59,7 +59,7 @@ def copier(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def start(
-    backend: FaultyBackend, caplog: pytest.LogCaptureFixture
+    backend: FaultyStorage, caplog: pytest.LogCaptureFixture
 ) -> Iterator[Callable[..., MiniVllm]]:
     engines: list[MiniVllm] = []
 
@@ -159,7 +159,7 @@ def test_threads_that_load_are_as_many_as_idle_cores_allow(
 
 
 @pytest.mark.parametrize("where", ["meta", "two devices"])
-def test_caches_elsewhere_stop_the_start(backend: FaultyBackend, where: str) -> None:
+def test_caches_elsewhere_stop_the_start(backend: FaultyStorage, where: str) -> None:
     config = make_config(backend.url, blocks=8)
     caches = make_caches(8, 4)
     for name in list(caches)[where == "two devices" :]:
@@ -400,7 +400,7 @@ def test_a_node_server_takes_stores_from_the_staging_of_a_worker(
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_after_a_device_failed_the_engine_goes_on_as_with_no_cache(
     start: Callable[..., MiniVllm],
-    backend: FaultyBackend,
+    backend: FaultyStorage,
     runner: str,
     fault: str,
     copier: str,
@@ -499,7 +499,7 @@ def test_caches_may_be_registered_again_on_a_device(start: Callable[..., MiniVll
 
 
 def test_an_engine_that_is_shut_down_waits_for_its_copies(
-    backend: FaultyBackend,
+    backend: FaultyStorage,
 ) -> None:
     config = make_config(backend.url, lookup_wait_s=PATIENCE, identity_wait_s=PATIENCE)
     engine = MiniVllm(config, runner="V2 on a device", prefix_caching=False)

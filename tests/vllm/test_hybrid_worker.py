@@ -31,7 +31,7 @@ from kvshelf.vllm.speculation import draft_config, draft_engine
 from kvshelf.vllm.worker import registration
 from kvshelf.vllm.worker.registration import State
 from tests.native.simulated_device import SimulatedStreams
-from tests.support.storages import Fault, FaultyBackend, posix
+from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support.waiting import PATIENCE, while_patient
 from tests.vllm.hybrid_caches import CHUNK, MODELS, HybridWorker, Layers, names
 from tests.vllm.rig import next_number
@@ -42,7 +42,7 @@ Tables = tuple[list[int], ...]
 class Rig:
     """A shelf, and workers of hybrid engines on it."""
 
-    def __init__(self, backend: FaultyBackend) -> None:
+    def __init__(self, backend: FaultyStorage) -> None:
         self.backend = backend
         self.shelf = Shelf(backend)
         self.workers: list[HybridWorker] = []
@@ -72,7 +72,7 @@ class Rig:
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(FaultyBackend(posix(tmp_path / "shelf")))
+    rig = Rig(FaultyStorage(posix(tmp_path / "shelf")))
     yield rig
     rig.close()
 

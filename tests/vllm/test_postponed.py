@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvshelf.errors import PermanentStorageError, ReadOnlyStorageError
+from tests.sim.storage import Fault, FaultyStorage
 from tests.support.prompts import prompt
-from tests.support.storages import Fault, FaultyBackend
 from tests.support.waiting import PATIENCE, until
 from tests.vllm.replay import RUNNERS, MiniVllm, Request, make_config, side_of
 
@@ -25,7 +25,7 @@ ASKED = {"do_remote_decode": True}
 
 
 @pytest.fixture
-def storage(backend: FaultyBackend) -> Iterator[threading.Event]:
+def storage(backend: FaultyStorage) -> Iterator[threading.Event]:
     """Objects are written only once it is set."""
     is_open = threading.Event()
     backend.add(Fault("write", "*.safetensors", wait=is_open))
@@ -35,7 +35,7 @@ def storage(backend: FaultyBackend) -> Iterator[threading.Event]:
 
 @pytest.fixture
 def start(
-    backend: FaultyBackend,
+    backend: FaultyStorage,
     storage: threading.Event,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -81,7 +81,7 @@ def count(engine: MiniVllm, name: str) -> float:
     return counted[name]
 
 
-def stored(backend: FaultyBackend) -> int:
+def stored(backend: FaultyStorage) -> int:
     """Chunks on the shelf."""
     return sum(info.name.endswith(".safetensors") for info in backend.list()) // 2
 
@@ -97,7 +97,7 @@ def loaded(start: Callable[..., MiniVllm], like: MiniVllm, tokens: list[int]) ->
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_a_prompt_larger_than_staging_is_stored_in_one_pass(
-    backend: FaultyBackend, storage: threading.Event, start: Callable[..., MiniVllm], runner: str
+    backend: FaultyStorage, storage: threading.Event, start: Callable[..., MiniVllm], runner: str
 ) -> None:
     engine = start(runner)
     tokens = prompt(CHUNKS * CHUNK + 1)
@@ -119,7 +119,7 @@ def test_a_prompt_larger_than_staging_is_stored_in_one_pass(
 
 
 def test_an_engine_stores_no_faster_than_its_bytes_per_second(
-    backend: FaultyBackend, storage: threading.Event, start: Callable[..., MiniVllm]
+    backend: FaultyStorage, storage: threading.Event, start: Callable[..., MiniVllm]
 ) -> None:
     storage.set()
     engine = start(
@@ -134,7 +134,7 @@ def test_an_engine_stores_no_faster_than_its_bytes_per_second(
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_what_is_postponed_at_the_end_of_a_request_is_dropped_and_counted(
-    backend: FaultyBackend, storage: threading.Event, start: Callable[..., MiniVllm], runner: str
+    backend: FaultyStorage, storage: threading.Event, start: Callable[..., MiniVllm], runner: str
 ) -> None:
     engine = start(runner)
     tokens = prompt(CHUNKS * CHUNK + 1)
@@ -154,7 +154,7 @@ def test_what_is_postponed_at_the_end_of_a_request_is_dropped_and_counted(
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_blocks_of_a_preempted_request_are_not_stored_as_its_own(
-    backend: FaultyBackend, storage: threading.Event, start: Callable[..., MiniVllm], runner: str
+    backend: FaultyStorage, storage: threading.Event, start: Callable[..., MiniVllm], runner: str
 ) -> None:
     engine = start(runner)
     tokens = prompt(CHUNKS * CHUNK + 1)
@@ -180,7 +180,7 @@ def test_blocks_of_a_preempted_request_are_not_stored_as_its_own(
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_a_producer_keeps_its_blocks_until_its_chunks_are_gathered(
-    backend: FaultyBackend, storage: threading.Event, start: Callable[..., MiniVllm], runner: str
+    backend: FaultyStorage, storage: threading.Event, start: Callable[..., MiniVllm], runner: str
 ) -> None:
     engine = start(runner)
     free = len(engine.free)
@@ -201,7 +201,7 @@ def test_a_producer_keeps_its_blocks_until_its_chunks_are_gathered(
 
 
 def test_a_producer_keeps_its_blocks_for_a_bounded_time(
-    backend: FaultyBackend, storage: threading.Event, start: Callable[..., MiniVllm]
+    backend: FaultyStorage, storage: threading.Event, start: Callable[..., MiniVllm]
 ) -> None:
     engine = start(config={"handover_wait_s": 0})
     free = len(engine.free)
@@ -216,7 +216,7 @@ def test_a_producer_keeps_its_blocks_for_a_bounded_time(
 
 
 def test_a_small_prompt_that_is_handed_over_keeps_its_blocks_for_a_step(
-    backend: FaultyBackend, storage: threading.Event, start: Callable[..., MiniVllm]
+    backend: FaultyStorage, storage: threading.Event, start: Callable[..., MiniVllm]
 ) -> None:
     storage.set()
     engine = start(staging=1 << 20)
@@ -236,7 +236,7 @@ def promises_nothing(engine: MiniVllm) -> bool:
 
 
 def test_a_worker_says_that_its_storage_takes_no_objects(
-    backend: FaultyBackend, storage: threading.Event, start: Callable[..., MiniVllm]
+    backend: FaultyStorage, storage: threading.Event, start: Callable[..., MiniVllm]
 ) -> None:
     storage.set()
     refuses = Fault("write", error=lambda: ReadOnlyStorageError(errno.EROFS, "read-only", "x"))
@@ -250,7 +250,7 @@ def test_a_worker_says_that_its_storage_takes_no_objects(
 
 
 def test_a_worker_says_that_its_storage_takes_no_markers(
-    backend: FaultyBackend, storage: threading.Event, start: Callable[..., MiniVllm]
+    backend: FaultyStorage, storage: threading.Event, start: Callable[..., MiniVllm]
 ) -> None:
     """No object has failed yet, so nothing else tells it."""
     refused = PermanentStorageError(errno.EACCES, "not allowed", "x")

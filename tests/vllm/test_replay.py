@@ -29,8 +29,8 @@ from kvshelf.shelf.shelf import Shelf
 from kvshelf.tiers import tiered
 from kvshelf.vllm import adapters, connector
 from tests.native.emulation import emulation
+from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support.prompts import prompt
-from tests.support.storages import Fault, FaultyBackend, posix
 from tests.support.waiting import PATIENCE, until
 from tests.vllm import rig
 from tests.vllm.replay import (
@@ -58,7 +58,7 @@ def nothing_contained(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 @pytest.fixture
-def start(backend: FaultyBackend) -> Iterator[Start]:
+def start(backend: FaultyStorage) -> Iterator[Start]:
     """Start engines on one shelf; they end with the test."""
     engines: list[MiniVllm] = []
 
@@ -96,7 +96,7 @@ def run(engine: MiniVllm, *prompts: list[int], **options: Any) -> list[int]:
     return [state.loaded for state in states]
 
 
-def objects(backend: FaultyBackend) -> set[str]:
+def objects(backend: FaultyStorage) -> set[str]:
     return {info.name for info in backend.list() if info.name.endswith(".safetensors")}
 
 
@@ -112,7 +112,7 @@ def hit(length: int) -> int:
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 12, 16, 17, 40, 41])
 def test_a_second_engine_loads_what_the_first_stored(
-    start: Start, backend: FaultyBackend, runner: str, length: int
+    start: Start, backend: FaultyStorage, runner: str, length: int
 ) -> None:
     tokens = prompt(length)
     assert run(start(runner=runner), tokens) == [0]
@@ -139,7 +139,7 @@ def test_what_else_decides_kv_is_in_the_key(
     assert run(engine, prompt(20), **first) == [16]
 
 
-def test_salts_may_have_folders_of_their_own(start: Start, backend: FaultyBackend) -> None:
+def test_salts_may_have_folders_of_their_own(start: Start, backend: FaultyStorage) -> None:
     engine = start({"group_by_salt": True})
     run(engine, prompt(8), cache_salt="tenant")
     run(engine, prompt(8))
@@ -158,7 +158,7 @@ def test_salts_may_have_folders_of_their_own(start: Start, backend: FaultyBacken
     ],
 )
 def test_prompts_without_an_address_are_neither_stored_nor_loaded(
-    engine: MiniVllm, backend: FaultyBackend, odd: dict[str, Any]
+    engine: MiniVllm, backend: FaultyStorage, odd: dict[str, Any]
 ) -> None:
     run(engine, prompt(20, 9))
     before = objects(backend)
@@ -244,7 +244,7 @@ def test_engines_that_apply_adapters_in_different_ways_share_nothing(
 @pytest.mark.parametrize("loaded", ["not again", "again"])
 def test_an_adapter_that_changes_is_not_trusted_any_more(
     engine: MiniVllm,
-    backend: FaultyBackend,
+    backend: FaultyStorage,
     tmp_path: Path,
     loaded: str,
     caplog: pytest.LogCaptureFixture,
@@ -269,7 +269,7 @@ def test_an_adapter_that_changes_is_not_trusted_any_more(
 
 
 def test_adapters_that_are_loaded_in_place_are_not_addressed(
-    engine: MiniVllm, backend: FaultyBackend, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    engine: MiniVllm, backend: FaultyStorage, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = make_adapter(tmp_path / "a", "before")
     for _ in range(2):
@@ -298,7 +298,7 @@ def test_an_adapter_that_is_loaded_anew_while_a_request_runs_is_not_stored(
 
 @pytest.mark.parametrize("hashed", ["in time", "late", "never"])
 def test_what_is_on_its_way_when_other_content_is_loaded_is_not_used(
-    start: Start, backend: FaultyBackend, tmp_path: Path, hashing: Hashing, hashed: str
+    start: Start, backend: FaultyStorage, tmp_path: Path, hashing: Hashing, hashed: str
 ) -> None:
     folder = make_adapter(tmp_path / "a", "before")
     run(start(), prompt(20), lora_request=adapter(folder))
@@ -332,7 +332,7 @@ def test_what_is_on_its_way_when_other_content_is_loaded_is_not_used(
 
 
 def test_an_adapter_that_was_loaded_before_its_files_changed_is_not_stored(
-    engine: MiniVllm, backend: FaultyBackend, tmp_path: Path
+    engine: MiniVllm, backend: FaultyStorage, tmp_path: Path
 ) -> None:
     folder = make_adapter(tmp_path / "a", "before")
     # As an API server does, ahead of all requests.
@@ -345,7 +345,7 @@ def test_an_adapter_that_was_loaded_before_its_files_changed_is_not_stored(
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_an_adapter_under_the_name_of_another_is_not_stored_before_a_reset(
-    start: Start, backend: FaultyBackend, tmp_path: Path, inplace: bool
+    start: Start, backend: FaultyStorage, tmp_path: Path, inplace: bool
 ) -> None:
     folder = make_adapter(tmp_path / "a", "before")
     engine = start()
@@ -365,7 +365,7 @@ def test_an_adapter_under_the_name_of_another_is_not_stored_before_a_reset(
 
 
 def test_an_adapter_whose_files_cannot_be_read_in_time_delays_no_request(
-    start: Start, backend: FaultyBackend, tmp_path: Path, hashing: Hashing
+    start: Start, backend: FaultyStorage, tmp_path: Path, hashing: Hashing
 ) -> None:
     hashing.held = {"worker", "scheduler"}
     hashing.within(0.05)
@@ -389,7 +389,7 @@ def test_an_adapter_whose_files_cannot_be_read_in_time_delays_no_request(
 
 def test_no_step_waits_for_the_digest_of_an_adapter(
     engine: MiniVllm,
-    backend: FaultyBackend,
+    backend: FaultyStorage,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     hashing: Hashing,
@@ -466,7 +466,7 @@ def note_counts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_an_adapter_that_is_loaded_again_before_it_was_looked_at_is_not_stored(
-    engine: MiniVllm, backend: FaultyBackend, tmp_path: Path, hashing: Hashing
+    engine: MiniVllm, backend: FaultyStorage, tmp_path: Path, hashing: Hashing
 ) -> None:
     folder = make_adapter(tmp_path / "a", "before")
     hashing.held = {"worker"}
@@ -484,7 +484,7 @@ def test_an_adapter_that_is_loaded_again_before_it_was_looked_at_is_not_stored(
 
 
 def test_an_id_that_stands_for_two_adapters_is_not_trusted(
-    engine: MiniVllm, backend: FaultyBackend, tmp_path: Path
+    engine: MiniVllm, backend: FaultyStorage, tmp_path: Path
 ) -> None:
     one, two = (make_adapter(tmp_path / name, name) for name in ("one", "two"))
     run(engine, prompt(20), lora_request=adapter(one))
@@ -495,7 +495,7 @@ def test_an_id_that_stands_for_two_adapters_is_not_trusted(
 
 
 def test_an_adapter_without_files_is_served_without_the_shelf(
-    engine: MiniVllm, backend: FaultyBackend, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    engine: MiniVllm, backend: FaultyStorage, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for seed in range(3):
         assert run(engine, prompt(20, seed), lora_request=adapter(tmp_path / "no")) == [0]
@@ -509,7 +509,7 @@ def test_an_adapter_without_files_is_served_without_the_shelf(
 
 @pytest.mark.parametrize("option", [{"role": "kv_consumer"}, {"read_only": True}])
 def test_an_engine_that_may_not_store_loads_and_stores_nothing(
-    start: Start, backend: FaultyBackend, option: dict[str, Any]
+    start: Start, backend: FaultyStorage, option: dict[str, Any]
 ) -> None:
     run(start({"role": "kv_producer"}), prompt(20))
     before = objects(backend)
@@ -537,7 +537,7 @@ def test_a_preempted_request_comes_back_with_the_shelf_s_help(start: Start, runn
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_an_abort_while_loading_frees_the_blocks_before_the_storage_answers(
-    start: Start, backend: FaultyBackend, runner: str
+    start: Start, backend: FaultyStorage, runner: str
 ) -> None:
     run(start(runner=runner), prompt(41))
     gate = threading.Event()
@@ -562,7 +562,7 @@ def test_an_abort_while_loading_frees_the_blocks_before_the_storage_answers(
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_aborts_at_any_time_leave_nothing_behind(
-    start: Start, backend: FaultyBackend, runner: str
+    start: Start, backend: FaultyStorage, runner: str
 ) -> None:
     run(start(runner=runner), prompt(41))
     engine = start(budget=8, runner=runner)
@@ -588,7 +588,7 @@ def test_aborts_at_any_time_leave_nothing_behind(
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("index", [0, 2, 4])
 def test_a_bad_chunk_is_computed_and_repaired(
-    start: Start, backend: FaultyBackend, runner: str, index: int
+    start: Start, backend: FaultyStorage, runner: str, index: int
 ) -> None:
     run(start(runner=runner), prompt(41))
     name = next(name for name in objects(backend) if f"-{index}-1of2" in name)
@@ -637,7 +637,7 @@ LIVELOCKS: dict[str, list[Fault]] = {
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("trouble", list(LIVELOCKS))
 def test_vllm_49176_a_request_whose_load_fails_is_computed_and_not_loaded_for_ever(
-    start: Start, backend: FaultyBackend, trouble: str, runner: str
+    start: Start, backend: FaultyStorage, trouble: str, runner: str
 ) -> None:
     run(start(runner=runner), prompt(41))
     # With two threads one may still read what the other's failure had replaced. That is damaged
@@ -665,7 +665,7 @@ def test_vllm_49176_a_request_whose_load_fails_is_computed_and_not_loaded_for_ev
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_of_a_load_that_is_cut_the_first_chunks_are_kept_and_the_rest_is_computed(
-    start: Start, backend: FaultyBackend, runner: str
+    start: Start, backend: FaultyStorage, runner: str
 ) -> None:
     stored = [prompt(41, seed) for seed in range(4)]
     run(start(runner=runner), *stored)
@@ -693,7 +693,7 @@ def test_of_a_load_that_is_cut_the_first_chunks_are_kept_and_the_rest_is_compute
 
 
 def test_a_breaker_opens_over_a_storage_that_fails_and_closes_when_it_answers(
-    engine: MiniVllm, backend: FaultyBackend
+    engine: MiniVllm, backend: FaultyStorage
 ) -> None:
     prompts = [prompt(41, seed) for seed in range(6)]
     run(engine, *prompts)
@@ -714,7 +714,7 @@ def test_a_breaker_opens_over_a_storage_that_fails_and_closes_when_it_answers(
 
 
 def test_an_open_breaker_of_a_worker_reaches_the_scheduler(
-    start: Start, backend: FaultyBackend
+    start: Start, backend: FaultyStorage
 ) -> None:
     engine = start({"read_deadline_s": 0.2}, prefix_caching=False)
     prompts = [prompt(41, seed) for seed in range(3)]
@@ -740,7 +740,7 @@ def test_an_open_breaker_of_a_worker_reaches_the_scheduler(
 
 
 def test_what_a_failed_forward_pass_left_is_not_stored(
-    start: Start, backend: FaultyBackend
+    start: Start, backend: FaultyStorage
 ) -> None:
     engine = start()
     run(engine, prompt(9, 3))
@@ -754,7 +754,7 @@ def test_what_a_failed_forward_pass_left_is_not_stored(
 
 
 def test_a_request_admitted_before_the_namespace_is_known_is_stored(
-    start: Start, backend: FaultyBackend
+    start: Start, backend: FaultyStorage
 ) -> None:
     engine = start({"identity_wait_s": 0.0}, budget=8)
     engine.add(Request("r", prompt(41)))
@@ -792,7 +792,7 @@ def namespace(engine: MiniVllm) -> str:
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("paused", [True, False])
 def test_each_set_of_weights_has_a_cache_of_its_own(
-    start: Start, backend: FaultyBackend, runner: str, paused: bool
+    start: Start, backend: FaultyStorage, runner: str, paused: bool
 ) -> None:
     engine = start(runner=runner, prefix_caching=False)
     tokens = prompt(40)
@@ -844,7 +844,7 @@ def test_a_reset_finds_weights_that_were_written_in_any_way(
 
 
 def test_a_reset_without_a_change_keeps_the_namespace_and_what_is_running(
-    start: Start, backend: FaultyBackend
+    start: Start, backend: FaultyStorage
 ) -> None:
     engine = start(prefix_caching=False, budget=8)
     settle(engine)
@@ -874,7 +874,7 @@ def test_a_reset_before_the_first_step_compares_the_weights(start: Start, writte
 
 @pytest.mark.parametrize("how", ["load", "write"])
 def test_nothing_is_stored_of_a_request_that_was_running_when_weights_changed(
-    start: Start, backend: FaultyBackend, how: str
+    start: Start, backend: FaultyStorage, how: str
 ) -> None:
     engine = start(prefix_caching=False, budget=8)
     settle(engine)
@@ -900,7 +900,7 @@ def test_nothing_is_stored_of_a_request_that_was_running_when_weights_changed(
 
 
 def test_nothing_is_stored_behind_old_blocks_of_vllm_s_own_prefix_cache(
-    start: Start, backend: FaultyBackend
+    start: Start, backend: FaultyStorage
 ) -> None:
     engine = start()
     run(engine, prompt(40))
@@ -921,7 +921,7 @@ def test_nothing_is_stored_behind_old_blocks_of_vllm_s_own_prefix_cache(
 
 @pytest.mark.parametrize("delivered", [True, False])
 def test_a_load_in_flight_when_weights_change_is_computed_instead(
-    engine: MiniVllm, backend: FaultyBackend, delivered: bool
+    engine: MiniVllm, backend: FaultyStorage, delivered: bool
 ) -> None:
     run(engine, prompt(40))
     gate = threading.Event()
@@ -961,7 +961,7 @@ def test_weights_that_change_again_while_they_are_read(engine: MiniVllm) -> None
 
 
 def test_what_is_queued_is_published_where_it_belongs(
-    engine: MiniVllm, backend: FaultyBackend
+    engine: MiniVllm, backend: FaultyStorage
 ) -> None:
     settle(engine)
     gate = threading.Event()
@@ -1013,7 +1013,7 @@ def test_whatever_happens_no_block_is_wrong_and_every_request_ends(
         pytest.MonkeyPatch.context() as patch,
         emulation().in_use() if by_library else nullcontext(),
     ):
-        backend = FaultyBackend(posix(Path(folder) / "shelf"))
+        backend = FaultyStorage(posix(Path(folder) / "shelf"))
         patch.setattr(tiered, "open_shelf", lambda url, **_: Shelf(backend))
         _live(backend, data, runner)
 
@@ -1021,7 +1021,7 @@ def test_whatever_happens_no_block_is_wrong_and_every_request_ends(
 _MEMORIES = [None, {"max_bytes": 1 << 20}, {"max_bytes": 20 << 10}]
 
 
-def _live(backend: FaultyBackend, data: st.DataObject, runner: str) -> None:
+def _live(backend: FaultyStorage, data: st.DataObject, runner: str) -> None:
     options = {
         "lookup_wait_s": PATIENCE,
         "save_decode": data.draw(st.booleans(), "save_decode"),

@@ -47,8 +47,8 @@ from kvshelf.vllm.multiprocess import model_facts
 from kvshelf.vllm.namespace import kv_scales
 from kvshelf.vllm.scheduler.hits import Hits
 from kvshelf.vllm.speculation import METHODS_WITH_KV, METHODS_WITHOUT_KV
+from tests.sim.storage import Fault, posix
 from tests.support.prompts import prompt
-from tests.support.storages import Fault, posix
 from tests.support.threads import none_can_be_started
 from tests.support.waiting import PATIENCE, until
 from tests.vllm.hybrid_specs import cache_config, full

@@ -28,8 +28,8 @@ from kvshelf.vllm.metadata import (
     StepMetadata,
     StoreOp,
 )
+from tests.sim.storage import Fault
 from tests.support.prompts import make_tail
-from tests.support.storages import Fault
 from tests.support.waiting import until
 from tests.vllm.rig import next_number
 from tests.vllm.worker_rig import CHUNK, WorkerRig, store_op

@@ -20,7 +20,7 @@ from kvshelf.vllm.metadata import (
     PrefetchOp,
     StepMetadata,
 )
-from tests.support.storages import Fault, FaultyBackend
+from tests.sim.storage import Fault, FaultyStorage
 from tests.support.waiting import until
 from tests.vllm.rig import next_number, ordered
 from tests.vllm.worker_rig import CHUNK, WorkerRig
@@ -65,7 +65,7 @@ def rig(writer: WorkerRig, make_worker: Callable[..., WorkerRig]) -> WorkerRig:
 
 
 def test_a_waiting_requests_objects_are_in_memory_when_its_load_comes(
-    writer: WorkerRig, rig: WorkerRig, backend: FaultyBackend
+    writer: WorkerRig, rig: WorkerRig, backend: FaultyStorage
 ) -> None:
     chunks = rig.chunks(4)
     rig.step(StepMetadata(prefetches=[PrefetchOp("r", chunks)]))
@@ -93,7 +93,7 @@ def test_a_waiting_request_that_ends_leaves_no_memory_behind(rig: WorkerRig) -> 
 
 
 def test_when_weights_change_nothing_is_read_ahead_and_its_memory_is_given_back(
-    rig: WorkerRig, backend: FaultyBackend
+    rig: WorkerRig, backend: FaultyStorage
 ) -> None:
     chunks = rig.chunks(4)
     rig.step(StepMetadata(prefetches=[PrefetchOp("r", chunks[:2])]))
@@ -122,7 +122,7 @@ def test_a_waiting_request_whose_load_is_refused_leaves_no_memory_behind(rig: Wo
 
 
 def test_a_waiting_requests_bad_object_is_reported_before_its_load(
-    rig: WorkerRig, backend: FaultyBackend
+    rig: WorkerRig, backend: FaultyStorage
 ) -> None:
     chunks = rig.chunks(3)
     backend.add(Fault("read", f"*{chunks[1].key.hex()}*", damage=lambda data: data.reverse()))
@@ -140,7 +140,7 @@ def test_a_waiting_requests_bad_object_is_reported_before_its_load(
 
 
 def test_a_step_that_computes_nothing_does_not_wait_for_early_reads(
-    rig: WorkerRig, backend: FaultyBackend
+    rig: WorkerRig, backend: FaultyStorage
 ) -> None:
     gate = threading.Event()
     backend.add(Fault("read", wait=gate))
@@ -161,7 +161,7 @@ def test_a_low_latency_shelf_takes_no_memory_for_waiting_requests(writer: Worker
 
 def test_what_was_stored_is_loaded_from_memory_without_storage_and_staging(
     make_worker: Callable[..., WorkerRig],
-    backend: FaultyBackend,
+    backend: FaultyStorage,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rig = make_worker(memory_tier=TIER)
@@ -181,7 +181,7 @@ def test_what_was_stored_is_loaded_from_memory_without_storage_and_staging(
 
 
 def test_what_was_loaded_is_read_once(
-    writer: WorkerRig, rig: WorkerRig, backend: FaultyBackend
+    writer: WorkerRig, rig: WorkerRig, backend: FaultyStorage
 ) -> None:
     chunks = rig.chunks(3)
     for first in (20, 30):
@@ -194,7 +194,7 @@ def test_what_was_loaded_is_read_once(
 
 
 def test_the_memory_tier_outlives_a_change_of_the_weights(
-    make_worker: Callable[..., WorkerRig], backend: FaultyBackend
+    make_worker: Callable[..., WorkerRig], backend: FaultyStorage
 ) -> None:
     rig = make_worker(memory_tier=TIER)
     named, chunks = rig.namespace(), rig.chunks(2)

@@ -26,7 +26,7 @@ from kvshelf.vllm.metadata import (
 )
 from kvshelf.vllm.namespace import kv_scales
 from kvshelf.vllm.worker.registered_caches import natural_order
-from tests.support.storages import Fault, FaultyBackend
+from tests.sim.storage import Fault, FaultyStorage
 from tests.support.threads import named, none_can_be_started
 from tests.support.waiting import PATIENCE, until
 from tests.vllm.replay import (
@@ -64,7 +64,7 @@ def test_what_a_worker_knows_of_the_namespace(make_worker: Callable[..., WorkerR
     assert part.disabled_reason == ""
 
 
-def test_layers_that_share_another_s_cache_are_left_out(backend: FaultyBackend) -> None:
+def test_layers_that_share_another_s_cache_are_left_out(backend: FaultyStorage) -> None:
     config = make_config(backend.url, blocks=8)
     layers = config.compilation_config.static_forward_context
     layers["model.layers.2.self_attn.attn"] = SimpleNamespace(
@@ -108,7 +108,7 @@ def _cache(make: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., None]:
     ],
 )
 def test_caches_that_cannot_be_served_stop_the_start(
-    backend: FaultyBackend, change: Callable[..., None], message: str
+    backend: FaultyStorage, change: Callable[..., None], message: str
 ) -> None:
     config = make_config(backend.url, blocks=8)
     caches = make_caches(8, BLOCK)
@@ -130,7 +130,7 @@ def test_caches_that_cannot_be_served_stop_the_start(
     ],
 )
 def test_caches_of_which_nothing_can_be_learned_are_opaque(
-    backend: FaultyBackend, change: Callable[..., None]
+    backend: FaultyStorage, change: Callable[..., None]
 ) -> None:
     config = make_config(backend.url, blocks=8)
     caches = make_caches(8, BLOCK)
@@ -144,7 +144,7 @@ def test_caches_of_which_nothing_can_be_learned_are_opaque(
     made.shutdown()
 
 
-def test_a_layer_that_vllm_does_not_know_stops_the_start(backend: FaultyBackend) -> None:
+def test_a_layer_that_vllm_does_not_know_stops_the_start(backend: FaultyStorage) -> None:
     config = make_config(backend.url)
     made = SharedStorageConnector(config, KVConnectorRole.WORKER)
     with pytest.raises(UnsupportedError, match=r"layer who\.0"):
@@ -162,7 +162,7 @@ def test_a_layer_that_vllm_does_not_know_stops_the_start(backend: FaultyBackend)
 )
 @pytest.mark.parametrize("weights", ["test", "content"])
 def test_configurations_that_do_not_fit_the_model_stop_the_start(
-    backend: FaultyBackend, options: dict[str, Any], message: str, weights: str
+    backend: FaultyStorage, options: dict[str, Any], message: str, weights: str
 ) -> None:
     config = make_config(backend.url, blocks=8, weights=weights, **{"chunk_size": 8, **options})
     caches = make_caches(8, BLOCK)
@@ -174,7 +174,7 @@ def test_configurations_that_do_not_fit_the_model_stop_the_start(
 
 
 def test_releases_of_vllm_share_unless_the_layout_is_unknown(
-    make_worker: Callable[..., WorkerRig], backend: FaultyBackend, monkeypatch: pytest.MonkeyPatch
+    make_worker: Callable[..., WorkerRig], backend: FaultyStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names: dict[str, list[tuple[bytes, str]]] = {"known": [], "unknown": []}
     for version in ("0.32.0", "0.33.0"):
@@ -463,7 +463,7 @@ def test_caches_may_be_registered_again(make_worker: Callable[..., WorkerRig]) -
 @pytest.mark.parametrize("how", ["sleep", "weights"])
 @pytest.mark.parametrize("scattered", [True, False])
 def test_a_load_that_is_not_reported_before_its_caches_or_weights_go_fails(
-    make_worker: Callable[..., WorkerRig], backend: FaultyBackend, how: str, scattered: bool
+    make_worker: Callable[..., WorkerRig], backend: FaultyStorage, how: str, scattered: bool
 ) -> None:
     rig = make_worker()
     chunks = rig.chunks(2)
@@ -497,7 +497,7 @@ def test_a_load_that_is_not_reported_before_its_caches_or_weights_go_fails(
 
 
 def test_layers_that_keep_something_beside_kv_are_stored_as_well(
-    make_worker: Callable[..., WorkerRig], backend: FaultyBackend
+    make_worker: Callable[..., WorkerRig], backend: FaultyStorage
 ) -> None:
     # As the indexers of DeepSeek's sparse attention: no attention, no heads, no scales.
     config = make_config(backend.url)

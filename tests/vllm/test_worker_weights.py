@@ -24,7 +24,7 @@ from kvshelf.vllm.metadata import (
 )
 from kvshelf.vllm.worker import weight_changes
 from kvshelf.weights.fingerprints import weights_fingerprint
-from tests.support.storages import FaultyBackend
+from tests.sim.storage import FaultyStorage
 from tests.support.threads import named
 from tests.support.waiting import PATIENCE, until
 from tests.vllm.replay import make_config
@@ -48,7 +48,7 @@ def old_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvshelf.vllm.namespace.process_start_time", lambda: 2e12)
 
 
-def with_model(backend: FaultyBackend, model: Path, **options: Any) -> SimpleNamespace:
+def with_model(backend: FaultyStorage, model: Path, **options: Any) -> SimpleNamespace:
     config = make_config(backend.url, weights="content", **options)
     config.model_config.model = str(model)
     config.model_config.revision = config.load_config.download_dir = None
@@ -57,7 +57,7 @@ def with_model(backend: FaultyBackend, model: Path, **options: Any) -> SimpleNam
 
 @pytest.mark.usefixtures("old_files")
 def test_weights_are_named_by_their_content(
-    make_worker: Callable[..., WorkerRig], backend: FaultyBackend, model: Path, tmp_path: Path
+    make_worker: Callable[..., WorkerRig], backend: FaultyStorage, model: Path, tmp_path: Path
 ) -> None:
     names = []
     for content in (b"weights", b"weights", b"other weights"):
@@ -70,7 +70,7 @@ def test_weights_are_named_by_their_content(
 
 def test_weights_written_while_the_engine_started_are_not_trusted(
     make_worker: Callable[..., WorkerRig],
-    backend: FaultyBackend,
+    backend: FaultyStorage,
     model: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -91,7 +91,7 @@ def test_weights_written_while_the_engine_started_are_not_trusted(
 @pytest.mark.parametrize("depth", ["the folder", "above it"])
 def test_weights_behind_a_link_that_was_switched_meanwhile_are_not_trusted(
     make_worker: Callable[..., WorkerRig],
-    backend: FaultyBackend,
+    backend: FaultyStorage,
     model: Path,
     monkeypatch: pytest.MonkeyPatch,
     depth: str,
@@ -115,7 +115,7 @@ def test_weights_behind_a_link_that_was_switched_meanwhile_are_not_trusted(
 @pytest.mark.usefixtures("old_files")
 def test_weights_of_which_a_part_is_another_models_are_not_named_by_files(
     make_worker: Callable[..., WorkerRig],
-    backend: FaultyBackend,
+    backend: FaultyStorage,
     model: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -157,7 +157,7 @@ def loaded_model(model: Path, kind: str) -> torch.nn.Module:
 @pytest.mark.parametrize("kind", ["subfolder", "patterns", "own patterns", "built"])
 def test_weights_below_the_folder_are_named_by_their_content(
     make_worker: Callable[..., WorkerRig],
-    backend: FaultyBackend,
+    backend: FaultyStorage,
     model: Path,
     kind: str,
 ) -> None:
@@ -186,7 +186,7 @@ def test_weights_below_the_folder_are_named_by_their_content(
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM warns
 @pytest.mark.usefixtures("old_files")
 def test_weights_of_a_model_without_folders_below_keep_their_name(
-    make_worker: Callable[..., WorkerRig], backend: FaultyBackend, model: Path
+    make_worker: Callable[..., WorkerRig], backend: FaultyStorage, model: Path
 ) -> None:
     names = []
     for kind in ("plain", "another"):
@@ -202,7 +202,7 @@ def test_weights_of_a_model_without_folders_below_keep_their_name(
 @pytest.mark.usefixtures("old_files")
 def test_weights_behind_a_link_below_the_folder_that_was_switched_are_not_trusted(
     make_worker: Callable[..., WorkerRig],
-    backend: FaultyBackend,
+    backend: FaultyStorage,
     model: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -229,7 +229,7 @@ def test_weights_behind_a_link_below_the_folder_that_was_switched_are_not_truste
 @pytest.mark.parametrize("ends", ["before", "after", "after, failed"])
 def test_the_fingerprint_of_earlier_caches_names_no_later_ones(
     make_worker: Callable[..., WorkerRig],
-    backend: FaultyBackend,
+    backend: FaultyStorage,
     model: Path,
     monkeypatch: pytest.MonkeyPatch,
     ends: str,
@@ -446,7 +446,7 @@ def test_a_worker_of_vllm_tells_the_connector(
 
 
 def test_random_weights_are_of_use_to_nobody_else(
-    make_worker: Callable[..., WorkerRig], backend: FaultyBackend, model: Path
+    make_worker: Callable[..., WorkerRig], backend: FaultyStorage, model: Path
 ) -> None:
     config = with_model(backend, model)
     config.load_config.load_format = "dummy"
@@ -470,7 +470,7 @@ def test_random_weights_are_of_use_to_nobody_else(
 )
 def test_weights_from_elsewhere_are_named_by_the_loaded_parameters(
     make_worker: Callable[..., WorkerRig],
-    backend: FaultyBackend,
+    backend: FaultyStorage,
     model: Path,
     change: Callable[[SimpleNamespace], None],
     message: str,

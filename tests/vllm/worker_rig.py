@@ -33,8 +33,8 @@ with warnings.catch_warnings():
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.names import object_name
 from kvshelf.format.objects import ObjectFormat
+from tests.sim.storage import FaultyStorage
 from tests.support.prompts import prompt
-from tests.support.storages import FaultyBackend
 from tests.support.waiting import PATIENCE, until, while_patient
 
 BLOCK, CHUNK, BLOCKS = 4, 8, 64
@@ -70,7 +70,7 @@ class WorkerRig:
 
     Parameters
     ----------
-    backend : FaultyBackend
+    backend : FaultyStorage
         The storage.
     kernel_block : int
         Tokens of a block as the attention kernel sees it.
@@ -84,7 +84,7 @@ class WorkerRig:
 
     def __init__(
         self,
-        backend: FaultyBackend,
+        backend: FaultyStorage,
         *,
         kernel_block: int = BLOCK,
         config: SimpleNamespace | None = None,

@@ -1,7 +1,7 @@
-"""Storages for tests: with faults, slow or far away, with a clock of their own; and their calls.
+"""The storage of tests: with faults, a distance, a clock of its own, and its calls counted.
 
-They wrap any backend, so that a test can put them between a shelf and its storage, and are safe to
-use from many threads. A storage whose behaviour only one file needs is in that file.
+It wraps any backend, so that a test can put it between a shelf and what keeps the bytes, and is
+safe to use from many threads. In simulated time a wait of a fault costs nothing.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.errors import StorageError, TransientStorageError
 
+#: Properties of a storage whose probes are dear, so that its answers are remembered.
+FAR = {"probe_cost": 0.02, "concurrency": 8}
+
 
 def posix(path: Path) -> PosixBackend:
     """Open a folder, which is made."""
@@ -40,95 +43,9 @@ def posix(path: Path) -> PosixBackend:
     return PosixBackend(path)
 
 
-class CountingBackend(WrappedBackend):
-    """Counts calls.
-
-    Attributes
-    ----------
-    counts : collections.Counter
-        Calls by operation (``stat``, ``open``, ``read``, ``write``, …); ``stat_names`` counts
-        the names probed, ``read_bytes`` and ``write_bytes`` the bytes moved.
-    """
-
-    def __init__(self, inner: Backend) -> None:
-        super().__init__(inner)
-        self.counts: Counter[str] = Counter()
-        self._lock = threading.Lock()
-
-    def _count(self, operation: str, amount: int = 1) -> None:
-        with self._lock:
-            self.counts[operation] += amount
-
-    def stat(self, names: Sequence[str]) -> StatResults:
-        """Probe and count."""
-        self._count("stat")
-        self._count("stat_names", len(names))
-        return self.inner.stat(names)
-
-    def info(self, name: str) -> ObjectInfo | None:
-        """Probe and count."""
-        self._count("info")
-        return self.inner.info(name)
-
-    def open(self, name: str, size: int | None = None) -> Reader:
-        """Open and count."""
-        self._count("open")
-        return _HookedReader(self.inner.open(name, size), after=self._read)
-
-    def _read(self, part: memoryview) -> int:
-        self._count("read")
-        self._count("read_bytes", len(part))
-        return len(part)
-
-    def write(
-        self, name: str, buffers: Sequence[BytesLike], mode: WriteMode = "create"
-    ) -> WriteResult:
-        """Publish and count."""
-        self._count("write")
-        self._count("write_bytes", sum(memoryview(buffer).nbytes for buffer in buffers))
-        return self.inner.write(name, buffers, mode)
-
-    def list(
-        self, prefix: str = "", *, hidden: bool = False, **options: Any
-    ) -> Iterator[ObjectInfo]:
-        """List and count: with what is hidden, as ``entries``."""
-        self._count("entries" if hidden else "list")
-        return self.inner.list(prefix, hidden=hidden, **options)
-
-    def folders(self, prefix: str = "") -> Sequence[str]:
-        """List and count."""
-        self._count("folders")
-        return self.inner.folders(prefix)
-
-    def delete(self, name: str) -> bool:
-        """Delete and count."""
-        self._count("delete")
-        return self.inner.delete(name)
-
-    def quarantine(self, name: str, target: str) -> bool:
-        """Move and count."""
-        self._count("quarantine")
-        return self.inner.quarantine(name, target)
-
-    def touch(self, name: str) -> Touched:
-        """Touch and count."""
-        self._count("touch")
-        return self.inner.touch(name)
-
-    def space(self) -> Space | None:
-        """Ask and count."""
-        self._count("space")
-        return self.inner.space()
-
-    def now(self) -> float | None:
-        """Ask and count."""
-        self._count("now")
-        return self.inner.now()
-
-
 @dataclass(slots=True)
 class Fault:
-    """A fault that a :class:`FaultyBackend` injects.
+    """A fault that a :class:`FaultyStorage` injects.
 
     The attributes that are set act in this order: wait, error, damage.
 
@@ -143,7 +60,7 @@ class Fault:
     wait : threading.Event, threading.Semaphore or float, optional
         Block until the event is set, until the semaphore was released once more, or for this many
         seconds.
-    error : exception or callable that returns one, optional
+    error : exception, or callable that returns one or None, optional
         Raised; in ``stat`` a :class:`~kvshelf.errors.StorageError` is the answer for the name.
     damage : callable, optional
         Changes a bytearray in place: the bytes that ``read`` returns or that ``write`` receives.
@@ -155,18 +72,52 @@ class Fault:
     operation: str
     pattern: str = "*"
     wait: threading.Event | threading.Semaphore | float | None = None
-    error: BaseException | Callable[[], BaseException] | None = None
+    error: BaseException | Callable[[], BaseException | None] | None = None
     damage: Callable[[bytearray], object] | None = None
     times: int | None = None
 
 
-class FaultyBackend(WrappedBackend):
-    """Injects faults, see :class:`Fault`."""
+class FaultyStorage(WrappedBackend):
+    """Counts calls, then lets them meet faults, see :class:`Fault`.
 
-    def __init__(self, inner: Backend, *faults: Fault) -> None:
+    Parameters
+    ----------
+    inner : Backend
+        What keeps the bytes.
+    *faults : Fault
+    touched : Touched, optional
+        What it answers when an access time is set, in place of its own answer.
+    **properties
+        Fields of :class:`Properties` that it states otherwise.
+
+    Attributes
+    ----------
+    counts : collections.Counter
+        Calls by operation (``stat``, ``open``, ``read``, ``write``, …); ``stat_names`` counts
+        the names probed, ``read_bytes`` and ``write_bytes`` the bytes moved.
+    touches : list of str
+        Names whose access time was set.
+    """
+
+    def __init__(
+        self,
+        inner: Backend,
+        *faults: Fault,
+        touched: Touched | None = None,
+        **properties: Any,
+    ) -> None:
         super().__init__(inner)
+        self.counts: Counter[str] = Counter()
+        self.touches: list[str] = []
+        self.touched = touched
+        self._stated = properties
         self._faults: list[Fault] = [*faults]
         self._lock = threading.Lock()
+
+    @property
+    def properties(self) -> Properties:
+        """Those of what is wrapped, but for what the test states."""
+        return replace(self.inner.properties, **self._stated)
 
     def add(self, fault: Fault) -> Fault:
         """Inject this fault from now on."""
@@ -200,16 +151,31 @@ class FaultyBackend(WrappedBackend):
                 fault.wait.acquire()
             elif fault.wait is not None:
                 threading.Event().wait(fault.wait)
-            if isinstance(fault.error, BaseException):
-                raise fault.error
-            if fault.error is not None:
-                raise fault.error()
+            error = fault.error() if callable(fault.error) else fault.error
+            if error is not None:
+                try:
+                    raise error
+                finally:
+                    # It would keep this frame, and so all that its callers have.
+                    del error
             if fault.damage is not None:
                 damages.append(fault.damage)
         return damages
 
+    def _count(self, operation: str, amount: int = 1) -> None:
+        with self._lock:
+            self.counts[operation] += amount
+
+    def _call(self, operation: str, name: str = "") -> Sequence[Callable[[bytearray], object]]:
+        self._count(operation)
+        return self.meet(operation, name)
+
     def stat(self, names: Sequence[str]) -> StatResults:
-        """Probe, with faults."""
+        """Probe: in one call where no fault can meet a name."""
+        self._count("stat")
+        self._count("stat_names", len(names))
+        if not any(fault.operation in ("stat", "*") for fault in self._faults):
+            return self.inner.stat(names)
         answers: StatResults = []
         for name in names:
             try:
@@ -221,18 +187,19 @@ class FaultyBackend(WrappedBackend):
         return answers
 
     def info(self, name: str) -> ObjectInfo | None:
-        """Probe one name, with faults."""
-        self.meet("info", name)
+        """Probe one name."""
+        self._call("info", name)
         return self.inner.info(name)
 
     def open(self, name: str, size: int | None = None) -> Reader:
         """Open, with faults now and at every read."""
-        self.meet("open", name)
-        reader = self.inner.open(name, size)
-        return _HookedReader(reader, after=lambda part: self._read(name, part))
+        self._call("open", name)
+        return _Reads(self, name, self.inner.open(name, size))
 
-    def _read(self, name: str, part: memoryview) -> int:
-        damages = self.meet("read", name)
+    def read_part(self, name: str, part: memoryview) -> int:
+        """Take bytes that were read; return how many the caller gets."""
+        damages = self._call("read", name)
+        self._count("read_bytes", len(part))
         if not damages:
             return len(part)
         data = bytearray(part)
@@ -244,8 +211,9 @@ class FaultyBackend(WrappedBackend):
     def write(
         self, name: str, buffers: Sequence[BytesLike], mode: WriteMode = "create"
     ) -> WriteResult:
-        """Publish, with faults."""
-        damages = self.meet("write", name)
+        """Publish."""
+        self._count("write_bytes", sum(memoryview(buffer).nbytes for buffer in buffers))
+        damages = self._call("write", name)
         if damages:
             data = bytearray().join(memoryview(buffer).cast("B") for buffer in buffers)
             for damage in damages:
@@ -259,50 +227,56 @@ class FaultyBackend(WrappedBackend):
         self, prefix: str = "", *, hidden: bool = False, **options: Any
     ) -> Iterator[ObjectInfo]:
         """List, with faults before each entry: with what is hidden, those of ``entries``."""
-        for info in self.inner.list(prefix, hidden=hidden, **options):
-            self.meet("entries" if hidden else "list", info.name)
+        operation = "entries" if hidden else "list"
+        self._count(operation)
+        return self._entries(operation, self.inner.list(prefix, hidden=hidden, **options))
+
+    def _entries(self, operation: str, found: Iterator[ObjectInfo]) -> Iterator[ObjectInfo]:
+        for info in found:
+            self.meet(operation, info.name)
             yield info
 
     def folders(self, prefix: str = "") -> Sequence[str]:
-        """List, with faults."""
-        self.meet("folders", prefix)
+        """List folders."""
+        self._call("folders", prefix)
         return self.inner.folders(prefix)
 
     def delete(self, name: str) -> bool:
-        """Delete, with faults."""
-        self.meet("delete", name)
+        """Delete."""
+        self._call("delete", name)
         return self.inner.delete(name)
 
     def quarantine(self, name: str, target: str) -> bool:
-        """Move, with faults."""
-        self.meet("quarantine", name)
+        """Move."""
+        self._call("quarantine", name)
         return self.inner.quarantine(name, target)
 
     def touch(self, name: str) -> Touched:
-        """Touch, with faults."""
-        self.meet("touch", name)
-        return self.inner.touch(name)
+        """Set an access time."""
+        self._call("touch", name)
+        self.touches.append(name)
+        done = self.inner.touch(name)
+        return done if self.touched is None else self.touched
 
     def space(self) -> Space | None:
-        """Ask, with faults."""
-        self.meet("space", "")
+        """Ask how much room there is."""
+        self._call("space")
         return self.inner.space()
 
     def now(self) -> float | None:
-        """Ask, with faults."""
-        self.meet("now", "")
+        """Ask for the time."""
+        self._call("now")
         return self.inner.now()
 
 
-class _HookedReader(Reader):
-    def __init__(self, inner: Reader, *, after: Callable[[memoryview], int]) -> None:
-        self._inner = inner
-        self._after = after
+class _Reads(Reader):
+    def __init__(self, storage: FaultyStorage, name: str, inner: Reader) -> None:
+        self._storage, self._name, self._inner = storage, name, inner
         self.size = inner.size
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         count = self._inner.read_into(buffer, offset)
-        return self._after(buffer.cast("B")[:count])
+        return self._storage.read_part(self._name, buffer.cast("B")[:count])
 
     def close(self) -> None:
         self._inner.close()
@@ -317,7 +291,7 @@ class Gate:
         Released by each write that comes to the gate.
     """
 
-    def __init__(self, backend: FaultyBackend) -> None:
+    def __init__(self, backend: FaultyStorage) -> None:
         self.waiting = threading.Semaphore(0)
         self._permits = threading.Semaphore(0)
         backend.add(Fault("write", "*.safetensors", damage=self._meet))
@@ -336,26 +310,7 @@ class Gate:
             pass
 
 
-class DescribedBackend(WrappedBackend):
-    """Says of its storage what a test wants, by fields of :class:`Properties`."""
-
-    def __init__(self, inner: Backend, **fields: Any) -> None:
-        super().__init__(inner)
-        self._fields = fields
-
-    @property
-    def properties(self) -> Properties:
-        return replace(self.inner.properties, **self._fields)
-
-
-class FarBackend(DescribedBackend):
-    """A storage whose probes are dear, so that its answers are remembered."""
-
-    def __init__(self, inner: Backend) -> None:
-        super().__init__(inner, probe_cost=0.02, concurrency=8)
-
-
-class NamesBackend(DescribedBackend):
+class NamesOnly(FaultyStorage):
     """A storage with names and sizes only, near or far away.
 
     What is asked while `gate` is closed is answered, by what was there when it was asked, once it
@@ -415,20 +370,6 @@ class NamesBackend(DescribedBackend):
     def folders(self, prefix: str = "") -> Sequence[str]:
         self.listed += 1
         return self._folders
-
-
-class TouchesBackend(WrappedBackend):
-    """Notes whose access times are set, and gives `answer` in place of the storage's, if any."""
-
-    def __init__(self, inner: Backend, answer: Touched | None = None) -> None:
-        super().__init__(inner)
-        self.names: list[str] = []
-        self.answer = answer
-
-    def touch(self, name: str) -> Touched:
-        self.names.append(name)
-        done = self.inner.touch(name)
-        return done if self.answer is None else self.answer
 
 
 class LaterBackend(WrappedBackend):
@@ -507,7 +448,7 @@ class LendingMemory:
     ----------
     storage : Backend
         Where objects are read from.
-    faults : FaultyBackend, optional
+    faults : FaultyStorage, optional
         Its faults of ``pin`` are met.
 
     Attributes
@@ -526,7 +467,7 @@ class LendingMemory:
         Called with each loan before the borrower has it.
     """
 
-    def __init__(self, storage: Backend, faults: FaultyBackend | None = None) -> None:
+    def __init__(self, storage: Backend, faults: FaultyStorage | None = None) -> None:
         self._storage = storage
         self._faults = faults
         self.pins = True
