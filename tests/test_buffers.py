@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import mmap
 import os
-import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +19,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from kvshelf import buffers as buffers_module
 from kvshelf.buffers import BUFFER_ALIGNMENT, Buffer, BufferPool
 from kvshelf.errors import ConfigError, UnsupportedError
-from kvshelf.pages import address_of, map_pages, page_lock  # noqa: TID251
+from kvshelf.pages import address_of, map_pages  # noqa: TID251
 
 MakePool = Callable[..., BufferPool]
 CAPACITY = 64 * BUFFER_ALIGNMENT
@@ -280,27 +278,6 @@ def test_a_system_without_memory_is_a_full_pool(
         pass
 
 
-def test_threads_never_get_the_same_bytes(make_pool: MakePool) -> None:
-    pool = make_pool(64 * BUFFER_ALIGNMENT)
-    wrong: list[int] = []
-
-    def work(number: int) -> None:
-        for _ in range(200):
-            with pool.allocate(3 * BUFFER_ALIGNMENT) as buffer:
-                buffer.tensor.fill_(number)
-                if not bool((buffer.tensor == number).all()):
-                    wrong.append(number)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-    with pool.allocate(64 * BUFFER_ALIGNMENT):
-        pass
-
-
 def test_a_device_pool_has_tensors_and_no_memoryviews(make_pool: MakePool) -> None:
     pool = make_pool(4 * BUFFER_ALIGNMENT, kind="device", device="cpu")
     with pool.allocate(10) as buffer:
@@ -308,19 +285,6 @@ def test_a_device_pool_has_tensors_and_no_memoryviews(make_pool: MakePool) -> No
         assert buffer.tensor.data_ptr() % BUFFER_ALIGNMENT == 0
         with pytest.raises(ValueError, match="use its tensor"):
             _ = buffer.view
-
-
-@pytest.mark.parametrize("options", [{}, {"kind": "device", "device": "cpu"}], ids=str)
-def test_memory_taken_in_inference_mode_can_be_written_outside_of_it(
-    make_pool: MakePool, options: dict[str, str]
-) -> None:
-    pool = make_pool(4 * BUFFER_ALIGNMENT, **options)
-    with torch.inference_mode():
-        buffer = pool.allocate(10)
-    assert buffer is not None
-    with buffer:
-        buffer.tensor.fill_(3)
-        assert bool((buffer.tensor == 3).all())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -364,37 +328,6 @@ def test_memory_that_cannot_be_pinned_leaves_no_error_for_the_engines_next_launc
     assert make_pool(1 << 20, kind="pinned").allocate(1) is None
     assert "failed after 0 of 1048576 bytes with error 2: OUT_OF_MEMORY" in caplog.text
     assert not cuda.kept
-
-
-def test_memory_is_unlocked_with_the_gpu_current_for_which_it_was_locked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A thread that returns the last buffer would otherwise make a context on the first GPU."""
-    current: list[torch.device] = []
-    called: list[tuple[str, torch.device | None]] = []
-
-    @contextlib.contextmanager
-    def use(device: torch.device) -> Iterator[None]:
-        current.append(device)
-        yield
-        current.pop()
-
-    class Runtime:
-        def __getattr__(self, name: str) -> Callable[..., int]:
-            def call(*_: int) -> int:
-                called.append((name, current[-1] if current else None))
-                return 0
-
-            return call
-
-    monkeypatch.setattr(torch.cuda, "device", use)
-    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-    second = torch.device("cuda:1")
-    unlock = page_lock(memoryview(bytearray(1)), second)
-    thread = threading.Thread(target=unlock)
-    thread.start()
-    thread.join()
-    assert called == [("cudaHostRegister", second), ("cudaHostUnregister", second)]
 
 
 @pytest.mark.real

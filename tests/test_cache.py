@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import random
 import subprocess
 import sys
 import threading
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -15,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,7 +21,6 @@ from pydantic import ByteSize
 
 from kvshelf import ChunkCache, Config, ModelFacts, PromptIdentity, Shelf
 from kvshelf.backends import Backend, open_backend
-from kvshelf.backends.wrappers import ReadOnlyBackend
 from kvshelf.config import MemoryTierConfig
 from kvshelf.errors import (
     ConfigError,
@@ -32,8 +28,7 @@ from kvshelf.errors import (
     TransientStorageError,
     UnsupportedError,
 )
-from kvshelf.format.keys import KeyChain, MultimodalItem
-from kvshelf.format.names import object_name
+from kvshelf.format.keys import KeyChain
 from kvshelf.forms import (
     BlobKV,
     PagedKV,
@@ -50,7 +45,6 @@ from kvshelf.kv.layout import PagedLayout
 from kvshelf.memory.size_classes import SizeClasses
 from kvshelf.server.shelf import open_served
 from kvshelf.tiers.disk_tier import DiskTier
-from kvshelf.tiers.memory_tier import MemoryTier
 from tests.native.simulated_device import SimulatedStreams
 from tests.server.node import LocalServer
 from tests.sim.storage import FAR, Fault, FaultyStorage, posix
@@ -289,23 +283,6 @@ def fetch(cache: ChunkCache, tokens: Sequence[int], **arguments: Any) -> int:
 # ----------------------------------------------------------------------- what works
 
 
-@pytest.mark.parametrize("into", FORMS)
-@pytest.mark.parametrize("out_of", FORMS)
-def test_what_is_stored_in_one_form_is_retrieved_in_any_other(
-    cache: ChunkCache, out_of: str, into: str
-) -> None:
-    tokens = prompt(5 * CHUNK + 3)
-    kv = truth(tokens)
-    report = cache.store(tokens, **FORMS[out_of](kv).arguments)
-    assert (report.chunks, report.published) == (5, 5)
-    assert report.complete
-    held = FORMS[into](nothing(len(tokens)))
-    mask = cache.retrieve(tokens, **held.arguments)
-    assert mask.tolist() == [True] * 5 * CHUNK + [False] * 3
-    kv[:, :, 5 * CHUNK :] = 0
-    assert same(held.read(), kv)
-
-
 @settings(max_examples=40)
 @given(data=st.data())
 def test_retrieved_is_exactly_what_is_there_and_good(data: st.DataObject) -> None:
@@ -371,16 +348,6 @@ def _damage(backend: Backend, name: str, where: int) -> None:
     backend.write(name, [content], "replace")
 
 
-def test_a_lookup_counts_whole_leading_chunks(cache: ChunkCache) -> None:
-    tokens = prompt(4 * CHUNK)
-    assert cache.lookup(tokens) == 0
-    put(cache, tokens[: 3 * CHUNK])
-    assert cache.lookup(tokens) == 3 * CHUNK
-    assert cache.lookup(tokens[: 2 * CHUNK + 1]) == 2 * CHUNK
-    assert cache.lookup([*tokens[:CHUNK], 7, *tokens[CHUNK:]]) == CHUNK
-    assert cache.lookup([]) == 0
-
-
 @any_place
 def test_keys_are_those_of_the_chain(cache: ChunkCache) -> None:
     tokens = prompt(3 * CHUNK + 5)
@@ -394,46 +361,12 @@ def test_keys_are_those_of_the_chain(cache: ChunkCache) -> None:
     assert (start, end, key) == expected[0]
 
 
-@any_place
-@pytest.mark.parametrize(
-    "form",
-    [tuple, np.array, torch.tensor, lambda ids: array("I", ids), lambda ids: array("q", ids)],
-)
-def test_tokens_come_in_any_sequence(cache: ChunkCache, form: Callable[[list[int]], Any]) -> None:
-    tokens = prompt(2 * CHUNK)
-    assert cache.chunk_keys(form(tokens)) == cache.chunk_keys(tokens)
-
-
-def test_a_prompt_that_grew_stores_only_what_is_new(make: Make, backend: FaultyStorage) -> None:
-    counting = FaultyStorage(backend)
-    cache = make(counting)
-    tokens = prompt(6 * CHUNK)
-    put(cache, tokens[: 4 * CHUNK])
-    before = counting.counts["write"]
-    report = cache.store(tokens, kv=truth(tokens))
-    assert (report.chunks, report.existed, report.published) == (6, 4, 2)
-    assert counting.counts["write"] - before == 2 * cache.fmt.shards
-
-
 def test_a_mask_leaves_out_what_the_caller_has(cache: ChunkCache) -> None:
     tokens = prompt(5 * CHUNK)
     put(cache, tokens)
     mask = torch.arange(5 * CHUNK) >= 2 * CHUNK
     assert fetch(cache, tokens, mask=mask) == 3 * CHUNK
     assert fetch(cache, tokens, mask=[False] * 5 * CHUNK) == 0
-
-
-def test_bound_caches_take_slot_mappings(cache: ChunkCache) -> None:
-    tokens = prompt(3 * CHUNK)
-    source = as_paged(truth(tokens)).arguments["kv"]
-    cache.bind(source.caches, source.layout)
-    assert cache.store(tokens, slot_mapping=source.slot_mapping).complete
-    for paged in source.caches:
-        paged.zero_()
-    slots = source.slot_mapping.flip(0).to(torch.int32)
-    assert int(cache.retrieve(tokens, slot_mapping=slots).sum()) == len(tokens)
-    layer = source.caches[0][slots // BLOCK, :, slots % BLOCK, :SIZE]
-    assert same(layer.reshape(-1, HIDDEN), truth(tokens)[0, 0])
 
 
 def test_slots_of_minus_one_are_skipped_by_loads_and_refused_by_stores(cache: ChunkCache) -> None:
@@ -453,21 +386,6 @@ def test_slots_of_minus_one_are_skipped_by_loads_and_refused_by_stores(cache: Ch
     assert not paged.caches[0][skipped // BLOCK, :, skipped % BLOCK].any()
 
 
-def test_what_a_store_copied_may_change_afterwards(
-    cache: ChunkCache, backend: FaultyStorage
-) -> None:
-    tokens = prompt(3 * CHUNK)
-    gate = threading.Event()
-    backend.add(Fault("write", wait=gate))
-    held = as_blob(truth(tokens))
-    handle = cache.submit_store(tokens, **held.arguments)
-    held.read().zero_()
-    assert not handle.poll()
-    gate.set()
-    assert handle.result().published == 3
-    assert fetch(cache, tokens) == 3 * CHUNK
-
-
 @past_the_server
 def test_handles_end_by_themselves(cache: ChunkCache) -> None:
     tokens = prompt(3 * CHUNK)
@@ -485,62 +403,6 @@ def test_handles_end_by_themselves(cache: ChunkCache) -> None:
     prefetched = cache.submit_prefetch(tokens)
     assert prefetched.wait()
     assert prefetched.result() == 3 * CHUNK
-
-
-@past_the_server
-def test_many_threads_share_two_caches_on_one_shelf(make: Make) -> None:
-    caches = [make(), make()]
-    base = prompt(4 * CHUNK)
-    prompts = [base[: n * CHUNK] + prompt(2 * CHUNK, seed=n) for n in range(5)]
-    problems: list[BaseException] = []
-
-    def work(number: int) -> None:
-        try:
-            cache = caches[number % 2]
-            order = random.Random(number).sample(prompts, len(prompts))
-            for tokens in order:
-                fetch(cache, tokens)
-                put(cache, tokens)
-                assert fetch(cache, tokens) == len(tokens)
-        except BaseException as problem:
-            problems.append(problem)
-            raise
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert problems == []
-    assert caches[0].lookup(prompts[4]) == len(prompts[4])
-
-
-@any_place
-def test_other_identities_share_nothing(cache: ChunkCache) -> None:
-    tokens = prompt(2 * CHUNK)
-    identities = [
-        PromptIdentity(),
-        PromptIdentity(salt="a"),
-        PromptIdentity(salt="b"),
-        PromptIdentity(lora_digest=b"x" * 32),
-        PromptIdentity(items=[MultimodalItem("image", 3, 4)]),
-        PromptIdentity(items=[MultimodalItem("image", 4, 4)]),
-    ]
-    for identity in identities:
-        assert cache.lookup(tokens, identity=identity) == 0
-        put(cache, tokens, identity=identity)
-        assert fetch(cache, tokens, identity=identity) == len(tokens)
-    keys = {cache.chunk_keys(tokens, identity=identity)[0].key for identity in identities}
-    assert len(keys) == len(identities)
-
-
-@any_place
-def test_salts_have_folders_of_their_own_on_request(make: Make) -> None:
-    tokens = prompt(CHUNK)
-    cache = make(group_by_salt=True)
-    put(cache, tokens, identity=PromptIdentity(salt="tenant"))
-    put(cache, tokens)
-    assert len({name.split("/")[1] for name in objects(cache)}) == 2
 
 
 # ------------------------------------------------------------------------- on a device
@@ -635,24 +497,6 @@ def test_tensors_of_two_devices_are_refused() -> None:
 
 
 @past_the_server
-def test_a_damaged_object_ends_the_hit_and_is_replaced_by_the_next_store(
-    cache: ChunkCache, backend: FaultyStorage
-) -> None:
-    tokens = prompt(5 * CHUNK)
-    put(cache, tokens)
-    chain = KeyChain(cache.namespace.digest, CHUNK)
-    chain.extend(tokens)
-    name = f"{cache.namespace.folder}/{object_name(chain.chunks[2], 1, cache.fmt.shards)}"
-    _damage(backend, name, 12345)
-    assert cache.lookup(tokens) == 5 * CHUNK
-    assert fetch(cache, tokens) == 2 * CHUNK
-    assert cache.lookup(tokens) == 2 * CHUNK
-    put(cache, tokens)
-    assert cache.lookup(tokens) == 5 * CHUNK
-    assert fetch(cache, tokens) == 5 * CHUNK
-
-
-@past_the_server
 def test_a_damaged_object_is_replaced_where_nothing_can_be_set_aside(make: Make) -> None:
     backend = open_backend(f"memory://cache-{next(_numbers)}")
     cache = make(backend)
@@ -683,36 +527,6 @@ def test_storage_trouble_is_a_miss_and_no_exception(
     until(lambda: cache.shelf.available)
     put(cache, tokens)
     assert fetch(cache, tokens) == len(tokens)
-
-
-@past_the_server
-def test_what_was_prefetched_can_be_had_while_the_storage_rests(
-    make: Make, backend: FaultyStorage
-) -> None:
-    tokens, others = prompt(3 * CHUNK), prompt(3 * CHUNK, 1)
-    put(make(), tokens)
-    cache = make()
-    put(cache, others)
-    assert cache.prefetch(tokens) == 3 * CHUNK
-    backend.add(Fault("*", error=lambda: TransientStorageError("broken")))
-    cache.shelf.backend.reads.trip("broken")
-    assert cache.lookup(tokens) == fetch(cache, tokens) == 3 * CHUNK
-    assert cache.lookup(others) == fetch(cache, others) == 0
-    report = cache.store(others, kv=truth(others))
-    assert report.dropped == 3
-    backend.heal()
-    until(lambda: cache.shelf.available)
-    assert fetch(cache, others) == 3 * CHUNK
-
-
-def test_a_read_only_shelf_serves_loads(make: Make, backend: FaultyStorage) -> None:
-    tokens = prompt(2 * CHUNK)
-    put(make(), tokens)
-    cache = make(ReadOnlyBackend(backend))
-    assert fetch(cache, tokens) == len(tokens)
-    other = prompt(3 * CHUNK, seed=1)
-    report = cache.store(other, kv=truth(other))
-    assert (report.chunks, report.dropped) == (3, 3)
 
 
 @past_the_server
@@ -785,24 +599,6 @@ def test_a_cancelled_retrieve_is_over_at_once(
     assert not held.read().any()
 
 
-def test_full_staging_makes_submitted_stores_drop_and_blocking_ones_wait(
-    make: Make, backend: FaultyStorage
-) -> None:
-    probe = make()
-    chunk = probe.fmt.shards * -(-probe.fmt.object_size(0) // 4096) * 4096
-    cache = make(staging_bytes=2 * chunk)
-    tokens = prompt(12 * CHUNK)
-    gate = threading.Event()
-    backend.add(Fault("write", wait=gate))
-    handle = cache.submit_store(tokens, kv=truth(tokens))
-    gate.set()
-    report = handle.result()
-    assert report.dropped > 0
-    assert report.published + report.dropped == 12
-    assert cache.store(tokens, kv=truth(tokens)).complete
-    assert fetch(cache, tokens) == len(tokens)
-
-
 def test_stores_are_bounded_in_bytes_per_second(make: Make) -> None:
     cache = make(store_bytes_per_s=1, io_threads=2)
     tokens = prompt(3 * CHUNK)
@@ -814,54 +610,7 @@ def test_stores_are_bounded_in_bytes_per_second(make: Make) -> None:
     assert (report.published, report.dropped + report.failed + report.pending) == (1, 2)
 
 
-def test_a_closed_cache_refuses_and_its_stores_are_on_the_shelf(make: Make) -> None:
-    cache = make(drain_s=PATIENCE)
-    tokens = prompt(3 * CHUNK)
-    handle = cache.submit_store(tokens, kv=truth(tokens))
-    cache.close()
-    assert handle.result(0).complete
-    for call in (cache.lookup, cache.chunk_keys, cache.prefetch):
-        with pytest.raises(ValueError, match="closed"):
-            call(tokens)
-    cache.close()
-    assert fetch(make(), tokens) == len(tokens)
-
-
-def test_stores_that_close_gives_up_are_reported_lost(make: Make, backend: FaultyStorage) -> None:
-    cache = make()
-    tokens = prompt(6 * CHUNK)
-    gate = threading.Event()
-    backend.add(Fault("write", wait=gate))
-    handle = cache.submit_store(tokens, kv=truth(tokens))
-    cache.close()
-    gate.set()
-    assert handle.wait(PATIENCE)
-    report = handle.result()
-    assert report.published + report.failed == 6
-    assert report.failed >= 5
-
-
 # ------------------------------------------------------------------------- prefetch
-
-
-@past_the_server
-def test_what_was_prefetched_needs_no_storage(make: Make, backend: FaultyStorage) -> None:
-    counting = FaultyStorage(backend)
-    cache = make(counting)
-    tokens = prompt(4 * CHUNK + 3)
-    put(cache, tokens)
-    assert cache.lookup(tokens, tiers=["memory"]) == 0
-    assert cache.prefetch(tokens) == 4 * CHUNK
-    assert cache.lookup(tokens, tiers=["memory"]) == 4 * CHUNK
-    for name in objects(cache):
-        cache.shelf.delete(name)
-    counting.counts.clear()
-    assert cache.lookup(tokens) == 4 * CHUNK
-    assert fetch(cache, tokens) == 4 * CHUNK
-    assert counting.counts["open"] == counting.counts["stat_names"] == 0
-    assert cache.lookup(tokens, tiers=["shelf"]) == 0
-    put(cache, tokens)
-    assert cache.lookup(tokens, tiers=["shelf"]) == 4 * CHUNK
 
 
 @past_the_server
@@ -934,64 +683,6 @@ def test_prefetched_memory_is_bounded_and_the_oldest_goes_first(make: Make) -> N
     assert fetch(cache, long) == 9 * CHUNK
 
 
-@past_the_server
-def test_prefetching_may_begin_behind_what_the_caller_has(cache: ChunkCache) -> None:
-    tokens = prompt(4 * CHUNK)
-    put(cache, tokens)
-    mask = torch.arange(len(tokens)) >= 3 * CHUNK
-    assert cache.prefetch(tokens, mask) == CHUNK
-    assert cache.lookup(tokens, tiers=["memory"]) == 0
-    assert fetch(cache, tokens, mask=mask) == CHUNK
-    assert cache.counters.snapshot()["memory_tier_loaded_objects"] == cache.fmt.shards
-
-
-@past_the_server
-def test_a_memory_tier_keeps_what_is_stored_and_loaded(make: Make, backend: FaultyStorage) -> None:
-    stored, loaded = prompt(3 * CHUNK), prompt(2 * CHUNK, 1)
-    put(make(), loaded)
-    with closing(MemoryTier(1 << 24)) as tier:
-        cache, other = make(memory_tier=tier), make(memory_tier=tier)
-        put(cache, stored)
-        assert cache.lookup(loaded, tiers=["memory"]) == 0
-        assert fetch(cache, loaded) == 2 * CHUNK
-        # Both caches use the same memory.
-        for each in (cache, other):
-            assert each.lookup(stored, tiers=["memory"]) == 3 * CHUNK
-            assert each.lookup(loaded, tiers=["memory"]) == 2 * CHUNK
-        backend.add(Fault("open", error=lambda: TransientStorageError("broken")))
-        assert fetch(other, stored) == 3 * CHUNK
-        assert fetch(other, loaded) == 2 * CHUNK
-        counts = other.counters.snapshot()
-        assert "load_failures_error" not in counts
-        for found in cache.chunk_keys(stored):
-            assert cache.remove(found, tiers=["memory"])
-        assert other.lookup(stored, tiers=["memory"]) == 0
-        # What was prefetched is counted, what is there already is not read again.
-        assert cache.prefetch(loaded) == 2 * CHUNK
-        backend.heal()
-        cache.close()
-        assert other.lookup(loaded, tiers=["memory"]) == 2 * CHUNK
-        other.close()
-
-
-@past_the_server
-def test_a_prefetch_goes_on_when_its_handle_is_dropped(make: Make) -> None:
-    cache = make()
-    tokens = prompt(3 * CHUNK)
-    put(cache, tokens)
-    cache.submit_prefetch(tokens)
-    until(lambda: cache.lookup(tokens, tiers=["memory"]) == 3 * CHUNK)
-
-
-@any_place
-def test_no_memory_for_prefetching_is_no_prefetching(make: Make) -> None:
-    cache = make(prefetch_bytes=0)
-    tokens = prompt(2 * CHUNK)
-    put(cache, tokens)
-    assert cache.prefetch(tokens) == 0
-    assert fetch(cache, tokens) == len(tokens)
-
-
 # ------------------------------------------------------------------------- arguments
 
 
@@ -1028,20 +719,6 @@ def test_a_slot_mapping_is_asked_for_when_caches_are_bound(cache: ChunkCache) ->
         cache.retrieve(prompt(CHUNK), kv=paged, slot_mapping=paged.slot_mapping)
     with pytest.raises(ValueError, match="expected one integer for each token"):
         cache.retrieve(prompt(CHUNK), slot_mapping=torch.zeros(CHUNK))
-
-
-@pytest.mark.parametrize("slot", [-2, 9 * BLOCK])
-def test_a_slot_that_the_caches_do_not_have_is_refused(cache: ChunkCache, slot: int) -> None:
-    tokens = prompt(TOKENS)
-    put(cache, tokens)
-    paged = _paged()
-    paged.slot_mapping[3] = slot
-    cache.bind(paged.caches, paged.layout)
-    for arguments in ({"kv": paged}, {"slot_mapping": paged.slot_mapping}):
-        for method in (cache.store, cache.retrieve):
-            with pytest.raises(ValueError, match=f"holds {slot}"):
-                method(tokens, **arguments)
-    assert not any(layer.any() for layer in paged.caches)
 
 
 @any_place
@@ -1172,45 +849,6 @@ def _paged(
 def _pairs(*shape: int, layers: int = LAYERS) -> PagedKV:
     pairs = [(torch.zeros(shape, dtype=BF16), torch.zeros(shape, dtype=BF16))] * layers
     return PagedKV(pairs, slot_mapping=torch.arange(TOKENS))
-
-
-def test_caches_that_do_not_fit_spoil_no_lookup(cache: ChunkCache) -> None:
-    tokens = prompt(TOKENS)
-    put(cache, tokens)
-    short = _paged(blocks=20, allocated=9)
-    with pytest.raises(ValueError, match="make the layout from these caches"):
-        cache.retrieve(tokens, kv=short)
-    with pytest.raises(ValueError, match="make the layout from these caches"):
-        cache.bind(short.caches, short.layout)
-    uneven = _paged()
-    uneven.caches = [*uneven.caches[:2], torch.zeros(10, HEADS, BLOCK, 2 * SIZE, dtype=BF16)]
-    with pytest.raises(ValueError, match="one call takes layers of one kind"):
-        cache.retrieve(tokens, kv=uneven)
-    assert cache.lookup(tokens) == TOKENS
-    assert fetch(cache, tokens) == TOKENS
-
-
-def test_caches_may_be_the_values_of_a_dictionary(cache: ChunkCache) -> None:
-    tokens = prompt(TOKENS)
-    put(cache, tokens)
-    paged = _paged()
-    by_name = dict(zip("abc", paged.caches, strict=True))
-    for kv in (
-        PagedKV(by_name.values(), paged.layout, paged.slot_mapping),  # type: ignore[arg-type]
-        PagedKV(torch.stack(list(paged.caches)), paged.layout, paged.slot_mapping),
-    ):
-        assert bool(cache.retrieve(tokens, kv=kv).all())
-
-
-def test_paged_pairs_are_bound(cache: ChunkCache) -> None:
-    tokens = prompt(TOKENS)
-    put(cache, tokens)
-    held = as_paged_pairs(nothing(TOKENS))
-    pairs = held.arguments["kv"]
-    cache.bind(pairs.caches)
-    assert bool(cache.retrieve(tokens, slot_mapping=pairs.slot_mapping).all())
-    assert same(held.read(), truth(tokens))
-    assert cache.store(tokens, slot_mapping=pairs.slot_mapping).existed == 2
 
 
 def test_kv_may_be_the_third_argument(cache: ChunkCache) -> None:
@@ -1368,22 +1006,6 @@ def test_instances_have_names(config: Config) -> None:
     assert ChunkCache.get("mine") is None
     with pytest.raises(ValueError, match="closed"):
         cache.lookup([1])
-
-
-def test_a_configuration_decides_the_namespace(config: Config) -> None:
-    def namespace(**changes: Any) -> bytes:
-        with ChunkCache.open(config.model_copy(update=changes), facts()) as cache:
-            return cache.namespace.encoded
-
-    assert namespace() == facts().namespace(chunk_size=CHUNK).encoded
-    different = {
-        namespace(),
-        namespace(version="2"),
-        namespace(weights="other"),
-        namespace(chunk_size=32),
-        namespace(shards=2),
-    }
-    assert len(different) == 5
 
 
 def test_a_configuration_decides_how_much_is_kept_in_memory(config: Config) -> None:

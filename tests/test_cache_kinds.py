@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from kvshelf import ChunkCache, ModelFacts, PromptIdentity, Shelf
+from kvshelf import ChunkCache, ModelFacts, Shelf
 from kvshelf.errors import ConfigError, UnsupportedError
-from kvshelf.format.kinds import KINDS, STATE
-from kvshelf.forms import blob_of_tuples, empty_tuples
+from kvshelf.format.kinds import STATE
+from kvshelf.forms import empty_tuples
 from kvshelf.kv.state_tensors import empty_state
 from kvshelf.tools.prompts import TokenPrompt
 from kvshelf.tools.seeding import SeedReport, seed_shelf
@@ -95,73 +94,6 @@ def fill(cache: ChunkCache, full: int, windows: int, states: tuple[int, ...]) ->
         assert cache.store_state(TOKENS[: chunks * CHUNK], random_state(cache)).complete
 
 
-@pytest.mark.parametrize("kind", ["full", "window"])
-def test_each_kind_has_the_kv_of_its_layers(cache: ChunkCache, kind: Any) -> None:
-    of_kind = cache.of(kind)
-    kv = random_kv(of_kind)
-    assert len(kv) == {"full": 2, "window": 1}[kind]
-
-    report = of_kind.store(TOKENS, kv=kv)
-
-    assert (report.complete, report.published) == (True, 5)
-    for other in KINDS:
-        assert cache.of(other).lookup(TOKENS) == (len(TOKENS) if other == kind else 0)
-    found = empty_tuples(of_kind.fmt, len(TOKENS))
-    assert bool(of_kind.retrieve(TOKENS, kv=found).all())
-    assert torch.equal(blob_of_tuples(found), blob_of_tuples(kv))
-    assert of_kind.prefetch(TOKENS) == len(TOKENS)
-
-
-def test_the_last_chunks_of_a_window_can_be_had_without_the_others(cache: ChunkCache) -> None:
-    window = cache.of("window")
-    kv = random_kv(window)
-    last = torch.arange(len(TOKENS)) >= 3 * CHUNK
-
-    assert window.store(TOKENS, last, kv=kv).chunks == 2
-
-    assert window.lookup(TOKENS) == 0
-    found = empty_tuples(window.fmt, len(TOKENS))
-    assert torch.equal(window.retrieve(TOKENS, last, kv=found), last)
-    mine, theirs = blob_of_tuples(found), blob_of_tuples(kv)
-    assert torch.equal(mine[:, :, 3 * CHUNK :], theirs[:, :, 3 * CHUNK :])
-
-
-def test_a_state_comes_back_to_the_bit(cache: ChunkCache) -> None:
-    state = random_state(cache)
-    assert state["c.mixer.ssm"].shape == (4, 6, 5)
-    assert state["f.mixer.conv_v"].shape == (3, 16)
-
-    report = cache.store_state(TOKENS[: 2 * CHUNK], state)
-
-    assert (report.chunks, report.published) == (1, 1)
-    assert cache.store_state(TOKENS[: 2 * CHUNK], random_state(cache)).existed == 1
-    assert same(cache.retrieve_state(TOKENS[: 2 * CHUNK]), state)
-    assert cache.retrieve_state(TOKENS[:CHUNK]) is None
-    assert cache.retrieve_state(TOKENS) is None
-    salted = PromptIdentity(salt="another")
-    assert cache.retrieve_state(TOKENS[: 2 * CHUNK], identity=salted) is None
-    assert cache.of(STATE).lookup(TOKENS) == 2 * CHUNK
-
-
-def test_a_state_on_the_shelf_is_tensors_that_anyone_reads(
-    cache: ChunkCache, tmp_path: Path
-) -> None:
-    state = random_state(cache)
-    cache.store_state(TOKENS[:CHUNK], state)
-
-    files = sorted((tmp_path / "shelf").rglob("*-state-*.safetensors"))
-
-    assert len(files) == 4
-    joined: dict[str, list[Tensor]] = {}
-    for file in files:
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - it is no mapping
-                joined.setdefault(name, []).append(tensors.get_tensor(name))
-    assert joined.keys() == state.keys()
-    for name, parts in joined.items():
-        assert torch.equal(torch.cat(parts, 0 if name.endswith("ssm") else 1), state[name])
-
-
 def test_states_of_ranks_that_are_not_divided_have_a_dimension_for_the_ranks(make: Make) -> None:
     undivided = "conv:3,7;ssm:3,5"
     layouts = ("canonical", "canonical", "state-tp2", "state-tp2", "canonical", "state-tp2")
@@ -195,16 +127,6 @@ def test_a_hit_needs_all_kinds(
     assert cache.of(STATE).find_hit(TOKENS) == hit * CHUNK
 
 
-def test_a_hit_needs_no_window_before_its_reach(cache: ChunkCache) -> None:
-    """A window of 24 tokens reaches two chunks of 16 back."""
-    fill(cache, 5, 0, (4,))
-    window = cache.of("window")
-    for first, hit in ((3, 0), (2, 4)):
-        mask = torch.arange(len(TOKENS)) >= first * CHUNK
-        assert window.store(TOKENS, mask, kv=random_kv(window)).complete
-        assert cache.find_hit(TOKENS) == hit * CHUNK
-
-
 def test_a_model_of_one_kind_has_the_hit_that_its_lookup_has(make: Make) -> None:
     names = ("sliding_windows", "layer_names", "layer_shapes", "layer_dtypes", "stages", "kinds")
     absent = dict.fromkeys([*names, "attention", "window_shards", "state_shards"])
@@ -214,26 +136,6 @@ def test_a_model_of_one_kind_has_the_hit_that_its_lookup_has(make: Make) -> None
     assert (one.lookup(TOKENS), one.find_hit(TOKENS)) == (5 * CHUNK, 4 * CHUNK)
     with pytest.raises(ConfigError, match="state"):
         one.retrieve_state(TOKENS)
-
-
-def test_a_damaged_state_is_none_and_is_replaced_by_the_next_store(
-    cache: ChunkCache, tmp_path: Path
-) -> None:
-    state = random_state(cache)
-    fill(cache, 5, 5, (2,))
-    cache.store_state(TOKENS[: 4 * CHUNK], state)
-    [file] = (tmp_path / "shelf").rglob("*-3-state-1of4.safetensors")
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-
-    assert cache.retrieve_state(TOKENS[: 4 * CHUNK]) is None
-    assert cache.find_hit(TOKENS) == 2 * CHUNK
-    assert cache.lookup(TOKENS) == 5 * CHUNK  # other kinds of the chunk have not failed
-
-    assert cache.store_state(TOKENS[: 4 * CHUNK], state).complete
-    assert same(cache.retrieve_state(TOKENS[: 4 * CHUNK]), state)
-    assert cache.find_hit(TOKENS) == 4 * CHUNK
 
 
 def test_states_that_do_not_fit_are_refused(cache: ChunkCache) -> None:

@@ -17,7 +17,7 @@ import yaml
 
 from kvshelf.cli.app import app
 from kvshelf.cli.common import EXIT_CODES
-from kvshelf.config import PROCESS_VARIABLES, Config, variable_of
+from kvshelf.config import Config
 from kvshelf.errors import ConfigError
 from kvshelf.metrics import COUNTERS, FAMILIES, GAUGES, METRIC_PREFIX, OPERATIONS, TIMES
 from tests.support import pages
@@ -205,25 +205,6 @@ def test_configurations_in_blocks_are_valid() -> None:
             Config.load(options, {})
         except ConfigError as error:
             pytest.fail(f"{page}: {options}: {error}")
-
-
-#: Kubernetes makes such for a Service of that name, and the pages warn of them.
-SERVICE = re.compile(r"KVSHELF_(SERVICE|PROXY|PORT|NODE)_?\w*(HOST|PORT|TCP|ADDR|PROTO)?\w*")
-
-
-def test_variables_are_read_by_kvshelf() -> None:
-    known = {variable_of(option) for option in Config.model_fields} | {*PROCESS_VARIABLES}
-    # The build has some of its own.
-    for file in (*(ROOT / ".ci").glob("*"), ROOT / "cuda" / "CMakeLists.txt"):
-        if file.is_file():
-            known |= set(re.findall(r"\bKVSHELF_[A-Z_]+\b", file.read_text()))
-    wrong = {
-        f"{name(page)}: {variable}"
-        for page in PAGES
-        for variable in re.findall(r"\bKVSHELF_[A-Z][A-Z0-9_]*\b", page.read_text())
-        if variable not in known and not SERVICE.fullmatch(variable)
-    }
-    assert wrong == set()
 
 
 # --------------------------------------------------------------------- metrics, codes, words

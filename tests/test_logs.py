@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 
 import pytest
 
@@ -14,22 +13,6 @@ logger = logging.getLogger("kvshelf.tests.logs")
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [row.getMessage() for row in caplog.records if row.levelno == logging.WARNING]
-
-
-def test_one_line_in_an_interval_the_others_are_debug_lines(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caplog.set_level(logging.DEBUG)
-    log = RateLimitedLog(logger)
-    log.warning("line %d", 1)
-    log.warning("line %d", 2)
-    assert warnings(caplog) == ["line 1"]
-    assert [row.getMessage() for row in caplog.records] == ["line 1", "line 2"]
-    assert {row.filename for row in caplog.records} == {"test_logs.py"}
-    later = time.monotonic() + 61
-    monkeypatch.setattr(time, "monotonic", lambda: later)
-    log.warning("line %d", 3)
-    assert warnings(caplog) == ["line 1", "line 3"]
 
 
 def test_without_lines_all_are_debug_lines(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -25,18 +24,6 @@ from tests.support.prompts import make_chunks
 from tests.support.transfers import Rig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
-
-
-def test_what_was_taken_is_not_taken_again() -> None:
-    counters = Counters()
-    counters.add("probes", 3)
-    counters.observe("read", 2e-3)
-    counters.set_gauge("staging_used_bytes", 7)
-    taken = counters.take()
-    assert taken["probes"] == 3
-    assert taken["staging_used_bytes"] == 7
-    assert sum(taken["read"][:-1]) == 1
-    assert counters.take() == {}
 
 
 def test_gauges_come_with_whatever_else_comes() -> None:
@@ -88,25 +75,6 @@ def test_what_has_no_name_is_refused(use: Callable[[Counters], None]) -> None:
     with pytest.raises(KeyError):
         use(counters)
     assert counters.take() == {}
-
-
-def test_nothing_is_lost_between_threads() -> None:
-    counters = Counters()
-    taken: list[dict[str, object]] = []
-
-    def work() -> None:
-        for _ in range(2000):
-            counters.add("probes")
-            counters.observe("probe", 1e-3)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        taken.append(counters.take())
-    taken.append(counters.take())
-    assert sum(t.get("probes", 0) for t in taken) == 8000  # type: ignore[misc]
-    assert sum(sum(t["probe"][:-1]) for t in taken if "probe" in t) == 8000  # type: ignore[index]
 
 
 def test_names_are_different_and_families_are_of_counters() -> None:

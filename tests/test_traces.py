@@ -6,16 +6,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from kvshelf import ChunkCache, ModelFacts, Shelf, traces
+from kvshelf import traces
 from kvshelf.traces import trace_range
-from tests.sim.storage import posix
-from tests.support.waiting import PATIENCE
 
 
 class Noted:
@@ -39,22 +36,6 @@ def nvtx(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
     traces._nvtx_of.cache_clear()
     yield noted
     traces._nvtx_of.cache_clear()
-
-
-def test_lookups_stores_and_loads_are_ranges_of_their_threads(nvtx: Noted, tmp_path: Path) -> None:
-    model = ModelFacts(layers=2, kv_heads=1, head_size=4, dtype="bfloat16", weights="test")
-    namespace = model.namespace(chunk_size=16)
-    tokens = list(range(16))
-    shelf = Shelf(posix(tmp_path))
-    with ChunkCache(shelf, namespace, timeout_s=PATIENCE) as cache:
-        kv = torch.ones(2, 2, 16, 4, dtype=torch.bfloat16)
-        assert cache.store(tokens, kv=kv).published == 1
-        assert cache.lookup(tokens) == 16
-        assert cache.retrieve(tokens, kv=kv).all()
-    for name in ("lookup", "store", "load"):
-        threads = {thread for ended, thread in nvtx.ended if ended == f"kvshelf {name}"}
-        assert threads, name
-        assert all(thread.startswith(f"kvshelf-{name}") for thread in threads), threads
 
 
 def test_a_range_ends_with_an_error_and_on_its_thread(nvtx: Noted) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from kvshelf.backends.clock import StorageClock
 from tests.support.clocks import Clock
 
@@ -16,7 +14,3 @@ def test_the_storage_is_asked_now_and_then() -> None:
         here.now += seconds
         times.append(clock.now())
     assert times == [5000, 5100, 5500, 7000]
-
-
-def test_where_it_does_not_tell_the_time_is_that_of_this_machine() -> None:
-    assert abs(StorageClock(lambda: None).now() - time.time()) < 60

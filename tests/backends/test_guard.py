@@ -22,22 +22,18 @@ from kvshelf.backends import (
     Deadlines,
     Properties,
     Reader,
-    Touched,
     base,
     guard,
     trials,
 )
 from kvshelf.backends import breaker as breaker_module
 from kvshelf.backends.base import WriteResult
-from kvshelf.backends.breaker import LEAST_FAILURES, WINDOW_SECONDS, Backoff, Breaker, BreakerState
+from kvshelf.backends.breaker import LEAST_FAILURES, Backoff, Breaker, BreakerState
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.oserrors import storage_error
 from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.errors import (
     BoundReachedError,
-    NoSpaceStorageError,
-    NotRegularError,
-    ObjectMissingError,
     ProcessLimitError,
     StorageError,
     TransientStorageError,
@@ -190,86 +186,6 @@ def test_calls_that_are_late_for_want_of_files_open_no_breaker(
     assert rig.guard.reads.is_closed
 
 
-@pytest.mark.parametrize("rig", [NEVER], indirect=True)
-def test_a_full_storage_tells_what_it_takes_to_make_room(rig: Rig) -> None:
-    """Its clock and room are asked for and uses recorded, though nothing can be written."""
-    full = Fault("write", error=lambda: NoSpaceStorageError(errno.ENOSPC, "full"))
-    rig.faults.add(full)
-    with pytest.raises(NoSpaceStorageError):
-        rig.guard.write("new", [b"x"])
-    with pytest.raises(UnavailableStorageError):
-        rig.guard.write("new", [b"x"])
-    assert rig.guard.now() is not None
-    assert rig.guard.space() is not None
-    assert rig.guard.touch("o1") is Touched.TOUCHED
-    assert rig.inner.counts["touch"] == 1
-    assert {row.name for row in rig.guard.list(hidden=True)} == set(rig.names)
-    assert rig.guard.delete("o1")
-    with pytest.raises(UnavailableStorageError):
-        rig.guard.quarantine("o2", "bad/o2")
-
-
-def test_it_is_used_again_by_itself_when_it_is_well(
-    rig: Rig, caplog: pytest.LogCaptureFixture
-) -> None:
-    rig.faults.add(Fault("*", error=eio))
-    rig.fail(LEAST_FAILURES)
-    until(lambda: rig.guard.reads.failed_trials > 2)
-    rig.faults.heal()
-    until(lambda: "breaker_closes" in rig.counts)
-    assert rig.guard.reads.state is BreakerState.CLOSED
-    assert rig.read("o1") == b"o1"
-    assert rig.guard.properties.available
-    assert rig.counts == {"breaker_opens": 1, "breaker_closes": 1}
-    assert len(lines(caplog)) == 2
-    assert "circuit breaker closed" in lines(caplog)[1]
-
-
-@pytest.mark.parametrize("rig", [NEVER], indirect=True)
-def test_probes_that_fail_open_it_too(rig: Rig) -> None:
-    rig.faults.add(Fault("stat", "o7", error=eio))
-    for _ in range(LEAST_FAILURES):
-        answers = rig.guard.stat(rig.names)
-        assert answers[:7] == [2] * 7
-    assert rig.guard.reads.state is BreakerState.OPEN
-
-
-def test_misses_and_bad_objects_are_no_failures(rig: Rig) -> None:
-    os.mkfifo(Path(rig.guard.url) / "fifo")
-    for _ in range(20):
-        with pytest.raises(ObjectMissingError):
-            rig.guard.open("gone")
-        with pytest.raises(NotRegularError):
-            rig.guard.open("fifo")
-        assert rig.guard.stat(["gone", "o1"]) == [None, 2]
-        assert rig.guard.delete("gone") is False
-    assert rig.guard.reads.state is rig.guard.writes.state is BreakerState.CLOSED
-    assert not rig.counts
-
-
-def test_an_object_that_always_fails_is_outweighed_by_those_that_do_not(rig: Rig) -> None:
-    rig.faults.add(Fault("open", "o0", error=eio))
-    for name in rig.names * 20:
-        if name == "o0":
-            with pytest.raises(TransientStorageError):
-                rig.guard.open(name)
-        else:
-            rig.read(name)
-    assert rig.guard.reads.opened == 0
-
-
-@pytest.mark.parametrize("well", ["o1", "o0"])
-def test_an_object_that_always_fails_does_not_keep_it_open(rig: Rig, well: str) -> None:
-    # It may have been well itself before.
-    assert rig.read(well) == well.encode()
-    rig.faults.add(Fault("open", "o0", error=eio))
-    for _ in range(LEAST_FAILURES):
-        with pytest.raises(TransientStorageError):
-            rig.guard.open("o0")
-    assert rig.guard.reads.opened == 1
-    until(lambda: rig.guard.reads.state is BreakerState.CLOSED)
-
-
 def fail_then_wait(rig: Rig, pattern: str) -> threading.Event:
     """Fail until the read breaker opens; later opens wait, and fail as well."""
     assert rig.read("o1") == b"o1"
@@ -292,18 +208,6 @@ def test_what_fails_after_something_was_well_does_not_stop_it_again(rig: Rig) ->
     assert rig.counts == {"breaker_opens": 1, "breaker_closes": 1}
 
 
-def test_what_hangs_after_something_was_well_does_not_stop_it_again(rig: Rig) -> None:
-    watch = Watch()
-    rig.guard.watch(watch)
-    gate = fail_then_wait(rig, "o[02]")
-    until(lambda: len(watch.late) == 1)
-    assert rig.guard.reads.state is BreakerState.CLOSED
-    assert rig.read("o1") == b"o1"
-    assert rig.guard.reads.opened == 1
-    gate.set()
-    until(lambda: not rig.trials())
-
-
 def test_the_backoff_grows_up_to_a_bound_and_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     now = make_clock(monkeypatch)
     seen: set[float] = set()
@@ -324,30 +228,6 @@ def test_the_backoff_grows_up_to_a_bound_and_differs(monkeypatch: pytest.MonkeyP
             assert breaker.state is BreakerState.OPEN
     assert len(seen) > 30
     assert random.getstate() == numbers_of_the_program
-
-
-def test_a_storage_that_fails_again_soon_stays_open_for_longer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = make_clock(monkeypatch)
-    breaker = Breaker(["read"], Backoff(1.0, 60.0), lambda *_: None)
-    for longest in (1.0, 2.0, 4.0, 8.0):
-        breaker.trip("broken")
-        assert breaker.retry_at - now[0] >= longest / 2
-        breaker.close()
-        now[0] += 10
-    now[0] += 100
-    breaker.trip("broken")
-    assert breaker.retry_at - now[0] <= 1.0
-
-
-def test_failures_of_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = make_clock(monkeypatch)
-    breaker = Breaker(["read"], Backoff(), lambda *_: None)
-    for _ in range(20):
-        breaker.record_failure("read", "broken")
-        now[0] += WINDOW_SECONDS / 2
-    assert breaker.state is BreakerState.CLOSED
 
 
 # ------------------------------------------------------------------------- deadlines
@@ -401,26 +281,6 @@ class Watch:
 
 
 @pytest.mark.parametrize("rig", [NEVER], indirect=True)
-@pytest.mark.parametrize("operation", list(CALLS))
-def test_a_call_that_never_returns_is_noticed(rig: Rig, operation: str) -> None:
-    gate = threading.Event()
-    rig.faults.add(Fault(operation, wait=gate))
-    watch = Watch()
-    rig.guard.watch(watch)
-    thread = start(rig, CALLS[operation])
-    until(lambda: watch.late == [thread.ident])
-    assert rig.guard.late_calls == 1
-    assert rig.counts == {"late_calls": 1}
-    # One call is no evidence against the storage.
-    assert rig.guard.reads.state is rig.guard.writes.state is BreakerState.CLOSED
-    rig.guard.unwatch(watch)
-    gate.set()
-    thread.join(PATIENCE)
-    assert rig.guard.late_calls == 0
-    assert rig.counts == {"late_calls": 1}
-
-
-@pytest.mark.parametrize("rig", [NEVER], indirect=True)
 @pytest.mark.parametrize(
     ("operation", "breaker"), [("stat", "reads"), ("read", "reads"), ("write", "writes")]
 )
@@ -470,20 +330,6 @@ def test_a_frozen_storage_is_asked_by_few_threads_and_used_when_it_thaws(
     until(lambda: rig.guard.reads.state is BreakerState.CLOSED)
     assert rig.read("o1") == b"o1"
     until(lambda: not any(thread.is_alive() for thread in asking))
-
-
-class Panic(BaseException):
-    """What a library in Rust raises when it is broken."""
-
-
-def test_a_trial_that_panics_is_one_that_failed(rig: Rig) -> None:
-    rig.faults.add(Fault("open", error=eio, times=LEAST_FAILURES))
-    rig.faults.add(Fault("*", error=Panic("broken")))
-    rig.fail(LEAST_FAILURES)
-    until(lambda: rig.guard.reads.failed_trials > 2)
-    rig.faults.heal()
-    until(lambda: rig.guard.reads.state is BreakerState.CLOSED)
-    assert rig.read("o1") == b"o1"
 
 
 def test_trials_that_are_never_heard_of_again_have_failed(
@@ -566,13 +412,6 @@ def test_a_close_that_never_returns_is_noticed(rig: Rig, slow: SlowToClose) -> N
     until(lambda: rig.guard.late_calls == 0)
 
 
-@pytest.mark.parametrize("rig", [NEVER], indirect=True)
-def test_an_object_is_closed_also_while_the_breaker_is_open(rig: Rig, slow: SlowToClose) -> None:
-    with rig.guard.open("o1"):
-        rig.guard.reads.trip("it was so")
-    assert slow.closed == 1
-
-
 @pytest.mark.long
 def test_a_storage_whose_closes_hang_is_asked_until_they_do_not(
     rig: Rig, slow: SlowToClose
@@ -586,33 +425,6 @@ def test_a_storage_whose_closes_hang_is_asked_until_they_do_not(
     assert rig.read("o1") == b"o1"
     gate.set()
     until(lambda: not rig.trials())
-
-
-def test_a_guard_that_is_closed_just_when_its_thread_goes_idle_leaves_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Wake(threading.Event):
-        def clear(self) -> None:
-            guarded.close()
-            super().clear()
-
-    guarded = GuardedBackend(posix(tmp_path / "shelf"))
-    monkeypatch.setattr(guarded, "_wake", Wake())
-    guarded.stat(["x"])
-    thread = guarded._thread
-    assert thread is not None
-    thread.join(PATIENCE)
-    assert not thread.is_alive()
-
-
-def test_a_guard_that_is_closed_leaves_no_thread(tmp_path: Path) -> None:
-    guarded = GuardedBackend(posix(tmp_path))
-    guarded.stat(["a"])
-    thread = guarded._thread
-    assert thread is not None
-    guarded.close()
-    thread.join(PATIENCE)
-    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("rig", [Backoff(0.02, 0.05)], indirect=True)
@@ -714,88 +526,6 @@ def test_a_refused_write_stops_writes_for_a_while_and_nothing_else(
     assert "write circuit breaker open" in first
     assert code in first
     assert "write circuit breaker closed" in second
-
-
-def test_a_refused_deletion_leaves_writes_alone(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
-    """Engines of users who may write but not delete go on storing."""
-    refused = storage_error(OSError(errno.EACCES, "no"), "deleting", "o1", writing=True)
-    rig.faults.add(Fault("delete", error=refused))
-    for _ in range(10):
-        with pytest.raises(StorageError, match="EACCES"):
-            rig.guard.delete("o1")
-    assert rig.guard.writes.is_closed
-    assert not rig.guard.properties.read_only
-    rig.guard.write("new", [b"x"])
-    assert not lines(caplog)
-
-
-def test_a_deletion_does_not_end_the_rest_of_a_full_storage(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(guard, "REFUSED_SECONDS", 0.05)
-    full = storage_error(OSError(errno.ENOSPC, "full"), "writing", "x", writing=True)
-    rig.faults.add(Fault("write", error=full))
-    with pytest.raises(StorageError, match="ENOSPC"):
-        rig.guard.write("new", [b"x"])
-    until(rig.guard.writes.allows)
-    assert rig.guard.delete("o1")
-    assert not rig.guard.writes.is_closed
-
-
-@pytest.mark.parametrize("rig", [NEVER], indirect=True)
-def test_a_storage_that_fails_writes_is_not_asked_to_delete(rig: Rig) -> None:
-    rig.faults.add(Fault("write", error=eio))
-    for _ in range(LEAST_FAILURES):
-        with pytest.raises(TransientStorageError, match="EIO"):
-            rig.guard.write("new", [b"x"])
-    with pytest.raises(UnavailableStorageError):
-        rig.guard.delete("o1")
-
-
-# ------------------------------------------------------------------------- by other means
-
-
-@pytest.mark.parametrize("rig", [NEVER], indirect=True)
-def test_probes_by_other_means_count_like_others(rig: Rig) -> None:
-    ask = lambda: rig.faults.stat(["o1"])  # noqa: E731
-
-    assert rig.guard.probe_by(["o1"], ask) == rig.guard.stat(["o1"])
-    rig.faults.add(Fault("stat", error=eio))
-    for _ in range(LEAST_FAILURES):
-        assert isinstance(rig.guard.probe_by(["o1"], ask)[0], TransientStorageError)
-    assert rig.guard.reads.state is BreakerState.OPEN
-    rig.inner.counts.clear()
-    answers = rig.guard.probe_by(["o1", "o2"], ask)
-    assert len(answers) == 2
-    assert all(isinstance(answer, UnavailableStorageError) for answer in answers)
-    assert not rig.inner.counts
-
-
-@pytest.mark.parametrize("rig", [NEVER], indirect=True)
-def test_a_late_read_by_other_means_counts_as_one(rig: Rig) -> None:
-    gate = threading.Event()
-
-    def read() -> None:
-        assert gate.wait(PATIENCE)
-
-    threads = [start(rig, lambda rig: rig.guard.read_by("o1", 2, read)) for _ in range(2)]
-    until(lambda: rig.guard.reads.state is BreakerState.OPEN)
-    assert rig.counts["late_calls"] == 2
-    gate.set()
-    for thread in threads:
-        thread.join(PATIENCE)
-    with pytest.raises(UnavailableStorageError):
-        rig.guard.read_by("o1", 2, read)
-
-
-@pytest.mark.parametrize("rig", [NEVER], indirect=True)
-def test_that_nothing_was_read_is_no_sign_that_the_storage_works(rig: Rig) -> None:
-    rig.faults.add(Fault("open", error=eio))
-    for _ in range(LEAST_FAILURES):
-        for _ in range(3):
-            assert rig.guard.read_by("o1", 2, lambda: None) is None
-        rig.fail(1)
-    assert rig.guard.reads.state is BreakerState.OPEN
 
 
 # ------------------------------------------------------------------------- whole objects

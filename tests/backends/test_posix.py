@@ -5,11 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import socket
 import stat
 import subprocess
 import time
-from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,14 +15,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import xxhash
 
 from kvshelf.backends import (
-    NOT_REGULAR,
     Touched,
-    Whole,
     WriteResult,
-    native,
     open_backend,
     posix_folders,
     posix_mount,
@@ -36,7 +30,6 @@ from kvshelf.backends.posix_mount import READ_ONLY_MEMORY, Mount, find_mount
 from kvshelf.errors import (
     ConfigError,
     NoSpaceStorageError,
-    NotRegularError,
     ObjectMissingError,
     PermanentStorageError,
     ProcessLimitError,
@@ -74,10 +67,6 @@ def everything(folder: Path) -> set[str]:
 
 def files(folder: Path) -> set[str]:
     return {str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_dir()}
-
-
-def any_name(name: str) -> bool:
-    return True
 
 
 def failing(code: int) -> Callable[..., Any]:
@@ -132,57 +121,6 @@ def test_no_folder_link_leads_outside(backend: PosixBackend, root: Path, level: 
     assert deeper.read_bytes() == b"secret"
 
 
-def test_quarantine_does_not_move_into_a_link(backend: PosixBackend, root: Path) -> None:
-    outside = root.parent / "outside"
-    outside.mkdir()
-    backend.write("a/x", [b"bad"])
-    (root / "a" / ".kvshelf").symlink_to(outside)
-    with pytest.raises(PermanentStorageError, match="symbolic link"):
-        backend.quarantine("a/x", "a/.kvshelf/bad/x")
-    assert everything(outside) == set()
-    assert backend.stat(["a/x"]) == [3]
-
-
-def test_dangling_link_is_not_written_through(backend: PosixBackend, root: Path) -> None:
-    target = root.parent / "appears"
-    (root / "a").mkdir()
-    (root / "a" / "x").symlink_to(target)
-    assert backend.write("a/x", [b"1"]) is WriteResult.EXISTED
-    assert backend.write("a/x", [b"22"], "replace") is WriteResult.REPLACED
-    assert not target.exists()
-    assert (root / "a" / "x").read_bytes() == b"22"
-
-
-def test_root_may_be_reached_through_links(tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    backend = PosixBackend(tmp_path / "link" / "shelf")
-    backend.write("a/x", [b"1"])
-    assert (tmp_path / "real" / "shelf" / "a" / "x").read_bytes() == b"1"
-    assert backend.url == str(tmp_path / "real" / "shelf")
-
-
-def test_socket_in_place_of_an_object(backend: PosixBackend, root: Path, monkeypatch: Any) -> None:
-    monkeypatch.chdir(root)  # socket paths are short
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind("x")
-        assert backend.stat(["x"]) == [NOT_REGULAR]
-        with pytest.raises(NotRegularError):
-            backend.open("x")
-
-
-def test_file_where_a_folder_belongs(backend: PosixBackend, root: Path) -> None:
-    (root / "ns").mkdir()
-    (root / "ns" / "_").write_bytes(b"a file")
-    answer = backend.stat(["ns/_/ab/x"])[0]
-    assert isinstance(answer, PermanentStorageError)
-    assert "a file is in the place of a folder" in str(answer)
-    for call in (lambda: backend.open("ns/_/ab/x"), lambda: backend.write("ns/_/ab/x", [b"1"])):
-        with pytest.raises(PermanentStorageError, match="a file is in the place of a folder"):
-            call()
-    assert (root / "ns" / "_").read_bytes() == b"a file"
-
-
 # -------------------------------------------------------------------------------- root and modes
 
 
@@ -196,17 +134,6 @@ def test_paths(tmp_path: Path, monkeypatch: Any) -> None:
         PosixBackend(tmp_path / "file")
     with pytest.raises(ConfigError):
         PosixBackend("")
-
-
-def test_a_root_of_ours_is_private_and_one_of_others_left_alone(tmp_path: Path) -> None:
-    with umask(0):
-        PosixBackend(tmp_path / "new").write("a/b/x", [b"1"])
-        (tmp_path / "old").mkdir(mode=0o751)
-        PosixBackend(tmp_path / "old").write("a/b/x", [b"1"])
-    for name, folder, file in (("new", 0o700, 0o600), ("old", 0o751, 0o640)):
-        for path in (name, f"{name}/a", f"{name}/a/b"):
-            assert stat.S_IMODE((tmp_path / path).stat().st_mode) == folder
-        assert stat.S_IMODE((tmp_path / name / "a/b/x").stat().st_mode) == file
 
 
 def test_modes_and_group_come_from_the_root_whatever_the_umask(root: Path) -> None:
@@ -287,13 +214,6 @@ def test_a_deleted_shelf_below_folders_that_may_not_be_looked_at(
     assert backend.space() is None
     with pytest.raises(ObjectMissingError):
         backend.open("a/x")
-
-
-def test_files_that_nfs_keeps_for_readers_are_no_objects(backend: PosixBackend, root: Path) -> None:
-    backend.write("a/x", [b"1"])
-    kept = root / "a" / ".nfs00000000000004d200000001"
-    kept.write_bytes(b"deleted, and open")
-    assert [row.name for row in backend.list()] == ["a/x"]
 
 
 def test_shelf_deleted_during_a_write(backend: PosixBackend, root: Path, monkeypatch: Any) -> None:
@@ -642,47 +562,7 @@ def test_way_to_publish_is_remembered(
     assert files(root) == {"a/x", "a/y", "a/z"}
 
 
-def test_reader_goes_on_after_a_replace_by_another_size(backend: PosixBackend) -> None:
-    backend.write("a/x", [b"first version"])
-    with backend.open("a/x") as reader:
-        backend.write("a/x", [b"2"], "replace")
-        buffer = bytearray(20)
-        assert reader.read_into(memoryview(buffer), 0) == 13
-        assert buffer[:13] == b"first version"
-    backend.delete("a/x")
-
-
-def test_objects_are_read_whole_whatever_other_threads_have_prepared(
-    root: Path, monkeypatch: Any
-) -> None:
-    """What is kept for each object may be dropped by another thread while they are read."""
-    backend = PosixBackend(root)
-    if not backend.reads_whole:
-        pytest.skip("the compiled library is not there, or no openat2")
-    monkeypatch.setattr(native, "_record", native._record.__wrapped__)
-    wholes, objects = [], []
-    for number in range(10, 30):
-        part = bytes([number]) * 241
-        objects.append(xxhash.xxh3_128_hexdigest(part).encode().ljust(64) + part)
-        backend.write(f"a/b-{number}", objects[-1:])
-        wholes.append(Whole(str(number), b"", b"", b"", array("q", (64, 64 + 241))))
-    buffers = [memoryview(bytearray(64 + 241)) for _ in wholes]
-    checked = backend.read_whole("a/b-", b"", wholes, buffers)
-    assert checked is not None
-    assert all(checked.done)
-    assert buffers == objects
-
-
 # ------------------------------------------------------------------------------------------ other
-
-
-def test_touch_changes_the_access_time_only(backend: PosixBackend, root: Path) -> None:
-    backend.write("a/x", [b"1"])
-    os.utime(root / "a/x", ns=(10**18, 10**18))
-    backend.touch("a/x")
-    info = (root / "a/x").stat()
-    assert info.st_mtime_ns == 10**18
-    assert info.st_atime_ns > 10**18
 
 
 def test_only_whoever_uses_an_object_sets_its_access_time(root: Path, monkeypatch: Any) -> None:
@@ -780,24 +660,3 @@ def test_properties_of_network_filesystems(tmp_path: Path, monkeypatch: Any) -> 
     assert properties.cache_seconds > 0
     # However fast the misses were that were measured.
     assert properties.high_latency
-
-
-def test_a_use_is_noted_by_both_times_where_one_alone_was_misunderstood(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(posix_mount, "find_mount", lambda path: Mount("fuse.some"))
-    backend = PosixBackend(tmp_path)
-    backend.write("a/x", [b"1"])
-    path = tmp_path / "a" / "x"
-    os.utime(path, ns=(10**18, 10**18 + 1))
-    real, given = os.utime, []
-
-    def utime(path: str, **options: Any) -> None:
-        given.append(options["ns"])
-        real(path, **options)
-
-    monkeypatch.setattr(os, "utime", utime)
-    backend.touch("a/x")
-    assert [times[1] for times in given] == [10**18 + 1]
-    assert path.stat().st_mtime_ns == 10**18 + 1
-    assert path.stat().st_atime_ns > 10**18

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from kvshelf.backends import (
     WriteResult,
 )
 from kvshelf.backends.base import probe
-from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.wrappers import ReadOnlyBackend, WrappedBackend
 from kvshelf.shelf.opening import LateBackend, Opening
 
@@ -93,24 +91,6 @@ def late(inner: Backend) -> LateBackend:
     opening = Opening("noting://", lambda: inner)
     opening.first(10.0, "nothing is done")
     return LateBackend(opening)
-
-
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("wrap", [WrappedBackend, GuardedBackend, late])
-def test_every_call_is_passed_on(wrap: Callable[[Backend], Backend], name: str) -> None:
-    assert set(CALLS) | {"properties", "reads_whole"} == public_names()
-    noting = Noting()
-    args, answer = CALLS[name]
-    with closing(wrap(noting)) as wrapper:
-        assert (wrapper.properties, wrapper.reads_whole) == (PROPERTIES, True)
-        options = OPTIONS.get(name, {})
-        found = getattr(wrapper, name)(*args, **options)
-        if name == "list":
-            found = list(found)
-        if isinstance(found, Reader):
-            found = answer
-        assert found == answer
-        assert noting.calls == [(name, (*args, *options.values()))]
 
 
 def test_nothing_goes_past_a_wrapper() -> None:

@@ -154,10 +154,3 @@ def test_the_array_form_says_of_each_chunk_what_the_rule_says_of_its_prompt(
 def test_parents_that_are_not_the_chunk_before_are_none() -> None:
     forest = Forest(np.array([GONE, 0, 1, 1], np.int64), np.array([0, 1, 5, 2], np.uint32))
     assert forest.followers().tolist() == [1, 1, 0, 0]
-
-
-def test_without_all_parents_the_beginnings_of_prompts_are_not_judged() -> None:
-    forest = Forest(np.array([GONE, 0, UNKNOWN]), np.array([0, 1, 1], np.uint32))
-    asked = np.array([True, True, True])
-    assert forest.followers_known(asked).tolist() == [False, True, True]
-    assert forest.followers_known(~asked).all()

@@ -164,19 +164,6 @@ def test_a_reader_of_the_page_opens_a_state(count: int, tmp_path: Path) -> None:
     assert states["layers.3"]["conv"].shape == (2, 16)
 
 
-def test_the_reader_notices_a_flipped_byte(tmp_path: Path) -> None:
-    fmt = hybrid_format().of(STATE)
-    tokens = list(range(8))
-    (chunk,) = KeyChain(fmt.namespace.digest, fmt.chunk_size).extend(tokens)
-    fill_shelf(tmp_path, fmt, chunk, np.random.default_rng(0))
-    path = tmp_path / fmt.namespace.folder / object_name(chunk, 1, fmt.shards, STATE)
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(AssertionError):
-        read_state(tmp_path, tokens)
-
-
 @pytest.mark.real
 def test_the_example_shows_the_parts_of_a_state(tmp_path: Path) -> None:
     fmt = hybrid_format().of(STATE)

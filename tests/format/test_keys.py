@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from array import array
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvshelf.errors import ConfigError, ObjectNameError
-from kvshelf.format.keys import Chunk, KeyChain, MultimodalItem, salt_group_of
+from kvshelf.format.keys import Chunk, KeyChain, MultimodalItem
 from tests.format.golden_format import VECTORS, reference
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -138,21 +137,6 @@ def test_whatever_decides_kv_values_changes_the_key(other: dict[str, Any]) -> No
     assert last(**base) != last(**{**base, **other})
 
 
-def test_the_group_does_not_change_keys_and_later_items_not_earlier_keys() -> None:
-    digest = bytes(32)
-    tokens = list(range(8))
-    plain = KeyChain(digest, 4)
-    grouped = KeyChain(digest, 4, salt_group=salt_group_of("tenant"))
-    imaged = KeyChain(digest, 4, items=[MultimodalItem("h", 4, 2)])
-    for chain in (plain, grouped, imaged):
-        chain.extend(tokens)
-    assert [c.key for c in plain.chunks] == [c.key for c in grouped.chunks]
-    assert {c.salt_group for c in grouped.chunks} == {hashlib.sha256(b"tenant").hexdigest()[:16]}
-    assert plain.chunks[0].key == imaged.chunks[0].key
-    assert plain.chunks[1].key != imaged.chunks[1].key
-    assert salt_group_of(None) == salt_group_of("") == "_"
-
-
 @pytest.mark.parametrize("token", [-1, 2**32, 1.0, "1", None, 10**30])
 def test_tokens_out_of_range_are_named_and_change_nothing(token: Any) -> None:
     chain = KeyChain(bytes(32), 4)
@@ -166,15 +150,6 @@ def test_tokens_out_of_range_are_named_and_change_nothing(token: Any) -> None:
     whole = KeyChain(bytes(32), 4)
     whole.extend([1, 2, 3, 4, 5, 6, 7, 8])
     assert chain.chunks == whole.chunks
-
-
-def test_any_sequence_of_tokens_will_do() -> None:
-    tokens = list(range(100, 109))
-    chains = [KeyChain(bytes(32), 4) for _ in range(3)]
-    for chain, form in zip(chains, (tokens, tuple(tokens), array("I", tokens)), strict=True):
-        chain.extend(form)
-    assert chains[0].chunks == chains[1].chunks == chains[2].chunks
-    assert chains[0].tail() == chains[1].tail() == chains[2].tail()
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +12,7 @@ import pytest
 
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError, UnsupportedError
-from kvshelf.format.model import ModelFacts, default_shards, rope_text
+from kvshelf.format.model import ModelFacts, rope_text
 from kvshelf.format.namespace import FieldValue, Namespace
 from kvshelf.weights.fingerprints import sampled_fingerprint, weight_files, weights_fingerprint
 
@@ -56,59 +54,10 @@ def checkpoint(tmp_path: Path) -> Path:
     return folder
 
 
-def test_equal_facts_are_one_namespace_and_any_other_is_another() -> None:
-    changes: list[dict[str, Any]] = [
-        {},
-        {"weights": "other"},
-        {"fingerprint": "sha256:" + "0" * 64, "weights": None},
-        {"kv_heads": 4},
-        {"head_size": (64, 32)},
-        {"dtype": "float16"},
-        {"dtype": "fp8_e4m3"},
-        {"compute_dtype": "float16"},
-        {"rope": "{}"},
-        {"sliding_windows": (-1, 100)},
-        {"attention": ("full", "chunked")},
-        {"layer_names": ("a", "b")},
-        {"layer_shapes": ("*,64", "*,64")},
-        {"layouts": ("cpu-vec-bf16-b32",) * 2},
-        {"stages": (1, 1)},
-        {"mla_rank": 64},
-        {"quantization": "fp8"},
-        {"kv_scales": "0" * 64},
-        {"kinds": ("full", "window")},
-        {"kinds": ("window", "window")},
-        {"kinds": ("full", "window"), "window_shards": 2},
-    ]
-    encoded = [facts(**change).namespace().encoded for change in changes]
-    assert len(set(encoded)) == len(changes)
-    assert [facts(**change).namespace().encoded for change in changes] == encoded
-    assert facts(name="another").namespace() == facts().namespace()
-    assert facts(name="org/Another Model").namespace().slug == "another-model"
-    assert facts(compute_dtype="bfloat16", head_size=(64, 64)).namespace() == facts().namespace()
-
-
 def _items(record: dict[str, FieldValue], name: str) -> tuple[Any, ...]:
     value = record[name]
     assert isinstance(value, list)
     return tuple(value)
-
-
-@pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.parent.name)
-def test_recorded_namespaces_follow_from_facts_to_the_byte(file: Path) -> None:
-    record = Namespace.from_bytes(file.read_bytes(), "tiny").record
-    stated = ModelFacts(
-        layers=2,
-        kv_heads=2,
-        head_size=64,
-        dtype="bfloat16",
-        fingerprint=str(record["weights"]),
-        name="tiny",
-        rope=str(record["rope"]),
-        layouts=_items(record, "layouts"),
-    ).namespace()
-    assert stated.encoded == file.read_bytes()
-    assert stated.folder == file.parent.name
 
 
 def test_the_options_of_a_configuration_decide_too() -> None:
@@ -118,33 +67,6 @@ def test_the_options_of_a_configuration_decide_too() -> None:
     assert (record["chunk_size"], record["shards"], record["version"]) == (100, 2, "v")
     assert facts().namespace(weights="named").record["weights"] == "user:named"
     assert facts().namespace().record["weights"] == "user:w"
-
-
-def test_a_hybrid_model_can_be_stated() -> None:
-    record = facts(**STATES).namespace(shards=4).record
-    assert record["kinds"] == ["full", "state"]
-    assert record["layouts"] == ["canonical", "state"]
-    assert record["head_sizes"] == [64, 0]
-    assert (record["shards"], record["state_shards"], record["kv_heads"]) == (4, 8, 8)
-    assert "window_shards" not in record
-
-
-@pytest.mark.parametrize(
-    ("changes", "shards", "found"),
-    [
-        ({"kinds": ("full", "window"), "kv_heads": (8, 6)}, None, (8, 6)),
-        ({"kinds": ("full", "window"), "kv_heads": (8, 6), "stages": (1, 1)}, None, (8, 6)),
-        ({"kinds": ("full", "window")}, 2, (2, 8)),
-        ({"kinds": ("window", "window"), "stages": (1, 1)}, None, (16, 16)),
-        ({"kinds": ("window", "window")}, 2, (2, 2)),
-        ({"kinds": ("window", "window"), "window_shards": 2}, None, (2, 2)),
-    ],
-)
-def test_each_kind_has_shards_by_its_heads(
-    changes: dict[str, Any], shards: int | None, found: tuple[int, int]
-) -> None:
-    record = facts(**changes).namespace(shards=shards).record
-    assert (record["shards"], record["window_shards"]) == found
 
 
 def test_kinds_that_are_all_full_are_no_kinds() -> None:
@@ -175,30 +97,10 @@ def test_a_text_that_is_written_like_a_path_is_no_name_of_weights(text: str) -> 
         facts().namespace(weights=text)
 
 
-def test_a_text_that_exists_as_a_path_is_no_name_of_weights(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Other weights at the same path would load the KV of the first ones."""
-    with pytest.raises(ConfigError, match=r"weights is the text .* names a path"):
-        facts(weights=str(checkpoint))
-    monkeypatch.chdir(checkpoint.parent)
-    with pytest.raises(ConfigError, match="names a path"):
-        facts(weights=checkpoint.name)
-    (checkpoint.parent / "content").mkdir()
-    assert facts(weights=checkpoint).namespace(weights="content")
-
-
 @pytest.mark.parametrize("name", ["my-model-v1", "org/Model-8B", "s3://bucket/model", "v1.0 ~ 2"])
 def test_names_of_weights_stay_as_they_are(name: str) -> None:
     assert facts(weights=name).namespace().record["weights"] == f"user:{name}"
     assert facts().namespace(weights=name).record["weights"] == f"user:{name}"
-
-
-@pytest.mark.parametrize(
-    ("heads", "stages", "shards"), [(1, 1, 1), (8, 1, 8), (12, 1, 6), (16, 2, 16), (7, 3, 21)]
-)
-def test_shards_follow_from_the_model(heads: int, stages: int, shards: int) -> None:
-    assert default_shards(heads, stages) == shards
 
 
 @pytest.mark.parametrize(
@@ -229,11 +131,6 @@ def test_facts_that_contradict_themselves_are_refused(
         facts(**changes)
 
 
-def test_missing_weights_are_named() -> None:
-    with pytest.raises(ConfigError, match="weights is missing"):
-        facts(weights=None).namespace()
-
-
 # --------------------------------------------------------------------- transformers
 
 
@@ -261,45 +158,6 @@ def test_facts_come_from_a_configuration() -> None:
     without = llama(head_dim=None, num_key_value_heads=None)
     found = ModelFacts.from_transformers(without, weights="w")
     assert (found.kv_heads, found.head_size) == (16, 64)
-
-
-@pytest.mark.long
-def test_a_real_configuration_is_understood() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        hidden_size=64,
-        dtype="bfloat16",
-    )
-    found = ModelFacts.from_transformers(config, weights="w")
-    assert (found.layers, found.kv_heads, found.head_size) == (3, 2, 16)
-    assert found.dtype == "bfloat16"
-    assert json.loads(found.rope or "")["rope_parameters"]["rope_theta"] == 10000.0
-    assert found.sliding_windows == (-1, -1, -1)
-
-
-@pytest.mark.long
-def test_heads_are_those_of_each_layer() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Gemma4TextConfig(
-        num_hidden_layers=2,
-        layer_types=["sliding_attention", "full_attention"],
-        sliding_window=100,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=32,
-        num_global_key_value_heads=2,
-        global_head_dim=64,
-        attention_k_eq_v=True,
-        dtype="bfloat16",
-    )
-    found = ModelFacts.from_transformers(config, weights="w")
-    assert (found.kv_heads, found.head_size) == ((8, 2), (32, 64))
-    record = found.namespace().record
-    assert record["layer_shapes"] == ["2,*,8,32", "2,*,2,64"]
-    assert (record["kv_heads"], record["shards"]) == (8, 2)
 
 
 def test_windows_are_those_of_each_layer() -> None:
@@ -444,22 +302,6 @@ REPORTED = (
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM warns
-@pytest.mark.parametrize("version", [None, "7"])
-@pytest.mark.parametrize("rope", [ROPE, {"rope_type": "dynamic", "rope_theta": 1e6}])
-def test_what_an_engine_states_is_what_the_facts_state(
-    version: str | None, rope: dict[str, object]
-) -> None:
-    hf = llama(rope_parameters=rope, original_max_position_embeddings=2048)
-    stated = ModelFacts.from_transformers(hf, weights="w", max_model_len=4096)
-    expected = stated.namespace(version=version)
-    report = {name: _items(expected.record, name) for name in REPORTED}
-    found = built(hf, report, heads=8, version=version)
-    assert found.record == expected.record
-    assert found == expected
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM warns
 @pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.parent.name)
 def test_engines_name_recorded_namespaces_to_the_byte(file: Path) -> None:
     record = Namespace.from_bytes(file.read_bytes(), "tiny").record
@@ -468,98 +310,3 @@ def test_engines_name_recorded_namespaces_to_the_byte(file: Path) -> None:
     found = built(hf, report, heads=2, name="tiny", weights=str(record["weights"]))
     assert found.encoded == file.read_bytes()
     assert found.folder == file.parent.name
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM warns
-def test_every_fact_of_an_engine_enters_its_namespace() -> None:
-    """Fields that most models lack: an opaque cache of MLA with quantized weights and scales."""
-    stages = [
-        {
-            "layer_names": (f"layers.{stage}.attn",),
-            "layer_shapes": ("2,10496",),
-            "layer_dtypes": ("U8",),
-            "layouts": ("opaque-0123456789abcdef",),
-            "attention": ("mla",),
-            "head_sizes": (576,),
-            "sliding_windows": (-1,),
-            "kv_scales": ((0.5, 0.25),),
-        }
-        for stage in range(2)
-    ]
-    found = built(
-        SimpleNamespace(kv_lora_rank=512, rope_theta=1e4),
-        *stages,
-        heads=16,
-        name="org/Latent Model",
-        version="v",
-        cache_dtype="fp8_ds_mla",
-        split=2,
-        quantization="fp8",
-        hf_overrides={"rms_norm_eps": 1e-3},
-    )
-    assert found.slug == "latent-model"
-    overrides = found.record["config_overrides"]
-    assert isinstance(overrides, str)
-    assert found.record == {
-        "format": "kvshelf/1",
-        "weights": "user:w",
-        "layers": 2,
-        "kv_heads": 1,
-        "head_sizes": [576, 576],
-        "rope": '{"rope_theta":10000.0}',
-        "sliding_windows": [-1, -1],
-        "attention": ["mla", "mla"],
-        "compute_dtype": "bfloat16",
-        "kv_dtype": "fp8_ds_mla",
-        "chunk_size": 256,
-        "shards": 4,
-        "stages": [1, 1],
-        "layouts": ["opaque-0123456789abcdef"] * 2,
-        "layer_names": ["layers.0.attn", "layers.1.attn"],
-        "layer_shapes": ["2,10496"] * 2,
-        "layer_dtypes": ["U8", "U8"],
-        "mla_rank": 512,
-        "quantization": "fp8",
-        "kv_scales": hashlib.sha256(struct.pack("<4f", 0.5, 0.25, 0.5, 0.25)).hexdigest(),
-        "config_overrides": overrides,
-        "version": "v",
-        "data_offset": 4096,
-    }
-
-
-@pytest.mark.long
-def test_a_changed_configuration_of_a_model_is_another_namespace(tmp_path: Path) -> None:
-    pytest.importorskip("vllm")
-    from kvshelf.vllm.namespace import config_overrides
-
-    def name(version: str | None = None, **changes: object) -> str | None:
-        published = {"hf_overrides": {}, "hf_config_path": None, "model_class_overrides": {}}
-        return config_overrides(SimpleNamespace(**(published | changes)), Config(version=version))
-
-    assert name() is None
-    assert config_overrides(SimpleNamespace(), Config()) is None
-
-    found = [
-        name(hf_overrides={"rms_norm_eps": 1e-3}),
-        name(hf_overrides={"rms_norm_eps": 1e-4}),
-        name(hf_overrides={"text_config": {"rms_norm_eps": 1e-3}}),
-        name(model_class_overrides={"A": "b:C"}),
-        name(quantization_config={"linear": "fp8_per_tensor"}),
-        name(quantization_config={"linear": "fp8_per_tensor", "ignore": ["re:.*k_proj"]}),
-    ]
-    assert None not in found
-    assert len(set(found)) == len(found)
-    both = {"a": 1, "b": [2, {"c": None}]}
-    assert name(hf_overrides=both) == name(hf_overrides=dict(reversed(both.items())))
-    files = [tmp_path / name for name in ("one", "same", "other")]
-    for file, bits in zip(files, (4, 4, 8), strict=True):
-        file.write_text(json.dumps({"bits": bits}))
-    one, same, other = (
-        name(hf_overrides={"quantization_config_file": str(file)}) for file in files
-    )
-    assert one == same
-    assert one != other
-    with pytest.raises(ConfigError, match="set the option version"):
-        name(hf_overrides=lambda config: config)
-    assert name("mine", hf_overrides=lambda config: config) is None

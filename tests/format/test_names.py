@@ -14,11 +14,9 @@ from kvshelf.format.kinds import KINDS
 from kvshelf.format.names import (
     ParsedName,
     object_name,
-    parse_namespace_folder,
     parse_object_name,
     parse_path,
 )
-from kvshelf.format.namespace import Namespace
 from tests.format.golden_format import VECTORS, reference
 
 KEYS = st.binary(min_size=32, max_size=32)
@@ -134,12 +132,3 @@ def test_a_name_that_parses_is_spelled_as_we_spell_it(name: str) -> None:
 def test_names_that_cannot_be_are_refused(chunk: Chunk, shard: int, shards: int) -> None:
     with pytest.raises(ObjectNameError):
         object_name(chunk, shard, shards)
-
-
-def test_namespace_folders() -> None:
-    namespace = Namespace({"format": "kvshelf/1"}, "A b")
-    assert parse_namespace_folder(namespace.folder) == namespace.digest.hex()[:16]
-    for name in ("", ".kvshelf", "_", "model", f"-{KEY[:16]}", f"A-{KEY[:16]}", f"a-{KEY[:15]}"):
-        assert parse_namespace_folder(name) is None
-    assert parse_path(f"not a folder/{GOOD}") is None
-    assert parse_path(f"m-{KEY[:16]}/namespace.json") is None

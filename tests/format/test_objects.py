@@ -8,12 +8,9 @@ import hashlib
 import json
 import os
 import re
-import time
 import tracemalloc
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,16 +22,14 @@ from kvshelf.errors import (
     BadObjectError,
     ConfigError,
     TransientStorageError,
-    UnsupportedError,
 )
 from kvshelf.format import invalid, objects
-from kvshelf.format.invalid import describe_header, header_length
+from kvshelf.format.invalid import describe_header
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import FULL, KINDS, STATE, WINDOW
 from kvshelf.format.names import object_name
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.format.tensors import DTYPE_BYTES
 from tests.format.golden_format import GOLDEN, VECTORS, reference
 from tests.support import formats
 from tests.support.formats import hybrid_format
@@ -109,53 +104,6 @@ def objects_of(fmt: ObjectFormat) -> list[tuple[Chunk, int]]:
 
 
 # --------------------------------------------------------------------------- it is safetensors
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_the_safetensors_library_reads_every_object(name: str, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    from safetensors import safe_open
-    from safetensors.torch import load_file
-
-    dtypes = {
-        "BF16": torch.bfloat16,
-        "F16": torch.float16,
-        "F32": torch.float32,
-        "F8_E4M3": torch.float8_e4m3fn,
-        "F8_E5M2": torch.float8_e5m2,
-        "U8": torch.uint8,
-    }
-    fmt = FORMATS[name]()
-    path = tmp_path / "object.safetensors"
-    for chunk, shard in objects_of(fmt):
-        image = make_object(fmt, chunk, shard)
-        path.write_bytes(image)
-        payload = image[fmt.data_offset :]
-        specs = fmt.tensors(shard, chunk.tokens, chunk.tail)
-        expected = {
-            spec.name: torch.frombuffer(
-                bytearray(payload[spec.offset : spec.offset + spec.nbytes]),
-                dtype=dtypes[spec.dtype],
-            ).reshape(spec.shape)
-            for spec in specs
-        }
-        loaded = load_file(path)
-        with safe_open(path, framework="pt") as opened:
-            metadata = opened.metadata()
-            sliced = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-        for found in (loaded, sliced):
-            assert found.keys() == expected.keys()
-            for key, tensor in expected.items():
-                assert found[key].dtype == tensor.dtype
-                assert found[key].shape == tensor.shape
-                assert torch.equal(found[key].view(torch.uint8), tensor.view(torch.uint8))
-        assert metadata["format"] == "kvshelf/1"
-        assert metadata["namespace"] == fmt.namespace.digest.hex()
-        assert metadata["key"] == chunk.key.hex()
-        assert metadata["parent"] == chunk.parent.hex()
-        assert metadata["chunk"] == str(chunk.index)
-        assert metadata["tokens"] == str(chunk.tokens)
-        assert (metadata["shard"], metadata["shards"]) == (str(shard), str(fmt.shards))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -305,17 +253,6 @@ def both_ways(fmt: ObjectFormat, data: bytes, chunk: Chunk, shard: int = 0) -> B
     return from_reader.value
 
 
-def test_every_flipped_byte_is_noticed() -> None:
-    damaged = bytearray(IMAGE)
-    target = memoryview(bytearray(len(IMAGE)))
-    for place in range(len(IMAGE)):
-        damaged[place] ^= 1 + place % 255
-        with pytest.raises(BadObjectError):
-            FMT.read(BytesReader(damaged), CHUNK, 0, target)
-        damaged[place] = IMAGE[place]
-    FMT.read(BytesReader(damaged), CHUNK, 0, target)
-
-
 @settings(max_examples=300)
 @given(data=st.data(), mask=st.integers(1, 255))
 @pytest.mark.parametrize("name", ["mla", "native", "opaque", "two stages"])
@@ -337,10 +274,6 @@ def test_any_truncation_is_noticed(data: st.DataObject) -> None:
 @given(extra=st.binary(min_size=1, max_size=9000))
 def test_trailing_bytes_are_noticed(extra: bytes) -> None:
     assert type(both_ways(FMT, IMAGE + extra, CHUNK)) is invalid.WrongSize
-
-
-def test_an_empty_object_is_noticed() -> None:
-    assert type(both_ways(FMT, b"", CHUNK)) is invalid.EmptyObject
 
 
 def rewrite(image: bytes, change: Callable[[str], str | bytes]) -> bytes:
@@ -487,43 +420,7 @@ def test_each_bad_header_has_its_error(name: str) -> None:
     assert vars(again) == vars(error)
 
 
-@pytest.mark.parametrize(
-    ("length", "expected"),
-    [
-        (100 * 10**9, invalid.HeaderTooLarge),
-        (2**64 - 1, invalid.HeaderTooLarge),
-        (100_000_001, invalid.HeaderTooLarge),
-        (0, invalid.WrongHeaderLength),
-        (4087, invalid.WrongHeaderLength),
-        (8192, invalid.WrongHeaderLength),
-    ],
-)
-def test_wrong_header_lengths_cost_nothing(length: int, expected: type[BadObjectError]) -> None:
-    damaged = length.to_bytes(8, "little") + IMAGE[8:]
-    target = memoryview(bytearray(len(IMAGE)))
-    tracemalloc.start()
-    try:
-        with pytest.raises(expected):
-            FMT.read(BytesReader(damaged), CHUNK, 0, target)
-        assert tracemalloc.get_traced_memory()[1] < 200_000
-    finally:
-        tracemalloc.stop()
-
-
 # --------------------------------------------------------------------------- reading
-
-
-def test_no_payload_is_read_behind_a_bad_header() -> None:
-    fmt = make_format(layers=20, shape="2,*,8,256", dtype="F32", chunk_size=64)
-    chunk = make_chunks(fmt, 64)[0]
-    image = make_object(fmt, chunk)
-    assert len(image) > 5_000_000
-    image[200] ^= 1
-    reader = BytesReader(image)
-    with pytest.raises(BadObjectError):
-        fmt.read(reader, chunk, 0, memoryview(bytearray(len(image))))
-    assert len(reader.reads) == 1
-    assert reader.reads[0][1] <= fmt.data_offset + (1 << 20)
 
 
 #: (layers, head size): objects of one small read, many tensors a read, one a read, streamed.
@@ -566,28 +463,6 @@ def test_short_reads_are_the_storages_fault(data: st.DataObject) -> None:
     reader = BytesReader(IMAGE[:length], size=len(IMAGE))
     with pytest.raises(TransientStorageError, match="short read"):
         FMT.read(reader, CHUNK, 0, memoryview(bytearray(len(IMAGE))))
-
-
-def test_errors_of_the_storage_pass() -> None:
-    class Failing(BytesReader):
-        def read_into(self, buffer: memoryview, offset: int) -> int:
-            raise TransientStorageError("EIO")
-
-    with pytest.raises(TransientStorageError, match="EIO"):
-        FMT.read(Failing(IMAGE), CHUNK, 0, memoryview(bytearray(len(IMAGE))))
-
-
-def test_one_format_serves_many_threads() -> None:
-    fmt = make_format(chunk_size=64)
-    chunks = [make_chunks(fmt, n)[-1] for n in range(1, 65)]
-
-    def work(shard: int) -> None:
-        for chunk in chunks:
-            image = make_object(fmt, chunk, shard)
-            assert read(fmt, image, chunk, shard) == image
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, (0, 1, 0, 1)))
 
 
 def test_templates_of_many_tails_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -660,15 +535,6 @@ def test_chunks_and_shards_must_fit() -> None:
     assert FMT.tensors(0, 8) == FMT.tensors(0)
 
 
-def test_unknown_layouts_have_no_tails() -> None:
-    for name in ("opaque", "replicated"):
-        fmt = FORMATS[name]()
-        assert not fmt.tails
-        with pytest.raises(UnsupportedError, match="tails"):
-            fmt.tensors(0, 3, tail=True)
-    assert FORMATS["native"]().tails
-
-
 # --------------------------------------------------------------------------- namespaces
 
 
@@ -719,34 +585,6 @@ def test_contradictions_are_refused(fields: dict[str, Any], message: str) -> Non
         make_format(**fields)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"chunk_size": 2**32 - 1},
-        {"layer_shapes": ["2,*,100000000000000,100000000000000"] * 2},
-        {"shards": 2**32 - 2, "layer_shapes": ["2,*,4294967294,8"] * 2},
-        {"shards": 65537 * 2, "layer_shapes": ["2,*,131074,8"] * 2},
-    ],
-)
-def test_a_namespace_of_any_size_costs_nothing(fields: dict[str, Any]) -> None:
-    """Its record may be forged."""
-    record = make_format(2).namespace.record | fields
-    begin = time.process_time()
-    with pytest.raises(ConfigError, match=r"an object would hold|at most 65536"):
-        ObjectFormat(Namespace(record))
-    assert time.process_time() - begin < 1
-
-
-def test_the_most_shards_cost_little() -> None:
-    """Sizes are known without a template for each shard."""
-    fmt = make_format(layers=3, stages=[2, 1], shards=1 << 16, shape="2,*,32768,8")
-    sizes = [fmt.object_size(shard) for shard in range(fmt.shards)]
-    assert sizes == [fmt.tensors(0)[-1].offset * 2 + fmt.data_offset] * (1 << 15) + [
-        fmt.tensors(1 << 15)[-1].nbytes + fmt.data_offset
-    ] * (1 << 15)
-    assert len(fmt._templates) == 2
-
-
 def test_the_number_of_layers_must_agree() -> None:
     record = make_format().namespace.record
     assert ObjectFormat(Namespace({**record, "layers": 3})).data_offset == 4096
@@ -754,41 +592,7 @@ def test_the_number_of_layers_must_agree() -> None:
         ObjectFormat(Namespace({**record, "layers": 4}))
 
 
-def test_shards_are_stage_major_and_hold_their_heads() -> None:
-    fmt = make_format(layers=3, stages=[2, 1], shards=4, shape="2,*,4,8")
-    names = [[spec.name[7] for spec in fmt.tensors(shard)] for shard in range(4)]
-    assert names == [["0", "1"], ["0", "1"], ["2"], ["2"]]
-    assert {spec.shape for shard in range(4) for spec in fmt.tensors(shard)} == {(2, 8, 2, 8)}
-
-
-def test_stored_shapes() -> None:
-    native = FORMATS["native"]()
-    assert {(s.dtype, s.shape) for s in native.tensors(0)} == {("U8", (2, 2, 2 * 4 * 8 * 2))}
-    assert {(s.dtype, s.shape) for s in native.tensors(0, 3)} == {("BF16", (2, 3, 2, 8))}
-    mla = FORMATS["mla"]()
-    assert {(s.dtype, s.shape) for s in mla.tensors(0)} == {("BF16", (8, 40))}
-    assert {(s.dtype, s.shape) for s in mla.tensors(0, 3)} == {("BF16", (3, 40))}
-    opaque = FORMATS["opaque"]()
-    assert {(s.dtype, s.shape) for s in opaque.tensors(1)} == {("U8", (2, 48))}
-    for fmt in (native, mla, opaque):
-        for spec in fmt.tensors(0):
-            count = DTYPE_BYTES[spec.dtype]
-            for extent in spec.shape:
-                count *= extent
-            assert spec.nbytes == count
-
-
 # --------------------------------------------------------------------------- describing
-
-
-def test_headers_can_be_described() -> None:
-    assert header_length(IMAGE[:8]) == FMT.data_offset - 8
-    found = describe_header(IMAGE[: FMT.data_offset])
-    assert found["data_offset"] == FMT.data_offset
-    assert found["metadata"]["key"] == CHUNK.key.hex()
-    assert [entry["name"] for entry in found["tensors"]] == [s.name for s in FMT.tensors(0)]
-    assert found["tensors"][1]["data_offsets"] == [512, 1024]
-    assert found["tensors"][1]["shape"] == [2, 8, 2, 8]
 
 
 @pytest.mark.parametrize(

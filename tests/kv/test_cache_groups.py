@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvshelf.errors import ConfigError
 from kvshelf.format.kinds import FULL, WINDOW
 from kvshelf.kv.caches import HostKVCache, KVCache, LayerCall, LayerRun, layer_calls
 from kvshelf.kv.device import DeviceKVCache
@@ -119,9 +118,3 @@ def test_a_chunk_needs_the_slots_of_all_groups(
             memory.gather(few, [payload, payload.clone()])
         with pytest.raises(ValueError, match="slot_mapping"):
             memory.scatter(0, few, payload)
-
-
-def test_layers_of_another_kind_are_refused() -> None:
-    caches = make_caches()
-    with pytest.raises(ConfigError, match="4 layers are registered, but objects of this namespace"):
-        layer_calls(FMT, runs_of(caches))

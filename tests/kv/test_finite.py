@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-from contextlib import closing
-from pathlib import Path
-
 import pytest
 import torch
 
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.format.tensors import DTYPE_BYTES
 from kvshelf.kv.finite import _CHECKS, FiniteCheck
-from kvshelf.transfer.stores import StoreOutcome
-from tests.sim.storage import posix
-from tests.support.formats import BLOCK, HEADS, make_format
-from tests.support.prompts import make_chunks
-from tests.support.transfers import Rig
-from tests.support.waiting import PATIENCE
+from tests.support.formats import BLOCK, make_format
 
 TORCH = {
     "BF16": torch.bfloat16,
@@ -75,58 +66,7 @@ def test_every_dtype_of_floats_is_known() -> None:
     assert set(_CHECKS) == set(DTYPE_BYTES) - {"U8"} == set(TORCH)
 
 
-def test_large_layers_are_looked_at_to_their_end() -> None:
-    fmt = make_format(native=False, chunk_size=8192)
-    payload = torch.zeros(fmt.payload_size(0), dtype=torch.uint8)
-    last = fmt.tensors(0)[-1]
-    payload.view(torch.bfloat16)[(last.offset + last.nbytes) // 2 - 1] = float("-inf")
-    assert FiniteCheck(fmt).first_bad(0, payload) == last.name
-
-
 def test_layers_of_unknown_layout_are_not_looked_at() -> None:
     fmt = make_format(shape="2,512", dtype="U8", layout="opaque-" + "0" * 16, shards=1)
     payload = torch.full((fmt.payload_size(0),), 0xFF, dtype=torch.uint8)
     assert FiniteCheck(fmt).first_bad(0, payload) is None
-
-
-@pytest.mark.parametrize("native", [False, True], ids=["canonical", "native"])
-def test_kv_that_is_not_finite_is_not_stored(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, native: bool
-) -> None:
-    options = {"check_finite": True}
-    fmt = make_format(native=native)
-    with closing(Rig(posix(tmp_path / "shelf"), fmt, native=native, options=options)) as rig:
-        chunks = make_chunks(rig.fmt, 3)
-        items = rig.items(chunks, 0)
-        ended: list[str] = []
-        for number, item in enumerate(items):
-            for cache in rig.caches:
-                cache[rig.block_ids(item)] = 0x3F80
-            if number:
-                # The first number of the last head of the last layer.
-                rig.caches[-1][rig.block_ids(item)[-1], HEADS - 1, 0, 0] = 0x7FC0
-            rig.stores.store(item, on_done=lambda _, result: ended.append(result.value))
-        assert rig.transfer.drain(PATIENCE) == 0
-        assert sorted(ended) == ["failed", "failed", "published"]
-        assert rig.count("dropped_chunks_not_finite") == 2
-        assert rig.count("dropped_chunks_error") == 0
-        assert rig.shelf.view(rig.fmt).present(chunks) == [True, False, False]
-        said = [r for r in caplog.records if "NaN or infinity" in r.getMessage()]
-        assert len(said) == 1 and said[0].levelno == logging.WARNING
-        # The chunk is not taken for stored: once it is good, it is.
-        for cache in rig.caches:
-            cache[rig.block_ids(items[1])] = 0x3F80
-        assert rig.stores.store(items[1]) == StoreOutcome.QUEUED
-        assert rig.transfer.drain(PATIENCE) == 0
-        assert rig.shelf.view(rig.fmt).present(chunks) == [True, True, False]
-        assert rig.staging.in_use == 0
-
-
-def test_without_the_option_everything_is_stored(tmp_path: Path) -> None:
-    with closing(Rig(posix(tmp_path / "shelf"))) as rig:
-        (item,) = rig.items(make_chunks(rig.fmt, 1), 0)
-        for cache in rig.caches:
-            cache[rig.block_ids(item)] = 0x7FC0
-        rig.stores.store(item)
-        assert rig.transfer.drain(PATIENCE) == 0
-        assert rig.count("stored_chunks") == 1

@@ -10,58 +10,10 @@ from hypothesis import strategies as st
 from kvshelf.kv.layout import PagedLayout, native_slots_of, slots_of
 
 
-def test_bhnc_is_the_same_for_tokens_outside_and_inside_heads_up_to_strides() -> None:
-    hnd = torch.empty(7, 4, 16, 64, dtype=torch.bfloat16)
-    nhd = torch.empty(7, 16, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
-    a = PagedLayout.from_bhnc(hnd, 32)
-    b = PagedLayout.from_bhnc(nhd, 32)
-    assert (a.token_stride, a.head_stride) == (128, 16 * 128)
-    assert (b.token_stride, b.head_stride) == (4 * 128, 128)
-    for layout in (a, b):
-        assert layout.kv_stride == layout.row_bytes == 64
-        assert layout.block_stride == 16 * 4 * 128
-        assert layout.num_slots == 7 * 16
-        assert layout.extent == 7 * 16 * 4 * 128
-        assert layout.chunk_bytes(10) == 2 * 10 * 4 * 64
-        assert layout.chunk_bytes(10, 3) == 2 * 10 * 3 * 64
-
-
-def test_five_dimensional_forms() -> None:
-    front = PagedLayout.from_2bnhd(torch.empty(2, 5, 16, 4, 8))
-    inside = PagedLayout.from_b2nhd(torch.empty(5, 2, 16, 4, 8))
-    assert front.kv_stride == 5 * 16 * 4 * 32
-    assert front.block_stride == 16 * 4 * 32
-    assert inside.kv_stride == 16 * 4 * 32
-    assert inside.block_stride == 2 * 16 * 4 * 32
-    assert front.extent == inside.extent == 2 * 5 * 16 * 4 * 32
-
-
-def test_mla_has_one_content_and_one_head() -> None:
-    layout = PagedLayout.from_mla(torch.empty(5, 16, 576, dtype=torch.bfloat16))
-    assert (layout.kv_planes, layout.heads, layout.row_bytes) == (1, 1, 1152)
-    assert layout.chunk_bytes(3) == 3 * 1152
-
-
-def test_native_blocks_are_bytes_of_a_block_and_head() -> None:
-    layout = PagedLayout.native_blocks(torch.empty(5, 4, 32, 16, dtype=torch.bfloat16))
-    assert (layout.block_size, layout.kv_planes, layout.heads) == (1, 1, 4)
-    assert layout.row_bytes == 32 * 16 * 2
-    assert layout.num_slots == 5
-    padded = PagedLayout.native_blocks(torch.empty(5, 6, 32, 16)[:, 1:5])
-    assert padded.block_stride == 6 * padded.row_bytes
-
-
 def test_native_blocks_refuse_tokens_outside_heads() -> None:
     cache = torch.empty(5, 32, 4, 16).transpose(1, 2)
     with pytest.raises(ValueError, match="must be contiguous"):
         PagedLayout.native_blocks(cache)
-
-
-def test_layouts_of_equal_caches_are_equal_whatever_torch_says_of_dimensions_of_one() -> None:
-    plain = torch.empty(3, 1, 16, 8)
-    odd = torch.as_strided(plain, plain.shape, (16 * 8, 999, 8, 1))
-    assert PagedLayout.from_bhnc(plain, 4) == PagedLayout.from_bhnc(odd, 4)
-    assert hash(PagedLayout.from_bhnc(plain, 4)) == hash(PagedLayout.from_bhnc(odd, 4))
 
 
 @pytest.mark.parametrize(
@@ -90,11 +42,6 @@ def test_refused(make: object, message: str) -> None:
 def test_an_empty_cache_has_a_layout() -> None:
     layout = PagedLayout.from_mla(torch.empty(0, 16, 4))
     assert (layout.num_slots, layout.extent) == (0, 0)
-
-
-def test_integers_round_trip() -> None:
-    layout = PagedLayout.from_2bnhd(torch.empty(2, 5, 16, 4, 8))
-    assert PagedLayout.from_ints(layout.as_ints()) == layout
 
 
 @given(st.data())

@@ -186,16 +186,6 @@ def test_strided_layouts_are_learned(form: str, dtype: torch.dtype) -> None:
     check_gather(found, learned.layout)
 
 
-def test_a_layer_bound_to_kernel_blocks_of_a_cache_registered_in_manager_blocks() -> None:
-    registered = memory(BLOCKS, HEADS, 128, 2 * SIZE, dtype=torch.bfloat16)
-    bound = registered.view(BLOCKS * 8, HEADS, 16, 2 * SIZE)
-    rows = bound.unflatten(-1, (2, SIZE)).permute(0, 2, 3, 1, 4)
-    found = Engine(registered, rows, shape_of(128))
-    learned = found.learn()
-    assert learned.layout == PagedLayout.from_bhnc(bound, SIZE), learned.reason
-    check_gather(found, learned.layout)
-
-
 @pytest.mark.parametrize("scale", [1.0, 0.0371, 3.0, 210.0])
 def test_scales_outside_the_cache_do_not_matter(scale: float) -> None:
     found = engine("LBNHC", torch.float8_e4m3fn)
@@ -447,32 +437,6 @@ def test_a_writer_that_adds_is_unknown() -> None:
     assert changed(engine("LBNHC"), added).kind == "unknown"
 
 
-def test_scales_among_the_data_are_unknown() -> None:
-    """Rows of int8 with the row's float32 scale behind them, as per-token-head caches have."""
-    cache = memory(BLOCKS, HEADS, 16, 2 * (SIZE + 4), dtype=torch.uint8)
-
-    def write(slots: Tensor, key: Tensor, value: Tensor | None) -> None:
-        assert value is not None
-        for kv, content in enumerate((key, value)):
-            start = kv * (SIZE + 4)
-            scale = content.abs().amax(-1, keepdim=True) / 127
-            rows = (content / scale.clamp(min=1e-9)).round().to(torch.int8)
-            packed = torch.cat((rows.view(torch.uint8), scale.contiguous().view(torch.uint8)), -1)
-            cache[slots // 16, :, slots % 16, start : start + SIZE + 4] = packed
-
-    shape = shape_of(16, torch.float8_e4m3fn)
-    learned = learn_layout(cache, shape, write)
-    assert learned.kind == "unknown"
-    assert "other data as well" in learned.reason
-
-
-def test_one_place_for_two_elements_is_unknown() -> None:
-    positions = packed_positions("vec", 32, SIZE, 2)
-    assert positions is not None
-    positions[0, 3] = positions[0, 4]
-    assert packed_engine(positions).learn().kind == "unknown"
-
-
 def test_heads_that_differ_are_unknown() -> None:
     found = packed_engine(torch.randperm(2 * 8 * 4).view(2, 8, 4).int())
     write = found.write
@@ -483,23 +447,6 @@ def test_heads_that_differ_are_unknown() -> None:
         write(slots, key, value)
 
     assert learn_layout(found.cache, found.shape, writer).kind == "unknown"
-
-
-@pytest.mark.parametrize("order", ["LBHNC", "LBNHC"])
-def test_values_before_keys_are_an_order_of_their_own(order: str) -> None:
-    found = engine(order)
-    found.rows = found.rows.flip(2)  # a copy
-    view = found.cache.unflatten(-1, (2, SIZE)).permute(0, 2, 3, 1, 4)
-
-    def write(slots: Tensor, key: Tensor, value: Tensor | None) -> None:
-        assert value is not None
-        view[slots // 16, slots % 16, 1] = key.bfloat16()
-        view[slots // 16, slots % 16, 0] = value.bfloat16()
-
-    found.write = write  # type: ignore[method-assign]
-    learned = found.learn()
-    assert isinstance(learned.layout, PermutedLayout), learned.reason
-    check_gather(found, learned.layout)
 
 
 @pytest.mark.parametrize(
@@ -550,18 +497,6 @@ def test_what_the_writer_raises_is_passed_on_and_the_blocks_are_put_back() -> No
     with pytest.raises(RuntimeError, match="no such instruction"):
         learn_layout(found.cache, found.shape, writer)
     assert torch.equal(found.cache, before)
-
-
-def test_block_zero_is_never_written() -> None:
-    found = engine("LBNHC")
-    seen: set[int] = set()
-
-    def writer(slots: Tensor, key: Tensor, value: Tensor | None) -> None:
-        seen.update((slots // 16).tolist())
-        found.write(slots, key, value)
-
-    assert learn_layout(found.cache, found.shape, writer).kind == "strided"
-    assert seen == {1, 2, BLOCKS - 1}
 
 
 # --------------------------------------------------------------------------- confirming

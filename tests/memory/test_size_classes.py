@@ -114,11 +114,6 @@ def test_classes_waste_little(nbytes: int) -> None:
     assert rounded - nbytes < max(PAGE, nbytes / 32)
 
 
-def test_sizes_that_are_nearly_equal_are_of_one_class() -> None:
-    space = SizeClasses(PAGE)
-    assert len({space.rounded(nbytes) for nbytes in range(1 << 20, 2 << 20, 1000)}) == 33
-
-
 @pytest.mark.parametrize(("capacity", "alignment"), [(PAGE, 3), (PAGE, 0), (PAGE - 1, PAGE)])
 def test_a_range_that_cannot_be_divided_is_refused(capacity: int, alignment: int) -> None:
     with pytest.raises(ValueError, match="expected"):

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -45,7 +44,7 @@ from tests.sim.storage import NamesOnly
 from tests.support import prompts
 from tests.support.clocks import Clock
 from tests.support.formats import format_of_kinds
-from tests.support.waiting import PATIENCE, until
+from tests.support.waiting import PATIENCE
 
 SIZE = 8
 
@@ -222,53 +221,6 @@ def test_a_hit_is_what_the_definition_says_with_real_objects(case: Case, on_disk
         check(case, open_backend(root if on_disk else memory))
 
 
-@pytest.mark.parametrize(
-    ("name", "full", "states", "hit", "rounds"),
-    [
-        # A prompt that is known to its end.
-        ("all", 512, [512], 512, 1),
-        ("full and windows", 512, [], 512, 1),
-        ("states", 512, [512], 512, 1),
-        # A longer prompt than the one that was stored.
-        ("all", 512, [500], 500, 2),
-        ("all", 511, range(1, 512), 511, 2),
-        ("full and windows", 301, [], 301, 2),
-        ("all", 300, [300, 298], 300, 3),
-        ("all", 300, [290], 290, 3),
-        # States are rare, and nothing tells where.
-        ("states", 512, [400], 400, 4),
-        ("all", 300, [7], 7, 4),
-        ("all", 512, [10], 10, 5),
-        ("full and states", 512, [], 0, 4),
-        # An unknown prompt.
-        ("all", 0, [], 0, 1),
-    ],
-)
-def test_few_rounds_find_a_hit_far_away(
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    full: int,
-    states: Iterable[int],
-    hit: int,
-    rounds: int,
-) -> None:
-    # What rounds really take must not change what is asked in them, nor what is remembered.
-    monkeypatch.setattr(RoundCosts, "note", lambda *_: None)
-    monkeypatch.setattr(presence_module, "time", SimpleNamespace(monotonic=lambda: 1000.0))
-    backend = NamesOnly(0.02)
-    with closing(Rig(FORMATS[name], 4 * SIZE, backend)) as rig:
-        tokens = prompt(512)
-        chunks = rig.chunks(tokens)
-        for kind in KINDS_OF[name]:
-            rig.put(kind, chunks[:full] if kind != STATE else [chunks[n - 1] for n in states])
-        backend.asked.clear()
-        assert rig.look(tokens).hit_chunks == hit
-        assert len(backend.asked) == rounds
-        backend.asked.clear()
-        assert rig.look(tokens).hit_chunks == hit
-        assert not backend.asked, "what was found is remembered, and so is what is missing"
-
-
 @pytest.fixture
 def far() -> Iterator[Rig]:
     with closing(Rig(FORMATS["all"], 2 * SIZE, NamesOnly(0.02))) as rig:
@@ -300,26 +252,6 @@ def test_a_state_that_we_store_is_found_at_once(far: Rig) -> None:
     assert lookup.hit_chunks == 4
     assert lookup.known[STATE] == {3}
     assert {2, 3} <= lookup.known[WINDOW]
-
-
-@pytest.mark.parametrize("kind", [STATE, WINDOW])
-def test_a_failed_load_makes_the_next_hit_shorter_until_the_object_is_good(
-    far: Rig, kind: Kind
-) -> None:
-    tokens = prompt(8)
-    chunks = far.chunks(tokens)
-    put_all(far, chunks)
-    assert far.look(tokens).hit_chunks == 8
-    key = kind_key(chunks[7].key, kind)
-    far.failed.add(key, bad=True)
-    lookup = far.look(tokens)
-    assert (lookup.hit_chunks, lookup.full_chunks) == (7, 8), "other kinds did not fail"
-    far.failed.forget(key)
-    names(far).asked.clear()
-    assert far.look(tokens).hit_chunks == 8
-    asked = {name for asked in names(far).asked for name in asked}
-    shards = range(far.fmt.of(kind).shards)
-    assert asked == {far.name(kind, chunks[7], shard) for shard in shards}, "it is probed again"
 
 
 def test_a_state_that_went_away_is_not_a_hit_once_a_load_has_failed(far: Rig) -> None:
@@ -361,23 +293,6 @@ def test_an_error_is_no_answer(far: Rig) -> None:
     assert far.look(tokens).hit_chunks == 8, "it was not remembered as missing"
 
 
-def test_lookups_that_wait_share_their_rounds(far: Rig) -> None:
-    prompts = [prompt(20) + prompt(5, seed=seed) for seed in range(6)]
-    for tokens in prompts:
-        put_all(far, far.chunks(tokens)[:22])
-    backend = names(far)
-    backend.gate.clear()
-    first = [far.service.submit(prompt(1, seed=99), far.chain) for _ in range(2)]
-    until(lambda: len(backend.asked) > 0)
-    lookups = [far.service.submit(tokens, far.chain) for tokens in prompts]
-    backend.gate.set()
-    for lookup in [*first, *lookups]:
-        assert lookup.wait(PATIENCE)
-    assert [lookup.hit_chunks for lookup in lookups] == [22] * 6
-    assert all(len(asked) == len(set(asked)) for asked in backend.asked), "each object once"
-    assert len(backend.asked) <= 2 + 2 * 3, "two threads, each with the rounds of one search"
-
-
 @pytest.mark.parametrize("cost", [0.0, 0.02], ids=["near", "far"])
 def test_what_a_tier_has_is_not_asked_of_the_storage(tmp_path: Path, cost: float) -> None:
     tokens = prompt(6)
@@ -401,21 +316,7 @@ def test_what_a_tier_has_is_not_asked_of_the_storage(tmp_path: Path, cost: float
     tier.close()
 
 
-def test_nothing_is_found_while_the_breaker_is_open_and_the_keys_are_known(far: Rig) -> None:
-    tokens = prompt(4)
-    put_all(far, far.chunks(tokens))
-    assert far.look(tokens).hit_chunks == 4
-    names(far).broken.update(names(far).sizes)
-    until(lambda: far.look(prompt(3)).hit_chunks == 0 and not far.service.available)
-    lookup = far.look(tokens)
-    assert (lookup.hit_chunks, lookup.full_chunks, dict(lookup.known)[STATE]) == (0, 0, set())
-    assert lookup.chain is not None and len(lookup.chain.chunks) == 4
-
-
 # ------------------------------------------------------------------------------- in time
-
-
-SHELVED: tuple[Kind, ...] = (FULL, WINDOW)
 
 
 @dataclass

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -13,8 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.samples import LARGE
-from benchmarks.samples import make_format as make_large_format
 from kvshelf.backends import Deadlines, StatResults, open_backend
 from kvshelf.backends.base import Backend
 from kvshelf.backends.guard import GuardedBackend
@@ -149,23 +146,6 @@ def hasty(tmp_path: Path) -> Iterator[Rig]:
     rig.service.close()
 
 
-@pytest.mark.parametrize("stored", [0, 1, 2, 9, 20])
-@pytest.mark.parametrize("rest", [0, 3])
-def test_the_longest_stored_prefix_is_found(rig: Rig, stored: int, rest: int) -> None:
-    tokens = prompt(20, rest=rest)
-    rig.store(tokens, range(stored))
-    lookup = rig.look(tokens)
-    assert lookup.hit_chunks == stored
-    assert lookup.chain is not None
-    assert lookup.chain.chunks == rig.chain(tokens).chunks
-    assert lookup.chain.tokens == len(tokens)
-
-
-def test_an_empty_prompt_and_a_short_one_hit_nothing(rig: Rig) -> None:
-    assert rig.look([]).hit_chunks == 0
-    assert rig.look(prompt(0, rest=SIZE - 1)).hit_chunks == 0
-
-
 @pytest.mark.parametrize("chunks", [0, 1, 9])
 @pytest.mark.parametrize(
     "missing", ["", "the tail", "a shard of the tail", "a chunk", "failed", "begins later"]
@@ -205,57 +185,11 @@ def test_a_tail_is_found_behind_all_chunks(rig: Rig, chunks: int, missing: str) 
     assert look(len(tokens) - SIZE)[2] is None
 
 
-def test_a_chunk_of_which_a_shard_is_missing_or_of_wrong_size_ends_the_hit(rig: Rig) -> None:
-    tokens = prompt(6)
-    for index in range(6):
-        rig.put(tokens, index, 0)
-        if index < 3:
-            rig.put(tokens, index, 1)
-        else:
-            rig.put(tokens, index, 1, missing=1)
-    assert rig.look(tokens).hit_chunks == 3
-
-
-def test_a_shelf_with_only_some_shards_costs_a_bounded_number_of_probes(
-    tmp_path: Path,
-) -> None:
-    rig = Rig(far_away(posix(tmp_path / "shelf")))
-    tokens = prompt(200)
-    for index in range(200):
-        rig.put(tokens, index, 0)
-    rig.counting.counts.clear()
-    assert rig.look(tokens).hit_chunks == 0
-    assert rig.counting.counts["stat_names"] < 200
-    rig.service.close()
-
-
-def test_a_first_chunk_that_misses_a_shard_is_no_hit(rig: Rig) -> None:
-    tokens = prompt(5)
-    for index in range(5):
-        for shard in range(FMT.shards):
-            if (index, shard) != (0, 1):
-                rig.put(tokens, index, shard)
-    assert rig.look(tokens).hit_chunks == 0
-
-
 @pytest.fixture
 def far() -> Iterator[Far]:
     far = Far()
     yield far
     far.backend.gate.set()
-    far.service.close()
-
-
-@pytest.mark.parametrize("stored", [0, 1, 7, 100, 301, 511, 512])
-def test_few_rounds_find_a_long_prefix_far_away(stored: int) -> None:
-    far = Far(seconds=20e-3, fmt=make_large_format(LARGE, 8))
-    tokens = prompts.prompt(512, 1, unit=far.fmt.chunk_size)
-    far.put(far.chunks(tokens)[:stored])
-    assert far.hit(tokens) == stored
-    assert far.backend.rounds <= 4
-    if stored == 512:
-        assert far.backend.rounds == 2, "one to find the folder, one for the chunks"
-        assert far.backend.heads <= 100
     far.service.close()
 
 
@@ -345,23 +279,6 @@ def test_a_hit_that_is_gone_is_asked_for_afresh_and_remembered_as_a_hole(
     assert far.hit(tokens) == 40
 
 
-def test_look_ups_that_wait_share_rounds_and_questions(far: Far) -> None:
-    tokens = prompt(30)
-    far.put(far.chunks(tokens))
-    far.backend.gate.clear()
-    # One for each thread, so that those behind wait.
-    first = [far.submit(prompt(1, seed=7)), far.submit(prompt(1, seed=8))]
-    until(lambda: len(far.backend.asked) + far.backend.listed >= 2)
-    waiting = [far.submit(tokens) for _ in range(8)] + [far.submit(tokens[: 9 * SIZE])]
-    far.backend.gate.set()
-    assert all(lookup.wait(PATIENCE) for lookup in [*first, *waiting])
-    assert [lookup.hit_chunks for lookup in waiting] == [30] * 8 + [9]
-    names = [name for names in far.backend.asked for name in names]
-    # Of two threads, one may plan its round just before the answers of the other's arrive.
-    assert len(names) <= 2 * len(set(names)), "nine lookups did not share their questions"
-    assert len(far.backend.asked) <= 6
-
-
 def test_what_another_thread_asks_is_not_asked_again(far: Far) -> None:
     tokens = prompt(30)
     far.put(far.chunks(tokens))
@@ -378,17 +295,6 @@ def test_what_another_thread_asks_is_not_asked_again(far: Far) -> None:
     assert other.wait(PATIENCE)
     assert one.hit_chunks == other.hit_chunks == 30
     assert len(far.backend.asked) == 1
-
-
-def test_a_probe_that_fails_is_counted_and_nothing_is_concluded_from_it(far: Far) -> None:
-    tokens = prompt(3)
-    far.put(far.chunks(tokens))
-    stat, trouble = far.backend.stat, TransientStorageError(116, "ESTALE")
-    far.backend.stat = lambda names: [trouble] * len(names)  # type: ignore[method-assign]
-    assert far.hit(tokens) == 0
-    assert far.counters.snapshot()["probe_errors"] > 0
-    far.backend.stat = stat  # type: ignore[method-assign]
-    assert far.hit(tokens) == 3
 
 
 def test_a_probe_of_a_directory_that_fails_is_counted(near: Rig) -> None:
@@ -425,27 +331,6 @@ def test_a_near_storage_is_never_believed_beyond_a_hole(holes: set[int], failed:
         for shard in range(FMT.shards):
             rig.faults.inner.delete(rig.name(chunk, shard))
     rig.service.close()
-
-
-def test_only_the_present_length_of_a_growing_prompt_is_looked_at(near: Rig) -> None:
-    gate = near.hold()
-    tokens = prompt(2, rest=3)
-    before = near.chain(tokens).chunks
-    lookup = near.submit(tokens)
-    tokens += prompt(2, seed=1)
-    gate.set()
-    assert lookup.wait(PATIENCE)
-    assert lookup.chain is not None
-    assert lookup.chain.chunks == before
-
-
-def test_storage_trouble_is_a_miss_and_passes(near: Rig) -> None:
-    tokens = prompt(3)
-    near.store(tokens, range(3))
-    near.faults.add(Fault("*", error=TransientStorageError(116, "ESTALE")))
-    assert near.look(tokens).hit_chunks == 0
-    near.faults.heal()
-    assert near.look(tokens).hit_chunks == 3
 
 
 def test_a_prompt_without_address_is_a_miss(rig: Rig) -> None:
@@ -554,74 +439,6 @@ def test_a_callback_that_raises_ends_no_thread(rig: Rig, caplog: pytest.LogCaptu
     assert caplog.text.count("a completion callback of a lookup raised") == 1
 
 
-def test_cancelled_look_ups_cost_nothing(near: Rig) -> None:
-    gate = near.hold()
-    first = near.submit(prompt(2))
-    others = [near.submit(prompt(2, seed=i)) for i in range(10)]
-    for lookup in [first, *others]:
-        lookup.cancel()
-    gate.set()
-    assert all(lookup.wait(PATIENCE) for lookup in [first, *others])
-    assert near.counters.snapshot().get("lookups", 0) <= 1
-
-
-def test_cancelled_look_ups_that_wait_hold_no_prompts(near: Rig) -> None:
-    class Prompt(list[int]):
-        """One to which there are weak references."""
-
-    gate = near.hold()
-    first = near.submit(prompt(2))
-    tokens = Prompt(prompt(2, seed=1))
-    held = weakref.ref(tokens)
-    second = near.service.submit(tokens, lambda tokens=tokens: near.chain(tokens))
-    del tokens
-    assert held() is not None
-    second.cancel()
-    assert held() is None
-    gate.set()
-    assert first.wait(PATIENCE)
-    assert second.wait(PATIENCE)
-
-
-def test_a_storage_that_hangs_is_noticed_and_its_return_too(near: Rig) -> None:
-    gate = near.hold()
-    assert not near.service.stalled(0.0)
-    first = near.submit(prompt(2))
-    assert not first.wait(0.02)
-    until(lambda: near.service.stalled(0.01))
-    assert not near.service.stalled(60.0)
-    second = near.submit(prompt(2, seed=1))
-    gate.set()
-    assert first.wait(PATIENCE)
-    assert second.wait(PATIENCE)
-    assert near.look(prompt(1)).done
-    until(lambda: not near.service.stalled(0.0))
-
-
-def test_a_look_up_that_hangs_ends_and_others_go_on(hasty: Rig) -> None:
-    tokens, others = prompt(2), prompt(2, seed=1)
-    hasty.store(tokens, range(2))
-    hasty.store(others, range(2))
-    hasty.look(others)
-    first = hasty.chain(tokens).chunks[0]
-    gate = hasty.hold(f"*{first.key.hex()}*")
-    hangs = hasty.submit(tokens)
-    behind = hasty.submit(others)
-    assert hangs.wait(PATIENCE)
-    assert hangs.given_up
-    assert (hangs.hit_chunks, hangs.chain) == (0, None)
-    assert behind.wait(PATIENCE)
-    assert behind.hit_chunks == 2
-    counts = hasty.counters.snapshot()
-    assert counts["stuck_threads"] == counts["late_calls"] == 1
-    gate.set()
-    # The thread that comes back does not answer a second time.
-    until(lambda: hasty.service._threads.stuck == 0)
-    assert hangs.hit_chunks == 0
-    hasty.faults.heal()
-    assert hasty.look(tokens).hit_chunks == 2
-
-
 @pytest.mark.long
 def test_look_ups_go_on_when_threads_can_be_started_again(
     hasty: Rig, monkeypatch: pytest.MonkeyPatch
@@ -696,53 +513,9 @@ class TestFailedKeys:
         now[0] += 600
         assert b"k" not in keys
 
-    def test_bad_keys_stay_longer_than_others(self, now: list[float]) -> None:
-        keys = FailedKeys(bad_seconds=300, other_seconds=10)
-        keys.add(b"bad", bad=True)
-        keys.add(b"gone", bad=False)
-        assert keys.is_bad(b"bad")
-        assert b"gone" in keys
-        assert not keys.is_bad(b"gone")
-        now[0] += 11
-        assert b"gone" not in keys
-        assert b"bad" in keys
-        now[0] += 300
-        assert b"bad" not in keys
-        assert len(keys) == 0
-
-    def test_forgetting(self) -> None:
-        keys = FailedKeys()
-        keys.add(b"a", bad=True)
-        keys.add(b"b", bad=True)
-        keys.forget(b"a")
-        keys.forget(b"never there")
-        assert b"a" not in keys
-        keys.clear()
-        assert b"b" not in keys
-
     def test_memory_is_bounded_and_the_newest_stay(self) -> None:
         keys = FailedKeys(limit=3)
         for i in range(10):
             keys.add(bytes([i]), bad=True)
         assert len(keys) == 3
         assert [bytes([i]) in keys for i in range(10)] == [False] * 7 + [True] * 3
-
-
-@pytest.mark.parametrize(
-    ("first", "hits"), [(0, 0), (1, 0), (2, 5), (4, 3), (7, 0), (9, 0), (50, 0)]
-)
-def test_a_search_may_begin_behind_what_the_caller_has(rig: Rig, first: int, hits: int) -> None:
-    tokens = prompt(9, rest=2)
-    rig.store(tokens, range(2, 7))
-    done: list[Lookup] = []
-    lookup = rig.service.submit(
-        tokens,
-        lambda: KeyChain(FMT.namespace.digest, SIZE),
-        first_chunk=first,
-        on_done=done.append,
-    )
-    assert lookup.wait(PATIENCE)
-    assert lookup.hit_chunks == hits
-    assert lookup.chain is not None
-    assert lookup.chain.chunks == rig.chain(tokens).chunks
-    until(lambda: done == [lookup])

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
     RuleBasedStateMachine,
     consumes,
     rule,
-    run_state_machine_as_test,
 )
 
 from kvshelf.format.keys import KeyChain
@@ -68,16 +65,6 @@ def test_answers_stand_for_their_time_from_when_they_were_asked_for(clock: Clock
     assert known_of(known, b"there") is Known.NOTHING
 
 
-def test_a_late_answer_replaces_no_younger_one() -> None:
-    known = PresenceCache()
-    early, late = known.ask(), known.ask()
-    known.learn(b"k", True, late)
-    known.learn(b"k", False, early)
-    assert known_of(known, b"k") is Known.SEEN
-    known.learn(b"k", False, known.ask())
-    assert known_of(known, b"k") is Known.MISSING
-
-
 def test_a_store_ends_a_miss_also_one_that_is_on_its_way() -> None:
     known = PresenceCache()
     asked = known.ask()
@@ -90,35 +77,6 @@ def test_a_store_ends_a_miss_also_one_that_is_on_its_way() -> None:
     known.learn(b"k", True, known.ask())
     known.note_published(b"k")
     assert known_of(known, b"k") is Known.SEEN
-
-
-def test_a_failed_load_makes_a_gap_until_it_is_seen_again(clock: Clock) -> None:
-    known = PresenceCache()
-    keys = [b"0", b"1", b"2"]
-    asked = known.ask()
-    known.learn(b"2", True, asked)
-    known.infer(keys, asked)
-    assert known.prefix(keys) == presence_module.Prefix(3, 3, {2}, [])
-    asked = known.ask()
-    known.note_failed(b"1")
-    known.learn(b"1", True, asked)
-    assert known.prefix(keys) == presence_module.Prefix(3, 3, {2}, [1])
-    known.infer(keys, asked)
-    assert known.prefix(keys).gaps == [1]
-    clock.now += GAP / 2
-    assert known.prefix(keys) == presence_module.Prefix(0, 3, set(), [1])
-    known.learn(b"1", True, known.ask())
-    assert known.prefix(keys) == presence_module.Prefix(2, 3, {1}, [])
-
-
-def test_what_is_said_again_is_not_remembered_for_longer(clock: Clock) -> None:
-    known = PresenceCache()
-    known.infer([b"k"], known.ask())
-    for _ in range(3):
-        clock.now += SEEN / 4
-        known.infer([b"k"], known.ask())
-    clock.now += SEEN / 4
-    assert known_of(known, b"k") is Known.NOTHING
 
 
 def test_memory_is_bounded_and_what_was_forgotten_is_not_learned_late() -> None:
@@ -143,24 +101,6 @@ def test_more_events_than_can_be_kept_forget_everything(monkeypatch: pytest.Monk
     assert known_of(known, b"k") is Known.NOTHING
     known.learn(b"k", False, asked)
     assert known_of(known, b"k") is Known.NOTHING
-
-
-def test_clearing_forgets_and_takes_no_answer_from_before() -> None:
-    known = PresenceCache()
-    known.learn(b"k", True, known.ask())
-    asked = known.ask()
-    known.clear()
-    assert known_of(known, b"k") is Known.NOTHING
-    known.learn(b"k", True, asked)
-    assert known_of(known, b"k") is Known.NOTHING
-
-
-def test_what_happens_never_waits_for_a_pass_over_many_chunks() -> None:
-    known = PresenceCache()
-    with known._lock:
-        known.note_published(b"k")
-        known.note_failed(b"k")
-        assert known.ask().at <= time.monotonic()
 
 
 # ------------------------------------------------- searches on a storage that others change too
@@ -376,19 +316,6 @@ class Searches(RuleBasedStateMachine):
     @staticmethod
     def _whole_at_or_after(stored: _Stored, moment: float) -> bool:
         return stored.whole_since is not None or stored.last_whole >= moment
-
-
-def test_searches_announce_what_is_there_and_miss_nothing_for_long() -> None:
-    run_state_machine_as_test(
-        Searches,
-        settings=settings(
-            max_examples=80,
-            stateful_step_count=40,
-            deadline=None,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ import functools
 import gc
 import os
 import shutil
-import threading
 import time
 import uuid
 import weakref
@@ -27,7 +26,7 @@ from kvshelf.errors import (
     StorageError,
     TransientStorageError,
 )
-from kvshelf.format.invalid import PayloadDamaged, WrongKey
+from kvshelf.format.invalid import PayloadDamaged
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf import description
@@ -36,7 +35,6 @@ from kvshelf.shelf.shelf import Shelf, open_shelf
 from kvshelf.shelf.view import ObjectRef, Presence
 from tests.sim.storage import Fault, FaultyStorage
 from tests.support import formats
-from tests.support.waiting import PATIENCE, until
 
 CHUNK = 16
 SHARDS = 2
@@ -125,34 +123,6 @@ def quarantined(shelf: Shelf) -> list[str]:
 # ------------------------------------------------------------------------------ store and load
 
 
-def test_stored_chunks_are_present_and_load_equal(any_shelf: Shelf) -> None:
-    chain = KeyChain(FMT.namespace.digest, CHUNK, salt="s", salt_group="0123456789abcdef")
-    chain.extend(range(CHUNK + 5))
-    tail = chain.tail()
-    assert tail is not None
-    wanted = [CHUNKS[0], CHUNKS[1], chain.chunks[0], tail]
-    assert any_shelf.view(FMT).present(wanted) == [False] * 4
-    for chunk in wanted:
-        assert store(any_shelf, chunk, 0) is WriteResult.CREATED
-        assert any_shelf.view(FMT).present([chunk]) == [False]
-        assert any_shelf.view(FMT).present([chunk], [0]) == [True]
-        assert store(any_shelf, chunk, 1) is WriteResult.CREATED
-        assert store(any_shelf, chunk, 1) is WriteResult.EXISTED
-    assert any_shelf.view(FMT).present([*wanted, CHUNKS[2]]) == [True] * 4 + [False]
-    for chunk in wanted:
-        for shard in range(SHARDS):
-            assert load(any_shelf, chunk, shard) == image(chunk, shard)
-
-
-def test_probe_answers_each_item_in_order(any_shelf: Shelf) -> None:
-    for chunk in CHUNKS[::2]:
-        store(any_shelf, chunk, 1)
-    items = [(chunk, shard) for shard in (1, 0) for chunk in CHUNKS]
-    expected = [Presence.PRESENT, Presence.MISSING] * (len(CHUNKS) // 2)
-    assert any_shelf.view(FMT).probe(items) == expected + [Presence.MISSING] * len(CHUNKS)
-    assert any_shelf.view(FMT).probe([]) == []
-
-
 def test_missing_object(any_shelf: Shelf) -> None:
     with pytest.raises(ObjectMissingError):
         load(any_shelf, CHUNKS[0])
@@ -160,15 +130,6 @@ def test_missing_object(any_shelf: Shelf) -> None:
     with pytest.raises(ObjectMissingError):
         load(any_shelf, CHUNKS[0], 1)
     assert any_shelf.view(FMT).quarantine(ObjectRef(CHUNKS[1], 0), BadObjectError("bad")) is False
-
-
-def test_namespace_describes_itself(any_shelf: Shelf) -> None:
-    assert list(any_shelf.namespaces()) == []
-    store(any_shelf, CHUNKS[0])
-    (info,) = any_shelf.namespaces()
-    assert info.folder == FMT.namespace.folder
-    assert info.namespace == FMT.namespace
-    assert info.problem is None
 
 
 def test_buffers_of_wrong_size_are_the_callers_mistake(shelf: Shelf, root: Path) -> None:
@@ -184,26 +145,6 @@ def test_views_that_are_used_no_more_are_forgotten(shelf: Shelf) -> None:
         assert shelf.view(FMT) is used
     gc.collect()
     assert old() is None
-
-
-def test_namespaces_do_not_mix(shelf: Shelf) -> None:
-    other = make_format(weights="user:other")
-    store(shelf, CHUNKS[0])
-    assert present(shelf, fmt=other) == [False]
-    place = path_of(shelf, CHUNKS[0], fmt=other)
-    place.parent.mkdir(parents=True)
-    shutil.copy(path_of(shelf, CHUNKS[0]), place)
-    with pytest.raises(BadObjectError):
-        load(shelf, CHUNKS[0], fmt=other)
-
-
-def test_object_under_the_name_of_another(shelf: Shelf) -> None:
-    store(shelf, CHUNKS[0])
-    place = path_of(shelf, CHUNKS[1])
-    place.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(path_of(shelf, CHUNKS[0]), place)
-    with pytest.raises(WrongKey):
-        load(shelf, CHUNKS[1])
 
 
 # ---------------------------------------------------------------------------- vanishing shelves
@@ -264,17 +205,6 @@ def test_a_description_of_zeros_is_written_again(
     fresh = Shelf(any_shelf.backend)
     store(fresh, CHUNKS[1])
     assert not caplog.records
-
-
-def test_folder_is_found_by_its_digest_whatever_the_slug(shelf: Shelf, root: Path) -> None:
-    store(shelf, CHUNKS[0])
-    other = make_format(slug="renamed")
-    assert other.namespace == FMT.namespace
-    with open_shelf(root) as fresh:
-        assert present(fresh, fmt=other) == [True]
-        assert load(fresh, CHUNKS[0], fmt=other) == image(CHUNKS[0])
-        store(fresh, CHUNKS[1], fmt=other)
-    assert [path.name for path in root.iterdir()] == [FMT.namespace.folder]
 
 
 def test_two_folders_of_one_namespace_are_read_as_one(shelf: Shelf, root: Path) -> None:
@@ -382,34 +312,6 @@ def test_a_file_that_another_writer_put_right_is_not_moved_by_a_load(
 # ----------------------------------------------------------------------------------- bad objects
 
 
-def test_bad_object_is_moved_aside_by_a_load_and_stored_again(shelf: Shelf) -> None:
-    store(shelf, CHUNKS[0])
-    path = path_of(shelf, CHUNKS[0])
-    flip(path)
-    damaged = path.read_bytes()
-    assert present(shelf) == [True]
-    with pytest.raises(PayloadDamaged):
-        load(shelf, CHUNKS[0])
-    assert present(shelf) == [False]
-    (kept,) = quarantined(shelf)
-    assert (bad_folder(shelf) / kept).read_bytes() == damaged
-    assert store(shelf, CHUNKS[0]) is WriteResult.CREATED
-    assert load(shelf, CHUNKS[0]) == image(CHUNKS[0])
-
-
-def test_bad_object_on_an_object_store_stays_until_repaired() -> None:
-    with open_shelf(f"memory://{uuid.uuid4().hex}") as shelf:
-        bad = image(CHUNKS[0])
-        bad[-1] ^= 1
-        publish(shelf, bad)
-        with pytest.raises(PayloadDamaged):
-            load(shelf, CHUNKS[0])
-        assert present(shelf) == [True]
-        good = image(CHUNKS[0])
-        assert publish(shelf, good, suspect=True) is WriteResult.REPLACED
-        assert load(shelf, CHUNKS[0]) == good
-
-
 def test_bad_object_stays_on_a_read_only_shelf(shelf: Shelf, root: Path) -> None:
     store(shelf, CHUNKS[0])
     flip(path_of(shelf, CHUNKS[0]))
@@ -421,40 +323,6 @@ def test_bad_object_stays_on_a_read_only_shelf(shelf: Shelf, root: Path) -> None
             store(reader, CHUNKS[1])
     assert path_of(shelf, CHUNKS[0]).exists()
     assert quarantined(shelf) == []
-
-
-def test_bad_read_is_repeated_once(root: Path) -> None:
-    counting = faulty = FaultyStorage(open_backend(root))
-
-    def damage(data: bytearray) -> None:
-        data[-1] ^= 1
-
-    with Shelf(counting) as shelf:
-        store(shelf, CHUNKS[0])
-        faulty.add(Fault("read", "*/_/*", damage=damage, times=1))
-        assert load(shelf, CHUNKS[0]) == image(CHUNKS[0])
-        assert counting.counts["open"] == 2
-        faulty.add(Fault("read", "*/_/*", damage=damage))
-        with pytest.raises(BadObjectError):
-            load(shelf, CHUNKS[0])
-        assert counting.counts["open"] == 4
-
-
-@pytest.mark.parametrize("operation", ["open", "read"])
-def test_io_errors_change_nothing(root: Path, operation: str) -> None:
-    counting = faulty = FaultyStorage(open_backend(root))
-    with Shelf(counting) as shelf:
-        store(shelf, CHUNKS[0])
-        flip(path_of(shelf, CHUNKS[0]))
-        damaged = path_of(shelf, CHUNKS[0]).read_bytes()
-        counting.counts.clear()
-        faulty.add(Fault(operation, "*/_/*", error=lambda: TransientStorageError(5, "EIO")))
-        with pytest.raises(TransientStorageError):
-            load(shelf, CHUNKS[0])
-        with pytest.raises(TransientStorageError):
-            publish(shelf, image(CHUNKS[0]), suspect=True)
-        assert not counting.counts.keys() & {"write", "delete", "quarantine"}
-        assert path_of(shelf, CHUNKS[0]).read_bytes() == damaged
 
 
 def test_probe_errors_are_answers(root: Path) -> None:
@@ -523,20 +391,6 @@ def test_listings_that_fail_do_not_stop_what_can_be_read(listed: Listed) -> None
     assert listed.shelf.available
 
 
-def test_a_listing_that_hangs_holds_up_one_caller(listed: Listed) -> None:
-    gate = threading.Event()
-    listed.faulty.add(Fault("folders", wait=gate))
-    held, other = (threading.Thread(target=listed.use, daemon=True) for _ in range(2))
-    held.start()
-    until(lambda: listed.counting.counts["folders"] == 1)
-    other.start()
-    other.join(PATIENCE)
-    assert held.is_alive()
-    assert not other.is_alive()
-    gate.set()
-    held.join(PATIENCE)
-
-
 def test_repair_verifies_before_it_replaces(any_shelf: Shelf) -> None:
     good = image(CHUNKS[0])
     assert publish(any_shelf, good, suspect=True) is WriteResult.CREATED
@@ -549,27 +403,6 @@ def test_repair_verifies_before_it_replaces(any_shelf: Shelf) -> None:
     any_shelf.backend.write(any_shelf.view(FMT).name(ObjectRef(CHUNKS[0], 0)), [bad], "replace")
     assert publish(any_shelf, other, suspect=True) is WriteResult.REPLACED
     assert load(any_shelf, CHUNKS[0]) == other
-
-
-@pytest.mark.parametrize("how", ["write", "repair", "load first"])
-@pytest.mark.parametrize("good", [True, False])
-def test_a_hard_link_to_a_file_outside_is_read_but_never_written(
-    shelf: Shelf, how: str, good: bool
-) -> None:
-    right = image(CHUNKS[0])
-    outside = Path(shelf.url).parent / "outside"
-    outside.write_bytes(right if good else bytes(len(right)))
-    before = outside.read_bytes(), outside.stat().st_mtime_ns, outside.stat().st_mode
-    path = path_of(shelf, CHUNKS[0])
-    path.parent.mkdir(parents=True)
-    os.link(outside, path)
-    if how == "load first" and not good:
-        with pytest.raises(BadObjectError):
-            load(shelf, CHUNKS[0])
-    suspect = how == "repair" or not good
-    publish(shelf, right, suspect=suspect)
-    assert load(shelf, CHUNKS[0]) == right
-    assert (outside.read_bytes(), outside.stat().st_mtime_ns, outside.stat().st_mode) == before
 
 
 @pytest.mark.parametrize("kind", ["folder", "link", "fifo"])

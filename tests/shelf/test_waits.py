@@ -28,7 +28,6 @@ from benchmarks.proxy import DelayingProxy
 from kvshelf.backends import Backend, Deadlines, open_backend
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.notices import FolderNotices
-from kvshelf.errors import TransientStorageError
 from kvshelf.format.keys import KeyChain
 from kvshelf.format.kinds import FULL, STATE, WINDOW, kind_key
 from kvshelf.format.names import object_name
@@ -224,18 +223,6 @@ def test_pieces_are_seen_as_they_come(over: Rig, pieces: list[Piece]) -> None:
     assert over.service.waiting == 0
 
 
-def test_a_marker_ends_a_wait_and_pieces_that_are_there_count(over: Rig) -> None:
-    pieces = full(3)
-    over.put(pieces[0])
-    over.put(pieces[1], 0)
-    wait = over.submit(pieces)
-    until(lambda: wait.seen == 1)
-    over.give_up()
-    until(lambda: wait.ended)
-    assert (wait.complete, wait.gave_up, wait.seen) == (False, True, 1)
-    assert over.service.waiting == 0
-
-
 def test_pieces_win_over_a_marker(over: Rig) -> None:
     pieces = all_kinds(2)
     over.give_up()
@@ -247,32 +234,6 @@ def test_pieces_win_over_a_marker(over: Rig) -> None:
 
 
 # -------------------------------------------------------------------------- what counts as there
-
-
-def test_a_piece_without_a_shard_or_of_wrong_size_is_not_there(rig: Rig) -> None:
-    pieces = full(2)
-    rig.put(pieces[0], 1)
-    rig.put(pieces[0], 0, missing=1)
-    rig.put(pieces[1])
-    other = full(1, seed=1)
-    wait, sentinel = rig.submit(pieces), rig.submit(other)
-    rig.put(other[0])
-    until(lambda: sentinel.complete)
-    assert wait.seen == 0
-    rig.put(pieces[0], 0)
-    until(lambda: wait.complete)
-
-
-def test_pieces_that_come_in_another_order_count_when_those_before_them_are_there(
-    rig: Rig,
-) -> None:
-    pieces = full(4)
-    wait = rig.submit(pieces)
-    for piece in (pieces[3], pieces[1], pieces[2]):
-        rig.put(piece)
-    assert wait.seen == 0
-    rig.put(pieces[0])
-    until(lambda: wait.complete)
 
 
 def test_what_was_seen_stays_seen_when_it_vanishes(rig: Rig) -> None:
@@ -312,19 +273,6 @@ def test_who_sleeps_is_woken_by_progress_and_no_progress_is_lost(rig: Rig) -> No
     threading.Timer(0.01, lambda: rig.put(pieces[1])).start()
     assert rig.service.sleep(PATIENCE)
     assert wait.complete
-
-
-def test_who_cancels_is_forgotten_at_once(rig: Rig) -> None:
-    pieces = full(1)
-    wait = rig.submit(pieces)
-    assert rig.service.waiting == 1
-    wait.cancel()
-    assert rig.service.waiting == 0
-    wait.cancel()
-    rig.put(pieces[0])
-    other = rig.submit(pieces)
-    until(lambda: other.complete)
-    assert not wait.ended
 
 
 def test_what_is_told_is_told_before_the_wait_shows_it_and_may_fail(rig: Rig) -> None:
@@ -394,47 +342,6 @@ def distant(request: pytest.FixtureRequest) -> Iterator[Far]:
     yield rig
     rig.backend.gate.set()
     rig.service.close()
-
-
-def test_in_vain_only_one_object_of_each_wait_is_asked_for(distant: Far) -> None:
-    waits = [distant.service.submit(full(3, seed=i), "") for i in range(20)]
-    shared = [distant.service.submit(full(3, seed=0), "") for _ in range(20)]
-    distant.answered(waits[0])
-    distant.backend.asked.clear()
-    distant.answered(waits[0])
-    for names in distant.backend.asked:
-        assert len(names) == len(set(names)) <= 20
-    assert {one for names in distant.backend.asked for one in names} == {
-        name(full(1, seed=i)[0], 0) for i in range(20)
-    }
-    for piece in full(3, seed=0):
-        distant.backend.put(piece)
-    until(lambda: all(wait.complete for wait in [waits[0], *shared]))
-    assert distant.service.waiting == 19
-
-
-def test_a_long_prompt_that_is_there_takes_few_rounds() -> None:
-    rig = far(high_latency=True)
-    pieces = full(300)
-    for piece in pieces:
-        rig.backend.put(piece)
-    wait = rig.service.submit(pieces, ATTEMPT)
-    until(lambda: wait.complete)
-    assert len(rig.backend.asked) <= 20
-    rig.service.close()
-
-
-def test_markers_are_looked_for_rarely(distant: Far, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MARKER_SECONDS", 1e6)
-    monkeypatch.setattr(module, "_MARKER_SECONDS_HIGH_LATENCY", 1e6)
-    pieces = full(5)
-    wait = distant.service.submit(pieces, ATTEMPT)
-    for piece in pieces[:4]:
-        distant.answered(wait)
-        distant.backend.put(piece)
-    until(lambda: wait.seen == 4)
-    looks = [n for names in distant.backend.asked for n in names if n.startswith(MARKERS)]
-    assert looks == [f"{MARKERS}/{ATTEMPT}"]
 
 
 # -------------------------------------------------------------------------------------- notices
@@ -554,31 +461,6 @@ def test_objects_of_others_in_a_watched_folder_are_not_asked_for(told: Rig) -> N
 
 
 # ------------------------------------------------------------------------------- when things fail
-
-
-def test_an_error_of_the_storage_is_not_yet(rig: Rig) -> None:
-    pieces = full(2)
-    rig.faults.add(Fault("stat", "*", error=TransientStorageError(5, "away")))
-    wait = rig.submit(pieces)
-    for piece in pieces:
-        rig.put(piece)
-    until(lambda: not rig.guard.reads.is_closed)
-    assert not wait.ended and wait.seen == 0
-    assert rig.counters.snapshot()["probe_errors"] > 0
-    rig.faults.heal()
-    until(lambda: wait.complete)
-
-
-def test_trouble_with_one_object_delays_no_other_wait(distant: Far) -> None:
-    bad, good = full(1), full(2, seed=1)
-    distant.backend.broken.add(name(bad[0], 0))
-    waits = [distant.service.submit(pieces, ATTEMPT) for pieces in (bad, good)]
-    for piece in [*bad, *good]:
-        distant.backend.put(piece)
-    until(lambda: waits[1].complete)
-    assert not waits[0].ended
-    distant.backend.broken.clear()
-    until(lambda: waits[0].complete)
 
 
 def test_a_thread_that_is_stuck_is_replaced_and_what_it_brings_late_does_no_harm(

@@ -6,7 +6,6 @@ import functools
 import itertools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ import pytest
 from kvshelf.backends import Backend, open_backend
 from kvshelf.backends.base import ObjectInfo, StatResults
 from kvshelf.backends.wrappers import WrappedBackend
-from kvshelf.errors import NoSpaceStorageError, StorageError, TransientStorageError
+from kvshelf.errors import StorageError, TransientStorageError
 from kvshelf.format.keys import salt_group_of
 from kvshelf.shelf.shelf import Shelf, open_shelf
 from kvshelf.tools import copying
@@ -28,7 +27,7 @@ from kvshelf.tools.copying import CopyReport, Selection, copy_shelf
 from kvshelf.tools.prompts import Prompt
 from tests.sim.storage import Fault, FaultyStorage
 from tests.support import commands
-from tests.support.filled import CHUNK, contents, fill, hybrid, namespace, prompt, store, times
+from tests.support.filled import CHUNK, contents, fill, namespace, prompt, store, times
 from tests.support.servers import BUCKET, S3Server
 from tests.support.waiting import LONG, until
 
@@ -55,38 +54,6 @@ def source(tmp_path: Path) -> Path:
 
 
 # -------------------------------------------------------------------------------- what arrives
-
-
-def test_a_whole_shelf_arrives_byte_for_byte_and_the_source_stays(
-    source: Path, tmp_path: Path
-) -> None:
-    before = times(source)
-    (source / FOLDER / "_" / "notes.txt").write_text("foreign")
-    first = run(source, tmp_path / "target")
-    assert first.stdout.startswith("copied 14 objects, ")
-    (source / FOLDER / "_" / "notes.txt").unlink()
-    assert contents(tmp_path / "target") == contents(source)
-    assert times(source) == before
-
-
-def test_markers_are_left_behind(source: Path, tmp_path: Path) -> None:
-    """They tell engines that wait at one place, not at another."""
-    marker = source / FOLDER / ".kvshelf" / "gave-up" / ("a" * 32)
-    marker.parent.mkdir(parents=True)
-    marker.touch()
-    found = report(source, tmp_path / "target")
-    assert (found["copied"], found["bad"]) == (14, 0)
-    assert not list((tmp_path / "target").rglob("gave-up"))
-
-
-def test_a_second_copy_reads_nothing_and_changes_no_time(source: Path, tmp_path: Path) -> None:
-    run(source, tmp_path / "target")
-    before = times(tmp_path / "target")
-    for path in objects(source):
-        path.chmod(0)  # for users who are not root
-    second = report(source, tmp_path / "target")
-    assert (second["copied"], second["existed"], second["bytes"]) == (0, 14, 0)
-    assert times(tmp_path / "target") == before
 
 
 def test_only_what_is_missing_or_of_wrong_size_is_copied(source: Path, tmp_path: Path) -> None:
@@ -178,18 +145,6 @@ def test_large_objects_are_copied_one_at_a_time_and_huge_ones_not(
         assert max(at_once) == 1
 
 
-def test_a_bad_object_does_not_replace_one_of_wrong_size(source: Path, tmp_path: Path) -> None:
-    target = tmp_path / "target"
-    run(source, target)
-    name = objects(source)[0].relative_to(source)
-    os.truncate(target / name, 5000)
-    with open(source / name, "r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        file.write(b"?")
-    assert report(source, target, code=1)["bad"] == 1
-    assert (target / name).stat().st_size == 5000
-
-
 def test_a_namespace_goes_to_the_folder_that_it_has(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     fill(target, namespace("renamed"), prompt(9, 1))
@@ -209,18 +164,6 @@ def test_a_tree_without_description_is_verified_by_that_of_the_target(
     fill(target, namespace(), prompt(0, 1))
     assert report(source, target)["copied"] == 8
     assert contents(source).items() <= contents(target).items()
-
-
-def test_a_folder_without_description_is_verified_by_another_of_its_namespace(
-    source: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(source / FOLDER, source / namespace("renamed").folder)
-    (source / FOLDER / "namespace.json").unlink()
-    for path in objects(source / FOLDER)[:4]:
-        path.unlink()
-    for path in objects(source / namespace("renamed").folder)[4:]:
-        path.unlink()
-    assert report(source, tmp_path / "target")["copied"] == 14
 
 
 # -------------------------------------------------------------------------------- selections
@@ -276,56 +219,7 @@ def test_the_prefixes_of_some_prompts(source: Path, tmp_path: Path) -> None:
     assert len(objects(tmp_path / "target" / salted)) == 4
 
 
-def test_prompts_must_be_token_ids(source: Path, tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('[1]\n"text"\n')
-    result = run(source, tmp_path / "target", "--tokens", file, code=2)
-    assert "line 2 is text" in result.stderr
-    assert not (tmp_path / "target").exists()
-
-
-def test_dry_run_changes_nothing(source: Path, tmp_path: Path) -> None:
-    target = tmp_path / "target"
-    whole = sum(path.stat().st_size for path in objects(source))
-    found = report(source, target, "--dry-run")
-    assert (found["copied"], found["bytes"]) == (14, whole)
-    assert not target.exists()
-    fill(target, OTHER, prompt(0, 1))
-    before = contents(target), times(target)
-    assert run(source, target, "--dry-run").stdout.startswith("would copy 12 objects")
-    assert (contents(target), times(target)) == before
-
-
 # --------------------------------------------------------------------------------- kinds
-
-
-def test_objects_of_all_kinds_arrive(tmp_path: Path) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
-    fill(source, hybrid(), prompt(0, 2))
-    (bad,) = source.rglob("*-1-state-2of3.safetensors")
-    data = bytearray(bad.read_bytes())
-    data[-1] ^= 1
-    bad.write_bytes(data)
-    found = report(source, target, code=1)
-    assert (found["copied"], found["windows"], found["states"], found["bad"]) == (13, 4, 5, 1)
-    name = str(bad.relative_to(source))
-    assert [problem["name"] for problem in found["problems"]] == [name]
-    assert contents(target) == {k: v for k, v in contents(source).items() if k != name}
-    text = run(source, tmp_path / "another", code=1).stdout
-    assert "(4 of windows, 5 of states)" in text
-    assert report(source, target, code=1)["existed"] == 13
-
-
-def test_the_prefixes_of_some_prompts_are_copied_in_all_kinds(tmp_path: Path) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
-    fill(source, hybrid(), prompt(0, 3), prompt(1, 2))
-    for state in source.rglob("*-0-state-*.safetensors"):
-        state.unlink()
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(json.dumps(prompt(0, 3)[: 2 * CHUNK]))
-    found = report(source, target, "--tokens", file)
-    assert (found["copied"], found["windows"], found["states"]) == (2 * 2 + 2 * 2 + 3, 4, 3)
-    assert contents(target).items() <= contents(source).items()
 
 
 def test_an_object_of_a_kind_that_its_namespace_has_not_is_bad(
@@ -354,21 +248,6 @@ def test_options_of_a_side_may_be_in_a_file(source: Path, tmp_path: Path, server
     assert back["copied"] == there["copied"]
 
 
-def test_options_that_cannot_be_used_are_refused_and_not_shown(
-    source: Path, tmp_path: Path
-) -> None:
-    file = tmp_path / "options.json"
-    file.write_text('{"secret": "hunter2"')
-    for arguments, expected in (
-        (["--source-options-file", file], "--source-options"),
-        (["--target-options-file", tmp_path / "none"], "cannot be read"),
-        (["--source-options", "{}", "--source-options-file", file], "give one of them"),
-    ):
-        result = run(source, tmp_path / "target", *arguments, code=2)
-        assert expected in result.stderr
-        assert "hunter2" not in result.stderr
-
-
 def test_to_s3_and_back(
     source: Path, tmp_path: Path, server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -395,12 +274,6 @@ def test_to_any_filesystem_of_fsspec(source: Path) -> None:
         with open_shelf(source.parent / "back") as back:
             assert copy_shelf(there, back).copied == 14
     assert contents(source.parent / "back") == contents(source)
-
-
-def test_places_that_cannot_be_used(source: Path, tmp_path: Path) -> None:
-    assert "does not exist" in run(tmp_path / "nothing", tmp_path / "x", code=3).stderr
-    assert "two places" in run(source, f"{source}/", code=2).stderr
-    assert "not JSON" in run(source, "x", "--target-options", "{", code=2).stderr
 
 
 # -------------------------------------------------------------------------------- trouble
@@ -483,16 +356,6 @@ def test_trouble_that_passes_is_waited_for(source: Path, tmp_path: Path) -> None
     assert contents(tmp_path / "target") == contents(source)
 
 
-def test_a_target_without_room_ends_the_copy(source: Path, tmp_path: Path) -> None:
-    def trouble(number: int) -> Exception | None:
-        return NoSpaceStorageError(28, "full") if number > 4 else None
-
-    found = CopyReport()
-    with pytest.raises(NoSpaceStorageError, match="full"):
-        copied(source, troubled(str(tmp_path / "target"), trouble), jobs=1, report=found)
-    assert 0 < found.copied < 14
-
-
 @pytest.mark.parametrize("verify_existing", [False, True])
 def test_a_folder_in_the_place_of_an_object_is_no_fault_of_the_source(
     source: Path, tmp_path: Path, verify_existing: bool
@@ -517,19 +380,6 @@ def test_a_folder_in_the_place_of_an_object_is_no_fault_of_the_source(
     assert not found.complete
     [(said, text)] = problems
     assert said == str(name) and "found a folder where an object" in text and str(place) in text
-
-
-def test_objects_that_vanish_meanwhile_are_no_failure(source: Path, tmp_path: Path) -> None:
-    def trouble(number: int) -> Exception | None:
-        if number == 3:
-            for path in objects(source):
-                path.unlink()
-        return None
-
-    found = copied(source, troubled(str(tmp_path / "target"), trouble), jobs=1)
-    assert found.gone > 0
-    assert found.complete
-    assert found.copied + found.gone == found.found
 
 
 def test_a_source_that_vanishes_while_it_is_read_is_a_failure(source: Path, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -109,28 +108,6 @@ def test_by_group_depth_and_kind_of_one_listing(
     )
 
 
-def test_by_age_of_the_last_use(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = objects(shelf)
-    now = time.time() + 100 * DAY
-    monkeypatch.setattr(PosixBackend, "now", lambda _: now)
-    ages = [10.0, 7200.0, 2 * DAY, 10 * DAY, 50 * DAY]
-    for number, path in enumerate(paths):
-        # What counts is the later one of access and modification.
-        os.utime(path, (now - ages[number % 5], now - 60 * DAY))
-    whole = usage(shelf, "--by", "age", "--by", "namespace")
-    latest = [row["last_used"] for row in whole["by"]["namespace"]]
-    assert latest == pytest.approx([now - 10.0] * 2, abs=1.0)
-    found = rows(whole, "age")
-    assert list(found) == [
-        "under 1 hour",
-        "1 to 24 hours",
-        "1 to 7 days",
-        "7 to 30 days",
-        "over 30 days",
-    ]
-    assert found == {name: of(paths[n::5]) for n, name in enumerate(found)}
-
-
 @pytest.mark.parametrize("when", [-1e10, 1e14])
 def test_absurd_times_are_counted(shelf: Path, when: float) -> None:
     try:
@@ -142,41 +119,10 @@ def test_absurd_times_are_counted(shelf: Path, when: float) -> None:
     run(shelf, "--by", "age")
 
 
-def test_forged_sizes_do_not_overflow(shelf: Path) -> None:
-    for path in objects(shelf)[:4]:
-        try:
-            os.truncate(path, (1 << 63) - 4096)
-        except OSError:
-            os.truncate(path, 1 << 43)
-    found = usage(shelf)
-    assert found["bytes"] > 1 << 43
-    assert all(row["bytes"] > 0 for row in found["by"]["namespace"])
-
-
 def test_one_namespace(shelf: Path) -> None:
     found = usage(shelf, "-n", FOLDER[-16:])
     assert rows(found, "namespace") == {FOLDER: of(objects(shelf / FOLDER))}
     assert "it has:" in run(shelf, "-n", "other-0123456789abcdef", code=2).stderr
-
-
-def test_what_lies_beside(shelf: Path) -> None:
-    path = objects(shelf)[0]
-    path.with_name(f".{path.name}.{'a' * 16}.tmp").write_bytes(b"x" * 10)
-    bad = shelf / FOLDER / ".kvshelf" / "bad"
-    bad.mkdir(parents=True)
-    (bad / f"{0:020d}-00000000-{path.name}").write_bytes(b"x" * 20)
-    (shelf / FOLDER / "notes").write_bytes(b"x" * 30)
-    found = usage(shelf)["others"]
-    assert {name: (total["files"], total["bytes"]) for name, total in found.items()} == {
-        "temporaries": (1, 10),
-        "quarantine": (1, 20),
-        "markers": (0, 0),
-        "descriptions": (2, found["descriptions"]["bytes"]),
-        "reserved": (0, 0),
-        "other versions": (0, 0),
-        "foreign": (1, 30),
-    }
-    assert "temporaries 1: 10 B" in run(shelf).stdout
 
 
 def test_empty_and_missing(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import time
@@ -99,23 +98,6 @@ def stored(rig: Rig) -> Rig:
     return rig
 
 
-def test_a_prompt_that_is_stored_hits(stored: Rig) -> None:
-    found = stored.explain()
-    assert found.hits
-    assert (found.chunks, found.usable_chunks, found.hit_chunks) == (4, 4, 4)
-    assert found.namespace == namespace().folder
-    assert found.chosen == "the only one of the shelf"
-    assert not found.missing
-    assert not found.causes
-
-
-def test_an_empty_shelf(rig: Rig) -> None:
-    rig.root.mkdir()
-    found = rig.explain()
-    assert codes(found) == ["no_namespace"]
-    assert not found.hits
-
-
 def test_a_description_that_cannot_be_used_is_named(stored: Rig) -> None:
     (stored.root / namespace().folder / "namespace.json").write_text("{}")
     found = stored.explain()
@@ -164,17 +146,6 @@ def test_another_namespace_has_it(rig: Rig, field: str, value: str) -> None:
     assert found.near[0].differs == [field]
 
 
-def test_the_engines_namespace_need_not_be_on_the_shelf(rig: Rig) -> None:
-    other = namespace(weights="user:other")
-    fill(rig.root, other, TOKENS)
-    rig.history(namespace())
-    found = rig.explain()
-    assert found.namespace == namespace().folder
-    assert "on this machine" in found.chosen
-    assert codes(found) == ["other_namespace", "nothing_stored"]
-    assert found.causes[0].advice.startswith("weights is 'user:other' there and 'user:test' here")
-
-
 def test_without_a_choice_the_namespace_with_the_longest_hit_is_taken(rig: Rig) -> None:
     fill(rig.root, namespace(), TOKENS[: 2 * CHUNK])
     fill(rig.root, namespace(version="2"), TOKENS)
@@ -186,19 +157,6 @@ def test_without_a_choice_the_namespace_with_the_longest_hit_is_taken(rig: Rig) 
 def test_a_namespace_that_nobody_has(stored: Rig) -> None:
     with pytest.raises(ConfigError, match="no namespace 0123"):
         stored.explain(namespace="0123")
-
-
-def test_a_missing_shard_is_named(stored: Rig) -> None:
-    stored.path(2, 1).unlink()
-    found = stored.explain()
-    assert found.hit_chunks == 2
-    assert codes(found) == ["missing_shard"]
-    assert "chunk 2, kind full, shard 1 of 2" in found.causes[0].text
-    (piece,) = found.missing
-    assert (piece.kind, piece.chunk) == (FULL, 2)
-    assert (piece.first_token, piece.last_token) == (2 * CHUNK, 3 * CHUNK - 1)
-    assert list(piece.objects.values()) == ["present", "missing"]
-    assert str(stored.path(2, 0).relative_to(stored.root)) in piece.objects
 
 
 def test_an_object_of_the_wrong_size(stored: Rig) -> None:
@@ -218,15 +176,6 @@ def damage(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-
-
-def test_a_bad_object_is_found_by_reading_it(stored: Rig) -> None:
-    damage(stored.path(1, 1))
-    assert stored.explain().hits
-    found = stored.explain(verify=True)
-    assert codes(found) == ["bad_object"]
-    assert str(stored.path(1, 1).relative_to(stored.root)) in found.causes[0].text
-    assert not found.hits
 
 
 def test_an_object_that_a_history_calls_bad_is_read(stored: Rig) -> None:
@@ -249,25 +198,6 @@ def test_an_object_in_quarantine(stored: Rig) -> None:
     found = stored.explain()
     assert codes(found)[:2] == ["quarantined", "quarantined"]
     assert ".kvshelf/bad/" in found.causes[0].text
-
-
-def test_a_chunk_was_deleted_if_later_ones_are_there(stored: Rig) -> None:
-    for shard in range(2):
-        stored.path(1, shard).unlink()
-    found = stored.explain()
-    assert codes(found) == ["deleted"]
-    assert "chunk 1 is missing and chunk 2 is there" in found.causes[0].text
-
-
-def test_prompts_that_part(stored: Rig) -> None:
-    tokens = [*TOKENS[:70], *prompt(9, 4)]
-    found = stored.explain(tokens)
-    assert found.hit_chunks == 2
-    assert codes(found) == ["parts_here"]
-    assert "tokens 64 to 95" in found.causes[0].text
-    found = stored.explain(tokens, like=TOKENS)
-    assert codes(found) == ["tokens_differ", "parts_here"]
-    assert "token 70 differs, in chunk 2" in found.causes[0].text
 
 
 def test_a_prompt_that_nobody_stored(stored: Rig) -> None:
@@ -299,37 +229,6 @@ def test_the_other_salt_group(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("event", "reason", "code", "words"),
-    [
-        (Event.DROPPED_STORE, Reason.STAGING_FULL, "dropped", "staging was full"),
-        (Event.DROPPED_STORE, Reason.NO_ROOM, "dropped", "the shelf was full"),
-        (Event.DROPPED_STORE, Reason.SHUTDOWN, "dropped", "stopped before"),
-        (Event.EVICTED, Reason.BOUNDS, "evicted", "max_bytes"),
-        (Event.REFUSED_STORE, Reason.UNKNOWN, "refused", "did not store chunk 3"),
-    ],
-)
-def test_what_an_engine_of_this_machine_did_with_it(
-    stored: Rig, event: Event, reason: Reason, code: str, words: str
-) -> None:
-    for shard in range(2):
-        stored.path(3, shard).unlink()
-    history = stored.history()
-    history.note(Event.MISSED, key(3), chunk=3, detail=Reason.ABSENT)
-    history.note(event, key(3), chunk=3, detail=reason)
-    history.note(Event.MISSED, prompt_key(), chunk=3, detail=Reason.ABSENT)
-    found = stored.explain()
-    assert codes(found) == [code]
-    assert words in found.causes[0].text
-    assert [noted.event for noted in found.events] == ["missed", event.name.lower()]
-    assert found.events[0].chunk == 3
-
-
-def prompt_key() -> bytes:
-    """Return the key of a chunk of another prompt."""
-    return KeyChain(namespace().digest, CHUNK).extend(prompt(3, 1))[0].key
-
-
-@pytest.mark.parametrize(
     ("event", "reason", "code"),
     [
         (Event.NOT_LOADED, Reason.TIMED_OUT, "not_loaded"),
@@ -354,19 +253,6 @@ def test_an_engine_that_stores_nothing(stored: Rig) -> None:
     found = stored.explain([*TOKENS, *prompt(4, 1)])
     assert codes(found) == ["stores_nothing", "parts_here"]
     assert "read_only is true" in found.causes[0].text
-
-
-def test_the_engine_that_was_asked_stores_nothing_and_another_one_wrote_later(stored: Rig) -> None:
-    reads = stored.history(namespace(), refuses="read_only is true")
-    prompts = [*TOKENS, *prompt(4, 1)]
-    missed = KeyChain(namespace().digest, CHUNK).extend(prompts)[4]
-    reads.note(Event.MISSED, missed.key, chunk=4, detail=Reason.ABSENT)
-    reads.flush()
-    stores = stored.history(namespace())
-    stores.flush()
-    assert stores.path is not None
-    os.utime(stores.path, (time.time() + 1, time.time() + 1))
-    assert "stores_nothing" in codes(stored.explain(prompts))
 
 
 def test_an_engine_that_does_not_cache(stored: Rig) -> None:
@@ -411,13 +297,6 @@ def remove(rig: Rig, kind: Kind, *indices: int) -> None:
             path.unlink()
 
 
-def test_a_hybrid_prompt_hits_before_its_last_token(of_hybrid: Rig) -> None:
-    found = of_hybrid.explain()
-    assert (found.usable_chunks, found.hit_chunks) == (3, 3)
-    assert found.hits
-    assert of_hybrid.explain([*TOKENS, 1]).hit_chunks == 4
-
-
 def test_a_missing_state_ends_a_hit(of_hybrid: Rig) -> None:
     remove(of_hybrid, STATE, 2)
     found = of_hybrid.explain()
@@ -444,13 +323,6 @@ def test_missing_windows_end_a_hit(of_hybrid: Rig) -> None:
     assert found.hit_chunks == 1
     assert codes(found) == ["no_window"]
     assert "chunk 1, 2" in found.causes[0].text
-
-
-def test_missing_full_chunks_of_a_hybrid(of_hybrid: Rig) -> None:
-    remove(of_hybrid, FULL, 1)
-    found = of_hybrid.explain()
-    assert found.hit_chunks == 1
-    assert codes(found) == ["deleted"]
 
 
 def test_what_gc_deleted(stored: Rig) -> None:
@@ -534,23 +406,6 @@ def test_the_command_tells_by_its_exit_code(stored: Rig, call: Callable[..., Res
     assert "line 2: 64 tokens, 2 chunks of 32: a lookup finds 2 of the 2" in result.stdout
     shutil.rmtree(stored.root)
     assert call(TOKENS).exit_code == 3
-
-
-def test_the_command_writes_json(stored: Rig, call: Callable[..., Result]) -> None:
-    result = call(TOKENS, {"tokens": TOKENS, "cache_salt": "x"}, options=("--json",))
-    assert result.exit_code == 1
-    first, second = map(json.loads, result.stdout.splitlines())
-    assert first["hits"] is True
-    assert second["hits"] is False
-    assert second["causes"][0]["code"] == "cache_salt"
-    assert second["missing"][0]["objects"]
-    assert second["near"][0]["namespace"] == namespace().folder
-
-
-def test_the_command_refuses_text_without_a_model(call: Callable[..., Result]) -> None:
-    result = call("some text")
-    assert result.exit_code == 2
-    assert "--model" in result.stderr
 
 
 def test_the_command_compares_with_another_prompt(

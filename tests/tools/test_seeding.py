@@ -5,11 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -21,7 +18,6 @@ from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import open_shelf
 from kvshelf.tools.prompts import Prompt, TokenPrompt, parse_prompts, read_prompts
 from kvshelf.tools.seeding import SeedReport, seed_shelf
-from kvshelf.vllm.seeding import OfflineEngine
 from tests.support import commands
 from tests.support.filled import CHUNK, fill, namespace, prompt, store
 
@@ -88,41 +84,6 @@ def test_what_is_on_the_shelf_is_not_computed(tmp_path: Path) -> None:
     again, _ = seed(tmp_path, prompts, engine)
     assert len(engine.calls) == 1
     assert (again.existed, again.short, again.chunks) == (5, 1, 0)
-
-
-def test_one_lost_object_is_computed_again(tmp_path: Path) -> None:
-    fill(tmp_path, namespace(), prompt(0, 3))
-    next(tmp_path.rglob("*-2-1of2.safetensors")).unlink()
-    engine = Engine(tmp_path)
-    report, _ = seed(tmp_path, [TokenPrompt(1, prompt(0, 3))], engine)
-    assert (report.stored, report.chunks) == (1, 1)
-
-
-def test_batches_hold_what_staging_has_room_for(tmp_path: Path) -> None:
-    shared = prompt(9, 4)
-    prompts = [TokenPrompt(line, shared + prompt(line, 1)) for line in range(1, 6)]
-    engine = Engine(tmp_path)
-    report, _ = seed(tmp_path, prompts, engine, batch_chunks=10)
-    # Five chunks each; once the shared ones are there, one.
-    assert engine.calls == [[1, 2], [3, 4, 5]]
-    assert (report.stored, report.chunks) == (5, 4 + 5)
-
-
-def test_a_prompt_longer_than_a_batch_is_computed_alone(tmp_path: Path) -> None:
-    engine = Engine(tmp_path)
-    prompts = [TokenPrompt(n, prompt(n, length)) for n, length in ((1, 1), (2, 8), (3, 1))]
-    report, _ = seed(tmp_path, prompts, engine, batch_chunks=2)
-    assert engine.calls == [[1], [2], [3]]
-    assert report.stored == 3
-
-
-def test_what_the_engine_dropped_is_computed_again(tmp_path: Path) -> None:
-    engine = Engine(tmp_path, drops=[2])
-    prompts = [TokenPrompt(line, prompt(line, 3)) for line in (1, 2, 3)]
-    report, problems = seed(tmp_path, prompts, engine)
-    assert engine.calls == [[1, 2, 3], [2]]
-    assert (report.stored, report.failed, report.chunks) == (3, 0, 9)
-    assert not problems
 
 
 def test_what_is_dropped_again_and_again_is_named(tmp_path: Path) -> None:
@@ -271,78 +232,3 @@ def test_the_command_reports_what_it_did_however_it_ends(
     assert (row["stored"], row["interrupted"]) == (1, interrupted)
     assert [problem["line"] for problem in row["problems"]] == ([] if interrupted else [2])
     assert result.exit_code == (130 if interrupted else 1)
-
-
-class FakeConnector:
-    """The connector of an engine, with the configuration that vLLM hands over."""
-
-    namespace: Namespace | None = None
-    disabled = False
-
-    def __init__(self, extra: Mapping[str, Any]) -> None:
-        self.config = Config.load(extra)
-
-
-class FakeLLM:
-    """As much of ``vllm.LLM`` as an :class:`OfflineEngine` starts and asks."""
-
-    def __init__(self, *, model: str, kv_transfer_config: SimpleNamespace) -> None:
-        connector = FakeConnector(kv_transfer_config.kv_connector_extra_config)
-        core = SimpleNamespace(scheduler=SimpleNamespace(connector=connector))
-        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core))
-        self.steps = 0
-
-    def generate(self, inputs: object, parameters: object, *, use_tqdm: bool) -> None:
-        self.steps += 1
-
-
-@pytest.fixture
-def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    vllm: Any = ModuleType("vllm")
-    config: Any = ModuleType("vllm.config")
-    vllm.__version__ = "0.32.0"
-    vllm.LLM, vllm.SamplingParams = FakeLLM, SimpleNamespace
-    vllm.config, config.KVTransferConfig = config, SimpleNamespace
-    monkeypatch.setitem(sys.modules, "vllm", vllm)
-    monkeypatch.setitem(sys.modules, "vllm.config", config)
-    # The engine sets them for the process.
-    for name in (
-        "VLLM_ENABLE_V1_MULTIPROCESSING",
-        "VLLM_LOGGING_STREAM",
-        "VLLM_LOGGING_LEVEL",
-    ):
-        monkeypatch.setenv(name, os.environ.get(name, ""))
-
-
-@pytest.mark.usefixtures("fake_vllm")
-@pytest.mark.parametrize("where", ["file", "environment"])
-def test_a_seeder_stores_on_the_shelf_itself_whatever_is_configured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    """Chunks of a disk tier would not be stored, and a shelf that is only read never fills."""
-    options = {
-        "disk_tier": {"path": str(tmp_path / "tier"), "max_bytes": 1 << 30},
-        "read_only": True,
-        "chunk_size": 128,
-    }
-    if where == "file":
-        file = tmp_path / "kvshelf.yaml"
-        file.write_text(json.dumps(options))
-        monkeypatch.setenv("KVSHELF_CONFIG", str(file))
-    else:
-        for name, value in options.items():
-            monkeypatch.setenv(f"KVSHELF_{name.upper()}", json.dumps(value))
-    engine = OfflineEngine("m", str(tmp_path / "shelf"), {})
-    assert (engine.config.disk_tier, engine.config.read_only) == (None, False)
-    assert engine.config.chunk_size == 128
-
-
-@pytest.mark.usefixtures("fake_vllm")
-def test_workers_that_never_name_their_weights_end_the_seeding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvshelf.vllm.seeding._IDENTITY_SECONDS", 0.2)
-    engine = OfflineEngine("m", str(tmp_path / "shelf"), {})
-    with pytest.raises(ConfigError, match="have not reported their weights"):
-        engine.namespace()
-    assert engine._llm.steps > 0

@@ -18,7 +18,7 @@ from kvshelf.capacity.written import WRITTEN
 from kvshelf.config import CapacityConfig
 from kvshelf.errors import TransientStorageError
 from kvshelf.format.keys import KeyChain
-from kvshelf.tools.status import A_SWEEP, DEFAULT, Status, look
+from kvshelf.tools.status import A_SWEEP, Status, look
 from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support.filled import CHUNK, fill, hybrid, namespace, prompt
 
@@ -60,34 +60,6 @@ def swept(storage: Far, record: Record | None = None, **finding: Any) -> str:
 
 def bounds(found: Status) -> dict[str, tuple[float, str, int | None]]:
     return {bound.name: (bound.value, bound.given_by, bound.room) for bound in found.bounds}
-
-
-def test_a_shelf_that_nobody_bounds(storage: Far) -> None:
-    found = status(storage)
-    assert (found.namespaces, found.used, found.free) == (2, None, 60 * GIB)
-    assert bounds(found) == {"min_free": (5 * GIB, DEFAULT, 55 * GIB)}
-    assert (found.finding, found.sweeping, found.problems) == (None, None, ())
-    assert any("how much is on the shelf" in sentence for sentence in found.unknown)
-
-
-def test_no_object_is_listed_probed_or_read(storage: Far) -> None:
-    swept(storage, free=61 * GIB)
-    Pins.add(storage, "a", Pin(namespace().folder, keys=[bytes(32)]))
-    listed: list[str] = []
-    inner = storage.inner.list
-
-    def note(prefix: str = "", **options: Any) -> Any:
-        listed.append(prefix)
-        return inner(prefix, **options)
-
-    storage.inner.list = note  # type: ignore[method-assign]
-    storage.counts.clear()
-    status(storage)
-    assert listed
-    assert all(prefix.startswith(".kvshelf/") for prefix in listed)
-    assert "stat" not in storage.counts and "write" not in storage.counts
-    # The record, which is also examined for damage, the pin, and the namespace of its chunks.
-    assert storage.counts["open"] == 4
 
 
 def test_what_was_written_since_the_sweep_counts(storage: Far) -> None:
@@ -134,15 +106,6 @@ def test_a_bound_that_no_engine_has_named_for_an_hour_is_not_known(storage: Far)
     assert any(str(41 * GIB) in sentence for sentence in found.unknown)
 
 
-def test_who_sweeps_now(storage: Far) -> None:
-    swept(storage)
-    lease, now = Lease(storage), time.time()
-    assert lease.take(lease.read(now), now) is not None
-    found = status(storage)
-    assert found.sweeping is not None and found.finding is not None
-    assert found.sweeping.owner == lease.owner != found.finding.by
-
-
 def test_a_sweep_of_an_earlier_version_does_not_say_what_it_deleted(storage: Far) -> None:
     now = time.time()
     record = {"version": 1, "owner": "x", "finding": {"at": now, "nbytes": 5, "seconds": 1}}
@@ -168,13 +131,6 @@ def test_pins_with_the_bytes_of_their_chunks(storage: Far) -> None:
     assert found.pin_bytes["group"] is found.pin_bytes["elsewhere"] is None
     for name in ("group", "elsewhere"):
         assert any(f"the pin {name}:" in sentence for sentence in found.unknown)
-
-
-def test_a_damaged_record_is_named(storage: Far) -> None:
-    storage.write(SWEEP, [b"nothing"], "replace")
-    found = status(storage)
-    assert [name for name, _ in found.problems] == [SWEEP]
-    assert found.finding is None
 
 
 def test_a_storage_that_fails_is_an_error(storage: Far) -> None:

@@ -7,21 +7,16 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from kvshelf.backends import base, open_backend
 from kvshelf.backends.posix import PosixBackend
-from kvshelf.capacity import parallel
-from kvshelf.cli.app import app
-from kvshelf.errors import TransientStorageError
 from kvshelf.shelf.shelf import Shelf
-from kvshelf.tools.verify import VerifyReport, recovered, verify_shelf
+from kvshelf.tools.verify import recovered, verify_shelf
 from tests.support import commands
 from tests.support.filled import contents, fill, hybrid, namespace, prompt, times
 
@@ -99,36 +94,6 @@ def test_a_good_shelf_is_good_and_stays_as_it_is(shelf: Path) -> None:
     assert (times(shelf), contents(shelf)) == before
 
 
-def test_a_shelf_of_the_first_release_is_good(tmp_path: Path) -> None:
-    golden = Path(__file__).parents[1] / "golden" / "v0.1.0" / "shelf"
-    shutil.copytree(golden, tmp_path / "shelf")
-    found = report(tmp_path / "shelf", "--repair")
-    assert (found["intact"], found["sound"]) == (len(objects(golden)), True)
-    assert contents(tmp_path / "shelf") == contents(golden)
-
-
-@pytest.mark.parametrize("damage", [flip, cut, empty, grow, other])
-def test_a_bad_object_is_named_and_moved_aside(shelf: Path, damage: Callable[[Path], None]) -> None:
-    before = contents(shelf)
-    bad = objects(shelf)[4]
-    name = str(bad.relative_to(shelf))
-    damage(bad)
-    damaged = bad.read_bytes()
-    found = report(shelf, code=1)
-    assert (found["bad"], found["moved"], found["intact"]) == (1, 0, len(objects(shelf)) - 1)
-    assert [row["name"] for row in found["problems"]] == [name]
-    assert bad.read_bytes() == damaged, "only --repair changes anything"
-    assert name in run(shelf, code=1).stderr
-    mended = report(shelf, "--repair")
-    assert (mended["bad"], mended["moved"], mended["sound"]) == (1, 1, True)
-    assert not bad.exists()
-    (aside,) = (shelf / name.partition("/")[0] / ".kvshelf" / "bad").iterdir()
-    assert aside.read_bytes() == damaged
-    left = {key: data for key, data in contents(shelf).items() if "/.kvshelf/" not in key}
-    assert left == {key: data for key, data in before.items() if key != name}
-    assert report(shelf)["sound"] is True
-
-
 def test_a_file_that_may_still_be_copied_stays(shelf: Path) -> None:
     bad = objects(shelf)[0]
     os.truncate(bad, 1000)
@@ -149,39 +114,6 @@ def test_names_that_the_namespace_has_not_are_bad(shelf: Path) -> None:
     found = report(shelf, "--repair")
     assert (found["bad"], found["moved"]) == (2, 2)
     assert not any(name.exists() for name in wrong)
-
-
-def test_only_the_bad_one_of_two_folders_of_a_namespace_is_moved(shelf: Path) -> None:
-    renamed = namespace("renamed").folder
-    shutil.copytree(shelf / FOLDER, shelf / renamed)
-    age(shelf)
-    for folder in (FOLDER, renamed):
-        bad = next(p for p in objects(shelf / folder) if "-1-0of2" in p.name)
-        flip(bad)
-        found = report(shelf, "--repair")
-        assert (found["bad"], found["moved"]) == (1, 1)
-        assert found["problems"][0]["name"] == str(bad.relative_to(shelf))
-        assert not bad.exists()
-
-
-def test_what_others_left_stays(shelf: Path) -> None:
-    foreign = [
-        shelf / "README",
-        shelf / FOLDER / "notes.txt",
-        shelf / FOLDER / "_" / "x.safetensors",
-        shelf / "other" / "model.safetensors",
-        shelf / FOLDER / ".kvshelf" / "gave-up" / ("a" * 32),
-        shelf / ".kvshelf" / "notes.txt",
-    ]
-    for path in foreign:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"" if "gave-up" in path.parts else b"foreign")
-    link = objects(shelf)[0].with_name("link")
-    link.symlink_to("/etc/hostname")
-    age(shelf)
-    assert report(shelf, "--repair")["sound"] is True
-    assert all(path.exists() for path in foreign)
-    assert link.is_symlink()
 
 
 # ------------------------------------------------------------------------------ descriptions
@@ -337,16 +269,6 @@ def test_a_sample_is_a_part(shelf: Path) -> None:
         assert "--sample" in run(shelf, f"--sample={text}", code=2).stderr
 
 
-@pytest.mark.long
-def test_samples_differ(shelf: Path) -> None:
-    flip(objects(shelf)[0])
-    codes = {
-        CliRunner().invoke(app, ["verify", str(shelf), "--sample", "50%"]).exit_code
-        for _ in range(40)
-    }
-    assert codes == {0, 1}
-
-
 def test_only_one_namespace(shelf: Path) -> None:
     flip(objects(shelf / HYBRID.folder)[0])
     assert report(shelf, "-n", FOLDER[-16:])["intact"] == 10
@@ -355,25 +277,6 @@ def test_only_one_namespace(shelf: Path) -> None:
 
 
 # ------------------------------------------------------------------------------ trouble
-
-
-def test_an_error_of_the_storage_changes_nothing(
-    shelf: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parallel, "PAUSES", (0.0,))
-    before = contents(shelf)
-    ill = str(objects(shelf)[3].relative_to(shelf))
-    real = PosixBackend.open
-
-    def fails(self: PosixBackend, name: str, size: int | None = None) -> Any:
-        if name == ill:
-            raise TransientStorageError(5, "made by a test", name)
-        return real(self, name)
-
-    monkeypatch.setattr(PosixBackend, "open", fails)
-    found = report(shelf, "--repair", "-j", "1", code=1)
-    assert (found["failed"], found["bad"], found["moved"]) == (1, 0, 0)
-    assert contents(shelf) == before
 
 
 def test_objects_that_vanish_are_no_problem(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,22 +338,3 @@ def test_mass_damage(tmp_path: Path) -> None:
     assert objects(root) == []
     # An engine that walks through the shelf keeps the newest 32.
     assert len(list((root / FOLDER / ".kvshelf" / "bad").iterdir())) == 160
-
-
-def test_progress_reaches_the_end(shelf: Path) -> None:
-    seen: list[tuple[int, int]] = []
-    listed = 0
-
-    def count() -> None:
-        nonlocal listed
-        listed += 1
-
-    with Shelf(open_backend(str(shelf))) as opened:
-        result = verify_shelf(
-            opened,
-            on_listed=count,
-            on_progress=lambda now: seen.append((now.done, now.found)),
-        )
-    assert isinstance(result, VerifyReport)
-    assert seen[-1] == (len(objects(shelf)), len(objects(shelf)))
-    assert listed == len(objects(shelf)) + 2

@@ -36,7 +36,6 @@ from kvshelf.vllm.item_ids import ItemIds
 from kvshelf.vllm.metadata import (
     Facts,
     LoadFailure,
-    LoadOp,
     Orders,
     StepMetadata,
     WorkerMetadata,
@@ -138,11 +137,6 @@ def give_lookups(side: SchedulerSide, lookups: LookupService | None) -> None:
     side.opening.lookups = lookups
 
 
-def lookups_of(side: SchedulerSide) -> LookupService | None:
-    """What looks up; None until the namespace is known."""
-    return side.opening.lookups
-
-
 def drafts_of(side: SchedulerSide) -> DraftScheduler:
     """The drafter's part."""
     return side.drafts
@@ -151,12 +145,6 @@ def drafts_of(side: SchedulerSide) -> DraftScheduler:
 def namespace_of_drafts(side: SchedulerSide) -> Namespace | None:
     """The namespace of the drafter's KV, once it is known."""
     return side.drafts.namespace
-
-
-def load_to_hand_out(side: SchedulerSide) -> LoadOp:
-    """The only load that the next step brings to the workers."""
-    (op,) = side.loads.planned.values()
-    return op
 
 
 def round_of(side: SchedulerSide) -> int:

@@ -26,7 +26,6 @@ from kvshelf.vllm.metadata import StepMetadata
 from kvshelf.vllm.scheduler import SchedulerSide
 from kvshelf.vllm.scheduler.opening import Opening
 from kvshelf.vllm.scheduler.read_ahead import ReadAhead
-from kvshelf.vllm.scheduler.steps import Steps
 from kvshelf.vllm.worker.stores import WorkerStores
 from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support.prompts import prompt
@@ -296,22 +295,6 @@ def test_a_load_is_reported_where_a_method_fails_beside_it(
     engine.run()
     assert state.loads == 1
     assert state.load_failed is computed
-
-
-def test_a_step_whose_plan_fails_brings_its_loads_and_stores_nothing(
-    start: Callable[..., MiniVllm], backend: FaultyStorage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = start()
-    prompts = fill(engine)
-    stored = len(list(backend.list()))
-    state = engine.states[engine.add(Request("warm", prompts[0])).request_id]
-    engine.add(Request("cold", prompt(40, 99)))
-    monkeypatch.setattr(Steps, "begin", _fail)
-    engine.run()
-    assert state.loads == 1
-    assert not state.load_failed
-    assert side_of(engine).drain(PATIENCE) == 0
-    assert len(list(backend.list())) == stored
 
 
 def _fail(*_: object) -> float:

@@ -19,17 +19,14 @@ from hypothesis import strategies as st
 from vllm.v1.worker import block_table
 from vllm.v1.worker.gpu import block_table as block_table_of_v2
 
-from kvshelf.errors import ConfigError, UnsupportedError
-from kvshelf.format.namespace import Namespace
+from kvshelf.errors import UnsupportedError
 from kvshelf.kv.interleave import InterleavedBlocks
 from kvshelf.kv.topology import Topology
-from kvshelf.vllm.namespace import context_ranks
 from kvshelf.vllm.worker import registration
 from tests.support.prompts import prompt
 from tests.vllm.replay import KVConnectorRole, SharedStorageConnector, make_config, make_groups
-from tests.vllm.shelf_files import DAMAGE
-from tests.vllm.simulated import FORMS, SimulatedEngine, engines_on, kv_of
-from tests.vllm.test_blocks_and_chunks import check_load, objects
+from tests.vllm.simulated import FORMS, SimulatedEngine, engines_on
+from tests.vllm.test_blocks_and_chunks import check_load
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -253,63 +250,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
         yield start
 
 
-@pytest.mark.parametrize("parallel", PARALLEL)
-def test_blocks_from_a_failed_chunk_on_are_bad(start: Start, parallel: dict[str, int]) -> None:
-    tokens = prompt(300)
-    writer = start()
-    writer.prefill(tokens)
-    engine = start(seed=1, **parallel)
-    # Every rank that needs the object finds the damage, and only one can move it aside.
-    DAMAGE["flipped byte of the payload"](objects(writer, tokens, 40)[3][0])
-    found, block_ids = engine.load(tokens)
-    unit = engine.block_tokens
-    assert found == 280 - 280 % unit
-    first_bad = 120 // unit
-    assert engine.bad_blocks == set(block_ids[first_bad : found // unit])
-    good = first_bad * unit
-    assert torch.equal(engine.get(block_ids, 0, good), kv_of(tokens)[:, :, :good])
-
-
-@pytest.mark.parametrize("parallel", PARALLEL[-2:])
-def test_ranks_with_all_tokens_store_each_chunk_once(
-    start: Start, parallel: dict[str, int]
-) -> None:
-    tokens = prompt(300)
-    engine = start(**parallel)
-    engine.prefill(tokens)
-    stored = sum(rank.worker.counters.take().get("stored_chunks", 0) for rank in engine.ranks)
-    # Ranks with different heads store different shards of a chunk.
-    assert stored == 7 * parallel.get("tensor_parallel", 1)
-    assert check_load(start(seed=3), tokens) == 272
-
-
-def test_ranks_that_share_tokens_store_nothing(start: Start) -> None:
-    tokens = prompt(300)
-    engine = start(**PARALLEL[0])
-    engine.prefill(tokens)
-    assert start(seed=3).load(tokens)[0] == 0
-
-
-def test_blocks_are_not_stored_whole(start: Start) -> None:
-    """A rank's block does not hold neighbouring tokens."""
-    options = {"chunk_size": 64, **PARALLEL[0]}
-    layouts = Namespace.from_bytes(start("vec", layout="auto", **options).namespace).record
-    assert set(layouts["layouts"]) == {"canonical"}
-    with pytest.raises(ConfigError, match="layout=native cannot be used: decode context para"):
-        start("vec", layout="native", **options)
-    with pytest.raises(ConfigError, match=r"is unknown.*set decode_context_parallel_size to 1"):
-        start("odd", layout="auto", **options)
-    # With prefill context parallelism alone it does.
-    native = start("vec", layout="native", chunk_size=64, blocks=40, prefill_context=2)
-    native.prefill(tokens := prompt(200))
-    assert check_load(native, tokens) == 192
-    unknown = start("odd", layout="auto", chunk_size=64, blocks=40, prefill_context=2)
-    record = Namespace.from_bytes(unknown.namespace).record
-    assert record["shards"] == 1
-    unknown.prefill(tokens)
-    assert unknown.load(tokens)[0] == 192
-
-
 def test_an_engine_says_that_it_only_loads(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -324,12 +264,3 @@ def test_an_engine_says_that_it_only_loads(
             assert connector._groups.alignment == 4 * size
         lines = [line for line in caplog.messages if "stores none" in line]
         assert len(lines) == warned
-
-
-def test_caches_that_vllm_does_not_spread_are_whole(start: Start) -> None:
-    """Such as those of layers whose cache spec says so."""
-    config = start(**PARALLEL[0]).ranks[0].vllm_config
-    for spread, expected in ((True, 2), (False, 1)):
-        spec = SimpleNamespace(block_size=16, dcp_sharded=spread)
-        groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
-        assert context_ranks(config, groups) == expected

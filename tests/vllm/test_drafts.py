@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import shutil
 import tempfile
 import threading
 import time
@@ -21,7 +20,6 @@ from hypothesis import strategies as st
 from kvshelf.assembly import Assembly
 from kvshelf.config import Config
 from kvshelf.errors import UnsupportedError
-from kvshelf.format.namespace import Namespace
 from kvshelf.metrics import Counters
 from kvshelf.shelf.view import ShelfView
 from kvshelf.transfer import loads, transfers
@@ -39,8 +37,7 @@ from tests.support.prompts import prompt
 from tests.support.waiting import PATIENCE, until
 from tests.vllm import configs, rig
 from tests.vllm.replay import speculation
-from tests.vllm.simulated import DRAFT_LAYER, FORMS, SimulatedEngine, block_hashes, model_config
-from tests.vllm.test_blocks_and_chunks import check_load
+from tests.vllm.simulated import DRAFT_LAYER, SimulatedEngine, block_hashes, model_config
 
 SIZE = 32
 BLOCK = 16
@@ -167,46 +164,7 @@ def of_drafter(engine: Drafting, shelf: Path) -> dict[str, bytes]:
     return namespaces(shelf).get(namespace.folder, {})
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_drafter_changes_neither_namespace_nor_objects(tmp_path: Path, form: str) -> None:
-    tokens = prompt(70, 1)
-    for place, config in (("with", drafter()), ("without", None)):
-        engine = SimulatedEngine(
-            tmp_path / place, form, BLOCK, chunk_size=SIZE, speculative_config=config
-        )
-        engine.prefill(tokens, [40])
-        engine.close()
-    [(folder, files)] = namespaces(tmp_path / "without").items()
-    found = namespaces(tmp_path / "with")
-    assert files and found.pop(folder) == files
-    assert len(found) <= 1
-
-
-def test_engines_with_and_without_a_drafter_share_chunks(make: Callable[..., Drafting]) -> None:
-    plain, drafting = make(speculative_config=None), make()
-    tokens, others = prompt(70, 1), prompt(70, 2)
-    plain.serve(tokens)
-    drafting.serve(others)
-    assert check_load(drafting.engine, tokens) == check_load(plain.engine, others) == 64
-
-
 # ------------------------------------------------------------------------- the drafter's KV
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_drafters_kv_is_loaded_with_the_models(
-    make: Callable[..., Drafting], tmp_path: Path, ranks: int
-) -> None:
-    tokens = prompt(70)
-    first = make(tensor_parallel=ranks)
-    first.serve(tokens, (20, 50))
-    assert len(of_drafter(first, tmp_path / "shelf")) == 2 * 2
-    second = make()
-    assert second.serve(tokens) == 64
-    assert all(second.drafts_of(tokens))
-    counters = second.engine.worker.counters.snapshot()
-    assert counters["draft_loaded_chunks"] == counters["loaded_chunks"] == 2
-    assert counters["loaded_tokens"] == 64
 
 
 @pytest.mark.parametrize("others_fill", [False, True])
@@ -222,76 +180,6 @@ def test_a_drafter_that_runs_when_the_step_may_be_over_decides_only_on_its_own_k
     second = make()
     assert second.serve(tokens) == 64
     assert all(second.drafts_of(tokens)[:64]) is not others_fill
-
-
-def test_a_namespace_of_a_drafter_names_the_models(
-    make: Callable[..., Drafting], tmp_path: Path
-) -> None:
-    engine = make()
-    engine.serve(prompt(70))
-    namespace = rig.namespace_of_drafts(engine.engine.scheduler)
-    assert namespace is not None
-    record = namespace.record
-    target = Namespace.from_bytes(engine.engine.namespace)
-    assert record["version"] == f"drafter of {target.digest.hex()}"
-    assert record["layer_names"] == [DRAFT_LAYER]
-    assert target.record["layer_names"] != record["layer_names"]
-
-
-def test_missing_kv_of_a_drafter_shortens_no_hit_and_is_never_followed_by_stores(
-    make: Callable[..., Drafting], tmp_path: Path
-) -> None:
-    plain, drafting = make(speculative_config=None), make()
-    beginning, other = prompt(64, 1), prompt(100, 2)
-    plain.serve([*beginning, 1])
-    longer = [*beginning, *prompt(70, 3)]
-    assert drafting.serve(longer) == 64
-    assert not any(drafting.drafts_of(longer)[:64])
-    assert of_drafter(drafting, tmp_path / "shelf") == {}
-    # vLLM's prefix cache has the same KV, as a whole or up to the middle of a chunk.
-    for tail in (prompt(70, 4), [*prompt(70, 3)[:20], *prompt(70, 5)]):
-        drafting.serve([*beginning, *tail])
-        assert of_drafter(drafting, tmp_path / "shelf") == {}
-    drafting.serve(other)
-    assert len(of_drafter(drafting, tmp_path / "shelf")) == 3 * 2
-
-
-def test_what_the_drafter_computes_anew_is_stored(
-    make: Callable[..., Drafting], tmp_path: Path
-) -> None:
-    plain, drafting = make(speculative_config=None), make()
-    tokens = prompt(70)
-    plain.serve(tokens)
-    drafting.serve(tokens)
-    for folder in (tmp_path / "shelf").iterdir():
-        shutil.rmtree(folder)
-    drafting.cached.clear()
-    fresh = make()
-    assert fresh.serve([*tokens[:40], 1]) == 0
-    assert drafting.serve([*tokens, *prompt(70, 1)], (35, 64)) == 32
-    assert all(drafting.drafts_of([*tokens, *prompt(70, 1)]))
-    # Its blocks are in vLLM's prefix cache, without a mark.
-    drafting.serve([*tokens, *prompt(70, 2)])
-    assert len(of_drafter(drafting, tmp_path / "shelf")) == (1 + 3 + 2) * 2
-
-
-def test_damaged_kv_of_a_drafter_costs_no_hit(
-    make: Callable[..., Drafting], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    tokens = prompt(100)
-    first = make()
-    first.serve(tokens)
-    namespace = rig.namespace_of_drafts(first.engine.scheduler)
-    assert namespace is not None
-    folder = tmp_path / "shelf" / namespace.folder
-    for file in folder.rglob("*-1-*.safetensors"):
-        file.write_bytes(bytes(file.stat().st_size))
-    second = make()
-    assert second.serve(tokens) == 96
-    assert all(second.drafts_of(tokens)[:32])
-    assert not all(second.drafts_of(tokens)[32:64])
-    assert not second.engine.bad_blocks
-    assert not [one for one in caplog.records if one.name == "kvshelf.transfer"]
 
 
 @pytest.mark.parametrize("ends", ["cut", "failed"])
@@ -483,12 +371,6 @@ def config() -> SimpleNamespace:
     )
 
 
-def test_marked_layers_are_the_drafters(config: SimpleNamespace) -> None:
-    layer = config.compilation_config.static_forward_context[DRAFT_LAYER]
-    layer.is_draft_layer = True
-    assert draft_layers(config) == {DRAFT_LAYER}
-
-
 @pytest.mark.parametrize(
     ("runner", "expected"),
     [
@@ -528,11 +410,6 @@ def test_an_engine_that_does_not_tell_its_drafters_layers_is_refused(
 ) -> None:
     with pytest.raises(UnsupportedError, match=r"does not tell which layers .* method 'eagle'"):
         runner.register(config)
-
-
-def test_without_a_drafter_all_layers_are_the_models(config: SimpleNamespace) -> None:
-    config.speculative_config = None
-    assert draft_layers(config) == frozenset()
 
 
 # ------------------------------------------------------------------------- vLLM's prefix cache
@@ -586,24 +463,6 @@ def test_computing_blocks_anew_after_they_left_the_cache_makes_them_good() -> No
     assert rows.stored(later)
 
 
-@pytest.mark.parametrize("order", ["before", "without reading the cache"])
-def test_spoiled_blocks_that_are_still_in_the_cache_stay_so(order: str) -> None:
-    rows = Rows()
-    if order == "before":
-        other = rows.request("other")
-        rows.side.begin_step([(other, 0, 16)])
-        rows.load_without_drafts("loaded")
-        rows.compute(other, 16)
-    else:
-        rows.load_without_drafts("loaded")
-        other = rows.request("other", skip_reading_prefix_cache=True)
-        rows.compute(other)
-    assert rows.stored(other)
-    later = rows.request("later", at_hand=48)
-    rows.side.begin_step([(later, 48, 64)])
-    assert not rows.stored(later)
-
-
 def test_a_spoiled_block_is_remembered_once_it_has_a_hash() -> None:
     rows = Rows()
     request = rows.request("growing")
@@ -614,15 +473,3 @@ def test_a_spoiled_block_is_remembered_once_it_has_a_hash() -> None:
     later = rows.request("later", at_hand=48)
     rows.side.begin_step([(later, 48, 64)])
     assert not rows.stored(later)
-
-
-def test_weights_that_change_before_the_drafter_has_a_namespace_leave_it_out(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    side = Rows().side
-    before: Any = SimpleNamespace(digest=bytes(32))
-    after: Any = SimpleNamespace(digest=bytes(31) + b"\1")
-    side.receive({}, before, all_spoke=True)
-    side.receive({}, after, all_spoke=True)
-    assert "weights were changed in place" in caplog.text
-    assert not isinstance(side.chain(after.digest, SIZE), DraftedChain)

@@ -62,22 +62,6 @@ def test_what_was_encoded_before_a_change_is_old_until_a_reset(
     assert not outputs.are_old(items("cat"))
 
 
-@pytest.mark.parametrize("when", ["before the round", "in the round"])
-def test_what_left_the_cache_before_the_change_was_known_is_old(
-    outputs: EncoderOutputs, manager: EncoderCacheManager, when: str
-) -> None:
-    if when == "before the round":
-        encode(manager, "cat")
-    outputs.begin()
-    if when == "in the round":
-        encode(manager, "cat")
-    else:
-        evict(manager)
-    outputs.begin()
-    outputs.settle(changed=True)
-    assert outputs.are_old(items("cat"))
-
-
 def test_requests_that_began_while_it_was_not_known_may_have_used_them(
     outputs: EncoderOutputs, manager: EncoderCacheManager
 ) -> None:

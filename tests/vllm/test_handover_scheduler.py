@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import tempfile
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -22,25 +20,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.v1.core.sched.output import KVConnectorBlockState
 
 from kvshelf.format.differences import how_to_unite
-from kvshelf.format.keys import Chunk, KeyChain, MultimodalItem
+from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL, kind_key
 from kvshelf.format.namespace import Namespace
-from kvshelf.shelf.view import NamespaceView, ObjectRef, Presence
 from kvshelf.shelf.waits import WaitService
 from kvshelf.vllm import handshake
 from kvshelf.vllm.adapters import AdapterDigests
 from kvshelf.vllm.handover import Handover, read_handover
-from kvshelf.vllm.metadata import LoadFailure, LoadOp
+from kvshelf.vllm.metadata import LoadFailure
 from kvshelf.vllm.scheduler import SchedulerSide, hits
 from kvshelf.vllm.scheduler.awaited import Awaited
 from tests.support.clocks import Clock
 from tests.support.prompts import prompt
-from tests.support.waiting import PATIENCE, until
+from tests.support.waiting import until
 from tests.vllm import rig
 from tests.vllm.hybrid_specs import full, models
-from tests.vllm.replay import Request, image
-from tests.vllm.rig import Side, make_connector
-from tests.vllm.scheduled import DAMAGED, ScheduledEngine, Start, Text, World, make_namespace
+from tests.vllm.replay import Request
+from tests.vllm.rig import make_connector
+from tests.vllm.scheduled import ScheduledEngine, Start, Text, World, make_namespace
 
 HYBRID = models()
 MODELS = {"plain": [full(8)], **HYBRID}
@@ -170,56 +167,6 @@ def test_a_whole_prompt_is_promised_and_stored(
     assert counts(engine) == {"promised": 1}
 
 
-@pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True}])
-def test_a_request_that_asks_for_no_hand_over_gets_no_params(
-    engine: ScheduledEngine, params: object
-) -> None:
-    engine.add("r", prompt(203), transfer=params)
-    engine.finish()
-    assert engine.params["r"] is None
-    stores = [op for meta in engine.metas for op in meta.stores]
-    assert len(stores) == 6
-    assert not any(op.attempt or op.chunk.tail for op in stores)
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_promise_does_not_wait_for_the_storage(
-    start: Start, world: World, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
-) -> None:
-    engine = start(asynchronous=asynchronous, lookup_wait_s=0)
-    tokens, answers = prompt(203), threading.Event()
-    probe = NamespaceView.probe
-
-    def late(view: NamespaceView, refs: Sequence[ObjectRef]) -> list[Presence]:
-        assert answers.wait(PATIENCE)
-        return probe(view, refs)
-
-    monkeypatch.setattr(NamespaceView, "probe", late)
-    handover = prefill(engine, tokens)
-    answers.set()
-    assert handover.tokens == 203
-    # One chunk in one step, however often the step thread looks.
-    stores = [op.chunk.index for meta in engine.metas for op in meta.stores]
-    assert stores == list(range(7))
-    assert engine.tail_of(tokens).key in world.contents
-
-
-def test_each_attempt_has_an_id_of_its_own(engine: ScheduledEngine) -> None:
-    first, second = prefill(engine, prompt(203)), prefill(engine, prompt(203), "again")
-    assert first.attempt != second.attempt
-    assert first.key == second.key
-
-
-def test_what_others_have_stored_is_promised_as_well(start: Start, world: World) -> None:
-    tokens = prompt(203)
-    start().run(tokens)
-    engine = start()
-    handover = prefill(engine, tokens)
-    assert handover.tokens == 203
-    # Only the tail was missing.
-    assert [op.chunk.tail for meta in engine.metas for op in meta.stores] == [True]
-
-
 def test_while_a_rank_can_write_nothing_only_what_was_seen_is_promised(start: Start) -> None:
     tokens = prompt(203)
     start().run(tokens[:96])
@@ -233,13 +180,6 @@ def test_while_a_rank_can_write_nothing_only_what_was_seen_is_promised(start: St
     engine.add("third", prompt(203, seed=2), answer=1, transfer=ASKED)
     engine.finish()
     assert engine.params["third"]["kvshelf_tokens"] == 203
-
-
-def test_what_is_not_stored_is_not_promised(start: Start) -> None:
-    engine = start(read_only=True)
-    engine.add("r", prompt(203), answer=1, transfer=ASKED)
-    engine.finish()
-    assert engine.params["r"] is None
 
 
 def test_a_prompt_that_is_aborted_is_not_promised(start: Start) -> None:
@@ -271,26 +211,6 @@ def test_after_an_error_nothing_is_promised(
     assert engine.params["r"] is None
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("model", HYBRID)
-def test_hybrid_models_hand_over_at_the_last_boundary_before_the_end(
-    start: Start, world: World, model: str, asynchronous: bool
-) -> None:
-    boundaries = [(203, 192), (33, 32)]
-    if model in WITH_WINDOWS:
-        # No step ends within the last chunk, so there is no state.
-        boundaries.append((192, 160))
-    for length, expected in boundaries:
-        engine = start(model, asynchronous=asynchronous)
-        tokens = prompt(length, seed=length)
-        handover = prefill(engine, tokens)
-        assert (handover.tokens, handover.tail) == (expected, 0)
-        chunks = engine.chunks_of(tokens)[: expected // CHUNK]
-        assert handover.key == chunks[-1].key
-        # An ordinary lookup finds as much, and no more.
-        assert start(model).run(tokens) == [expected]
-
-
 @pytest.mark.parametrize("model", HYBRID)
 def test_a_prompt_without_a_boundary_before_its_end_is_not_promised(
     start: Start, model: str
@@ -301,67 +221,7 @@ def test_a_prompt_without_a_boundary_before_its_end_is_not_promised(
     assert engine.params["r"] is None
 
 
-def test_requests_that_go_on_promise_their_prompt_only(start: Start) -> None:
-    engine = start(save_decode=True)
-    engine.add("r", prompt(203), answer=90, transfer=ASKED)
-    engine.finish()
-    handover = read_handover(engine.params["r"])
-    assert handover is not None
-    assert (handover.tokens, handover.tail) == (203, 203 % CHUNK)
-
-
-def test_a_promise_outlives_a_preemption(start: Start) -> None:
-    engine = start(blocks=60, budget=64)
-    for number in range(4):
-        engine.add(f"r{number}", prompt(90 + number, seed=number), answer=90, transfer=ASKED)
-    engine.finish()
-    assert engine.preempted
-    for number in range(4):
-        handover = read_handover(engine.params[f"r{number}"])
-        assert handover is not None
-        assert handover.tokens == 90 + number
-
-
 # ------------------------------------------------------------------------------- the consumer
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("length", [1, 7, 31, 32, 33, 64, 203])
-def test_all_tokens_are_loaded_and_one_is_computed(
-    start: Start, length: int, asynchronous: bool
-) -> None:
-    tokens = prompt(length)
-    handover = prefill(start(asynchronous=asynchronous), tokens)
-    engine = start(asynchronous=asynchronous)
-    engine.add("r", tokens, answer=1, transfer=handover.params())
-    engine.finish()
-    assert loaded(engine, "r") == length
-    assert engine.computed["r"] == 1
-    assert counts(engine) == {"complete": 1}
-    # None of it is stored again.
-    assert not any(meta.stores for meta in engine.metas)
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("length", [20, 64, 203])
-def test_a_consumer_that_comes_first_waits(start: Start, length: int, asynchronous: bool) -> None:
-    engine = start(asynchronous=asynchronous, lookup_wait_s=0)
-    tokens = prompt(length)
-    promised = Promised(engine, tokens)
-    engine.add("r", tokens, answer=1, transfer=promised.params())
-    for _ in range(5):
-        engine.step()
-    assert waits(engine, "r")
-    # All but the last piece.
-    promised.publish(0, -1)
-    step_until(engine, lambda: awaited_of(engine).wait is not None)
-    step_until(engine, lambda: awaited_of(engine).full_chunks == (length - 1) // CHUNK)
-    assert waits(engine, "r")
-    promised.publish(-1)
-    engine.finish()
-    assert loaded(engine, "r") == length
-    assert engine.computed["r"] == 1
-    assert counts(engine) == {"complete": 1}
 
 
 @pytest.fixture
@@ -391,36 +251,6 @@ def assert_nothing_is_left(engine: ScheduledEngine) -> None:
     assert not rig.waits_for_objects(side_of(engine))
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_past_its_deadline_a_request_is_computed_at_once(
-    waiting: Waiting, asynchronous: bool
-) -> None:
-    engine, promised, clock = waiting(handover_wait_s=30, budget=400, asynchronous=asynchronous)
-    promised.publish(0, 3)
-    step_until(engine, lambda: awaited_of(engine).full_chunks == 3)
-    clock.now += 29.99
-    engine.step()
-    assert waits(engine, "r")
-    clock.now += 0.02
-    engine.step()
-    assert engine.metas[-1].loads[0].end == 96
-    engine.finish()
-    assert loaded(engine, "r") == 96
-    assert engine.computed["r"] == 203 - 96
-    assert counts(engine) == {"late": 1}
-    assert_nothing_is_left(engine)
-
-
-def test_what_came_in_time_counts_although_vllm_asks_late(waiting: Waiting) -> None:
-    engine, promised, clock = waiting(handover_wait_s=30)
-    promised.publish(0)
-    until(lambda: awaited_of(engine).wait.complete)  # type: ignore[union-attr]
-    clock.now += 1000
-    engine.finish()
-    assert loaded(engine, "r") == 203
-    assert counts(engine) == {"complete": 1}
-
-
 @pytest.mark.parametrize(("wanted", "expected"), [(3, 3), (1000, 30), (None, 30)])
 def test_params_may_shorten_the_wait_only(
     waiting: Waiting, wanted: float | None, expected: float
@@ -432,48 +262,6 @@ def test_params_may_shorten_the_wait_only(
     clock.now += 0.01
     engine.step()
     assert engine.computed["r"] == 203
-
-
-def test_a_wait_of_no_time_is_a_plain_cache(start: Start) -> None:
-    engine = start(handover_wait_s=0)
-    promised = Promised(engine, prompt(203))
-    promised.publish(0, 4)
-    engine.add("r", promised.tokens, transfer=promised.params())
-    engine.finish()
-    assert loaded(engine, "r") == 128
-    assert counts(engine) == {"late": 1}
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_marker_ends_the_wait(waiting: Waiting, asynchronous: bool) -> None:
-    engine, promised, _ = waiting(asynchronous=asynchronous)
-    promised.publish(0, 2)
-    step_until(engine, lambda: awaited_of(engine).full_chunks == 2)
-    promised.give_up()
-    engine.finish()
-    assert loaded(engine, "r") == 64
-    assert counts(engine) == {"gave_up": 1}
-    assert_nothing_is_left(engine)
-
-
-def test_only_so_many_requests_wait(start: Start) -> None:
-    engine = start(max_waiting=2)
-    for number in range(4):
-        promised = Promised(engine, prompt(100, seed=number), number)
-        engine.add(f"r{number}", promised.tokens, transfer=promised.params())
-    step_until(engine, lambda: len(engine.answers) == 2)
-    assert [waits(engine, f"r{number}") for number in range(4)] == [True, True, False, False]
-    assert counts(engine) == {"refused": 2}
-    # The end of a wait makes room for another.
-    engine.abort("r0")
-    promised = Promised(engine, prompt(100, seed=4), 4)
-    engine.add("r4", promised.tokens, transfer=promised.params())
-    engine.step()
-    assert waits(engine, "r4")
-    engine.abort("r1")
-    engine.abort("r4")
-    engine.finish()
-    assert_nothing_is_left(engine)
 
 
 FORGED: dict[str, dict[str, Any]] = {
@@ -506,16 +294,6 @@ def test_forged_params_make_no_request_wait(
     assert line.isprintable() and line.isascii()
 
 
-def test_a_part_of_a_prompt_may_be_handed_over(engine: ScheduledEngine) -> None:
-    part = Promised(engine, prompt(203)[:100])
-    part.publish(0)
-    engine.add("r", prompt(203), answer=1, transfer=part.params())
-    engine.finish()
-    assert loaded(engine, "r") == 100
-    assert engine.computed["r"] == 103
-    assert counts(engine) == {"complete": 1}
-
-
 def test_a_request_whose_kv_cannot_be_loaded_does_not_wait(engine: ScheduledEngine) -> None:
     promised = Promised(engine, prompt(203))
     engine.add("r", promised.tokens, transfer=promised.params(), skips=True)
@@ -531,12 +309,6 @@ def test_requests_with_other_salts_do_not_wait_for_each_other(start: Start) -> N
     engine.finish()
     assert loaded(engine, "r") == 0
     assert counts(engine) == {"invalid": 1}
-
-
-def test_a_bare_remote_prefill_is_a_plain_cache(engine: ScheduledEngine) -> None:
-    engine.add("r", prompt(203), transfer={"do_remote_prefill": True, "remote_host": "x"})
-    engine.finish()
-    assert counts(engine) == {}
 
 
 def test_another_namespace_is_noticed_before_a_wait(
@@ -555,24 +327,6 @@ def test_another_namespace_is_noticed_before_a_wait(
     until(lambda: any("chunk_size is 64 there and 32 here" in line for line in caplog.messages))
     (line,) = [line for line in caplog.messages if "KV of namespace" in line]
     assert "set chunk_size to the same number in both engines" in line
-
-
-def test_a_namespace_that_the_shelf_does_not_have_is_another_shelf(
-    engine: ScheduledEngine, caplog: pytest.LogCaptureFixture
-) -> None:
-    for number in range(40):
-        promised = Promised(engine, prompt(40, seed=number))
-        strange = promised.params(kvshelf_namespace=f"{number:064x}")
-        engine.add(f"r{number}", promised.tokens, transfer=strange)
-    engine.finish()
-    assert counts(engine) == {"other_namespace": 40}
-
-    def lines() -> list[str]:
-        return [line for line in caplog.messages if "it is not on this shelf" in line]
-
-    # Clients make up as many as they like.
-    until(lambda: len(lines()) == 16)
-    assert "shared_storage_path" in lines()[0]
 
 
 def test_while_the_namespace_is_not_known_a_request_waits_within_its_deadline(start: Start) -> None:
@@ -627,26 +381,6 @@ def test_hybrid_models_compute_less_than_a_chunk(start: Start, world: World, mod
     assert not any(meta.stores for meta in engine.metas)
 
 
-@pytest.mark.parametrize("model", HYBRID)
-def test_hybrid_models_use_what_is_there_when_the_producer_gives_up(
-    start: Start, world: World, model: str
-) -> None:
-    tokens = prompt(331)
-    producer = start(model, budget=32, state_interval=3)
-    handover = prefill(producer, tokens)
-    last = producer.chunks_of(tokens)[handover.tokens // CHUNK - 1]
-    for kind in producer.groups.kinds:
-        world.remove(producer.fmt, last, kind)
-    engine = start(model)
-    engine.add("r", tokens, answer=1, transfer=handover.params())
-    step_until(engine, lambda: awaited_of(engine).wait is not None)
-    folder = producer.fmt.namespace.folder
-    world.backend.write(f"{folder}/.kvshelf/gave-up/{handover.attempt}", [b""])
-    engine.finish()
-    assert 0 < loaded(engine, "r") < handover.tokens
-    assert counts(engine) == {"gave_up": 1}
-
-
 @pytest.mark.parametrize("model", WITH_WINDOWS)
 @pytest.mark.parametrize(("item", "expected"), [((180, 200), 160), ((100, 200), 96), ((0, 203), 0)])
 def test_hybrid_models_use_no_end_within_an_image(
@@ -685,22 +419,6 @@ def test_a_load_that_fails_ends_no_wait_that_goes_on(start: Start, world: World)
     assert counts(engine) == {"complete": 1}
 
 
-def test_a_tail_that_cannot_be_loaded_is_computed(start: Start, world: World) -> None:
-    producer = start()
-    tokens = prompt(203)
-    handover = prefill(producer, tokens)
-    tail = producer.tail_of(tokens)
-    assert tail is not None
-    world.contents[tail.key] = DAMAGED
-    engine = start(seed=3)
-    for name in ("r", "again"):
-        engine.add(name, tokens, answer=1, transfer=handover.params())
-        engine.finish()
-    # The worker here reports a load that fails as a whole.
-    assert engine.computed["r"] == 203
-    assert engine.loads == []
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_prompt_is_stored_and_handed_over_beside_any_other_request(
@@ -723,29 +441,6 @@ def test_a_prompt_is_stored_and_handed_over_beside_any_other_request(
     assert all(chunk.key in world.contents for chunk in [*engine.chunks_of(tokens), tail])
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_requests_are_aborted_while_they_wait(waiting: Waiting, asynchronous: bool) -> None:
-    engine, promised, _ = waiting(asynchronous=asynchronous)
-    promised.publish(0, 2)
-    engine.abort("r")
-    engine.finish()
-    assert_nothing_is_left(engine)
-    assert counts(engine) == {}
-
-
-def test_a_reset_does_not_end_the_wait(waiting: Waiting) -> None:
-    engine, promised, _ = waiting()
-    promised.publish(0, 2)
-    engine.reset()
-    engine.settle()
-    engine.step()
-    assert waits(engine, "r")
-    promised.publish(2)
-    engine.finish()
-    assert loaded(engine, "r") == 203
-    assert counts(engine) == {"complete": 1}
-
-
 def test_other_weights_end_the_wait(waiting: Waiting) -> None:
     engine, promised, _ = waiting()
     engine.change_weights()
@@ -755,107 +450,6 @@ def test_other_weights_end_the_wait(waiting: Waiting) -> None:
     engine.finish()
     assert loaded(engine, "r") == 0
     assert counts(engine) == {"other_namespace": 1}
-    assert_nothing_is_left(engine)
-
-
-def test_what_vllm_has_itself_is_not_waited_for(start: Start) -> None:
-    engine = start(save_decode=False)
-    tokens = prompt(203)
-    engine.run(tokens)
-    for chunk in engine.chunks_of(tokens):
-        engine.world.remove(engine.fmt, chunk, FULL)
-    promised = Promised(engine, tokens)
-    engine.add("r", tokens, answer=1, transfer=promised.params())
-    engine.finish()
-    # Three tokens behind the last whole block.
-    assert engine.computed["r"] == 3
-    assert counts(engine) == {}
-    assert_nothing_is_left(engine)
-
-
-def test_a_hit_in_memory_may_shrink_while_a_request_waits(waiting: Waiting) -> None:
-    engine, promised, _ = waiting()
-    engine.add("part", promised.tokens[:150])
-    step_until(engine, lambda: awaited_of(engine).full_chunks == 4 and "part" in engine.params)
-    # Now vLLM has 144 tokens itself, and soon it has not.
-    engine.step()
-    engine.scheduler.reset_prefix_cache()
-    promised.publish(4)
-    engine.finish()
-    assert loaded(engine, "r") == 203
-    assert counts(engine) == {"complete": 1}
-
-
-def test_only_what_vllm_does_not_have_is_loaded(waiting: Waiting) -> None:
-    engine, promised, _ = waiting()
-    engine.add("part", promised.tokens[:150])
-    step_until(engine, lambda: "part" in engine.params)
-    promised.publish(4)
-    engine.finish()
-    assert loaded(engine, "r") == 203 - 144
-    assert engine.computed["r"] == 1
-
-
-def test_after_a_preemption_the_handover_is_used_again(start: Start) -> None:
-    engine = start(blocks=60, budget=64)
-    again: list[LoadOp] = []
-    for round_ in itertools.count(1):
-        # Where loads take long, the requests may run one after the other.
-        for number in range(4 * round_ - 4, 4 * round_):
-            promised = Promised(engine, prompt(90 + number % 4, seed=number), number)
-            promised.publish(0)
-            engine.add(f"r{number}", promised.tokens, answer=90, transfer=promised.params())
-        engine.finish()
-        assert counts(engine) == {"complete": 4 * round_}
-        again = [op for op in engine.loads if op.request_id in engine.preempted]
-        if len(again) > len(engine.preempted):
-            break
-    # All of the prompt, each time.
-    assert {op.end for op in again} <= {90, 91, 92, 93}
-
-
-@pytest.mark.parametrize("complete", [False, True])
-def test_a_breaker_that_is_open_does_not_end_the_wait(waiting: Waiting, complete: bool) -> None:
-    engine, promised, clock = waiting()
-    side = side_of(engine)
-    rig.tell(side, breaker_open=True)
-    promised.publish(0)
-    step_until(engine, lambda: awaited_of(engine).wait.complete)
-    engine.step()
-    assert waits(engine, "r")
-    if complete:
-        rig.tell(side, breaker_open=False)
-    else:
-        clock.now += 30
-    engine.finish()
-    assert loaded(engine, "r") == (203 if complete else 0)
-
-
-@pytest.mark.parametrize("first", ["ours", "theirs"])
-@pytest.mark.parametrize("late", [False, True])
-def test_beside_another_connector(waiting: Waiting, first: str, late: bool) -> None:
-    """Whoever is asked first has its hit used; ours delays the other's at most to its deadline."""
-    engine, promised, clock = waiting(handover_wait_s=30, budget=400)
-    other = Other(engine, "r", tokens=160)
-    ours = engine.connector
-    engine.scheduler.connector = Beside([ours, other] if first == "ours" else [other, ours])
-    for _ in range(3):
-        engine.step()
-    assert waits(engine, "r")
-    assert not other.loaded
-    if late:
-        clock.now += 30
-        engine.step()
-        assert other.loaded == 160
-    else:
-        promised.publish(0)
-    engine.finish()
-    if late or first == "theirs":
-        assert (other.loaded, loaded(engine, "r")) == (160, 0)
-        assert engine.computed["r"] == 203 - 160
-    else:
-        assert (other.loaded, loaded(engine, "r")) == (0, 203)
-        assert engine.computed["r"] == 1
     assert_nothing_is_left(engine)
 
 
@@ -968,29 +562,6 @@ def test_a_step_sleeps_while_only_waiting_requests_are_left(
     assert rests == []
 
 
-def test_no_step_sleeps_while_anything_else_is_to_be_done(
-    rests: list[float], waiting: Waiting
-) -> None:
-    engine, _, _ = waiting()
-    engine.add("other", prompt(60, seed=1), answer=20)
-    engine.step()
-    del rests[:]
-    while engine.scheduler.requests.keys() == {"r", "other"}:
-        assert rests == []
-        engine.step()
-    engine.step()
-    assert rests == [0.01]
-
-
-def test_no_step_sleeps_while_weights_are_compared(rests: list[float], waiting: Waiting) -> None:
-    engine, _, _ = waiting()
-    side_of(engine).reset()
-    del rests[:]
-    engine.step()
-    assert rests == []
-    assert waits(engine, "r")
-
-
 def test_no_step_sleeps_where_others_wait_for_it(rests: list[float], waiting: Waiting) -> None:
     engine, _, _ = waiting(data_parallel=2)
     del rests[:]
@@ -998,42 +569,6 @@ def test_no_step_sleeps_where_others_wait_for_it(rests: list[float], waiting: Wa
         engine.step()
     assert rests == []
     assert waits(engine, "r")
-
-
-def test_pieces_are_read_ahead_as_they_appear(waiting: Waiting) -> None:
-    engine, promised, _ = waiting(memory_tier={"max_bytes": 1 << 20})
-
-    def named() -> list[int]:
-        ops = [op for meta in engine.metas for op in meta.prefetches]
-        return [chunk.index for op in ops for chunk in op.chunks]
-
-    promised.publish(0, 2)
-    step_until(engine, lambda: named() == [0, 1])
-    promised.publish(2, 5)
-    step_until(engine, lambda: named() == [0, 1, 2, 3, 4])
-    promised.publish(5)
-    engine.finish()
-    assert loaded(engine, "r") == 203
-
-
-def test_requests_behind_those_that_wait_are_read_ahead(start: Start) -> None:
-    start().run(prompt(100, seed=99))
-    engine = start(memory_tier={"max_bytes": 1 << 20}, seqs=1)
-    engine.add("running", prompt(60, seed=98), answer=200)
-    for number in range(40):
-        promised = Promised(engine, prompt(100, seed=number), number)
-        engine.add(f"r{number}", promised.tokens, transfer=promised.params())
-    engine.add("ordinary", prompt(100, seed=99))
-    for _ in range(3):
-        engine.step()
-
-    def named() -> set[str]:
-        return {op.request_id for meta in engine.metas for op in meta.prefetches}
-
-    step_until(engine, lambda: named() == {"ordinary"})
-    for number in range(40):
-        engine.abort(f"r{number}")
-    engine.finish()
 
 
 # ------------------------------------------------------------------------ whatever may happen
@@ -1201,34 +736,6 @@ def test_what_to_set_so_that_engines_share_a_namespace(changed: dict[str, Any], 
 
 
 # --------------------------------------------------------------------- as ordinary lookups do it
-
-
-def test_with_images_a_hit_does_not_end_within_one(tmp_path: Path) -> None:
-    """Where its tokens attend to each other: vLLM would compute the last token of it alone."""
-
-    def change(config: SimpleNamespace) -> None:
-        config.model_config.is_mm_prefix_lm = True
-
-    side = Side(tmp_path, change=change)
-    tokens = prompt(27)
-    inside = Request("r", tokens, mm_features=[image("0", 18, 9)])
-    before = Request("s", tokens, mm_features=[image("0", 10, 9)])
-    for request, expected in ((inside, 16), (before, 27)):
-        items = [
-            MultimodalItem(one.identifier, one.mm_position.offset, 9) for one in request.mm_features
-        ]
-        chain = KeyChain(side.fmt.namespace.digest, 8, items=items)
-        chain.extend(tokens)
-        tail = chain.tail()
-        assert tail is not None
-        side.put(tokens, items=items)
-        side.put_chunk(tail)
-        digest = side.fmt.namespace.digest
-        handover = Handover(digest, 27, tail.key, tail.tokens, "0" * 32)
-        request.kv_transfer_params = handover.params()
-        side.side.new_request(request)
-        assert side.ask(request) == expected
-    side.close()
 
 
 def test_an_adapter_without_a_digest_makes_no_request_wait(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,14 +14,10 @@ pytest.importorskip("vllm")
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvshelf.format.kinds import FULL, KINDS, STATE, WINDOW, kind_key
-from kvshelf.vllm.metadata import LoadFailure
-from kvshelf.vllm.scheduler.opening import ranks_with
+from kvshelf.format.kinds import STATE, WINDOW
 from tests.server.node import LocalServer
-from tests.support.formats import make_format
 from tests.support.prompts import prompt
 from tests.support.variants import variants
-from tests.vllm import rig
 from tests.vllm.hybrid_specs import full, models
 from tests.vllm.scheduled import DAMAGED, ScheduledEngine, Start, World, patch_namespaces
 
@@ -72,53 +67,6 @@ def test_what_one_engine_stores_another_loads(start: Start, model: str, asynchro
     assert second.run(tokens) == [0]
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_prompts_that_share_a_prefix(start: Start, model: str) -> None:
-    first = start(model, budget=48)
-    tokens = prompt(203)
-    first.run(tokens[:100], tokens)
-    first.run(tokens[:150] + prompt(60, seed=1))
-    second = start(model, budget=200)
-    # What follows is another prompt's: the hit ends where a stored state, or all windows, are.
-    (found,) = second.run(tokens[:170] + prompt(60, seed=2))
-    assert found in (96, 128, 160)
-    assert second.run(tokens[:150] + prompt(70, seed=1)) != [0]
-    assert second.run(tokens) != [0]
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_a_hit_leaves_a_token_to_compute(start: Start, model: str) -> None:
-    start(model, budget=32).run(prompt(193))
-    # Of 192 tokens all chunks are stored, but the last chunk may not be part of a hit.
-    assert start(model).run(prompt(192)) in ([160], [0])
-    assert start(model).run(prompt(193)) == [192]
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_what_vllm_has_itself_is_not_loaded(start: Start, model: str) -> None:
-    start(model, state_interval=1, budget=32).run(prompt(203))
-    second = start(model, budget=32)
-    second.run(prompt(100))
-    assert second.run(prompt(203)) == [192 - 96]
-    (load,) = [op for op in second.loads if op.start]
-    assert (load.start, load.end) == (96, 192)
-    groups = second.groups
-    assert [chunk.index for chunk in load.chunks] == ([3, 4, 5] if groups.of("full") else [])
-    assert [chunk.index for chunk in load.windows] == ([5] if groups.of(WINDOW) else [])
-    assert [chunk.index for chunk in load.states] == ([5] if groups.of(STATE) else [])
-
-
-@pytest.mark.parametrize("model", WITH_WINDOWS)
-def test_a_hit_needs_only_the_windows_at_its_end(start: Start, world: World, model: str) -> None:
-    first = start(model)
-    first.run(prompt(203))
-    for chunk in first.chunks_of(prompt(203))[:5]:
-        world.remove(first.fmt, chunk, WINDOW)
-    assert start(model).run(prompt(203)) == [192]
-    world.remove(first.fmt, first.chunks_of(prompt(203))[5], WINDOW)
-    assert start(model).run(prompt(203)) == [0]
-
-
 @pytest.mark.parametrize("model", WITH_STATES)
 def test_which_states_are_stored(start: Start, model: str) -> None:
     def states(length: int, **options: Any) -> list[int]:
@@ -130,59 +78,6 @@ def test_which_states_are_stored(start: Start, model: str) -> None:
     assert states(331, state_interval=3) == [2, 5, 8, 9]
     # What is stored already counts.
     assert states(449, state_interval=3) == [12, 13]
-
-
-# Without full attention nothing says what of a prefix was seen before.
-@pytest.mark.parametrize("model", WITH_STATES[1:])
-def test_the_states_of_a_prefix_of_two_prompts_are_stored(start: Start, model: str) -> None:
-    first = start(model, budget=32)
-    first.run(prompt(203, shared=128))
-    assert [index for kind, index in first.stored if kind == STATE] == [5]
-    second = start(model, budget=32)
-    second.run(prompt(203, seed=1, shared=128))
-    assert [index for kind, index in second.stored if kind == STATE] == [0, 1, 2, 3, 5]
-    assert start(model).run(prompt(203, seed=2, shared=128)) == [128]
-
-
-# Without full attention nothing says what of a prefix was seen before.
-@pytest.mark.parametrize("model", WITH_STATES[1:])
-def test_the_state_where_prompts_part_is_stored(start: Start, model: str) -> None:
-    engine = start(model, budget=256)
-    engine.run(prompt(203, shared=128))
-    assert (STATE, 3) not in engine.stored
-    engine.run(prompt(203, seed=1, shared=128))
-    assert (STATE, 3) in engine.stored
-    assert start(model).run(prompt(190, seed=2, shared=128)) == [128]
-
-
-@pytest.mark.parametrize("how", ["missing", "damaged"])
-@pytest.mark.parametrize(
-    ("model", "kind"),
-    [
-        (model, kind)
-        for model in MODELS
-        for kind in KINDS
-        if (kind == FULL and model not in ("Mamba2", "two windows"))
-        or (kind == WINDOW and model in WITH_WINDOWS)
-        or (kind == STATE and model in WITH_STATES)
-    ],
-)
-def test_after_a_failed_load_a_shorter_hit_is_loaded(
-    start: Start, world: World, model: str, how: str, kind: Any
-) -> None:
-    first = start(model, state_interval=1, budget=32)
-    first.run(prompt(203))
-    chunk = first.chunks_of(prompt(203))[5]
-    key = kind_key(chunk.key, kind)
-    content = world.contents.pop(key)
-    if how == "damaged":
-        world.contents[key] = DAMAGED
-    second = start(model, budget=32)
-    assert second.run(prompt(203)) == [160]
-    assert [(op.start, op.end) for op in second.loads] == [(0, 160)]
-    # The chunk was computed, and stored in place of the object that is no good.
-    assert world.contents[key] == content
-    assert start(model).run(prompt(203)) == [192]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -197,26 +92,6 @@ def test_loads_that_fail_again_and_again_end(start: Start, model: str) -> None:
     second.settle()
     (found,) = second.run(prompt(331))
     assert 0 < found < 320
-
-
-@pytest.mark.parametrize("model", variants(MODELS, FEW))
-def test_requests_that_are_preempted_aborted_and_reset(start: Start, model: str) -> None:
-    # Too few for all requests that the scheduler admits.
-    engine = start(model, blocks=FEW_BLOCKS[model], budget=64, state_interval=2)
-    for number in range(12):
-        shared = (0, 40, 70)[number % 3]
-        engine.add(f"r{number}", prompt(80 + 7 * number, seed=number, shared=shared), answer=130)
-    for number in range(40):
-        engine.step()
-        if number == 10:
-            engine.abort("r3")
-        if number == 20:
-            engine.reset()
-    engine.preempted.clear()
-    engine.finish()
-    assert engine.preempted
-    assert {f"r{number}" for number in range(12)} - {"r3"} <= engine.answers.keys()
-    assert all(len(engine.answers[f"r{n}"]) == 130 for n in range(12) if n != 3)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -254,27 +129,6 @@ def test_answers_are_stored_on_demand(start: Start, model: str, asynchronous: bo
     # vLLM frees blocks of windows before a chunk is complete that is longer than they are.
     passed = model in ("DeepSeek V4", "Gemma 3", "two windows", "ring and windows")
     assert start(model).run([*tokens, *prompt(40, seed=1)]) == [96 if passed else 224]
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_a_loaded_block_is_not_zeroed_and_no_other_is_touched(start: Start, model: str) -> None:
-    start(model).run(prompt(203))
-    engine = start(model)
-    request = object()
-    filled = set(engine.connector.get_loaded_kv_cache_group_ids(request))
-    # Rings are not: vLLM zeroes them, and a request begins with an empty one.
-    rings = {n for n, spec in enumerate(engine.specs) if not spec.prefix_cacheable}
-    assert (
-        filled
-        == set(range(len(engine.groups))) - rings
-        == set(range(len(engine.groups))) - engine.groups.scratch
-    )
-    # Others compute while the load runs, in blocks that were another's.
-    for number in range(1, 4):
-        engine.add(f"r{number}", prompt(120, seed=number), answer=40)
-    engine.add("loaded", prompt(203))
-    engine.finish()
-    assert [op.request_id for op in engine.loads] == ["loaded"]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -432,57 +286,6 @@ _ACTIONS = [
 ]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("model", variants(WITH_DRAFTS, FEW))
-def test_engines_with_and_without_drafts_share_what_they_store(
-    start: Start, model: str, asynchronous: bool
-) -> None:
-    size = math.lcm(*(spec.block_size for spec in MODELS[model]))
-    plain = start(model, chunk_size=size)
-    drafting, other = (
-        start(model, chunk_size=size, drafts=3, asynchronous=asynchronous) for _ in range(2)
-    )
-    tokens, last = prompt(203), 202 // size * size
-    assert drafting.run(tokens, answer=60) == [0]
-    [hit] = other.run(tokens, answer=60)
-    # vLLM's last state of a prompt is a block before the last boundary.
-    assert hit == (last - size if model in WITH_STATES else last)
-    assert plain.run(tokens) == [hit]
-    # The other way round.
-    tokens = prompt(203, seed=1)
-    assert plain.run(tokens) == [0]
-    assert drafting.run(tokens, answer=60) == [last]
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("model", DRAFTERS)
-def test_a_drafters_kv_is_stored_and_loaded_beside_several_kinds(
-    start: Start, model: str, asynchronous: bool
-) -> None:
-    options: dict[str, Any] = {"drafts": 2, "asynchronous": asynchronous, "state_interval": 1}
-    first, second = (start(model, drafter=DRAFTERS[model], **options) for _ in range(2))
-    plain = start(model, **options)
-    tokens = prompt(251)
-    first.run(tokens)
-    # What is stored is compared with what the drafter computes of the prefix.
-    assert first.stored_drafts == list(range(7))
-    [hit] = second.run(tokens)
-    assert hit
-    assert second.loaded_drafts == list(range(hit // 32))
-    # Other engines find the model's KV, and the drafter computes nothing behind what it lacks.
-    assert plain.run(tokens) == [hit]
-    tokens = prompt(251, seed=1)
-    plain.run(tokens)
-    first.stored_drafts.clear()
-    [hit] = first.run(tokens)
-    assert hit
-    first.run([*tokens[:hit], *prompt(100, seed=2)])
-    assert first.stored_drafts == []
-    # Anew, all is right again.
-    first.run(prompt(100, seed=3))
-    assert first.stored_drafts == [0, 1, 2]
-
-
 def test_what_a_drafter_lacks_is_remembered_by_the_blocks_that_vllm_hashes(start: Start) -> None:
     # vLLM hashes pieces of 8 tokens, and its hits end at multiples of 16.
     options: dict[str, Any] = {"drafts": 2, "drafter": full(16), "retention": None}
@@ -524,26 +327,3 @@ def test_states_of_answers_are_stored_where_vllm_names_them(
     follow_up = [*text.tokens, *prompt(20, seed=2)]
     plain = start(model)
     assert plain.run(follow_up) == [(max(late) + 1) * 32]
-
-
-def test_a_damaged_state_counts_again_once_all_ranks_with_states_replaced_it(start: Start) -> None:
-    side = start("Jamba").connector._scheduler
-    # Two stages of two ranks, of which the first one has all states.
-    fmt = make_format(
-        chunk_size=32,
-        stages=[2, 1],
-        state_shards=1,
-        kinds=[FULL, STATE, FULL],
-        layouts=["canonical", "state", "canonical"],
-        layer_shapes=["*,4", "ssm:16/", "*,4"],
-    )
-    side.opening.ranks_of = ranks_with(fmt, 4)
-    assert side.opening.ranks_of == {FULL: 4, STATE: 2}
-    key, failed = bytes(32), side.engine.failed
-    rig.tell(side, failures=[LoadFailure("r", 3, key, True, STATE)])
-    named = kind_key(key, STATE)
-    for rank in (0, 1):
-        assert failed.is_bad(named)
-        rig.tell(side, rank, repaired=[named])
-    assert named not in failed
-    assert key not in failed

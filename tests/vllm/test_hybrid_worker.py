@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ pytest.importorskip("vllm")
 
 import torch
 from torch import Tensor
-from vllm.platforms import current_platform
 
 from kvshelf.errors import UnsupportedError
 from kvshelf.format.keys import Chunk, KeyChain
@@ -23,14 +22,9 @@ from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind
 from kvshelf.format.names import object_name
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.kv.device import DeviceKVCache
 from kvshelf.shelf.shelf import Shelf
-from kvshelf.vllm.metadata import LoadOp, PrefetchOp, StepMetadata, StoreOp
-from kvshelf.vllm.namespace import build_namespace
-from kvshelf.vllm.speculation import draft_config, draft_engine
-from kvshelf.vllm.worker import registration
+from kvshelf.vllm.metadata import LoadOp, StepMetadata, StoreOp
 from kvshelf.vllm.worker.registration import State
-from tests.native.simulated_device import SimulatedStreams
 from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support.waiting import PATIENCE, while_patient
 from tests.vllm.hybrid_caches import CHUNK, MODELS, HybridWorker, Layers, names
@@ -206,18 +200,6 @@ def holds(worker: HybridWorker, expected: Sequence[Tensor]) -> bool:
 # ------------------------------------------------------------------------- what is described
 
 
-def test_engines_of_different_platforms_share_no_states(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = rig.worker("three kinds").namespace()
-    monkeypatch.setattr(current_platform, "device_name", "cuda")
-    there = rig.worker("three kinds").namespace()
-    assert there != here
-    attention = ["short_conv@cuda", "full", "sliding", "gdn_attn@cuda"] * 2
-    assert there.record["attention"] == attention
-    assert {**there.record, "attention": here.record["attention"]} == here.record
-
-
 def test_the_record_names_the_kind_of_each_layer(rig: Rig) -> None:
     worker = rig.worker("three kinds")
     record = worker.namespace().record
@@ -237,12 +219,6 @@ def test_the_record_names_the_kind_of_each_layer(rig: Rig) -> None:
     assert record["stages"] == [8]
 
 
-def test_rings_are_not_part_of_the_record(rig: Rig) -> None:
-    record = rig.worker("rings").namespace().record
-    assert record["layer_names"] == [f"model.layers.{n}.attn" for n in (1, 2, 5, 6)]
-    assert record["kinds"] == ["full", "window"] * 2
-
-
 def test_attention_within_pieces_of_the_prompt_is_of_kind_window(rig: Rig) -> None:
     record = rig.worker("llama 4").namespace().record
     assert record["kinds"] == ["window", "full"] * 2
@@ -258,16 +234,6 @@ def test_a_window_that_only_vllm_s_specification_states_is_in_the_record(rig: Ri
     worker.side.register(worker.caches)
     worker.registered = worker.side.model.registration.caches
     assert worker.namespace() == known
-
-
-def test_a_state_that_cannot_be_divided_is_stored_by_each_rank(rig: Rig) -> None:
-    record = rig.worker("undivided").namespace().record
-    assert record["layouts"][0] == "state-tp1"
-    assert record["state_shards"] == 1
-    assert record["shards"] == 4
-    record = rig.worker("undivided", ranks=2).namespace().record
-    assert record["layouts"][0] == "state-tp2"
-    assert record["state_shards"] == 2
 
 
 def test_a_state_that_lies_elsewhere_is_refused(rig: Rig) -> None:
@@ -300,51 +266,6 @@ def test_all_kinds_come_back_to_the_byte(rig: Rig, model: str, native: bool, sta
     assert until_loaded(reader, op) == set()
     assert holds(reader, expected)
     assert reader.side.counters.snapshot()["loaded_tokens"] == 3 * CHUNK - start
-
-
-@pytest.mark.parametrize("unknown", [0, 1, 2])
-def test_an_unknown_layout_makes_all_layers_of_its_kind_opaque(rig: Rig, unknown: int) -> None:
-    writer, reader = (rig.engine("gemma", unknown=unknown) for _ in range(2))
-    record: Mapping[str, Any] = writer.namespace_open.record
-    layouts = [one[:6] for one in record["layouts"]]
-    native, opaque = "cpu-ve", "opaque"
-    expected = [opaque, opaque, native] if unknown < 2 else [native, native, opaque]
-    assert layouts == expected * 2
-    chunks = chunks_of(writer.namespace_open, 3)
-    stored = put(writer, chunks)
-    op = load_op(reader, chunks, tables(reader, 48, 9))
-    expected_memory = expect(reader, writer, op, stored)
-    assert until_loaded(reader, op) == set()
-    assert holds(reader, expected_memory)
-
-
-def test_caches_on_a_device(rig: Rig) -> None:
-    writer, reader = (
-        rig.engine("three kinds", native=False, streams=SimulatedStreams()) for _ in range(2)
-    )
-    chunks = chunks_of(writer.namespace_open, 3)
-    stored = put(writer, chunks)
-    op = load_op(reader, chunks, tables(reader, 3 * CHUNK, 9))
-    expected = expect(reader, writer, op, stored)
-    assert until_loaded(reader, op) == set()
-    assert holds(reader, expected)
-
-
-def test_few_states_are_on_their_way_from_a_device_at_once(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rings: list[int] = []
-    make = DeviceKVCache.__init__
-
-    def counted(self: DeviceKVCache, *args: Any, **options: Any) -> None:
-        rings.append(options["ring"])
-        make(self, *args, **options)
-
-    monkeypatch.setattr(DeviceKVCache, "__init__", counted)
-    monkeypatch.setattr(registration, "DEFAULT_RING", 2)
-    rig.engine("three kinds", native=False, streams=SimulatedStreams())
-    # A step may complete four chunks.
-    assert rings == [4, 4, 2]
 
 
 def test_windows_without_staging_are_not_gathered_in_a_later_step(rig: Rig) -> None:
@@ -425,25 +346,6 @@ def test_a_load_without_what_it_needs_is_refused(rig: Rig) -> None:
         assert holds(reader, before)
 
 
-def test_prefetched_objects_of_all_kinds_are_loaded_from_memory(rig: Rig) -> None:
-    writer = rig.engine("three kinds")
-    reader = rig.engine("three kinds", memory_tier={"max_bytes": 64 << 20})
-    chunks = chunks_of(writer.namespace_open, 2)
-    stored = put(writer, chunks)
-    op = load_op(reader, chunks, tables(reader, 32, 9))
-    wanted: Mapping[Kind, list[Chunk]] = {FULL: op.chunks, WINDOW: op.windows, STATE: op.states}
-    reader.step(StepMetadata(prefetches=[PrefetchOp("r", c, k) for k, c in wanted.items()]))
-    count = 4 * sum(map(len, wanted.values()))
-    for _ in while_patient():
-        if reader.side.counters.snapshot().get("prefetched_objects") == count:
-            break
-        reader.step(StepMetadata(idle=True))
-    expected = expect(reader, writer, op, stored)
-    assert until_loaded(reader, op) == set()
-    assert holds(reader, expected)
-    assert reader.side.counters.snapshot()["memory_tier_loaded_objects"] == count
-
-
 # ------------------------------------------------------------------------- several workers
 
 
@@ -467,30 +369,6 @@ def whole(workers: Sequence[HybridWorker], group: int, block: int) -> list[Tenso
         else:
             found.append(torch.cat([worker.caches[name][block] for worker in workers], 0))
     return found
-
-
-@pytest.mark.parametrize(("ranks", "others"), [(2, 1), (1, 2), (4, 2)])
-def test_engines_with_other_tensor_parallel_degrees_share_all_kinds(
-    rig: Rig, ranks: int, others: int
-) -> None:
-    model = "gemma" if 4 in (ranks, others) else "three kinds"
-    writers = [rig.worker(model, ranks=ranks, rank=rank) for rank in range(ranks)]
-    readers = [rig.worker(model, ranks=others, rank=rank) for rank in range(others)]
-    namespace = writers[0].namespace()
-    assert readers[0].namespace() == namespace
-    chunks = chunks_of(namespace, 2)
-    for worker in (*writers, *readers):
-        open_in(worker, namespace)
-    for writer in writers:
-        stored = put(writer, chunks)
-    blocks = tables(readers[0], 32, 9)
-    for reader in readers:
-        assert until_loaded(reader, load_op(reader, chunks, blocks)) == set()
-    for group, ids in enumerate(load_op(readers[0], chunks, blocks).block_ids):
-        for column, block in enumerate(ids):
-            if block:
-                expected = whole(writers, group, stored[group][column])
-                assert all(map(torch.equal, whole(readers, group, block), expected))
 
 
 def test_pipeline_stages_have_objects_of_their_own_kinds_only(rig: Rig) -> None:
@@ -540,24 +418,6 @@ def test_a_state_of_another_form_after_sleep_ends_caching(rig: Rig) -> None:
     assert reader.side.model.registration.state is State.DISABLED
 
 
-def test_memory_is_kept_for_a_namespace_of_other_weights(rig: Rig) -> None:
-    worker = rig.engine("three kinds")
-    staging = [memory.staging for memory in worker.side.model.registration.memories.values()]
-    open_in(worker, worker.namespace(weights="user:other"))
-    memories = worker.side.model.registration.memories
-    assert [memory.staging for memory in memories.values()] == staging
-    chunks = chunks_of(worker.namespace_open, 1)
-    put(worker, chunks)
-    assert rig.path(worker.namespace_open, chunks[0], STATE).exists()
-
-
-def test_gauges_count_the_staging_of_all_kinds(rig: Rig) -> None:
-    worker = rig.engine("three kinds")
-    worker.side.set_gauges()
-    limit = worker.side.counters.take()["staging_limit_bytes"]
-    assert 6 << 20 < limit <= 8 << 20
-
-
 # ------------------------------------------------------------------------- drafters
 
 DRAFT = "model.layers.6.attn"
@@ -577,69 +437,7 @@ def with_drafter(place: str) -> list[Layers]:
     return groups
 
 
-FULL_DRAFTS = ["the model's full group", "a full group of its own"]
 WINDOW_DRAFTS = ["the model's windows", "windows of its own"]
-
-
-def open_drafts(worker: HybridWorker) -> Namespace:
-    """Announce the drafter's namespace to a worker, and return it."""
-    assert worker.side.drafter is not None
-    caches = worker.side.drafter.registration.caches
-    assert caches is not None
-    options = draft_config(worker.vllm_config, worker.options, worker.namespace_open)
-    engine = draft_engine(worker.vllm_config)
-    namespace = build_namespace(engine, options, [caches.report], "user:test")
-    worker.step(StepMetadata(draft_namespace=(namespace.encoded, namespace.slug)))
-    return namespace
-
-
-@pytest.mark.parametrize("place", FULL_DRAFTS + WINDOW_DRAFTS)
-def test_a_drafter_changes_nothing_of_its_model(
-    rig: Rig, place: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    plain, drafting = rig.engine("gemma"), rig.engine(with_drafter(place))
-    assert drafting.namespace_open == plain.namespace_open
-    assert ("fewer drafts are accepted" in caplog.text) is (place in WINDOW_DRAFTS)
-    chunks = chunks_of(plain.namespace_open, 3)
-    put(plain, chunks)
-    files = {path: path.read_bytes() for path in Path(rig.backend.url).rglob("*.safetensors")}
-    for path in files:
-        path.unlink()
-    # The same bytes in the same layers, from other blocks.
-    blocks, others = tables(drafting, 48, 3), iter(tables(plain, 48, 1))
-    for number, layers in enumerate(drafting.groups):
-        if not layers.names:
-            continue
-        ids = next(others)
-        for name in layers.names:
-            drafting.caches[name][blocks[number]] = plain.caches[name][ids]
-    drafting.step(StepMetadata(stores=store_ops(drafting, chunks, blocks)))
-    assert drafting.side.drain(PATIENCE) == 0
-    found = {path: path.read_bytes() for path in Path(rig.backend.url).rglob("*.safetensors")}
-    assert found == files
-
-
-@pytest.mark.parametrize("place", FULL_DRAFTS)
-def test_a_drafters_kv_is_stored_and_loaded_beside_several_kinds(rig: Rig, place: str) -> None:
-    writer, reader = (rig.engine(with_drafter(place)) for _ in range(2))
-    draft_namespace = open_drafts(writer)
-    assert open_drafts(reader) == draft_namespace
-    assert draft_namespace.record["layer_names"] == [DRAFT]
-    assert "kinds" not in draft_namespace.record
-    chunks = chunks_of(writer.namespace_open, 3)
-    drafts = chunks_of(draft_namespace, 3)
-    stored = tables(writer, 48, 1)
-    stores = [
-        replace(op, draft=drafts[op.chunk.index]) if op.kind == FULL else op
-        for op in store_ops(writer, chunks, stored)
-    ]
-    writer.step(StepMetadata(stores=stores))
-    assert writer.side.drain(PATIENCE) == 0
-    op = replace(load_op(reader, chunks, tables(reader, 48, 19), CHUNK), drafts=drafts[1:])
-    expected = expect(reader, writer, op, stored)
-    assert until_loaded(reader, op) == set()
-    assert holds(reader, expected)
-    assert reader.side.counters.snapshot()["draft_loaded_chunks"] == 2
 
 
 @pytest.mark.parametrize("place", WINDOW_DRAFTS)
@@ -680,29 +478,6 @@ def parts_of(worker: HybridWorker, block: int) -> list[Tensor]:
             convolution, recurrent = (part[block] for part in worker.layers[name].kv_cache)
             found += [convolution[: len(convolution) - worker.groups[number].drafted], recurrent]
     return [part.clone() for part in found]
-
-
-def test_engines_with_and_without_drafts_share_states(rig: Rig) -> None:
-    plain, drafting = rig.engine("qwen"), rig.engine(with_drafted_states())
-    assert drafting.namespace_open == plain.namespace_open
-    chunks = chunks_of(plain.namespace_open, 3)
-    for number, (writer, reader) in enumerate([(plain, drafting), (drafting, plain)]):
-        for file in Path(rig.backend.url).rglob("*.safetensors"):
-            file.unlink()
-        stored = put(writer, chunks)
-        op = load_op(reader, chunks, tables(reader, 48, 9), name=str(number))
-        source, target = stored[0][5], op.block_ids[0][5]
-        before = reader.memory[0][target * reader.page :][: reader.page].clone()
-        assert until_loaded(reader, op) == set()
-        ours, theirs = parts_of(reader, target)[:2], parts_of(writer, source)[:2]
-        assert all(map(torch.equal, ours, theirs))
-        if reader is drafting:
-            # What drafts rolled through the convolution stays as it was.
-            convolution = reader.layers[reader.names[0][0]].kv_cache[0][target]
-            begin = 3 * convolution.shape[1] * convolution.element_size()
-            end = 5 * convolution.shape[1] * convolution.element_size()
-            after = reader.memory[0][target * reader.page :][: reader.page]
-            assert torch.equal(after[begin:end], before[begin:end])
 
 
 @pytest.mark.parametrize("others_fill", [False, True])

@@ -28,7 +28,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvshelf.metrics import Counters
 from kvshelf.vllm import item_ids, media, register
-from kvshelf.vllm.item_ids import CLIENT, CONTENT, UNKNOWN, ItemIds
+from kvshelf.vllm.item_ids import CLIENT, CONTENT, ItemIds
 from tests.support.fleet import Places
 
 register()
@@ -121,30 +121,6 @@ def test_ids_are_those_of_vllm_behind_their_marks(arguments: dict[str, object]) 
     assert [name.startswith(CONTENT) for name in made] == [False, True, False]
 
 
-def test_a_uuid_is_never_the_id_of_another_client_s_image() -> None:
-    (cat,) = hashes(CAT)
-    plain = unmarked(cat)
-    for uuid in (plain, cat, CONTENT + cat):
-        assert hashes(DOG, uuids=[uuid]) == [f"{CLIENT}{PROCESSOR}-{uuid}"]
-        assert hashes(DOG, uuids=[uuid], processor=None) == [f"{UNKNOWN}{CLIENT}{uuid}"]
-
-
-def test_ids_that_models_derive_keep_their_marks() -> None:
-    """As Qwen3-VL and DeepSeek-VL2 do: a hash of the id and of what the model adds to it."""
-    cat, dog = hashes(CAT, DOG, uuids=[None, "dog"])
-    derived = [
-        MultiModalHasher.hash_kwargs(ALGORITHM, mm_hash=name, cropping=True) for name in (cat, dog)
-    ]
-    assert derived[0].startswith(CONTENT)
-    assert derived[1].startswith(CLIENT)
-    hashing: Any = MultiModalHasher.hash_kwargs
-    original = hashing.__func__.__wrapped__
-    assert [name.removeprefix(CONTENT).removeprefix(CLIENT) for name in derived] == [
-        original(ALGORITHM, mm_hash=name, cropping=True)
-        for name in (cat.removeprefix(CONTENT), dog.removeprefix(CLIENT))
-    ]
-
-
 # ------------------------------------------------------------------------- sent
 
 
@@ -212,30 +188,6 @@ def adapting(processor: InputProcessor, monkeypatch: pytest.MonkeyPatch) -> Inpu
     return processor
 
 
-def test_adapters_for_images_stand_before_the_ids(adapting: InputProcessor) -> None:
-    lora = LoRARequest("an adapter", 1, "/a/path")
-    cat, dog = sent(adapting, hashes(CAT, DOG, uuids=[None, "dog"]), lora)
-    (plain,) = hashes(CAT, marked=False)
-    assert cat.identifier == f"an adapter:1:{plain}"
-    assert dog.identifier == f"an adapter:1:{CLIENT}{PROCESSOR}-dog"
-    assert judge(cat, lora=lora, adapts_encoder=True)
-    assert not judge(dog, lora=lora, adapts_encoder=True)
-    assert judge(dog, lora=lora, adapts_encoder=True, salt="salt")
-
-
-def test_encoders_outputs_of_another_adapter_with_the_name_are_others(
-    adapting: InputProcessor,
-) -> None:
-    """vLLM's encoder cache takes what it has under an id, and its prefix cache looks at paths."""
-    one, two = (LoRARequest("an adapter", number, f"/path {number}") for number in (1, 2))
-    features = [
-        sent(adapting, hashes(CAT, uuids=uuids), lora)[0]
-        for uuids in (None, ["cat"])
-        for lora in (one, two, None)
-    ]
-    assert len({feature.identifier for feature in features}) == 6
-
-
 @pytest.mark.parametrize("uuid", [None, "cat"])
 @pytest.mark.parametrize("options", ["", "3" * 64])
 def test_an_adapter_s_name_is_not_in_keys(
@@ -266,38 +218,6 @@ def test_without_the_number_of_their_adapter_items_are_left_out(
             engine = more | {"trust": True, "adapts_encoder": adapts, "lora": lora}
             assert judge(feature, **engine) is not adapts
             assert judge(feature, **engine | {"lora": None})
-
-
-def test_ids_that_come_with_prepared_inputs_are_a_client_s(processor: InputProcessor) -> None:
-    (cat,) = hashes(CAT)
-    plain = unmarked(cat)
-    # A client of /inference/v1/generate sends strings.
-    for name in (plain, "".join(cat), "a name"):
-        (feature,) = sent(processor, [name])
-        assert feature.identifier == CLIENT + name
-        assert feature.mm_hash != cat
-        assert not judge(feature)
-
-
-def test_a_reference_to_shared_memory_keeps_the_name_that_is_signed() -> None:
-    feature = SimpleNamespace(
-        identifier=f"{CONTENT}x", mm_hash=f"{CONTENT}x", data={"signature": object()}
-    )
-    item_ids._mark(feature, shared=False)
-    assert feature.mm_hash == f"{CONTENT}x"
-    assert not judge(feature)
-
-
-def test_ids_stay_as_they_are_where_encoders_run_in_other_engines(
-    processor: InputProcessor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(processor.vllm_config, "ec_transfer_config", object())
-    made = hashes(CAT, DOG, uuids=[None, "dog"], shared=True)
-    features = sent(processor, [*made, "a name"])
-    assert [feature.identifier for feature in features] == [
-        *hashes(CAT, DOG, uuids=[None, "dog"], marked=False, processor="a model"),
-        "a name",
-    ]
 
 
 # ------------------------------------------------------------------------- judged
@@ -341,16 +261,6 @@ def test_a_trusted_uuid_has_one_name_with_and_without_marks(processor: InputProc
     plain = SimpleNamespace(identifier="cat", mm_hash="cat")
     assert ids(trust=True).in_key(marked) == ids(trust=True).in_key(plain)
     assert ids().in_key(marked) != ids().in_key(plain)
-
-
-def test_the_name_in_a_key_holds_the_engine_s_options(processor: InputProcessor) -> None:
-    cat, dog = sent(processor, hashes(CAT, DOG, uuids=[None, "dog"]))
-    assert ids().in_key(cat) == cat.identifier
-    for feature in (cat, dog):
-        names = {ids(options=digest).in_key(feature) for digest in ("", "3" * 64, "4" * 64)}
-        assert len(names) == 3
-    assert not judge(cat, options=None)
-    assert not judge(cat, options=None, trust=True)
 
 
 def test_items_of_an_unknown_processor_are_left_out(processor: InputProcessor) -> None:

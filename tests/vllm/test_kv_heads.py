@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from math import gcd
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +18,8 @@ from hypothesis import strategies as st
 
 from kvshelf.errors import ConfigError
 from kvshelf.format.namespace import Namespace
-from kvshelf.vllm.namespace import layer_kv_heads
 from tests.support.prompts import prompt
-from tests.vllm.simulated import FORMS, SimulatedEngine, engines_on, stated_heads
+from tests.vllm.simulated import FORMS, SimulatedEngine, engines_on
 from tests.vllm.test_blocks_and_chunks import check_load
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -97,46 +95,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
         yield start
 
 
-@pytest.mark.parametrize(
-    ("heads", "shards"),
-    [((16, 4), 4), ((8, 2), 2), ((16, 8), 8), ((6, 4), 2), ((32, 32), 8), ((12, 12), 6), ((5,), 5)],
-)
-def test_shards_divide_the_heads_of_all_layers(
-    start: Start, heads: tuple[int, ...], shards: int
-) -> None:
-    record = Namespace.from_bytes(start(heads=heads).namespace).record
-    assert record["shards"] == shards
-    assert record["kv_heads"] == max(heads)
-    assert record["layer_shapes"] == [f"2,*,{count},16" for count in heads]
-
-
-def test_whole_blocks_of_packed_caches_are_shared_over_degrees(start: Start) -> None:
-    options: dict[str, Any] = {"form": "vec", "layout": "native", "heads": (8, 2)}
-    writer = start(**options)
-    writer.prefill(tokens := prompt(200))
-    for degree in (2, 4, 8):
-        reader = start(**options, tensor_parallel=degree, seed=degree)
-        assert reader.namespace == writer.namespace
-        assert check_load(reader, tokens) == 192
-
-
-def test_ranks_that_hold_parts_of_shards_store_nothing_and_say_so(
-    start: Start, caplog: pytest.LogCaptureFixture
-) -> None:
-    tokens = prompt(200)
-    engine = start(heads=(8, 2), tensor_parallel=4)
-    assert [line for line in caplog.messages if "stores none" in line] == [
-        "tensor_parallel_size=4 is more than the 2 KV heads that all layers of this model have in"
-        " common, so each rank holds only a part of a shard: this engine loads KV from the shelf"
-        " and stores none. Other engines must store it, with tensor_parallel_size of at most 2"
-    ]
-    engine.prefill(tokens)
-    whole = start(heads=(8, 2), tensor_parallel=2)
-    assert whole.load(tokens)[0] == 0
-    whole.prefill(tokens)
-    assert check_load(start(heads=(8, 2), tensor_parallel=4, seed=2), tokens) == 192
-
-
 def test_each_degree_is_on_its_own_where_the_configuration_does_not_tell(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -159,20 +117,3 @@ def test_each_degree_is_on_its_own_where_the_configuration_does_not_tell(
     assert check_load(start(**options, tensor_parallel=4, seed=3), tokens) == 192
     with pytest.raises(ConfigError, match="does not state which"):
         start(**options, tensor_parallel=2, layout="canonical")
-
-
-@pytest.mark.parametrize("heads", [(16, 4), (8, 2, 8)])
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
-def test_heads_of_a_layer_are_those_of_vllms_configuration(
-    heads: tuple[int, ...], ranks: int
-) -> None:
-    arch = stated_heads(heads)
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(
-            model_arch_config=arch, get_total_num_kv_heads=lambda: arch.total_num_kv_heads
-        ),
-        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
-    )
-    for number, count in enumerate(heads):
-        name = f"language_model.model.layers.{number}.self_attn.attn"
-        assert layer_kv_heads(config, name, max(1, count // ranks)) == count

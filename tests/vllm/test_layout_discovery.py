@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +15,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm")
     from vllm.v1.attention.backend import AttentionImpl
-    from vllm.v1.attention.backends.composite import (
-        MMPrefixAttentionRouting,
-        create_composite_attention_backend,
-    )
     from vllm.v1.attention.backends.cpu_attn import (
         CPUAttentionBackend,
-        CPUAttentionBackendImpl,
     )
     from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 
@@ -44,8 +38,7 @@ with warnings.catch_warnings():
     )
 
 from kvshelf.errors import ConfigError, UnsupportedError
-from kvshelf.kv import ops
-from kvshelf.kv.layout import PagedLayout, PermutedLayout
+from kvshelf.kv.layout import PagedLayout
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -107,52 +100,6 @@ def skip_refused(isa: str, *arguments: Any) -> None:
         pytest.skip(why)
 
 
-@sources
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("isa", "block_size", "head_size"), PACKINGS)
-def test_packings_of_vllm_are_learned(
-    isa: str, block_size: int, head_size: int, dtype: torch.dtype, recorded: bool
-) -> None:
-    if not recorded:
-        skip_refused(isa, dtype, "auto", block_size, head_size)
-    shape = {"block_size": block_size, "head_size": head_size, "recorded": recorded}
-    layer = cpu_layer(isa, dtype=dtype, **shape)
-    before = layer.kv_cache.clone()
-    [found] = probe(layer, dtype=dtype)
-    layout = found.learned.layout
-    assert isinstance(layout, PermutedLayout), found.learned.reason
-    assert (layout.packing, layout.block_size) == (NAMES[isa], block_size)
-    assert torch.equal(layer.kv_cache.view(torch.uint8), before.view(torch.uint8))
-
-    slots, values = written(layer, dtype, 50)
-    out = torch.empty(layout.chunk_bytes(50), dtype=torch.uint8)
-    ops.gather_kv([layer.kv_cache], slots, out, layout)
-    assert torch.equal(out.view(dtype).view(values.shape), values)
-    # What is scattered is what vLLM would have written.
-    other = cpu_layer(isa, dtype=dtype, **shape)
-    other.kv_cache.copy_(before)
-    ops.scatter_kv([other.kv_cache], slots, out, layout)
-    assert torch.equal(other.kv_cache.view(torch.uint8), layer.kv_cache.view(torch.uint8))
-
-
-@sources
-@pytest.mark.parametrize("scale", [1.0, 0.0123, 7.0])
-@pytest.mark.parametrize("kv_cache_dtype", FP8)
-@pytest.mark.parametrize("isa", ["vec", "amx"])
-def test_packings_of_fp8_caches_are_learned(
-    isa: str, kv_cache_dtype: str, scale: float, recorded: bool
-) -> None:
-    if not recorded:
-        skip_refused(isa, torch.bfloat16, kv_cache_dtype, *FP8_SHAPE)
-    layer = cpu_layer(isa, kv_cache_dtype=kv_cache_dtype, scale=scale, recorded=recorded)
-    [found] = probe(layer)
-    assert isinstance(found.learned.layout, PermutedLayout), found.learned.reason
-    assert found.learned.layout.packing == isa
-    expected = {"fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}[kv_cache_dtype]
-    assert choose([found]).ids == (f"cpu-{isa}-{expected.lower()}-b128",)
-    assert choose([found], chunk_size=96).dtypes == (expected,)
-
-
 @pytest.mark.parametrize(
     ("isa", "dtype", "kv_cache_dtype", "block_size", "head_size"),
     [(isa, dtype, "auto", *shape) for isa, *shape in PACKINGS for dtype in DTYPES]
@@ -179,13 +126,6 @@ def test_a_recording_is_what_the_kernel_does(
     assert torch.equal(real.kv_cache.view(torch.uint8), recording.kv_cache.view(torch.uint8))
 
 
-def test_layers_of_one_kind_are_learned_once() -> None:
-    found = probe(*(cpu_layer("vec") for _ in range(4)), cpu_layer("amx", recorded=True))
-    assert [layer.learned.writes > 5 for layer in found] == [True, False, False, False, True]
-    assert [layer.learned.writes for layer in found[1:4]] == [1, 1, 1]
-    assert found[3].learned.layout == found[0].learned.layout
-
-
 def mla_layer(rank: int = 32, rope: int = 16, block_size: int = 16) -> Any:
     impl = CPUMLAImpl.__new__(CPUMLAImpl)
     impl.kv_cache_dtype = "auto"
@@ -209,31 +149,6 @@ def test_mla_is_learned_through_its_own_call() -> None:
     assert found.learned.layout == PagedLayout.from_mla(layer.kv_cache), found.learned.reason
     stored = choose([found])
     assert (stored.kind, stored.shapes, stored.dtypes) == ("canonical", ("*,48",), ("BF16",))
-
-
-class Causal(CPUAttentionBackend):
-    """Another backend, for a composite that is none of one and the same."""
-
-
-def test_composites_are_learned_through_their_part_that_writes() -> None:
-    composite = create_composite_attention_backend(
-        CPUAttentionBackend,
-        Causal,
-        name="Composite",
-        backend_name="CUSTOM",
-        module=__name__,
-        routing_policy=MMPrefixAttentionRouting,
-    )
-    plain = cpu_layer("vec")
-    layer = cpu_layer("vec", attn_backend=composite)
-    implementation = composite.get_impl_cls()
-    layer.impl = implementation.__new__(implementation)
-    layer.impl.general_impl = layer.impl.causal_impl = plain.impl
-    [found], [expected] = probe(layer), probe(plain)
-    assert found.learned.layout is not None, found.learned.reason
-    assert found.learned == expected.learned
-    # Composites of different backends have a name in common.
-    assert found.backend == expected.backend
 
 
 # --------------------------------------------------------------------------- not written to
@@ -265,54 +180,6 @@ def taking(parameters: str) -> Counting:
     return made
 
 
-class LaterCPU(CPUAttentionBackendImpl):
-    """vLLM's class with parameters that a later version could add."""
-
-    def do_kv_cache_update(
-        self,
-        layer: Any,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        slot_mapping: Tensor,
-        skip_scale: bool = False,
-        *,
-        other: int = 0,
-    ) -> None:
-        assert not skip_scale and not other
-        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-
-
-class LaterMLA(CPUMLAImpl):
-    """vLLM's class as of version 0.33."""
-
-    def do_kv_cache_update(
-        self,
-        kv_c_normed: Tensor,
-        k_pe: Tensor,
-        kv_cache: Tensor,
-        slot_mapping: Tensor,
-        kv_cache_dtype: str,
-        k_scale: Tensor,
-        skip_scale: bool = False,
-    ) -> None:
-        assert not skip_scale
-        super().do_kv_cache_update(
-            kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale
-        )
-
-
-@pytest.mark.parametrize("kind", [LaterCPU, LaterMLA])
-def test_further_parameters_with_defaults_change_nothing(kind: type) -> None:
-    layer, size = (cpu_layer("vec"), 0) if kind is LaterCPU else (mla_layer(), 16)
-    [expected] = probe(layer, block_size=size)
-    layer.impl.__class__ = kind
-    [found] = probe(layer, block_size=size)
-    assert found.learned.layout is not None, found.learned.reason
-    assert found.learned == expected.learned
-    assert choose([found]).ids == choose([expected]).ids
-
-
 def test_an_mla_update_that_needs_further_arguments_is_unknown() -> None:
     def update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, scales):  # type: ignore[no-untyped-def]
         raise AssertionError("called without knowing what it means")
@@ -322,13 +189,6 @@ def test_an_mla_update_that_needs_further_arguments_is_unknown() -> None:
     [found] = probe(layer, block_size=16)
     assert "k_scale, scales), expected" in found.learned.reason
     assert found.learned.writes == 0
-
-
-class Failing(Counting):
-    def do_kv_cache_update(
-        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        raise RuntimeError("needs a graph")
 
 
 class Updating(CPUAttentionBackend):
@@ -442,41 +302,7 @@ def test_a_layer_that_uses_other_memory_is_refused(bound: Any) -> None:
     assert layer.impl.calls == 0
 
 
-@pytest.mark.parametrize(
-    ("impl", "reason"), [(Counting(), "nothing that was written"), (Failing(), "needs a graph")]
-)
-def test_an_update_that_does_nothing_or_fails_is_unknown(impl: Any, reason: str) -> None:
-    [found] = probe(cpu_layer("vec", impl=impl))
-    assert found.learned.kind == "unknown"
-    assert reason in found.learned.reason
-
-
 # --------------------------------------------------------------------------- what is stored
-
-
-def test_auto_is_native_where_chunks_are_whole_blocks() -> None:
-    layers = probe(cpu_layer("vec"), cpu_layer("vec"))
-    stored = choose(layers)
-    assert stored.kind == "native"
-    assert stored.unit_tokens == 128
-    assert stored.ids == ("cpu-vec-bf16-b128",) * 2
-    assert stored.shapes == ("2,*,2,64",) * 2
-    assert stored.dtypes == ("BF16",) * 2
-    [run] = stored.runs
-    assert run.layout == PagedLayout.native_blocks(layers[0].cache)
-
-
-@pytest.mark.parametrize(
-    ("option", "chunk_size"), [("auto", 96), ("auto", 200), ("canonical", 256)]
-)
-def test_canonical_where_it_is_asked_for_or_chunks_are_no_whole_blocks(
-    option: str, chunk_size: int
-) -> None:
-    stored = choose(probe(cpu_layer("vec"), cpu_layer("vec")), option, chunk_size)
-    assert (stored.kind, stored.unit_tokens) == ("canonical", 1)
-    assert stored.ids == ("canonical",) * 2
-    [run] = stored.runs
-    assert isinstance(run.layout, PermutedLayout)
 
 
 def test_native_that_cannot_be_is_refused() -> None:
@@ -508,70 +334,6 @@ def test_a_cache_that_another_kernel_may_write_is_opaque(monkeypatch: pytest.Mon
         type(plain.impl), "set_interleaved_v_cache", lambda self: None, raising=False
     )
     assert "may interleave its V" in probe(plain)[0].learned.reason
-
-
-def test_one_unknown_layer_makes_all_of_them_opaque(caplog: pytest.LogCaptureFixture) -> None:
-    layers = probe(cpu_layer("vec"), cpu_layer("vec", impl=Counting()), cpu_layer("vec"))
-    stored = choose(layers)
-    assert (stored.kind, stored.unit_tokens) == ("opaque", 128)
-    assert stored.shapes == (f"2,{HEADS * 128 * 128 * 2}",) * 3
-    assert stored.dtypes == ("U8",) * 3
-    assert "layers.1" in caplog.text and "only engines exactly like this one" in caplog.text
-    with pytest.raises(ConfigError, match="chunk_size=200 is not a multiple"):
-        choose(layers, chunk_size=200)
-    for option in ("canonical", "native"):
-        with pytest.raises(ConfigError, match=f"layout={option} cannot be"):
-            choose(layers, option)
-
-
-def test_the_id_of_an_opaque_layout_covers_what_could_matter() -> None:
-    def opaque_id(layer: Any, **engine: object) -> str:
-        [name] = choose(probe(layer, block_size=128), **engine).ids
-        assert name.startswith("opaque-") and len(name) == 7 + 16
-        return name
-
-    def unknown(**changes: Any) -> Any:
-        return cpu_layer("vec", impl=Counting(), **changes)
-
-    plain = opaque_id(unknown())
-    assert opaque_id(unknown()) == plain
-    different = {
-        plain,
-        opaque_id(cpu_layer("vec", impl=Failing())),
-        opaque_id(unknown(head_size=32)),
-        opaque_id(unknown(dtype=torch.float16)),
-        opaque_id(unknown(), tensor_parallel_size=2),
-        opaque_id(unknown(), vllm="0.33.0"),
-        opaque_id(unknown(), block_size=64),
-        opaque_id(unknown(), instructions="AVX2"),
-    }
-    assert len(different) == 8
-
-
-def test_the_id_of_a_replicated_layout_covers_all_but_the_degree() -> None:
-    def layout_id(**engine: Any) -> str:
-        [name] = choose(probe(cpu_layer("vec", impl=Counting())), replicated=True, **engine).ids
-        return name
-
-    plain = layout_id()
-    assert plain.startswith("replicated-") and len(plain) == 11 + 16
-    assert layout_id(tensor_parallel_size=8) == plain
-    assert layout_id(pipeline_parallel_size=2) != plain
-    assert layout_id(vllm="0.33.0") != plain
-    # What is known is stored canonically, replicated or not.
-    assert choose(probe(mla_layer(), block_size=16), replicated=True).ids == ("canonical",)
-
-
-def test_opaque_blocks_do_not_depend_on_how_many_there_are() -> None:
-    ids = set()
-    for blocks in (4, 9):
-        cache = torch.zeros(2, blocks, 128, HEADS, 64, dtype=torch.bfloat16)
-        [found] = probe(cpu_layer("vec", impl=Counting(), kv_cache=cache), block_size=128)
-        layer = replace(found, cache=cache)
-        stored = choose([layer], num_blocks=blocks)
-        assert stored.shapes == (f"2,{2 * HEADS * 128 * 64 * 2}",)
-        ids |= set(stored.ids)
-    assert len(ids) == 1
 
 
 def test_blocks_that_are_scattered_over_memory_cannot_be_stored_whole() -> None:

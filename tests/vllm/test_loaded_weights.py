@@ -63,29 +63,6 @@ def change(engine: SimulatedEngine, value: float, ranks: tuple[int, ...]) -> Non
         engine.ranks[rank].model.bias[0] = value
 
 
-@pytest.mark.parametrize("ranks", [(0, 1), (0,), (1,)])
-def test_a_change_in_any_rank_gives_all_ranks_another_namespace(
-    start: Callable[..., SimulatedEngine], ranks: tuple[int, ...]
-) -> None:
-    engine = start(ranks=2)
-    for rank in engine.ranks:
-        rank.model.bias[0] = 0.0
-    first = named(engine)
-    engine.prefill(prompt(1))
-    assert engine.load(prompt(1))[0] == 512
-    names = []
-    for value in (1.0, 2.0, 1.0):
-        change(engine, value, ranks)
-        names.append(named(engine))
-        found, _ = engine.load(prompt(1))
-        assert found == (512 if names[-1] in names[:-1] else 0)
-        engine.prefill(prompt(1))
-        assert engine.load(prompt(1))[0] == 512
-    assert names[0] == names[2] != names[1]
-    assert all(name.startswith("params:") for name in names)
-    assert first == "user:simulated"
-
-
 def test_weights_that_no_file_identifies_are_named_by_their_parameters(
     start: Callable[..., SimulatedEngine],
 ) -> None:
@@ -108,47 +85,6 @@ def test_weights_that_no_file_identifies_are_named_by_their_parameters(
     assert named(one) != first
     change(one, bias, (1,))
     assert named(one) == first
-
-
-def test_engines_of_other_degrees_share_a_version_and_nothing_else(
-    start: Callable[..., SimulatedEngine],
-) -> None:
-    one, two = start(ranks=1), start(ranks=2)
-    for version in ("", "step 7"):
-        for engine in (one, two):
-            named(engine)
-            for rank in engine.ranks:
-                rank.worker.weights_changed("a test", version)
-                rank.model.bias.fill_(3.0 + len(version))
-        assert (named(one) == named(two)) is bool(version)
-    one.prefill(prompt(2))
-    assert two.load(prompt(2))[0] == 512
-
-
-def test_a_store_and_a_load_of_an_earlier_round_are_dropped(
-    start: Callable[..., SimulatedEngine],
-) -> None:
-    engine = start()
-    named(engine)
-    engine.prefill(prompt(3))
-    request = engine.request(prompt(3))
-    assert engine.matched(request, 0) == 512
-    change(engine, 1.0, (0,))
-    # The scheduler does not know yet.
-    blocks = engine.blocks_for(600)
-    engine.scheduler.allocated(request, (blocks,), 512)
-    done = engine.step([])
-    assert done == {request.request_id}
-    assert engine.bad_blocks == set(blocks[:32])
-    assert engine.scheduler.matched_tokens(engine.request(prompt(3)), 0) == 0
-    # Back again: a load of the round before is still none of this one.
-    named(engine)
-    engine.scheduler.allocated(request, (blocks,), 512)
-    op = rig.load_to_hand_out(engine.scheduler)
-    change(engine, engine.ranks[0].model.bias[0].item() - 1.0, (0,))
-    named(engine)
-    assert engine.worker.weights.settled
-    assert not engine.worker.weights.is_current(op)
 
 
 def test_unknown_tensors_are_said_to_be_unreadable(
@@ -239,24 +175,6 @@ class Experts(torch.nn.Module):
         # Neither is a weight.
         self.workspace = torch.zeros(2)
         self.lora_a_weight_stacked = torch.zeros(2)
-
-
-def test_weights_that_kernels_wrap_are_read() -> None:
-    layer = Experts()
-    weights = LoadedWeights(torch.nn.Sequential(layer))
-    first = digest(weights, packed=False)
-    assert first == weights.report().first  # type: ignore[union-attr]
-    found = {first}
-    layer.w13_weight.storage.data[3] += 1
-    found.add(digest(weights, packed=False))
-    layer.w13_weight = Wrapped(torch.arange(1, 9, dtype=torch.uint8))
-    found.add(digest(weights, packed=False))
-    layer.quant_method.w13_precision_config.weight_scale.storage.data[0] = 2
-    found.add(last := digest(weights, packed=False))
-    assert len(found) == 4
-    layer.workspace += 1
-    layer.lora_a_weight_stacked += 1
-    assert digest(weights, packed=False) == last
 
 
 def test_experts_that_a_layer_keeps_as_pairs_are_read() -> None:
@@ -357,23 +275,6 @@ def test_names_of_weights() -> None:
     assert name(handshake(), "cc", version="v") == "version:v"
 
 
-def test_a_version_names_only_weights_that_have_no_name(caplog: pytest.LogCaptureFixture) -> None:
-    made = handshake()
-    # The trainer says it before the first parameter changes, and a round ends in between.
-    assert name(made, "aa", noticed=True, version="v") == "sha256:00"
-    assert name(made, "aa", noticed=True, version="v") == "sha256:00"
-    assert [line for line in caplog.messages if "version 'v' names no weights yet" in line] == [
-        caplog.messages[0]
-    ]
-    assert name(made, "bb", noticed=True, version="v") == "version:v"
-    assert name(made, "bb", noticed=True, version="w") == "version:v"
-    assert name(made, "aa", noticed=True, version="w") == "sha256:00"
-    assert name(made, "cc", noticed=True, version="w") == "version:w"
-    # Where others hold a part, this engine's own may be the same.
-    parts = {"enable_expert_parallel": True, "data_parallel_size": 2}
-    assert name(handshake(**parts), "aa", noticed=True, version="v") == "version:v"
-
-
 @settings(max_examples=15)
 @given(data=st.data())
 def test_a_name_stands_for_the_same_weights_in_all_engines(data: st.DataObject) -> None:
@@ -431,26 +332,6 @@ def test_a_version_does_not_name_weights_that_were_written_before_it(
     rank.worker.weights_changed("a test", "step 8")
     rank.model.bias[0] = 4.0
     assert named(engine) == "version:step 8"
-
-
-@pytest.mark.parametrize("rounds", [0, 1, 2])
-def test_a_version_waits_for_the_weights_that_it_names(
-    start: Callable[..., SimulatedEngine], rounds: int
-) -> None:
-    """However many comparisons end between the trainer's word and its change."""
-    engine, other = start(), start()
-    for one in (engine, other):
-        named(one)
-    engine.ranks[0].worker.weights_changed("a test", "step 7")
-    for _ in range(rounds):
-        assert not named(engine).startswith("version:")
-        engine.prefill(prompt(5))
-    change(engine, 3.0, (0,))
-    assert named(engine) == "version:step 7"
-    other.ranks[0].worker.weights_changed("a test", "step 7")
-    other.ranks[0].model.bias[0] = 3.0
-    assert named(other) == "version:step 7"
-    assert other.load(prompt(5))[0] == 0
 
 
 def test_what_user_code_changes_gets_another_namespace(
@@ -718,31 +599,6 @@ def test_experts_that_vllm_moves_keep_the_name_of_the_weights(data: st.DataObjec
     assert len(set(names.values())) == len(names)
 
 
-def test_one_copy_of_an_expert_that_differs_is_another_name() -> None:
-    engine = Balanced(2)
-    assert engine.name() == "sha256:00"
-    # Two of its places are on other ranks.
-    assert engine.placed[1].count(2) == 2
-    with torch.no_grad():
-        engine.models[1][1].w2_weight[3] += 1
-    assert engine.placed[1][7] == 2
-    found = engine.name()
-    assert found is not None and found.startswith("params:")
-    engine.place(engine.placed)
-    rank, place = divmod(engine.placed[1].index(2), 4)
-    with torch.no_grad():
-        engine.models[rank][1].w2_weight[place] += 1
-    assert engine.name() not in (None, "sha256:00")
-    engine.place(engine.placed)
-    engine.models[1][1]._transformed[3] += 1
-    other = engine.name()
-    assert other not in ("sha256:00", found)
-    engine.place(engine.placed)
-    with torch.no_grad():
-        engine.models[1][0].gate.weight += 1
-    assert engine.name() not in ("sha256:00", found, other)
-
-
 def test_of_experts_that_other_engines_hold_those_are_compared_that_were_seen() -> None:
     engine = Balanced(1, engines=2)
     first = [[0, 1, 2, 3, 4, 0, 1, 2]] * 2
@@ -796,16 +652,3 @@ def test_the_period_of_a_block_is_that_of_the_oldest_block_before_it() -> None:
     blocks.begin()
     blocks.settle(changed=False)
     assert blocks.is_valid(blocks.admit([[6, 7, 9]], [2]))
-
-
-def test_the_period_of_blocks_of_several_groups_is_that_of_the_oldest() -> None:
-    blocks = BlockWeights()
-    blocks.begin()
-    blocks.settle(changed=True)
-    assert blocks.admit([[1, 2, 3], [0, 4, 5]], [0, 0]) == 1
-    assert blocks.admit([[1, 2, 6], [0, 4, 7]], [2, 2]) == 1
-    # Block 8 was there before.
-    assert blocks.admit([[1, 2, 9], [0, 8, 10]], [2, 2]) == 0
-    assert blocks.admit([[1, 2], [0, 10, 11]], [2, 2]) == 0
-    blocks.take([[12], [13, 14]], 1)
-    assert blocks.admit([[12, 15], [13, 14, 16]], [1, 2]) == 1

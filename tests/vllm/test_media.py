@@ -92,21 +92,6 @@ def test_settings_of_the_processor_decide(
     assert (before != after) == differs
 
 
-def test_the_path_does_not_matter(folder: Path, tmp_path: Path) -> None:
-    copied = shutil.copytree(folder, tmp_path / "a copy")
-    hub = tmp_path / "hub" / "models--org--name"
-    (hub / "refs").mkdir(parents=True)
-    (hub / "refs" / "main").write_text("abc")
-    shutil.copytree(folder, hub / "snapshots" / "abc")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-        snapshot = media._folder("org/name", None)
-    assert digest_of(folder) == digest_of(copied) == digest_of(snapshot)
-    # Of an object storage vLLM pulls the files while it starts.
-    streamed = model_of(copied, model_weights="s3://bucket/model")
-    assert ProcessorDigest(streamed, since=0.0).current() == digest_of(folder)
-
-
 def test_mistral_s_tokenizer_may_lie_elsewhere(folder: Path, tmp_path: Path) -> None:
     before = digest_of(folder)
     write(tmp_path / "other" / "tekken.json", {"image": {"max_image_size": 1024}})
@@ -153,13 +138,6 @@ def test_a_processor_that_may_be_made_anew_of_other_files_is_unknown(
     shutil.rmtree(folder)
     assert digest.current(reads_files=True) is None
     assert len(caplog.records) == 1
-
-
-def test_one_that_is_never_made_anew_stays_known(folder: Path) -> None:
-    digest = ProcessorDigest(model_of(folder), LATER)
-    before = digest.current()
-    shutil.rmtree(folder)
-    assert digest.current() == before is not None
 
 
 # ------------------------------------------------------------------------- the engine's options

@@ -43,23 +43,6 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
 
 
-@pytest.mark.parametrize("name", ["KVShelfConnector", "SharedStorageConnector"])
-@pytest.mark.parametrize("settings", [{}, {"kv_connector_module_path": MODULE}])
-def test_both_names_are_kvshelf_s(
-    loaders: dict[str, Callable[[], Any]],
-    caplog: pytest.LogCaptureFixture,
-    name: str,
-    settings: dict[str, Any],
-) -> None:
-    register()
-    register()
-    found = connector_of(name, **settings)
-    assert found.__module__ == MODULE
-    # vLLM's MultiConnector finds the classes of its connectors by their names.
-    assert KVConnectorFactory.get_connector_class_by_name(found.__name__) is found
-    assert warnings_in(caplog) == []
-
-
 def test_a_connector_of_vllm_s_own_keeps_its_name_and_one_warning_says_so(
     loaders: dict[str, Callable[[], Any]], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,7 +11,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvshelf.errors import PermanentStorageError, ReadOnlyStorageError
 from tests.sim.storage import Fault, FaultyStorage
 from tests.support.prompts import prompt
 from tests.support.waiting import PATIENCE, until
@@ -95,29 +93,6 @@ def loaded(start: Callable[..., MiniVllm], like: MiniVllm, tokens: list[int]) ->
     return state.loaded
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_a_prompt_larger_than_staging_is_stored_in_one_pass(
-    backend: FaultyStorage, storage: threading.Event, start: Callable[..., MiniVllm], runner: str
-) -> None:
-    engine = start(runner)
-    tokens = prompt(CHUNKS * CHUNK + 1)
-    engine.add(Request("r", tokens, max_tokens=20))
-    while len(engine.states["r"].history) < len(tokens):
-        engine.step()
-    # Of three steps of 8 chunks 4 are in staging.
-    (memory,) = side_of(engine).model.registration.memories.values()
-    assert memory.staging.for_stores // 2 == 4
-    assert stored(backend) == 0
-    storage.set()
-    while "r" in engine.states:
-        assert side_of(engine).drain(PATIENCE) == 0
-        engine.step()
-    assert side_of(engine).drain(PATIENCE) == 0
-    assert stored(backend) == CHUNKS
-    assert count(engine, "dropped_chunks_staging_full") == 0
-    assert loaded(start, engine, tokens) == CHUNKS * CHUNK
-
-
 def test_an_engine_stores_no_faster_than_its_bytes_per_second(
     backend: FaultyStorage, storage: threading.Event, start: Callable[..., MiniVllm]
 ) -> None:
@@ -130,26 +105,6 @@ def test_an_engine_stores_no_faster_than_its_bytes_per_second(
     until(lambda: count(engine, "stored_chunks") == 1)
     assert side_of(engine).drain(0.0) == 2
     assert stored(backend) == 1
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_what_is_postponed_at_the_end_of_a_request_is_dropped_and_counted(
-    backend: FaultyStorage, storage: threading.Event, start: Callable[..., MiniVllm], runner: str
-) -> None:
-    engine = start(runner)
-    tokens = prompt(CHUNKS * CHUNK + 1)
-    engine.add(Request("r", tokens, max_tokens=2))
-    engine.run()
-    # Its blocks are others' now.
-    engine.add(Request("other", prompt(CHUNKS * CHUNK + 1, seed=1), max_tokens=1))
-    engine.run()
-    engine.step()
-    assert count(engine, "dropped_chunks_staging_full") == 2 * CHUNKS - 4
-    storage.set()
-    engine.add(Request("third", prompt(20, seed=2), max_tokens=4))
-    engine.run()
-    assert side_of(engine).drain(PATIENCE) == 0
-    assert loaded(start, engine, tokens) == 4 * CHUNK
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -178,28 +133,6 @@ def test_blocks_of_a_preempted_request_are_not_stored_as_its_own(
         assert loaded(start, engine, each) == CHUNKS * CHUNK
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_a_producer_keeps_its_blocks_until_its_chunks_are_gathered(
-    backend: FaultyStorage, storage: threading.Event, start: Callable[..., MiniVllm], runner: str
-) -> None:
-    engine = start(runner)
-    free = len(engine.free)
-    tokens = prompt(CHUNKS * CHUNK + 3)
-    engine.add(Request("r", tokens, max_tokens=1, kv_transfer_params=ASKED))
-    while engine.states["r"].status != "finished":
-        engine.step()
-    for _ in range(3):
-        engine.step()
-        assert len(engine.free) < free
-    assert engine.params["r"]["kvshelf_tokens"] == len(tokens)
-    storage.set()
-    engine.run()
-    assert len(engine.free) == free
-    assert side_of(engine).drain(PATIENCE) == 0
-    assert count(engine, "promises_broken") == 0
-    assert loaded(start, engine, tokens) == CHUNKS * CHUNK
-
-
 def test_a_producer_keeps_its_blocks_for_a_bounded_time(
     backend: FaultyStorage, storage: threading.Event, start: Callable[..., MiniVllm]
 ) -> None:
@@ -213,53 +146,3 @@ def test_a_producer_keeps_its_blocks_for_a_bounded_time(
     assert count(engine, "promises_broken") == 1
     until(lambda: count(engine, "markers_written") == 1)
     assert count(engine, "dropped_chunks_staging_full") == CHUNKS + 1 - 4
-
-
-def test_a_small_prompt_that_is_handed_over_keeps_its_blocks_for_a_step(
-    backend: FaultyStorage, storage: threading.Event, start: Callable[..., MiniVllm]
-) -> None:
-    storage.set()
-    engine = start(staging=1 << 20)
-    engine.add(Request("r", prompt(20), max_tokens=1, kv_transfer_params=ASKED))
-    while engine.states["r"].status != "finished":
-        engine.step()
-    engine.step()
-    assert not engine.states
-
-
-def promises_nothing(engine: MiniVllm) -> bool:
-    """Whether a request that asks for a hand-over gets no promise after a further step."""
-    engine.step()
-    engine.add(Request("other", prompt(20, seed=1), max_tokens=1, kv_transfer_params=ASKED))
-    engine.run()
-    return engine.params["other"] is None
-
-
-def test_a_worker_says_that_its_storage_takes_no_objects(
-    backend: FaultyStorage, storage: threading.Event, start: Callable[..., MiniVllm]
-) -> None:
-    storage.set()
-    refuses = Fault("write", error=lambda: ReadOnlyStorageError(errno.EROFS, "read-only", "x"))
-    backend.add(refuses)
-    engine = start(staging=1 << 20)
-    # Nothing is promised of it, so there is no marker.
-    engine.add(Request("r", prompt(20), max_tokens=1))
-    engine.run()
-    assert side_of(engine).drain(PATIENCE) == 0
-    assert promises_nothing(engine)
-
-
-def test_a_worker_says_that_its_storage_takes_no_markers(
-    backend: FaultyStorage, storage: threading.Event, start: Callable[..., MiniVllm]
-) -> None:
-    """No object has failed yet, so nothing else tells it."""
-    refused = PermanentStorageError(errno.EACCES, "not allowed", "x")
-    backend.add(Fault("write", "*/gave-up/*", error=refused))
-    engine = start(config={"handover_wait_s": 0})
-    tokens = prompt(CHUNKS * CHUNK + 3)
-    engine.add(Request("r", tokens, max_tokens=1, kv_transfer_params=ASKED))
-    engine.run()
-    promises = side_of(engine).model.promises
-    assert promises is not None
-    until(lambda: promises.unmarked)
-    assert promises_nothing(engine)

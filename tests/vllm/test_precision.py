@@ -6,7 +6,6 @@ import ast
 import json
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +19,9 @@ import vllm
 import vllm.envs as vllm_envs
 from vllm.model_executor.kernels.linear import (
     CPUWNA16LinearKernel,
-    CutlassFp8BlockScaledMMKernel,
     CutlassFP8ScaledMMLinearKernel,
     MarlinFP8ScaledMMLinearKernel,
     MarlinLinearKernel,
-    TritonFp8BlockScaledMMKernel,
 )
 from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
 from vllm.model_executor.kernels.linear.mxfp8.rocm_native import RocmDotScaledMxfp8LinearKernel
@@ -45,11 +42,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 )
 from vllm.scalar_type import scalar_types
 
-from kvshelf.config import Config
-from kvshelf.errors import ConfigError, UnsupportedError
-from kvshelf.format.model import ModelFacts
-from kvshelf.vllm.metadata import WorkerReport
-from kvshelf.vllm.namespace import build_namespace, unite_ranks
+from kvshelf.errors import UnsupportedError
 from kvshelf.vllm.worker import precision as subject
 from kvshelf.vllm.worker.precision import precision
 from tests.vllm.record_inputs import LEDGER
@@ -144,18 +137,6 @@ def test_weights_that_meet_other_activations_are_told_apart() -> None:
     assert found(half, dtype=torch.float16) == ("8 float16",)
 
 
-def test_kernels_of_one_precision_are_alike() -> None:
-    made = (
-        CutlassFP8ScaledMMLinearKernel,
-        CutlassFp8BlockScaledMMKernel,
-        TritonFp8BlockScaledMMKernel,
-    )
-    [one] = {found(linear(kernel(each))) for each in made}
-    # Each once, sorted, whatever the layers' order.
-    several = [linear(kernel(each)) for each in (*made, MarlinFP8ScaledMMLinearKernel)]
-    assert found(*several) == found(*reversed(several)) == ("8 bfloat16", *one)
-
-
 def test_kernels_are_found_where_methods_keep_them() -> None:
     one = kernel(MarlinLinearKernel, four_bits())
     for module in (
@@ -184,27 +165,6 @@ def test_kernels_that_serve_several_precisions() -> None:
     assert found(linear(block, weight=torch.zeros(1, dtype=torch.uint8))) == ("8 mxfp8",)
     # As it is where the shape of the weights does not fit the kernel.
     assert found(linear(block, weight=torch.zeros(1, dtype=torch.bfloat16))) == ("8 bfloat16",)
-
-
-def test_activations_that_a_variable_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "int8")
-    said = 'VLLM_MARLIN_INPUT_DTYPE="int8"'
-    asked = four_bits(torch.int8)
-    assert found(linear(kernel(MarlinLinearKernel, asked))) == ("4 int8", said)
-    # Another kernel takes no notice of it.
-    assert found(linear(kernel(CPUWNA16LinearKernel, asked))) == ("4 bfloat16", said)
-    monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "fp8")
-    assert 'VLLM_MARLIN_INPUT_DTYPE="fp8"' in found(linear(kernel(MarlinFP8ScaledMMLinearKernel)))
-
-
-def test_variables_are_the_same_however_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "VLLM_HUMMING_ONLINE_QUANT_CONFIG"
-    module, written = linear(kernel(CutlassFP8ScaledMMLinearKernel)), set()
-    for text in ('{"dtype": "int4", "group_size": 128}', '{"group_size":128,"dtype":"int4"}'):
-        monkeypatch.setenv(name, text)
-        written.add(found(module))
-    [items] = written
-    assert f'{name}={{"dtype":"int4","group_size":128}}' in items
 
 
 def test_defaults_are_those_of_vllm() -> None:
@@ -271,26 +231,6 @@ def test_layers_that_stay_as_they_are_have_none() -> None:
     assert found(layer(cache), plain, mask, torch.nn.LayerNorm(2)) == ()
 
 
-def test_models_that_are_not_quantized_have_the_record_of_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "int8")
-    modules = [linear(kernel(MarlinFP8ScaledMMLinearKernel)), torch.nn.Linear(2, 2)]
-    assert found(*modules, quantization=None) == found(quantization=None) == ()
-    facts: dict[str, Any] = {
-        "layers": 2,
-        "kv_heads": 2,
-        "head_size": 8,
-        "dtype": "bfloat16",
-        "weights": "w",
-    }
-    assert ModelFacts(**facts, precision=()).namespace().encoded == (
-        ModelFacts(**facts).namespace().encoded
-    )
-    record = ModelFacts(**facts, precision=("8 int8",)).namespace().record
-    assert record["precision"] == ["8 int8"]
-
-
 def test_what_rounds_other_models_too(monkeypatch: pytest.MonkeyPatch) -> None:
     made = torch.nn.Parameter(torch.zeros(1, dtype=torch.float8_e4m3fn), requires_grad=False)
     latent = layer(is_aiter_triton_fp8_bmm_enabled=True, W_K=made)
@@ -342,26 +282,6 @@ def test_the_classes_and_places_are_those_of_vllm() -> None:
     assert read <= attributes
 
 
-def test_ranks_and_stages() -> None:
-    one = WorkerReport(
-        ("layers.0",), ("2,*,2,8",), ("BF16",), ("canonical",), ("full",), (8,), (-1,)
-    )
-    config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2))
-    eight, sixteen = (replace(one, precision=(f"8 {dtype}",)) for dtype in ("int8", "bfloat16"))
-    assert unite_ranks(config, [eight, eight]) == eight
-    with pytest.raises(ConfigError, match="or in the precision in which they are computed"):
-        unite_ranks(config, [eight, sixteen])
-    config = SimpleNamespace(
-        model_config=model_config(),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=2),
-    )
-    stages = [eight, replace(sixteen, layer_names=("layers.1",))]
-    for order in (stages, stages[::-1]):
-        record = build_namespace(config, Config(), order, "user:w").record
-        assert record["precision"] == ["8 bfloat16", "8 int8"]
-
-
 @pytest.fixture
 def start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -380,15 +300,3 @@ def start(
                 return start(**options)
 
         yield make
-
-
-def test_engines_share_what_is_computed_in_one_precision(
-    start: Callable[..., SimulatedEngine],
-) -> None:
-    tokens = list(range(100))
-    hopper = start(linear(kernel(CutlassFP8ScaledMMLinearKernel)))
-    hopper.prefill(tokens)
-    ampere = start(linear(kernel(MarlinFP8ScaledMMLinearKernel)), seed=1)
-    assert ampere.load(tokens)[0] == 0
-    again = start(linear(kernel(TritonFp8BlockScaledMMKernel)), seed=2)
-    assert again.load(tokens)[0] == 96

@@ -23,7 +23,7 @@ pytest.importorskip("vllm")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvshelf.errors import ObjectMissingError, TransientStorageError
+from kvshelf.errors import TransientStorageError
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tiers import tiered
@@ -32,14 +32,12 @@ from tests.native.emulation import emulation
 from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support.prompts import prompt
 from tests.support.waiting import PATIENCE, until
-from tests.vllm import rig
 from tests.vllm.replay import (
     RUNNERS,
     MiniVllm,
     Request,
     Start,
     adapter,
-    image,
     make_config,
     side_of,
 )
@@ -106,76 +104,6 @@ def hit(length: int) -> int:
     return tokens - tokens % BLOCK
 
 
-# ------------------------------------------------------------------------- prompts
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("length", [1, 7, 8, 9, 12, 16, 17, 40, 41])
-def test_a_second_engine_loads_what_the_first_stored(
-    start: Start, backend: FaultyStorage, runner: str, length: int
-) -> None:
-    tokens = prompt(length)
-    assert run(start(runner=runner), tokens) == [0]
-    assert len(objects(backend)) == 2 * (length // CHUNK)
-    assert run(start(runner=runner), tokens) == [hit(length)]
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ({}, {"cache_salt": "a"}),
-        ({"cache_salt": "a"}, {"cache_salt": "b"}),
-        ({"mm_features": [image("cat", 3, 4)]}, {"mm_features": [image("dog", 3, 4)]}),
-        ({"mm_features": [image("cat", 3, 4)]}, {"mm_features": [image("cat", 4, 4)]}),
-        ({"mm_features": [image("cat", 3, 4)]}, {}),
-    ],
-)
-def test_what_else_decides_kv_is_in_the_key(
-    start: Start, first: dict[str, Any], second: dict[str, Any]
-) -> None:
-    run(start(), prompt(20), **first)
-    engine = start()
-    assert run(engine, prompt(20), **second) == [0]
-    assert run(engine, prompt(20), **first) == [16]
-
-
-def test_salts_may_have_folders_of_their_own(start: Start, backend: FaultyStorage) -> None:
-    engine = start({"group_by_salt": True})
-    run(engine, prompt(8), cache_salt="tenant")
-    run(engine, prompt(8))
-    groups = {name.split("/")[1] for name in objects(backend)}
-    assert len(groups) == 2
-    assert "_" in groups
-
-
-@pytest.mark.parametrize(
-    "odd",
-    [
-        {"prompt_token_ids": None},
-        {"prompt_embeds": object()},
-        {"prompt_is_token_ids": [True, False]},
-        {"resumable": True},
-    ],
-)
-def test_prompts_without_an_address_are_neither_stored_nor_loaded(
-    engine: MiniVllm, backend: FaultyStorage, odd: dict[str, Any]
-) -> None:
-    run(engine, prompt(20, 9))
-    before = objects(backend)
-    # vLLM has zeros where a prompt has no tokens: all such prompts look the same.
-    assert run(engine, [0] * 20, **odd) == [0]
-    assert objects(backend) == before
-    assert run(engine, [0] * 20) == [0]
-    assert run(engine, [0] * 20, **odd) == [0]
-
-
-def test_blocks_that_a_window_has_left_behind_are_neither_stored_nor_filled(start: Start) -> None:
-    config = {"window": 8}
-    run(start(config, window=8, budget=6), prompt(41))
-    run(start(config, window=8), prompt(41))
-    assert run(start(config, window=8, budget=6), prompt(41)) == [40]
-
-
 # ------------------------------------------------------------------------- adapters
 
 
@@ -239,61 +167,6 @@ def test_engines_that_apply_adapters_in_different_ways_share_nothing(
         first = run(engine, prompt(20), lora_request=adapter(folder))
         assert [*first, *run(engine, prompt(20))] == found
         assert run(engine, prompt(20), lora_request=adapter(folder)) == [16]
-
-
-@pytest.mark.parametrize("loaded", ["not again", "again"])
-def test_an_adapter_that_changes_is_not_trusted_any_more(
-    engine: MiniVllm,
-    backend: FaultyStorage,
-    tmp_path: Path,
-    loaded: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    folder = make_adapter(tmp_path / "a", "before")
-    run(engine, prompt(20), lora_request=adapter(folder))
-    assert run(engine, prompt(20), lora_request=adapter(folder)) == [16]
-    make_adapter(folder, "after, and longer")
-    before = objects(backend)
-    if loaded == "again":
-        # vLLM drops adapters that others push out, and reads the files again.
-        engine.adapters.loaded.clear()
-    for seed in (0, 1):
-        assert run(engine, prompt(20, seed), lora_request=adapter(folder)) == [0]
-    assert objects(backend) == before
-    assert len([r for r in caplog.records if "neither stored nor loaded" in r.message]) == 1
-    # Another id is another adapter; what is without one goes on.
-    run(engine, prompt(20), lora_request=adapter(folder, number=2))
-    assert run(engine, prompt(20), lora_request=adapter(folder, number=2)) == [16]
-    run(engine, prompt(20))
-    assert run(engine, prompt(20)) == [16]
-
-
-def test_adapters_that_are_loaded_in_place_are_not_addressed(
-    engine: MiniVllm, backend: FaultyStorage, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = make_adapter(tmp_path / "a", "before")
-    for _ in range(2):
-        late = adapter(folder, load_inplace=True)
-        assert run(engine, prompt(20), lora_request=late) == [0]
-    assert not objects(backend)
-    assert len([r for r in caplog.records if "load_inplace" in r.message]) == 1
-
-
-def test_an_adapter_that_is_loaded_anew_while_a_request_runs_is_not_stored(
-    start: Start, tmp_path: Path
-) -> None:
-    folder = make_adapter(tmp_path / "a", "before")
-    engine = start(budget=8, prefix_caching=False)
-    run(engine, prompt(20), lora_request=adapter(folder))
-    engine.add(Request("long", prompt(100, 1), lora_request=adapter(folder)))
-    until(lambda: engine.step() is None or engine.states["long"].request.num_computed_tokens >= 40)
-    make_adapter(folder, "after, and longer")
-    engine.adapters.loaded.clear()
-    engine.run()
-    drain(engine)
-    for name, content in (("old", "before"), ("new", "after, and longer")):
-        same = make_adapter(tmp_path / name, content)
-        assert run(start(), prompt(100, 1), lora_request=adapter(same))[0] <= 40
 
 
 @pytest.mark.parametrize("hashed", ["in time", "late", "never"])
@@ -417,25 +290,6 @@ def test_no_step_waits_for_the_digest_of_an_adapter(
     assert hashing.counts["worker"] == 1
 
 
-def test_a_look_up_waits_for_no_adapter_of_another_request(
-    start: Start, tmp_path: Path, hashing: Hashing
-) -> None:
-    folder = make_adapter(tmp_path / "a", "a")
-    run(start(), prompt(20), lora_request=adapter(folder))
-    run(start(), prompt(20))
-    hashing.held = {"scheduler"}
-    hashing.within(PATIENCE)
-    engine = start()
-    engine.add(Request("held", prompt(20), lora_request=adapter(folder)))
-    engine.add(Request("free", prompt(20)))
-    held, free = engine.states["held"], engine.states["free"]
-    until(lambda: engine.step() is None or free.status == "finished")
-    assert (free.loaded, held.status) == (16, "waiting")
-    hashing.gate.set()
-    engine.run()
-    assert held.loaded == 16
-
-
 def test_files_of_an_adapter_are_hashed_again_only_when_they_change(
     engine: MiniVllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hashing: Hashing
 ) -> None:
@@ -463,35 +317,6 @@ def note_counts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(Counters, "add", noted)
     return names
-
-
-def test_an_adapter_that_is_loaded_again_before_it_was_looked_at_is_not_stored(
-    engine: MiniVllm, backend: FaultyStorage, tmp_path: Path, hashing: Hashing
-) -> None:
-    folder = make_adapter(tmp_path / "a", "before")
-    hashing.held = {"worker"}
-    hashing.within(0.05)
-    engine.adapters.use(adapter(folder))
-    until(lambda: hashing.counts["worker"] == 1)
-    hashing.held = set()
-    make_adapter(folder, "after, and longer")
-    engine.adapters.loaded.clear()
-    engine.adapters.use(adapter(folder))
-    hashing.gate.set()
-    for _ in range(2):
-        assert run(engine, prompt(20), lora_request=adapter(folder)) == [0]
-    assert not objects(backend)
-
-
-def test_an_id_that_stands_for_two_adapters_is_not_trusted(
-    engine: MiniVllm, backend: FaultyStorage, tmp_path: Path
-) -> None:
-    one, two = (make_adapter(tmp_path / name, name) for name in ("one", "two"))
-    run(engine, prompt(20), lora_request=adapter(one))
-    before = objects(backend)
-    # vLLM would go on using the first one's weights.
-    assert run(engine, prompt(20), lora_request=adapter(two)) == [0]
-    assert objects(backend) == before
 
 
 def test_an_adapter_without_files_is_served_without_the_shelf(
@@ -522,20 +347,6 @@ def test_an_engine_that_may_not_store_loads_and_stores_nothing(
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_a_preempted_request_comes_back_with_the_shelf_s_help(start: Start, runner: str) -> None:
-    engine = start(runner=runner, prefix_caching=False, budget=16)
-    engine.add(Request("r", prompt(40), max_tokens=12))
-    while engine.states["r"].request.num_tokens < 45:
-        engine.step()
-    drain(engine)
-    engine.preempt("r")
-    state = engine.states["r"]
-    engine.run()
-    assert state.loads == 1
-    assert state.loaded == 40
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
 def test_an_abort_while_loading_frees_the_blocks_before_the_storage_answers(
     start: Start, backend: FaultyStorage, runner: str
 ) -> None:
@@ -560,55 +371,7 @@ def test_an_abort_while_loading_frees_the_blocks_before_the_storage_answers(
     engine.run()
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_aborts_at_any_time_leave_nothing_behind(
-    start: Start, backend: FaultyStorage, runner: str
-) -> None:
-    run(start(runner=runner), prompt(41))
-    engine = start(budget=8, runner=runner)
-    for steps in range(12):
-        engine.add(Request(f"r{steps}", prompt(41), max_tokens=3))
-        for _ in range(steps):
-            engine.step()
-        engine.abort(f"r{steps}")
-    engine.run()
-    engine.step()
-    scheduler, worker = engine.scheduler._scheduler, engine.worker._worker
-    assert scheduler is not None
-    assert worker is not None
-    assert not rig.remembers(scheduler)
-    assert not worker.loads.running
-    assert worker.model.transfers is not None
-    assert not worker.model.transfers.loading
-
-
 # ------------------------------------------------------------------------- trouble
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("index", [0, 2, 4])
-def test_a_bad_chunk_is_computed_and_repaired(
-    start: Start, backend: FaultyStorage, runner: str, index: int
-) -> None:
-    run(start(runner=runner), prompt(41))
-    name = next(name for name in objects(backend) if f"-{index}-1of2" in name)
-    path = Path(backend.url) / name
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-    engine = start(runner=runner, prefix_caching=False)
-    engine.add(Request("r", prompt(41)))
-    state = engine.states["r"]
-    engine.run()
-    assert state.loads == 1
-    computed = [end - begin for request, begin, end in engine.written if request == "r"]
-    assert sum(computed) >= 41 - index * CHUNK
-    drain(engine)
-    assert data != path.read_bytes()
-    engine.step()
-    assert run(engine, prompt(41)) == [40]
-    assert run(start(runner=runner), prompt(41)) == [40]
 
 
 def shelves(engine: MiniVllm) -> list[Shelf]:
@@ -619,48 +382,6 @@ def shelves(engine: MiniVllm) -> list[Shelf]:
 
 def flip(data: bytearray) -> None:
     data[-1] ^= 1
-
-
-LIVELOCKS: dict[str, list[Fault]] = {
-    "errors": [Fault("open", "*.safetensors", error=lambda: TransientStorageError(5, "EIO"))],
-    "errors of reads": [
-        Fault("read", "*.safetensors", error=lambda: TransientStorageError(5, "EIO"))
-    ],
-    "damage": [Fault("read", "*.safetensors", damage=flip)],
-    "gone between probe and read": [
-        Fault("open", "*.safetensors", error=lambda: ObjectMissingError(2, "ENOENT"))
-    ],
-    "never answers": [Fault("read", "*.safetensors", wait=threading.Event())],
-}
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("trouble", list(LIVELOCKS))
-def test_vllm_49176_a_request_whose_load_fails_is_computed_and_not_loaded_for_ever(
-    start: Start, backend: FaultyStorage, trouble: str, runner: str
-) -> None:
-    run(start(runner=runner), prompt(41))
-    # With two threads one may still read what the other's failure had replaced. That is damaged
-    # here too, so it would be moved away.
-    config: dict[str, Any] = {"io_threads": 1}
-    if trouble == "never answers":
-        config["read_deadline_s"] = 0.2
-    engine = start(config, runner=runner, prefix_caching=False)
-    run(engine, prompt(9, 3))
-    for fault in LIVELOCKS[trouble]:
-        backend.add(fault)
-    # The probes go on finding what the loads cannot have.
-    loads = []
-    for name in "abcd":
-        engine.add(Request(name, prompt(41)))
-        state = engine.states[name]
-        engine.run()
-        drain(engine)
-        engine.step()
-        loads.append(state.loads)
-        assert sum(end - begin for r, begin, end in engine.written if r == name) >= 41
-    # What was replaced is tried once more, and then left alone too.
-    assert loads == ([1, 1, 0, 0] if trouble == "damage" else [1, 0, 0, 0])
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -713,62 +434,6 @@ def test_a_breaker_opens_over_a_storage_that_fails_and_closes_when_it_answers(
     assert run(engine, *prompts) == [40] * 6
 
 
-def test_an_open_breaker_of_a_worker_reaches_the_scheduler(
-    start: Start, backend: FaultyStorage
-) -> None:
-    engine = start({"read_deadline_s": 0.2}, prefix_caching=False)
-    prompts = [prompt(41, seed) for seed in range(3)]
-    run(engine, *prompts)
-    gate = threading.Event()
-    backend.add(Fault("read", wait=gate))
-    engine.add(Request("r", prompts[0]))
-    engine.run()
-    own, worker_s = shelves(engine)
-    # Whether by the first load or the second, it is noticed soon.
-    until(lambda: run(engine, prompts[1]) == [0] and not worker_s.available)
-    assert own.available
-    before = engine.worker._worker
-    assert before is not None
-    refused = before.counters.snapshot().get("load_failures_unavailable", 0)
-    assert run(engine, prompts[2]) == [0]
-    assert before.counters.snapshot().get("load_failures_unavailable", 0) == refused
-    gate.set()
-    backend.heal()
-    until(lambda: worker_s.available)
-    run(engine, prompt(9, 9))
-    assert run(engine, prompts[2]) == [40]
-
-
-def test_what_a_failed_forward_pass_left_is_not_stored(
-    start: Start, backend: FaultyStorage
-) -> None:
-    engine = start()
-    run(engine, prompt(9, 3))
-    before = objects(backend)
-    engine.forward_error = RuntimeError("out of memory")
-    engine.add(Request("r", prompt(20)))
-    with pytest.raises(RuntimeError, match="out of memory"):
-        engine.run()
-    drain(engine)
-    assert objects(backend) == before
-
-
-def test_a_request_admitted_before_the_namespace_is_known_is_stored(
-    start: Start, backend: FaultyStorage
-) -> None:
-    engine = start({"identity_wait_s": 0.0}, budget=8)
-    engine.add(Request("r", prompt(41)))
-    side = engine.scheduler._scheduler
-    assert side is not None
-    while (lookup := rig.lookup_of(side, "r")) is None:
-        engine.step()
-    # What is computed meanwhile is stored when the look-up is there; but not after the end.
-    assert lookup.wait(PATIENCE)
-    engine.run()
-    drain(engine)
-    assert len(objects(backend)) == 10
-
-
 # ------------------------------------------------------------------------- other weights
 
 
@@ -787,177 +452,6 @@ def begin(engine: MiniVllm, request: Request) -> None:
 def namespace(engine: MiniVllm) -> str:
     assert engine.scheduler.namespace is not None
     return str(engine.scheduler.namespace.record["weights"])
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("paused", [True, False])
-def test_each_set_of_weights_has_a_cache_of_its_own(
-    start: Start, backend: FaultyStorage, runner: str, paused: bool
-) -> None:
-    engine = start(runner=runner, prefix_caching=False)
-    tokens = prompt(40)
-    assert run(engine, tokens) == [0]
-    assert run(engine, tokens) == [hit(40)]
-    names = [namespace(engine)]
-    assert names == ["user:test"]
-    for weights, found in ((1.0, 0), (2.0, 0), (1.0, hit(40)), (0.0, hit(40))):
-        if paused:
-            engine.reset_prefix_cache()
-        engine.model.load_weights(weights)
-        before = objects(backend)
-        settle(engine)
-        assert objects(backend) == before
-        assert run(engine, tokens) == [found]
-        assert run(engine, tokens) == [hit(40)]
-        names.append(namespace(engine))
-    assert names[1] == names[3] != names[2]
-    assert names[1].startswith("params:") and names[4] == "user:test"
-    # An engine that gets there in another way finds what this one stored.
-    other = start(runner=runner, prefix_caching=False)
-    other.model.load_weights(2.0)
-    settle(other)
-    assert run(other, tokens) == [hit(40)]
-
-
-def test_the_first_request_after_a_pause_is_stored(engine: MiniVllm) -> None:
-    run(engine, prompt(20))
-    engine.reset_prefix_cache()
-    engine.model.load_weights(1.0)
-    # Its chunks are stored once the weights have their name.
-    run(engine, prompt(40), max_tokens=12)
-    assert run(engine, prompt(40)) == [hit(40)]
-
-
-@pytest.mark.parametrize("noticed", [True, False])
-def test_a_reset_finds_weights_that_were_written_in_any_way(
-    engine: MiniVllm, noticed: bool
-) -> None:
-    run(engine, prompt(40))
-    engine.model.scale[1] += 0.5
-    if noticed:
-        engine.worker.weights_changed()
-    else:
-        engine.reset_prefix_cache()
-    settle(engine)
-    assert run(engine, prompt(40)) == [0]
-    assert namespace(engine).startswith("params:")
-
-
-def test_a_reset_without_a_change_keeps_the_namespace_and_what_is_running(
-    start: Start, backend: FaultyStorage
-) -> None:
-    engine = start(prefix_caching=False, budget=8)
-    settle(engine)
-    begin(engine, Request("long", prompt(80), max_tokens=1))
-    engine.reset_prefix_cache()
-    engine.run()
-    drain(engine)
-    assert namespace(engine) == "user:test"
-    # Two shards of each chunk.
-    assert len(objects(backend)) == 2 * 10
-    assert run(engine, prompt(80)) == [hit(80)]
-
-
-@pytest.mark.parametrize("written", [True, False])
-def test_a_reset_before_the_first_step_compares_the_weights(start: Start, written: bool) -> None:
-    engine, other = (start(prefix_caching=False) for _ in range(2))
-    engine.reset_prefix_cache()
-    if written:
-        engine.model.weight.data.fill_(1.0)
-    settle(engine)
-    assert namespace(engine).startswith("params:" if written else "user:test")
-    assert run(engine, prompt(40)) == [0]
-    assert run(engine, prompt(40)) == [hit(40)]
-    # The replay checks that loaded blocks are of the engine's own weights.
-    assert run(other, prompt(40)) == [0 if written else hit(40)]
-
-
-@pytest.mark.parametrize("how", ["load", "write"])
-def test_nothing_is_stored_of_a_request_that_was_running_when_weights_changed(
-    start: Start, backend: FaultyStorage, how: str
-) -> None:
-    engine = start(prefix_caching=False, budget=8)
-    settle(engine)
-    begin(engine, Request("long", prompt(120), max_tokens=1))
-    drain(engine)
-    before = objects(backend)
-    if how == "load":
-        engine.model.load_weights(1.0)
-    else:
-        engine.model.weight.data.fill_(1.0)
-        engine.reset_prefix_cache()
-    engine.run()
-    drain(engine)
-    assert namespace(engine).startswith("params:")
-    assert objects(backend) == before
-    # Preempted by a reset, it is computed anew, and stored.
-    begin(engine, Request("again", prompt(120), max_tokens=1))
-    engine.model.load_weights(2.0)
-    engine.reset_prefix_cache(running=True)
-    engine.run()
-    drain(engine)
-    assert len(objects(backend)) == len(before) + 2 * 15
-
-
-def test_nothing_is_stored_behind_old_blocks_of_vllm_s_own_prefix_cache(
-    start: Start, backend: FaultyStorage
-) -> None:
-    engine = start()
-    run(engine, prompt(40))
-    engine.model.load_weights(1.0)
-    settle(engine)
-    before = objects(backend)
-    # The first 40 tokens come from the engine's own cache, which was not reset.
-    run(engine, prompt(40) + prompt(40, 1))
-    # So do these, computed with the new weights behind old ones.
-    run(engine, prompt(40) + prompt(40, 1) + prompt(16, 2))
-    assert objects(backend) == before
-    run(engine, prompt(40, 3))
-    run(engine, prompt(40, 3) + prompt(16, 4))
-    assert len(objects(backend)) == len(before) + 2 * 7
-    engine.drop_prefix_cache()
-    assert run(engine, prompt(40, 3) + prompt(16, 4)) == [hit(56)]
-
-
-@pytest.mark.parametrize("delivered", [True, False])
-def test_a_load_in_flight_when_weights_change_is_computed_instead(
-    engine: MiniVllm, backend: FaultyStorage, delivered: bool
-) -> None:
-    run(engine, prompt(40))
-    gate = threading.Event()
-    backend.add(Fault("read", wait=gate))
-    engine.add(Request("r", prompt(40)))
-    while engine.states["r"].status != "loading":
-        engine.step()
-    if delivered:
-        gate.set()
-        transfer = engine.worker._worker.model.transfers
-        until(lambda: bool(transfer._finished))
-    engine.model.load_weights(1.0)
-    gate.set()
-    # The replay checks that all its blocks are of the new weights.
-    engine.run()
-    settle(engine)
-    assert namespace(engine).startswith("params:")
-
-
-def test_weights_that_change_again_while_they_are_read(engine: MiniVllm) -> None:
-    run(engine, prompt(40))
-    engine.model.load_weights(1.0)
-    engine.add(Request("r", prompt(40), max_tokens=20))
-    for _ in range(2):
-        engine.step()
-    # Perhaps this rank has reported its digest, and the scheduler names it at this moment.
-    engine.model.load_weights(2.0)
-    engine.run()
-    settle(engine)
-    two = namespace(engine)
-    engine.model.load_weights(1.0)
-    settle(engine)
-    assert namespace(engine) != two
-    engine.model.load_weights(2.0)
-    settle(engine)
-    assert namespace(engine) == two
 
 
 def test_what_is_queued_is_published_where_it_belongs(

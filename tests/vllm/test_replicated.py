@@ -27,22 +27,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
         yield lambda ranks, **options: start("odd", tensor_parallel=ranks, **options)
 
 
-@pytest.mark.parametrize(("writing", "loading"), [(1, 1), (1, 4), (4, 1), (4, 4), (2, 8), (8, 2)])
-def test_one_rank_writes_and_ranks_of_every_degree_load(
-    start: Start, tmp_path: Path, writing: int, loading: int
-) -> None:
-    tokens = prompt(200)
-    writer = start(writing)
-    writer.prefill(tokens)
-    # Ranks take turns, so each chunk is one object that one rank wrote.
-    stored = [rank.worker.counters.take().get("stored_chunks", 0) for rank in writer.ranks]
-    assert sum(stored) == len(list(tmp_path.glob("shelf/*/_/*/*.safetensors"))) == 6
-    assert max(stored) - min(stored) <= 1
-    reader = start(loading, seed=1)
-    assert reader.namespace == writer.namespace
-    assert check_load(reader, tokens) == 192
-
-
 def test_the_record_says_that_ranks_hold_the_same(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:

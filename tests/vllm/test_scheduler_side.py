@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import struct
 import threading
 import time
@@ -27,7 +26,6 @@ from kvshelf import assembly
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.keys import MultimodalItem
-from kvshelf.format.model import default_shards
 from kvshelf.format.namespace import Namespace
 from kvshelf.history import Event, Reason
 from kvshelf.metrics import Counters
@@ -35,18 +33,14 @@ from kvshelf.shelf.shelf import Shelf
 from kvshelf.tiers import tiered
 from kvshelf.vllm import check_vllm_version, connector
 from kvshelf.vllm.connector import SharedStorageConnector
-from kvshelf.vllm.handover import Handover
 from kvshelf.vllm.item_ids import CLIENT, CONTENT
 from kvshelf.vllm.metadata import (
-    LoadFailure,
-    WeightsReport,
     WorkerMetadata,
     WorkerReport,
 )
 from kvshelf.vllm.multiprocess import model_facts
 from kvshelf.vllm.namespace import kv_scales
 from kvshelf.vllm.scheduler.hits import Hits
-from kvshelf.vllm.speculation import METHODS_WITH_KV, METHODS_WITHOUT_KV
 from tests.sim.storage import Fault, posix
 from tests.support.prompts import prompt
 from tests.support.threads import none_can_be_started
@@ -54,14 +48,12 @@ from tests.support.waiting import PATIENCE, until
 from tests.vllm.hybrid_specs import cache_config, full
 from tests.vllm.replay import (
     HEAD_SIZE,
-    HEADS,
     LAYERS,
     Blocks,
     Request,
     image,
     make_config,
     make_groups,
-    speculation,
 )
 from tests.vllm.rig import (
     BLOCK,
@@ -107,28 +99,6 @@ def ahead(make: Make) -> Side:
 # ------------------------------------------------------------------------- answers
 
 
-@pytest.mark.parametrize("loads", [False, True])
-def test_a_prompt_that_another_connector_transfers_is_only_stored(make: Make, loads: bool) -> None:
-    """Beside NixlConnector, in either order: with a hit of one chunk the rest would be computed."""
-    side = make(load_transferred=loads, others_transfer=True)
-    tokens = prompt(41)
-    side.put(tokens, 1)
-    handed = Handover(side.fmt.namespace.digest, 40, bytes(32), 0, "0" * 32).params()
-    params = {"do_remote_prefill": True, "remote_engine_id": "p", **handed}
-    request = Request("r", tokens, kv_transfer_params=params)
-    side.side.new_request(request)
-    if loads:
-        assert side.ask(request) == 8
-        return
-    assert side.side.matched_tokens(request, 0) == 0
-    assert not any(name.startswith("handovers") for name in side.side.counters.snapshot())
-    side.looked_up("r")
-    assert stored_chunks(side.step({"r": (0, 41)}, new=("r",))) == [1, 2, 3, 4]
-    # The other connector could not fetch it, and says so: then what is on the shelf counts.
-    failed = {"do_remote_prefill": False, "remote_engine_id": "p"}
-    assert side.ask(Request("s", tokens, kv_transfer_params=failed)) == 8
-
-
 @pytest.mark.parametrize("transferred", [False, True])
 def test_what_another_connector_transfers_is_not_read_ahead(make: Make, transferred: bool) -> None:
     side = make(memory_tier={"max_bytes": 1 << 20}, others_transfer=True)
@@ -139,48 +109,6 @@ def test_what_another_connector_transfers_is_not_read_ahead(make: Make, transfer
     side.looked_up("r")
     named = [op.request_id for _ in range(3) for op in side.step().prefetches]
     assert named == ([] if transferred else ["r"])
-
-
-@pytest.mark.parametrize(
-    ("children", "transfers"),
-    [
-        (["NixlConnector", "SharedStorageConnector"], True),
-        (["SharedStorageConnector", "MooncakeConnector"], True),
-        (["SharedStorageConnector", "OffloadingConnector"], False),
-    ],
-)
-def test_a_connector_beside_this_one_that_transfers_prompts_is_noticed(
-    tmp_path: Path, children: list[str], transfers: bool
-) -> None:
-    config = make_config(str(tmp_path))
-    config.kv_transfer_config.kv_connector = "SharedStorageConnector"
-    names = [{"kv_connector": name, "kv_role": "kv_both"} for name in children]
-    parent = {"kv_role": "kv_both", "kv_connector_extra_config": {"connectors": names}}
-    made = MultiConnector("recompute", config, **parent).child
-    request = Request("r", prompt(41), kv_transfer_params={"do_remote_prefill": True})
-    made.on_new_request(request)
-    # Otherwise it waits until the namespace is known.
-    answer = made.get_num_new_matched_tokens(request, 0)
-    assert answer == ((0, False) if transfers else (None, False))
-    made.shutdown()
-
-
-def test_a_request_that_waits_finds_what_was_stored_meanwhile(side: Side) -> None:
-    tokens = prompt(41)
-    request = Request("r", tokens)
-    side.side.new_request(request)
-    side.looked_up("r")
-    side.put(tokens)
-    side.tell(published=[c.key for c in side.chunks(tokens)])
-    assert side.ask(request) == 40
-    # It has all of its prompt: no step looks again, however old the answer is.
-    side.backend.counts.clear()
-    lookup = side.lookup("r")
-    lookup.as_of -= 1000
-    for _ in range(3):
-        assert side.ask(request) == 40
-    assert side.lookup("r") is lookup
-    assert not side.backend.counts
 
 
 def test_an_old_answer_counts_until_a_newer_one_is_there(side: Side) -> None:
@@ -215,20 +143,6 @@ def test_a_request_that_looks_again_has_its_old_answer_when_the_storage_hangs(ma
     gate.set()
 
 
-def test_after_a_reset_the_first_requests_of_a_long_queue_have_keys_again(side: Side) -> None:
-    side.report(weights={0: WeightsReport(0, "aa", None)})
-    for number in range(300):
-        side.side.new_request(Request(str(number), prompt(41, number)))
-
-    first = side.with_lookups()
-    assert len(first) == AHEAD
-    side.side.reset()
-    assert not side.with_lookups()
-    # The weights are compared, and are the same.
-    side.report(weights={0: WeightsReport(1, "aa", "aa")})
-    assert side.with_lookups() == first
-
-
 def test_of_a_long_queue_the_first_requests_have_keys(side: Side) -> None:
     requests = [Request(str(number), prompt(41, number)) for number in range(1000)]
     for request in requests:
@@ -247,51 +161,6 @@ def test_of_a_long_queue_the_first_requests_have_keys(side: Side) -> None:
     assert not side.remembers()
 
 
-def test_vllm_s_questions_start_lookups_of_the_first_requests_only(side: Side) -> None:
-    """vLLM asks for all of its queue while no request is answered."""
-    gate = threading.Event()
-    side.faults.add(Fault("stat", wait=gate))
-    requests = [Request(str(number), prompt(41, number)) for number in range(600)]
-    for request in requests:
-        side.side.new_request(request)
-    for _ in range(3):
-        answers = {side.side.matched_tokens(request, 0) for request in requests}
-        assert answers == {None}
-        assert len(side.with_lookups()) == AHEAD
-        side.step()
-    # Where vLLM's queue has another order, its first request is looked up.
-    assert side.side.matched_tokens(requests[-1], 0) is None
-    assert "599" in side.with_lookups()
-    gate.set()
-
-
-def test_the_answer_is_remembered_and_always_the_same(side: Side) -> None:
-    tokens = prompt(33)
-    side.put(tokens, 3)
-    request = Request("r", tokens)
-    assert side.ask(request) == 24
-    side.backend.counts.clear()
-    for _ in range(5):
-        # Allocation failed: vLLM asks again in every step.
-        assert side.side.matched_tokens(request, 0) == 24
-        side.step()
-    # The local cache may have grown meanwhile.
-    assert side.side.matched_tokens(request, 8) == 16
-    assert side.side.matched_tokens(request, 24) == 0
-    assert side.side.matched_tokens(request, 28) == 0
-    assert not side.backend.counts
-    assert side.side.counters.snapshot()["lookups"] == 1
-
-
-@pytest.mark.parametrize("length", range(8, 40))
-def test_hits_end_at_blocks_and_leave_a_token(side: Side, length: int) -> None:
-    side.put(prompt(length))
-    found = side.ask(Request("r", prompt(length)))
-    assert found < length
-    assert found % BLOCK == 0
-    assert found >= min(length // CHUNK * CHUNK, length - BLOCK)
-
-
 def test_what_vllm_does_not_take_is_no_load(side: Side) -> None:
     side.put(prompt(20))
     request = Request("r", prompt(20))
@@ -300,27 +169,6 @@ def test_what_vllm_does_not_take_is_no_load(side: Side) -> None:
     side.load(request, 0)
     assert side.step().loads == []
     assert side.side.matched_tokens(request, 0) == 16
-
-
-def test_a_load_names_tokens_chunks_and_blocks(side: Side) -> None:
-    side.put(prompt(40))
-    request = Request("r", prompt(40))
-    assert side.ask(request, 12) == 24
-    side.load(request, 24)
-    (load,) = side.step().loads
-    assert (load.request_id, load.start, load.end) == ("r", 12, 36)
-    assert [chunk.index for chunk in load.chunks] == [1, 2, 3, 4]
-    assert load.block_ids == ([*range(1, 11)],)
-    assert side.step().loads == []
-
-
-def test_a_load_that_vllm_cut_is_planned_as_cut(side: Side) -> None:
-    side.put(prompt(40))
-    request = Request("r", prompt(40))
-    assert side.ask(request) == 36
-    side.load(request, 16)
-    (load,) = side.step().loads
-    assert (load.start, load.end, len(load.chunks)) == (0, 16, 2)
 
 
 @pytest.mark.parametrize("why", ["the request", "the engine"])
@@ -354,59 +202,7 @@ def test_what_vllm_would_not_use_is_not_offered_held_or_counted_but_stored(
     assert side.step().prefetches == []
 
 
-def test_no_request_waits_for_a_namespace_that_it_does_not_need(make: Make) -> None:
-    side = make(known=False)
-    request = Request("r", prompt(40), skip_reading_prefix_cache=True)
-    side.side.new_request(request)
-    assert side.side.matched_tokens(request, 0) == 0
-    other = Request("s", prompt(40))
-    assert side.side.matched_tokens(other, 0) is None
-
-
 # ------------------------------------------------------------------------- failed loads
-
-
-def test_a_failed_load_is_not_offered_again(side: Side) -> None:
-    tokens = prompt(40)
-    side.put(tokens)
-    request = Request("r", tokens)
-    assert side.ask(request) == 36
-    side.load(request, 36)
-    side.step()
-    chunk = side.chunks(tokens)[0]
-    side.fail("r", 0, chunk.key)
-    side.side.loads.done({"r"})
-    assert side.side.matched_tokens(request, 0) == 0
-    # Another request does not run into the same hole either.
-    assert side.ask(Request("s", tokens)) == 0
-    side.side.finished("r")
-    # When it is admitted anew the hole is still known, and what comes before it is used.
-    request.num_preemptions = 1
-    assert side.ask(request) == 0
-
-
-def test_a_load_of_which_nothing_is_known_is_not_offered_again(side: Side) -> None:
-    side.put(prompt(40))
-    request = Request("r", prompt(40))
-    assert side.ask(request) == 36
-    side.load(request, 36)
-    side.side.loads.done({"r"})
-    assert side.side.matched_tokens(request, 0) == 0
-    request.num_preemptions += 1
-    assert side.ask(request) == 36
-
-
-def test_bad_objects_are_repaired_by_the_next_store(side: Side) -> None:
-    side.put(prompt(40))
-    request = Request("r", prompt(40))
-    side.ask(request)
-    keys = [chunk.key for chunk in side.chunks(prompt(40))]
-    side.tell(failures=[LoadFailure("r", 1, keys[1], True), LoadFailure("r", 3, keys[3], False)])
-    meta = side.step({"r": (0, 40)}, new=("r",))
-    assert [(op.chunk.index, op.repair) for op in meta.stores] == [(1, True), (3, False)]
-    assert side.ask(Request("s", prompt(40))) == 8
-    side.tell(repaired=[keys[1], keys[3]])
-    assert side.ask(Request("t", prompt(40))) == 36
 
 
 def test_a_hole_is_stored_though_it_is_long_until_it_is_computed(
@@ -422,47 +218,6 @@ def test_a_hole_is_stored_though_it_is_long_until_it_is_computed(
     side.side.reset()
     meta = side.step({"r": (16, 24)})
     assert stored_chunks(meta) == [2]
-
-
-def test_vllm_49176_a_request_that_is_asked_again_and_again_is_not_loaded_for_ever(
-    side: Side,
-) -> None:
-    tokens = prompt(40)
-    side.put(tokens)
-    request = Request("r", tokens)
-    offers = []
-    for _ in range(20):
-        found = side.ask(request)
-        offers.append(found)
-        if found:
-            side.load(request, found)
-            side.step()
-            # The last chunk of what was offered could not be loaded, and whatever comes, the
-            # first is still there: vLLM asks again, and again after each preemption.
-            index = -(-found // CHUNK) - 1
-            side.fail("r", index, side.chunks(tokens)[index].key)
-            side.side.loads.done({"r"})
-            assert side.side.matched_tokens(request, 0) == 0
-        request.num_preemptions += 1
-    assert offers[:6] == [36, 32, 24, 16, 8, 0]
-    assert not any(offers[6:])
-
-
-def test_while_a_breaker_is_open_no_request_waits_and_nothing_is_found(side: Side) -> None:
-    side.put(prompt(40))
-    assert side.ask(Request("r", prompt(40))) == 36
-    side.shelf.backend.reads.trip("broken")
-    request = Request("s", prompt(40))
-    side.side.new_request(request)
-    assert side.side.matched_tokens(request, 0) == 0
-    assert side.side.matched_tokens(request, 0) == 0
-    assert side.side.counters.snapshot()["skipped_lookups"] == 1
-    # The keys are known all the same, for stores once it is well.
-    side.looked_up("s")
-    side.shelf.backend.reads.close()
-    meta = side.step({"s": (0, 40)}, new=("s",))
-    assert stored_chunks(meta) == [0, 1, 2, 3, 4]
-    assert side.ask(Request("t", prompt(40))) == 36
 
 
 def test_while_the_breaker_of_a_worker_is_open_nothing_is_offered(
@@ -529,62 +284,7 @@ def test_the_chunk_that_ends_a_hit_is_noted_once(make: Make) -> None:
     assert notes.events == [(Event.MISSED, chunks[2].key, 2, Reason.FAILED_BEFORE)]
 
 
-@pytest.mark.parametrize("reason", [Reason.UNAVAILABLE, Reason.TIMED_OUT, Reason.STARTING])
-def test_a_request_that_is_computed_without_an_answer_is_noted(make: Make, reason: Reason) -> None:
-    notes = Notes()
-    starting = reason is Reason.STARTING
-    side = make(
-        history=notes,
-        known=not starting,
-        identity_wait_s=0.0 if starting else PATIENCE,
-        probe_deadline_s=0.3 if reason is Reason.TIMED_OUT else PATIENCE,
-    )
-    tokens = prompt(44)
-    chunks = side.chunks(tokens)
-    side.put(tokens)
-    gate = threading.Event()
-    if reason is Reason.UNAVAILABLE:
-        side.shelf.backend.reads.trip("broken")
-    elif reason is Reason.TIMED_OUT:
-        side.faults.add(Fault("stat", wait=gate, times=1))
-    request = Request("r", tokens)
-    assert side.ask(request) == 0
-    if starting:
-        side.report(reports={0: PART})
-        side.report()
-    side.step({"r": (0, 20)}, new=("r",))
-    side.looked_up("r")
-    gate.set()
-    side.side.finished("r")
-    assert notes.events == [(Event.NOT_LOADED, chunks[4].key, 4, reason)]
-
-
 # ------------------------------------------------------------------------- stores
-
-
-def test_only_chunks_that_the_step_completes_are_stored_and_only_once(side: Side) -> None:
-    request = Request("r", prompt(30))
-    assert side.ask(request) == 0
-    assert stored_chunks(side.step({"r": (0, 7)}, new=("r",))) == []
-    assert stored_chunks(side.step({"r": (7, 12)})) == [0, 1]
-    meta = side.step({"r": (19, 11)})
-    assert stored_chunks(meta) == [2]
-    assert meta.stores[0].block_ids == ([5, 6],)
-    assert side.step({"r": (30, 1)}).stores == []
-
-
-@pytest.mark.parametrize("second_runner", [False, True])
-def test_a_resumed_request_stores_what_it_had_not_stored(side: Side, second_runner: bool) -> None:
-    request = Request("r", prompt(30))
-    side.ask(request)
-    assert len(side.step({"r": (0, 17)}, new=("r",)).stores) == 2
-    request.num_preemptions = 1
-    side.step()
-    assert side.ask(request) == 0
-    new = ("r",) if second_runner else ()
-    meta = side.step({"r": (0, 30)}, new=new, blocks=lambda _: ([*range(50, 60)],))
-    assert stored_chunks(meta) == [2]
-    assert meta.stores[0].block_ids == ([54, 55],)
 
 
 def test_a_step_reads_nothing_of_requests_that_complete_no_chunk(side: Side) -> None:
@@ -609,37 +309,6 @@ def test_a_step_reads_nothing_of_requests_that_complete_no_chunk(side: Side) -> 
     assert read == []
 
 
-def test_drafts_and_samples_in_flight_are_not_stored(make: Make) -> None:
-    side = make(save_decode=True)
-    request = Request("r", prompt(14))
-    side.ask(request)
-    assert stored_chunks(side.step({"r": (0, 14)}, new=("r",))) == [0]
-    # 1 sampled token and 5 drafts: 20 slots are written, 15 tokens are known.
-    request._all_token_ids.append(1)
-    assert side.step({"r": (14, 6)}).stores == []
-    request._all_token_ids += [2, 3]
-    (op,) = side.step({"r": (16, 6)}).stores
-    assert op.chunk == side.chunks([*prompt(14), 1, 2])[1]
-
-
-@pytest.mark.parametrize("save_decode", [False, True])
-def test_decoded_chunks_are_stored_on_demand(make: Make, save_decode: bool) -> None:
-    side = make(save_decode=save_decode)
-    request = Request("r", prompt(14))
-    side.ask(request)
-    side.step({"r": (0, 14)}, new=("r",))
-    request._all_token_ids += [1, 2]
-    assert len(side.step({"r": (15, 1)}).stores) == save_decode
-
-
-def test_blocks_that_are_gone_are_not_stored(side: Side) -> None:
-    request = Request("r", prompt(30))
-    side.ask(request)
-    blocks = [0, 0, 0, 4, 5, 6, 7, 8]
-    meta = side.step({"r": (0, 30)}, new=("r",), blocks=lambda _: (blocks,))
-    assert stored_chunks(meta) == [2]
-
-
 def test_a_step_whose_blocks_vllm_does_not_name_stores_later(side: Side) -> None:
     request = Request("r", prompt(20))
     side.ask(request)
@@ -653,25 +322,6 @@ def test_a_step_whose_blocks_vllm_does_not_name_stores_later(side: Side) -> None
     )
     assert side.side.step_metadata(output).stores == []
     assert len(side.step({"r": (20, 1)}).stores) == 2
-
-
-def test_stores_that_cannot_be_planned_do_not_hold_up_loads(
-    side: Side, caplog: pytest.LogCaptureFixture
-) -> None:
-    side.put(prompt(20))
-    request = Request("r", prompt(20))
-    other = Request("s", prompt(20, 1))
-    side.ask(other)
-    assert side.ask(request) == 16
-    side.load(request, 16)
-
-    def broken(request_id: str) -> tuple[list[int], ...]:
-        raise KeyError(request_id)
-
-    meta = side.step({"s": (0, 20)}, new=("s",), blocks=broken)
-    assert len(meta.loads) == 1
-    assert meta.stores == []
-    assert "could not be planned" in caplog.text
 
 
 def test_what_to_read_ahead_that_cannot_be_planned_does_not_hold_up_loads(
@@ -698,32 +348,6 @@ def test_what_to_read_ahead_that_cannot_be_planned_does_not_hold_up_loads(
 
 
 # ------------------------------------------------------------------------- waiting
-
-
-def _steps_take(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    clock = itertools.count(0, seconds)
-    times = SimpleNamespace(monotonic=lambda: next(clock))
-    monkeypatch.setattr("kvshelf.vllm.scheduler.steps.time", times)
-
-
-def test_all_waiting_in_one_step_is_within_the_budget(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _steps_take(monkeypatch, 0.1)
-    side = make()
-    requests = [Request(f"r{i}", prompt(20, i)) for i in range(20)]
-    gate, waits = _hold_lookups(side, *requests)
-    busy = {"busy": (0, 1)}
-    side.side.new_request(Request("busy", prompt(20, 20)))
-    side.step(busy)
-    for _ in range(3):
-        side.step(busy)
-        waits.clear()
-        for request in requests:
-            assert side.side.matched_tokens(request, 0) is None
-        assert waits[0] == pytest.approx(1e-3)
-        assert len(waits) <= 2
-    gate.set()
 
 
 @pytest.mark.parametrize(
@@ -756,36 +380,6 @@ def test_a_step_waits_only_where_no_other_rank_waits_for_it(
     assert side.step().idle is waits[-1]
 
 
-def test_a_look_up_is_not_waited_for_in_vain_where_other_ranks_wait(make: Make) -> None:
-    side = make(change=_set("parallel_config.data_parallel_size", 2))
-    request = Request("r", prompt(20))
-    gate, waits = _hold_lookups(side, request)
-    for _ in range(5):
-        side.step()
-        assert side.side.matched_tokens(request, 0) is None
-    gate.set()
-    assert not waits
-
-
-def test_an_idle_step_waits_longer_for_lookups(side: Side) -> None:
-    request = Request("r", prompt(20))
-    gate, waits = _hold_lookups(side, request)
-    side.step()
-    assert side.side.matched_tokens(request, 0) is None
-    assert waits == [3e-3]
-    side.side.new_request(Request("busy", prompt(20, 1)))
-    side.step({"busy": (0, 1)})
-    side.side.matched_tokens(request, 0)
-    assert waits == [3e-3]
-    # The first request after a pause finds an engine that is idle.
-    side.step({"busy": (1, 1)})
-    side.side.finished("busy")
-    waits.clear()
-    side.side.matched_tokens(request, 0)
-    assert waits == [3e-3]
-    gate.set()
-
-
 @pytest.mark.parametrize(("tokens", "computed"), [(20, 16), (17, 16), (16, 12), (7, 0), (7, 4)])
 def test_a_request_whose_tokens_vllm_has_waits_for_no_look_up(
     make: Make, tokens: int, computed: int
@@ -796,33 +390,6 @@ def test_a_request_whose_tokens_vllm_has_waits_for_no_look_up(
     gate, waits = _hold_lookups(side, request)
     assert side.side.matched_tokens(request, computed) == 0
     assert waits == []
-    gate.set()
-
-
-def test_a_request_of_which_the_shelf_may_have_more_waits(make: Make) -> None:
-    side = make()
-    side.put(prompt(24))
-    request = Request("r", prompt(25))
-    gate, _ = _hold_lookups(side, request)
-    assert side.side.matched_tokens(request, 16) is None
-    gate.set()
-    until(lambda: side.lookup("r").done)
-    assert side.side.matched_tokens(request, 16) == 8
-
-
-@pytest.mark.parametrize(("step_seconds", "waited"), [(0.1, 1e-3), (60.0, 4e-3)])
-def test_a_step_waits_for_lookups_for_a_hundredth_of_the_last_one(
-    make: Make, monkeypatch: pytest.MonkeyPatch, step_seconds: float, waited: float
-) -> None:
-    _steps_take(monkeypatch, step_seconds)
-    side = make()
-    request = Request("r", prompt(20))
-    gate, waits = _hold_lookups(side, request)
-    side.side.new_request(Request("busy", prompt(20, 1)))
-    for _ in range(2):
-        side.step({"busy": (0, 1)})
-    assert side.side.matched_tokens(request, 0) is None
-    assert waits == [pytest.approx(waited)]
     gate.set()
 
 
@@ -844,56 +411,6 @@ def _sleep(seconds: float, waits: list[float]) -> bool:
     return False
 
 
-def test_a_look_up_that_takes_too_long_is_a_miss_but_its_keys_are_used(make: Make) -> None:
-    side = make(lookup_wait_s=0.02)
-    side.put(prompt(20))
-    gate = threading.Event()
-    side.faults.add(Fault("stat", wait=gate))
-    request = Request("r", prompt(20))
-    assert side.ask(request) == 0
-    assert side.side.matched_tokens(request, 0) == 0
-    assert side.side.counters.snapshot()["lookup_timeouts"] == 1
-    numbers = itertools.count(1)
-
-    def answered_at_once() -> bool:
-        number = next(numbers)
-        request = Request(f"next {number}", prompt(20, number))
-        return side.side.matched_tokens(request, 0) == 0
-
-    # Once lookups on all threads take so long, the next requests do not wait.
-    until(answered_at_once)
-    gate.set()
-    side.looked_up("r")
-    # Both chunks are there, as is known now.
-    assert side.step({"r": (0, 20)}, new=("r",)).stores == []
-
-
-def test_requests_wait_for_the_namespace_until_one_deadline(make: Make) -> None:
-    side = make(known=False, identity_wait_s=0.05)
-    first = Request("r", prompt(20))
-    side.side.new_request(first)
-    assert side.side.matched_tokens(first, 0) is None
-    until(lambda: side.side.matched_tokens(first, 0) == 0)
-    second = Request("s", prompt(20))
-    side.side.new_request(second)
-    assert side.side.matched_tokens(second, 0) == 0
-    # It is never too late for the namespace.
-    side.report(reports={0: PART})
-    side.put(prompt(20))
-    assert side.ask(Request("t", prompt(20))) == 16
-
-
-def test_the_namespace_is_announced_until_the_worker_has_it(make: Make) -> None:
-    side = make(known=False)
-    assert side.step().namespace is None
-    side.report(reports={0: PART})
-    encoded = (side.fmt.namespace.encoded, side.fmt.namespace.slug)
-    assert side.step().namespace == encoded
-    assert side.step().namespace == encoded
-    side.report()
-    assert side.step().namespace is None
-
-
 def test_a_worker_s_problem_ends_hits_and_stores_and_is_logged_once(
     side: Side, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -907,17 +424,6 @@ def test_a_worker_s_problem_ends_hits_and_stores_and_is_logged_once(
     assert side.side.matched_tokens(Request("s", prompt(20)), 0) == 0
     assert side.step({"r": (0, 30)}, new=("r",)).stores == []
     assert caplog.text.count("the weights changed") == 1
-
-
-def test_a_shelf_that_opens_late_is_used_from_then_on(make: Make) -> None:
-    side = make(known=False)
-    side.opened = False
-    side.put(prompt(20))
-    side.report(reports={0: PART})
-    assert side.side.matched_tokens(Request("r", prompt(20)), 0) is None
-    side.opened = True
-    side.report(reports={0: PART})
-    assert side.ask(Request("s", prompt(20))) == 16
 
 
 # ------------------------------------------------------------------------- the end of requests
@@ -1005,22 +511,6 @@ def test_an_image_by_an_id_that_a_client_may_have_chosen_needs_a_salt(
     assert len(meta.stores) == 3
 
 
-@pytest.mark.parametrize(
-    "item",
-    [
-        named("cat", f"{CONTENT}cat"),
-        named("an adapter:cat", f"{CONTENT}cat"),
-    ],
-)
-def test_an_image_by_its_content_needs_no_salt(
-    side: Side, item: SimpleNamespace, caplog: pytest.LogCaptureFixture
-) -> None:
-    tokens = prompt(24)
-    side.put(tokens, items=[MultimodalItem(item.identifier, 3, 4)])
-    assert side.ask(Request("r", tokens, mm_features=[item])) > 0
-    assert "neither loaded nor stored" not in caplog.text
-
-
 def test_encoders_in_other_engines_know_images_by_ids_without_marks(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -1032,80 +522,6 @@ def test_encoders_in_other_engines_know_images_by_ids_without_marks(
     side.put(tokens, items=[MultimodalItem("cat", 3, 4)])
     assert side.ask(Request("r", tokens, mm_features=[image("cat", 3, 4)])) == 0
     assert "ec_transfer_config" in caplog.text
-
-
-@pytest.mark.parametrize("case", UNTRUSTED)
-def test_uuids_that_are_trusted_have_the_keys_of_ids_without_marks(make: Make, case: str) -> None:
-    item, _ = UNTRUSTED[case]
-    side = make(trust_uuids=True)
-    tokens = prompt(24)
-    plain = named(item.identifier.replace(CLIENT, ""), "none")
-    side.put(tokens, items=[MultimodalItem(side.item_ids.in_key(plain), 3, 4)])
-    assert side.ask(Request("r", tokens, mm_features=[item])) > 0
-    assert "uuid_requests" not in side.side.counters.snapshot()
-
-
-@pytest.mark.parametrize(("asynchronous", "stages"), [(False, 1), (True, 1), (False, 2), (True, 2)])
-def test_what_stands_on_another_connector_s_load_is_stored_when_its_outcome_is_known(
-    make: Make, asynchronous: bool, stages: int
-) -> None:
-    def change(config: SimpleNamespace) -> None:
-        config.scheduler_config.async_scheduling = asynchronous
-        config.parallel_config.pipeline_parallel_size = stages
-
-    side = make(change=change)
-    loading, sharing = Request("x", prompt(40)), Request("y", prompt(40, 1))
-    for request in (loading, sharing):
-        side.ask(request)
-    # Another connector loads 16 tokens of x while 8 are computed behind them. y may share blocks
-    # with x.
-    steps = [
-        side.step({"x": (16, 8), "y": (0, 24)}, new=("x", "y"), sync_loads=True),
-        *(side.step({"x": (24, 8), "y": (24, 8)}) for _ in range(asynchronous + stages - 1)),
-    ]
-    assert not any(meta.stores for meta in steps)
-    # The load failed: x begins anew, and what y has is known to be good.
-    meta = side.step({"x": (0, 8), "y": (24, 8)})
-    assert [(op.chunk.index, op.chunk.key in side.keys(loading)) for op in meta.stores] == [
-        (0, True),
-        (0, False),
-        (1, False),
-        (2, False),
-        (3, False),
-    ]
-    meta = side.step({"x": (8, 24)})
-    assert stored_chunks(meta) == [1, 2, 3]
-
-
-def test_other_connectors_loads_stop_only_the_stores_that_depend_on_them(make: Make) -> None:
-    """A busy server may have such a load in each step."""
-    side = make(
-        change=lambda config: setattr(config.scheduler_config, "async_scheduling", True),
-    )
-    requests = {name: Request(name, prompt(80, n)) for n, name in enumerate("rsabcdef")}
-    for request in requests.values():
-        side.ask(request)
-    # s shares blocks with a, whose load may fail; r shares none with anybody.
-    tables = {"r": range(100, 140), "s": range(10, 30), "a": range(10, 20)}
-
-    def blocks(name: str) -> tuple[list[int], ...]:
-        start = 200 + 20 * ord(name)
-        return (list(tables.get(name, range(start, start + 20))),)
-
-    side.step({"r": (0, 8)}, new=("r",), blocks=blocks)
-    stored: dict[str, list[int]] = {name: [] for name in requests}
-    before = 8
-    for number, name in enumerate("abcdef"):
-        new, steps = (name,), {"r": (before, 8), name: (8, 16)}
-        if number == 1:
-            new, steps = (*new, "s"), {**steps, "s": (8, 16)}
-        meta = side.step(steps, new=new, blocks=blocks, sync_loads=True)
-        before += 8
-        for op in meta.stores:
-            owner = next(n for n, r in requests.items() if op.chunk.key in side.keys(r))
-            stored[owner].append(op.chunk.index)
-    assert stored["r"] == [1, 2, 3, 4, 5, 6]
-    assert not any(stored[name] for name in "sabcdef")
 
 
 def test_what_is_admitted_behind_another_connector_s_load_waits_if_it_shares_its_blocks(
@@ -1131,21 +547,6 @@ def test_what_is_admitted_behind_another_connector_s_load_waits_if_it_shares_its
     assert step({"r": (32, 8), "s": (32, 8)}) == {"r", "s"}
 
 
-def test_resetting_asks_again_for_requests_that_wait(side: Side) -> None:
-    waiting, running = Request("w", prompt(20)), Request("x", prompt(20, 1))
-    side.ask(waiting)
-    side.ask(running)
-    running.num_computed_tokens = 12
-    side.put(prompt(20))
-    assert side.side.matched_tokens(waiting, 0) == 0
-    assert side.side.reset() is True
-    meta = side.step({"x": (12, 8)})
-    assert orders_of(meta).reset
-    assert stored_chunks(meta) == [0, 1]
-    assert not orders_of(side.step()).reset
-    assert side.ask(waiting) == 16
-
-
 def test_a_reset_forgets_loads_that_failed_also_without_their_requests(side: Side) -> None:
     side.put(prompt(40))
     key = side.chunks(prompt(40))[1].key
@@ -1161,25 +562,6 @@ def test_a_reset_forgets_loads_that_failed_also_without_their_requests(side: Sid
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     connector._logs.clear()
-
-
-def test_the_cache_config_is_optional(tmp_path: Path) -> None:
-    config = make_config(str(tmp_path))
-    made = SharedStorageConnector(config, KVConnectorRole.SCHEDULER)
-    request = Request("r", prompt(20))
-    made.on_new_request(request)
-    assert made.get_num_new_matched_tokens(request, 0) == (None, False)
-    assert made.get_loaded_kv_cache_group_ids(request) == (0,)
-    assert made.request_finished(request, []) == (False, None)
-    made.shutdown()
-
-
-def test_what_vllm_relies_on(tmp_path: Path) -> None:
-    made = make_connector(tmp_path)
-    assert made.requires_kv_delivery is False
-    assert made.get_kv_connector_stats() is None
-    made.shutdown()
-    made.shutdown()
 
 
 def test_metrics_of_vllm_know_where_hits_come_from(tmp_path: Path) -> None:
@@ -1224,19 +606,6 @@ def test_nothing_that_goes_wrong_ends_the_engine(
         assert made.request_finished(request, []) == (False, None)
         assert made.reset_cache() is False
     assert caplog.text.count("get_num_new_matched_tokens failed; the engine goes on") == 1
-    made.shutdown()
-
-
-def test_foreign_worker_metadata_is_ignored(tmp_path: Path) -> None:
-    made = make_connector(tmp_path)
-    for meta in (None, object()):
-        made.update_connector_output(
-            SimpleNamespace(
-                kv_connector_worker_meta=meta,
-                finished_recving={"unknown"},
-                finished_sending=None,
-            )
-        )
     made.shutdown()
 
 
@@ -1308,38 +677,10 @@ def test_an_engine_that_simulates_the_choice_of_experts_does_not_start(
     assert not (tmp_path / "shelf").exists()
 
 
-@pytest.mark.parametrize("method", sorted(METHODS_WITHOUT_KV | METHODS_WITH_KV))
-def test_speculative_methods_are_served(tmp_path: Path, method: str) -> None:
-    config = make_config(str(tmp_path))
-    config.speculative_config = speculation(method)
-    SharedStorageConnector(config, KVConnectorRole.SCHEDULER, make_groups(config)).shutdown()
-
-
-@pytest.mark.parametrize("method", ["ngram", "eagle3"])
-def test_drafts_with_stages_are_served_by_the_second_model_runner(
-    tmp_path: Path, method: str
-) -> None:
-    config = make_config(str(tmp_path))
-    _drafts_in_stages(config)
-    config.speculative_config = speculation(method)
-    config.use_v2_model_runner = True
-    SharedStorageConnector(config, KVConnectorRole.SCHEDULER, make_groups(config)).shutdown()
-
-
 def test_a_model_without_caches_is_refused(tmp_path: Path) -> None:
     config = make_config(str(tmp_path))
     with pytest.raises(UnsupportedError, match="0 KV cache groups"):
         SharedStorageConnector(config, KVConnectorRole.SCHEDULER, make_groups(config, 0))
-
-
-@pytest.mark.parametrize("role", list(KVConnectorRole))
-def test_a_cache_without_prefixes_is_refused(tmp_path: Path, role: KVConnectorRole) -> None:
-    config = make_config(str(tmp_path / "shelf"))
-    groups = make_groups(config)
-    groups.prefix_cacheable_group_ids = ()
-    with pytest.raises(UnsupportedError, match=r"holds no KV of prefixes.* remove --kv-transfer"):
-        SharedStorageConnector(config, role, groups)
-    assert not (tmp_path / "shelf").exists()
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -1500,22 +841,6 @@ def test_the_real_multi_connector_sets_what_is_looked_at() -> None:
     assert source.index("super().__init__(") < source.index("connector_cls(temp_config")
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.33.0", "0.33.5.post1", "0.32.0+cpu"])
-def test_supported_versions(version: str) -> None:
-    check_vllm_version(version)
-
-
-@pytest.mark.parametrize(
-    "version",
-    ["0.31.9", "0.34.0", "1.0.0", "0.9.2", "0.36.0.dev3", "0.34.0.dev12+gabc", "0.31.1.dev2"],
-)
-def test_other_versions_get_a_message_that_names_those_that_work(version: str) -> None:
-    with pytest.raises(UnsupportedError) as error:
-        check_vllm_version(version)
-    assert f"vLLM {version} found" in str(error.value)
-    assert ">=0.32,<0.34" in str(error.value)
-
-
 def test_another_version_gets_the_message_though_its_modules_differ(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -1574,38 +899,6 @@ def _ranks(make: Make, stages: int = 1) -> Side:
     side.config.parallel_config.tensor_parallel_size = 2 // stages
     side.config.parallel_config.pipeline_parallel_size = stages
     return side
-
-
-def test_the_namespace_waits_for_all_ranks(make: Make) -> None:
-    side = _ranks(make)
-    request = Request("r", prompt(20))
-    # Only rank 0 names the weights.
-    side.report(reports={1: replace(PART, weights=None)})
-    assert side.side.matched_tokens(request, 0) is None
-    side.report(reports={0: replace(PART, weights=None)})
-    assert side.side.matched_tokens(request, 0) is None
-    side.report(reports={0: PART})
-    # Shards do not depend on the degree, and so what one rank stored is found.
-    side.put(prompt(20))
-    assert side.ask(request) == 16
-
-
-@pytest.mark.parametrize(
-    "difference",
-    [
-        {"layouts": ("canonical",) * LAYERS},
-        {"layer_names": tuple("abcdefgh"[:LAYERS])},
-        {"kv_scales": ((0.5, 0.5),) * LAYERS},
-    ],
-)
-def test_ranks_that_differ_share_nothing(
-    make: Make, difference: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    side = _ranks(make)
-    other = replace(PART, weights=None, **difference)
-    side.report(reports={0: PART, 1: other})
-    assert side.side.matched_tokens(Request("r", prompt(20)), 0) == 0
-    assert "rank 1 differ from those of rank 0" in caplog.text
 
 
 def _scaled_by_head(heads: int, ranks: int, context: int) -> list[WorkerReport]:
@@ -1682,19 +975,6 @@ def test_ranks_with_other_scales_of_the_same_heads_share_nothing(
     assert "rank 3 differ from those of rank 0" in caplog.text
 
 
-def test_stages_are_put_together_in_order(make: Make) -> None:
-    side = _ranks(make, stages=2)
-    second = replace(
-        PART, weights=None, layer_names=tuple(f"model.layers.{LAYERS + i}" for i in range(LAYERS))
-    )
-    side.report(reports={1: second, 0: PART})
-    assert side.side.namespace is not None
-    record = side.side.namespace.record
-    assert record["layer_names"] == [*PART.layer_names, *second.layer_names]
-    assert record["stages"] == [LAYERS, LAYERS]
-    assert record["shards"] == 2 * default_shards(HEADS)
-
-
 def test_a_bad_chunk_is_trusted_again_when_all_ranks_have_repaired_it(make: Make) -> None:
     side = _ranks(make)
     side.report(reports={0: PART, 1: replace(PART, weights=None)})
@@ -1714,87 +994,7 @@ def test_a_bad_chunk_is_trusted_again_when_all_ranks_have_repaired_it(make: Make
     assert side.ask(Request("after", prompt(20))) == 16
 
 
-# ------------------------------------------------------------------------- images and sounds
-
-
 # ------------------------------------------------------------------------- requests that wait
-
-
-def test_chunks_of_a_request_that_steps_pass_over_are_named_once(ahead: Side) -> None:
-    tokens = prompt(40)
-    ahead.put(tokens, 4)
-    request = ahead.known("r", tokens)
-    # The next step may admit it.
-    assert named_chunks(ahead.step()) == {}
-    assert named_chunks(ahead.step()) == {"r": [0, 1, 2, 3]}
-    assert named_chunks(ahead.step()) == {}
-    # It is admitted: the worker knows by its load that it waits no more.
-    assert ahead.ask(request) == 32
-    ahead.load(request, 32)
-    meta = ahead.step()
-    assert (len(meta.loads), orders_of(meta).prefetch_ended) == (1, [])
-    assert named_chunks(ahead.step()) == {}
-    ahead.side.loads.done({"r"})
-    ahead.side.finished("r")
-    assert orders_of(ahead.step()).prefetch_ended == ["r"]
-
-
-def test_workers_learn_that_a_request_with_named_chunks_has_ended(ahead: Side) -> None:
-    tokens = prompt(40)
-    ahead.put(tokens, 4)
-    ahead.known("r", tokens)
-    ahead.known("nothing", prompt(40, 7))
-    ahead.step()
-    ahead.step()
-    ahead.side.finished("r")
-    ahead.side.finished("nothing")
-    assert orders_of(ahead.step()).prefetch_ended == ["r"]
-
-
-def test_what_runs_without_a_load_waits_no_more(ahead: Side) -> None:
-    tokens = prompt(40)
-    ahead.put(tokens, 4)
-    ahead.known("r", tokens)
-    ahead.step()
-    assert named_chunks(ahead.step()) == {"r": [0, 1, 2, 3]}
-    assert orders_of(ahead.step({"r": (32, 8)}, new=("r",))).prefetch_ended == ["r"]
-    ahead.side.finished("r")
-
-
-def test_chunks_in_the_engine_s_own_cache_are_not_named(ahead: Side) -> None:
-    tokens = prompt(40)
-    ahead.put(tokens, 5)
-    first = ahead.known("first", tokens[:24])
-    assert ahead.ask(first) == 20
-    ahead.side.allocated(first, ([*range(1, 7)],), 20)
-    ahead.step()
-    ahead.side.loads.done({"first"})
-    # Its first 8 tokens are in vLLM's own cache, of the 24 before it a load has come.
-    second = ahead.known("second", tokens)
-    assert ahead.side.matched_tokens(second, 8) == 28
-    ahead.step()
-    assert named_chunks(ahead.step()) == {"second": [3, 4]}
-    ahead.side.reset()
-    ahead.known("third", tokens)
-    ahead.step()
-    assert named_chunks(ahead.step()) == {"third": [0, 1, 2, 3, 4]}
-
-
-def test_a_step_names_a_bounded_number_of_chunks_oldest_requests_first(
-    ahead: Side, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvshelf.vllm.scheduler.read_ahead._CHUNKS_PER_STEP", 3)
-    prompts = {name: prompt(40, seed) for seed, name in enumerate("ab")}
-    for name, tokens in prompts.items():
-        ahead.put(tokens, 4)
-        ahead.known(name, tokens)
-    ahead.step()
-    assert [named_chunks(ahead.step()) for _ in range(4)] == [
-        {"a": [0, 1, 2]},
-        {"a": [3], "b": [0, 1]},
-        {"b": [2, 3]},
-        {},
-    ]
 
 
 def test_requests_that_cannot_be_admitted_do_not_starve_those_behind_them(ahead: Side) -> None:
@@ -1831,42 +1031,6 @@ def test_a_preempted_request_waits_before_all_others(ahead: Side) -> None:
         ahead.side.matched_tokens(preempted, 0)
         named |= named_chunks(ahead.step())
     assert named["other"] == [0, 1, 2, 3]
-
-
-def test_nothing_is_named_without_memory_for_it_or_while_a_breaker_is_open(make: Make) -> None:
-    tokens = prompt(40)
-    # A local disk is as near as memory.
-    side = make()
-    side.put(tokens, 4)
-    side.known("r", tokens)
-    assert [named_chunks(side.step()) for _ in range(3)] == [{}] * 3
-    side = make(memory_tier={"max_bytes": 1 << 20})
-    side.known("r", tokens)
-    side.step()
-    side.tell(breaker_open=True)
-    assert named_chunks(side.step()) == {}
-    side.tell(breaker_open=False)
-    assert named_chunks(side.step()) == {"r": [0, 1, 2, 3]}
-
-
-def test_nothing_is_named_when_nothing_is_loaded_any_more(ahead: Side) -> None:
-    tokens = prompt(40)
-    ahead.put(tokens, 4)
-    ahead.known("r", tokens)
-    ahead.step()
-    problem = replace(PART, disabled_reason="the weights changed")
-    ahead.report(reports={0: problem})
-    assert [named_chunks(ahead.step()) for _ in range(2)] == [{}, {}]
-
-
-def test_what_could_not_be_brought_shortens_the_hit_before_it_is_announced(ahead: Side) -> None:
-    tokens = prompt(40)
-    ahead.put(tokens, 4)
-    request = ahead.known("r", tokens)
-    ahead.step()
-    (op,) = ahead.step().prefetches
-    ahead.fail("r", 2, op.chunks[2].key)
-    assert ahead.ask(request) == 16
 
 
 def test_caches_that_are_made_anew_otherwise_share_nothing(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +10,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvshelf.config import LEAST_STAGING, Config
-from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind
+from kvshelf.config import Config
+from kvshelf.format.kinds import FULL
 from kvshelf.format.model import ModelFacts
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.topology import ShardPlan
-from kvshelf.transfer.shares import share_out
 from kvshelf.transfer.staging import StagingPool
 
 with warnings.catch_warnings():
@@ -81,60 +79,3 @@ def test_a_step_fits_into_staging_and_the_device_ring_by_default(
     gpu = 80 * GIB if tokens == 8192 else 180 * GIB
     assert chunks * sum(map(fmt.object_size, plan.shards)) < gpu * 0.08 / 4
     assert not caplog.records
-
-
-def test_staging_takes_no_more_than_its_part_of_the_memory_and_never_less_than_a_gibibyte(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    fmt, plan = of("Qwen3 32B")
-    plans: dict[Kind, ShardPlan] = {FULL: plan}
-    monkeypatch.setattr(registration, "memory_limit", lambda: 1 << 40)
-    two_steps = registration_of(2, 8192)._staging_bytes([fmt], plans)
-    assert two_steps > 2 * GIB
-    monkeypatch.setattr(registration, "memory_limit", lambda: 48 * GIB)
-    caplog.set_level(logging.WARNING)
-    assert registration_of(2, 8192)._staging_bytes([fmt], plans) == 48 * GIB // 16 // 2
-    monkeypatch.setattr(registration, "memory_limit", lambda: 2 * GIB)
-    assert not caplog.records
-    assert registration_of(2, 8192)._staging_bytes([fmt], plans) == LEAST_STAGING
-    (record,) = caplog.records
-    needed = int(record.getMessage().split("Set staging_bytes to ")[1].split()[0])
-    caplog.clear()
-    assert registration_of(2, 8192, staging_bytes=needed)._staging_bytes([fmt], plans) == needed
-    assert not caplog.records
-    pool = StagingPool(needed, fmt.object_size(0), together=len(plan.shards))
-    assert pool.for_stores >= 32 * len(plan.shards)
-    assert registration_of(2, 8192, staging_bytes=GIB)._staging_bytes([fmt], plans) == GIB
-    assert "too few for the 32 chunks" in caplog.text
-    # Small models keep what they had.
-    assert registration_of(2, 256)._staging_bytes([fmt], plans) == LEAST_STAGING
-    assert registration_of(2, 256, drafter=True)._staging_bytes([fmt], plans) == GIB // 4
-
-
-def test_each_kind_of_a_hybrid_model_has_room_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registration, "memory_limit", lambda: 1 << 40)
-    state = 4 << 20
-    facts = ModelFacts(
-        layers=3,
-        kv_heads=(8, 8, 0),
-        head_size=(128, 128, 0),
-        dtype="bfloat16",
-        weights="some",
-        kinds=(FULL, WINDOW, STATE),
-        attention=("full", "sliding", "gdn"),
-        sliding_windows=(-1, 1024, -1),
-        layer_names=("a", "b", "c"),
-        layer_shapes=("2,*,8,128", "2,*,8,128", f"ssm:{state // 2}/"),
-        layer_dtypes=("BF16", "BF16", "BF16"),
-        state_shards=1,
-    )
-    whole = ObjectFormat(facts.namespace(chunk_size=256))
-    formats = [whole.of(kind) for kind in whole.kinds]
-    plans = {fmt.kind: ShardPlan.whole(fmt.shards) for fmt in formats}
-    made = registration_of(1, 65536)
-    shares = share_out(made._staging_bytes(formats, plans), formats, plans, "staging_bytes")
-    for fmt in formats:
-        pool = StagingPool(shares[fmt.kind], fmt.object_size(0), together=fmt.shards)
-        # A step that completes 256 chunks ends only one or a few requests' states.
-        wanted = 64 if fmt.kind == STATE else 256
-        assert pool.for_stores >= wanted * fmt.shards

@@ -16,8 +16,7 @@ from tests.vllm.shelf_files import ShelfFiles
 
 pytest.importorskip("vllm")
 
-import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvshelf.metrics import TIME_BOUNDS, Counters
 from kvshelf.vllm.stats import ShelfStats, stats_of
@@ -73,20 +72,6 @@ def test_later_gauges_replace_earlier_ones() -> None:
     assert before.aggregate(after).reduce()["Staging used MB"] == 2
 
 
-def test_stats_are_united_without_changing_what_others_hold() -> None:
-    data = stats("scheduler", probes=1, probe=[1e-3]).data
-    made = SharedStorageConnector.build_kv_connector_stats(data)
-    assert made is not None
-    made.aggregate(stats("scheduler", probes=2, probe=[1e-3]))
-    assert data["probes"] == 1
-    assert sum(data["probe"][:-1]) == 1
-
-
-def test_stats_travel_between_processes() -> None:
-    data = stats("rank 0", probes=2, read=[1e-3], staging_used_bytes=5).to_dict()
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(data)) == data
-
-
 def test_the_log_line_is_short_and_names_trouble() -> None:
     quiet = stats("scheduler", hit_tokens=512, lookup_tokens=1024, lookups=3).reduce()
     assert quiet == {"Hit tokens": 512, "Lookup tokens": 1024, "Loaded MB": 0.0, "Stored MB": 0.0}
@@ -140,18 +125,6 @@ def exposed() -> Iterator[Exposed]:
     return Exposed()
 
 
-def test_counters_have_labels(exposed: Exposed) -> None:
-    exposed.metrics.observe(stats("scheduler", lookups=2, load_failures_bad=1).data)
-    exposed.metrics.observe(stats("scheduler", lookups=1, dropped_chunks_staging_full=4).data)
-    exposed.metrics.observe(stats("scheduler", lookups=9).data, 1)
-    assert exposed.value("lookups_total") == 3
-    assert exposed.value("lookups_total", engine=1) == 9
-    assert exposed.value("load_failures_total", reason="bad") == 1
-    assert exposed.value("load_failures_total", reason="missing") == 0
-    assert exposed.value("dropped_chunks_total", reason="staging_full") == 4
-    assert exposed.value("load_failures_bad_total") is None
-
-
 def test_times_are_a_histogram(exposed: Exposed) -> None:
     exposed.metrics.observe(stats("rank 0", read=[40e-6, 2e-3, 2e-3, 99.0]).data)
     exposed.metrics.observe(stats("rank 0", read=[0.3]).data)
@@ -198,31 +171,6 @@ def test_what_is_unknown_is_passed_over(exposed: Exposed) -> None:
     exposed.metrics.observe({"what is this": 1, "lookups": 1})
     exposed.metrics.observe({"lookups": 1}, 7)
     assert exposed.value("lookups_total") == 1
-
-
-def test_names_are_in_vllms_style(exposed: Exposed) -> None:
-    text = generate_latest(exposed.registry).decode()
-    names = re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE)
-    assert names
-    # vLLM removes what an engine registered by this prefix.
-    assert all(re.fullmatch(r"vllm:kvshelf_[a-z_]+", name) for name in names)
-
-
-def test_multi_connector_knows_what_to_do_with_the_counts() -> None:
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
-        MultiConnector as Multi,
-    )
-    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
-        MultiKVConnectorStats,
-    )
-
-    found = KVConnectorFactory.get_connector_class_by_name("KVShelfConnector")
-    assert found.__name__ == "KVShelfConnector"
-    sent = MultiKVConnectorStats({"KVShelfConnector": stats("scheduler", hit_tokens=1)}).to_dict()
-    made = Multi.build_kv_connector_stats(sent)
-    assert made is not None
-    assert made.reduce()["KVShelfConnector"]["Hit tokens"] == 1
 
 
 # ---------------------------------------------------------- a real engine

@@ -23,7 +23,6 @@ from kvshelf.vllm.metadata import LoadOp, StepMetadata, StoreOp, WorkerMetadata
 from tests.support.prompts import prompt
 from tests.support.waiting import PATIENCE
 from tests.vllm.rig import next_number
-from tests.vllm.shelf_files import DAMAGE
 from tests.vllm.simulated import FORMS, SimulatedEngine, kv_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -204,45 +203,6 @@ def test_tails_are_canonical_where_chunks_are_whole_blocks(
         end = max(length - lacks, whole + 1) if whole < length else length
         start = min(computed * block, (end - 1) // block * block)
         check_load(reader, tokens, start, end)
-
-
-@pytest.mark.parametrize("parallel", [*PARALLEL[:2], LOADS_ONLY[0]])
-@pytest.mark.parametrize("damage", ["gone", "flipped byte of the payload"])
-def test_blocks_from_a_failed_tail_on_are_bad(
-    tmp_path: Path, parallel: dict[str, int], damage: str
-) -> None:
-    tokens = prompt(130)
-    options = {"chunk_size": 40, "layout": "canonical"}
-    with ExitStack() as stack:
-        writer = SimulatedEngine(tmp_path, "NHD", 16, **options)
-        stack.enter_context(closing(writer))
-        found = pieces(writer, tokens)
-        assert found[-1].tail
-        assert found[-1].tokens == 10
-        store(writer, tokens, found)
-        path = objects(writer, found[-1])[-1]
-        path.unlink() if damage == "gone" else DAMAGE[damage](path)
-        reader = SimulatedEngine(tmp_path, "HND", 16, seed=1, **parallel, **options)
-        stack.enter_context(closing(reader))
-        block_ids, answers = load(reader, found, 0, 130)
-        # The tail begins at token 120, inside a block.
-        good = 120 // reader.block_tokens
-        assert reader.bad_blocks == set(block_ids[good:])
-        expected = kv_of(tokens)[:, :, : good * reader.block_tokens]
-        assert torch.equal(reader.get(block_ids, 0, expected.shape[2]), expected)
-        failures = [
-            failure
-            for answer in answers
-            for messages in answer.facts.values()
-            for _, facts in messages
-            for failure in facts.failures
-        ]
-        assert {(one.key, one.chunk_index) for one in failures} == {(found[-1].key, 3)}
-        # The request is computed from there on, and nothing else suffers.
-        tail = found[-1]
-        store(writer, tokens, [tail])
-        block_ids, _ = load(reader, found[:-1], 0, 120)
-        assert not reader.bad_blocks
 
 
 def test_a_tail_without_the_blocks_of_all_its_tokens_is_not_stored(tmp_path: Path) -> None:

@@ -14,32 +14,27 @@ pytest.importorskip("vllm")
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 
-from kvshelf.errors import ConfigError, TransientStorageError, UnsupportedError
+from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.transfer.staging import StagingPool
 from kvshelf.vllm.connector import SharedStorageConnector
 from kvshelf.vllm.metadata import (
-    Facts,
     LoadFailure,
     LoadOp,
     StepMetadata,
     WorkerMetadata,
 )
-from kvshelf.vllm.namespace import kv_scales
 from kvshelf.vllm.worker.registered_caches import natural_order
 from tests.sim.storage import Fault, FaultyStorage
 from tests.support.threads import named, none_can_be_started
 from tests.support.waiting import PATIENCE, until
 from tests.vllm.replay import (
-    HEAD_SIZE,
-    HEADS,
     bind,
     make_caches,
     make_config,
     make_groups,
-    pickled,
 )
 from tests.vllm.rig import next_number, ordered
-from tests.vllm.worker_rig import BLOCK, BLOCKS, WorkerRig, store_op
+from tests.vllm.worker_rig import BLOCK, WorkerRig
 
 # ------------------------------------------------------------------------- caches
 
@@ -47,38 +42,6 @@ from tests.vllm.worker_rig import BLOCK, BLOCKS, WorkerRig, store_op
 def test_layers_come_in_the_order_of_the_model() -> None:
     names = ["model.layers.10.attn", "model.layers.9.attn", "model.layers.1.attn"]
     assert sorted(names, key=natural_order) == names[::-1]
-
-
-def test_what_a_worker_knows_of_the_namespace(make_worker: Callable[..., WorkerRig]) -> None:
-    rig = make_worker(opened=False, window=32)
-    _, _, meta = rig.step(StepMetadata())
-    assert meta is not None
-    (part,) = meta.reports.values()
-    assert part.layer_names == tuple(rig.caches)
-    assert part.layer_shapes == (f"2,*,{HEADS},{HEAD_SIZE}",) * 2
-    assert part.layer_dtypes == ("BF16",) * 2
-    assert part.layouts == ("cpu-vec-bf16-b4",) * 2
-    assert part.attention == ("sliding",) * 2
-    assert part.sliding_windows == (32,) * 2
-    assert part.weights == "user:test"
-    assert part.disabled_reason == ""
-
-
-def test_layers_that_share_another_s_cache_are_left_out(backend: FaultyStorage) -> None:
-    config = make_config(backend.url, blocks=8)
-    layers = config.compilation_config.static_forward_context
-    layers["model.layers.2.self_attn.attn"] = SimpleNamespace(
-        kv_sharing_target_layer_name="model.layers.1.self_attn.attn"
-    )
-    made = SharedStorageConnector(config, KVConnectorRole.WORKER)
-    caches = make_caches(8, BLOCK)
-    bind(config, caches)
-    caches["model.layers.2.self_attn.attn"] = caches["model.layers.1.self_attn.attn"]
-    made.register_kv_caches(caches)
-    meta = made.build_connector_worker_meta()
-    assert isinstance(meta, WorkerMetadata)
-    assert len(meta.reports[0].layer_names) == 2
-    made.shutdown()
 
 
 def _layer(**changes: Any) -> Callable[[SimpleNamespace, dict[str, torch.Tensor]], None]:
@@ -190,18 +153,6 @@ def test_releases_of_vllm_share_unless_the_layout_is_unknown(
     assert names["unknown"][0] != names["unknown"][1]
 
 
-def test_caches_in_kernel_blocks(make_worker: Callable[..., WorkerRig]) -> None:
-    rig = make_worker(block_size=8, kernel_block=4)
-    chunks = rig.chunks(3)
-    rig.store(chunks)
-    finished, bad, _ = rig.load(LoadOp(next_number(), "r", 0, 24, chunks, ([20, 0, 22],)))
-    assert finished == {"r"}
-    assert bad == set()
-    assert rig.same(1, 20)
-    assert rig.same(3, 22)
-    assert not rig.same(2, 0)
-
-
 # ------------------------------------------------------------------------- steps
 
 
@@ -227,72 +178,6 @@ def test_steps_without_metadata_or_work_are_no_trouble(
     made.clear_connector_metadata()
 
 
-def test_the_part_is_sent_until_the_namespace_comes(make_worker: Callable[..., WorkerRig]) -> None:
-    rig = make_worker(opened=False)
-    for _ in range(3):
-        _, _, meta = rig.step(StepMetadata())
-        assert meta is not None
-        assert meta.reports
-    named = StepMetadata(namespace=rig.namespace())
-    _, _, meta = rig.step(named)
-    assert meta is not None
-    # The scheduler goes on announcing until it hears nothing of parts.
-    _, _, meta = rig.step(StepMetadata(namespace=rig.namespace()))
-    assert meta is not None and not meta.reports
-    assert rig.step(StepMetadata())[2] is None
-
-
-def test_metadata_of_ranks_is_united() -> None:
-    one, two = (
-        WorkerMetadata({rank: 3}, facts={rank: [(1, Facts(begun=rank))]}) for rank in range(2)
-    )
-    both = WorkerMetadata().aggregate(one).aggregate(two)
-    assert both.heard == {0: 3, 1: 3}
-    assert both.facts == {0: [(1, Facts(begun=0))], 1: [(1, Facts(begun=1))]}
-
-
-def test_a_step_in_which_nothing_happens_is_small() -> None:
-    assert len(pickled(StepMetadata(timed_step=7))) < 100
-
-
-def test_null_blocks_are_never_filled_stored_or_reported(
-    make_worker: Callable[..., WorkerRig],
-) -> None:
-    rig = make_worker()
-    chunks = rig.chunks(3)
-    rig.store(chunks)
-    null = rig.rows(0)
-    assert rig.load(LoadOp(next_number(), "r", 0, 24, chunks, ([0, 0, 0, 23, 24, 25],)))[1] == set()
-    assert rig.failed_requests == set()
-    assert rig.same(4, 23)
-    missing = rig.chunks(3, seed=5)
-    assert rig.load(LoadOp(next_number(), "s", 0, 24, missing, ([0, 0, 0, 23, 24, 25],)))[1] == {
-        23,
-        24,
-        25,
-    }
-    rig.step(StepMetadata(stores=[store_op(missing[0], [0, 5])]))
-    rig.drain()
-    assert not rig.path(missing[0]).exists()
-    assert all(torch.equal(a, b) for a, b in zip(rig.rows(0), null, strict=True))
-
-
-@pytest.mark.parametrize("blocks", [[20, 21, 22, 23, 24, 25], [0, 21, 22, 23, 24, 25]])
-@pytest.mark.parametrize("failing", [0, 1, 2, None])
-def test_where_a_window_left_blocks_out_a_load_is_good_as_a_whole_or_not_at_all(
-    make_worker: Callable[..., WorkerRig], blocks: list[int], failing: int | None
-) -> None:
-    """What is computed behind a good part would look at blocks that are not there."""
-    rig = make_worker()
-    chunks = rig.chunks(3)
-    rig.store(chunks)
-    if failing is not None:
-        rig.path(chunks[failing]).unlink()
-    assert rig.load(LoadOp(next_number(), "r", 0, 24, chunks, (blocks,)))[0] == {"r"}
-    assert rig.failed_requests == ({"r"} if failing is not None and 0 in blocks else set())
-    assert rig.step(StepMetadata())[0] == rig.failed_requests == set()
-
-
 @pytest.mark.parametrize("blocks", [[20, 21], [0, 21]])
 def test_a_load_that_is_refused_is_useless_where_a_window_left_blocks_out(
     make_worker: Callable[..., WorkerRig], blocks: list[int]
@@ -302,91 +187,7 @@ def test_a_load_that_is_refused_is_useless_where_a_window_left_blocks_out(
     assert rig.failed_requests == ({"r"} if 0 in blocks else set())
 
 
-def test_an_idle_step_waits_for_the_load_a_busy_one_does_not(
-    make_worker: Callable[..., WorkerRig],
-) -> None:
-    rig = make_worker()
-    chunks = rig.chunks(1)
-    rig.store(chunks)
-    gate = threading.Event()
-    rig.backend.add(Fault("read", wait=gate))
-    loads = [LoadOp(next_number(), "r", 0, 8, chunks, ([20, 21],))]
-    assert rig.seconds(StepMetadata(idle=True, loads=loads)) >= 10e-3
-    assert min(rig.seconds(StepMetadata()) for _ in range(5)) < 10e-3
-    gate.set()
-
-
-def test_with_speculative_decoding_saves_come_last(make_worker: Callable[..., WorkerRig]) -> None:
-    rig = make_worker()
-    (chunk,) = rig.chunks(1)
-    worker = rig.connector
-    worker.bind_connector_metadata(StepMetadata(stores=[store_op(chunk)]))
-    worker.get_finished(set())
-    worker.build_connector_worker_meta()
-    worker.wait_for_save()
-    worker.clear_connector_metadata()
-    rig.drain()
-    assert rig.counts["stored_chunks"] == 1
-
-
 # ------------------------------------------------------------------------- loads that fail
-
-
-def test_a_failed_load_tells_which_blocks_have_no_kv(make_worker: Callable[..., WorkerRig]) -> None:
-    rig = make_worker()
-    chunks = rig.chunks(4)
-    rig.store(chunks)
-    rig.backend.add(
-        Fault("open", f"*{chunks[2].key.hex()}*", error=TransientStorageError(5, "EIO"))
-    )
-    finished, bad, meta = rig.load(LoadOp(next_number(), "r", 0, 28, chunks, ([*range(20, 28)],)))
-    assert finished == {"r"}
-    assert bad == {24, 25, 26}
-    assert meta is not None
-    assert {(f.request_id, f.chunk_index, f.key, f.bad) for f in meta.failures} == {
-        ("r", 2, chunks[2].key, False)
-    }
-    assert all(rig.same(1 + i, 20 + i) for i in range(4))
-    assert rig.step(StepMetadata())[1:] == (set(), None)
-    assert rig.counts["loaded_tokens"] == 16
-
-
-def test_a_first_chunk_that_fails_spares_the_blocks_before_the_load(
-    make_worker: Callable[..., WorkerRig],
-) -> None:
-    rig = make_worker()
-    chunks = rig.chunks(3, seed=5)
-    _, bad, meta = rig.load(LoadOp(next_number(), "r", 12, 24, chunks[1:], ([*range(20, 26)],)))
-    assert bad == {23, 24, 25}
-    assert meta is not None
-    assert min(failure.chunk_index for failure in meta.failures) == 1
-
-
-@pytest.mark.parametrize("chunks", [0, 1, 4])
-def test_a_load_that_cannot_be_started_is_reported_failed(
-    make_worker: Callable[..., WorkerRig], chunks: int
-) -> None:
-    rig = make_worker()
-    op = LoadOp(next_number(), "r", 0, 24, rig.chunks(chunks), ([*range(20, 26)],))
-    finished, bad, meta = rig.step(StepMetadata(loads=[op]))
-    assert finished == {"r"}
-    assert bad == {*range(20, 26)}
-    assert meta is not None
-    assert [(f.chunk_index, f.key) for f in meta.failures] == [(0, b"")]
-    assert rig.step(StepMetadata())[0] == set()
-
-
-def test_a_load_before_the_namespace_is_reported_failed(
-    make_worker: Callable[..., WorkerRig],
-) -> None:
-    rig = make_worker(opened=False)
-    rig.namespace()
-    op = LoadOp(next_number(), "r", 8, 24, rig.chunks(3)[1:], ([*range(20, 26)],))
-    finished, bad, meta = rig.step(StepMetadata(loads=[op]))
-    assert finished == {"r"}
-    assert bad == {22, 23, 24, 25}
-    assert meta is not None
-    assert [f.chunk_index for f in meta.failures] == [1]
 
 
 def test_a_cancelled_load_is_finished_and_no_failure(make_worker: Callable[..., WorkerRig]) -> None:
@@ -402,15 +203,6 @@ def test_a_cancelled_load_is_finished_and_no_failure(make_worker: Callable[..., 
     assert meta is not None and not meta.failures
     gate.set()
     assert rig.step(ordered(cancelled=[op.number]))[0] == set()
-
-
-def test_a_repair_is_reported(make_worker: Callable[..., WorkerRig]) -> None:
-    rig = make_worker()
-    (chunk,) = rig.chunks(1)
-    metas = [rig.step(StepMetadata(stores=[store_op(chunk, repair=True)]))[2]]
-    rig.drain()
-    metas += [rig.step(StepMetadata())[2], rig.step(StepMetadata())[2]]
-    assert [key for meta in metas if meta is not None for key in meta.repaired] == [chunk.key]
 
 
 def test_nothing_that_goes_wrong_ends_the_engine(
@@ -496,39 +288,6 @@ def test_a_load_that_is_not_reported_before_its_caches_or_weights_go_fails(
     assert not bad & set(gone)
 
 
-def test_layers_that_keep_something_beside_kv_are_stored_as_well(
-    make_worker: Callable[..., WorkerRig], backend: FaultyStorage
-) -> None:
-    # As the indexers of DeepSeek's sparse attention: no attention, no heads, no scales.
-    config = make_config(backend.url)
-    indexer = torch.zeros(BLOCKS, BLOCK, 12, dtype=torch.uint8)
-    layers = config.compilation_config.static_forward_context
-    layers["model.layers.0.self_attn.indexer.k_cache"] = SimpleNamespace(kv_cache=indexer)
-    caches = make_caches(BLOCKS, BLOCK) | {list(layers)[-1]: indexer}
-    bind(config, caches)
-    connector = SharedStorageConnector(config, KVConnectorRole.WORKER, make_groups(config))
-    connector.register_kv_caches(caches)
-    meta = connector.build_connector_worker_meta()
-    assert isinstance(meta, WorkerMetadata)
-    part = meta.reports[0]
-    assert sorted(part.head_sizes) == [12, HEAD_SIZE, HEAD_SIZE]
-    assert all(layout.startswith("opaque-") for layout in part.layouts)
-    connector.shutdown()
-
-
-def test_scales_are_one_for_a_layer_or_one_for_each_head() -> None:
-    layers = {
-        "a": SimpleNamespace(_k_scale=torch.tensor(0.5), _v_scale=torch.tensor([0.25])),
-        "b": SimpleNamespace(_k_scale=torch.tensor([1.0, 2.0]), _v_scale=torch.tensor([3.0, 4.0])),
-        "indexer": SimpleNamespace(),
-    }
-    assert kv_scales(layers, layers) == ((0.5, 0.25), ((1.0, 2.0), (3.0, 4.0)), ())
-    # A rank with one head.
-    scheme = SimpleNamespace(kv_cache_scheme={"strategy": "attn_head"})
-    layers["a"].quant_method = SimpleNamespace(quant_config=scheme)
-    assert kv_scales(layers, "a") == (((0.5,), (0.25,)),)
-
-
 def test_a_worker_that_gets_no_thread_tries_again_and_keeps_nothing_twice(
     make_worker: Callable[..., WorkerRig],
     monkeypatch: pytest.MonkeyPatch,
@@ -577,30 +336,3 @@ def test_the_end_waits_for_all_threads_that_touch_memory(
         rig.connector.shutdown()
     gate.set()
     assert waited_for.count("kvshelf-warm") == 2
-
-
-def test_shutting_down_publishes_for_a_bounded_time_and_says_what_was_lost(
-    make_worker: Callable[..., WorkerRig], caplog: pytest.LogCaptureFixture
-) -> None:
-    rig = make_worker(shutdown_drain_s=0.05)
-    gate = threading.Event()
-    rig.backend.add(Fault("write", wait=gate))
-    ops = [store_op(chunk) for chunk in rig.chunks(3)]
-    rig.step(StepMetadata(stores=ops))
-    rig.connector.shutdown()
-    gate.set()
-    assert "3 chunks were not stored within shutdown_drain_s=0.05 s and are lost" in caplog.text
-    rig.connector.shutdown()
-
-
-def test_shutting_down_publishes_everything_when_there_is_time(
-    make_worker: Callable[..., WorkerRig], caplog: pytest.LogCaptureFixture
-) -> None:
-    rig = make_worker(shutdown_drain_s=PATIENCE)
-    chunks = rig.chunks(3)
-    ops = [store_op(chunk) for chunk in chunks]
-    rig.step(StepMetadata(stores=ops))
-    rig.connector.shutdown()
-    assert all(rig.path(chunk).is_file() for chunk in chunks)
-    assert "lost" not in caplog.text
-    assert rig.step(StepMetadata(stores=ops))[0] == set()

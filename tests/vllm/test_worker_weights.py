@@ -55,19 +55,6 @@ def with_model(backend: FaultyStorage, model: Path, **options: Any) -> SimpleNam
     return config
 
 
-@pytest.mark.usefixtures("old_files")
-def test_weights_are_named_by_their_content(
-    make_worker: Callable[..., WorkerRig], backend: FaultyStorage, model: Path, tmp_path: Path
-) -> None:
-    names = []
-    for content in (b"weights", b"weights", b"other weights"):
-        (model / "model.safetensors").write_bytes(content)
-        rig = make_worker(config=with_model(backend, model), opened=False)
-        names.append(rig.reported("weights"))
-    assert names[0] == names[1] != names[2]
-    assert names[0].startswith("sha256:")
-
-
 def test_weights_written_while_the_engine_started_are_not_trusted(
     make_worker: Callable[..., WorkerRig],
     backend: FaultyStorage,
@@ -86,45 +73,6 @@ def test_weights_written_while_the_engine_started_are_not_trusted(
     rig = make_worker(config=with_model(backend, model), opened=False)
     assert rig.reported("weights") == BY_PARAMETERS
     assert "was written after the engine began to start" in caplog.text
-
-
-@pytest.mark.parametrize("depth", ["the folder", "above it"])
-def test_weights_behind_a_link_that_was_switched_meanwhile_are_not_trusted(
-    make_worker: Callable[..., WorkerRig],
-    backend: FaultyStorage,
-    model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    depth: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level("INFO")
-    link = model.parent / "current"
-    target, path = (model, link) if depth == "the folder" else (model.parent, link / model.name)
-    link.symlink_to(target)
-    made = link.lstat().st_ctime
-    monkeypatch.setattr("kvshelf.vllm.namespace.process_start_time", lambda: made + 5)
-    rig = make_worker(config=with_model(backend, path), opened=False)
-    assert rig.reported("weights")
-    os.utime(model / "model.safetensors", (0, 0))
-    monkeypatch.setattr("kvshelf.vllm.namespace.process_start_time", lambda: made - 5)
-    rig = make_worker(config=with_model(backend, path), opened=False)
-    assert rig.reported("weights") == BY_PARAMETERS
-    assert f"the link {link} was made after the engine began to start" in caplog.text
-
-
-@pytest.mark.usefixtures("old_files")
-def test_weights_of_which_a_part_is_another_models_are_not_named_by_files(
-    make_worker: Callable[..., WorkerRig],
-    backend: FaultyStorage,
-    model: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level("INFO")
-    config = with_model(backend, model)
-    config.model_config.hf_config = SimpleNamespace(audio_model_id=None, text_model_id="a/b")
-    rig = make_worker(config=config, opened=False)
-    assert rig.reported("weights") == BY_PARAMETERS
-    assert "comes from another model, a/b" in caplog.text
 
 
 class MiMoAudioTokenizer(torch.nn.Module):
@@ -197,32 +145,6 @@ def test_weights_of_a_model_without_folders_below_keep_their_name(
         )
         names.append(rig.reported("weights"))
     assert names == [weights_fingerprint([model / "model.safetensors"]), BY_PARAMETERS]
-
-
-@pytest.mark.usefixtures("old_files")
-def test_weights_behind_a_link_below_the_folder_that_was_switched_are_not_trusted(
-    make_worker: Callable[..., WorkerRig],
-    backend: FaultyStorage,
-    model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level("INFO")
-    elsewhere = model.parent / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "model.safetensors").write_bytes(b"encoder")
-    (model / "encoder").symlink_to(elsewhere)
-    made = (model / "encoder").lstat().st_ctime
-    os.utime(elsewhere / "model.safetensors", (0, 0))
-    for started, trusted in ((made + 5, True), (made - 5, False)):
-        monkeypatch.setattr(
-            "kvshelf.vllm.namespace.process_start_time", lambda started=started: started
-        )
-        rig = make_worker(
-            config=with_model(backend, model), opened=False, model=loaded_model(model, "subfolder")
-        )
-        assert (rig.reported("weights") != BY_PARAMETERS) is trusted
-    assert f"the link {model / 'encoder'} was made after the engine began to start" in caplog.text
 
 
 @pytest.mark.usefixtures("old_files")

@@ -26,8 +26,6 @@ _TORCHVISION: Final = Path(sys.prefix) / "torchvision"
 
 #: The token of a prompt that stands for an image.
 IMAGE_TOKEN = 4095
-#: Tokens that an image becomes.
-IMAGE_TOKENS = 256
 
 _PIXELS, _PATCH, _HIDDEN, _INTERMEDIATE, _LAYERS = 224, 14, 64, 128, 2
 #: Inputs and outputs of what brings the vision tower's output to the text.

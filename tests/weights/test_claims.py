@@ -203,19 +203,6 @@ def test_waiting_ends_when_it_is_cancelled(
     claim.release()
 
 
-def test_a_claim_ends_although_a_forked_process_has_its_file_open(tmp_path: Path) -> None:
-    claim = try_claim(tmp_path / "claim")
-    assert claim is not None and claim._descriptor is not None
-    inherited = os.dup(claim._descriptor)
-    os.link(tmp_path / "claim", tmp_path / "same")
-    claim.release()
-    claim.release()
-    again = try_claim(tmp_path / "same")
-    assert again is not None
-    again.release()
-    os.close(inherited)
-
-
 def test_where_no_lock_can_be_taken_every_process_reads(files: list[Path], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     unusable = FingerprintCache(tmp_path / "file" / "fingerprints.json")

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from kvshelf.errors import ConfigError
 from kvshelf.weights.configuration import (
-    READ_NO_TOKEN_IDS,
     canonical_json,
     code_lines,
     config_files,
@@ -48,14 +47,6 @@ VECTORS = [
 ]
 
 
-@pytest.mark.parametrize(("text", "canonical"), VECTORS)
-def test_vectors(text: str, canonical: str | None) -> None:
-    expected = canonical or '{"z":"/","\\u00e4":"\\u00e4\\u2028\\ud83d\\ude00"}'
-    assert canonical_json(json.loads(text)).decode() == expected
-    page = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
-    assert expected in page
-
-
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
@@ -76,35 +67,6 @@ def changed(**changes: Any) -> str:
     return published_digest(LLAMA | changes)
 
 
-def test_what_shapes_no_kv_splits_nothing() -> None:
-    same = [
-        changed(transformers_version="5.1.0"),
-        changed(use_cache=False),
-        changed(_name_or_path="/somewhere"),
-        changed(torch_dtype="float16"),
-        changed(dtype="float16"),
-        # The record has these as parsed.
-        changed(rope_theta=5e5),
-        changed(id2label={"0": "A"}),
-        changed(vision_config=LLAMA["vision_config"] | {"_attn_implementation": "sdpa"}),
-    ]
-    assert set(same) == {changed()}
-
-
-def test_anything_else_splits() -> None:
-    others = [
-        changed(rms_norm_eps=1e-6),
-        changed(eos_token_id=3),
-        changed(a_key_of_a_later_release=1),
-        changed(max_position_embeddings=4096),
-        changed(quantization_config={"bits": 4}),
-        changed(vision_config={"rope_theta": 2.0, "dtype": "float32"}),
-        changed(vision_config={"rope_theta": 1.0, "dtype": "float16"}),
-        changed(hidden_size=64.0),
-    ]
-    assert len({changed(), *others}) == len(others) + 1
-
-
 def test_the_decoder_of_a_model_with_several_parts() -> None:
     parts = {"text_config": {"rope_theta": 1e4, "dtype": "bfloat16", "n": 1}, "rope_theta": 2.0}
 
@@ -114,14 +76,6 @@ def test_the_decoder_of_a_model_with_several_parts() -> None:
     assert digest() == digest(rope_theta=1e6) == digest(dtype="float16")
     assert digest() != digest(n=2)
     assert digest() != published_digest(parts | {"rope_theta": 3.0})
-
-
-def test_token_ids_count_unless_the_class_reads_none() -> None:
-    assert "LlamaForCausalLM" in READ_NO_TOKEN_IDS
-    assert published_lines(LLAMA) == published_lines(LLAMA | {"eos_token_id": [2, 7]})
-    assert published_lines(LLAMA) != published_lines(LLAMA | {"image_token_id": 7})
-    other = LLAMA | {"architectures": ["MoonshotForCausalLM"]}
-    assert published_lines(other) != published_lines(other | {"eos_token_id": 7})
 
 
 def write(folder: Path, **files: Any) -> None:
