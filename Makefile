@@ -40,10 +40,10 @@ find_python = for python in python3 python3.12 python3.13 python3.11; do \
 		>/dev/null 2>&1; then echo "$$python"; break; fi; done
 PYTHON ?= $(shell $(find_python))
 
-# Tests of the marks $(1), or all: those of vLLM's connector, with all real engines, in one process, the others in a
-# second one, and mypy beside them, which takes a minute when its cache is empty. A command in the background
-# does not get Ctrl-C, so the shell ends it. Exit code 5: none selected.
-ENGINES := tests/vllm tests/test_examples.py
+# Tests of the marks $(1), or all: those of vLLM's connector, with all real engines, and of servers in one process, the
+# others in a second one, which takes as long, and mypy beside them, which takes a minute when its cache is empty. A
+# command in the background does not get Ctrl-C, so the shell ends it. Exit code 5: none selected.
+ENGINES := tests/vllm tests/test_examples.py tests/server tests/proxy
 run_tests = logs=$$(mktemp -d); failed=0; \
 	trap 'kill $$(jobs -p) 2>/dev/null || true; wait; rm -rf $$logs' EXIT; trap 'exit 130' INT TERM; \
 	$(BIN)/mypy >$$logs/mypy 2>&1 & mypy=$$!; \

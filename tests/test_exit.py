@@ -85,12 +85,12 @@ elif end == "exception":
 @pytest.mark.parametrize(
     ("operation", "end"),
     [
-        ("stat", "close"),
-        ("folders", "close"),
         ("open", "close"),
-        ("write", "close"),
-        ("open", "just end"),
-        ("write", "exception"),
+        ("write", "just end"),
+        *(
+            pytest.param(*how, marks=pytest.mark.slow)
+            for how in (("stat", "close"), ("folders", "close"), ("write", "exception"))
+        ),
     ],
 )
 def test_a_process_whose_storage_never_answers_ends(

@@ -232,7 +232,7 @@ def test_a_bucket_that_is_not_there_is_told_at_the_start(server: S3Server, clien
         opened(server, "nobody-s-bucket", client=client)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_dead_endpoint_is_told_and_tried_again(client: str) -> None:
     endpoint = f"http://127.0.0.1:{free_port()}"

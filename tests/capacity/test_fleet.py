@@ -24,7 +24,13 @@ SCALE = 50
 OBJECTS = 1_000_000 // SCALE
 RATE = 200 / SCALE
 
-both = pytest.mark.parametrize("costs", [DIRECTORY, S3], ids=["directory", "s3"])
+both = pytest.mark.parametrize(
+    "costs",
+    [
+        pytest.param(DIRECTORY, id="directory"),
+        pytest.param(S3, id="s3", marks=pytest.mark.slow),
+    ],
+)
 
 
 @pytest.mark.long

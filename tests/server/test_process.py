@@ -76,6 +76,7 @@ def test_a_second_server_is_refused_and_a_killed_one_replaced(
     assert server.get("/ready")[0] == 200
 
 
+@pytest.mark.slow
 def test_memory_that_is_not_there_is_refused_at_the_start(tmp_path: Path, shelf: Path) -> None:
     refused = subprocess.run(
         command(shelf, tmp_path / "sockets" / "node.sock", "64TiB"),
@@ -145,6 +146,7 @@ def is_good(client: ClientProcess, first: int, end: int) -> bool:
     return found == "good"
 
 
+@pytest.mark.slow
 def test_a_client_that_is_stopped_beyond_its_lease_in_a_copy_fails_its_load(
     tmp_path: Path, shelf: Path
 ) -> None:
@@ -175,6 +177,7 @@ def test_a_client_that_is_stopped_beyond_its_lease_in_a_copy_fails_its_load(
     command_of("moto_server") is None or importlib.util.find_spec("obstore") is None,
     reason="moto or obstore is not installed: pip install 'moto[server]' obstore",
 )
+@pytest.mark.slow
 def test_a_shelf_on_s3_is_read_once_for_two_clients(tmp_path: Path) -> None:
     with moto_s3() as storage:
         storage.client().create_bucket(Bucket=BUCKET)
@@ -196,6 +199,7 @@ def test_a_shelf_on_s3_is_read_once_for_two_clients(tmp_path: Path) -> None:
             assert server.stop() == (0, "")
 
 
+@pytest.mark.slow
 def test_a_server_keeps_its_shelf_within_bounds(tmp_path: Path, shelf: Path) -> None:
     fill(shelf, 200)
     bound = f"{100 * SIZE}"
@@ -211,6 +215,7 @@ def test_a_server_keeps_its_shelf_within_bounds(tmp_path: Path, shelf: Path) -> 
         assert len(left) <= 100
 
 
+@pytest.mark.slow
 def test_a_server_on_a_full_storage_takes_no_stores_and_says_so_once(
     tmp_path: Path, shelf: Path
 ) -> None:
@@ -228,6 +233,7 @@ def test_a_server_on_a_full_storage_takes_no_stores_and_says_so_once(
     assert errors.count("(min_free)") == 1
 
 
+@pytest.mark.slow
 def test_what_is_being_stored_is_published_before_the_end(
     server: ServeProcess, shelf: Path
 ) -> None:
@@ -247,6 +253,7 @@ def test_what_is_being_stored_is_published_before_the_end(
     client.close()
 
 
+@pytest.mark.slow
 def test_stores_under_way_when_the_server_is_killed_are_dropped_and_stored_later(
     tmp_path: Path, server: ServeProcess
 ) -> None:

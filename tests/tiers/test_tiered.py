@@ -809,7 +809,7 @@ def test_the_bound_holds_for_many_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("objects", [1, 30])
+@pytest.mark.parametrize("objects", [1, pytest.param(30, marks=pytest.mark.slow)])
 def test_a_writer_that_is_killed_leaves_a_tier_that_works(tmp_path: Path, objects: int) -> None:
     size = tier_child.FMT.object_size(0)
     job = {"max_bytes": 20 * size, "writers": 1}
