@@ -455,8 +455,8 @@ def test_look_ups_go_on_when_threads_can_be_started_again(
         assert all(lookup.wait(PATIENCE) and lookup.given_up for lookup in behind)
         assert not hasty.service.available
         assert hasty.look(others).given_up
-    until(lambda: hasty.service.available)
-    assert hasty.look(others).hit_chunks == 1
+    # The thread that hangs may have opened the breaker, which closes by itself.
+    until(lambda: hasty.look(others).hit_chunks == 1)
     gate.set()
 
 
