@@ -388,8 +388,8 @@ def test_a_look_up_whose_preparation_raises_is_given_up(rig: Rig) -> None:
 def test_a_look_up_whose_search_raises_ends_alone_and_has_its_keys(
     far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    good, bad = prompt(30), prompt(30, seed=1)
-    far.put(far.chunks(good))
+    good, bad, other = prompt(30), prompt(30, seed=1), prompt(30, seed=2)
+    far.put([*far.chunks(good), *far.chunks(other)])
     stat, broken = far.backend.stat, {far.name(chunk, 0) for chunk in far.chunks(bad)}
 
     def ask(names: Sequence[str]) -> StatResults:
@@ -403,7 +403,7 @@ def test_a_look_up_whose_search_raises_ends_alone_and_has_its_keys(
     # One for each thread, so that those behind share rounds.
     first = [far.submit(prompt(1, seed=7)), far.submit(prompt(1, seed=8))]
     until(lambda: len(far.backend.asked) + far.backend.listed >= 2)
-    waiting = [far.submit(tokens) for tokens in (good, bad, good)]
+    waiting = [far.submit(tokens) for tokens in (good, bad, other)]
     far.backend.gate.set()
     assert all(lookup.wait(PATIENCE) for lookup in [*first, *waiting])
     assert [lookup.hit_chunks for lookup in waiting] == [30, 0, 30]
