@@ -33,7 +33,6 @@ from tests.sim.storage import posix
 
 DEADLINE = 1.0
 TICK = 0.25
-INSTANT = 0.01
 BACKOFF = Backoff(5.0, 80.0)
 #: What a call does: after how many seconds, and how it ends.
 CALLS = {
@@ -146,7 +145,7 @@ class Life:
     def check(self) -> None:
         if self.open and self.guard.reads.is_closed:
             # A late call is counted before the breaker hears of it.
-            time.sleep(INSTANT)
+            time.sleep(TICK)
         assert self.guard.reads.is_closed is not self.open
         now = time.monotonic()
         surely = sum(now > began + DEADLINE + 2 * TICK for began, _ in self.stuck)

@@ -80,8 +80,7 @@ class Rig:
 
     def __init__(self, backend: Backend, deadlines: Deadlines | None = None) -> None:
         self.faults = FaultyStorage(backend)
-        self.counting = self.faults
-        self.shelf = Shelf(GuardedBackend(self.counting, deadlines))
+        self.shelf = Shelf(GuardedBackend(self.faults, deadlines))
         self.failed = FailedKeys()
         self.counters = Counters()
         self.service = LookupService(
@@ -469,12 +468,12 @@ def test_while_the_storage_rests_look_ups_make_keys_and_find_nothing(hasty: Rig)
     hanging = [hasty.submit(tokens) for _ in range(5)]
     assert all(lookup.wait(PATIENCE) for lookup in hanging)
     assert not hasty.service.available
-    asked = hasty.counting.counts["stat"]
+    asked = hasty.faults.counts["stat"]
     lookup = hasty.look(prompt(3, seed=1))
     assert lookup.hit_chunks == 0
     assert lookup.chain is not None
     assert len(lookup.chain.chunks) == 3
-    assert hasty.counting.counts["stat"] - asked <= 3  # Only those that try whether it is well.
+    assert hasty.faults.counts["stat"] - asked <= 3  # Only those that try whether it is well.
     gate.set()
     until(lambda: hasty.service.available)
     assert hasty.look(tokens).hit_chunks == 3

@@ -31,8 +31,7 @@ class Waiting:
 
     def __init__(self, root: Path, chunks: float, **options: Any) -> None:
         self.faults = FaultyStorage(posix(root))
-        self.counting = self.faults
-        self.rig = Rig(self.counting, blocks=200, staging_objects=32)
+        self.rig = Rig(self.faults, blocks=200, staging_objects=32)
         fmt = self.rig.fmt
         rounded = SizeClasses(1 << 30).rounded
         self.budget = int(chunks * sum(rounded(fmt.object_size(s)) for s in range(fmt.shards)))
@@ -71,10 +70,10 @@ class Waiting:
         until(lambda: self.opened() == before + 2)
         gate.set()
         assert self.rig.finished().failed_at is None
-        self.counting.counts["open"] = before
+        self.faults.counts["open"] = before
 
     def opened(self) -> int:
-        return self.counting.counts["open"]
+        return self.faults.counts["open"]
 
     def has_room_for(self, chunks: list[Chunk]) -> None:
         """Check that nothing has kept the room of these chunks."""
@@ -112,7 +111,7 @@ def test_a_request_that_waited_reads_nothing_when_its_turn_comes(
     until(lambda: waiting.here(chunks) == 3)
     # Until a read ends others share it.
     waiting.pause()
-    waiting.counting.counts.clear()
+    waiting.faults.counts.clear()
     load, items = waiting.rig.load(chunks, 20)
     waiting.prefetcher.release("r")
     assert load.failed_at is None
