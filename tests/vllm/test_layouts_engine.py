@@ -33,7 +33,8 @@ def assert_bit_equal(answer: Answer, expected: Answer) -> None:
 
 def start(engines: Engines, places: Places, name: str, shelf: ShelfFiles, **options: Any) -> Engine:
     arguments = {name: options.pop(name) for name in ("block_size", "core") if name in options}
-    return engines.on_shelf(name, shelf.root, options, **arguments)
+    # Steps as large as those of the session's engine compute the same bits.
+    return engines.on_shelf(name, shelf.root, options, max_num_batched_tokens=384, **arguments)
 
 
 @pytest.fixture(scope="module")
