@@ -31,8 +31,6 @@ WHEELS_ARGS ?=
 # Bytecode is written even where the environment forbids it: without it each process of an engine compiles
 # kvshelf for 0.4 s, and pytest rewrites the asserts of all files each time.
 export PYTHONDONTWRITEBYTECODE :=
-# The order of sets decides in which order threads are woken: tests repeat a run only with the same hashes.
-export PYTHONHASHSEED := 0
 
 # A command of this name may exist and still not run (pyenv), so each is tried.
 find_python = for python in python3 python3.12 python3.13 python3.11; do \
@@ -83,6 +81,9 @@ THREADED := tests/transfer tests/shelf tests/tiers tests/backends/test_guard.py 
 test-orders: venv  ## tests with threads in SEEDS other orders (20)
 	@for seed in $$(seq $(SEEDS)); do echo "seed $$seed"; \
 		$(BIN)/python -m pytest -q --seed $$seed -m "not slow and not real" $(PYTEST_ARGS) $(THREADED); done
+
+# The order of sets decides in which order threads are woken: tests repeat a run only with the same hashes.
+test test-fast test-all test-orders: export PYTHONHASHSEED := 0
 
 EXAMPLES := $(addprefix tests/test_examples.py::test_,demo prompts_that_share_a_document prefill_then_decode read_a_chunk)
 .PHONY: test-held-back

@@ -118,12 +118,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep the user's own settings out of the tests, and the tests out of the user's cache.
 
-    KVSHELF_OPS stays: with it the whole suite can be run on one implementation.
+    KVSHELF_OPS stays: with it the whole suite can be run on one implementation. The hashes of this
+    process are not those of the processes that it starts: no key may depend on them.
     """
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
             if name.upper().startswith("KVSHELF_") and name != "KVSHELF_OPS":
                 patch.delenv(name)
+        patch.delenv("PYTHONHASHSEED", raising=False)
         # Tests count hits: whether one is loaded must not depend on how fast a machine computes.
         patch.setenv("KVSHELF_ADMISSION", "always")
         patch.setenv("KVSHELF_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
