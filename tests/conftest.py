@@ -95,15 +95,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests with engines of vLLM or servers, and let files with engines run first."""
-    with_engines = set()
+    """Mark tests with engines of vLLM or servers."""
     # Other folders may have a fixture of this name for engines of their own.
     folder = Path(__file__).parent / "vllm"
     for item in items:
         starts = folder in item.path.parents and "engines" in getattr(item, "fixturenames", ())
         starts |= item.path.name == "test_examples.py"
         if starts:
-            with_engines.add(item.path)
             item.add_marker("vllm")
             if _NO_VLLM:
                 item.add_marker(pytest.mark.skip(reason=_NO_VLLM))
@@ -111,7 +109,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         starts |= item.name == "test_racing_processes"
         if starts or _REAL.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("real")
-    items.sort(key=lambda item: item.path not in with_engines)
 
 
 @pytest.fixture(scope="session", autouse=True)
