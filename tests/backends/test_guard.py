@@ -55,8 +55,7 @@ class Rig:
 
     def __init__(self, root: Path, backoff: Backoff) -> None:
         self.faults = FaultyStorage(posix(root))
-        self.inner = self.faults
-        self.guard = GuardedBackend(self.inner, backoff=backoff)
+        self.guard = GuardedBackend(self.faults, backoff=backoff)
         self.counts: dict[str, int] = {}
         self.guard.count_into(self.count)
         self.names = [f"o{i}" for i in range(8)]
@@ -126,7 +125,7 @@ def test_a_storage_that_fails_is_not_asked_any_more(
     rig.fail(LEAST_FAILURES)
     assert rig.guard.reads.state is BreakerState.OPEN
     assert not rig.guard.properties.available
-    rig.inner.counts.clear()
+    rig.faults.counts.clear()
     for call in (
         lambda: rig.guard.open("o1"),
         lambda: rig.guard.info("o1"),
@@ -142,7 +141,7 @@ def test_a_storage_that_fails_is_not_asked_any_more(
     assert all(isinstance(answer, UnavailableStorageError) for answer in answers)
     assert len(answers) == len(rig.names)
     rig.guard.touch("o1")
-    assert not rig.inner.counts
+    assert not rig.faults.counts
     assert rig.counts == {"breaker_opens": 1}
     (line,) = lines(caplog)
     assert "circuit breaker open ([Errno 5] EIO)" in line
@@ -392,7 +391,7 @@ class SlowToClose(WrappedBackend):
 @pytest.fixture
 def slow(rig: Rig) -> SlowToClose:
     """What stands between the rig's guard and its folder."""
-    slow = SlowToClose(rig.inner)
+    slow = SlowToClose(rig.faults)
     rig.guard.inner = slow
     return slow
 
@@ -448,7 +447,7 @@ def test_nothing_is_asked_while_no_thread_can_watch_over_it(
         for _ in range(3):
             with pytest.raises(UnavailableStorageError, match="no thread could be started"):
                 rig.read("o1")
-    assert not rig.inner.counts
+    assert not rig.faults.counts
     assert rig.guard.late_calls == 0
     assert rig.read("o1") == b"o1"
     assert rig.guard._thread is not None
@@ -560,7 +559,7 @@ class Whole(WrappedBackend):
 
 @pytest.fixture
 def whole(rig: Rig) -> Whole:
-    rig.guard.inner = inner = Whole(rig.inner)
+    rig.guard.inner = inner = Whole(rig.faults)
     return inner
 
 
@@ -643,7 +642,7 @@ def test_a_write_uses_up_its_room_while_it_goes_on(rig: Rig) -> None:
     rig.faults.add(Fault("write", wait=gate))
     first = threading.Thread(target=rig.guard.write, args=("x", [bytes(10)]))
     first.start()
-    until(lambda: rig.inner.counts["write"] == 1)
+    until(lambda: rig.faults.counts["write"] == 1)
     with pytest.raises(BoundReachedError):
         rig.guard.write("y", [bytes(10)])
     gate.set()

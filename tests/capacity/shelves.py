@@ -30,9 +30,8 @@ class Place:
         self.root = root
         self.later = LaterBackend(posix(root), ahead)
         self.faults = FaultyStorage(self.later)
-        self.counting = self.faults
         # Busy machines are late.
-        self.shelf = Shelf(self.counting)
+        self.shelf = Shelf(self.faults)
         self.backend = self.shelf.backend
         self.now = self.later.now()
 

@@ -119,7 +119,7 @@ def test_a_storage_that_allows_no_deletion_is_asked_a_few_times_only(place: Plac
     assert not outcome.finished
     assert outcome.count == 0 < outcome.failed < 90
     assert "EACCES" in str(outcome.error)
-    assert place.counting.counts["delete"] == outcome.failed
+    assert place.faults.counts["delete"] == outcome.failed
 
 
 def test_objects_of_another_user_do_not_keep_the_others(place: Place) -> None:
@@ -238,10 +238,10 @@ def test_what_is_chosen_whatever_its_use_goes_without_a_look(place: Place) -> No
     found = plan(place.scan(), replace(NO_RULES, choice=Choice()))
     place.age(place.path(stored[0]), DAY, used=0.0)
     place.path(stored[3]).unlink()
-    looks = place.counting.counts["info"]
+    looks = place.faults.counts["info"]
     outcome = carry_out(place.backend, found)
     assert (outcome.count, outcome.gone) == (3, 1)
-    assert place.counting.counts["info"] == looks
+    assert place.faults.counts["info"] == looks
 
 
 class Bulk(FaultyStorage):
@@ -281,12 +281,12 @@ def test_what_frees_space_is_not_looked_at_soon_after_the_listing_where_looks_ar
     place.later.ahead += 60.0 * minutes
     used = stored[-1]
     place.age(place.path(used), 9 * DAY, used=0.0)
-    looks = place.counting.counts["info"]
+    looks = place.faults.counts["info"]
     outcome = carry_out(Bulk(place), found)
     assert outcome.finished
     fresh = minutes < 10
     assert (used not in place.files()) == fresh
-    assert (place.counting.counts["info"] == looks) == fresh
+    assert (place.faults.counts["info"] == looks) == fresh
 
 
 def test_units_go_whole_by_one_request_those_of_a_plan_in_its_order(place: Place) -> None:
@@ -327,7 +327,7 @@ def test_trouble_of_the_storage_ends_an_execution(place: Place) -> None:
     outcome = carry_out(place.backend, everything(place))
     assert not outcome.finished
     assert isinstance(outcome.error, TransientStorageError)
-    assert place.counting.counts["delete"] == 1
+    assert place.faults.counts["delete"] == 1
 
 
 @pytest.mark.parametrize("over_after", [1, 2])

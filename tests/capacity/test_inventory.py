@@ -180,7 +180,7 @@ def test_a_scan_goes_on_where_it_ended(place: Place, monkeypatch: pytest.MonkeyP
     for failing in ("entries", "folders", "open", "read", "stop"):
         for calls in range(1, 1000):
             left = calls
-            scan, first = Scan(place.counting), None
+            scan, first = Scan(place.faults), None
             with contextlib.suppress(TransientStorageError):
                 first = scan.run(stop)
             if first is not None:
@@ -320,16 +320,16 @@ def test_marks_and_pins_count_for_units(place: Place) -> None:
 def test_parents_are_read_once_and_only_where_asked_for(place: Place) -> None:
     place.put(FMT, make_chunks(FMT, 4))
     assert (place.scan().units().parent < 0).all()
-    place.counting.counts.clear()
+    place.faults.counts.clear()
     found = place.scan(parents=True)
     units = found.units()
     assert sorted(units.index[units.parent[units.parent >= 0]].tolist()) == [0, 1, 2]
     # The description is read too.
-    assert place.counting.counts["open"] == 4
+    assert place.faults.counts["open"] == 4
     place.put(FMT, make_chunks(FMT, 4, 1))
-    place.counting.counts.clear()
+    place.faults.counts.clear()
     again = place.scan(parents=True, before=found.parents)
-    assert place.counting.counts["open"] == 4
+    assert place.faults.counts["open"] == 4
     assert (again.units().parent >= 0).sum() == 6
 
 

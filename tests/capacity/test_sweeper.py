@@ -112,10 +112,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Swept]:
 def test_without_bounds_nothing_is_listed_and_nothing_deleted(place: Swept) -> None:
     place.fill()
     before = place.files()
-    place.counting.counts.clear()
+    place.faults.counts.clear()
     sweeper = place.make()
     sweeper.step()
-    assert set(place.counting.counts) == {"space"}
+    assert set(place.faults.counts) == {"space"}
     assert place.files() == before
     assert place.counters.take()["storage_free_bytes"] > 0
 
@@ -190,9 +190,9 @@ def test_a_store_that_is_larger_than_the_bound_deletes_nothing(place: Swept) -> 
     sweeper.step()
     assert not sweeper.bound.allows(41 * CHUNK_BYTES)
     place.wait(2 * HOUR)
-    place.counting.counts.clear()
+    place.faults.counts.clear()
     sweeper.step()
-    assert place.counting.counts["entries"] > 0
+    assert place.faults.counts["entries"] > 0
     assert place.objects() == before
 
 
@@ -206,10 +206,10 @@ def test_what_was_not_used_for_the_age_goes_and_nothing_else(place: Swept) -> No
 def test_what_one_engine_found_others_need_not_look_for(place: Swept) -> None:
     place.fill()
     place.make(max_bytes=40 * CHUNK_BYTES).step()
-    place.counting.counts.clear()
+    place.faults.counts.clear()
     others = Counters()
     place.make({"counters": others}, max_bytes=40 * CHUNK_BYTES).step()
-    assert place.counting.counts["entries"] == 0
+    assert place.faults.counts["entries"] == 0
     used = others.take()["shelf_used_bytes"]
     assert used >= 20 * CHUNK_BYTES
 
@@ -218,7 +218,7 @@ def test_a_rank_that_does_not_sweep_knows_what_the_one_found_that_does(place: Sw
     place.fill()
     rank = place.make({"sweeps": False}, max_bytes=20 * CHUNK_BYTES)
     rank.step()
-    assert place.counting.counts["entries"] == 0
+    assert place.faults.counts["entries"] == 0
     assert rank.bound.allows(1 << 20), "nothing is known yet"
     place.make(max_bytes=20 * CHUNK_BYTES).step()
     place.wait(60.0)
@@ -260,10 +260,10 @@ def test_the_first_look_is_a_sweep_and_a_failed_one_is_not_repeated_at_once(plac
     place.faults.add(Fault("entries", error=TransientStorageError(5, "EIO")))
     sweeper = place.make(max_bytes=CHUNK_BYTES)
     sweeper.step()
-    listed = place.counting.counts["entries"]
+    listed = place.faults.counts["entries"]
     assert listed
     sweeper.step()
-    assert place.counting.counts["entries"] == listed
+    assert place.faults.counts["entries"] == listed
     assert place.backend.reads.is_closed
     assert place.count("sweeps") == 0
     assert Lease(place.backend).read(place.later.now()).until == 0.0, "the lease was given back"
@@ -362,10 +362,10 @@ def test_a_storage_that_refuses_is_named_once(
     sweeper = place.make(max_bytes=CHUNK_BYTES)
     for _ in range(3):
         sweeper.step()
-    tries = place.counting.counts[operation]
+    tries = place.faults.counts[operation]
     place.wait(2 * HOUR)
     sweeper.step()
-    assert place.counting.counts[operation] > tries, "an hour later it tries again"
+    assert place.faults.counts[operation] > tries, "an hour later it tries again"
     assert place.objects() == before
     lines = [record.getMessage() for record in caplog.records]
     assert len([line for line in lines if "keeps the shelf within no bounds" in line]) == 1
@@ -398,9 +398,9 @@ def test_a_full_storage_is_swept(place: Swept) -> None:
 def test_while_the_storage_does_not_answer_it_is_left_alone(place: Swept) -> None:
     place.fill()
     place.backend.reads.trip("it does not answer")
-    place.counting.counts.clear()
+    place.faults.counts.clear()
     place.make(max_bytes=CHUNK_BYTES).step()
-    assert not place.counting.counts
+    assert not place.faults.counts
 
 
 def test_a_slow_listing_holds_up_nothing_and_counts_as_no_failure(place: Swept) -> None:
@@ -410,7 +410,7 @@ def test_a_slow_listing_holds_up_nothing_and_counts_as_no_failure(place: Swept) 
     place.faults.add(Fault("entries", wait=gate))
     sweeper = place.make(max_bytes=10 * CHUNK_BYTES)
     sweeper.start()
-    until(lambda: place.counting.counts["entries"] > 0)
+    until(lambda: place.faults.counts["entries"] > 0)
     assert sweeper.bound.allows(1)
     time.sleep(0.2)  # several deadlines
     assert place.backend.reads.is_closed
@@ -451,9 +451,9 @@ def test_a_store_wakes_it(place: Swept, monkeypatch: pytest.MonkeyPatch) -> None
     sweeper.start()
     until(lambda: place.count("sweeps") > 0)
     for _ in range(3):
-        looks = place.counting.counts["space"]
+        looks = place.faults.counts["space"]
         place.backend.allows(1)
-        until(lambda before=looks: place.counting.counts["space"] > before)
+        until(lambda before=looks: place.faults.counts["space"] > before)
 
 
 def test_stores_know_the_space_while_a_sweep_goes_on(
@@ -531,7 +531,7 @@ def test_a_sweep_ends_with_its_engine(place: Swept) -> None:
     running = named("kvshelf-capacity")
     with closing(place.make(max_bytes=CHUNK_BYTES)) as sweeper:
         sweeper.start()
-        until(lambda: place.counting.counts["entries"] > 0)
+        until(lambda: place.faults.counts["entries"] > 0)
     listing.set()
     until(lambda: not named("kvshelf-capacity") - running)
     assert place.objects() == before
@@ -550,7 +550,7 @@ def test_a_listing_is_used_again_while_it_is_fresh(place: Swept, used_again: Non
     old = place.fill()
     sweeper = place.make(max_bytes=20 * CHUNK_BYTES)
     sweeper.step()
-    listings = place.counting.counts["entries"]
+    listings = place.faults.counts["entries"]
     assert listings
     new: list[str] = []
     for seed in range(20, 23):
@@ -558,7 +558,7 @@ def test_a_listing_is_used_again_while_it_is_fresh(place: Swept, used_again: Non
         place.wait(30.0)
         sweeper.step()
         assert len(place.objects()) <= 0.9 * 20 * FMT.shards
-    assert place.counting.counts["entries"] == listings, "a part of the shelf shows its growth"
+    assert place.faults.counts["entries"] == listings, "a part of the shelf shows its growth"
     assert place.objects() >= set(new)
     assert place.objects().isdisjoint(old[-4:])
     assert place.count("sweeps") == 1
@@ -566,7 +566,7 @@ def test_a_listing_is_used_again_while_it_is_fresh(place: Swept, used_again: Non
     place.put(FMT, make_chunks(FMT, 4, 40))
     place.wait(600.0)
     sweeper.step()
-    assert place.counting.counts["entries"] > listings
+    assert place.faults.counts["entries"] > listings
 
 
 def test_what_leftovers_free_is_not_freed_again_by_what_is_chosen_for_later(
@@ -670,13 +670,13 @@ def test_at_the_bound_little_is_read(place: Swept) -> None:
     )
     for each, most in ((sweeper, 22), (rank, 3)):
         each.step()
-        place.counting.counts.clear()
+        place.faults.counts.clear()
         for _ in range(200):
             place.wait(0.1)
             assert not each.bound.allows(CHUNK_BYTES)
             each._turn()
-        assert 0 < place.counting.counts["open"] <= most
-        assert place.counting.counts["entries"] == 0
+        assert 0 < place.faults.counts["open"] <= most
+        assert place.faults.counts["entries"] == 0
 
 
 def test_who_loses_the_lease_asks_again_after_some_seconds(place: Swept) -> None:
@@ -686,13 +686,13 @@ def test_who_loses_the_lease_asks_again_after_some_seconds(place: Swept) -> None
     other = Lease(place.backend)
     taken = other.take(Record(), place.later.now())
     assert taken is not None
-    place.counting.counts.clear()
+    place.faults.counts.clear()
     for _ in range(20):
         place.wait(1.0)
         sweeper.bound.allows(1)
         sweeper._turn()
-    assert place.counting.counts["now"] <= 3
-    assert place.counting.counts["open"] <= 7
+    assert place.faults.counts["now"] <= 3
+    assert place.faults.counts["open"] <= 7
     assert place.objects() == before
     other.release(taken, place.later.now())
     place.wait(60.0)

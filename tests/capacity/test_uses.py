@@ -61,8 +61,7 @@ class Place:
     ) -> None:
         self.root = root
         self.faults = FaultyStorage(posix(root))
-        self.counting = self.faults
-        self.shelf = Shelf(wrap(self.counting))
+        self.shelf = Shelf(wrap(self.faults))
         self.view: NamespaceView = self.shelf.view(FMT)
         self.counters = Counters()
         self.clock = Clock(time.monotonic())
@@ -143,7 +142,7 @@ def test_a_use_is_recorded_again_when_it_is_of_use(place: Place) -> None:
         for seconds, expected in [(0, 4), (300, 4), (200, 4), (101, 8), (1, 8)]:
             place.clock.now += seconds
             place.record(uses, CHUNKS[:2])
-            assert place.counting.counts["touch"] == expected
+            assert place.faults.counts["touch"] == expected
 
 
 def test_what_the_storage_refuses_for_one_object_is_marked(tmp_path: Path) -> None:
@@ -170,7 +169,7 @@ def test_what_the_storage_refuses_for_one_object_is_marked(tmp_path: Path) -> No
 def test_nothing_is_marked_where_no_program_reads_marks(refusing: Place) -> None:
     with closing(refusing.uses("touch")) as uses:
         refusing.record(uses, CHUNKS)
-        assert refusing.counting.counts["touch"] and not refusing.counting.counts["write"]
+        assert refusing.faults.counts["touch"] and not refusing.faults.counts["write"]
 
 
 def test_tails_are_recorded_some_times_in_their_age(place: Place) -> None:
@@ -179,13 +178,13 @@ def test_tails_are_recorded_some_times_in_their_age(place: Place) -> None:
             place.clock.now += seconds
             uses.note_names(place.shelf.backend, [place.view.name(ObjectRef(TAIL, 0))])
             assert uses.flush(PATIENCE)
-            assert place.counting.counts["touch"] == expected
+            assert place.faults.counts["touch"] == expected
 
 
 @pytest.mark.long
 def test_marks_are_written_in_batches(refusing: Place) -> None:
     uses = refusing.uses(resolution=3600.0)
-    counts = refusing.counting.counts
+    counts = refusing.faults.counts
     for count in (1, 2, 5, 3):
         uses.note(refusing.view, CHUNKS[:count])
     until(lambda: counts["touch"] == 5 * FMT.shards)
@@ -247,7 +246,7 @@ def test_a_shelf_that_takes_no_writes_is_left_alone(tmp_path: Path) -> None:
     place = Place(tmp_path, ReadOnlyBackend)
     with closing(place.shelf), closing(place.uses()) as uses:
         place.record(uses, CHUNKS)
-        assert place.counting.counts["touch"] == place.counting.counts["write"] == 0
+        assert place.faults.counts["touch"] == place.faults.counts["write"] == 0
 
 
 def test_a_storage_in_trouble_is_asked_again_at_the_next_hit(place: Place) -> None:
@@ -276,7 +275,7 @@ def test_what_a_storage_that_fails_has_not_recorded_is_recorded_later(place: Pla
     backend.writes.trip("down")
     with closing(place.uses()) as uses:
         place.record(uses, CHUNKS[:2])
-        assert place.counting.counts["touch"] == 0
+        assert place.faults.counts["touch"] == 0
         backend.writes.close()
         place.record(uses, CHUNKS[:2])
     assert place.fresh() == [0, 1]
@@ -306,7 +305,7 @@ def test_marks_that_may_not_be_written_are_spoken_of_once_an_hour(
         for seconds in (0, 61, 61, 61):
             refusing.clock.now += seconds
             refusing.record(uses, CHUNKS)
-        assert refusing.counting.counts["write"] == 1
+        assert refusing.faults.counts["write"] == 1
         refusing.clock.now += 3600
         refusing.faults.heal()
         refusing.record(uses, CHUNKS)
@@ -327,7 +326,7 @@ def test_a_storage_that_hangs_holds_up_no_engine(
         before = named("kvshelf-uses")
         uses = place.uses()
         uses.note(place.view, CHUNKS)
-        until(lambda: place.counting.counts["touch"] == 1)
+        until(lambda: place.faults.counts["touch"] == 1)
         hits = []
         for _ in range(500):
             chunks = Prompt(CHUNKS)
@@ -339,7 +338,7 @@ def test_a_storage_that_hangs_holds_up_no_engine(
         hang.set()
         until(lambda: not named("kvshelf-uses") - before)
         # The storage may be closed by then: nothing more is asked of it but what was begun.
-        assert place.counting.counts["touch"] <= FMT.shards
+        assert place.faults.counts["touch"] <= FMT.shards
 
 
 def test_what_is_remembered_is_bounded(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,9 +346,9 @@ def test_what_is_remembered_is_bounded(place: Place, monkeypatch: pytest.MonkeyP
     with closing(place.uses()) as uses:
         place.record(uses, CHUNKS)
         place.record(uses, CHUNKS[-1:])
-        assert place.counting.counts["touch"] == len(CHUNKS) * FMT.shards
+        assert place.faults.counts["touch"] == len(CHUNKS) * FMT.shards
         place.record(uses, CHUNKS[:1])
-        assert place.counting.counts["touch"] == (len(CHUNKS) + 1) * FMT.shards
+        assert place.faults.counts["touch"] == (len(CHUNKS) + 1) * FMT.shards
 
 
 def test_objects_are_used_by_their_names(place: Place) -> None:
@@ -359,7 +358,7 @@ def test_objects_are_used_by_their_names(place: Place) -> None:
         uses.note_names(place.shelf.backend, names)
         assert uses.flush(PATIENCE)
     assert place.fresh() == [3]
-    assert place.counting.counts["touch"] == FMT.shards
+    assert place.faults.counts["touch"] == FMT.shards
 
 
 # ------------------------------------------------------------------------- rewriting
@@ -403,9 +402,9 @@ def test_a_used_object_is_written_anew_at_half_of_its_age(refusing: Place) -> No
             for shard in range(FMT.shards)
         )
         refusing.clock.now += DAY
-        probed = refusing.counting.counts["info"]
+        probed = refusing.faults.counts["info"]
         refusing.record(uses, CHUNKS[:3])
-        assert refusing.counting.counts["info"] == probed
+        assert refusing.faults.counts["info"] == probed
     assert before == {path: path.read_bytes() for path in refusing.root.rglob("*.safetensors")}
     assert refusing.marked() == []
 

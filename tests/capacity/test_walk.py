@@ -171,11 +171,11 @@ def test_tails_of_other_namespaces_stay(place: Walked) -> None:
 
 def test_only_namespaces_that_it_writes_to_are_walked_through(place: Walked) -> None:
     temporary = place.temporary()
-    with Shelf(place.counting) as fresh:
-        place.counting.counts.clear()
+    with Shelf(place.faults) as fresh:
+        place.faults.counts.clear()
         walk = Walk(fresh.backend, Counters())
         place.go(walk, 7200)
-        assert not place.counting.counts, "nothing is listed without a write"
+        assert not place.faults.counts, "nothing is listed without a write"
         fresh.view(OTHER).describe()
         place.go(walk, 7200)
         assert temporary.exists()
@@ -183,9 +183,9 @@ def test_only_namespaces_that_it_writes_to_are_walked_through(place: Walked) -> 
         fresh.view(FMT).publish(ObjectRef(chunk, 0), sealed(FMT, chunk))
         place.go(walk, 2 * 7200)
         assert not temporary.exists()
-        place.counting.counts.clear()
+        place.faults.counts.clear()
         place.go(walk, 2 * 7200)
-        assert not place.counting.counts, "it has written nothing since"
+        assert not place.faults.counts, "it has written nothing since"
 
 
 def test_a_walk_looks_into_one_folder_at_a_time_and_rests(place: Walked) -> None:
@@ -195,16 +195,16 @@ def test_a_walk_looks_into_one_folder_at_a_time_and_rests(place: Walked) -> None
     folders += len(with_tails)
     walk = place.walk()
     place.clock.now += walk.step() + 1e-6
-    place.counting.counts.clear()
-    while place.counting.counts["entries"] < folders:
-        before = place.counting.counts["entries"]
+    place.faults.counts.clear()
+    while place.faults.counts["entries"] < folders:
+        before = place.faults.counts["entries"]
         place.clock.now += walk.step() + 1e-6
-        assert place.counting.counts["entries"] <= before + 2
+        assert place.faults.counts["entries"] <= before + 2
     assert place.deleted == 20 * FMT.shards
     # The next walk begins at an age after the first began.
     place.clock.now += walk.step() + 1e-6
     assert KEEP / 2 < walk.step() <= KEEP
-    assert place.counting.counts["entries"] == folders
+    assert place.faults.counts["entries"] == folders
 
 
 @pytest.mark.parametrize(("keep", "pause"), [(1000.0, 1000 / 256), (1.0, 1.0), (1e6, 3600 / 256)])
@@ -238,12 +238,12 @@ def test_others_leftovers_stay_on_a_storage_without_a_clock(
 def test_where_nobody_leaves_temporaries_only_tails_are_looked_for(place: Walked) -> None:
     old = [place.mark(ONE), *place.tail()]
     temporary = place.write(f"{FOLDER}/.namespace.json.{HEX}.tmp", age=2 * DAY)
-    storage = FaultyStorage(place.counting, temporaries=False)
+    storage = FaultyStorage(place.faults, temporaries=False)
     with Shelf(storage) as shelf:
         place.view, place.backend = shelf.view(FMT), shelf.backend
-        place.counting.counts.clear()
+        place.faults.counts.clear()
         place.go(place.walk(tails=False))
-        assert not place.counting.counts
+        assert not place.faults.counts
         walk = place.walk()
         place.go(walk)
         assert walk.free_space() == 0
@@ -342,10 +342,10 @@ def test_the_account_of_its_own_is_bounded(place: Walked, monkeypatch: pytest.Mo
     walk = place.walk(walks=False)
     for number in range(20):
         walk.wrote(place.view, f"{number:032x}")
-    place.counting.counts.clear()
+    place.faults.counts.clear()
     place.clock.now += KEEP + 1
     walk.step()
-    assert place.counting.counts["info"] == 10
+    assert place.faults.counts["info"] == 10
 
 
 def test_without_an_age_tails_stay(place: Walked) -> None:
@@ -493,7 +493,7 @@ def test_where_nothing_may_be_deleted_it_stops(
     walk.wrote(place.view, ONE)
     place.go(walk)
     assert path.exists()
-    assert place.counting.counts["delete"] == 1
+    assert place.faults.counts["delete"] == 1
     assert caplog.text.count("are not deleted, here and later") == 1
 
 
@@ -517,9 +517,9 @@ def test_while_the_storage_fails_it_is_left_alone(place: Walked) -> None:
     walk = place.walk()
     walk.wrote(place.view, ONE)
     place.backend.reads.trip("down")
-    place.counting.counts.clear()
+    place.faults.counts.clear()
     place.go(walk)
-    assert not place.counting.counts
+    assert not place.faults.counts
 
 
 def test_a_listing_that_is_forbidden_ends_the_walks_alone(place: Walked) -> None:
@@ -527,7 +527,7 @@ def test_a_listing_that_is_forbidden_ends_the_walks_alone(place: Walked) -> None
     place.faults.add(Fault("entries", error=PermanentStorageError(13, "no", "x")))
     walk = place.walk()
     place.go(walk)
-    assert place.counting.counts["entries"] <= 6
+    assert place.faults.counts["entries"] <= 6
     walk.wrote(place.view, ONE)
     place.clock.now += KEEP + 1
     walk.step()

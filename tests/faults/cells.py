@@ -272,8 +272,7 @@ class WrappedStorage(Storage):
 
     def __init__(self, url: str) -> None:
         self.plain = open_backend(url)
-        self.faulty = FaultyStorage(open_backend(url))
-        self.backend = FaultyStorage(self.faulty)
+        self.backend = FaultyStorage(open_backend(url))
         self._met = 0
         self._gate = threading.Event()
 
@@ -282,7 +281,7 @@ class WrappedStorage(Storage):
         if fault in ERRNOS and moment == "read":
             operations = ("open", "read")
         for operation in operations:
-            self.faulty.add(self._fault(fault, operation, writing=moment in ("write", "delete")))
+            self.backend.add(self._fault(fault, operation, writing=moment in ("write", "delete")))
 
     def _fault(self, fault: str, operation: str, *, writing: bool) -> Fault:
         def count() -> None:
@@ -319,13 +318,13 @@ class WrappedStorage(Storage):
             self._met += 1
             del data[size:]
 
-        self.faulty.add(Fault("write", "*safetensors*", damage=damage))
+        self.backend.add(Fault("write", "*safetensors*", damage=damage))
 
     def met(self) -> int:
         return self._met
 
     def heal(self) -> None:
-        self.faulty.heal()
+        self.backend.heal()
         self._gate.set()
 
 

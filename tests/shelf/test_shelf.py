@@ -356,8 +356,8 @@ class Listed:
 
     def __init__(self, root: Path, patch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        self.counting = self.faulty = FaultyStorage(open_backend(root))
-        self.shelf = Shelf(self.counting)
+        self.faulty = FaultyStorage(open_backend(root))
+        self.shelf = Shelf(self.faulty)
         clock = SimpleNamespace(
             monotonic=lambda: self.now, perf_counter=time.perf_counter, time=time.time
         )
@@ -366,7 +366,7 @@ class Listed:
         self.now += 61.0
         self.use()
         self.now += 61.0
-        self.counting.counts.clear()
+        self.faulty.counts.clear()
 
     def use(self) -> None:
         """Look for the chunk, and read it."""
@@ -386,7 +386,7 @@ def test_listings_that_fail_do_not_stop_what_can_be_read(listed: Listed) -> None
     for minute in range(1, 4):
         for _ in range(10):
             listed.use()
-        assert listed.counting.counts["folders"] == minute
+        assert listed.faulty.counts["folders"] == minute
         listed.now += 61.0
     assert listed.shelf.available
 

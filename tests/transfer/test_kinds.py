@@ -241,10 +241,9 @@ def test_a_load_that_failed_is_reported_when_nothing_is_written_for_it_any_more(
 def test_other_parts_are_not_read_on_after_one_has_failed(
     backend: FaultyStorage, tmp_path: Path
 ) -> None:
-    counting = FaultyStorage(backend)
     chunks = make_chunks(FMT, 6)
     wanted: dict[Kind, list[Chunk]] = {FULL: chunks, STATE: chunks[5:]}
-    with closing(Kinds(counting, (FULL, STATE))) as kinds:
+    with closing(Kinds(backend, (FULL, STATE))) as kinds:
         kinds.put(wanted)
         kinds.delete(STATE, chunks[5])
         gate = threading.Event()
@@ -256,7 +255,7 @@ def test_other_parts_are_not_read_on_after_one_has_failed(
         assert load.pieces[FULL].leading == 0
         gate.set()
         # Two threads had begun to read chunks.
-        assert counting.counts["open"] <= 2 + 2 * SHARDS[STATE]
+        assert backend.counts["open"] <= 2 + 2 * SHARDS[STATE]
 
 
 def test_an_aborted_load_counts_once_and_is_still_reported(

@@ -37,7 +37,6 @@ class Near:
         self, root: Path, *, objects: int = 100, disk: Path | None = None, **options: Any
     ) -> None:
         self.faults = FaultyStorage(posix(root))
-        self.reads = FaultyStorage(self.faults)
         self.counters = Counters()
         self.tier = MemoryTier(objects * OBJECT, counters=self.counters)
         tiers: list[Tier] = [KindMemory(self.tier, FMT, self.counters, **options)]
@@ -46,14 +45,14 @@ class Near:
             self.disk = DiskTier(disk, 1 << 30, counters=self.counters)
             tiers.append(self.disk)
         self.rig = Rig(
-            self.reads,
+            self.faults,
             fmt=FMT,
             blocks=400,
             in_front=lambda shelf: TieredShelf(shelf, tiers),
         )
 
     def opens(self) -> int:
-        return self.reads.counts["open"]
+        return self.faults.counts["open"]
 
     def count(self, name: str) -> float:
         return self.counters.snapshot().get(name, 0)
@@ -156,7 +155,7 @@ def test_what_was_stored_is_in_memory(start: Callable[..., Near]) -> None:
     near = start()
     chunks = make_chunks(FMT, 3)
     near.rig.put(chunks)
-    near.reads.counts.clear()
+    near.faults.counts.clear()
     assert near.load(chunks) is None
     assert near.opens() == 0
 

@@ -201,14 +201,11 @@ class Side:
         **options: Any,
     ) -> None:
         self.faults = FaultyStorage(posix(root))
-        self.backend = self.faults
         extra = {"lookup_wait_s": PATIENCE, "identity_wait_s": PATIENCE, **options}
         self.config = make_config(str(root), **extra)
         change(self.config)
         found = Config.load(self.config.kv_transfer_config.kv_connector_extra_config)
-        self.shelf: AnyShelf = Shelf(
-            self.backend, deadlines=replace(Deadlines(), **found.deadlines)
-        )
+        self.shelf: AnyShelf = Shelf(self.faults, deadlines=replace(Deadlines(), **found.deadlines))
         self.opened = True
         self.uses = uses
         self.side = SchedulerSide(
@@ -248,7 +245,7 @@ class Side:
         for shard in range(self.fmt.shards):
             name = f"{self.fmt.namespace.folder}/{object_name(chunk, shard, self.fmt.shards)}"
             size = self.fmt.object_size(shard, chunk.tokens if chunk.tail else None)
-            self.backend.write(name, [bytes(size)])
+            self.faults.write(name, [bytes(size)])
 
     def lookup(self, name: str) -> Lookup:
         """The lookup of a request."""
