@@ -1,18 +1,17 @@
 # kvshelf: everything a contributor or a curious user runs.
 #
-#   make demo       a model, two engines, one shelf: see the second engine skip the prefill
-#   make test-fast  what to run after each edit
-#   make test       what must pass before a change goes in
+#   make demo   a model, two engines, one shelf: see the second engine skip the prefill
+#   make test   what must pass before a change goes in
 #
 # The first run makes the virtual environment .venv (see .ci/environment.py) and needs a package index;
-# later runs need no network. Variables:
+# later runs need no network. Whatever a target has started ends with it. Variables:
 #
-#   PYTHON          the Python to build .venv with; default: the first of 3.11 to 3.13 that works
-#   TORCH_INDEX     where CPU builds of torch are, for when your own package index has none
-#   FUZZ_SECONDS    how long `make fuzz` runs
-#   PYTEST_ARGS     further arguments for pytest, as in PYTEST_ARGS="-k shelf -x"
-#   WHEELS_ARGS     arguments of the build of wheels, as in WHEELS_ARGS="--torch torch==2.9.1"
-#   SOAK_ARGS       arguments of the soak, as in SOAK_ARGS="--seconds 120 --json soak.json"
+#   PYTHON        the Python to build .venv with; default: the first of 3.11 to 3.13 that works
+#   TORCH_INDEX   where CPU builds of torch are, for when your own package index has none
+#   KVSHELF_CUDA  ON: build the kernels for GPUs, which needs nvcc
+#   GPU_PYTHON    a Python with torch for the GPU of this machine, for `make gpu`
+#   PYTEST_ARGS   further arguments for pytest, as in PYTEST_ARGS="-k shelf -x"
+#   BENCH_ARGS    arguments of the benchmarks, as in BENCH_ARGS="load --json load.json"
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -22,11 +21,9 @@ MAKEFLAGS += --no-print-directory
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+GPU_PYTHON ?= python3
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
-SOAK_ARGS ?=
-FUZZ_SECONDS ?= 300
-WHEELS_ARGS ?=
 
 # Bytecode is written even where the environment forbids it: without it each process of an engine compiles
 # kvshelf for 0.4 s, and pytest rewrites the asserts of all files each time.
@@ -38,17 +35,13 @@ find_python = for python in python3 python3.12 python3.13 python3.11; do \
 		>/dev/null 2>&1; then echo "$$python"; break; fi; done
 PYTHON ?= $(shell $(find_python))
 
+BESIDE := $(BIN)/python .ci/beside.py
+
 # Tests of the marks $(1), or all: those of vLLM's connector, with all real engines, and of servers in one process, the
-# others in a second one, which takes as long, and mypy beside them, which takes a minute when its cache is empty. A
-# command in the background does not get Ctrl-C, so the shell ends it. Exit code 5: none selected.
+# others in a second one, which takes as long, and mypy beside them.
 ENGINES := tests/vllm tests/test_examples.py tests/server tests/proxy
-run_tests = logs=$$(mktemp -d); failed=0; \
-	trap 'kill $$(jobs -p) 2>/dev/null || true; wait; rm -rf $$logs' EXIT; trap 'exit 130' INT TERM; \
-	$(BIN)/mypy >$$logs/mypy 2>&1 & mypy=$$!; \
-	$(BIN)/python -m pytest $(if $(1),-m "$(1)") $(PYTEST_ARGS) $(ENGINES) >$$logs/engines 2>&1 & engines=$$!; \
-	$(BIN)/python -m pytest $(if $(1),-m "$(1)") $(PYTEST_ARGS) $(addprefix --ignore=,$(ENGINES)) || [ $$? = 5 ] || failed=1; \
-	wait $$engines || [ $$? = 5 ] || failed=1; cat $$logs/engines; \
-	wait $$mypy || failed=1; echo "mypy"; cat $$logs/mypy; exit $$failed
+PYTEST = $(BIN)/python -m pytest $(if $(1),-m "$(1)") $(PYTEST_ARGS)
+run_tests = $(BESIDE) $(BIN)/mypy -- $(PYTEST) $(ENGINES) -- $(PYTEST) $(addprefix --ignore=,$(ENGINES))
 
 .PHONY: help
 help:  ## show this list
@@ -57,86 +50,56 @@ help:  ## show this list
 
 .PHONY: demo
 demo: venv  ## run two engines on one shelf and compare them
-	@$(BIN)/python examples/demo.py
+	@$(BESIDE) $(BIN)/python examples/demo.py
+
+style = echo "ruff"; $(BIN)/ruff check .; $(BIN)/ruff format --check .; echo "import-linter"; \
+	PYTHONPATH="$(CURDIR)/src:$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+		$(BIN)/python -S -c 'from importlinter.cli import lint_imports_command as run; run()' --no-cache --no-logo; \
+	echo "lines of code"; $(BIN)/python .ci/lines.py
+
+.PHONY: lint
+lint: venv  ## ruff, import rules, lines of code, mypy
+	@$(style); echo "mypy"; $(BIN)/mypy
 
 .PHONY: test
-test: venv style  ## lint, types, import rules, tests
+test: venv  ## lint, and all tests but the slow ones
+	@$(style)
 	@$(call run_tests,not slow)
 
-.PHONY: test-fast
-test-fast: venv  ## the tests to run after each edit: those in simulated time, without vLLM
-	@$(BIN)/python -m pytest -m "not slow and not real" --ignore=tests/vllm $(PYTEST_ARGS)
-
-.PHONY: test-all
-test-all: venv style  ## the same with the slow tests, wheel, engines as on lesser processors, and seeded faults
-	@$(call run_tests)
-	@$(BIN)/python .ci/wheel_check.py $(VENV)
-	@$(MAKE) test-orders
-	@$(MAKE) test-seeded
-	@$(MAKE) test-held-back
-
-SEEDS ?= 20
+# In THREADED are the tests with threads: 20 other orders of them. HELD_BACK is run as if the processor had no AVX-512,
+# and as if it had neither bfloat16 nor AMX.
 THREADED := tests/transfer tests/shelf tests/tiers tests/backends/test_guard.py tests/backends/test_guard_model.py
-.PHONY: test-orders
-test-orders: venv  ## tests with threads in SEEDS other orders (20)
-	@for seed in $$(seq $(SEEDS)); do echo "seed $$seed"; \
-		$(BIN)/python -m pytest -q --seed $$seed -m "not slow and not real" $(PYTEST_ARGS) $(THREADED); done
+HELD_BACK := tests/vllm tests/test_examples.py
+.PHONY: test-all
+test-all: venv  ## the same with the slow tests, other orders of threads, seeded faults, lesser processors
+	@$(style)
+	@$(call run_tests)
+	@for seed in $$(seq 20); do echo "seed $$seed"; $(BESIDE) $(BIN)/python -m pytest -q --seed $$seed \
+		-m "not slow and not real" $(PYTEST_ARGS) $(THREADED); done
+	@$(BESIDE) $(BIN)/python tests/seeded/run.py
+	@for processor in avx2 avx512; do echo "as if the processor were one with $$processor"; $(BESIDE) $(BIN)/python \
+		tests/held_back/run.py $$processor $(BIN)/python -m pytest -m vllm $(PYTEST_ARGS) $(HELD_BACK); done
 
 # The order of sets decides in which order threads are woken: tests repeat a run only with the same hashes.
-test test-fast test-all test-orders: export PYTHONHASHSEED := 0
-
-EXAMPLES := $(addprefix tests/test_examples.py::test_,demo prompts_that_share_a_document prefill_then_decode read_a_chunk)
-.PHONY: test-held-back
-test-held-back: venv  ## tests of engines as if without AVX-512, and as if without bfloat16 and AMX
-	@for processor in avx2 avx512; do echo "as if the processor were one with $$processor"; \
-		$(BIN)/python tests/held_back/run.py $$processor $(BIN)/python -m pytest -m vllm $(PYTEST_ARGS) tests/vllm $(EXAMPLES); \
-		done
-
-.PHONY: test-seeded
-test-seeded: venv  ## plant each fault of tests/seeded/faults.toml, and run the tests that catch it
-	@$(BIN)/python tests/seeded/run.py
+test test-all: export PYTHONHASHSEED := 0
 
 .PHONY: bench
 bench: venv  ## measure; prints a table
-	@$(BIN)/python -m benchmarks $(BENCH_ARGS)
+	@$(BESIDE) $(BIN)/python -m benchmarks $(BENCH_ARGS)
 
-.PHONY: soak
-soak: venv  ## three engines on a shelf that is damaged all the time, 10 minutes
-	@$(BIN)/python tests/soak/soak.py $(SOAK_ARGS)
+.PHONY: gpu
+gpu:  ## on a machine with a GPU: tests and figures; see cuda/README.md
+	@"$(GPU_PYTHON)" .ci/beside.py "$(GPU_PYTHON)" benchmarks/gpu.py
 
-.PHONY: wheels
-wheels: venv  ## build, audit and try the source archive and the wheels of a release, into dist/
-	@$(BIN)/python .ci/wheels.py $(VENV)/wheelhouse dist $(WHEELS_ARGS)
-
-.PHONY: fuzz
-fuzz: venv  ## look for bytes that the decoder cannot take
-	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python -m pip install -q "atheris>=2.3" || \
-		echo "atheris is not to be had for this Python: hypothesis has to do"
-	@$(BIN)/python tests/fuzz/fuzz_decoder.py --seconds $(FUZZ_SECONDS)
-
-.PHONY: lint
-lint: style  ## ruff, mypy, import-linter, lines of code
-	@echo "mypy"; $(BIN)/mypy
-
-.PHONY: style
-style: venv
-	@echo "ruff"; $(BIN)/ruff check .; $(BIN)/ruff format --check .
-	@echo "import-linter"; \
-	PYTHONPATH="$(CURDIR)/src:$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
-		$(BIN)/python -S -c 'from importlinter.cli import lint_imports_command as run; run()' --no-cache --no-logo
-	@echo "lines of code"; $(BIN)/python .ci/lines.py
-
-.PHONY: format
-format: venv  ## rewrite the code in the project's style
-	@$(BIN)/ruff check --fix .; $(BIN)/ruff format .
+.PHONY: wheel
+wheel: venv  ## build the source archive and a wheel for this machine, into dist/
+	@$(BIN)/python -m build --no-isolation --outdir dist; $(BIN)/twine check --strict dist/*
 
 .PHONY: docs
 docs: venv  ## build the documentation into site/
 	@$(BIN)/python .ci/config_page.py > docs/configuration.md
-	@$(BIN)/python .ci/modules_page.py > docs/modules.md
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-
-include cuda/gpu.mk
+	@cd docs; find . -name '*.md' -exec cp --parents -t ../site {} +
 
 .PHONY: clean
 clean:  ## remove what was built, keep .venv
@@ -147,4 +110,4 @@ venv:
 	@if [ -z "$(PYTHON)" ]; then \
 		echo "No usable Python 3.11 to 3.13 with venv found (on Debian: apt install python3-venv);" \
 			"name one with make ... PYTHON=/path/to/python" >&2; exit 1; fi; \
-	"$(PYTHON)" .ci/environment.py $(VENV) --torch-index "$(TORCH_INDEX)" --extra test --extra docs
+	"$(PYTHON)" .ci/environment.py $(VENV) --torch-index "$(TORCH_INDEX)"

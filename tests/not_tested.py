@@ -10,7 +10,7 @@ import pytest
 #: What a reason to skip means, by a pattern in it: what is missing, and how to get it.
 MISSING = (
     (r"FUSE|fusermount3|mfusepy", "mounted storage in trouble", "apt install fuse3"),
-    (r"torchvision", "engines that see images", "delete .venv/torchvision.stamp, make venv"),
+    (r"torchvision", "engines that see images", "delete .venv/packages.stamp, make test"),
     (r"rsync", "copies by rsync", "apt install rsync"),
     (r"kubectl", "manifests, as kustomize makes them", "install kubectl"),
     (r"systemd-analyze", "units, by systemd", "apt install systemd"),
@@ -19,9 +19,9 @@ MISSING = (
     (r"C\+\+ compiler|cmake", "builds of the native library", "apt install g++ cmake"),
     (r"vLLM refuses it", "kernels of other processors", "nothing: recordings of them were tested"),
     (r"prometheus is not|promtool", "dashboard and alerts", "apt install prometheus"),
-    (r"vllm", "real engines", "make venv with Python 3.11 or newer"),
+    (r"vllm", "real engines", "make test with Python 3.11 or newer"),
     (r"packs KV differently", "shelves stored on other processors", "nothing: see the reason"),
-    (r"pip install|not installed|is missing", "an optional package", "make venv"),
+    (r"pip install|not installed|is missing", "an optional package", "make test"),
 )
 
 

@@ -7,7 +7,6 @@ import re
 import tomllib
 from pathlib import Path
 
-import fatbin
 import pytest
 import yaml
 
@@ -122,20 +121,3 @@ def test_links_of_github_pages_lead_somewhere(page: Path) -> None:
             headings = re.findall(r"^#+ (.*?)(?: \{ #.* \})?$", text, re.MULTILINE)
             anchors = {re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings}
             assert anchor in anchors, f"{page.name} links to {target}#{anchor}"
-
-
-def test_nvrtc_knows_what_the_kernels_take_from_cstdint() -> None:
-    """`make wheels` compiles them with a header of its own, nvcc with that of the system."""
-    include = ROOT / "cuda" / "include"
-    seen: set[str] = set()
-    waiting = [(ROOT / "cuda" / "src" / "copy_kernel.cu").read_text()]
-    names: set[str] = set()
-    while waiting:
-        text = re.sub(r"//.*", "", waiting.pop())
-        names |= set(re.findall(r"\bu?int\d*(?:ptr)?_t\b|\bU?INT(?:\d+|PTR)_M(?:AX|IN)\b", text))
-        for name in set(re.findall(r'#include "(.*)"', text)) - seen:
-            seen.add(name)
-            waiting.append((include / name).read_text())
-    assert {"int64_t", "INT32_MAX"} <= names
-    known = set(re.findall(r"(\w+);$|^#define (\w+)", fatbin.CSTDINT.decode(), re.MULTILINE))
-    assert names - {name for pair in known for name in pair} == set()

@@ -28,7 +28,6 @@
 #include "kvshelf/binding.h"
 #include "kvshelf/device.h"
 #include "kvshelf/launch.h"
-#include "kvshelf/xxh3.h"
 
 namespace kvshelf {
 namespace {
@@ -127,22 +126,6 @@ void run_launch(int64_t width, const LaunchArguments& arguments, const Grid& gri
       run_blocks<Vector1, kGather>(arguments, grid, threads);
       return;
   }
-}
-
-void run_hash(const HashArguments& arguments, int64_t tiles, int64_t width, int64_t blocks) {
-  WatchedMemory memory;
-  const uint32_t items = arguments.shards * arguments.tensors;
-  const uint32_t sum_blocks = width == 16 ? static_cast<uint32_t>(smaller(blocks, tiles)) : 0;
-  for (uint32_t block = 0; block < sum_blocks; ++block) {
-    for (uint32_t thread = 0; thread < kSumThreads; ++thread) {
-      sum_thread(arguments, block, sum_blocks, thread, memory);
-    }
-  }
-  for (uint32_t item = 0; item < items * kLanes; ++item) {
-    width == 16 ? chain_thread<Vector8>(arguments, item, memory)
-                : chain_thread<Vector1>(arguments, item, memory);
-  }
-  for (uint32_t item = 0; item < items; ++item) finish_thread(arguments, item, memory);
 }
 
 // --- devices that tests simulate -------------------------------------------------------
@@ -349,12 +332,6 @@ const char* device_kernel(bool, int64_t, int, KernelAttributes* attributes) {
 }
 
 int64_t device_toolkit() { return 0; }
-
-const char* device_hash(const HashArguments& arguments, int64_t tiles, int64_t width,
-                        int64_t blocks, int device, void* stream) {
-  last_width = width;
-  return enqueue(device, stream, 0, [=] { run_hash(arguments, tiles, width, blocks); });
-}
 
 }  // namespace kvshelf
 

@@ -77,7 +77,13 @@ def __getattr__(name: str) -> object:
     module = _HOME.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(module), name)
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        text = f"kvshelf.{name} needs torch, which is not installed: pip install 'kvshelf[torch]'"
+        raise ModuleNotFoundError(text, name="torch") from error
 
 
 def __dir__() -> list[str]:

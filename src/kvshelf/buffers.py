@@ -30,12 +30,10 @@ import torch
 from torch import Tensor
 
 from kvshelf.errors import ConfigError, UnsupportedError
-from kvshelf.numa import run_on
 from kvshelf.pages import (
     LOCKED_AT_ONCE,
     map_pages,  # noqa: TID251
     page_lock,
-    processors_near_device,
 )
 
 __all__ = ["BUFFER_ALIGNMENT", "Buffer", "BufferPool", "Kind", "Live"]
@@ -465,8 +463,7 @@ class BufferPool:
         if self.kind == "host":
             view = map_pages(nbytes)
             return _Segment(torch.frombuffer(view, dtype=torch.uint8), view)
-        device = self._device
-        return run_on(processors_near_device(device), lambda: _pinned_segment(nbytes, device))
+        return _pinned_segment(nbytes, self._device)
 
     def _free_segments(self) -> None:
         # Ordinary and device memory is freed with the last tensor that refers to it.

@@ -25,8 +25,6 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvshelf.numa import processors_near
-
 if TYPE_CHECKING:
     import torch
 
@@ -192,21 +190,6 @@ def _left_in(folder: Path, limit: str, used: str, prefix: str) -> Iterator[tuple
         # Weights that were read from files are in it, often most of what the group uses.
         files = sum(int(stat.get(f"{prefix}{state}_file", 0)) for state in ("active", "inactive"))
         yield most - now + files, str(folder / limit)
-
-
-def processors_near_device(device: torch.device | None) -> set[int]:
-    """Return the processors of a GPU's NUMA node; empty where all are equally close."""
-    if device is None or device.type != "cuda":
-        return set()
-    import torch
-
-    found = torch.cuda.get_device_properties(device)
-    domain, bus, slot = (
-        int(getattr(found, f"pci_{part}_id", -1)) for part in ("domain", "bus", "device")
-    )
-    if min(domain, bus, slot) < 0:  # an older torch
-        return set()
-    return processors_near(f"{domain:04x}:{bus:02x}:{slot:02x}.0")
 
 
 def lockable(nbytes: int, unit: int = HUGE_PAGE) -> int:

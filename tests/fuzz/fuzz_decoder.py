@@ -1,4 +1,4 @@
-"""Fuzz target of everything that reads bytes of others: `make fuzz` runs it.
+"""Fuzz target of everything that reads bytes of others; a program.
 
 An input is the choice of an object (format, chunk, shard), a size that the storage claims, and the
 object's bytes. Reading it may end well or with the errors that the decoder documents; anything else

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu_paged import make_paged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -28,6 +27,7 @@ from kvshelf.kv.ops import library as library_module
 from kvshelf.kv.ops import torch_copy as torch_copy_module
 from tests.kv.implementations import COMPILED, IMPLEMENTATIONS, using
 from tests.native.paged import Buffers, Case, cases
+from tests.support.paged import make_paged
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)

@@ -35,7 +35,6 @@ SOURCES = [
     "src/binding_copier.cc",
     "src/copier.cc",
     "src/link.cc",
-    "src/binding_xxh3.cc",
     "src/copy_cpu.cc",
     "src/permuted_cpu.cc",
     "emulation/emulate.cc",

@@ -1,4 +1,4 @@
-"""Random calls of gather and scatter, on the caches and with the reference of gpu_paged.py."""
+"""Random calls of gather and scatter, on the caches and with the reference of support/paged.py."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from gpu_paged import DTYPES, FORMS, Paged, make_paged
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
 from kvshelf.kv.layout import native_slots_of, slots_of
+from tests.support.paged import DTYPES, FORMS, Paged, make_paged
 
 
 @dataclass

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu_paged import Paged, make_paged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,6 +35,7 @@ from tests.native.emulation import emulation
 from tests.native.fake_streams import AtOnce, FakeEvent, FakeStreams
 from tests.native.paged import Case
 from tests.native.simulated_device import SimulatedStreams
+from tests.support.paged import Paged, make_paged
 from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.real

@@ -15,7 +15,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from gpu_paged import FORMS, Paged, make_paged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,6 +25,7 @@ from kvshelf.kv.ops import choice as choice_module
 from kvshelf.kv.ops import library as library_module
 from tests.native.emulation import Counts, Emulation, emulation
 from tests.native.paged import Buffers, Case, cases
+from tests.support.paged import FORMS, Paged, make_paged
 
 pytestmark = pytest.mark.real
 

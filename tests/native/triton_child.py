@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 import triton
-from gpu_paged import DTYPES, FORMS, make_paged
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +24,7 @@ from kvshelf.kv import ops
 from kvshelf.kv.layout import PagedLayout
 from kvshelf.kv.ops import choice, dispatch, triton_strided
 from tests.native.paged import Buffers, Case, cases
+from tests.support.paged import DTYPES, FORMS, make_paged
 
 CPU = torch.device("cpu")
 

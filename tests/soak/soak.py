@@ -1,6 +1,6 @@
 """Three vLLM engines on one shelf that is damaged all the time: is every answer still right?
 
-Run it by ``make soak``. An engine with the inert connector first answers every prompt of a random
+An engine with the inert connector first answers every prompt of a random
 pool: the reference. Then two engines with equal settings, and one that has a memory tier, loads
 within its steps and has few blocks, answer prompts of the pool for as long as asked, on one shelf.
 Another thread spoils objects, takes them away, changes permissions, fills the filesystem, stops its
@@ -693,7 +693,7 @@ def as_json(report: Report, seconds: float, seed: int) -> dict[str, Any]:
 
 def main() -> int:
     """Run the command line; return the exit code."""
-    parser = argparse.ArgumentParser(prog="make soak", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seconds", type=float, default=600.0, help="of trouble; default 600")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="default: the time")
     parser.add_argument("--pool", type=int, default=160, help="different prompts; default 160")

@@ -56,6 +56,7 @@ def engine_arguments() -> dict[str, Any]:
         if os.environ.get(REQUIRED):
             pytest.fail(f"{REQUIRED} is set, but there is {reason}")
         pytest.skip(reason)
+    _register_no_operators()
     given = filter(None, [os.environ.get("PYTHONPATH")])
     path = os.pathsep.join([*given, str(_TORCHVISION), str(Path(__file__).parents[2])])
     return {
@@ -64,6 +65,14 @@ def engine_arguments() -> dict[str, Any]:
         "skip_tokenizer_init": False,
         "limit_mm_per_prompt": {"image": 4},
     }
+
+
+def _register_no_operators() -> None:
+    """Take from torchvision what needs its library, which cannot be loaded beside this torch."""
+    operators = _TORCHVISION / "torchvision" / "_meta_registrations.py"
+    lines = operators.read_text().splitlines(keepends=True)
+    registering = '@torch.library.register_fake("torchvision::'
+    operators.write_text("".join(line for line in lines if not line.startswith(registering)))
 
 
 def prompt_with_images(seed: int) -> list[int]:

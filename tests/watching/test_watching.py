@@ -39,7 +39,7 @@ VALUES = {
     "operation": set(OPERATIONS),
 }
 
-pytest.importorskip("prometheus_client", reason="prometheus-client is not installed: make venv")
+pytest.importorskip("prometheus_client", reason="prometheus-client is not installed: make test")
 
 pytestmark = pytest.mark.real
 promtool = pytest.mark.skipif(

@@ -73,13 +73,6 @@ const char* device_kernel(bool gather, int64_t width, int device, KernelAttribut
 // CUDA version that the library was built with, as 13000 for 13.0.
 int64_t device_toolkit();
 
-// Enqueues the kernels of one launch (xxh3.h) on a stream, with vectors of `width` bytes and at
-// most `blocks` blocks of threads, each of which may have a multiprocessor for itself. Only in
-// libraries that are built with KVSHELF_DESIGN.
-struct HashArguments;
-const char* device_hash(const HashArguments& arguments, int64_t tiles, int64_t width,
-                        int64_t blocks, int device, void* stream);
-
 }  // namespace kvshelf
 
 #endif  // KVSHELF_DEVICE_H_

@@ -72,7 +72,6 @@ from kvshelf.tools.reserved import LOOKS
 from kvshelf.weights.configuration import differing_keys
 
 _PACKAGES = (
-    "torch",
     "safetensors",
     "fsspec",
     "xxhash",
@@ -252,6 +251,8 @@ def _ops() -> Check:
         from kvshelf.kv import ops
 
         used = ops.implementation()
+    except ModuleNotFoundError as error:
+        return Check("gather/scatter", State.NOTE, str(error), "pip install 'kvshelf[torch]'")
     except (ImportError, OSError, RuntimeError, KVShelfError) as error:
         return Check("gather/scatter", State.PROBLEM, str(error), "reinstall kvshelf and torch")
     if used == "torch" and os.environ.get("KVSHELF_OPS") != "torch":
@@ -294,8 +295,7 @@ def _ops_on_gpus() -> Iterator[Check]:
                 name,
                 State.NOTE,
                 f"{used} (slower): {problem}",
-                "to get the kernels, reinstall kvshelf with a CUDA compiler (nvcc 12 or newer) and "
-                "a driver that supports it",
+                "to get the kernels, reinstall kvshelf with nvcc 12 or newer and a driver for it",
             )
 
 
@@ -305,8 +305,7 @@ def _configurations(one: Path, other: Path) -> Check:
     try:
         keys = ", ".join(differing_keys(one, other))
     except (KVShelfError, OSError) as error:
-        hint = "give the folders from which the engines serve"
-        return Check(name, State.PROBLEM, str(error), hint)
+        return Check(name, State.PROBLEM, str(error), "give the folders that engines serve from")
     return Check(name, State.OK, f"differ in {keys}" if keys else "no key that decides KV differs")
 
 

@@ -29,14 +29,12 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvshelf.errors import ConfigError, UnsupportedError
-from kvshelf.numa import run_on
 from kvshelf.pages import (
     HUGE_PAGE,
     lockable,
     map_pages,  # noqa: TID251
     page_lock,
     populate,
-    processors_near_device,
     require_free,
 )
 
@@ -113,10 +111,7 @@ class Arena:
             raise ConfigError("page-locked memory is taken at once: give lazy or device, not both")
         self._begin(nbytes, unit)
         try:
-            self.view = run_on(
-                processors_near_device(device),
-                lambda: self._take(shared=shared, locked=device is not None, lazy=lazy),
-            )
+            self.view = self._take(shared=shared, locked=device is not None, lazy=lazy)
             if device is not None:
                 self.page_lock(device)
         except (OSError, MemoryError) as error:

@@ -1,0 +1,1 @@
+"""What only a GPU can show; run by `make gpu`, on a machine that needs no network and no vLLM."""
