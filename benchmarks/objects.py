@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import xxhash
@@ -47,7 +47,7 @@ def bench_load(settings: Settings) -> Iterator[Row]:
         root = settings.folder(f"load-{fmt.shards}")
         [chunk] = make_chunks(fmt, 1)
         buffer, ref = _sealed(fmt, chunk), ObjectRef(chunk, 0)
-        with closing(Shelf(open_backend(str(root)))) as shelf:
+        with Shelf(open_backend(str(root))) as shelf:
             view = shelf.view(fmt)
             view.publish(ref, buffer)
             path = str(root / view.name(ref))
@@ -64,7 +64,7 @@ def bench_load(settings: Settings) -> Iterator[Row]:
                 read()
                 xxhash.xxh3_128_digest(buffer)
 
-            work = Work(lambda view=view, ref=ref, buffer=buffer: view.load(ref, buffer))
+            work = Work(partial(view.load, ref, buffer))
             for what, floor, text, goal in (
                 ("preadv", read, "open, preadv, close", Goal(1.25)),
                 ("preadv+xxh3", read_and_hash, "open, preadv, close, one-shot xxh3", Goal(1.1)),
@@ -124,7 +124,7 @@ def bench_publish(settings: Settings) -> Iterator[Row]:
     """Measure the publish of one object, header and payload ready, and with its sealing."""
     for label, fmt in _formats(settings):
         root = settings.folder(f"publish-{fmt.shards}")
-        with closing(Shelf(open_backend(str(root)))) as shelf:
+        with Shelf(open_backend(str(root))) as shelf:
             writer = _Writer(shelf, fmt, root, settings.folder(f"raw-{fmt.shards}"))
             for seal, text in ((False, "publish of a sealed object"), (True, "seal and publish")):
                 yield Row(
@@ -132,7 +132,7 @@ def bench_publish(settings: Settings) -> Iterator[Row]:
                     f"{text}, {label}",
                     "writev + rename",
                     *measure_pairs(
-                        Work(lambda w=writer, s=seal: w.publish(seal=s), writer.delete),
+                        Work(partial(writer.publish, seal=seal), writer.delete),
                         Work(writer.write, writer.delete),
                         settings.pairs(51),
                     ),

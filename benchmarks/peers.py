@@ -356,7 +356,9 @@ class _FsTier:
         self._numbers, self._folder = itertools.count(), folder
         # Files that pass by the page cache are read and written in whole pages.
         nbytes = -(-chunk_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        memory = torch.frombuffer(mmap.mmap(-1, _CHUNKS * nbytes), dtype=torch.uint8).fill_(1)
+        pages = mmap.mmap(-1, _CHUNKS * nbytes)
+        # Memory that was never written is one shared page of zeros, which is too fast to read.
+        pages.write(b"\1" * len(pages))
         parallel = dict.fromkeys(("tp_size", "pp_size", "pcp_size", "dcp_size"), 1)
         # What names files; the tier takes it from the engine.
         config = SimpleNamespace(
@@ -369,7 +371,7 @@ class _FsTier:
         )
         self.manager = fs.FileSystemTierManager(
             SimpleNamespace(blocks_per_chunk=CHUNK_TOKENS // BLOCK_TOKENS, config=config),
-            memoryview(memory.view(_CHUNKS, nbytes).numpy()),
+            memoryview(pages).cast("B", (_CHUNKS, nbytes)),
             "fs",
             str(folder),
             n_read_threads=_THREADS,

@@ -148,7 +148,8 @@ def main() -> None:
         figure = Figure(size, layout="constrained")
         draw(figure, json.loads((_DOCS / "data" / f"{name}.json").read_text()))
         path = _DOCS / "images" / f"{name}.svg"
-        figure.savefig(path, metadata={"Date": None, "Creator": None})
+        title = figure.get_suptitle().replace("\n", " ")
+        figure.savefig(path, metadata={"Title": title, "Date": None, "Creator": None})
         sys.stdout.write(f"{path}\n")
 
 
