@@ -105,13 +105,14 @@ def _rows(settings: Settings) -> Iterator[Row]:
         tokens: [run.prompt(tokens + REST_TOKENS) for _ in range(_MANY)]
         for tokens in (_SHORT, _LONG)
     }
+    with run.engine("storing", longest) as engine:
+        for prompt in (*prompts[_SHORT], *prompts[_LONG]):
+            engine.ask([prompt])
+            run.settle()
     with closing(slow_mount(settings, "admission", run.shelf)) as mount:
-        with run.engine("storing", longest) as engine:
-            for prompt in (*prompts[_SHORT], *prompts[_LONG]):
-                engine.ask([prompt])
-                run.settle()
         connector = kvshelf_connector(mount.path, admission="auto", read_only=True)
-        with run.engine("policies", longest, connector, prompts=_MANY + 1, switched=True) as engine:
+        many = _MANY + 1
+        with run.engine("policies", longest, connector, prompts=many, switched=True) as engine:
             # All memory is touched, and the engine learns.
             engine.ask(prompts[_LONG], policy=ALWAYS)
             for several in prompts.values():
