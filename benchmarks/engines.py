@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 from benchmarks.measure import Row
@@ -68,7 +67,7 @@ class MissingEngineError(ChildError):
 
 
 class Child:
-    """One engine in a child process, as a context manager; ready when its context is entered.
+    """One engine in a child process.
 
     Parameters
     ----------
@@ -108,21 +107,9 @@ class Child:
             )
         self._send(arguments)
 
-    def __enter__(self) -> Child:
-        try:
-            self._receive()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
+    def wait_ready(self) -> None:
+        """Wait until the engine has started."""
+        self._receive()
 
     def ask(self, prompts: Sequence[Sequence[int]], **how: Any) -> dict[str, Any]:
         """Ask for prompts at once, see ``_Engine.ask`` in :mod:`benchmarks.engine_process`.
@@ -196,6 +183,7 @@ class EngineRun:
         self._config: dict[str, Any] = json.loads((model / "config.json").read_text())
         self.seed = 0
 
+    @contextlib.contextmanager
     def engine(
         self,
         name: str,
@@ -204,8 +192,8 @@ class EngineRun:
         *,
         prompts: int = 2,
         switched: bool = False,
-    ) -> Child:
-        """Start an engine whose KV cache holds so many `prompts` of `longest` tokens.
+    ) -> Iterator[Child]:
+        """Run an engine whose KV cache holds so many `prompts` of `longest` tokens.
 
         `connector` is its ``kv_transfer_config``; by default kvshelf loads all that the shelf has.
         """
@@ -229,7 +217,9 @@ class EngineRun:
             "kv_transfer_config": {"kv_role": "kv_both", **connector},
         }
         env = {"KVSHELF_CACHE_DIR": str(self._logs / "cache")}
-        return Child(self._logs / f"{name.replace(' ', '-')}.txt", env, arguments)
+        with contextlib.closing(Child(self._logs / f"{name}.txt", env, arguments)) as child:
+            child.wait_ready()
+            yield child
 
     def prompt_bytes(self, tokens: int) -> int:
         """Return the bytes of the KV of a prompt of `tokens` tokens, in whole blocks."""
@@ -273,7 +263,7 @@ def _nbytes(folder: Path) -> int:
 def find_model(settings: Settings) -> Path:
     """Return the model to measure with; create the demo model if necessary."""
     if settings.model is not None:
-        return settings.model
+        return settings.model.resolve()
     folder = CHECKOUT / "build" / "models" / "demo"
     settings.progress("making the demo model")
     script = CHECKOUT / "examples" / "models" / "make_model.py"

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -88,22 +88,6 @@ _WORKS: Final = {
 
 
 @contextmanager
-def _inert(folder: Path, log: Path) -> Iterator[Mapping[str, Any]]:
-    yield INERT
-
-
-@contextmanager
-def _example(folder: Path, log: Path) -> Iterator[Mapping[str, Any]]:
-    extra = {"shared_storage_path": str(folder)}
-    yield {"kv_connector": "ExampleConnector", "kv_connector_extra_config": extra}
-
-
-@contextmanager
-def _kvshelf(folder: Path, log: Path) -> Iterator[Mapping[str, Any]]:
-    yield kvshelf_connector(folder, admission=AUTO)
-
-
-@contextmanager
 def _lmcache(folder: Path, log: Path) -> Iterator[Mapping[str, Any]]:
     port, http = _free_port(), _free_port()
     command = [
@@ -144,12 +128,17 @@ def _listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+def _example(folder: Path) -> Mapping[str, Any]:
+    extra = {"shared_storage_path": str(folder)}
+    return {"kv_connector": "ExampleConnector", "kv_connector_extra_config": extra}
+
+
 #: What starts each connector on a folder, with a log.
-_PEERS: Final = {
-    _COMPUTING: _inert,
-    "kvshelf": _kvshelf,
+_PEERS: Final[dict[str, Callable[[Path, Path], AbstractContextManager[Mapping[str, Any]]]]] = {
+    _COMPUTING: lambda folder, log: nullcontext(INERT),
+    "kvshelf": lambda folder, log: nullcontext(kvshelf_connector(folder, admission=AUTO)),
     "LMCache": _lmcache,
-    "ExampleConnector": _example,
+    "ExampleConnector": lambda folder, log: nullcontext(_example(folder)),
 }
 
 
@@ -158,21 +147,21 @@ _PEERS: Final = {
 
 @dataclass(slots=True)
 class _Found:
-    """What was measured of a connector, by what was asked.
+    """What was measured of some prompts.
 
     Attributes
     ----------
-    first : dict
+    first : list of float
         Seconds to the first tokens.
-    cached : dict
+    cached : int
         Tokens that were not computed, of all prompts together.
-    answers : dict
+    answers : list of list of int
         The first tokens of the answers.
     """
 
-    first: dict[str, list[float]] = field(default_factory=dict)
-    cached: dict[str, int] = field(default_factory=dict)
-    answers: dict[str, list[list[int]]] = field(default_factory=dict)
+    first: list[float] = field(default_factory=list)
+    cached: int = 0
+    answers: list[list[int]] = field(default_factory=list)
 
 
 class _Measured:
@@ -194,7 +183,7 @@ class _Measured:
         self._models = models
         self._use(0)
         self._run = EngineRun(settings, self._model, self._name)
-        self.found = _Found()
+        self.found: dict[str, _Found] = {}
 
     def _use(self, which: int) -> None:
         self._model.unlink(missing_ok=True)
@@ -209,7 +198,7 @@ class _Measured:
             run.engine(what, _TOKENS, connector, prompts=_MANY + 2) as engine,
         ):
             # Compiles, and touches all memory; nothing of it is asked for again.
-            run.seed = 2 * _SEED + 100 * len(self.found.first)
+            run.seed = 2 * _SEED + 100 * len(self.found)
             for tokens in (600, _TOKENS):
                 engine.ask([run.prompt(tokens) for _ in range(2)])
             run.settle()
@@ -219,13 +208,12 @@ class _Measured:
     def _measure(
         self, what: str, engine: Child, prompts: list[list[int]], at_once: int = 1
     ) -> None:
-        found = self.found
-        found.first[what], found.answers[what], found.cached[what] = [], [], 0
+        found = self.found[what] = _Found()
         for start in range(0, len(prompts), at_once):
             reply = engine.ask(prompts[start : start + at_once], tokens=_ANSWER_TOKENS)
-            found.first[what] += reply["first"]
-            found.answers[what] += reply["answers"]
-            found.cached[what] += sum(reply["cached"])
+            found.first += reply["first"]
+            found.answers += reply["answers"]
+            found.cached += sum(reply["cached"])
             if what == "cold":
                 self._run.settle()
             else:
@@ -245,10 +233,7 @@ class _Measured:
             self._measure("cold", engine, single)
             if self._peer == _COMPUTING:
                 # Behind a hit the last tokens are computed alone, which rounds differently.
-                for prompt in single:
-                    engine.ask([prompt], tokens=_ANSWER_TOKENS)
-                    reply = engine.ask([prompt], tokens=_ANSWER_TOKENS)
-                    self.found.answers.setdefault("memory", []).extend(reply["answers"])
+                self._measure("memory", engine, [prompt for prompt in single for _ in range(2)])
             for prompt in (*sharers, *many):
                 engine.ask([prompt])
             run.settle()
@@ -297,7 +282,7 @@ def _rows(settings: Settings) -> Iterator[Row]:
     model, other = find_model(settings), settings.folder("peers-weights") / "other"
     maker: Any = import_module("examples.models.make_model")
     maker.make_model(other, maker.recipe_of(model), seed=1)
-    computed: _Found | None = None
+    computed: dict[str, _Found] = {}
     for peer in _PEERS:
         measured = _Measured(settings, peer, (model, other))
         try:
@@ -305,34 +290,32 @@ def _rows(settings: Settings) -> Iterator[Row]:
                 raise MissingEngineError("LMCache is not installed")
             measured.measure()
         except ChildError as error:
-            if computed is None:
+            if not computed:
                 raise
             yield Row(f"peers/{peer.lower()}", peer, skipped=str(error))
         else:
             computed = computed or measured.found
             for work in _WORKS:
-                yield _row(peer, work, measured.found, computed)
+                yield _row(peer, work, measured.found[work], computed)
 
 
-def _row(peer: str, work: str, found: _Found, computed: _Found) -> Row:
-    first, answers = found.first[work], found.answers[work]
-    note = f"{found.cached[work] / (len(first) * _TOKENS):.0%} of the tokens loaded"
-    if len(answers) == _SINGLE:
+def _row(peer: str, work: str, found: _Found, computed: dict[str, _Found]) -> Row:
+    note = f"{found.cached / (len(found.first) * _TOKENS):.0%} of the tokens loaded"
+    if len(found.answers) == _SINGLE:
         # Right is what is computed, and what is answered behind hits in vLLM's own prefix cache.
-        right = [computed.answers["cold"], computed.answers["memory"]]
-        right = [computed.answers[work]] if work == "weights" else right
-        differing = sum(
-            all(answer != one[number] for one in right) for number, answer in enumerate(answers)
-        )
-        note += f"; {differing} of {len(answers)} answers differ"
+        right = [computed["cold"].answers, computed["memory"].answers[1::2]]
+        right = [computed[work].answers] if work == "weights" else right
+        expected = zip(found.answers, zip(*right, strict=True), strict=True)
+        differing = sum(answer not in among for answer, among in expected)
+        note += f"; {differing} of {_SINGLE} answers differ"
     return Row(
         f"peers/{peer.lower()}/{work}",
         f"{peer}: {_WORKS[work]}, TTFT of {_TOKENS} tokens",
         _COMPUTING,
-        ours=first,
-        floors=computed.first[work],
+        ours=found.first,
+        floors=computed[work].first,
         note=note,
-        extra={"cached": found.cached[work]},
+        extra={"cached": found.cached},
     )
 
 

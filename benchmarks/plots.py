@@ -8,10 +8,9 @@ gives the same bytes. It needs matplotlib, which the extra ``docs`` brings.
 from __future__ import annotations
 
 import json
-import math
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,8 +22,6 @@ from benchmarks.engines import ALWAYS, AUTO, COMPUTED
 
 _DOCS: Final = Path(__file__).resolve().parents[1] / "docs"
 _BLUE, _AMBER, _GRAY = "#2563eb", "#d97706", "#94a3b8"
-#: 97.5 % quantiles of Student's t, by degrees of freedom.
-_STUDENT: Final = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 6: 2.45, 8: 2.31, 14: 2.14, 30: 2.04}
 
 
 def _heading(figure: Figure, title: str, *more: str) -> None:
@@ -97,15 +94,8 @@ def admission(figure: Figure, report: Any) -> None:
         means = {policy: statistics.fmean(extra["means"][policy]) for policy in styles}
         best = min(means[COMPUTED], means[ALWAYS])
         for policy, (color, label) in styles.items():
-            half = _half_interval(extra["means"][policy]) if policy == AUTO else 0.0
-            axes.errorbar(
-                means[policy] / best,
-                place,
-                xerr=[[min(half, 0.9 * means[policy]) / best], [half / best]],
-                fmt="o",
-                color=color,
-                label=None if place else label,
-            )
+            label_once = None if place else label
+            axes.plot(means[policy] / best, place, "o", color=color, label=label_once)
         at_once = row["name"].rpartition("x")[2]
         many = f" × {at_once}" if at_once != "1" else ""
         names.append(f"{extra['tokens']:,} tokens{many}, {speed(extra['rate'])}")
@@ -123,14 +113,6 @@ def admission(figure: Figure, report: Any) -> None:
         "First tokens over a storage of limited speed, as multiples of the better of",
         f"computing and loading every hit; {_machine(report)}",
     )
-
-
-def _half_interval(samples: Sequence[float]) -> float:
-    """Return half of the width of the mean's 95 % interval; 0 of a single sample."""
-    if len(samples) < 2:
-        return 0.0
-    quantile = _STUDENT[max(known for known in _STUDENT if known < len(samples))]
-    return quantile * statistics.stdev(samples) / math.sqrt(len(samples))
 
 
 #: What draws a picture of the file of that name in ``docs/data``, and its size in inches.
