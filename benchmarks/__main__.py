@@ -18,68 +18,28 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.admission import bench_admission, bench_tails
-from benchmarks.busy import bench_busy
+from benchmarks.admission import bench_admission
 from benchmarks.capacity import bench_capacity
 from benchmarks.copies import bench_copy
-from benchmarks.engine import bench_engine, bench_startup
-from benchmarks.far import bench_far
-from benchmarks.fs_tier import bench_fs_tier
-from benchmarks.gc import bench_gc
-from benchmarks.gil import bench_gil
-from benchmarks.handover import bench_handover
-from benchmarks.hybrid import bench_hybrid
-from benchmarks.lengths import bench_lengths
+from benchmarks.engine import bench_engine
 from benchmarks.lookups import bench_lookup
 from benchmarks.measure import Row
-from benchmarks.memory import bench_memory
-from benchmarks.near import bench_tier
 from benchmarks.objects import bench_load, bench_publish
 from benchmarks.peers import bench_peers
-from benchmarks.remote import bench_s3
-from benchmarks.replicas import bench_replicas
-from benchmarks.report import describe_machine, make_report, markdown, print_report
-from benchmarks.saturated import bench_saturated
-from benchmarks.scale import bench_scale
-from benchmarks.served import bench_server
+from benchmarks.report import describe_machine, make_report, print_report
 from benchmarks.settings import Settings
-from benchmarks.together import bench_together
-from benchmarks.waits import bench_waits
 
 GROUPS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "load": bench_load,
-    "gil": bench_gil,
     "publish": bench_publish,
-    "tier": bench_tier,
-    "memory": bench_memory,
-    "far": bench_far,
     "copy": bench_copy,
     "lookup": bench_lookup,
-    "s3": bench_s3,
-    "waits": bench_waits,
     "engine": bench_engine,
-    "lengths": bench_lengths,
-    "hybrid": bench_hybrid,
-    "server": bench_server,
     "admission": bench_admission,
-    "tails": bench_tails,
-    "fs-tier": bench_fs_tier,
-    "peers": bench_peers,
-    "scale": bench_scale,
-    "together": bench_together,
-    "replicas": bench_replicas,
-    "busy": bench_busy,
-    "saturated": bench_saturated,
-    "handover": bench_handover,
     "capacity": bench_capacity,
-    "gc": bench_gc,
-    "startup": bench_startup,
+    "peers": bench_peers,
 }
-_ONLY_WHEN_ASKED = (
-    *("waits", "lengths", "hybrid", "server", "admission", "tails", "fs-tier", "peers"),
-    *("scale", "together", "replicas", "busy", "saturated", "handover", "capacity", "gc"),
-    "startup",
-)
+_ONLY_WHEN_ASKED = ("admission", "capacity", "peers")
 _INTERRUPTED = 130
 
 
@@ -95,24 +55,12 @@ def _parser() -> argparse.ArgumentParser:
         help=f"groups of rows: {', '.join(GROUPS)}; default: all but {', '.join(_ONLY_WHEN_ASKED)}",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to FILE")
+    parser.add_argument("--pairs", type=int, metavar="N", help="pairs for each row")
     parser.add_argument(
-        "--pairs",
-        type=int,
-        metavar="N",
-        help="pairs for each row; by default 51 for short work, 7 to 31 for the rest",
+        "--quick", action="store_true", help="tiny sizes, no engines: checks that everything runs"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="tiny sizes, no vLLM: only checks that everything runs"
-    )
-    parser.add_argument(
-        "--with-startup", action="store_true", help="also time the start of engines (minutes)"
-    )
-    parser.add_argument(
-        "--dir",
-        type=Path,
-        metavar="DIR",
-        help="folder on the filesystem to measure; default: the system's for temporary files",
+        "--dir", type=Path, metavar="DIR", help="folder on the filesystem to measure"
     )
     parser.add_argument(
         "--model", type=Path, metavar="DIR", help="checkpoint for the rows with engines"
@@ -133,28 +81,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unknown group: {', '.join(unknown)}; expected some of {', '.join(GROUPS)}")
     if options.pairs is not None and options.pairs < 1:
         parser.error("--pairs must be at least 1")
-    names = list(options.names) or [name for name in GROUPS if name not in _ONLY_WHEN_ASKED]
-    if options.with_startup and "startup" not in names:
-        names.append("startup")
-    errors = Console(stderr=True)
     machine = describe_machine(options.dir or Path(tempfile.gettempdir()))
     scratch = Path(tempfile.mkdtemp(prefix="kvshelf-bench-", dir=options.dir))
     rows: list[Row] = []
     code = 0
     try:
-        with errors.status("measuring") as status:
+        with Console(stderr=True).status("measuring") as status:
             settings = Settings(scratch, options.pairs, options.quick, options.model, status.update)
-            for name in names:
+            for name in options.names or [one for one in GROUPS if one not in _ONLY_WHEN_ASKED]:
                 status.update(name)
-                for row in GROUPS[name](settings):
-                    # Goals apply to real sizes only.
-                    rows.append(replace(row, goal=None) if options.quick else row)
-                    status.update(f"{name}: {row.work}")
+                rows.extend(GROUPS[name](settings))
     except KeyboardInterrupt:
-        errors.print("stopped; the rows measured so far:", style="yellow")
         code = _INTERRUPTED
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+    if options.quick:
+        # Goals apply to real sizes only.
+        rows = [replace(row, goal=None) for row in rows]
     given = sys.argv[1:] if arguments is None else arguments
     report = make_report(rows, machine, ["python", "-m", "benchmarks", *given])
     # A file or a pipe has no width; a truncated table is useless.
@@ -162,8 +105,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_report(Console(width=width, highlight=False), rows, machine)
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
-    if options.markdown is not None:
-        options.markdown.write_text(markdown(rows))
     return code
 
 

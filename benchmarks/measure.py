@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-Kind = Literal["ratio", "seconds", "difference"]
+Kind = Literal["ratio", "seconds"]
 
 #: Smallest number of pairs for a meaningful interval.
 LEAST_PAIRS = 15
@@ -51,8 +51,8 @@ class Goal:
     ----------
     most : float
         The largest value that meets the goal: a ratio, or seconds.
-    kind : {"ratio", "seconds", "difference"}
-        Meaning of the value: ours / floor, our time, or our time − the floor's.
+    kind : {"ratio", "seconds"}
+        Meaning of the value: ours / floor, or our time.
     """
 
     most: float
@@ -98,21 +98,12 @@ class Row:
         return estimate([a / b for a, b in zip(self.ours, self.floors, strict=True)])
 
     @property
-    def difference(self) -> Estimate | None:
-        """Median of ours − floor over the pairs, seconds."""
-        if not self.floors:
-            return None
-        return estimate([a - b for a, b in zip(self.ours, self.floors, strict=True)])
-
-    @property
     def judged(self) -> Estimate | None:
         """The estimate that the goal applies to; without a goal the ratio, else our time."""
         if not self.ours:
             return None
         kind: Kind = self.goal.kind if self.goal else "ratio" if self.floors else "seconds"
-        if kind == "seconds":
-            return estimate(self.ours)
-        return self.ratio if kind == "ratio" else self.difference
+        return estimate(self.ours) if kind == "seconds" else self.ratio
 
     @property
     def met(self) -> bool | None:

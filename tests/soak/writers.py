@@ -32,13 +32,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from benchmarks.servers import BUCKET, S3Server
 from kvshelf.backends import open_backend
 from kvshelf.capacity.sweeper import Sweeper
 from kvshelf.config import CapacityConfig
 from kvshelf.errors import NoSpaceStorageError, StorageError
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
+from tests.support.servers import BUCKET, rclone_s3
 
 NAMESPACE = "soak-0123456789abcdef"
 OBJECT_BYTES = 4096
@@ -153,8 +153,8 @@ def directory(folder: Path, nbytes: int) -> Iterator[tuple[str, dict[str, Any], 
 
 @contextlib.contextmanager
 def bucket(folder: Path) -> Iterator[tuple[str, dict[str, Any], Path]]:
-    with S3Server(folder) as server:
-        yield f"s3://{BUCKET}/shelf", server.options(server.port), server.bucket / "shelf"
+    with rclone_s3(folder) as server:
+        yield f"s3://{BUCKET}/shelf", server.options(), folder / BUCKET / "shelf"
 
 
 def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:

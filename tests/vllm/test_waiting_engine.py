@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.proxy import DelayingProxy
+from tests.support.delaying_proxy import DelayingProxy
 from tests.support.engines import assert_same
 from tests.support.fleet import Engines, MakePrompt, Reference
 from tests.support.servers import BUCKET, S3Server, command
@@ -48,11 +48,11 @@ def test_a_request_that_waits_finds_its_objects_in_memory(
             until(lambda: grown("prefetched_objects") == stored, "all that waits in memory")
             assert grown("loaded_bytes") == 0
             leaving.abort()
-            requests = proxy.counts()["requests"]
+            requests = proxy.requests()
             running.abort()
             assert_same(waiting.result(), reference(second))
             # The look-ups were done and the objects read: nothing was asked for any more, ...
-            assert proxy.counts()["requests"]["GET"] == requests["GET"]
+            assert proxy.requests()["GET"] == requests["GET"]
             objects = sum(len(chunk) for chunk in shelf.wait_stored(second))
             engine.generate(prompt(5))
             assert grown("memory_tier_loaded_objects") == objects

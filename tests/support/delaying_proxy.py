@@ -1,8 +1,8 @@
 """A proxy that adds latency to a server on this machine.
 
 Owns both sides. Run as a program, this file is the proxy: a separate process, so that it does not
-use the measured interpreter. Imported, it provides :class:`DelayingProxy`, which starts the proxy,
-reads its counts and stops it.
+hold up the interpreter of the tests. Imported, it provides :class:`DelayingProxy`, which starts the
+proxy, reads its counts of requests and stops it.
 
 Contracts
 ---------
@@ -23,32 +23,13 @@ import subprocess
 import sys
 import threading
 from types import TracebackType
-from typing import Final, TypedDict
+from typing import Final
 
 _PIECE: Final = 1 << 18
 #: Largest number of delayed pieces per connection.
 _PIECES: Final = 1024
 _REQUEST: Final = re.compile(rb"([A-Z]{3,8}) \S+ HTTP/1\.[01]\r?\n")
 _STOP_SECONDS: Final = 10.0
-
-
-class ProxyCounts(TypedDict):
-    """Counts of a proxy so far.
-
-    Attributes
-    ----------
-    connections : int
-        Connections that clients made.
-    sent, received : int
-        Bytes from clients to the server, and back.
-    requests : dict of str to int
-        HTTP/1 requests by method. Of pipelined requests only the first counts.
-    """
-
-    connections: int
-    sent: int
-    received: int
-    requests: dict[str, int]
 
 
 class DelayingProxy:
@@ -74,7 +55,7 @@ class DelayingProxy:
 
     def __init__(self, target_host: str, target_port: int, delay_seconds: float) -> None:
         self._lock = threading.Lock()
-        self._process = subprocess.Popen(  # noqa: S603  our own program
+        self._process = subprocess.Popen(
             [sys.executable, __file__, target_host, str(target_port), str(delay_seconds)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -97,14 +78,14 @@ class DelayingProxy:
     ) -> None:
         self.close()
 
-    def counts(self) -> ProxyCounts:
-        """Return the counts so far."""
-        answer: ProxyCounts = json.loads(self._ask("counts"))
-        return answer
-
-    def delay(self, seconds: float) -> None:
-        """Change the latency."""
-        self._ask(f"delay {seconds}")
+    def requests(self) -> dict[str, int]:
+        """Return the number of requests by method; of pipelined ones only the first counts."""
+        assert self._process.stdin is not None
+        with self._lock:
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+            found: dict[str, int] = json.loads(self._answer())
+        return found
 
     def close(self) -> None:
         """Stop the proxy and close its connections. Idempotent."""
@@ -118,13 +99,6 @@ class DelayingProxy:
             self._process.kill()
             self._process.wait()
         self._process.stdout.close()
-
-    def _ask(self, command: str) -> str:
-        assert self._process.stdin is not None
-        with self._lock:
-            self._process.stdin.write(command + "\n")
-            self._process.stdin.flush()
-            return self._answer()
 
     def _answer(self) -> str:
         assert self._process.stdout is not None
@@ -141,14 +115,7 @@ class _Proxy:
     def __init__(self, host: str, port: int, delay: float) -> None:
         self._target = host, port
         self._delay = delay
-        self._counts: ProxyCounts = {"connections": 0, "sent": 0, "received": 0, "requests": {}}
-
-    def command(self, line: str) -> str:
-        """Execute a command of the parent; return the reply."""
-        what, _, value = line.strip().partition(" ")
-        if what == "delay":
-            self._delay = float(value)
-        return json.dumps(self._counts)
+        self.requests: dict[str, int] = {}
 
     async def connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one client until one side closes, or the proxy ends."""
@@ -157,7 +124,6 @@ class _Proxy:
             await self._connect(reader, writer)
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._counts["connections"] += 1
         begin = asyncio.get_running_loop().time() + self._delay
         with contextlib.closing(writer):
             try:
@@ -206,9 +172,7 @@ class _Proxy:
                 if turn.is_set() and (request := _REQUEST.match(data)):
                     turn.clear()
                     method = request[1].decode()
-                    requests = self._counts["requests"]
-                    requests[method] = requests.get(method, 0) + 1
-                self._counts["sent"] += len(data)
+                    self.requests[method] = self.requests.get(method, 0) + 1
                 await under_way.put((max(begin, loop.time()) + self._delay, data))
                 if not data:
                     break
@@ -221,7 +185,6 @@ class _Proxy:
     ) -> None:
         while data := await reader.read(_PIECE):
             turn.set()
-            self._counts["received"] += len(data)
             writer.write(data)
             await writer.drain()
 
@@ -231,8 +194,8 @@ async def _serve(host: str, port: int, delay: float) -> None:
     server = await asyncio.start_server(proxy.connect, "127.0.0.1", 0, limit=_PIECE)
     _say(str(server.sockets[0].getsockname()[1]))
     loop = asyncio.get_running_loop()
-    while line := await loop.run_in_executor(None, sys.stdin.readline):
-        _say(proxy.command(line))
+    while await loop.run_in_executor(None, sys.stdin.readline):
+        _say(json.dumps(proxy.requests))
 
 
 def _say(line: str) -> None:
