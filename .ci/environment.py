@@ -54,14 +54,14 @@ def installer(python: Path) -> list[str]:
     """Return the command that installs packages: uv's with pip's settings, or pip's."""
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input"]
     if not run("uv", *pip, "install", "-q", "uv", required=False):
-        return [*pip, "install"]
+        return [*pip, "install", "-q"]
     listed = subprocess.run([*pip, "config", "list"], text=True, stdout=subprocess.PIPE, check=True)
     for key, value in re.findall(
         r"^\S+\.(index-url|extra-index-url|find-links)='(.*)'$", listed.stdout, re.MULTILINE
     ):
         os.environ.setdefault(f"UV_{key.upper().replace('-', '_')}", " ".join(value.split("\\n")))
     os.environ["UV_INDEX_STRATEGY"] = "unsafe-best-match"  # as pip does
-    return [str(python.with_name("uv")), "pip", "install", "--python", str(python)]
+    return [str(python.with_name("uv")), "pip", "install", "-q", "--python", str(python)]
 
 
 def install(python: Path, torch_index: str) -> None:

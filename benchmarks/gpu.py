@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -89,9 +90,9 @@ def rows() -> Iterator[dict[str, Any]]:
     for shards in (1, SHARDS):
         out = torch.empty(1, shards, size // shards, dtype=torch.uint8, device="cuda")
         call = (caches, slots[:1], out, layout, 0, HEADS // shards)
-        took = seconds_of(lambda call=call: ops.gather_kv(*call))
+        took = seconds_of(partial(ops.gather_kv, *call))
         yield row(f"gather, {shards} objects", size, took, "index_select", select)
-        took = seconds_of(lambda call=call: ops.scatter_kv(*call))
+        took = seconds_of(partial(ops.scatter_kv, *call))
         yield row(f"scatter, {shards} objects", size, took, "index_copy_", copy)
 
         piece, heads = size // shards, HEADS // shards
@@ -120,7 +121,7 @@ def rows() -> Iterator[dict[str, Any]]:
             ("store", store, (staging, on_device)),
             ("load", load, (on_device, staging)),
         ):
-            least = seconds_of(lambda ends=ends: copies(*ends))
+            least = seconds_of(partial(copies, *ends))
             yield row(f"{name} {what}", CHUNKS * size, seconds_of(work), "plain copies", least)
 
     # Steps that read 4 GiB of weights each, alone and while chunks are stored.
@@ -128,7 +129,12 @@ def rows() -> Iterator[dict[str, Any]]:
     alone = seconds_of(lambda: weights @ weights[0])
     with ThreadPoolExecutor(1) as threads:
         going = [True]
-        beside = threads.submit(lambda: [store() for _ in iter(lambda: going[0], False)])
+
+        def keep_storing() -> None:
+            while going[0]:
+                store()
+
+        beside = threads.submit(keep_storing)
         took = seconds_of(lambda: weights @ weights[0])
         going[0] = False
         beside.result()
