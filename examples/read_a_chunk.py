@@ -29,15 +29,6 @@ from typing import Any
 from safetensors import deserialize
 
 
-def e4m3(byte: int) -> float:
-    """Return the value of an 8-bit float with 4 bits of exponent and 3 of mantissa."""
-    exponent, mantissa = byte >> 3 & 15, byte & 7
-    if exponent == 15 and mantissa == 7:
-        return math.nan
-    size = mantissa / 8 * 2**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
-    return -size if byte & 128 else size
-
-
 def values(data: bytes, dtype: str) -> Iterable[float]:
     """Return the numbers that `data` encodes."""
     if dtype == "F32":
@@ -49,14 +40,6 @@ def values(data: bytes, dtype: str) -> Iterable[float]:
         wide = bytearray(2 * len(data))
         wide[2::4], wide[3::4] = data[0::2], data[1::2]
         return struct.unpack(f"<{len(data) // 2}f", wide)
-    if dtype == "F8_E5M2":
-        # The upper half of a float16.
-        wide = bytearray(2 * len(data))
-        wide[1::2] = data
-        return struct.unpack(f"<{len(data)}e", wide)
-    if dtype == "F8_E4M3":
-        table = [e4m3(byte) for byte in range(256)]
-        return [table[byte] for byte in data]
     raise SystemExit(f"this program does not know the dtype {dtype}")
 
 

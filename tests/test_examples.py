@@ -324,7 +324,7 @@ def test_disaggregated_leaves_nothing_behind_after_an_interrupt(tmp_path: Path) 
 def test_make_hybrid_model(folder: Path) -> None:
     sys.path.insert(0, str(EXAMPLES / "models"))
     try:
-        from make_hybrid_model import RECIPES, make_hybrid_model
+        from tests.support.make_hybrid_model import RECIPES, make_hybrid_model
     finally:
         sys.path.remove(str(EXAMPLES / "models"))
     for recipe in RECIPES:
@@ -344,7 +344,7 @@ def test_make_hybrid_model(folder: Path) -> None:
 def test_make_model(folder: Path) -> None:
     sys.path.insert(0, str(EXAMPLES / "models"))
     try:
-        from make_model import make_model, recipe_of
+        from examples.models.make_model import make_model, recipe_of
     finally:
         sys.path.remove(str(EXAMPLES / "models"))
     first = make_model(folder / "model", "tiny")

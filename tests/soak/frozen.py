@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "models")]
+sys.path[:0] = [str(ROOT)]
 
-from make_model import RECIPES, make_model
+from examples.models.make_model import RECIPES, make_model
 
 from benchmarks.measure import estimate, median, percentile
 from tests.faults.faultfs import mounted

@@ -41,9 +41,9 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "models")]
+sys.path[:0] = [str(ROOT)]
 
-from make_model import RECIPES, make_model
+from examples.models.make_model import RECIPES, make_model
 from rich.console import Console
 from rich.table import Table
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-import make_model as language
+from examples.models import make_model as language
 import torch
 from safetensors.torch import save_file
 

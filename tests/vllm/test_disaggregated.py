@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from make_hybrid_model import make_hybrid_model
+from tests.support.make_hybrid_model import make_hybrid_model
 
 from tests.faults.faultfs import mounted
 from tests.support.engines import (

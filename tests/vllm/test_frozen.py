@@ -30,8 +30,8 @@ from typing import Any, Final
 
 import pytest
 import torch
-from make_hybrid_model import make_hybrid_model
-from make_model import make_model
+from tests.support.make_hybrid_model import make_hybrid_model
+from examples.models.make_model import make_model
 
 from kvshelf.format.differences import differing_fields
 from kvshelf.format.namespace import Namespace

@@ -2,7 +2,7 @@
 
 What a hit gives is compared to the bit with vLLM's own hit of the same length in memory, and with
 the answers of an engine whose connector does nothing. Models are those of
-``examples/models/make_hybrid_model.py``; what is not marked slow is shared by few engines.
+``tests/support/make_hybrid_model.py``; what is not marked slow is shared by few engines.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from make_hybrid_model import make_hybrid_model
+from tests.support.make_hybrid_model import make_hybrid_model
 
 from tests.support.engines import (
     INERT_CONNECTOR,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from make_hybrid_model import make_hybrid_model
+from tests.support.make_hybrid_model import make_hybrid_model
 
 from tests.server.serve_process import ServeProcess
 from tests.support.engines import (

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-import make_model as language
+from examples.models import make_model as language
 import pytest
 import torch
 

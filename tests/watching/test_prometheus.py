@@ -20,7 +20,7 @@ from tests.support.waiting import until
 from tests.watching.watched import ROOT, Prometheus, finite, prometheus, queries
 
 sys.path.insert(0, str(ROOT / "examples" / "models"))
-from make_model import make_model
+from examples.models.make_model import make_model
 from processes import engine_command, free_port, proxy
 from processes import server as healthy
 
