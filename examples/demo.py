@@ -192,8 +192,6 @@ def main() -> int:
     recipe, dtype = options.recipe or suited[0], options.dtype or suited[1]
     model = make_model(folder / f"model-{recipe}", recipe, replace=True)
     console.print(f"Model: Llama-shaped, random weights, recipe {recipe}, {dtype}", style="dim")
-    if recipe == "tiny" == suited[0]:
-        console.print("This processor is slow: the model and the prompts are small.", style="dim")
     job = {"model": str(model), "recipe": recipe, "dtype": dtype, "shelf": str(shelf)}
     with console.status("Engine 1 starts, and computes 4 prompts …"):
         cold = ask("engine-1", job | {"compute_everything": True}, folder)

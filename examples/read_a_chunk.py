@@ -1,8 +1,8 @@
 """Read objects of a shelf without kvshelf and without vLLM: safetensors and the standard library.
 
 Every object is a plain safetensors file, so every program that reads safetensors can read a shelf.
-This program prints the metadata of an object, and for each layer the shape and norms of K and V,
-or of the parts of its state.
+This program prints the metadata of an object, and for each layer, or each part of its state, the
+shape and the Euclidean norm.
 
     python examples/read_a_chunk.py /tmp/my-shelf            the first object of every namespace,
                                                              of each kind
@@ -10,9 +10,7 @@ or of the parts of its state.
 
 Layouts (see docs/format.md): canonical tensors are ``[2, tokens, heads, head_size]``, K then V. A
 ``cpu-…`` layout keeps blocks as vLLM's CPU backend holds them, ``U8 [blocks, heads, bytes]``: first
-half K, second half V. K may be permuted in there, which changes no norm. A single-content layout
-(MLA) and an opaque one are not split. The state of a layer has a tensor for each of its parts,
-``<layer>.<part>``.
+half K, second half V. The state of a layer has a tensor for each of its parts, ``<layer>.<part>``.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ import re
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from safetensors import deserialize
 
@@ -43,36 +40,6 @@ def values(data: bytes, dtype: str) -> Iterable[float]:
     raise SystemExit(f"this program does not know the dtype {dtype}")
 
 
-def norm(data: bytes, dtype: str) -> float:
-    """Return the Euclidean norm."""
-    return math.sqrt(sum(value * value for value in values(data, dtype)))
-
-
-def halves(data: bytes, pieces: int) -> tuple[bytes, bytes]:
-    """Return the first halves of `pieces` equal pieces, and their second halves."""
-    size = len(data) // pieces
-    half = size // 2
-    starts = range(0, len(data), size)
-    return (
-        b"".join(data[start : start + half] for start in starts),
-        b"".join(data[start + half : start + size] for start in starts),
-    )
-
-
-def describe(layout: str, dtype: str, tensor: dict[str, Any]) -> str:
-    """Return the norms of one layer's tensor in words."""
-    data = bytes(tensor["data"])
-    if layout.startswith("cpu-"):
-        keys, contents = halves(data, math.prod(tensor["shape"][:2]))
-    elif layout == "canonical" and len(tensor["shape"]) == 4:
-        keys, contents = halves(data, 1)
-    elif layout == "canonical":
-        return f"norm {norm(data, dtype):.3f}"
-    else:
-        return "opaque"
-    return f"norm of K {norm(keys, dtype):.3f}, of V {norm(contents, dtype):.3f}"
-
-
 def show(path: Path) -> None:
     """Print what one object holds."""
     raw = path.read_bytes()
@@ -83,24 +50,13 @@ def show(path: Path) -> None:
         print(f"  {name}: {value}")
     # A namespace folder describes itself; an object lies two folders below.
     namespace = json.loads((path.parents[2] / "namespace.json").read_text())
-    layers = dict(
-        zip(
-            namespace["layer_names"],
-            zip(namespace["layer_dtypes"], namespace["layouts"], strict=True),
-            strict=True,
-        )
-    )
+    layers = dict(zip(namespace["layer_names"], namespace["layer_dtypes"], strict=True))
     # A shard holds the layers of its kind in one pipeline stage.
     for name, tensor in deserialize(raw):
-        if metadata.get("kind") == "state":
-            text = f"norm {norm(bytes(tensor['data']), tensor['dtype']):.3f}"
-            print(f"  {name}: {tensor['dtype']} {tensor['shape']}, {text}")
-            continue
-        dtype, layout = layers[name]
-        print(
-            f"  {name}: {tensor['dtype']} {tensor['shape']}, layout {layout},"
-            f" {describe(layout, dtype, tensor)}"
-        )
+        # The layouts of engines are bytes of numbers of the layer's dtype.
+        dtype = layers.get(name) if tensor["dtype"] == "U8" else tensor["dtype"]
+        norm = math.sqrt(sum(value * value for value in values(bytes(tensor["data"]), dtype)))
+        print(f"  {name}: {tensor['dtype']} {tensor['shape']}, norm {norm:.3f}")
 
 
 def objects(path: Path) -> Iterator[Path]:
