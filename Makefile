@@ -85,7 +85,7 @@ test-orders: venv  ## tests with threads in SEEDS other orders (20)
 # The order of sets decides in which order threads are woken: tests repeat a run only with the same hashes.
 test test-fast test-all test-orders: export PYTHONHASHSEED := 0
 
-EXAMPLES := $(addprefix tests/test_examples.py::test_,demo prompts_that_share_a_document prefill_then_decode read_a_chunk)
+EXAMPLES := $(addprefix tests/test_examples.py::test_,demo prompts_that_share_a_document)
 .PHONY: test-held-back
 test-held-back: venv  ## tests of engines as if without AVX-512, and as if without bfloat16 and AMX
 	@for processor in avx2 avx512; do echo "as if the processor were one with $$processor"; \

@@ -35,7 +35,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from examples.models.make_model import make_model
-
 from tests.soak.soak import (
     SETTINGS,
     Client,

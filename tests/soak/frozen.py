@@ -25,9 +25,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from examples.models.make_model import RECIPES, make_model
-
 from benchmarks.measure import estimate, median, percentile
+from examples.models.make_model import RECIPES, make_model
 from tests.faults.faultfs import mounted
 from tests.support.engines import INERT_CONNECTOR, SHELF_CONNECTOR, Answer, Engine
 

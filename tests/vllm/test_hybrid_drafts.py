@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.make_hybrid_model import RECIPES, make_hybrid_model
 
 from tests.support.engines import (
     INERT_CONNECTOR,
@@ -26,6 +25,7 @@ from tests.support.engines import (
     assert_same,
 )
 from tests.support.fleet import Engines, MakePrompt
+from tests.support.make_hybrid_model import RECIPES, make_hybrid_model
 from tests.support.waiting import until
 from tests.vllm.eagle_model import make_eagle3
 from tests.vllm.hybrid_files import HybridFiles, read_state

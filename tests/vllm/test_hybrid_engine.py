@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.make_hybrid_model import make_hybrid_model
 
 from tests.support.engines import (
     INERT_CONNECTOR,
@@ -27,6 +26,7 @@ from tests.support.engines import (
     assert_same_up_to_ties,
 )
 from tests.support.fleet import PATIENT, Ask, Engines, MakePrompt, of_ranks
+from tests.support.make_hybrid_model import make_hybrid_model
 from tests.support.variants import variants
 from tests.support.waiting import until
 from tests.vllm.hybrid_files import HybridFiles, forge

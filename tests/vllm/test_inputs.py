@@ -135,9 +135,10 @@ def test_names_are_found_however_they_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_file_that_an_engine_opens_has_a_row(tmp_path: Path, ledger: dict[str, Any]) -> None:
-    from examples.models.make_model import make_model
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
+
+    from examples.models.make_model import make_model
 
     model = make_model(tmp_path / "model", "tiny")
     words = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
