@@ -24,7 +24,6 @@ from kvshelf import ChunkCache, Shelf
 from kvshelf.backends import Properties, StatResult, open_backend
 from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.cli.app import app
-from kvshelf.format.names import parse_namespace_folder
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.sources import BlobKV
 from kvshelf.shelf.shelf import open_shelf
@@ -41,17 +40,12 @@ URL = f"s3://{BUCKET}/kv"
 CHUNKS = 24
 
 
-def documented(section: str) -> dict[str, Any]:
-    """The first JSON of a section of the documentation."""
-    found = re.search(rf"### {section}\n.*?```json\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert found is not None
-    content: dict[str, Any] = json.loads(found[1].replace(":::BUCKET", f":::{BUCKET}"))
-    return content
-
-
 def policy(rights: int) -> dict[str, Any]:
     """The policy with the first of its rights: two to load, three to store, four to delete."""
-    return {"Statement": documented("Rights")["Statement"][:rights]}
+    found = re.search(r"### Rights\n.*?```json\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert found is not None
+    content = json.loads(found[1].replace(":::BUCKET", f":::{BUCKET}"))
+    return {"Statement": content["Statement"][:rights]}
 
 
 def allows(of: dict[str, Any], method: str, place: str) -> bool:
@@ -194,20 +188,6 @@ def test_deleting_takes_one_more_right(server: S3Server, log: Log) -> None:
     # All objects are deleted by one request. None is looked at: the listing is seconds old.
     assert [method for method, _ in refused] == ["POST"]
     assert not [place for method, place in asked["--yes"] if method == "HEAD" and "-0of" in place]
-
-
-def test_the_lifecycle_rules_can_be_set_and_expire_no_shared_prefix(server: S3Server) -> None:
-    rules = documented("Lifecycle rules")
-    client = server.client()
-    client.put_bucket_lifecycle_configuration(Bucket=BUCKET, LifecycleConfiguration=rules)
-    found = client.get_bucket_lifecycle_configuration(Bucket=BUCKET)["Rules"]
-    assert [rule["ID"] for rule in found] == [rule["ID"] for rule in rules["Rules"]]
-    for rule in rules["Rules"]:
-        if "Expiration" in rule:
-            # A whole namespace, never a part of one: hits would end in the middle of prompts.
-            folder = rule["Filter"]["Prefix"].removeprefix("kv/")
-            assert parse_namespace_folder(folder.rstrip("/")) and folder.endswith("/")
-    client.delete_bucket_lifecycle(Bucket=BUCKET)
 
 
 class Answering(WrappedBackend):
