@@ -22,11 +22,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import timeit
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from models.make_model import RECIPES, make_model
@@ -34,65 +33,43 @@ from rich.console import Console
 from rich.table import Table
 
 CHUNK = 256
-DTYPES = ("bfloat16", "float32")
-ANSWER = 8
 DOCUMENT = {"demo": 4096, "tiny": 1024}
 # With random weights two next tokens can be nearly tied, and then rounding, which differs between
 # kinds of processors and sizes of batches, picks one. No answer to these questions is such a tie:
 # the best token is at least 0.37 nats ahead.
 QUESTIONS = {"demo": (14, 12, 1, 2), "tiny": (23, 5, 3, 17)}
-#: Floating-point operations of the first token of one prompt of the larger model, about, and how
-#: many seconds they may take: four prompts and two engines then end within three minutes.
-DEMO_OPERATIONS = 0.7e12
-DEMO_SECONDS = 20.0
+#: With the larger model four prompts and two engines end within three minutes where a processor
+#: multiplies two matrices of 1024 × 1024 in this time.
+FAST_SECONDS = 0.06
 
 
 def make_prompts(recipe: str) -> tuple[list[int], list[list[int]]]:
     """Return (a prompt to warm up with, prompts that share a document but are not equal)."""
-    vocab = RECIPES[recipe].vocab
 
     def tokens(seed: int, count: int) -> list[int]:
         generator = random.Random(seed)
-        return [generator.randrange(2, vocab) for _ in range(count)]
+        return [generator.randrange(2, RECIPES[recipe].vocab) for _ in range(count)]
 
     document = tokens(0, DOCUMENT[recipe])
     questions = [tokens(seed, 20 + 4 * place) for place, seed in enumerate(QUESTIONS[recipe])]
     return tokens(-1, 200), [document + question for question in questions]
 
 
-def operations_per_second(dtype: torch.dtype) -> float:
-    """Measure how fast this machine multiplies matrices as the model has them."""
-    left, right = torch.ones(512, 512, dtype=dtype), torch.ones(512, 1024, dtype=dtype)
-    left @ right
-    times = []
-    for _ in range(7):
-        started = time.perf_counter()
-        left @ right
-        times.append(time.perf_counter() - started)
-    return 2 * 512 * 512 * 1024 / min(times)
-
-
 def suited_to_this_machine() -> tuple[str, str]:
     """Return the model and the dtype that answer the demo's prompts in reasonable time here."""
-    speeds = {name: operations_per_second(getattr(torch, name)) for name in DTYPES}
+
+    def seconds(dtype: torch.dtype) -> float:
+        matrix = torch.ones(1024, 1024, dtype=dtype)
+        return min(timeit.repeat(lambda: matrix @ matrix, number=1, repeat=5))
+
+    half, single = seconds(torch.bfloat16), seconds(torch.float32)
+    recipe = "demo" if min(half, single) < FAST_SECONDS else "tiny"
     # Processors with bfloat16 instructions are faster with them, others several times slower.
-    dtype = "float32" if speeds["float32"] > 2 * speeds["bfloat16"] else "bfloat16"
-    slow = DEMO_OPERATIONS / speeds[dtype] > DEMO_SECONDS
-    return "tiny" if slow else "demo", dtype
+    return recipe, "float32" if half > 2 * single else "bfloat16"
 
 
-# The engine's side: a process of its own for each engine.
-
-
-def run_engine(job: dict[str, Any], report: TextIO) -> None:
-    """Start an engine, answer the prompts one after the other, and end.
-
-    `report` gets a line of JSON when the engine is ready and one for each answer.
-    """
-
-    def tell(**message: Any) -> None:
-        print(json.dumps(message), file=report, flush=True)
-
+def run_engine(job: dict[str, Any]) -> None:
+    """Be an engine: answer the prompts one after the other, and write the answers to a file."""
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
@@ -102,7 +79,7 @@ def run_engine(job: dict[str, Any], report: TextIO) -> None:
         skip_tokenizer_init=True,
         enforce_eager=True,
         disable_log_stats=False,
-        max_model_len=RECIPES[job["recipe"]].max_position,
+        max_model_len=8192,
         kv_cache_memory_bytes=512 << 20,
         gpu_memory_utilization=0.1,
         kv_transfer_config=KVTransferConfig(
@@ -119,110 +96,60 @@ def run_engine(job: dict[str, Any], report: TextIO) -> None:
             },
         ),
     )
-    params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    warm_up, prompts = make_prompts(job["recipe"])
     # It waits until the engine knows what its weights are called on the shelf. Requests that must
     # not read any cache don't: a small model has answered them all before.
-    llm.generate({"prompt_token_ids": job["warm_up"]}, params, use_tqdm=False)
+    llm.generate({"prompt_token_ids": warm_up}, params, use_tqdm=False)
     params.skip_reading_prefix_cache = job["compute_everything"]
-    tell(ready=True)
-    for prompt in job["prompts"]:
+    answers = []
+    for prompt in prompts:
         llm.reset_prefix_cache()
         [output] = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
-        tell(
-            tokens=list(output.outputs[0].token_ids),
-            loaded=output.num_cached_tokens,
-            ttft=output.metrics.first_token_latency,
+        answers.append(
+            {
+                "tokens": list(output.outputs[0].token_ids),
+                "loaded": output.num_cached_tokens,
+                "ttft": output.metrics.first_token_latency,
+            }
         )
+    Path(job["answers"]).write_text(json.dumps(answers))
 
 
-# The demo's side
-
-
-class EngineFailedError(RuntimeError):
-    """An engine's process ended before it had answered all prompts."""
-
-
-@contextmanager
-def engine_process(job: dict[str, Any], log: Path) -> Iterator[TextIO]:
-    """Run :func:`run_engine` in a new process; yields the file of its reports."""
-    reading, writing = os.pipe()
-    environment = {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_COLOR": "0",
-    }
-    with log.open("wb") as output, os.fdopen(reading) as reports:
-        process = subprocess.Popen(
-            [sys.executable, __file__, "--engine", str(writing)],
-            stdin=subprocess.PIPE,
+def ask(name: str, job: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """Have a new engine, a process of its own, answer all prompts."""
+    log, answers = folder / f"{name}.log", folder / f"{name}.json"
+    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_COLOR": "0"}
+    with log.open("wb") as output:
+        engine = subprocess.Popen(
+            [sys.executable, __file__, "--engine", json.dumps(job | {"answers": str(answers)})],
+            stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            pass_fds=[writing],
-            env=environment,
+            env=os.environ | quiet,
             start_new_session=True,
         )
-        os.close(writing)
-        assert process.stdin is not None
         try:
-            with process.stdin:
-                process.stdin.write(json.dumps(job).encode())
-            yield reports
-            process.wait(60)
+            code = engine.wait()
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+                os.killpg(engine.pid, signal.SIGKILL)
+    if code:
+        print("\n".join(log.read_text(errors="replace").splitlines()[-15:]))
+        print(f"{name} failed; all of its log is in {log}")
+        sys.exit(2)
+    return json.loads(answers.read_text())
 
 
-def ask(console: Console, name: str, job: dict[str, Any], log: Path) -> list[dict[str, Any]]:
-    """Have a new engine answer all prompts, and show how far it is."""
-    answers: list[dict[str, Any]] = []
-    total = len(job["prompts"])
-    started = time.monotonic()
-    with console.status(f"{name} is starting …") as status, engine_process(job, log) as reports:
-        for line in reports:
-            report = json.loads(line)
-            if "ready" in report:
-                seconds = time.monotonic() - started
-                console.print(f"{name} is ready after {seconds:.0f} s", style="dim")
-            else:
-                answers.append(report)
-            status.update(f"{name} answers prompt {min(len(answers) + 1, total)} of {total} …")
-            if len(answers) == total:
-                status.update(f"{name} stops …")
-    if len(answers) < total:
-        end = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-        raise EngineFailedError(f"{end}\n{name} failed; all of its log is in {log}")
-    return answers
-
-
-def shelf_content(shelf: Path) -> tuple[int, int]:
-    """Return number and bytes of the objects on a shelf."""
-    sizes = [path.stat().st_size for path in shelf.rglob("*.safetensors")]
-    return len(sizes), sum(sizes)
-
-
-def show(
-    console: Console,
-    prompts: list[list[int]],
-    cold: list[dict[str, Any]],
-    warm: list[dict[str, Any]],
-    shelf: Path,
-) -> bool:
+def show(console: Console, recipe: str, cold: list[Any], warm: list[Any]) -> bool:
     """Print the table; returns whether everything was as it should be."""
+    prompts = make_prompts(recipe)[1]
     table = Table(title="Time to first token (TTFT)", title_justify="left")
-    table.add_column("prompt", justify="right")
-    table.add_column("prompt tokens", justify="right")
-    table.add_column("tokens from the shelf", justify="right")
-    table.add_column("TTFT cold\nengine 1", justify="right")
-    table.add_column("TTFT warm\nengine 2", justify="right")
-    table.add_column("faster", justify="right")
-    table.add_column("output equal", justify="center")
-    equal = True
+    for title in ("prompt", "prompt tokens", "tokens from the shelf"):
+        table.add_column(title, justify="right")
+    for title in ("TTFT cold\nengine 1", "TTFT warm\nengine 2", "faster", "output equal"):
+        table.add_column(title, justify="right")
     for number, (prompt, before, after) in enumerate(zip(prompts, cold, warm, strict=True), 1):
-        same = before["tokens"] == after["tokens"]
-        equal &= same
         table.add_row(
             str(number),
             f"{len(prompt):,}",
@@ -230,17 +157,15 @@ def show(
             f"{before['ttft'] * 1000:,.0f} ms",
             f"{after['ttft'] * 1000:,.0f} ms",
             f"{before['ttft'] / after['ttft']:.0f} ×",
-            "[green]yes[/]" if same else "[red]no[/]",
+            "[green]yes[/]" if before["tokens"] == after["tokens"] else "[red]no[/]",
         )
     console.print(table)
-    objects, size = shelf_content(shelf)
-    console.print(f"On the shelf: {objects} objects, {size / 1e6:,.1f} MB ({shelf})")
-    expected = min(len(prompt) for prompt in prompts) // CHUNK * CHUNK
-    loaded = all(answer["loaded"] >= expected for answer in warm)
-    if not loaded:
-        console.print("[red]Less was loaded from the shelf than had been stored.[/]")
+    equal = all(one["tokens"] == other["tokens"] for one, other in zip(cold, warm, strict=True))
     if not equal:
         console.print("[red]The answers are not equal.[/]")
+    loaded = all(answer["loaded"] >= DOCUMENT[recipe] for answer in warm)
+    if not loaded:
+        console.print("[red]Less was loaded from the shelf than had been stored.[/]")
     return equal and loaded
 
 
@@ -248,54 +173,34 @@ def main() -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(description="Two vLLM engines, one shelf.")
     parser.add_argument("--folder", type=Path, default=Path(".demo"), help="for model, shelf, logs")
-    parser.add_argument(
-        "--recipe", choices=sorted(DOCUMENT), help="which model; default: what suits this machine"
-    )
-    parser.add_argument("--dtype", choices=DTYPES, help="default: the one that is faster here")
-    parser.add_argument("--engine", type=int, metavar="FD", help=argparse.SUPPRESS)
+    parser.add_argument("--recipe", choices=DOCUMENT, help="default: what suits this machine")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: the faster one")
+    parser.add_argument("--engine", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.engine is not None:
-        with os.fdopen(options.engine, "w") as report:
-            run_engine(json.load(sys.stdin), report)
+    if options.engine:
+        run_engine(options.engine)
         return 0
+    # So that engines end with this process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
     console = Console(highlight=False)
     folder: Path = options.folder.absolute()
     shelf = folder / "shelf"
     # An old shelf would make the first engine warm.
     shutil.rmtree(shelf, ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
     suited = suited_to_this_machine()
     recipe, dtype = options.recipe or suited[0], options.dtype or suited[1]
-    with console.status("making a model with random weights …"):
-        model = make_model(folder / f"model-{recipe}", recipe, replace=True)
-    millions = RECIPES[recipe].parameters / 1e6
-    console.print(f"Model: Llama-shaped, {millions:.1f} M random parameters, {dtype}", style="dim")
-    if (recipe, dtype) != ("demo", "bfloat16") and (recipe, dtype) == suited:
-        console.print(
-            "This processor computes slowly with bfloat16"
-            + (" and float32: the model and the prompts are small." if recipe == "tiny" else ".")
-            + (" The engines compute with float32." if dtype == "float32" else ""),
-            style="dim",
-        )
-    warm_up, prompts = make_prompts(recipe)
-    job = {
-        "model": str(model),
-        "recipe": recipe,
-        "dtype": dtype,
-        "shelf": str(shelf),
-        "warm_up": warm_up,
-        "prompts": prompts,
-    }
-    try:
-        cold = ask(console, "Engine 1", job | {"compute_everything": True}, folder / "engine-1.log")
-        warm = ask(
-            console, "Engine 2", job | {"compute_everything": False}, folder / "engine-2.log"
-        )
-    except EngineFailedError as error:
-        console.print(str(error), style="red", markup=False)
-        return 2
-    return 0 if show(console, prompts, cold, warm, shelf) else 1
+    model = make_model(folder / f"model-{recipe}", recipe, replace=True)
+    console.print(f"Model: Llama-shaped, random weights, recipe {recipe}, {dtype}", style="dim")
+    job = {"model": str(model), "recipe": recipe, "dtype": dtype, "shelf": str(shelf)}
+    with console.status("Engine 1 starts, and computes 4 prompts …"):
+        cold = ask("engine-1", job | {"compute_everything": True}, folder)
+    with console.status("Engine 2 starts, and answers the same prompts …"):
+        warm = ask("engine-2", job | {"compute_everything": False}, folder)
+    good = show(console, recipe, cold, warm)
+    objects = [path.stat().st_size for path in shelf.rglob("*.safetensors")]
+    console.print(f"On the shelf: {len(objects)} objects, {sum(objects) / 1e6:,.1f} MB ({shelf})")
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

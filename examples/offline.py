@@ -33,7 +33,7 @@ def main() -> None:
     shelf = options.shelf and KVTransferConfig(
         kv_connector="KVShelfConnector",
         kv_role="kv_both",
-        kv_connector_extra_config={"shared_storage_path": str(Path(options.shelf).absolute())},
+        kv_connector_extra_config={"shared_storage_path": options.shelf},
     )
 
     llm = LLM(

@@ -1,8 +1,8 @@
 """Read objects of a shelf without kvshelf and without vLLM: safetensors and the standard library.
 
 Every object is a plain safetensors file, so every program that reads safetensors can read a shelf.
-This program prints the metadata of an object, and for each layer the shape and norms of K and V,
-or of the parts of its state.
+This program prints the metadata of an object, and for each layer, or each part of its state, the
+shape and the Euclidean norm.
 
     python examples/read_a_chunk.py /tmp/my-shelf            the first object of every namespace,
                                                              of each kind
@@ -10,9 +10,7 @@ or of the parts of its state.
 
 Layouts (see docs/format.md): canonical tensors are ``[2, tokens, heads, head_size]``, K then V. A
 ``cpu-…`` layout keeps blocks as vLLM's CPU backend holds them, ``U8 [blocks, heads, bytes]``: first
-half K, second half V. K may be permuted in there, which changes no norm. A single-content layout
-(MLA) and an opaque one are not split. The state of a layer has a tensor for each of its parts,
-``<layer>.<part>``.
+half K, second half V. The state of a layer has a tensor for each of its parts, ``<layer>.<part>``.
 """
 
 from __future__ import annotations
@@ -24,18 +22,8 @@ import re
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from safetensors import deserialize
-
-
-def e4m3(byte: int) -> float:
-    """Return the value of an 8-bit float with 4 bits of exponent and 3 of mantissa."""
-    exponent, mantissa = byte >> 3 & 15, byte & 7
-    if exponent == 15 and mantissa == 7:
-        return math.nan
-    size = mantissa / 8 * 2**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
-    return -size if byte & 128 else size
 
 
 def values(data: bytes, dtype: str) -> Iterable[float]:
@@ -49,45 +37,7 @@ def values(data: bytes, dtype: str) -> Iterable[float]:
         wide = bytearray(2 * len(data))
         wide[2::4], wide[3::4] = data[0::2], data[1::2]
         return struct.unpack(f"<{len(data) // 2}f", wide)
-    if dtype == "F8_E5M2":
-        # The upper half of a float16.
-        wide = bytearray(2 * len(data))
-        wide[1::2] = data
-        return struct.unpack(f"<{len(data)}e", wide)
-    if dtype == "F8_E4M3":
-        table = [e4m3(byte) for byte in range(256)]
-        return [table[byte] for byte in data]
     raise SystemExit(f"this program does not know the dtype {dtype}")
-
-
-def norm(data: bytes, dtype: str) -> float:
-    """Return the Euclidean norm."""
-    return math.sqrt(sum(value * value for value in values(data, dtype)))
-
-
-def halves(data: bytes, pieces: int) -> tuple[bytes, bytes]:
-    """Return the first halves of `pieces` equal pieces, and their second halves."""
-    size = len(data) // pieces
-    half = size // 2
-    starts = range(0, len(data), size)
-    return (
-        b"".join(data[start : start + half] for start in starts),
-        b"".join(data[start + half : start + size] for start in starts),
-    )
-
-
-def describe(layout: str, dtype: str, tensor: dict[str, Any]) -> str:
-    """Return the norms of one layer's tensor in words."""
-    data = bytes(tensor["data"])
-    if layout.startswith("cpu-"):
-        keys, contents = halves(data, math.prod(tensor["shape"][:2]))
-    elif layout == "canonical" and len(tensor["shape"]) == 4:
-        keys, contents = halves(data, 1)
-    elif layout == "canonical":
-        return f"norm {norm(data, dtype):.3f}"
-    else:
-        return "opaque"
-    return f"norm of K {norm(keys, dtype):.3f}, of V {norm(contents, dtype):.3f}"
 
 
 def show(path: Path) -> None:
@@ -100,24 +50,13 @@ def show(path: Path) -> None:
         print(f"  {name}: {value}")
     # A namespace folder describes itself; an object lies two folders below.
     namespace = json.loads((path.parents[2] / "namespace.json").read_text())
-    layers = dict(
-        zip(
-            namespace["layer_names"],
-            zip(namespace["layer_dtypes"], namespace["layouts"], strict=True),
-            strict=True,
-        )
-    )
+    layers = dict(zip(namespace["layer_names"], namespace["layer_dtypes"], strict=True))
     # A shard holds the layers of its kind in one pipeline stage.
     for name, tensor in deserialize(raw):
-        if metadata.get("kind") == "state":
-            text = f"norm {norm(bytes(tensor['data']), tensor['dtype']):.3f}"
-            print(f"  {name}: {tensor['dtype']} {tensor['shape']}, {text}")
-            continue
-        dtype, layout = layers[name]
-        print(
-            f"  {name}: {tensor['dtype']} {tensor['shape']}, layout {layout},"
-            f" {describe(layout, dtype, tensor)}"
-        )
+        # The layouts of engines are bytes of numbers of the layer's dtype.
+        dtype = layers.get(name) if tensor["dtype"] == "U8" else tensor["dtype"]
+        norm = math.sqrt(sum(value * value for value in values(bytes(tensor["data"]), dtype)))
+        print(f"  {name}: {tensor['dtype']} {tensor['shape']}, norm {norm:.3f}")
 
 
 def objects(path: Path) -> Iterator[Path]:

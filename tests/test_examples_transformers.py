@@ -72,12 +72,12 @@ def test_the_example_runs_and_another_process_finds_its_shelf(
     output = subprocess.run(
         command, check=True, capture_output=True, text=True, cwd=tmp_path
     ).stdout
-    assert "first:     0 of 600" in output
-    assert "second:   512 of 600" in output
+    assert "first: 0 of 600" in output
+    assert "second: 512 of 600" in output
     assert "the answers are equal: True" in output
     model, facts = example.load(checkpoint)
     prompt = random.Random(0).choices(range(2, 4096), k=600)
     with example.ChunkCache.open(example.Config(shared_storage_path=shelf), facts) as cache:
         answer = example.generate(model, cache, prompt, 20)
     assert answer.hit == 512
-    assert f"answer {answer.tokens[:8]}" in output
+    assert f"answer {answer.tokens}" in output

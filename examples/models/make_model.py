@@ -18,13 +18,13 @@ Run it: ``python examples/models/make_model.py build/models/demo --recipe demo``
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import os
 import shutil
-import uuid
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from safetensors.torch import save_file
 RECIPE_FILE = "made_by.json"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Recipe:
     """The shape and the statistics of one model.
 
@@ -42,6 +42,8 @@ class Recipe:
     ----------
     layers, hidden, intermediate, heads, kv_heads, head_size, vocab, max_position
         The usual dimensions of a Llama model; sizes are in elements, ``max_position`` in tokens.
+    dtype : str
+        In which the model computes; its weights are bf16 in any case.
     score_std : float
         Standard deviation of the attention scores before the softmax. The larger, the fewer tokens
         of the prefix share a head's attention.
@@ -53,71 +55,29 @@ class Recipe:
         Standard deviation of the logits of the speakers, in nats.
     speakers : int
         Number of tokens that are ever said. Among fewer the best is further ahead of the next.
-    dtype : str
-        In which the model computes; its weights are bf16 in any case.
     """
 
     layers: int
     hidden: int
     intermediate: int
     heads: int
-    kv_heads: int
     head_size: int
     vocab: int
-    max_position: int
-    score_std: float
-    first_gain: float
-    later_gain: float
-    logit_std: float
-    speakers: int
     dtype: str = "bfloat16"
+    score_std: float = 3.0
+    kv_heads: int = 2
+    max_position: int = 8192
+    first_gain: float = 2.0
+    later_gain: float = 0.08
+    logit_std: float = 4.0
+    speakers: int = 256
 
-    @property
-    def parameters(self) -> int:
-        """Number of weights."""
-        attention = self.hidden * self.head_size * (2 * self.heads + 2 * self.kv_heads)
-        mlp = 3 * self.hidden * self.intermediate
-        norms = 2 * self.hidden
-        return 2 * self.vocab * self.hidden + self.layers * (attention + mlp + norms) + self.hidden
 
-
-_DEMO = Recipe(
-    layers=12,
-    hidden=512,
-    intermediate=2560,
-    heads=4,
-    kv_heads=2,
-    head_size=128,
-    vocab=32000,
-    max_position=8192,
-    score_std=3.0,
-    first_gain=2.0,
-    later_gain=0.08,
-    logit_std=4.0,
-    speakers=256,
-)
-
-RECIPES: dict[str, Recipe] = {
-    "tiny": Recipe(
-        layers=2,
-        hidden=256,
-        intermediate=512,
-        heads=4,
-        kv_heads=2,
-        head_size=64,
-        vocab=4096,
-        max_position=8192,
-        score_std=4.0,
-        first_gain=2.0,
-        later_gain=0.08,
-        logit_std=4.0,
-        speakers=256,
-    ),
-    "demo": _DEMO,
+RECIPES = {
+    "tiny": Recipe(2, 256, 512, heads=4, head_size=64, vocab=4096, score_std=4.0),
+    "demo": Recipe(12, 512, 2560, heads=4, head_size=128, vocab=32000),
     # On processors without arithmetic in bf16, as fast as "demo" is on others.
-    "small": dataclasses.replace(
-        _DEMO, layers=8, hidden=256, intermediate=1280, heads=2, head_size=64, dtype="float32"
-    ),
+    "small": Recipe(8, 256, 1280, heads=2, head_size=64, vocab=32000, dtype="float32"),
 }
 
 
@@ -188,8 +148,6 @@ def make_model(
 ) -> Path:
     """Make the model in ``folder``, unless it is already there.
 
-    The folder appears whole or not at all: files are written next to it, then renamed.
-
     Parameters
     ----------
     folder : path
@@ -210,30 +168,21 @@ def make_model(
 
     Raises
     ------
-    ValueError
-        If the recipe is unknown.
     FileExistsError
         If the folder holds something else and ``replace`` was not given.
     """
-    if recipe not in RECIPES:
-        raise ValueError(f"unknown recipe {recipe!r}: choose one of {', '.join(sorted(RECIPES))}")
     shape, folder = RECIPES[recipe], Path(folder)
     made_by = {"recipe": asdict(shape), "seed": seed, "tokenizer": tokenizer}
     if folder.exists():
-        note = folder / RECIPE_FILE
-        if note.exists() and json.loads(note.read_text()) == made_by:
+        if _made_by(folder) == made_by:
             return folder
         if not replace:
             raise FileExistsError(
                 f"{folder} holds something other than recipe {recipe!r} with seed {seed}: "
                 "give another folder, delete it, or ask for replace"
             )
-
-    def add_tokenizer(temporary: Path) -> None:
-        if tokenizer:
-            _write_tokenizer(temporary, shape)
-
-    write_checkpoint(folder, _weights(shape, seed), _config(shape), made_by, add_tokenizer)
+    add_files = _write_tokenizer if tokenizer else lambda _: None
+    write_checkpoint(folder, _weights(shape, seed), _config(shape), made_by, add_files)
     return folder
 
 
@@ -245,12 +194,16 @@ def recipe_of(folder: Path) -> str:
     ValueError
         If the model was made otherwise.
     """
-    note = folder / RECIPE_FILE
-    made_by = json.loads(note.read_text()) if note.exists() else {}
     for name, shape in RECIPES.items():
-        if made_by.get("recipe") == asdict(shape):
+        if _made_by(folder).get("recipe") == asdict(shape):
             return name
     raise ValueError(f"{folder} was not made by a recipe of this script: {', '.join(RECIPES)}")
+
+
+def _made_by(folder: Path) -> dict[str, object]:
+    """Return what a checkpoint is made of, or nothing where that is not known."""
+    note = folder / RECIPE_FILE
+    return json.loads(note.read_text()) if note.exists() else {}
 
 
 def write_checkpoint(
@@ -274,29 +227,22 @@ def write_checkpoint(
     add_files : Callable
         Writes further files into the folder that it is given.
     """
-    temporary = folder.parent / f".{folder.name}.{uuid.uuid4().hex}.tmp"
-    temporary.mkdir(parents=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
     try:
+        temporary.chmod(0o755)
         save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
         (temporary / "config.json").write_text(json.dumps(config, indent=2))
         add_files(temporary)
         (temporary / RECIPE_FILE).write_text(json.dumps(made_by, indent=2))
-        if folder.exists():
-            for file in temporary.iterdir():
-                file.replace(folder / file.name)
-        else:
-            _rename(temporary, folder)
+        # Where the folder is there, perhaps of another process just now, its files are replaced.
+        with suppress(OSError):
+            temporary.rename(folder)
+            return
+        for file in temporary.iterdir():
+            file.replace(folder / file.name)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _rename(temporary: Path, folder: Path) -> None:
-    """Rename, unless another process has just made the same model."""
-    try:
-        temporary.rename(folder)
-    except OSError:
-        if not (folder / RECIPE_FILE).exists():
-            raise
 
 
 def _config(recipe: Recipe) -> dict[str, object]:
@@ -324,32 +270,24 @@ def _config(recipe: Recipe) -> dict[str, object]:
     }
 
 
-def _write_tokenizer(folder: Path, recipe: Recipe) -> None:
+def _write_tokenizer(folder: Path) -> None:
     """Write a tokenizer with one token for each byte, after BOS and EOS."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<s>": 0, "</s>": 1} | {
-        character: number + 2 for number, character in enumerate(alphabet)
-    }
-    if len(vocabulary) > recipe.vocab:
-        raise ValueError(f"a vocabulary of {recipe.vocab} is too small for bytes")
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    names = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={name: at for at, name in enumerate(names)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "</s>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(
-            {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "bos_token": "<s>",
-                "eos_token": "</s>",
-                "model_max_length": recipe.max_position,
-                "clean_up_tokenization_spaces": False,
-            }
-        )
-    )
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "model_max_length": Recipe.max_position,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 def main() -> None:
@@ -360,15 +298,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tokenizer", action="store_true", help="add a byte-level tokenizer")
     parser.add_argument("--replace", action="store_true", help="overwrite other weights in place")
-    options = parser.parse_args()
-    folder = make_model(
-        options.folder,
-        options.recipe,
-        seed=options.seed,
-        tokenizer=options.tokenizer,
-        replace=options.replace,
-    )
-    print(f"{folder}: {RECIPES[options.recipe].parameters / 1e6:.1f} M parameters")
+    print(make_model(**vars(parser.parse_args())))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The policies of ``examples/s3``: what kvshelf asks of S3, and no more.
+"""The policy of docs/storage.md: what kvshelf asks of S3, and no more.
 
 A server logs every request. Whether a policy allows it is decided here, by action, resource and
 condition; the prefix of a request about one object is its key, as S3 has it.
@@ -24,8 +24,6 @@ from kvshelf import ChunkCache, Shelf
 from kvshelf.backends import Properties, StatResult, open_backend
 from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.cli.app import app
-from kvshelf.config import Config
-from kvshelf.format.names import parse_namespace_folder
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.sources import BlobKV
 from kvshelf.shelf.shelf import open_shelf
@@ -37,15 +35,17 @@ pytest.importorskip("moto", reason="moto is missing: pip install 'moto[server]'"
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "s3"
+PAGE = Path(__file__).parents[2] / "docs" / "storage.md"
 URL = f"s3://{BUCKET}/kv"
 CHUNKS = 24
 
 
-def policy(name: str) -> dict[str, Any]:
-    text = (EXAMPLES / name).read_text()
-    found: dict[str, Any] = json.loads(text.replace(":::BUCKET", f":::{BUCKET}"))
-    return found
+def policy(rights: int) -> dict[str, Any]:
+    """The policy with the first of its rights: two to load, three to store, four to delete."""
+    found = re.search(r"### Rights\n.*?```json\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert found is not None
+    content = json.loads(found[1].replace(":::BUCKET", f":::{BUCKET}"))
+    return {"Statement": content["Statement"][:rights]}
 
 
 def allows(of: dict[str, Any], method: str, place: str) -> bool:
@@ -150,7 +150,7 @@ def test_the_policies_allow_exactly_what_is_asked_for(
         assert result.exit_code == 0, result.output
     requests = log.take()
     assert {status for _, _, status in requests} <= {200, 206, 404, 412}
-    storing, loading = policy("policy-store.json"), policy("policy-load.json")
+    storing, loading = policy(3), policy(2)
     refused = [(m, p) for m, p, _ in requests if not allows(storing, m, p)]
     assert refused == []
     # None of it can be left out, and engines that only load need all but the right to store.
@@ -181,46 +181,13 @@ def test_deleting_takes_one_more_right(server: S3Server, log: Log) -> None:
         # Its description stays, which is more than one byte.
         assert result.exit_code == 1, result.output
         asked[arguments[-1]] = [(m, p.replace("kv-swept", "kv")) for m, p, _ in log.take()]
-    loading, storing, sweeping = map(
-        policy, ("policy-load.json", "policy-store.json", "policy-sweep.json")
-    )
+    loading, storing, sweeping = map(policy, (2, 3, 4))
     assert all(allows(loading, *request) for request in asked[url])
     assert [request for request in asked["--yes"] if not allows(sweeping, *request)] == []
     refused = [request for request in asked["--yes"] if not allows(storing, *request)]
     # All objects are deleted by one request. None is looked at: the listing is seconds old.
     assert [method for method, _ in refused] == ["POST"]
     assert not [place for method, place in asked["--yes"] if method == "HEAD" and "-0of" in place]
-    assert sweeping["Statement"][:-1] == storing["Statement"]
-
-
-def test_the_documentation_shows_the_policy() -> None:
-    page = (EXAMPLES.parents[1] / "docs" / "storage.md").read_text()
-    found = re.search(r"### Rights\n.*?```json\n(.*?)```", page, re.DOTALL)
-    assert found is not None
-    assert json.loads(found[1]) == json.loads((EXAMPLES / "policy-store.json").read_text())
-    loading = json.loads((EXAMPLES / "policy-load.json").read_text())
-    assert loading["Statement"] == json.loads(found[1])["Statement"][:2]
-
-
-def test_the_lifecycle_rules_can_be_set_and_expire_no_shared_prefix(server: S3Server) -> None:
-    rules = json.loads((EXAMPLES / "lifecycle.json").read_text())
-    client = server.client()
-    client.put_bucket_lifecycle_configuration(Bucket=BUCKET, LifecycleConfiguration=rules)
-    found = client.get_bucket_lifecycle_configuration(Bucket=BUCKET)["Rules"]
-    assert [rule["ID"] for rule in found] == [rule["ID"] for rule in rules["Rules"]]
-    for rule in rules["Rules"]:
-        if "Expiration" in rule:
-            # A whole namespace, never a part of one: hits would end in the middle of prompts.
-            folder = rule["Filter"]["Prefix"].removeprefix("kv/")
-            assert parse_namespace_folder(folder.rstrip("/")) and folder.endswith("/")
-    client.delete_bucket_lifecycle(Bucket=BUCKET)
-
-
-def test_the_configuration_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVSHELF_CONFIG", str(EXAMPLES / "kvshelf.yaml"))
-    config = Config.load({})
-    assert config.shared_storage_path == "s3://BUCKET/kv"
-    assert config.storage_options == {"client_kwargs": {"region_name": "us-east-1"}}
 
 
 class Answering(WrappedBackend):

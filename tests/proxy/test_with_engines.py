@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
+from examples.models.make_model import make_model
 from kvshelf.shelf.shelf import open_shelf
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "models"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "disaggregated"))
-from make_model import make_model
-from processes import engines, metrics, proxy
-
+from tests.proxy.processes import engines, metrics, proxy
 from tests.support.servers import free_port
 from tests.support.waiting import until
 

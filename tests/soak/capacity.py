@@ -32,10 +32,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "models")]
+sys.path[:0] = [str(ROOT)]
 
-from make_model import make_model
-
+from examples.models.make_model import make_model
 from tests.soak.soak import (
     SETTINGS,
     Client,

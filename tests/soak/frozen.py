@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "models")]
-
-from make_model import RECIPES, make_model
+sys.path[:0] = [str(ROOT)]
 
 from benchmarks.measure import estimate, median, percentile
+from examples.models.make_model import RECIPES, make_model
 from tests.faults.faultfs import mounted
 from tests.support.engines import INERT_CONNECTOR, SHELF_CONNECTOR, Answer, Engine
 

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-import make_model as language
 import torch
 from safetensors.torch import save_file
+
+from examples.models import make_model as language
 
 RANK: Final = 8
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import random
 import shutil
-import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
@@ -36,8 +35,7 @@ with warnings.catch_warnings(), contextlib.suppress(ImportError):
     warnings.simplefilter("ignore")
     import kvshelf.vllm.connector  # noqa: F401
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "models"))
-from make_model import RECIPES, make_model
+from examples.models.make_model import RECIPES, make_model
 
 
 @pytest.hookimpl(wrapper=True)

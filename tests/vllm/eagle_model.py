@@ -45,7 +45,7 @@ def make_eagle3(folder: Path, model: Path, leader: int) -> Path:
     folder : Path
         Where the checkpoint goes.
     model : Path
-        The checkpoint of the model, made by ``examples/models/make_hybrid_model.py``.
+        The checkpoint of the model, made by ``tests/support/make_hybrid_model.py``.
     leader : int
         The layer, which decides most of what the model says.
     """

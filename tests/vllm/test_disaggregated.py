@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from make_hybrid_model import make_hybrid_model
 
 from tests.faults.faultfs import mounted
 from tests.support.engines import (
@@ -29,6 +28,7 @@ from tests.support.engines import (
     assert_same_up_to_ties,
 )
 from tests.support.fleet import Ask, Engines, MakePrompt, Reference, beside_example, of_ranks
+from tests.support.make_hybrid_model import make_hybrid_model
 from tests.support.variants import variants
 from tests.support.waiting import until
 from tests.vllm.handing_over import ASKED, Counted, Promises, prefill

@@ -30,12 +30,12 @@ from typing import Any, Final
 
 import pytest
 import torch
-from make_hybrid_model import make_hybrid_model
-from make_model import make_model
 
+from examples.models.make_model import make_model
 from kvshelf.format.differences import differing_fields
 from kvshelf.format.namespace import Namespace
 from tests.support.fleet import Engines
+from tests.support.make_hybrid_model import make_hybrid_model
 from tests.support.waiting import until
 from tests.vllm.adapter_files import RANK, attention_shapes, make_adapter
 from tests.vllm.handing_over import ASKED

@@ -1,7 +1,7 @@
 """Hybrid models with drafters on real engines: drafts are accepted behind a hit as without kvshelf.
 
 Drafters guess most of what their models say: see ``leader`` in
-``examples/models/make_hybrid_model.py``.
+``tests/support/make_hybrid_model.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from make_hybrid_model import RECIPES, make_hybrid_model
 
 from tests.support.engines import (
     INERT_CONNECTOR,
@@ -26,6 +25,7 @@ from tests.support.engines import (
     assert_same,
 )
 from tests.support.fleet import Engines, MakePrompt
+from tests.support.make_hybrid_model import RECIPES, make_hybrid_model
 from tests.support.waiting import until
 from tests.vllm.eagle_model import make_eagle3
 from tests.vllm.hybrid_files import HybridFiles, read_state

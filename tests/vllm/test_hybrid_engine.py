@@ -2,7 +2,7 @@
 
 What a hit gives is compared to the bit with vLLM's own hit of the same length in memory, and with
 the answers of an engine whose connector does nothing. Models are those of
-``examples/models/make_hybrid_model.py``; what is not marked slow is shared by few engines.
+``tests/support/make_hybrid_model.py``; what is not marked slow is shared by few engines.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from make_hybrid_model import make_hybrid_model
 
 from tests.support.engines import (
     INERT_CONNECTOR,
@@ -27,6 +26,7 @@ from tests.support.engines import (
     assert_same_up_to_ties,
 )
 from tests.support.fleet import PATIENT, Ask, Engines, MakePrompt, of_ranks
+from tests.support.make_hybrid_model import make_hybrid_model
 from tests.support.variants import variants
 from tests.support.waiting import until
 from tests.vllm.hybrid_files import HybridFiles, forge

@@ -24,7 +24,6 @@ from tests.vllm.record_inputs import LEDGER, PAGE, VERDICTS, with_section
 from tests.vllm.record_signatures import RECORDS
 
 RECORDED = ("0.32.0", "0.33.0")
-EXAMPLES = Path(__file__).parents[2] / "examples" / "models"
 
 #: Starts an engine, and prints which files Python opened below the model's folder.
 OPENING = """
@@ -136,10 +135,10 @@ def test_names_are_found_however_they_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_file_that_an_engine_opens_has_a_row(tmp_path: Path, ledger: dict[str, Any]) -> None:
-    sys.path.insert(0, str(EXAMPLES))
-    from make_model import make_model
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
+
+    from examples.models.make_model import make_model
 
     model = make_model(tmp_path / "model", "tiny")
     words = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))

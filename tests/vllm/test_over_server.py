@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from make_hybrid_model import make_hybrid_model
 
 from tests.server.serve_process import ServeProcess
 from tests.support.engines import (
@@ -24,6 +23,7 @@ from tests.support.engines import (
     eventually_hits,
 )
 from tests.support.fleet import Ask, Engines, MakePrompt, Reference
+from tests.support.make_hybrid_model import make_hybrid_model
 from tests.support.waiting import PATIENCE, until
 from tests.vllm.handing_over import Counted, Promises, prefill
 from tests.vllm.hybrid_files import HybridFiles

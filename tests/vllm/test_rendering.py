@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from make_model import make_model
 
+from examples.models.make_model import make_model
 from kvshelf.errors import ConfigError
 from kvshelf.tools.prompts import TokenPrompt, parse_prompts
 

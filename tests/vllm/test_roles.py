@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from make_model import make_model
 
+from examples.models.make_model import make_model
 from tests.support.engines import Engine, EngineError, assert_same
 from tests.support.fleet import ENGINES, Ask, Engines, MakePrompt, Reference
 from tests.support.waiting import until

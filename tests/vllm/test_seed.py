@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from make_model import make_model
 
+from examples.models.make_model import make_model
 from tests.support.engines import assert_same
 from tests.support.fleet import Engines, MakePrompt, Reference
 from tests.vllm.shelf_files import ShelfFiles

@@ -15,9 +15,10 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-import make_model as language
 import pytest
 import torch
+
+from examples.models import make_model as language
 
 #: Environment variable, set where torchvision must be there: what would be skipped fails.
 REQUIRED: Final = "REQUIRE_TORCHVISION"

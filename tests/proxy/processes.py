@@ -1,7 +1,6 @@
-"""The servers of the example: engines, and the proxy before them. All end with the ``with`` block.
+"""Engines and the proxy before them, as processes that end with a ``with`` block.
 
-Each has a process group of its own, so that Ctrl-C reaches this program alone, which then ends all
-of them, an engine's own processes included.
+Each has a process group of its own, so that what it started ends with it.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,14 +19,9 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.servers import free_port
+
 START_SECONDS, STOP_SECONDS = 240, 20
-
-
-def free_port() -> int:
-    """Return a port that nothing listens at."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 @contextmanager
@@ -74,24 +67,21 @@ def answers(url: str) -> bool:
     return False
 
 
-def engine_command(model: Path, port: int, connector: dict[str, Any] | None) -> list[str]:
-    """Return the command of an engine; without a connector it is plain vLLM."""
+def engine_command(model: Path, port: int, connector: dict[str, Any]) -> list[str]:
+    """Return the command of an engine."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(model), "--served-model-name", "tiny", "--enforce-eager"]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     command += ["--max-model-len", "4096", "--max-num-seqs", "16"]
     command += ["--kv-cache-memory-bytes", str(8 << 20), "--gpu-memory-utilization", "0.05"]
     command += ["--chat-template", "{% for m in messages %}{{ m.content }}\n{% endfor %}"]
-    if connector is not None:
-        command += ["--kv-transfer-config", json.dumps(connector)]
+    command += ["--kv-transfer-config", json.dumps(connector)]
     return command
 
 
 @contextmanager
-def engines(
-    roles: Sequence[str], model: Path, shelf: str | None, logs: Path
-) -> Iterator[list[str]]:
-    """Start engines one after the other, without a shelf as plain vLLM; yields their URLs."""
+def engines(roles: Sequence[str], model: Path, shelf: str, logs: Path) -> Iterator[list[str]]:
+    """Start engines one after the other; yields their URLs."""
     cores = sorted(os.sched_getaffinity(0))
     with ExitStack() as running:
         urls = []
@@ -103,7 +93,7 @@ def engines(
                 "kv_role": role,
                 "kv_connector_extra_config": {"shared_storage_path": shelf},
             }
-            command = engine_command(model, port, connector if shelf else None)
+            command = engine_command(model, port, connector)
             log = logs / f"engine-{number}-{role}.log"
             bound = {"VLLM_CPU_OMP_THREADS_BIND": str(cores[number % len(cores)])}
             running.enter_context(server(command, urls[-1], log, **bound))

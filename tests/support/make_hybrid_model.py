@@ -1,21 +1,18 @@
 """Make a small hybrid model with random weights: Gemma 3, gpt-oss, Qwen3-Next or LFM2 in shape.
 
 Layers of several kinds need several kinds of KV: sliding windows in Gemma 3 and gpt-oss, the states
-of gated delta nets in Qwen3-Next, those of short convolutions in LFM2. As with ``make_model.py``,
-nothing is downloaded or trained, the files are a pure function of the recipe and the seed, and
-prompts are token ids (``skip_tokenizer_init=True``).
+of gated delta nets in Qwen3-Next, those of short convolutions in LFM2. As with the examples'
+``make_model.py``, nothing is downloaded or trained, the files are a pure function of the recipe and
+the seed, and prompts are token ids (``skip_tokenizer_init=True``).
 
 Output embeddings are the input embeddings in some of these families, so that plain random weights
 say the last token again and again. Here one half of the residual stream tells tokens apart and
 is hidden from the head; the other half, to which the embedding of a token adds little, is read
 by it.
-
-Run it: ``python examples/models/make_hybrid_model.py build/models/qwen3-next --recipe qwen3-next``
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -25,7 +22,8 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from make_model import RECIPE_FILE, write_checkpoint
+
+from examples.models.make_model import RECIPE_FILE, write_checkpoint
 
 Family = Literal["gemma3", "gpt-oss", "qwen3-next", "lfm2"]
 #: Standard deviation of attention scores before the softmax: few tokens share a head's attention.
@@ -100,11 +98,6 @@ _QWEN3_NEXT = HybridRecipe(
 _LFM2 = HybridRecipe("lfm2", ("conv", "conv", "full_attention") * 2)
 
 
-def _large(recipe: HybridRecipe) -> HybridRecipe:
-    """Return a model that computes for seconds where the small one takes tenths of a second."""
-    return replace(recipe, hidden=768, intermediate=1536, heads=12)
-
-
 RECIPES: dict[str, HybridRecipe] = {
     "gemma3": _GEMMA3,
     "gpt-oss": _GPT_OSS,
@@ -119,10 +112,6 @@ RECIPES: dict[str, HybridRecipe] = {
         mtp=True,
     ),
     "lfm2": _LFM2,
-    # For measurements: with the small ones most of a request's time is not that of the model.
-    "gemma3-large": _large(_GEMMA3),
-    "qwen3-next-large": _large(_QWEN3_NEXT),
-    "lfm2-large": _large(_LFM2),
 }
 
 
@@ -464,17 +453,3 @@ def make_hybrid_model(folder: str | os.PathLike[str], recipe: str, *, seed: int 
         )
     write_checkpoint(folder, _weights(shape, seed), _config(shape), made_by)
     return folder
-
-
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description="Make a small random hybrid model.")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--recipe", choices=sorted(RECIPES), required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    print(make_hybrid_model(options.folder, options.recipe, seed=options.seed))
-
-
-if __name__ == "__main__":
-    main()
