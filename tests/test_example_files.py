@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,8 @@ pytestmark = pytest.mark.real
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 KUBERNETES = EXAMPLES / "kubernetes"
+CONTAINERFILES = sorted(KUBERNETES.glob("Containerfile*"))
+HADOLINT = shutil.which("hadolint", path=Path(sys.executable).parent)
 OVERLAYS = ["base", *(f"overlays/{path.name}" for path in (KUBERNETES / "overlays").iterdir())]
 VARIABLES = {*map(variable_of, Config.model_fields), *PROCESS_VARIABLES}
 
@@ -94,7 +97,14 @@ def test_the_pods_run_as_the_user_of_the_image() -> None:
     for one in mappings(rendered("base")):
         if "runAsUser" in one:
             user = f"{one['runAsUser']}:{one['runAsGroup']}"
-            assert f"USER {user}\n" in (KUBERNETES / "Containerfile").read_text()
+            assert all(f"USER {user}\n" in file.read_text() for file in CONTAINERFILES)
+
+
+@pytest.mark.skipif(HADOLINT is None, reason="hadolint is not installed: make test")
+@pytest.mark.parametrize("file", CONTAINERFILES, ids=lambda file: file.name)
+def test_containerfiles_have_no_fault_that_hadolint_knows(file: Path) -> None:
+    done = subprocess.run([str(HADOLINT), file], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def test_the_compose_file() -> None:
@@ -105,7 +115,7 @@ def test_the_compose_file() -> None:
         file = str(volume).partition(":")[0]
         assert not file.startswith(".") or (EXAMPLES / file).exists()
     context, file = EXAMPLES / engine["build"]["context"], engine["build"]["dockerfile"]
-    assert (context / file).resolve() == KUBERNETES / "Containerfile"
+    assert (context / file).resolve() == KUBERNETES / "Containerfile.engine"
 
 
 def test_the_index_names_every_example_and_leads_to_files() -> None:
