@@ -11,12 +11,15 @@ import re
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 
 from kvshelf.errors import (
     BadObjectError,
@@ -106,11 +109,25 @@ def objects_of(fmt: ObjectFormat) -> list[tuple[Chunk, int]]:
 # --------------------------------------------------------------------------- it is safetensors
 
 
+def check_by_safetensors(fmt: ObjectFormat, file: Path, chunk: Chunk, shard: int) -> None:
+    """The library reads each tensor of an object as it was written."""
+    payload = file.read_bytes()[fmt.data_offset :]
+    with safe_open(file, framework="pt") as found:
+        specs = fmt.tensors(shard, chunk.tokens)
+        assert set(found.keys()) == {spec.name for spec in specs}
+        for spec in specs:
+            content = found.get_tensor(spec.name).reshape(-1).view(torch.uint8).numpy().tobytes()
+            assert content == payload[spec.offset : spec.offset + spec.nbytes]
+
+
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_is_written_is_read(name: str) -> None:
+def test_what_is_written_is_read(name: str, tmp_path: Path) -> None:
     fmt = FORMATS[name]()
     for chunk, shard in objects_of(fmt):
         image = make_object(fmt, chunk, shard)
+        file = tmp_path / "object"
+        file.write_bytes(image)
+        check_by_safetensors(fmt, file, chunk, shard)
         assert read(fmt, image, chunk, shard) == image
         fmt.verify_buffer(memoryview(image), chunk, shard)
         specs = fmt.tensors(shard, chunk.tokens)
@@ -148,6 +165,7 @@ def test_golden_objects(file: str) -> None:
     shard = vector["shard"]
     assert object_name(chunk, shard, fmt.shards, kind) == vector["name"]
     assert read(fmt, golden, chunk, shard) == golden
+    check_by_safetensors(fmt, GOLDEN / file, chunk, shard)
     image = bytearray(golden)
     image[: fmt.data_offset] = bytes(fmt.data_offset)
     fmt.seal(memoryview(image), chunk, shard)
