@@ -31,7 +31,7 @@ from kvshelf.backends.base import (
     WriteResult,
 )
 from kvshelf.errors import ConfigError
-from kvshelf.urls import directory_of
+from kvshelf.urls import directory_of, refuse_mistakes, shown_url
 
 __all__ = [
     "NOT_REGULAR",
@@ -86,6 +86,10 @@ def open_backend(
     text = os.fspath(url)
     if not text.strip():
         raise ConfigError(f"{url!r} is not a shelf: expected a directory or a URL")
+    try:
+        refuse_mistakes(text)
+    except ValueError as error:
+        raise ConfigError(f"the shelf {shown_url(text)!r} {error}") from None
     options = dict(storage_options or {})
     directory = directory_of(text)
     if directory is not None:

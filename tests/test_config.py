@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import kvshelf
+from kvshelf.backends import open_backend
 from kvshelf.config import (
     Config,
     cache_dir,
@@ -43,10 +45,49 @@ def test_an_empty_file_and_an_empty_variable_count_as_absent(file: Path) -> None
 def test_paths_become_absolute_and_urls_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     assert load({"shared_storage_path": "~/kv"}).shared_storage_path == "/home/someone/kv"
-    assert load({"shared_storage_path": "kv"}).shared_storage_path == f"{Path.cwd()}/kv"
     assert load({"shared_storage_path": Path("/mnt/kv")}).shared_storage_path == "/mnt/kv"
     for url in ("s3://bucket/a//b", "memory://x", "simplecache::s3://bucket"):
         assert load({"shared_storage_path": url}).shared_storage_path == url
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ("kv", "is relative to a working directory"),
+        ("./kv", "is relative to a working directory"),
+        ("$HOME/kv", "holds $HOME, which nothing replaces here"),
+        ("/data/${NODE}/kv", "holds ${NODE}, which nothing replaces here"),
+        ("/mnt/kv\n", "holds '\\n'; a file or a Secret"),
+        ("/mnt/\tkv", "holds '\\t'"),
+        (" /mnt/kv", "begins or ends with a blank"),
+        ("s3://bucket/kv ", "begins or ends with a blank"),
+        ("None", "is a program's word for no value"),
+        ("null", "is a program's word for no value"),
+        ("s3:bucket/kv", "has no // behind s3: expected s3://bucket/kv, or ./s3:bucket/kv"),
+        ("s3:/bucket/kv", "expected s3://bucket/kv"),
+        ("file:/mnt/kv", "expected file:///mnt/kv"),
+        ("C:\\kv", "is a path of Windows"),
+        (
+            "http://minio:9000/bucket/kv",
+            'expected s3://bucket/kv with storage_options {"endpoint_url": "http://minio:9000"}',
+        ),
+        (
+            "https://user:secret@minio",
+            'expected s3://bucket/prefix with storage_options {"endpoint',
+        ),
+    ],
+)
+def test_what_is_written_by_mistake_is_refused_with_what_was_meant(written: str, told: str) -> None:
+    for text in (
+        problem({"shared_storage_path": written}),
+        problem({}, {"KVSHELF_SHARED_STORAGE_PATH": written}),
+        problem({"disk_tier": {"path": written, "max_bytes": "1GiB"}}),
+    ):
+        assert told in text
+        assert "secret" not in text
+    if not written.lstrip("./").startswith("kv"):
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            open_backend(written)
 
 
 def test_the_address_of_a_node_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ from pydantic_settings import (
 
 from kvshelf.errors import ConfigError
 from kvshelf.paths import cache_dir, names_a_path, user_dir
-from kvshelf.urls import directory_of, shown_url
+from kvshelf.urls import directory_of, refuse_mistakes, shown_url
 
 ENV_PREFIX: Final = "KVSHELF_"
 
@@ -128,14 +128,23 @@ class _Sources:
 
 
 def _absolute(value: object) -> object:
-    """Make a path absolute; leave a URL unchanged."""
+    """Check a path or a URL; a path begins at the root, or with ``~``."""
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if not isinstance(value, str):
         return value
     if not value.strip():
         raise ValueError("is empty; give a directory or a URL, or leave the option out")
-    return value if _URL.match(value) else os.path.abspath(os.path.expanduser(value))
+    refuse_mistakes(value)
+    if _URL.match(value):
+        return value
+    path = os.path.expanduser(value)
+    if not os.path.isabs(path):
+        raise ValueError(
+            "is relative to a working directory, which engines do not share; expected an absolute"
+            " path, such as /mnt/kv"
+        )
+    return os.path.abspath(path)
 
 
 def _weights(value: str) -> str:

@@ -14,6 +14,44 @@ from kvshelf.errors import ConfigError
 
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _HALF_URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+_VARIABLE: Final = re.compile(r"\$(?:\w+|\{\w+\})")
+_DRIVE: Final = re.compile(r"[A-Za-z]:[\\/]")
+_WORD: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(?!:|//)(.*)")
+
+
+def refuse_mistakes(text: str) -> None:
+    """Refuse what somebody wrote by mistake, and what would become a folder of that name.
+
+    Raises
+    ------
+    ValueError
+        If it is; says what was meant.
+    """
+    control = next((letter for letter in text if not letter.isprintable()), None)
+    if control is not None:
+        raise ValueError(
+            f"holds {control!r}; a file or a Secret that it was read from may end in a line end"
+        )
+    if text != text.strip():
+        raise ValueError("begins or ends with a blank; remove it")
+    if text.lower() in ("none", "null"):
+        raise ValueError("is a program's word for no value; leave the option out, or give ./None")
+    if found := _VARIABLE.search(text):
+        raise ValueError(f"holds {found[0]}, which nothing replaces here; write its value instead")
+    if text.lower().startswith(("http://", "https://")):
+        place = text.partition("://")[2]
+        server, _, bucket = place.rpartition("@")[2].partition("/")
+        raise ValueError(
+            f"is the address of a server; expected s3://{bucket or 'bucket/prefix'} with"
+            f' storage_options {{"endpoint_url": "{text.partition("://")[0].lower()}://{server}"}}'
+        )
+    if _DRIVE.match(text):
+        raise ValueError("is a path of Windows; expected one of this system, such as /mnt/kv")
+    if word := _WORD.match(text):
+        slash = "/" if word[1].lower() in ("file", "local") else ""
+        meant = shown_url(f"{word[1]}://{slash}{word[2].lstrip('/')}")
+        folder = "" if "@" in text else f", or ./{text} for a folder"
+        raise ValueError(f"has no // behind {word[1]}: expected {meant}{folder}")
 
 
 def shown_url(url: str | os.PathLike[str]) -> str:

