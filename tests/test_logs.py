@@ -1,12 +1,13 @@
-"""RateLimitedLog: how many lines come through."""
+"""Log lines: how they begin, and how many come through."""
 
 from __future__ import annotations
 
+import io
 import logging
 
 import pytest
 
-from kvshelf.logs import RateLimitedLog
+from kvshelf.logs import RateLimitedLog, prefixed
 
 logger = logging.getLogger("kvshelf.tests.logs")
 
@@ -36,3 +37,16 @@ def test_one_line_about_each_subject() -> None:
 def test_an_error_shows_its_exception(caplog: pytest.LogCaptureFixture) -> None:
     RateLimitedLog(logger).error("failed", exc_info=ValueError("why"))
     assert "ValueError: why" in caplog.text
+
+
+def test_each_line_begins_with_the_name_behind_what_the_engine_writes_first() -> None:
+    text = io.StringIO()
+    theirs = logging.StreamHandler(text)
+    theirs.setFormatter(logging.Formatter("%(levelname)s [%(filename)s] %(message)s"))
+    ours = logging.getLogger("kvshelf.tests.prefixed")
+    ours.propagate = False
+    ours.handlers = [prefixed(theirs), prefixed(theirs)]
+    ours.warning("100 %% of %s", "it")
+    assert text.getvalue() == 2 * "WARNING [test_logs.py] kvshelf: 100 % of it\n"
+    theirs.handle(logging.makeLogRecord({"msg": "not ours", "levelname": "INFO"}))
+    assert "kvshelf: not ours" not in text.getvalue()

@@ -568,6 +568,17 @@ class Config(BaseSettings):
         """Bytes of each worker's memory tier; 0 if none is configured."""
         return 0 if self.memory_tier is None else int(self.memory_tier.max_bytes)
 
+    @property
+    def bounds_told(self) -> str:
+        """What bounds memory and shelf, for the log."""
+        memory, capacity = self.memory_tier, self.capacity
+        told = {
+            "memory_tier": None if memory is None else memory.max_bytes.human_readable(),
+            "max_bytes": capacity.max_bytes and capacity.max_bytes.human_readable(),
+            "max_age": capacity.max_age and f"{capacity.max_age:.0f}s",
+        }
+        return ", ".join(f"{name} {value}" for name, value in told.items() if value) or "no bounds"
+
     def prefetch_budget(self, probe_seconds: float) -> int:
         """Bytes for what is read ahead from storage with this probe latency.
 

@@ -1,10 +1,11 @@
-"""Log lines about events that may come thousands of times a minute.
+"""Log lines: their beginning, and those about events that may come thousands of times a minute.
 
 Owns the limit on such lines. May be used from any thread; imports nothing of kvshelf.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import time
@@ -13,6 +14,20 @@ from collections.abc import Hashable
 from typing import Final
 
 _SUBJECTS: Final = 4096
+_PREFIX: Final = "kvshelf: "
+
+
+def prefixed(handler: logging.Handler) -> logging.Handler:
+    """Return a handler that writes as another does, each line behind kvshelf's name."""
+    own = copy.copy(handler)
+    own.filters = [*handler.filters, _prefix]
+    return own
+
+
+def _prefix(record: logging.LogRecord) -> bool:
+    if not str(record.msg).startswith(_PREFIX):  # of another handler
+        record.msg = f"{_PREFIX}{record.msg}"
+    return True
 
 
 class RateLimitedLog:

@@ -50,7 +50,7 @@ from kvshelf.config import Config, history_dir
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.namespace import Namespace
 from kvshelf.history import HEADER, LARGEST, WITH_RECORD, History
-from kvshelf.logs import RateLimitedLog
+from kvshelf.logs import RateLimitedLog, prefixed
 from kvshelf.metrics import Counters
 from kvshelf.urls import directory_of
 from kvshelf.vllm.affinity import widen_cpu_affinity
@@ -508,7 +508,7 @@ def _show_log_lines() -> None:
     ours = logging.getLogger("kvshelf")
     if not ours.handlers and not logging.getLogger().handlers:
         theirs = logging.getLogger("vllm")
-        ours.handlers = list(theirs.handlers)
+        ours.handlers = [prefixed(handler) for handler in theirs.handlers]
         ours.setLevel(theirs.level)
         ours.propagate = False
 

@@ -132,7 +132,13 @@ class Opening:
         self._decide_on_tails(fmt)
         if self._history is not None:
             self._history.describe(namespace=fmt.namespace.folder, record=fmt.namespace.record)
-        logger.info("shelf %s, namespace %s", shelf.backend.url, fmt.namespace.folder)
+        logger.info(
+            "shelf %s, namespace %s, %d tokens a chunk, %s",
+            shelf.backend.url,
+            fmt.namespace.folder,
+            fmt.chunk_size,
+            self._config.bounds_told,
+        )
 
     def settle(self, fmt: ObjectFormat) -> None:
         """Announce a namespace that is open to the workers."""
