@@ -599,17 +599,6 @@ def test_a_cancelled_retrieve_is_over_at_once(
     assert not held.read().any()
 
 
-def test_stores_are_bounded_in_bytes_per_second(make: Make) -> None:
-    cache = make(store_bytes_per_s=1, io_threads=2)
-    tokens = prompt(3 * CHUNK)
-    storing = cache.submit_store(tokens, kv=truth(tokens))
-    until(lambda: cache.counters.snapshot().get("stored_chunks") == 1)
-    assert not storing.poll()
-    cache.close()
-    report = storing.result(PATIENCE)
-    assert (report.published, report.dropped + report.failed + report.pending) == (1, 2)
-
-
 # ------------------------------------------------------------------------- prefetch
 
 

@@ -428,9 +428,6 @@ class Config(BaseSettings):
     """Also store chunks that are completed while the answer is generated. Useful for conversations,
     where the answer is part of the next prompt. Off for models whose tokens see only a window of
     the answer (R-SWA)."""
-    check_finite: bool = False
-    """Count and log KV that contains NaN or infinity instead of storing it. The check runs in the
-    background. KV with an unknown layout is not checked."""
     staging_bytes: Annotated[_Size, Field(gt=0)] | None = None
     """Host memory of each worker for chunks in transit between the KV cache and the shelf: a number
     of bytes or a size such as `512MiB`. If it is not set: for the chunks of two steps (vLLM's
@@ -439,29 +436,16 @@ class Config(BaseSettings):
     wait until there is room, as long as their request runs; what is left then, windows and states
     are dropped and counted. The engine never waits for it. The kinds of KV of a hybrid model share
     it, and each needs enough for two chunks."""
-    store_bytes_per_s: Annotated[_Size, Field(gt=0)] | None = None
-    """Most bytes per second that each worker stores, on average, such as `200MB`. Chunks wait in
-    staging for their turn; what finds no room there while its request runs is dropped and counted.
-    Hand-overs are stored at once. If it is not set, stores write as fast as the storage takes
-    them."""
     io_threads: _Count | None = Field(default=None, ge=1, le=256)
     """Threads that read objects in each worker. If it is set, half as many write objects. If it is
     not set, the number depends on the storage: 2 for a local disk, where they compete with the
     model for cores; up to 16 for remote storage, where they mostly wait. With a GPU, where most
     cores are idle, for any storage at least a share of the cores, up to 8."""
-    load_beside_step: bool = False
-    """On a GPU, begin loads before the forward pass of the step that plans them, and let them write
-    to their blocks beside it, as on CPUs. Without it they write behind that pass: 50 to 400 ms
-    later where it computes a long prompt. No effect with sliding windows, states or speculative
-    decoding. Off until a GPU has run it."""
     admission: Literal["auto", "always"] = "auto"
     """Which hits are loaded. `auto` loads a hit only where that is expected to be sooner than
     computing its tokens, by the times that the engine's own steps and loads have taken, and
     computes what a load does not bring in time. `always` loads every hit. What another engine hands
     over is always loaded."""
-    min_load_tokens: _Count = Field(default=0, ge=0)
-    """Unless `admission` is `always`, compute hits of fewer tokens, whatever their loads would
-    take. Hand-overs are loaded all the same."""
     lookup_wait_s: float = Field(default=1.0, ge=0)
     """Longest time, in seconds, that a request waits for its lookup. After that it is computed as
     if nothing had been found."""
@@ -469,12 +453,6 @@ class Config(BaseSettings):
     """Longest time, in seconds, that the first requests of a new engine wait until its weights and
     layout are identified and the shelf is open; all have one deadline, counted from the first that
     asks. After that they are computed without the shelf."""
-    load_failure_policy: Literal["recompute", "vllm"] = "recompute"
-    """What happens to a request whose load fails. `recompute` sets vLLM's own field
-    `kv_load_failure_policy`, whose default is `fail`, to `recompute`: vLLM computes the tokens that
-    were not loaded. Inside `MultiConnector` kvshelf cannot set that field: the engine does not
-    start unless you set it. `vllm` leaves the field as vLLM has it: with `fail`, a request whose
-    load fails ends with an error."""
     probe_deadline_s: float | None = Field(default=None, gt=0)
     """Deadline, in seconds, for probing a batch of objects. kvshelf does not wait for a call that
     takes longer. If it is not set: 1 for a directory, 5 for a remote URL."""
@@ -500,11 +478,6 @@ class Config(BaseSettings):
     max_waiting: _Count = Field(default=128, ge=0)
     """Most requests that wait at once for KV that other engines have promised. Further ones are
     computed, as far as their KV is not on the shelf."""
-    load_transferred: bool = False
-    """Inside MultiConnector, also load prompts that another connector transfers
-    (`do_remote_prefill` beside NixlConnector, MooncakeConnector or MoRIIOConnector). By default
-    kvshelf only stores these: the other connector has the whole prompt, and vLLM asks one connector
-    only to load."""
     handover_keep_s: float = Field(default=3600.0, ge=0)
     """Age, in seconds, at which tails, and the markers of hand-overs between engines, are deleted,
     by engines that have stored tails or were asked for a hand-over, and may delete. A tail's age

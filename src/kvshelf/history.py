@@ -114,7 +114,6 @@ class Reason(IntEnum):
     STAGING_FULL = 7
     #: The chunk before it was dropped.
     PARENT_DROPPED = 8
-    NOT_FINITE = 9
     ADAPTER_UNKNOWN = 10
     WEIGHTS_CHANGED = 11
     SHUTDOWN = 12

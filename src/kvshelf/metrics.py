@@ -80,7 +80,6 @@ COUNTERS: Mapping[str, str] = {
         "chunks dropped because the storage or the shelf was full up to a bound of `capacity`"
     ),
     "dropped_chunks_parent_dropped": "chunks dropped because a chunk before them was dropped",
-    "dropped_chunks_not_finite": "chunks dropped because their KV contains NaN or infinity",
     "dropped_chunks_adapter_unknown": (
         "chunks dropped because the worker had not hashed the files of their LoRA adapter yet, or"
         " had loaded other files"

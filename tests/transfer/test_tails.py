@@ -22,7 +22,7 @@ from kvshelf.tiers.memory_tier import MemoryTier
 from kvshelf.tiers.tiered import TieredShelf
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.prefetch import KindMemory, Prefetcher
-from kvshelf.transfer.stores import StoreOutcome, StoreResult
+from kvshelf.transfer.stores import StoreOutcome
 from tests.sim.storage import FaultyStorage, posix
 from tests.support.formats import BLOCK, HEADS, LAYERS, make_format
 from tests.support.transfers import Rig, content
@@ -130,28 +130,6 @@ def test_a_bad_tail_is_replaced_by_the_next_one_that_is_computed(rig: Rig) -> No
     assert rig.transfer.drain(PATIENCE) == 0
     assert path.read_bytes() == good
     assert rig.transfer.take_repaired() == [tail.key]
-
-
-@pytest.mark.parametrize("native", [True, False])
-def test_a_tail_that_is_not_finite_is_not_stored(tmp_path: Path, native: bool) -> None:
-    options = {"check_finite": True}
-    rig = Rig(posix(tmp_path / "shelf"), make_format(native=native), native, options=options)
-    tail = pieces(rig.fmt, 1, 6)[-1]
-    item = tail_item(rig, tail, 12)
-    # Infinity in the last row of the last layer, and nowhere else.
-    for cache in rig.caches:
-        cache.zero_()
-    slot = int(item.slots[-1])
-    rig.caches[-1][slot // BLOCK, -1, slot % BLOCK, -1] = 0x7F80
-    ended: list[tuple[Chunk, StoreResult]] = []
-    rig.stores.store(item, on_done=lambda *end: ended.append(end))
-    assert rig.transfer.drain(PATIENCE) == 0
-    until(lambda: bool(ended))
-    assert ended == [(tail, StoreResult.FAILED)]
-    assert rig.count("dropped_chunks_not_finite") == 1
-    assert not rig.path(tail, 0).exists()
-    put(rig, pieces(rig.fmt, 1, 5)[-1])
-    rig.close()
 
 
 def test_an_engine_whose_layout_is_unknown_has_no_tails(backend: FaultyStorage) -> None:

@@ -390,8 +390,6 @@ class MiniVllm:
         #: copies others: a load's.
         self.zeroed: list[int] = []
         self.copied: list[int] = []
-        #: As if a runner did so only then.
-        self.binds_first = False
         #: What the worker said in the last step, and what of it the scheduler gets in this one.
         self.reported: Any = None
         self.deliver: Callable[[Any], Sequence[Any]] = lambda report: [report]
@@ -633,8 +631,6 @@ class MiniVllm:
     def _execute(self, output: SimpleNamespace, meta: Any) -> KVConnectorOutput:
         worker = self.worker
         result = KVConnectorOutput()
-        if self.binds_first:
-            worker.bind_connector_metadata(meta)
         for cache in self.caches.values():
             for block in self.zeroed:
                 self.enqueue(cache[block].zero_)
@@ -642,8 +638,7 @@ class MiniVllm:
                 self.enqueue(cache[block].fill_, 9.0)
         self.zeroed.clear()
         self.copied.clear()
-        if not self.binds_first:
-            worker.bind_connector_metadata(meta)
+        worker.bind_connector_metadata(meta)
 
         def results() -> None:
             moved = worker.get_transfer_results(output.finished_req_ids)

@@ -196,17 +196,9 @@ def test_a_refused_hit_is_counted_once_and_noted(engine: Engine) -> None:
 
 
 def test_always_loads_everything_and_cuts_nothing(root: Path) -> None:
-    engine = Engine(root, admission="always", min_load_tokens=1000)
+    engine = Engine(root, admission="always")
     engine.learn(5.0)
     assert engine.load(65, 5.0).patience == ()
-    engine.side.close()
-
-
-def test_short_hits_are_computed_below_a_floor(root: Path) -> None:
-    engine = Engine(root, min_load_tokens=64)
-    assert engine.side.ask(engine.request(64)) == 0
-    assert engine.side.ask(engine.request(65)) == 64
-    assert engine.counted("refused_hits") == 1
     engine.side.close()
 
 

@@ -93,20 +93,6 @@ def loaded(start: Callable[..., MiniVllm], like: MiniVllm, tokens: list[int]) ->
     return state.loaded
 
 
-def test_an_engine_stores_no_faster_than_its_bytes_per_second(
-    backend: FaultyStorage, storage: threading.Event, start: Callable[..., MiniVllm]
-) -> None:
-    storage.set()
-    engine = start(
-        staging=1 << 20, config={"store_bytes_per_s": 1, "io_threads": 2, "shutdown_drain_s": 0.0}
-    )
-    engine.add(Request("r", prompt(3 * CHUNK + 1), max_tokens=2))
-    engine.run()
-    until(lambda: count(engine, "stored_chunks") == 1)
-    assert side_of(engine).drain(0.0) == 2
-    assert stored(backend) == 1
-
-
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_blocks_of_a_preempted_request_are_not_stored_as_its_own(
     backend: FaultyStorage, storage: threading.Event, start: Callable[..., MiniVllm], runner: str

@@ -715,28 +715,20 @@ def test_vllm_says_which_caches_have_no_prefixes_or_windows_of_answers() -> None
 
 
 @pytest.mark.parametrize(
-    ("option", "before", "after", "log"),
+    ("before", "log"),
     [
-        ({}, "fail", "recompute", "kv_load_failure_policy is set to recompute"),
-        ({}, "recompute", "recompute", ""),
-        ({"load_failure_policy": "recompute"}, "fail", "recompute", "is set to recompute"),
-        ({"load_failure_policy": "vllm"}, "fail", "fail", "kv_load_failure_policy stays fail"),
-        ({"load_failure_policy": "vllm"}, "recompute", "recompute", "stays recompute"),
+        ("fail", "kv_load_failure_policy is set to recompute"),
+        ("recompute", ""),
     ],
 )
-def test_failed_loads_are_recomputed_unless_that_is_left_to_vllm(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    option: dict[str, str],
-    before: str,
-    after: str,
-    log: str,
+def test_failed_loads_are_recomputed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, before: str, log: str
 ) -> None:
-    config = make_config(str(tmp_path), **option)
+    config = make_config(str(tmp_path))
     config.kv_transfer_config.kv_load_failure_policy = before
     with caplog.at_level("INFO", "kvshelf"):
         SharedStorageConnector(config, KVConnectorRole.SCHEDULER, make_groups(config)).shutdown()
-    assert config.kv_transfer_config.kv_load_failure_policy == after
+    assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
     assert log in caplog.text
     assert log or "policy" not in caplog.text
 
@@ -757,15 +749,6 @@ def test_inside_multi_connector_the_policy_must_be_set_by_the_user(tmp_path: Pat
     with pytest.raises(ConfigError, match='"kv_load_failure_policy": "recompute"'):
         MultiConnector("fail", config)
     MultiConnector("recompute", config).child.shutdown()
-
-
-def test_inside_multi_connector_the_policy_may_be_left_to_vllm(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = make_config(str(tmp_path), load_failure_policy="vllm")
-    with caplog.at_level("INFO", "kvshelf"):
-        MultiConnector("fail", config).child.shutdown()
-    assert "kv_load_failure_policy stays fail" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,6 @@ from kvshelf.shelf.lookup import LookupService
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tiers.disk_tier import DiskTier
 from kvshelf.tiers.memory_tier import MemoryTier
-from kvshelf.transfer.pace import Pace
 from kvshelf.transfer.transfers import Transfers
 
 _PREFETCH_BYTES: Final = 256 << 20
@@ -98,10 +97,6 @@ class ChunkCache:
         Threads that load; half as many store. When absent, depends on the storage.
     group_by_salt : bool
         Keep the chunks of each salt in a folder of their own: the option of this name.
-    check_finite : bool
-        Store no chunk that has a NaN or an infinity: the option of this name.
-    store_bytes_per_s : int, optional
-        Most bytes per second that stores write: the option of this name.
     disk_tier : DiskTier, optional
         Keeps copies of objects in a local directory, for any number of caches. Stays open when the
         cache is closed.
@@ -143,8 +138,6 @@ class ChunkCache:
         staging_bytes: int = 1 << 30,
         io_threads: int | None = None,
         group_by_salt: bool = False,
-        check_finite: bool = False,
-        store_bytes_per_s: int | None = None,
         disk_tier: DiskTier | None = None,
         memory_tier: MemoryTier | None = None,
         prefetch_bytes: int = _PREFETCH_BYTES,
@@ -174,8 +167,6 @@ class ChunkCache:
             prefetch_bytes=prefetch_bytes,
             io_threads=io_threads,
             group_by_salt=group_by_salt,
-            check_finite=check_finite,
-            pace=Pace(store_bytes_per_s),
             timeout=timeout_s,
         )
         #: The views of the namespace's kinds that were made so far.
@@ -260,8 +251,6 @@ class ChunkCache:
                 staging_bytes=config.least_staging,
                 io_threads=config.io_threads,
                 group_by_salt=config.group_by_salt,
-                check_finite=config.check_finite,
-                store_bytes_per_s=config.store_bytes_per_s,
                 timeout_s=timeout_s,
                 drain_s=config.shutdown_drain_s,
                 counters=counters,

@@ -51,7 +51,6 @@ from kvshelf.tiers.memory_tier import MemoryTier
 from kvshelf.tiers.tiered import Tier, TieredShelf
 from kvshelf.transfer.context import TransferContext
 from kvshelf.transfer.loads import Loads
-from kvshelf.transfer.pace import Pace
 from kvshelf.transfer.prefetch import KindMemory
 from kvshelf.transfer.staging import StagingPool
 from kvshelf.transfer.transfers import Transfers, default_io_threads
@@ -85,8 +84,6 @@ class Shared:
     prefetch_bytes: int
     io_threads: int | None
     group_by_salt: bool
-    check_finite: bool
-    pace: Pace
     timeout: float
     failed: FailedKeys = field(default_factory=FailedKeys)
     services: dict[object, LookupService] = field(default_factory=dict)
@@ -294,8 +291,6 @@ class KindParts:
                     ShardPlan.whole(self.fmt.shards),
                     load_threads=loading,
                     store_threads=storing,
-                    check_finite=shared.check_finite,
-                    pace=shared.pace,
                 )
                 self._transfer = Transfers([context])
             return self._transfer

@@ -42,7 +42,6 @@ _REASONS: Final = {
     Reason.ERROR: "the storage, or the transfer, failed",
     Reason.STAGING_FULL: "staging was full",
     Reason.PARENT_DROPPED: "a chunk before it had been dropped",
-    Reason.NOT_FINITE: "its KV held NaN or infinity",
     Reason.ADAPTER_UNKNOWN: "the LoRA adapter's files were not known yet, or had changed",
     Reason.WEIGHTS_CHANGED: "the engine's weights had changed or were being compared",
     Reason.SHUTDOWN: "the engine stopped before it was written",

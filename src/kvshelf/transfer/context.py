@@ -10,7 +10,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass
 
 import numpy as np
 import torch
@@ -24,7 +24,6 @@ from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
 from kvshelf.shelf.threads import StorageThreads
 from kvshelf.shelf.view import Pinned, ShelfView
-from kvshelf.transfer.pace import Pace
 from kvshelf.transfer.staging import StagingBuffer, StagingPool
 
 logger = logging.getLogger("kvshelf.transfer")
@@ -83,10 +82,6 @@ class TransferContext:
     plan : ShardPlan
         The shards that this worker reads and writes.
     load_threads, store_threads : int
-    check_finite : bool
-        Do not store chunks that hold NaN or infinity.
-    pace : Pace
-        Bounds what stores write.
     on_thread_start : Callable, optional
         Called first on each thread with ``"load"`` or ``"store"``, to set its processors.
     quiet : bool
@@ -102,8 +97,6 @@ class TransferContext:
     plan: ShardPlan
     load_threads: int = 2
     store_threads: int = 1
-    check_finite: bool = False
-    pace: Pace = field(default_factory=Pace)
     on_thread_start: Callable[[str], None] | None = None
     quiet: InitVar[bool] = False
     history: History | None = None

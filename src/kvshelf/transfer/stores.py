@@ -15,10 +15,9 @@ Dropped chunks: staging bounds the memory, and since the engine's step must not 
 without free staging is dropped, unless its caller offers it again. What was dropped or published is
 remembered (:mod:`kvshelf.transfer.known_chunks`), and decides about the chunks behind it.
 
-Promised stores: another engine waits for these chunks. They are published before all others, at
-once even where the bytes per second are bounded (:mod:`kvshelf.transfer.pace`), and where staging
-is used up they take it from queued stores that are not promised, from the last one on. A store that
-is running, or whose copy from a device has not ended, keeps its staging.
+Promised stores: another engine waits for these chunks. They are published before all others, and
+where staging is used up they take it from queued stores that are not promised, from the last one
+on. A store that is running, or whose copy from a device has not ended, keeps its staging.
 
 Contracts
 ---------
@@ -54,7 +53,6 @@ from kvshelf.format.keys import Chunk
 from kvshelf.format.names import object_name
 from kvshelf.history import Event, Reason
 from kvshelf.kv.caches import DONE, PendingCopy
-from kvshelf.kv.finite import FiniteCheck
 from kvshelf.shelf.view import ObjectRef, Presence
 from kvshelf.traces import trace_range
 from kvshelf.transfer.context import ChunkSlots, TransferContext, TransferHalf
@@ -126,7 +124,6 @@ class Stores(TransferHalf):
         self._plan = context.plan
         high_latency = context.shelf.backend.properties.high_latency
         self.known = KnownChunks(context.fmt.kind, high_latency=high_latency)
-        self._finite = FiniteCheck(context.fmt) if context.check_finite else None
         self._idle = threading.Condition(self._lock)
         self._queue: deque[_StoreJob] = deque()
         #: Queued stores that are promised: they run before those in the queue.
@@ -308,13 +305,10 @@ class Stores(TransferHalf):
     def _next_job(self) -> _StoreJob | None:
         """Return the next chunk to store, waiting for one; None at the end."""
         with self._lock:
-            while not self._promised:
-                pause = self._context.pace.seconds() if self._queue else None
-                if pause == 0:
-                    break
-                if self._closing and pause is None:
+            while not (self._promised or self._queue):
+                if self._closing:
                     return None
-                self._work.wait(pause)
+                self._work.wait()
             job = (self._promised or self._queue).popleft()
             self._running[threading.get_ident()] = job
             return job
@@ -323,8 +317,6 @@ class Stores(TransferHalf):
         fmt, shelf, chunk = self._fmt, self._shelf, job.chunk
         written = 0
         repaired = 0
-        if self._finite is not None and not self._is_finite(self._finite, job):
-            return StoreResult.FAILED
         refs = [ObjectRef(chunk, shard) for shard in self._plan.writes(chunk.index)]
         found = [
             (ref, answer, buffer, fmt.object_size(ref.shard, chunk.tokens))
@@ -352,7 +344,6 @@ class Stores(TransferHalf):
                     about=("load", name),
                 )
         if written:
-            self._context.pace.wrote(written)
             self._context.count("stored_chunks")
             self._context.count("stored_bytes", written)
         else:
@@ -361,22 +352,6 @@ class Stores(TransferHalf):
             self._counters.add("repaired_objects", repaired)
             return StoreResult.REPAIRED
         return StoreResult.PUBLISHED if written else StoreResult.EXISTED
-
-    def _is_finite(self, check: FiniteCheck, job: _StoreJob) -> bool:
-        chunk = job.chunk
-        for shard, buffer in zip(self._plan.writes(chunk.index), job.buffers, strict=True):
-            payload = self._context.payload(buffer, chunk, shard)
-            layer = check.first_bad(shard, payload, chunk.tokens)
-            if layer is not None:
-                self._context.count_dropped(chunk, Reason.NOT_FINITE)
-                self._log.warning(
-                    "a chunk was not stored: the engine's KV holds NaN or infinity in layer %s;"
-                    " further ones are only counted",
-                    layer,
-                    about="not finite",
-                )
-                return False
-        return True
 
     def _store_failed(self, job: _StoreJob, error: Exception) -> None:
         if job.ended:

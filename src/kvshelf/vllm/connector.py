@@ -20,7 +20,7 @@ import logging
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Final, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 import torch
 import vllm
@@ -156,7 +156,7 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
                     "save_decode is off for this model: a token sees the whole prompt and a window"
                     " of the answer, so the KV of an answer depends on where the prompt ended"
                 )
-        _apply_load_failure_policy(transfer, self._config.load_failure_policy)
+        _recompute_failed_loads(transfer)
         others = _others_that_fill(vllm_config)
         _check_other_loads(vllm_config, others)
         url, server = self._config.shared_storage_path, self._config.server
@@ -659,8 +659,8 @@ def _why_no_stores(config: Config, transfer: Any, ranks: int) -> str:
     return "read_only is true" if config.read_only else ""
 
 
-def _apply_load_failure_policy(transfer: Any, policy: Literal["recompute", "vllm"]) -> None:
-    """Let vLLM recompute tokens whose load fails, unless `policy` leaves that to vLLM.
+def _recompute_failed_loads(transfer: Any) -> None:
+    """Let vLLM recompute tokens whose load fails.
 
     Raises
     ------
@@ -669,26 +669,16 @@ def _apply_load_failure_policy(transfer: Any, policy: Literal["recompute", "vllm
     """
     parent = _enclosing_multi_connector()
     decides = transfer if parent is None else parent._kv_transfer_config
-    if policy == "vllm":
-        logger.info(
-            "load_failure_policy is vllm: kv_load_failure_policy stays %s",
-            decides.kv_load_failure_policy,
-        )
-    elif decides.kv_load_failure_policy == "recompute":
+    if decides.kv_load_failure_policy == "recompute":
         return
-    elif parent is not None:
+    if parent is not None:
         raise ConfigError(
             "inside MultiConnector kvshelf cannot choose what happens when a load fails: add"
             ' "kv_load_failure_policy": "recompute" to --kv-transfer-config, beside'
-            ' "kv_connector": "MultiConnector", or set load_failure_policy: vllm to have vLLM end'
-            " requests whose load fails with an error"
+            ' "kv_connector": "MultiConnector"'
         )
-    else:
-        transfer.kv_load_failure_policy = "recompute"
-        logger.info(
-            "kv_load_failure_policy is set to recompute: vLLM computes tokens whose load fails"
-            " (load_failure_policy: vllm leaves it as it is)"
-        )
+    transfer.kv_load_failure_policy = "recompute"
+    logger.info("kv_load_failure_policy is set to recompute: vLLM computes tokens whose load fails")
 
 
 #: Connectors that fetch the KV of a whole prompt from the engine that ``kv_transfer_params`` name.

@@ -203,12 +203,6 @@ class CacheGroups(Sequence[CacheGroup]):
         """Return what hits of the model need, with chunks of so many tokens."""
         return HitRule.with_window(self.kinds, self.window, chunk_size)
 
-    @property
-    def keeps_blocks(self) -> bool:
-        """Whether vLLM frees no block of a request that runs: there are no windows, no states."""
-        specs = [spec for layers in self._specs for spec in layers]
-        return bool(specs) and all(isinstance(spec, FullAttentionSpec) for spec in specs)
-
     def of(self, kind: Kind) -> tuple[CacheGroup, ...]:
         """Return the model's groups of a kind."""
         others = self.scratch.union(group.index for group in self.drafts)

@@ -163,8 +163,6 @@ class Admission(SharingPart):
         """Whether tokens ``[start, end)`` of a request are to be loaded."""
         if self._is_free(state):
             return True
-        if end - start < self._config.min_load_tokens:
-            return False
         hit = self._hit(state, start, end)
         admitted = self._rule.admits(hit, self._comes_before())
         if not admitted:

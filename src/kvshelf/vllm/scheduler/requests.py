@@ -213,7 +213,7 @@ class Requests(dict[str, RequestState]):
         super().__init__()
         config, vllm_config = engine.config, engine.vllm_config
         self.item_ids = ItemIds(vllm_config, config.trust_uuids, engine.counters)
-        self._others_transfer = engine.others_transfer and not config.load_transferred
+        self._others_transfer = engine.others_transfer
         outputs = getattr(vllm_config, "aux_output_config", None)
         self._hits_are_used = outputs is None or not outputs.enabled
         if not self._hits_are_used:

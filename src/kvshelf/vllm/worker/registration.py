@@ -64,7 +64,6 @@ from kvshelf.metrics import Counters
 from kvshelf.pages import memory_limit
 from kvshelf.shelf.view import ShelfView
 from kvshelf.transfer.context import TransferContext
-from kvshelf.transfer.pace import Pace
 from kvshelf.transfer.shares import bytes_for_steps, share_out
 from kvshelf.transfer.staging import StagingPool
 from kvshelf.transfer.transfers import default_io_threads
@@ -174,7 +173,6 @@ class Registration:
         self._engine = engine
         self._vllm_config = engine.vllm_config
         self._config = engine.config
-        self._pace = Pace(engine.config.store_bytes_per_s)
         self._lock = threading.Lock()
         self.caches: RegisteredCaches | None = None
         self.memories: Memories = {}
@@ -416,8 +414,6 @@ class Registration:
             memory.plan,
             load_threads=load_threads,
             store_threads=store_threads,
-            check_finite=self._config.check_finite,
-            pace=self._pace,
             on_thread_start=lambda kind: widen_cpu_affinity(),
             quiet=quiet,
             history=history,

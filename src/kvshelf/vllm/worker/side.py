@@ -12,8 +12,7 @@ staging at once, between caches on a GPU and staging by :mod:`kvshelf.kv.device`
 Contracts
 ---------
 * All methods run on the worker's step thread and never touch storage.
-* Loads start in ``start_load_kv``, behind the forward pass, or before it where ``load_beside_step``
-  is set and vLLM frees no block that this pass may still read.
+* Loads into caches on a device start in ``start_load_kv``, behind the forward pass.
 * From the moment that an engine sleeps until it is awake nothing touches the caches. A device
   that failed is not used again: the engine continues without a cache.
 * A step waits for loads where the scheduler says that no other rank waits for the step.
@@ -100,9 +99,6 @@ class WorkerSide:
         self._assembly = assembly
         self._history = history
         groups = CacheGroups(engine.vllm_config, engine.kv_cache_config)
-        #: On a device, loads start before the forward pass and write during it.
-        self._beside_step = engine.config.load_beside_step and groups.keeps_blocks
-        self._beside_step &= engine.vllm_config.speculative_config is None
         self.model = Part(engine, assembly, self.counters, history)
         self.drafter = Drafter.of(engine, assembly)
         #: The model's first: what is left of a deadline is the drafter's.
@@ -213,7 +209,7 @@ class WorkerSide:
         # vllm/v1/worker/gpu/model_runner.py), and no request of the step has a load's blocks.
         registration = self.model.registration
         can_begin = bool(meta.loads) and registration.caches is not None
-        if can_begin and (self._beside_step or not registration.on_device):
+        if can_begin and not registration.on_device:
             self.loads.start()
 
     def _open(self, encoded: bytes, slug: str) -> None:
