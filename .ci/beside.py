@@ -22,7 +22,7 @@ from pathlib import Path
 
 _SUBREAPER = 36
 #: Seconds in which interrupted commands may clean up.
-_END = 20
+_END = 60
 
 
 def descendants() -> list[int]:

@@ -536,3 +536,13 @@ def test_shelf_shows_where_it_is(shelf: Shelf, root: Path) -> None:
     assert shelf.url == str(root)
     assert str(root) in repr(shelf)
     assert not shelf.read_only
+
+
+def test_a_directory_that_is_not_to_be_made_must_be_there(tmp_path: Path) -> None:
+    folder, options = tmp_path / "unmounted", {"create": False}
+    for url in (str(folder), f"file://{folder}"):
+        with pytest.raises(ConfigError, match=r"does not exist.*create: false.*mount it"):
+            open_shelf(url, storage_options=options)
+    assert not folder.exists()
+    folder.mkdir()
+    open_shelf(str(folder), storage_options=options).close()

@@ -32,6 +32,7 @@ from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
 from kvshelf.shelf.leftovers import read_description
 from kvshelf.shelf.view import NamespaceView
+from kvshelf.urls import directory_of
 
 #: Views that a shelf keeps, those that were asked for last: an engine whose weights change has a
 #: namespace after another, each with a view for each kind of the model and the drafter.
@@ -289,5 +290,13 @@ def open_shelf(
     backend = open_backend(
         url, storage_options=storage_options, read_only=read_only, keep_atime=keep_atime
     )
+    folder = directory_of(url)
+    needed = folder is not None and (storage_options or {}).get("create") is False
+    if needed and not os.path.isdir(os.path.expanduser(str(folder))):
+        backend.close()
+        raise ConfigError(
+            f"{folder} does not exist, and storage_options say that it is not to be made (create:"
+            " false): mount it, or leave create out"
+        )
     wanted = replace(backend.properties.deadlines, **(deadlines or {}))
     return Shelf(backend, counters, deadlines=wanted)
