@@ -33,7 +33,6 @@ import torch
 
 from kvshelf.assembly import Assembly
 from kvshelf.backends.breaker import BreakerState
-from kvshelf.history import History
 from kvshelf.vllm.adapters import LoadedAdapters, adapter_settings
 from kvshelf.vllm.groups import CacheGroups
 from kvshelf.vllm.messages import Inbox, Outbox
@@ -68,8 +67,6 @@ class WorkerSide:
         Whether the engine stores anything: no object that it finds bad is replaced otherwise.
     others_fill : bool
         Whether another connector may fill free blocks without waiting for the engine's stream.
-    history : History, optional
-        Gets what becomes of chunks.
 
     Attributes
     ----------
@@ -91,19 +88,17 @@ class WorkerSide:
         *,
         may_store: bool = True,
         others_fill: bool = False,
-        history: History | None = None,
     ) -> None:
         self.rank = engine.rank
         self.counters = assembly.counters
         self._vllm_config = engine.vllm_config
         self._config = engine.config
         self._assembly = assembly
-        self._history = history
         groups = CacheGroups(engine.vllm_config, engine.kv_cache_config)
         #: On a device, loads start before the forward pass and write during it.
         self._beside_step = engine.config.load_beside_step and groups.keeps_blocks
         self._beside_step &= engine.vllm_config.speculative_config is None
-        self.model = Part(engine, assembly, self.counters, history)
+        self.model = Part(engine, assembly, self.counters)
         self.drafter = Drafter.of(engine, assembly)
         #: The model's first: what is left of a deadline is the drafter's.
         self._parts = [self.model] if self.drafter is None else [self.model, self.drafter]
@@ -113,7 +108,7 @@ class WorkerSide:
         #: What the scheduler side must learn.
         self._facts = facts = Outbox(Facts)
         self.loads = WorkerLoads(engine, assembly, *of_parts, facts, groups.hybrid, may_store)
-        self.stores = WorkerStores(engine, self.counters, *of_parts, others_fill, history)
+        self.stores = WorkerStores(engine, self.counters, *of_parts, others_fill)
         receivers = self.model.take_orders, self.loads.take_orders, self.stores.take_orders
         self._orders = Inbox[Orders](receivers)
         self._meta: StepMetadata | None = None
@@ -220,7 +215,7 @@ class WorkerSide:
         """Continue in the namespace that the scheduler has named."""
         known = self.model.registration.namespace
         if known is None or known.encoded != encoded:
-            self._assembly.keep_bounds(leads=self.rank == 0, history=self._history)
+            self._assembly.keep_bounds(leads=self.rank == 0)
             if self.loads.running and self.model.transfers is not None:
                 # Their blocks may still be written to. All are cancelled, so they end soon.
                 return
