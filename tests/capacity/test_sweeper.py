@@ -191,22 +191,17 @@ def test_a_bound_of_a_few_chunks_always_has_space_for_the_next_one(
     assert place.count("shelf_evicted_objects") > 0
 
 
+@pytest.mark.parametrize(("name", "value"), [("max_age", 8 * HOUR), ("max_bytes", CHUNK_BYTES)])
 def test_the_log_says_which_groups_lost_what_and_why(
-    place: Swept, caplog: pytest.LogCaptureFixture
+    place: Swept, caplog: pytest.LogCaptureFixture, name: str, value: float
 ) -> None:
-    place.put(FMT, CHUNKS[:2], age=9 * HOUR)
+    files = len(place.put(FMT, CHUNKS[:2], age=9 * HOUR))
     with caplog.at_level(logging.INFO):
-        place.make(max_age=8 * HOUR).step()
+        place.make(**{name: value}).step()
     (line,) = [r.getMessage() for r in caplog.records if "deleted" in r.getMessage()]
-    files, nbytes = 2 * FMT.shards, 2 * CHUNK_BYTES
-    assert f"deleted {files} files, {nbytes} bytes; 0 bytes are left" in line
-    where = re.escape(f"{FMT.namespace.folder}/_: {files} objects, {nbytes} bytes")
-    assert re.search(rf"{where}, the oldest unused for 324\d\d s \(max_age\)$", line)
-    caplog.clear()
-    place.put(FMT, CHUNKS[:2], age=9 * HOUR)
-    with caplog.at_level(logging.INFO):
-        place.make(max_bytes=CHUNK_BYTES).step()
-    assert "(max_bytes)" in caplog.text
+    assert f": deleted {files} files, {2 * CHUNK_BYTES} bytes; " in line
+    group = f"{FMT.namespace.folder}/_: {files} objects, {2 * CHUNK_BYTES} bytes"
+    assert re.search(rf"; {group}, the oldest unused for 324\d\d s \({name}\)$", line)
 
 
 def test_a_store_that_is_larger_than_the_bound_deletes_nothing(place: Swept) -> None:
