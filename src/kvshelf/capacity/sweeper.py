@@ -132,6 +132,9 @@ class Sweeper:
             markers=keep_tails,
             tails=keep_tails,
         )
+        bounds = self._rules.max_bytes, self._rules.max_age, self._rules.group_max_bytes
+        self._bounded = any(bound is not None for bound in bounds)
+        self._resolution = resolution(self._rules.max_age)
         self._sweeps = sweeps
         self._walk = walk
         self._thread = Background("kvshelf-capacity", self._turn, on_start=on_thread_start)
@@ -181,12 +184,6 @@ class Sweeper:
             self._end.wait(_JOIN_SECONDS)
         # A thread that is inside compiled code when Python ends would crash the process.
         self._thread.close(_JOIN_SECONDS)
-
-    @property
-    def _bounded(self) -> bool:
-        rules = self._rules
-        bounds = rules.max_bytes, rules.max_age, rules.group_max_bytes
-        return any(bound is not None for bound in bounds)
 
     # ------------------------------------------------------------- its thread
 
@@ -323,10 +320,6 @@ class Sweeper:
         due = due_in(finding, rules, used, age, self._resolution, ours=ours, finished=finished)
         return max(pause, due)
 
-    @property
-    def _resolution(self) -> float:
-        return resolution(self._rules.max_age)
-
     def _sweep(self, space: Space | None) -> None:
         """Sweep, unless another engine does or has just done so."""
         now = self._clock.ask()
@@ -450,22 +443,15 @@ class Sweeper:
         """Log what was deleted, of which namespaces and salt groups, and why."""
         now, finding = self._clock.last(), self._record.finding
         assert finding is not None
-        lost = sorted(outcome.lost.items(), key=lambda item: -item[1].nbytes)
-        of_groups = [
-            f"{group}: {one.count} objects, {one.nbytes} bytes, the oldest unused for"
+        lost = [
+            f"; {group}: {one.count} objects, {one.nbytes} bytes, the oldest unused for"
             f" {now - one.oldest:.0f} s ({_WHY.get(rule, rule.name.lower())})"
-            for (group, rule), one in lost[:_MOST_GROUPS]
+            for (group, rule), one in outcome.lost.items()
         ]
         if len(lost) > _MOST_GROUPS:
-            of_groups.append(f"and {len(lost) - _MOST_GROUPS} more")
-        logger.info(
-            "%s: deleted %d files, %d bytes; %d bytes are left; %s",
-            self._guard.url,
-            outcome.count,
-            outcome.nbytes,
-            finding.nbytes,
-            "; ".join(of_groups) or "no objects",
-        )
+            lost[_MOST_GROUPS:] = [f"; and {len(lost) - _MOST_GROUPS} more"]
+        done = outcome.count, outcome.nbytes, finding.nbytes, "".join(lost)
+        logger.info("%s: deleted %d files, %d bytes; %d bytes are left%s", self._guard.url, *done)
 
     def _note_freed(self, count: int, nbytes: int) -> None:
         """Count what a sweep has just deleted: stores may use that space at once."""
