@@ -126,7 +126,6 @@ def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         # Tests count hits: whether one is loaded must not depend on how fast a machine computes.
         patch.setenv("KVSHELF_ADMISSION", "always")
         patch.setenv("KVSHELF_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         for name in ("NO_PROXY", "no_proxy"):
             # The servers of the tests are on this machine, whatever the way to others is.
             patch.setenv(name, "127.0.0.1,localhost")

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import typer
 
-from kvshelf import history
 from kvshelf.backends import Deadlines, base, breaker, s3
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.capacity import bound, marks
@@ -118,9 +117,6 @@ SAID: list[tuple[str, list[float]]] = [
     ),
     (rf"It is at least {VALUE}\.", [LEAST_MAX_AGE]),
     (rf"or than {VALUE}\. Of more than four million keys", [marks.KEEP_SECONDS]),
-    (rf"have at most {VALUE} together, and the youngest events", [history.LARGEST]),
-    (rf"have ended, except the youngest {VALUE}\.", [history.KEPT]),
-    (rf"They hold the first {VALUE} of chunk keys", [history.KEY_BYTES]),
     (
         rf"before such a chunk of a search \| {VALUE} \| until a load",
         [default_of(PresenceCache, "seen_seconds")],

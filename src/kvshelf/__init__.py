@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvshelf.kv.sources import BlobKV, PagedKV, TupleKV
     from kvshelf.shelf.shelf import Shelf, open_shelf
 
-#: Wheels, the command line and engines' histories take it from here. Objects do not hold it.
+#: Wheels and the command line take it from here. Objects do not hold it.
 __version__ = "0.2.0.dev0"
 
 __all__ = [

@@ -36,7 +36,6 @@ from kvshelf.capacity.sweeper import Sweeper
 from kvshelf.capacity.uses import Uses
 from kvshelf.capacity.walk import Walk
 from kvshelf.config import Config
-from kvshelf.history import History
 from kvshelf.metrics import Counters
 from kvshelf.shelf.opening import START_SECONDS, Opening
 from kvshelf.shelf.shelf import Shelf
@@ -177,7 +176,7 @@ class Assembly:
 
     # ------------------------------------------------------------- housekeeping
 
-    def keep_bounds(self, *, leads: bool = True, history: History | None = None) -> None:
+    def keep_bounds(self, *, leads: bool = True) -> None:
         """Keep the shelf within its bounds, unless other processes do. Idempotent.
 
         Where the system allows no thread now, the next call tries again.
@@ -186,8 +185,6 @@ class Assembly:
         ----------
         leads : bool
             Whether this process deletes what the bounds do not allow: one rank of an engine does.
-        history : History, optional
-            Gets the chunks that were deleted.
         """
         shelf, config = self.shelf(), self._config
         if shelf is None or config.read_only:
@@ -212,7 +209,6 @@ class Assembly:
                 sweeps=leads,
                 walk=self.walk,
                 keep_tails=keep,
-                on_evicted=None if history is None else history.note_evicted,
                 on_thread_start=self._on_thread_start,
             )
         self._sweeper.start()

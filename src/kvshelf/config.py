@@ -56,7 +56,7 @@ from pydantic_settings import (
 )
 
 from kvshelf.errors import ConfigError
-from kvshelf.paths import cache_dir, names_a_path, user_dir
+from kvshelf.paths import cache_dir, names_a_path
 from kvshelf.urls import directory_of, refuse_mistakes, shown_url
 
 ENV_PREFIX: Final = "KVSHELF_"
@@ -188,11 +188,6 @@ def _directory(value: object) -> object:
     if isinstance(place, str) and _URL.match(place):
         raise ValueError("is a URL; expected a directory on this machine")
     return place
-
-
-def _history_folder(value: object) -> object:
-    # An empty variable counts as absent, so there is a word for it.
-    return "" if value in ("", "off") else _directory(value)
 
 
 #: A number that is not a boolean, which pydantic would take for 0 or 1.
@@ -491,13 +486,6 @@ class Config(BaseSettings):
     tokens are left out, and so are all tails of hybrid models, engines with a drafter and unknown
     layouts. They are deleted at the age `handover_keep_s`."""
 
-    history_path: Annotated[str, BeforeValidator(_history_folder)] | None = None
-    """The folder of this machine in which engines keep their histories: files from which `kvshelf
-    explain` tells what they missed, refused, dropped and deleted. Each engine keeps at most 1 MiB,
-    only its user can read it, and it holds no tokens. If it is not set: `$XDG_STATE_HOME/kvshelf`,
-    else `~/.local/state/kvshelf`. `off`: no history. See [Why a lookup
-    misses](misses.md#history)."""
-
     if not TYPE_CHECKING:  # a type checker makes the constructor's arguments of the fields
 
         def __init__(self, **values: Any) -> None:
@@ -672,26 +660,6 @@ class Config(BaseSettings):
             raise _error(_not_json(environ)) from None
         finally:
             _sources.reset(token)
-
-
-def history_dir(config: Config, environ: Mapping[str, str] | None = None) -> Path | None:
-    """Return the folder of the histories of this user's engines; None if there are to be none.
-
-    Parameters
-    ----------
-    config : Config
-    environ : Mapping, optional
-        The environment; ``os.environ`` when absent.
-
-    Returns
-    -------
-    Path or None
-        ``history_path``, else ``$XDG_STATE_HOME/kvshelf``, else ``~/.local/state/kvshelf``. Not
-        created.
-    """
-    if config.history_path is not None:
-        return Path(config.history_path) if config.history_path else None
-    return user_dir("XDG_STATE_HOME", "~/.local/state", environ)
 
 
 def default_shelf_path(environ: Mapping[str, str] | None = None) -> Path:

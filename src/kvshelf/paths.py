@@ -29,23 +29,8 @@ def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
     environ = os.environ if environ is None else environ
     if own := environ.get("KVSHELF_CACHE_DIR"):
         return Path(own).expanduser().absolute()
-    return user_dir("XDG_CACHE_HOME", "~/.cache", environ)
-
-
-def user_dir(variable: str, default: str, environ: Mapping[str, str] | None = None) -> Path:
-    """Return kvshelf's folder in one of the XDG base directories. Not created.
-
-    Parameters
-    ----------
-    variable : str
-        Names the base directory.
-    default : str
-        The base directory when the variable is not set.
-    environ : Mapping, optional
-        The environment; ``os.environ`` when absent.
-    """
-    base = (os.environ if environ is None else environ).get(variable)
+    base = environ.get("XDG_CACHE_HOME")
     # The XDG specification requires that a relative path be ignored.
     if not base or not os.path.isabs(base):
-        base = os.path.expanduser(default)
+        base = os.path.expanduser("~/.cache")
     return Path(base) / "kvshelf"

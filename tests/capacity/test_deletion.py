@@ -40,17 +40,14 @@ def everything(place: Place) -> Plan:
 def test_a_plan_is_carried_out_whole(place: Place) -> None:
     place.put(FMT, chunks(4), age=9 * DAY)
     young = place.put(FMT, chunks(4, 1), age=DAY)
-    told: list[tuple[bytes, int]] = []
-    outcome = carry_out(
-        place.backend, everything(place), on_deleted=lambda key, index: told.append((key, index))
-    )
+    outcome = carry_out(place.backend, everything(place))
     assert outcome.finished and outcome.error is None
     assert (outcome.count, outcome.nbytes) == (8, 4 * SIZE)
     assert outcome.deleted[Rule.AGE].count == 8
     assert {name for name in place.files() if name.endswith("safetensors")} == set(young)
-    assert sorted(told, key=lambda chunk: chunk[1]) == [
-        (chunk.key, chunk.index) for chunk in chunks(4)
-    ]
+    lost = outcome.lost[f"{FMT.namespace.folder}/_", Rule.AGE]
+    assert (len(outcome.lost), lost.count, lost.nbytes) == (1, 8, 4 * SIZE)
+    assert lost.oldest == pytest.approx(place.now - 9 * DAY)
 
 
 def test_what_is_used_meanwhile_stays_with_all_its_shards(place: Place) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import re
 import threading
 import time
 import weakref
@@ -101,6 +103,18 @@ class Swept(Place):
         return old
 
 
+def after_each(sweeper: Sweeper, hook: Callable[[], object]) -> None:
+    """Call a hook for each chunk that a sweeper deletes."""
+    note = sweeper._note_freed
+
+    def noted(count: int, nbytes: int) -> None:
+        note(count, nbytes)
+        for _ in range(count // FMT.shards):
+            hook()
+
+    sweeper._note_freed = noted  # type: ignore[method-assign]
+
+
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Swept]:
     place = Swept(tmp_path, monkeypatch)
@@ -148,19 +162,13 @@ def test_nothing_runs_if_nothing_is_bounded(place: Swept) -> None:
 
 def test_above_the_bound_the_ends_of_old_prompts_go_first(place: Swept) -> None:
     old = place.fill()
-    evicted: list[tuple[bytes, int]] = []
-    sweeper = place.make(
-        {"on_evicted": lambda key, index: evicted.append((key, index))},
-        max_bytes=20 * CHUNK_BYTES,
-    )
+    sweeper = place.make(max_bytes=20 * CHUNK_BYTES)
     sweeper.step()
     gone = set(old) - place.objects()
     assert len(place.objects()) + len(gone) == 20 * FMT.shards, "only the older prompt lost chunks"
     assert gone == set(old[-len(gone) :])
     assert place.count("shelf_evicted_objects") == len(gone)
     assert place.count("shelf_evicted_bytes") == len(gone) * FMT.object_size(0)
-    assert [index for _, index in evicted] == sorted((i for _, i in evicted), reverse=True)
-    assert {key for key, _ in evicted} == {chunk.key for chunk in CHUNKS[-len(evicted) :]}
     found = Lease(place.backend).read(place.later.now()).finding
     assert found is not None
     assert found.nbytes <= 0.8 * 20 * CHUNK_BYTES
@@ -181,6 +189,19 @@ def test_a_bound_of_a_few_chunks_always_has_space_for_the_next_one(
         place.put(FMT, make_chunks(FMT, 1, seed), age=HOUR)
         assert len(place.objects()) <= int(chunks) * FMT.shards
     assert place.count("shelf_evicted_objects") > 0
+
+
+@pytest.mark.parametrize(("name", "value"), [("max_age", 8 * HOUR), ("max_bytes", CHUNK_BYTES)])
+def test_the_log_says_which_groups_lost_what_and_why(
+    place: Swept, caplog: pytest.LogCaptureFixture, name: str, value: float
+) -> None:
+    files = len(place.put(FMT, CHUNKS[:2], age=9 * HOUR))
+    with caplog.at_level(logging.INFO):
+        place.make(**{name: value}).step()
+    (line,) = [r.getMessage() for r in caplog.records if "deleted" in r.getMessage()]
+    assert f": deleted {files} files, {2 * CHUNK_BYTES} bytes; " in line
+    group = f"{FMT.namespace.folder}/_: {files} objects, {2 * CHUNK_BYTES} bytes"
+    assert re.search(rf"; {group}, the oldest unused for 324\d\d s \({name}\)$", line)
 
 
 def test_a_store_that_is_larger_than_the_bound_deletes_nothing(place: Swept) -> None:
@@ -606,7 +627,8 @@ def test_a_plan_ends_when_the_process_was_paused_or_it_is_old(
 ) -> None:
     place.fill()
     before = len(place.objects())
-    sweeper = place.make({"on_evicted": lambda *_: place.wait(passes)}, max_bytes=CHUNK_BYTES)
+    sweeper = place.make(max_bytes=CHUNK_BYTES)
+    after_each(sweeper, lambda: place.wait(passes))
     sweeper.step()
     gone = (before - len(place.objects())) // FMT.shards
     assert 0 < gone <= most
@@ -624,14 +646,16 @@ def test_a_sweep_ends_when_its_lease_could_not_be_renewed_while_it_lasted(
     place.fill()
     gone: list[int] = []
 
-    def on_evicted(key: bytes, index: int) -> None:
+    def hook() -> None:
         if not gone:
             error = TransientStorageError(5, "away")
             place.faults.add(Fault("open", SWEEP, error=error, times=times))
-        gone.append(index)
+        gone.append(1)
         place.wait(25.0)
 
-    place.make({"on_evicted": on_evicted}, max_bytes=CHUNK_BYTES).step()
+    sweeper = place.make(max_bytes=CHUNK_BYTES)
+    after_each(sweeper, hook)
+    sweeper.step()
     assert len(gone) <= LEASE_SECONDS / 25.0 + 2 if ends else len(gone) == 20
 
 
@@ -644,8 +668,8 @@ def test_a_sweep_ends_when_the_lease_is_lost_and_keeps_it_until_then(
     other = Lease(place.backend)
     evicted: list[int] = []
 
-    def on_evicted(key: bytes, index: int) -> None:
-        evicted.append(index)
+    def hook() -> None:
+        evicted.append(1)
         place.wait(25.0)
         now = place.later.now()
         record = other.read(now)
@@ -653,7 +677,8 @@ def test_a_sweep_ends_when_the_lease_is_lost_and_keeps_it_until_then(
             assert now < record.until < now + 61
             write_record(place, owner="other", until=now + 50)
 
-    sweeper = place.make({"on_evicted": on_evicted}, max_bytes=CHUNK_BYTES)
+    sweeper = place.make(max_bytes=CHUNK_BYTES)
+    after_each(sweeper, hook)
     sweeper.step()
     assert 6 <= len(evicted) <= 8
     assert other.read(place.later.now()).owner == "other"

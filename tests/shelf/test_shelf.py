@@ -18,6 +18,7 @@ import pytest
 from kvshelf.backends import WriteResult, open_backend
 from kvshelf.errors import (
     BadObjectError,
+    ConfigError,
     NotRegularError,
     ObjectMissingError,
     ObjectNameError,

@@ -25,7 +25,6 @@ from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.names import object_name
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.history import Event
 from kvshelf.metrics import Counters
 from kvshelf.shelf.lookup import Lookup, LookupService
 from kvshelf.shelf.shelf import Shelf
@@ -157,20 +156,6 @@ def compares_weights(side: SchedulerSide) -> bool:
     return side.opening.handshake.checking
 
 
-class Notes:
-    """What a history got."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[Event, bytes, int, int]] = []
-        self.header: dict[str, Any] = {}
-
-    def note(self, event: Event, key: bytes, *, chunk: int, detail: int) -> None:
-        self.events.append((event, key, chunk, detail))
-
-    def describe(self, **header: Any) -> None:
-        self.header |= header
-
-
 class Side:
     """A scheduler side whose workers have reported.
 
@@ -182,7 +167,7 @@ class Side:
         Whether the workers have reported.
     change : Callable
         Changes vLLM's configuration.
-    ranks, history, uses, others_transfer
+    ranks, uses, others_transfer
         As for :class:`SchedulerSide`.
     **options
         kvshelf's configuration.
@@ -195,7 +180,6 @@ class Side:
         known: bool = True,
         change: Callable[[SimpleNamespace], None] = lambda config: None,
         ranks: int = 1,
-        history: Any = None,
         uses: Any = None,
         others_transfer: bool = False,
         **options: Any,
@@ -215,7 +199,6 @@ class Side:
                 lambda: self.shelf if self.opened else None,
                 CacheGroups(self.config, None),
                 ranks=ranks,
-                history=history,
                 uses=uses,
                 others_transfer=others_transfer,
             )

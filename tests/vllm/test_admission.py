@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvshelf.history import Event, Reason
 from kvshelf.server.shelf import open_served
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef
@@ -30,7 +29,6 @@ from tests.vllm.replay import Request
 from tests.vllm.rig import (
     CHUNK,
     PART,
-    Notes,
     Side,
     give_lookups,
     lookup_of,
@@ -48,8 +46,7 @@ class Engine:
     """A scheduler side whose steps and loads take as long as a test says."""
 
     def __init__(self, root: Path, shelf: AnyShelf | None = None, **options: Any) -> None:
-        self.notes = Notes()
-        self.side = Side(root, known=False, history=self.notes, **{"admission": "auto", **options})
+        self.side = Side(root, known=False, **{"admission": "auto", **options})
         self.side.shelf = shelf or self.side.shelf
         self.side.report(reports={0: PART})
         self.side.report()
@@ -191,8 +188,6 @@ def test_a_refused_hit_is_counted_once_and_noted(engine: Engine) -> None:
     assert engine.counted("refused_tokens") == 64
     assert engine.counted("hit_tokens") == 2 * 64
     engine.side.side.finished(request.request_id)
-    noted = [(event, reason) for event, _, _, reason in engine.notes.events]
-    assert (Event.NOT_LOADED, Reason.SLOWER) in noted
 
 
 def test_always_loads_everything_and_cuts_nothing(root: Path) -> None:

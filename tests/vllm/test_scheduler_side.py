@@ -26,8 +26,6 @@ from kvshelf import assembly
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.keys import MultimodalItem
-from kvshelf.format.namespace import Namespace
-from kvshelf.history import Event, Reason
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tiers import tiered
@@ -60,7 +58,6 @@ from tests.vllm.rig import (
     CHUNK,
     PART,
     Make,
-    Notes,
     Side,
     make_connector,
     named_chunks,
@@ -255,33 +252,6 @@ def test_a_request_whose_look_up_fails_is_stored(side: Side) -> None:
     side.faults.add(Fault("stat", error=RuntimeError("a bug")))
     assert side.ask(Request("r", prompt(40))) == 0
     assert stored_chunks(side.step({"r": (0, 40)}, new=("r",))) == [0, 1, 2, 3, 4]
-
-
-# ------------------------------------------------------------------------- history
-
-
-def test_the_chunk_that_ends_a_hit_is_noted_once(make: Make) -> None:
-    notes = Notes()
-    side = make(history=notes)
-    tokens = prompt(40)
-    chunks = side.chunks(tokens)
-    side.put(tokens, 3)
-    request = Request("r", tokens)
-    assert side.ask(request) == 24
-    assert side.ask(request) == 24
-    side.side.finished("r")
-    assert notes.events == [(Event.MISSED, chunks[3].key, 3, Reason.ABSENT)]
-    assert notes.header["namespace"] == side.fmt.namespace.folder
-    assert Namespace(notes.header["record"]) == side.fmt.namespace
-    notes.events.clear()
-    # vLLM has the chunk that is missing; or all is there.
-    assert side.ask(Request("s", tokens), 32) == 0
-    side.put(tokens)
-    assert side.ask(Request("t", tokens)) == 36
-    assert not notes.events
-    side.fail("t", 2, chunks[2].key, bad=True)
-    assert side.ask(Request("u", tokens)) == 16
-    assert notes.events == [(Event.MISSED, chunks[2].key, 2, Reason.FAILED_BEFORE)]
 
 
 # ------------------------------------------------------------------------- stores

@@ -375,10 +375,8 @@ class _Picks:
         taken = np.sort(order[before < free[place[rows[order]]]])
         self._add(rows[taken], victims.kinds[taken], self._why(rows[taken], Rule.GROUP))
         for crowded in np.flatnonzero(pinned > bound).tolist():
-            row = inventory.first_rows[any_unit[crowded]]
-            folder = inventory.namespaces[inventory.namespace[row]].name
-            group = inventory.groups[inventory.group[row]]
-            self.pinned_groups.append((f"{folder}/{group}", int(pinned[crowded])))
+            group = inventory.group_of(inventory.first_rows[any_unit[crowded]])
+            self.pinned_groups.append((group, int(pinned[crowded])))
 
     def take_above_bound(self, held: int) -> None:
         """Pick what is too old, and the oldest units of all if `held` bytes are too many."""

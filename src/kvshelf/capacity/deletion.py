@@ -69,6 +69,13 @@ def steady() -> float:
 
 
 @dataclass(slots=True)
+class Lost(Total):
+    """Objects of a salt group that were deleted, and when the chunk idle longest was used."""
+
+    oldest: float = math.inf
+
+
+@dataclass(slots=True)
 class Outcome:
     """The result of a plan's execution.
 
@@ -76,6 +83,8 @@ class Outcome:
     ----------
     deleted : dict of Rule and Total
         Files that were deleted, by reason.
+    lost : dict of (str, Rule) and Lost
+        Objects that were deleted, by namespace and salt group (``namespace/group``), and reason.
     kept : Total
         Files that stay, because they were used, replaced, changed or pinned meanwhile.
     gone : int
@@ -89,6 +98,7 @@ class Outcome:
     """
 
     deleted: dict[Rule, Total] = field(default_factory=dict)
+    lost: dict[tuple[str, Rule], Lost] = field(default_factory=dict)
     kept: Total = field(default_factory=Total)
     gone: int = 0
     failed: int = 0
@@ -137,7 +147,6 @@ def carry_out(
     pace: Callable[[], None] = lambda: None,
     pauses: Sequence[float] = (),
     threads: int | None = None,
-    on_deleted: Callable[[bytes, int], None] | None = None,
     on_problem: Callable[[str, str], None] = lambda name, text: None,
     on_progress: Callable[[Outcome], None] = lambda outcome: None,
     outcome: Outcome | None = None,
@@ -156,8 +165,6 @@ def carry_out(
         Seconds between the attempts where the storage fails; none: it fails at once.
     threads : int, optional
         Number of threads; 0: the caller's. By default as many as the storage needs.
-    on_deleted : Callable, optional
-        Called with chunk key and chunk index of each unit of which something was deleted.
     on_problem : Callable
         Called with the name of each file that the storage did not allow to delete, and why.
     on_progress : Callable
@@ -171,7 +178,6 @@ def carry_out(
         Also what was done before an error of the storage, which is in it and is not raised.
     """
     outcome = Outcome() if outcome is None else outcome
-    inventory = plan.inventory
     attempts = Attempts(pauses)
     try:
         work = _Deletions(backend, plan, pace, attempts)
@@ -186,9 +192,11 @@ def carry_out(
                 if one.deleted.count:
                     total = outcome.deleted.setdefault(task.reason, Total())
                     total.add(one.deleted.nbytes, one.deleted.count)
-                    if on_deleted is not None and not isinstance(task.what, Leftover):
-                        row = task.what[0]
-                        on_deleted(inventory.key[row].tobytes(), int(inventory.index[row]))
+                    if not isinstance(task.what, Leftover):
+                        where = plan.inventory.group_of(task.what[0])
+                        lost = outcome.lost.setdefault((where, task.reason), Lost())
+                        lost.add(one.deleted.nbytes, one.deleted.count)
+                        lost.oldest = min(lost.oldest, float(plan.used[task.number]))
                 outcome.kept.add(one.kept.nbytes, one.kept.count)
                 outcome.gone += one.gone
                 outcome.failed += len(one.problems)

@@ -220,6 +220,10 @@ class Inventory:
         """Whether there was more than fits."""
         return self.unlisted.count > 0
 
+    def group_of(self, row: int) -> str:
+        """Return the folder of an object's namespace and salt group, relative to the root."""
+        return f"{self.namespaces[self.namespace[row]].name}/{self.groups[self.group[row]]}"
+
     def name(self, row: int) -> str:
         """Return the name of an object, relative to the root."""
         return self.found(row)[0]

@@ -132,9 +132,16 @@ class Record:
 
     def bound(self, own: int, now: float) -> int:
         """Return the bound of the stores of an engine whose ``max_bytes`` is `own`."""
-        if self.max_bytes is None or now > self.max_bytes_at + BOUND_SECONDS:
-            return own
-        return min(own, self.max_bytes)
+        return min(own, int(self.bounds(now).get("max_bytes", own)))
+
+    def bounds(self, now: float) -> dict[str, float]:
+        """Return the bounds, by option, within which sweeps keep the shelf at `now`."""
+        bounds: dict[str, float] = {}
+        if self.max_bytes is not None and now <= self.max_bytes_at + BOUND_SECONDS:
+            bounds["max_bytes"] = self.max_bytes
+        if self.finding is not None and self.finding.max_age is not None:
+            bounds["max_age"] = self.finding.max_age
+        return bounds
 
     def bounded_by(self, own: int | None, now: float) -> Record:
         """Return the record after a sweep by an engine whose ``max_bytes`` is `own`, if any."""

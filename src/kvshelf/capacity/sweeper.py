@@ -43,12 +43,12 @@ from kvshelf.backends.clock import StorageClock
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.background import Background
 from kvshelf.capacity.bound import HURRIED_SECONDS, LOOK_SECONDS, ShelfBound
-from kvshelf.capacity.deletion import steady
+from kvshelf.capacity.deletion import Outcome, steady
 from kvshelf.capacity.due import Allowance, Growth, due_in, pressure, running_part
 from kvshelf.capacity.inventory import Parents
 from kvshelf.capacity.lease import Finding, Lease, Record
 from kvshelf.capacity.marks import Marks
-from kvshelf.capacity.rules import Rules
+from kvshelf.capacity.rules import Rule, Rules
 from kvshelf.capacity.sweeping import Begun, Listed, Running
 from kvshelf.capacity.uses import resolution
 from kvshelf.capacity.walk import Walk
@@ -71,6 +71,9 @@ _LOST_SECONDS: Final = 10.0
 _TROUBLE_SECONDS: Final = 30.0
 #: Pause after a listing, or all deletions, were not allowed.
 _REFUSED_SECONDS: Final = 3600.0
+#: Groups that lost objects, of which the log line of a sweep tells.
+_MOST_GROUPS: Final = 32
+_WHY: Final = {Rule.AGE: "max_age", Rule.GROUP: "group_max_bytes", Rule.SIZE: "max_bytes"}
 #: Seconds that the end of a process waits for the thread.
 _JOIN_SECONDS: Final = 0.5
 
@@ -101,8 +104,6 @@ class Sweeper:
         Is given steps on the thread.
     keep_tails : float or None
         Age in seconds at which a sweep deletes tails and markers; None: it does not.
-    on_evicted : Callable, optional
-        Called with chunk key and chunk index of each chunk of which something was deleted.
     on_thread_start : Callable, optional
         Called first on the thread, to set its processors.
 
@@ -120,7 +121,6 @@ class Sweeper:
         sweeps: bool = True,
         walk: Walk | None = None,
         keep_tails: float | None = None,
-        on_evicted: Callable[[bytes, int], None] | None = None,
         on_thread_start: Callable[[], None] | None = None,
     ) -> None:
         self._guard = shelf.backend
@@ -132,9 +132,11 @@ class Sweeper:
             markers=keep_tails,
             tails=keep_tails,
         )
+        bounds = self._rules.max_bytes, self._rules.max_age, self._rules.group_max_bytes
+        self._bounded = any(bound is not None for bound in bounds)
+        self._resolution = resolution(self._rules.max_age)
         self._sweeps = sweeps
         self._walk = walk
-        self._on_evicted = on_evicted
         self._thread = Background("kvshelf-capacity", self._turn, on_start=on_thread_start)
         self.bound = ShelfBound(capacity, counters, self._guard.url, self._thread.wake)
         self._log = RateLimitedLog(logger)
@@ -182,12 +184,6 @@ class Sweeper:
             self._end.wait(_JOIN_SECONDS)
         # A thread that is inside compiled code when Python ends would crash the process.
         self._thread.close(_JOIN_SECONDS)
-
-    @property
-    def _bounded(self) -> bool:
-        rules = self._rules
-        bounds = rules.max_bytes, rules.max_age, rules.group_max_bytes
-        return any(bound is not None for bound in bounds)
 
     # ------------------------------------------------------------- its thread
 
@@ -324,10 +320,6 @@ class Sweeper:
         due = due_in(finding, rules, used, age, self._resolution, ours=ours, finished=finished)
         return max(pause, due)
 
-    @property
-    def _resolution(self) -> float:
-        return resolution(self._rules.max_age)
-
     def _sweep(self, space: Space | None) -> None:
         """Sweep, unless another engine does or has just done so."""
         now = self._clock.ask()
@@ -402,21 +394,16 @@ class Sweeper:
         finding = replace(finding, nbytes=found)
         self._record = replace(self._record, finding=finding).bounded_by(rules.max_bytes, now)
         trouble, finished = None, True
-        for outcome in listed.delete(
-            storage,
-            rules,
-            held,
-            running,
-            on_deleted=self._on_evicted,
-            on_freed=self._note_freed,
-        ):
+        for outcome in listed.delete(storage, rules, held, running, on_freed=self._note_freed):
+            if outcome.count:
+                self._say(outcome)
             # Some files may belong to others.
             if outcome.error is not None and (outcome.error.retryable or not outcome.count):
                 trouble = outcome.error
             finished = finished and outcome.finished
         self._finished = trouble is not None or (finished and before is None)
         if before is None:
-            self._after_listing(listed, rules, finished, running.seconds)
+            self._after_listing(rules, finished, running.seconds)
         return trouble
 
     def _list(self, begun: Begun, rules: Rules, running: Running) -> Listed | None:
@@ -430,16 +417,11 @@ class Sweeper:
                 self._log.warning("%s: %s", self._guard.url, listed.plan.problem, about="problem")
         return listed
 
-    def _after_listing(self, listed: Listed, rules: Rules, finished: bool, seconds: float) -> None:
+    def _after_listing(self, rules: Rules, finished: bool, seconds: float) -> None:
         """Complete the finding, and delete old files by which processes inform each other."""
         self._counters.add("sweeps")
         storage, finding = self._guard.inner, self._record.finding
         assert finding is not None
-        freed = listed.held_at(finding.at) - finding.nbytes
-        if freed:
-            logger.info(
-                "%s: deleted %d bytes; %d bytes are left", self._guard.url, freed, finding.nbytes
-            )
         published = finding.written
         if published is not None:
             published -= self._written.remove_old()
@@ -456,6 +438,20 @@ class Sweeper:
             Marks.compact(storage, max_age=rules.max_age, resolution=self._resolution)
         except StorageError as error:
             logger.debug("%s: marks were not merged: %s", self._guard.url, error)
+
+    def _say(self, outcome: Outcome) -> None:
+        """Log what was deleted, of which namespaces and salt groups, and why."""
+        now, finding = self._clock.last(), self._record.finding
+        assert finding is not None
+        lost = [
+            f"; {group}: {one.count} objects, {one.nbytes} bytes, the oldest unused for"
+            f" {now - one.oldest:.0f} s ({_WHY.get(rule, rule.name.lower())})"
+            for (group, rule), one in outcome.lost.items()
+        ]
+        if len(lost) > _MOST_GROUPS:
+            lost[_MOST_GROUPS:] = [f"; and {len(lost) - _MOST_GROUPS} more"]
+        done = outcome.count, outcome.nbytes, finding.nbytes, "".join(lost)
+        logger.info("%s: deleted %d files, %d bytes; %d bytes are left%s", self._guard.url, *done)
 
     def _note_freed(self, count: int, nbytes: int) -> None:
         """Count what a sweep has just deleted: stores may use that space at once."""

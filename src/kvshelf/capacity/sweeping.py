@@ -297,7 +297,6 @@ class Listed:
         held: int,
         running: Running,
         *,
-        on_deleted: Callable[[bytes, int], None] | None,
         on_freed: Callable[[int, int], None],
     ) -> Iterator[Outcome]:
         """Delete from a shelf that holds so many bytes; yield what was done, in pieces.
@@ -308,8 +307,6 @@ class Listed:
         rules : Rules
         held : int
         running : Running
-        on_deleted : Callable, optional
-            Called with chunk key and chunk index of each chunk of which something was deleted.
         on_freed : Callable
             Called with number and bytes of the files of each deletion.
         """
@@ -326,12 +323,7 @@ class Listed:
                 count, freed = outcome.count, outcome.nbytes
 
             outcome = carry_out(
-                storage,
-                taken,
-                stop=running.stops,
-                pace=running.rests,
-                on_deleted=on_deleted,
-                on_progress=note,
+                storage, taken, stop=running.stops, pace=running.rests, on_progress=note
             )
             yield outcome
             if not outcome.finished:

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -49,7 +49,7 @@ from kvshelf.cli.common import (
     size_text,
     write_json,
 )
-from kvshelf.config import DiskTierConfig, history_dir
+from kvshelf.config import DiskTierConfig
 from kvshelf.errors import (
     BadObjectError,
     ConfigError,
@@ -63,11 +63,9 @@ from kvshelf.errors import (
 from kvshelf.format.differences import differing_fields
 from kvshelf.format.names import parse_namespace_folder
 from kvshelf.format.namespace import Namespace
-from kvshelf.history import Past, read_histories
 from kvshelf.paths import cache_dir
-from kvshelf.shelf.shelf import Shelf, read_namespace
+from kvshelf.shelf.shelf import read_namespace
 from kvshelf.tiers.ledger import Ledger
-from kvshelf.tools.noted import still_bad
 from kvshelf.tools.reserved import LOOKS
 from kvshelf.weights.configuration import differing_keys
 
@@ -319,10 +317,9 @@ def _shelf(shelf: str | None, timeout: float, dry_run: bool) -> Iterator[Check]:
         yield Check("configuration", State.PROBLEM, str(error), "correct it")
         return
     yield Check("configuration", State.OK, "valid")
-    folder, read_only = history_dir(config), config.read_only or dry_run
-    pasts = [] if folder is None else read_histories(folder)
+    read_only = config.read_only or dry_run
     if config.server is not None:
-        yield from _server(config.server, read_only, timeout, pasts)
+        yield from _server(config.server, read_only, timeout)
         return
     url = config.shared_storage_path
     if url is None:
@@ -336,12 +333,12 @@ def _shelf(shelf: str | None, timeout: float, dry_run: bool) -> Iterator[Check]:
     # Do not create a directory: below an empty mount point that would hide the problem.
     options = config.storage_options | ({"create": False} if is_local(url) else {})
     opener = functools.partial(open_backend, url, storage_options=options, read_only=read_only)
-    yield from _Examination(opener, read_only, timeout, pasts=pasts).run()
+    yield from _Examination(opener, read_only, timeout).run()
     if config.disk_tier is not None:
         yield from _disk_tier(config.disk_tier, timeout, dry_run)
 
 
-def _server(url: str, read_only: bool, timeout: float, pasts: Sequence[Past]) -> Iterator[Check]:
+def _server(url: str, read_only: bool, timeout: float) -> Iterator[Check]:
     """Check access to a shelf through its node server."""
     try:
         from kvshelf.server.backend import ServedBackend
@@ -355,7 +352,7 @@ def _server(url: str, read_only: bool, timeout: float, pasts: Sequence[Past]) ->
         return ServedBackend(connect(url))
 
     hint = "start it: kvshelf serve"
-    yield from _Examination(opener, read_only, timeout, hint, pasts).run()
+    yield from _Examination(opener, read_only, timeout, hint).run()
 
 
 def _disk_tier(tier: DiskTierConfig, timeout: float, dry_run: bool) -> Iterator[Check]:
@@ -407,9 +404,7 @@ class _Examination:
         read_only: bool,
         timeout: float,
         hint: str = "check the path, the URL and its options",
-        pasts: Sequence[Past] = (),
     ) -> None:
-        self._pasts = pasts
         self._opener = opener
         self._hint = hint
         self._read_only = read_only
@@ -438,9 +433,6 @@ class _Examination:
                 yield self._step("namespaces", self._differences, "")
             for name, look in LOOKS.items():
                 yield self._step(name, functools.partial(self._look, look), _DAMAGED[name])
-            if self._pasts:
-                hint = "engines that store replace them; kvshelf verify --repair moves them aside"
-                yield self._step("bad objects", self._bad_objects, hint)
             if self._read_only:
                 yield Check("write", State.NOTE, "not tried: read_only or --dry-run is set")
                 return
@@ -544,14 +536,6 @@ class _Examination:
         if abs(apart) > _MOST_APART:
             raise KVShelfError(text)
         return text if abs(apart) >= 1 else "as this machine's"
-
-    def _bad_objects(self) -> str:
-        found = still_bad(Shelf(self._backend), self._pasts)
-        if found:
-            raise KVShelfError(
-                f"{len(found)}, which engines of this machine could not load: {', '.join(found)}"
-            )
-        return "none that engines of this machine have met"
 
     def _write(self) -> str:
         result = self._backend.write(self._name, [self._content])

@@ -17,17 +17,13 @@ from kvshelf.cli.common import (
     JsonOption,
     ShelfArgument,
     ShelfOption,
-    configuration,
     one_shelf,
     open_found,
-    time_text,
     write,
 )
 from kvshelf.cli.prompts import ModelOption, PromptsOption, one_file, token_prompts
-from kvshelf.config import history_dir
 from kvshelf.errors import printable
 from kvshelf.format.kinds import FULL
-from kvshelf.history import read_histories
 from kvshelf.tools.explain import Explainer, Explanation
 
 _MOST_OBJECTS = 8
@@ -51,7 +47,7 @@ def explain(
             "--namespace",
             "-n",
             help="The namespace of the engine that missed: its folder, its 16 hex, or how either"
-            " begins. Default: that of the engine of this machine that used the shelf last.",
+            " begins. Default: the only one, or the one with the longest hit.",
         ),
     ] = None,
     like: Annotated[
@@ -61,13 +57,6 @@ def explain(
         ),
     ] = None,
     model: ModelOption = None,
-    history: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Where the engines of this machine keep their histories; default: history_path.",
-        ),
-    ] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Read and verify all objects of the prompts.")
     ] = False,
@@ -79,11 +68,9 @@ def explain(
     shelf = one_shelf(shelf, shelf_option)
     asked = token_prompts(one_file(prompts, prompts_option), model)
     earlier = [] if like is None else token_prompts(like, model)
-    folder = history or history_dir(configuration(shelf))
-    pasts = [] if folder is None else read_histories(folder)
     complete = True
     with open_found(shelf) as opened:
-        explainer = Explainer(opened, pasts, namespace=namespace, verify=verify)
+        explainer = Explainer(opened, namespace=namespace, verify=verify)
         for prompt in asked:
             found = explainer.explain(prompt, earlier)
             complete = complete and found.hits
@@ -124,11 +111,5 @@ def _text(found: Explanation) -> str:
         lines.append(
             f"  near       {near.namespace}: {near.hit_chunks} of {near.chunks} chunks; differs in"
             f" {', '.join(near.differs)}"
-        )
-    for noted in found.events:
-        kind = "" if noted.kind == FULL else f", kind {noted.kind}"
-        lines.append(
-            f"  history    {time_text(noted.time)} {noted.process}, chunk {noted.chunk}{kind}:"
-            f" {noted.text}"
         )
     return "".join(f"{printable(line)}\n" for line in lines)

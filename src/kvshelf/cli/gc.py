@@ -6,9 +6,8 @@ and :mod:`kvshelf.capacity.deletion` checks it again and deletes it; engines use
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Annotated, Any, Final
 
 import typer
@@ -38,8 +37,6 @@ from kvshelf.cli.common import (
 )
 from kvshelf.cli.progress import Display
 from kvshelf.cli.values import MaxAgeOption, MaxBytesOption, bounds, bounds_given_by
-from kvshelf.config import history_dir
-from kvshelf.history import History
 
 #: Bounds of the configuration that options replace.
 _BOUNDS: Final = ("max_bytes", "max_age", "group_max_bytes")
@@ -99,14 +96,12 @@ def gc(
             message(found.problem, error=False)
         display = Display("deleting", as_json=as_json)
         outcome = Outcome() if yes else None
-        with _history(shelf, shown, yes) as history:
-            note = None if history is None else history.note_evicted
-            display.run(
-                lambda: _carry_out(opened.backend, found, display, note, outcome),
-                row=lambda: _json(shown, found, outcome) | {"bounds": acting},
-                summary=lambda: _text(shown, found, outcome, acting),
-                complete=lambda: found.problem is None and not (outcome and outcome.failed),
-            )
+        display.run(
+            lambda: _carry_out(opened.backend, found, display, outcome),
+            row=lambda: _json(shown, found, outcome) | {"bounds": acting},
+            summary=lambda: _text(shown, found, outcome, acting),
+            complete=lambda: found.problem is None and not (outcome and outcome.failed),
+        )
 
 
 def _rules(shelf: str | None, given: dict[str, Any]) -> Rules:
@@ -133,15 +128,6 @@ def _acting(rules: Rules, given: Collection[str]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _history(
-    shelf: str | None, url: str, yes: bool
-) -> contextlib.AbstractContextManager[History | None]:
-    """Keep a history of what is deleted, for ``kvshelf explain``; None where there is none."""
-    folder = history_dir(configuration(shelf)) if yes else None
-    history = None if folder is None else History.open(folder, role="kvshelf gc", shelf=url)
-    return contextlib.nullcontext() if history is None else contextlib.closing(history)
-
-
 def _plan(backend: GuardedBackend, rules: Rules, orphans: bool | None, display: Display) -> Plan:
     low_latency = not backend.properties.high_latency
     scan = Scan(backend, parents=low_latency if orphans is None else orphans)
@@ -157,11 +143,7 @@ def _plan(backend: GuardedBackend, rules: Rules, orphans: bool | None, display: 
 
 
 def _carry_out(
-    backend: GuardedBackend,
-    found: Plan,
-    display: Display,
-    note: Callable[[bytes, int], None] | None,
-    outcome: Outcome | None,
+    backend: GuardedBackend, found: Plan, display: Display, outcome: Outcome | None
 ) -> None:
     if outcome is None:
         return
@@ -169,7 +151,6 @@ def _carry_out(
     carry_out(
         backend,
         found,
-        on_deleted=note,
         on_progress=lambda now: display.show(now.done, total, now.nbytes),
         outcome=outcome,
     )

@@ -24,7 +24,7 @@ WINDOW: Final[Kind] = "window"
 STATE: Final[Kind] = "state"
 
 #: All kinds, in the order in which lists of kinds are given. New ones come last: their places are
-#: bits, columns of inventories and numbers in histories.
+#: bits and columns of inventories.
 KINDS: Final[tuple[Kind, ...]] = (FULL, WINDOW, STATE)
 
 #: The bit of each kind where several are one number.

@@ -27,8 +27,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvshelf.assembly import Role, assemble
-from kvshelf.config import Config, history_dir
-from kvshelf.history import History
+from kvshelf.config import Config
 from kvshelf.memory.arena import Arena
 from kvshelf.metrics import Counters
 from kvshelf.server.health import Health, ServerMetrics
@@ -111,14 +110,8 @@ def serve(
         assembly = assemble(config, Role.SERVER, counters)
         shelf, disk = assembly.storage
         shelf.backend.count_into(counters.add)
-        folder = None if config.read_only else history_dir(config)
-        history = None
-        if folder is not None:
-            history = History.open(folder, role="node server", shelf=shelf.url, socket=place.url)
-        if history is not None:
-            opened.callback(history.close)
         opened.callback(assembly.close)
-        assembly.keep_bounds(history=history)
+        assembly.keep_bounds()
         service = Service(
             shelf,
             arena,

@@ -1,17 +1,16 @@
-"""Why prompts miss: what a shelf has of a prompt, and what engines of this machine did with it.
+"""Why prompts miss: what a shelf has of a prompt.
 
 Owns the search for causes (:class:`Explainer`) and their texts (:class:`Cause`).
 
 A prompt is token ids and a cache salt. Its chunk keys are computed in each namespace of the shelf,
 and the objects of these names are probed, as an engine's lookup does. What is missing is then
-looked for elsewhere: in other namespaces, without the salt, in the other salt group, in quarantine,
-behind the gap, and in the histories of this machine (:mod:`kvshelf.tools.noted`).
+looked for elsewhere: in other namespaces, without the salt, in the other salt group, in quarantine
+and behind the gap.
 
 Contracts
 ---------
-* Nothing is changed. Objects are read only to verify them: those of which a history says that they
-  were bad, or all that a hit needs.
-* What a shelf and histories say is not trusted: no content of theirs is an error here.
+* Nothing is changed. Objects are read only to verify them.
+* What a shelf says is not trusted: no content of it is an error here.
 * Adapters, images and drafters are no part of the keys that are computed here.
 * All functions block on storage, on the caller's thread.
 """
@@ -23,26 +22,20 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import Final, TypeAlias
 
+from kvshelf.capacity.files import time_of
 from kvshelf.capacity.inventory import Scan
-from kvshelf.errors import (
-    BadObjectError,
-    ConfigError,
-    KVShelfError,
-    StorageError,
-)
+from kvshelf.capacity.lease import SWEEP, Lease
+from kvshelf.errors import BadObjectError, KVShelfError, StorageError
 from kvshelf.format.differences import differing_fields, how_to_unite
 from kvshelf.format.hit_rule import HitRule
 from kvshelf.format.keys import Chunk, KeyChain, salt_group_of
 from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind
 from kvshelf.format.names import object_name, parse_namespace_folder
-from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.history import Past, Reason
 from kvshelf.shelf.leftovers import QUARANTINE
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef, Presence
 from kvshelf.tools.naming import folders_named
-from kvshelf.tools.noted import ADVICE, Noted, events_of, header_text, of_shelf, process_of
 from kvshelf.tools.prompts import Prompt, TokenPrompt
 
 #: A prompt whose `tokens` are set.
@@ -140,11 +133,9 @@ class Explanation:
     missing : list of Piece
         What ends the hit; at most 16.
     causes : list of Cause
-        The likeliest first. The last one of a hit that is complete may say why it was none before.
+        The likeliest first.
     near : list of Near
         The namespaces of the shelf, those with the longest hit first.
-    events : list of Noted
-        What engines of this machine noted of the prompt's chunks, the latest last.
     """
 
     line: int
@@ -158,26 +149,20 @@ class Explanation:
     missing: list[Piece] = field(default_factory=list)
     causes: list[Cause] = field(default_factory=list)
     near: list[Near] = field(default_factory=list)
-    events: list[Noted] = field(default_factory=list)
 
     @property
     def hits(self) -> bool:
         """Whether an engine can load all that a hit can have."""
-        bad = any(cause.code in _BAD for cause in self.causes)
+        bad = any(cause.code == "bad_object" for cause in self.causes)
         return 0 < self.usable_chunks == self.hit_chunks and not bad
-
-
-#: Causes for which a hit that a lookup finds is not loaded.
-_BAD: Final = frozenset({"bad_object", "disabled", "salt_group"})
 
 
 @dataclass(slots=True)
 class _Space:
-    """A namespace: on the shelf, or only in the history of an engine."""
+    """A namespace of the shelf."""
 
     fmt: ObjectFormat
     folder: str
-    on_shelf: bool
 
 
 @dataclass(slots=True)
@@ -218,34 +203,23 @@ class Explainer:
     ----------
     shelf : Shelf
         Open it read-only.
-    pasts : Sequence of Past
-        The histories of this machine, the youngest last.
     namespace : str, optional
         In which namespace prompts are looked for, as
-        :func:`~kvshelf.tools.naming.folders_named` takes it. When absent: that of the engine of
-        this machine that used this shelf last; else the only one; else the one with the longest
-        hit.
+        :func:`~kvshelf.tools.naming.folders_named` takes it. When absent: the only one, or the one
+        with the longest hit.
     verify : bool
         Read and verify all objects that a hit needs.
 
     Raises
     ------
     ConfigError
-        If neither the shelf nor a history has `namespace`.
+        If the shelf does not have `namespace`, or it cannot be used.
     StorageError
         If the shelf cannot be listed.
     """
 
-    def __init__(
-        self,
-        shelf: Shelf,
-        pasts: Sequence[Past] = (),
-        *,
-        namespace: str | None = None,
-        verify: bool = False,
-    ) -> None:
+    def __init__(self, shelf: Shelf, *, namespace: str | None = None, verify: bool = False) -> None:
         self._shelf = shelf
-        self._pasts = pasts
         self._verify = verify
         #: What is in quarantine, by namespace folder.
         self._bad: dict[str, list[str]] = {}
@@ -255,7 +229,7 @@ class Explainer:
             problem = info.problem
             if info.namespace is not None:
                 try:
-                    self._spaces.append(_Space(ObjectFormat(info.namespace), info.folder, True))
+                    self._spaces.append(_Space(ObjectFormat(info.namespace), info.folder))
                     continue
                 except KVShelfError as error:
                     problem = str(error)
@@ -266,50 +240,20 @@ class Explainer:
                     "an engine that stores to it writes a new namespace.json",
                 )
             )
-        self._own, self._chosen, self._past = self._choose(namespace)
+        self._own, self._chosen = self._choose(namespace)
 
     # ------------------------------------------------------------------------- which namespace
 
-    def _choose(self, wanted: str | None) -> tuple[_Space | None, str, Past | None]:
-        """Return the namespace of the prompts, why it is that one, and its engine's history."""
-        ours = [
-            past
-            for past in reversed(of_shelf(self._pasts, self._shelf.url))
-            if header_text(past, "namespace")
-        ]
+    def _choose(self, wanted: str | None) -> tuple[_Space | None, str]:
+        """Return the namespace of the prompts, and why it is that one."""
         if wanted is not None:
-            known = [space.folder for space in self._spaces]
-            known += [one.header["namespace"] for one in ours]
-            where = f"{self._shelf.url}, nor in the history of an engine of this machine"
             name = parse_namespace_folder(wanted.rstrip("/")) or wanted
-            tag = folders_named(name, dict.fromkeys(known), where)[0][-16:]
-            past = next((one for one in ours if one.header["namespace"][-16:] == tag), None)
-            space = self._space(tag, past)
-            if space is None:
-                raise ConfigError(f"no usable description of namespace {wanted} on {where}")
-            return space, "it was named", past
-        for past in ours:
-            space = self._space(past.header["namespace"][-16:], past)
-            if space is not None:
-                return space, f"that of {process_of(past)} on this machine", past
+            folders = [space.folder for space in self._spaces]
+            folder = folders_named(name, folders, self._shelf.url)[0]
+            return self._spaces[folders.index(folder)], "it was named"
         if len(self._spaces) == 1:
-            return self._spaces[0], "the only one of the shelf", None
-        return None, "the one with the longest hit", None
-
-    def _space(self, tag: str, past: Past | None) -> _Space | None:
-        for space in self._spaces:
-            if space.folder[-16:] == tag:
-                return space
-        record = None if past is None else past.header.get("record")
-        if past is None or not isinstance(record, dict):
-            return None
-        try:
-            namespace = Namespace(record, past.header["namespace"][:-17])
-            if namespace.digest.hex()[:16] != tag:
-                return None
-            return _Space(ObjectFormat(namespace), namespace.folder, False)
-        except (KVShelfError, ValueError, TypeError):
-            return None
+            return self._spaces[0], "the only one of the shelf"
+        return None, "the one with the longest hit"
 
     # ------------------------------------------------------------------------- one prompt
 
@@ -329,7 +273,7 @@ class Explainer:
             If the storage fails as a whole.
         """
         answer = Explanation(prompt.line, len(prompt.tokens or ()))
-        if not self._spaces and self._own is None:
+        if not self._spaces:
             answer.causes = [
                 *self._problems,
                 Cause(
@@ -343,13 +287,12 @@ class Explainer:
         if self._own is None:
             own = max(found.values(), key=lambda one: one.hit * one.space.fmt.chunk_size)
         else:
-            own = found.get(self._own.folder) or self._best(self._own, prompt)
+            own = found[self._own.folder]
         fmt = own.space.fmt
         answer.namespace, answer.chosen = own.space.folder, self._chosen
         answer.chunk_size, answer.chunks = fmt.chunk_size, len(own.chunks)
         answer.usable_chunks, answer.hit_chunks = own.usable, own.hit
         answer.near = self._near(own, found.values())
-        answer.events = events_of(self._pasts, own.chunks)
         answer.missing = list(islice(self._missing(own), _MOST_MISSING))
         answer.causes = list(self._causes(prompt, own, answer, earlier))
         return answer
@@ -358,9 +301,7 @@ class Explainer:
         """Look a prompt up in the salt group in which the most of it is."""
         groups = ["_", salt_group_of(prompt.salt)] if prompt.salt else ["_"]
         found = [self._look(space, prompt, group, prompt.salt) for group in groups]
-        by_salt = self._past is not None and self._past.header.get("group_by_salt") is True
-        # On a tie, prefer the group in which this engine looks.
-        return max(reversed(found) if by_salt else found, key=lambda one: one.hit)
+        return max(found, key=lambda one: one.hit)
 
     def _look(self, space: _Space, prompt: AnyPrompt, group: str, salt: str) -> _Found:
         fmt, tokens = space.fmt, prompt.tokens or ()
@@ -446,26 +387,20 @@ class Explainer:
     def _causes(
         self, prompt: AnyPrompt, own: _Found, answer: Explanation, earlier: Sequence[AnyPrompt]
     ) -> Iterator[Cause]:
-        if self._past is not None and (why := header_text(self._past, "disabled")):
-            yield Cause("disabled", f"{process_of(self._past)} neither stores nor loads: {why}")
         if not own.chunks:
             yield self._too_short(prompt, own)
             return
-        yield from self._group(prompt, own)
-        yield from self._bad_objects(own, answer)
+        if self._verify:
+            yield from self._bad_objects(own)
         if not answer.missing:
-            yield from _why_not_before(own, answer)
             return
         yield from self._objects(answer.missing)
-        noted = list(_noted_causes(answer))
-        yield from noted
         if own.hit < own.full:
             yield from _kinds_missing(own, answer.missing)
+            yield from self._bounds()
         yield from self._elsewhere(prompt, own, answer)
         yield from _differences(prompt, own, earlier)
-        yield from self._stores_nothing(own)
-        if not noted:
-            yield from self._not_there(own, answer)
+        yield from self._not_there(own, answer)
 
     def _too_short(self, prompt: AnyPrompt, own: _Found) -> Cause:
         size = own.space.fmt.chunk_size
@@ -478,15 +413,13 @@ class Explainer:
                 advice = "its tail is stored: engines with cache_tails load it"
         return Cause("too_short", text, advice)
 
-    def _bad_objects(self, own: _Found, answer: Explanation) -> Iterator[Cause]:
-        """Read what may be bad of a hit, and yield a cause for each object that is."""
-        suspects = {(noted.kind, noted.chunk) for noted in answer.events if noted.reason == "bad"}
+    def _bad_objects(self, own: _Found) -> Iterator[Cause]:
+        """Read the objects of a hit, and yield a cause for each that is bad."""
         for kind in own.space.fmt.kinds:
             fmt = own.space.fmt.of(kind)
             view = self._shelf.view(fmt)
             for chunk in own.chunks[: own.full]:
-                wanted = self._verify or (kind, chunk.index) in suspects
-                if not wanted or not own.there(kind, chunk.index):
+                if not own.there(kind, chunk.index):
                     continue
                 for shard in range(fmt.shards):
                     try:
@@ -498,7 +431,8 @@ class Explainer:
                         yield Cause(
                             "bad_object",
                             f"{own.space.folder}/{name} is bad: {error}",
-                            ADVICE[Reason.BAD],
+                            "an engine that stores replaces it; kvshelf verify --repair moves it"
+                            " aside",
                         )
                     except StorageError as error:
                         yield Cause("storage_error", f"chunk {chunk.index} is unreadable: {error}")
@@ -573,43 +507,8 @@ class Explainer:
                     "requests share KV only if they have the same cache_salt",
                 )
 
-    def _group(self, prompt: AnyPrompt, own: _Found) -> Iterator[Cause]:
-        """Yield whether the chunks are in another salt group than the engine looks into."""
-        by_salt = None if self._past is None else self._past.header.get("group_by_salt")
-        group = own.chunks[0].salt_group
-        if prompt.salt and own.hit and isinstance(by_salt, bool) and by_salt == (group == "_"):
-            yield Cause(
-                "salt_group",
-                f"the chunks are in the folder {group}, and {process_of(self._past)} looks into"
-                f" {salt_group_of(prompt.salt) if by_salt else '_'}",
-                "set group_by_salt alike in all engines",
-            )
-
-    def _stores_nothing(self, own: _Found) -> Iterator[Cause]:
-        """Yield why the engine stores nothing, if it does not."""
-        past = self._asked(own.chunks)
-        if past is not None and (why := header_text(past, "refuses")):
-            yield Cause(
-                "stores_nothing",
-                f"{process_of(past)} loads and stores nothing: {why}",
-                "another engine must store what it computes",
-            )
-
-    def _asked(self, chunks: Sequence[Chunk]) -> Past | None:
-        """Return the history of the engine that missed a prompt last.
-
-        If none has missed it, that of the engine whose namespace it is.
-        """
-        missed = [
-            (noted.time, number)
-            for number, past in enumerate(self._pasts)
-            for noted in events_of([past], chunks)
-            if noted.event == "missed"
-        ]
-        return self._pasts[max(missed)[1]] if missed else self._past
-
     def _not_there(self, own: _Found, answer: Explanation) -> Iterator[Cause]:
-        """Yield what may have become of a chunk of which the histories know nothing."""
+        """Yield what may have become of the chunk that ends the hit."""
         piece = answer.missing[0]
         if set(piece.objects.values()) - {Presence.MISSING.value} or own.hit < own.full:
             return
@@ -624,12 +523,7 @@ class Explainer:
                 " deleted since",
                 "capacity.max_bytes, kvshelf gc, a lifecycle rule or a script deletes objects",
             )
-        elif not own.space.on_shelf:
-            yield Cause(
-                "nothing_stored",
-                f"nothing has been stored in {own.space.folder} on {self._shelf.url}",
-                "compare shared_storage_path and the namespaces of the engines",
-            )
+            yield from self._bounds()
         elif own.full == 0:
             yield Cause(
                 "never_stored",
@@ -645,6 +539,21 @@ class Explainer:
                 f" differ from this one in tokens {piece.first_token} to {piece.last_token}, or the"
                 " rest was not stored yet, or was deleted",
                 "--like compares with another prompt; a store may take some seconds",
+            )
+            yield from self._bounds()
+
+    def _bounds(self) -> Iterator[Cause]:
+        """Yield the bounds within which sweeps keep the shelf, by the record that they leave."""
+        backend = self._shelf.backend
+        written = backend.info(SWEEP)
+        now = max(time_of(backend), 0.0 if written is None else written.mtime)
+        if bounds := Lease(backend).read(now).bounds(now):
+            values = (f"{name} {value:.0f}" for name, value in bounds.items())
+            yield Cause(
+                "bounds",
+                f"sweeps keep this shelf within {' and '.join(values)}",
+                "the log line of a sweep says what went. Raise capacity.max_bytes or max_age, or"
+                " pin the prompt: kvshelf pin",
             )
 
 
@@ -662,7 +571,7 @@ def _kinds_missing(own: _Found, missing: Sequence[Piece]) -> Iterator[Cause]:
             "no_state",
             f"full KV of {own.full} chunks is there, but not the state after chunk {end - 1};"
             f" {last}",
-            ADVICE[Reason.NOT_WORTH],
+            "a smaller state_interval stores more states",
         )
     if WINDOW in kinds:
         names = ", ".join(str(piece.chunk) for piece in missing if piece.kind == WINDOW)
@@ -671,34 +580,6 @@ def _kinds_missing(own: _Found, missing: Sequence[Piece]) -> Iterator[Cause]:
             f"a hit of {end} chunks needs windows that are missing: chunk {names}",
             "they were dropped (window_dropped_chunks), or deleted before the rest",
         )
-
-
-def _noted_causes(answer: Explanation) -> Iterator[Cause]:
-    """Yield what engines of this machine did with the pieces that are missing."""
-    codes = {"evicted": "evicted", "dropped_store": "dropped", "refused_store": "refused"}
-    for piece in answer.missing:
-        of_piece = [
-            noted
-            for noted in answer.events
-            if noted.chunk == piece.chunk
-            and noted.event in codes
-            # Which kinds were evicted is not noted.
-            and (noted.kind == piece.kind or noted.event == "evicted")
-        ]
-        for noted in of_piece[-1:]:
-            yield Cause(codes[noted.event], noted.sentence, noted.advice)
-
-
-def _why_not_before(own: _Found, answer: Explanation) -> Iterator[Cause]:
-    """Yield why a prompt that is stored now missed before, as far as histories tell."""
-    codes = {"not_loaded": "not_loaded", "failed_load": "failed_load", "missed": "stored_since"}
-    for noted in reversed(answer.events):
-        if noted.event in codes:
-            text = noted.sentence
-            if noted.event == "missed" and noted.reason == "absent":
-                text += "; it is there now"
-            yield Cause(codes[noted.event], text, noted.advice)
-            return
 
 
 def _differences(prompt: AnyPrompt, own: _Found, earlier: Sequence[AnyPrompt]) -> Iterator[Cause]:

@@ -184,16 +184,15 @@ def _bounds(
     now: float,
 ) -> Iterator[Bound]:
     """Yield the bounds that are known, by this machine's configuration and by sweeps."""
-    own, finding = capacity.max_bytes, record.finding
-    swept = record.max_bytes if now <= record.max_bytes_at + BOUND_SECONDS else None
+    own, sweeps = capacity.max_bytes, record.bounds(now)
+    swept, swept_age = sweeps.get("max_bytes"), sweeps.get("max_age")
     most = min((bound for bound in (own, swept) if bound is not None), default=None)
     if most is not None:
-        room = None if used is None else most - used
+        room = None if used is None else int(most) - used
         yield Bound("max_bytes", most, given_by if most == own else A_SWEEP, room)
     if space is not None and (kept := least_free(space, capacity.min_free)):
         by = DEFAULT if capacity.min_free is None else given_by
         yield Bound("min_free", kept, by, space.free - kept)
-    swept_age = None if finding is None else finding.max_age
     if capacity.max_age is not None and (swept_age is None or capacity.max_age <= swept_age):
         yield Bound("max_age", capacity.max_age, given_by)
     elif swept_age is not None:

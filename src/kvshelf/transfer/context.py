@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from kvshelf.format.keys import Chunk
-from kvshelf.format.kinds import FULL, kind_key
-from kvshelf.history import Event, History, Reason
+from kvshelf.format.kinds import FULL
 from kvshelf.kv.caches import KVCache, KVMemory
 from kvshelf.kv.topology import ShardPlan
 from kvshelf.logs import RateLimitedLog
@@ -86,8 +85,6 @@ class TransferContext:
         Called first on each thread with ``"load"`` or ``"store"``, to set its processors.
     quiet : bool
         Write failures to the debug log only: no request depends on these chunks.
-    history : History, optional
-        Gets what becomes of chunks.
     """
 
     shelf: ShelfView
@@ -99,7 +96,6 @@ class TransferContext:
     store_threads: int = 1
     on_thread_start: Callable[[str], None] | None = None
     quiet: InitVar[bool] = False
-    history: History | None = None
 
     def __post_init__(self, quiet: bool) -> None:
         self.fmt = self.shelf.fmt
@@ -122,17 +118,6 @@ class TransferContext:
             # Dropped chunks are counted by reason for all kinds together.
             family = "dropped_chunks" if name.startswith("dropped_chunks_") else name
             self.counters.add(f"{self.fmt.kind}_{family}", amount)
-
-    def count_dropped(self, chunk: Chunk, reason: Reason) -> None:
-        """Count a chunk that is not stored, by a reason of the counters, and note it."""
-        self.count(f"dropped_chunks_{reason.name.lower()}")
-        self.note(Event.DROPPED_STORE, chunk, reason)
-
-    def note(self, event: Event, chunk: Chunk, reason: Reason) -> None:
-        """Note an event in the history, if there is one."""
-        if self.history is not None:
-            key = kind_key(chunk.key, self.fmt.kind)
-            self.history.note(event, key, chunk=chunk.index, detail=reason)
 
     def payload(self, memory: Pinned, chunk: Chunk, shard: int) -> torch.Tensor:
         """Return the payload of an object in memory, uint8 [bytes]."""

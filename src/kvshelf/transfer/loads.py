@@ -45,7 +45,6 @@ from kvshelf.errors import (
     UnavailableStorageError,
 )
 from kvshelf.format.names import object_name
-from kvshelf.history import Event, Reason
 from kvshelf.shelf.view import FailedRead
 from kvshelf.traces import trace_range
 from kvshelf.transfer.context import ChunkSlots, TransferContext, TransferHalf
@@ -182,7 +181,7 @@ class Loads(TransferHalf):
                     self._give_up(piece, piece.leading)
                 elif piece.is_slow(now):
                     self._counters.add("cut_loads")
-                    self._fail(piece, piece.leading, Failure.CUT, Reason.SLOWER)
+                    self._fail(piece, piece.leading, Failure.CUT)
 
     @property
     def loading_bytes(self) -> int:
@@ -360,8 +359,6 @@ class Loads(TransferHalf):
             return failure
         name = object_name(task.chunk, shard, self._fmt.shards, self._fmt.kind)
         self._counters.add(f"load_failures_{failure.value}")
-        if failure is Failure.BAD and self._context.history is not None:
-            self._context.history.note_bad(f"{self._fmt.namespace.folder}/{name}")
         early = all(share.piece.early for share in [task, *task.sharers])
         self._log.warning(
             "object %s was not %s: %s",
@@ -395,7 +392,7 @@ class Loads(TransferHalf):
         """Fail a load from an item on that missed its deadline. Holds the lock."""
         self._counters.add("load_failures_timeout")
         chunk = piece.items[item].chunk
-        self._fail(piece, item, Failure.ERROR, Reason.TIMED_OUT)
+        self._fail(piece, item, Failure.ERROR)
         if not piece.early:
             self._log.warning(
                 "%s did not deliver chunk %d of a request in time, its tokens are computed instead",
@@ -436,15 +433,9 @@ class Loads(TransferHalf):
     def _lacking(self) -> list[Piece]:
         return [piece for piece in self._active if piece.lacks]
 
-    def _fail(
-        self, piece: Piece, item: int, failure: Failure, reason: Reason | None = None
-    ) -> None:
+    def _fail(self, piece: Piece, item: int, failure: Failure) -> None:
         """Note that an item will not arrive. Holds the lock."""
         piece.fail(item, failure)
-        if not piece.early:
-            if reason is None:
-                reason = Reason.ABSENT if failure is Failure.MISSING else Reason[failure.name]
-            self._context.note(Event.FAILED_LOAD, piece.items[item].chunk, reason)
         self._settle(piece)
 
     def _settle(self, piece: Piece) -> None:

@@ -51,7 +51,6 @@ from kvshelf.errors import (
 )
 from kvshelf.format.keys import Chunk
 from kvshelf.format.names import object_name
-from kvshelf.history import Event, Reason
 from kvshelf.kv.caches import DONE, PendingCopy
 from kvshelf.shelf.view import ObjectRef, Presence
 from kvshelf.traces import trace_range
@@ -197,7 +196,7 @@ class Stores(TransferHalf):
             if not repair and self.known.published_after(key, seen):
                 return StoreOutcome.KNOWN
         if self.known.follows_dropped(item.chunk, seen):
-            self._context.count_dropped(item.chunk, Reason.PARENT_DROPPED)
+            self._context.count("dropped_chunks_parent_dropped")
             return StoreOutcome.PARENT_DROPPED
         if not self._shelf.backend.allows(len(shards) * self._staging.buffer_bytes):
             return self._drop(item.chunk, StoreOutcome.NO_ROOM)
@@ -272,7 +271,7 @@ class Stores(TransferHalf):
     def _drop(self, chunk: Chunk, outcome: StoreOutcome, postponable: bool = False) -> StoreOutcome:
         """Count and remember a chunk that is not stored, unless it is offered again."""
         if not postponable:
-            self._context.count_dropped(chunk, Reason[outcome.name])
+            self._context.count(f"dropped_chunks_{outcome.name.lower()}")
             self.known.note_dropped(chunk.key)
         return outcome
 
@@ -292,7 +291,7 @@ class Stores(TransferHalf):
             try:
                 job.pending.wait()
                 if self.known.follows_dropped(job.chunk, job.seen):
-                    self._context.count_dropped(job.chunk, Reason.PARENT_DROPPED)
+                    self._context.count("dropped_chunks_parent_dropped")
                 else:
                     with trace_range("kvshelf store"):
                         result = self._publish(job)
@@ -358,18 +357,18 @@ class Stores(TransferHalf):
             # It was counted when it was given up.
             return
         self.known.note_dropped(job.chunk.key)
-        reason = Reason.ERROR
+        reason = "error"
         if isinstance(error, (UnavailableStorageError, DeviceUnavailableError)):
-            reason = Reason.UNAVAILABLE
+            reason = "unavailable"
         elif isinstance(error, BoundReachedError):
             # The owner of the bound has logged it.
-            reason = Reason.NO_ROOM
+            reason = "no_room"
         elif not isinstance(error, StorageError):
             self._log.error("a chunk was not stored", exc_info=error, about=("store", type(error)))
         elif not self._shelf.backend.properties.read_only:
             # A storage that takes no writes at all was logged by its guard.
             self._log.warning("a chunk was not stored: %s", error, about=("store", job.chunk.key))
-        self._context.count_dropped(job.chunk, reason)
+        self._context.count(f"dropped_chunks_{reason}")
 
     def _end(self, thread: int, job: _StoreJob, result: StoreResult) -> None:
         """End a job, once: a stuck thread whose job was given up may come back."""
@@ -407,7 +406,7 @@ class Stores(TransferHalf):
         with self._lock:
             job = self._running.get(thread)
         if job is not None:
-            self._context.count_dropped(job.chunk, Reason.ERROR)
+            self._context.count("dropped_chunks_error")
             self.known.note_dropped(job.chunk.key)
             self._end(thread, job, StoreResult.FAILED)
 
@@ -423,10 +422,8 @@ class Stores(TransferHalf):
             self._promised.clear()
             self._queue.clear()
         for job in queued:
-            if result is StoreResult.LOST:
-                # They are counted at the close.
-                self._context.note(Event.DROPPED_STORE, job.chunk, Reason.SHUTDOWN)
-            else:
+            # Those that are lost are counted at the close.
+            if result is not StoreResult.LOST:
                 self._drop(job.chunk, StoreOutcome.UNAVAILABLE)
             self._release(job)
             with self._lock:

@@ -44,12 +44,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec, iter_layer_specs
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvshelf import __version__
 from kvshelf.assembly import Role, assemble
-from kvshelf.config import Config, history_dir
+from kvshelf.config import Config
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.namespace import Namespace
-from kvshelf.history import HEADER, LARGEST, WITH_RECORD, History
 from kvshelf.logs import RateLimitedLog, prefixed
 from kvshelf.metrics import Counters
 from kvshelf.urls import directory_of
@@ -190,7 +188,6 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
         self._bad_blocks: set[int] = set()
         context = context_ranks(vllm_config, kv_cache_config)
         refuses = _why_no_stores(self._config, transfer, context)
-        self._history = _begin_history(self._config, vllm_config, role, self._assembly.url, refuses)
         if role is KVConnectorRole.SCHEDULER:
             if context > 1 and transfer.is_kv_producer:
                 logger.warning("this engine loads KV from the shelf and stores none: %s", refuses)
@@ -216,7 +213,6 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
                     on_thread_start=widen_cpu_affinity,
                     counters=self._counters,
                     uses=self._assembly.uses,
-                    history=self._history,
                     others_transfer=_others_transfer(),
                 )
             )
@@ -238,7 +234,6 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
                 self._assembly,
                 may_store=not refuses,
                 others_fill=bool(others),
-                history=self._history,
             )
 
     def _streams_of(self, device: torch.device) -> Streams | None:
@@ -481,7 +476,7 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
         # All of these are closed, the last one first, whatever some of them raise.
         with ExitStack() as stack:
             sides = self._scheduler, self._worker
-            for one in (self._history, self._segment, self._assembly, *sides):
+            for one in (self._segment, self._assembly, *sides):
                 if one is not None:
                     stack.callback(one.close)
 
@@ -540,30 +535,6 @@ def _segment(config: Config) -> Segment | None:
 def _segment_bytes(config: Config) -> int:
     """Return the bytes of a segment for objects that were not made there."""
     return min(config.least_staging, 1 << 30)
-
-
-def _begin_history(
-    config: Config, vllm_config: Any, role: KVConnectorRole, shelf: str, refuses: str
-) -> History | None:
-    """Begin the history of this process; None where there is none."""
-    folder = history_dir(config)
-    if folder is None:
-        return None
-    parallel = vllm_config.parallel_config
-    scheduler = role is KVConnectorRole.SCHEDULER
-    least = 2 * WITH_RECORD if scheduler else 2 * HEADER
-    return History.open(
-        folder,
-        # The processes of an engine share the bytes, unless there are very many.
-        nbytes=max(least, LARGEST // (1 + int(parallel.world_size))),
-        header_bytes=WITH_RECORD if scheduler else HEADER,
-        on_thread_start=widen_cpu_affinity,
-        role="scheduler" if scheduler else f"rank {parallel.rank}",
-        group_by_salt=config.group_by_salt,
-        shelf=shelf,
-        release=__version__,
-        refuses=refuses,
-    )
 
 
 def _open_served(

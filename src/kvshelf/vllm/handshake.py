@@ -116,7 +116,6 @@ class Handshake:
         self.ranks = ranks
         self.namespace: Namespace | None = None
         self.disabled = False
-        self.disabled_reason = ""
         self.round = 0
         self.checking = False
         self._reports: dict[int, WorkerReport] = {}
@@ -407,4 +406,3 @@ class Handshake:
         if not self.disabled and not already_logged:
             self._say_disabled(reason)
         self.disabled = True
-        self.disabled_reason = self.disabled_reason or reason

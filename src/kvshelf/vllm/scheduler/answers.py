@@ -1,7 +1,7 @@
 """The answers to vLLM's question how much of a prompt the shelf has.
 
 Owns the order in which a request is asked for, and what follows from each :class:`Outcome`: vLLM's
-answer, counters and the history's reason.
+answer and counters.
 
 Contracts
 ---------
@@ -17,9 +17,7 @@ Contracts
 from __future__ import annotations
 
 import enum
-from typing import Final
 
-from kvshelf.history import Event, Reason
 from kvshelf.shelf.lookup import Lookup, LookupService
 from kvshelf.vllm.scheduler.admission import Admission
 from kvshelf.vllm.scheduler.handovers import Handovers
@@ -59,18 +57,6 @@ class Outcome(enum.Enum):
     TIMED_OUT = enum.auto()
     #: KV of the request's adapter cannot be loaded.
     ADAPTER_UNKNOWN = enum.auto()
-
-
-#: What the history has of requests that are computed without the answer of a lookup.
-_REASONS: Final = {
-    Outcome.STARTS: Reason.STARTING,
-    Outcome.NOT_STARTED: Reason.STARTING,
-    Outcome.NOT_ASKED: Reason.NOT_ASKED,
-    Outcome.COMPARING: Reason.WEIGHTS_CHANGED,
-    Outcome.UNAVAILABLE: Reason.UNAVAILABLE,
-    Outcome.TIMED_OUT: Reason.TIMED_OUT,
-    Outcome.ADAPTER_UNKNOWN: Reason.ADAPTER_UNKNOWN,
-}
 
 
 class Answers(SharingPart):
@@ -114,8 +100,6 @@ class Answers(SharingPart):
 
     def _answer(self, state: RequestState, computed: int) -> int | None:
         outcome = self._ask(state, computed)
-        if outcome is not Outcome.ENDED:
-            state.not_loaded = _REASONS.get(outcome)
         if outcome is Outcome.FOUND:
             return self._found(state, computed)
         if outcome is Outcome.COVERED:
@@ -193,12 +177,9 @@ class Answers(SharingPart):
         hit = self._hits.tokens(state, lookup, computed)
         state.offered_from = computed
         first = self._count(state, computed, max(0, hit - computed))
-        if first:
-            self._note_miss(state, lookup, computed)
         if hit <= computed:
             return 0
         if not self._admission.admits(state, computed, hit):
-            state.not_loaded = Reason.SLOWER
             if first:
                 self._counters.add("refused_hits")
                 self._counters.add("refused_tokens", hit - computed)
@@ -213,20 +194,3 @@ class Answers(SharingPart):
         self._counters.add("lookup_tokens", state.request.num_tokens - computed)
         self._counters.add("hit_tokens", found)
         return True
-
-    def _note_miss(self, state: RequestState, lookup: Lookup, computed: int) -> None:
-        """Note the chunk at which the hit of a request ends, if the prompt is longer."""
-        missed = self._hits.missed(state, lookup, computed)
-        if missed is not None:
-            usable = self._hits.is_usable(state, *missed)
-            reason = Reason.ABSENT if usable else Reason.FAILED_BEFORE
-            self._engine.note(Event.MISSED, missed[0], reason, missed[1])
-
-    def finished(self, state: RequestState) -> None:
-        """Note that a request was computed without the answer of a lookup, by its last chunk."""
-        lookup, reason = state.lookup, state.not_loaded
-        if reason is None or lookup is None or not lookup.done or lookup.chain is None:
-            return
-        whole = state.request.num_prompt_tokens // self._size
-        for chunk in lookup.chain.chunks[max(0, whole - 1) : whole]:
-            self._engine.note(Event.NOT_LOADED, chunk, reason)

@@ -1,4 +1,4 @@
-"""What all parts of the scheduler side are given: the engine's configuration, counters and history.
+"""What all parts of the scheduler side are given: the engine's configuration and counters.
 
 Owns nothing: the fields are set once, before the parts are made.
 """
@@ -11,9 +11,6 @@ from typing import Any
 
 from kvshelf.capacity.uses import Uses
 from kvshelf.config import Config
-from kvshelf.format.keys import Chunk
-from kvshelf.format.kinds import FULL, Kind, kind_key
-from kvshelf.history import Event, History, Reason
 from kvshelf.metrics import Counters
 from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.tiers.tiered import AnyShelf
@@ -44,8 +41,6 @@ class Engine:
     counters : Counters
     uses : Uses, optional
         Records what hits use; the caller closes it. Nothing is recorded without it.
-    history : History, optional
-        Gets what is missed and refused.
     others_transfer : bool
         Whether another connector transfers the prompts of requests with ``do_remote_prefill``.
     failed : FailedKeys
@@ -63,7 +58,6 @@ class Engine:
     on_thread_start: Callable[[], None] | None = None
     counters: Counters = field(default_factory=Counters)
     uses: Uses | None = None
-    history: History | None = None
     others_transfer: bool = False
     failed: FailedKeys = field(default_factory=FailedKeys)
 
@@ -71,8 +65,3 @@ class Engine:
     def drafter(self) -> Any:
         """The drafter's configuration, if the engine has a drafter whose KV is stored."""
         return draft_engine(self.vllm_config)
-
-    def note(self, event: Event, chunk: Chunk, reason: Reason, kind: Kind = FULL) -> None:
-        """Note what happened to a kind of a chunk in the history, if there is one."""
-        if self.history is not None:
-            self.history.note(event, kind_key(chunk.key, kind), chunk=chunk.index, detail=reason)

@@ -24,7 +24,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from kvshelf.format.keys import Chunk, KeyChain
-from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind, kind_key
+from kvshelf.format.kinds import FULL, Kind, kind_key
 from kvshelf.shelf.lookup import Lookup
 from kvshelf.vllm.scheduler.engine import Engine
 from kvshelf.vllm.scheduler.read_ahead import Loadable
@@ -118,23 +118,6 @@ class Hits:
         """Whether a hit of so many tokens would end within an item that must not be divided."""
         items = items_of(state.request) if self.whole_items else ()
         return any(start < tokens < end for start, end in items)
-
-    def missed(
-        self, state: RequestState, lookup: Lookup, computed: int
-    ) -> tuple[Chunk, Kind] | None:
-        """Return the chunk at which a hit ends and its kind; None if nothing more was to be had."""
-        if lookup.chain is None:
-            return None
-        place, whole = self._seen_chunks(state, lookup), len(lookup.chain.chunks)
-        if self._groups.hybrid:
-            # A hit leaves one token to compute, and ends at a chunk boundary.
-            whole = min(whole, (state.request.num_tokens - 1) // self._size)
-        if place >= whole or place * self._size < computed:
-            return None
-        kind = FULL
-        if self._groups.hybrid and place < lookup.full_chunks:
-            kind = STATE if STATE in self._groups.kinds else WINDOW
-        return lookup.chain.chunks[place], kind
 
     def is_usable(self, state: RequestState, chunk: Chunk, kind: Kind) -> bool:
         """Whether no load of a kind of a chunk has failed since it was last stored."""

@@ -63,7 +63,7 @@ class Opening:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._vllm_config, self._config = engine.vllm_config, engine.config
-        self._groups, self._history = engine.groups, engine.history
+        self._groups = engine.groups
         self.handshake = Handshake(engine.vllm_config, engine.config, engine.ranks)
         self.shelf: AnyShelf | None = None
         self.lookups: LookupService | None = None
@@ -95,8 +95,6 @@ class Opening:
         """
         fmt = self.handshake.unite()
         if fmt is None:
-            if self.handshake.disabled and self._history is not None:
-                self._history.describe(disabled=self.handshake.disabled_reason)
             return None
         self._check_whole_shards(fmt)
         if drafter_has_kv(self._vllm_config):
@@ -130,8 +128,6 @@ class Opening:
         self.shelf, self.views, self.lookups = shelf, views, lookups
         self.ranks_of = ranks_with(fmt, self.handshake.ranks)
         self._decide_on_tails(fmt)
-        if self._history is not None:
-            self._history.describe(namespace=fmt.namespace.folder, record=fmt.namespace.record)
         logger.info(
             "shelf %s, namespace %s, %d tokens a chunk, %s",
             shelf.backend.url,
@@ -166,8 +162,6 @@ class Opening:
         if not self.may_store or topology is None:
             return
         self.may_store = False
-        if self._history is not None:
-            self._history.describe(refuses="each rank holds only a part of a shard")
         logger.warning(
             "tensor_parallel_size=%d is more than the %d KV heads that all layers of this model"
             " have in common, so each rank holds only a part of a shard: this engine loads KV"

@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvshelf.format.kinds import STATE, WINDOW, Kind
-from kvshelf.history import Reason
 from kvshelf.shelf.lookup import Lookup
 from kvshelf.vllm.item_ids import ItemIds
 from kvshelf.vllm.metadata import AdapterContent, LoadOp
@@ -82,8 +81,6 @@ class RequestState:
         The hand-over that it brought.
     promise : Promise or None
         Set if it wants a hand-over.
-    not_loaded : Reason or None
-        Why it is computed without the answer of a lookup, for the history.
     lookup, newer : Lookup or None
         Its lookup, and a newer one to replace it, since its answer is old.
     unanswered : float or None
@@ -124,7 +121,6 @@ class RequestState:
     admission: int = field(init=False)
     awaited: Awaited | None = None
     promise: Promise | None = None
-    not_loaded: Reason | None = None
     lookup: Lookup | None = None
     newer: Lookup | None = None
     unanswered: float | None = None
@@ -147,7 +143,6 @@ class RequestState:
     stores: StorePlan = field(default_factory=StorePlan)
 
     def __post_init__(self) -> None:
-        self.not_loaded = None if self.reads else Reason.NOT_ASKED
         self.reads = self.addressable and self.reads
         # A request that was preempted since then is admitted anew.
         self.admission = self.request.num_preemptions
@@ -169,8 +164,6 @@ class RequestState:
         # What is really missing is known to the engine.
         self.limit = None
         self.failed_loads = 0
-        if self.reads:
-            self.not_loaded = None
         if self.awaited is not None and self.awaited.outcome is not None:
             # Promised chunks are there, or are not waited for again.
             self.awaited.deadline = math.inf

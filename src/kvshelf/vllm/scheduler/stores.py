@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import FULL, STATE, Kind
-from kvshelf.history import Event, Reason
 from kvshelf.shelf.lookup import Lookup
 from kvshelf.vllm.metadata import NULL_BLOCK, StepMetadata, StoreOp
 from kvshelf.vllm.scheduler.lookups import Lookups
@@ -179,9 +178,6 @@ class Stores(SharingPart):
                 blocks = self._blocks_of(chunk, kind, tables or ())
                 if blocks is not None:
                     self._store(stored, chunk, kind, blocks)
-                else:
-                    # vLLM has freed blocks that a sliding window has passed.
-                    self._engine.note(Event.DROPPED_STORE, chunk, Reason.BLOCKS_FREED, kind)
         return True
 
     def _plan_states(self, stored: _Stored, states: Mapping[int, Mapping[int, list[int]]]) -> None:
@@ -192,10 +188,6 @@ class Stores(SharingPart):
             if self._states.is_worth_storing(state, lookup, chunk):
                 state.stores.last_state = index
                 self._store(stored, chunk, STATE, blocks)
-            elif index != state.stores.last_state and not self._hits.is_stored(
-                state, lookup, chunk, STATE
-            ):
-                self._engine.note(Event.REFUSED_STORE, chunk, Reason.NOT_WORTH, STATE)
 
     def _needs_tail(self, state: RequestState, end: int) -> bool:
         """Whether to store the tail of a request whose tokens before `end` have KV."""
@@ -221,7 +213,10 @@ class Stores(SharingPart):
     def _blocks_of(
         self, chunk: Chunk, kind: Kind, tables: Sequence[Sequence[int]]
     ) -> dict[int, list[int]] | None:
-        """Return the blocks of a chunk in each group of a kind; None if vLLM has freed some."""
+        """Return the blocks of a chunk in each group of a kind; None if vLLM has freed some.
+
+        It frees those that a sliding window has passed.
+        """
         groups, start = self._groups.of(kind), chunk.index * self._size
         if kind == FULL:
             # The drafter's KV is stored with these.

@@ -26,7 +26,6 @@ import torch
 from kvshelf.assembly import Assembly
 from kvshelf.format.kinds import FULL, Kind
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.history import History
 from kvshelf.kv.topology import ShardPlan
 from kvshelf.metrics import Counters
 from kvshelf.shelf.view import ShelfView
@@ -57,8 +56,6 @@ class Part:
     assembly : Assembly
         The shelf, and what this process has beside it.
     counters : Counters
-    history : History, optional
-        Gets what becomes of chunks.
 
     Attributes
     ----------
@@ -71,13 +68,7 @@ class Part:
         What reads ahead of requests that wait.
     """
 
-    def __init__(
-        self,
-        engine: WorkerEngine,
-        assembly: Assembly,
-        counters: Counters,
-        history: History | None = None,
-    ) -> None:
+    def __init__(self, engine: WorkerEngine, assembly: Assembly, counters: Counters) -> None:
         self.registration = Registration(engine)
         self.transfers: Transfers | None = None
         self.promises: Promises | None = None
@@ -86,7 +77,6 @@ class Part:
         self._config = engine.config
         self._assembly = assembly
         self._counters = counters
-        self._history = history
         self._optional = engine.of_drafter
         #: The memory tier as each kind uses it.
         self._memories: Mapping[Kind, KindMemory] = {}
@@ -145,9 +135,7 @@ class Part:
                 tier[kind] = kept
                 view = TieredView(view, [kept])
             contexts.append(
-                registration.transfer_context(
-                    view, memory, self._counters, quiet=self._optional, history=self._history
-                )
+                registration.transfer_context(view, memory, self._counters, quiet=self._optional)
             )
         try:
             self.transfers = transfers = Transfers(contexts)

@@ -54,7 +54,6 @@ from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.kinds import STATE, Kind
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.history import History
 from kvshelf.kv import ops
 from kvshelf.kv.caches import HostKVCache, KVCache, layer_calls
 from kvshelf.kv.device import DEFAULT_RING, DeviceKVCache
@@ -388,7 +387,6 @@ class Registration:
         counters: Counters,
         *,
         quiet: bool = False,
-        history: History | None = None,
     ) -> TransferContext:
         """Return what stores and loads of one kind are made of, with this engine's options.
 
@@ -399,7 +397,7 @@ class Registration:
         memory : TransferMemory
             The transfers close it.
         counters : Counters
-        quiet, history
+        quiet
             See :class:`~kvshelf.transfer.context.TransferContext`.
         """
         load_threads, store_threads = self.io_threads(view.backend.properties)
@@ -416,7 +414,6 @@ class Registration:
             store_threads=store_threads,
             on_thread_start=lambda kind: widen_cpu_affinity(),
             quiet=quiet,
-            history=history,
         )
 
     def _ring(self, kind: Kind) -> int:

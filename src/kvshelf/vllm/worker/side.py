@@ -32,7 +32,6 @@ import torch
 
 from kvshelf.assembly import Assembly
 from kvshelf.backends.breaker import BreakerState
-from kvshelf.history import History
 from kvshelf.vllm.adapters import LoadedAdapters, adapter_settings
 from kvshelf.vllm.groups import CacheGroups
 from kvshelf.vllm.messages import Inbox, Outbox
@@ -67,8 +66,6 @@ class WorkerSide:
         Whether the engine stores anything: no object that it finds bad is replaced otherwise.
     others_fill : bool
         Whether another connector may fill free blocks without waiting for the engine's stream.
-    history : History, optional
-        Gets what becomes of chunks.
 
     Attributes
     ----------
@@ -90,16 +87,14 @@ class WorkerSide:
         *,
         may_store: bool = True,
         others_fill: bool = False,
-        history: History | None = None,
     ) -> None:
         self.rank = engine.rank
         self.counters = assembly.counters
         self._vllm_config = engine.vllm_config
         self._config = engine.config
         self._assembly = assembly
-        self._history = history
         groups = CacheGroups(engine.vllm_config, engine.kv_cache_config)
-        self.model = Part(engine, assembly, self.counters, history)
+        self.model = Part(engine, assembly, self.counters)
         self.drafter = Drafter.of(engine, assembly)
         #: The model's first: what is left of a deadline is the drafter's.
         self._parts = [self.model] if self.drafter is None else [self.model, self.drafter]
@@ -109,7 +104,7 @@ class WorkerSide:
         #: What the scheduler side must learn.
         self._facts = facts = Outbox(Facts)
         self.loads = WorkerLoads(engine, assembly, *of_parts, facts, groups.hybrid, may_store)
-        self.stores = WorkerStores(engine, self.counters, *of_parts, others_fill, history)
+        self.stores = WorkerStores(engine, self.counters, *of_parts, others_fill)
         receivers = self.model.take_orders, self.loads.take_orders, self.stores.take_orders
         self._orders = Inbox[Orders](receivers)
         self._meta: StepMetadata | None = None
@@ -216,7 +211,7 @@ class WorkerSide:
         """Continue in the namespace that the scheduler has named."""
         known = self.model.registration.namespace
         if known is None or known.encoded != encoded:
-            self._assembly.keep_bounds(leads=self.rank == 0, history=self._history)
+            self._assembly.keep_bounds(leads=self.rank == 0)
             if self.loads.running and self.model.transfers is not None:
                 # Their blocks may still be written to. All are cancelled, so they end soon.
                 return

@@ -26,8 +26,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from kvshelf.format.kinds import FULL, kind_key
-from kvshelf.history import Event, History, Reason
+from kvshelf.format.kinds import FULL
 from kvshelf.metrics import Counters
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.stores import StoreOutcome
@@ -62,8 +61,6 @@ class WorkerStores:
     adapters : LoadedAdapters
     others_fill : bool
         Whether another connector may fill free blocks without waiting for the engine's stream.
-    history : History, optional
-        Gets what becomes of chunks.
     """
 
     engine: WorkerEngine
@@ -73,7 +70,6 @@ class WorkerStores:
     weights: WorkerWeights
     adapters: LoadedAdapters
     others_fill: bool
-    history: History | None
     _meta: StepMetadata | None = field(default=None, init=False)
     #: Stores whose drafter's KV is gathered when the drafts are made.
     _undrafted: list[StoreOp] = field(default_factory=list, init=False)
@@ -116,7 +112,7 @@ class WorkerStores:
         self._meta = None
         self._undrafted = []
         for op in meta.stores:
-            self._drop(op, Reason.ERROR)
+            self.counters.add("dropped_chunks_error")
             self._break_promise(op)
 
     # ------------------------------------------------------------- postponed stores
@@ -137,20 +133,13 @@ class WorkerStores:
     def _give_up(self, ops: Iterable[StoreOp]) -> None:
         """Count postponed stores as dropped, and mark their promises as broken."""
         for op in ops:
-            self._drop(op, Reason.STAGING_FULL)
+            self.counters.add("dropped_chunks_staging_full")
             self._break_promise(op)
 
     def _break_promise(self, op: StoreOp) -> None:
         """Mark the promise of a store as broken, if another engine waits for the chunk."""
         if op.attempt:
             self.model.give_up(op.attempt)
-
-    def _drop(self, op: StoreOp, reason: Reason) -> None:
-        """Count a chunk that is not stored, and note it in the history."""
-        self.counters.add(f"dropped_chunks_{reason.name.lower()}")
-        if self.history is not None:
-            key, index = kind_key(op.chunk.key, op.kind), op.chunk.index
-            self.history.note(Event.DROPPED_STORE, key, chunk=index, detail=reason)
 
     # ------------------------------------------------------------- gather
 
@@ -192,10 +181,10 @@ class WorkerStores:
                     wait = max(0.0, wait_until - time.monotonic()) if idle else 0.0
                     outcome = self._store(op, drafted=drafted, wait=wait)
                 else:
-                    self._drop(op, Reason.ERROR)
+                    self.counters.add("dropped_chunks_error")
             except Exception as error:
                 usable = False
-                self._drop(op, Reason.ERROR)
+                self.counters.add("dropped_chunks_error")
                 logger.error("a chunk was not stored", exc_info=error)
             if may_wait and outcome is StoreOutcome.STAGING_FULL:
                 full = True
@@ -212,7 +201,7 @@ class WorkerStores:
         """Gather one chunk; None if it cannot be stored, and :class:`Stores` was not called."""
         transfers = self.model.serving
         if transfers is None or not self.weights.is_current(op):
-            self._drop(op, Reason.WEIGHTS_CHANGED)
+            self.counters.add("dropped_chunks_weights_changed")
             return None
         if op.late and self.others_fill:
             # vLLM may have freed the block.
@@ -224,7 +213,7 @@ class WorkerStores:
         if any(NULL_BLOCK in ids for ids in op.block_ids):
             return None
         if not self.adapters.may_store(op.adapter):
-            self._drop(op, Reason.ADAPTER_UNKNOWN)
+            self.counters.add("dropped_chunks_adapter_unknown")
             return None
         if drafted and self.drafter is not None:
             # First, so that a lookup that finds the model's KV also finds the drafter's.
