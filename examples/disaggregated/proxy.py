@@ -53,12 +53,12 @@ READ = {
     *(PARAMS, "vllm_xargs", "max_tokens", "max_completion_tokens", "use_beam_search"),
     *("echo", "logprobs", "prompt", "prompt_embeds", "prompt_logprobs"),
 }
-#: Headers of one connection, which are not passed on, and those of a body, which is made anew.
-OF_A_CONNECTION = {
-    *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te"),
-    *(b"proxy-connection", b"trailer", b"transfer-encoding", b"upgrade"),
+#: Headers of one connection, in either direction, which are not passed on.
+NOT_PASSED_ON = {
+    *(b"accept-encoding", b"connection", b"content-encoding", b"content-length", b"date", b"host"),
+    *(b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"),
+    *(b"server", b"te", b"trailer", b"transfer-encoding", b"upgrade"),
 }
-OF_A_BODY = {b"accept-encoding", b"content-encoding", b"content-length", b"content-type"}
 #: Seconds without a byte of an engine.
 PREFILL_SECONDS, DECODE_SECONDS = 60.0, 600.0
 #: Seconds for which an engine that refused a connection is asked last.
@@ -103,11 +103,6 @@ def prefill_body(fields: Fields, chat: bool) -> bytes:
     kept = {name: value for name, value in fields.items() if name not in NOT_FOR_PREFILL}
     kept |= {"stream": False, "n": 1, "max_tokens": 1, PARAMS: {"do_remote_decode": True}}
     return msgspec.json.encode(kept | ({"max_completion_tokens": 1} if chat else {}))
-
-
-def decode_body(fields: Fields, params: Fields | None) -> bytes:
-    """Return the client's own body, with what the first leg answered."""
-    return msgspec.json.encode(fields if params is None else fields | {PARAMS: params})
 
 
 class Engines:
@@ -174,17 +169,15 @@ class Proxy:
     async def serve(self, request: Request, raw: bytes, send: Send) -> None:
         """Send a request through its legs, and the last one's answer to the client."""
         sides, body = [self.decode], b""
-        headers = passed_on(request.headers.raw, b"host", *OF_A_BODY)
-        headers.append((b"content-type", b"application/json"))
+        headers = passed_on(request.headers.raw)
         if request.method == "POST":
             chat = "chat" in request.url.path
             fields, legs = read_request(raw, chat)
-            params = None
             if legs == "prefill":
                 sides = [self.prefill, self.decode]
             elif legs == "both":
-                params = await self.hand_over(request, headers, prefill_body(fields, chat))
-            body = decode_body(fields, params)
+                fields |= await self.hand_over(request, headers, prefill_body(fields, chat))
+            body = msgspec.json.encode(fields)
         async with self.answer(request, headers, body, DECODE_SECONDS, *sides) as answer:
             start = {"status": answer.status_code, "headers": passed_on(answer.headers.raw)}
             await send({"type": "http.response.start", **start})
@@ -192,29 +185,26 @@ class Proxy:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def hand_over(self, request: Request, headers: Headers, body: bytes) -> Fields | None:
-        """Have an engine prefill; return its params, or None where there are none."""
+    async def hand_over(self, request: Request, headers: Headers, body: bytes) -> Fields:
+        """Have an engine prefill; return the field for the second leg, if there is one."""
         try:
             async with self.answer(request, headers, body, PREFILL_SECONDS, self.prefill) as answer:
                 found = msgspec.json.decode(await answer.aread(), type=dict[str, Any])
         except (RefusedError, httpx.TransportError, msgspec.DecodeError):
-            return None
-        params = found.get(PARAMS) if answer.status_code == 200 else None
-        return params if isinstance(params, dict) else None
+            return {}
+        given = answer.status_code == 200 and isinstance(found.get(PARAMS), dict)
+        return {PARAMS: found[PARAMS]} if given else {}
 
     @asynccontextmanager
     async def answer(
         self, request: Request, headers: Headers, body: bytes, seconds: float, *sides: Engines
     ) -> AsyncIterator[httpx.Response]:
         """Yield the first answer of an engine; its connection ends with the block."""
+        method, path = request.method, request.url.path
+        timeout = {"connect": 5.0, "read": seconds, "write": seconds}
         for side, url in [(one, url) for one in sides for url in one.in_turn()]:
-            call = httpx.Request(
-                request.method,
-                url + request.url.path,
-                headers=headers,
-                content=body,
-                extensions={"timeout": {"connect": 5.0, "read": seconds, "write": seconds}},
-            )
+            call = httpx.Request(method, url + path, headers=headers, content=body)
+            call.extensions["timeout"] = timeout
             try:
                 response = await self.transport.handle_async_request(call)
             except (httpx.ConnectError, httpx.ConnectTimeout):
@@ -244,10 +234,9 @@ class Proxy:
         return JSONResponse(good, 200 if any(good[url] for url in self.decode.urls) else 503)
 
 
-def passed_on(headers: Headers, *others: bytes) -> Headers:
-    """Return headers without those of a connection, and without `others`."""
-    left_out = {*OF_A_CONNECTION, *others}
-    return [(name, value) for name, value in headers if name.lower() not in left_out]
+def passed_on(headers: Headers) -> Headers:
+    """Return headers without those of one connection."""
+    return [(name, value) for name, value in headers if name.lower() not in NOT_PASSED_ON]
 
 
 def main() -> None:
@@ -260,15 +249,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8000)
     options = parser.parse_args()
     app = Proxy(options.prefill, options.decode).app
-    uvicorn.run(
-        app,
-        host=options.host,
-        port=options.port,
-        access_log=False,
-        server_header=False,
-        date_header=False,
-        timeout_graceful_shutdown=30,
-    )
+    limits: dict[str, Any] = {"access_log": False, "timeout_graceful_shutdown": 30}
+    uvicorn.run(app, host=options.host, port=options.port, **limits)
 
 
 if __name__ == "__main__":
