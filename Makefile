@@ -39,7 +39,7 @@ BESIDE := $(BIN)/python .ci/beside.py
 
 # Tests of the marks $(1), or all: those of vLLM's connector, with all real engines, and of servers in one process, the
 # others in a second one, which takes as long, and mypy beside them.
-ENGINES := tests/vllm tests/test_examples.py tests/server tests/proxy
+ENGINES := tests/vllm tests/test_examples.py tests/server
 PYTEST = $(BIN)/python -m pytest $(if $(1),-m "$(1)") $(PYTEST_ARGS)
 run_tests = $(BESIDE) $(BIN)/mypy -- $(PYTEST) $(ENGINES) -- $(PYTEST) $(addprefix --ignore=,$(ENGINES))
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "tests/versions.txt"
-EXTRAS = ("cpu", "server", "proxy", "s3", "sftp", "test", "docs")
+EXTRAS = ("cpu", "server", "s3", "sftp", "test", "docs")
 #: Only tests of engines that see images have it on their path, see tests/vllm/tiny_llava.py: its
 #: wheels cannot be imported beside a CPU build of torch without a change.
 TORCHVISION = "torchvision==0.28.0"

@@ -97,7 +97,7 @@ def test_prompts_that_share_a_document(tmp_path: Path, program: str) -> None:
 
 @pytest.mark.slow
 def test_disaggregated(tmp_path: Path) -> None:
-    output = output_of(tmp_path, "examples/disaggregated.py")
+    output = output_of(tmp_path, "examples/disaggregated/run.py")
     handed, own = output.split("on its own:")
     # Whole prompts are handed over; another request finds whole chunks.
     assert loaded_tokens(handed) == [1973, 1977]

@@ -50,7 +50,6 @@ PUBLIC_MODULES = (
     "kvshelf.kv.layout",
     "kvshelf.ops",
     "kvshelf.server.client",
-    "kvshelf.testing",
     "kvshelf.tiers.disk_tier",
     "kvshelf.tiers.memory_tier",
     "kvshelf.vllm.multiprocess",

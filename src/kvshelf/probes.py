@@ -1,7 +1,6 @@
 """HTTP for probes and Prometheus: answers GET of a few paths, on a port of its own.
 
-Owns :class:`Probes`, which the node server and the proxy use for health and metrics, and
-:func:`listen`.
+Owns :class:`Probes`, which the node server uses for health and metrics, and :func:`listen`.
 
 Contracts
 ---------

@@ -1,4 +1,4 @@
-"""Readable failures for the asserts inside the shipped suite, and the matrix of a run."""
+"""Readable failures for the asserts inside the suite, and the matrix of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytest.register_assert_rewrite("kvshelf.testing")
+pytest.register_assert_rewrite("tests.support.backend_suite")
 
 _WORD = re.compile(r"[A-Z]{2,}|[A-Z][a-z0-9]*")
 
@@ -19,7 +19,7 @@ def note_storage(
     request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
 ) -> None:
     """Say for which storage and which test of the suite this one counts."""
-    from kvshelf.testing import BackendSuite
+    from tests.support.backend_suite import BackendSuite
 
     if request.cls is not None and issubclass(request.cls, BackendSuite):
         words = _WORD.findall(request.cls.__name__.removeprefix("Test"))

@@ -25,8 +25,9 @@ from kvshelf.errors import (
     ReadOnlyStorageError,
     TransientStorageError,
 )
-from kvshelf.testing import BackendSuite, FolderOracle, Oracle
 from tests.faults.s3proxy import S3Proxy
+from tests.support.backend_suite import BackendSuite
+from tests.support.oracles import FolderOracle, Oracle
 from tests.support.servers import (
     BUCKET,
     RCLONE_CACHE_SECONDS,

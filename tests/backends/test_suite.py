@@ -1,4 +1,4 @@
-"""The shipped suite over every backend, with oracles that do not use their code."""
+"""The suite over every backend, with oracles that do not use their code."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from kvshelf.backends.generic import GenericBackend
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.errors import PermanentStorageError
-from kvshelf.testing import BackendSuite, FolderOracle, MemoryOracle, Oracle
 from tests.server.node import LocalServer
 from tests.sim.storage import FaultyStorage
+from tests.support.backend_suite import BackendSuite
+from tests.support.oracles import FolderOracle, MemoryOracle, Oracle
 
 SHM = Path("/dev/shm")
 

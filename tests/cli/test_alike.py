@@ -128,7 +128,7 @@ def test_a_shelf_and_prompts_are_options_of_each_command(
 
 def test_doctor_takes_it_too_and_each_command_has_the_option(shelf: Path) -> None:
     assert done("doctor", "--shelf", shelf).stdout
-    for name in ("show", "pin", "unpin", "seed", "serve", "proxy"):
+    for name in ("show", "pin", "unpin", "seed", "serve"):
         assert "--shelf" in done(name, "--help", env={"COLUMNS": "200"}).stdout
     for name, *more in (["explain"], ["seed", "--model", "m"]):
         result = run(name, *more, "--shelf", shelf)

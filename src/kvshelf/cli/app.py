@@ -15,7 +15,6 @@ from kvshelf.cli.explain import explain
 from kvshelf.cli.gc import gc
 from kvshelf.cli.ls import ls
 from kvshelf.cli.pin import pin, unpin
-from kvshelf.cli.proxy import proxy
 from kvshelf.cli.rm import rm
 from kvshelf.cli.seed import seed
 from kvshelf.cli.serve import serve
@@ -33,7 +32,7 @@ app = typer.Typer(
 )
 _COMMANDS = (
     *(ls, show, du, status, verify, explain, copy, gc, seed, pin, unpin, rm),
-    *(proxy, serve, doctor),
+    *(serve, doctor),
 )
 for each in _COMMANDS:
     app.command()(guarded(each))

@@ -1,27 +1,8 @@
-"""The backend suite: tests that every backend of kvshelf passes.
+"""The backend suite: tests of the contracts in :mod:`kvshelf.backends.base`, for every backend.
 
-Owns the tests of the contracts in :mod:`kvshelf.backends.base`, for kvshelf's own backends and for
-third-party ones. Needs pytest and hypothesis (``pip install 'kvshelf[test]'``); nothing else in
-kvshelf imports this module.
-
-To test a backend, derive a class in a test module, with one fixture that opens the backend and one
-that accesses its storage without it::
-
-    from kvshelf.testing import BackendSuite, FolderOracle
-
-
-    class TestMyBackend(BackendSuite):
-        @pytest.fixture
-        def backend(self, tmp_path):
-            with closing(MyBackend(tmp_path)) as backend:
-                yield backend
-
-        @pytest.fixture
-        def oracle(self, tmp_path):
-            return FolderOracle(tmp_path)
-
-Call ``pytest.register_assert_rewrite("kvshelf.testing")`` in ``conftest.py`` for readable
-failures. :mod:`kvshelf.oracles` has the accesses to the storages of kvshelf's own backends.
+A class in ``tests/backends`` derives from :class:`BackendSuite`, with a fixture ``backend`` that
+opens the backend, empty and writable, and a fixture ``oracle`` that accesses the same storage
+without it (:mod:`tests.support.oracles`).
 """
 
 from __future__ import annotations
@@ -59,9 +40,7 @@ from kvshelf.errors import (
     StorageError,
     TransientStorageError,
 )
-from kvshelf.oracles import FolderOracle, MemoryOracle, Oracle
-
-__all__ = ["BAD_NAMES", "BackendSuite", "FolderOracle", "MemoryOracle", "Oracle"]
+from tests.support.oracles import Oracle
 
 #: Names that every method of every backend rejects.
 BAD_NAMES = (
@@ -146,16 +125,6 @@ class BackendSuite:
     examples: ClassVar[int] = 25
     replaced_reads_fail: ClassVar[bool] = False
     empty_objects: ClassVar[bool] = True
-
-    @pytest.fixture
-    def backend(self) -> Backend:
-        """Return the backend under test, empty and writable."""
-        raise NotImplementedError("give the suite a fixture `backend`")
-
-    @pytest.fixture
-    def oracle(self) -> Oracle:
-        """Return raw access to the same storage."""
-        raise NotImplementedError("give the suite a fixture `oracle`")
 
     @pytest.fixture
     def reopen(self) -> Callable[[], Backend] | None:

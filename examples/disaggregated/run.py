@@ -1,15 +1,13 @@
 """Prefill in one engine, decode in another: the KV of prompts is handed over by the shelf.
 
-An engine that prefills and one that decodes share a shelf and nothing else; ``kvshelf proxy`` is
-before them. Each prompt goes to the first one, which answers with one token and with
-``kv_transfer_params``, and then, with these, to the second one. That one loads the whole prompt and
-computes its last token once more, from which the answer goes on. In the end it is asked the same
-without a hand-over, and the answers are compared.
+An engine that prefills and one that decodes share a shelf and nothing else; ``proxy.py`` is before
+them. The engine that decodes loads whole prompts. In the end it is asked the same without a
+hand-over, and the answers are compared.
 
-    python examples/disaggregated.py
-    python examples/disaggregated.py --shelf s3://bucket/kv
+    python examples/disaggregated/run.py
+    python examples/disaggregated/run.py --shelf s3://bucket/kv
 
-It needs the extra ``proxy``. Logs are in ``build/disaggregated``; Ctrl-C ends all processes.
+Logs are in ``build/disaggregated``; Ctrl-C ends all processes.
 """
 
 from __future__ import annotations
@@ -21,9 +19,12 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from models.make_model import make_model
 from openai_server import DOCUMENT, QUESTIONS, ask, engine_command, free_port, running
 
+PROXY = Path(__file__).with_name("proxy.py")
 LOGS = Path("build/disaggregated")
 
 
@@ -36,20 +37,18 @@ def main() -> None:
     model = str(make_model("build/models/bytes", "tiny", tokenizer=True, replace=True))
     with ExitStack() as started:
         shelf = options.shelf or started.enter_context(tempfile.TemporaryDirectory())
-        urls = {}
-        for role in ("kv_producer", "kv_consumer"):
-            print(f"an engine starts as {role} …", flush=True)
-            urls[role] = f"http://127.0.0.1:{(port := free_port())}"
-            command = engine_command(model, shelf, port, role)
+        ports = {role: free_port() for role in ("kv_producer", "kv_consumer", "proxy")}
+        urls = {role: f"http://127.0.0.1:{port}" for role, port in ports.items()}
+        for role, port in ports.items():
+            command = [sys.executable, str(PROXY), "--port", str(port)]
+            command += ["--prefill", urls["kv_producer"], "--decode", urls["kv_consumer"]]
+            if role != "proxy":
+                print(f"an engine starts as {role} …", flush=True)
+                command = engine_command(model, shelf, port, role)
             started.enter_context(running(command, urls[role], LOGS / f"{role}.log"))
-        port, admin = free_port(), free_port()
-        command = [sys.executable, "-m", "kvshelf", "proxy", "--port", str(port)]
-        command += ["--prefill", urls["kv_producer"], "--decode", urls["kv_consumer"]]
-        command += ["--admin", str(admin)]
-        started.enter_context(running(command, f"http://127.0.0.1:{admin}", LOGS / "proxy.log"))
         prompts = [DOCUMENT + question for question in QUESTIONS]
         print("through the proxy:")
-        answers = [ask(f"http://127.0.0.1:{port}", prompt) for prompt in prompts]
+        answers = [ask(urls["proxy"], prompt) for prompt in prompts]
         print("the engine that decodes, on its own:")
         equal = answers == [ask(urls["kv_consumer"], prompt) for prompt in prompts]
         print(f"the answers are equal: {equal}")
