@@ -478,13 +478,6 @@ class Config(BaseSettings):
     by engines that have stored tails or were asked for a hand-over, and may delete. A tail's age
     counts from its last use, where the storage records uses. No engine waits so long for a
     hand-over. `0` keeps them for ever."""
-    cache_tails: bool = False
-    """Also store the last tokens of each prompt, which fill no chunk (the tail), and look for them:
-    a prompt that was stored before is then loaded whole, also one that is shorter than a chunk. A
-    tail is of use only to prompts with the same tokens to their end. Each prompt adds one object
-    for each shard, and each lookup that finds all chunks one probe for each. Tails of fewer than 16
-    tokens are left out, and so are all tails of hybrid models, engines with a drafter and unknown
-    layouts. They are deleted at the age `handover_keep_s`."""
 
     if not TYPE_CHECKING:  # a type checker makes the constructor's arguments of the fields
 

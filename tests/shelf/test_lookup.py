@@ -145,45 +145,6 @@ def hasty(tmp_path: Path) -> Iterator[Rig]:
     rig.service.close()
 
 
-@pytest.mark.parametrize("chunks", [0, 1, 9])
-@pytest.mark.parametrize(
-    "missing", ["", "the tail", "a shard of the tail", "a chunk", "failed", "begins later"]
-)
-def test_a_tail_is_found_behind_all_chunks(rig: Rig, chunks: int, missing: str) -> None:
-    tokens = prompt(chunks, rest=5)
-    chain = rig.chain(tokens)
-    tail = chain.tail()
-    assert tail is not None
-    stored = max(0, chunks - 1) if missing == "a chunk" else chunks
-    rig.store(tokens, range(stored))
-    shards = {"the tail": 0, "a shard of the tail": 1}.get(missing, FMT.shards)
-    for shard in range(shards):
-        rig.faults.inner.write(rig.name(tail, shard), [bytes(FMT.object_size(shard, 5))])
-    if missing == "failed":
-        rig.failed.add(tail.key, bad=False)
-
-    def look(end: int) -> tuple[int, int, Chunk | None]:
-        lookup = rig.service.submit(
-            tokens,
-            lambda: KeyChain(FMT.namespace.digest, SIZE),
-            first_chunk=chunks if missing == "begins later" else 0,
-            tail_end=end,
-        )
-        assert lookup.wait(PATIENCE)
-        assert lookup.chain is not None
-        assert len(lookup.chain.chunks) == chunks
-        return lookup.hit_chunks, lookup.full_chunks, lookup.tail
-
-    hit = 0 if missing == "begins later" else stored
-    there = missing in ("", "begins later") or (missing == "a chunk" and not chunks)
-    assert look(len(tokens)) == (hit, hit, tail if there else None)
-    # Nobody asked, or the prompt goes on behind the tail.
-    assert look(0) == look(len(tokens) - 5) == (hit, hit, None)
-    tokens += prompt(1, seed=1)
-    chunks += 1
-    assert look(len(tokens) - SIZE)[2] is None
-
-
 @pytest.fixture
 def far() -> Iterator[Far]:
     far = Far()

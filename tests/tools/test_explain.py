@@ -92,23 +92,6 @@ def test_a_prompt_shorter_than_a_chunk(stored: Rig) -> None:
     assert not found.hits
 
 
-def test_a_tail_that_is_stored(stored: Rig) -> None:
-    fmt = ObjectFormat(namespace())
-    chain = KeyChain(namespace().digest, CHUNK)
-    chain.extend(TOKENS[:20])
-    tail = chain.tail()
-    assert tail is not None
-    with open_shelf(stored.root) as shelf:
-        for shard in range(fmt.shards):
-            tensors = [bytes(tensor.nbytes) for tensor in fmt.tensors(shard, 20)]
-            shelf.view(fmt).publish(
-                ObjectRef(tail, shard), b"".join(fmt.encode(tail, shard, tensors))
-            )
-    (cause,) = stored.explain(TOKENS[:20]).causes
-    assert "cache_tails" in cause.advice
-    assert "is stored" in cause.advice
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [("weights", "user:other"), ("version", "2"), ("kv_dtype", "float16"), ("compute_dtype", "x")],

@@ -15,11 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvshelf.backends import open_backend
 from kvshelf.backends.wrappers import ReadOnlyBackend
-from kvshelf.capacity.uses import Uses
 from kvshelf.capacity.walk import Left, Walk
 from kvshelf.errors import NoSpaceStorageError, PermanentStorageError, TransientStorageError
 from kvshelf.format.keys import Chunk
-from kvshelf.shelf.view import ObjectRef, ShelfView
+from kvshelf.shelf.view import ShelfView
 from kvshelf.transfer.promises import Promises
 from kvshelf.transfer.stores import OnStored, StoreOutcome, StoreResult
 from tests.sim.storage import Fault, FaultyStorage, Gate, posix
@@ -156,20 +155,6 @@ def test_tails_and_markers_are_given_to_the_walk(rig: Rig) -> None:
     done(tail, StoreResult.FAILED)
     promises.close(PATIENCE)
     assert walk.written[-1] == ONE
-
-
-def test_the_use_of_a_tail_that_was_loaded_is_recorded(tmp_path: Path) -> None:
-    storage, tail = FaultyStorage(posix(tmp_path)), make_tail(FMT)
-    with closing(Rig(storage, FMT)) as rig, closing(Uses(rig.counters)) as uses:
-        walk = NotedWalk(rig)
-        view = rig.shelf.view(FMT)
-        promises = Promises(view, (0, 1), rig.counters, walk=walk, uses=uses)
-        promises.loaded(chunk())
-        promises.loaded(tail)
-        assert uses.flush(PATIENCE)
-        refs = [ObjectRef(tail, shard) for shard in (0, 1)]
-        assert storage.touches == [view.name(ref) for ref in refs]
-        assert walk.written == refs
 
 
 # ------------------------------------------------------------------------------- trouble

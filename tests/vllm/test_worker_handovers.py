@@ -15,20 +15,14 @@ import pytest
 pytest.importorskip("vllm")
 
 
-from kvshelf.backends.posix import PosixBackend
 from kvshelf.capacity.walk import Walk
 from kvshelf.format.keys import Chunk
 from kvshelf.shelf.shelf import Shelf
-from kvshelf.shelf.view import ObjectRef
 from kvshelf.vllm.metadata import (
-    LoadOp,
     StepMetadata,
     StoreOp,
 )
-from tests.support.prompts import make_tail
-from tests.support.waiting import until
-from tests.vllm.rig import next_number
-from tests.vllm.worker_rig import CHUNK, WorkerRig, store_op
+from tests.vllm.worker_rig import WorkerRig, store_op
 
 # ------------------------------------------------------------------------- hand-overs
 
@@ -69,20 +63,6 @@ def test_tails_are_looked_for_from_the_first_hand_over_on(
     assert len(begun) == 1
     rig.connector.shutdown()
     assert set(closed) == set(begun)
-
-
-def test_the_use_of_a_tail_that_is_loaded_is_recorded(
-    make_worker: Callable[..., WorkerRig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names: list[str] = []
-    monkeypatch.setattr(PosixBackend, "touch", lambda _, name: names.append(name))
-    rig = make_worker(cache_tails=True)
-    (chunk,), tail = rig.chunks(1), make_tail(rig.fmt)
-    rig.store([chunk, tail])
-    rig.load(LoadOp(next_number(), "r", 0, CHUNK + tail.tokens, [chunk, tail], ([1, 2, 3],)))
-    shards = range(rig.fmt.shards)
-    view = Shelf(rig.backend).view(rig.fmt)
-    until(lambda: names == [view.name(ObjectRef(tail, shard)) for shard in shards])
 
 
 @pytest.mark.slow

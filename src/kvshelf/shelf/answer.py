@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.format.keys import KeyChain
 from kvshelf.format.kinds import Kind
 from kvshelf.logs import RateLimitedLog
 from kvshelf.shelf.pacing import GilPace
@@ -50,8 +50,6 @@ class Lookup:
     in_disk_tier : float
         The share of the chunks that can be loaded which a disk tier has, where the service counts
         these.
-    tail : Chunk or None
-        The tail behind the last of the chunks that can be loaded, where the search found it.
     as_of : float
         ``time.monotonic()`` of the answer; until it is there, of the lookup's beginning.
     given_up : bool
@@ -64,7 +62,6 @@ class Lookup:
     make_chain: Callable[[], KeyChain | None]
     first_chunk: int = 0
     ends: Sequence[int] | None = None
-    tail_end: int = 0
     on_done: Callable[[Lookup], None] | None = None
     #: None once the lookup no longer waits for it.
     prepare: Callable[[Callable[[], None]], None] | None = None
@@ -77,7 +74,6 @@ class Lookup:
     full_chunks: int = 0
     in_disk_tier: float = 0.0
     known: Mapping[Kind, frozenset[int]] = field(default_factory=dict)
-    tail: Chunk | None = None
     as_of: float = field(default_factory=time.monotonic)
     _done: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -119,16 +115,6 @@ class Lookup:
                 pace.rest()
         return None if self.cancelled else chain
 
-    def tail_behind(self, chain: KeyChain) -> Chunk | None:
-        """Return the tail to look for behind all chunks; None if there is none."""
-        first = len(chain.chunks) * chain.chunk_size
-        wanted = self.tail_end - first
-        if not 0 < wanted < chain.chunk_size:
-            return None
-        tokens = self.tokens[first : self.tail_end]
-        # A cancelled lookup has none any more.
-        return chain.tail_after(len(chain.chunks), tokens) if len(tokens) == wanted else None
-
     def finish(
         self,
         hit_chunks: int,
@@ -137,7 +123,6 @@ class Lookup:
         full_chunks: int = 0,
         in_disk_tier: float = 0.0,
         known: Mapping[Kind, frozenset[int]] | None = None,
-        tail: Chunk | None = None,
         given_up: bool = False,
     ) -> None:
         """Give the answer, unless there is one: a stuck thread may come back late."""
@@ -149,7 +134,6 @@ class Lookup:
             self.full_chunks = full_chunks
             self.in_disk_tier = in_disk_tier
             self.known = known or {}
-            self.tail = tail
             self.chain = chain
             self.as_of = time.monotonic()
             self._done.set()

@@ -63,8 +63,6 @@ class HitSearch:
         The answer, once :meth:`finish` was called: number of leading chunks whose full objects are
         present (without kind full: of all), and number of chunks of the longest hit. Both count
         from the prompt's beginning, and are not less than `first`.
-    tail : Chunk or None
-        The tail, if it was found; once :meth:`finish` was called.
     """
 
     def __init__(
@@ -76,13 +74,8 @@ class HitSearch:
         cache: PresenceCache,
         failed: FailedKeys,
         shards: Mapping[Kind, int],
-        tail: Chunk | None = None,
     ) -> None:
         self.first = first = min(first, len(chunks))
-        self.tail: Chunk | None = None
-        self._tail = tail
-        # A tail is searched as a last chunk of which nothing but the length is different.
-        chunks = chunks if tail is None else [*chunks, tail]
         self.full_chunks = self.hit_chunks = first
         self._chunks = chunks
         self._cache = cache
@@ -229,11 +222,7 @@ class HitSearch:
     def finish(self) -> None:
         """End the search: give the answer."""
         if self._prefix is not None:
-            found = self.first + self._prefix.finish()
-            if self._tail is not None and found == len(self._chunks):
-                self.tail = self._tail
-                found -= 1
-            self.full_chunks = self.hit_chunks = found
+            self.full_chunks = self.hit_chunks = self.first + self._prefix.finish()
         else:
             self.full_chunks = len(self._chunks)
         if self._kinds:

@@ -44,7 +44,7 @@ from typing import NamedTuple
 
 from kvshelf.format.hit_rule import HitRule
 from kvshelf.format.keys import KeyChain
-from kvshelf.format.kinds import FULL, KINDS, Kind
+from kvshelf.format.kinds import KINDS, Kind
 from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
 from kvshelf.shelf.answer import Lookup
@@ -166,7 +166,6 @@ class LookupService:
         *,
         first_chunk: int = 0,
         ends: Sequence[int] | None = None,
-        tail_end: int = 0,
         on_done: Callable[[Lookup], None] | None = None,
         prepare: Callable[[Callable[[], None]], None] | None = None,
     ) -> Lookup:
@@ -186,10 +185,6 @@ class LookupService:
             Numbers of chunks, from the prompt's beginning and ascending, at which a hit may end;
             any when absent. Of no meaning where full is the only kind: such a hit may be used in
             part.
-        tail_end : int
-            Number of leading tokens: also look for the tail that ends there, where all chunks are
-            found. It must begin behind the last chunk. 0: for no tail. Of no meaning where there
-            are other kinds than full.
         on_done : Callable, optional
             Called once on the background thread when the answer is there, also when the
             lookup was cancelled. Must not block.
@@ -197,9 +192,7 @@ class LookupService:
             Called first, on the background thread, with a function. `make_chain` is called once
             that function was called, on any thread. Neither may block.
         """
-        lookup = Lookup(
-            tokens, make_chain, first_chunk, ends, tail_end, on_done, prepare, self._log
-        )
+        lookup = Lookup(tokens, make_chain, first_chunk, ends, on_done, prepare, self._log)
         self._put(lookup)
         return lookup
 
@@ -340,14 +333,13 @@ class LookupService:
             return None
         chunks, first = chain.chunks, lookup.first_chunk
         ends = range(1, len(chunks) + 1) if lookup.ends is None else lookup.ends
-        tail = lookup.tail_behind(chain) if self._shards.keys() == {FULL} else None
         rule, failed, shards = self._rule, self._failed, self._shards
         if not self._high_latency:
-            return _Search(SequentialSearch(chunks, first, ends, rule, failed, shards, tail), chain)
+            return _Search(SequentialSearch(chunks, first, ends, rule, failed, shards), chain)
         # Remembered answers are useless while nothing can be loaded.
         useful = self._remembers and self._shelf.backend.reads.is_closed
         cache = self._cache if useful else PresenceCache()
-        return _Search(HitSearch(chunks, first, ends, rule, cache, failed, shards, tail), chain)
+        return _Search(HitSearch(chunks, first, ends, rule, cache, failed, shards), chain)
 
 
 # ------------------------------------------------------------------------------- the search
@@ -458,7 +450,6 @@ class _Rounds:
             full_chunks=search.full_chunks - search.first,
             in_disk_tier=self._service._share_in_disk_tier(found),
             known=search.known,
-            tail=search.tail,
         )
         self._service._note_speed(lookup, self._lookups[lookup])
         if isinstance(search, HitSearch):

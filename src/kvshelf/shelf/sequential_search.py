@@ -38,7 +38,7 @@ class SequentialSearch:
 
     Attributes
     ----------
-    first, full_chunks, hit_chunks, tail
+    first, full_chunks, hit_chunks
         As for :class:`~kvshelf.shelf.hits.HitSearch`; the answer, once there is nothing to plan.
     """
 
@@ -50,10 +50,8 @@ class SequentialSearch:
         rule: HitRule,
         failed: FailedKeys,
         shards: Mapping[Kind, int],
-        tail: Chunk | None = None,
     ) -> None:
         self.first = self.full_chunks = self.hit_chunks = min(first, len(chunks))
-        self.tail: Chunk | None = None
         self._chunks = chunks
         self._ends = ends
         self._failed = failed
@@ -64,7 +62,7 @@ class SequentialSearch:
         #: What a hit needs beside the full chunks.
         self._rule = replace(rule, kinds=tuple(kinds))
         self._there: list[bool] = []
-        self._batches = self._search(tail)
+        self._batches = self._search()
 
     @property
     def known(self) -> dict[Kind, frozenset[int]]:
@@ -79,7 +77,7 @@ class SequentialSearch:
         """Take the answers to what was planned, in the same order."""
         self._there = [presence is Presence.PRESENT for presence, _ in answers]
 
-    def _search(self, tail: Chunk | None) -> Iterator[list[Ask]]:
+    def _search(self) -> Iterator[list[Ask]]:
         if FULL in self._shards:
             yield from self._find_full()
         else:
@@ -88,10 +86,6 @@ class SequentialSearch:
             yield from self._find_end()
             return
         self.hit_chunks = self.full_chunks
-        all_found = self.full_chunks == len(self._chunks)
-        if tail is not None and all_found and tail.key not in self._failed:
-            yield [Ask(FULL, tail, self._shards[FULL])]
-            self.tail = tail if self._there[0] else None
 
     def _find_full(self) -> Iterator[list[Ask]]:
         """Look for every full chunk in order, up to the first that is missing."""

@@ -178,7 +178,6 @@ class _Found:
     hit: int
     #: Of each kind, what was probed of a chunk, by its index.
     seen: dict[Kind, dict[int, list[Presence]]]
-    tail: Chunk | None
 
     @property
     def rule(self) -> HitRule:
@@ -311,7 +310,7 @@ class Explainer:
         # A hit of a hybrid model ends at a chunk, and leaves one token to compute.
         usable = max(0, len(tokens) - 1) // fmt.chunk_size if hybrid else len(chunks)
         seen: dict[Kind, dict[int, list[Presence]]] = {kind: {} for kind in fmt.kinds}
-        found = _Found(space, chunks, usable, len(chunks), 0, seen, chain.tail())
+        found = _Found(space, chunks, usable, len(chunks), 0, seen)
         if FULL in fmt.kinds:
             found.full = self._leading(fmt.of(FULL), chunks, seen[FULL])
         for kind in fmt.kinds:
@@ -405,13 +404,7 @@ class Explainer:
     def _too_short(self, prompt: AnyPrompt, own: _Found) -> Cause:
         size = own.space.fmt.chunk_size
         text = f"the prompt has {len(prompt.tokens or ())} tokens, and a chunk has {size}"
-        advice = "only whole chunks are stored, but with the option cache_tails"
-        if own.tail is not None and own.space.fmt.kinds == (FULL,):
-            seen: dict[int, list[Presence]] = {}
-            self._probe(own.space.fmt, [own.tail], seen)
-            if all(answer is Presence.PRESENT for answer in seen[own.tail.index]):
-                advice = "its tail is stored: engines with cache_tails load it"
-        return Cause("too_short", text, advice)
+        return Cause("too_short", text, "only whole chunks are stored")
 
     def _bad_objects(self, own: _Found) -> Iterator[Cause]:
         """Read the objects of a hit, and yield a cause for each that is bad."""

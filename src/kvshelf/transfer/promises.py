@@ -26,7 +26,6 @@ from collections.abc import Callable
 from typing import Final
 
 from kvshelf.background import Background
-from kvshelf.capacity.uses import Uses
 from kvshelf.capacity.walk import Walk
 from kvshelf.format.keys import Chunk
 from kvshelf.metrics import Counters
@@ -55,8 +54,6 @@ class Promises:
         Gets ``promises_broken`` and ``markers_written``.
     walk : Walk, optional
         Deletes tails and markers.
-    uses : Uses, optional
-        Records the uses of tails.
     on_thread_start : Callable, optional
         Called first on the thread, to set its processors.
 
@@ -75,14 +72,12 @@ class Promises:
         counters: Counters,
         *,
         walk: Walk | None = None,
-        uses: Uses | None = None,
         on_thread_start: Callable[[], None] | None = None,
     ) -> None:
         self._view = view
         self._shards = shards
         self._counters = counters
         self._walk = walk
-        self._uses = uses
         self._thread = Background("kvshelf-marker", self._write_all, on_start=on_thread_start)
         self._changed = threading.Condition()
         #: The marker that is being written is the first one.
@@ -117,15 +112,6 @@ class Promises:
             self._note_tail(chunk)
         elif attempt:
             self.give_up(attempt)
-
-    def loaded(self, chunk: Chunk) -> None:
-        """Note that the last chunk of a prompt was loaded, perhaps a tail."""
-        if chunk.tail and self._uses is not None:
-            view = self._view.on_storage
-            names = [view.name(ObjectRef(chunk, shard)) for shard in self._shards]
-            self._uses.note_names(view.backend, names)
-        # The age of what this process wrote counts from now on, also where no uses are recorded.
-        self._note_tail(chunk)
 
     def _note_tail(self, chunk: Chunk) -> None:
         if chunk.tail and self._walk is not None:

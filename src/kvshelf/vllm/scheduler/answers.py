@@ -142,7 +142,7 @@ class Answers(SharingPart):
 
     def _is_covered(self, state: RequestState, computed: int) -> bool:
         """Whether no hit may have more than the tokens that vLLM has computed."""
-        if state.awaited is not None or self._opening.caches_tail_of(state.request):
+        if state.awaited is not None:
             return False
         return self._hits.most(state) <= computed
 

@@ -9,8 +9,6 @@ Contracts
   (:mod:`kvshelf.vllm.groups`) it ends at a chunk boundary. A hand-over may end anywhere and have
   all tokens, of which vLLM then computes the last one once more; but of a hybrid engine, and of one
   with a drafter, it ends as other hits do.
-* A hit with a cached tail has all tokens, as that of a hand-over, unless vLLM computes the tail
-  sooner than it could be loaded.
 * Where the tokens of an image attend to each other in both directions, the KV of an image depends
   on which of its tokens one step computes. So no hit ends within an image, because a later step
   would have to continue it.
@@ -60,11 +58,6 @@ class Hits:
         if state.awaited is not None and not self._has_drafter:
             # A drafter has KV of whole chunks only.
             whole = state.awaited.hit_tokens
-        if lookup.tail is not None:
-            end = lookup.tail.index * size + lookup.tail.tokens
-            # vLLM computes the rest of a block sooner than it could be loaded.
-            if not computed or end - computed > self._groups.alignment:
-                whole = max(whole, end)
         if state.limit is not None and whole > state.limit * size:
             whole = 0
         # One token must be left: the model has to compute an output to sample from.
@@ -154,11 +147,10 @@ class Hits:
     ) -> list[Chunk]:
         """Return the chunks of a prompt of which a load of tokens before `end` takes the first."""
         awaited = state.awaited
-        handed_over = awaited.tail if awaited is not None and awaited.hit_tokens else None
-        for tail in (handed_over, lookup.tail):
-            first = 0 if tail is None else tail.index * self._size
-            if tail is not None and first < end <= first + tail.tokens:
-                return [*chain.chunks[: tail.index], tail]
+        tail = awaited.tail if awaited is not None and awaited.hit_tokens else None
+        first = 0 if tail is None else tail.index * self._size
+        if tail is not None and first < end <= first + tail.tokens:
+            return [*chain.chunks[: tail.index], tail]
         return chain.chunks
 
     def loadable(self, state: RequestState) -> Loadable | None:

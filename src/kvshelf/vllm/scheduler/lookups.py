@@ -183,7 +183,6 @@ class Lookups(SharingPart):
             request._all_token_ids,
             lambda: None if adapter is None else self._keys.chain(state, digest, adapter),
             ends=self._hits.ends(state),
-            tail_end=request.num_prompt_tokens if self._opening.caches_tail_of(request) else 0,
             on_done=self._recorder() if state.reads else None,
             prepare=None if lora is None else prepare,
         )

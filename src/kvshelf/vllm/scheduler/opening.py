@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 from kvshelf.format.kinds import FULL, Kind
 from kvshelf.format.namespace import Namespace
@@ -30,9 +30,6 @@ from kvshelf.vllm.scheduler.engine import Engine
 from kvshelf.vllm.speculation import drafter_has_kv
 
 logger = logging.getLogger(__name__)
-
-#: Least tokens of a tail: a shorter one is computed sooner than loaded, and takes the same space.
-_LEAST_TAIL: Final = 16
 
 
 class Opening:
@@ -56,8 +53,6 @@ class Opening:
         Whether this engine stores.
     tails : bool
         Whether tails can be stored and loaded.
-    caches_tails : bool
-        Whether those of all prompts are stored and looked for.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -70,7 +65,7 @@ class Opening:
         self.views: dict[Kind, ShelfView] = {}
         self.ranks_of: dict[Kind, int] = {}
         self.may_store = engine.may_store and not engine.config.read_only
-        self.tails = self.caches_tails = False
+        self.tails = False
 
     @property
     def namespace(self) -> Namespace | None:
@@ -144,16 +139,6 @@ class Opening:
     def _decide_on_tails(self, fmt: ObjectFormat) -> None:
         drafts = self._engine.drafter is not None
         self.tails = fmt.tails and not self._groups.hybrid and not drafts
-        self.caches_tails = self.tails and self._config.cache_tails
-        if self._config.cache_tails and not self.tails:
-            logger.warning(
-                "cache_tails has no effect: this engine has no tails, because %s",
-                "it has several kinds of KV"
-                if self._groups.hybrid
-                else "a drafter has KV of whole chunks only"
-                if drafts
-                else "the layout of its KV cache is not known",
-            )
 
     def _check_whole_shards(self, fmt: ObjectFormat) -> None:
         """Store nothing where no rank holds all heads of a shard."""
@@ -171,11 +156,6 @@ class Opening:
             topology.kv_heads,
             topology.kv_heads,
         )
-
-    def caches_tail_of(self, request: Any) -> bool:
-        """Whether a prompt ends in a tail that is cached without a hand-over."""
-        rest = request.num_prompt_tokens % self._config.chunk_size
-        return self.caches_tails and bool(rest >= _LEAST_TAIL)
 
     def engine_chunks(self) -> int | None:
         """Return how many chunks vLLM's prefix cache can hold; None if that is not known."""

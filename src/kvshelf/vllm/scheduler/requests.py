@@ -50,8 +50,6 @@ class StorePlan:
         The step in which stores were last planned; 0 before.
     last_state : int
         Index of the last chunk whose state was planned to be stored; −1 before.
-    has_tail : bool
-        Whether the tail is on the shelf or planned to be stored, where tails are cached.
     cut : int
         From this token on the KV does not depend on the prefix alone.
     """
@@ -60,7 +58,6 @@ class StorePlan:
     next_boundary: tuple[int, int] = (0, 0)
     at: int = 0
     last_state: int = -1
-    has_tail: bool = False
     cut: int = sys.maxsize
 
 

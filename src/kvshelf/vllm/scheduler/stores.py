@@ -11,8 +11,6 @@ Contracts
 * Windows are stored in the step that completes the chunk. vLLM frees their blocks soon after: a
   window of which it has freed a block is not stored.
 * Of a request that wants a hand-over the tail is stored, in the step that completes the prompt.
-  With ``cache_tails`` the tails of all prompts are stored, and lookups look for them; only a prompt
-  with equal tokens to its end finds one.
 * A drafter's KV is stored beside the model's (:mod:`kvshelf.vllm.scheduler.drafts`).
 * Runs on the engine's step thread.
 
@@ -122,9 +120,7 @@ class Stores(SharingPart):
         stored = self._with_keys(state, output, meta)
         if stored is None:
             return
-        lookup, chain = stored.lookup, stored.chain
-        if lookup.tail is not None and self._hits.is_usable(state, lookup.tail, FULL):
-            plan.has_tail = True
+        chain = stored.chain
         if len(chain.chunks) < complete:
             chain.extend(request._all_token_ids[chain.tokens : complete * self._size])
         if not self._plan_chunks(stored, chain.chunks[plan.next_chunk : complete]):
@@ -195,9 +191,7 @@ class Stores(SharingPart):
         prompt = request.num_prompt_tokens
         if not self._opening.tails or end < prompt or not prompt % self._size:
             return False
-        if state.promise is not None:
-            return state.promise.tail is None
-        return not state.stores.has_tail and self._opening.caches_tail_of(request)
+        return state.promise is not None and state.promise.tail is None
 
     def _plan_tail(self, stored: _Stored) -> None:
         """Plan the store of a prompt's tail."""
@@ -205,7 +199,6 @@ class Stores(SharingPart):
         first, prompt = request.num_prompt_tokens // size, request.num_prompt_tokens
         chunk = stored.chain.tail_after(first, request._all_token_ids[first * size : prompt])
         tables = stored.tables()
-        stored.state.stores.has_tail = tables is not None
         blocks = None if tables is None else self._blocks_of(chunk, FULL, tables)
         if blocks is not None:
             self._store(stored, chunk, FULL, blocks)

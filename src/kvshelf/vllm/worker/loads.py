@@ -339,10 +339,6 @@ class WorkerLoads:
         good_until = op.end
         if load.failed:
             good_until = op.start if self.hybrid else self._good_until(load, op)
-        promises = self.model.promises
-        if good_until == op.end and self.engine.config.cache_tails and promises is not None:
-            for chunk in op.chunks[-1:]:
-                promises.loaded(chunk)
         self.assembly.counters.add("loaded_tokens", good_until - op.start)
         self._note_bad(op, good_until)
 

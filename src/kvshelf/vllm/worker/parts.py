@@ -187,7 +187,6 @@ class Part:
             memories[kind].plan.shards,
             self._counters,
             walk=self._assembly.walk,
-            uses=self._assembly.uses,
             on_thread_start=widen_cpu_affinity,
         )
 
