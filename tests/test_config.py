@@ -168,10 +168,51 @@ def test_the_constructor_explains_as_load_does() -> None:
     assert "secret" not in str(found.value)
 
 
-def test_keys_of_lmcache_lead_to_the_page_about_them(file: Path) -> None:
-    assert "docs/migrating.md" in problem({"lmcache.local_cpu": True})
-    file.write_text("local_cpu: false\nremote_url: fs://host:0/mnt/kv\n")
-    assert problem({"config_file": str(file)}).count("docs/migrating.md") == 1
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("remote_url", "shared_storage_path"),
+        ("path", "shared_storage_path"),
+        ("lmcache.local_cpu", "memory_tier"),
+        ("max_local_cpu_size", 'memory_tier: {"max_bytes": "5GiB"}'),
+        ("local_disk", "disk_tier"),
+        ("max_local_disk_size", "disk_tier.max_bytes"),
+        ("cpu_bytes_to_use", "memory_tier"),
+        ("spec_name", "leave it out"),
+    ],
+)
+def test_keys_of_others_are_told_what_they_are_here(key: str, meant: str) -> None:
+    text = problem({key: "1"})
+    assert f"unknown key {key!r}" in text
+    assert meant in text
+    assert "known:" not in text
+
+
+def test_wrong_keys_and_wrong_values_are_named_together(file: Path) -> None:
+    file.write_text("versoin: a\nshards: 0\n")
+    text = problem(
+        {"chunk_siz": 1, "layuot": 2, "read_only": "x", "config_file": str(file)},
+        {"KVSHELF_SAVE_DECODE": "perhaps"},
+    )
+    for told in ("did you mean chunk_size?", "did you mean layout?", "did you mean version?"):
+        assert told in text
+    for option in ("read_only", "KVSHELF_SAVE_DECODE", "shards in the file"):
+        assert option in text
+    assert text.count("\n  - ") == 6
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ({"memory_tier": {"max_byte": "20GiB"}}, "max_byte: no such key; did you mean max_bytes?"),
+        ({"capacity": {"max_size": "2TiB"}}, "max_size: no such key; did you mean max_"),
+        ({"disk_tier": {"path": "/kv", "size": 1}}, "size: no such key; known: max_bytes, path"),
+        ({"capacity": {"max_age": "10s"}}, "max_age: is 10 s; expected at least 120s"),
+        ({"chunk_size": 10**9}, "less than or equal to 65536"),
+    ],
+)
+def test_what_is_wrong_inside_an_option(option: dict[str, object], told: str) -> None:
+    assert told in problem(option)
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,19 @@ _MAPPINGS: Final = types.MappingProxyType(
         "capacity": '{"max_bytes": …, "max_age": …}',
     }
 )
+#: Keys of LMCache and of vLLM's own tiers, and what they are here.
+_OTHERS: Final = types.MappingProxyType(
+    {
+        "remote_url": "the storage that engines share is shared_storage_path",
+        "local_cpu": "a memory tier is memory_tier",
+        "max_local_cpu_size": 'a memory tier is memory_tier: {"max_bytes": "5GiB"}',
+        "local_disk": 'a local disk is disk_tier: {"path": …, "max_bytes": …}',
+        "max_local_disk_size": "the size of a local disk is disk_tier.max_bytes",
+        "cpu_bytes_to_use": 'a memory tier is memory_tier: {"max_bytes": …}',
+        "spec_name": "it is of vLLM's OffloadingConnector: leave it out",
+        "path": "the directory that engines share is shared_storage_path",
+    }
+)
 _SECRET_FIELDS: Final = frozenset({"storage_options"})
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)")
 _SERVICE_LINK = re.compile(r"KVSHELF_(\w+_)?(SERVICE_(HOST|PORT)\w*|PORT(_\d+_\w+)?)")
@@ -218,6 +231,12 @@ def parse_duration(value: object) -> object:
     return seconds
 
 
+def _old_enough(seconds: float) -> float:
+    if seconds < LEAST_MAX_AGE:
+        raise ValueError(f"is {seconds:g} s; expected at least {LEAST_MAX_AGE:.0f}s")
+    return seconds
+
+
 _Duration: TypeAlias = Annotated[
     float, BeforeValidator(_no_boolean), BeforeValidator(parse_duration)
 ]
@@ -246,7 +265,7 @@ class CapacityConfig(BaseModel):
     model_config = ModelOptions(frozen=True, extra="forbid", allow_inf_nan=False)
 
     max_bytes: Annotated[_Size, Field(gt=0)] | None = None
-    max_age: Annotated[_Duration, Field(ge=LEAST_MAX_AGE)] | None = None
+    max_age: Annotated[_Duration, AfterValidator(_old_enough)] | None = None
     min_free: Annotated[_Size, Field(ge=0)] | None = None
     group_max_bytes: Annotated[_Size, Field(gt=0)] | None = None
     uses: Literal["auto", "marks", "rewrite", "off"] = "auto"
@@ -281,6 +300,11 @@ class DiskTierConfig(BaseModel):
 
     path: Annotated[str, BeforeValidator(_directory)]
     max_bytes: Annotated[_Size, Field(gt=0)]
+
+
+_NESTED: Final[Mapping[str, type[BaseModel]]] = types.MappingProxyType(
+    {"capacity": CapacityConfig, "memory_tier": MemoryTierConfig, "disk_tier": DiskTierConfig}
+)
 
 
 def _overlap(shelf: str | None, folder: str) -> bool:
@@ -377,7 +401,7 @@ class Config(BaseSettings):
     """Load from the shelf, never write to it. kvshelf detects a shelf that cannot be written (a
     read-only mount, missing permission) without this option; set it for a shelf that is writable
     but must not be written."""
-    chunk_size: _Count = Field(default=256, ge=1)
+    chunk_size: _Count = Field(default=256, ge=1, le=1 << 16)
     """Tokens per chunk. A hit is a whole number of chunks: smaller chunks make hits slightly
     longer, larger ones need fewer objects and read faster. Engines share chunks only if they use
     the same size. A node server tells its own to [adapters](multiprocess.md#in-short). The native
@@ -452,16 +476,13 @@ class Config(BaseSettings):
     """Deadline, in seconds, for probing a batch of objects. kvshelf does not wait for a call that
     takes longer. If it is not set: 1 for a directory, 5 for a remote URL."""
     read_deadline_s: float | None = Field(default=None, gt=0)
-    """Deadline, in seconds, for reading an object, in addition to the time that its bytes take at
-    `deadline_bandwidth`. The tokens of an object that arrives later are computed instead. If it is
-    not set: 5 for a directory, 15 for a remote URL."""
+    """Deadline, in seconds, for reading an object, in addition to a second for each 50 MB. The
+    tokens of an object that arrives later are computed instead. If it is not set: 5 for a
+    directory, 15 for a remote URL."""
     write_deadline_s: float | None = Field(default=None, gt=0)
-    """Deadline, in seconds, for writing an object, in addition to the time that its bytes take at
-    `deadline_bandwidth`. kvshelf does not wait for a store that takes longer. If it is not set: 5
-    for a directory, 15 for a remote URL."""
-    deadline_bandwidth: Annotated[_Size, Field(gt=0)] | None = None
-    """The bandwidth, in bytes per second, that deadlines assume. If it is not set: 50 MB per
-    second."""
+    """Deadline, in seconds, for writing an object, in addition to a second for each 50 MB. kvshelf
+    does not wait for a store that takes longer. If it is not set: 5 for a directory, 15 for a
+    remote URL."""
     shutdown_drain_s: float = Field(default=4.0, ge=0)
     """Seconds that a stopping engine may spend on unfinished stores. The rest is dropped, and the
     log says how much. vLLM kills its workers after 5 seconds
@@ -470,9 +491,6 @@ class Config(BaseSettings):
     """Longest time, in seconds from its arrival, that a request waits for KV that another engine
     has promised to store. What is missing then is computed. A request's params may shorten its own
     wait."""
-    max_waiting: _Count = Field(default=128, ge=0)
-    """Most requests that wait at once for KV that other engines have promised. Further ones are
-    computed, as far as their KV is not on the shelf."""
     handover_keep_s: float = Field(default=3600.0, ge=0)
     """Age, in seconds, at which tails, and the markers of hand-overs between engines, are deleted,
     by engines that have stored tails or were asked for a hand-over, and may delete. A tail's age
@@ -508,7 +526,6 @@ class Config(BaseSettings):
             "probe": self.probe_deadline_s,
             "read": self.read_deadline_s,
             "write": self.write_deadline_s,
-            "bytes_per_second": self.deadline_bandwidth,
         }
         return {name: float(value) for name, value in given.items() if value is not None}
 
@@ -640,19 +657,23 @@ class Config(BaseSettings):
             *_unknown_variables(environ),
             *_unknown_keys(file, file_source, set()),
         ]
-        if problems:
-            raise _error(problems)
-
+        given, file = (
+            {name: value for name, value in values.items() if name in cls.model_fields}
+            for values in (given, file)
+        )
         token = _sources.set(_Sources(environ, file))
         try:
-            return cls(**given)
+            config = cls(**given)
         except ValidationError as error:
-            raise _error(_explain(error, given, environ, file_source)) from None
+            problems += _explain(error, given, environ, file_source)
         except SettingsError:
             # The cause, left out here, contains the variable's whole value.
-            raise _error(_not_json(environ)) from None
+            problems += _not_json(environ)
         finally:
             _sources.reset(token)
+        if problems:
+            raise _error(problems) from None
+        return config
 
 
 def default_shelf_path(environ: Mapping[str, str] | None = None) -> Path:
@@ -734,14 +755,11 @@ def _suggest(word: str, candidates: list[str]) -> str:
 
 def _unknown_keys(values: Mapping[Any, Any], source: str, also: set[str]) -> list[str]:
     known = [*Config.model_fields, *also]
-    problems = [
-        f"unknown key {key!r} in {source}; {_suggest(str(key), known)}"
+    return [
+        f"unknown key {key!r} in {source}; {_OTHERS.get(name) or _suggest(name, known)}"
         for key in values
-        if key not in known
+        if (name := str(key).removeprefix("lmcache.")) not in known or key != name
     ]
-    if problems:
-        problems[-1] += " (docs/migrating.md says what each key of LMCache corresponds to)"
-    return problems
 
 
 def variable_of(field: str) -> str:
@@ -830,9 +848,13 @@ def _explain(
 ) -> list[str]:
     variables = {name.upper() for name, value in environ.items() if value}
     problems: dict[str, str] = {}
-    for detail in error.errors():
+    # A misspelt key is named rather than the key that is missing for it.
+    for detail in sorted(error.errors(), key=lambda one: one["type"] != "extra_forbidden"):
         cause = detail.get("ctx", {}).get("error")
         reason = str(cause) if cause is not None else detail["msg"]
+        if detail["type"] == "extra_forbidden" and len(detail["loc"]) > 1:
+            form = _NESTED[str(detail["loc"][0])]
+            reason = f"no such key; {_suggest(str(detail['loc'][-1]), [*form.model_fields])}"
         if not detail["loc"]:
             problems[""] = reason
             continue

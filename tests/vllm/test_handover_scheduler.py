@@ -28,7 +28,7 @@ from kvshelf.vllm import handshake
 from kvshelf.vllm.adapters import AdapterDigests
 from kvshelf.vllm.handover import Handover, read_handover
 from kvshelf.vllm.metadata import LoadFailure
-from kvshelf.vllm.scheduler import SchedulerSide, hits
+from kvshelf.vllm.scheduler import SchedulerSide, handovers, hits
 from kvshelf.vllm.scheduler.awaited import Awaited
 from tests.support.clocks import Clock
 from tests.support.prompts import prompt
@@ -398,14 +398,17 @@ def test_hybrid_models_use_no_end_within_an_image(
     assert counts(engine) == {"complete": 1}
 
 
-def test_a_load_that_fails_ends_no_wait_that_goes_on(start: Start, world: World) -> None:
+def test_a_load_that_fails_ends_no_wait_that_goes_on(
+    start: Start, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handovers, "MAX_WAITING", 1)
     tokens = prompt(203)
     producer = start("Gemma 3")
     handover = prefill(producer, tokens)
     last = producer.chunks_of(tokens)[5]
     content = world.contents[kind_key(last.key, FULL)]
     world.remove(producer.fmt, last, FULL)
-    engine = start("Gemma 3", max_waiting=1)
+    engine = start("Gemma 3")
     engine.add("r", tokens, answer=1, transfer=handover.params())
     step_until(engine, lambda: awaited_of(engine).wait is not None)
     # Of an earlier request with this id.
@@ -600,12 +603,13 @@ def test_no_request_waits_past_its_deadline_and_every_request_ends(
 
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(handshake, "build_namespace", make_namespace)
+        most = draw(st.sampled_from([1, 3, 100]), "requests that wait")
+        patch.setattr(handovers, "MAX_WAITING", most)
         world = World(Path(folder) / "shelf")
         options = {
             "chunk_size": CHUNK,
             "asynchronous": draw(st.booleans(), "asynchronous"),
             "blocks": draw(st.sampled_from([70, 400]), "blocks"),
-            "max_waiting": draw(st.sampled_from([1, 3, 100]), "max_waiting"),
             "memory_tier": draw(st.sampled_from([None, {"max_bytes": 1 << 20}]), "memory_tier"),
             "state_interval": 2,
         }

@@ -53,6 +53,8 @@ from kvshelf.vllm.scheduler.shared import Shared, SharingPart
 
 logger = logging.getLogger(__name__)
 
+#: Most requests that wait at once, of which each probes the storage again and again.
+MAX_WAITING: Final = 128
 #: Seconds until a lookup that the storage did not answer is started again.
 _RETRY_SECONDS: Final = 0.25
 #: Longest sleep of a step, in seconds: a request that arrives meanwhile waits that long.
@@ -115,8 +117,8 @@ class Handovers(SharingPart):
             longest = min(longest, handover.wait_s)
         if not longest:
             self._counters.add("handovers_late")
-        elif len(self._waiting) >= self._config.max_waiting:
-            self._refuse("refused", f"max_waiting ({self._config.max_waiting}) requests wait")
+        elif len(self._waiting) >= MAX_WAITING:
+            self._refuse("refused", f"{MAX_WAITING} requests wait")
         else:
             state.awaited = Awaited(handover, now, now + longest)
             self._waiting[state.id] = state.awaited
