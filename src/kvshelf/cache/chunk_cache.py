@@ -54,6 +54,7 @@ from kvshelf.cache.prompts import (
     Mask,
     PromptIdentity,
     Tokens,
+    require,
     tiers_of,
 )
 from kvshelf.capacity.uses import Uses
@@ -221,6 +222,8 @@ class ChunkCache:
         StorageError
             If the storage could not be opened.
         """
+        require("config", config, Config)
+        require("model", model, ModelFacts)
         if config.server is not None and open_served is None:
             raise ConfigError(
                 f"server is {config.server}: a cache with a node server is opened by"
@@ -704,6 +707,8 @@ class ChunkCache:
             If the storage refused or failed. Some objects may be gone.
         """
         self._shared.check_open()
+        require("key", key, ChunkKey)
+        require("identity", identity, PromptIdentity)
         size = self.chunk_size
         group = self._parts.chain(identity).salt_group
         chunk = Chunk(key.key, bytes(32), key.start // size, size, salt_group=group)

@@ -31,6 +31,7 @@ from kvshelf.cache.prompts import (
     Tokens,
     false_run,
     form_of,
+    require,
     token_ids,
 )
 from kvshelf.capacity.uses import Uses
@@ -175,6 +176,7 @@ class KindParts:
             If tokens are missing or are not token ids, or the mask does not fit them.
         """
         self.shared.check_open()
+        require("identity", identity, PromptIdentity)
         if tokens is None:
             raise ValueError(f"{method}() needs tokens, which is missing")
         ids, size = token_ids(tokens), self.fmt.chunk_size

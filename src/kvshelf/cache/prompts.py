@@ -1,7 +1,7 @@
 """The arguments of a cache's calls: tokens and their masks, identities, forms of KV, tiers.
 
-Owns the checks: what does not fit raises a ValueError that names the value found and the value
-expected, before anything is read or written.
+Owns the checks, before anything is read or written: what is of another type raises a TypeError, and
+what does not fit a ValueError, each with what was found and what was expected.
 """
 
 from __future__ import annotations
@@ -25,6 +25,20 @@ KVLike: TypeAlias = "KVSource | Tensor | Sequence[tuple[Tensor, Tensor]]"
 Tokens: TypeAlias = "Sequence[int] | Tensor"
 Mask: TypeAlias = "Tensor | Sequence[bool] | None"
 
+
+def require(name: str, value: object, expected: type) -> None:
+    """Refuse an argument of another type.
+
+    Raises
+    ------
+    TypeError
+        If it is.
+    """
+    if not isinstance(value, expected):
+        found = f"a {type(value).__name__}, {value!r:.80}"
+        raise TypeError(f"{name} is {found}; expected a {expected.__name__}")
+
+
 #: Where chunks may be, the nearest first.
 TIERS: Final = ("memory", "disk", "shelf")
 
@@ -47,6 +61,13 @@ class PromptIdentity:
     salt: str = ""
     lora_digest: bytes = b""
     items: Sequence[MultimodalItem] = ()
+
+    def __post_init__(self) -> None:
+        """Check the types."""
+        require("salt", self.salt, str)
+        require("lora_digest", self.lora_digest, bytes)
+        for item in self.items:
+            require("an item of items", item, MultimodalItem)
 
 
 PLAIN: Final = PromptIdentity()
