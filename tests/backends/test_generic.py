@@ -269,7 +269,7 @@ def test_directory_options(tmp_path: Path) -> None:
         ("nope://x", "nope"),
         ("lm://host:65432", r"docs/migrating\.md"),
         ("redis://host:6379", r"docs/migrating\.md"),
-        ("s3:/bucket/x", "./name"),
+        ("s3:/bucket/x", "expected s3://bucket/x"),
         ("simplecache::s3://bucket/x", "chained"),
         ("file://host/x", "three slashes"),
         ("file://", "absolute"),

@@ -114,7 +114,7 @@ def hybrids(engines: Engines) -> Callable[..., Hybrid]:
     def make(name: str, purpose: str = "") -> Hybrid:
         model = make_hybrid_model(root / "models" / name, name)
         return Hybrid(
-            engines, name, FAMILIES[name], model, HybridFiles(root / f"{name} shelf {purpose}")
+            engines, name, FAMILIES[name], model, HybridFiles(root / f"{name} shelf{purpose}")
         )
 
     return make
