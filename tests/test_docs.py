@@ -52,7 +52,7 @@ def test_the_exit_codes_are_documented() -> None:
 
 
 #: Options that the manual describes once for all commands.
-COMMON = ("--json", "--shelf", "--dry-run")
+COMMON = ("--json", "--dry-run")
 
 
 def test_every_option_of_a_command_is_documented() -> None:

@@ -31,7 +31,7 @@ AGES = [
     ["rm", "{shelf}", "--unused-for"],
     ["copy", "{shelf}", "{shelf}-2", "--since"],
     ["copy", "{shelf}", "{shelf}-2", "--until"],
-    ["pin", "a", "--shelf", "{shelf}", "--group", "_", "--until"],
+    ["pin", "{shelf}", "a", "--group", "_", "--until"],
 ]
 
 
@@ -81,26 +81,6 @@ def test_each_option_takes_the_same_sizes(shelf: Path, arguments: list[str]) -> 
 
 # ------------------------------------------------------------------------------ what is chosen
 
-#: The same command in the forms of older releases, and with the options that all have.
-SAME = [
-    (["ls", "{shelf}"], ["ls", "--shelf", "{shelf}"]),
-    (["du", "{shelf}"], ["du", "--shelf", "{shelf}"]),
-    (["status", "{shelf}"], ["status", "--shelf", "{shelf}"]),
-    (["verify", "{shelf}", "-j", "1"], ["verify", "-j", "1", "--shelf", "{shelf}"]),
-    (["gc", "{shelf}"], ["gc", "--shelf", "{shelf}"]),
-    (["rm", "{shelf}", "--group", "_"], ["rm", "--group", "_", "--shelf", "{shelf}"]),
-    (["explain", "{prompts}", "{shelf}"], ["explain", "--prompts", "{prompts}", "{shelf}"]),
-    (["explain", "{prompts}", "{shelf}"], ["explain", "{prompts}", "--shelf", "{shelf}"]),
-    (
-        ["explain", "{prompts}", "{shelf}"],
-        ["explain", "--shelf", "{shelf}", "--prompts", "{prompts}"],
-    ),
-    (
-        ["copy", "{shelf}", "{shelf}-2", "--tokens", "{prompts}", "--dry-run"],
-        ["copy", "--shelf", "{shelf}", "{shelf}-2", "--prompts", "{prompts}", "--dry-run"],
-    ),
-]
-
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
@@ -113,28 +93,6 @@ def _without_times(text: str) -> str:
     return " ".join(word for word in text.split() if "/s" not in word and "." not in word)
 
 
-@pytest.mark.parametrize(("older", "alike"), SAME, ids=" ".join)
-def test_a_shelf_and_prompts_are_options_of_each_command(
-    shelf: Path, prompts: Path, older: list[str], alike: list[str]
-) -> None:
-    outputs = [
-        done(*(word.format(shelf=shelf, prompts=prompts) for word in words)).stdout
-        for words in (older, alike)
-    ]
-    assert _without_times(outputs[0]) == _without_times(outputs[1])
-    twice = [word.format(shelf=shelf, prompts=prompts) for word in [*older, "--shelf", "{shelf}"]]
-    assert run(*twice).exit_code == 2
-
-
-def test_doctor_takes_it_too_and_each_command_has_the_option(shelf: Path) -> None:
-    assert done("doctor", "--shelf", shelf).stdout
-    for name in ("show", "pin", "unpin", "seed", "serve"):
-        assert "--shelf" in done(name, "--help", env={"COLUMNS": "200"}).stdout
-    for name, *more in (["explain"], ["seed", "--model", "m"]):
-        result = run(name, *more, "--shelf", shelf)
-        assert (result.exit_code, "--prompts FILE" in result.stderr) == (2, True)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("form", [FOLDER[:-1], FOLDER[-16:-14], FOLDER[-16:], f"{FOLDER}/"])
 def test_a_namespace_is_named_by_a_beginning(shelf: Path, prompts: Path, form: str) -> None:
@@ -145,8 +103,8 @@ def test_a_namespace_is_named_by_a_beginning(shelf: Path, prompts: Path, form: s
         ["verify", shelf],
         ["rm", shelf],
         ["copy", shelf, f"{shelf}-2", "--dry-run"],
-        ["pin", "a", "--shelf", shelf, "--replace"],
-        ["explain", prompts, shelf],
+        ["pin", shelf, "a", "--replace"],
+        ["explain", shelf, prompts],
     ):
         whole = done(name, *more, "-n", FOLDER).stdout
         assert _without_times(done(name, *more, "-n", form).stdout) == _without_times(whole)
@@ -161,7 +119,7 @@ def test_a_name_that_may_be_several_is_told(shelf: Path, prompts: Path) -> None:
         ["ls", shelf],
         ["rm", shelf, "--yes"],
         ["copy", shelf, f"{shelf}-2"],
-        ["explain", prompts, shelf],
+        ["explain", shelf, prompts],
     ):
         result = run(name, *more, "-n", begin)
         assert result.exit_code == 2, result.output
@@ -175,7 +133,7 @@ def test_salt_groups_and_keys_are_named_by_a_beginning(shelf: Path) -> None:
     assert "012" in run("rm", shelf, "--group", "012").stderr
     assert "0129456789abcdef" in run("rm", shelf, "--group", "012").stderr
     assert done("rm", shelf, "--group", "0123").stdout
-    assert "0123456789abcdef" in done("pin", "a", "--shelf", shelf, "--group", "0123").stdout
+    assert "0123456789abcdef" in done("pin", shelf, "a", "--group", "0123").stdout
     key = next(iter(KeyChain(namespace().digest, CHUNK).extend(prompt(0, 2)))).key.hex()
     result = run("show", key[:8], "--shelf", shelf)
     assert result.exit_code == 2
@@ -191,9 +149,9 @@ DRY = [
     ["rm", "{shelf}", "--group", "_"],
     ["copy", "{shelf}", "{shelf}-2"],
     ["verify", "{shelf}", "--repair"],
-    ["pin", "a", "--shelf", "{shelf}", "--group", "_"],
-    ["unpin", "kept", "--shelf", "{shelf}"],
-    ["seed", "{prompts}", "--model", "none", "--shelf", "{shelf}"],
+    ["pin", "{shelf}", "a", "--group", "_"],
+    ["pin", "{shelf}", "--remove", "kept"],
+    ["seed", "{shelf}", "{prompts}", "--model", "none"],
     ["doctor", "{shelf}"],
 ]
 
@@ -204,8 +162,8 @@ def _state(root: Path) -> dict[str, tuple[int, float]]:
 
 @pytest.mark.parametrize("arguments", DRY, ids=" ".join)
 def test_a_dry_run_changes_nothing(shelf: Path, prompts: Path, arguments: list[str]) -> None:
-    if arguments[0] == "unpin":
-        done("pin", "kept", "--shelf", shelf, "-n", FOLDER)
+    if "--remove" in arguments:
+        done("pin", shelf, "kept", "-n", FOLDER)
     damaged = next(shelf.rglob("*-0of2*"))
     damaged.write_bytes(b"x" * damaged.stat().st_size)
     before = _state(shelf)
@@ -225,10 +183,10 @@ def test_a_dry_run_changes_nothing(shelf: Path, prompts: Path, arguments: list[s
 
 
 def test_dry_runs_of_pins_tell_what_would_fail(shelf: Path) -> None:
-    done("pin", "a", "--shelf", shelf, "--group", "_")
-    result = run("pin", "a", "--shelf", shelf, "--group", "_", "--dry-run")
+    done("pin", shelf, "a", "--group", "_")
+    result = run("pin", shelf, "a", "--group", "_", "--dry-run")
     assert (result.exit_code, "there is a pin a" in result.stderr) == (1, True)
-    assert run("unpin", "b", "--shelf", shelf, "--dry-run").exit_code == 1
+    assert run("pin", shelf, "--remove", "b", "--dry-run").exit_code == 1
 
 
 # ------------------------------------------------------------------------------ JSON
@@ -240,9 +198,9 @@ JSON = [
     ["du", "{shelf}"],
     ["status", "{shelf}"],
     ["gc", "{shelf}", "--max-bytes", "20000", "--names"],
-    ["explain", "{prompts}", "{shelf}"],
+    ["explain", "{shelf}", "{prompts}"],
     ["show", "{object}"],
-    ["pin", "--shelf", "{shelf}"],
+    ["pin", "{shelf}"],
 ]
 
 
@@ -251,9 +209,9 @@ JSON = [
 def test_each_object_has_errors_also_when_a_command_fails_midway(
     shelf: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
 ) -> None:
-    done("pin", "kept", "--shelf", shelf, "-n", FOLDER)
-    if arguments[:2] == ["pin", "a"]:
-        done("unpin", "kept", "--shelf", shelf)
+    done("pin", shelf, "kept", "-n", FOLDER)
+    if arguments[2:3] == ["a"]:
+        done("pin", shelf, "--remove", "kept")
     found = next(shelf.rglob("*.safetensors"))
     given = [word.format(shelf=shelf, prompts=prompts, object=found) for word in arguments]
     more = ["--dry-run"] if arguments in DRY else []
@@ -289,7 +247,7 @@ def test_what_is_bad_is_an_error_with_its_name(shelf: Path) -> None:
     (shelf / FOLDER / "namespace.json").unlink()
     [error] = report("ls", shelf)["errors"]
     assert error["name"] == FOLDER
-    [error] = report("unpin", "none", "--shelf", shelf, code=1)["errors"]
+    [error] = report("pin", shelf, "--remove", "none", code=1)["errors"]
     assert error["name"] == "none"
 
 

@@ -209,19 +209,19 @@ def _comparable(line: str) -> Any:
     [
         *(["ls"], ["du"], ["verify"], ["verify", "--repair"], ["gc"], ["gc", "--yes"]),
         *(["rm", "--group", "_"], ["rm", "--group", "_", "--yes"]),
-        *(["pin"], ["pin", "a", "--group", "_"], ["unpin", "a"]),
+        *(["pin"], ["pin", "a", "--group", "_"], ["pin", "--remove", "a"]),
     ],
     ids=" ".join,
 )
 def test_a_storage_that_cannot_be_reached(arguments: list[str], tmp_path: Path) -> None:
     """A directory that is missing is not made."""
-    result = run(*arguments, "--shelf", tmp_path / "missing", "--json")
+    result = run(arguments[0], tmp_path / "missing", *arguments[1:], "--json")
     assert result.exit_code == 3
     assert not (tmp_path / "missing").exists()
     [error] = json.loads(result.stdout)["errors"]
     assert "does not exist" in error["problem"]
     assert result.stderr.startswith("kvshelf: ")
-    assert run(*arguments, "--shelf", "s3://").exit_code == 2
+    assert run(arguments[0], "s3://", *arguments[1:]).exit_code == 2
 
 
 def test_an_interrupt_has_a_code_of_its_own(tmp_path: Path) -> None:
@@ -264,16 +264,16 @@ def test_an_interrupt_has_a_code_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["explain", "{prompts}", "{shelf}"],
-        ["explain", "{prompts}", "{shelf}", "--verify", "-n", "{folder}"],
-        ["explain", "{prompts}", "{shelf}", "-n", "{large}"],
-        ["explain", "{prompts}", "{shelf}", "-n", "{shards}"],
-        ["pin", "--shelf", "{shelf}"],
-        ["pin", "x", "--shelf", "{shelf}", "-n", "{folder}"],
-        ["pin", "new", "--shelf", "{shelf}", "-n", "{shards}"],
-        ["pin", "new", "--shelf", "{shelf}", "-n", "{folder}", "--prompts", "{prompts}"],
-        ["unpin", "x", "--shelf", "{shelf}"],
-        ["copy", "{shelf}", "{shelf}-2", "--tokens", "{prompts}"],
+        ["explain", "{shelf}", "{prompts}"],
+        ["explain", "{shelf}", "{prompts}", "--verify", "-n", "{folder}"],
+        ["explain", "{shelf}", "{prompts}", "-n", "{large}"],
+        ["explain", "{shelf}", "{prompts}", "-n", "{shards}"],
+        ["pin", "{shelf}"],
+        ["pin", "{shelf}", "x", "-n", "{folder}"],
+        ["pin", "{shelf}", "new", "-n", "{shards}"],
+        ["pin", "{shelf}", "new", "{prompts}", "-n", "{folder}"],
+        ["pin", "{shelf}", "--remove", "x"],
+        ["copy", "{shelf}", "{shelf}-2", "--prompts", "{prompts}"],
     ],
     ids=" ".join,
 )
@@ -314,8 +314,7 @@ def test_what_kvshelf_does_not_expect_ends_a_command_in_one_line(
     arguments: dict[str, list[object]] = {
         "rm": [root, "--unused-for", "1h"],
         "copy": [root, tmp_path / "target"],
-        "pin": ["--shelf", root],
-        "explain": [prompts, root],
+        "explain": [root, prompts],
     }
     for method in ("list", "folders", "stat"):
         monkeypatch.setattr(PosixBackend, method, fail)

@@ -14,7 +14,7 @@ from kvshelf.cli.du import du
 from kvshelf.cli.explain import explain
 from kvshelf.cli.gc import gc
 from kvshelf.cli.ls import ls
-from kvshelf.cli.pin import pin, unpin
+from kvshelf.cli.pin import pin
 from kvshelf.cli.rm import rm
 from kvshelf.cli.seed import seed
 from kvshelf.cli.serve import serve
@@ -31,7 +31,7 @@ app = typer.Typer(
     epilog=f"Exit codes: {_CODES}.",
 )
 _COMMANDS = (
-    *(ls, show, du, status, verify, explain, copy, gc, seed, pin, unpin, rm),
+    *(ls, show, du, status, verify, explain, copy, gc, seed, pin, rm),
     *(serve, doctor),
 )
 for each in _COMMANDS:

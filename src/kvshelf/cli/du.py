@@ -14,7 +14,6 @@ import typer
 from kvshelf.cli.common import (
     JsonOption,
     ShelfArgument,
-    ShelfOption,
     columns,
     open_found,
     size_text,
@@ -38,7 +37,6 @@ class By(StrEnum):
 
 def du(
     shelf: ShelfArgument = None,
-    shelf_option: ShelfOption = None,
     by: Annotated[
         list[By] | None,
         typer.Option(
@@ -50,7 +48,7 @@ def du(
 ) -> None:
     """Show what takes the space: by namespace, salt group, age, depth in the prompt, or kind."""
     chosen = tuple(dict.fromkeys(one.value for one in by or ())) or ("namespace",)
-    with open_found(shelf, shelf_option) as opened:
+    with open_found(shelf) as opened:
         folders = find_folders(opened, namespaces)
         with Display("counting", as_json=as_json) as display:
             usage = measure(opened.backend, folders, by=chosen, on_listed=display.listed)

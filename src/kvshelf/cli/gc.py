@@ -25,12 +25,10 @@ from kvshelf.cli.common import (
     DryRunOption,
     JsonOption,
     ShelfArgument,
-    ShelfOption,
     YesOption,
     check_dry,
     configuration,
     message,
-    one_shelf,
     open_found,
     size_text,
     write_json,
@@ -54,7 +52,6 @@ _WHY: Final = {
 
 def gc(
     shelf: ShelfArgument = None,
-    shelf_option: ShelfOption = None,
     max_bytes: MaxBytesOption = None,
     max_age: MaxAgeOption = None,
     group_max_bytes: Annotated[
@@ -83,7 +80,6 @@ def gc(
 ) -> None:
     """Delete leftovers, and chunks above the bounds that are given; a dry run unless --yes."""
     check_dry(yes, dry_run)
-    shelf = one_shelf(shelf, shelf_option)
     given = bounds(max_bytes=max_bytes, max_age=max_age, group_max_bytes=group_max_bytes)
     rules = _rules(shelf, given)
     acting = _acting(rules, given)

@@ -14,7 +14,6 @@ import typer
 from kvshelf.cli.common import (
     JsonOption,
     ShelfArgument,
-    ShelfOption,
     columns,
     namespace_folder,
     open_found,
@@ -29,7 +28,6 @@ from kvshelf.shelf.shelf import NamespaceInfo, Shelf, ShelfObject
 
 def ls(
     shelf: ShelfArgument = None,
-    shelf_option: ShelfOption = None,
     namespace: Annotated[
         str | None,
         typer.Option(
@@ -44,7 +42,7 @@ def ls(
     as_json: JsonOption = False,
 ) -> None:
     """List the namespaces of a shelf, or the objects of one; --json writes one object per line."""
-    with open_found(shelf, shelf_option) as opened:
+    with open_found(shelf) as opened:
         if namespace is None:
             _namespaces(opened, long, as_json)
         else:

@@ -20,7 +20,6 @@ from kvshelf.cli.common import (
     JobsOption,
     JsonOption,
     ShelfArgument,
-    ShelfOption,
     YesOption,
     check_dry,
     columns,
@@ -48,7 +47,6 @@ from kvshelf.tools.remove import Found, find_objects
 
 def rm(
     shelf: ShelfArgument = None,
-    shelf_option: ShelfOption = None,
     namespaces: NamespacesOption = None,
     group: GroupOption = None,
     salt_file: SaltFileOption = None,
@@ -88,7 +86,7 @@ def rm(
         )
     outcome = Outcome()
     display = Display("deleting", as_json=as_json)
-    with open_found(shelf, shelf_option, change=yes) as opened:
+    with open_found(shelf, change=yes) as opened:
         folders = find_folders(opened, namespaces)
         chosen = None if chosen is None else group_named(opened, chosen, folders)
         # What engines use meanwhile is deleted as well, unless an age was given.

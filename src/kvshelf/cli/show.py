@@ -21,7 +21,6 @@ from kvshelf.backends import Backend, Reader
 from kvshelf.cli.common import (
     PROBLEM,
     JsonOption,
-    ShelfOption,
     find_shelf,
     open_patiently,
     size_text,
@@ -78,7 +77,7 @@ def show(
             metavar="OBJECT", help="A path, a URL, a name as `ls` prints it, or the begin of a key."
         ),
     ],
-    shelf: ShelfOption = None,
+    shelf: Annotated[str | None, typer.Option("--shelf")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show one object: header, metadata, tensors, and whether its bytes are intact."""

@@ -15,11 +15,9 @@ from kvshelf.cli.common import (
     PROBLEM,
     JsonOption,
     ShelfArgument,
-    ShelfOption,
     columns,
     configuration,
     message,
-    one_shelf,
     open_found,
     size_text,
     time_text,
@@ -30,11 +28,8 @@ from kvshelf.errors import printable
 from kvshelf.tools.status import Bound, Status, look
 
 
-def status(
-    shelf: ShelfArgument = None, shelf_option: ShelfOption = None, as_json: JsonOption = False
-) -> None:
+def status(shelf: ShelfArgument = None, as_json: JsonOption = False) -> None:
     """Show how full a shelf is, what bounds and sweeps it, and what is pinned; lists no objects."""
-    shelf = one_shelf(shelf, shelf_option)
     capacity = configuration(shelf).capacity
     with open_found(shelf) as opened:
         found = look(opened.backend, capacity, bounds_given_by())

@@ -16,7 +16,6 @@ from kvshelf.cli.common import (
     JobsOption,
     JsonOption,
     ShelfArgument,
-    ShelfOption,
     open_found,
     pace_text,
     size_text,
@@ -32,7 +31,6 @@ _SAMPLE: Final = re.compile(r"([0-9]{1,12})|([0-9]{1,3}(?:\.[0-9]{1,12})?)%", re
 
 def verify(
     shelf: ShelfArgument = None,
-    shelf_option: ShelfOption = None,
     namespaces: NamespacesOption = None,
     sample: Annotated[
         str | None,
@@ -59,7 +57,7 @@ def verify(
     repair = repair and not dry_run
     report = VerifyReport()
     display = Display("verifying", as_json=as_json)
-    with open_found(shelf, shelf_option, change=repair) as opened:
+    with open_found(shelf, change=repair) as opened:
         folders = find_folders(opened, namespaces)
         display.run(
             lambda: verify_shelf(

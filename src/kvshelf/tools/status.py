@@ -29,14 +29,12 @@ from kvshelf.capacity import lease
 from kvshelf.capacity.bound import ShelfBound, least_free
 from kvshelf.capacity.files import time_of
 from kvshelf.capacity.lease import BOUND_SECONDS, Finding, Lease, Record
-from kvshelf.capacity.pins import Pin, Pins
+from kvshelf.capacity.pins import Pins
 from kvshelf.capacity.written import Written
 from kvshelf.config import CapacityConfig
-from kvshelf.errors import BadObjectError, ConfigError, StorageError
 from kvshelf.format.names import parse_namespace_folder
-from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
-from kvshelf.shelf.shelf import read_namespace
+from kvshelf.tools.pinning import bytes_if_stored
 
 #: Who gave a bound, where no configuration did.
 DEFAULT: Final = "default"
@@ -140,7 +138,7 @@ def look(backend: Backend, capacity: CapacityConfig, given_by: str) -> Status:
     record = own.read(now).believed(space)
     used = _used(backend, record.finding, space, capacity, now)
     pins = Pins.read(backend, now)
-    sizes = {name: _pin_bytes(backend, pin) for name, pin in pins.all.items()}
+    sizes = {name: bytes_if_stored(backend, pin) for name, pin in pins.all.items()}
     problem = lease.problem_of(backend)
     return Status(
         namespaces=len(folders),
@@ -199,19 +197,6 @@ def _bounds(
         yield Bound("max_age", swept_age, A_SWEEP)
     if capacity.group_max_bytes is not None:
         yield Bound("group_max_bytes", capacity.group_max_bytes, given_by)
-
-
-def _pin_bytes(backend: Backend, pin: Pin) -> int | None:
-    """Return the bytes of all chunks of a pin by the format of their namespace."""
-    if pin.keys is None or pin.namespace is None:
-        return None
-    try:
-        fmt = ObjectFormat(read_namespace(backend, pin.namespace))
-    except (StorageError, ConfigError, BadObjectError, ValueError):
-        return None
-    kinds = map(fmt.of, fmt.kinds)
-    chunk = sum(own.object_size(shard) for own in kinds for shard in range(own.shards))
-    return chunk * len(pin.keys)
 
 
 def _unknown(
