@@ -98,8 +98,6 @@ def _without_times(text: str) -> str:
 def test_a_namespace_is_named_by_a_beginning(shelf: Path, prompts: Path, form: str) -> None:
     fill(shelf, hybrid(), prompt(0, 2))
     for name, *more in (
-        ["ls", shelf],
-        ["du", shelf],
         ["verify", shelf],
         ["rm", shelf],
         ["copy", shelf, f"{shelf}-2", "--dry-run"],
@@ -116,7 +114,6 @@ def test_a_name_that_may_be_several_is_told(shelf: Path, prompts: Path) -> None:
     begin = folders[0][:1]
     assert folders[1].startswith(begin)
     for name, *more in (
-        ["ls", shelf],
         ["rm", shelf, "--yes"],
         ["copy", shelf, f"{shelf}-2"],
         ["explain", shelf, prompts],
@@ -194,9 +191,7 @@ def test_dry_runs_of_pins_tell_what_would_fail(shelf: Path) -> None:
 JSON = [
     *DRY,
     ["ls", "{shelf}"],
-    ["ls", "{shelf}", "-n", FOLDER],
-    ["du", "{shelf}"],
-    ["status", "{shelf}"],
+    ["ls", "{shelf}", FOLDER],
     ["gc", "{shelf}", "--max-bytes", "20000", "--names"],
     ["explain", "{shelf}", "{prompts}"],
     ["show", "{object}"],

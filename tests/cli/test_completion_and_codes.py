@@ -29,9 +29,8 @@ pytestmark = pytest.mark.real
 ON_A_SHELF = [
     ["ls"],
     ["ls", "--long"],
-    ["ls", "-n", "{folder}"],
-    ["du"],
-    ["du", "--by", "group", "--by", "age", "--by", "depth", "--by", "kind"],
+    ["ls", "{folder}"],
+    ["ls", "--by", "group", "--by", "age", "--by", "kind"],
     ["verify"],
     ["verify", "--sample", "3"],
     ["rm", "-n", "{folder}"],
@@ -70,7 +69,7 @@ def test_the_shell_completes_commands_and_options() -> None:
     assert set(completed("kvshelf ")) >= set(commands())
     assert set(completed("kvshelf ver")) == {"verify"}
     assert set(completed("kvshelf verify --re")) == {"--repair"}
-    assert set(completed("kvshelf du --by ")) == {"namespace", "group", "age", "depth", "kind"}
+    assert set(completed("kvshelf ls --by ")) == {"namespace", "group", "age", "kind"}
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -207,7 +206,7 @@ def _comparable(line: str) -> Any:
 @pytest.mark.parametrize(
     "arguments",
     [
-        *(["ls"], ["du"], ["verify"], ["verify", "--repair"], ["gc"], ["gc", "--yes"]),
+        *(["ls"], ["verify"], ["verify", "--repair"], ["gc"], ["gc", "--yes"]),
         *(["rm", "--group", "_"], ["rm", "--group", "_", "--yes"]),
         *(["pin"], ["pin", "a", "--group", "_"], ["pin", "--remove", "a"]),
     ],
@@ -298,7 +297,7 @@ def test_commands_about_prompts_survive_an_absurd_shelf(
 # ------------------------------------------------------------------------------ what is damaged
 
 
-@pytest.mark.parametrize("name", ["du", "rm", "copy", "pin", "explain"])
+@pytest.mark.parametrize("name", ["ls", "rm", "copy", "pin", "explain"])
 def test_what_kvshelf_does_not_expect_ends_a_command_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

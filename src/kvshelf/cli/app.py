@@ -10,7 +10,6 @@ from kvshelf import __version__
 from kvshelf.cli.common import EXIT_CODES, guarded
 from kvshelf.cli.copy import copy
 from kvshelf.cli.doctor import doctor
-from kvshelf.cli.du import du
 from kvshelf.cli.explain import explain
 from kvshelf.cli.gc import gc
 from kvshelf.cli.ls import ls
@@ -19,7 +18,6 @@ from kvshelf.cli.rm import rm
 from kvshelf.cli.seed import seed
 from kvshelf.cli.serve import serve
 from kvshelf.cli.show import show
-from kvshelf.cli.status import status
 from kvshelf.cli.verify import verify
 
 _CODES = ", ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())
@@ -31,7 +29,7 @@ app = typer.Typer(
     epilog=f"Exit codes: {_CODES}.",
 )
 _COMMANDS = (
-    *(ls, show, du, status, verify, explain, copy, gc, seed, pin, rm),
+    *(ls, show, verify, explain, copy, gc, seed, pin, rm),
     *(serve, doctor),
 )
 for each in _COMMANDS:
