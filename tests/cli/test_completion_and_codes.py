@@ -166,10 +166,10 @@ def test_an_absurd_shelf_ends_no_command(tmp_path: Path, arguments: list[str]) -
 
 def test_a_repair_of_an_absurd_shelf(tmp_path: Path) -> None:
     absurd(tmp_path / "shelf")
-    check(run("verify", tmp_path / "shelf", "--repair"))
+    check(run("verify", tmp_path / "shelf", "--repair", "--yes"))
     check(run("copy", tmp_path / "shelf", tmp_path / "target"))
     for path in (tmp_path / "shelf").rglob("*.safetensors"):
-        check(run("show", path))
+        check(run("verify", tmp_path / "shelf", path, "--long"))
 
 
 @pytest.mark.parametrize("arguments", ON_A_SHELF, ids=" ".join)
@@ -206,7 +206,7 @@ def _comparable(line: str) -> Any:
 @pytest.mark.parametrize(
     "arguments",
     [
-        *(["ls"], ["verify"], ["verify", "--repair"], ["gc"], ["gc", "--yes"]),
+        *(["ls"], ["verify"], ["verify", "--repair", "--yes"], ["gc"], ["gc", "--yes"]),
         *(["rm", "--group", "_"], ["rm", "--group", "_", "--yes"]),
         *(["pin"], ["pin", "a", "--group", "_"], ["pin", "--remove", "a"]),
     ],

@@ -52,7 +52,7 @@ def check_tools(
     description.write_bytes(good + b"\n")
     found = report("verify", *where, "-n", folder, code=1, env=env)
     assert (found["bad"], found["descriptions"]) == (1, 1)
-    found = report("verify", *where, "-n", folder, "--repair", env=env)
+    found = report("verify", *where, "-n", folder, "--repair", "--yes", env=env)
     assert (found["moved"], found["rewritten"]) == (1, 1)
     assert not bad.exists()
     assert description.read_bytes() == good

@@ -17,7 +17,6 @@ from kvshelf.cli.pin import pin
 from kvshelf.cli.rm import rm
 from kvshelf.cli.seed import seed
 from kvshelf.cli.serve import serve
-from kvshelf.cli.show import show
 from kvshelf.cli.verify import verify
 
 _CODES = ", ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())
@@ -29,7 +28,7 @@ app = typer.Typer(
     epilog=f"Exit codes: {_CODES}.",
 )
 _COMMANDS = (
-    *(ls, show, verify, explain, copy, gc, seed, pin, rm),
+    *(ls, verify, explain, copy, gc, seed, pin, rm),
     *(serve, doctor),
 )
 for each in _COMMANDS:

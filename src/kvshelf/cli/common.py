@@ -79,7 +79,7 @@ ShelfArgument: TypeAlias = Annotated[
 ]
 OneShelf: TypeAlias = Annotated[str, typer.Argument(metavar="SHELF", help="Directory or URL.")]
 YesOption: TypeAlias = Annotated[
-    bool, typer.Option("--yes", "-y", help="Delete; without it nothing is changed.")
+    bool, typer.Option("--yes", "-y", help="Do it; without it nothing is changed.")
 ]
 DryRunOption: TypeAlias = Annotated[
     bool, typer.Option("--dry-run", help="Only say what would be done; change nothing.")
@@ -333,18 +333,6 @@ def one_of(first: _T | None, second: _T | None, names: str) -> _T | None:
     if first is not None and second is not None:
         raise ConfigError(f"{names} both name it; give one of them")
     return second if first is None else first
-
-
-def check_dry(yes: bool, dry_run: bool) -> None:
-    """Check that a command whose runs are dry without ``--yes`` has not both options.
-
-    Raises
-    ------
-    ConfigError
-        If it is.
-    """
-    if yes and dry_run:
-        raise ConfigError("--yes and --dry-run contradict each other; give one of them")
 
 
 def is_missing(backend: Backend) -> bool:

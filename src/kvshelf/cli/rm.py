@@ -16,12 +16,10 @@ from kvshelf.capacity.deletion import Outcome, carry_out
 from kvshelf.capacity.parallel import PAUSES
 from kvshelf.capacity.rules import Choice
 from kvshelf.cli.common import (
-    DryRunOption,
     JobsOption,
     JsonOption,
     ShelfArgument,
     YesOption,
-    check_dry,
     columns,
     message,
     open_found,
@@ -65,12 +63,10 @@ def rm(
         bool, typer.Option("--pinned", help="Also what is pinned; otherwise it stays.")
     ] = False,
     yes: YesOption = False,
-    dry_run: DryRunOption = False,
     jobs: JobsOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Delete objects of namespaces, a salt group, prompts or an age; first only say which."""
-    check_dry(yes, dry_run)
     chosen = salt_group(group, salt_file)
     unused = None if unused_for is None else age(unused_for, "--unused-for")
     if unused == 0:
