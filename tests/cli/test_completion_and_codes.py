@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import Result
 
 from kvshelf.cli.app import app
@@ -90,6 +91,30 @@ def test_commands_that_report_have_json() -> None:
         shown = run(name, "--help", env={"COLUMNS": "200"})
         assert shown.exit_code == 0
         assert ("--json" in shown.stdout) == (name != "serve"), name
+
+
+def test_the_help_of_each_command_has_an_example_that_it_takes() -> None:
+    group: Any = typer.main.get_command(app)
+    assert commands() == [
+        "ls",
+        "verify",
+        "explain",
+        "copy",
+        "gc",
+        "rm",
+        "pin",
+        "seed",
+        "serve",
+        "doctor",
+    ]
+    for name in commands():
+        shown = " ".join(run(name, "-h", env={"COLUMNS": "200"}).stdout.split())
+        assert shown == " ".join(run(name, "--help", env={"COLUMNS": "200"}).stdout.split())
+        words = shown.split("Example: kvshelf ")[1].split()
+        assert words[0] == name
+        group.commands[name].make_context(name, words[1:])
+        if name != "copy":
+            assert "KVSHELF_STORAGE_OPTIONS" in shown
 
 
 def test_the_manual_has_the_json_and_codes_of_each_command() -> None:

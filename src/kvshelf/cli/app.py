@@ -23,16 +23,26 @@ _CODES = ", ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())
 
 app = typer.Typer(
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     help="Inspect, copy and fill a kvshelf store, and check an installation of kvshelf.",
     epilog=f"Exit codes: {_CODES}.",
 )
-_COMMANDS = (
-    *(ls, verify, explain, copy, gc, seed, pin, rm),
-    *(serve, doctor),
-)
-for each in _COMMANDS:
-    app.command()(guarded(each))
+#: The commands in the order of the help, and an example of each.
+_EXAMPLES = {
+    ls: "/mnt/kv --by age",
+    verify: "/mnt/kv --sample 1%",
+    explain: "/mnt/kv prompts.jsonl",
+    copy: "/mnt/kv s3://bucket/kv --since 7d",
+    gc: "/mnt/kv --max-bytes 2TiB --yes",
+    rm: "/mnt/kv --unused-for 2w --yes",
+    pin: "/mnt/kv system-prompts prompts.jsonl --until 7d",
+    seed: "/mnt/kv prompts.jsonl --model meta-llama/Llama-3.1-8B-Instruct",
+    serve: "/mnt/kv --memory 20GiB",
+    doctor: "/mnt/kv",
+}
+for each, example in _EXAMPLES.items():
+    app.command(epilog=f"Example: kvshelf {each.__name__} {example}")(guarded(each))
 
 
 def _print_version(value: bool) -> None:

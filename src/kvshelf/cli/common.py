@@ -69,15 +69,20 @@ PATIENT: Final = types.MappingProxyType(
 #: Most characters of a file that an option names.
 _MOST_TEXT: Final = 1 << 20
 
+_URL_OPTIONS: Final = "Options of a URL: KVSHELF_STORAGE_OPTIONS, as JSON."
+
 ShelfArgument: TypeAlias = Annotated[
     str | None,
     typer.Argument(
         metavar="SHELF",
-        help="Directory or URL; default: the shelf that an engine started here would use.",
+        help="Directory or URL; default: KVSHELF_SHARED_STORAGE_PATH, else the configured shelf."
+        f" {_URL_OPTIONS}",
         show_default=False,
     ),
 ]
-OneShelf: TypeAlias = Annotated[str, typer.Argument(metavar="SHELF", help="Directory or URL.")]
+OneShelf: TypeAlias = Annotated[
+    str, typer.Argument(metavar="SHELF", help=f"Directory or URL. {_URL_OPTIONS}")
+]
 YesOption: TypeAlias = Annotated[
     bool, typer.Option("--yes", "-y", help="Do it; without it nothing is changed.")
 ]
