@@ -140,7 +140,7 @@ def test_the_policies_allow_exactly_what_is_asked_for(
         assert int(cache.retrieve(tokens, kv=blob(tokens)).sum()) == 3 * CHUNK
     for arguments in (
         ["ls", URL, "--long"],
-        ["show", f"{URL}/{bad}"],
+        ["verify", URL, f"{URL}/{bad}", "--long"],
         ["copy", URL, str(tmp_path / "copied")],
         ["copy", str(tmp_path / "copied"), URL, "--verify-existing"],
     ):

@@ -296,7 +296,7 @@ def test_commands_end_beside_one_file(tmp_path: Path, hostile: Callable[[Path], 
     place.put(FMT, CHUNKS, age=3600.0)
     hostile(tmp_path)
     before = {name for name in place.files() if name.endswith(".safetensors")}
-    for arguments in (["gc", "--yes"], ["du"], ["rm", "--unused-for", "9d", "--yes"], ["verify"]):
+    for arguments in (["gc", "--yes"], ["ls"], ["rm", "--unused-for", "9d", "--yes"], ["verify"]):
         result = CliRunner().invoke(app, [arguments[0], str(tmp_path), *arguments[1:]])
         assert result.exit_code in (0, 1), result.output
         assert isinstance(result.exception, SystemExit | None), result.exception

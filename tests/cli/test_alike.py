@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ AGES = [
     ["rm", "{shelf}", "--unused-for"],
     ["copy", "{shelf}", "{shelf}-2", "--since"],
     ["copy", "{shelf}", "{shelf}-2", "--until"],
-    ["pin", "a", "--shelf", "{shelf}", "--group", "_", "--until"],
+    ["pin", "{shelf}", "a", "--group", "_", "--until"],
 ]
 
 
@@ -81,26 +82,6 @@ def test_each_option_takes_the_same_sizes(shelf: Path, arguments: list[str]) -> 
 
 # ------------------------------------------------------------------------------ what is chosen
 
-#: The same command in the forms of older releases, and with the options that all have.
-SAME = [
-    (["ls", "{shelf}"], ["ls", "--shelf", "{shelf}"]),
-    (["du", "{shelf}"], ["du", "--shelf", "{shelf}"]),
-    (["status", "{shelf}"], ["status", "--shelf", "{shelf}"]),
-    (["verify", "{shelf}", "-j", "1"], ["verify", "-j", "1", "--shelf", "{shelf}"]),
-    (["gc", "{shelf}"], ["gc", "--shelf", "{shelf}"]),
-    (["rm", "{shelf}", "--group", "_"], ["rm", "--group", "_", "--shelf", "{shelf}"]),
-    (["explain", "{prompts}", "{shelf}"], ["explain", "--prompts", "{prompts}", "{shelf}"]),
-    (["explain", "{prompts}", "{shelf}"], ["explain", "{prompts}", "--shelf", "{shelf}"]),
-    (
-        ["explain", "{prompts}", "{shelf}"],
-        ["explain", "--shelf", "{shelf}", "--prompts", "{prompts}"],
-    ),
-    (
-        ["copy", "{shelf}", "{shelf}-2", "--tokens", "{prompts}", "--dry-run"],
-        ["copy", "--shelf", "{shelf}", "{shelf}-2", "--prompts", "{prompts}", "--dry-run"],
-    ),
-]
-
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
@@ -113,40 +94,16 @@ def _without_times(text: str) -> str:
     return " ".join(word for word in text.split() if "/s" not in word and "." not in word)
 
 
-@pytest.mark.parametrize(("older", "alike"), SAME, ids=" ".join)
-def test_a_shelf_and_prompts_are_options_of_each_command(
-    shelf: Path, prompts: Path, older: list[str], alike: list[str]
-) -> None:
-    outputs = [
-        done(*(word.format(shelf=shelf, prompts=prompts) for word in words)).stdout
-        for words in (older, alike)
-    ]
-    assert _without_times(outputs[0]) == _without_times(outputs[1])
-    twice = [word.format(shelf=shelf, prompts=prompts) for word in [*older, "--shelf", "{shelf}"]]
-    assert run(*twice).exit_code == 2
-
-
-def test_doctor_takes_it_too_and_each_command_has_the_option(shelf: Path) -> None:
-    assert done("doctor", "--shelf", shelf).stdout
-    for name in ("show", "pin", "unpin", "seed", "serve"):
-        assert "--shelf" in done(name, "--help", env={"COLUMNS": "200"}).stdout
-    for name, *more in (["explain"], ["seed", "--model", "m"]):
-        result = run(name, *more, "--shelf", shelf)
-        assert (result.exit_code, "--prompts FILE" in result.stderr) == (2, True)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("form", [FOLDER[:-1], FOLDER[-16:-14], FOLDER[-16:], f"{FOLDER}/"])
 def test_a_namespace_is_named_by_a_beginning(shelf: Path, prompts: Path, form: str) -> None:
     fill(shelf, hybrid(), prompt(0, 2))
     for name, *more in (
-        ["ls", shelf],
-        ["du", shelf],
         ["verify", shelf],
         ["rm", shelf],
         ["copy", shelf, f"{shelf}-2", "--dry-run"],
-        ["pin", "a", "--shelf", shelf, "--replace"],
-        ["explain", prompts, shelf],
+        ["pin", shelf, "a", "--replace"],
+        ["explain", shelf, prompts],
     ):
         whole = done(name, *more, "-n", FOLDER).stdout
         assert _without_times(done(name, *more, "-n", form).stdout) == _without_times(whole)
@@ -158,10 +115,9 @@ def test_a_name_that_may_be_several_is_told(shelf: Path, prompts: Path) -> None:
     begin = folders[0][:1]
     assert folders[1].startswith(begin)
     for name, *more in (
-        ["ls", shelf],
         ["rm", shelf, "--yes"],
         ["copy", shelf, f"{shelf}-2"],
-        ["explain", prompts, shelf],
+        ["explain", shelf, prompts],
     ):
         result = run(name, *more, "-n", begin)
         assert result.exit_code == 2, result.output
@@ -175,25 +131,23 @@ def test_salt_groups_and_keys_are_named_by_a_beginning(shelf: Path) -> None:
     assert "012" in run("rm", shelf, "--group", "012").stderr
     assert "0129456789abcdef" in run("rm", shelf, "--group", "012").stderr
     assert done("rm", shelf, "--group", "0123").stdout
-    assert "0123456789abcdef" in done("pin", "a", "--shelf", shelf, "--group", "0123").stdout
+    assert "0123456789abcdef" in done("pin", shelf, "a", "--group", "0123").stdout
     key = next(iter(KeyChain(namespace().digest, CHUNK).extend(prompt(0, 2)))).key.hex()
-    result = run("show", key[:8], "--shelf", shelf)
-    assert result.exit_code == 2
-    assert result.stderr.count(key) == 2  # both shards
-    next(shelf.rglob(f"*{key}*-0of2*")).unlink()
-    assert key in done("show", key[:8], "--shelf", shelf).stdout
+    assert "2 of 2 objects" in done("verify", shelf, key[:8]).stdout  # both shards
 
 
 # ------------------------------------------------------------------------------ dry runs
 
+#: Commands that change nothing without --yes.
+WITH_YES = ("gc", "rm", "verify")
 DRY = [
     ["gc", "{shelf}", "--max-bytes", "20000"],
     ["rm", "{shelf}", "--group", "_"],
-    ["copy", "{shelf}", "{shelf}-2"],
     ["verify", "{shelf}", "--repair"],
-    ["pin", "a", "--shelf", "{shelf}", "--group", "_"],
-    ["unpin", "kept", "--shelf", "{shelf}"],
-    ["seed", "{prompts}", "--model", "none", "--shelf", "{shelf}"],
+    ["copy", "{shelf}", "{shelf}-2"],
+    ["pin", "{shelf}", "a", "--group", "_"],
+    ["pin", "{shelf}", "--remove", "kept"],
+    ["seed", "{shelf}", "{prompts}", "--model", "none"],
     ["doctor", "{shelf}"],
 ]
 
@@ -204,31 +158,29 @@ def _state(root: Path) -> dict[str, tuple[int, float]]:
 
 @pytest.mark.parametrize("arguments", DRY, ids=" ".join)
 def test_a_dry_run_changes_nothing(shelf: Path, prompts: Path, arguments: list[str]) -> None:
-    if arguments[0] == "unpin":
-        done("pin", "kept", "--shelf", shelf, "-n", FOLDER)
+    if "--remove" in arguments:
+        done("pin", shelf, "kept", "-n", FOLDER)
     damaged = next(shelf.rglob("*-0of2*"))
     damaged.write_bytes(b"x" * damaged.stat().st_size)
     before = _state(shelf)
     given = [word.format(shelf=shelf, prompts=prompts) for word in arguments]
-    found = run(*given, "--dry-run", "--json")
+    dry = [] if arguments[0] in WITH_YES else ["--dry-run"]
+    found = run(*given, *dry, "--json")
     assert found.exit_code == (arguments[0] == "verify"), found.output
     assert arguments[0] == "doctor" or json.loads(found.stdout)["dry_run"] is True
-    assert run(*given, "--dry-run").stdout
+    assert run(*given, *dry).stdout
     assert _state(shelf) == before
-    if arguments[0] in ("gc", "rm"):
-        assert run(*given, "--dry-run", "--yes").exit_code == 2
-        assert done(*given, "--dry-run").stdout == done(*given).stdout
-        assert _state(shelf) == before
-    elif arguments[0] != "seed":
-        run(*given)
+    if arguments[0] != "seed":
+        os.utime(damaged, (1e9, 1e9))  # long enough ago for a repair
+        run(*given, *([] if dry else ["--yes"]))
         assert _state(shelf) != before or arguments[0] == "doctor"
 
 
 def test_dry_runs_of_pins_tell_what_would_fail(shelf: Path) -> None:
-    done("pin", "a", "--shelf", shelf, "--group", "_")
-    result = run("pin", "a", "--shelf", shelf, "--group", "_", "--dry-run")
+    done("pin", shelf, "a", "--group", "_")
+    result = run("pin", shelf, "a", "--group", "_", "--dry-run")
     assert (result.exit_code, "there is a pin a" in result.stderr) == (1, True)
-    assert run("unpin", "b", "--shelf", shelf, "--dry-run").exit_code == 1
+    assert run("pin", shelf, "--remove", "b", "--dry-run").exit_code == 1
 
 
 # ------------------------------------------------------------------------------ JSON
@@ -236,13 +188,11 @@ def test_dry_runs_of_pins_tell_what_would_fail(shelf: Path) -> None:
 JSON = [
     *DRY,
     ["ls", "{shelf}"],
-    ["ls", "{shelf}", "-n", FOLDER],
-    ["du", "{shelf}"],
-    ["status", "{shelf}"],
+    ["ls", "{shelf}", FOLDER],
     ["gc", "{shelf}", "--max-bytes", "20000", "--names"],
-    ["explain", "{prompts}", "{shelf}"],
-    ["show", "{object}"],
-    ["pin", "--shelf", "{shelf}"],
+    ["explain", "{shelf}", "{prompts}"],
+    ["verify", "{shelf}", "{object}", "--long"],
+    ["pin", "{shelf}"],
 ]
 
 
@@ -251,12 +201,12 @@ JSON = [
 def test_each_object_has_errors_also_when_a_command_fails_midway(
     shelf: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
 ) -> None:
-    done("pin", "kept", "--shelf", shelf, "-n", FOLDER)
-    if arguments[:2] == ["pin", "a"]:
-        done("unpin", "kept", "--shelf", shelf)
+    done("pin", shelf, "kept", "-n", FOLDER)
+    if arguments[2:3] == ["a"]:
+        done("pin", shelf, "--remove", "kept")
     found = next(shelf.rglob("*.safetensors"))
     given = [word.format(shelf=shelf, prompts=prompts, object=found) for word in arguments]
-    more = ["--dry-run"] if arguments in DRY else []
+    more = ["--dry-run"] if arguments in DRY and arguments[0] not in WITH_YES else []
     rows = [json.loads(line) for line in run(*given, *more, "--json").stdout.splitlines()]
     assert rows
     assert all(row["errors"] == [] for row in rows if "problem" not in row or not row["problem"])
@@ -282,14 +232,14 @@ def test_what_is_bad_is_an_error_with_its_name(shelf: Path) -> None:
     damaged = next(shelf.rglob("*.safetensors"))
     damaged.write_bytes(b"x" * damaged.stat().st_size)
     name = str(damaged.relative_to(shelf))
-    for given in (["verify", shelf], ["show", damaged], ["copy", shelf, f"{shelf}-2"]):
+    for given in (["verify", shelf], ["verify", shelf, damaged], ["copy", shelf, f"{shelf}-2"]):
         [error] = report(*given, code=1)["errors"]
         assert name in error["name"]
         assert error["problem"]
     (shelf / FOLDER / "namespace.json").unlink()
     [error] = report("ls", shelf)["errors"]
     assert error["name"] == FOLDER
-    [error] = report("unpin", "none", "--shelf", shelf, code=1)["errors"]
+    [error] = report("pin", shelf, "--remove", "none", code=1)["errors"]
     assert error["name"] == "none"
 
 

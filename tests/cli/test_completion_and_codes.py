@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import Result
 
 from kvshelf.cli.app import app
@@ -29,9 +30,8 @@ pytestmark = pytest.mark.real
 ON_A_SHELF = [
     ["ls"],
     ["ls", "--long"],
-    ["ls", "-n", "{folder}"],
-    ["du"],
-    ["du", "--by", "group", "--by", "age", "--by", "depth", "--by", "kind"],
+    ["ls", "{folder}"],
+    ["ls", "--by", "group", "--by", "age", "--by", "kind"],
     ["verify"],
     ["verify", "--sample", "3"],
     ["rm", "-n", "{folder}"],
@@ -70,7 +70,7 @@ def test_the_shell_completes_commands_and_options() -> None:
     assert set(completed("kvshelf ")) >= set(commands())
     assert set(completed("kvshelf ver")) == {"verify"}
     assert set(completed("kvshelf verify --re")) == {"--repair"}
-    assert set(completed("kvshelf du --by ")) == {"namespace", "group", "age", "depth", "kind"}
+    assert set(completed("kvshelf ls --by ")) == {"namespace", "group", "age", "kind"}
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -91,6 +91,30 @@ def test_commands_that_report_have_json() -> None:
         shown = run(name, "--help", env={"COLUMNS": "200"})
         assert shown.exit_code == 0
         assert ("--json" in shown.stdout) == (name != "serve"), name
+
+
+def test_the_help_of_each_command_has_an_example_that_it_takes() -> None:
+    group: Any = typer.main.get_command(app)
+    assert commands() == [
+        "ls",
+        "verify",
+        "explain",
+        "copy",
+        "gc",
+        "rm",
+        "pin",
+        "seed",
+        "serve",
+        "doctor",
+    ]
+    for name in commands():
+        shown = " ".join(run(name, "-h", env={"COLUMNS": "200"}).stdout.split())
+        assert shown == " ".join(run(name, "--help", env={"COLUMNS": "200"}).stdout.split())
+        words = shown.split("Example: kvshelf ")[1].split()
+        assert words[0] == name
+        group.commands[name].make_context(name, words[1:])
+        if name != "copy":
+            assert "KVSHELF_STORAGE_OPTIONS" in shown
 
 
 def test_the_manual_has_the_json_and_codes_of_each_command() -> None:
@@ -167,10 +191,10 @@ def test_an_absurd_shelf_ends_no_command(tmp_path: Path, arguments: list[str]) -
 
 def test_a_repair_of_an_absurd_shelf(tmp_path: Path) -> None:
     absurd(tmp_path / "shelf")
-    check(run("verify", tmp_path / "shelf", "--repair"))
+    check(run("verify", tmp_path / "shelf", "--repair", "--yes"))
     check(run("copy", tmp_path / "shelf", tmp_path / "target"))
     for path in (tmp_path / "shelf").rglob("*.safetensors"):
-        check(run("show", path))
+        check(run("verify", tmp_path / "shelf", path, "--long"))
 
 
 @pytest.mark.parametrize("arguments", ON_A_SHELF, ids=" ".join)
@@ -207,21 +231,21 @@ def _comparable(line: str) -> Any:
 @pytest.mark.parametrize(
     "arguments",
     [
-        *(["ls"], ["du"], ["verify"], ["verify", "--repair"], ["gc"], ["gc", "--yes"]),
+        *(["ls"], ["verify"], ["verify", "--repair", "--yes"], ["gc"], ["gc", "--yes"]),
         *(["rm", "--group", "_"], ["rm", "--group", "_", "--yes"]),
-        *(["pin"], ["pin", "a", "--group", "_"], ["unpin", "a"]),
+        *(["pin"], ["pin", "a", "--group", "_"], ["pin", "--remove", "a"]),
     ],
     ids=" ".join,
 )
 def test_a_storage_that_cannot_be_reached(arguments: list[str], tmp_path: Path) -> None:
     """A directory that is missing is not made."""
-    result = run(*arguments, "--shelf", tmp_path / "missing", "--json")
+    result = run(arguments[0], tmp_path / "missing", *arguments[1:], "--json")
     assert result.exit_code == 3
     assert not (tmp_path / "missing").exists()
     [error] = json.loads(result.stdout)["errors"]
     assert "does not exist" in error["problem"]
     assert result.stderr.startswith("kvshelf: ")
-    assert run(*arguments, "--shelf", "s3://").exit_code == 2
+    assert run(arguments[0], "s3://", *arguments[1:]).exit_code == 2
 
 
 def test_an_interrupt_has_a_code_of_its_own(tmp_path: Path) -> None:
@@ -264,16 +288,16 @@ def test_an_interrupt_has_a_code_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["explain", "{prompts}", "{shelf}"],
-        ["explain", "{prompts}", "{shelf}", "--verify", "-n", "{folder}"],
-        ["explain", "{prompts}", "{shelf}", "-n", "{large}"],
-        ["explain", "{prompts}", "{shelf}", "-n", "{shards}"],
-        ["pin", "--shelf", "{shelf}"],
-        ["pin", "x", "--shelf", "{shelf}", "-n", "{folder}"],
-        ["pin", "new", "--shelf", "{shelf}", "-n", "{shards}"],
-        ["pin", "new", "--shelf", "{shelf}", "-n", "{folder}", "--prompts", "{prompts}"],
-        ["unpin", "x", "--shelf", "{shelf}"],
-        ["copy", "{shelf}", "{shelf}-2", "--tokens", "{prompts}"],
+        ["explain", "{shelf}", "{prompts}"],
+        ["explain", "{shelf}", "{prompts}", "--verify", "-n", "{folder}"],
+        ["explain", "{shelf}", "{prompts}", "-n", "{large}"],
+        ["explain", "{shelf}", "{prompts}", "-n", "{shards}"],
+        ["pin", "{shelf}"],
+        ["pin", "{shelf}", "x", "-n", "{folder}"],
+        ["pin", "{shelf}", "new", "-n", "{shards}"],
+        ["pin", "{shelf}", "new", "{prompts}", "-n", "{folder}"],
+        ["pin", "{shelf}", "--remove", "x"],
+        ["copy", "{shelf}", "{shelf}-2", "--prompts", "{prompts}"],
     ],
     ids=" ".join,
 )
@@ -298,7 +322,7 @@ def test_commands_about_prompts_survive_an_absurd_shelf(
 # ------------------------------------------------------------------------------ what is damaged
 
 
-@pytest.mark.parametrize("name", ["du", "rm", "copy", "pin", "explain"])
+@pytest.mark.parametrize("name", ["ls", "rm", "copy", "pin", "explain"])
 def test_what_kvshelf_does_not_expect_ends_a_command_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -314,8 +338,7 @@ def test_what_kvshelf_does_not_expect_ends_a_command_in_one_line(
     arguments: dict[str, list[object]] = {
         "rm": [root, "--unused-for", "1h"],
         "copy": [root, tmp_path / "target"],
-        "pin": ["--shelf", root],
-        "explain": [prompts, root],
+        "explain": [root, prompts],
     }
     for method in ("list", "folders", "stat"):
         monkeypatch.setattr(PosixBackend, method, fail)

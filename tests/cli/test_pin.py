@@ -1,4 +1,4 @@
-"""``kvshelf pin`` and ``kvshelf unpin``: what they write, print and exit with."""
+"""``kvshelf pin``: what they write, print and exit with."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_prompts_are_pinned_in_the_namespace_that_has_them(place: Place, tmp_pat
     # The third chunk of five is the last that is stored; what may come is pinned too.
     wanted = prompt(1, chunks=3) + prompt(3, chunks=2)
     file = write_prompts(tmp_path, wanted, {"tokens": prompt(1, chunks=1), "id": "again"})
-    result = place.run("pin", "system", "--prompts", file)
+    result = place.run("pin", "system", file)
     assert result.exit_code == 0, result.output
     assert f"pinned system: 5 chunks of {namespace().folder}, 3 of them stored" in result.stdout
     pins = pins_of(place)
@@ -67,7 +67,7 @@ def test_prompts_are_pinned_in_the_namespace_that_has_them(place: Place, tmp_pat
 def test_prompts_of_several_namespaces_make_one_pin(place: Place, tmp_path: Path) -> None:
     other = hybrid()
     place.fill(other, prompt(1, chunks=2))
-    (row,) = place.rows("pin", "both", "--prompts", write_prompts(tmp_path, prompt(1, chunks=3)))
+    (row,) = place.rows("pin", "both", write_prompts(tmp_path, prompt(1, chunks=3)))
     assert row["namespaces"] == sorted([namespace().folder, other.folder])
     assert (row["namespace"], row["chunks"], row["stored"]) == (None, 6, 5)
     assert row["bytes"] > 0
@@ -81,7 +81,7 @@ def test_a_prompt_with_a_salt_is_pinned_wherever_engines_put_it(
 ) -> None:
     place.fill(namespace(), prompt(1, chunks=2), salt="tenant")
     file = write_prompts(tmp_path, {"tokens": prompt(1, chunks=2), "cache_salt": "tenant"})
-    (row,) = place.rows("pin", "tenant", "--prompts", file)
+    (row,) = place.rows("pin", "tenant", file)
     assert (row["chunks"], row["stored"]) == (2, 2)
     keys = keys_of(namespace(), prompt(1, chunks=2), "tenant")
     for group in ("_", salt_group_of("tenant")):
@@ -94,11 +94,11 @@ def test_a_prompt_with_a_salt_is_pinned_wherever_engines_put_it(
 
 def test_prompts_that_nothing_has_need_a_namespace(place: Place, tmp_path: Path) -> None:
     file = write_prompts(tmp_path, prompt(9, chunks=2))
-    result = place.run("pin", "later", "--prompts", file)
+    result = place.run("pin", "later", file)
     assert result.exit_code == 2
     assert "name the namespaces" in result.stderr
     assert not pins_of(place)
-    (row,) = place.rows("pin", "later", "--prompts", file, "-n", namespace().folder[-16:])
+    (row,) = place.rows("pin", "later", file, "-n", namespace().folder[-16:])
     assert (row["chunks"], row["stored"]) == (2, 0)
     assert (
         covered(pins_of(place), namespace(), keys_of(namespace(), prompt(9, chunks=2)))
@@ -129,7 +129,7 @@ def test_a_pin_expires(place: Place) -> None:
         Pins.add(shelf.backend, "past", Pin(group="_", until=1.6e9))
     assert "expired" in place.run("pin").stdout.splitlines()[1]
     assert [row["expired"] for row in place.rows("pin")] == [True, False]
-    place.run("unpin", "soon")
+    place.run("pin", "--remove", "soon")
     assert not pins_of(place)
 
 
@@ -159,13 +159,13 @@ def test_pins_are_listed_and_removed_and_no_object_is_touched(place: Place) -> N
     assert place.rows("pin") == []
     place.run("pin", "a", "--group", "_")
     place.run("pin", "b", "--group", "_")
-    rows = place.rows("unpin", "a", "c", code=1)
+    rows = place.rows("pin", "--remove", "a", "--remove", "c", code=1)
     assert [(row["pin"], row["removed"]) for row in rows] == [("a", True), ("c", False)]
     assert [row["pin"] for row in place.rows("pin")] == ["b"]
-    result = place.run("unpin", "c")
+    result = place.run("pin", "--remove", "c")
     assert result.exit_code == 1
     assert "no pin c" in result.stderr
-    assert place.run("unpin", "b").stdout == "unpinned b\n"
+    assert place.run("pin", "--remove", "b").stdout == "unpinned b\n"
     assert place.names() == before
 
 
@@ -179,7 +179,7 @@ def test_an_unreadable_pin_is_listed_as_one(place: Place) -> None:
     result = place.run("pin")
     assert result.exit_code == 1
     assert "the pin torn pins nothing" in result.stderr
-    assert place.run("unpin", "torn").exit_code == 0
+    assert place.run("pin", "--remove", "torn").exit_code == 0
     assert len(place.rows("pin")) == 1
 
 
@@ -188,15 +188,17 @@ def test_an_unreadable_pin_is_listed_as_one(place: Place) -> None:
     [
         (("pin", "a"), "nothing to pin"),
         (("pin", "--group", "_"), "the pin has no name"),
+        (("pin", "--dry-run"), "the pin has no name"),
+        (("pin", "a", "--remove", "b"), "give one of them"),
         (("pin", "../a", "--group", "_"), "not a name of a pin"),
-        (("unpin", "a/b"), "not a name of a pin"),
+        (("pin", "--remove", "a/b"), "not a name of a pin"),
         (("pin", "a", "--group", "tenant"), "--group"),
         (("pin", "a", "--group", "_", "--salt-file", "x"), "both name"),
         (("pin", "a", "--salt-file", "/nowhere"), "cannot be read"),
         (("pin", "a", "-n", "unknown"), "no namespace unknown"),
         (("pin", "a", "--group", "_", "--until", "soon"), "--until"),
         (("pin", "a", "--group", "_", "--until", "9999999w"), "--until"),
-        (("pin", "a", "--prompts", "/nowhere"), "cannot be read"),
+        (("pin", "a", "/nowhere"), "cannot be read"),
     ],
 )
 def test_what_cannot_be_used_is_refused(
@@ -213,10 +215,10 @@ def test_what_cannot_be_used_is_refused(
 def test_text_needs_a_model_and_short_prompts_have_no_chunk(tmp_path: Path) -> None:
     place = Place(str(tmp_path / "shelf"), {})
     place.fill(namespace(), prompt(1, chunks=1))
-    result = place.run("pin", "a", "--prompts", write_prompts(tmp_path, [1, 2], "a text"))
+    result = place.run("pin", "a", write_prompts(tmp_path, [1, 2], "a text"))
     assert result.exit_code == 2
     assert "line 2 is text" in result.stderr
-    result = place.run("pin", "a", "--prompts", write_prompts(tmp_path, [1, 2, 3]))
+    result = place.run("pin", "a", write_prompts(tmp_path, [1, 2, 3]))
     assert result.exit_code == 2
     assert f"no prompt fills a chunk of {CHUNK} tokens" in result.stderr
 

@@ -137,7 +137,7 @@ def test_what_is_pinned_stays_unless_it_is_chosen(place: Place, tmp_path: Path) 
     pinned = prompt(0, chunks=1) + prompt(1, chunks=2)
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps(pinned))
-    assert place.run("pin", "mine", "--prompts", file).exit_code == 0
+    assert place.run("pin", "mine", file).exit_code == 0
     found = rm(place, "-n", ONE.folder, "--yes")
     assert found["pinned"] == 6
     assert found["pinned_bytes"] > 0

@@ -32,8 +32,8 @@ _ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 def command(shelf: str | Path, socket: Path, memory: str = "64MiB", *more: str) -> list[str]:
     """The command line of a server."""
     return [
-        *(sys.executable, "-m", "kvshelf", "serve"),
-        *("--url", str(shelf), "--memory", memory, "--socket", f"ipc://{socket}", "--http", "0"),
+        *(sys.executable, "-m", "kvshelf", "serve", str(shelf)),
+        *("--memory", memory, "--socket", f"ipc://{socket}", "--http", "0"),
         *more,
     ]
 

@@ -36,7 +36,7 @@ class Place:
         """Run a command on the shelf."""
         if self._options:
             environment["KVSHELF_STORAGE_OPTIONS"] = json.dumps(self._options)
-        return run(*args, "--shelf", self.url, env=environment)
+        return run(args[0], self.url, *args[1:], env=environment)
 
     def rows(self, *args: object, code: int = 0, **environment: str) -> list[dict[str, Any]]:
         """Run it with --json; return the lines that it writes."""

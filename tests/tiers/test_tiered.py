@@ -259,7 +259,7 @@ def test_a_tier_is_a_shelf(
         assert len(list(shelf.objects())) == 3 * FMT.shards
     shown = CliRunner().invoke(app, ["ls", str(tmp_path / "tier"), "--json"])
     assert shown.exit_code == 0
-    assert json.loads(shown.stdout)["namespace"] == FMT.namespace.folder
+    assert json.loads(shown.stdout)["namespaces"][0]["namespace"] == FMT.namespace.folder
     with closing(Rig(posix(tmp_path / "tier"), fmt=FMT)) as rig:
         load, items = rig.load(chunks, 20)
         assert load.failed_at is None

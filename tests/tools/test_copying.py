@@ -211,7 +211,7 @@ def test_the_prefixes_of_some_prompts(source: Path, tmp_path: Path) -> None:
     ]
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(lines))
-    found = report(source, tmp_path / "target", "--tokens", file)
+    found = report(source, tmp_path / "target", "--prompts", file)
     # Two chunks of the first, for each of the namespaces; two of the salted one.
     assert found["copied"] == 2 * (2 + 2 + 2)
     assert contents(tmp_path / "target").items() <= contents(source).items()
@@ -264,7 +264,7 @@ def test_to_s3_and_back(
     assert contents(tmp_path / "back") == contents(source)
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps(prompt(0, 1)))
-    assert report(bucket, tmp_path / "one", "--tokens", file)["copied"] == 4
+    assert report(bucket, tmp_path / "one", "--prompts", file)["copied"] == 4
 
 
 def test_to_any_filesystem_of_fsspec(source: Path) -> None:

@@ -247,7 +247,7 @@ def call(rig: Rig, tmp_path: Path) -> Callable[..., Result]:
     def run(*lines: object, options: tuple[object, ...] = ()) -> Result:
         path = tmp_path / "prompts.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        arguments = ["explain", path, rig.root, *options]
+        arguments = ["explain", rig.root, path, *options]
         return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
     return run

@@ -176,10 +176,10 @@ def test_what_is_wrong_is_said_before_an_engine_starts(
         ([file, "--model", "m"], "cannot be read"),
         ([os.devnull, "--model", "m"], "no prompts"),
     ):
-        result = run(*arguments, "--shelf", tmp_path / "shelf")
+        result = run(tmp_path / "shelf", *arguments)
         assert (result.exit_code, told in result.stderr) == (2, True), result.output
     file.write_text("[1, 2]\n{}\n")
-    result = run(file, "--model", "m", "--shelf", tmp_path / "shelf")
+    result = run(tmp_path / "shelf", file, "--model", "m")
     assert result.exit_code == 2
     assert "line 2: " in result.stderr
     file.write_text("[1, 2]\n")
@@ -188,7 +188,7 @@ def test_what_is_wrong_is_said_before_an_engine_starts(
         ("--engine-args", "[]", "JSON object"),
         ("--engine-arg", "seed", "NAME=VALUE"),
     ):
-        result = run(file, "--model", "m", "--shelf", tmp_path / "shelf", option, value)
+        result = run(tmp_path / "shelf", file, "--model", "m", option, value)
         assert (result.exit_code, told in result.stderr) == (2, True), result.output
     assert not (tmp_path / "shelf").exists()
 
@@ -227,7 +227,7 @@ def test_the_command_reports_what_it_did_however_it_ends(
     monkeypatch.setattr("kvshelf.vllm.seeding.OfflineEngine", Offline)
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(json.dumps(prompt(number, 2)) for number in range(2)))
-    result = run(file, "--model", "m", "--shelf", tmp_path, "--json")
+    result = run(tmp_path, file, "--model", "m", "--json")
     row = json.loads(result.stdout)
     assert (row["stored"], row["interrupted"]) == (1, interrupted)
     assert [problem["line"] for problem in row["problems"]] == ([] if interrupted else [2])

@@ -97,7 +97,7 @@ def test_a_good_shelf_is_good_and_stays_as_it_is(shelf: Path) -> None:
 def test_a_file_that_may_still_be_copied_stays(shelf: Path) -> None:
     bad = objects(shelf)[0]
     os.truncate(bad, 1000)
-    found = report(shelf, "--repair", code=1)
+    found = report(shelf, "--repair", "--yes", code=1)
     assert (found["bad"], found["moved"]) == (1, 0)
     assert "may still be copied" in found["problems"][0]["problem"]
     assert bad.stat().st_size == 1000
@@ -111,7 +111,7 @@ def test_names_that_the_namespace_has_not_are_bad(shelf: Path) -> None:
     ]
     for name in wrong:
         shutil.copy2(path, name)
-    found = report(shelf, "--repair")
+    found = report(shelf, "--repair", "--yes")
     assert (found["bad"], found["moved"]) == (2, 2)
     assert not any(name.exists() for name in wrong)
 
@@ -173,7 +173,7 @@ def test_a_description_is_written_again_only_if_its_bytes_are_known(
     assert (found["descriptions"], found["rewritten"], found["bad"]) == (1, 0, 0)
     assert found["problems"][0]["name"] == f"{FOLDER}/namespace.json"
     assert found["intact" if known or second else "unverified"] == 10
-    mended = report(shelf, "-n", FOLDER, "--repair", code=0 if known or second else 1)
+    mended = report(shelf, "-n", FOLDER, "--repair", "--yes", code=0 if known or second else 1)
     assert mended["rewritten"] == (known or second)
     if known or second:
         assert path.read_bytes() == good
@@ -188,7 +188,7 @@ def test_without_a_record_bad_objects_are_named_and_stay(shelf: Path) -> None:
     flip(bad[0])
     cut(bad[1])
     empty(bad[2])
-    found = report(shelf, "--repair", code=1)
+    found = report(shelf, "--repair", "--yes", code=1)
     assert (found["bad"], found["moved"], found["unverified"]) == (3, 0, 7)
     assert {row["name"] for row in found["problems"]} == {
         f"{FOLDER}/namespace.json",
@@ -208,7 +208,7 @@ def test_another_version_of_the_format_is_left_alone(shelf: Path) -> None:
     (shelf / folder / inner).write_bytes(b"what nobody knows")
     (shelf / folder / "namespace.json").write_bytes(data)
     age(shelf)
-    found = report(shelf, "--repair")
+    found = report(shelf, "--repair", "--yes")
     assert (found["other_versions"], found["bad"], found["sound"]) == (1, 0, True)
     assert (shelf / folder / inner).exists()
 
@@ -238,7 +238,7 @@ def test_orphans_are_removed_when_they_are_old(
     quarantined.parent.mkdir(parents=True)
     for each in (old, young, foreign, quarantined):
         each.write_bytes(b"x" * 100)
-    found = report(shelf, "--repair")
+    found = report(shelf, "--repair", "--yes")
     assert (found["orphans"], found["removed"], found["sound"]) == (0, 0, True)
     later = time.time() + 8 * 86400
     monkeypatch.setattr(PosixBackend, "now", lambda _: later)
@@ -250,8 +250,8 @@ def test_orphans_are_removed_when_they_are_old(
     assert "2 orphans (200 B)" in run(shelf).stdout
     assert old.exists()
     other = next(each for each in (FOLDER, HYBRID.folder) if each != folder)
-    assert report(shelf, "--repair", "-n", other)["removed"] == 0
-    assert report(shelf, "--repair")["removed"] == 2
+    assert report(shelf, "--repair", "--yes", "-n", other)["removed"] == 0
+    assert report(shelf, "--repair", "--yes")["removed"] == 2
     assert (old.exists(), quarantined.exists()) == (False, False)
     assert (young.exists(), foreign.exists()) == (True, True)
 
@@ -319,7 +319,7 @@ def test_a_bad_read_that_is_good_the_second_time_is_good(
 def test_a_missing_and_a_read_only_shelf(shelf: Path, tmp_path: Path) -> None:
     run(tmp_path / "typo", code=3)
     assert not (tmp_path / "typo").exists()
-    run(tmp_path / "typo", "--repair", code=3)
+    run(tmp_path / "typo", "--repair", "--yes", code=3)
     assert not (tmp_path / "typo").exists()
     with Shelf(open_backend(str(shelf), read_only=True)) as opened:
         with pytest.raises(OSError, match="read-only"):
@@ -333,7 +333,7 @@ def test_mass_damage(tmp_path: Path) -> None:
     for path in objects(root):
         path.write_bytes(bytes(path.stat().st_size))
     age(root)
-    found = report(root, "--repair")
+    found = report(root, "--repair", "--yes")
     assert found["bad"] == found["moved"] == 160
     assert objects(root) == []
     # An engine that walks through the shelf keeps the newest 32.

@@ -61,7 +61,7 @@ def test_pinned_prompts_outlive_a_flood_and_go_when_they_are_deleted(
     with start(engines, "with pins", **options) as engine:
         engine.generate(tokens)
         shelf.wait_stored(tokens)
-        row = one(place, "pin", "keep", "--prompts", file)
+        row = one(place, "pin", "keep", file)
         assert (row["chunks"], row["stored"]) == (4, 4)
         others = [prompt(1100) for _ in range(5)]
         for other in others:
@@ -73,7 +73,7 @@ def test_pinned_prompts_outlive_a_flood_and_go_when_they_are_deleted(
         assert not all(path.exists() for chunk in shelf.of(others[0]) for path in chunk)
 
         assert one(place, "rm", "--prompts", file)["pinned"] == 4 * len(stored[0])
-        assert place.run("unpin", "keep").exit_code == 0
+        assert place.run("pin", "--remove", "keep").exit_code == 0
         deleted = one(place, "rm", "--prompts", file, "--yes")["deleted"]
         assert deleted["removed"] == 4 * len(stored[0])
         answer = hit(engine, tokens)

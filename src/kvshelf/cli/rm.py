@@ -16,13 +16,10 @@ from kvshelf.capacity.deletion import Outcome, carry_out
 from kvshelf.capacity.parallel import PAUSES
 from kvshelf.capacity.rules import Choice
 from kvshelf.cli.common import (
-    DryRunOption,
     JobsOption,
     JsonOption,
     ShelfArgument,
-    ShelfOption,
     YesOption,
-    check_dry,
     columns,
     message,
     open_found,
@@ -48,7 +45,6 @@ from kvshelf.tools.remove import Found, find_objects
 
 def rm(
     shelf: ShelfArgument = None,
-    shelf_option: ShelfOption = None,
     namespaces: NamespacesOption = None,
     group: GroupOption = None,
     salt_file: SaltFileOption = None,
@@ -67,12 +63,10 @@ def rm(
         bool, typer.Option("--pinned", help="Also what is pinned; otherwise it stays.")
     ] = False,
     yes: YesOption = False,
-    dry_run: DryRunOption = False,
     jobs: JobsOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Delete objects of namespaces, a salt group, prompts or an age; first only say which."""
-    check_dry(yes, dry_run)
     chosen = salt_group(group, salt_file)
     unused = None if unused_for is None else age(unused_for, "--unused-for")
     if unused == 0:
@@ -88,7 +82,7 @@ def rm(
         )
     outcome = Outcome()
     display = Display("deleting", as_json=as_json)
-    with open_found(shelf, shelf_option, change=yes) as opened:
+    with open_found(shelf, change=yes) as opened:
         folders = find_folders(opened, namespaces)
         chosen = None if chosen is None else group_named(opened, chosen, folders)
         # What engines use meanwhile is deleted as well, unless an age was given.

@@ -16,29 +16,22 @@ import typer
 from kvshelf.cli.common import (
     DryRunOption,
     JsonOption,
-    ShelfOption,
+    OneShelf,
     find_shelf,
     json_object,
     summary,
 )
 from kvshelf.cli.progress import Display
-from kvshelf.cli.prompts import PromptsOption, one_file
+from kvshelf.cli.prompts import PromptsArgument
 from kvshelf.errors import ConfigError
 from kvshelf.tools.prompts import read_prompts
 from kvshelf.tools.seeding import SeedReport, seed_shelf
 
 
 def seed(
+    shelf: OneShelf,
+    prompts: PromptsArgument,
     model: Annotated[str, typer.Option("--model", help="The model, as for `vllm serve`.")],
-    prompts: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="PROMPTS",
-            help="JSON lines: texts, lists of token ids, or lists of chat messages.",
-        ),
-    ] = None,
-    prompts_option: PromptsOption = None,
-    shelf: ShelfOption = None,
     engine_arg: Annotated[
         list[str] | None,
         typer.Option(
@@ -55,8 +48,7 @@ def seed(
 ) -> None:
     """Compute prompts with an offline vLLM and store them; stored prompts are skipped."""
     arguments = _engine_arguments(engine_args, engine_arg or [])
-    file = one_file(prompts, prompts_option)
-    wanted = read_prompts(file)
+    wanted = read_prompts(prompts)
     url, _ = find_shelf(shelf)
     report = SeedReport(prompts=len(wanted))
     display = Display("seeding", as_json=as_json, things="prompts")
@@ -65,7 +57,7 @@ def seed(
 
     def problem(line: int, text: str) -> None:
         problems.append(line)
-        display.problem(f"{file}: line {line}", text, line=line)
+        display.problem(f"{prompts}: line {line}", text, line=line)
 
     def work() -> None:
         if not dry_run:

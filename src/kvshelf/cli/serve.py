@@ -10,29 +10,20 @@ from typing import Annotated, Any
 
 import typer
 
-from kvshelf.cli.common import address, shown_address, size_text
+from kvshelf.cli.common import ShelfArgument, address, shown_address, size_text
 from kvshelf.cli.values import MaxAgeOption, MaxBytesOption, bounds, size
 from kvshelf.config import FILE_KEY, Config
 from kvshelf.errors import ConfigError
 
 
 def serve(
+    shelf: ShelfArgument = None,
     memory: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
             help="Memory for objects, such as 20GiB, taken at the start; default: the configured"
             " memory_tier.",
-            show_default=False,
-        ),
-    ] = None,
-    url: Annotated[
-        str | None,
-        typer.Option(
-            "--url",
-            "--shelf",
-            metavar="SHELF",
-            help="Directory or URL of the shelf; default: the configured one.",
             show_default=False,
         ),
     ] = None,
@@ -93,8 +84,8 @@ def serve(
     given: dict[str, Any] = {"server": None}
     if config is not None:
         given[FILE_KEY] = config
-    if url is not None:
-        given["shared_storage_path"] = url
+    if shelf is not None:
+        given["shared_storage_path"] = shelf
     if memory is not None:
         given["memory_tier"] = {"max_bytes": size(memory, "--memory")}
     if capacity := bounds(max_bytes=max_bytes, max_age=max_age, min_free=min_free):
@@ -105,12 +96,12 @@ def serve(
     nbytes = int(options.memory_tier.max_bytes)
     place = Place(socket or default_socket(), None if http is None else address("--http", http))
 
-    def ready(shelf: str, port: int | None) -> None:
+    def ready(opened: str, port: int | None) -> None:
         where = ""
         if place.http is not None and port is not None:
             where = f", {shown_address(place.http[0], port)}"
         typer.echo(
-            f"kvshelf serve: {place.url}, {size_text(nbytes)} of memory, shelf {shelf}{where}"
+            f"kvshelf serve: {place.url}, {size_text(nbytes)} of memory, shelf {opened}{where}"
         )
 
     run(options, place, nbytes, ready=ready, lease_seconds=lease)

@@ -546,7 +546,7 @@ class Explainer:
                 "bounds",
                 f"sweeps keep this shelf within {' and '.join(values)}",
                 "the log line of a sweep says what went. Raise capacity.max_bytes or max_age, or"
-                " pin the prompt: kvshelf pin",
+                " pin the prompt: kvshelf pin SHELF NAME PROMPTS",
             )
 
 

@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvshelf.errors import ConfigError
-from kvshelf.shelf.shelf import Shelf
+from kvshelf.backends import Backend
+from kvshelf.capacity.pins import Pin
+from kvshelf.errors import BadObjectError, ConfigError, StorageError
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.shelf.shelf import Shelf, read_namespace
 from kvshelf.tools.prompt_objects import known_format, prompt_chunks, prompt_objects
 from kvshelf.tools.prompts import Prompt, TokenPrompt
 
@@ -84,3 +87,16 @@ def prompt_keys(
             " what engines will store"
         )
     return found
+
+
+def bytes_if_stored(backend: Backend, pin: Pin) -> int | None:
+    """Return the bytes of all chunks of a pin by the format of their namespace."""
+    if pin.keys is None or pin.namespace is None:
+        return None
+    try:
+        fmt = ObjectFormat(read_namespace(backend, pin.namespace))
+    except (StorageError, ConfigError, BadObjectError, ValueError):
+        return None
+    kinds = map(fmt.of, fmt.kinds)
+    chunk = sum(own.object_size(shard) for own in kinds for shard in range(own.shards))
+    return chunk * len(pin.keys)

@@ -41,7 +41,7 @@ import hashlib
 import json
 import random
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -163,6 +163,7 @@ def verify_shelf(
     shelf: Shelf,
     folders: Collection[str] | None = None,
     *,
+    names: Sequence[str] | None = None,
     sample: Sample = Sample(),
     jobs: int | None = None,
     repair: bool = False,
@@ -179,6 +180,8 @@ def verify_shelf(
         Writable if `repair`.
     folders : Collection of str, optional
         Namespace folders; all when absent.
+    names : Sequence of str, optional
+        Only these objects, and nothing else.
     sample : Sample
         Which part of the objects; all by default.
     jobs : int, optional
@@ -206,12 +209,16 @@ def verify_shelf(
     try:
         if repair and backend.properties.read_only:
             raise ReadOnlyStorageError(f"{shelf.url} is read-only: nothing can be repaired")
+        verifier = _Verifier(shelf, state, repair=repair)
+        threads = jobs or threads_for(backend)
+        if names is not None:
+            state.run_over(_named(backend, names, state), verifier.verify, threads)
+            return report
         inventory = Scan(backend, folders=folders, parents=None).run(pace=on_listed)
         assert inventory is not None
         formats = _formats(backend, inventory, folders, state, repair=repair)
         items = _items(inventory, formats, sample, state)
-        verifier = _Verifier(shelf, state, repair=repair)
-        state.run_over(items, verifier.verify, jobs or threads_for(backend))
+        state.run_over(items, verifier.verify, threads)
         for name, problem in damaged_files(backend) if folders is None else ():
             state.problem("reserved", name, problem)
         _orphans(backend, inventory, state, repair=repair)
@@ -358,6 +365,23 @@ def _items(
         yield _Item(name, parsed, int(inventory.size[row]), fmt)
 
 
+def _named(backend: Backend, names: Sequence[str], state: Work[VerifyReport]) -> Iterator[_Item]:
+    """Yield the objects of these names."""
+    formats: dict[str, ObjectFormat | None] = {}
+    state.count(found=len(names))
+    for name in names:
+        parsed = parse_path(name)
+        assert parsed is not None
+        folder = str(parsed.namespace)
+        if folder not in formats:
+            formats[folder] = _format(folder, _description(backend, folder).record, state)
+            state.count(namespaces=1)
+        info = backend.info(name)
+        if info is None:
+            raise ObjectMissingError(f"{backend.url} has no object {name}")
+        yield _Item(name, parsed, info.size, formats[folder])
+
+
 class _Verifier:
     """Verifies objects; called by any of the threads."""
 
@@ -396,9 +420,7 @@ class _Verifier:
     @staticmethod
     def _check_alone(reader: Reader) -> None:
         """Check an object of an unknown namespace."""
-        start = _read(reader, 0, min(8, reader.size))
-        header = _read(reader, 0, min(8 + header_length(start), reader.size))
-        if not check_own_hashes(reader, describe_header(header)):
+        if not check_own_hashes(reader, read_header(reader)):
             raise NoHashes("its header has not the hashes of its tensors")
 
     def _handle_bad(self, item: _Item, bad: BadObjectError | ObjectNameError) -> None:
@@ -415,6 +437,21 @@ class _Verifier:
         self._state.problem("bad", item.name, text)
         if moved:
             self._state.count(moved=1)
+
+
+def read_header(reader: Reader) -> dict[str, Any]:
+    """Return what the header of a safetensors file says.
+
+    Raises
+    ------
+    BadObjectError
+        If it has none.
+    StorageError
+        If the storage failed.
+    """
+    start = _read(reader, 0, min(8, reader.size))
+    header = _read(reader, 0, min(8 + header_length(start), reader.size))
+    return describe_header(header)
 
 
 class NoHashes(BadObjectError):  # noqa: N818  as the errors of kvshelf.format.invalid

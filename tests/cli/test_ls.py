@@ -1,30 +1,36 @@
-"""``kvshelf du``: every object is counted once, in the row where a user looks for it."""
+"""``kvshelf ls``: every object is counted once, and the last sweep and the pins are named."""
 
 from __future__ import annotations
 
 import functools
 import os
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvshelf.backends.posix import PosixBackend
-from kvshelf.cli.du import By
+from kvshelf.capacity.files import time_of
+from kvshelf.capacity.lease import SWEEP, Finding, Lease, Record
+from kvshelf.capacity.pins import Pin, Pins
+from kvshelf.cli.ls import By
 from kvshelf.shelf.shelf import open_shelf
-from kvshelf.tools.du import BREAKDOWNS
+from kvshelf.tools.usage import BREAKDOWNS
 from tests.support import commands
 from tests.support.filled import fill, hybrid, namespace, prompt, store
+from tests.support.places import Place
 
 FOLDER = namespace().folder
 HYBRID = hybrid()
 DAY = 86400.0
 
 
-run = functools.partial(commands.done, "du")
+run = functools.partial(commands.done, "ls")
 
 
-usage = functools.partial(commands.report, "du")
+usage = functools.partial(commands.report, "ls")
 
 
 def rows(found: dict[str, Any], by: str) -> dict[str, tuple[int, int]]:
@@ -68,12 +74,10 @@ def test_by_namespace(shelf: Path) -> None:
     text = run(shelf).stdout
     assert text.splitlines()[0].split() == ["OBJECTS", "SIZE", "SHARE", "LAST", "USED", "NAMESPACE"]
     assert FOLDER in text
-    assert "2: " in text.splitlines()[-1]
+    assert "descriptions 2: " in text.splitlines()[-1]
 
 
-def test_by_group_depth_and_kind_of_one_listing(
-    shelf: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_by_group_and_kind_of_one_listing(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed: list[str] = []
     real = PosixBackend.list
 
@@ -82,7 +86,7 @@ def test_by_group_depth_and_kind_of_one_listing(
         return real(self, prefix, **options)
 
     monkeypatch.setattr(PosixBackend, "list", list_all)
-    found = usage(shelf, "--by", "group", "--by", "depth", "--by", "kind", "--by", "kind")
+    found = usage(shelf, "--by", "group", "--by", "kind", "--by", "kind")
     assert len(listed) == len(set(listed))
     assert rows(found, "group") == {
         f"{folder}/{group.name}": of(objects(group))
@@ -91,9 +95,6 @@ def test_by_group_depth_and_kind_of_one_listing(
         if group.is_dir() and group.name[0] != "."
     }
     assert len(rows(found, "group")) == 3
-    first = [p for p in objects(shelf) if "-0-" in p.name[64:67]]
-    assert rows(found, "depth")["chunk 0"] == of(first)
-    assert list(rows(found, "depth")) == ["chunk 0", "chunks 1 to 3", "chunks 4 to 15"]
     assert rows(found, "kind") == {
         "full": of(
             [p for p in objects(shelf) if "-state-" not in p.name and "-window-" not in p.name]
@@ -120,15 +121,69 @@ def test_absurd_times_are_counted(shelf: Path, when: float) -> None:
 
 
 def test_one_namespace(shelf: Path) -> None:
-    found = usage(shelf, "-n", FOLDER[-16:])
+    found = usage(shelf, FOLDER[-16:])
     assert rows(found, "namespace") == {FOLDER: of(objects(shelf / FOLDER))}
-    assert "it has:" in run(shelf, "-n", "other-0123456789abcdef", code=2).stderr
+    assert "it has:" in run(shelf, "other-0123456789abcdef", code=2).stderr
 
 
 def test_empty_and_missing(tmp_path: Path) -> None:
     found = usage(tmp_path, *(part for name in BREAKDOWNS for part in ("--by", name)))
     assert found["objects"] == 0
     assert found["by"] == {name: [] for name in BREAKDOWNS}
+    assert "no namespaces" in run(tmp_path).stdout
     assert "0 objects" in run(tmp_path).stdout
     run(tmp_path / "typo", code=3)
     run(tmp_path, "--by", "moon", code=2)
+
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def swept(empty: Place) -> Place:
+    """A shelf that was swept down to 6 MiB of 10, with a pin."""
+    empty.fill(namespace(), prompt(1, chunks=3))
+    with empty.open() as shelf:
+        now = time_of(shelf.backend)
+        lease = Lease(shelf.backend)
+        taken = lease.take(Record(), now)
+        assert taken is not None
+        made = Finding(now, 6 * MIB, 0.1, by="node-7", deleted_files=3, deleted_bytes=2 * MIB)
+        lease.release(replace(taken, finding=made, max_bytes=10 * MIB, max_bytes_at=now), now)
+        Pins.add(shelf.backend, "system", Pin(namespace().folder, until=time.time() + 9e5))
+        Pins.add(shelf.backend, "past", Pin(group="_", until=1.6e9))
+    return empty
+
+
+def test_the_last_sweep_and_the_pins_are_a_line_each(swept: Place) -> None:
+    before = swept.names()
+    *_, sweep, pins = swept.run("ls").stdout.splitlines()
+    assert sweep.startswith("last sweep: ")
+    assert sweep.endswith("by node-7, deleted 3 files, 2.0 MiB, left 6.0 MiB; max_bytes 10.0 MiB")
+    assert pins == "pins: past (expired), system"
+    [row] = swept.rows("ls")
+    assert row["bounds"] == {"max_bytes": 10 * MIB}
+    assert (row["sweep"]["deleted_files"], row["sweep"]["bytes_after"]) == (3, 6 * MIB)
+    assert [pin["pin"] for pin in row["pins"]] == ["past", "system"]
+    assert (row["sweeping"], row["errors"]) == (None, [])
+    assert swept.names() == before
+    with swept.open() as shelf:
+        lease, now = Lease(shelf.backend), time_of(shelf.backend)
+        assert lease.take(lease.read(now), now) is not None
+        assert f"; {lease.owner} sweeps now\n" in swept.run("ls").stdout
+        [row] = swept.rows("ls")
+        assert row["sweeping"] == lease.owner
+
+
+def test_what_is_damaged_is_named(swept: Place) -> None:
+    with swept.open() as shelf:
+        shelf.backend.write(".kvshelf/pins/later.json", [b'{"version": 2}'])
+        shelf.backend.write(".kvshelf/pins/broken.json", [b"{"])
+        shelf.backend.write(SWEEP, [b"\x1b[31m"], "replace")
+    [row] = swept.rows("ls")
+    told = " ".join(error["problem"] for error in row["errors"])
+    assert all(word in told for word in (SWEEP, "the pin broken pins nothing", "the pin later"))
+    result = swept.run("ls")
+    assert "last sweep" not in result.stdout
+    assert "the pin broken pins nothing" in result.stderr
+    assert "\x1b[31m" not in result.output

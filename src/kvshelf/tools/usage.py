@@ -30,17 +30,6 @@ _DAY: Final = 86400.0
 #: Ends of the ages of a row, in seconds since the last use, and names of the rows.
 _AGES: Final = (_HOUR, _DAY, 7 * _DAY, 30 * _DAY)
 _AGE_NAMES: Final = ("under 1 hour", "1 to 24 hours", "1 to 7 days", "7 to 30 days", "over 30 days")
-#: First chunk indexes of the rows, and names of the rows.
-_DEPTHS: Final = (1, 4, 16, 64, 256)
-_DEPTH_NAMES: Final = (
-    "chunk 0",
-    "chunks 1 to 3",
-    "chunks 4 to 15",
-    "chunks 16 to 63",
-    "chunks 64 to 255",
-    "chunks 256 and more",
-)
-
 _Numbers = npt.NDArray[np.int64]
 
 
@@ -203,11 +192,6 @@ def _by_age(inventory: Inventory, used: npt.NDArray[np.float64]) -> _Breakdown:
     return np.searchsorted(np.array(_AGES), age, side="right").astype(np.int64), _AGE_NAMES
 
 
-def _by_depth(inventory: Inventory, used: npt.NDArray[np.float64]) -> _Breakdown:
-    code = np.searchsorted(np.array(_DEPTHS), inventory.index, side="right")
-    return code.astype(np.int64), _DEPTH_NAMES
-
-
 def _by_kind(inventory: Inventory, used: npt.NDArray[np.float64]) -> _Breakdown:
     names = [f"{kind}{tail}" for kind in KINDS for tail in ("", ", tails")]
     return inventory.kind.astype(np.int64) * 2 + (inventory.tail > 0), names
@@ -218,6 +202,5 @@ BREAKDOWNS: Final[dict[str, Callable[[Inventory, npt.NDArray[np.float64]], _Brea
     "namespace": _by_namespace,
     "group": _by_group,
     "age": _by_age,
-    "depth": _by_depth,
     "kind": _by_kind,
 }
