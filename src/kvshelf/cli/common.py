@@ -1,4 +1,4 @@
-"""Shared by the commands: exit codes, the choice of the shelf, output.
+"""Shared by the commands: errors, the choice of the shelf, output.
 
 Contracts
 ---------
@@ -29,6 +29,7 @@ from rich.console import Console
 
 from kvshelf.backends import Backend, open_backend
 from kvshelf.backends.posix import PosixBackend
+from kvshelf.cli.codes import INTERRUPTED, OK, PROBLEM, UNEXPECTED, UNREACHABLE, USAGE
 from kvshelf.config import Config, default_shelf_path
 from kvshelf.errors import (
     BadObjectError,
@@ -44,21 +45,6 @@ from kvshelf.format.names import parse_namespace_folder
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tools.naming import folders_named
 from kvshelf.urls import refuse_mistakes, shown_url
-
-OK: Final = 0
-PROBLEM: Final = 1
-USAGE: Final = 2
-UNREACHABLE: Final = 3
-UNEXPECTED: Final = 4
-_INTERRUPTED: Final = 130
-
-EXIT_CODES: Final = {
-    OK: "all is well",
-    PROBLEM: "a problem was found",
-    USAGE: "the command line or the configuration cannot be used",
-    UNREACHABLE: "the shelf cannot be reached",
-    UNEXPECTED: "the command met something that kvshelf does not expect",
-}
 
 logger = logging.getLogger(__name__)
 
@@ -388,7 +374,7 @@ def json_object(text: str, option: str) -> dict[str, Any]:
 def interruption() -> typer.Exit:
     """Print how to continue; return the exit after an interrupt."""
     message("interrupted; start it again to continue")
-    return typer.Exit(_INTERRUPTED)
+    return typer.Exit(INTERRUPTED)
 
 
 def size_text(count: int) -> str:
