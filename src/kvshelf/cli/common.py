@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Final, ParamSpec, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, ParamSpec, TypeAlias
 
 import typer
 from rich.console import Console
@@ -84,7 +84,6 @@ JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="Write JSON.
 _errors: Final[list[dict[str, Any]]] = []
 
 _P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 
 def guarded(command: Callable[_P, None]) -> Callable[_P, None]:
@@ -311,19 +310,6 @@ def namespace_folders(shelf: Shelf, wanted: str) -> list[str]:
         If the storage failed.
     """
     return folders_named(wanted, filter(parse_namespace_folder, shelf.backend.folders()), shelf.url)
-
-
-def one_of(first: _T | None, second: _T | None, names: str) -> _T | None:
-    """Return what is given in one of two ways, such as by an argument or an option; None without.
-
-    Raises
-    ------
-    ConfigError
-        If both are given; `names` names them.
-    """
-    if first is not None and second is not None:
-        raise ConfigError(f"{names} both name it; give one of them")
-    return second if first is None else first
 
 
 def is_missing(backend: Backend) -> bool:
