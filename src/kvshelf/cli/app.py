@@ -18,18 +18,9 @@ from kvshelf.cli.codes import EXIT_CODES, interruptible
 _CODES: Final = ", ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())
 #: What each command does, and the arguments of an example, in the order of the help.
 COMMANDS: Final = {
-    "ls": (
-        "List namespaces, their space and last use, the last sweep, pins.",
-        "/mnt/kv --by age",
-    ),
-    "verify": (
-        "Verify objects, all or some; show their headers; repair.",
-        "/mnt/kv --sample 1%",
-    ),
-    "explain": (
-        "Say why prompts miss.",
-        "/mnt/kv prompts.jsonl",
-    ),
+    "ls": ("List namespaces, their space and last use, the last sweep, pins.", "/mnt/kv --by age"),
+    "verify": ("Verify objects, all or some; show their headers; repair.", "/mnt/kv --sample 1%"),
+    "explain": ("Say why prompts miss.", "/mnt/kv prompts.jsonl"),
     "copy": (
         "Copy a shelf or a part of it: verified, only what is missing.",
         "/mnt/kv s3://bucket/kv --since 7d",
@@ -38,10 +29,7 @@ COMMANDS: Final = {
         "Delete leftovers, and chunks above the bounds that are given.",
         "/mnt/kv --max-bytes 2TiB --yes",
     ),
-    "rm": (
-        "Delete chosen objects.",
-        "/mnt/kv --unused-for 2w --yes",
-    ),
+    "rm": ("Delete chosen objects.", "/mnt/kv --unused-for 2w --yes"),
     "pin": (
         "Keep chunks from being deleted; list and remove pins.",
         "/mnt/kv system-prompts prompts.jsonl --until 7d",
@@ -50,14 +38,8 @@ COMMANDS: Final = {
         "Compute prompts with an offline vLLM and store them.",
         "/mnt/kv prompts.jsonl --model Qwen/Qwen3-8B",
     ),
-    "serve": (
-        "Serve memory and a shelf to all engines of this machine.",
-        "/mnt/kv --memory 20GiB",
-    ),
-    "doctor": (
-        "Check the installation and the access to a shelf.",
-        "/mnt/kv",
-    ),
+    "serve": ("Serve memory and a shelf to all engines of this machine.", "/mnt/kv --memory 20GiB"),
+    "doctor": ("Check the installation and the access to a shelf.", "/mnt/kv"),
 }
 
 
