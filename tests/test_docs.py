@@ -13,17 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-import typer
 from config_page import descriptions, render_page
 
 from benchmarks.__main__ import _ONLY_WHEN_ASKED, GROUPS
 from kvshelf.backends import Properties
-from kvshelf.cli.app import app
-from kvshelf.cli.common import EXIT_CODES
+from kvshelf.cli.codes import EXIT_CODES
 from kvshelf.cli.doctor import _Examination
 from kvshelf.config import Config
 from kvshelf.metrics import COUNTERS, GAUGES, OPERATIONS
 from tests.support import pages
+from tests.support.commands import all_commands
 
 pytestmark = pytest.mark.real
 
@@ -58,7 +57,7 @@ COMMON = ("--json", "--dry-run")
 def test_every_option_of_a_command_is_documented() -> None:
     page = (ROOT / "docs" / "cli.md").read_text()
     sections = re.split(r"^## ", page, flags=re.MULTILINE)
-    commands = getattr(typer.main.get_command(app), "commands")  # noqa: B009
+    commands = all_commands()
     assert len(commands) == 10
     for name, command in commands.items():
         [section] = [text for text in sections if re.match(rf"`kvshelf {name}\b", text)]

@@ -16,16 +16,18 @@ import typer
 import yaml
 
 from kvshelf.cli.app import app
-from kvshelf.cli.common import EXIT_CODES
+from kvshelf.cli.codes import EXIT_CODES
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError
 from kvshelf.metrics import COUNTERS, FAMILIES, GAUGES, METRIC_PREFIX, OPERATIONS, TIMES
 from tests.support import pages
+from tests.support.commands import all_commands
 from tests.support.pages import PAGES, ROOT, Span, anchors, blocks, commands, name, prose, spans
 
 SPANS = spans()
 COMMANDS = commands()
 GROUP: Any = typer.main.get_command(app)
+BY_NAME = all_commands()
 #: Pages about others' programs, whose names they list in the first column of tables.
 OTHERS = ("migrating.md", "multiprocess.md")
 
@@ -47,7 +49,7 @@ def options_of(command: Any) -> set[str]:
     }
 
 
-ALL_OPTIONS = {one for command in GROUP.commands.values() for one in options_of(command)}
+ALL_OPTIONS = {one for command in BY_NAME.values() for one in options_of(command)}
 ALL_OPTIONS |= {"--help", *options_of(GROUP)}
 #: `kvshelf gather` is a range that NVTX shows.
 RANGES = {"lookup", "gather", "store", "load", "scatter"}
@@ -60,9 +62,9 @@ def test_commands_and_their_options_exist() -> None:
     for page, (first, *rest) in (one for one in ours if one[1]):
         if first.startswith("-"):
             known = first in options_of(GROUP)
-        elif first in GROUP.commands:
+        elif first in BY_NAME:
             given = {word.split("=")[0] for word in rest if re.match(r"--?[a-z]", word)}
-            known = given <= options_of(GROUP.commands[first]) | {"--help"}
+            known = given <= options_of(BY_NAME[first]) | {"--help"}
         else:
             known = first in RANGES
         if not known:
@@ -74,8 +76,8 @@ def test_commands_in_blocks_have_the_arguments_that_they_need() -> None:
     tried = 0
     for block in blocks("bash", "console", "shell", "sh", ""):
         for words in pages.command_lines(block.text):
-            if words[0] == "kvshelf" and words[1] in GROUP.commands:
-                command = GROUP.commands[words[1]]
+            if words[0] == "kvshelf" and words[1] in BY_NAME:
+                command = BY_NAME[words[1]]
                 try:
                     command.make_context(words[1], words[2:])
                 except Exception as error:  # noqa: BLE001
@@ -90,7 +92,7 @@ def test_tables_of_options_are_of_their_command() -> None:
         title = re.match(r"`kvshelf (\w+)", section)
         if title is None:
             continue
-        known = options_of(GROUP.commands[title[1]])
+        known = options_of(BY_NAME[title[1]])
         for row in re.findall(r"^\| (`-.*?) \|", section, re.MULTILINE):
             named = set(re.findall(r"`(--?[a-z][\w-]*)", row))
             assert named <= known, f"kvshelf {title[1]} has no {named - known}"

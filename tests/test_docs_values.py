@@ -14,18 +14,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import typer
 
 from kvshelf.backends import Deadlines, base, breaker, s3
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.capacity import bound, marks
-from kvshelf.cli.app import app
 from kvshelf.config import LEAST_MAX_AGE, Config
 from kvshelf.server import answers, messages, service
 from kvshelf.shelf import failed_keys, presence, waits
 from kvshelf.shelf.presence import PresenceCache
 from kvshelf.tools import copying
-from tests.support.commands import run
+from tests.support.commands import all_commands, run
 from tests.support.filled import fill, namespace, prompt
 from tests.support.pages import PAGES, ROOT, blocks, name, prose, spans
 
@@ -67,7 +65,7 @@ def test_defaults_of_options_are_those_of_the_configuration() -> None:
 
 def test_defaults_in_the_manual_are_those_of_the_commands() -> None:
     """Of a table's row: an option, and its default as the only number in brackets."""
-    commands: Any = getattr(typer.main.get_command(app), "commands")  # noqa: B009
+    commands = all_commands()
     text = (ROOT / "docs" / "cli.md").read_text()
     said = 0
     for section in re.split(r"^## ", text, flags=re.MULTILINE):

@@ -19,7 +19,7 @@ from typer.testing import Result
 import kvshelf
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.cli import doctor as doctor_module
-from kvshelf.cli.common import EXIT_CODES
+from kvshelf.cli.codes import EXIT_CODES
 from kvshelf.format.keys import Chunk
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat

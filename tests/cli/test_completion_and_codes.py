@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from typer.testing import Result
 
-from kvshelf.cli.app import app
-from kvshelf.cli.common import EXIT_CODES, UNEXPECTED
+from kvshelf.cli.codes import EXIT_CODES, UNEXPECTED
 from kvshelf.format.namespace import Namespace
-from tests.support.commands import run
+from tests.support.commands import all_commands, run
 from tests.support.filled import fill, hybrid, namespace, prompt
 from tests.support.servers import BUCKET, S3Server
 
@@ -44,7 +42,7 @@ FOLDER = namespace().folder
 
 
 def commands() -> list[str]:
-    return [one.callback.__name__ for one in app.registered_commands if one.callback is not None]
+    return list(all_commands())
 
 
 # ------------------------------------------------------------------------------ completion
@@ -94,7 +92,6 @@ def test_commands_that_report_have_json() -> None:
 
 
 def test_the_help_of_each_command_has_an_example_that_it_takes() -> None:
-    group: Any = typer.main.get_command(app)
     assert commands() == [
         "ls",
         "verify",
@@ -112,7 +109,7 @@ def test_the_help_of_each_command_has_an_example_that_it_takes() -> None:
         assert shown == " ".join(run(name, "--help", env={"COLUMNS": "200"}).stdout.split())
         words = shown.split("Example: kvshelf ")[1].split()
         assert words[0] == name
-        group.commands[name].make_context(name, words[1:])
+        all_commands()[name].make_context(name, words[1:])
         if name != "copy":
             assert "KVSHELF_STORAGE_OPTIONS" in shown
 
@@ -283,6 +280,35 @@ def test_an_interrupt_has_a_code_of_its_own(tmp_path: Path) -> None:
     report = json.loads(next(line for line in out.splitlines() if line[0] == "{"))
     assert report["interrupted"] is True
     assert "start it again" in err
+
+
+@pytest.mark.parametrize("module", ["kvshelf.cli.app", "kvshelf.cli.ls", "rich.console"])
+def test_an_interrupt_of_an_import_is_one_line(tmp_path: Path, module: str) -> None:
+    code = (
+        "import sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name == {module!r}: raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        f"sys.argv = ['kvshelf', 'ls', {str(tmp_path)!r}]\n"
+        "from kvshelf.cli import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "kvshelf: interrupted\n")
+
+
+def test_the_help_imports_no_command() -> None:
+    code = (
+        "import sys\n"
+        "for name in ('numpy', 'pydantic', 'fsspec', 'rich'): sys.modules[name] = None\n"
+        "sys.argv = ['kvshelf', '--help']\n"
+        "from kvshelf.cli import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "doctor" in done.stdout
 
 
 @pytest.mark.parametrize(

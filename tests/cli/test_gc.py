@@ -16,7 +16,7 @@ from kvshelf.backends import base
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.capacity.pins import Pin, Pins
 from kvshelf.capacity.rules import Rules
-from kvshelf.cli.common import PROBLEM
+from kvshelf.cli.codes import PROBLEM
 from kvshelf.errors import PermanentStorageError
 from tests.support.filled import namespace, prompt
 from tests.support.places import Place

@@ -6,9 +6,16 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import typer
 from typer.testing import CliRunner, Result
 
 from kvshelf.cli.app import app
+
+
+def all_commands() -> dict[str, Any]:
+    """Return the commands by name, in the order of the help."""
+    group: Any = typer.main.get_command(app)
+    return {name: group.get_command(None, name) for name in group.list_commands(None)}
 
 
 def run(*args: object, env: Mapping[str, str] | None = None) -> Result:

@@ -238,24 +238,20 @@ def test_an_object_of_a_kind_that_its_namespace_has_not_is_bad(
 # -------------------------------------------------------------------------------- places
 
 
-def test_options_of_a_side_may_be_in_a_file(source: Path, tmp_path: Path, server: S3Server) -> None:
-    """Where no list of processes shows the keys of a storage."""
-    file, bucket = tmp_path / "options.json", f"s3://{BUCKET}/by-file"
-    file.write_text(json.dumps(server.options()) + "\n")
-    there = report(source, bucket, "--target-options-file", file)
-    assert there["copied"] == len(objects(source))
-    back = report(bucket, tmp_path / "back", "--source-options-file", file)
-    assert back["copied"] == there["copied"]
-
-
 def test_to_s3_and_back(
     source: Path, tmp_path: Path, server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = json.dumps(server.options())
     assert server.folder is not None
     bucket = f"s3://{BUCKET}/copied"
-    there = report(source, bucket, "--target-options", options)
+    file = tmp_path / "options.json"
+    file.write_text(options + "\n")
+    there = report(source, bucket, "--target-options", file)
     assert there["copied"] == 14
+    assert report(bucket, tmp_path / "by-file", "--source-options", file)["copied"] == 14
+    for wrong in ("{", "[]"):
+        file.write_text(wrong)
+        assert "JSON" in run(source, bucket, "--target-options", file, code=2).stderr
     assert contents(server.folder / BUCKET / "copied") == contents(source)
     # What is configured belongs to the side that is a URL.
     monkeypatch.setenv("KVSHELF_STORAGE_OPTIONS", options)

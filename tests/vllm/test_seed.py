@@ -30,7 +30,8 @@ def seed(*arguments: object, code: int = 0) -> tuple[dict[str, Any], str]:
     done = subprocess.run(
         [
             *(sys.executable, "-m", "kvshelf", "seed", "--json"),
-            *("--engine-args", json.dumps(ENGINE), "--engine-arg", "seed=0"),
+            *(f"--engine-arg={name}={json.dumps(value)}" for name, value in ENGINE.items()),
+            "--engine-arg=seed=0",
             *map(str, arguments),
         ],
         capture_output=True,

@@ -1,48 +1,94 @@
-"""The commands of ``kvshelf``, put together."""
+"""The commands of ``kvshelf``, put together.
+
+Owns the order of the commands, their help and their examples. The module of a command is imported
+when that command is run or completed, not for the help of ``kvshelf``.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+import importlib
+from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from kvshelf import __version__
-from kvshelf.cli.common import EXIT_CODES, guarded
-from kvshelf.cli.copy import copy
-from kvshelf.cli.doctor import doctor
-from kvshelf.cli.explain import explain
-from kvshelf.cli.gc import gc
-from kvshelf.cli.ls import ls
-from kvshelf.cli.pin import pin
-from kvshelf.cli.rm import rm
-from kvshelf.cli.seed import seed
-from kvshelf.cli.serve import serve
-from kvshelf.cli.verify import verify
+from kvshelf.cli.codes import EXIT_CODES, interruptible
 
-_CODES = ", ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())
+_CODES: Final = ", ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())
+#: What each command does, and the arguments of an example, in the order of the help.
+COMMANDS: Final = {
+    "ls": ("List namespaces, their space and last use, the last sweep, pins.", "/mnt/kv --by age"),
+    "verify": ("Verify objects, all or some; show their headers; repair.", "/mnt/kv --sample 1%"),
+    "explain": ("Say why prompts miss.", "/mnt/kv prompts.jsonl"),
+    "copy": (
+        "Copy a shelf or a part of it: verified, only what is missing.",
+        "/mnt/kv s3://bucket/kv --since 7d",
+    ),
+    "gc": (
+        "Delete leftovers, and chunks above the bounds that are given.",
+        "/mnt/kv --max-bytes 2TiB --yes",
+    ),
+    "rm": ("Delete chosen objects.", "/mnt/kv --unused-for 2w --yes"),
+    "pin": (
+        "Keep chunks from being deleted; list and remove pins.",
+        "/mnt/kv system-prompts prompts.jsonl --until 7d",
+    ),
+    "seed": (
+        "Compute prompts with an offline vLLM and store them.",
+        "/mnt/kv prompts.jsonl --model Qwen/Qwen3-8B",
+    ),
+    "serve": ("Serve memory and a shelf to all engines of this machine.", "/mnt/kv --memory 20GiB"),
+    "doctor": ("Check the installation and the access to a shelf.", "/mnt/kv"),
+}
+
+
+class _Commands(TyperGroup):
+    """The commands; the modules of those that are not used are not imported."""
+
+    _listing = False
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        does, example = COMMANDS[cmd_name]
+        if self._listing:
+            return TyperCommand(cmd_name, help=does)
+        from kvshelf.cli.common import guarded
+
+        module = importlib.import_module(f"kvshelf.cli.{cmd_name}")
+        alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+        alone.command(cmd_name, epilog=f"Example: kvshelf {cmd_name} {example}")(
+            guarded(getattr(module, cmd_name))
+        )
+        return typer.main.get_command(alone)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self._listing = True
+        super().format_help(ctx, formatter)
+        self._listing = False
+
+    def make_context(self, *args: Any, **more: Any) -> Any:
+        with interruptible():
+            return super().make_context(*args, **more)
+
+    def invoke(self, ctx: Any) -> Any:
+        with interruptible():
+            return super().invoke(ctx)
+
 
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     help="Inspect, copy and fill a kvshelf store, and check an installation of kvshelf.",
     epilog=f"Exit codes: {_CODES}.",
 )
-#: The commands in the order of the help, and an example of each.
-_EXAMPLES = {
-    ls: "/mnt/kv --by age",
-    verify: "/mnt/kv --sample 1%",
-    explain: "/mnt/kv prompts.jsonl",
-    copy: "/mnt/kv s3://bucket/kv --since 7d",
-    gc: "/mnt/kv --max-bytes 2TiB --yes",
-    rm: "/mnt/kv --unused-for 2w --yes",
-    pin: "/mnt/kv system-prompts prompts.jsonl --until 7d",
-    seed: "/mnt/kv prompts.jsonl --model meta-llama/Llama-3.1-8B-Instruct",
-    serve: "/mnt/kv --memory 20GiB",
-    doctor: "/mnt/kv",
-}
-for each, example in _EXAMPLES.items():
-    app.command(epilog=f"Example: kvshelf {each.__name__} {example}")(guarded(each))
 
 
 def _print_version(value: bool) -> None:

@@ -1,4 +1,4 @@
-"""Shared by the commands: exit codes, the choice of the shelf, output.
+"""Shared by the commands: errors, the choice of the shelf, output.
 
 Contracts
 ---------
@@ -22,13 +22,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Final, ParamSpec, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, ParamSpec, TypeAlias
 
 import typer
 from rich.console import Console
 
 from kvshelf.backends import Backend, open_backend
 from kvshelf.backends.posix import PosixBackend
+from kvshelf.cli.codes import INTERRUPTED, OK, PROBLEM, UNEXPECTED, UNREACHABLE, USAGE
 from kvshelf.config import Config, default_shelf_path
 from kvshelf.errors import (
     BadObjectError,
@@ -44,21 +45,6 @@ from kvshelf.format.names import parse_namespace_folder
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tools.naming import folders_named
 from kvshelf.urls import refuse_mistakes, shown_url
-
-OK: Final = 0
-PROBLEM: Final = 1
-USAGE: Final = 2
-UNREACHABLE: Final = 3
-UNEXPECTED: Final = 4
-_INTERRUPTED: Final = 130
-
-EXIT_CODES: Final = {
-    OK: "all is well",
-    PROBLEM: "a problem was found",
-    USAGE: "the command line or the configuration cannot be used",
-    UNREACHABLE: "the shelf cannot be reached",
-    UNEXPECTED: "the command met something that kvshelf does not expect",
-}
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +84,6 @@ JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="Write JSON.
 _errors: Final[list[dict[str, Any]]] = []
 
 _P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 
 def guarded(command: Callable[_P, None]) -> Callable[_P, None]:
@@ -327,19 +312,6 @@ def namespace_folders(shelf: Shelf, wanted: str) -> list[str]:
     return folders_named(wanted, filter(parse_namespace_folder, shelf.backend.folders()), shelf.url)
 
 
-def one_of(first: _T | None, second: _T | None, names: str) -> _T | None:
-    """Return what is given in one of two ways, such as by an argument or an option; None without.
-
-    Raises
-    ------
-    ConfigError
-        If both are given; `names` names them.
-    """
-    if first is not None and second is not None:
-        raise ConfigError(f"{names} both name it; give one of them")
-    return second if first is None else first
-
-
 def is_missing(backend: Backend) -> bool:
     """Whether `backend` is a directory that does not exist.
 
@@ -388,7 +360,7 @@ def json_object(text: str, option: str) -> dict[str, Any]:
 def interruption() -> typer.Exit:
     """Print how to continue; return the exit after an interrupt."""
     message("interrupted; start it again to continue")
-    return typer.Exit(_INTERRUPTED)
+    return typer.Exit(INTERRUPTED)
 
 
 def size_text(count: int) -> str:

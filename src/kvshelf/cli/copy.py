@@ -18,7 +18,6 @@ from kvshelf.cli.common import (
     JsonOption,
     is_local,
     json_object,
-    one_of,
     open_patiently,
     pace_text,
     read_text,
@@ -71,20 +70,15 @@ def copy(
     ] = False,
     dry_run: DryRunOption = False,
     source_options: Annotated[
-        str | None, typer.Option(metavar="JSON", help="storage_options of SRC.")
-    ] = None,
-    target_options: Annotated[
-        str | None, typer.Option(metavar="JSON", help="storage_options of DST.")
-    ] = None,
-    source_options_file: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="The same in a file, so that keys of a storage are in no list of processes.",
+            help="storage_options of SRC: a JSON object in a file, as others can read command"
+            " lines.",
         ),
     ] = None,
-    target_options_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="storage_options of DST, in a file.")
+    target_options: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="storage_options of DST.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -96,8 +90,8 @@ def copy(
         None if until is None else moment(until, "--until"),
         None if prompts is None else _token_prompts(prompts),
     )
-    of_source = _options(source, source_options, source_options_file, "--source-options")
-    of_target = _options(target, target_options, target_options_file, "--target-options")
+    of_source = _options(source, source_options, "--source-options")
+    of_target = _options(target, target_options, "--target-options")
     report = CopyReport()
     display = Display("looking" if dry_run else "copying", as_json=as_json)
     with (
@@ -132,13 +126,10 @@ def copy(
         )
 
 
-def _options(url: str, text: str | None, file: Path | None, name: str) -> dict[str, Any]:
-    """Return the options of one side: from the command line, from a file, or the configured."""
-    text = one_of(
-        text, None if file is None else read_text(file, f"{name}-file"), f"{name} and {name}-file"
-    )
-    if text is not None:
-        return json_object(text, name)
+def _options(url: str, file: Path | None, option: str) -> dict[str, Any]:
+    """Return the options of one side: from a file, or the configured."""
+    if file is not None:
+        return json_object(read_text(file, option), option)
     # The configured options belong to a URL; a directory uses none of them.
     return {} if is_local(url) else Config.load({"shared_storage_path": url}).storage_options
 

@@ -34,10 +34,8 @@ from rich.text import Text
 from kvshelf import __version__
 from kvshelf.backends import Backend, WriteResult, open_backend
 from kvshelf.backends.posix import PosixBackend
+from kvshelf.cli.codes import OK, PROBLEM, UNREACHABLE
 from kvshelf.cli.common import (
-    OK,
-    PROBLEM,
-    UNREACHABLE,
     DryRunOption,
     JsonOption,
     ShelfArgument,

@@ -12,13 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvshelf.cli.common import (
-    PROBLEM,
-    JsonOption,
-    OneShelf,
-    open_found,
-    write,
-)
+from kvshelf.cli.codes import PROBLEM
+from kvshelf.cli.common import JsonOption, OneShelf, open_found, write
 from kvshelf.cli.prompts import ModelOption, PromptsArgument, token_prompts
 from kvshelf.errors import printable
 from kvshelf.format.kinds import FULL

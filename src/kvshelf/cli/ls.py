@@ -63,7 +63,7 @@ def ls(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List the namespaces of a shelf with their space and last use, its last sweep and its pins."""
+    """List the namespaces of a shelf with their space and last use, its last sweep and pins."""
     chosen = tuple(dict.fromkeys(one.value for one in by or ())) or ("namespace",)
     with open_found(shelf) as opened:
         folders = find_folders(opened, namespaces)

@@ -17,8 +17,8 @@ from kvshelf.backends import Backend
 from kvshelf.capacity.files import time_of
 from kvshelf.capacity.lease import LEASE_SECONDS, Lease
 from kvshelf.capacity.pins import PINS_SECONDS, Pin, Pins, check_pin_name
+from kvshelf.cli.codes import PROBLEM
 from kvshelf.cli.common import (
-    PROBLEM,
     DryRunOption,
     JsonOption,
     OneShelf,

@@ -15,14 +15,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvshelf.cli.common import (
-    PROBLEM,
-    exit_code,
-    interruption,
-    message,
-    size_text,
-    write_json,
-)
+from kvshelf.cli.codes import PROBLEM
+from kvshelf.cli.common import exit_code, interruption, message, size_text, write_json
 from kvshelf.errors import StorageError, printable
 
 #: Most problems that are kept for the JSON of a command.

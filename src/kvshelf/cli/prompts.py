@@ -11,7 +11,7 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from kvshelf.cli.common import one_of, read_text
+from kvshelf.cli.common import read_text
 from kvshelf.errors import ConfigError, ObjectNameError
 from kvshelf.format.keys import check_salt_group, salt_group_of
 from kvshelf.tools.naming import may_be_group
@@ -91,7 +91,8 @@ def salt_group(group: str | None, salt_file: Path | None) -> str | None:
     ConfigError
         If both are given, the group may not be the name of one, or the file cannot be read.
     """
-    one_of(group, salt_file, "--group and --salt-file")
+    if group is not None and salt_file is not None:
+        raise ConfigError("--group and --salt-file both name it; give one of them")
     if group is not None:
         try:
             return group if may_be_group(group) else check_salt_group(group)

@@ -18,7 +18,6 @@ from kvshelf.cli.common import (
     JsonOption,
     OneShelf,
     find_shelf,
-    json_object,
     summary,
 )
 from kvshelf.cli.progress import Display
@@ -37,17 +36,15 @@ def seed(
         typer.Option(
             "--engine-arg",
             metavar="NAME=VALUE",
-            help="An argument of vLLM's engine, such as tensor_parallel_size=2. Repeatable.",
+            help="An argument of vLLM's engine, such as tensor_parallel_size=2; VALUE may be JSON."
+            " Repeatable.",
         ),
-    ] = None,
-    engine_args: Annotated[
-        str | None, typer.Option(metavar="JSON", help="Engine arguments as one JSON object.")
     ] = None,
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Compute prompts with an offline vLLM and store them; stored prompts are skipped."""
-    arguments = _engine_arguments(engine_args, engine_arg or [])
+    arguments = _engine_arguments(engine_arg or [])
     wanted = read_prompts(prompts)
     url, _ = find_shelf(shelf)
     report = SeedReport(prompts=len(wanted))
@@ -107,8 +104,8 @@ def _run(
             )
 
 
-def _engine_arguments(text: str | None, pairs: list[str]) -> dict[str, Any]:
-    arguments = {} if text is None else json_object(text, "--engine-args")
+def _engine_arguments(pairs: list[str]) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not name:

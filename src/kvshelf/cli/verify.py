@@ -12,7 +12,6 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import zip_longest
 from typing import Annotated, Any, Final
 
 import typer
@@ -179,17 +178,17 @@ def _header_text(row: dict[str, Any]) -> str:
     }
     lines = [row["name"]]
     lines += [f"  {printable(name):<12} {printable(value)}" for name, value in rows.items()]
-    hashes = metadata.get("xxh3", "").split(",")
+    tensors = row.get("tensors", [])
+    hashes = metadata.get("xxh3", "").split(",") + [""] * len(tensors)
     table = [["tensor", "dtype", "shape", "bytes", "xxh3"]]
-    for tensor, digest in zip_longest(row.get("tensors", ()), hashes, fillvalue=""):
-        if tensor:
-            first, last = tensor["data_offsets"]
-            shape = " x ".join(map(str, tensor["shape"]))
-            cells = (tensor["name"], tensor["dtype"], shape, str(last - first), digest)
-            table.append([printable(cell) for cell in cells])
+    for tensor, digest in zip(tensors, hashes, strict=False):
+        first, last = tensor["data_offsets"]
+        shape = " x ".join(map(str, tensor["shape"]))
+        cells = (tensor["name"], tensor["dtype"], shape, str(last - first), digest)
+        table.append([printable(cell) for cell in cells])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for cells in table if len(table) > 1 else ():
-        padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+    for line in table if tensors else ():
+        padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
         lines.append("  " + "  ".join(padded).rstrip())
     return "\n".join(lines) + "\n"
 
