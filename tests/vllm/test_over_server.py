@@ -93,6 +93,8 @@ def test_what_is_stored_is_a_hit_without_a_read(
     count = sum(map(len, shelf.wait_stored(tokens)))
     # A file is there a moment before the server has it in its memory.
     until(lambda: node.metrics()["stored_objects"] >= stored + count)
+    # A step tells the scheduler what was stored.
+    one.generate([7] * 20, max_tokens=1)
     before = node.metrics()
     one.reset_prefix_cache()
     ask(one, tokens, 1280)
