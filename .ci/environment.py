@@ -68,18 +68,18 @@ def install(python: Path, torch_index: str) -> None:
     """Install all packages but kvshelf."""
     command = installer(python)
     what: list[object] = ["--no-deps", "--requirement", LOCK]
+    alone: list[object] = ["--no-deps", "--target", python.parents[1] / "torchvision", TORCHVISION]
     if command[0].endswith("uv"):
         extras = [part for extra in EXTRAS for part in ("--extra", extra)]
         what = ["--constraints", LOCK, "--requirements", "pyproject.toml", *extras]
         what += ["--group", "build"]
+        alone.append("--no-config")  # which leaves torchvision out
     torch = next(line for line in LOCK.read_text().splitlines() if line.startswith("torch=="))
     for source in ([f"{torch}+cpu"], ["--extra-index-url", torch_index, f"{torch}+cpu"], [torch]):
         if run(f"packages, with {source[-1]}", *command, *what, *source, required=False):
             break
     else:
         raise SystemExit("set-up failed: see above; make ... TORCH_INDEX=URL names torch's index")
-    folder = python.parents[1] / "torchvision"
-    alone = ("--no-deps", "--target", folder, TORCHVISION)
     if not run(TORCHVISION, *command, *alone, required=False):
         print("  Note: tests of engines that see images will be skipped")
 
