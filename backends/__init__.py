@@ -31,7 +31,7 @@ from kvshelf.backends.base import (
     WriteResult,
 )
 from kvshelf.errors import ConfigError
-from kvshelf.urls import directory_of, refuse_mistakes, shown_url
+from kvshelf.urls import check_shelf, directory_of
 
 __all__ = [
     "NOT_REGULAR",
@@ -86,10 +86,7 @@ def open_backend(
     text = os.fspath(url)
     if not text.strip():
         raise ConfigError(f"{url!r} is not a shelf: expected a directory or a URL")
-    try:
-        refuse_mistakes(text)
-    except ValueError as error:
-        raise ConfigError(f"the shelf {shown_url(text)!r} {error}") from None
+    check_shelf(text)
     options = dict(storage_options or {})
     directory = directory_of(text)
     if directory is not None:

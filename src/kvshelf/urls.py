@@ -54,6 +54,20 @@ def refuse_mistakes(text: str) -> None:
         raise ValueError(f"has no // behind {word[1]}: expected {meant}{folder}")
 
 
+def check_shelf(url: str) -> None:
+    """Refuse what somebody wrote for a shelf by mistake, see :func:`refuse_mistakes`.
+
+    Raises
+    ------
+    ConfigError
+        If it is.
+    """
+    try:
+        refuse_mistakes(url)
+    except ValueError as error:
+        raise ConfigError(f"the shelf {shown_url(url)!r} {error}") from None
+
+
 def shown_url(url: str | os.PathLike[str]) -> str:
     """Return a URL without its secrets: user, password, query and fragment.
 

@@ -28,7 +28,6 @@ import typer
 from rich.console import Console
 
 from kvshelf.backends import Backend, open_backend
-from kvshelf.backends.posix import PosixBackend
 from kvshelf.cli.codes import INTERRUPTED, OK, PROBLEM, UNEXPECTED, UNREACHABLE, USAGE
 from kvshelf.config import Config, default_shelf_path
 from kvshelf.errors import (
@@ -42,9 +41,9 @@ from kvshelf.errors import (
     printable,
 )
 from kvshelf.format.names import parse_namespace_folder
-from kvshelf.shelf.shelf import Shelf
+from kvshelf.shelf.shelf import Shelf, is_missing
 from kvshelf.tools.naming import folders_named
-from kvshelf.urls import refuse_mistakes, shown_url
+from kvshelf.urls import check_shelf
 
 logger = logging.getLogger(__name__)
 
@@ -217,12 +216,9 @@ def configuration(shelf: str | None) -> Config:
     """
     if shelf is None:
         return Config.load()
+    check_shelf(shelf)
     # A command takes a path that is relative to the folder in which it runs.
     here = shelf if "://" in shelf else os.path.abspath(os.path.expanduser(shelf))
-    try:
-        refuse_mistakes(shelf)
-    except ValueError as error:
-        raise ConfigError(f"the shelf {shown_url(shelf)!r} {error}") from None
     return Config.load({"shared_storage_path": here, "server": None})
 
 
@@ -310,14 +306,6 @@ def namespace_folders(shelf: Shelf, wanted: str) -> list[str]:
         If the storage failed.
     """
     return folders_named(wanted, filter(parse_namespace_folder, shelf.backend.folders()), shelf.url)
-
-
-def is_missing(backend: Backend) -> bool:
-    """Whether `backend` is a directory that does not exist.
-
-    Other storages have no root that could be missing.
-    """
-    return isinstance(backend, PosixBackend) and not os.path.isdir(backend.root)
 
 
 def is_local(url: str) -> bool:

@@ -41,7 +41,6 @@ from kvshelf.cli.common import (
     ShelfArgument,
     configuration,
     is_local,
-    is_missing,
     size_text,
     write_json,
 )
@@ -60,7 +59,7 @@ from kvshelf.format.differences import differing_fields
 from kvshelf.format.names import parse_namespace_folder
 from kvshelf.format.namespace import Namespace
 from kvshelf.paths import cache_dir
-from kvshelf.shelf.shelf import read_namespace
+from kvshelf.shelf.shelf import is_missing, read_namespace
 from kvshelf.tiers.ledger import Ledger
 from kvshelf.tools.reserved import LOOKS
 from kvshelf.weights.configuration import differing_keys

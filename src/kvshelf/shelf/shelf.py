@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from kvshelf.backends import Backend, Deadlines, open_backend
 from kvshelf.backends.guard import GuardedBackend
+from kvshelf.backends.posix import PosixBackend
 from kvshelf.errors import (
     BadObjectError,
     ConfigError,
@@ -32,7 +33,6 @@ from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
 from kvshelf.shelf.leftovers import read_description
 from kvshelf.shelf.view import NamespaceView
-from kvshelf.urls import directory_of
 
 #: Views that a shelf keeps, those that were asked for last: an engine whose weights change has a
 #: namespace after another, each with a view for each kind of the model and the drafter.
@@ -248,6 +248,14 @@ def read_namespace(backend: Backend, folder: str) -> Namespace:
     return Namespace.from_bytes(read_description(backend, folder), folder[:-17])
 
 
+def is_missing(backend: Backend) -> bool:
+    """Whether `backend` is a directory that does not exist.
+
+    Other storages have no root that could be missing.
+    """
+    return isinstance(backend, PosixBackend) and not os.path.isdir(backend.root)
+
+
 def open_shelf(
     url: str | os.PathLike[str],
     *,
@@ -290,13 +298,11 @@ def open_shelf(
     backend = open_backend(
         url, storage_options=storage_options, read_only=read_only, keep_atime=keep_atime
     )
-    folder = directory_of(url)
-    needed = folder is not None and (storage_options or {}).get("create") is False
-    if needed and not os.path.isdir(os.path.expanduser(str(folder))):
+    if (storage_options or {}).get("create") is False and is_missing(backend):
         backend.close()
         raise ConfigError(
-            f"{folder} does not exist, and storage_options say that it is not to be made (create:"
-            " false): mount it, or leave create out"
+            f"{backend.url} does not exist, and storage_options say that it is not to be made"
+            " (create: false): mount it, or leave create out"
         )
     wanted = replace(backend.properties.deadlines, **(deadlines or {}))
     return Shelf(backend, counters, deadlines=wanted)
