@@ -1,7 +1,8 @@
 """Run commands side by side, and leave no process behind: ``beside.py A … -- B … -- C …``.
 
-The last command prints at once; what the others print follows it, in their order. The exit code is
-the first that is neither 0 nor 5, by which pytest says that it had nothing to run. After Ctrl-C or
+The last command prints at once; what the others print follows it, in their order, and then once
+more the end of what each failed command printed. The exit code is the first that is neither 0 nor
+5, by which pytest says that it had nothing to run. After Ctrl-C or
 SIGTERM the commands are interrupted, and killed where they do not end. Whatever they started and
 that still runs when they have ended, even in sessions of its own, is killed: its parent is this
 process then (``PR_SET_CHILD_SUBREAPER`` of Linux).
@@ -23,6 +24,8 @@ from pathlib import Path
 _SUBREAPER = 36
 #: Seconds in which interrupted commands may clean up.
 _END = 60
+#: Bytes of what a failed command printed last that are printed again.
+_TAIL = 1500
 
 
 def descendants() -> list[int]:
@@ -70,17 +73,27 @@ def main() -> int:
         signal.signal(number, stop)
     given = [list(part) for between, part in groupby(sys.argv[1:], "--".__eq__) if not between]
     commands: list[subprocess.Popen[bytes]] = []
-    logs = [tempfile.TemporaryFile() for _ in given[:-1]]  # noqa: SIM115  closed at the end
+    logs = [tempfile.TemporaryFile() for _ in given]  # noqa: SIM115  closed at the end
+    printed = 0
     try:
-        for command, output in zip(given, [*logs, None], strict=True):
+        for command, log in zip(given, logs, strict=True):
+            # A single command has the terminal to itself.
+            output = log if len(given) > 1 else None
             commands.append(subprocess.Popen(command, stdout=output, stderr=output))
-        codes = [command.wait() for command in reversed(commands)]
+        while commands[-1].poll() is None:
+            time.sleep(0.1)
+            printed += os.write(1, os.pread(logs[-1].fileno(), 1 << 20, printed))
+        codes = [command.wait() for command in commands]
     finally:
         end_all(commands)
-        for log in logs:
-            log.seek(0)
+        for log, start in zip([logs[-1], *logs[:-1]], [printed, *[0] * len(given)], strict=False):
+            log.seek(start)
             sys.stdout.buffer.write(log.read())
-    return next((code for code in codes if code not in (0, 5)), 0)
+    failed = [one for one, code in enumerate(codes) if code not in (0, 5)]
+    for one in failed if len(given) > 1 else []:
+        said = os.pread(logs[one].fileno(), 1 << 30, 0)[-_TAIL:].decode(errors="replace")
+        print(f"\n{' '.join(given[one])} ended with {codes[one]}:\n{said}")
+    return codes[failed[0]] if failed else 0
 
 
 if __name__ == "__main__":
