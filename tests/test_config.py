@@ -38,7 +38,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_an_empty_file_and_an_empty_variable_count_as_absent(file: Path) -> None:
     file.write_text("# nothing yet\n")
-    environ = {"KVSHELF_CONFIG": str(file), "KVSHELF_SHARDS": "", "KVSHELF_VERSION": ""}
+    environ = {"KVSHELF_CONFIG": str(file), "KVSHELF_MEMORY": "", "KVSHELF_VERSION": ""}
     assert load({}, environ) == load()
 
 
@@ -108,7 +108,7 @@ def test_the_address_of_a_node_server(monkeypatch: pytest.MonkeyPatch) -> None:
         {"shared_storage_path": "/kv"},
         {"storage_options": {"create": False}},
         {"disk_tier": {"path": "/nvme/kv", "max_bytes": "1GiB"}},
-        {"memory_tier": {"max_bytes": "1GiB"}},
+        {"memory": "1GiB"},
         {"capacity": {"max_bytes": "1TiB"}},
     ],
 )
@@ -173,11 +173,11 @@ def test_the_constructor_explains_as_load_does() -> None:
     [
         ("remote_url", "shared_storage_path"),
         ("path", "shared_storage_path"),
-        ("lmcache.local_cpu", "memory_tier"),
-        ("max_local_cpu_size", 'memory_tier: {"max_bytes": "5GiB"}'),
+        ("lmcache.local_cpu", "memory"),
+        ("max_local_cpu_size", "memory, such as 5GiB"),
         ("local_disk", "disk_tier"),
         ("max_local_disk_size", "disk_tier.max_bytes"),
-        ("cpu_bytes_to_use", "memory_tier"),
+        ("cpu_bytes_to_use", "memory, such as 20GiB"),
         ("spec_name", "leave it out"),
     ],
 )
@@ -189,14 +189,14 @@ def test_keys_of_others_are_told_what_they_are_here(key: str, meant: str) -> Non
 
 
 def test_wrong_keys_and_wrong_values_are_named_together(file: Path) -> None:
-    file.write_text("versoin: a\nshards: 0\n")
+    file.write_text("versoin: a\nmemory: 0\n")
     text = problem(
         {"chunk_siz": 1, "layuot": 2, "read_only": "x", "config_file": str(file)},
         {"KVSHELF_SAVE_DECODE": "perhaps"},
     )
     for told in ("did you mean chunk_size?", "did you mean layout?", "did you mean version?"):
         assert told in text
-    for option in ("read_only", "KVSHELF_SAVE_DECODE", "shards in the file"):
+    for option in ("read_only", "KVSHELF_SAVE_DECODE", "memory in the file"):
         assert option in text
     assert text.count("\n  - ") == 6
 
@@ -204,7 +204,7 @@ def test_wrong_keys_and_wrong_values_are_named_together(file: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "told"),
     [
-        ({"memory_tier": {"max_byte": "20GiB"}}, "max_byte: no such key; did you mean max_bytes?"),
+        ({"capacity": {"max_byte": "2TiB"}}, "max_byte: no such key; did you mean max_bytes?"),
         ({"capacity": {"max_size": "2TiB"}}, "max_size: no such key; did you mean max_"),
         ({"disk_tier": {"path": "/kv", "size": 1}}, "size: no such key; known: max_bytes, path"),
         ({"capacity": {"max_age": "10s"}}, "max_age: is 10 s; expected at least 120s"),
@@ -221,11 +221,12 @@ def test_what_is_wrong_inside_an_option(option: dict[str, object], told: str) ->
         {"chunk_size": 0},
         {"chunk_size": True},
         {"chunk_size": 1.5},
-        {"shards": -1},
-        {"staging_bytes": 0},
-        {"io_threads": 0},
-        {"lookup_wait_s": -1},
-        {"lookup_wait_s": "nan"},
+        {"handover_wait_s": -1},
+        {"handover_wait_s": "nan"},
+        {"layout": "native"},
+        {"memory": 0},
+        {"memory": "1 fortnight"},
+        {"memory": {"max_bytes": "1GiB"}},
         {"weights": ""},
         {"version": ""},
         {"shared_storage_path": ""},
@@ -239,10 +240,6 @@ def test_what_is_wrong_inside_an_option(option: dict[str, object], told: str) ->
         {"disk_tier": {"path": "/nvme", "max_bytes": 0}},
         {"disk_tier": {"path": "/nvme", "max_bytes": True}},
         {"disk_tier": {"path": "/nvme", "max_bytes": 1, "max_byte": 2}},
-        {"memory_tier": "20GiB"},
-        {"memory_tier": {}},
-        {"memory_tier": {"max_bytes": 0}},
-        {"memory_tier": {"max_bytes": "1GiB", "path": "/nvme"}},
         {"capacity": "1TiB"},
         {"capacity": None},
         {"capacity": {"max_bytes": 0}},
@@ -251,8 +248,6 @@ def test_what_is_wrong_inside_an_option(option: dict[str, object], told: str) ->
         {"capacity": {"max_age": "1 fortnight"}},
         {"capacity": {"max_age": "nand"}},
         {"capacity": {"max_age": True}},
-        {"capacity": {"min_free": -1}},
-        {"capacity": {"uses": "atime"}},
         {"_env_file": "/etc/passwd"},
         {"config_file": 3},
     ],
@@ -263,7 +258,7 @@ def test_values_that_cannot_be_used(extra: dict[str, object]) -> None:
 
 
 def test_without_a_memory_tier_only_far_storage_is_read_ahead() -> None:
-    config, without = load({}, {"KVSHELF_MEMORY_TIER": '{"max_bytes": "1GiB"}'}), load({})
+    config, without = load({}, {"KVSHELF_MEMORY": "1GiB"}), load({})
     assert config.memory_bytes == 1 << 30
     assert config.prefetch_budget(0.0) == config.prefetch_budget(1.0) == 1 << 29
     assert (without.prefetch_budget(0.0), without.memory_bytes) == (0, 0)

@@ -32,6 +32,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvshelf.background import Background
+from kvshelf.capacity.rules import KEEP_TAILS
 from kvshelf.capacity.sweeper import Sweeper
 from kvshelf.capacity.uses import Uses
 from kvshelf.capacity.walk import Walk
@@ -189,17 +190,15 @@ class Assembly:
         shelf, config = self.shelf(), self._config
         if shelf is None or config.read_only:
             return
-        keep = config.handover_keep_s or None
         if self.walk is None:
-            self.walk = Walk(shelf.backend, self.counters, keep=keep, walks=leads)
+            self.walk = Walk(shelf.backend, self.counters, keep=KEEP_TAILS, walks=leads)
         if config.server is not None:
-            if keep is not None:
-                if self._walking is None:
-                    self._walking = Background(
-                        "kvshelf-capacity", self.walk.step, on_start=self._on_thread_start
-                    )
-                    self.walk.wake = self._walking.wake
-                self._walking.start()
+            if self._walking is None:
+                self._walking = Background(
+                    "kvshelf-capacity", self.walk.step, on_start=self._on_thread_start
+                )
+                self.walk.wake = self._walking.wake
+            self._walking.start()
             return
         if self._sweeper is None:
             self._sweeper = Sweeper(
@@ -208,7 +207,7 @@ class Assembly:
                 self.counters,
                 sweeps=leads,
                 walk=self.walk,
-                keep_tails=keep,
+                keep_tails=KEEP_TAILS,
                 on_thread_start=self._on_thread_start,
             )
         self._sweeper.start()

@@ -90,11 +90,11 @@ _OF_THE_SERVER: Final = (
     "shared_storage_path",
     "storage_options",
     "disk_tier",
-    "memory_tier",
+    "memory",
     "capacity",
 )
 _PREFETCH_BYTES: Final = 256 << 20
-#: Bytes of staging where `staging_bytes` is not set and a model needs no more.
+#: Bytes of host memory for chunks in transit where a model needs no more.
 LEAST_STAGING: Final = 1 << 30
 _LEAST_MEMORY: Final = 4096
 #: A shorter age would delete chunks in use: uses are recorded about once a minute at most.
@@ -106,7 +106,6 @@ _PREFETCH_FROM_PROBE_SECONDS: Final = 1e-3
 _MAPPINGS: Final = types.MappingProxyType(
     {
         "disk_tier": '{"path": …, "max_bytes": …}',
-        "memory_tier": '{"max_bytes": …}',
         "capacity": '{"max_bytes": …, "max_age": …}',
     }
 )
@@ -114,11 +113,11 @@ _MAPPINGS: Final = types.MappingProxyType(
 _OTHERS: Final = types.MappingProxyType(
     {
         "remote_url": "the storage that engines share is shared_storage_path",
-        "local_cpu": "a memory tier is memory_tier",
-        "max_local_cpu_size": 'a memory tier is memory_tier: {"max_bytes": "5GiB"}',
+        "local_cpu": "memory for objects is memory",
+        "max_local_cpu_size": "memory for objects is memory, such as 5GiB",
         "local_disk": 'a local disk is disk_tier: {"path": …, "max_bytes": …}',
         "max_local_disk_size": "the size of a local disk is disk_tier.max_bytes",
-        "cpu_bytes_to_use": 'a memory tier is memory_tier: {"max_bytes": …}',
+        "cpu_bytes_to_use": "memory for objects is memory, such as 20GiB",
         "spec_name": "it is of vLLM's OffloadingConnector: leave it out",
         "path": "the directory that engines share is shared_storage_path",
     }
@@ -253,36 +252,15 @@ class CapacityConfig(BaseModel):
         it.
     max_age : float or None
         Seconds after its last use at which a chunk is deleted. None: never.
-    min_free : int or None
-        Bytes of the storage that stores leave free. None: 5 %, at most 20 GiB, and 10 % of a
-        filesystem in memory. 0: stores use all.
     group_max_bytes : int or None
         Most bytes of each salt group of a namespace. None: no bound.
-    uses : str
-        How uses of chunks are recorded: ``auto``, ``marks``, ``rewrite`` or ``off``.
     """
 
     model_config = ModelOptions(frozen=True, extra="forbid", allow_inf_nan=False)
 
     max_bytes: Annotated[_Size, Field(gt=0)] | None = None
     max_age: Annotated[_Duration, AfterValidator(_old_enough)] | None = None
-    min_free: Annotated[_Size, Field(ge=0)] | None = None
     group_max_bytes: Annotated[_Size, Field(gt=0)] | None = None
-    uses: Literal["auto", "marks", "rewrite", "off"] = "auto"
-
-
-class MemoryTierConfig(BaseModel):
-    """The option ``memory_tier``.
-
-    Attributes
-    ----------
-    max_bytes : int
-        Bytes of host memory.
-    """
-
-    model_config = ModelOptions(frozen=True, extra="forbid")
-
-    max_bytes: Annotated[_Size, Field(ge=_LEAST_MEMORY)]
 
 
 class DiskTierConfig(BaseModel):
@@ -303,7 +281,7 @@ class DiskTierConfig(BaseModel):
 
 
 _NESTED: Final[Mapping[str, type[BaseModel]]] = types.MappingProxyType(
-    {"capacity": CapacityConfig, "memory_tier": MemoryTierConfig, "disk_tier": DiskTierConfig}
+    {"capacity": CapacityConfig, "disk_tier": DiskTierConfig}
 )
 
 
@@ -372,31 +350,28 @@ class Config(BaseSettings):
     """The node server of this machine, as `kvshelf serve` shows it: `ipc://` and the path of its
     socket. Its engines share one memory tier and one set of connections to the storage. The shelf,
     its bounds and the tiers are then options of the server: `shared_storage_path`,
-    `storage_options`, `capacity`, `disk_tier` and `memory_tier` are errors beside this option.
+    `storage_options`, `capacity`, `disk_tier` and `memory` are errors beside this option.
     Without the server the engine runs as without a cache. See [Node server](node-server.md)."""
-    memory_tier: MemoryTierConfig | None = None
-    """Host memory of each worker process that keeps copies of the shelf's objects, in front of the
-    disk tier: `{"max_bytes": "20GiB"}`. Objects that are loaded from the shelf or stored on it are
-    copied there, and later loads read them in place. All of it is taken when the engine starts, in
-    addition to `staging_bytes`; if so much is not free, the engine does not start. A machine with
-    several workers needs it for each. When it is full, the least recently used objects are evicted,
-    the ends of prompts first. At most half of it holds objects that were read ahead for requests
-    that still wait to be scheduled. If it is not set, only such objects are kept in memory: up to
-    `256MiB`, taken when needed, for storage with a probe latency of 1 ms or more, such as S3; none
-    for faster storage, such as local disks and nearby mounts. See
-    [Storage](storage.md#memory-tier)."""
+    memory: Annotated[_Size, Field(ge=_LEAST_MEMORY)] | None = None
+    """Host memory of the engine on each machine that keeps copies of the shelf's objects, in front
+    of the disk tier: `20GiB`. Its ranks there have equal parts. Objects that are loaded from the
+    shelf or stored on it are copied there, and later loads read them in place. All of it is taken
+    when the engine starts; if so much is not free, the engine does not start. When it is full, the
+    least recently used objects are evicted, the ends of prompts first. At most half of it holds
+    objects that were read ahead for requests that still wait to be scheduled. If it is not set,
+    only such objects are kept in memory: up to `256MiB`, taken when needed, for storage with a
+    probe latency of 1 ms or more, such as S3; none for faster storage, such as local disks and
+    nearby mounts. See [Storage](storage.md#memory-tier)."""
     capacity: CapacityConfig = CapacityConfig()
-    """Bounds of the shelf, all optional: `{"max_bytes": "2TiB", "max_age": "7d", "min_free":
-    "50GiB"}`. `max_bytes` bounds everything on the shelf, of all models and engines together; above
-    it, engines delete the chunks that were used longest ago, down to a part of it. If engines give
-    several values, each deletes down to its own, and the smallest ends the stores of all. `max_age`
-    deletes chunks that long after their last use: seconds (at least 120), or a number and `s`, `m`,
-    `h`, `d` or `w`. Without `max_bytes` and `max_age` no engine deletes chunks. `min_free` is what
-    stores leave free on the storage; below it they are dropped and counted. If it is not set, that
-    is 5 % of the storage, at most 20 GiB, and 10 % of a filesystem in memory (tmpfs); `0` turns it
-    off. `group_max_bytes` bounds each salt group, with `group_by_salt` only. `uses` says how uses
-    of chunks are recorded: `auto` (default), `marks`, `rewrite` (for S3 with a lifecycle rule) or
-    `off`. An engine with `read_only` deletes nothing. See [Capacity](capacity.md)."""
+    """Bounds of the shelf, all optional: `{"max_bytes": "2TiB", "max_age": "7d"}`. `max_bytes`
+    bounds everything on the shelf, of all models and engines together; above it, engines delete the
+    chunks that were used longest ago, down to a part of it. If engines give several values, each
+    deletes down to its own, and the smallest ends the stores of all. `max_age` deletes chunks that
+    long after their last use: seconds (at least 120), or a number and `s`, `m`, `h`, `d` or `w`.
+    Without `max_bytes` and `max_age` no engine deletes chunks. Stores leave 5 % of the storage
+    free, at most 20 GiB, and 10 % of a filesystem in memory (tmpfs); below it they are dropped and
+    counted. `group_max_bytes` bounds each salt group, with `group_by_salt` only. An engine with
+    `read_only` deletes nothing. See [Capacity](capacity.md)."""
     read_only: bool = False
     """Load from the shelf, never write to it. kvshelf detects a shelf that cannot be written (a
     read-only mount, missing permission) without this option; set it for a shelf that is writable
@@ -404,28 +379,16 @@ class Config(BaseSettings):
     chunk_size: _Count = Field(default=256, ge=1, le=1 << 16)
     """Tokens per chunk. A hit is a whole number of chunks: smaller chunks make hits slightly
     longer, larger ones need fewer objects and read faster. Engines share chunks only if they use
-    the same size. A node server tells its own to [adapters](multiprocess.md#in-short). The native
-    layout needs a multiple of the engine's block size; with any other size the canonical layout is
-    used. For hybrid models it must be a multiple of the least common multiple of the block sizes of
-    all KV cache groups. If it is not set, it is for them the smallest multiple of at least 256, or
-    of at least 128 for models with states."""
-    state_interval: _Count = Field(default=24, ge=1)
-    """For models with states (Mamba, gated delta nets, short convolutions), of which each takes as
-    many bytes as thousands of tokens of KV: chunks between two stored states of a prompt. Stored in
-    any case are the state at the last chunk boundary before a prompt's end, those where vLLM has
-    seen prompts part, and those inside a prefix whose full KV is on the shelf already. Smaller
-    values find longer hits for prompts that share only a part, larger ones store fewer bytes."""
-    shards: _Count | None = Field(default=None, ge=1)
-    """Number of objects per chunk, each with an equal part of the KV heads. If it is not set,
-    kvshelf uses the largest divisor of the model's KV heads up to 8 (of those of each layer, where
-    layers differ), which depends on the model only. Set the same value on all engines."""
-    layout: Literal["auto", "native", "canonical"] = "auto"
+    the same size. A node server tells its own to [adapters](multiprocess.md#in-short). For hybrid
+    models it must be a multiple of the least common multiple of the block sizes of all KV cache
+    groups. If it is not set, it is for them the smallest multiple of at least 256, or of at least
+    128 for models with states."""
+    layout: Literal["auto", "canonical"] = "auto"
     """Layout of the stored tensors if the engine permutes K and V inside a block, as vLLM's CPU
-    backend does. `native` stores blocks unchanged: fastest, but only engines with the same
-    permutation and block size can load them. `canonical` stores `[2, tokens, heads, head_size]`,
-    which every engine can load. `auto` is native if the chunk size is a multiple of the block size,
-    else canonical. Engines that do not permute always use canonical; for them `native` is an
-    error."""
+    backend does. `auto` stores such blocks unchanged if the chunk size is a multiple of the block
+    size: fastest, but only engines with the same permutation and block size can load them.
+    `canonical` stores `[2, tokens, heads, head_size]`, which every engine can load. Engines that do
+    not permute always use canonical."""
     weights: Annotated[str, AfterValidator(_weights)] = Field(default="content", min_length=1)
     """How the model's weights are identified. `content` reads the weight files once, in the
     background, and caches the result until a file changes. `sampled` reads parts of them: faster,
@@ -447,55 +410,15 @@ class Config(BaseSettings):
     """Also store chunks that are completed while the answer is generated. Useful for conversations,
     where the answer is part of the next prompt. Off for models whose tokens see only a window of
     the answer (R-SWA)."""
-    staging_bytes: Annotated[_Size, Field(gt=0)] | None = None
-    """Host memory of each worker for chunks in transit between the KV cache and the shelf: a number
-    of bytes or a size such as `512MiB`. If it is not set: for the chunks of two steps (vLLM's
-    `--max-num-batched-tokens`), at least 1 GiB; beyond that at most a sixteenth of the memory that
-    the process may use, shared by the machine's ranks. When it is full, chunks of full attention
-    wait until there is room, as long as their request runs; what is left then, windows and states
-    are dropped and counted. The engine never waits for it. The kinds of KV of a hybrid model share
-    it, and each needs enough for two chunks."""
-    io_threads: _Count | None = Field(default=None, ge=1, le=256)
-    """Threads that read objects in each worker. If it is set, half as many write objects. If it is
-    not set, the number depends on the storage: 2 for a local disk, where they compete with the
-    model for cores; up to 16 for remote storage, where they mostly wait. With a GPU, where most
-    cores are idle, for any storage at least a share of the cores, up to 8."""
     admission: Literal["auto", "always"] = "auto"
     """Which hits are loaded. `auto` loads a hit only where that is expected to be sooner than
     computing its tokens, by the times that the engine's own steps and loads have taken, and
     computes what a load does not bring in time. `always` loads every hit. What another engine hands
     over is always loaded."""
-    lookup_wait_s: float = Field(default=1.0, ge=0)
-    """Longest time, in seconds, that a request waits for its lookup. After that it is computed as
-    if nothing had been found."""
-    identity_wait_s: float = Field(default=2.0, ge=0)
-    """Longest time, in seconds, that the first requests of a new engine wait until its weights and
-    layout are identified and the shelf is open; all have one deadline, counted from the first that
-    asks. After that they are computed without the shelf."""
-    probe_deadline_s: float | None = Field(default=None, gt=0)
-    """Deadline, in seconds, for probing a batch of objects. kvshelf does not wait for a call that
-    takes longer. If it is not set: 1 for a directory, 5 for a remote URL."""
-    read_deadline_s: float | None = Field(default=None, gt=0)
-    """Deadline, in seconds, for reading an object, in addition to a second for each 50 MB. The
-    tokens of an object that arrives later are computed instead. If it is not set: 5 for a
-    directory, 15 for a remote URL."""
-    write_deadline_s: float | None = Field(default=None, gt=0)
-    """Deadline, in seconds, for writing an object, in addition to a second for each 50 MB. kvshelf
-    does not wait for a store that takes longer. If it is not set: 5 for a directory, 15 for a
-    remote URL."""
-    shutdown_drain_s: float = Field(default=4.0, ge=0)
-    """Seconds that a stopping engine may spend on unfinished stores. The rest is dropped, and the
-    log says how much. vLLM kills its workers after 5 seconds
-    (`VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS`)."""
     handover_wait_s: float = Field(default=30.0, ge=0)
     """Longest time, in seconds from its arrival, that a request waits for KV that another engine
     has promised to store. What is missing then is computed. A request's params may shorten its own
     wait."""
-    handover_keep_s: float = Field(default=3600.0, ge=0)
-    """Age, in seconds, at which tails, and the markers of hand-overs between engines, are deleted,
-    by engines that have stored tails or were asked for a hand-over, and may delete. A tail's age
-    counts from its last use, where the storage records uses. No engine waits so long for a
-    hand-over. `0` keeps them for ever."""
 
     if not TYPE_CHECKING:  # a type checker makes the constructor's arguments of the fields
 
@@ -520,31 +443,16 @@ class Config(BaseSettings):
         raise ValueError(f"is not a mapping; expected {_MAPPINGS[name]}, as JSON")
 
     @property
-    def deadlines(self) -> dict[str, float]:
-        """The deadlines that are set, by the names of :class:`kvshelf.backends.Deadlines`."""
-        given = {
-            "probe": self.probe_deadline_s,
-            "read": self.read_deadline_s,
-            "write": self.write_deadline_s,
-        }
-        return {name: float(value) for name, value in given.items() if value is not None}
-
-    @property
-    def least_staging(self) -> int:
-        """The bytes of `staging_bytes`, or how many there are at least where it is not set."""
-        return int(self.staging_bytes or LEAST_STAGING)
-
-    @property
     def memory_bytes(self) -> int:
-        """Bytes of each worker's memory tier; 0 if none is configured."""
-        return 0 if self.memory_tier is None else int(self.memory_tier.max_bytes)
+        """Bytes of `memory`; 0 if it is not set."""
+        return int(self.memory or 0)
 
     @property
     def bounds_told(self) -> str:
         """What bounds memory and shelf, for the log."""
-        memory, capacity = self.memory_tier, self.capacity
+        capacity = self.capacity
         told = {
-            "memory_tier": None if memory is None else memory.max_bytes.human_readable(),
+            "memory": self.memory and self.memory.human_readable(),
             "max_bytes": capacity.max_bytes and capacity.max_bytes.human_readable(),
             "max_age": capacity.max_age and f"{capacity.max_age:.0f}s",
         }

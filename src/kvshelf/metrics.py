@@ -105,8 +105,6 @@ COUNTERS: Mapping[str, str] = {
     "leftovers_deleted": "old tails, and markers of old hand-overs, deleted",
     "touched_objects": "objects in use whose access times were set",
     "marked_chunks": "chunks in use that were marked, as access times could not be set",
-    "rewritten_objects": "objects in use written anew, for storages that delete by age",
-    "rewritten_bytes": "bytes of objects in use written anew",
     "sweeps": "listings of the whole shelf that deleted what went",
     "sweep_errors": "sweeps that ended because of an error in kvshelf",
     "sweep_seconds": "seconds of processor time that sweeps took",

@@ -29,8 +29,7 @@ GIB = 1 << 30
     ],
 )
 def test_what_stays_free_depends_on_the_storage(total: int, memory: bool, expected: int) -> None:
-    assert least_free(Space(0, total, memory), None) == expected
-    assert least_free(Space(0, total, memory), 7) == 7
+    assert least_free(Space(0, total, memory)) == expected
 
 
 @pytest.fixture
@@ -67,25 +66,19 @@ def test_nothing_is_bounded_before_anything_is_known(counters: Counters) -> None
 def test_stores_stop_above_what_must_stay_free_and_go_on_later(
     counters: Counters, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found = Woken(counters, min_free=1000)
-    found.update(Space(1200, 10000), None, None)
+    found = Woken(counters)
+    found.update(Space(700, 10000), None, None)
     assert found.allows(200)
     with caplog.at_level(logging.WARNING):
-        found.update(Space(900, 10000), None, None)
+        found.update(Space(400, 10000), None, None)
         assert not found.allows(1)
-        found.update(Space(800, 10000), None, None)
+        found.update(Space(300, 10000), None, None)
         assert not found.allows(1)
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("/mnt/kv: 900 bytes are free, and stores leave 1000 (min_free)")
+    assert line.startswith("/mnt/kv: 400 bytes are free, and stores leave 500 free")
     found.update(Space(5000, 10000), None, None)
     assert found.allows(2000)
     assert counters.take()["storage_free_bytes"] == 5000
-
-
-def test_no_bytes_must_stay_free_if_that_is_turned_off(counters: Counters) -> None:
-    found = Woken(counters, min_free=0)
-    found.update(Space(1, 10000), None, None)
-    assert found.allows(1 << 40)
 
 
 def test_own_writes_use_up_the_space_and_call_for_another_look(counters: Counters) -> None:
@@ -150,13 +143,13 @@ def test_writes_that_go_on_count_and_those_that_failed_do_not(counters: Counters
     assert found.estimate(listed, None, 110.0) == 50
     assert found.begin(500)
     found.update(Space(800, 10000), None, None)
-    assert not found.begin(0), "less is free than min_free and that write"
+    assert not found.begin(0), "less is free than must stay and that write"
 
 
 def test_the_narrower_bound_acts_and_is_named(
     counters: Counters, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found = Woken(counters, max_bytes=1000, min_free=10)
+    found = Woken(counters, max_bytes=1000)
     found.update(Space(5000, 10000), 1000, 1000)
     assert found.is_short
     assert not found.allows(1)

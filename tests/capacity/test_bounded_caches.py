@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvshelf import ChunkCache, Config
+from kvshelf.capacity import bound
 from tests.support.prompts import prompt
 from tests.support.waiting import until
 from tests.test_cache import CHUNK, facts, put, truth
@@ -22,8 +25,11 @@ def objects(tmp_path: Path) -> list[Path]:
     return list((tmp_path / "shelf").rglob("*.safetensors"))
 
 
-def test_a_storage_without_space_gets_nothing(tmp_path: Path) -> None:
-    with opened(tmp_path, min_free="1PiB") as cache:
+def test_a_storage_without_space_gets_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bound, "least_free", lambda _: 1 << 50)
+    with opened(tmp_path) as cache:
         until(lambda: not cache.shelf.backend.allows(1))
         report = cache.store(TOKENS, kv=truth(TOKENS))
         assert report.published == 0
@@ -33,11 +39,11 @@ def test_a_storage_without_space_gets_nothing(tmp_path: Path) -> None:
 
 
 def test_what_is_above_the_bound_is_deleted_and_the_beginning_stays(tmp_path: Path) -> None:
-    with opened(tmp_path, min_free=0) as cache:
+    with opened(tmp_path) as cache:
         put(cache, TOKENS)
     before = objects(tmp_path)
-    bound = sum(path.stat().st_size for path in before) // 2
-    with opened(tmp_path, max_bytes=bound, min_free=0) as cache:
+    most = sum(path.stat().st_size for path in before) // 2
+    with opened(tmp_path, max_bytes=most) as cache:
         until(lambda: cache.counters.snapshot().get("shelf_evicted_objects", 0) > 0)
         assert 0 < len(objects(tmp_path)) < len(before)
         assert cache.lookup(TOKENS) >= CHUNK

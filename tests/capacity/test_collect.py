@@ -15,7 +15,6 @@ from kvshelf.capacity.pins import Pin, Pins
 from kvshelf.capacity.rules import NO_RULES, Choice, Rule, Rules
 from kvshelf.format.kinds import FULL, STATE, WINDOW
 from kvshelf.format.names import parse_path
-from kvshelf.shelf.markers import keep_name, marker_name
 from tests.capacity.shelves import DAY, FMT, HEX, SIZE, Place, bound, chunks, salted, tail_of
 from tests.sim.storage import FaultyStorage
 from tests.support.formats import format_of_kinds, make_format
@@ -210,52 +209,6 @@ def test_tails_and_markers_stay_for_ever_if_that_is_wanted(place: Place) -> None
     place.put(FMT, [tail_of(1)], age=90 * DAY)
     place.write(f"{FMT.namespace.folder}/.kvshelf/gave-up/{'1' * 32}", b"", age=90 * DAY)
     assert not names(plan(place.scan(), Rules(tails=None, markers=None)))
-
-
-def test_tails_and_markers_stay_for_as_long_as_engines_say(place: Place) -> None:
-    folder, attempt = FMT.namespace.folder, "1" * 32
-    said = place.write(f"{folder}/{keep_name(30 * DAY - 0.5)}", b"", age=9 * DAY)
-    place.put(FMT, [tail_of(1)], age=29 * DAY)
-    place.write(f"{folder}/{marker_name(attempt)}", b"", age=29 * DAY)
-    place.put(FMT, chunks(1), age=90 * DAY)
-    old = place.put(FMT, [tail_of(2)], age=31 * DAY)
-    # In a namespace of which nobody said anything.
-    theirs = place.put(OTHER, [tail_of(3, OTHER)], age=7200.0)
-    found = names(plan(place.scan(), Rules()))
-    assert found == dict.fromkeys([*theirs, *old], Rule.TAIL)
-    assert names(plan(place.scan(folders=[f"{folder}/_"]), Rules())).keys() == {*old}
-    # What is kept as a cache can be pinned, what a hand-over left cannot.
-    pins = Pins({"all": Pin()}, {}, place.now)
-    assert names(plan(place.scan(), Rules(), pins=pins)).keys() == {*theirs}
-    place.later.ahead = 29 * DAY
-    assert place.later.now() - place.now < 30 * DAY
-    assert str(said.relative_to(place.root)) not in names(plan(place.scan(), Rules()))
-
-
-def test_bounds_reach_tails_whatever_is_said_of_them(place: Place) -> None:
-    tails = place.put(FMT, [tail_of(1)], age=29 * DAY)
-    place.write(f"{FMT.namespace.folder}/{keep_name(30 * DAY)}", b"")
-    assert names(plan(place.scan(), Rules(max_age=28 * DAY))) == dict.fromkeys(tails, Rule.AGE)
-    assert names(plan(place.scan(), Rules(max_bytes=1))) == dict.fromkeys(tails, Rule.SIZE)
-
-
-def test_what_is_said_of_tails_is_believed_while_it_may_hold(place: Place) -> None:
-    folder = FMT.namespace.folder
-    tails = place.put(FMT, [tail_of(1)], age=7300.0)
-    said = place.write(f"{folder}/{keep_name(7400)}", b"", age=7400 + DAY - 60)
-    assert not names(plan(place.scan(), Rules()))
-    place.age(said, 7400 + DAY + 60)
-    left = {str(said.relative_to(place.root)): Rule.MARKER}
-    gone = dict.fromkeys(tails, Rule.TAIL)
-    assert names(plan(place.scan(), Rules())) == left | gone
-    assert names(plan(place.scan(), Rules(markers=None))) == gone
-    said.unlink()
-    for name in ("0", "-9", "09999", "99999.5", "1" * 10, "9999 s", "9998/9999"):
-        place.write(f"{folder}/.kvshelf/keeps-tails/{name}", b"")
-    place.write(f"{folder}/.kvshelf/keeps-tails/9999", b"content")
-    place.write(f"{folder}/.kvshelf/keeps-tails/99999", b"", age=-2 * DAY)
-    place.write(".kvshelf/keeps-tails/9999", b"")
-    assert names(plan(place.scan(), Rules())) == gone
 
 
 def test_chunks_behind_a_missing_one_go_a_day_after_their_last_use(place: Place) -> None:

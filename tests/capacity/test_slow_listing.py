@@ -40,7 +40,7 @@ def rig(mount: FaultMount, request: pytest.FixtureRequest) -> Iterator[Rig]:
 def sweeping(rig: Rig, chunks: int) -> Sweeper:
     """A sweeper whose bound is so many chunks."""
     chunk_bytes = sum(rig.fmt.object_size(shard) for shard in range(rig.fmt.shards))
-    bounds = CapacityConfig.model_validate({"max_bytes": chunks * chunk_bytes, "min_free": 0})
+    bounds = CapacityConfig.model_validate({"max_bytes": chunks * chunk_bytes})
     return Sweeper(rig.shelf, bounds, rig.counters)
 
 

@@ -134,7 +134,9 @@ def test_without_bounds_nothing_is_listed_and_nothing_deleted(place: Swept) -> N
     assert place.counters.take()["storage_free_bytes"] > 0
 
 
-def test_orphans_go_when_stores_find_too_little_space(place: Swept) -> None:
+def test_orphans_go_when_stores_find_too_little_space(
+    place: Swept, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stores are refused then before they come to the storage: none of them finds it full."""
     (name, *_) = place.fill()
     folder, _, base = name.rpartition("/")
@@ -144,20 +146,14 @@ def test_orphans_go_when_stores_find_too_little_space(place: Swept) -> None:
     assert orphan.exists()
     space = place.later.space()
     assert space is not None
-    place.make(min_free=space.free + 1000).step()
+    monkeypatch.setattr(bound_module, "least_free", lambda _: space.free + 1000)
+    place.make().step()
     assert orphan.exists()
-    sweeper = place.make({"walk": Walk(place.backend, Counters())}, min_free=space.free + 1000)
+    sweeper = place.make({"walk": Walk(place.backend, Counters())})
     sweeper.step()
     assert not orphan.exists()
     assert place.objects() == before
     assert sweeper.bound.allows(1000)
-
-
-def test_nothing_runs_if_nothing_is_bounded(place: Swept) -> None:
-    before = named("kvshelf-capacity")
-    place.make(min_free=0).start()
-    assert not named("kvshelf-capacity") - before
-    assert place.backend.bound is None
 
 
 def test_above_the_bound_the_ends_of_old_prompts_go_first(place: Swept) -> None:
@@ -503,7 +499,7 @@ def test_an_error_of_its_own_keeps_the_bounds_and_is_tried_again(
     place: Swept, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
     place.fill()
-    sweeper = place.make(max_bytes=19 * CHUNK_BYTES, min_free=1000)
+    sweeper = place.make(max_bytes=19 * CHUNK_BYTES)
     monkeypatch.setattr(place.backend, "bound", sweeper.bound)
 
     def broken(*_: object, **__: object) -> None:
@@ -515,7 +511,7 @@ def test_an_error_of_its_own_keeps_the_bounds_and_is_tried_again(
         if where == "plan":
             assert place.count("sweep_errors") == 1
             assert "tried again in an hour" in caplog.text
-            assert not place.backend.allows(1 << 60), "min_free goes on"
+            assert not place.backend.allows(1 << 60), "the free space is still kept"
             sweeper.step()
             assert place.count("sweep_errors") == 1
     assert place.backend.bound is sweeper.bound

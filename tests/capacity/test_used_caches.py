@@ -111,11 +111,10 @@ def test_a_cache_does_not_close_the_uses_that_it_is_given(tmp_path: Path) -> Non
     uses.close()
 
 
-def test_a_cache_that_is_opened_records_as_its_configuration_says(tmp_path: Path) -> None:
-    capacity = {"uses": "marks", "max_age": 4000}
-    config = Config(shared_storage_path=str(tmp_path), chunk_size=CHUNK, capacity=capacity)  # type: ignore[arg-type]
+def test_a_cache_that_is_opened_records_uses(tmp_path: Path) -> None:
+    config = Config(shared_storage_path=str(tmp_path), chunk_size=CHUNK)
     with ChunkCache.open(config, facts()) as cache:
         fill(cache, full=5, windows=0, states=())
         retrieve(cache, "full", TOKENS)
-    assert cache.counters.snapshot()["marked_chunks"] == 5
+    assert cache.counters.snapshot()["touched_objects"] == 10
     until(lambda: not recorders())

@@ -24,7 +24,7 @@ from kvshelf.errors import (
 )
 from kvshelf.format.keys import Chunk
 from kvshelf.metrics import Counters
-from kvshelf.shelf.markers import keep_name, marker_name
+from kvshelf.shelf.markers import marker_name
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import NamespaceView, ObjectRef
 from tests.capacity.shelves import DAY, Place, tail_of
@@ -189,17 +189,16 @@ def test_only_namespaces_that_it_writes_to_are_walked_through(place: Walked) -> 
 
 
 def test_a_walk_looks_into_one_folder_at_a_time_and_rests(place: Walked) -> None:
-    with_tails = {place.tail(seed)[0].parent for seed in range(20)}
-    folders = len(list(place.path(f"{FOLDER}/_").iterdir())) + 5
-    # Where there are tails it is asked how long they are kept.
-    folders += len(with_tails)
+    for seed in range(20):
+        place.tail(seed)
+    folders = len(list(place.path(f"{FOLDER}/_").iterdir())) + 4
     walk = place.walk()
     place.clock.now += walk.step() + 1e-6
     place.faults.counts.clear()
     while place.faults.counts["entries"] < folders:
         before = place.faults.counts["entries"]
         place.clock.now += walk.step() + 1e-6
-        assert place.faults.counts["entries"] <= before + 2
+        assert place.faults.counts["entries"] <= before + 1
     assert place.deleted == 20 * FMT.shards
     # The next walk begins at an age after the first began.
     place.clock.now += walk.step() + 1e-6
@@ -252,46 +251,6 @@ def test_where_nobody_leaves_temporaries_only_tails_are_looked_for(place: Walked
 
 
 # ------------------------------------------------------------------------------- what is said
-
-
-def test_tails_that_an_engine_keeps_as_a_cache_are_deleted_by_no_other(place: Walked) -> None:
-    keeping, other = place.walk(30 * DAY), place.walk(3600.0)
-    keeping.step()
-    cached = [*place.tail(age=7200.0), *place.tail(1, 29 * DAY), place.mark(ONE, 7200.0)]
-    old = place.tail(2, 31 * DAY)
-    place.wrote(other, tail_of())
-    place.go(other, 2 * 3600)
-    assert all(path.exists() for path in cached)
-    assert not any(path.exists() for path in old)
-    old = place.tail(2, 31 * DAY)
-    bounds = CapacityConfig.model_validate({"max_bytes": 1 << 40, "min_free": 0})
-    Sweeper(place.shelf, bounds, Counters(), keep_tails=3600.0).step()
-    assert all(path.exists() for path in cached)
-    assert not any(path.exists() for path in old)
-
-
-def test_how_long_tails_are_kept_is_said_while_the_engine_lives(place: Walked) -> None:
-    said = place.path(f"{FOLDER}/{keep_name(30 * DAY)}")
-    for others in (
-        place.walk(30 * DAY, walks=False),
-        place.walk(30 * DAY, tails=False),
-        place.walk(3600.0),
-        place.walk(None),
-    ):
-        others.step()
-        assert not said.parent.exists()
-    walk = place.walk(30 * DAY)
-    walk.step()
-    place.age(said, 9 * DAY)
-    place.go(walk, 3600)
-    assert said.stat().st_mtime > place.now - 9 * DAY + 60
-    place.faults.add(Fault("write", error=PermanentStorageError(13, "EACCES")))
-    said.unlink()
-    place.go(walk, 3600)
-    assert not said.exists()
-    place.faults.heal()
-    place.go(walk, 3600)
-    assert said.exists()
 
 
 # ------------------------------------------------------------------------------- its own
@@ -361,7 +320,7 @@ def test_a_thread_of_the_process_walks(tmp_path: Path) -> None:
     paths = place.tail()
     before = named("kvshelf-capacity")
     walk = Walk(place.backend, place.counters, keep=0.5, walks=False)
-    sweeper = Sweeper(place.shelf, CapacityConfig(min_free=0), Counters(), walk=walk)
+    sweeper = Sweeper(place.shelf, CapacityConfig(), Counters(), walk=walk)
     sweeper.start()
     (thread,) = named("kvshelf-capacity") - before
     place.wrote(walk, tail_of())

@@ -65,7 +65,6 @@ def test_a_number_alone_is_an_age_only_where_the_configuration_has_it(shelf: Pat
         ["gc", "{shelf}", "--group-max-bytes"],
         ["serve", "--memory"],
         ["serve", "--max-bytes"],
-        ["serve", "--min-free"],
     ],
     ids=" ".join,
 )

@@ -7,12 +7,10 @@ import os
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvshelf.backends import base
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.capacity.pins import Pin, Pins
 from kvshelf.capacity.rules import Rules
@@ -145,27 +143,6 @@ def test_a_pin_ends_by_the_clock_that_is_behind(
     row = gc(folder, "--max-bytes", 1000, code=PROBLEM)
     assert row["pinned_bytes"] == size(folder)
     assert row["chosen"] == {}
-
-
-def test_tails_stay_for_as_long_as_their_shelf_says(
-    folder: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The configuration of engines need not be known."""
-    space = Path(folder.url) / namespace().folder
-    tail = space / "_" / "ab" / f"{'ab' * 32}-0t20-0of2.safetensors"
-    tail.parent.mkdir(exist_ok=True)
-    tail.write_bytes(b"KV")
-    # The time of a file's last change cannot be set.
-    ahead = SimpleNamespace(time=lambda: time.time() + 2 * DAY)
-    monkeypatch.setattr(PosixBackend, "now", lambda _: ahead.time())
-    monkeypatch.setattr(base, "time", ahead)
-    os.utime(tail, (ahead.time() - 7200, ahead.time() - 7200))
-    said = space / ".kvshelf" / "keeps-tails" / "2592000"
-    said.parent.mkdir(parents=True)
-    said.touch()
-    assert gc(folder, "--yes")["deleted"] == {}
-    said.unlink()
-    assert set(gc(folder, "--yes")["deleted"]) == {"tail"}
 
 
 def test_what_hangs_on_a_missing_chunk_is_looked_for(

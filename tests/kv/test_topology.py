@@ -32,7 +32,7 @@ from kvshelf.kv.layout import (
     permutation_bytes,
     slots_of,
 )
-from kvshelf.kv.topology import ShardPlan, Topology, shard_plans
+from kvshelf.kv.topology import ShardPlan, Topology, fitting_shards, shard_plans
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.transfer.context import ChunkSlots, TransferContext
@@ -105,19 +105,15 @@ def test_plans(topology: Topology, expected: list[ShardPlan]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        # Twelve heads make six shards, which four ranks cannot divide; twelve they can.
-        ({"kv_heads": 12, "shards": 6, "tensor_parallel": 4}, "set shards=12 alike on all engines"),
+        ({"kv_heads": 12, "shards": 6, "tensor_parallel": 4}, "expected 4, for instance"),
         # A rank would hold half a shard.
-        ({"kv_heads": 16, "shards": 8, "tensor_parallel": 16}, "set shards=16 alike"),
-        ({"kv_heads": 12, "shards": 4, "tensor_parallel": 6}, "set shards=12 alike"),
-        ({"kv_heads": 30, "shards": 6, "tensor_parallel": 5}, "set shards=30 alike"),
-        ({"kv_heads": 16, "shards": 16, "tensor_parallel": 16, "stages": 2}, "set shards=32 alike"),
-        ({"kv_heads": 8, "shards": 3}, r"leave it out or set one of \[1, 2, 4, 8\]"),
-        ({"kv_heads": 8, "shards": 3, "stages": 2}, "not a multiple of the 2 pipeline stages"),
+        ({"kv_heads": 16, "shards": 8, "tensor_parallel": 16}, "expected 16, for instance"),
+        ({"kv_heads": 8, "shards": 3}, "expected 8, for instance"),
+        ({"kv_heads": 8, "shards": 3, "stages": 2}, "expected 16, for instance"),
         ({"kv_heads": 6, "shards": 2, "tensor_parallel": 4}, "cannot be spread over"),
         (
             {"kv_heads": 4, "shards": 4, "tensor_parallel": 2, "whole_ranks": True},
-            "Leave shards out",
+            "each of the 2 ranks stores whole blocks",
         ),
         (
             {"kv_heads": 2, "shards": 2, "tensor_parallel": 12, "decode_context": 4},
@@ -140,6 +136,27 @@ def test_shards_that_do_not_fit_are_refused_with_a_number_that_does(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         Topology(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "ranks", "stages", "shards"),
+    [
+        (8, 1, 1, 8),
+        (8, 8, 2, 16),
+        (8, 16, 1, 8),
+        # Twelve heads make six shards, which four ranks cannot divide.
+        (12, 4, 1, 4),
+        (30, 5, 1, 5),
+        # A rank would hold half of one of eight.
+        (16, 16, 2, 32),
+        (12, 12, 1, 12),
+    ],
+)
+def test_a_new_namespace_has_the_most_shards_that_fit_the_ranks(
+    kv_heads: int, ranks: int, stages: int, shards: int
+) -> None:
+    assert fitting_shards(kv_heads, ranks, stages) == shards
+    Topology(kv_heads, shards, ranks, stages)
 
 
 def record(shapes: str, **fields: Any) -> dict[str, Any]:

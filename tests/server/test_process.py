@@ -216,24 +216,6 @@ def test_a_server_keeps_its_shelf_within_bounds(tmp_path: Path, shelf: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_server_on_a_full_storage_takes_no_stores_and_says_so_once(
-    tmp_path: Path, shelf: Path
-) -> None:
-    fill(shelf, 2)
-    node = tmp_path / "sockets" / "node.sock"
-    with ServeProcess(shelf, node, "64MiB", "--min-free", "1PiB") as server:
-        until(lambda: "storage_free_bytes" in server.metrics())
-        with ClientProcess(server.url) as client:
-            assert client.ask("store 2 6") == "{'BoundReachedError': 4}"
-            assert client.ask("fetch 0 2") == "2"
-            assert client.ask("check") == "good"
-        assert len(list(shelf.rglob("*.safetensors"))) == 2
-        code, errors = server.stop()
-    assert code == 0
-    assert errors.count("(min_free)") == 1
-
-
-@pytest.mark.slow
 def test_what_is_being_stored_is_published_before_the_end(
     server: ServeProcess, shelf: Path
 ) -> None:

@@ -98,18 +98,6 @@ def test_of_foreign_names_the_storage_is_asked(make: Callable[..., Used]) -> Non
     assert used.recorded() == []
 
 
-def test_the_server_writes_objects_anew(make: Callable[..., Used], tmp_path: Path) -> None:
-    used = make(Touched.REFUSED, how="rewrite", max_age=1e-9)
-    names = used.names(used.chunks[0])
-    before = {name: (tmp_path / name).stat().st_ino for name in names}
-    assert used.desk.ask("lookup", CLIENT, "s", [names]) == LookedUp(1)
-    used.recorded()
-    assert used.counters.snapshot()["rewritten_objects"] == FMT.shards
-    for shard, name in enumerate(names):
-        assert (tmp_path / name).stat().st_ino != before[name]
-        assert (tmp_path / name).read_bytes() == sealed(FMT, used.chunks[0], shard)
-
-
 @pytest.mark.real
 def test_an_engines_hits_reach_the_server(tmp_path: Path) -> None:
     """As the connector records them: each object of the whole prefix."""

@@ -183,8 +183,9 @@ def run(seconds: float, folder: Path, seed: int, pool: int) -> tuple[Report, Loo
                 connector=SHELF_CONNECTOR,
                 extra_config={
                     "shared_storage_path": str(ground.shelf),
-                    "staging_bytes": "64MiB",
-                    "capacity": {"max_bytes": MAX_BYTES, "min_free": MIN_FREE},
+                    "staging_bytes": 64 << 20,
+                    "capacity": {"max_bytes": MAX_BYTES},
+                    "least_free": MIN_FREE,
                 },
                 core=cores[number % len(cores)],
                 **SETTINGS,

@@ -74,7 +74,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "B": {},
     # Its worker is in the process of the scheduler. A few requests fill its cache.
     "C": {
-        "extra_config": {"memory_tier": {"max_bytes": "48MiB"}},
+        "extra_config": {"memory": "48MiB"},
         "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
         "env": {"OMP_NUM_THREADS": "1"},
         "kv_cache_memory_bytes": 9 << 20,
@@ -594,7 +594,7 @@ def run(seconds: float, folder: Path, seed: int, pool: int) -> Report:
         for i, (name, own) in enumerate(ENGINES.items()):
             shared = {
                 "shared_storage_path": str(ground.shelf),
-                "staging_bytes": "64MiB",
+                "staging_bytes": 64 << 20,
                 # Loads are compared, also where computing is sooner.
                 "admission": "always",
             }

@@ -58,7 +58,7 @@ def write(url: str, options: dict[str, Any], rate: float, max_bytes: int, second
     """Be one of the processes; print what it counted."""
     counters = Counters()
     shelf = Shelf(open_backend(url, storage_options=options))
-    capacity = CapacityConfig.model_validate({"max_bytes": max_bytes, "min_free": 0})
+    capacity = CapacityConfig.model_validate({"max_bytes": max_bytes})
     sweeper = Sweeper(shelf, capacity, counters)
     sweeper.start()
     guard, data = shelf.backend, bytes(OBJECT_BYTES)

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from tests.support import constants
 from tests.support.engine_process import HEED_PERMISSIONS
 from tests.support.fork_server import ForkedProcess, ForkServer
 from tests.support.waiting import LONG, until
@@ -38,7 +39,7 @@ STOP_TIMEOUT = LONG
 #: Differences of log probabilities, in nats, that rounding makes with the models of make_model.py.
 NEAR_TIE = 0.15
 
-SHELF_CONNECTOR = ("SharedStorageConnector", "kvshelf.vllm.connector")
+SHELF_CONNECTOR = ("SharedStorageConnector", "tests.support.connector")
 INERT_CONNECTOR = ("InertConnector", "benchmarks.inert")
 
 #: Environment variables that engines read after vLLM is imported.
@@ -152,7 +153,8 @@ class Engine:
     connector : tuple of str, optional
         Name and module of the connector; None for an engine without one.
     extra_config : mapping, optional
-        ``kv_connector_extra_config``.
+        ``kv_connector_extra_config``; what is a constant among it is replaced, see
+        :mod:`tests.support.constants`.
     kv_role : str
         ``"kv_both"``, ``"kv_producer"`` or ``"kv_consumer"``.
     transfer : mapping, optional
@@ -217,18 +219,19 @@ class Engine:
         }
         if connector is None and (extra_config or transfer):
             raise ValueError("an engine without a connector has nothing to configure; name one")
+        options, replaced = constants.split(extra_config or {})
         if connector is not None:
             settings["kv_transfer_config"] = {
                 "kv_connector": connector[0],
                 "kv_connector_module_path": connector[1],
                 "kv_role": kv_role,
-                "kv_connector_extra_config": dict(extra_config or {}),
+                "kv_connector_extra_config": options,
                 **(transfer or {}),
             }
         ours, theirs = socket.socketpair()
         # -P: what lies beside the program is not to be found as modules of the top level.
         command = [sys.executable, "-P", str(Path(__file__).with_name("engine_process.py"))]
-        environment = engine_environment(core, env)
+        environment = engine_environment(core, env) | {constants.VARIABLE: json.dumps(replaced)}
         if heed_permissions:
             environment[HEED_PERMISSIONS] = "1"
         self.started = time.monotonic()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support.constants import PATIENT
 from tests.support.engines import (
     INERT_CONNECTOR,
     SHELF_CONNECTOR,
@@ -16,7 +17,6 @@ from tests.support.engines import (
     engine_environment,
 )
 from tests.support.fork_server import ForkServer
-from tests.support.waiting import PATIENCE
 
 #: Fixtures of tests/vllm: makes prompts; returns what is answered without a shelf; lets an engine
 #: answer and compares.
@@ -39,16 +39,6 @@ class Places:
     copied_model: Path
     shelf: Path
     own: Path
-
-
-#: A busy machine holds threads and files up for seconds: what tests expect is not given up. Reads
-#: keep their deadline, for which a test waits.
-PATIENT = {
-    "lookup_wait_s": PATIENCE,
-    "identity_wait_s": PATIENCE,
-    "probe_deadline_s": PATIENCE,
-    "write_deadline_s": PATIENCE,
-}
 
 
 def _on_shelf(path: object, **extra: Any) -> dict[str, Any]:

@@ -570,9 +570,8 @@ def test_a_shelf_that_cannot_be_opened_is_done_without_until_it_can(
     monkeypatch.setattr(opening_module, "_RETRY_SECONDS", 0.02)
     monkeypatch.setattr(tiered, "open_backend", opening)
     with closing(DiskTier(tmp_path / "tier", ROOM)) as tier:
-        shelf = open_late("s3://key:se@cret@bucket/kv", tier, deadlines={"probe": 0.5})
+        shelf = open_late("s3://key:se@cret@bucket/kv", tier)
         assert shelf.url == "s3://bucket/kv"
-        assert shelf.backend.deadlines.probe == 0.5
         near = TieredShelf(shelf, [tier])
         assert near.view(FMT).present(chunks) == [True, True, False]
         with closing(TieredShelf(shelf, [tier])) as loads:

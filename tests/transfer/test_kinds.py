@@ -478,26 +478,26 @@ def test_each_kind_gets_what_it_needs_and_all_together_no_more_than_there_is(
 ) -> None:
     formats = [FMT.of(kind) for kind in some]
     plans = {kind: ShardPlan.whole(SHARDS[kind]) for kind in some}
-    with pytest.raises(ConfigError, match="staging_bytes is 100, but") as refused:
-        share_out(100, formats, plans, "staging_bytes")
-    needed = int(str(refused.value).partition("staging_bytes to ")[2].split()[0])
+    with pytest.raises(ConfigError, match="staging has 100 bytes, but") as refused:
+        share_out(100, formats, plans)
+    needed = int(str(refused.value).partition("staging_bytes=")[2].split()[0])
     total = needed + more
-    shares = share_out(total, formats, plans, "staging_bytes")
+    shares = share_out(total, formats, plans)
     assert list(shares) == list(some)
     assert sum(shares.values()) <= total
     for fmt in formats:
         sizes = [fmt.object_size(shard) for shard in range(fmt.shards)]
         with closing(StagingPool(shares[fmt.kind], max(sizes), together=fmt.shards)) as pool:
             assert pool.limit >= 2 * fmt.shards
-    with pytest.raises(ConfigError, match=f"staging_bytes to {needed}"):
-        share_out(needed - 1, formats, plans, "staging_bytes")
-    assert sum(share_out(100, formats, plans, "memory_tier", chunks=0).values()) <= 100
+    with pytest.raises(ConfigError, match=f"staging_bytes={needed}"):
+        share_out(needed - 1, formats, plans)
+    assert sum(share_out(100, formats, plans, chunks=0).values()) <= 100
 
 
 def test_a_state_counts_a_quarter_when_memory_is_shared_out() -> None:
     plans = {kind: ShardPlan.whole(shards) for kind, shards in SHARDS.items()}
     formats: list[ObjectFormat] = [FMT.of(kind) for kind in SHARDS]
-    shares = share_out(1 << 40, formats, plans, "staging_bytes")
+    shares = share_out(1 << 40, formats, plans)
     sizes = {
         fmt.kind: sum(fmt.object_size(shard) for shard in range(fmt.shards)) for fmt in formats
     }
@@ -509,4 +509,4 @@ def test_a_state_counts_a_quarter_when_memory_is_shared_out() -> None:
 def test_a_namespace_of_one_kind_uses_all_memory() -> None:
     fmt = make_format()
     plans: dict[Kind, ShardPlan] = {FULL: ShardPlan.whole(fmt.shards)}
-    assert share_out(12345, [fmt], plans, "staging_bytes") == {FULL: 12345}
+    assert share_out(12345, [fmt], plans) == {FULL: 12345}

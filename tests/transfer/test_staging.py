@@ -157,9 +157,9 @@ def test_a_store_finds_buffers_while_the_pool_is_warmed(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("together", [1, 2, 8])
 def test_too_little_staging_is_refused_with_the_number_that_is_enough(together: int) -> None:
-    with pytest.raises(ConfigError, match="set staging_bytes to") as info:
+    with pytest.raises(ConfigError, match="staging_bytes=") as info:
         StagingPool(3 * ROUNDED, SIZE, together=together)
-    enough = int(str(info.value).split("set staging_bytes to ")[1].split()[0])
+    enough = int(str(info.value).split("staging_bytes=")[1].split()[0])
     assert StagingPool(enough, SIZE, together=together).acquire_for_store(together) is not None
     with pytest.raises(ConfigError):
         StagingPool(enough - 1, SIZE, together=together)

@@ -22,8 +22,10 @@ from kvshelf.backends.guard import GuardedBackend
 from kvshelf.kv import device
 from kvshelf.shelf.shelf import Shelf
 from tests.sim.storage import FaultyStorage, posix
+from tests.support import constants
 from tests.support.engines import NEAR_TIE, Answer, Engine, assert_same
 from tests.support.fleet import Ask, Engines, MakePrompt, Places, Reference
+from tests.support.waiting import PATIENCE
 from tests.vllm.shelf_files import ShelfFiles
 
 if TYPE_CHECKING:
@@ -47,6 +49,14 @@ def pytest_runtest_makereport(
     if report.failed and "engines" in getattr(item, "fixturenames", ()):
         report.sections += [(engine.log_path.stem, engine.account()) for engine in Engine.running]
     return report
+
+
+@pytest.fixture(autouse=True)
+def patience() -> Iterator[None]:
+    """Requests wait as long as it takes, and constants are the product's again after the test."""
+    constants.put(lookup_seconds=PATIENCE, identity_seconds=PATIENCE)
+    yield
+    constants.reset()
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from kvshelf.vllm.connector import SharedStorageConnector
 from tests.native.emulation import emulation, library_path
 from tests.native.simulated_device import SimulatedStreams
+from tests.support.connector import SharedStorageConnector
 
 
 class ConnectorBesideADevice(SharedStorageConnector):

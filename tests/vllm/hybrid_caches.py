@@ -48,6 +48,7 @@ from kvshelf.format.kinds import STATE, Kind
 from kvshelf.format.namespace import Namespace
 from kvshelf.metrics import Counters
 from kvshelf.tiers.tiered import AnyShelf
+from tests.support import constants
 from tests.vllm.configs import model_config, parallel_config, vllm_config
 
 CHUNK, HEADS, BLOCKS = 16, 4, 40
@@ -252,7 +253,7 @@ class HybridWorker:
             shared_storage_path="/nowhere",
             weights="test",
             chunk_size=CHUNK,
-            **{"staging_bytes": 8 << 20, **options},
+            **constants.taken({"staging_bytes": 8 << 20, **options}),
         )
         self.options = config
         self.side = WorkerSide(

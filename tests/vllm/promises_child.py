@@ -34,7 +34,7 @@ def main(folder: str) -> None:
     signal.signal(signal.SIGTERM, _end)
     backend = FaultyStorage(posix(Path(folder)))
     tiered.open_shelf = lambda url, **_: Shelf(backend)  # type: ignore[assignment]
-    rig = WorkerRig(backend, shutdown_drain_s=3.0)
+    rig = WorkerRig(backend, drain_seconds=3.0)
     try:
         backend.add(Fault("write", "*.safetensors", wait=WRITE_SECONDS))
         chunks = [rig.chunks(1, seed)[0] for seed in range(ORDINARY + PROMISED)]

@@ -27,6 +27,7 @@ import torch
 
 from tests.native.simulated_device import SimulatedEvent, SimulatedStreams
 from tests.sim.runtime import Simulation
+from tests.support import constants
 from tests.support.waiting import until, while_patient
 from tests.vllm.configs import HEADS, vllm_config
 
@@ -133,8 +134,7 @@ def make_config(
         **({} if "server" in extra else {"shared_storage_path": shelf}),
         "chunk_size": 8,
         "weights": "test",
-        "staging_bytes": 1 << 20,
-        **extra,
+        **constants.taken({"staging_bytes": 1 << 20, **extra}),
     }
     layers = {
         f"model.layers.{i}.self_attn.attn": SimpleNamespace(

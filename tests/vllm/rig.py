@@ -185,11 +185,11 @@ class Side:
         **options: Any,
     ) -> None:
         self.faults = FaultyStorage(posix(root))
-        extra = {"lookup_wait_s": PATIENCE, "identity_wait_s": PATIENCE, **options}
-        self.config = make_config(str(root), **extra)
+        deadlines = options.pop("deadlines", {})
+        self.config = make_config(str(root), **options)
         change(self.config)
         found = Config.load(self.config.kv_transfer_config.kv_connector_extra_config)
-        self.shelf: AnyShelf = Shelf(self.faults, deadlines=replace(Deadlines(), **found.deadlines))
+        self.shelf: AnyShelf = Shelf(self.faults, deadlines=replace(Deadlines(), **deadlines))
         self.opened = True
         self.uses = uses
         self.side = SchedulerSide(

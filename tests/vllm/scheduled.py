@@ -30,6 +30,7 @@ from typing import Any, TypeAlias
 import pytest
 from pydantic.fields import FieldInfo
 
+from tests.support import constants
 from tests.vllm import rig
 from tests.vllm.configs import model_config
 from tests.vllm.hybrid_specs import COMPRESSED, cache_config
@@ -297,9 +298,7 @@ def make_vllm_config(
             "shared_storage_path": None if "server" in options else str(root),
             "weights": "test",
             "admission": "auto",
-            "lookup_wait_s": PATIENCE,
-            "identity_wait_s": PATIENCE,
-            **options,
+            **constants.taken(options),
         },
     )
     return config  # type: ignore[no-any-return]

@@ -55,11 +55,10 @@ def main(model: str, shelf: str, prompts: str) -> None:
         skip_tokenizer_init=True,
         kv_transfer_config=KVTransferConfig(
             kv_connector="SharedStorageConnector",
-            kv_connector_module_path="kvshelf.vllm.connector",
+            kv_connector_module_path="tests.support.connector",
             kv_role="kv_both",
             kv_connector_extra_config={
                 "shared_storage_path": shelf,
-                "identity_wait_s": 60,
             },
         ),
     )

@@ -47,6 +47,7 @@ from kvshelf.config import Config
 from kvshelf.kv.layout import packed_positions
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import open_shelf
+from tests.support import constants
 from tests.support.waiting import PATIENCE, while_patient
 from tests.vllm import configs
 from tests.vllm.configs import HEADS
@@ -358,10 +359,7 @@ class SimulatedEngine:
                 "shared_storage_path": str(shelf),
                 "weights": "simulated",
                 "admission": "always",
-                "staging_bytes": 8 << 20,
-                "lookup_wait_s": PATIENCE,
-                "identity_wait_s": PATIENCE,
-                **options,
+                **constants.taken({"staging_bytes": 8 << 20, **options}),
             }
         )
         self.shelf = open_shelf(str(shelf))

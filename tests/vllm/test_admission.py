@@ -440,7 +440,7 @@ def tiered(request: pytest.FixtureRequest, root: Path, tmp_path: Path) -> Iterat
     engine.side.close()
     with ExitStack() as stack:
         if request.param == "memory tier":
-            engine = Engine(root, memory_tier={"max_bytes": nbytes})
+            engine = Engine(root, memory=nbytes)
         else:
             server = LocalServer(tmp_path / "node", posix(root), nbytes)
             stack.callback(server.close)

@@ -107,8 +107,6 @@ def objects(engine: SimulatedEngine, tokens: list[int], chunk_size: int) -> list
 @pytest.mark.parametrize(
     ("form", "options", "words"),
     [
-        ("vec", {"layout": "native", "chunk_size": 24}, "layout=native cannot be"),
-        ("NHD", {"layout": "native"}, "not permuted"),
         ("odd", {"layout": "canonical"}, "layout=canonical cannot be"),
         ("odd", {"chunk_size": 24}, "set chunk_size to a multiple"),
     ],

@@ -33,8 +33,9 @@ PROMPTS = 6
 def start(engines: Engines, places: Places) -> Iterator[Start]:
     started: list[Engine] = []
 
-    def start(name: str, capacity: dict[str, Any]) -> Engine:
-        engine = engines.on_shelf(name, places.root / name, {"capacity": capacity})
+    def start(name: str, capacity: dict[str, Any], least_free: int) -> Engine:
+        options = {"capacity": capacity, "least_free": least_free}
+        engine = engines.on_shelf(name, places.root / name, options)
         started.append(engine)
         return engine.wait_ready()
 
@@ -78,14 +79,14 @@ def used(root: Path) -> int:
 def test_a_full_storage_gets_nothing_and_is_named_once(
     start: Start, places: Places, inert: Engine, ask: Ask, prompt: MakePrompt
 ) -> None:
-    engine = start("full", {"min_free": "1PiB"})
+    engine = start("full", {}, least_free=1 << 50)
     known(engine, prompt, "storage_free_bytes")
     for _ in range(2):
         tokens = prompt(600)
         ask(engine, tokens, 0)
     until(lambda: dropped_for_room(engine) >= 2, "stores were dropped")
     assert not ShelfFiles(places.root / "full").objects()
-    assert len(engine.log_lines("(min_free)")) == 1
+    assert len(engine.log_lines("stores leave")) == 1
     assert not engine.log_lines("circuit breaker open")
     engine.stop(at_once=True)
 
@@ -104,7 +105,7 @@ def test_a_bound_holds_and_what_was_deleted_is_computed(
     start: Start, places: Places, chunk_bytes: int, inert: Engine, ask: Ask, prompt: MakePrompt
 ) -> None:
     bound = 10 * chunk_bytes
-    engine = start("bounded", {"max_bytes": bound, "min_free": 0})
+    engine = start("bounded", {"max_bytes": bound}, least_free=0)
     shelf = ShelfFiles(places.root / "bounded")
     known(engine, prompt, "shelf_limit_bytes")
     prompts = [prompt(1100) for _ in range(PROMPTS)]

@@ -59,8 +59,7 @@ def start(backend: FaultyStorage) -> Iterator[Callable[..., MiniVllm]]:
     engines: list[MiniVllm] = []
 
     def start(runner: str = "V1") -> MiniVllm:
-        waits = {"lookup_wait_s": PATIENCE, "identity_wait_s": PATIENCE}
-        config = make_config(backend.url, staging_bytes=10 * 8192, **waits)
+        config = make_config(backend.url, staging_bytes=10 * 8192)
         engines.append(MiniVllm(config, blocks=BLOCKS, budget=40, runner=runner))
         return engines[-1]
 

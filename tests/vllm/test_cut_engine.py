@@ -19,7 +19,7 @@ CHUNKS = 8
 MISSING = 3
 #: Longer than a test may take.
 NEVER = 600.0
-OPTIONS = {"admission": "auto", "read_deadline_s": NEVER, "shutdown_drain_s": 0.5}
+OPTIONS = {"admission": "auto", "deadlines": {"read": NEVER}, "drain_seconds": 0.5}
 
 
 def test_a_load_that_is_cut_keeps_what_has_come(
@@ -70,7 +70,7 @@ def test_a_load_that_is_cut_keeps_what_has_come(
 def test_of_requests_that_come_together_one_loads_what_they_have_in_common(
     engines: Engines, tmp_path: Path, prompt: MakePrompt
 ) -> None:
-    options = {"read_deadline_s": NEVER, "shutdown_drain_s": 0.5}
+    options = {"deadlines": {"read": NEVER}, "drain_seconds": 0.5}
     with (
         mounted(tmp_path) as mount,
         engines.on_shelf("together", mount.path / "kv", options, core=0) as engine,

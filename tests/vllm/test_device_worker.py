@@ -64,7 +64,7 @@ def start(
     engines: list[MiniVllm] = []
 
     def start(runner: str = "V2 on a device", **options: Any) -> MiniVllm:
-        config = make_config(backend.url, lookup_wait_s=PATIENCE, identity_wait_s=PATIENCE)
+        config = make_config(backend.url)
         engines.append(MiniVllm(config, runner=runner, prefix_caching=False, **options))
         return engines[-1]
 
@@ -218,7 +218,7 @@ def _stored_beside_rdma(
     """
     monkeypatch.setattr(tiered, "open_shelf", lambda url, **_: Shelf(GuardedBackend(posix(folder))))
     connector._logs.clear()
-    config = make_config(str(folder), lookup_wait_s=PATIENCE, identity_wait_s=PATIENCE)
+    config = make_config(str(folder))
     engine = MiniVllm(config, runner=runner, prefix_caching=False, seed=seed)
     with closing(engine):
         device = engine.device
@@ -385,7 +385,7 @@ def test_a_node_server_takes_stores_from_the_staging_of_a_worker(
     # Whoever calls it fails.
     monkeypatch.setattr(served_backend, "copy_bytes", None)
     with LocalServer(tmp_path / "node", tmp_path / "served") as node:
-        config = make_config("", server=node.url, lookup_wait_s=PATIENCE, identity_wait_s=PATIENCE)
+        config = make_config("", server=node.url)
         config.device_config = SimpleNamespace(device_type="cuda")
         engine = MiniVllm(config, runner="V2 on a device", prefix_caching=False)
         assert run(engine, prompt(41)) == 0
@@ -501,7 +501,7 @@ def test_caches_may_be_registered_again_on_a_device(start: Callable[..., MiniVll
 def test_an_engine_that_is_shut_down_waits_for_its_copies(
     backend: FaultyStorage,
 ) -> None:
-    config = make_config(backend.url, lookup_wait_s=PATIENCE, identity_wait_s=PATIENCE)
+    config = make_config(backend.url)
     engine = MiniVllm(config, runner="V2 on a device", prefix_caching=False)
     with closing(engine):
         engine.add(Request("r", prompt(41)))

@@ -330,7 +330,7 @@ def test_another_namespace_is_noticed_before_a_wait(
 
 
 def test_while_the_namespace_is_not_known_a_request_waits_within_its_deadline(start: Start) -> None:
-    engine = start(identity_wait_s=0, handover_wait_s=30)
+    engine = start(identity_seconds=0, handover_wait_s=30)
     clock = rig.set_clock(side_of(engine))
     promised = Promised(engine, prompt(203))
     promised.publish(0)
@@ -610,8 +610,8 @@ def test_no_request_waits_past_its_deadline_and_every_request_ends(
             "chunk_size": CHUNK,
             "asynchronous": draw(st.booleans(), "asynchronous"),
             "blocks": draw(st.sampled_from([70, 400]), "blocks"),
-            "memory_tier": draw(st.sampled_from([None, {"max_bytes": 1 << 20}]), "memory_tier"),
-            "state_interval": 2,
+            "memory": draw(st.sampled_from([None, 1 << 20]), "memory"),
+            "state_interval": 1,
         }
         producer = ScheduledEngine(world, MODELS[model], chunk_size=CHUNK, state_interval=1)
         engine = ScheduledEngine(world, MODELS[model], budget=64, **options)

@@ -97,7 +97,7 @@ def test_loads_that_fail_again_and_again_end(start: Start, model: str) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_waiting_requests_are_read_ahead(start: Start, model: str) -> None:
     start(model).run(prompt(203))
-    engine = start(model, seqs=1, memory_tier={"max_bytes": 1 << 20})
+    engine = start(model, seqs=1, memory=1 << 20)
     engine.add("first", prompt(400, seed=1), answer=30)
     for _ in range(3):
         engine.step()
@@ -237,7 +237,7 @@ def test_anything_that_may_happen(model: str, data: st.DataObject) -> None:
             "seed": draw(st.integers(0, 9), "seed"),
             "save_decode": draw(st.booleans(), "save_decode"),
             "state_interval": draw(st.sampled_from([1, 2, 8]), "state_interval"),
-            "memory_tier": draw(st.sampled_from([None, {"max_bytes": 1 << 20}]), "memory_tier"),
+            "memory": draw(st.sampled_from([None, 1 << 20]), "memory"),
             "chunk_size": draw(st.sampled_from([32, 64]), "chunk_size"),
         }
         engine = ScheduledEngine(world, MODELS[model], **options)

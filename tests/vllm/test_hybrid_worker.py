@@ -272,7 +272,7 @@ def test_windows_without_staging_are_not_gathered_in_a_later_step(rig: Rig) -> N
     """Their blocks may be others' by then."""
     is_open = threading.Event()
     rig.backend.add(Fault("write", "*.safetensors", wait=is_open))
-    worker = rig.engine("gemma", staging_bytes=128 << 10, write_deadline_s=PATIENCE)
+    worker = rig.engine("gemma", staging_bytes=128 << 10)
     chunks = chunks_of(worker.namespace_open, 6)
     blocks = tables(worker, 6 * CHUNK, 1)
     owner = ("r", 0)

@@ -37,7 +37,7 @@ with warnings.catch_warnings():
         refusal,
     )
 
-from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.errors import UnsupportedError
 from kvshelf.kv.layout import PagedLayout
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -305,15 +305,12 @@ def test_a_layer_that_uses_other_memory_is_refused(bound: Any) -> None:
 # --------------------------------------------------------------------------- what is stored
 
 
-def test_native_that_cannot_be_is_refused() -> None:
-    with pytest.raises(ConfigError, match="200 is not a multiple of the block size 128"):
-        choose(probe(cpu_layer("vec")), "native", 200)
-    with pytest.raises(ConfigError, match="not permuted"):
-        choose(probe(mla_layer(), block_size=16), "native")
+def test_what_cannot_be_native_is_canonical() -> None:
+    assert choose(probe(cpu_layer("vec")), chunk_size=256).kind == "native"
+    assert choose(probe(cpu_layer("vec")), chunk_size=200).kind == "canonical"
+    assert choose(probe(mla_layer(), block_size=16)).kind == "canonical"
     mixed = probe(cpu_layer("vec", block_size=64), block_size=64)
     mixed += probe(cpu_layer("vec", block_size=128))
-    with pytest.raises(ConfigError, match="blocks of different size"):
-        choose(mixed, "native")
     assert choose(mixed).kind == "canonical"
     assert len(choose(mixed).runs) == 2
 

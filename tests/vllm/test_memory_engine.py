@@ -18,9 +18,7 @@ def test_a_second_request_is_loaded_from_memory_while_the_shelf_has_its_objects(
 ) -> None:
     tokens = prompt(1000)
     shelf = ShelfFiles(engines.places.root / "shelf behind memory")
-    with engines.on_shelf(
-        "with memory", shelf.root, {"memory_tier": {"max_bytes": "64MiB"}}
-    ) as engine:
+    with engines.on_shelf("with memory", shelf.root, {"memory": "64MiB"}) as engine:
         assert engine.generate(tokens).shelf_tokens == 0
         objects = [path for chunk in shelf.wait_stored(tokens) for path in chunk]
 

@@ -42,8 +42,8 @@ def start(engines: Engines, name: str, node: ServeProcess, core: int, **options:
         extra_config={
             "server": node.url,
             "handover_wait_s": NEVER,
-            "lookup_wait_s": PATIENCE,
-            "identity_wait_s": PATIENCE,
+            "lookup_seconds": PATIENCE,
+            "identity_seconds": PATIENCE,
             **options,
         },
         core=core,

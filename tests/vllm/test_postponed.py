@@ -44,14 +44,7 @@ def start(
         runner: str = "V2 on a device", *, staging: int = BUFFERS * 8192, **options: Any
     ) -> MiniVllm:
         extra = options.pop("config", {})
-        config = make_config(
-            backend.url,
-            staging_bytes=staging,
-            write_deadline_s=PATIENCE,
-            lookup_wait_s=PATIENCE,
-            identity_wait_s=PATIENCE,
-            **extra,
-        )
+        config = make_config(backend.url, staging_bytes=staging, **extra)
         given = {"blocks": 80, "budget": 8 * CHUNK, "prefix_caching": False, **options}
         engines.append(MiniVllm(config, runner=runner, **given))
         engines[-1].counted = counted = Counter()

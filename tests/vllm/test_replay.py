@@ -61,8 +61,7 @@ def start(backend: FaultyStorage) -> Iterator[Start]:
     engines: list[MiniVllm] = []
 
     def start(config: dict[str, Any] | None = None, **options: Any) -> MiniVllm:
-        patient = {"lookup_wait_s": PATIENCE, "identity_wait_s": PATIENCE, **(config or {})}
-        engine = MiniVllm(make_config(backend.url, **patient), **options)
+        engine = MiniVllm(make_config(backend.url, **(config or {})), **options)
         engines.append(engine)
         return engine
 
@@ -243,7 +242,7 @@ def test_an_adapter_whose_files_cannot_be_read_in_time_delays_no_request(
     hashing.held = {"worker", "scheduler"}
     hashing.within(0.05)
     folder = make_adapter(tmp_path / "a", "a")
-    engine = start({"lookup_wait_s": 0.05}, prefix_caching=False)
+    engine = start({"lookup_seconds": 0.05}, prefix_caching=False)
     engine.patient = False
     for _ in range(2):
         assert run(engine, prompt(20), lora_request=adapter(folder)) == [0]
@@ -512,12 +511,11 @@ def test_whatever_happens_no_block_is_wrong_and_every_request_ends(
         _live(backend, data, runner)
 
 
-_MEMORIES = [None, {"max_bytes": 1 << 20}, {"max_bytes": 20 << 10}]
+_MEMORIES = [None, 1 << 20, 20 << 10]
 
 
 def _live(backend: FaultyStorage, data: st.DataObject, runner: str) -> None:
     options = {
-        "lookup_wait_s": PATIENCE,
         "save_decode": data.draw(st.booleans(), "save_decode"),
         # Native, and canonical with blocks that straddle chunks.
         "chunk_size": data.draw(st.sampled_from([8, 6, 10, 3]), "chunk size"),
@@ -525,7 +523,7 @@ def _live(backend: FaultyStorage, data: st.DataObject, runner: str) -> None:
         # The smaller one holds fewer chunks than a step completes.
         "staging_bytes": data.draw(st.sampled_from([1 << 20, 4 * 8192]), "staging"),
         # The smaller one evicts.
-        "memory_tier": data.draw(st.sampled_from(_MEMORIES), "memory"),
+        "memory": data.draw(st.sampled_from(_MEMORIES), "memory"),
     }
     engines = [
         MiniVllm(

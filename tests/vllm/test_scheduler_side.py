@@ -90,7 +90,7 @@ def side(make: Make) -> Side:
 @pytest.fixture
 def ahead(make: Make) -> Side:
     """A side with a memory tier, whose workers read ahead."""
-    return make(memory_tier={"max_bytes": 1 << 20})
+    return make(memory=1 << 20)
 
 
 # ------------------------------------------------------------------------- answers
@@ -98,7 +98,7 @@ def ahead(make: Make) -> Side:
 
 @pytest.mark.parametrize("transferred", [False, True])
 def test_what_another_connector_transfers_is_not_read_ahead(make: Make, transferred: bool) -> None:
-    side = make(memory_tier={"max_bytes": 1 << 20}, others_transfer=True)
+    side = make(memory=1 << 20, others_transfer=True)
     tokens = prompt(41)
     side.put(tokens)
     params = {"do_remote_prefill": transferred, "remote_engine_id": "p"}
@@ -125,7 +125,7 @@ def test_an_old_answer_counts_until_a_newer_one_is_there(side: Side) -> None:
 
 
 def test_a_request_that_looks_again_has_its_old_answer_when_the_storage_hangs(make: Make) -> None:
-    side = make(lookup_wait_s=0.05, probe_deadline_s=2 * PATIENCE)
+    side = make(lookup_seconds=0.05, deadlines={"probe": 2 * PATIENCE})
     tokens = prompt(41)
     side.put(tokens, 2)
     request = Request("r", tokens)
@@ -176,7 +176,7 @@ def test_what_vllm_would_not_use_is_not_offered_held_or_counted_but_stored(
         # As in vllm/config/aux_output.py.
         config.aux_output_config = SimpleNamespace(enabled=why == "the engine")
 
-    side = make(change=change, memory_tier={"max_bytes": 1 << 20})
+    side = make(change=change, memory=1 << 20)
     side.put(prompt(40), 3)
     gate = threading.Event()
     side.faults.add(Fault("stat", wait=gate))
@@ -234,7 +234,7 @@ def test_while_the_breaker_of_a_worker_is_open_nothing_is_offered(
 
 
 def test_a_look_up_that_hangs_is_made_again_for_the_keys(make: Make) -> None:
-    side = make(probe_deadline_s=0.3)
+    side = make(deadlines={"probe": 0.3})
     side.put(prompt(40))
     gate = threading.Event()
     side.faults.add(Fault("stat", wait=gate, times=1))

@@ -28,9 +28,7 @@ OPTIONS = {
     "staging_bytes": STAGING,
     "handover_wait_s": NEVER,
     # A busy disk may take seconds for anything.
-    "probe_deadline_s": NEVER,
-    "read_deadline_s": NEVER,
-    "write_deadline_s": NEVER,
+    "deadlines": {"probe": NEVER, "read": NEVER, "write": NEVER},
 }
 
 

@@ -165,8 +165,8 @@ def test_the_first_step_after_a_change_loads_nothing_of_before_from_a_node_serve
             connector=SHELF_CONNECTOR,
             extra_config={
                 "server": node.url,
-                "lookup_wait_s": PATIENCE,
-                "identity_wait_s": PATIENCE,
+                "lookup_seconds": PATIENCE,
+                "identity_seconds": PATIENCE,
             },
             core=1,
             model=engines.places.model,

@@ -39,26 +39,18 @@ def gave_up(rig: WorkerRig, *attempts: str) -> list[bool]:
     return view.gave_up(list(attempts or (ATTEMPT,)))
 
 
-@pytest.mark.parametrize("keep", [3600.0, 0.0])
 def test_tails_are_looked_for_from_the_first_hand_over_on(
-    make_worker: Callable[..., WorkerRig], monkeypatch: pytest.MonkeyPatch, keep: float
+    make_worker: Callable[..., WorkerRig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keeps: list[float | None] = []
     begun: list[Walk] = []
     closed: list[Walk] = []
-    create, close = Walk.__init__, Walk.close
-
-    def note(walk: Walk, *args: Any, **options: Any) -> None:
-        keeps.append(options["keep"])
-        create(walk, *args, **options)
-
-    monkeypatch.setattr(Walk, "__init__", note)
+    close = Walk.close
     monkeypatch.setattr(Walk, "begin", lambda walk, view: begun.append(walk))
     monkeypatch.setattr(Walk, "close", lambda walk: (closed.append(walk), close(walk)))
-    rig = make_worker(handover_keep_s=keep)
+    rig = make_worker()
     chunks = rig.chunks(2)
     rig.store(chunks[:1])
-    assert (keeps, begun) == ([keep or None], [])
+    assert not begun
     rig.step(StepMetadata(stores=[promised(chunks[1])]))
     assert len(begun) == 1
     rig.connector.shutdown()

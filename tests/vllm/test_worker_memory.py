@@ -9,8 +9,10 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvshelf.errors import ConfigError
+from kvshelf.vllm.connector import SharedStorageConnector
 from kvshelf.vllm.metadata import (
     LoadFailure,
     PrefetchOp,
@@ -18,11 +20,12 @@ from kvshelf.vllm.metadata import (
 )
 from tests.sim.storage import Fault, FaultyStorage
 from tests.support.waiting import until
+from tests.vllm.replay import make_config, make_groups
 from tests.vllm.worker_rig import WorkerRig
 
 # ------------------------------------------------------------------------- requests that wait
 
-TIER = {"max_bytes": 4 << 20}
+TIER = 4 << 20
 
 
 def kept(rig: WorkerRig) -> float:
@@ -51,7 +54,7 @@ def writer(make_worker: Callable[..., WorkerRig]) -> WorkerRig:
 @pytest.fixture
 def rig(writer: WorkerRig, make_worker: Callable[..., WorkerRig]) -> WorkerRig:
     """Another one, with memory that holds nothing yet."""
-    return make_worker(memory_tier=TIER)
+    return make_worker(memory=TIER)
 
 
 def test_a_waiting_requests_bad_object_is_reported_before_its_load(
@@ -85,5 +88,15 @@ def test_a_low_latency_shelf_takes_no_memory_for_waiting_requests(writer: Worker
 def test_an_engine_does_not_start_without_the_memory_of_its_tier(
     make_worker: Callable[..., WorkerRig],
 ) -> None:
-    with pytest.raises(ConfigError, match="max_bytes"):
-        make_worker(memory_tier={"max_bytes": 1 << 50})
+    with pytest.raises(ConfigError, match="have to be free"):
+        make_worker(memory=1 << 50)
+
+
+def test_the_ranks_of_a_machine_share_the_memory() -> None:
+    config = make_config("/nowhere", memory="8MiB")
+    config.parallel_config.local_world_size = 2
+    config.parallel_config.data_parallel_size_local = 2
+    made = SharedStorageConnector(config, KVConnectorRole.WORKER, make_groups(config))  # type: ignore[arg-type]
+    assert made._config.memory_bytes == 2 << 20
+    assert "memory 2.0MiB" in made._config.bounds_told
+    made.shutdown()

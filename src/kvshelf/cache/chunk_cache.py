@@ -58,7 +58,7 @@ from kvshelf.cache.prompts import (
     tiers_of,
 )
 from kvshelf.capacity.uses import Uses
-from kvshelf.config import Config
+from kvshelf.config import LEAST_STAGING, Config
 from kvshelf.errors import ConfigError
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import STATE, Kind
@@ -229,14 +229,8 @@ class ChunkCache:
                 f"server is {config.server}: a cache with a node server is opened by"
                 " kvshelf.server.client.open_cache"
             )
-        if config.layout == "native" and model.layouts is None:
-            raise ConfigError(
-                "layout is native, but the model's facts state no native layout: set layout to"
-                " auto, or state layouts"
-            )
         namespace = model.namespace(
             chunk_size=config.chunk_size,
-            shards=config.shards,
             version=config.version,
             weights=config.weights,
         )
@@ -251,11 +245,9 @@ class ChunkCache:
                 namespace,
                 disk_tier=disk_tier,
                 memory_tier=assembly.memory,
-                staging_bytes=config.least_staging,
-                io_threads=config.io_threads,
+                staging_bytes=LEAST_STAGING,
                 group_by_salt=config.group_by_salt,
                 timeout_s=timeout_s,
-                drain_s=config.shutdown_drain_s,
                 counters=counters,
                 uses=assembly.uses,
             )

@@ -1,4 +1,4 @@
-"""How much may still be stored on a shelf: ``min_free`` and ``max_bytes`` for stores.
+"""How much may still be stored on a shelf: free space and ``max_bytes``.
 
 Owns the check before every store (:meth:`ShelfBound.allows`), and the estimate of a shelf's bytes
 between two listings. The sweeper's thread (:mod:`kvshelf.capacity.sweeper`) reads the storage and
@@ -40,7 +40,7 @@ from kvshelf.metrics import Counters
 
 logger = logging.getLogger(__name__)
 
-#: ``min_free`` unless it is set: a part of the storage, at most this many bytes.
+#: What stores leave free: a part of the storage, at most this many bytes.
 FREE_PART: Final = 0.05
 FREE_BYTES: Final = 20 << 30
 #: The same for a filesystem in memory, whatever its size.
@@ -60,17 +60,8 @@ HURRIED_SECONDS: Final = 0.1
 _MOST_PIECES: Final = 2048
 
 
-def least_free(space: Space, min_free: int | None) -> int:
-    """Return the bytes that stores leave free on a storage.
-
-    Parameters
-    ----------
-    space : Space
-    min_free : int or None
-        The option; None: as much as suits the storage.
-    """
-    if min_free is not None:
-        return min_free
+def least_free(space: Space) -> int:
+    """Return the bytes that stores leave free on a storage."""
     if space.memory:
         return int(space.total * FREE_PART_IN_MEMORY)
     return min(int(space.total * FREE_PART), FREE_BYTES)
@@ -216,14 +207,9 @@ class ShelfBound:
         """The bytes that this process has written."""
         return self._written.value
 
-    @property
-    def keeps_free(self) -> bool:
-        """Whether some space must stay free on the storage."""
-        return self._capacity.min_free != 0
-
     def is_full(self, space: Space | None) -> bool:
         """Whether less is free than stores leave."""
-        return space is not None and space.free < least_free(space, self._capacity.min_free)
+        return space is not None and space.free < least_free(space)
 
     def free(self, nbytes: int) -> None:
         """Note the bytes that this process has deleted since the last look: they hide no writes."""
@@ -276,12 +262,12 @@ class ShelfBound:
         left, why = math.inf, ("", "")
         if space is not None:
             self._counters.set_gauge("storage_free_bytes", space.free)
-            kept = least_free(space, self._capacity.min_free)
+            kept = least_free(space)
             if kept:
                 left = space.free - kept - self._begun
                 why = (
-                    "min_free",
-                    f"{space.free} bytes are free, and stores leave {kept} (min_free): nothing is"
+                    "free",
+                    f"{space.free} bytes are free, and stores leave {kept} free: nothing is"
                     " stored until more is free; loads continue",
                 )
         if used is not None:

@@ -23,14 +23,13 @@ import numpy as np
 
 from kvshelf.backends.base import NEVER_OLD
 from kvshelf.capacity.eviction import Units, Victims, choose
-from kvshelf.capacity.files import SAID_SECONDS, Leftover, Sort, Total
+from kvshelf.capacity.files import Leftover, Sort, Total
 from kvshelf.capacity.inventory import Floats, Inventory
 from kvshelf.capacity.marks import Marks
 from kvshelf.capacity.pins import Pins
 from kvshelf.capacity.rules import Rule, Rules
 from kvshelf.format.forest import GONE, UNKNOWN, Flags, Integers, Masks
 from kvshelf.format.kinds import FULL_BIT, KINDS
-from kvshelf.shelf.markers import said_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,15 +206,10 @@ def _leftovers(
         Sort.MARKER: (Rule.MARKER, rules.markers),
     }
     chosen = rules.choice is not None and rules.choice.leftovers
-    keeps = {space.name: space.keeps for space in inventory.namespaces}
     beyond = _beyond_quarantine(inventory, rules)
     found = []
     for leftover in inventory.leftovers:
         reason, age = ages[leftover.sort]
-        if leftover.sort is Sort.MARKER and age is not None:
-            said = said_seconds(leftover.name)
-            kept = keeps[leftover.name.partition("/")[0]]
-            age = max(age, kept) if said is None else said + SAID_SECONDS
         if chosen and leftover.sort is not Sort.TEMPORARY:
             found.append((leftover, Rule.CHOSEN))
         elif leftover.name in beyond or (age is not None and leftover.changed < now - age):
@@ -317,10 +311,7 @@ class _Picks:
         if keep is None or not self._inventory.tail.any():
             return
         tails = self._inventory.tail[self._inventory.first_rows] > 0
-        keeps = self._inventory.keeps()
-        # Where they are kept for longer they are a cache, and belong to no hand-over.
-        tails &= ~(self.units.pinned & (keeps > 0))
-        self._take(tails & (self.units.used < self._now - np.maximum(keeps, keep)), Rule.TAIL)
+        self._take(tails & (self.units.used < self._now - keep), Rule.TAIL)
 
     def take_orphans(self) -> None:
         """Pick the chunks behind one that is gone."""

@@ -14,7 +14,6 @@ nothing; an object that has no other times counts as used now.
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -31,8 +30,6 @@ from kvshelf.format.kinds import KIND_BITS, KINDS
 from kvshelf.shelf.leftovers import is_of_other_version
 
 DAY: Final = 86400.0
-#: A statement of how long tails are kept is valid for this much longer: tails are younger than it.
-SAID_SECONDS: Final = DAY
 #: Numbers of the kinds in rows.
 KIND_NUMBERS: Final = {kind: number for number, kind in enumerate(KINDS)}
 #: The bits of the kinds, by their numbers.
@@ -95,15 +92,11 @@ class NamespaceFolder:
         The 16 hex digits at the end of its name. Folders with the same tag hold one namespace.
     record : Mapping
         The namespace's record, as far as it can be read; else empty. Nothing in it is checked.
-    keeps : float
-        Seconds for which engines keep its tails and markers, as they say, where there are any;
-        -inf: they say nothing.
     """
 
     name: str
     tag: str
     record: Mapping[str, object] = field(default_factory=dict)
-    keeps: float = -math.inf
 
     @property
     def of_other_version(self) -> bool:

@@ -26,12 +26,10 @@ after its scan, and may be read by any thread.
 from __future__ import annotations
 
 import errno
-import math
 import re
 import struct
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import KW_ONLY, dataclass, fields, replace
-from itertools import islice
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -41,10 +39,8 @@ from kvshelf.backends import Backend, ObjectInfo
 from kvshelf.backends.base import time_for_ages
 from kvshelf.capacity.eviction import Units
 from kvshelf.capacity.files import (
-    DAY,
     KIND_NUMBERS,
     NUMBER_BITS,
-    SAID_SECONDS,
     Leftover,
     NamespaceFolder,
     Sort,
@@ -77,7 +73,7 @@ from kvshelf.shelf.leftovers import (
     is_temporary,
     read_record,
 )
-from kvshelf.shelf.markers import KEEPS, MARKERS, is_attempt, said_seconds
+from kvshelf.shelf.markers import MARKERS, is_attempt
 
 Numbers: TypeAlias = "npt.NDArray[np.uint32]"
 Floats: TypeAlias = "npt.NDArray[np.float64]"
@@ -87,8 +83,6 @@ Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 _HIT_SECONDS: Final = 1.0
 #: Most files beside objects of which the names are remembered: the others are found again later.
 _MOST_NAMED: Final = 65536
-#: Most files that are read about how long tails are kept.
-_MOST_KEEPS: Final = 4096
 #: Most objects and salt groups of an inventory, and files of a listing: more may have no end.
 _MOST_OBJECTS: Final = 1 << 24
 _MOST_GROUPS: Final = 1 << 20
@@ -380,14 +374,6 @@ class Inventory:
             state_used=uses[2] if several else None,
         )
 
-    def keeps(self) -> Floats:
-        """Return for how long the engines of each unit's namespace keep tails, float64 [units]."""
-        if not self.unit_count:
-            return np.empty(0)
-        of_space = np.array([space.keeps for space in self.namespaces])
-        found: Floats = np.maximum.reduceat(of_space[self.namespace[self._order]], self._starts)
-        return found
-
     def reach(self) -> Integers:
         """Return how many last chunks' windows a hit needs in each unit's namespace, int64."""
         of_space = np.array([space.rule.reach for space in self.namespaces], np.int64)
@@ -589,7 +575,6 @@ class Scan:
             if self.before is not None:
                 found._remember_parents(self.before)
             self._is_listed = True
-        self._read_keeps()
         parents = self.parents
         if parents is None or found._read_parents(self.backend, parents, stop, pace):
             return found
@@ -677,27 +662,6 @@ class Scan:
         spaces.append(NamespaceFolder(folder, folder[-16:], record))
         return len(spaces) - 1
 
-    def _read_keeps(self) -> None:
-        """Learn for how long tails and markers are kept where some were found."""
-        inventory = self._inventory
-        tails = np.unique(inventory.namespace[inventory.tail > 0]).tolist()
-        marked = {
-            left.name.partition("/")[0] for left in inventory.leftovers if left.sort is Sort.MARKER
-        }
-        for number, space in enumerate(inventory.namespaces):
-            if number in tails or space.name in marked:
-                rows = self.backend.list(f"{space.name}/{KEEPS}", hidden=True)
-                found = (self._believed(info) for info in islice(rows, _MOST_KEEPS))
-                inventory.namespaces[number] = replace(space, keeps=max(found, default=-math.inf))
-
-    def _believed(self, info: ObjectInfo) -> float:
-        """Return for how long tails are kept, as an object says; -inf: it says nothing."""
-        said = None if info.size else said_seconds(info.name)
-        if said is None or info.mtime > self._inventory.now + DAY:
-            return -math.inf
-        old = self._inventory.aged_at - said - SAID_SECONDS
-        return -math.inf if changed_at(info) < old else float(said)
-
     def _ask_time(self) -> None:
         self._inventory.now = now = time_of(self.backend)
         self._inventory.aged_at = time_for_ages(now, self.backend.url)
@@ -783,9 +747,7 @@ def _sort_of(info: ObjectInfo, inner: str) -> Sort:
     folder, _, base = inner.rpartition("/")
     if folder == QUARANTINE:
         return Sort.QUARANTINED
-    if not info.size and (
-        (folder == MARKERS and is_attempt(base)) or said_seconds(info.name) is not None
-    ):
+    if not info.size and folder == MARKERS and is_attempt(base):
         return Sort.MARKER
     if is_temporary(info.name):
         return Sort.TEMPORARY

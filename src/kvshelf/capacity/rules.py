@@ -6,9 +6,7 @@ reason          what is deleted
 temporary       temporaries that nothing has changed for an hour
 quarantine      bad objects a week after they were moved aside, or an hour if space is needed; at
                 once those of a namespace beyond the newest 32, or 1 GiB
-marker, tail    markers and tails of hand-overs at some age, or at that for which the engines of
-                their namespace say that they keep them, if it is greater; what says so once it is
-                not believed any more
+marker, tail    markers and tails of hand-overs at some age
 orphan          chunks whose parent is gone, a day after their last use
 age             what was not used for some time
 group           the oldest chunks of a salt group that holds too many bytes
@@ -120,6 +118,10 @@ class Rules:
         most = bound - self.largest if self.largest <= bound else bound
         return held - min(int(self.low * bound), most) if held > min(self.high * bound, most) else 0
 
+
+#: Age in seconds at which tails and the markers of hand-overs are deleted. No engine waits so long
+#: for a hand-over, and a tail serves one prompt only.
+KEEP_TAILS: Final = 3600.0
 
 #: All rules are off.
 NO_RULES: Final = Rules(None, math.inf, math.inf, math.inf, math.inf, None, None, None)

@@ -13,7 +13,7 @@ Contracts
 ---------
 * No chunk is deleted without ``max_bytes``, ``max_age`` or ``group_max_bytes``: without them the
   shelf is not even listed.
-* When less than ``min_free`` is free, with or without bounds, the walk frees space: stores, which
+* When less is free than stores leave, with or without bounds, the walk frees space: stores, which
   would notice that the storage is full, do not reach it then.
 * The record and the files that other processes write decide what is stored here, never what is
   deleted: a sweep keeps to this process's own bounds.
@@ -24,7 +24,7 @@ Contracts
   stores, which a slow listing would miss: its errors open no circuit breaker. While the one for
   reads is open it leaves the storage alone.
 * Where listing or deleting is not allowed, one log line says so. It is tried again every hour. So
-  is a sweep that failed because of an error of its own; ``min_free`` and the last estimate bound
+  is a sweep that failed because of an error of its own; free space and the last estimate bound
   stores meanwhile.
 """
 
@@ -163,9 +163,7 @@ class Sweeper:
         self._end: threading.Event | None = None
 
     def start(self) -> None:
-        """Begin, unless there is nothing to do. Never blocks. Idempotent."""
-        if not (self._bounded or self.bound.keeps_free or self._walk is not None):
-            return
+        """Begin. Never blocks. Idempotent."""
         if self._walk is not None:
             self._walk.wake = self._thread.wake
         # Where the system allows no thread now, the next call tries again.
@@ -479,7 +477,7 @@ class Sweeper:
         self._sweep_at = time.monotonic() + _REFUSED_SECONDS
         self._log.error(
             "%s: a sweep ended because of an error in kvshelf, and is tried again in an hour."
-            " Stores keep to min_free and to what is known of the shelf",
+            " Stores keep to the free space and to what is known of the shelf",
             self._guard.url,
             exc_info=error,
             about=repr(error),

@@ -9,10 +9,7 @@ way           what is done
 ============  ======================================================================================
 ``auto``      the access time of each object is set (:meth:`~kvshelf.backends.Backend.touch`); where
               the storage refuses that for an object, its chunk is marked
-``marks``     chunks are marked (:mod:`kvshelf.capacity.marks`)
-``rewrite``   the access time is set; where that is refused, the object is written anew with its
-              own, verified bytes when it is older than half the age at which it would be deleted.
-              So a bucket's lifecycle rule, which knows no other age, keeps what is used
+              (:mod:`kvshelf.capacity.marks`)
 ``touch``     the access time is set, and where that is refused nothing is done: a disk tier, of
               which no program reads marks
 ``off``       nothing
@@ -40,24 +37,20 @@ import random
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Literal, TypeAlias
 
 from kvshelf.backends import Touched
-from kvshelf.backends.clock import StorageClock
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.background import Background
 from kvshelf.capacity import marks
 from kvshelf.capacity.marks import KEY_BYTES, Batch, Marks
+from kvshelf.capacity.rules import KEEP_TAILS
 from kvshelf.config import Config
 from kvshelf.errors import (
-    BadObjectError,
-    ConfigError,
     NoSpaceStorageError,
-    NotRegularError,
-    ObjectMissingError,
     StorageError,
 )
 from kvshelf.format.keys import Chunk
@@ -71,12 +64,8 @@ from kvshelf.shelf.view import ObjectRef, ShelfView
 logger = logging.getLogger(__name__)
 
 #: How uses are recorded.
-How: TypeAlias = Literal["auto", "marks", "rewrite", "touch", "off"]
+How: TypeAlias = Literal["auto", "touch", "off"]
 _Keys: TypeAlias = dict[tuple[str, Kind], set[bytes]]
-#: Returns one whole, verified object by its name; None if it cannot.
-Read: TypeAlias = Callable[[str], memoryview | None]
-#: Objects that were used together, and what reads each to be written anew.
-_Objects: TypeAlias = Mapping[str, Read | None]
 
 #: Bounds of :func:`resolution`.
 _FINEST: Final = 60.0
@@ -118,13 +107,13 @@ class _Noted:
     ----------
     backend : GuardedBackend
     uses : Iterator
-        What each use is remembered by, and what returns its objects.
+        What each use is remembered by, and what returns the names of its objects.
     count : int
         How many they are.
     """
 
     backend: GuardedBackend
-    uses: Iterator[tuple[object, Callable[[], _Objects]]]
+    uses: Iterator[tuple[object, Callable[[], Sequence[str]]]]
     count: int
 
 
@@ -134,14 +123,13 @@ class Uses:
     Parameters
     ----------
     counters : Counters
-        Gets what is recorded: ``touched_objects``, ``marked_chunks``, ``rewritten_objects`` and
-        ``rewritten_bytes``.
+        Gets what is recorded: ``touched_objects`` and ``marked_chunks``.
     resolution : float
         Seconds, see :func:`resolution`.
     how : str
-        ``auto``, ``marks``, ``rewrite``, ``touch`` or ``off``.
+        ``auto``, ``touch`` or ``off``.
     max_age : float, optional
-        Seconds at which objects that are not written anew are deleted; needed for ``rewrite``.
+        Seconds at which chunks that are not used are deleted.
     keep_tails : float, optional
         Seconds after its last use at which a tail is deleted.
     on_thread_start : Callable, optional
@@ -152,11 +140,6 @@ class Uses:
     Attributes
     ----------
     resolution : float
-
-    Raises
-    ------
-    ConfigError
-        If `how` is ``rewrite`` and `max_age` is absent.
     """
 
     def __init__(
@@ -170,11 +153,6 @@ class Uses:
         on_thread_start: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if how == "rewrite" and max_age is None:
-            raise ConfigError(
-                "capacity.uses is rewrite and capacity.max_age is not set: objects are written anew"
-                " at half of that age; set it to the age at which the bucket's rule deletes them"
-            )
         self.resolution = resolution
         self._of_tails = min(resolution, _FINEST, (keep_tails or math.inf) / _TAIL_PARTS)
         self._counters = counters
@@ -182,7 +160,6 @@ class Uses:
         self._max_age = max_age
         #: The storage whose marks are merged next.
         self._to_merge: GuardedBackend | None = None
-        self._rewrite_age = math.inf if max_age is None else max_age / 2
         self._clock = clock
         self._log = RateLimitedLog(logger)
         self._thread = Background("kvshelf-uses", self._step, on_start=on_thread_start)
@@ -204,7 +181,6 @@ class Uses:
         self._marks_due = math.inf
         #: Until when nothing is marked, by storage.
         self._refused: dict[GuardedBackend, float] = {}
-        self._clocks: dict[GuardedBackend, StorageClock] = {}
 
     @classmethod
     def of(
@@ -223,19 +199,14 @@ class Uses:
             which knows the age of chunks.
         counters, on_thread_start
             As for the class.
-
-        Raises
-        ------
-        ConfigError
-            As for the class.
         """
         capacity = config.capacity
         return cls(
             counters,
             resolution=_FINEST if config.server is not None else resolution(capacity.max_age),
-            how="off" if config.read_only else capacity.uses,
+            how="off" if config.read_only else "auto",
             max_age=capacity.max_age,
-            keep_tails=config.handover_keep_s,
+            keep_tails=KEEP_TAILS,
             on_thread_start=on_thread_start,
         )
 
@@ -252,12 +223,10 @@ class Uses:
             It must not change.
         """
         found = view.on_storage
-        uses = (((found, chunk.key), partial(_objects_of, view, chunk)) for chunk in chunks)
+        uses = (((found, chunk.key), partial(_names_of, view, chunk)) for chunk in chunks)
         self._add(_Noted(found.backend, uses, len(chunks)))
 
-    def note_names(
-        self, backend: GuardedBackend, names: Sequence[str], read: Read | None = None
-    ) -> None:
+    def note_names(self, backend: GuardedBackend, names: Sequence[str]) -> None:
         """Note that objects were used, by their names.
 
         Parameters
@@ -265,11 +234,8 @@ class Uses:
         backend : GuardedBackend
         names : Sequence of str
             It must not change. Names of other things are left out.
-        read : Callable, optional
-            Returns a whole, verified object, to be written anew. Called on the thread; may block
-            and raise StorageError. Without it objects are not written anew.
         """
-        uses = (((backend, name), lambda name=name: {name: read}) for name in names)
+        uses = (((backend, name), lambda name=name: [name]) for name in names)
         self._add(_Noted(backend, uses, len(names)))
 
     def _add(self, noted: _Noted) -> None:
@@ -363,13 +329,13 @@ class Uses:
                 return
             if self._is_recent(key):
                 continue
-            objects = find()
-            parsed = parse_path(next(iter(objects)))
+            names = find()
+            parsed = parse_path(names[0])
             if parsed is None:
                 continue
             is_tail = parsed.tail_tokens is not None
-            if self._touch(backend, objects, pace) and not is_tail:
-                self._record_otherwise(backend, parsed, objects)
+            if self._touch(backend, names, pace) and not is_tail and self._how != "touch":
+                self._mark(backend, parsed)
             self._remember(key, self._of_tails if is_tail else self.resolution)
 
     def _is_recent(self, key: object) -> bool:
@@ -382,10 +348,8 @@ class Uses:
         while len(due) > _MOST_USES or (due and next(iter(due.values())) <= now):
             due.popitem(last=False)
 
-    def _touch(self, backend: GuardedBackend, names: Mapping[str, object], pace: GilPace) -> bool:
+    def _touch(self, backend: GuardedBackend, names: Sequence[str], pace: GilPace) -> bool:
         """Set access times; return whether that is refused."""
-        if self._how == "marks":
-            return True
         touched = 0
         for name in names:
             touched += backend.touch(name) is Touched.TOUCHED
@@ -393,16 +357,6 @@ class Uses:
         if touched:
             self._counters.add("touched_objects", touched)
         return touched < len(names)
-
-    def _record_otherwise(
-        self, backend: GuardedBackend, parsed: ParsedName, objects: _Objects
-    ) -> None:
-        if self._how == "rewrite":
-            for name, read in objects.items():
-                if read is not None:
-                    self._rewrite(backend, name, read)
-        elif self._how != "touch":
-            self._mark(backend, parsed)
 
     # ------------------------------------------------------------- marks
 
@@ -436,8 +390,7 @@ class Uses:
                     self._refused[backend] = self._clock() + _REFUSED_SECONDS
                     self._log.warning(
                         "uses of chunks on %s are not recorded, so chunks in use may be deleted"
-                        " early: %s. Allow this user to write below %s, or set capacity.uses to"
-                        " off",
+                        " early: %s. Allow this user to write below %s",
                         backend.url,
                         error,
                         marks.MARKS,
@@ -460,61 +413,13 @@ class Uses:
         except StorageError as error:
             logger.debug("marks of used chunks were not merged: %s", error)
 
-    # ------------------------------------------------------------- rewriting
-
-    def _rewrite(self, backend: GuardedBackend, name: str, read: Read) -> None:
-        """Write an object anew if it is old enough."""
-        key = backend, "rewritten", name
-        if self._is_recent(key):
-            return
-        info = backend.info(name)
-        if info is None:
-            return
-        clock = self._clocks.setdefault(backend, StorageClock(backend.now, self._clock))
-        young = self._rewrite_age - (clock.now() - info.mtime)
-        if young > 0:
-            self._remember(key, young)
-            return
-        begin = time.monotonic()
-        try:
-            image = read(name)
-        except (BadObjectError, NotRegularError, ObjectMissingError) as error:
-            logger.debug("%s is not written anew: %s", name, error)
-            return
-        if image is None:
-            return
-        try:
-            backend.write(name, [image], "replace")
-        except StorageError as error:
-            if error.retryable:
-                raise
-            self._remember(key, self.resolution)
-            self._log.warning(
-                "objects that are in use are not written anew, so they are deleted at the age that"
-                " the storage's rule says: %s. Allow this engine to replace objects, or set"
-                " capacity.uses to auto",
-                error,
-            )
-            return
-        self._remember(key, self._rewrite_age)
-        self._counters.add("rewritten_objects")
-        self._counters.add("rewritten_bytes", image.nbytes)
-        # At most half of the bandwidth of one connection.
-        self._hurry.wait(time.monotonic() - begin)
-
 
 def _records(backend: GuardedBackend) -> bool:
     """Whether uses can be recorded at present: on a full storage they can."""
     return backend.touches and not backend.inner.properties.read_only
 
 
-def _objects_of(view: ShelfView, chunk: Chunk) -> _Objects:
-    """Return the objects of a chunk, and what reads each: from a tier if one has it."""
-
-    def read(ref: ObjectRef, _: str) -> memoryview:
-        image = memoryview(bytearray(view.fmt.object_size(ref.shard, ref.chunk.tokens)))
-        view.load(ref, image)
-        return image
-
+def _names_of(view: ShelfView, chunk: Chunk) -> list[str]:
+    """Return the names of a chunk's objects."""
     refs = [ObjectRef(chunk, shard) for shard in range(view.fmt.shards)]
-    return {name: partial(read, ref) for ref in refs for name in view.on_storage.names(ref)}
+    return [name for ref in refs for name in view.on_storage.names(ref)]

@@ -7,8 +7,7 @@ low; :mod:`kvshelf.capacity.collect` chooses what is deleted. With or without bo
 * into the folders of the namespaces that it writes to, for temporaries of killed writers and old
   bad objects, once an hour while it writes, and for tails and markers of hand-overs once in the age
   at which these are deleted. A walk through 256 folders takes about as long. Engines walk
-  independently; each begins elsewhere. One that keeps tails for longer than others do says so in
-  the namespace;
+  independently; each begins elsewhere;
 * at the tails and markers that it wrote itself, when they have come to that age;
 * into all folders of the shelf, at once, when the storage is full: for two seconds a minute, and
   for bad objects of any age. Nothing else frees space there without a loss.
@@ -48,12 +47,9 @@ from kvshelf.format.names import parse_namespace_folder, parse_path
 from kvshelf.metrics import Counters
 from kvshelf.shelf.leftovers import QUARANTINE, RESERVED, is_temporary
 from kvshelf.shelf.markers import (
-    KEEPS,
     MARKERS,
     is_attempt,
-    keep_name,
     marker_name,
-    said_seconds,
 )
 from kvshelf.shelf.pacing import GilPace
 from kvshelf.shelf.view import NamespaceView, ObjectRef, ShelfView
@@ -66,9 +62,6 @@ _PERIOD: Final = 3600.0
 _FOLDERS: Final = 256
 #: Least seconds from one folder of a walk to the next.
 _LEAST_PAUSE: Final = 1.0
-#: Seconds after which the object that says how long tails are kept is written again. If it was
-#: deleted, it is back before others would delete tails.
-_PUBLISH_SECONDS: Final = 1800.0
 #: Pause after an error of the storage, in seconds.
 _TROUBLE_SECONDS: Final = 30.0
 #: Most of its own leftovers that a process remembers, and looks at in one piece of work; walks find
@@ -118,7 +111,6 @@ class Walk:
         self._counters = counters
         self._keep = keep
         self._walks = walks
-        self._publishes = walks
         self._lock = threading.Lock()
         self._closed = False
         #: When what this process wrote is old enough, the oldest first.
@@ -131,7 +123,6 @@ class Walk:
         self._left_when_full: Iterator[str] | None = None
         self._next_folder = 0.0
         self._next_walk = 0.0
-        self._publish_at = 0.0
         self._is_full = False
         self._next_when_full = 0.0
         if walks:
@@ -145,7 +136,6 @@ class Walk:
             with self._lock:
                 self._view = view.on_storage
                 self._left = None
-                self._publish_at = 0.0
                 # Engines that start at the same time walk at different times.
                 self._next_folder = time.monotonic() + random.SystemRandom().uniform(0, self._pause)
                 self._next_walk = 0.0
@@ -181,7 +171,6 @@ class Walk:
         if self._closed or not self._guard.reads.is_closed:
             return _TROUBLE_SECONDS
         try:
-            self._publish_keep()
             self._delete_own()
             if self._is_full:
                 self.free_space()
@@ -204,38 +193,12 @@ class Walk:
                 due.append(next(iter(self._own.values())))
             if self._walks:
                 due.append(self._next_folder)
-            if self._must_publish:
-                due.append(self._publish_at)
             if self._is_full:
                 due.append(self._next_when_full)
         return max(0.0, min(due) - now)
 
     def _stops(self) -> bool:
         return self._closed or not self._guard.reads.is_closed
-
-    # ------------------------------------------------------------- what is published
-
-    @property
-    def _must_publish(self) -> bool:
-        """Whether others would delete tails that this process keeps."""
-        others = Rules().tails
-        assert others is not None
-        return self._publishes and self._view is not None and (self._keep or 0.0) > others
-
-    def _publish_keep(self) -> None:
-        """Publish how long tails are kept, if it is time. Best effort."""
-        now = time.monotonic()
-        with self._lock:
-            if not self._must_publish or now < self._publish_at:
-                return
-            view, keep = self._view, self._keep
-            self._publish_at = now + _PUBLISH_SECONDS
-        assert view is not None
-        assert keep is not None
-        try:
-            self._guard.inner.write(f"{view.folder()}/{keep_name(keep)}", [b""], "replace")
-        except StorageError as error:
-            logger.debug("others do not know how long tails are kept: %s", error)
 
     # ------------------------------------------------------------- its own leftovers
 
@@ -344,7 +307,7 @@ class Walk:
     def _folders(self, spaces: Collection[str]) -> Iterator[str]:
         """Yield the folders of some namespaces, and the reserved one of the root."""
         chance = random.SystemRandom()
-        todo = [*spaces, *(f"{space}/{inner}" for space in spaces for inner in (MARKERS, KEEPS))]
+        todo = [*spaces, *(f"{space}/{MARKERS}" for space in spaces)]
         if self._cleans and spaces:
             todo += [RESERVED, *(f"{space}/{QUARANTINE}" for space in spaces)]
         # Engines that start at the same time begin at different folders.
@@ -474,5 +437,5 @@ def _is_left(tails: bool, name: str) -> bool:
         return False
     parsed = parse_path(name)
     if parsed is None:
-        return is_attempt(name.rpartition("/")[2]) or said_seconds(name) is not None
+        return is_attempt(name.rpartition("/")[2])
     return parsed.tail_tokens is not None

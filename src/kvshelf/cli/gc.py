@@ -19,7 +19,7 @@ from kvshelf.capacity.files import Total
 from kvshelf.capacity.inventory import Scan
 from kvshelf.capacity.marks import Marks
 from kvshelf.capacity.pins import Pins
-from kvshelf.capacity.rules import Rule, Rules
+from kvshelf.capacity.rules import KEEP_TAILS, Rule, Rules
 from kvshelf.capacity.uses import resolution
 from kvshelf.cli.common import (
     JsonOption,
@@ -101,9 +101,8 @@ def _rules(shelf: str | None, given: dict[str, Any]) -> Rules:
     config = configuration(shelf)
     # What lies on a shelf shows its groups, whatever engines started here would do.
     capacity = config.capacity.model_copy(update=given)
-    keep_tails = config.handover_keep_s or None
     return Rules(
-        **{name: getattr(capacity, name) for name in _BOUNDS}, markers=keep_tails, tails=keep_tails
+        **{name: getattr(capacity, name) for name in _BOUNDS}, markers=KEEP_TAILS, tails=KEEP_TAILS
     )
 
 

@@ -88,9 +88,7 @@ def _run(
         rendered = engine.render(wanted)
         display.stage("waiting for the fingerprint of the weights")
         fmt = ObjectFormat(engine.namespace())
-        with open_shelf(
-            url, storage_options=config.storage_options, read_only=True, deadlines=config.deadlines
-        ) as opened:
+        with open_shelf(url, storage_options=config.storage_options, read_only=True) as opened:
             seed_shelf(
                 opened,
                 fmt,

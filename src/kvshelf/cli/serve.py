@@ -23,7 +23,7 @@ def serve(
         typer.Option(
             metavar="SIZE",
             help="Memory for objects, such as 20GiB, taken at the start; default: the configured"
-            " memory_tier.",
+            " memory.",
             show_default=False,
         ),
     ] = None,
@@ -55,15 +55,6 @@ def serve(
     ] = None,
     max_bytes: MaxBytesOption = None,
     max_age: MaxAgeOption = None,
-    min_free: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="What stores leave free on the storage, such as 50GiB; 0: nothing; default: the"
-            " configured capacity.",
-            show_default=False,
-        ),
-    ] = None,
     lease: Annotated[
         float,
         typer.Option(
@@ -87,13 +78,13 @@ def serve(
     if shelf is not None:
         given["shared_storage_path"] = shelf
     if memory is not None:
-        given["memory_tier"] = {"max_bytes": size(memory, "--memory")}
-    if capacity := bounds(max_bytes=max_bytes, max_age=max_age, min_free=min_free):
+        given["memory"] = size(memory, "--memory")
+    if capacity := bounds(max_bytes=max_bytes, max_age=max_age):
         given["capacity"] = capacity
     options = Config.load(given)
-    if options.memory_tier is None:
-        raise ConfigError("the server has no memory: give --memory 20GiB, or set memory_tier")
-    nbytes = int(options.memory_tier.max_bytes)
+    if options.memory is None:
+        raise ConfigError("the server has no memory: give --memory 20GiB, or set memory")
+    nbytes = int(options.memory)
     place = Place(socket or default_socket(), None if http is None else address("--http", http))
 
     def ready(opened: str, port: int | None) -> None:

@@ -136,5 +136,5 @@ def bounds(**given: str | None) -> dict[str, Any]:
         if text is not None and name == "max_age":
             found[name] = age(text, option, least=LEAST_MAX_AGE, plain=True)
         elif text is not None:
-            found[name] = size(text, option, least=int(name != "min_free"))
+            found[name] = size(text, option, least=1)
     return found

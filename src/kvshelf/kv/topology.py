@@ -31,12 +31,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import gcd, lcm
+from math import gcd
 from typing import Any
 
 from kvshelf.errors import ConfigError
 from kvshelf.format.kinds import SHARDS_FIELDS, Kind, layers_by_kind
-from kvshelf.format.model import default_shards
+from kvshelf.format.model import MAX_SHARDS
 from kvshelf.format.tensors import is_state, parse_state, required_field, shape_heads
 
 
@@ -91,6 +91,17 @@ def head_groups(kv_heads: int, tensor_parallel: int) -> int:
     return min(kv_heads, tensor_parallel)
 
 
+def fitting_shards(kv_heads: int, tensor_parallel: int, stages: int = 1) -> int:
+    """Return the number of shards of a new namespace.
+
+    That of the model, :func:`~kvshelf.format.model.default_shards`, or where it cannot be spread
+    over the tensor-parallel ranks, the largest number that can.
+    """
+    distinct = head_groups(kv_heads, tensor_parallel)
+    fitting = range(distinct, max(MAX_SHARDS, distinct) + 1, distinct)
+    return max((one for one in fitting if kv_heads % one == 0), default=distinct) * stages
+
+
 @dataclass(frozen=True, slots=True)
 class Topology:
     """How an engine's workers divide heads and layers.
@@ -118,7 +129,7 @@ class Topology:
     Raises
     ------
     ConfigError
-        If the shards cannot be spread over the ranks; the message names a number that can.
+        If the heads or the shards cannot be spread over the ranks.
     """
 
     kv_heads: int
@@ -133,43 +144,30 @@ class Topology:
     def __post_init__(self) -> None:
         ranks, heads = self.tensor_parallel, self.kv_heads
         split, rest = divmod(self.shards, self.stages)
-        if rest or split < 1:
-            raise ConfigError(
-                f"shards={self.shards} is not a multiple of the {self.stages} pipeline stages:"
-                " leave it out or set a multiple"
-            )
         if self.whole_ranks:
             if self.decode_context > 1:
                 raise ConfigError(
                     "decode_context_parallel_size spreads the tokens of a block over ranks, so"
                     " blocks of an unknown layout cannot be stored: set it to 1"
                 )
-            if split != ranks:
+            if rest or split != ranks:
                 raise ConfigError(
-                    f"shards={self.shards} is not possible: the layout of the KV cache is unknown,"
-                    f" so each of the {ranks * self.stages} ranks stores whole blocks."
-                    " Leave shards out"
+                    f"the namespace has {self.shards} shards, but the layout of the KV cache is"
+                    f" unknown, so each of the {ranks * self.stages} ranks stores whole blocks"
                 )
             return
-        if heads % split:
-            possible = [n * self.stages for n in range(1, heads + 1) if heads % n == 0]
-            raise ConfigError(
-                f"shards={self.shards} does not divide the model's {heads} KV heads over"
-                f" {self.stages} stages: leave it out or set one of {possible}"
-            )
         if heads % ranks and ranks % heads:
             raise ConfigError(
                 f"{heads} KV heads cannot be spread over tensor_parallel_size={ranks}"
             )
         # Ranks that hold the same heads count as one.
         distinct = head_groups(heads, ranks)
-        if split % distinct:
-            both = lcm(split, distinct)
-            fitting = both if heads % both == 0 else distinct
+        if rest or split < 1 or heads % split or split % distinct:
+            fitting = fitting_shards(heads, ranks, self.stages)
             raise ConfigError(
-                f"a chunk's {split} shards cannot be spread over"
-                f" {distinct} tensor-parallel ranks with KV heads of their own: set"
-                f" shards={fitting * self.stages} alike on all engines that share the shelf"
+                f"the namespace has {self.shards} shards, which cannot be spread over {heads} KV"
+                f" heads, {self.stages} pipeline stages and {ranks} tensor-parallel ranks; expected"
+                f" {fitting}, for instance"
             )
         alike = self.workers // head_groups(self.most_kv_heads or heads, ranks)
         if alike % self.decode_context:
@@ -218,7 +216,9 @@ class Topology:
             shards = record.get(SHARDS_FIELDS[kind])
             if shards is None:
                 ranks = tensor_parallel * len(members)
-                shards = ranks if whole_ranks else default_shards(common, len(members))
+                shards = (
+                    ranks if whole_ranks else fitting_shards(common, tensor_parallel, len(members))
+                )
             found[kind] = cls(
                 common,
                 shards,

@@ -118,7 +118,7 @@ class Arena:
             self.close()
             raise ConfigError(
                 f"there is no memory for an arena of {nbytes} bytes: {error}. Ask for less"
-                " (memory_tier.max_bytes or staging_bytes of an engine, --memory of"
+                " (memory of an engine, staging_bytes of a ChunkCache, --memory of"
                 " `kvshelf serve`), or give the machine or the container more memory"
             ) from error
         except BaseException:

@@ -53,8 +53,6 @@ _OF_THE_SHELF: Final = (
     "breaker_closes",
     "touched_objects",
     "marked_chunks",
-    "rewritten_objects",
-    "rewritten_bytes",
     "sweeps",
     "sweep_errors",
     "sweep_seconds",

@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 #: How long the loop may take to answer before it counts as hung.
 _HEALTH_SECONDS: Final = 2.0
 _CLOSE_SECONDS: Final = 5.0
+#: Seconds for what clients have begun to store; Kubernetes gives a pod 30 s to end.
+_DRAIN_SECONDS: Final = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,6 @@ def serve(
             disk_tier=disk,
             counters=counters,
             lease_seconds=lease_seconds,
-            io_threads=config.io_threads,
             uses=assembly.uses,
         )
         opened.callback(service.close)
@@ -164,7 +165,7 @@ def serve(
             ready(shelf.url, port)
             over.wait()
             loop.announce_drain()
-            left = service.drain(config.shutdown_drain_s)
+            left = service.drain(_DRAIN_SECONDS)
             if left:
                 logger.warning("%d stores of clients were not finished", left)
         finally:

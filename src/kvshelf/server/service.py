@@ -396,16 +396,7 @@ class Service:
 
     def _note(self, names: Sequence[str]) -> None:
         if self._uses is not None:
-            self._uses.note_names(self._backend, names, self._read)
-
-    def _read(self, name: str) -> memoryview | None:
-        """Read an object, from the disk tier if it is there, to be written anew."""
-        found = self._known(name)
-        if found is None:
-            return None
-        image = memoryview(bytearray(found.fmt.object_size(found.parsed.shard)))
-        self._storage.load(found, image)
-        return image
+            self._uses.note_names(self._backend, names)
 
     # -------------------------------------------------------------------------- fetches and stores
 

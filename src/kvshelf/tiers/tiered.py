@@ -24,7 +24,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from kvshelf.backends import Backend, BytesLike, WriteResult, open_backend
@@ -314,7 +313,6 @@ def open_late(
     storage_options: Mapping[str, Any] | None = None,
     read_only: bool = False,
     counters: Counters | None = None,
-    deadlines: Mapping[str, float] | None = None,
     open_seconds: float | None = None,
 ) -> Shelf:
     """Open a shelf, also when it does not answer now.
@@ -323,7 +321,7 @@ def open_late(
 
     Parameters
     ----------
-    url, storage_options, read_only, counters, deadlines
+    url, storage_options, read_only, counters
         As for :func:`kvshelf.shelf.shelf.open_shelf`.
     tier : DiskTier or None
         The disk tier in front of it.
@@ -353,8 +351,7 @@ def open_late(
         meanwhile = f"only objects in the disk tier {tier.path} can be loaded"
     opening = Opening(shown_url(url), make)
     backend = opening.first(open_seconds or seconds, meanwhile) or LateBackend(opening)
-    wanted = replace(backend.properties.deadlines, **(deadlines or {}))
-    return Shelf(backend, counters, deadlines=wanted)
+    return Shelf(backend, counters)
 
 
 def shelf_url(config: Config) -> str:
@@ -404,7 +401,6 @@ def open_configured(
         "storage_options": config.storage_options,
         "read_only": config.read_only,
         "counters": counters,
-        "deadlines": config.deadlines,
     }
     place = config.disk_tier
     if place is None:

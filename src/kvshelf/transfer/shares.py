@@ -43,7 +43,6 @@ def share_out(
     total: int,
     formats: Sequence[ObjectFormat],
     plans: Mapping[Kind, ShardPlan],
-    option: str,
     *,
     chunks: int = 2,
 ) -> dict[Kind, int]:
@@ -58,8 +57,6 @@ def share_out(
         One for each kind.
     plans : Mapping[Kind, ShardPlan]
         The shards of each kind that this worker reads and writes.
-    option : str
-        What `total` is called in the configuration.
     chunks : int
         Each kind gets enough for a :class:`~kvshelf.transfer.staging.StagingPool` that holds so
         many chunks; 0: no kind has a minimum. A single kind gets all in any case.
@@ -79,9 +76,9 @@ def share_out(
     if total < needed:
         each = ", ".join(f"{size} for {kind}" for kind, size in least.items())
         raise ConfigError(
-            f"{option} is {total}, but {chunks} chunks of each kind of this model's KV need"
-            f" {needed} bytes ({each}): set {option} to {needed} or more, or make chunk_size"
-            " smaller"
+            f"staging has {total} bytes, but {chunks} chunks of each kind of this model's KV need"
+            f" {needed} bytes ({each}): make chunk_size smaller, or give a ChunkCache"
+            f" staging_bytes={needed} or more"
         )
     weights = {
         kind: sum(of) * (_STATE_SHARE if kind == STATE else 1.0) for kind, of in sizes.items()

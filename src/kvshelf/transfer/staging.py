@@ -183,10 +183,10 @@ class StagingPool:
         needed = _least_buffers(together)
         if self.limit < needed:
             raise ConfigError(
-                f"staging_bytes is {capacity}, but a chunk of this model is stored as {together}"
+                f"staging has {capacity} bytes, but a chunk of this model is stored as {together}"
                 f" objects of {self.buffer_bytes} bytes, and staging holds at least {needed} of"
-                f" them: set staging_bytes to {needed * self.buffer_bytes} or more, or make"
-                " chunk_size smaller"
+                " them: make chunk_size smaller, or give a ChunkCache"
+                f" staging_bytes={needed * self.buffer_bytes} or more"
             )
         #: The memory, once it was taken, and what gives it back.
         self._view = memoryview(b"")

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 import torch
 import vllm
+from pydantic import ByteSize
 
 from kvshelf.vllm import CONNECTOR_NAME, EARLIER_NAME, check_vllm_version, register
 
@@ -45,7 +46,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, iter_layer_specs
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvshelf.assembly import Role, assemble
-from kvshelf.config import Config
+from kvshelf.config import LEAST_STAGING, Config
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.namespace import Namespace
 from kvshelf.logs import RateLimitedLog, prefixed
@@ -54,7 +55,7 @@ from kvshelf.urls import directory_of
 from kvshelf.vllm.affinity import widen_cpu_affinity
 from kvshelf.vllm.groups import CacheGroups, with_chunk_size
 from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
-from kvshelf.vllm.namespace import check_environment, context_ranks
+from kvshelf.vllm.namespace import check_environment, context_ranks, local_ranks
 from kvshelf.vllm.scheduler import Engine, SchedulerSide
 from kvshelf.vllm.speculation import check_speculation, drafter_has_kv
 from kvshelf.vllm.stats import ShelfPromMetrics, ShelfStats, stats_of
@@ -147,6 +148,9 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
         _check_engine(vllm_config)
         self._groups = CacheGroups(vllm_config, kv_cache_config)
         self._config = with_chunk_size(self._config, self._groups)
+        if (memory := self._config.memory) is not None:
+            each = ByteSize(memory // local_ranks(vllm_config))
+            self._config = self._config.model_copy(update={"memory": each})
         if self._config.save_decode and _answers_see_a_window(kv_cache_config):
             self._config = self._config.model_copy(update={"save_decode": False})
             if role is KVConnectorRole.SCHEDULER:
@@ -526,15 +530,10 @@ def _segment(config: Config) -> Segment | None:
     from kvshelf.server.segment import Segment
 
     try:
-        return Segment(_segment_bytes(config), regions=_MOST_IN_REGIONS)
+        return Segment(LEAST_STAGING, regions=_MOST_IN_REGIONS)
     except (ConfigError, UnsupportedError):
         # The shelf cannot be opened then, which is logged.
         return None
-
-
-def _segment_bytes(config: Config) -> int:
-    """Return the bytes of a segment for objects that were not made there."""
-    return min(config.least_staging, 1 << 30)
 
 
 def _open_served(
@@ -557,13 +556,12 @@ def _open_served(
 
     return open_served(
         server,
-        segment_bytes=_segment_bytes(config),
+        segment_bytes=LEAST_STAGING,
         segment=segment,
         read_only=config.read_only,
         in_place=in_place,
         device=gpu,
         counters=counters,
-        deadlines=config.deadlines,
     )
 
 

@@ -59,6 +59,11 @@ from kvshelf.vllm.namespace import build_namespace, stage_ranks, unite_ranks
 
 logger = logging.getLogger(__name__)
 
+#: Seconds that the first requests of a new engine wait until its weights and layout are identified
+#: and the shelf is open, counted from the first that asks: a small model is read in less, and a
+#: large one is not worth the wait of a user.
+IDENTITY_SECONDS: Final = 2.0
+
 _SAY_DISABLED: Final = functools.partial(
     logger.error, "nothing is loaded from or stored on the shelf: %s"
 )
@@ -148,7 +153,7 @@ class Handshake:
         """Whether a request may still wait for the namespace."""
         now = time.monotonic()
         if self._deadline is None:
-            self._deadline = now + self._config.identity_wait_s
+            self._deadline = now + IDENTITY_SECONDS
         return now < self._deadline
 
     def receive(

@@ -422,7 +422,7 @@ def choose_layout(
     layers : Sequence of LayerCache
         In model order.
     option : str
-        The option ``layout``: auto, native or canonical.
+        The option ``layout``: auto or canonical.
     chunk_size, block_size : int
         Tokens in a chunk, and slots of a block in the caches of this worker.
     engine : Mapping
@@ -462,11 +462,6 @@ def choose_layout(
             ", with any number of tensor-parallel ranks," if replicated else "",
         )
         return _opaque(layers, chunk_size, block_size, engine, replicated, places)
-    obstacle = _obstacle_to_native(layers, chunk_size, context_ranks)
-    if option == "native" and obstacle:
-        raise ConfigError(
-            f"layout=native cannot be used: {obstacle}. Set layout to auto or canonical"
-        )
     layouts = [layer.learned.layout for layer in layers if layer.learned.layout is not None]
     stored = StoredLayout(
         "canonical",
@@ -476,7 +471,8 @@ def choose_layout(
         tuple(map(_shape, layers, kv_heads)),
         tuple(layer.dtype for layer in layers),
     )
-    return stored if option == "canonical" or obstacle else _native(stored)
+    native = option == "auto" and _may_be_native(layers, chunk_size, context_ranks)
+    return _native(stored) if native else stored
 
 
 def _check_opaque(
@@ -502,28 +498,17 @@ def _unknown_text(layer: LayerCache) -> str:
     return f"the layout of layer {layer.name} ({layer.backend}) is unknown: {layer.learned.reason}"
 
 
-def _obstacle_to_native(layers: Sequence[LayerCache], chunk_size: int, context_ranks: int) -> str:
-    """Return why whole blocks cannot be stored as they are; empty when they can."""
-    if context_ranks > 1:
-        return (
-            f"decode context parallelism spreads the tokens of a block over {context_ranks} ranks"
-        )
+def _may_be_native(layers: Sequence[LayerCache], chunk_size: int, context_ranks: int) -> bool:
+    """Whether whole blocks can be stored as they are, and are copied faster so."""
+    if context_ranks > 1 or any(layer.cache.device.type != "cpu" for layer in layers):
+        return False
     sizes = set()
     for layer in layers:
         layout = layer.learned.layout
         if not isinstance(layout, PermutedLayout) or layout.kv_planes != 2:
-            return (
-                f"the cache of layer {layer.name} is not permuted inside blocks, so the"
-                " canonical layout is as fast"
-            )
-        if layer.cache.device.type != "cpu":
-            return f"the cache of layer {layer.name} is on {layer.cache.device}, not on the CPU"
+            return False
         sizes.add(layout.block_size)
-    if len(sizes) > 1:
-        return f"layers have blocks of different size: {sorted(sizes)} tokens"
-    if chunk_size % max(sizes):
-        return f"chunk_size={chunk_size} is not a multiple of the block size {max(sizes)}"
-    return ""
+    return len(sizes) == 1 and chunk_size % max(sizes) == 0
 
 
 def _native(canonical: StoredLayout) -> StoredLayout:

@@ -26,8 +26,8 @@ import torch
 from kvshelf.background import try_to_start
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError, TransientStorageError, UnsupportedError
-from kvshelf.format.kinds import FULL, KINDS, SHARDS_FIELDS, STATE, WINDOW, Kind
-from kvshelf.format.model import ModelFacts, rope_text
+from kvshelf.format.kinds import STATE, WINDOW, Kind
+from kvshelf.format.model import ModelFacts, default_shards, rope_text
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.tensors import shape_heads
 from kvshelf.kv.topology import Topology, head_groups
@@ -129,10 +129,19 @@ def build_namespace(
     layouts = joined("layouts")
     attention = joined("attention")
     kinds = joined("kinds")
-    shards = {
-        kind: topology.shards
-        for kind, topology in make_topologies(vllm_config, config, stages).items()
-    }
+    topologies = make_topologies(vllm_config, stages)
+    shards = {kind: topology.shards for kind, topology in topologies.items()}
+    for topology in topologies.values():
+        usual = default_shards(topology.kv_heads, topology.stages)
+        if topology.shards != usual and not topology.whole_ranks:
+            logger.info(
+                "%d KV heads on %d ranks: a chunk has %d shards where it usually has %d, so only"
+                " engines with as many ranks share this namespace",
+                topology.kv_heads,
+                topology.tensor_parallel,
+                topology.shards,
+                usual,
+            )
     rank = getattr(model.hf_text_config, "kv_lora_rank", None)
     facts = ModelFacts(
         layers=len(layouts),
@@ -327,13 +336,19 @@ def stage_ranks(vllm_config: Any) -> int:
     return int(parallel.tensor_parallel_size) * _prefill_context(parallel)
 
 
+def local_ranks(vllm_config: Any) -> int:
+    """Return the number of the engine's ranks on this machine."""
+    parallel = vllm_config.parallel_config
+    ranks = int(getattr(parallel, "local_world_size", parallel.tensor_parallel_size))
+    return ranks * max(1, int(getattr(parallel, "data_parallel_size_local", 1)))
+
+
 def _prefill_context(parallel: Any) -> int:
     return int(getattr(parallel, "prefill_context_parallel_size", 1))
 
 
 def make_topologies(
     vllm_config: Any,
-    config: Config,
     stages: Sequence[WorkerReport],
     *,
     decode_context: int = 1,
@@ -343,8 +358,6 @@ def make_topologies(
     Parameters
     ----------
     vllm_config : VllmConfig
-    config : Config
-        The option `shards` is about the first kind.
     stages : Sequence of WorkerReport
         The report of one rank of each pipeline stage, in order.
     decode_context : int
@@ -358,18 +371,16 @@ def make_topologies(
     Raises
     ------
     ConfigError
-        If the option `shards` does not fit.
+        If the heads cannot be spread over the ranks.
     """
     fields = ("layouts", "layer_shapes", "layer_dtypes", "kinds")
     record: dict[str, Any] = {
         name: [one for part in stages for one in getattr(part, name)] for name in fields
     }
-    first = next((kind for kind in KINDS if kind in record["kinds"]), FULL)
     attention = [one for part in stages for one in part.attention]
     record |= {
         "stages": [len(part.layer_names) for part in stages],
         "kv_heads": total_kv_heads(vllm_config, attention),
-        SHARDS_FIELDS[first]: config.shards,
     }
     if not record["kinds"]:
         del record["kinds"]

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final
 
-from kvshelf.config import Config
+from kvshelf.config import LEAST_STAGING, Config
 from kvshelf.errors import ConfigError
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
@@ -134,7 +134,7 @@ class OfflineEngine:
         ranks = int(self._llm.llm_engine.vllm_config.parallel_config.world_size)
         kinds = [fmt.of(kind) for kind in fmt.kinds]
         chunk = sum(each.object_size(shard) for each in kinds for shard in range(each.shards))
-        return max(1, self.config.least_staging * ranks // 2 // chunk)
+        return max(1, LEAST_STAGING * ranks // 2 // chunk)
 
     def render(self, prompts: Sequence[Prompt]) -> list[TokenPrompt]:
         """Convert prompts to token ids, as vLLM's server does.

@@ -211,7 +211,5 @@ def draft_config(vllm_config: Any, config: Config, target: Namespace | None) -> 
         update={
             "version": f"drafter of {'' if target is None else target.digest.hex()}",
             "weights": "content" if named else config.weights,
-            "shards": None,
-            "staging_bytes": config.staging_bytes and config.staging_bytes // DRAFTER_SHARE,
         }
     )

@@ -5,7 +5,7 @@ answer and counters.
 
 Contracts
 ---------
-* vLLM asks until it gets a number. A request waits for its lookup at most ``lookup_wait_s``, and
+* vLLM asks until it gets a number. A request waits for its lookup at most a second, and
   not at all where no hit may have more than vLLM has in memory.
 * A request that brings a hand-over waits for it first (:mod:`kvshelf.vllm.scheduler.handovers`).
 * While the weights are compared (:mod:`kvshelf.vllm.handshake`), no other request waits.

@@ -38,6 +38,9 @@ from kvshelf.vllm.scheduler.drafts import draft_chunks
 from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.scheduler.shared import Shared, SharingPart
 
+#: Seconds that a request waits for its lookup, before it is computed as if nothing had been found:
+#: as long as a prompt of some thousand tokens takes.
+LOOKUP_SECONDS: Final = 1.0
 #: Seconds that an idle step may wait for lookups: most are done by then, and it computes nothing.
 _IDLE_LOOKUP_SECONDS: Final = 3e-3
 #: Share of the last step that the next one may wait for lookups, and the most of it in seconds: a
@@ -248,7 +251,7 @@ class Lookups(SharingPart):
         now = time.monotonic()
         if state.waiting_since is None:
             state.waiting_since = now
-        longest = self._config.lookup_wait_s
+        longest = LOOKUP_SECONDS
         # Once the storage has delayed one request for this long, the next does not wait for it.
         return now - state.waiting_since >= longest or lookups.stalled(longest)
 

@@ -11,7 +11,7 @@ Contracts
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL, STATE
@@ -20,6 +20,10 @@ from kvshelf.vllm.metadata import NULL_BLOCK
 from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.scheduler.shared import Shared, SharingPart
 from kvshelf.vllm.speculation import drops_last_block
+
+#: Chunks between two stored states of a prompt, of which each takes as many bytes as thousands of
+#: tokens of KV. The other states that are stored are those that hits are likely to begin with.
+STATE_INTERVAL: Final = 24
 
 
 class States(SharingPart):
@@ -116,4 +120,4 @@ class States(SharingPart):
             return True
         known = lookup.known.get(STATE, frozenset())
         before = max([last_state, *(index for index in known if index < chunk.index)])
-        return chunk.index - before >= self._config.state_interval
+        return chunk.index - before >= STATE_INTERVAL

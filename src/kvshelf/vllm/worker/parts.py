@@ -160,7 +160,7 @@ class Part:
         self._assembly.take_prefetch_memory(budget, in_place=not self.registration.on_device)
         formats = [memory.fmt for memory in memories.values()]
         plans = {kind: memory.plan for kind, memory in memories.items()}
-        return share_out(budget, formats, plans, "memory_tier", chunks=0)
+        return share_out(budget, formats, plans, chunks=0)
 
     def _memory_of(self, fmt: ObjectFormat, plan: ShardPlan, ahead: int) -> KindMemory | None:
         """Return the memory tier as one kind uses it; `ahead` bytes are for waiting requests.

@@ -72,6 +72,7 @@ from kvshelf.vllm.namespace import (
     WeightsIdentity,
     build_namespace,
     config_overrides,
+    local_ranks,
     make_topologies,
     stage_ranks,
     topologies_of,
@@ -262,7 +263,6 @@ class Registration:
             config_overrides(self._vllm_config.model_config, self._config)
             make_topologies(
                 self._vllm_config,
-                self._config,
                 [report] * stages,
                 decode_context=self._engine.context_ranks,
             )
@@ -369,9 +369,6 @@ class Registration:
 
     def io_threads(self, properties: Properties | None = None) -> tuple[int, int]:
         """Return how many threads load and store; the least numbers for an unknown storage."""
-        if self._config.io_threads:
-            threads = int(self._config.io_threads)
-            return threads, max(1, threads // 2)
         loads, stores = (1, 1) if properties is None else default_io_threads(properties)
         if not self.on_device:
             return loads, stores
@@ -434,23 +431,17 @@ class Registration:
         self, formats: Sequence[ObjectFormat], plans: Mapping[Kind, ShardPlan]
     ) -> int:
         """Return how many bytes of staging all kinds have together; warn where they are few."""
-        chunks, configured = self._chunks_per_step(), self._config.staging_bytes
+        chunks = self._chunks_per_step()
         step = bytes_for_steps(formats, plans, chunks)
-        if configured is not None:
-            total = int(configured)
-        else:
-            total = LEAST_STAGING // (DRAFTER_SHARE if self._engine.of_drafter else 1)
-            parallel = self._vllm_config.parallel_config
-            ranks = int(getattr(parallel, "local_world_size", parallel.tensor_parallel_size))
-            ranks *= max(1, int(getattr(parallel, "data_parallel_size_local", 1)))
-            most = memory_limit() // _MEMORY_SHARE // ranks
-            total = max(total, min(_STAGED_STEPS * step, most))
+        least = LEAST_STAGING // (DRAFTER_SHARE if self._engine.of_drafter else 1)
+        most = memory_limit() // _MEMORY_SHARE // local_ranks(self._vllm_config)
+        total = max(least, min(_STAGED_STEPS * step, most))
         if chunks and total < step and not (self._engine.rank or self._engine.of_drafter):
             logger.warning(
                 "staging has %d bytes, too few for the %d chunks that one step of %d tokens may"
                 " complete: chunks of full attention are stored in later steps while their"
-                " requests run, and the rest of such a step is not stored. Set staging_bytes to %d"
-                " or more, or --max-num-batched-tokens lower",
+                " requests run, and the rest of such a step is not stored. It all takes %d bytes:"
+                " give the engine more memory, or set --max-num-batched-tokens lower",
                 total,
                 chunks,
                 self._vllm_config.scheduler_config.max_num_batched_tokens,
@@ -477,7 +468,7 @@ class Registration:
         plans = shard_plans(record, topologies, self._engine.rank)
         formats = {kind: fmt.of(kind) for kind in plans}
         total = self._staging_bytes(list(formats.values()), plans)
-        shares = share_out(total, list(formats.values()), plans, "staging_bytes")
+        shares = share_out(total, list(formats.values()), plans)
         memories: dict[Kind, TransferMemory] = {}
         try:
             for kind, plan in plans.items():

@@ -45,6 +45,10 @@ from kvshelf.vllm.worker.weights import WorkerWeights
 
 logger = logging.getLogger(__name__)
 
+#: Seconds that a stopping engine may spend on unfinished stores: vLLM kills its workers after 5
+#: (``VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS``).
+DRAIN_SECONDS: Final = 4.0
+
 # Part of the shutdown time that is kept for the markers of chunks that could not be stored.
 _MARKER_SECONDS = 0.5
 # Breaker states as numbers, for metrics.
@@ -171,7 +175,7 @@ class WorkerSide:
         if self.drafter is not None:
             self.drafter.stop_loads()
         for part in self._parts:
-            part.fall_asleep(self._config.shutdown_drain_s)
+            part.fall_asleep(DRAIN_SECONDS)
 
     def wake_up(self) -> None:
         """Use the caches again after the engine slept, see :meth:`Registration.resume`."""
@@ -307,7 +311,7 @@ class WorkerSide:
 
     def close(self) -> None:
         """Publish what is in flight for a bounded time, log what was lost, stop all threads."""
-        seconds = self._config.shutdown_drain_s
+        seconds = DRAIN_SECONDS
         deadline = time.monotonic() + seconds
         # All of these are called, the last one first, whatever some of them raise.
         with ExitStack() as stack:
@@ -326,9 +330,9 @@ class WorkerSide:
         lost = self.model.close(seconds - markers, markers)
         if lost:
             logger.warning(
-                "%d chunks were not stored within shutdown_drain_s=%g s and are lost",
+                "%d chunks were not stored in the last %g s of the engine, and are lost",
                 lost,
-                self._config.shutdown_drain_s,
+                seconds,
             )
 
     def _close_drafter(self, deadline: float) -> None:
