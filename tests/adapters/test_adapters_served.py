@@ -184,7 +184,7 @@ def test_a_program_shares_chunks_through_the_server(node: ServeProcess) -> None:
     """What an engine stores, a program retrieves over the same server, and the other way round."""
     ids = list(range(2 * PER_CHUNK))
     mapping = slots_of(ids, BLOCK, 0, 2 * CHUNK)
-    config = Config(server=node.url, chunk_size=CHUNK, staging_bytes=SEGMENT)
+    config = Config(server=node.url, chunk_size=CHUNK)
     kv = caches()
     with connect(node, 1) as engine, open_cache(config, facts()) as cache:
         engine.store("a", op("tokens", ids, 2))
