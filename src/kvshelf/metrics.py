@@ -66,6 +66,7 @@ COUNTERS: Mapping[str, str] = {
     "draft_loaded_chunks": "chunks of a drafter's KV loaded",
     **_of_kind("window", "windows"),
     **_of_kind("state", "states"),
+    "hours_without_loads": "hours in which much was stored and nothing loaded",
     "existing_chunks": "chunks already on the shelf when their store began",
     "repaired_objects": "bad objects replaced with good ones",
     "unrepaired_objects": (

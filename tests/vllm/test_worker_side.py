@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from kvshelf.vllm.metadata import (
     StepMetadata,
     WorkerMetadata,
 )
+from kvshelf.vllm.worker import side as side_module
 from kvshelf.vllm.worker.registered_caches import natural_order
 from tests.sim.storage import Fault, FaultyStorage
 from tests.support.threads import named, none_can_be_started
@@ -334,3 +336,32 @@ def test_the_end_waits_for_all_threads_that_touch_memory(
         rig.connector.shutdown()
     gate.set()
     assert waited_for.count("kvshelf-warm") == 2
+
+
+def test_an_hour_in_which_much_is_stored_and_nothing_loaded_is_told(
+    make_worker: Callable[..., WorkerRig],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rig = make_worker()
+    rig.store(rig.chunks(2))
+    now, hours = time.monotonic, 0.0
+    monkeypatch.setattr(side_module.time, "monotonic", lambda: now() + hours * 3600)
+
+    def told(after: float) -> float:
+        nonlocal hours
+        hours += after
+        rig.side.set_gauges()
+        return rig.counts.get("hours_without_loads", 0)
+
+    assert told(1.01) == 0, "that was little"
+    monkeypatch.setattr(side_module, "_MUCH", 2)
+    assert told(1.01) == 0, "and nothing since"
+    rig.store(rig.chunks(2, seed=1))
+    assert told(0.5) == 0
+    assert told(0.51) == 1
+    (line,) = [one for one in caplog.messages if "none was loaded" in one]
+    assert line.startswith("2 chunks were stored within an hour")
+    rig.side.counters.add("loaded_chunks")
+    rig.store(rig.chunks(2, seed=2))
+    assert told(1.01) == 1

@@ -54,6 +54,9 @@ _MARKER_SECONDS = 0.5
 # Breaker states as numbers, for metrics.
 _STATES = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
 
+#: Chunks stored in an hour of which some should have been of use: a prefill of 70 tokens a second.
+_MUCH: Final = 1000
+
 #: What a step has to report in which nothing happened.
 _NOTHING: Final = WorkerMetadata()
 
@@ -112,6 +115,9 @@ class WorkerSide:
         receivers = self.model.take_orders, self.loads.take_orders, self.stores.take_orders
         self._orders = Inbox[Orders](receivers)
         self._meta: StepMetadata | None = None
+        #: When the hour is over in which something should be loaded; what was counted before it.
+        self._hour_ends = time.monotonic() + 3600
+        self._before: dict[str, float] = {}
         #: What the scheduler has been told.
         self._breaker_open = False
         self._writes_refused = False
@@ -302,6 +308,29 @@ class WorkerSide:
             self.counters.set_gauge("read_breaker_state", _STATES[guard.reads.state])
             self.counters.set_gauge("write_breaker_state", _STATES[guard.writes.state])
             self.counters.set_gauge("pending_late_calls", guard.late_calls)
+        if time.monotonic() > self._hour_ends:
+            self._say_whether_hits_are_missing()
+
+    def _say_whether_hits_are_missing(self) -> None:
+        """Count and log an hour in which much was stored and nothing loaded; begin the next one."""
+        before, self._before = self._before, self.counters.snapshot()
+        self._hour_ends = time.monotonic() + 3600
+        stored, loaded = (
+            self._before.get(name, 0) - before.get(name, 0)
+            for name in ("stored_chunks", "loaded_chunks")
+        )
+        transfer = getattr(self._vllm_config, "kv_transfer_config", None)
+        if stored < _MUCH or loaded or not getattr(transfer, "is_kv_consumer", True):
+            return
+        self.counters.add("hours_without_loads")
+        if not self.rank:
+            logger.warning(
+                "%d chunks were stored within an hour, and none was loaded: prompts begin alike"
+                " for fewer than %d tokens, or engines that should share a shelf do not."
+                " `kvshelf explain` says what a prompt misses",
+                stored,
+                self._config.chunk_size,
+            )
 
     # ------------------------------------------------------------- end
 
