@@ -19,6 +19,7 @@ from benchmarks.measure import Goal, Row, Work, estimate, measure_pairs, median
 pytestmark = pytest.mark.real
 
 
+@pytest.mark.slow
 def test_groups_run(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     assert bench.main([*bench.GROUPS, "--quick", "--json", str(file)]) == 0

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshelf.errors import ConfigError
@@ -53,7 +53,7 @@ values = st.recursive(
 )
 
 
-@pytest.mark.long
+@settings(max_examples=30)
 @given(st.dictionaries(st.text(), values))
 def test_canonical_json_says_the_same_and_of_it_there_is_one(value: dict[str, Any]) -> None:
     text = canonical_json(value)
