@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -119,33 +118,16 @@ def test_an_engine_with_a_node_server_has_no_shelf_of_its_own(option: dict[str, 
     assert "give these options to `kvshelf serve`" in text
 
 
-def service(prefix: str, *ports: int, names: Sequence[str] = ()) -> dict[str, str]:
-    """The variables that Kubernetes makes for a Service."""
-    environ = {
-        f"{prefix}_SERVICE_HOST": "10.0.0.1",
-        f"{prefix}_SERVICE_PORT": str(ports[0]),
-        f"{prefix}_PORT": f"tcp://10.0.0.1:{ports[0]}",
-    }
-    environ |= {f"{prefix}_SERVICE_PORT_{name}": str(ports[0]) for name in names}
-    for port in ports:
-        own = f"{prefix}_PORT_{port}_TCP"
-        environ |= {
-            own: f"tcp://10.0.0.1:{port}",
-            f"{own}_PROTO": "tcp",
-            f"{own}_PORT": str(port),
-            f"{own}_ADDR": "10.0.0.1",
-        }
-    return environ
-
-
-def test_a_service_that_misses_a_variable_is_explained() -> None:
-    whole = service("KVSHELF_PROXY", 80, names=["HTTP"])
-    for missing in whole:
-        if missing.endswith("_PORT_HTTP"):
-            continue
-        environ = {name: value for name, value in whole.items() if name != missing}
-        assert "enableServiceLinks" in problem({}, environ), missing
-    assert "KVSHELF_PROXY_HOST" in problem({}, {**whole, "KVSHELF_PROXY_HOST": "x"})
+def test_variables_of_a_kubernetes_service_are_no_options() -> None:
+    own = "KVSHELF_PROXY_PORT_80_TCP"
+    ends = ("_SERVICE_HOST", "_SERVICE_PORT", "_SERVICE_PORT_HTTP", "_PORT")
+    names = [
+        *(f"{service}{end}" for service in ("KVSHELF", "KVSHELF_PROXY") for end in ends),
+        *(own + end for end in ("", "_PROTO", "_PORT", "_ADDR")),
+    ]
+    environ = dict.fromkeys(names, "tcp://10.0.0.1:80")
+    assert load({}, environ) == load()
+    assert "KVSHELF_PROXY_HOST" in problem({}, {**environ, "KVSHELF_PROXY_HOST": "x"})
 
 
 @pytest.mark.parametrize("text", ["/models/llama", "./llama", "../llama", "~/llama"])

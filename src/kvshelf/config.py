@@ -8,8 +8,8 @@ Contracts
   ``KVSHELF_*`` environment variables, a YAML file.
 * Nothing is ignored: unknown keys, unknown ``KVSHELF_*`` variables, invalid values and
   contradicting options raise one :class:`ConfigError`, which names all of them and the
-  source of each. Only the variables that Kubernetes makes for a Service whose name begins with
-  ``kvshelf`` are, where its whole set is there.
+  source of each. Only variables that are named as those that Kubernetes makes for a Service whose
+  name begins with ``kvshelf`` are.
 * A :class:`Config` is frozen. It is built once, at start, on the thread that builds the
   connector.
 * Values of ``storage_options`` may be secrets: no message and no ``repr`` shows them.
@@ -19,7 +19,6 @@ Contracts
 from __future__ import annotations
 
 import difflib
-import functools
 import json
 import logging
 import math
@@ -124,8 +123,10 @@ _OTHERS: Final = types.MappingProxyType(
 )
 _SECRET_FIELDS: Final = frozenset({"storage_options"})
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)")
-_SERVICE_LINK = re.compile(r"KVSHELF_(\w+_)?(SERVICE_(HOST|PORT)\w*|PORT(_\d+_\w+)?)")
-_SERVICE_HOST = re.compile(r"(KVSHELF(?:_[A-Z0-9_]+)?)_SERVICE_HOST")
+#: Variables that Kubernetes makes for a Service whose name begins with kvshelf.
+_OF_A_SERVICE = re.compile(
+    r"KVSHELF(_\w+)?_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
 
 
 logger = logging.getLogger(__name__)
@@ -675,58 +676,15 @@ def variable_of(field: str) -> str:
     return ENV_PREFIX + field.upper()
 
 
-def _service_variables(environ: Mapping[str, str]) -> set[str]:
-    """Return the variables that Kubernetes made for Services, of those whose whole set is there.
-
-    A Service has ``_SERVICE_HOST``, ``_SERVICE_PORT``, ``_PORT``, four for each port, and one more
-    for each port that has a name.
-    """
-    found: set[str] = set()
-    for name in environ:
-        service = _SERVICE_HOST.fullmatch(name)
-        if service is None:
-            continue
-        own = service[1]
-        numbered = re.compile(rf"({own}_PORT_\d+_(?:TCP|UDP|SCTP))(?:_PROTO|_PORT|_ADDR)?")
-        ports = {port[1] for port in map(numbered.fullmatch, environ) if port}
-        whole = {name, f"{own}_SERVICE_PORT", f"{own}_PORT"}
-        whole |= {port + end for port in ports for end in ("", "_PROTO", "_PORT", "_ADDR")}
-        if ports and whole <= environ.keys():
-            found |= whole
-            found |= {name for name in environ if name.startswith(f"{own}_SERVICE_PORT_")}
-    return found
-
-
-@functools.cache
-def _note_services(names: tuple[str, ...]) -> None:
-    """Log, once in a process, which variables are ignored."""
-    logger.info(
-        "%s and %d more variables are those of a Kubernetes Service, and ignored: "
-        "enableServiceLinks: false in the pod leaves them out",
-        names[0],
-        len(names) - 1,
-    )
-
-
 def _unknown_variables(environ: Mapping[str, str]) -> list[str]:
     known = [*map(variable_of, Config.model_fields), *PROCESS_VARIABLES]
-    services = _service_variables(environ)
-    if services:
-        _note_services(tuple(sorted(services)))
-    problems = []
-    for name in sorted(environ):
-        if not name.upper().startswith(ENV_PREFIX) or name.upper() in known or name in services:
-            continue
-        if _SERVICE_LINK.fullmatch(name):
-            hint = (
-                "Kubernetes probably set it for a Service whose name begins with kvshelf, but the "
-                "Service's other variables are missing: set enableServiceLinks: false in the pod, "
-                "or give the Service another name"
-            )
-        else:
-            hint = _suggest(name.upper(), known)
-        problems.append(f"unknown variable {name} in the environment; {hint}")
-    return problems
+    return [
+        f"unknown variable {name} in the environment; {_suggest(name.upper(), known)}"
+        for name in sorted(environ)
+        if name.upper().startswith(ENV_PREFIX)
+        and name.upper() not in known
+        and not _OF_A_SERVICE.fullmatch(name)
+    ]
 
 
 def _not_json(environ: Mapping[str, str]) -> list[str]:
