@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -20,10 +21,11 @@ from kvshelf.format.objects import ObjectFormat
 from kvshelf.server.channel import Channel
 from kvshelf.server.connection import Leased
 from kvshelf.server.messages import Register, Store, Stored
+from tests.support.constants import VARIABLE
 from tests.support.waiting import PATIENCE
 
 #: Deadlines of storage that a busy machine keeps; clients take theirs from the server.
-PATIENT = {f"KVSHELF_{name}_DEADLINE_S": "60" for name in ("PROBE", "READ", "WRITE")}
+PATIENT = {VARIABLE: json.dumps({"deadlines": dict.fromkeys(("probe", "read", "write"), 60.0)})}
 
 CLIENT = Path(__file__).with_name("client_child.py")
 _ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -32,7 +34,7 @@ _ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 def command(shelf: str | Path, socket: Path, memory: str = "64MiB", *more: str) -> list[str]:
     """The command line of a server."""
     return [
-        *(sys.executable, "-m", "kvshelf", "serve", str(shelf)),
+        *(sys.executable, "-m", "tests.support.patient_command", "serve", str(shelf)),
         *("--memory", memory, "--socket", f"ipc://{socket}", "--http", "0"),
         *more,
     ]
@@ -52,7 +54,7 @@ class ServeProcess:
     ) -> None:
         self.url = f"ipc://{socket}"
         self._command = command(shelf, socket, memory, *more)
-        self._environ = os.environ | environ
+        self._environ = _ENVIRONMENT | environ
         # A file never gets full, as a pipe does that nobody reads.
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process: subprocess.Popen[str] | None = None
