@@ -35,8 +35,8 @@ That this process has no more files or memory (ProcessLimitError) says nothing a
 and counts neither as a failure nor as a success. Nor does a late call count while the process is
 out of files: some clients then try to connect for a long time.
 
-In the half-open state the read breaker is closed by a *trial* (:mod:`kvshelf.backends.trials`):
-threads repeat the call that failed last and, for an object that was read or probed successfully
+In the half-open state the read breaker is closed by a *trial* (:mod:`kvshelf.backends.trials`): a
+thread repeats the call that failed last and, for an object that was read or probed successfully
 before, the same kind of call. The half-open write breaker allows the next writes, which delay no
 request; the first success closes it.
 
@@ -45,6 +45,7 @@ Contracts
 * The guard's thread never calls the storage.
 * One log line when a breaker opens, and one when it closes.
 * All threads are daemons.
+* In a forked child every call of a guard that was made before fails at once.
 * Watchers are called on whatever thread notices, without a lock of the guard.
 """
 
@@ -53,6 +54,7 @@ from __future__ import annotations
 import errno
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -109,6 +111,11 @@ _LONGEST_TICK: Final = 0.25
 #: A call that returns this many times its allowed time after its deadline shows that a stuck
 #: storage answers again.
 _STUCK_FACTOR: Final = 3
+
+#: Names for which a probe has the deadline once: a distant mount answers 4,000 a second.
+_NAMES: Final = 256
+#: One entry for each fork between the first import and this process.
+_forks: Final[list[None]] = []
 
 #: Kinds of calls.
 _WRITE, _DELETE, _TOUCH = "write", "deletion", "touch"
@@ -201,6 +208,7 @@ class GuardedBackend(WrappedBackend):
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._idle = True
+        self._made_after = len(_forks)
         self._closing = threading.Event()
         shortest = min(self.deadlines.probe, self.deadlines.read, self.deadlines.write)
         self._tick = min(_LONGEST_TICK, max(shortest, 0.01) / 4, backoff.first / 4)
@@ -260,7 +268,8 @@ class GuardedBackend(WrappedBackend):
 
     def probe_by(self, names: Sequence[str], ask: Callable[[], StatResults]) -> StatResults:
         """Have `ask` probe many names; all answers are errors while the read breaker is open."""
-        return self._answers(PROBE, names, self.deadlines.probe, ask)
+        seconds = self.deadlines.probe * max(1, -(-len(names) // _NAMES))
+        return self._answers(PROBE, names, seconds, ask)
 
     def _answers(
         self, kind: str, names: Sequence[str], seconds: float, ask: Callable[[], _Answers]
@@ -496,6 +505,10 @@ class GuardedBackend(WrappedBackend):
 
     def _note(self, thread: int, call: _Call) -> None:
         """Do the same as :meth:`_enter` for an existing call record."""
+        if self._made_after != len(_forks):
+            # Neither the guard's thread nor those of libraries live in the child.
+            why = "opened before a fork of the process; open it again in the child"
+            raise self._unavailable(call.name, why)
         if not self.reads.is_closed and thread not in self._trials:
             if self._idle:
                 self._start_watching()
@@ -645,6 +658,9 @@ class GuardedBackend(WrappedBackend):
                     f" {call.seconds:.3g} s"
                 )
         self._trials.check(now)
+
+
+os.register_at_fork(after_in_child=lambda: _forks.append(None))
 
 
 def _do_nothing() -> None:

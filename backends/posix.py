@@ -350,15 +350,14 @@ class PosixBackend(Backend):
             except FileNotFoundError:
                 return False
             except OSError as exc:
-                if exc.errno == errno.EISDIR or (
-                    exc.errno == errno.EPERM
-                    and stat_module.S_ISDIR(os.lstat(base, dir_fd=fd).st_mode)
-                ):
-                    return self._delete_folder(name, base, fd)
+                # Some systems say EPERM of folders.
+                if exc.errno in (errno.EISDIR, errno.EPERM):
+                    return self._delete_folder(name, base, fd, exc)
                 raise self._place.failed(exc, "deleting", name, writing=True) from exc
         return True
 
-    def _delete_folder(self, name: str, base: str, fd: int) -> bool:
+    def _delete_folder(self, name: str, base: str, fd: int, refused: OSError) -> bool:
+        """Remove what is an empty folder, or `refused` to be unlinked for another reason."""
         try:
             os.rmdir(base, dir_fd=fd)
         except FileNotFoundError:
@@ -367,7 +366,8 @@ class PosixBackend(Backend):
             if exc.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 path = self._place.base + name
                 raise not_regular(exc.errno, "a folder that is not empty", path) from exc
-            raise self._place.failed(exc, "deleting", name, writing=True) from exc
+            why = refused if exc.errno == errno.ENOTDIR else exc
+            raise self._place.failed(why, "deleting", name, writing=True) from why
         return True
 
     def quarantine(self, name: str, target: str) -> bool:

@@ -11,7 +11,6 @@ import ctypes
 import errno
 import os
 import stat as stat_module
-import threading
 from collections.abc import Iterator
 from typing import Final
 
@@ -101,7 +100,6 @@ class Folders:
     def __init__(self, root: Root, *, create: bool) -> None:
         self._root = root
         self._create = create
-        self._lock = threading.Lock()
         self._mode = 0o700
         self._gid = -1
         self.file_mode = 0o600
@@ -162,26 +160,27 @@ class Folders:
     def make(self, folder: str) -> int:
         """Like :meth:`open`, but make missing folders, the root included."""
         root = self._root.path
-        with self._lock:
-            self._root.check()
-            if not self._create and not os.path.isdir(root):
-                raise PermanentStorageError(
-                    errno.ENOENT, "the shelf's root is gone; make or mount it again", root
-                )
-            self.learn_root(make=True)
-            fd = os.open(root, FOLDER)
-            try:
-                for part in folder.split("/") if folder else ():
-                    with contextlib.suppress(FileExistsError):
-                        os.mkdir(part, self._mode, dir_fd=fd)
-                        self._give_folder(part, fd)
-                    inner = os.open(part, FOLDER | os.O_NOFOLLOW, dir_fd=fd)
-                    os.close(fd)
-                    fd = inner
-            except BaseException:
+        # Without a lock: one folder that hangs must not delay the others, and all of it may be done
+        # twice.
+        self._root.check()
+        if not self._create and not os.path.isdir(root):
+            raise PermanentStorageError(
+                errno.ENOENT, "the shelf's root is gone; make or mount it again", root
+            )
+        self.learn_root(make=True)
+        fd = os.open(root, FOLDER)
+        try:
+            for part in folder.split("/") if folder else ():
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(part, self._mode, dir_fd=fd)
+                    self._give_folder(part, fd)
+                inner = os.open(part, FOLDER | os.O_NOFOLLOW, dir_fd=fd)
                 os.close(fd)
-                raise
-            return fd
+                fd = inner
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
 
     # ------------------------------------------------------------------------------------- opening
 

@@ -1,12 +1,12 @@
 """Trials: repeats of failed calls, by which an open circuit breaker of reads is closed.
 
-Owns which call of a storage failed last, which worked last, and the threads that repeat them. One
-success closes the breaker; a trial that fails afterwards says nothing about the storage.
+Owns which call of a storage failed last, which worked last, and the thread that repeats them. One
+success closes the breaker.
 
 Contracts
 ---------
-* Each trial is a call through the guard, on a daemon thread of its own, `kvshelf-trial`.
-* At most 32 trials wait for a storage that never answers.
+* A trial makes its calls through the guard, on a daemon thread of its own, `kvshelf-trial`.
+* At most 8 trials wait for a storage that never answers.
 * :meth:`Trials.check` is called on the guard's thread and calls no storage; the other methods are
   called on any thread.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterable
 from typing import Final
 
 from kvshelf.backends.base import Backend, Deadlines, probe
@@ -29,7 +30,7 @@ PROBE, READ, LIST = "probe", "read", "list"
 #: Most bytes that one trial reads.
 TRIAL_BYTES: Final = 16 << 20
 _PIECE: Final = 1 << 20
-_MOST: Final = 32
+_MOST: Final = 8
 
 
 class Trials:
@@ -42,7 +43,7 @@ class Trials:
     breaker : Breaker
         Of its reads.
     deadlines : Deadlines
-        A round of trials without a result has failed after the time for two of them.
+        A trial without a result has failed after the time for two reads.
     """
 
     def __init__(self, guarded: Backend, breaker: Breaker, deadlines: Deadlines) -> None:
@@ -72,7 +73,7 @@ class Trials:
         self._failed = None
 
     def check(self, now: float) -> None:
-        """Start a round of trials, or end one without a result, when it is time."""
+        """Start a trial, or end one without a result, when it is time."""
         if self._breaker.try_half_open():
             self._until = now + 2 * self._deadlines.to_read(TRIAL_BYTES)
             self._start()
@@ -81,36 +82,36 @@ class Trials:
             self._breaker.trip("no trial succeeded")
 
     def _start(self) -> None:
-        """Start the trials of one round, each on a thread of its own."""
-        trials = []
-        if (failed := self._failed) is not None:
-            kind, name = failed
-            # The object that failed may be the only one that does.
-            trials = list(dict.fromkeys([failed, (kind, self._worked.get(kind, name))]))
-        if not trials or (self._breaker.failed_trials > 1 and len(trials) == 1):
-            trials.append((LIST, ""))
-        if len(self._running) + len(trials) > _MOST:
-            # The earlier trials are still waiting for an answer.
+        """Start the trial of one round."""
+        kind, name = self._failed or (LIST, "")
+        calls = [(kind, name), (kind, self._worked.get(kind, name)), (LIST, "")]
+        # The call that failed may be the only one that does, or hang for ever.
+        if self._breaker.failed_trials % 2:
+            calls = calls[1:] + calls[:1]
+        thread = threading.Thread(
+            target=self._run, args=(dict.fromkeys(calls),), name="kvshelf-trial", daemon=True
+        )
+        if len(self._running) >= _MOST:
             self._breaker.trip("no trial succeeded")
-            return
-        threads = [
-            threading.Thread(target=self._run, args=(kind, name), name="kvshelf-trial", daemon=True)
-            for kind, name in trials
-        ]
-        if not sum(map(try_to_start, threads)):
+        elif not try_to_start(thread):
             self._breaker.trip("no thread could be started for a trial")
 
-    def _run(self, kind: str, name: str) -> None:
+    def _run(self, calls: Iterable[tuple[str, str]]) -> None:
         thread = threading.get_ident()
         self._running.add(thread)
+        reason = ""
         try:
-            self._call(kind, name)
-        except (ObjectMissingError, NotRegularError):
-            self._breaker.close()
-        except BaseException as error:  # noqa: BLE001 - a panic of a Rust library is a failure too
-            self._breaker.trip(str(error), trial=True)
-        else:
-            self._breaker.close()
+            for kind, name in calls:
+                try:
+                    self._call(kind, name)
+                except (ObjectMissingError, NotRegularError):
+                    pass
+                except BaseException as error:  # noqa: BLE001 - a panic of a Rust library fails too
+                    reason = str(error)
+                    continue
+                self._breaker.close()
+                return
+            self._breaker.trip(reason, trial=True)
         finally:
             self._running.discard(thread)
 

@@ -204,7 +204,8 @@ def test_what_fails_after_something_was_well_does_not_stop_it_again(rig: Rig) ->
     gate.set()
     until(lambda: not rig.trials())
     assert rig.read("o1") == b"o1"
-    assert rig.counts == {"breaker_opens": 1, "breaker_closes": 1}
+    # The first trial hung in the call that had failed, the second began with the one that works.
+    assert rig.counts == {"breaker_opens": 1, "breaker_closes": 1, "late_calls": 1}
 
 
 def test_the_backoff_grows_up_to_a_bound_and_differs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -657,3 +658,41 @@ def test_what_was_not_written_gives_its_room_back(rig: Rig) -> None:
     with pytest.raises(TransientStorageError):
         rig.guard.write("z", [bytes(10)])
     assert bound.left == 100
+
+
+# ------------------------------------------------------------------------- many names, forks
+
+
+def test_a_probe_of_many_names_has_the_time_of_many(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = make_clock(monkeypatch)
+
+    def distant(names: Sequence[str]) -> list[None]:
+        now[0] += 262e-6 * len(names)
+        return [None] * len(names)
+
+    monkeypatch.setattr(rig.guard.inner, "stat", distant)
+    for _ in range(4):
+        assert rig.guard.stat(["o"] * 4096) == [None] * 4096
+    assert rig.guard.reads.is_closed
+    assert "late_calls" not in rig.counts
+
+
+@pytest.mark.real
+def test_in_a_forked_child_calls_fail_at_once(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    with closing(GuardedBackend(posix(tmp_path))) as opened:
+        assert opened.stat(["o"]) == [None]
+        if (child := os.fork()) == 0:
+            answer = opened.stat(["o"])[0]
+            with closing(GuardedBackend(posix(tmp_path))) as again:
+                os.write(write, f"{answer}; {again.stat(['o'])[0]}".encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        said = os.read(read, 1000).decode()
+        assert "opened before a fork of the process; open it again" in said
+        assert said.endswith("; None")
+        assert opened.stat(["o"]) == [None]
+    os.close(read)
+    os.close(write)

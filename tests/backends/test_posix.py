@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -660,3 +661,42 @@ def test_properties_of_network_filesystems(tmp_path: Path, monkeypatch: Any) -> 
     assert properties.cache_seconds > 0
     # However fast the misses were that were measured.
     assert properties.high_latency
+
+
+def test_a_folder_that_is_not_made_delays_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, gate, mkdir = PosixBackend(tmp_path), threading.Event(), os.mkdir
+
+    def hangs(path: str, *arguments: Any, **options: Any) -> None:
+        if path == "stuck":
+            gate.wait()
+        mkdir(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "mkdir", hangs)
+    stuck = threading.Thread(target=backend.write, args=("stuck/o", [b"x"]), daemon=True)
+    stuck.start()
+    assert backend.write("other/o", [b"x"]) is WriteResult.CREATED
+    gate.set()
+    stuck.join()
+    assert backend.stat(["stuck/o", "other/o"]) == [1, 1]
+
+
+@pytest.mark.parametrize("vanishes", [True, False])
+def test_a_deletion_that_is_refused_ends_in_an_answer_or_its_own_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vanishes: bool
+) -> None:
+    backend = PosixBackend(tmp_path)
+    backend.write("o", [b"x"])
+
+    def refuse(name: str, dir_fd: int) -> None:
+        if vanishes:
+            (tmp_path / "o").rename(tmp_path / "elsewhere")
+        raise PermissionError(errno.EPERM, "immutable")
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    if vanishes:
+        assert backend.delete("o") is False
+    else:
+        with pytest.raises(StorageError, match="EPERM"):
+            backend.delete("o")
