@@ -123,8 +123,8 @@ class Breaker:
         """Count a call that the storage answered."""
         self._outcomes[kind].successes += 1
 
-    def record_failure(self, kind: str, reason: str, weight: int = 1) -> None:
-        """Count a call that failed, and open the breaker when there are too many failures."""
+    def record_failure(self, kind: str, reason: str, weight: int = 1, least: float = 0.0) -> None:
+        """Count a call that failed; open the breaker, as :meth:`trip`, on too many failures."""
         now = time.monotonic()
         outcomes = self._outcomes[kind]
         with self._lock:
@@ -136,7 +136,7 @@ class Breaker:
                     return
             elif self._state is BreakerState.OPEN:
                 return
-        self.trip(reason)
+        self.trip(reason, least)
 
     def trip(self, reason: str, least: float = 0.0, *, trial: bool = False) -> None:
         """Open the breaker; nothing happens when it is open already.

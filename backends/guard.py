@@ -25,8 +25,10 @@ A failure is an error that may pass by itself (retryable) or a missed deadline; 
 as two. A missing or damaged object is not a failure. Besides the rule of every breaker,
 
 * a breaker opens when a watcher reports too many stuck threads (``on_late_call``);
-* the write breaker opens when the storage refuses a write (no space, read-only), and then stays
-  open for at least :data:`REFUSED_SECONDS`. Meanwhile deletions are made all the same, because they
+* the write breaker opens when the storage *takes no stores*: it refused one (no space, read-only),
+  or several in a row with an error that does not pass by itself (a mount that cannot rename, a
+  server that does not know a request). It then stays open for at least :data:`REFUSED_SECONDS`, and
+  nothing is gathered for stores. Meanwhile deletions are made all the same, because they
   free space on a full storage, and uses are recorded, because they decide what is deleted. Neither
   a deletion that is refused nor one that succeeds says anything about writes: many users may write
   and not delete.
@@ -89,6 +91,7 @@ from kvshelf.errors import (
     NoSpaceStorageError,
     NotRegularError,
     ObjectMissingError,
+    PermanentStorageError,
     ProcessLimitError,
     ReadOnlyStorageError,
     StorageError,
@@ -224,6 +227,11 @@ class GuardedBackend(WrappedBackend):
         if not self.writes.allows():
             return replace(found, read_only=True)
         return found
+
+    @property
+    def takes_no_stores(self) -> bool:
+        """Whether the storage refuses stores, so that none is tried at present."""
+        return self._refused and not self.writes.is_closed
 
     @property
     def late_calls(self) -> int:
@@ -543,8 +551,11 @@ class GuardedBackend(WrappedBackend):
         if isinstance(error, ReadOnlyStorageError | NoSpaceStorageError) and kind is _WRITE:
             self._refused = True
             self.writes.trip(str(error), REFUSED_SECONDS)
-        elif isinstance(error, ProcessLimitError):
+        elif isinstance(error, ProcessLimitError | BoundReachedError):
             pass
+        elif isinstance(error, PermanentStorageError) and kind is _WRITE:
+            self._refused = True
+            self.writes.record_failure(kind, str(error), least=REFUSED_SECONDS)
         elif isinstance(error, StorageError) and error.retryable:
             self._note_failed(call)
             self._count_failure(threading.get_ident(), call, str(error))
@@ -587,7 +598,10 @@ class GuardedBackend(WrappedBackend):
     def _changed(self, breaker: Breaker, reason: str) -> None:
         reads = breaker is self.reads
         name = f"{self.url}: {'circuit breaker' if reads else 'write circuit breaker'}"
-        if reason:
+        if reason and self._refused and not reads:
+            told = "%s: takes no stores: %s. Tried again every minute; loads continue"
+            logger.warning(told, self.url, reason)
+        elif reason:
             effect = self.without_reads if reads else self.without_writes
             logger.warning("%s open (%s): %s", name, reason, effect)
         else:

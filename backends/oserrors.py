@@ -39,6 +39,8 @@ _TRANSIENT: Final = frozenset(
         errno.ENETUNREACH,
         errno.ENETRESET,
         errno.EHOSTDOWN,
+        # A client that Lustre has evicted, until it is connected again.
+        errno.ESHUTDOWN,
         errno.EHOSTUNREACH,
         errno.ECONNREFUSED,
         errno.ECONNRESET,

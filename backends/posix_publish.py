@@ -16,7 +16,7 @@ from typing import Final
 from kvshelf.backends.base import BytesLike, WriteMode, WriteResult, check_name, temporary_name
 from kvshelf.backends.posix_folders import SCAN, Folders, libc, not_regular, occupied
 from kvshelf.backends.posix_mount import Root
-from kvshelf.errors import StorageError, TransientStorageError
+from kvshelf.errors import PermanentStorageError, StorageError, TransientStorageError
 
 CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 #: Errors of `link` if the filesystem has no hard links.
@@ -26,6 +26,8 @@ _IOV_MAX: Final = max(16, os.sysconf("SC_IOV_MAX"))
 _LINK, _NOREPLACE, _RENAME = range(3)
 #: Errors of `renameat2` if the filesystem does not support RENAME_NOREPLACE.
 _NO_NOREPLACE: Final = frozenset((errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP))
+#: Errors of `rename` if the filesystem renames nothing.
+_NO_RENAME: Final = frozenset((errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP))
 _RENAME_NOREPLACE: Final = 1
 _renameat2: Callable[..., int] | None = getattr(libc, "renameat2", None)
 
@@ -168,7 +170,17 @@ class Publisher:
         # False). Equal names hold equal bytes, so the second rename does no harm.
         if occupied(base, dir_fd):
             return False, True
-        os.rename(temporary, base, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        try:
+            os.rename(temporary, base, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        except OSError as exc:
+            if exc.errno not in _NO_RENAME:
+                raise
+            raise PermanentStorageError(
+                exc.errno,
+                f"publishing failed: {os.strerror(exc.errno)} ({errno.errorcode[exc.errno]}): this"
+                " mount renames no files, as Mountpoint for S3; use s3://bucket/prefix",
+                f"{self._root.base}{base}",
+            ) from exc
         return True, False
 
     def _sync_folder(self, folder: str) -> None:

@@ -84,12 +84,14 @@ class Trials:
     def _start(self) -> None:
         """Start the trial of one round."""
         kind, name = self._failed or (LIST, "")
-        calls = [(kind, name), (kind, self._worked.get(kind, name)), (LIST, "")]
+        calls = list(dict.fromkeys([(kind, name), (kind, self._worked.get(kind, name))]))
+        if len(calls) == 1 and self._breaker.failed_trials > 1:
+            calls.append((LIST, ""))
         # The call that failed may be the only one that does, or hang for ever.
         if self._breaker.failed_trials % 2:
-            calls = calls[1:] + calls[:1]
+            calls.reverse()
         thread = threading.Thread(
-            target=self._run, args=(dict.fromkeys(calls),), name="kvshelf-trial", daemon=True
+            target=self._run, args=(calls,), name="kvshelf-trial", daemon=True
         )
         if len(self._running) >= _MOST:
             self._breaker.trip("no trial succeeded")

@@ -185,7 +185,10 @@ GAUGES: Mapping[str, tuple[str, Literal["sum", "max"]]] = {
     "staging_used_bytes": ("bytes of staging in use at the end of the last step", "sum"),
     "staging_limit_bytes": ("upper limit of staging in bytes", "sum"),
     "read_breaker_state": ("read circuit breaker: 0 closed, 1 half-open, 2 open", "max"),
-    "write_breaker_state": ("write circuit breaker: 0 closed, 1 half-open, 2 open", "max"),
+    "write_breaker_state": (
+        "write circuit breaker: 0 closed, 1 half-open, 2 open, 3 while the storage takes no stores",
+        "max",
+    ),
     "shelf_used_bytes": ("bytes of everything on the shelf, as far as is known", "max"),
     "shelf_limit_bytes": ("upper limit of the shelf in bytes, the smallest of all engines", "max"),
     "storage_free_bytes": ("bytes that are free on the shelf's storage", "max"),

@@ -7,6 +7,7 @@ of NFS. Mounts that cannot be had are skipped with the reason, see :mod:`faultfs
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import subprocess
@@ -23,9 +24,17 @@ import pytest
 
 from kvshelf.backends import Backend, BytesLike, Touched, WriteResult
 from kvshelf.backends.base import WriteMode
+from kvshelf.backends.breaker import LEAST_FAILURES
+from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.posix_mount import Mount, find_mount
-from kvshelf.errors import BadObjectError, ObjectMissingError, StorageError
+from kvshelf.errors import (
+    BadObjectError,
+    ObjectMissingError,
+    PermanentStorageError,
+    StorageError,
+    UnavailableStorageError,
+)
 from kvshelf.format.keys import KeyChain
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
@@ -387,3 +396,20 @@ def test_measuring_ends_soon_where_a_probe_takes_long(
 )
 def test_how_long_caches_may_lie(kind: str, options: str, seconds: float) -> None:
     assert Mount(kind, frozenset(options.split(","))).cache_seconds == seconds
+
+
+def test_a_mount_that_renames_no_files_is_named_and_gets_no_more(tmp_path: Path) -> None:
+    """As Mountpoint for S3: it links nothing, renames nothing, and may delete nothing."""
+    with mounted(tmp_path) as mount:
+        shelf = mount.path / "kv"
+        shelf.mkdir()
+        mount.add("link|unlink", error=errno.EPERM)
+        mount.add("rename", error=errno.ENOSYS)
+        with closing(GuardedBackend(PosixBackend(shelf))) as opened:
+            for number in range(LEAST_FAILURES):
+                with pytest.raises(PermanentStorageError, match=r"renames no files.*use s3://"):
+                    opened.write(f"o{number}", [b"x"])
+            assert opened.takes_no_stores
+            with pytest.raises(UnavailableStorageError):
+                opened.write("o", [b"x"])
+        assert len(list((mount.source / "kv").iterdir())) == LEAST_FAILURES

@@ -34,6 +34,7 @@ from kvshelf.backends.oserrors import storage_error
 from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.errors import (
     BoundReachedError,
+    PermanentStorageError,
     ProcessLimitError,
     StorageError,
     TransientStorageError,
@@ -523,7 +524,7 @@ def test_a_refused_write_stops_writes_for_a_while_and_nothing_else(
     assert not rig.guard.properties.read_only
     assert rig.counts == {"breaker_opens": 1, "breaker_closes": 1}
     first, second = lines(caplog)
-    assert "write circuit breaker open" in first
+    assert "takes no stores" in first
     assert code in first
     assert "write circuit breaker closed" in second
 
@@ -658,6 +659,38 @@ def test_what_was_not_written_gives_its_room_back(rig: Rig) -> None:
     with pytest.raises(TransientStorageError):
         rig.guard.write("z", [bytes(10)])
     assert bound.left == 100
+
+
+def test_what_the_storage_cannot_do_at_all_stops_stores_and_is_told_once(
+    rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "REFUSED_SECONDS", 0.05)
+    refused = PermanentStorageError(errno.ENOSYS, "this mount renames no files; use s3://")
+    rig.faults.add(Fault("write", error=refused, times=LEAST_FAILURES))
+    for number in range(LEAST_FAILURES):
+        assert not rig.guard.takes_no_stores
+        with pytest.raises(PermanentStorageError):
+            rig.guard.write(f"new{number}", [b"x"])
+    assert rig.guard.takes_no_stores and rig.guard.properties.read_only
+    with pytest.raises(UnavailableStorageError):
+        rig.guard.write("new", [b"x"])
+    assert rig.read("o1") == b"o1"
+    assert rig.guard.delete("o7")
+    (line,) = lines(caplog)
+    assert "takes no stores: [Errno 38] this mount renames no files; use s3://" in line
+    until(lambda: not rig.guard.properties.read_only)
+    rig.guard.write("new", [b"x"])
+    assert not rig.guard.takes_no_stores
+
+
+def test_writes_that_work_are_not_stopped_by_some_that_never_will(rig: Rig) -> None:
+    rig.faults.add(Fault("write", "bad*", error=PermanentStorageError(errno.EINVAL, "no")))
+    for number in range(3 * LEAST_FAILURES):
+        for twice in range(2):
+            rig.guard.write(f"good{number}{twice}", [b"x"])
+        with pytest.raises(PermanentStorageError):
+            rig.guard.write(f"bad{number}", [b"x"])
+    assert rig.guard.writes.is_closed
 
 
 # ------------------------------------------------------------------------- many names, forks

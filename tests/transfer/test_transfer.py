@@ -501,7 +501,7 @@ def test_a_storage_that_takes_no_writes_pauses_stores_only(
     assert rig.stores.store(third) == StoreOutcome.UNAVAILABLE
     assert rig.count("dropped_chunks_error") == 1
     assert rig.count("dropped_chunks_unavailable") == 2
-    assert len([r for r in caplog.records if "write circuit breaker open" in r.getMessage()]) == 1
+    assert len([r for r in caplog.records if "takes no stores" in r.getMessage()]) == 1
     assert rig.load(stored, 40)[0].failed_at is None
 
 

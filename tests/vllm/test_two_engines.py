@@ -180,7 +180,7 @@ def test_read_only_shelf(third: Engine, own: ShelfFiles, ask: Ask, prompt: MakeP
     until(lambda: not own.temporaries(), "temporaries gone")
     objects = own.objects()
     # The second, if another write than that of a chunk is refused first.
-    lines = "write circuit breaker open", "takes no writes"
+    lines = "takes no stores", "takes no writes"
 
     def said() -> list[int]:
         return [len(third.log_lines(line)) for line in lines]

@@ -53,6 +53,7 @@ DRAIN_SECONDS: Final = 4.0
 _MARKER_SECONDS = 0.5
 # Breaker states as numbers, for metrics.
 _STATES = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
+_NO_STORES: Final = 3
 
 #: Chunks stored in an hour of which some should have been of use: a prefill of 70 tokens a second.
 _MUCH: Final = 1000
@@ -306,7 +307,8 @@ class WorkerSide:
         if shelf is not None:
             guard = shelf.backend
             self.counters.set_gauge("read_breaker_state", _STATES[guard.reads.state])
-            self.counters.set_gauge("write_breaker_state", _STATES[guard.writes.state])
+            writes = _NO_STORES if guard.takes_no_stores else _STATES[guard.writes.state]
+            self.counters.set_gauge("write_breaker_state", writes)
             self.counters.set_gauge("pending_late_calls", guard.late_calls)
         if time.monotonic() > self._hour_ends:
             self._say_whether_hits_are_missing()
