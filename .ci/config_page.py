@@ -70,7 +70,7 @@ Each option is read from three sources. The first source that sets it has preced
     ```yaml
     shared_storage_path: /mnt/kv
     chunk_size: 512
-    staging_bytes: 2GiB
+    memory: 20GiB
     ```
 
 Nothing is ignored. Misspelt keys and variables, invalid values and contradicting options stop

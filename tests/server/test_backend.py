@@ -380,7 +380,7 @@ def test_stores_wait_for_room_in_the_segment(setting: Setting) -> None:
         setting.image(index) for index in range(8)
     ]
     small = setting.connect(segment_bytes=4096)
-    with pytest.raises(StorageError, match="set staging_bytes higher"):
+    with pytest.raises(StorageError, match="through which objects are stored"):
         small.view(setting.fmt).publish(
             setting.ref(0, 1), sealed(setting.fmt, setting.chunks[0], 1)
         )

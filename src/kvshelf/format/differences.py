@@ -34,7 +34,7 @@ _ADVICE: Final[Mapping[str, str]] = {
     ),
     "stages": "set --pipeline-parallel-size to the same number",
     "layouts": "set layout: canonical",
-    "shards": "set shards to the same number",
+    "shards": "set --tensor-parallel-size to the same number",
 }
 _OPAQUE: Final = (
     "the layout of the KV cache is unknown: run the same release of vLLM with the same"

@@ -193,7 +193,7 @@ class ServedBackend(Backend):
                     raise TransientStorageError(
                         errno.ENOBUFS,
                         f"{nbytes} bytes are not free of the {segment.nbytes} bytes through which"
-                        " objects are stored: set staging_bytes higher",
+                        " objects are stored",
                         f"{self.url}/{name}",
                     )
         return part

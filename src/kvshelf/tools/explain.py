@@ -564,7 +564,7 @@ def _kinds_missing(own: _Found, missing: Sequence[Piece]) -> Iterator[Cause]:
             "no_state",
             f"full KV of {own.full} chunks is there, but not the state after chunk {end - 1};"
             f" {last}",
-            "a smaller state_interval stores more states",
+            "an engine that computes these chunks stores those at which its steps end",
         )
     if WINDOW in kinds:
         names = ", ".join(str(piece.chunk) for piece in missing if piece.kind == WINDOW)

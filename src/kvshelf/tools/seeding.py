@@ -170,7 +170,7 @@ def seed_shelf(
                 on_problem(
                     todo.prompt.line,
                     "computed, but not all of its chunks were stored: the storage is too slow or "
-                    "fails; see the log, and raise staging_bytes or deadlines",
+                    "fails; see the log",
                 )
             on_progress(report)
     finally:

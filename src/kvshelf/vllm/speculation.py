@@ -27,7 +27,7 @@ WITHOUT_DRAFTS = (
     " prefix: %s"
 )
 
-#: A drafter gets one part in so many of what `staging_bytes` allows: its KV is small beside the
+#: A drafter has at least one part in so many of the least staging: its KV is small beside the
 #: model's.
 DRAFTER_SHARE = 4
 

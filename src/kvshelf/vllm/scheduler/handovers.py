@@ -18,7 +18,7 @@ Contracts
 ---------
 * A request that brings a hand-over waits for its chunks and the tail until its deadline, and never
   longer. What ends the wait of others does not end this one: a lookup's misses, chunks that failed,
-  a second, a storage that does not answer, an open breaker, a namespace that is not known
+  a late lookup, a storage that does not answer, an open breaker, a namespace that is not known
   yet. At its end there is a hit of what was seen.
 * An idle step sleeps up to 10 ms when every request waits for a hand-over and no other rank or
   stage depends on this engine's steps.
