@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from kvshelf.backends.oserrors import storage_error
-from kvshelf.backends.posix_mount import Root
+from kvshelf.backends.posix_mount import Root, enter
 from kvshelf.errors import (
     NotRegularError,
     PermanentStorageError,
@@ -111,6 +111,8 @@ class Folders:
         """Read mode and group of the root, make it if requested; detect a read-only mount."""
         root = self._root.path
         writing = False
+        if self._gid == -1:
+            enter(root)
         try:
             try:
                 info = os.stat(root)

@@ -138,6 +138,15 @@ def find_mount(path: str) -> Mount:
     return found
 
 
+def enter(path: str) -> None:
+    """Have a folder mounted that is mounted when it is entered: a look at it is not enough.
+
+    So it is with direct maps of autofs, since Linux 4.11.
+    """
+    with contextlib.suppress(OSError):
+        os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+
+
 class Root:
     """The directory of a shelf, and the mount that holds it.
 
@@ -194,6 +203,9 @@ class Root:
         try:
             try:
                 device = os.stat(self.path).st_dev
+                if device != self._device:
+                    enter(self.path)
+                    device = os.stat(self.path).st_dev
             except FileNotFoundError:
                 if self._device is None:
                     return

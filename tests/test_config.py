@@ -18,6 +18,7 @@ from kvshelf.config import (
     default_shelf_path,
 )
 from kvshelf.errors import ConfigError
+from kvshelf.paths import cache_dir
 
 
 def load(extra: dict[str, object] | None = None, environ: dict[str, str] | None = None) -> Config:
@@ -358,3 +359,8 @@ def test_configuration_needs_no_engine_and_no_storage() -> None:
 def test_a_directory_can_be_read_without_torch(tmp_path: Path) -> None:
     code = f"import kvshelf\nprint(list(kvshelf.open_shelf({str(tmp_path)!r}).objects()))"
     assert without_heavy_packages(code).strip() == "[]"
+
+
+def test_a_user_without_a_home_gets_no_folder_named_tilde(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    assert cache_dir({}) == Path("/.cache/kvshelf")

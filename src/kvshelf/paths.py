@@ -33,4 +33,5 @@ def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
     # The XDG specification requires that a relative path be ignored.
     if not base or not os.path.isabs(base):
         base = os.path.expanduser("~/.cache")
-    return Path(base) / "kvshelf"
+    # A user without a home, as containers have them, has no entry to expand "~" by either.
+    return Path(base if os.path.isabs(base) else "/.cache") / "kvshelf"

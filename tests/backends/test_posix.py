@@ -700,3 +700,13 @@ def test_a_deletion_that_is_refused_ends_in_an_answer_or_its_own_error(
     else:
         with pytest.raises(StorageError, match="EPERM"):
             backend.delete("o")
+
+
+def test_the_root_is_entered_before_it_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only that mounts a direct map of autofs; what is seen before is another filesystem."""
+    root = tmp_path / "auto"
+    monkeypatch.setattr(posix_folders, "enter", lambda path: Path(path).mkdir(mode=0o750))
+    assert PosixBackend(root).write("o", [b"x"]) is WriteResult.CREATED
+    assert stat.S_IMODE((root / "o").stat().st_mode) == 0o640
