@@ -14,7 +14,6 @@ import kvshelf
 from kvshelf.backends import open_backend
 from kvshelf.config import (
     Config,
-    cache_dir,
     default_shelf_path,
 )
 from kvshelf.errors import ConfigError
