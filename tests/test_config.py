@@ -363,3 +363,9 @@ def test_a_directory_can_be_read_without_torch(tmp_path: Path) -> None:
 def test_a_user_without_a_home_gets_no_folder_named_tilde(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.path.expanduser", lambda path: path)
     assert cache_dir({}) == Path("/.cache/kvshelf")
+
+
+def test_what_a_configuration_shows_of_itself_has_no_passwords() -> None:
+    config = load({"shared_storage_path": "sftp://u:hunter2@host/kv", "storage_options": {"a": 1}})
+    assert "sftp://host/kv" in repr(config)
+    assert "hunter2" not in f"{config!r}{config}"

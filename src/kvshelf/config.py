@@ -26,7 +26,7 @@ import os
 import re
 import stat
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -442,6 +442,12 @@ class Config(BaseSettings):
         if absent or isinstance(value, Mapping | BaseModel):
             return value
         raise ValueError(f"is not a mapping; expected {_MAPPINGS[name]}, as JSON")
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        """Leave the password of a URL out."""
+        for name, value in super().__repr_args__():
+            hides = name == "shared_storage_path" and value is not None
+            yield name, shown_url(value) if hides else value
 
     @property
     def memory_bytes(self) -> int:
