@@ -204,6 +204,8 @@ class GuardedBackend(WrappedBackend):
         self._calls: dict[int, _Call] = {}
         self._watchers: list[Watcher] = []
         self._count: Callable[[str], None] = _count_nothing
+        #: The error because of which a breaker opened first.
+        self._first_error = ""
         self._trials = Trials(self, self.reads, self.deadlines)
         #: Whether the write breaker opened because the storage refused a write, not for failures.
         self._refused = False
@@ -532,7 +534,9 @@ class GuardedBackend(WrappedBackend):
             raise self._unavailable(call.name, "no thread could be started to supervise the call")
 
     def _unavailable(self, name: str, why: str = "circuit breaker open") -> UnavailableStorageError:
-        return UnavailableStorageError(errno.EAGAIN, f"not tried: {why}", f"{self.url}/{name}")
+        error = UnavailableStorageError(errno.EAGAIN, f"not tried: {why}", f"{self.url}/{name}")
+        error.reason = self._first_error
+        return error
 
     def _leave(self, call: _Call, error: BaseException | None = None) -> None:
         """Register that a call returned, and count its outcome."""
@@ -596,6 +600,7 @@ class GuardedBackend(WrappedBackend):
             breaker.record_failure(call.kind, reason, weight)
 
     def _changed(self, breaker: Breaker, reason: str) -> None:
+        self._first_error = self._first_error or reason
         reads = breaker is self.reads
         name = f"{self.url}: {'circuit breaker' if reads else 'write circuit breaker'}"
         if reason and self._refused and not reads:

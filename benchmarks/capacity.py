@@ -74,13 +74,13 @@ def bench_capacity(settings: Settings) -> Iterator[Row]:
     count = _QUICK_OBJECTS if settings.quick else _OBJECTS
     root = settings.folder("capacity")
     settings.progress(f"capacity: making {count} objects")
-    bound = f"--max-bytes={_fill(root, count) // 2}"
+    bound = f"--max-bytes={_fill(root, count) // 2}B"
     for name, what, more in (
         ("plan", "a dry run", ()),
         ("delete", "the deletion of the older half", ("--yes",)),
     ):
         settings.progress(f"capacity: {what}")
-        seconds, nbytes = _run(str(root), bound, "--no-orphans", *more)
+        seconds, nbytes = _run(str(root), bound, *more)
         yield Row(
             f"capacity/{name}",
             f"`kvshelf gc` of {count:,} objects: {what}, with {nbytes >> 20} MiB at most",

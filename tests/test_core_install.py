@@ -59,7 +59,7 @@ def test_commands_need_neither_torch_nor_vllm(programs: Path, tmp_path: Path) ->
     assert "verified 12 of 12 objects" in run(programs, "kvshelf", "verify", shelf)
     assert "copied 12 objects" in run(programs, "kvshelf", "copy", shelf, tmp_path / "other")
     assert "pip install 'kvshelf[torch]'" in run(programs, "kvshelf", "doctor", shelf)
-    assert "would be deleted" in run(programs, "kvshelf", "gc", shelf)
+    assert "would delete" in run(programs, "kvshelf", "gc", shelf)
     folders = [option for path in shelf.glob("tiny-*") for option in ("-n", path.name)]
     assert "deleted" in run(programs, "kvshelf", "rm", shelf, *folders, "--yes")
     assert not list(shelf.rglob("*.safetensors"))

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from config_page import descriptions, render_page
 from benchmarks.__main__ import _ONLY_WHEN_ASKED, GROUPS
 from kvshelf.backends import Properties
 from kvshelf.cli.codes import EXIT_CODES
-from kvshelf.cli.doctor import _Examination
+from kvshelf.cli.doctor import filesystem
 from kvshelf.config import Config
 from kvshelf.metrics import COUNTERS, GAUGES, OPERATIONS
 from tests.support import pages
@@ -51,7 +50,7 @@ def test_the_exit_codes_are_documented() -> None:
 
 
 #: Options that the manual describes once for all commands.
-COMMON = ("--json", "--dry-run")
+COMMON = ("--json", "--dry-run", "--verbose", "--quiet", "--config", "--storage-options")
 
 
 def test_every_option_of_a_command_is_documented() -> None:
@@ -108,9 +107,7 @@ def test_the_pages_name_all_groups_of_the_benchmark() -> None:
 @pytest.mark.long
 def test_printed_lines_are_those_of_the_pages() -> None:
     page = (ROOT / "docs" / "storage.md").read_text()
-    properties = Properties(filesystem="nfs4", cache_seconds=60.0, probe_cost=310e-6)
-    examined = SimpleNamespace(_backend=SimpleNamespace(properties=properties))
-    assert _Examination._storage(examined) in page  # type: ignore[arg-type]
+    assert filesystem(Properties(filesystem="nfs4", cache_seconds=60.0)) in page
     page = (ROOT / "docs" / "metrics.md").read_text()
     line = re.search(r"^```text\nKV Transfer metrics: (.*?)```", page, re.MULTILINE | re.DOTALL)
     assert line is not None

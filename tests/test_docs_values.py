@@ -328,7 +328,7 @@ def test_what_gc_shows_is_what_it_writes(tmp_path: Path, monkeypatch: pytest.Mon
     assert shown
     for text in shown:
         command, *expected = text.splitlines()
-        words = re.sub(r"\d+[KMGT]iB", str(half), command).split()
+        words = re.sub(r"\d+[KMGT]iB", f"{half}B", command).split()
         result = run("gc", tmp_path, *words[4:])
         assert list(map(shape, result.stdout.splitlines())) == list(map(shape, expected))
 

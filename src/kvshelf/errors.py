@@ -1,9 +1,9 @@
 """Error types of kvshelf.
 
-Owns every exception class that kvshelf raises deliberately, and :func:`printable` and
-:func:`short_repr` for their texts. Each class also derives from the builtin that a Python user
-would catch for the same problem, so ``except FileNotFoundError`` works without knowing kvshelf.
-This module imports nothing.
+Owns every exception class that kvshelf raises deliberately, and :func:`printable`,
+:func:`size_text` and :func:`short_repr` for their texts. Each class also derives from the builtin
+that a Python user would catch for the same problem, so ``except FileNotFoundError`` works without
+knowing kvshelf. This module imports nothing.
 """
 
 from __future__ import annotations
@@ -79,7 +79,15 @@ class TransientStorageError(StorageError):
 
 
 class UnavailableStorageError(TransientStorageError):
-    """No request was sent to the storage: it failed before, or it is not there (unmounted)."""
+    """No request was sent to the storage: it failed before, or it is not there (unmounted).
+
+    Attributes
+    ----------
+    reason : str
+        The error because of which a circuit breaker opened; empty without one.
+    """
+
+    reason: str = ""
 
 
 class ProcessLimitError(TransientStorageError):
@@ -132,6 +140,16 @@ def printable(text: str, most: int | None = None) -> str:
         return text
     shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
     return shown if most is None else shown[:most]
+
+
+def size_text(count: int) -> str:
+    """Return a number of bytes as readable text."""
+    amount = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if amount < 1024:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} PiB"
 
 
 def short_repr(value: object) -> str:

@@ -285,7 +285,7 @@ def test_absurd_times_end_no_command(hostile: Hostile, absurd: str) -> None:
     hostile.answer = lambda query: page(
         folder(namespace().folder) if "delimiter" in query else row(NAME, absurd), last=True
     )
-    for arguments in (["ls", "--long"], ["ls", "s3://b", namespace().folder]):
+    for arguments in (["ls"], ["ls", "s3://b", "-n", namespace().folder]):
         result = CliRunner().invoke(app, arguments, env=hostile.env())
         assert result.exit_code in (0, 3), result.output
         assert result.exception is None or isinstance(result.exception, SystemExit)

@@ -139,10 +139,10 @@ def test_the_policies_allow_exactly_what_is_asked_for(
     ):
         assert int(cache.retrieve(tokens, kv=blob(tokens)).sum()) == 3 * CHUNK
     for arguments in (
-        ["ls", URL, "--long"],
+        ["ls", URL],
         ["verify", URL, f"{URL}/{bad}", "--long"],
         ["copy", URL, str(tmp_path / "copied")],
-        ["copy", str(tmp_path / "copied"), URL, "--verify-existing"],
+        ["copy", str(tmp_path / "copied"), URL],
     ):
         result = CliRunner().invoke(
             app, arguments, env={"KVSHELF_STORAGE_OPTIONS": json.dumps(options)}
@@ -175,7 +175,7 @@ def test_deleting_takes_one_more_right(server: S3Server, log: Log) -> None:
     for arguments in (["gc", url], ["gc", url, "--yes"]):
         result = CliRunner().invoke(
             app,
-            [*arguments, "--max-bytes", "1", "--orphans"],
+            [*arguments, "--max-bytes", "1B"],
             env={"KVSHELF_STORAGE_OPTIONS": json.dumps(server.options())},
         )
         # Its description stays, which is more than one byte.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+import stat
 import subprocess
 import sys
 import time
@@ -13,19 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import Result
 
 import kvshelf
+from kvshelf.backends import open_backend
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.cli import doctor as doctor_module
 from kvshelf.cli.codes import EXIT_CODES
-from kvshelf.format.keys import Chunk
+from kvshelf.errors import PermanentStorageError, StorageError, TransientStorageError
 from kvshelf.format.namespace import Namespace
-from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import open_shelf
-from kvshelf.shelf.view import ObjectRef
-from kvshelf.tiers.disk_tier import DiskTier
 from tests.server.node import LocalServer
 from tests.support.commands import run
 from tests.support.filled import CHUNK, hybrid, namespace, store
@@ -69,12 +66,9 @@ def an_object(root: Path) -> Path:
 
 
 def test_ls_lists_namespaces(unchanged: Path) -> None:
-    result = run("ls", unchanged, "--long")
-    assert result.exit_code == 0
-    heading, row = result.stdout.splitlines()[:2]
+    heading, row = run("ls", unchanged).stdout.splitlines()[:2]
     assert heading.split()[-1] == "NAMESPACE"
-    assert row.split()[-6:] == ["2", "4", "bfloat16", str(CHUNK), "2", namespace().folder]
-    assert run("ls", unchanged).stdout.splitlines()[1].split()[-1] == namespace().folder
+    assert row.split()[0] == "6" and row.split()[-1] == namespace().folder
 
 
 def test_ls_json_holds_the_whole_record(unchanged: Path) -> None:
@@ -104,18 +98,120 @@ def test_the_configured_shelf_is_the_default(unchanged: Path) -> None:
     assert row["namespaces"][0]["namespace"] == namespace().folder
 
 
-@pytest.mark.real
-def test_a_reader_that_has_seen_enough_ends_the_listing(shelf: Path) -> None:
-    fill(shelf, namespace(), chunks=400)
-    command = f"{sys.executable} -m kvshelf gc {shelf} --max-bytes 1 --names | head -n 1"
-    done = subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {command}"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert len(done.stdout.splitlines()) == 1
+S3 = "s3://bucket/kv"
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """What is opened, with which options; nothing can be."""
+    found = []
+
+    def refuse(url: str, *, storage_options: dict[str, Any], **_: object) -> None:
+        found.append((url, {k: v for k, v in storage_options.items() if k != "create"}))
+        if url.startswith("s3://"):
+            raise StorageError("not here")
+        return open_backend(url, storage_options=storage_options, **_)
+
+    monkeypatch.setattr("kvshelf.cli.shelves.open_backend", refuse)
+    monkeypatch.setattr("kvshelf.shelf.shelf.open_backend", refuse)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("configured", "arguments", "expected"),
+    [
+        (None, ["ls", S3], {S3: {"key": "a"}}),
+        (None, ["ls", "{dir}"], {"{dir}": {}}),
+        (S3, ["ls"], {S3: {"key": "a"}}),
+        (S3, ["ls", f"{S3}/"], {f"{S3}/": {"key": "a"}}),
+        (S3, ["ls", "s3://other/kv"], {"s3://other/kv": {}}),
+        (S3, ["ls", "{dir}"], {"{dir}": {}}),
+        ("s3://other/kv", ["ls", S3, "--storage-options", '{{"key":"b"}}'], {S3: {"key": "b"}}),
+        (None, ["copy", "{dir}", S3], {"{dir}": {}, S3: {"key": "a"}}),
+        (S3, ["copy", "{dir}", "s3://other/kv"], {"{dir}": {}, "s3://other/kv": {}}),
+        (S3, ["copy", S3, "s3://other/kv"], {S3: {"key": "a"}}),
+        (None, ["copy", S3, "s3://other/kv"], {}),
+    ],
+)
+@pytest.mark.parametrize("by", ["variables", "file"])
+def test_storage_options_go_to_the_shelf_that_they_belong_to(
+    opened: list[tuple[str, dict[str, Any]]],
+    tmp_path: Path,
+    by: str,
+    configured: str | None,
+    arguments: list[str],
+    expected: dict[str, dict[str, Any]],
+) -> None:
+    (tmp_path / "shelf").mkdir()
+    env = {"KVSHELF_STORAGE_OPTIONS": '{"key": "a"}', "KVSHELF_SHARED_STORAGE_PATH": configured}
+    given = [one.format(dir=tmp_path / "shelf") for one in arguments]
+    if by == "file":
+        file = tmp_path / "config.yaml"
+        names = {"storage_options": {"key": "a"}, "shared_storage_path": configured}
+        file.write_text(json.dumps(names | {"chunk_size": "no engine's business"}))
+        env, given = {}, [*given, "--config", str(file)]
+    result = run(*given, env={name: value for name, value in env.items() if value})
+    if not expected:
+        assert "give --source-options and --target-options" in result.stderr
+    found = {url.replace(str(tmp_path / "shelf"), "{dir}"): options for url, options in opened}
+    assert found == expected
+
+
+def test_options_of_two_sources_are_of_one_shelf(
+    opened: list[tuple[str, dict[str, Any]]], tmp_path: Path
+) -> None:
+    """Secrets may be in the environment, and the rest in a file, unless they name two shelves."""
+    file = tmp_path / "config.yaml"
+    env = {"KVSHELF_STORAGE_OPTIONS": '{"secret": "b"}', "KVSHELF_CONFIG": str(file)}
+    file.write_text(json.dumps({"shared_storage_path": S3, "storage_options": {"key": "a"}}))
+    run("ls", env=env)
+    run("ls", env=env | {"KVSHELF_SHARED_STORAGE_PATH": "s3://other/kv"})
+    assert opened == [(S3, {"key": "a", "secret": "b"}), ("s3://other/kv", {"secret": "b"})]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["ls", "--storage-options", "[]"], "--storage-options: expected a JSON object"),
+        (["ls", "--config", "/dev/null/x"], "--config: /dev/null/x cannot be read"),
+        (["copy", "a", "a"], "expected two places"),
+        (["copy", "a", "a/b"], "expected two places"),
+        (["copy", "a/b", "a"], "expected two places"),
+        (["copy", "a", "b", "--storage-options", "{}"], "--source-options"),
+        (["explain", "p.jsonl", "."], "is a directory; expected a file of prompts"),
+    ],
+)
+def test_what_cannot_be_used_is_told(arguments: list[str], told: str) -> None:
+    result = run(*arguments)
+    assert (result.exit_code, told in result.stderr) == (2, True), result.output
+
+
+def test_a_permission_that_is_missing_says_whose_the_place_is(
+    unchanged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: PosixBackend, prefix: str = "") -> None:
+        raise PermanentStorageError(13, "Permission denied", f"{unchanged}/none/of/these")
+
+    monkeypatch.setattr(PosixBackend, "folders", refuse)
+    monkeypatch.setattr(os, "geteuid", lambda: 4000000000)
+    result = run("ls", unchanged)
+    mode = stat.S_IMODE(unchanged.stat().st_mode)
+    assert f"{unchanged} belongs to " in result.stderr
+    assert f", mode {mode:04o}, and you are user 4000000000" in result.stderr
+
+
+def test_the_first_error_is_told_and_breakers_are_silent(
+    shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise TransientStorageError(5, "the cable is cut")
+
+    monkeypatch.setattr(PosixBackend, "write", fail)
+    monkeypatch.setattr("kvshelf.capacity.parallel.PAUSES", (0.0,) * 6)
+    result = run("copy", shelf, tmp_path / "target")
+    assert result.exit_code == 3
+    assert "the cable is cut" in result.stderr
+    assert "circuit breaker" not in result.stderr
 
 
 # ------------------------------------------------------------------- verify of named objects
@@ -142,24 +238,19 @@ def test_the_header_of_an_object_is_printed(unchanged: Path) -> None:
     result = show(path)
     assert result.exit_code == 0
     assert "model.layers.1.attn" in result.stdout
-    assert "2 x 32 x 2 x 16" in result.stdout
+    assert '"key"' in result.stdout
     assert "1 intact" in result.stdout
     (report,) = lines(show(path, "--json"))
     for value in report["headers"][0]["metadata"]["xxh3"].split(","):
         assert value in result.stdout
 
 
-@pytest.mark.parametrize("described", [True, False], ids=["described", "alone"])
 @pytest.mark.parametrize(("place", "error"), [(-1, "PayloadDamaged"), (8, "HeaderNotJson")])
-def test_it_is_said_how_an_object_is_bad(
-    shelf: Path, place: int, error: str, described: bool
-) -> None:
+def test_it_is_said_how_an_object_is_bad(shelf: Path, place: int, error: str) -> None:
     path = an_object(shelf)
     content = bytearray(path.read_bytes())
     content[place] ^= 1
     path.write_bytes(content)
-    if not described:
-        (shelf / namespace().folder / "namespace.json").unlink()
     result = show(path, "--json")
     assert result.exit_code == 1
     assert error in json.loads(result.stdout)["problems"][0]["problem"]
@@ -187,8 +278,7 @@ def test_objects_of_each_kind_are_verified(tmp_path: Path) -> None:
             assert report["headers"][0]["metadata"]["kind"] == kind
     shown = show(paths[0]).stdout
     assert "model.layers.2.conv" in shown
-    assert "3 x 32" in shown
-    assert any(line.split() == ["kind", "state"] for line in shown.splitlines())
+    assert '"kind": "state"' in shown
     other = paths[0].with_name(paths[0].name.replace("-state-", "-window-"))
     paths[0].rename(other)
     assert "3 shards, but its namespace has 2 of kind window" in show(other).stderr
@@ -255,7 +345,6 @@ def test_a_hostile_namespace_ends_no_command(shelf: Path, fields: dict[str, Any]
     for command in (
         ["verify", shelf, shelf / name, "--long"],
         ["ls", shelf],
-        ["ls", shelf, "--long"],
     ):
         result = run(*command)
         assert result.exit_code in (0, 1)
@@ -286,13 +375,10 @@ def test_an_absurd_time_does_not_end_a_listing(shelf: Path, when: float) -> None
         os.utime(path, (when, when))
     except OverflowError:
         pytest.skip("this system has no such times")
-    result = run("ls", shelf, namespace().folder, "--by", "age")
+    result = run("ls", shelf, "-n", namespace().folder, "--by", "age")
     assert result.exit_code == 0, result.output
     assert ": 6 objects, " in result.stdout.splitlines()[-1]
-    for arguments in (
-        ["verify", shelf, path],
-        ["copy", shelf, shelf.with_name("t"), "--since", "1h"],
-    ):
+    for arguments in (["verify", shelf, path], ["copy", shelf, shelf.with_name("t")]):
         assert run(*arguments).exit_code == 0
 
 
@@ -309,8 +395,8 @@ def test_a_namespace_that_is_no_file_is_no_record(shelf: Path) -> None:
     description = shelf / namespace().folder / "namespace.json"
     description.unlink()
     os.mkfifo(description)
-    (report,) = lines(show(path, "--json"))
-    assert (report["unverified"], report["sound"]) == (1, True)
+    report = json.loads(show(path, "--json").stdout)
+    assert (report["unverified"], report["descriptions"], report["sound"]) == (1, 1, False)
 
 
 def test_objects_that_are_not_there(unchanged: Path, tmp_path: Path) -> None:
@@ -340,13 +426,10 @@ def test_doctor_of_a_good_shelf(unchanged: Path) -> None:
     result = run("doctor", unchanged, "--json")
     found = checks(result)
     assert result.exit_code == 0
-    # A build for CUDA has its version without "+cu130" in its package's metadata.
-    steps = ("open", "root", "storage", "list", "write", "read back", "probe", "create again")
-    for step in (*steps, "delete"):
+    for step in ("open", "list", "write", "read", "clock", "delete"):
         assert found[step]["state"] == "ok", found[step]
         assert found[step]["seconds"] >= 0
     assert found["list"]["found"] == "1 namespace"
-    assert found["storage"]["found"].startswith("no stale caches, change notifications, ")
     assert found["write"]["found"].endswith("by a hard link")
     # What was written is gone; the reserved folder it was in may stay.
     reserved = unchanged / ".kvshelf"
@@ -371,139 +454,11 @@ def test_markers_change_nothing_of_what_is_listed_and_checked(shelf: Path) -> No
     assert marker.exists()
 
 
-def test_doctor_says_in_which_fields_namespaces_differ(shelf: Path) -> None:
-    assert "namespaces" not in checks(run("doctor", shelf, "--json"))
-    own = namespace()
-    changed = Namespace({**own.record, "rope": "other", "version": "2"}, own.slug)
-    drafter = Namespace({**own.record, "version": f"drafter of {own.digest.hex()}"}, own.slug)
-    damaged = shelf / f"{own.slug}-0123456789abcdef"
-    for one in (changed, drafter):
-        (shelf / one.folder).mkdir()
-        (shelf / one.folder / "namespace.json").write_bytes(one.encoded)
-    damaged.mkdir()
-    (damaged / "namespace.json").write_text("{")
-    found = checks(run("doctor", shelf, "--json"))["namespaces"]
-    assert found["state"] == "ok"
-    first, second = sorted((own.folder, changed.folder))
-    assert found["found"] == f"{first} and {second} differ in version, rope"
-
-
-def test_doctor_says_in_which_keys_configurations_differ(shelf: Path, tmp_path: Path) -> None:
-    folders = [tmp_path / "one", tmp_path / "other"]
-    for folder, eps in zip(folders, (1e-5, 1e-6), strict=True):
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps({"text_config": {"rms_norm_eps": eps}}))
-    found = checks(run("doctor", shelf, "--models", *folders, "--json"))["configurations"]
-    assert (found["state"], found["found"]) == (
-        "ok",
-        "differ in config.json: text_config.rms_norm_eps",
-    )
-    found = checks(run("doctor", "--models", folders[0], folders[0], "--json"))["configurations"]
-    assert (found["state"], found["found"]) == ("ok", "no key that decides KV differs")
-    (folders[1] / "config.json").write_text("[")
-    result = run("doctor", shelf, "--models", *folders, "--json")
-    found = checks(result)["configurations"]
-    assert result.exit_code == 1
-    assert found["state"] == "problem" and "is no JSON" in found["found"]
-    assert "configurations" not in checks(run("doctor", shelf, "--json"))
-
-
-@pytest.mark.parametrize(
-    ("gpus", "build", "used", "problem", "expected"),
-    [
-        (0, None, "torch", "not built", {}),
-        (0, "13.0", "torch", "no GPU", {"kernels": ("ok", "CUDA 13.0 for 90; no GPU here")}),
-        (
-            1,
-            "13.0",
-            "cuda",
-            None,
-            {"kernels on cuda:0": ("ok", "cuda, kernels by CUDA 13.0 for 90")},
-        ),
-        (
-            2,
-            None,
-            "torch",
-            "built without a CUDA compiler",
-            {
-                "kernels on cuda:0": ("note", "torch (slower): built without a CUDA compiler"),
-                "kernels on cuda:1": ("note", "torch (slower): built without a CUDA compiler"),
-            },
-        ),
-        (
-            1,
-            None,
-            "triton",
-            "built without a CUDA compiler",
-            {"kernels on cuda:0": ("note", "triton (slower): built without a CUDA compiler")},
-        ),
-    ],
-)
-def test_doctor_tells_what_serves_each_gpu(
-    monkeypatch: pytest.MonkeyPatch,
-    gpus: int,
-    build: str | None,
-    used: str,
-    problem: str | None,
-    expected: dict[str, tuple[str, str]],
-) -> None:
-    from kvshelf.kv import ops
-
-    found_build = None if build is None else ops.KernelBuild(build, "90")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(ops, "kernel_build", lambda: found_build)
-    monkeypatch.setattr(ops, "implementation", lambda device="cpu": used)
-    monkeypatch.setattr(ops, "kernel_problem", lambda device: problem)
-    found = checks(run("doctor", "--json"))
-    on_gpus = {name: check for name, check in found.items() if name.startswith("kernels")}
-    assert set(on_gpus) == set(expected)
-    for name, (state, text) in expected.items():
-        check = on_gpus[name]
-        assert check["state"] == state
-        assert check["found"].startswith(text)
-
-
-def test_doctor_shows_the_disk_tier(shelf: Path, tmp_path: Path) -> None:
-    place = tmp_path / "near"
-    env = {"KVSHELF_DISK_TIER": json.dumps({"path": str(place), "max_bytes": "3GiB"})}
-
-    def tier() -> list[dict[str, Any]]:
-        result = run("doctor", shelf, "--json", env=env)
-        rows = [c for c in json.loads(result.stdout)["checks"] if c["name"] == "disk tier"]
-        assert result.exit_code == (1 if any(r["state"] == "problem" for r in rows) else 0)
-        return rows
-
-    (row,) = tier()
-    assert row["state"] == "note"
-    assert not place.exists()
-    disk_tier = DiskTier(place, 3 << 30)
-    with open_shelf(shelf) as opened:
-        (found, *_) = opened.objects()
-        (info, *_) = opened.namespaces()
-        assert info.namespace is not None
-        fmt = ObjectFormat(info.namespace)
-        parsed = found.parsed
-        chunk = Chunk(parsed.key, bytes(32), parsed.index, fmt.chunk_size)
-        disk_tier.keep(fmt, ObjectRef(chunk, parsed.shard), (shelf / found.name).read_bytes())
-    disk_tier.close()
-    (row,) = tier()
-    assert row["state"] == "ok"
-    assert " of max_bytes 3.0 GiB, " in row["found"]
-    assert "not counted" not in row["found"]
-    assert [path.name for path in place.glob("*/_/*/*")] == [Path(found.name).name]
-    shutil.rmtree(place)
-    place.write_text("a file where the tier belongs")
-    (row,) = tier()
-    assert row["state"] == "problem"
-    assert str(place) in row["found"]
-
-
 def test_doctor_without_a_shelf_writes_nothing(tmp_path: Path) -> None:
     env = {"KVSHELF_CACHE_DIR": str(tmp_path / "cache")}
     result = run("doctor", "--json", env=env)
     assert result.exit_code == 0
-    assert checks(result)["shelf"]["state"] == "skipped"
+    assert checks(result)["shelf"]["state"] == "note"
     assert not list(tmp_path.iterdir())
 
 
@@ -521,8 +476,7 @@ def test_doctor_asks_the_node_server_for_its_shelf(shelf: Path, tmp_path: Path) 
         result = run("doctor", "--json", env=env)
         assert result.exit_code == 0, result.stdout
         found = checks(result)
-        assert found["open"]["found"] == "ServedBackend"
-        assert "through a node server" in found["root"]["found"]
+        assert "through a node server" in found["open"]["found"]
         assert found["list"]["found"] == "1 namespace"
         assert found["delete"]["state"] == "ok"
         # Commands on a shelf work past the server.
@@ -537,7 +491,7 @@ def test_doctor_does_not_make_a_missing_shelf(tmp_path: Path) -> None:
     for url in (tmp_path / "typo", f"file://{tmp_path}/typo"):
         result = run("doctor", url, "--json")
         assert result.exit_code == 3
-        assert checks(result)["root"]["hint"]
+        assert "does not exist" in checks(result)["open"]["found"]
     assert not list(tmp_path.iterdir())
 
 
@@ -555,7 +509,7 @@ def test_doctor_reports_a_read_only_shelf_as_such(
     result = run("doctor", unchanged, "--json")
     assert result.exit_code == 0
     assert checks(result)["write"]["state"] == "note"
-    assert "read back" not in checks(result)
+    assert "read" not in checks(result)
 
 
 def test_doctor_does_not_mind_that_it_may_not_delete(
@@ -584,7 +538,7 @@ def test_doctor_notices_a_storage_that_returns_something_else(
     monkeypatch.setattr(PosixBackend, "write", garble)
     result = run("doctor", shelf, "--json")
     assert result.exit_code == 1
-    assert checks(result)["read back"]["state"] == "problem"
+    assert checks(result)["read"]["state"] == "problem"
     assert checks(result)["delete"]["state"] == "ok", "it cleans up behind itself"
 
 
@@ -656,12 +610,6 @@ def test_version() -> None:
 @pytest.mark.parametrize("args", [["ls", "--no-such-option"], ["pin"], ["nothing"], []])
 def test_usage_errors(args: list[str]) -> None:
     assert run(*args).exit_code == 2
-
-
-def test_a_bad_configuration_is_a_usage_error(tmp_path: Path) -> None:
-    result = run("ls", tmp_path, env={"KVSHELF_CHUNKS": "1"})
-    assert result.exit_code == 2
-    assert "KVSHELF_CHUNKS" in result.stderr
 
 
 def test_help_names_the_exit_codes() -> None:

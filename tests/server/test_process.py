@@ -202,7 +202,7 @@ def test_a_shelf_on_s3_is_read_once_for_two_clients(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_server_keeps_its_shelf_within_bounds(tmp_path: Path, shelf: Path) -> None:
     fill(shelf, 200)
-    bound = f"{100 * SIZE}"
+    bound = f"{100 * SIZE}B"
     node = tmp_path / "sockets" / "node.sock"
     with ServeProcess(shelf, node, "64MiB", "--max-bytes", bound, "--max-age", "7d") as server:
         until(lambda: server.metrics().get("sweeps", 0) > 0)

@@ -15,14 +15,11 @@ from typer.testing import CliRunner, Result
 from kvshelf.capacity.sweeper import Sweeper
 from kvshelf.cli.app import app
 from kvshelf.config import CapacityConfig
-from kvshelf.errors import BadObjectError, ConfigError
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind
 from kvshelf.format.namespace import Namespace
-from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import open_shelf
-from kvshelf.shelf.view import ObjectRef
 from kvshelf.tools import explain as explain_module
 from kvshelf.tools.explain import Explainer, Explanation
 from kvshelf.tools.prompts import Prompt
@@ -42,13 +39,11 @@ class Rig:
         tokens: list[int] = TOKENS,
         *,
         salt: str = "",
-        like: list[int] | None = None,
         **options: Any,
     ) -> Explanation:
-        earlier = [] if like is None else [Prompt(7, tokens=like)]
         with open_shelf(self.root, read_only=True) as shelf:
             explainer = Explainer(shelf, **options)
-            return explainer.explain(Prompt(1, tokens=tokens, salt=salt), earlier)
+            return explainer.explain(Prompt(1, tokens=tokens, salt=salt))
 
     def path(self, index: int, shard: int = 0, kind: Kind = FULL) -> Path:
         middle = "" if kind == FULL else f"-{kind}"
@@ -100,7 +95,7 @@ def test_another_namespace_has_it(rig: Rig, field: str, value: str) -> None:
     other = namespace(**{field: value})
     fill(rig.root, other, TOKENS)
     fill(rig.root, namespace(), prompt(2, 1))
-    found = rig.explain(namespace=namespace().folder[-16:])
+    found = rig.explain(folder=namespace().folder)
     assert "other_namespace" in codes(found)
     cause = next(cause for cause in found.causes if cause.code == "other_namespace")
     assert other.folder in cause.text
@@ -116,11 +111,6 @@ def test_without_a_choice_the_namespace_with_the_longest_hit_is_taken(rig: Rig) 
     found = rig.explain()
     assert found.namespace == namespace(version="2").folder
     assert found.hits
-
-
-def test_a_namespace_that_nobody_has(stored: Rig) -> None:
-    with pytest.raises(ConfigError, match="no namespace 0123"):
-        stored.explain(namespace="0123")
 
 
 def test_an_object_of_the_wrong_size(stored: Rig) -> None:
@@ -147,20 +137,8 @@ def test_objects_are_read_only_where_they_are_to_be_verified(stored: Rig) -> Non
     assert stored.explain().hits
     found = stored.explain(verify=True)
     assert codes(found) == ["bad_object"]
+    assert "has hash" in found.causes[0].text
     assert not found.hits
-
-
-def test_an_object_in_quarantine(stored: Rig) -> None:
-    for shard in range(2):
-        damage(stored.path(1, shard))
-        with open_shelf(stored.root) as shelf:
-            fmt = ObjectFormat(namespace())
-            buffer = memoryview(bytearray(fmt.object_size(shard)))
-            with pytest.raises(BadObjectError):
-                shelf.view(fmt).load(ObjectRef(chunks()[1], shard), buffer)
-    found = stored.explain()
-    assert codes(found)[:2] == ["quarantined", "quarantined"]
-    assert ".kvshelf/bad/" in found.causes[0].text
 
 
 def test_a_prompt_that_nobody_stored(stored: Rig) -> None:
@@ -171,13 +149,6 @@ def test_a_salt_that_is_stored_without(stored: Rig) -> None:
     found = stored.explain(salt="tenant")
     assert codes(found) == ["cache_salt", "never_stored"]
     assert "4 of 4 chunks" in found.causes[0].text
-
-
-def test_another_prompt_had_another_salt(stored: Rig) -> None:
-    assert codes(stored.explain(prompt(5, 3), salt="x", like=prompt(5, 3))) == [
-        "cache_salt",
-        "never_stored",
-    ]
 
 
 def test_a_prompt_is_found_in_the_salt_group_in_which_it_is(rig: Rig) -> None:
@@ -212,7 +183,7 @@ def test_a_missing_state_ends_a_hit(of_hybrid: Rig) -> None:
     found = of_hybrid.explain()
     assert found.hit_chunks == 2
     assert codes(found) == ["no_state"]
-    assert "the state after chunk 2; the last one is that of chunk 3" in found.causes[0].text
+    assert "not the state of chunk 2" in found.causes[0].text
     assert [(piece.kind, piece.chunk) for piece in found.missing] == [(STATE, 2)]
 
 
@@ -266,20 +237,10 @@ def test_the_command_tells_by_its_exit_code(stored: Rig, call: Callable[..., Res
     assert call(TOKENS).exit_code == 3
 
 
-def test_the_command_compares_with_another_prompt(
-    stored: Rig, call: Callable[..., Result], tmp_path: Path
-) -> None:
-    other = tmp_path / "other.jsonl"
-    other.write_text(json.dumps(TOKENS))
-    result = call([1, *TOKENS], options=("--like", other))
-    assert result.exit_code == 1
-    assert "token 0 differs, in chunk 0" in result.stdout
-
-
 def test_every_cause_is_documented() -> None:
     source = Path(explain_module.__file__).read_text()
-    found = set(re.findall(r'Cause\(\s*"([a-z_]+)"', source))
-    assert {"bounds", "deleted", "no_state"} < found
+    found = set(re.findall(r'(?:Cause\(|: \()\s*"([a-z_]+)"', source)) | {"no_state", "no_window"}
+    assert {"bounds", "deleted", "wrong_size"} < found
     page = (Path(__file__).parents[2] / "docs" / "misses.md").read_text()
     rows = page.split("| `code` |")[1].split("\n\n")[0].splitlines()[2:]
     listed = {code for row in rows for code in re.findall(r"`([a-z_]+)`", row.split("|")[1])}

@@ -106,10 +106,10 @@ def test_every_form_of_a_line(tmp_path: Path) -> None:
         [1, 2, 3],
         chat,
         {"prompt": "text", "id": "x"},
-        {"prompt": [4, 5]},
-        {"text": "text", "cache_salt": "s"},
+        {"tokens": [4, 5]},
+        {"prompt": "text", "cache_salt": "s"},
         {"tokens": [6]},
-        {"prompt_token_ids": [7], "cache_salt": None},
+        {"tokens": [7], "cache_salt": None},
         {"messages": chat, "tools": tool, "chat_template_kwargs": {"thinking": False}},
     ]
     file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
@@ -128,7 +128,7 @@ def test_every_form_of_a_line(tmp_path: Path) -> None:
         ("{", "not JSON"),
         ("[" * 10**5, "not JSON"),
         ("7", "expected a string"),
-        ('""', "empty"),
+        ('""', "expected a text"),
         ("[]", "list of token ids"),
         ("[1, true]", "token 1 is True"),
         ("[1, 4294967296]", "token 1 is 4294967296"),
@@ -137,10 +137,9 @@ def test_every_form_of_a_line(tmp_path: Path) -> None:
         ("{}", "expected one of prompt"),
         ('{"prompt": "a", "messages": []}', "found prompt and messages"),
         ('{"prompt": "a", "lora": "b"}', "unknown field 'lora'"),
-        ('{"text": [1]}', "text is"),
+        ('{"prompt": [1]}', "expected a text"),
         ('{"tokens": [1], "tools": []}', "unknown field 'tools'"),
         ('{"tokens": [1], "cache_salt": 7}', "cache_salt is 7"),
-        ('{"prompt": {"prompt": "x"}}', "list of token ids"),
     ],
 )
 def test_bad_lines(line: str, told: str) -> None:
@@ -175,6 +174,7 @@ def test_what_is_wrong_is_said_before_an_engine_starts(
     for arguments, told in (
         ([file, "--model", "m"], "cannot be read"),
         ([os.devnull, "--model", "m"], "no prompts"),
+        ([tmp_path, "--model", "m"], "is a directory"),
     ):
         result = run(tmp_path / "shelf", *arguments)
         assert (result.exit_code, told in result.stderr) == (2, True), result.output
@@ -183,8 +183,11 @@ def test_what_is_wrong_is_said_before_an_engine_starts(
     assert result.exit_code == 2
     assert "line 2: " in result.stderr
     file.write_text("[1, 2]\n")
-    for option, value, told in (("--engine-arg", "seed", "NAME=VALUE"),):
-        result = run(tmp_path / "shelf", file, "--model", "m", option, value)
+    for arguments, told in (
+        (["--model", "m", "--engine-arg", "seed"], "NAME=VALUE"),
+        (["--model", tmp_path / "m", "--dry-run"], "no folder of a model"),
+    ):
+        result = run(tmp_path / "shelf", file, *arguments)
         assert (result.exit_code, told in result.stderr) == (2, True), result.output
     assert not (tmp_path / "shelf").exists()
 

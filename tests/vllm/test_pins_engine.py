@@ -74,7 +74,7 @@ def test_pinned_prompts_outlive_a_flood_and_go_when_they_are_deleted(
         assert not all(path.exists() for chunk in shelf.of(others[0]) for path in chunk)
 
         assert one(place, "rm", "--prompts", file)["pinned"] == 4 * len(stored[0])
-        assert place.run("pin", "--remove", "keep").exit_code == 0
+        assert place.run("pin", "keep", "--remove").exit_code == 0
         deleted = one(place, "rm", "--prompts", file, "--yes")["deleted"]
         assert deleted["removed"] == 4 * len(stored[0])
         answer = hit(engine, tokens)

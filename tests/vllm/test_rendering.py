@@ -38,7 +38,7 @@ def test_all_forms_of_prompts_become_token_ids(model: Path) -> None:
         model,
         [5, 6, 7],
         "A long text.",
-        {"text": "A long text.", "cache_salt": "tenant"},
+        {"prompt": "A long text.", "cache_salt": "tenant"},
         {"messages": [{"role": "user", "content": said}], "chat_template": TEMPLATE},
     )
     assert [prompt.line for prompt in made] == [1, 2, 3, 4]

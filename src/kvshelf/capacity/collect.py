@@ -28,6 +28,7 @@ from kvshelf.capacity.inventory import Floats, Inventory
 from kvshelf.capacity.marks import Marks
 from kvshelf.capacity.pins import Pins
 from kvshelf.capacity.rules import Rule, Rules
+from kvshelf.errors import size_text
 from kvshelf.format.forest import GONE, UNKNOWN, Flags, Integers, Masks
 from kvshelf.format.kinds import FULL_BIT, KINDS
 
@@ -175,20 +176,20 @@ def _problem(
     bound = rules.max_bytes
     if bound is not None and min(left, pinned) > rules.high * bound:
         return (
-            f"pinned chunks alone have {pinned} bytes of max_bytes = {bound}, and no deletion can"
-            " free space for others: remove pins, or raise the bound"
+            f"pinned chunks alone have {size_text(pinned)} of max_bytes, {size_text(bound)}, and no"
+            " deletion can free space for others: remove pins, or raise the bound"
         )
     if bound is not None and left > bound:
         return (
-            f"{left} bytes stay, more than max_bytes = {bound}: {pinned} of them are pinned, and"
-            " the others are no chunks that may be deleted"
+            f"{size_text(left)} stay, more than max_bytes, {size_text(bound)}: {size_text(pinned)}"
+            " of that are pinned, and the others are no chunks that may be deleted"
         )
     if pinned_groups:
         (name, nbytes), *others = pinned_groups
         more = f", and {len(others)} other groups" if others else ""
         return (
-            f"pinned chunks alone have {nbytes} bytes in the salt group {name}{more}, more than"
-            f" group_max_bytes = {rules.group_max_bytes}: remove pins, or raise the bound"
+            f"pinned chunks alone have {size_text(nbytes)} in the salt group {name}{more}, more"
+            f" than group_max_bytes, {size_text(rules.group_max_bytes or 0)}: remove pins"
         )
     return None
 

@@ -136,7 +136,7 @@ class _Done:
     deleted: Total = field(default_factory=Total)
     kept: Total = field(default_factory=Total)
     gone: int = 0
-    problems: list[tuple[str, StorageError]] = field(default_factory=list)
+    problems: list[StorageError] = field(default_factory=list)
 
 
 def carry_out(
@@ -146,8 +146,6 @@ def carry_out(
     stop: Callable[[], bool] = lambda: False,
     pace: Callable[[], None] = lambda: None,
     pauses: Sequence[float] = (),
-    threads: int | None = None,
-    on_problem: Callable[[str, str], None] = lambda name, text: None,
     on_progress: Callable[[Outcome], None] = lambda outcome: None,
     outcome: Outcome | None = None,
 ) -> Outcome:
@@ -163,10 +161,6 @@ def carry_out(
         Called for each look, on any thread; may sleep.
     pauses : Sequence of float
         Seconds between the attempts where the storage fails; none: it fails at once.
-    threads : int, optional
-        Number of threads; 0: the caller's. By default as many as the storage needs.
-    on_problem : Callable
-        Called with the name of each file that the storage did not allow to delete, and why.
     on_progress : Callable
         Called after each deletion.
     outcome : Outcome, optional
@@ -185,7 +179,7 @@ def carry_out(
         outcome.error = trouble
         return outcome
     groups = _groups(plan, work.at_once)
-    count = threads_for_calls(backend) if threads is None else threads
+    count = threads_for_calls(backend)
     with closing(in_parallel(work, groups, count, attempts.stop)) as results:
         for group, (done, error) in results:
             for task, one in zip(group, done, strict=True):
@@ -200,9 +194,8 @@ def carry_out(
                 outcome.kept.add(one.kept.nbytes, one.kept.count)
                 outcome.gone += one.gone
                 outcome.failed += len(one.problems)
-                for name, problem in one.problems:
+                for problem in one.problems:
                     outcome.error = outcome.error or problem
-                    on_problem(name, str(problem))
             on_progress(outcome)
             if error is not None:
                 outcome.error = error
@@ -264,7 +257,7 @@ class _Deletions:
             again: list[_File] = []
             trouble = None
             for file, answer in zip(left, answers, strict=True):
-                number, name, nbytes = file
+                number, _, nbytes = file
                 if not isinstance(answer, StorageError):
                     done[number].deleted.add(nbytes * answer, int(answer))
                     done[number].gone += not answer
@@ -275,7 +268,7 @@ class _Deletions:
                     trouble = answer
                     again.append(file)
                 else:
-                    done[number].problems.append((name, answer))
+                    done[number].problems.append(answer)
             self._kept.deletions += len(left) - len(again)
             left = again
             if trouble is not None:
@@ -288,8 +281,8 @@ class _Deletions:
         except StorageError as trouble:
             return done, trouble
         if error is not None:
-            for number, name, _ in self._files(group) if left is None else left:
-                done[number].problems.append((name, error))
+            for number, _, _ in self._files(group) if left is None else left:
+                done[number].problems.append(error)
         return done, None
 
     def _files(self, group: Sequence[_Task]) -> Iterator[_File]:

@@ -218,7 +218,7 @@ class Pins:
             return (
                 f"the pin {name} is not known, and nothing is deleted in {_scope_text(pin)}: {why}."
                 " Allow that it is read, use the version of kvshelf that wrote it, or remove it"
-                " with `kvshelf pin SHELF --remove NAME`"
+                " with `kvshelf pin SHELF NAME --remove`"
             )
         return None
 
@@ -241,7 +241,7 @@ class Pins:
         for name, problem in pins.unreadable.items():
             _log.warning(
                 "the pin %s on %s pins nothing: %s. Make it anew, or remove it"
-                " with `kvshelf pin SHELF --remove NAME`",
+                " with `kvshelf pin SHELF NAME --remove`",
                 name,
                 backend.url,
                 problem,

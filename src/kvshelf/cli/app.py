@@ -1,7 +1,8 @@
 """The commands of ``kvshelf``, put together.
 
-Owns the order of the commands, their help and their examples. The module of a command is imported
-when that command is run or completed, not for the help of ``kvshelf``.
+Owns the order of the commands, their help and examples, and the options that all of them have. The
+module of a command is imported when that command is run or completed, not for the help of
+``kvshelf``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from kvshelf import __version__
-from kvshelf.cli.codes import EXIT_CODES, interruptible
+from kvshelf.cli.codes import EXIT_CODES, GIVEN, in_one_line
+from kvshelf.cli.common import guarded, option
 
 _CODES: Final = ", ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())
 #: What each command does, and the arguments of an example, in the order of the help.
@@ -23,7 +25,7 @@ COMMANDS: Final = {
     "explain": ("Say why prompts miss.", "/mnt/kv prompts.jsonl"),
     "copy": (
         "Copy a shelf or a part of it: verified, only what is missing.",
-        "/mnt/kv s3://bucket/kv --since 7d",
+        "/mnt/kv s3://bucket/kv --namespace llama",
     ),
     "gc": (
         "Delete leftovers, and chunks above the bounds that are given.",
@@ -57,14 +59,12 @@ class _Commands(TyperGroup):
         does, example = COMMANDS[cmd_name]
         if self._listing:
             return TyperCommand(cmd_name, help=does)
-        from kvshelf.cli.common import guarded
-
-        module = importlib.import_module(f"kvshelf.cli.{cmd_name}")
+        function = getattr(importlib.import_module(f"kvshelf.cli.{cmd_name}"), cmd_name)
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-        alone.command(cmd_name, epilog=f"Example: kvshelf {cmd_name} {example}")(
-            guarded(getattr(module, cmd_name))
-        )
-        return typer.main.get_command(alone)
+        alone.command(cmd_name, epilog=f"Example: kvshelf {cmd_name} {example}")(guarded(function))
+        command: Any = typer.main.get_command(alone)
+        command.params += [one for one in self.params if one.name in GIVEN]
+        return command
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         self._listing = True
@@ -72,11 +72,11 @@ class _Commands(TyperGroup):
         self._listing = False
 
     def make_context(self, *args: Any, **more: Any) -> Any:
-        with interruptible():
+        with in_one_line():
             return super().make_context(*args, **more)
 
     def invoke(self, ctx: Any) -> Any:
-        with interruptible():
+        with in_one_line():
             return super().invoke(ctx)
 
 
@@ -97,6 +97,16 @@ def _print_version(value: bool) -> None:
         raise typer.Exit
 
 
+def _keep(ctx: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
+    """Remember an option that stands before or behind the name of the command."""
+    if value or ctx.parent is None:
+        GIVEN[str(param.name)] = value
+    return value
+
+
+_KEPT: Final[dict[str, Any]] = {"callback": _keep, "expose_value": False}
+
+
 @app.callback()
 def _options(
     version: Annotated[
@@ -105,5 +115,38 @@ def _options(
             "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
         ),
     ] = False,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", "-v", help="Also write the log and tracebacks.", **_KEPT),
+    ] = False,
+    quiet: Annotated[
+        bool,
+        typer.Option(
+            "--quiet",
+            "-q",
+            callback=_keep,
+            expose_value=False,
+            help="Write only results and errors.",
+        ),
+    ] = False,
+    config: Annotated[
+        str | None,
+        option(
+            "--config",
+            "FILE",
+            "YAML file with shared_storage_path and storage_options [env: KVSHELF_CONFIG].",
+            **_KEPT,
+        ),
+    ] = None,
+    storage_options: Annotated[
+        str | None,
+        option(
+            "--storage-options",
+            "JSON",
+            "Options of the shelf that is named [env: KVSHELF_STORAGE_OPTIONS, which other users"
+            " cannot see].",
+            **_KEPT,
+        ),
+    ] = None,
 ) -> None:
     pass

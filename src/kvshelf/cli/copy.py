@@ -11,87 +11,54 @@ from typing import Annotated, Any
 
 import typer
 
-from kvshelf.cli.common import (
+from kvshelf.cli.codes import GIVEN
+from kvshelf.cli.common import DryRunOption, JsonOption, option, pace_text, summary
+from kvshelf.cli.progress import Display
+from kvshelf.cli.prompts import PromptsOption, token_prompts
+from kvshelf.cli.shelves import (
     PATIENT,
-    DryRunOption,
-    JobsOption,
-    JsonOption,
+    NamespacesOption,
+    find_folders,
+    is_inside,
     is_local,
     json_object,
+    located,
     open_patiently,
-    pace_text,
+    options_of,
     read_text,
-    size_text,
-    summary,
 )
-from kvshelf.cli.namespaces import NamespacesOption
-from kvshelf.cli.progress import Display
-from kvshelf.cli.values import moment
-from kvshelf.config import Config
-from kvshelf.errors import ConfigError
-from kvshelf.format.namespace import slugify
+from kvshelf.errors import ConfigError, size_text
 from kvshelf.shelf.shelf import open_shelf
-from kvshelf.tools.copying import CopyReport, Selection, copy_shelf
-from kvshelf.tools.prompts import Prompt, read_prompts
-
-_WHEN = "An age (90s, 30m, 12h, 7d, 2w) or a date (2026-01-31, 2026-01-31T12:00)."
+from kvshelf.tools.copying import CopyReport, copy_shelf
 
 
 def copy(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Directory or URL to copy from.")],
     target: Annotated[str, typer.Argument(metavar="DST", help="Directory or URL to copy to.")],
     namespaces: NamespacesOption = None,
-    models: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--model", metavar="NAME", help="Only namespaces of models of this name. Repeatable."
-        ),
-    ] = None,
-    since: Annotated[
-        str | None, typer.Option(metavar="WHEN", help=f"Only objects written since then. {_WHEN}")
-    ] = None,
-    until: Annotated[
-        str | None, typer.Option(metavar="WHEN", help="Only objects written before then.")
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Only the chunks of these prompts: per line a list of token ids, or an object "
-            "with tokens and cache_salt.",
-        ),
-    ] = None,
-    jobs: JobsOption = None,
-    verify_existing: Annotated[
-        bool,
-        typer.Option(
-            "--verify-existing", help="Verify the objects that DST has, and replace bad ones."
-        ),
-    ] = False,
+    prompts: PromptsOption = None,
     dry_run: DryRunOption = False,
     source_options: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="storage_options of SRC: a JSON object in a file, as others can read command"
-            " lines.",
-        ),
+        Path | None, option("--source-options", "FILE", "storage_options of SRC, a JSON object.")
     ] = None,
     target_options: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="storage_options of DST.")
+        Path | None, option("--target-options", "FILE", "storage_options of DST, a JSON object.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Copy a shelf, or a part of it: verified, in parallel, and only missing objects."""
-    selection = Selection(
-        tuple(namespaces or ()),
-        tuple(slugify(name) for name in models or ()),
-        None if since is None else moment(since, "--since"),
-        None if until is None else moment(until, "--until"),
-        None if prompts is None else _token_prompts(prompts),
-    )
-    of_source = _options(source, source_options, "--source-options")
-    of_target = _options(target, target_options, "--target-options")
+    if GIVEN["storage_options"] is not None:
+        raise ConfigError(
+            "found --storage-options for two shelves; expected --source-options or --target-options"
+        )
+    source, target = located(source), located(target)
+    of_source = options_of(source, _options(source_options, "--source-options"), target)
+    of_target = options_of(target, _options(target_options, "--target-options"), source)
+    # Two servers may have a bucket of the same name.
+    same = of_source == of_target or is_local(source)
+    if same and (is_inside(source, target) or is_inside(target, source)):
+        raise ConfigError(f"SRC is {source} and DST is {target}; expected two places")
+    wanted = None if prompts is None else token_prompts(prompts, None)
     report = CopyReport()
     display = Display("looking" if dry_run else "copying", as_json=as_json)
     with (
@@ -104,15 +71,13 @@ def copy(
             deadlines=PATIENT,
         ) as to,
     ):
-        if from_.url == to.url and of_source == of_target:
-            raise ConfigError(f"SRC and DST are both {from_.url}; expected two places")
+        folders = find_folders(from_, namespaces)
         display.run(
             lambda: copy_shelf(
                 from_,
                 to,
-                selection,
-                jobs=jobs,
-                verify_existing=verify_existing,
+                folders,
+                wanted,
                 dry_run=dry_run,
                 report=report,
                 on_progress=lambda now: display.show(now.done, now.found, now.bytes),
@@ -126,33 +91,16 @@ def copy(
         )
 
 
-def _options(url: str, file: Path | None, option: str) -> dict[str, Any]:
-    """Return the options of one side: from a file, or the configured."""
-    if file is not None:
-        return json_object(read_text(file, option), option)
-    # The configured options belong to a URL; a directory uses none of them.
-    return {} if is_local(url) else Config.load({"shared_storage_path": url}).storage_options
-
-
-def _token_prompts(path: Path) -> list[Prompt]:
-    prompts = read_prompts(path)
-    for prompt in prompts:
-        if prompt.tokens is None:
-            raise ConfigError(
-                f"{path}: line {prompt.line} is text; expected token ids, because a copy has no "
-                "tokenizer"
-            )
-    return prompts
+def _options(file: Path | None, option: str) -> dict[str, Any] | None:
+    return None if file is None else json_object(read_text(file, option), option)
 
 
 def _summary(report: CopyReport, dry_run: bool) -> str:
-    kinds = report.windows or report.states
+    done = "" if dry_run else f" in {pace_text(report.bytes, report.seconds)}"
     return summary(
         [
-            f"{'would copy' if dry_run else 'copied'} {report.copied} objects, "
-            f"{size_text(report.bytes)}"
-            + (f" ({report.windows} of windows, {report.states} of states)" if kinds else "")
-            + ("" if dry_run else f" in {pace_text(report.bytes, report.seconds)}"),
+            f"{'would copy' if dry_run else 'copied'} {report.copied} objects,"
+            f" {size_text(report.bytes)}{done}",
             f"{report.existed} there already",
         ],
         (report.repaired, "of the copied in the place of bad ones"),

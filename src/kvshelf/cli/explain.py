@@ -5,17 +5,16 @@ Owns the options and the output; :mod:`kvshelf.tools.explain` looks for the caus
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from kvshelf.cli.codes import PROBLEM
-from kvshelf.cli.common import JsonOption, OneShelf, open_found, write
+from kvshelf.cli.codes import PROBLEM, write_out
+from kvshelf.cli.common import JsonOption, number, write_json
 from kvshelf.cli.prompts import ModelOption, PromptsArgument, token_prompts
-from kvshelf.errors import printable
+from kvshelf.cli.shelves import NamespacesOption, OneShelf, find_folders, open_found
+from kvshelf.errors import ConfigError, printable
 from kvshelf.format.kinds import FULL
 from kvshelf.tools.explain import Explainer, Explanation
 
@@ -25,21 +24,7 @@ _MOST_OBJECTS = 8
 def explain(
     shelf: OneShelf,
     prompts: PromptsArgument,
-    namespace: Annotated[
-        str | None,
-        typer.Option(
-            "--namespace",
-            "-n",
-            help="The namespace of the engine that missed: its folder, its 16 hex, or how either"
-            " begins. Default: the only one, or the one with the longest hit.",
-        ),
-    ] = None,
-    like: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PROMPTS", help="Prompts that should have been stored: says what differs."
-        ),
-    ] = None,
+    namespaces: NamespacesOption = None,
     model: ModelOption = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Read and verify all objects of the prompts.")
@@ -48,29 +33,30 @@ def explain(
 ) -> None:
     """Say why prompts miss; --json writes one object per prompt."""
     asked = token_prompts(prompts, model)
-    earlier = [] if like is None else token_prompts(like, model)
     complete = True
     with open_found(shelf) as opened:
-        explainer = Explainer(opened, namespace=namespace, verify=verify)
+        folders = find_folders(opened, namespaces) or []
+        if len(folders) > 1:
+            raise ConfigError("expected one --namespace: that of the engine that missed")
+        explainer = Explainer(opened, folder=next(iter(folders), None), verify=verify)
         for prompt in asked:
-            found = explainer.explain(prompt, earlier)
+            found = explainer.explain(prompt)
             complete = complete and found.hits
-            write(as_json, _row, _text, found)
-            sys.stdout.flush()
+            if as_json:
+                write_json({"hits": found.hits, **asdict(found)})
+            else:
+                write_out(_text(found))
+            write_out("")
     if not complete:
         raise typer.Exit(PROBLEM)
-
-
-def _row(found: Explanation) -> dict[str, Any]:
-    return {"hits": found.hits, **asdict(found)}
 
 
 def _text(found: Explanation) -> str:
     lines = [f"line {found.line}: {found.tokens} tokens"]
     if found.namespace is not None:
         lines[0] += (
-            f", {found.chunks} chunks of {found.chunk_size}: a lookup finds {found.hit_chunks} of"
-            f" the {found.usable_chunks} that it can use"
+            f", {number(found.chunks, 'chunk')} of {found.chunk_size}: a lookup finds"
+            f" {found.hit_chunks} of the {found.usable_chunks} that it can use"
         )
         lines.append(f"  namespace  {found.namespace} ({found.chosen})")
     for piece in found.missing:

@@ -6,7 +6,6 @@ Owns the options, the tables and the JSON; :mod:`kvshelf.tools.usage` counts, an
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from enum import StrEnum
 from typing import Annotated, Any
@@ -18,19 +17,19 @@ from kvshelf.capacity import lease
 from kvshelf.capacity.files import time_of
 from kvshelf.capacity.lease import Finding, Lease, Record
 from kvshelf.capacity.pins import Pins
+from kvshelf.cli.codes import write_out
 from kvshelf.cli.common import (
     JsonOption,
-    ShelfArgument,
+    age_text,
     columns,
     message,
-    open_found,
-    size_text,
+    number,
     time_text,
     write_json,
 )
-from kvshelf.cli.namespaces import find_folders
 from kvshelf.cli.progress import Display
-from kvshelf.errors import printable
+from kvshelf.cli.shelves import NamespacesOption, ShelfArgument, find_folders, open_found
+from kvshelf.errors import printable, size_text
 from kvshelf.shelf.shelf import NamespaceInfo
 from kvshelf.tools.usage import Row, Usage, measure
 
@@ -41,34 +40,19 @@ class By(StrEnum):
     NAMESPACE = "namespace"
     GROUP = "group"
     AGE = "age"
-    KIND = "kind"
 
 
 def ls(
     shelf: ShelfArgument = None,
-    namespaces: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="NAMESPACE",
-            help="Only these namespaces: folders, their 16 hex, or how either begins.",
-            show_default=False,
-        ),
-    ] = None,
-    by: Annotated[
-        list[By] | None,
-        typer.Option("--by", help="What a row is. Repeatable: a table for each."),
-    ] = None,
-    long: Annotated[
-        bool, typer.Option("--long", "-l", help="Also the shape of each namespace's model.")
-    ] = False,
+    namespaces: NamespacesOption = None,
+    by: Annotated[By, typer.Option("--by", help="What a row is.")] = By.NAMESPACE,
     as_json: JsonOption = False,
 ) -> None:
     """List the namespaces of a shelf with their space and last use, its last sweep and pins."""
-    chosen = tuple(dict.fromkeys(one.value for one in by or ())) or ("namespace",)
     with open_found(shelf) as opened:
         folders = find_folders(opened, namespaces)
         with Display("counting", as_json=as_json) as display:
-            usage = measure(opened.backend, folders, by=chosen, on_listed=display.listed)
+            usage = measure(opened.backend, folders, by=by.value, on_listed=display.listed)
         infos = [info for info in opened.namespaces() if folders is None or info.folder in folders]
         url, now = opened.url, time_of(opened.backend)
         record, sweeping = _sweeps(opened.backend, now)
@@ -79,11 +63,9 @@ def ls(
         message(pins.problem)
     if as_json:
         write_json(_json(url, usage, infos, record, sweeping, pins, now))
-        return
-    for name in chosen:
-        sys.stdout.write(_namespaces(usage, infos, long) if name == "namespace" else "")
-        sys.stdout.write(_table(usage, name) if name != "namespace" else "")
-    sys.stdout.write(_closing(url, usage, record, sweeping, pins, now))
+    else:
+        shown = _namespaces(usage, infos) if by is By.NAMESPACE else _table(usage, by.value)
+        write_out(shown + "\n" + _closing(url, usage, record, sweeping, pins, now))
 
 
 def _sweeps(backend: Backend, now: float) -> tuple[Record, str | None]:
@@ -118,7 +100,14 @@ def _json(
         "sweep": None if record.finding is None else _sweep_json(record.finding),
         "sweeping": sweeping,
         "pins": [
-            {"pin": name, "namespace": pin.namespace, "group": pin.group, "until": pin.until}
+            {
+                "pin": name,
+                "namespace": pin.namespace,
+                "group": pin.group,
+                "chunks": None if pin.keys is None else len(pin.keys),
+                "until": pin.until,
+                "expired": pin.expired(now),
+            }
             for name, pin in pins.all.items()
         ],
         "problems": [
@@ -148,7 +137,6 @@ def _sweep_json(finding: Finding) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------- text
 
 _row = columns(10, 10, 5, -16, 0)
-_shape = columns(6, 5, -10, 5, 6, 0)
 
 
 def _cells(row: Row, usage: Usage, name: str) -> str:
@@ -162,35 +150,27 @@ def _head(name: str) -> str:
 
 
 def _table(usage: Usage, by: str) -> str:
-    return _head(by.upper()) + "".join(_cells(row, usage, row.name) for row in usage.by[by]) + "\n"
+    return _head(by.upper()) + "".join(_cells(row, usage, row.name) for row in usage.by[by])
 
 
-def _namespaces(usage: Usage, infos: list[NamespaceInfo], long: bool) -> str:
+def _namespaces(usage: Usage, infos: list[NamespaceInfo]) -> str:
     """Return the table of namespaces, those without objects last."""
     if not infos:
         return "no namespaces yet\n"
     rows = {row.name: row for row in usage.by["namespace"]}
     order = {name: place for place, name in enumerate(rows)}
-    shape = _shape("LAYERS", "HEADS", "KV DTYPE", "CHUNK", "SHARDS", "NAMESPACE")
-    lines = [_head(shape.rstrip("\n") if long else "NAMESPACE")]
+    lines = [_head("NAMESPACE")]
     for info in sorted(infos, key=lambda one: order.get(one.folder, len(order))):
-        name = info.folder
-        if long:
-            known = info.namespace.record if info.namespace else {}
-            fields = ("layers", "kv_heads", "kv_dtype", "chunk_size", "shards")
-            name = _shape(*(printable(str(known.get(one, "?"))) for one in fields), name)
-        if info.problem:
-            name = f"{name.rstrip()}  ({printable(info.problem)})"
-        row = rows.get(info.folder, Row(info.folder, 0, 0, 0.0))
-        lines.append(_cells(row, usage, name.rstrip("\n")))
-    return "".join(lines) + "\n"
+        name = info.folder + (f"  ({printable(info.problem)})" if info.problem else "")
+        lines.append(_cells(rows.get(info.folder, Row(info.folder, 0, 0, 0.0)), usage, name))
+    return "".join(lines)
 
 
 def _closing(
     url: str, usage: Usage, record: Record, sweeping: str | None, pins: Pins, now: float
 ) -> str:
     """Return a line each about the whole shelf, the last sweep and the pins, as far as known."""
-    parts = [f"{url}: {usage.objects} objects, {size_text(usage.bytes)}"]
+    parts = [f"{url}: {number(usage.objects, 'object')}, {size_text(usage.bytes)}"]
     parts += [
         f"{name} {total.files}: {size_text(total.bytes)}"
         for name, total in usage.others.items()
@@ -201,9 +181,12 @@ def _closing(
     lines = ["; ".join(parts)]
     if sweeps := [*_sweep_parts(record, now), *([f"{sweeping} sweeps now"] if sweeping else [])]:
         lines.append(f"last sweep: {printable('; '.join(sweeps), 500)}")
-    names = [f"{name} (expired)" if pin.expired(now) else name for name, pin in pins.all.items()]
-    if names:
-        lines.append(f"pins: {', '.join(names)}")
+    for name, pin in pins.all.items():
+        keys = ", all chunks" if pin.keys is None else f", {number(len(pin.keys), 'chunk')}"
+        where = f"{pin.namespace or 'all namespaces'}/{pin.group or '*'}"
+        until = "" if pin.until is None else f", until {time_text(pin.until)}"
+        expired = " (expired)" if pin.expired(now) else ""
+        lines.append(f"pin {name}: {where}{keys}{until}{expired}")
     return "\n".join(lines) + "\n"
 
 
@@ -213,10 +196,10 @@ def _sweep_parts(record: Record, now: float) -> list[str]:
         text = time_text(finding.at) + (f" by {finding.by}" if finding.by else "")
         if finding.deleted_files is not None and finding.deleted_bytes is not None:
             deleted = size_text(finding.deleted_bytes)
-            text += f", deleted {finding.deleted_files} files, {deleted}"
+            text += f", deleted {number(finding.deleted_files, 'file')}, {deleted}"
         parts.append(f"{text}, left {size_text(finding.nbytes)}")
     parts += [
-        f"{name} {value:g} s" if name == "max_age" else f"{name} {size_text(int(value))}"
+        f"{name} {age_text(value)}" if name == "max_age" else f"{name} {size_text(int(value))}"
         for name, value in record.bounds(now).items()
     ]
     return parts

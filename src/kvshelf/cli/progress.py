@@ -12,12 +12,10 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvshelf.cli.codes import PROBLEM
-from kvshelf.cli.common import exit_code, interruption, message, size_text, write_json
-from kvshelf.errors import StorageError, printable
+from kvshelf.cli.codes import GIVEN, PROBLEM, write_out
+from kvshelf.cli.common import exit_code, interruption, message, told, write_json
+from kvshelf.errors import StorageError, printable, size_text
 
 #: Most problems that are kept for the JSON of a command.
 _MOST_PROBLEMS: Final = 100_000
@@ -34,62 +32,52 @@ class Display:
         What is done, such as ``copying``.
     as_json : bool
         Write one JSON object at the end, with the problems in it; otherwise print these at once.
-    things : str
-        What it is done to.
     """
 
-    def __init__(self, doing: str, *, as_json: bool, things: str = "objects") -> None:
+    def __init__(self, doing: str, *, as_json: bool) -> None:
         self._problems: list[dict[str, Any]] = []
         self._left_out = 0
         self._listed = 0
         self._json = as_json
         self._doing = doing
-        self._things = things
-        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[count]}"),
-            TextColumn("{task.fields[amount]}"),
-            TimeElapsedColumn(),
-            console=self._console,
-            transient=True,
-            disable=not self._console.is_terminal,
-        )
-        self._task = self._bar.add_task(doing, total=None, amount="", count="")
+        self._bar: Any = None
+        if sys.stderr.isatty() and not GIVEN["quiet"]:
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._bar = Progress(console=Console(stderr=True), transient=True)
+            self._bar.add_task(doing, total=None)
 
     def __enter__(self) -> Display:
-        self._bar.start()
+        if self._bar is not None:
+            self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        if self._bar is not None:
+            self._bar.stop()
 
     def listed(self) -> None:
         """Show that one more file was listed."""
         self._listed += 1
         if self._listed % _FILES == 0:
-            self._bar.update(self._task, description="listing", count=f"{self._listed} files")
-
-    def stage(self, text: str) -> None:
-        """Show what is done before the objects."""
-        self._bar.update(self._task, description=text)
+            self.stage(f"listing: {self._listed} files")
 
     def show(self, done: int, total: int, nbytes: int | None = None) -> None:
-        """Show how many objects of how many are done, and the bytes of them."""
-        self._bar.update(
-            self._task,
-            description=self._doing,
-            completed=done,
-            total=total,
-            count=f"{done}/{total} {self._things}",
-            amount="" if nbytes is None else size_text(nbytes),
-        )
+        """Show how many things of how many are done, and the bytes of them."""
+        amount = "" if nbytes is None else f", {size_text(nbytes)}"
+        self.stage(f"{self._doing}: {done}/{total}{amount}", completed=done, total=total)
+
+    def stage(self, text: str, **fields: Any) -> None:
+        """Show what is done now."""
+        if self._bar is not None:
+            self._bar.update(0, description=text, **fields)
 
     def problem(self, name: str, text: str, **more: object) -> None:
         """Print what is wrong with something, or keep it; `more` is for JSON only."""
         if not self._json:
-            self._console.print(f"{printable(name)}: {printable(text)}", style="red", markup=False)
+            # The bar, while there is one, stands in for standard error.
+            sys.stderr.write(f"{printable(name)}: {printable(text)}\n")
         elif len(self._problems) < _MOST_PROBLEMS:
             self._problems.append({"name": name, "problem": text, **more})
         else:
@@ -128,20 +116,14 @@ class Display:
         except KeyboardInterrupt:
             ended, interrupted = interruption(), True
         except StorageError as error:
-            message(str(error))
+            message(told(error))
             ended = typer.Exit(exit_code(error))
         if self._json:
-            write_json(
-                row()
-                | {
-                    "interrupted": interrupted,
-                    "problems": self._problems,
-                    "problems_left_out": self._left_out,
-                }
-            )
+            more = {"interrupted": interrupted, "problems": self._problems}
+            write_json(row() | more | {"problems_left_out": self._left_out})
         else:
-            sys.stdout.write(summary())
+            write_out(summary())
+        if ended is None and not complete():
+            ended = typer.Exit(PROBLEM)
         if ended is not None:
             raise ended
-        if not complete():
-            raise typer.Exit(PROBLEM)

@@ -7,23 +7,22 @@ All prompts are read and checked before the engine starts. The engine is vLLM
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from kvshelf.cli.common import (
-    DryRunOption,
-    JsonOption,
-    OneShelf,
-    find_shelf,
-    summary,
-)
+from kvshelf.cli.codes import GIVEN
+from kvshelf.cli.common import DryRunOption, JsonOption, number, option, summary
 from kvshelf.cli.progress import Display
 from kvshelf.cli.prompts import PromptsArgument
+from kvshelf.cli.shelves import OneShelf, find_shelf
+from kvshelf.config import Config
 from kvshelf.errors import ConfigError
-from kvshelf.tools.prompts import read_prompts
+from kvshelf.tools.prompts import Prompt, read_prompts
 from kvshelf.tools.seeding import SeedReport, seed_shelf
 
 
@@ -33,10 +32,10 @@ def seed(
     model: Annotated[str, typer.Option("--model", help="The model, as for `vllm serve`.")],
     engine_arg: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
             "--engine-arg",
-            metavar="NAME=VALUE",
-            help="An argument of vLLM's engine, such as tensor_parallel_size=2; VALUE may be JSON."
+            "NAME=VALUE",
+            "An argument of vLLM's engine, such as tensor_parallel_size=2; VALUE may be JSON."
             " Repeatable.",
         ),
     ] = None,
@@ -46,10 +45,12 @@ def seed(
     """Compute prompts with an offline vLLM and store them; stored prompts are skipped."""
     arguments = _engine_arguments(engine_arg or [])
     wanted = read_prompts(prompts)
-    url, _ = find_shelf(shelf)
+    if Path(model).is_absolute() and not Path(model, "config.json").is_file():
+        raise ConfigError(f"--model: {model} is no folder of a model: it has no config.json")
+    url, options = find_shelf(shelf)
     report = SeedReport(prompts=len(wanted))
-    display = Display("seeding", as_json=as_json, things="prompts")
-    would = f"would read {len(wanted)} prompts with {model}, and store them on {url}\n"
+    display = Display("seeding", as_json=as_json)
+    would = f"would read {number(len(wanted), 'prompt')} with {model}, and store them on {url}\n"
     problems: list[int] = []
 
     def problem(line: int, text: str) -> None:
@@ -58,6 +59,7 @@ def seed(
 
     def work() -> None:
         if not dry_run:
+            _configure(url, options)
             _run(wanted, model, url, arguments, report, display, problem)
 
     display.run(
@@ -68,8 +70,17 @@ def seed(
     )
 
 
+def _configure(url: str, options: dict[str, Any]) -> None:
+    """Have the engine, which reads the environment, open the shelf with its options only."""
+    os.environ["KVSHELF_STORAGE_OPTIONS"] = json.dumps(options)
+    if GIVEN["config"]:
+        os.environ["KVSHELF_CONFIG"] = GIVEN["config"]
+    if Config.load({"shared_storage_path": url, "server": None}).storage_options != options:
+        raise ConfigError(f"the storage_options in KVSHELF_CONFIG are not those of {url}; leave it")
+
+
 def _run(
-    wanted: list[Any],
+    wanted: list[Prompt],
     model: str,
     url: str,
     arguments: dict[str, Any],
@@ -109,19 +120,19 @@ def _engine_arguments(pairs: list[str]) -> dict[str, Any]:
         if not equals or not name:
             raise ConfigError(f"--engine-arg: found {pair!r}; expected NAME=VALUE")
         try:
-            arguments[name] = json.loads(value)
+            arguments[name.lstrip("-").replace("-", "_")] = json.loads(value)
         except ValueError:
-            arguments[name] = value
-    return {name.lstrip("-").replace("-", "_"): value for name, value in arguments.items()}
+            arguments[name.lstrip("-").replace("-", "_")] = value
+    return arguments
 
 
 def _summary(report: SeedReport) -> str:
     rate = report.tokens / report.seconds if report.seconds else 0.0
     return summary(
         [
-            f"{report.prompts} prompts: {report.stored} computed and stored "
-            f"({report.chunks} chunks, {report.tokens} tokens in {report.seconds:.1f} s, "
-            f"{rate:.0f} tokens/s)",
+            f"{number(report.prompts, 'prompt')}: {report.stored} computed and stored"
+            f" ({number(report.chunks, 'chunk')}, {report.tokens} tokens in"
+            f" {report.seconds:.1f} s, {rate:.0f} tokens/s)",
             f"{report.existed} there already",
         ],
         (report.short, "shorter than a chunk"),

@@ -1,39 +1,32 @@
 """``kvshelf serve``: the node server of a machine.
 
 The work is in :mod:`kvshelf.server`, whose packages the extra ``kvshelf[server]`` installs; they
-are imported when the command runs.
+are imported when the command runs. It takes all options of a server from the configuration.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any
 
 import typer
 
-from kvshelf.cli.common import ShelfArgument, address, shown_address, size_text
-from kvshelf.cli.values import MaxAgeOption, MaxBytesOption, bounds, size
-from kvshelf.config import FILE_KEY, Config
-from kvshelf.errors import ConfigError
+from kvshelf.cli.codes import GIVEN
+from kvshelf.cli.common import option
+from kvshelf.cli.shelves import ShelfArgument, configured, find_shelf
+from kvshelf.cli.values import MaxAgeOption, MaxBytesOption, max_age, size
+from kvshelf.config import Config
+from kvshelf.errors import ConfigError, size_text
+
+#: Fewest bytes of memory, and of a shelf.
+_LEAST = 4096
 
 
 def serve(
     shelf: ShelfArgument = None,
     memory: Annotated[
         str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Memory for objects, such as 20GiB, taken at the start; default: the configured"
-            " memory.",
-            show_default=False,
-        ),
-    ] = None,
-    config: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="YAML file with options; default: the one that KVSHELF_CONFIG names.",
-            show_default=False,
-        ),
+        option("--memory", "SIZE", "Memory for objects, such as 20GiB, taken at the start."),
     ] = None,
     socket: Annotated[
         str | None,
@@ -46,15 +39,12 @@ def serve(
     ] = None,
     http: Annotated[
         str | None,
-        typer.Option(
-            metavar="[HOST:]PORT",
-            help="Where to answer /health, /ready and /metrics; port 0: any free one. Without it"
-            " nowhere.",
-            show_default=False,
+        option(
+            "--http", "[HOST:]PORT", "Where to answer /health, /ready and /metrics; 0: a free port."
         ),
     ] = None,
     max_bytes: MaxBytesOption = None,
-    max_age: MaxAgeOption = None,
+    age: MaxAgeOption = None,
     lease: Annotated[
         float,
         typer.Option(
@@ -63,6 +53,25 @@ def serve(
     ] = 30.0,
 ) -> None:
     """Serve one memory tier and one shelf to all engines of this machine."""
+    bounds = {"max_bytes": size(max_bytes, "--max-bytes"), "max_age": max_age(age)}
+    nbytes = size(memory, "--memory", least=_LEAST)
+    where = None if http is None else _address(http)
+    configured()  # names the option that gives a file that cannot be read
+    # The same file or environment may name this server to engines.
+    given: dict[str, Any] = {"server": None}
+    if shelf is not None:
+        given["shared_storage_path"], (_, options) = shelf, find_shelf(shelf)
+    if nbytes is not None:
+        given["memory"] = nbytes
+    if capacity := {name: value for name, value in bounds.items() if value is not None}:
+        given["capacity"] = capacity
+    file = {"KVSHELF_CONFIG": GIVEN["config"]} if GIVEN["config"] else {}
+    config = Config.load(given, os.environ | file)
+    if shelf is not None:
+        config = config.model_copy(update={"storage_options": options})
+    if not config.memory_bytes:
+        raise ConfigError("the server has no memory: give --memory 20GiB")
+    nbytes = config.memory_bytes
     try:
         from kvshelf.server.process import Place, default_socket
         from kvshelf.server.process import serve as run
@@ -71,28 +80,26 @@ def serve(
             f"kvshelf serve needs packages that are missing ({error}):"
             " pip install 'kvshelf[server]'"
         ) from error
-    # The same file or environment may name this server to engines.
-    given: dict[str, Any] = {"server": None}
-    if config is not None:
-        given[FILE_KEY] = config
-    if shelf is not None:
-        given["shared_storage_path"] = shelf
-    if memory is not None:
-        given["memory"] = size(memory, "--memory")
-    if capacity := bounds(max_bytes=max_bytes, max_age=max_age):
-        given["capacity"] = capacity
-    options = Config.load(given)
-    if options.memory is None:
-        raise ConfigError("the server has no memory: give --memory 20GiB, or set memory")
-    nbytes = int(options.memory)
-    place = Place(socket or default_socket(), None if http is None else address("--http", http))
+    place = Place(socket or default_socket(), where)
 
     def ready(opened: str, port: int | None) -> None:
-        where = ""
-        if place.http is not None and port is not None:
-            where = f", {shown_address(place.http[0], port)}"
-        typer.echo(
-            f"kvshelf serve: {place.url}, {size_text(nbytes)} of memory, shelf {opened}{where}"
-        )
+        host = "" if where is None else f"[{where[0]}]" if ":" in where[0] else where[0]
+        at = "" if port is None or where is None else f", http://{host}:{port}"
+        typer.echo(f"kvshelf serve: {place.url}, {size_text(nbytes)} of memory, shelf {opened}{at}")
 
-    run(options, place, nbytes, ready=ready, lease_seconds=lease)
+    run(config, place, nbytes, ready=ready, lease_seconds=lease)
+
+
+def _address(text: str) -> tuple[str, int]:
+    """Return the address and the port that ``[HOST:]PORT`` names; without HOST this machine's own.
+
+    Raises
+    ------
+    ConfigError
+        If it is none.
+    """
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"--http is {text!r}; expected a port, or an address and a port")
+    return host or "127.0.0.1", int(port)

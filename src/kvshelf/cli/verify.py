@@ -7,33 +7,36 @@ the work.
 from __future__ import annotations
 
 import contextlib
-import os
+import json
 import re
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, Final
 
 import typer
 
+from kvshelf.cli.codes import write_out
 from kvshelf.cli.common import (
-    JobsOption,
     JsonOption,
-    ShelfArgument,
     YesOption,
-    is_local,
-    open_found,
+    number,
+    option,
     pace_text,
-    size_text,
     summary,
 )
-from kvshelf.cli.namespaces import NamespacesOption, find_folders
 from kvshelf.cli.progress import Display
-from kvshelf.errors import BadObjectError, ConfigError, printable
+from kvshelf.cli.shelves import (
+    NamespacesOption,
+    ShelfArgument,
+    find_folders,
+    open_found,
+    place_of,
+)
+from kvshelf.errors import BadObjectError, ConfigError, size_text
 from kvshelf.format.names import parse_path
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tools.naming import shown
-from kvshelf.tools.verify import Sample, VerifyReport, read_header, verify_shelf
+from kvshelf.tools.verify import VerifyReport, read_header, verify_shelf
 from kvshelf.urls import shown_url
 
 _KEY: Final = re.compile(r"[0-9a-f]{4,64}", re.ASCII)
@@ -55,13 +58,8 @@ def verify(
     namespaces: NamespacesOption = None,
     sample: Annotated[
         str | None,
-        typer.Option(
-            metavar="N|P%",
-            help="Only so many objects, or such a part of them, chosen at random.",
-            show_default=False,
-        ),
+        option("--sample", "N|P%", "Only so many objects, or such a part, chosen at random."),
     ] = None,
-    jobs: JobsOption = None,
     long: Annotated[
         bool, typer.Option("--long", "-l", help="Also the header of each OBJECT.")
     ] = False,
@@ -69,15 +67,15 @@ def verify(
         bool,
         typer.Option(
             "--repair",
-            help="With --yes: move bad objects aside, write namespace.json again where its bytes"
-            " are known, delete temporaries of killed writers and old quarantine.",
+            help="With --yes: move bad objects aside, delete temporaries of killed writers and old"
+            " quarantine.",
         ),
     ] = False,
     yes: YesOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Read and verify the objects of a shelf; repair what can be repaired."""
-    wanted = _sample(sample)
+    some = _sample(sample)
     if objects and (namespaces or sample):
         raise ConfigError("found OBJECT beside --namespace or --sample; give one of them")
     if (long and not objects) or (yes and not repair):
@@ -91,15 +89,13 @@ def verify(
         names = _names(opened, objects) if objects else None
         headers = [_header(opened, name) for name in names or ()] if long else []
         if not as_json:
-            for header in headers:
-                sys.stdout.write(_header_text(header))
+            write_out("".join(json.dumps(header, indent=2) + "\n" for header in headers))
         display.run(
             lambda: verify_shelf(
                 opened,
                 folders,
                 names=names,
-                sample=wanted,
-                jobs=jobs,
+                sample=some,
                 repair=yes,
                 report=report,
                 on_listed=display.listed,
@@ -133,7 +129,7 @@ def _names(shelf: Shelf, wanted: Sequence[str]) -> list[str]:
         name, root = "/".join(parts[-_NAME_PARTS:]), "/".join(parts[:-_NAME_PARTS])
         if _KEY.fullmatch(text):
             found |= dict.fromkeys(_of_key(shelf, text))
-        elif parse_path(name) is not None and (not root or _is_at(shelf.url, root)):
+        elif parse_path(name) and (not root or place_of(root) == place_of(shelf.url)):
             found[name] = None
         else:
             raise ConfigError(
@@ -143,19 +139,13 @@ def _names(shelf: Shelf, wanted: Sequence[str]) -> list[str]:
     return list(found)
 
 
-def _is_at(url: str, root: str) -> bool:
-    if not is_local(url):
-        return root == url.rstrip("/")
-    return os.path.realpath(root.removeprefix("file://")) == os.path.realpath(url)
-
-
 def _of_key(shelf: Shelf, text: str) -> list[str]:
     """Return the names of all objects of the one key that begins with a text."""
     found = [each for each in shelf.objects() if each.parsed.key.hex().startswith(text)]
     keys = sorted({each.parsed.key.hex() for each in found})
     if len(keys) != 1:
         raise ConfigError(
-            f"{text} begins {len(keys)} keys on {shelf.url}: {shown(keys)}; expected one"
+            f"{text} begins {number(len(keys), 'key')} on {shelf.url}: {shown(keys)}; expected one"
         )
     return [each.name for each in found]
 
@@ -169,45 +159,23 @@ def _header(shelf: Shelf, name: str) -> dict[str, Any]:
     return row
 
 
-def _header_text(row: dict[str, Any]) -> str:
-    metadata = row.get("metadata", {})
-    rows = {
-        "size": f"{row['size']} bytes ({size_text(row['size'])})",
-        "data offset": str(row.get("data_offset", "?")),
-        **{name: value for name, value in metadata.items() if name != "xxh3"},
-    }
-    lines = [row["name"]]
-    lines += [f"  {printable(name):<12} {printable(value)}" for name, value in rows.items()]
-    tensors = row.get("tensors", [])
-    hashes = metadata.get("xxh3", "").split(",") + [""] * len(tensors)
-    table = [["tensor", "dtype", "shape", "bytes", "xxh3"]]
-    for tensor, digest in zip(tensors, hashes, strict=False):
-        first, last = tensor["data_offsets"]
-        shape = " x ".join(map(str, tensor["shape"]))
-        cells = (tensor["name"], tensor["dtype"], shape, str(last - first), digest)
-        table.append([printable(cell) for cell in cells])
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for line in table if tensors else ():
-        padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        lines.append("  " + "  ".join(padded).rstrip())
-    return "\n".join(lines) + "\n"
-
-
 # ------------------------------------------------------------------------------- the whole
 
 
-def _sample(text: str | None) -> Sample:
+def _sample(text: str | None) -> Callable[[int], int]:
+    """Return what says how many objects of how many ``--sample`` means."""
     if text is None:
-        return Sample()
+        return lambda count: count
     found = _SAMPLE.fullmatch(text)
-    if found is None or (found[2] is not None and float(found[2]) > 100):
+    if found is None or float(found[2] or 0) > 100:
         raise ConfigError(
             f"--sample: found {text!r}; expected a number of objects such as 1000, or a part of"
             " them such as 1% or 0.1%"
         )
-    if found[1] is not None:
-        return Sample(count=int(found[1]))
-    return Sample(share=float(found[2]) / 100)
+    if found[1]:
+        return lambda count: min(count, int(found[1]))
+    share = float(found[2]) / 100
+    return lambda count: round(count * share) or min(1, count)
 
 
 def _summary(report: VerifyReport, repair: bool, yes: bool) -> str:
@@ -216,18 +184,18 @@ def _summary(report: VerifyReport, repair: bool, yes: bool) -> str:
         return f"{what}, {count} {done}" if yes else would
 
     orphans = f"orphans ({size_text(report.orphan_bytes)})"
-    lost = "namespace.json missing or damaged"
     return summary(
         [
-            f"verified {report.done} of {report.found} objects in {report.namespaces} namespaces, "
-            f"{size_text(report.bytes)} in {pace_text(report.bytes, report.seconds)}: "
-            f"{report.intact} intact",
+            f"verified {report.done} of {report.found} objects in"
+            f" {number(report.namespaces, 'namespace')}, {size_text(report.bytes)} in"
+            f" {pace_text(report.bytes, report.seconds)}: {report.intact} intact"
         ],
-        (report.unverified, "match their own hashes, without a record of their namespace"),
+        (report.unverified, "not verified, as the record of their namespace is no use"),
         (report.bad, mended("bad", report.moved, "moved aside")),
         (report.failed, "failed"),
         (report.gone, "gone meanwhile"),
-        (report.descriptions, mended(lost, report.rewritten, "rewritten")),
+        (report.incomplete, "incomplete chunks, of which objects are missing"),
+        (report.descriptions, "namespace.json missing or damaged"),
         (report.reserved, "damaged in .kvshelf"),
         (report.other_versions, "namespaces of other versions left alone"),
         (report.orphans, mended(orphans, report.removed, "deleted")),

@@ -232,7 +232,7 @@ def header_length(start: bytes) -> int:
         raise TruncatedObject(f"truncated object: found {len(start)} bytes, expected at least 8")
     length = int.from_bytes(start[:8], "little")
     if length > _MAX_SHOWN_HEADER:
-        raise HeaderTooLarge(f"header of {length} bytes: expected at most {_MAX_SHOWN_HEADER}")
+        raise HeaderTooLarge("not a safetensors file, or one with a header of more than 16 MiB")
     return length
 
 

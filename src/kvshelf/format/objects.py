@@ -742,9 +742,7 @@ class ObjectFormat:
         try:
             length = int.from_bytes(region[:8], "little")
             if length > max(MAX_HEADER, template.size - 8):
-                raise HeaderTooLarge(
-                    f"header of {length} bytes: larger than the file or than {MAX_HEADER} bytes"
-                )
+                raise HeaderTooLarge("not a safetensors file: it does not begin as one")
             if length != self.data_offset - 8:
                 raise WrongHeaderLength(
                     f"header of {length} bytes: expected {self.data_offset - 8}"

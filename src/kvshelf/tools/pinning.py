@@ -8,12 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvshelf.backends import Backend
-from kvshelf.capacity.pins import Pin
-from kvshelf.errors import BadObjectError, ConfigError, StorageError
-from kvshelf.format.objects import ObjectFormat
-from kvshelf.shelf.shelf import Shelf, read_namespace
-from kvshelf.tools.prompt_objects import known_format, prompt_chunks, prompt_objects
+from kvshelf.errors import ConfigError
+from kvshelf.shelf.shelf import Shelf
+from kvshelf.tools.prompt_objects import known_formats, prompt_chunks, prompt_objects
 from kvshelf.tools.prompts import Prompt, TokenPrompt
 
 
@@ -62,21 +59,15 @@ def prompt_keys(
     """
     found = []
     short: list[int] = []
-    for info in shelf.namespaces():
-        if folders and info.folder not in folders:
-            continue
-        fmt = known_format(info, required=bool(folders))
-        if fmt is None:
-            continue
+    for folder, fmt in known_formats(shelf, folders or None):
         keys = list(dict.fromkeys(chunk.key for chunk in prompt_chunks(fmt, prompts)))
         if not keys:
             short.append(fmt.chunk_size)
             continue
-        objects = list(prompt_objects(shelf.backend, info.folder, fmt, prompts))
+        objects = list(prompt_objects(shelf.backend, folder, fmt, prompts))
         stored = len({each.chunk.key for each in objects})
         if stored or folders:
-            size = sum(each.size for each in objects)
-            found.append(PromptKeys(info.folder, keys, stored, size))
+            found.append(PromptKeys(folder, keys, stored, sum(each.size for each in objects)))
     if short and not found:
         raise ConfigError(
             f"no prompt fills a chunk of {min(short)} tokens, and only whole chunks can be pinned"
@@ -87,16 +78,3 @@ def prompt_keys(
             " what engines will store"
         )
     return found
-
-
-def bytes_if_stored(backend: Backend, pin: Pin) -> int | None:
-    """Return the bytes of all chunks of a pin by the format of their namespace."""
-    if pin.keys is None or pin.namespace is None:
-        return None
-    try:
-        fmt = ObjectFormat(read_namespace(backend, pin.namespace))
-    except (StorageError, ConfigError, BadObjectError, ValueError):
-        return None
-    kinds = map(fmt.of, fmt.kinds)
-    chunk = sum(own.object_size(shard) for own in kinds for shard in range(own.shards))
-    return chunk * len(pin.keys)

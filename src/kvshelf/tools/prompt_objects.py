@@ -6,7 +6,7 @@ objects are found: by name, without a listing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -17,7 +17,7 @@ from kvshelf.format.keys import Chunk, KeyChain, salt_group_of
 from kvshelf.format.kinds import Kind
 from kvshelf.format.names import object_name
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.shelf.shelf import NamespaceInfo
+from kvshelf.shelf.shelf import NamespaceInfo, Shelf
 from kvshelf.tools.prompts import Prompt, TokenPrompt
 
 _BATCH: Final = 256
@@ -102,13 +102,34 @@ def prompt_objects(
                 yield PromptObject(name, chunk, kind, answer)
 
 
-def known_format(info: NamespaceInfo, *, required: bool) -> ObjectFormat | None:
-    """Return the format of a namespace; None if it is unknown, and not required.
+def known_formats(
+    shelf: Shelf, folders: Collection[str] | None
+) -> Iterator[tuple[str, ObjectFormat]]:
+    """Yield namespace folders and their formats: of certain folders, or of all that have one.
 
     Raises
     ------
     ConfigError
-        If it is unknown, and required.
+        If one of `folders` has none.
+    StorageError
+        If the storage failed.
+    """
+    for info in shelf.namespaces():
+        if folders is None or info.folder in folders:
+            try:
+                yield info.folder, known_format(info)
+            except ConfigError:
+                if folders is not None:
+                    raise
+
+
+def known_format(info: NamespaceInfo) -> ObjectFormat:
+    """Return the format of a namespace.
+
+    Raises
+    ------
+    ConfigError
+        If it is unknown.
     """
     try:
         if info.namespace is not None:
@@ -116,8 +137,6 @@ def known_format(info: NamespaceInfo, *, required: bool) -> ObjectFormat | None:
         problem = str(info.problem)
     except ConfigError as error:
         problem = str(error)
-    if not required:
-        return None
     raise ConfigError(
         f"the keys of chunks in {info.folder} are unknown: {problem}; an engine that stores to it"
         " writes a new namespace.json"

@@ -8,11 +8,11 @@ line                                           prompt
 ``"text"``                                     text
 ``[1, 15043, …]``                              token ids
 ``[{"role": …, "content": …}, …]``             chat messages
-``{"prompt": …}``, ``{"text": …}``             text or token ids, as in OpenAI's completions
+``{"prompt": …}``                              text
 ``{"messages": …}``                            chat messages; with ``tools``,
                                                ``chat_template``, ``chat_template_kwargs``,
                                                ``add_generation_prompt`` as for vLLM's server
-``{"tokens": …}``, ``{"prompt_token_ids": …}`` token ids
+``{"tokens": …}``                              token ids
 =============================================  ==============================================
 
 An object may also have ``cache_salt``, and ``id``, which is ignored. Any other field is an error:
@@ -37,8 +37,7 @@ from typing import Any, Final
 from kvshelf.errors import ConfigError, short_repr
 
 _MAX_REPORTED: Final = 20
-_TEXT: Final = ("prompt", "text")
-_TOKENS: Final = ("tokens", "prompt_token_ids")
+_KINDS: Final = ("prompt", "messages", "tokens")
 _CHAT: Final = ("tools", "chat_template", "chat_template_kwargs", "add_generation_prompt")
 
 
@@ -133,8 +132,13 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
     try:
         with open(path, encoding="utf-8") as file:
             return parse_prompts(file, os.fspath(path))
+    except IsADirectoryError:
+        raise ConfigError(
+            f"{os.fspath(path)} is a directory; expected a file of prompts, behind the SHELF"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{os.fspath(path)} cannot be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{os.fspath(path)} cannot be read: {reason}") from None
 
 
 def _parse(line: str, number: int) -> Prompt:
@@ -154,12 +158,10 @@ def _parse(line: str, number: int) -> Prompt:
 
 
 def _parse_object(value: dict[str, Any], number: int) -> Prompt:
-    kinds = [name for name in (*_TEXT, *_TOKENS, "messages") if name in value]
+    kinds = [name for name in _KINDS if name in value]
     if len(kinds) != 1:
         found = " and ".join(kinds) or f"only {', '.join(map(repr, value)) or 'an empty object'}"
-        raise ValueError(
-            f"found {found}; expected one of prompt, text, messages, tokens, prompt_token_ids"
-        )
+        raise ValueError(f"found {found}; expected one of {', '.join(_KINDS)}")
     kind = kinds[0]
     allowed = {kind, "cache_salt", "id", *(_CHAT if kind == "messages" else ())}
     if unknown := sorted(set(value) - allowed):
@@ -174,16 +176,14 @@ def _parse_object(value: dict[str, Any], number: int) -> Prompt:
     if kind == "messages":
         chat = {name: value[name] for name in _CHAT if value.get(name) is not None}
         return Prompt(number, messages=_messages(content), salt=salt, chat=chat)
-    if kind in _TEXT and isinstance(content, str):
+    if kind == "prompt":
         return Prompt(number, text=_text(content), salt=salt)
-    if kind == "text":
-        raise ValueError(f"text is {short_repr(content)}; expected a string")
     return Prompt(number, tokens=_tokens(content), salt=salt)
 
 
-def _text(value: str) -> str:
-    if not value:
-        raise ValueError("the prompt is empty")
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"the prompt is {short_repr(value)}; expected a text")
     return value
 
 

@@ -86,8 +86,11 @@ _Piece: TypeAlias = "tuple[Kind, Chunk]"
 
 @dataclass(frozen=True, slots=True)
 class _Todo:
+    """A prompt, what of it can be on the shelf, and what of that was missing."""
+
     prompt: TokenPrompt
     pieces: Sequence[_Piece]
+    missing: set[_Piece]
 
 
 def seed_shelf(
@@ -134,35 +137,23 @@ def seed_shelf(
     report = SeedReport() if report is None else report
     report.prompts = len(prompts)
     # Prompts with a common prefix share chunks: each counts once.
-    counted: set[tuple[Kind, bytes, str]] = set()
+    counted: set[_Piece] = set()
     try:
-        for batch in _prompt_batches(shelf, fmt, prompts, batch_chunks, group_by_salt, report):
-            new = {
-                (kind, chunk.key, chunk.salt_group)
-                for todo, known in batch
-                for (kind, chunk), there in zip(todo.pieces, known, strict=True)
-                if kind == fmt.kind and not there
-            } - counted
-            left = [todo for todo, _ in batch]
+        for left in _batches(shelf, fmt, prompts, batch_chunks, group_by_salt, report):
             report.tokens += sum(len(todo.prompt.tokens) for todo in left)
             for _ in range(_ATTEMPTS):
                 computer.compute([todo.prompt for todo in left])
-                before, left = left, []
-                for todo in before:
-                    present = _present(shelf, fmt, todo.pieces)
-                    arrived = {
-                        (kind, chunk.key, chunk.salt_group)
-                        for (kind, chunk), there in zip(todo.pieces, present, strict=True)
-                        if there
-                    } & new
-                    report.chunks += len(arrived)
+                again = []
+                for todo in left:
+                    missing = _missing(shelf, fmt, todo.pieces)
+                    arrived = {one for one in todo.missing - missing if one[0] == fmt.kind}
+                    report.chunks += len(arrived - counted)
                     counted |= arrived
-                    new -= arrived
-                    if all(present):
-                        report.stored += 1
-                    else:
-                        left.append(todo)
+                    if missing:
+                        again.append(todo)
+                report.stored += len(left) - len(again)
                 on_progress(report)
+                left = again
                 if not left:
                     break
             for todo in left:
@@ -172,41 +163,36 @@ def seed_shelf(
                     "computed, but not all of its chunks were stored: the storage is too slow or "
                     "fails; see the log",
                 )
-            on_progress(report)
     finally:
         report.seconds = time.monotonic() - begin
     on_progress(report)
     return report
 
 
-def _prompt_batches(
+def _batches(
     shelf: Shelf,
     fmt: ObjectFormat,
     prompts: Sequence[TokenPrompt],
     batch_chunks: int,
     group_by_salt: bool,
     report: SeedReport,
-) -> Iterator[list[tuple[_Todo, list[bool]]]]:
-    """Yield batches of prompts to compute, each with the presence of its chunks."""
-    batch: list[tuple[_Todo, list[bool]]] = []
-    missing = 0
+) -> Iterator[list[_Todo]]:
+    """Yield batches of prompts to compute."""
+    batch: list[_Todo] = []
     for prompt in prompts:
         group = salt_group_of(prompt.salt) if group_by_salt and prompt.salt else "_"
         chain = KeyChain(fmt.namespace.digest, fmt.chunk_size, salt=prompt.salt, salt_group=group)
         pieces = _pieces(fmt, chain.extend(prompt.tokens), len(prompt.tokens))
-        if not pieces:
-            report.short += 1
+        missing = _missing(shelf, fmt, pieces)
+        if not missing:
+            report.existed += bool(pieces)
+            report.short += not pieces
             continue
-        present = _present(shelf, fmt, pieces)
-        if all(present):
-            report.existed += 1
-            continue
-        needed = present.count(False)
-        if batch and (missing + needed > batch_chunks or len(batch) == _MAX_PROMPTS):
+        held = sum(len(todo.missing) for todo in batch)
+        if batch and (held + len(missing) > batch_chunks or len(batch) == _MAX_PROMPTS):
             yield batch
-            batch, missing = [], 0
-        batch.append((_Todo(prompt, pieces), present))
-        missing += needed
+            batch = []
+        batch.append(_Todo(prompt, pieces, missing))
     if batch:
         yield batch
 
@@ -221,12 +207,14 @@ def _pieces(fmt: ObjectFormat, chunks: Sequence[Chunk], tokens: int) -> list[_Pi
     return [(kind, chunks[index]) for kind, indices in needed.items() for index in indices]
 
 
-def _present(shelf: Shelf, fmt: ObjectFormat, pieces: Sequence[_Piece]) -> list[bool]:
-    """Tell for each piece whether all its objects are on the shelf."""
-    found: list[bool] = []
+def _missing(shelf: Shelf, fmt: ObjectFormat, pieces: Sequence[_Piece]) -> set[_Piece]:
+    """Return the pieces of which an object is not on the shelf."""
+    missing: set[_Piece] = set()
     for kind, group in groupby(pieces, key=lambda piece: piece[0]):
         chunks = [chunk for _, chunk in group]
         view = shelf.view(fmt.of(kind))
         for start in range(0, len(chunks), _PROBE_BATCH):
-            found += view.present(chunks[start : start + _PROBE_BATCH])
-    return found
+            part = chunks[start : start + _PROBE_BATCH]
+            there = view.present(part)
+            missing |= {(kind, c) for c, is_there in zip(part, there, strict=True) if not is_there}
+    return missing

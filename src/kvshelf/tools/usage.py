@@ -23,7 +23,6 @@ from kvshelf.backends import Backend
 from kvshelf.capacity.inventory import Inventory, Scan
 from kvshelf.capacity.marks import Marks
 from kvshelf.errors import StorageError
-from kvshelf.format.kinds import KINDS
 
 _HOUR: Final = 3600.0
 _DAY: Final = 86400.0
@@ -70,7 +69,7 @@ class Usage:
     counted_bytes : int
         Bytes of all that is kvshelf's: what counts against ``max_bytes``.
     by : dict of str and list of Row
-        The breakdowns.
+        The breakdown.
     others : dict of str and Files
         What lies beside objects, by sort.
     free, total : int or None
@@ -90,7 +89,7 @@ def measure(
     backend: Backend,
     folders: Collection[str] | None = None,
     *,
-    by: Sequence[str] = ("namespace",),
+    by: str = "namespace",
     on_listed: Callable[[], None] = lambda: None,
 ) -> Usage:
     """List a shelf, and count.
@@ -100,8 +99,8 @@ def measure(
     backend : Backend
     folders : Collection of str, optional
         Only these namespace folders; all when absent.
-    by : Sequence of str
-        Names of breakdowns, of :data:`BREAKDOWNS`.
+    by : str
+        A breakdown, of :data:`BREAKDOWNS`.
     on_listed : Callable
         Called for each file.
 
@@ -114,9 +113,8 @@ def measure(
     assert inventory is not None
     used = _last_uses(backend, inventory)
     usage = Usage(len(inventory), int(inventory.size.sum()), inventory.nbytes)
-    for name in by:
-        code, names = BREAKDOWNS[name](inventory, used)
-        usage.by[name] = _rows(inventory, used, code, names)
+    code, names = BREAKDOWNS[by](inventory, used)
+    usage.by[by] = _rows(inventory, used, code, names)
     for sort, total in inventory.totals.items():
         usage.others[sort.value] = Files(total.count, total.nbytes)
     with contextlib.suppress(StorageError):
@@ -192,15 +190,9 @@ def _by_age(inventory: Inventory, used: npt.NDArray[np.float64]) -> _Breakdown:
     return np.searchsorted(np.array(_AGES), age, side="right").astype(np.int64), _AGE_NAMES
 
 
-def _by_kind(inventory: Inventory, used: npt.NDArray[np.float64]) -> _Breakdown:
-    names = [f"{kind}{tail}" for kind in KINDS for tail in ("", ", tails")]
-    return inventory.kind.astype(np.int64) * 2 + (inventory.tail > 0), names
-
-
 #: From an inventory and last uses to the number of each object's row, and the names of the rows.
 BREAKDOWNS: Final[dict[str, Callable[[Inventory, npt.NDArray[np.float64]], _Breakdown]]] = {
     "namespace": _by_namespace,
     "group": _by_group,
     "age": _by_age,
-    "kind": _by_kind,
 }

@@ -267,47 +267,6 @@ def published_lines(
     )
 
 
-def differing_keys(one: Path, other: Path) -> list[str]:
-    """Return in which keys of which files two published configurations differ.
-
-    Keys that shape no KV are left out, and those that a namespace record has in fields of their
-    own, as in the field `config`.
-
-    Parameters
-    ----------
-    one, other : Path
-        As `published` of :func:`published_lines`.
-
-    Returns
-    -------
-    list of str
-        ``<file>: <key>``, of nested keys ``<file>: <key>.<key>``, or ``<file>: only in <path>``,
-        sorted. Empty where both have the same lines.
-
-    Raises
-    ------
-    ConfigError, OSError
-        As for :func:`published_lines`.
-    """
-    ours, theirs = _parsed(one, "auto"), _parsed(other, "auto")
-    found = [f"{name}: only in {one}" for name in ours.keys() - theirs.keys()]
-    found += [f"{name}: only in {other}" for name in theirs.keys() - ours.keys()]
-    sides = [(parsed, _reads_token_ids(parsed)) for parsed in (ours, theirs)]
-    for name in ours.keys() & theirs.keys():
-        left, right = (_that_counts(parsed[name], token_ids) for parsed, token_ids in sides)
-        found += [f"{name}: {key}" for key in _differences(left, right)]
-    return sorted(found)
-
-
-def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
-    for key in one.keys() | other.keys():
-        left, right = one.get(key), other.get(key)
-        if isinstance(left, Mapping) and isinstance(right, Mapping):
-            yield from (f"{key}.{inner}" for inner in _differences(left, right))
-        elif (key in one) != (key in other) or canonical_json(left) != canonical_json(right):
-            yield key
-
-
 def _parsed(path: Path, config_format: str) -> dict[str, dict[str, Any]]:
     files = config_files(path, config_format=config_format) if path.is_dir() else [path]
     return {file.name: read_json(file) for file in files}
