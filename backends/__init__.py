@@ -1,8 +1,8 @@
 """The kinds of storage that a shelf can be on.
 
 Owns the choice of a backend for a URL. A path, ``file://`` or ``local://`` gives
-:class:`~kvshelf.backends.posix.PosixBackend`, ``s3://`` the backend that
-:mod:`kvshelf.backends.s3` chooses, and any other URL an fsspec filesystem behind
+:class:`~kvshelf.backends.posix.PosixBackend`, ``s3://``
+:class:`~kvshelf.backends.s3.S3Backend`, and any other URL an fsspec filesystem behind
 :class:`~kvshelf.backends.generic.GenericBackend`. Each is imported when first needed.
 """
 
@@ -69,8 +69,9 @@ def open_backend(
         A directory (``~`` is expanded, a relative path starts at the working directory)
         or a URL such as ``file:///mnt/kv``, ``s3://bucket/prefix``, ``memory://name``.
     storage_options : Mapping, optional
-        Passed to the fsspec filesystem of a URL. Directories take ``create`` and ``fsync``,
-        see :class:`~kvshelf.backends.posix.PosixBackend`.
+        Of buckets, see :func:`~kvshelf.backends.s3.open_s3`; of directories ``create`` and
+        ``fsync``, see :class:`~kvshelf.backends.posix.PosixBackend`. Passed to the fsspec
+        filesystem of any other URL.
     read_only : bool
         Refuse every change.
     keep_atime : bool
@@ -107,13 +108,12 @@ def open_backend(
 
 
 def _open_folder(path: str, options: dict[str, Any], read_only: bool, keep_atime: bool) -> Backend:
+    from kvshelf.backends.options import check_names
     from kvshelf.backends.posix import PosixBackend
 
     create = options.pop("create", True)
     fsync = options.pop("fsync", False)
-    if options:
-        names = ", ".join(sorted(map(str, options)))
-        raise ConfigError(f"storage_options for a directory: found {names}; known: create, fsync")
+    check_names(options, ("create", "fsync"))
     if not isinstance(create, bool) or not isinstance(fsync, bool):
         raise ConfigError("storage_options: create and fsync are true or false")
     return PosixBackend(

@@ -9,8 +9,9 @@ Contracts
   a temporary name and moved; whether that is atomic depends on the filesystem, see
   :attr:`~kvshelf.backends.base.Properties.atomic_publish`. A torn object fails verification when it
   is loaded.
-* ``create`` probes before it writes, so two concurrent writers may both get CREATED. Equal names
-  hold equal bytes, so the second write does no harm.
+* ``create`` probes before it writes, so two concurrent writers may both get CREATED, unless the
+  filesystem and the store behind it have a put that does not replace. Equal names hold equal bytes,
+  so the second write does no harm.
 * An object of up to 256 MiB is read whole, in one request. If its size has changed, it was replaced
   in the meantime: a retryable error, never a mixture of two versions.
 * After a lost SSH connection, the next call connects again.
@@ -54,6 +55,7 @@ from kvshelf.backends.base import (
     probe,
     temporary_name,
 )
+from kvshelf.backends.options import check_names, parameters_of
 from kvshelf.backends.oserrors import process_limit, storage_error
 from kvshelf.errors import (
     ConfigError,
@@ -75,8 +77,6 @@ _ATOMIC_PUT: Final = frozenset(
 _ATOMIC_MOVE: Final = frozenset(("file", "local", "sftp", "ssh", "hdfs", "arrow_hdfs"))
 #: What to install for a protocol.
 _PACKAGES: Final = {
-    "s3": "kvshelf[s3]",
-    "s3a": "kvshelf[s3]",
     "sftp": "kvshelf[sftp]",
     "ssh": "kvshelf[sftp]",
 }
@@ -170,6 +170,9 @@ class GenericBackend(Backend):
         self._connected, root = self._connect_again()
         self._root = root.rstrip("/")
         self._atomic_put = protocol in _ATOMIC_PUT
+        put = getattr(self._connected, "_pipe_file", self._connected.pipe_file)
+        #: Whether there is a put that does not replace; False once a store has refused it.
+        self._puts_new = self._atomic_put and "mode" in parameters_of(put)[0]
         remote = protocol not in ("memory", "file", "local")
         self._properties = Properties(
             filesystem=protocol,
@@ -193,6 +196,9 @@ class GenericBackend(Backend):
         except ImportError as exc:
             raise ConfigError(f"{self.url} needs fsspec: pip install fsspec") from exc
         try:
+            names, others = parameters_of(fsspec.get_filesystem_class(protocol).__init__)
+            if not others:
+                check_names(options, names)
             # A separate instance, so that switching off its listing cache affects no other user.
             fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, **options)
         except ImportError as exc:
@@ -405,15 +411,29 @@ class GenericBackend(Backend):
                 # A move could follow the link.
                 self._fs.rm_file(path)
             if self._atomic_put:
-                self._fs.pipe_file(path, data)
+                self._put(path, data, create=mode == "create")
             else:
                 self._move_into_place(path, data)
         except Exception as exc:
+            # Another writer was faster, or the answer to our own first try was lost.
+            if self._puts_new and mode == "create" and isinstance(self.stat([name])[0], int):
+                return WriteResult.EXISTED
             error = self._translate(exc, "writing", name, writing=True)
             if isinstance(error, ObjectMissingError):
                 error = TransientStorageError(errno.EIO, str(error.strerror), error.filename)
             raise error from exc
         return WriteResult.CREATED if answer is None else WriteResult.REPLACED
+
+    def _put(self, path: str, data: bytes, *, create: bool) -> None:
+        if create and self._puts_new:
+            try:
+                self._fs.pipe_file(path, data, mode="create")
+                return
+            except OSError as exc:
+                if exc.errno != errno.ENOSYS:
+                    raise
+                self._puts_new = False
+        self._fs.pipe_file(path, data)
 
     def _move_into_place(self, path: str, data: bytes) -> None:
         folder, _, base = path.rpartition("/")

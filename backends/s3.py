@@ -1,8 +1,8 @@
 """Objects in a bucket of S3 or of an S3-compatible store.
 
-Owns the translation between S3 and the backend interface. The requests are made by a client
-(:class:`~kvshelf.backends.s3_client.Client`): obstore's, or s3fs's if obstore is not installed or
-an option needs s3fs. :mod:`kvshelf.backends.s3_errors` says what answers mean.
+Owns the translation between S3 and the backend interface. The requests are made through obstore
+(:mod:`kvshelf.backends.s3_client`). :mod:`kvshelf.backends.s3_errors` says what answers mean. With
+the storage option ``client: s3fs`` a bucket is opened like any other fsspec filesystem.
 
 Contracts
 ---------
@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib.util
 import threading
 import time
 from collections import deque
@@ -63,7 +64,7 @@ from kvshelf.backends.s3_client import (
     Put,
     RangeError,
 )
-from kvshelf.backends.s3_options import OPTIONS, is_installed, unknown_options
+from kvshelf.backends.s3_settings import check_options, resolve
 from kvshelf.errors import (
     ConfigError,
     ObjectMissingError,
@@ -97,16 +98,17 @@ _SMALL_BYTES: Final = 64 << 10
 _PART_ALIGNMENT: Final = 1 << 20
 
 
-def open_s3(url: str, storage_options: Mapping[str, Any] | None = None) -> S3Backend:
+def open_s3(url: str, storage_options: Mapping[str, Any] | None = None) -> Backend:
     """Open ``s3://bucket/prefix``.
 
     Parameters
     ----------
     url : str
     storage_options : Mapping, optional
-        The options of s3fs, and ``client``: ``obstore``, ``s3fs`` or ``auto`` (obstore if it is
-        installed and knows all options), ``checksum`` (bool: send a SHA-256 of each object, so
-        that a store which checks it refuses damaged uploads; default True).
+        Those that :data:`kvshelf.backends.s3_settings.OPTIONS` lists, and ``client``: ``obstore``
+        (the default) or ``s3fs``, which takes its other options as well, or ``checksum`` (bool:
+        send a SHA-256 of each object, so that a store which checks it refuses damaged uploads;
+        default True), for obstore.
 
     Raises
     ------
@@ -116,33 +118,34 @@ def open_s3(url: str, storage_options: Mapping[str, Any] | None = None) -> S3Bac
         If the bucket cannot be used.
     """
     options = dict(storage_options or {})
-    client = options.pop("client", "auto")
-    checksum = options.pop("checksum", True)
-    if client not in ("auto", "obstore", "s3fs") or not isinstance(checksum, bool):
+    client = options.pop("client", "obstore")
+    if client not in ("obstore", "s3fs") or not isinstance(options.get("checksum", True), bool):
         raise ConfigError(
-            "storage_options: client is auto, obstore or s3fs, and checksum is true or false"
+            "storage_options: client is obstore or s3fs, and checksum is true or false"
         )
-    unknown = unknown_options(options)
-    if client == "obstore" and unknown:
-        raise ConfigError(
-            f"storage_options: {', '.join(unknown)} can be used with client: s3fs only; obstore"
-            f" takes {', '.join(sorted(OPTIONS))}"
-        )
+    bucket, prefix = _place(url)
+    for package in (client, "botocore"):
+        if importlib.util.find_spec(package) is None:
+            extra = "s3fs" if client == "s3fs" else "'kvshelf[s3]'"
+            raise ConfigError(f"{shown_url(url)} needs {package}: pip install {extra}")
+    if client == "s3fs":
+        from kvshelf.backends.s3_s3fs import open_with_s3fs
+
+        return open_with_s3fs(url, options)
+    check_options(options)
+    shown = f"s3://{bucket}/{prefix}".rstrip("/")
+    return S3Backend(shown, Client(bucket, prefix, options, resolve(options)))
+
+
+def _place(url: str) -> tuple[str, str]:
+    """Return bucket and prefix of a URL."""
     parts = urlsplit(url)
-    bucket, prefix = parts.netloc, parts.path.strip("/")
-    if not bucket or "@" in bucket or parts.query or parts.fragment:
+    if not parts.netloc or "@" in parts.netloc or parts.query or parts.fragment:
         raise ConfigError(
             f"{shown_url(url)} is not a bucket:"
             " expected s3://bucket/prefix; keys and endpoints go into storage_options"
         )
-    shown = f"s3://{bucket}/{prefix}".rstrip("/")
-    if client == "s3fs" or (client == "auto" and (unknown or not is_installed("obstore"))):
-        from kvshelf.backends.s3_s3fs import S3fsClient
-
-        return S3Backend(shown, S3fsClient(shown, options))
-    from kvshelf.backends.s3_obstore import ObstoreClient
-
-    return S3Backend(shown, ObstoreClient(bucket, prefix, options, checksum=checksum))
+    return parts.netloc, parts.path.strip("/")
 
 
 class Rate:
@@ -212,7 +215,6 @@ class _StreamReader(Reader):
     def close(self) -> None:
         body, self._body = self._body, None
         if body is not None:
-            body.close()
             self._backend._note_bodies(-1)
             self._backend.rate.note(self._position, self._waited)
         self._rest = memoryview(b"")
@@ -307,7 +309,7 @@ class S3Backend(Backend):
             self.client.check(_FOLDERS_SECONDS)
 
     def __repr__(self) -> str:
-        return f"S3Backend({self.url!r}, {self.client.library})"
+        return f"S3Backend({self.url!r})"
 
     @property
     def properties(self) -> Properties:
@@ -620,16 +622,13 @@ def _read(body: Body, skip: int, length: int) -> memoryview:
     """Return `length` bytes of a body behind `skip` others, fewer at its end; read no more."""
     data = memoryview(bytearray(length))
     done = 0
-    try:
-        for piece in body.pieces:
-            part = piece[skip : skip + length - done]
-            skip = max(0, skip - len(piece))
-            data[done : done + len(part)] = part
-            done += len(part)
-            if done == length:
-                break
-    finally:
-        body.close()
+    for piece in body.pieces:
+        part = piece[skip : skip + length - done]
+        skip = max(0, skip - len(piece))
+        data[done : done + len(part)] = part
+        done += len(part)
+        if done == length:
+            break
     return data[:done]
 
 

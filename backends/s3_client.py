@@ -1,29 +1,43 @@
-"""What S3Backend needs of a client of an S3 store, and the event loop of its calls.
+"""The objects of a bucket by the obstore library: requests, and the event loop of many at once.
 
-Owns the interface (:class:`Client`). :mod:`kvshelf.backends.s3_obstore` and
-:mod:`kvshelf.backends.s3_s3fs` implement it. Calls raise what the library raises, which
+Owns the store that obstore is given (:func:`make_store`), with every setting that kvshelf knows, so
+that it takes none of them from the environment. Calls raise what obstore raises, which
 :meth:`Client.error` makes a typed error, and FileNotFoundError where there is no such object.
+
+Batches of probes, the parts of an object, and listings run on an event loop in one thread of the
+client, started when first needed. Everything else runs on the caller's thread, without the GIL.
+obstore calls the function that renews credentials on threads of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from datetime import timedelta
 from enum import Enum, auto
 from typing import Any, Final, NamedTuple, TypeVar
 
 from kvshelf.backends.base import ObjectInfo
-from kvshelf.backends.s3_errors import ALREADY_THERE
-from kvshelf.errors import StorageError
+from kvshelf.backends.options import mapping_of
+from kvshelf.backends.oserrors import storage_error
+from kvshelf.backends.s3_clock import Clock
+from kvshelf.backends.s3_errors import ALREADY_THERE, codes_of, obstore_error, shorten
+from kvshelf.backends.s3_settings import CONNECT_SECONDS, READ_SECONDS, Settings
+from kvshelf.background import THREAD_LIMIT, try_to_start
+from kvshelf.errors import ConfigError, StorageError, TransientStorageError
 
 PROBES_AT_ONCE: Final = 64
 #: Most objects that one request removes.
 DELETES_AT_ONCE: Final = 1000
 #: A body arrives in pieces of about this size.
-STREAM_BYTES: Final = 1 << 20
+_STREAM_BYTES: Final = 1 << 20
+_RETRY_SECONDS: Final = 3.0
+_RETRIES: Final = 5
 
 T = TypeVar("T")
 
@@ -55,7 +69,7 @@ class RangeError(Exception):
 
 
 class Body(NamedTuple):
-    """The body of an answer, of which nothing was read yet.
+    """The body of an answer, of which nothing was read yet; dropped, it closes its connection.
 
     Attributes
     ----------
@@ -65,14 +79,11 @@ class Body(NamedTuple):
         Its version.
     pieces : Iterator of memoryview
         Its bytes as they arrive.
-    close : Callable
-        Drops the rest.
     """
 
     size: int
     etag: str | None
     pieces: Iterator[memoryview]
-    close: Callable[[], object]
 
 
 class Part(NamedTuple):
@@ -83,106 +94,98 @@ class Part(NamedTuple):
     seconds: float
 
 
-def _refused_put(codes: set[str]) -> Put | None:
-    """Return what the answer to a conditional PUT means; None for an error."""
-    if "409" in codes:
-        return Put.CONFLICT
-    if codes & ALREADY_THERE:
-        return Put.EXISTS
-    return Put.UNSUPPORTED if codes & {"501", "NotImplemented"} else None
+class Client:
+    """The objects of `bucket` below `prefix`, to which names are relative.
 
-
-class Client(ABC):
-    """A client of a bucket's objects below a prefix, to which names are relative.
-
-    Attributes
+    Parameters
     ----------
-    library : str
+    bucket, prefix : str
+    options : Mapping
+        See :func:`~kvshelf.backends.s3.open_s3`.
+    settings : Settings
+        What these options mean.
+
+    Raises
+    ------
+    ConfigError
+        If the options cannot be used.
     """
 
-    library: str
+    def __init__(
+        self, bucket: str, prefix: str, options: Mapping[str, Any], settings: Settings
+    ) -> None:
+        self._bucket = bucket
+        self._url = f"s3://{bucket}/{prefix}".rstrip("/")
+        self._secrets = [
+            str(options[name]) for name in ("key", "secret", "token") if options.get(name)
+        ]
+        self._endpoint = settings.asked
+        self._store = make_store(bucket, prefix, options, settings)
+        self._clock = Clock(settings.endpoint, settings.verify)
+        self._lock = threading.Lock()
+        self._running: asyncio.AbstractEventLoop | None = None
 
-    @abstractmethod
+    def error(self, exc: Exception, what: str, name: str, *, writing: bool = False) -> StorageError:
+        """Return the typed error for an exception of obstore."""
+        text = str(exc)
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return obstore_error(
+            exc,
+            text,
+            what,
+            f"{self._url}/{name}" if name else self._url,
+            bucket=self._bucket,
+            endpoint=self._endpoint,
+            writing=writing,
+        )
+
+    # ------------------------------------------------------------------- on the caller's thread
+
     def head(self, name: str) -> ObjectInfo:
         """Probe one object."""
+        return _info(name, self._store.head(name))
 
-    @abstractmethod
     def get(
         self, name: str, start: int = 0, end: int | None = None, etag: str | None = None
     ) -> Body:
         """Request an object, or a part of it, if it still is the version `etag`."""
+        options: dict[str, Any] = {"if_match": etag} if etag else {}
+        if end is not None:
+            options["range"] = (start, end)
+        try:
+            found = self._store.get(name, options=options)
+        except Exception as exc:
+            if end is not None:
+                _check_range(exc)
+            raise
+        return Body(int(found.meta["size"]), found.meta.get("e_tag"), _pieces(found))
 
     def put(self, name: str, data: Any, *, create: bool) -> Put:
         """Write an object; `create`: on the condition that there is none."""
         try:
-            self._put(name, data, create=create)
+            self._store.put(
+                name, data, mode="create" if create else "overwrite", use_multipart=False
+            )
         except Exception as exc:
-            refused = _refused_put(self._codes(exc)) if create else None
+            refused = _refused_put(exc) if create else None
             if refused is None:
                 raise
             return refused
         return Put.DONE
 
-    @abstractmethod
-    def _put(self, name: str, data: Any, *, create: bool) -> None:
-        """Make a PUT request."""
-
-    @abstractmethod
-    def _codes(self, exc: Exception) -> set[str]:
-        """Return the error code and the status of the answer that an exception is about."""
-
-    @abstractmethod
     def delete(self, names: Sequence[str]) -> None:
         """Remove objects, whether they are there or not; raise if one of them stays."""
+        self._store.delete(list(names))
 
-    @abstractmethod
     def now(self) -> float | None:
-        """Return the server's time."""
-
-    @abstractmethod
-    def error(self, exc: Exception, what: str, name: str, *, writing: bool = False) -> StorageError:
-        """Return the typed error for an exception of a call."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give up what the client holds. Idempotent."""
+        """Ask without credentials: obstore does not show the headers of an answer."""
+        try:
+            return self._clock.now()
+        except OSError as exc:
+            raise storage_error(exc, "asking for the time", self._url) from exc
 
     # ------------------------------------------------------------------------- on the event loop
-
-    @abstractmethod
-    def _loop(self) -> asyncio.AbstractEventLoop:
-        """Return the running loop, or raise StorageError."""
-
-    @abstractmethod
-    async def _head(self, name: str) -> ObjectInfo: ...
-
-    @abstractmethod
-    async def _part(self, name: str, start: int, end: int) -> tuple[int, Any, Any]:
-        """Request a part: the object's size, an asynchronous iterator of pieces, its close."""
-
-    @abstractmethod
-    def _pages(
-        self, prefix: str, count: int, after: str | None
-    ) -> Callable[[], Awaitable[Sequence[ObjectInfo]]]:
-        """Return a function that returns the next rows of a listing, none at its end."""
-
-    @abstractmethod
-    async def _folders(self, prefix: str) -> Sequence[str]: ...
-
-    def _start(self, call: Coroutine[Any, Any, T]) -> Future[T]:
-        try:
-            return asyncio.run_coroutine_threadsafe(call, self._loop())
-        except StorageError:
-            call.close()
-            raise
-
-    def _wait(self, call: Callable[[], Awaitable[T]], seconds: float | None = None) -> T:
-        """Make a call and return its answer; TimeoutError after `seconds`, and it is dropped."""
-
-        async def bounded() -> T:
-            return await asyncio.wait_for(call(), seconds)
-
-        return self._start(bounded()).result()
 
     def heads(self, names: Sequence[str]) -> Sequence[ObjectInfo | BaseException]:
         """Probe many objects in parallel."""
@@ -190,7 +193,7 @@ class Client(ABC):
 
         async def head(name: str) -> ObjectInfo:
             async with free:
-                return await self._head(name)
+                return _info(name, await self._store.head_async(name))
 
         async def heads() -> Sequence[ObjectInfo | BaseException]:
             return await asyncio.gather(*map(head, names), return_exceptions=True)
@@ -201,18 +204,19 @@ class Client(ABC):
         """Begin to fetch a part of an object."""
 
         async def fetch() -> Part:
-            size, stream, close = await self._part(name, start, end)
+            try:
+                found = await self._store.get_async(name, options={"range": (start, end)})
+            except Exception as exc:
+                _check_range(exc)
+                raise
             begin, left = time.monotonic(), end - start
             pieces: list[memoryview] = []
-            try:
-                async for piece in stream:
-                    pieces.append(memoryview(piece).cast("B")[:left])
-                    left -= len(pieces[-1])
-                    if not left:
-                        break
-            finally:
-                close()
-            return Part(size, pieces, time.monotonic() - begin)
+            async for piece in found.stream(min_chunk_size=_STREAM_BYTES):
+                pieces.append(memoryview(piece).cast("B")[:left])
+                left -= len(pieces[-1])
+                if not left:
+                    break
+            return Part(int(found.meta["size"]), pieces, time.monotonic() - begin)
 
         return self._start(fetch())
 
@@ -224,10 +228,182 @@ class Client(ABC):
         self, prefix: str, count: int, seconds: float, after: str | None = None
     ) -> Iterator[Sequence[ObjectInfo]]:
         """List objects behind `after`, `count` at once; TimeoutError if the next take `seconds`."""
-        following = self._pages(prefix, count, after)
+        stream = self._store.list(prefix or None, offset=after, chunk_size=count)
+
+        async def following() -> Sequence[ObjectInfo]:
+            rows = await anext(stream, None)
+            return [_info(str(row["path"]), row) for row in rows or ()]
+
         while rows := self._wait(following, seconds):
             yield rows
 
     def folders(self, prefix: str, seconds: float) -> Sequence[str]:
         """Return the names of the folders in `prefix`; TimeoutError after `seconds`."""
-        return self._wait(lambda: self._folders(prefix), seconds)
+
+        async def folders() -> Sequence[str]:
+            found = await self._store.list_with_delimiter_async(prefix or None)
+            return [str(path).rstrip("/").rpartition("/")[2] for path in found["common_prefixes"]]
+
+        return self._wait(folders, seconds)
+
+    def _wait(self, call: Callable[[], Awaitable[T]], seconds: float | None = None) -> T:
+        """Make a call and return its answer; TimeoutError after `seconds`, and it is dropped."""
+
+        async def bounded() -> T:
+            return await asyncio.wait_for(call(), seconds)
+
+        return self._start(bounded()).result()
+
+    def _start(self, call: Coroutine[Any, Any, T]) -> Future[T]:
+        try:
+            return asyncio.run_coroutine_threadsafe(call, self._loop())
+        except StorageError:
+            call.close()
+            raise
+
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        """Return the running loop, or raise StorageError."""
+        with self._lock:
+            if self._running is None:
+                loop = asyncio.new_event_loop()
+                # A daemon, so that a server which never answers cannot keep the process alive.
+                thread = threading.Thread(
+                    target=_serve, args=(loop,), name="kvshelf-s3", daemon=True
+                )
+                if not try_to_start(thread):
+                    loop.close()
+                    raise TransientStorageError(
+                        errno.EAGAIN,
+                        f"not tried: no thread could be started, {THREAD_LIMIT}",
+                        self._url,
+                    )
+                self._running = loop
+            return self._running
+
+    def close(self) -> None:
+        """Stop the event loop's thread. Idempotent."""
+        with self._lock:
+            loop, self._running = self._running, None
+        if loop is not None:
+            loop.call_soon_threadsafe(loop.stop)
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+        loop.run_until_complete(_drop_tasks())
+    finally:
+        loop.close()
+
+
+async def _drop_tasks() -> None:
+    """Cancel the tasks that are left when the client is closed."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+
+
+def _pieces(found: Any) -> Iterator[memoryview]:
+    for piece in found.stream(min_chunk_size=_STREAM_BYTES):
+        yield memoryview(piece).cast("B")
+
+
+def _refused_put(exc: Exception) -> Put | None:
+    """Return what the answer to a conditional PUT means; None for an error."""
+    meant = {"AlreadyExistsError": "412", "NotSupportedError": "501"}
+    codes = codes_of(str(exc)) | {meant.get(type(exc).__name__, "")}
+    if "409" in codes:
+        return Put.CONFLICT
+    if codes & ALREADY_THERE:
+        return Put.EXISTS
+    return Put.UNSUPPORTED if codes & {"501", "NotImplemented"} else None
+
+
+def _check_range(exc: Exception) -> None:
+    """Raise RangeError for an answer that is not the range which was asked for."""
+    text = str(exc)
+    if "range" in text.lower():
+        raise RangeError(whole="non-partial" in text) from exc
+
+
+def _info(name: str, row: Any) -> ObjectInfo:
+    return ObjectInfo(name, int(row["size"]), row["last_modified"].timestamp())
+
+
+def _no_keys() -> dict[str, Any]:
+    raise AssertionError("requests that are not signed need no keys")
+
+
+def make_store(bucket: str, prefix: str, options: Mapping[str, Any], settings: Settings) -> Any:
+    """Create the store of a bucket for obstore.
+
+    obstore begins with each variable ``AWS_*`` that is called like one of its settings. What it is
+    given replaces these: a function for keys replaces keys, token and roles, and `client_options`
+    all of the connection. Only the checksum cannot be switched off again.
+
+    Raises
+    ------
+    ConfigError
+        If the options cannot be used.
+    """
+    from obstore.store import S3Store
+
+    limits = mapping_of(options, "config_kwargs")
+    endpoint = settings.endpoint_of(bucket)
+    client: dict[str, Any] = {
+        "allow_http": endpoint.startswith("http://"),
+        "connect_timeout": timedelta(seconds=float(limits.get("connect_timeout", CONNECT_SECONDS))),
+        "read_timeout": timedelta(seconds=float(limits.get("read_timeout", READ_SECONDS))),
+        # Of a whole request. Bodies are read as they arrive; read_timeout bounds each wait.
+        "timeout": timedelta(hours=1),
+    }
+    if settings.verify is False:
+        client["allow_invalid_certificates"] = True
+    elif isinstance(settings.verify, (str, os.PathLike)):
+        try:
+            with open(settings.verify, "rb") as file:
+                client["root_certificate"] = file.read()
+        except OSError as exc:
+            raise ConfigError(
+                f"the CA bundle {os.fspath(settings.verify)} cannot be read ({exc.strerror}):"
+                " correct client_kwargs.verify in storage_options, or AWS_CA_BUNDLE"
+            ) from exc
+    config: dict[str, Any] = {
+        "aws_endpoint_url_s3": endpoint,
+        "virtual_hosted_style_request": settings.style == "virtual",
+        "region": settings.region,
+        "skip_signature": settings.provide is None,
+        "request_payer": bool(options.get("requester_pays")),
+        "conditional_put": "etag",
+        "disable_bulk_delete": False,
+        "unsigned_payload": False,
+        "s3_express": False,
+    }
+    if options.get("checksum", True):
+        config["checksum_algorithm"] = "SHA256"
+    elif "AWS_CHECKSUM_ALGORITHM" in os.environ:
+        raise ConfigError(
+            "storage_options: checksum is false, but AWS_CHECKSUM_ALGORITHM is set: unset it"
+        )
+    try:
+        # S3Store wants typed dictionaries; these values come from users.
+        make: Any = S3Store
+        return make(
+            bucket,
+            prefix=prefix or None,
+            config=config,
+            client_options=client,
+            credential_provider=settings.provide or _no_keys,
+            retry_config={
+                "max_retries": _RETRIES,
+                "retry_timeout": timedelta(seconds=_RETRY_SECONDS),
+                "backoff": {
+                    "init_backoff": timedelta(milliseconds=50),
+                    "max_backoff": timedelta(seconds=1),
+                    "base": 2,
+                },
+            },
+        )
+    except Exception as exc:
+        raise ConfigError(f"s3://{bucket} cannot be opened: {shorten(str(exc))}") from exc

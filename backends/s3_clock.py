@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import os
 import ssl
-from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 from typing import Any, Final
 from urllib.error import HTTPError, URLError
 from urllib.request import HTTPRedirectHandler, HTTPSHandler, Request, build_opener
-
-from kvshelf.backends.s3_options import mapping_of, verify_of
 
 _SECONDS: Final = 10.0
 
@@ -34,13 +31,13 @@ class Clock:
     ----------
     url : str
         Of the server; nothing below it needs to exist.
-    options : Mapping
-        Storage options, for the certificates that are trusted.
+    verify : str, os.PathLike, False or None
+        Which certificates are trusted: those of a file, any, or the usual ones.
     """
 
-    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, url: str, verify: Any = None) -> None:
         self._url = url
-        self._verify = verify_of(mapping_of(options, "client_kwargs"))
+        self._verify = verify
 
     def now(self) -> float | None:
         """Return the server's time, in seconds since the epoch; None if it does not report it.

@@ -1,4 +1,4 @@
-"""What the answers of an S3 store mean: the one table for obstore and s3fs.
+"""What the answers of an S3 store mean, as obstore reports them.
 
 Owns the mapping from status codes, error codes and exceptions to the classes of
 :mod:`kvshelf.errors`, and the hints that tell users what to correct. Pure functions.
@@ -116,39 +116,6 @@ def obstore_error(
     if kind == "PreconditionError":
         codes |= {"412"}
     said = f"{what} failed: {shorten(text)}"
-    found = answer_error(codes, text, said, path, bucket, endpoint, writing=writing)
-    if found is not None:
-        return found
-    if status is None:
-        # No connection, a timeout, or a body that ended early.
-        hint = "" if codes else f"; {unreachable_hint(endpoint)}"
-        return TransientStorageError(errno.EIO, said + hint, path)
-    return PermanentStorageError(errno.EIO, said, path)
-
-
-def answer_error(
-    codes: set[str],
-    text: str,
-    said: str,
-    path: str,
-    bucket: str,
-    endpoint: str | None,
-    *,
-    writing: bool,
-) -> StorageError | None:
-    """Return the error for an answer whose meaning is known, else None.
-
-    Parameters
-    ----------
-    codes : set of str
-        Status and error code of the answer.
-    text, said : str
-        All of the answer's text, and what is shown of it.
-    path : str
-        The object's URL.
-    bucket, endpoint, writing
-        As for :func:`obstore_error`.
-    """
     known = _explained(codes, text, bucket, endpoint, writing=writing)
     if known is not None:
         make, number, hint = known
@@ -159,7 +126,11 @@ def answer_error(
         )
     if codes & _RETRYABLE:
         return TransientStorageError(errno.EIO, said, path)
-    return None
+    if status is None:
+        # No connection, a timeout, or a body that ended early.
+        hint = "" if codes else f"; is {endpoint or 'the endpoint of S3'} up and reachable?"
+        return TransientStorageError(errno.EIO, said + hint, path)
+    return PermanentStorageError(errno.EIO, said, path)
 
 
 def _explained(
@@ -195,11 +166,6 @@ def _explained(
     if codes & _FULL:
         return NoSpaceStorageError, errno.ENOSPC, "free some space or raise the quota"
     return None
-
-
-def unreachable_hint(endpoint: str | None) -> str:
-    """Return what to check when there was no answer."""
-    return f"is {endpoint or 'the endpoint of S3'} up and reachable?"
 
 
 def shorten(text: str) -> str:

@@ -280,13 +280,19 @@ def test_unusable_urls(url: str, text: str) -> None:
         open_backend(url)
 
 
-@pytest.mark.parametrize("client", ["auto", "s3fs"])
-def test_missing_package_names_the_extra(monkeypatch: Any, client: str) -> None:
-    monkeypatch.setitem(sys.modules, "obstore", None)
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    # fsspec remembers what earlier tests have imported.
-    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
-    with pytest.raises(ConfigError, match=r"kvshelf\[s3\]"):
+@pytest.mark.parametrize(
+    ("package", "client", "install"),
+    [
+        ("obstore", "obstore", r"kvshelf\[s3\]"),
+        ("botocore", "obstore", r"kvshelf\[s3\]"),
+        ("s3fs", "s3fs", "install s3fs"),
+    ],
+)
+def test_missing_package_is_named(
+    monkeypatch: Any, package: str, client: str, install: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=f"needs {package}: pip .*{install}"):
         open_backend("s3://bucket/x", storage_options={"client": client})
 
 

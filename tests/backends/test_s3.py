@@ -1,8 +1,7 @@
-"""S3 by obstore and by s3fs, on real servers: the suite, errors, credentials, requests counted."""
+"""S3 on real servers: the suite, also by s3fs; errors, credentials, requests counted."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import time
 import uuid
@@ -41,11 +40,8 @@ from tests.support.servers import (
 
 pytestmark = pytest.mark.real
 
-for package in ("obstore", "s3fs"):
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(
-            f"{package} is not installed: pip install 'kvshelf[s3]'", allow_module_level=True
-        )
+pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
+pytest.importorskip("s3fs", reason="s3fs is missing: pip install s3fs")
 
 needs_rclone = pytest.mark.skipif(command("rclone") is None, reason="rclone is not installed")
 needs_moto = pytest.mark.skipif(command("moto_server") is None, reason="moto is not installed")
@@ -209,17 +205,11 @@ def opened(server: S3Server, bucket: str = BUCKET, prefix: str = "", **options: 
     )
 
 
-CLIENTS = ("obstore", "s3fs")
-
-
 @needs_rclone
-@pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("changed", [{"secret": "wrong wrong wrong"}, {"key": "nobody"}])
-def test_wrong_keys_are_told_at_the_start(
-    rclone: S3Server, changed: dict[str, str], client: str
-) -> None:
+def test_wrong_keys_are_told_at_the_start(rclone: S3Server, changed: dict[str, str]) -> None:
     with pytest.raises(PermanentStorageError, match="key, its secret or its token") as caught:
-        opened(rclone, client=client, **changed)
+        opened(rclone, **changed)
     assert "AWS_ACCESS_KEY_ID" in str(caught.value)
     assert "\n" not in str(caught.value)
     for secret in (SECRET, *changed.values()):
@@ -227,17 +217,15 @@ def test_wrong_keys_are_told_at_the_start(
 
 
 @needs_moto
-@pytest.mark.parametrize("client", CLIENTS)
-def test_a_bucket_that_is_not_there_is_told_at_the_start(server: S3Server, client: str) -> None:
+def test_a_bucket_that_is_not_there_is_told_at_the_start(server: S3Server) -> None:
     with pytest.raises(PermanentStorageError, match="there is no bucket 'nobody-s-bucket'"):
-        opened(server, "nobody-s-bucket", client=client)
+        opened(server, "nobody-s-bucket")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("client", CLIENTS)
-def test_a_dead_endpoint_is_told_and_tried_again(client: str) -> None:
+def test_a_dead_endpoint_is_told_and_tried_again() -> None:
     endpoint = f"http://127.0.0.1:{free_port()}"
-    options = {"key": "k", "secret": "s", "endpoint_url": endpoint, "client": client}
+    options = {"key": "k", "secret": "s", "endpoint_url": endpoint}
     with pytest.raises(TransientStorageError, match=f"is {endpoint} up and reachable"):
         open_backend(f"s3://{BUCKET}/x", storage_options=options)
 
@@ -264,7 +252,7 @@ def test_doctor_says_what_to_do(rclone: S3Server, changed: dict[str, str], messa
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("client", ["obstore", "s3fs"])
 def test_no_credentials_at_all(monkeypatch: pytest.MonkeyPatch, client: str) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
         monkeypatch.delenv(name, raising=False)
@@ -274,7 +262,6 @@ def test_no_credentials_at_all(monkeypatch: pytest.MonkeyPatch, client: str) -> 
 
 
 def test_a_chain_of_credentials_that_ends_at_a_dead_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
         monkeypatch.delenv(name, raising=False)
     for name in ("no_proxy", "NO_PROXY"):
@@ -308,24 +295,16 @@ def test_credentials_of_a_profile(
         ("s3:///x", {}, "expected s3://bucket/prefix"),
         ("s3://key:secret@bucket/x", {}, "go into storage_options"),
         ("s3://b/x", {"key": "k"}, "belong together"),
-        ("s3://b/x", {"client": "boto"}, "client is auto, obstore or s3fs"),
+        ("s3://b/x", {"client": "boto"}, "client is obstore or s3fs"),
         ("s3://b/x", {"endpoint_url": "localhost:9000"}, "expected http"),
         ("s3://b/x", {"client_kwargs": "x"}, "expected a mapping"),
-        ("s3://b/x", {"client": "obstore", "cache_regions": True}, "client: s3fs only"),
-        ("s3://b/x", {"client_kwargs": {"verify": "/no/such/bundle"}}, "CA bundle"),
+        ("s3://b/x", {"anon": True, "client_kwargs": {"verify": "/no/such/bundle"}}, "CA bundle"),
     ],
 )
 def test_options_that_cannot_be(url: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         open_backend(url, storage_options=options)
     assert "key:secret" not in str(caught.value)
-
-
-@needs_moto
-def test_options_that_only_s3fs_knows_are_given_to_s3fs(server: S3Server) -> None:
-    with closing(opened(server, cache_regions=False)) as backend:
-        assert repr(backend).endswith("s3fs)")
-        assert backend.write("x", [b"1"]) is WriteResult.CREATED
 
 
 @needs_moto
@@ -422,13 +401,8 @@ def test_a_conflict_is_tried_again(moto: S3Server) -> None:
 
 
 @needs_moto
-@pytest.mark.parametrize("client", CLIENTS)
-def test_a_thousand_objects_are_deleted_by_one_request(moto: S3Server, client: str) -> None:
-    options = {"client": client}
-    with (
-        S3Proxy(moto.endpoint) as proxy,
-        closing(opened(moto, endpoint_url=proxy.endpoint, **options)) as backend,
-    ):
+def test_a_thousand_objects_are_deleted_by_one_request(moto: S3Server) -> None:
+    with S3Proxy(moto.endpoint) as proxy, closing(through(moto, proxy)) as backend:
         names = [f"a/{number}" for number in range(3)]
         for name in names:
             backend.write(name, [b"1"])

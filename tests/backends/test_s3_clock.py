@@ -43,30 +43,30 @@ def server(status: int, *headers: tuple[str, str]) -> Iterator[str]:
 @pytest.mark.parametrize("status", [200, 400, 403, 404, 503])
 def test_any_answer_has_the_time(status: int) -> None:
     with server(status, DATE) as url:
-        assert Clock(url, {}).now() == 86401.0
+        assert Clock(url).now() == 86401.0
 
 
 def test_the_answer_that_redirects_has_it_too() -> None:
     with server(301, DATE, ("Location", "http://127.0.0.1:1/elsewhere")) as url:
-        assert Clock(url, {}).now() == 86401.0
+        assert Clock(url).now() == 86401.0
 
 
 def test_a_server_without_a_clock_does_not_tell() -> None:
     with server(200) as url:
-        assert Clock(url, {}).now() is None
+        assert Clock(url).now() is None
     assert time_of("yesterday") is None
     assert time_of("Fri, 32 Jan 1970 00:00:01 GMT") is None
 
 
 def test_a_server_that_is_gone_is_an_error_of_the_system() -> None:
     with server(200, DATE) as url:
-        clock = Clock(url, {})
+        clock = Clock(url)
     with pytest.raises(ConnectionRefusedError):
         clock.now()
 
 
 def test_what_clients_say_of_a_process_without_files_is_understood() -> None:
-    """As obstore and s3fs say it, which lose the number or hide it among causes."""
+    """As libraries say it, which lose the number or hide it among causes."""
     rust = Exception(
         "Generic S3 error: error sending request\n\nDebug source:\n  Os {\n      code: 24,\n"
         '      kind: TooManyOpenFiles,\n      message: "Too many open files",\n  },'

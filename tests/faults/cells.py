@@ -47,8 +47,7 @@ from tests.support.transfers import Rig
 from tests.support.waiting import LONG, PATIENT, until
 
 MOMENTS: Final = ("probe", "read", "write", "publish", "list", "delete")
-BUCKETS: Final = ("s3 by obstore", "s3 by s3fs")
-BACKENDS: Final = ("posix", "fuse", *BUCKETS)
+BACKENDS: Final = ("posix", "fuse", "s3")
 
 #: Seconds beyond which a load is given up, in the tests' engines.
 DEADLINE: Final = 0.25
@@ -100,7 +99,7 @@ _ONE_SERVER: Final = "a server that is gone is gone for every request"
 
 def faults_of(backend: str) -> tuple[str, ...]:
     """Return the faults that a kind of storage knows."""
-    if backend in BUCKETS:
+    if backend == "s3":
         return BUCKET_FAULTS
     return (*FAULTS, *MOUNT_ERRNOS)
 
@@ -119,7 +118,7 @@ def why_not_a_cell(fault: str, moment: str, backend: str) -> str | None:
 
 
 def _why_not(fault: str, moment: str, backend: str) -> str | None:
-    if backend in BUCKETS:
+    if backend == "s3":
         if fault == REFUSED and moment != "probe":
             return _ONE_SERVER
         none = ("probe", "publish", "delete") if fault == WRONG_BYTES else ("publish", "delete")
@@ -334,12 +333,13 @@ class BucketStorage(Storage):
     The server keeps objects as files, at which `plain` looks.
     """
 
-    def __init__(self, server: S3Server, client: str) -> None:
-        self.deadline = (2 if client == "obstore" else 4) * DEADLINE
+    deadline = 2 * DEADLINE
+
+    def __init__(self, server: S3Server) -> None:
         assert server.folder is not None
         self.name = uuid.uuid4().hex
         self.proxy = S3Proxy(server.endpoint)
-        options = server.options(client=client, endpoint_url=self.proxy.endpoint)
+        options = server.options(endpoint_url=self.proxy.endpoint)
         self.backend = open_backend(f"s3://{BUCKET}/{self.name}", storage_options=options)
         self.plain = open_backend(server.folder / BUCKET / self.name)
 

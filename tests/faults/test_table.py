@@ -15,7 +15,6 @@ from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef
 from tests.faults.cells import (
     BACKENDS,
-    BUCKETS,
     CLOCKS,
     DAMAGES,
     DEADLINE,
@@ -50,7 +49,7 @@ FMT = make_format()
 
 def rows_of(backend: str) -> tuple[str, ...]:
     """Return the rows of the table for a kind of storage."""
-    own = () if backend in BUCKETS else (STALE, "frozen")
+    own = () if backend == "s3" else (STALE, "frozen")
     mounts = (*MOUNTS, *CLOCKS) if backend == "fuse" else ()
     return (*faults_of(backend), "truncated", *own, *mounts)
 
@@ -191,7 +190,7 @@ def test_cell(
         until(is_met, "the fault is met")
         record_property("met", storage.met())
         engine.check_blocks()
-        if backend in BUCKETS:
+        if backend == "s3":
             check_report(fault, moment, engine, caplog)
         if fault not in DAMAGES or fault.endswith("once") or moment != "read":
             # What is read as damaged, again and again, is moved aside as it should.

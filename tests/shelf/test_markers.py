@@ -38,17 +38,18 @@ def moto() -> Iterator[S3Server]:
         yield server
 
 
-BUCKETS = [pytest.param(name, marks=pytest.mark.real) for name in ("s3", "s3 by s3fs")]
-
-
-@pytest.fixture(params=["directory", "directory by fsspec", "memory", *BUCKETS])
+@pytest.fixture(
+    params=[
+        "directory",
+        "directory by fsspec",
+        "memory",
+        pytest.param("s3", marks=pytest.mark.real),
+    ]
+)
 def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]:
-    if request.param.startswith("s3"):
+    if request.param == "s3":
         url = f"s3://{BUCKET}/{uuid.uuid4().hex}"
         options = request.getfixturevalue("moto").options()
-        if request.param != "s3":
-            pytest.importorskip("s3fs")
-            options["client"] = "s3fs"
     else:
         folder = str(tmp_path / "shelf")
         urls = {"memory": f"memory://{uuid.uuid4().hex}", "directory": folder}
