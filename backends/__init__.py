@@ -51,6 +51,7 @@ __all__ = [
     "WriteMode",
     "WriteResult",
     "open_backend",
+    "settings_of",
 ]
 
 
@@ -105,6 +106,28 @@ def open_backend(
 
         backend = GenericBackend(text, options)
     return ReadOnlyBackend(backend) if read_only else backend
+
+
+def settings_of(
+    url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+) -> list[tuple[str, str]]:
+    """Return what reaches the storage at `url`, where there is a choice, and where it comes from.
+
+    Returns
+    -------
+    list of (str, str)
+        For each setting its name and, without secrets, its value with its source in parentheses.
+        Empty where :func:`open_backend` raises ConfigError.
+    """
+    if os.fspath(url).partition("://")[0].lower() not in ("s3", "s3a"):
+        return []
+    from kvshelf.backends.s3_settings import resolve
+
+    try:
+        rows = resolve(storage_options or {}).rows
+    except (ConfigError, ImportError):
+        return []
+    return [(f"s3 {row.name}", f"{row.value} ({row.source})") for row in rows]
 
 
 def _open_folder(path: str, options: dict[str, Any], read_only: bool, keep_atime: bool) -> Backend:

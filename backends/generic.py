@@ -197,8 +197,7 @@ class GenericBackend(Backend):
             raise ConfigError(f"{self.url} needs fsspec: pip install fsspec") from exc
         try:
             names, others = parameters_of(fsspec.get_filesystem_class(protocol).__init__)
-            if not others:
-                check_names(options, names)
+            check_names(options, names, others=others)
             # A separate instance, so that switching off its listing cache affects no other user.
             fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, **options)
         except ImportError as exc:

@@ -38,7 +38,11 @@ def named(options: Mapping[str, Any], *nested: str) -> Iterator[str]:
 
 
 def check_names(
-    found: Iterable[str], known: Iterable[str], elsewhere: Mapping[str, str] | None = None
+    found: Iterable[str],
+    known: Iterable[str],
+    elsewhere: Mapping[str, str] | None = None,
+    *,
+    others: bool = False,
 ) -> None:
     """Refuse options that a storage does not know.
 
@@ -48,6 +52,8 @@ def check_names(
         Names, with dots for those inside mappings.
     elsewhere : Mapping, optional
         What known options are called by other programs, without what precedes a dot.
+    others : bool
+        There are more that are not known by name: what is nearly a known one is refused.
 
     Raises
     ------
@@ -64,9 +70,11 @@ def check_names(
             last = name.rpartition(".")[2]
             near = [
                 *([last] if last in meant else ()),
-                *difflib.get_close_matches(name, meant, n=1, cutoff=0.6),
-                *difflib.get_close_matches(last, meant, n=1, cutoff=0.6),
+                *difflib.get_close_matches(name, meant, n=1, cutoff=0.8 if others else 0.6),
+                *difflib.get_close_matches(last, meant, n=1, cutoff=0.8 if others else 0.6),
             ]
+            if others and not near:
+                continue
             hint = f"did you mean {meant[near[0]]}?" if near else f"known: {', '.join(names)}"
             unknown.append(f"unknown storage option {name!r}; {hint}")
     if unknown:

@@ -79,9 +79,17 @@ def open_with_s3fs(url: str, options: Mapping[str, Any]) -> GenericBackend:
             # The endpoint is what these make of it.
             "use_dualstack_endpoint": False,
             "use_fips_endpoint": False,
-            "s3": {**mapping_of(config, "s3"), "addressing_style": settings.style},
+            "s3": {
+                "use_accelerate_endpoint": False,
+                **mapping_of(config, "s3"),
+                "use_dualstack_endpoint": False,
+                "addressing_style": settings.style,
+            },
         },
     }
     if settings.provide is None:
         more["config_kwargs"].pop("signature_version", None)
+    if settings.provide is None or options.get("key"):
+        # No profile of the environment, which may not exist.
+        more["session_vars"] = {"profile": (None, None, None, None)}
     return GenericBackend(url, {**usual, **options, **more})

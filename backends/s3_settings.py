@@ -49,6 +49,13 @@ ELSEWHERE: Final = {
     "region": "client_kwargs.region_name",
     "aws_region": "client_kwargs.region_name",
     "skip_signature": "anon",
+    **dict.fromkeys(
+        (
+            *("s3_additional_kwargs", "cache_regions", "default_block_size", "max_concurrency"),
+            *("max_pool_connections", "proxies", "retries", "tcp_keepalive", "client_cert"),
+        ),
+        "client: s3fs, which has it",
+    ),
 }
 CONNECT_SECONDS: Final = 3.0
 READ_SECONDS: Final = 10.0
@@ -183,6 +190,10 @@ class _Search:
             None,
         )
         provide = self._keys()
+        # The only settings that obstore takes from the environment: no option has them.
+        for variable in ("AWS_SERVER_SIDE_ENCRYPTION", "AWS_SSE_KMS_KEY_ID"):
+            if variable in os.environ:
+                self._rows.append(Setting("encryption", os.environ[variable], variable))
         return Settings(endpoint, is_aws, region, style, provide, verify, tuple(self._rows))
 
     def _first(self, name: str, given: Any, variables: Any, profile: Any, usual: Any) -> Any:
@@ -290,4 +301,4 @@ def _obstore_keys(key: Any, secret: Any, token: Any, until: datetime | None) -> 
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Refuse what obstore does not know. Raises ConfigError."""
-    check_names(named(options, *NESTED), OPTIONS, ELSEWHERE)
+    check_names(named(options, *NESTED), (*OPTIONS, "checksum", "client"), ELSEWHERE)

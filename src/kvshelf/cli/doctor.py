@@ -28,7 +28,7 @@ from typing import Annotated
 import typer
 
 from kvshelf import __version__
-from kvshelf.backends import Backend, Properties, WriteResult, open_backend
+from kvshelf.backends import Backend, Properties, WriteResult, open_backend, settings_of
 from kvshelf.cli.codes import GIVEN, OK, PROBLEM, UNREACHABLE, ending_at_once
 from kvshelf.cli.common import DryRunOption, JsonOption, number, told, write_json
 from kvshelf.cli.shelves import ShelfArgument, configured, find_shelf, is_local
@@ -204,6 +204,7 @@ def _shelf(shelf: str | None, timeout: float, dry_run: bool) -> Iterator[Check]:
     options |= {"create": False} if is_local(url) else {}
     read_only = config.read_only or dry_run
     opener = functools.partial(open_backend, url, storage_options=options, read_only=read_only)
+    yield from (Check(name, State.OK, text) for name, text in settings_of(url, options))
     yield from _Examination(opener, read_only, timeout).run()
     tier = config.disk_tier
     if tier is not None and os.path.lexists(tier.path):

@@ -1,0 +1,448 @@
+"""What is configured is what is used: no variable and no file beats or completes it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec import config as fsspec_config
+from typer.testing import CliRunner
+
+from kvshelf.backends import open_backend
+from kvshelf.cli.app import app
+from kvshelf.errors import ConfigError, StorageError
+
+pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
+
+from kvshelf.backends.s3_settings import resolve
+
+pytestmark = pytest.mark.real
+
+PAGE = (
+    "<ListBucketResult><Name>b</Name><Prefix></Prefix><KeyCount>0</KeyCount>"
+    "<MaxKeys>1000</MaxKeys><IsTruncated>false</IsTruncated></ListBucketResult>"
+)
+#: What does not vary of a signature: key, region, signed headers.
+_SIGNED = re.compile(r"Credential=(\w+)/\d+/([\w-]+).*SignedHeaders=([\w;-]+)")
+
+
+class Recorder:
+    """A server of an empty bucket, which remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, str, tuple[str, ...]]] = []
+        recorder = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                recorder.requests.append((self.command, self.path, tuple(self._headers())))
+                listing = self.command == "GET" and "?" in self.path
+                body = PAGE.encode() if listing else b""
+                self.send_response(200 if listing or self.command in ("PUT", "POST") else 404)
+                self.send_header("Content-Length", str(len(body)))
+                self.send_header("ETag", '"e"')
+                self.end_headers()
+                self.wfile.write(body)
+
+            def _headers(self) -> Iterator[str]:
+                for name, value in sorted(self.headers.items()):
+                    if name.lower() in ("x-amz-date", "user-agent", "amz-sdk-invocation-id"):
+                        continue
+                    if name.lower() == "authorization":
+                        signed = _SIGNED.search(value)
+                        value = " ".join(signed.groups()) if signed is not None else value
+                    yield f"{name.lower()}: {value}"
+
+            do_PUT = do_HEAD = do_DELETE = do_POST = do_GET  # noqa: N815
+
+            def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+                """Say nothing."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def options(self, **more: Any) -> dict[str, Any]:
+        """Return options that leave nothing open."""
+        return {
+            "endpoint_url": self.url,
+            "key": "configured",
+            "secret": "a secret",
+            "client_kwargs": {"region_name": "us-west-2"},
+            "config_kwargs": {"s3": {"addressing_style": "path"}},
+            **more,
+        }
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[tuple[Recorder, Recorder]]:
+    """The configured one, and another."""
+    with contextlib.ExitStack() as stack:
+        made = Recorder(), Recorder()
+        for server in made:
+            stack.callback(server.close)
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nobody's own configuration has a part in the tests."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+def asked(server: Recorder, options: dict[str, Any]) -> Counter[tuple[str, str, tuple[str, ...]]]:
+    """Do what engines do, and return the requests."""
+    server.requests.clear()
+    with contextlib.closing(open_backend("s3://bucket/kv", storage_options=options)) as backend:
+        calls: list[Callable[[], object]] = [
+            lambda: backend.write("a/x", [b"1"]),
+            lambda: backend.stat(["a/x", "a/y"]),
+            lambda: backend.open("a/x"),
+            lambda: list(backend.list()),
+            lambda: backend.delete_all(["a/x"]),
+            backend.now,
+        ]
+        for call in calls:
+            with contextlib.suppress(StorageError):
+                call()
+    # Temporaries, of clocks, have random names.
+    return Counter(
+        (method, re.sub(r"[0-9a-f]{16}\.tmp", "tmp", path), headers)
+        for method, path, headers in server.requests
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(servers: tuple[Recorder, Recorder]) -> dict[str, Any]:
+    """What each client asks where nothing but the options says anything; by client."""
+    return {}
+
+
+#: Each variable that obstore takes a setting from, but for encryption, which no option has.
+OF_OBSTORE = {
+    **dict.fromkeys(("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"), "OTHER"),
+    **dict.fromkeys(("AWS_ENDPOINT_URL_STS", "AWS_METADATA_ENDPOINT", "AWS_PROXY_URL"), "OTHER"),
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI": "OTHER",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI": "/keys",
+    "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE": "/no/token",
+    "AWS_WEB_IDENTITY_TOKEN_FILE": "/no/token",
+    **dict.fromkeys(("AWS_ROLE_ARN", "AWS_ROLE_SESSION_NAME"), "arn:aws:iam::123456789012:role/x"),
+    **dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "foreign"),
+    **dict.fromkeys(("AWS_SESSION_TOKEN", "AWS_TOKEN"), "foreign"),
+    **dict.fromkeys(("AWS_REGION", "AWS_DEFAULT_REGION"), "mars-1"),
+    **dict.fromkeys(("AWS_BUCKET", "AWS_BUCKET_NAME"), "other"),
+    "AWS_VIRTUAL_HOSTED_STYLE_REQUEST": "true",
+    "AWS_SKIP_SIGNATURE": "true",
+    "AWS_UNSIGNED_PAYLOAD": "true",
+    "AWS_CHECKSUM_ALGORITHM": "crc64nvme",
+    "AWS_CONDITIONAL_PUT": "disabled",
+    "AWS_COPY_IF_NOT_EXISTS": "multipart",
+    "AWS_DISABLE_BULK_DELETE": "true",
+    "AWS_DISABLE_TAGGING": "true",
+    "AWS_IMDSV1_FALLBACK": "true",
+    "AWS_REQUEST_PAYER": "requester",
+    "AWS_S3_EXPRESS": "true",
+    "AWS_ALLOW_HTTP": "false",
+    "AWS_ALLOW_INVALID_CERTIFICATES": "true",
+    "AWS_CONNECT_TIMEOUT": "1ns",
+    "AWS_READ_TIMEOUT": "1ns",
+    "AWS_TIMEOUT": "1ns",
+    "AWS_DEFAULT_CONTENT_TYPE": "text/x-foreign",
+    "AWS_HTTP2_ONLY": "true",
+}
+HOSTILE_PROFILE = """[default]
+endpoint_url = OTHER
+region = mars-1
+aws_access_key_id = foreign
+aws_secret_access_key = foreign
+aws_session_token = foreign
+use_dualstack_endpoint = true
+use_fips_endpoint = true
+services = others
+s3 =
+  addressing_style = virtual
+  use_accelerate_endpoint = true
+  use_dualstack_endpoint = true
+[services others]
+s3 =
+  endpoint_url = OTHER
+"""
+#: Each variable that botocore takes from the environment and that says where or as whom.
+OF_BOTOCORE = {
+    **dict.fromkeys(("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"), "OTHER"),
+    **dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "foreign"),
+    **dict.fromkeys(("AWS_SESSION_TOKEN", "AWS_SECURITY_TOKEN"), "foreign"),
+    **dict.fromkeys(("AWS_REGION", "AWS_DEFAULT_REGION"), "mars-1"),
+    **dict.fromkeys(("AWS_PROFILE", "AWS_DEFAULT_PROFILE"), "nobody"),
+    **dict.fromkeys(("AWS_USE_DUALSTACK_ENDPOINT", "AWS_USE_FIPS_ENDPOINT"), "true"),
+    "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "true",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI": "OTHER",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI": "/keys",
+    "AWS_WEB_IDENTITY_TOKEN_FILE": "/no/token",
+    "AWS_ROLE_ARN": "arn:aws:iam::123456789012:role/x",
+    "AWS_EC2_METADATA_SERVICE_ENDPOINT": "OTHER",
+    "AWS_AUTH_SCHEME_PREFERENCE": "sigv4a",
+    "AWS_SIGV4A_SIGNING_REGION_SET": "*",
+    **dict.fromkeys(("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"), HOSTILE_PROFILE),
+}
+
+
+@pytest.mark.parametrize(
+    ("client", "variable", "value"),
+    [("obstore", *one) for one in (OF_OBSTORE | OF_BOTOCORE).items()]
+    + [("s3fs", *one) for one in OF_BOTOCORE.items()],
+)
+def test_no_variable_changes_what_is_asked(
+    servers: tuple[Recorder, Recorder],
+    undisturbed: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    client: str,
+    variable: str,
+    value: str,
+) -> None:
+    pytest.importorskip(client)
+    configured, other = servers
+    options = configured.options(client=client)
+    if client not in undisturbed:
+        undisturbed[client] = asked(configured, options)
+    value = value.replace("OTHER", other.url)
+    if "\n" in value:
+        file = tmp_path / "hostile"
+        file.write_text(value)
+        value = str(file)
+    monkeypatch.setenv(variable, value)
+    found = asked(configured, options)
+    assert found == undisturbed[client]
+    assert len(found) >= 6
+    assert sum("configured us-west-2" in " ".join(headers) for *_, headers in found) >= 5
+    assert not other.requests
+
+
+def test_fsspec_s_configuration_of_s3_has_no_part(
+    servers: tuple[Recorder, Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("s3fs")
+    configured, other = servers
+    options = configured.options(client="s3fs")
+    before = asked(configured, options)
+    foreign = {"token": "foreign", "username": "foreign", "endpoint_url": other.url}
+    more = {"client_kwargs": {"endpoint_url": other.url}, "requester_pays": True}
+    monkeypatch.setitem(fsspec_config.conf, "s3", foreign | more)
+    assert asked(configured, options) == before
+    assert not other.requests
+
+
+def test_a_checksum_that_the_environment_wants_cannot_be_left_out(
+    servers: tuple[Recorder, Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_CHECKSUM_ALGORITHM", "SHA256")
+    options = servers[0].options(checksum=False)
+    with pytest.raises(ConfigError, match="AWS_CHECKSUM_ALGORITHM is set: unset it"):
+        open_backend("s3://bucket/kv", storage_options=options)
+
+
+PROFILES = """[default]
+region = eu-central-1
+[profile minio]
+endpoint_url = http://minio:9000
+region = of-minio
+aws_access_key_id = minio
+aws_secret_access_key = minio
+s3 =
+  addressing_style = virtual
+[profile ceph]
+services = ours
+region = of-ceph
+[profile double]
+use_dualstack_endpoint = true
+region = eu-west-1
+[services ours]
+s3 =
+  endpoint_url = http://ceph:7480
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "expected", "source"),
+    [
+        ({}, {}, "https://s3.eu-central-1.amazonaws.com eu-central-1 path", "AWS"),
+        ({}, {"AWS_REGION": "eu-x-1"}, "https://s3.eu-x-1.amazonaws.com eu-x-1 path", "AWS"),
+        ({"use_ssl": False}, {"AWS_REGION": "r"}, "http://s3.r.amazonaws.com r path", "AWS"),
+        # Partitions and variants of AWS.
+        (
+            {},
+            {"AWS_REGION": "cn-north-1"},
+            "https://s3.cn-north-1.amazonaws.com.cn cn-north-1 path",
+            "AWS",
+        ),
+        (
+            {},
+            {"AWS_DEFAULT_REGION": "us-gov-west-1"},
+            "https://s3.us-gov-west-1.amazonaws.com us-gov-west-1 path",
+            "AWS",
+        ),
+        (
+            {},
+            {"AWS_REGION": "us-iso-east-1"},
+            "https://s3.us-iso-east-1.c2s.ic.gov us-iso-east-1 path",
+            "AWS",
+        ),
+        (
+            {},
+            {"AWS_USE_FIPS_ENDPOINT": "true"},
+            "https://s3-fips.eu-central-1.amazonaws.com eu-central-1 virtual",
+            "AWS",
+        ),
+        (
+            {},
+            {"AWS_PROFILE": "double"},
+            "https://s3.dualstack.eu-west-1.amazonaws.com eu-west-1 path",
+            "AWS",
+        ),
+        # Profiles with an endpoint, and one of whom the endpoint is ignored.
+        ({}, {"AWS_PROFILE": "minio"}, "http://minio:9000 of-minio virtual", "profile minio"),
+        ({}, {"AWS_PROFILE": "ceph"}, "http://ceph:7480 of-ceph path", "profile ceph"),
+        (
+            {},
+            {"AWS_PROFILE": "ceph", "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "true"},
+            "https://s3.of-ceph.amazonaws.com of-ceph path",
+            "AWS",
+        ),
+        # The environment comes before its profile, and the service's variable before the other.
+        (
+            {},
+            {"AWS_PROFILE": "ceph", "AWS_ENDPOINT_URL_S3": "http://e", "AWS_ENDPOINT_URL": "x"},
+            "http://e of-ceph path",
+            "AWS_ENDPOINT_URL_S3",
+        ),
+        # The profile of the options comes before the environment, which completes it.
+        (
+            {"profile": "minio"},
+            {"AWS_ENDPOINT_URL": "http://e", "AWS_REGION": "e"},
+            "http://minio:9000 of-minio virtual",
+            "profile minio",
+        ),
+        (
+            {"profile": "double"},
+            {"AWS_ENDPOINT_URL": "http://e"},
+            "http://e eu-west-1 path",
+            "AWS_ENDPOINT_URL",
+        ),
+        # The addressing of a profile goes with its endpoint.
+        (
+            {"endpoint_url": "http://o/"},
+            {"AWS_PROFILE": "minio"},
+            "http://o of-minio path",
+            "storage_options: endpoint_url",
+        ),
+    ],
+)
+def test_what_is_not_in_the_options_comes_from_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    options: dict[str, Any],
+    environment: dict[str, str],
+    expected: str,
+    source: str,
+) -> None:
+    (tmp_path / "config").write_text(PROFILES)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    found = resolve({"key": "k", "secret": "s", **options})
+    assert f"{found.endpoint} {found.region} {found.style}" == expected
+    assert {row.name: row.source for row in found.rows}["endpoint"].startswith(source)
+
+
+def test_a_profile_brings_its_keys_to_its_endpoint(
+    servers: tuple[Recorder, Recorder], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    configured, other = servers
+    content = PROFILES.replace("http://minio:9000", configured.url).replace("virtual", "path")
+    (tmp_path / "config").write_text(content)
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.setenv(name, other.url)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.setenv(name, "foreign")
+    requests = asked(configured, {"profile": "minio"})
+    assert sum("minio of-minio" in " ".join(headers) for *_, headers in requests) >= 5
+    assert "foreign" not in str(requests)
+    assert not other.requests
+
+
+def test_an_endpoint_may_begin_with_the_bucket() -> None:
+    style = {"config_kwargs": {"s3": {"addressing_style": "virtual"}}}
+    for host, url in {"h": "https://b.h", "b.h": "https://b.h"}.items():
+        options = {"anon": True, **style, "endpoint_url": f"https://{host}"}
+        assert resolve(options).endpoint_of("b") == url
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "message"),
+    [
+        ("s3://b/x", {"endpoint": "http://h"}, "'endpoint'; did you mean endpoint_url?"),
+        ("s3://b/x", {"region": "r"}, "'region'; did you mean client_kwargs.region_name?"),
+        ("s3://b/x", {"aws_access_key_id": "k"}, "'aws_access_key_id'; did you mean key?"),
+        ("s3://b/x", {"client_kwargs": {"region": "r"}}, "did you mean client_kwargs.region_name?"),
+        ("s3://b/x", {"addressing_style": "path"}, "mean config_kwargs.s3.addressing_style?"),
+        ("s3://b/x", {"config_kwargs": {"s3": {"style": "path"}}}, "config_kwargs.s3.addressing"),
+        ("s3://b/x", {"kee": 1, "anom": 1}, "mean key?; unknown storage option 'anom'"),
+        ("s3://b/x", {"chequesum": True}, "did you mean checksum?"),
+        ("s3://b/x", {"cache_regions": True}, "did you mean client: s3fs, which has it?"),
+        ("s3://b/x", {"client": "s3fs", "endpoint": "http://h"}, "did you mean endpoint_url?"),
+        ("s3://b/x", {"client": "s3fs", "config_kwargs": {"max_pool": 1}}, "max_pool_connections?"),
+        (
+            "s3://b/x",
+            {"client": "s3fs", "client_kwargs": {"aws_secret_access_key": "s"}},
+            "secret?",
+        ),
+        ("/no/such", {"creat": False}, "'creat'; did you mean create?"),
+        ("/no/such", {"region": "x"}, "'region'; known: create, fsync"),
+        ("ftp://h/x", {"usernam": "me"}, "'usernam'; did you mean username?"),
+    ],
+)
+def test_options_are_checked_by_name(url: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match="unknown storage option") as error:
+        open_backend(url, storage_options=options)
+    assert message in str(error.value)
+    env = {"KVSHELF_STORAGE_OPTIONS": json.dumps(options)}
+    result = CliRunner().invoke(app, ["ls", url], env=env)
+    assert result.exit_code == 2
+
+
+def test_doctor_says_where_each_setting_comes_from(
+    servers: tuple[Recorder, Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_REGION", "of-the-environment")
+    monkeypatch.setenv("AWS_SERVER_SIDE_ENCRYPTION", "AES256")
+    options = {"endpoint_url": servers[0].url, "key": "a key", "secret": "a secret"}
+    env = {"KVSHELF_STORAGE_OPTIONS": json.dumps(options)}
+    result = CliRunner().invoke(app, ["doctor", "s3://bucket/kv", "--json"], env=env)
+    checks = {check["name"]: check["found"] for check in json.loads(result.stdout)["checks"]}
+    assert checks["s3 endpoint"] == f"{servers[0].url} (storage_options: endpoint_url)"
+    assert checks["s3 region"] == "of-the-environment (AWS_REGION)"
+    assert checks["s3 addressing"] == "path (default)"
+    assert checks["s3 keys"] == "an access key (storage_options: key, secret)"
+    assert checks["s3 encryption"] == "AES256 (AWS_SERVER_SIDE_ENCRYPTION)"
+    assert "a secret" not in result.stdout and "a key" not in result.stdout
