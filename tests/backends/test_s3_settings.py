@@ -233,6 +233,7 @@ def test_no_variable_changes_what_is_asked(
         file.write_text(value)
         value = str(file)
     monkeypatch.setenv(variable, value)
+    other.requests.clear()
     found = asked(configured, options)
     assert found == undisturbed[client]
     assert len(found) >= 6
