@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from kvshelf.backends.base import (
     NOT_REGULAR,
@@ -113,6 +114,8 @@ def settings_of(
 ) -> list[tuple[str, str]]:
     """Return what reaches the storage at `url`, where there is a choice, and where it comes from.
 
+    After it was used, also what this process has learned that the storage lacks.
+
     Returns
     -------
     list of (str, str)
@@ -121,13 +124,18 @@ def settings_of(
     """
     if os.fspath(url).partition("://")[0].lower() not in ("s3", "s3a"):
         return []
+    from kvshelf.backends.s3_quirks import QUIRKS, quirks_of
     from kvshelf.backends.s3_settings import resolve
 
     try:
-        rows = resolve(storage_options or {}).rows
+        settings = resolve(storage_options or {})
     except (ConfigError, ImportError):
         return []
-    return [(f"s3 {row.name}", f"{row.value} ({row.source})") for row in rows]
+    known = quirks_of(settings.endpoint, urlsplit(os.fspath(url)).netloc)
+    return [
+        *((f"s3 {row.name}", f"{row.value} ({row.source})") for row in settings.rows),
+        *(("s3 quirk", f"{quirk}: {QUIRKS[quirk]}") for quirk in sorted(known)),
+    ]
 
 
 def _open_folder(path: str, options: dict[str, Any], read_only: bool, keep_atime: bool) -> Backend:

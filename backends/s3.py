@@ -32,7 +32,6 @@ import errno
 import importlib.util
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
@@ -168,37 +167,41 @@ class Rate:
             self.bytes_per_second = 1 / (0.75 / known + 0.25 / found)
 
 
-class _StreamReader(Reader):
-    """Reads the body of one GET as it arrives."""
+class _PiecesReader(Reader):
+    """Reads an object whose pieces arrive one after the other: of one body, or of its parts."""
 
-    def __init__(self, backend: S3Backend, name: str, body: Body) -> None:
-        self.size = body.size
+    def __init__(
+        self,
+        backend: S3Backend,
+        name: str,
+        size: int,
+        etag: str | None,
+        pieces: Iterator[memoryview],
+        parts: Sequence[Future[Part]] = (),
+    ) -> None:
+        self.size = size
         self._backend = backend
         self._name = name
-        self._body: Body | None = body
-        self._etag = body.etag
+        self._etag = etag
+        self._pieces: Iterator[memoryview] | None = pieces
+        self._parts = parts
         self._rest = memoryview(b"")
         self._position = 0
         self._waited = 0.0
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         view = buffer.cast("B")
-        wanted = max(0, min(len(view), self.size - offset))
-        if not wanted:
-            return 0
-        if offset == self._position and self._body is not None:
-            with self._backend._errors("reading", self._name):
-                return self._read_on(view[:wanted], self._body.pieces)
-        data = self._backend._fetch(self._name, offset, wanted, self._etag)
-        view[: len(data)] = data
-        return len(data)
-
-    def _read_on(self, view: memoryview, pieces: Iterator[memoryview]) -> int:
+        view = view[: max(0, min(len(view), self.size - offset))]
+        if offset != self._position or self._pieces is None:
+            data = self._backend._fetch(self._name, offset, len(view), self._etag)
+            view[: len(data)] = data
+            return len(data)
         done = 0
         while done < len(view):
             if not self._rest:
                 begin = time.monotonic()
-                piece = next(pieces, None)
+                with self._backend._errors("reading", self._name):
+                    piece = next(self._pieces, None)
                 self._waited += time.monotonic() - begin
                 if piece is None:
                     # The connection ended early: the caller sees too few bytes.
@@ -213,63 +216,15 @@ class _StreamReader(Reader):
         return done
 
     def close(self) -> None:
-        body, self._body = self._body, None
-        if body is not None:
-            self._backend._note_bodies(-1)
-            self._backend.rate.note(self._position, self._waited)
+        if self._pieces is None:
+            return
+        self._pieces = None
         self._rest = memoryview(b"")
-
-
-class _PartsReader(Reader):
-    """Reads an object whose parts are fetched in parallel."""
-
-    def __init__(
-        self,
-        backend: S3Backend,
-        name: str,
-        first: Part,
-        later: Sequence[tuple[int, Future[Part]]],
-    ) -> None:
-        self.size = first.size
-        self._backend = backend
-        self._name = name
-        #: The current piece of the current part, the pieces that follow it, and the later parts;
-        #: each with the offset of its first byte.
-        self._piece = (0, memoryview(b""))
-        self._pieces = deque(_placed(0, backend._noted(first)))
-        self._later = deque(later)
-        self._bodies = 1 + len(later)
-
-    def read_into(self, buffer: memoryview, offset: int) -> int:
-        view = buffer.cast("B")
-        done = 0
-        with self._backend._errors("reading", self._name):
-            while done < len(view):
-                start, data = self._piece
-                inside = offset + done - start
-                if inside == len(data) and self._pieces:
-                    self._piece = self._pieces.popleft()
-                    continue
-                if inside == len(data) and self._later:
-                    start, part = self._later.popleft()
-                    self._pieces.extend(_placed(start, self._backend._noted(part.result())))
-                    continue
-                piece = data[inside : inside + len(view) - done] if inside >= 0 else data[:0]
-                if not len(piece):
-                    # The object's end, or a part with too few bytes.
-                    break
-                view[done : done + len(piece)] = piece
-                done += len(piece)
-        return done
-
-    def close(self) -> None:
-        for _, part in self._later:
+        for part in self._parts:
             part.cancel()
-        self._later.clear()
-        self._pieces.clear()
-        self._piece = 0, memoryview(b"")
-        bodies, self._bodies = self._bodies, 0
-        self._backend._note_bodies(-bodies)
+        if not self._parts:
+            self._backend.rate.note(self._position, self._waited)
+        self._backend._note_bodies(-max(1, len(self._parts)))
 
 
 class S3Backend(Backend):
@@ -297,7 +252,6 @@ class S3Backend(Backend):
         self.url = url
         self.client = client
         self.rate = Rate()
-        self._conditional = True
         self._knows_ranges = True
         #: Requests for bodies in flight.
         self._bodies = 0
@@ -395,7 +349,7 @@ class S3Backend(Backend):
         with self._errors("opening", name):
             body = self.client.get(name)
         self._note_bodies(1)
-        return _StreamReader(self, name, body)
+        return _PiecesReader(self, name, body.size, body.etag, body.pieces)
 
     def _open_parts(self, name: str, size: int, count: int) -> Reader | None:
         """Request the parts of one object in parallel; None if they cannot be had."""
@@ -420,30 +374,21 @@ class S3Backend(Backend):
                 # them. Otherwise the size is wrong; the reader will detect it.
                 self._knows_ranges = not exc.whole
                 return None
-        return _PartsReader(self, name, first, list(zip(starts, parts, strict=True))[1:])
+        return _PiecesReader(self, name, first.size, None, self._pieces_of(parts, step), parts)
 
-    def _noted(self, part: Part) -> Sequence[memoryview]:
-        self.rate.note(sum(map(len, part.pieces)), part.seconds)
-        return part.pieces
+    def _pieces_of(self, parts: Sequence[Future[Part]], step: int) -> Iterator[memoryview]:
+        """Yield the pieces of all parts in order, up to one that comes short."""
+        for part in parts:
+            found = part.result()
+            nbytes = sum(map(len, found.pieces))
+            self.rate.note(nbytes, found.seconds)
+            yield from found.pieces
+            if nbytes < step:
+                return
 
     def _note_bodies(self, more: int) -> None:
         with self._lock:
             self._bodies += more
-
-    def read_into(self, name: str, buffer: memoryview, offset: int = 0) -> int:
-        """Read part of one object, without fetching the rest."""
-        if not offset:
-            return super().read_into(name, buffer, offset)
-        view = buffer.cast("B")
-        answer = probe(self, name)
-        if answer is None:
-            raise ObjectMissingError(
-                errno.ENOENT, "reading failed: no such object", f"{self.url}/{name}"
-            )
-        assert isinstance(answer, int)
-        data = self._fetch(name, offset, max(0, min(len(view), answer - offset)))
-        view[: len(data)] = data
-        return len(data)
 
     def _fetch(self, name: str, offset: int, length: int, etag: str | None = None) -> memoryview:
         if not length:
@@ -499,16 +444,12 @@ class S3Backend(Backend):
         if not self._honours_condition and self._is_there(name, data):
             return WriteResult.EXISTED
         for _ in range(_CONFLICTS):
-            put = self._put(name, data, create=self._conditional)
+            put = self._put(name, data, create=True)
             if put is Put.DONE:
-                if self._conditional:
-                    self._learn(name, data)
+                self._learn(name, data)
                 return WriteResult.CREATED
             if put is Put.EXISTS:
                 return WriteResult.EXISTED
-            if put is Put.UNSUPPORTED:
-                self._conditional = False
-                continue
             # Another writer is creating the same name. Either it succeeds, or we retry.
             if self.stat([name])[0] is not None:
                 return WriteResult.EXISTED
@@ -609,13 +550,6 @@ class S3Backend(Backend):
     def close(self) -> None:
         """Close the client."""
         self.client.close()
-
-
-def _placed(start: int, pieces: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
-    """Yield pieces that follow one another with the offset of each."""
-    for piece in pieces:
-        yield start, piece
-        start += len(piece)
 
 
 def _read(body: Body, skip: int, length: int) -> memoryview:

@@ -1,7 +1,8 @@
 """The objects of a bucket by the obstore library: requests, and the event loop of many at once.
 
 Owns the store that obstore is given (:func:`make_store`), with every setting that kvshelf knows, so
-that it takes none of them from the environment. Calls raise what obstore raises, which
+that it takes none of them from the environment, and that is made anew when a request shows that the
+store lacks something (:mod:`kvshelf.backends.s3_quirks`). Calls raise what obstore raises, which
 :meth:`Client.error` makes a typed error, and FileNotFoundError where there is no such object.
 
 Batches of probes, the parts of an object, and listings run on an event loop in one thread of the
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import threading
 import time
@@ -20,16 +22,21 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, S
 from concurrent.futures import Future
 from datetime import timedelta
 from enum import Enum, auto
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
-from kvshelf.backends.base import ObjectInfo
+from kvshelf.backends import s3_quirks
+from kvshelf.backends.base import CLOCK_FOLDER, ObjectInfo
 from kvshelf.backends.options import mapping_of
 from kvshelf.backends.oserrors import storage_error
-from kvshelf.backends.s3_clock import Clock
+from kvshelf.backends.s3_clock import time_of_server
 from kvshelf.backends.s3_errors import ALREADY_THERE, codes_of, obstore_error, shorten
 from kvshelf.backends.s3_settings import CONNECT_SECONDS, READ_SECONDS, Settings
 from kvshelf.background import THREAD_LIMIT, try_to_start
 from kvshelf.errors import ConfigError, StorageError, TransientStorageError
+
+logger = logging.getLogger(__name__)
 
 PROBES_AT_ONCE: Final = 64
 #: Most objects that one request removes.
@@ -38,6 +45,8 @@ DELETES_AT_ONCE: Final = 1000
 _STREAM_BYTES: Final = 1 << 20
 _RETRY_SECONDS: Final = 3.0
 _RETRIES: Final = 5
+#: For how long a signed URL is good, whose request follows at once.
+_SIGNED_FOR: Final = timedelta(minutes=5)
 
 T = TypeVar("T")
 
@@ -50,8 +59,6 @@ class Put(Enum):
     EXISTS = auto()
     #: Another writer is creating the same name.
     CONFLICT = auto()
-    #: The store knows no conditions.
-    UNSUPPORTED = auto()
 
 
 class RangeError(Exception):
@@ -119,9 +126,12 @@ class Client:
         self._secrets = [
             str(options[name]) for name in ("key", "secret", "token") if options.get(name)
         ]
-        self._endpoint = settings.asked
-        self._store = make_store(bucket, prefix, options, settings)
-        self._clock = Clock(settings.endpoint, settings.verify)
+        self._endpoint = None if settings.is_aws else settings.endpoint
+        self._settings = settings
+        self._quirks = s3_quirks.quirks_of(settings.endpoint, bucket)
+        self._quirks.update(options.get("quirks") or ())
+        self._make = partial(make_store, bucket, prefix, options, settings, self._quirks)
+        self._store = self._make()
         self._lock = threading.Lock()
         self._running: asyncio.AbstractEventLoop | None = None
 
@@ -140,11 +150,40 @@ class Client:
             writing=writing,
         )
 
+    def _adapting(self, call: Callable[[], T], *quirks: str) -> T:
+        """Make a call, again where its refusal shows that the store lacks what it needs."""
+        left = [quirk for quirk in quirks if quirk not in self._quirks]
+        while True:
+            try:
+                return call()
+            except Exception as exc:
+                shown = next((quirk for quirk in left if s3_quirks.shows(exc, quirk)), None)
+                if shown is None:
+                    raise
+                left.remove(shown)
+                self._learn(shown)
+
+    def _learn(self, quirk: str) -> None:
+        logger.info("%s: %s: %s", self._url, quirk, s3_quirks.QUIRKS[quirk])
+        self._quirks.add(quirk)
+        self._store = self._make()
+
     # ------------------------------------------------------------------- on the caller's thread
 
     def head(self, name: str) -> ObjectInfo:
         """Probe one object."""
-        return _info(name, self._store.head(name))
+
+        def probe() -> Any:
+            if s3_quirks.NO_HEAD_LENGTH not in self._quirks:
+                return self._store.head(name)
+            try:
+                return self._store.get(name, options={"range": (0, 1)}).meta
+            except FileNotFoundError:
+                raise
+            except Exception:  # noqa: BLE001 - an empty object has no first byte
+                return self._store.get(name).meta
+
+        return _info(name, self._adapting(probe, s3_quirks.NO_HEAD_LENGTH))
 
     def get(
         self, name: str, start: int = 0, end: int | None = None, etag: str | None = None
@@ -162,10 +201,17 @@ class Client:
         return Body(int(found.meta["size"]), found.meta.get("e_tag"), _pieces(found))
 
     def put(self, name: str, data: Any, *, create: bool) -> Put:
-        """Write an object; `create`: on the condition that there is none."""
+        """Write an object; `create`: on the condition that there is none, if the store has such."""
+
+        def write() -> None:
+            mode = (
+                "create" if create and s3_quirks.NO_CONDITIONS not in self._quirks else "overwrite"
+            )
+            self._store.put(name, data, mode=mode, use_multipart=False)
+
         try:
-            self._store.put(
-                name, data, mode="create" if create else "overwrite", use_multipart=False
+            self._adapting(
+                write, *([s3_quirks.NO_CONDITIONS] if create else []), s3_quirks.NO_CHECKSUMS
             )
         except Exception as exc:
             refused = _refused_put(exc) if create else None
@@ -176,12 +222,19 @@ class Client:
 
     def delete(self, names: Sequence[str]) -> None:
         """Remove objects, whether they are there or not; raise if one of them stays."""
-        self._store.delete(list(names))
+        self._adapting(lambda: self._store.delete(list(names)), s3_quirks.NO_DELETE_OBJECTS)
 
     def now(self) -> float | None:
-        """Ask without credentials: obstore does not show the headers of an answer."""
+        """Ask with a signed URL: obstore does not show the headers of an answer."""
+        import obstore
+
         try:
-            return self._clock.now()
+            # Some servers drop requests that are not signed.
+            if self._settings.provide is None:
+                url = self._settings.endpoint
+            else:
+                url = obstore.sign(self._store, "HEAD", CLOCK_FOLDER, _SIGNED_FOR)
+            return time_of_server(url, self._settings.verify)
         except OSError as exc:
             raise storage_error(exc, "asking for the time", self._url) from exc
 
@@ -193,7 +246,13 @@ class Client:
 
         async def head(name: str) -> ObjectInfo:
             async with free:
-                return _info(name, await self._store.head_async(name))
+                if s3_quirks.NO_HEAD_LENGTH not in self._quirks:
+                    try:
+                        return _info(name, await self._store.head_async(name))
+                    except Exception as exc:
+                        if not s3_quirks.shows(exc, s3_quirks.NO_HEAD_LENGTH):
+                            raise
+                return await asyncio.to_thread(self.head, name)
 
         async def heads() -> Sequence[ObjectInfo | BaseException]:
             return await asyncio.gather(*map(head, names), return_exceptions=True)
@@ -222,7 +281,19 @@ class Client:
 
     def check(self, seconds: float) -> None:
         """Fail now if every later call would fail; TimeoutError after `seconds`."""
-        next(self.rows("", 1, seconds), None)
+        may = urlsplit(self._settings.endpoint).netloc.startswith(f"{self._bucket}.")
+        try:
+            next(self.rows("", 1, seconds), None)
+        except Exception as exc:
+            quirk = s3_quirks.BUCKET_IN_ENDPOINT
+            if not may or quirk in self._quirks or not s3_quirks.shows(exc, quirk):
+                raise
+            self._learn(quirk)
+            try:
+                next(self.rows("", 1, seconds), None)
+            except Exception:  # noqa: BLE001 - the host is only called like the bucket
+                self._quirks.discard(quirk)
+                raise exc from None
 
     def rows(
         self, prefix: str, count: int, seconds: float, after: str | None = None
@@ -311,13 +382,11 @@ def _pieces(found: Any) -> Iterator[memoryview]:
 
 def _refused_put(exc: Exception) -> Put | None:
     """Return what the answer to a conditional PUT means; None for an error."""
-    meant = {"AlreadyExistsError": "412", "NotSupportedError": "501"}
-    codes = codes_of(str(exc)) | {meant.get(type(exc).__name__, "")}
-    if "409" in codes:
+    codes = codes_of(str(exc)) | ({"412"} if type(exc).__name__ == "AlreadyExistsError" else set())
+    # 429: some stores take one write a second for each name.
+    if codes & {"409", "429"}:
         return Put.CONFLICT
-    if codes & ALREADY_THERE:
-        return Put.EXISTS
-    return Put.UNSUPPORTED if codes & {"501", "NotImplemented"} else None
+    return Put.EXISTS if codes & ALREADY_THERE else None
 
 
 def _check_range(exc: Exception) -> None:
@@ -331,11 +400,9 @@ def _info(name: str, row: Any) -> ObjectInfo:
     return ObjectInfo(name, int(row["size"]), row["last_modified"].timestamp())
 
 
-def _no_keys() -> dict[str, Any]:
-    raise AssertionError("requests that are not signed need no keys")
-
-
-def make_store(bucket: str, prefix: str, options: Mapping[str, Any], settings: Settings) -> Any:
+def make_store(
+    bucket: str, prefix: str, options: Mapping[str, Any], settings: Settings, quirks: set[str]
+) -> Any:
     """Create the store of a bucket for obstore.
 
     obstore begins with each variable ``AWS_*`` that is called like one of its settings. What it is
@@ -350,7 +417,13 @@ def make_store(bucket: str, prefix: str, options: Mapping[str, Any], settings: S
     from obstore.store import S3Store
 
     limits = mapping_of(options, "config_kwargs")
-    endpoint = settings.endpoint_of(bucket)
+    in_endpoint = s3_quirks.BUCKET_IN_ENDPOINT in quirks
+    endpoint = settings.endpoint if in_endpoint else settings.endpoint_of(bucket)
+    checksum = options.get("checksum", True)
+    if not checksum and "AWS_CHECKSUM_ALGORITHM" in os.environ:
+        raise ConfigError(
+            "storage_options: checksum is false, but AWS_CHECKSUM_ALGORITHM is set: unset it"
+        )
     client: dict[str, Any] = {
         "allow_http": endpoint.startswith("http://"),
         "connect_timeout": timedelta(seconds=float(limits.get("connect_timeout", CONNECT_SECONDS))),
@@ -371,21 +444,17 @@ def make_store(bucket: str, prefix: str, options: Mapping[str, Any], settings: S
             ) from exc
     config: dict[str, Any] = {
         "aws_endpoint_url_s3": endpoint,
-        "virtual_hosted_style_request": settings.style == "virtual",
+        "virtual_hosted_style_request": in_endpoint or settings.style == "virtual",
         "region": settings.region,
         "skip_signature": settings.provide is None,
         "request_payer": bool(options.get("requester_pays")),
         "conditional_put": "etag",
-        "disable_bulk_delete": False,
         "unsigned_payload": False,
         "s3_express": False,
+        "disable_bulk_delete": s3_quirks.NO_DELETE_OBJECTS in quirks,
     }
-    if options.get("checksum", True):
+    if checksum and s3_quirks.NO_CHECKSUMS not in quirks:
         config["checksum_algorithm"] = "SHA256"
-    elif "AWS_CHECKSUM_ALGORITHM" in os.environ:
-        raise ConfigError(
-            "storage_options: checksum is false, but AWS_CHECKSUM_ALGORITHM is set: unset it"
-        )
     try:
         # S3Store wants typed dictionaries; these values come from users.
         make: Any = S3Store
@@ -394,7 +463,8 @@ def make_store(bucket: str, prefix: str, options: Mapping[str, Any], settings: S
             prefix=prefix or None,
             config=config,
             client_options=client,
-            credential_provider=settings.provide or _no_keys,
+            # Requests that are not signed need none.
+            credential_provider=settings.provide or dict,
             retry_config={
                 "max_retries": _RETRIES,
                 "retry_timeout": timedelta(seconds=_RETRY_SECONDS),

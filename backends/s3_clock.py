@@ -1,7 +1,7 @@
 """The clock of an S3 server.
 
-Owns the request that asks for it: one HEAD without credentials, whose answer, whatever it is, has
-the server's time in its ``Date`` header. obstore shows no such headers. Runs on the caller's
+Owns the request that asks for it: one HEAD, whose answer, whatever it is, has the server's time in
+its ``Date`` header. obstore shows no such headers. Runs on the caller's
 thread.
 """
 
@@ -24,49 +24,37 @@ class _NoRedirect(HTTPRedirectHandler):
         return None
 
 
-class Clock:
-    """The clock of the server at `url`.
+def time_of_server(url: str, verify: Any = None) -> float | None:
+    """Return a server's time, in seconds since the epoch; None if it does not report it.
 
     Parameters
     ----------
     url : str
-        Of the server; nothing below it needs to exist.
+        Below which nothing needs to exist.
     verify : str, os.PathLike, False or None
         Which certificates are trusted: those of a file, any, or the usual ones.
+
+    Raises
+    ------
+    OSError
+        If the server does not answer.
     """
-
-    def __init__(self, url: str, verify: Any = None) -> None:
-        self._url = url
-        self._verify = verify
-
-    def now(self) -> float | None:
-        """Return the server's time, in seconds since the epoch; None if it does not report it.
-
-        Raises
-        ------
-        OSError
-            If the server does not answer.
-        """
-        opener = build_opener(_NoRedirect, HTTPSHandler(context=self._context()))
-        try:
-            # The scheme was checked when the URL came from the options.
-            request = Request(self._url, method="HEAD")  # noqa: S310
-            with opener.open(request, timeout=_SECONDS) as answer:
-                return time_of(answer.headers.get("Date"))
-        except HTTPError as refused:
-            with refused:
-                return time_of(refused.headers.get("Date"))
-        except URLError as error:
-            raise error.reason if isinstance(error.reason, OSError) else error from None
-
-    def _context(self) -> ssl.SSLContext:
-        if isinstance(self._verify, (str, os.PathLike)):
-            return ssl.create_default_context(cafile=os.fspath(self._verify))
-        context = ssl.create_default_context()
-        if self._verify is False:
-            context.check_hostname = False
-            context.verify_mode = ssl.CERT_NONE
-        return context
+    given = isinstance(verify, (str, os.PathLike))
+    context = ssl.create_default_context(cafile=verify if given else None)
+    if verify is False:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    opener = build_opener(_NoRedirect, HTTPSHandler(context=context))
+    try:
+        # The scheme was checked when the URL came from the options.
+        request = Request(url, method="HEAD")  # noqa: S310
+        with opener.open(request, timeout=_SECONDS) as answer:
+            return time_of(answer.headers.get("Date"))
+    except HTTPError as refused:
+        with refused:
+            return time_of(refused.headers.get("Date"))
+    except URLError as error:
+        raise error.reason if isinstance(error.reason, OSError) else error from None
 
 
 def time_of(date: str | None) -> float | None:

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from kvshelf.backends.options import check_names, mapping_of, named
 from kvshelf.backends.s3_errors import NO_CREDENTIALS
+from kvshelf.backends.s3_quirks import QUIRKS
 from kvshelf.errors import ConfigError
 from kvshelf.urls import shown_url
 
@@ -37,15 +38,12 @@ ELSEWHERE: Final = {
     "access_key": "key",
     "access_key_id": "key",
     "aws_access_key_id": "key",
-    "username": "key",
     "secret_key": "secret",
     "secret_access_key": "secret",
     "aws_secret_access_key": "secret",
-    "password": "secret",
     "session_token": "token",
     "aws_session_token": "token",
     "host": "endpoint_url",
-    "url": "endpoint_url",
     "region": "client_kwargs.region_name",
     "aws_region": "client_kwargs.region_name",
     "skip_signature": "anon",
@@ -106,11 +104,6 @@ class Settings:
     provide: Callable[[], dict[str, Any]] | None
     verify: Any
     rows: tuple[Setting, ...]
-
-    @property
-    def asked(self) -> str | None:
-        """The endpoint where somebody has set it; None for AWS."""
-        return None if self.is_aws else self.endpoint
 
     def endpoint_of(self, bucket: str) -> str:
         """Return the URL to which names of objects are appended, for a client that wants it so."""
@@ -301,4 +294,5 @@ def _obstore_keys(key: Any, secret: Any, token: Any, until: datetime | None) -> 
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Refuse what obstore does not know. Raises ConfigError."""
-    check_names(named(options, *NESTED), (*OPTIONS, "checksum", "client"), ELSEWHERE)
+    check_names(named(options, *NESTED), (*OPTIONS, "checksum", "client", "quirks"), ELSEWHERE)
+    check_names(options.get("quirks") or (), QUIRKS)

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from kvshelf.backends.oserrors import process_limit
-from kvshelf.backends.s3_clock import Clock, time_of
+from kvshelf.backends.s3_clock import time_of, time_of_server
 from kvshelf.errors import ProcessLimitError
 
 pytestmark = pytest.mark.real
@@ -43,26 +43,26 @@ def server(status: int, *headers: tuple[str, str]) -> Iterator[str]:
 @pytest.mark.parametrize("status", [200, 400, 403, 404, 503])
 def test_any_answer_has_the_time(status: int) -> None:
     with server(status, DATE) as url:
-        assert Clock(url).now() == 86401.0
+        assert time_of_server(url) == 86401.0
 
 
 def test_the_answer_that_redirects_has_it_too() -> None:
     with server(301, DATE, ("Location", "http://127.0.0.1:1/elsewhere")) as url:
-        assert Clock(url).now() == 86401.0
+        assert time_of_server(url) == 86401.0
 
 
 def test_a_server_without_a_clock_does_not_tell() -> None:
     with server(200) as url:
-        assert Clock(url).now() is None
+        assert time_of_server(url) is None
     assert time_of("yesterday") is None
     assert time_of("Fri, 32 Jan 1970 00:00:01 GMT") is None
 
 
 def test_a_server_that_is_gone_is_an_error_of_the_system() -> None:
     with server(200, DATE) as url:
-        clock = Clock(url)
+        assert time_of_server(url)
     with pytest.raises(ConnectionRefusedError):
-        clock.now()
+        time_of_server(url)
 
 
 def test_what_clients_say_of_a_process_without_files_is_understood() -> None:

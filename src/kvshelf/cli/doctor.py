@@ -204,8 +204,9 @@ def _shelf(shelf: str | None, timeout: float, dry_run: bool) -> Iterator[Check]:
     options |= {"create": False} if is_local(url) else {}
     read_only = config.read_only or dry_run
     opener = functools.partial(open_backend, url, storage_options=options, read_only=read_only)
-    yield from (Check(name, State.OK, text) for name, text in settings_of(url, options))
     yield from _Examination(opener, read_only, timeout).run()
+    # Behind it: what the storage lacks has been learned.
+    yield from (Check(name, State.OK, text) for name, text in settings_of(url, options))
     tier = config.disk_tier
     if tier is not None and os.path.lexists(tier.path):
         opener = functools.partial(

@@ -1,0 +1,53 @@
+"""What stores that speak S3 may lack: the table, and what this process has learned of each store.
+
+A quirk is learned from the first refusal that shows it, or set by the storage option ``quirks``.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from kvshelf.backends.s3_errors import codes_of
+
+NO_DELETE_OBJECTS: Final = "no-delete-objects"
+NO_CHECKSUMS: Final = "no-checksums"
+NO_CONDITIONS: Final = "no-conditions"
+NO_HEAD_LENGTH: Final = "no-head-length"
+BUCKET_IN_ENDPOINT: Final = "bucket-in-endpoint"
+
+#: What is done about each quirk.
+QUIRKS: Final = {
+    NO_DELETE_OBJECTS: "objects are deleted by a request for each",
+    NO_CHECKSUMS: "objects are written without a checksum",
+    NO_CONDITIONS: "objects are written without If-None-Match",
+    NO_HEAD_LENGTH: "objects are probed by GET requests of their first byte",
+    BUCKET_IN_ENDPOINT: "the endpoint names the bucket, and the path does not",
+}
+_NOT_THERE: Final = frozenset(("501", "405", "NotImplemented", "MethodNotAllowed"))
+_CHECKSUM: Final = re.compile(
+    r"(unsupported|not supported|not implemented|unknown)[^<]*(checksum|header)"
+    r"|(checksum|header)[^<]*(unsupported|not supported|not implemented|unknown)",
+    re.IGNORECASE,
+)
+_learned: Final[dict[tuple[str, str], set[str]]] = {}
+
+
+def quirks_of(endpoint: str, bucket: str) -> set[str]:
+    """Return the set of what is known of a store, which all clients of this process share."""
+    return _learned.setdefault((endpoint, bucket), set())
+
+
+def shows(exc: Exception, quirk: str) -> bool:
+    """Whether the answer to a request that needs what a store may lack says that it does."""
+    text = str(exc).partition("\n\nDebug source")[0]
+    codes = codes_of(text)
+    if quirk == NO_HEAD_LENGTH:
+        return "content-length header missing" in text.lower()
+    if quirk == BUCKET_IN_ENDPOINT:
+        return bool(codes & {"404", "NoSuchBucket", "NoSuchKey"})
+    if quirk == NO_CONDITIONS:
+        return bool(codes & _NOT_THERE) or type(exc).__name__ == "NotSupportedError"
+    # Both are sent with a checksum.
+    refused = bool(codes & {"400", "501"}) and _CHECKSUM.search(text) is not None
+    return refused or (quirk == NO_DELETE_OBJECTS and bool(codes & _NOT_THERE))
