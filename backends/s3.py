@@ -37,6 +37,7 @@ from concurrent.futures import Future
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from kvshelf.backends import s3_quirks
 from kvshelf.backends.base import (
     Backend,
     BytesLike,
@@ -481,28 +482,39 @@ class S3Backend(Backend):
         """
         is_listed = _is_name if hidden else _is_listed
         folder = check_name(prefix) + "/" if prefix else ""
+        sort = s3_quirks.ANY_ORDER in self.client.quirks
+        found = self._rows(prefix, None if sort else after)
+        for row in sorted(found, key=lambda row: row.name) if sort else found:
+            if (
+                row.name.startswith(folder)
+                # Servers may not know what to begin with.
+                and (after is None or row.name > after)
+                and is_listed(row.name[len(folder) :])
+                and (wanted is None or wanted(row.name))
+            ):
+                yield row
+
+    def _rows(self, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
+        """Yield what the store lists; where the order is not that of names, each name once."""
         pages = self.client.rows(prefix, _ROWS, _ROWS_SECONDS, after)
-        cycle = _Cycle()
+        last, seen = "", set[str]()
         while True:
             with self._errors("listing", prefix, seconds=_ROWS_SECONDS):
                 rows = next(pages, None)
             if rows is None:
                 return
             for row in rows:
-                if cycle.closes(row.name):
-                    raise PermanentStorageError(
-                        errno.ELOOP,
-                        "listing failed: the server lists the same objects again and again",
-                        f"{self.url}/{prefix}" if prefix else self.url,
-                    )
-                if (
-                    row.name.startswith(folder)
-                    # Servers may not know what to begin with.
-                    and (after is None or row.name > after)
-                    and is_listed(row.name[len(folder) :])
-                    and (wanted is None or wanted(row.name))
-                ):
-                    yield row
+                if seen or row.name <= last:
+                    if row.name in seen:
+                        raise PermanentStorageError(
+                            errno.ELOOP,
+                            "listing failed: the server lists the same objects again and again",
+                            f"{self.url}/{prefix}" if prefix else self.url,
+                        )
+                    self.client.learn(s3_quirks.ANY_ORDER)
+                    seen.add(row.name)
+                last = row.name
+                yield row
 
     def folders(self, prefix: str = "") -> Sequence[str]:
         """Names of the folders directly below `prefix`."""
@@ -564,29 +576,6 @@ def _read(body: Body, skip: int, length: int) -> memoryview:
         if done == length:
             break
     return data[:done]
-
-
-class _Cycle:
-    """Notices that a sequence of names repeats itself, by remembering one of them.
-
-    The remembered name is replaced after 1, 2, 4, … names, so a cycle of any length is noticed
-    after at most three times its length and what precedes it.
-    """
-
-    def __init__(self) -> None:
-        self._name: str | None = None
-        self._left = self._power = 1
-
-    def closes(self, name: str) -> bool:
-        """Take the next name; return whether the sequence repeats itself."""
-        if name == self._name:
-            return True
-        self._left -= 1
-        if not self._left:
-            self._name = name
-            self._power *= 2
-            self._left = self._power
-        return False
 
 
 def _is_listed(name: str) -> bool:

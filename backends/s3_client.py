@@ -112,6 +112,11 @@ class Client:
     settings : Settings
         What these options mean.
 
+    Attributes
+    ----------
+    quirks : set of str
+        What the store is known to lack.
+
     Raises
     ------
     ConfigError
@@ -126,11 +131,10 @@ class Client:
         self._secrets = [
             str(options[name]) for name in ("key", "secret", "token") if options.get(name)
         ]
-        self._endpoint = None if settings.is_aws else settings.endpoint
         self._settings = settings
-        self._quirks = s3_quirks.quirks_of(settings.endpoint, bucket)
-        self._quirks.update(options.get("quirks") or ())
-        self._make = partial(make_store, bucket, prefix, options, settings, self._quirks)
+        self.quirks = s3_quirks.quirks_of(settings.endpoint, bucket)
+        self.quirks.update(options.get("quirks") or ())
+        self._make = partial(make_store, bucket, prefix, options, settings, self.quirks)
         self._store = self._make()
         self._lock = threading.Lock()
         self._running: asyncio.AbstractEventLoop | None = None
@@ -140,19 +144,13 @@ class Client:
         text = str(exc)
         for secret in self._secrets:
             text = text.replace(secret, "***")
-        return obstore_error(
-            exc,
-            text,
-            what,
-            f"{self._url}/{name}" if name else self._url,
-            bucket=self._bucket,
-            endpoint=self._endpoint,
-            writing=writing,
-        )
+        path = f"{self._url}/{name}" if name else self._url
+        at = self._bucket, None if self._settings.is_aws else self._settings.endpoint
+        return obstore_error(exc, text, what, path, at, writing=writing)
 
     def _adapting(self, call: Callable[[], T], *quirks: str) -> T:
         """Make a call, again where its refusal shows that the store lacks what it needs."""
-        left = [quirk for quirk in quirks if quirk not in self._quirks]
+        left = [quirk for quirk in quirks if quirk not in self.quirks]
         while True:
             try:
                 return call()
@@ -161,11 +159,14 @@ class Client:
                 if shown is None:
                     raise
                 left.remove(shown)
-                self._learn(shown)
+                self.learn(shown)
 
-    def _learn(self, quirk: str) -> None:
+    def learn(self, quirk: str) -> None:
+        """Take note of what the store lacks, and do without it."""
+        if quirk in self.quirks:
+            return
         logger.info("%s: %s: %s", self._url, quirk, s3_quirks.QUIRKS[quirk])
-        self._quirks.add(quirk)
+        self.quirks.add(quirk)
         self._store = self._make()
 
     # ------------------------------------------------------------------- on the caller's thread
@@ -174,7 +175,7 @@ class Client:
         """Probe one object."""
 
         def probe() -> Any:
-            if s3_quirks.NO_HEAD_LENGTH not in self._quirks:
+            if s3_quirks.NO_HEAD_LENGTH not in self.quirks:
                 return self._store.head(name)
             try:
                 return self._store.get(name, options={"range": (0, 1)}).meta
@@ -205,7 +206,7 @@ class Client:
 
         def write() -> None:
             mode = (
-                "create" if create and s3_quirks.NO_CONDITIONS not in self._quirks else "overwrite"
+                "create" if create and s3_quirks.NO_CONDITIONS not in self.quirks else "overwrite"
             )
             self._store.put(name, data, mode=mode, use_multipart=False)
 
@@ -246,7 +247,7 @@ class Client:
 
         async def head(name: str) -> ObjectInfo:
             async with free:
-                if s3_quirks.NO_HEAD_LENGTH not in self._quirks:
+                if s3_quirks.NO_HEAD_LENGTH not in self.quirks:
                     try:
                         return _info(name, await self._store.head_async(name))
                     except Exception as exc:
@@ -286,13 +287,13 @@ class Client:
             next(self.rows("", 1, seconds), None)
         except Exception as exc:
             quirk = s3_quirks.BUCKET_IN_ENDPOINT
-            if not may or quirk in self._quirks or not s3_quirks.shows(exc, quirk):
+            if not may or quirk in self.quirks or not s3_quirks.shows(exc, quirk):
                 raise
-            self._learn(quirk)
+            self.learn(quirk)
             try:
                 next(self.rows("", 1, seconds), None)
             except Exception:  # noqa: BLE001 - the host is only called like the bucket
-                self._quirks.discard(quirk)
+                self.quirks.discard(quirk)
                 raise exc from None
 
     def rows(

@@ -28,21 +28,14 @@ _STATUS: Final = re.compile(r"status code: (\d{3})")
 _REGION: Final = re.compile(r"<Region>([\w-]+)</Region>|expecting '([\w-]+)'")
 _BAD_KEYS: Final = frozenset(
     (
-        "InvalidAccessKeyId",
-        "SignatureDoesNotMatch",
-        "InvalidToken",
-        "ExpiredToken",
-        "TokenRefreshRequired",
-        "AuthFailure",
-        "InvalidSecurity",
+        *("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken"),
+        *("TokenRefreshRequired", "AuthFailure", "InvalidSecurity"),
     )
 )
 _OTHER_REGION: Final = frozenset(
     (
-        "PermanentRedirect",
-        "AuthorizationHeaderMalformed",
+        *("PermanentRedirect", "TemporaryRedirect", "AuthorizationHeaderMalformed"),
         "IllegalLocationConstraintException",
-        "TemporaryRedirect",
     )
 )
 _FULL: Final = frozenset(
@@ -50,19 +43,9 @@ _FULL: Final = frozenset(
 )
 _RETRYABLE: Final = frozenset(
     (
-        "SlowDown",
-        "ServiceUnavailable",
-        "InternalError",
-        "RequestTimeout",
-        "ThrottlingException",
-        "OperationAborted",
-        "408",
-        "409",
-        "429",
-        "500",
-        "502",
-        "503",
-        "504",
+        *("SlowDown", "ServiceUnavailable", "InternalError", "RequestTimeout"),
+        *("ThrottlingException", "OperationAborted"),
+        *("408", "409", "429", "500", "502", "503", "504"),
     )
 )
 #: Answers to a condition that does not hold.
@@ -80,14 +63,7 @@ _RIGHTS: Final = (
 
 
 def obstore_error(
-    exc: Exception,
-    text: str,
-    what: str,
-    path: str,
-    *,
-    bucket: str,
-    endpoint: str | None,
-    writing: bool = False,
+    exc: Exception, text: str, what: str, path: str, at: tuple[str, str | None], *, writing: bool
 ) -> StorageError:
     """Translate an exception of obstore.
 
@@ -97,8 +73,8 @@ def obstore_error(
         As for :func:`~kvshelf.backends.oserrors.storage_error`; `path` is the object's URL.
     text : str
         The exception's text, without secrets.
-    bucket, endpoint : str
-        Where it came from, for advice; endpoint None is AWS.
+    at : tuple of str
+        The bucket and the endpoint, for advice; endpoint None is AWS.
     """
     limit = process_limit(exc, what, path)
     if limit is not None:
@@ -116,7 +92,7 @@ def obstore_error(
     if kind == "PreconditionError":
         codes |= {"412"}
     said = f"{what} failed: {shorten(text)}"
-    known = _explained(codes, text, bucket, endpoint, writing=writing)
+    known = _explained(codes, text, at, writing=writing)
     if known is not None:
         make, number, hint = known
         return make(number, f"{said}; {hint}", path)
@@ -128,22 +104,19 @@ def obstore_error(
         return TransientStorageError(errno.EIO, said, path)
     if status is None:
         # No connection, a timeout, or a body that ended early.
-        hint = "" if codes else f"; is {endpoint or 'the endpoint of S3'} up and reachable?"
+        hint = "" if codes else f"; is {at[1] or 'the endpoint of S3'} up and reachable?"
         return TransientStorageError(errno.EIO, said + hint, path)
     return PermanentStorageError(errno.EIO, said, path)
 
 
 def _explained(
-    codes: set[str], text: str, bucket: str, endpoint: str | None, *, writing: bool
+    codes: set[str], text: str, at: tuple[str, str | None], *, writing: bool
 ) -> tuple[type[StorageError], int, str] | None:
     """Return error class, errno and hint for an answer that a user has to act on, else None."""
     if "NoSuchBucket" in codes:
-        at = f" at {endpoint}" if endpoint else ""
-        return (
-            PermanentStorageError,
-            errno.ENOENT,
-            f"there is no bucket {bucket!r}{at}: create it, or correct the URL",
-        )
+        where = f"{at[0]!r} at {at[1]}" if at[1] else f"{at[0]!r}"
+        hint = f"there is no bucket {where}: create it, or correct the URL"
+        return PermanentStorageError, errno.ENOENT, hint
     if codes & _OTHER_REGION:
         region = _REGION.search(text)
         found = f", {region[1] or region[2]}," if region is not None else ""

@@ -1,6 +1,6 @@
 """What stores that speak S3 may lack: the table, and what this process has learned of each store.
 
-A quirk is learned from the first refusal that shows it, or set by the storage option ``quirks``.
+A quirk is learned from the first answer that shows it, or set by the storage option ``quirks``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ NO_CHECKSUMS: Final = "no-checksums"
 NO_CONDITIONS: Final = "no-conditions"
 NO_HEAD_LENGTH: Final = "no-head-length"
 BUCKET_IN_ENDPOINT: Final = "bucket-in-endpoint"
+ANY_ORDER: Final = "any-order"
 
 #: What is done about each quirk.
 QUIRKS: Final = {
@@ -23,6 +24,7 @@ QUIRKS: Final = {
     NO_CONDITIONS: "objects are written without If-None-Match",
     NO_HEAD_LENGTH: "objects are probed by GET requests of their first byte",
     BUCKET_IN_ENDPOINT: "the endpoint names the bucket, and the path does not",
+    ANY_ORDER: "listings are collected in memory and sorted",
 }
 _NOT_THERE: Final = frozenset(("501", "405", "NotImplemented", "MethodNotAllowed"))
 _CHECKSUM: Final = re.compile(

@@ -41,7 +41,6 @@ def open_with_s3fs(url: str, options: Mapping[str, Any]) -> GenericBackend:
     """
     from aiobotocore.config import AioConfig
     from botocore.config import Config
-    from botocore.session import Session
     from s3fs import S3FileSystem
 
     usual = {
@@ -49,12 +48,11 @@ def open_with_s3fs(url: str, options: Mapping[str, Any]) -> GenericBackend:
         for name, one in inspect.signature(S3FileSystem.__init__).parameters.items()
         if one.default is not one.empty
     }
-    of_client = {*parameters_of(Session.create_client)[0]} - {"self", "service_name", "config"}
     of_config = {*Config.OPTION_DEFAULTS, *parameters_of(AioConfig.__init__)[0]} - {"self"}
     known = [
         *OPTIONS,
         *(name for name in usual if name not in (*_OWN, *NESTED, *OPTIONS)),
-        *(f"client_kwargs.{name}" for name in sorted(of_client) if not name.startswith("aws_")),
+        *("client_kwargs.use_ssl", "client_kwargs.api_version"),
         *(f"config_kwargs.{name}" for name in sorted(of_config)),
     ]
     check_names(named(options, "client_kwargs", "config_kwargs"), known, ELSEWHERE)

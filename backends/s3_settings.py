@@ -59,14 +59,6 @@ CONNECT_SECONDS: Final = 3.0
 READ_SECONDS: Final = 10.0
 _REFRESH: Final = timedelta(minutes=5)
 _GIVEN: Final = "storage_options"
-#: How botocore calls what keys came from, and what people call it.
-_METHODS: Final = {
-    "env": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-    "shared-credentials-file": "the shared credentials file",
-    "config-file": "the AWS configuration file",
-    "iam-role": "the role of this machine",
-    "container-role": "the role of this container",
-}
 
 
 class Setting(NamedTuple):
@@ -270,9 +262,8 @@ class _Search:
         if found is None:
             raise ConfigError(NO_CREDENTIALS)
         method = str(found.method)
-        source = _METHODS.get(method, f"the AWS configuration ({method})")
-        if self._options.get("profile") or method.endswith("-file"):
-            source = f"{source}, {self._profile_name}"
+        # As botocore calls it: shared-credentials-file, sso, iam-role and others.
+        source = "AWS_ACCESS_KEY_ID" if method == "env" else f"{self._profile_name}, {method}"
         self._rows.append(Setting("keys", "an access key", source))
 
         def provide() -> dict[str, Any]:

@@ -255,6 +255,14 @@ def test_a_listing_that_repeats_itself_is_noticed(
         list(backend.list("a"))
 
 
+def test_a_listing_in_any_order_is_sorted_from_then_on(hostile: Hostile, backend: Backend) -> None:
+    names = [f"a/{number:02}" for number in range(20)]
+    hostile.answer = lambda _: page("".join(map(row, names[10:] + names[:10])), last=True)
+    assert sorted(info.name for info in backend.list("a")) == names
+    assert [info.name for info in backend.list("a")] == names
+    assert [info.name for info in backend.list("a", after=names[4])] == names[5:]
+
+
 @pytest.mark.parametrize("total", [0, 1, 999, 1000, 1001, 4096])
 def test_listings_of_any_length_are_whole(hostile: Hostile, backend: Backend, total: int) -> None:
     names = [f"a/{number:05}" for number in range(total)]

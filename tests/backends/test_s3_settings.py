@@ -152,24 +152,17 @@ OF_OBSTORE = {
     **dict.fromkeys(("AWS_SESSION_TOKEN", "AWS_TOKEN"), "foreign"),
     **dict.fromkeys(("AWS_REGION", "AWS_DEFAULT_REGION"), "mars-1"),
     **dict.fromkeys(("AWS_BUCKET", "AWS_BUCKET_NAME"), "other"),
-    "AWS_VIRTUAL_HOSTED_STYLE_REQUEST": "true",
-    "AWS_SKIP_SIGNATURE": "true",
-    "AWS_UNSIGNED_PAYLOAD": "true",
     "AWS_CHECKSUM_ALGORITHM": "crc64nvme",
     "AWS_CONDITIONAL_PUT": "disabled",
     "AWS_COPY_IF_NOT_EXISTS": "multipart",
-    "AWS_DISABLE_BULK_DELETE": "true",
-    "AWS_DISABLE_TAGGING": "true",
-    "AWS_IMDSV1_FALLBACK": "true",
     "AWS_REQUEST_PAYER": "requester",
-    "AWS_S3_EXPRESS": "true",
-    "AWS_ALLOW_HTTP": "false",
-    "AWS_ALLOW_INVALID_CERTIFICATES": "true",
-    "AWS_CONNECT_TIMEOUT": "1ns",
-    "AWS_READ_TIMEOUT": "1ns",
-    "AWS_TIMEOUT": "1ns",
     "AWS_DEFAULT_CONTENT_TYPE": "text/x-foreign",
-    "AWS_HTTP2_ONLY": "true",
+    "AWS_ALLOW_HTTP": "false",
+    **dict.fromkeys(("AWS_CONNECT_TIMEOUT", "AWS_READ_TIMEOUT", "AWS_TIMEOUT"), "1ns"),
+    **dict.fromkeys(("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "AWS_SKIP_SIGNATURE"), "true"),
+    **dict.fromkeys(("AWS_UNSIGNED_PAYLOAD", "AWS_S3_EXPRESS", "AWS_IMDSV1_FALLBACK"), "true"),
+    **dict.fromkeys(("AWS_DISABLE_BULK_DELETE", "AWS_DISABLE_TAGGING"), "true"),
+    **dict.fromkeys(("AWS_ALLOW_INVALID_CERTIFICATES", "AWS_HTTP2_ONLY"), "true"),
 }
 HOSTILE_PROFILE = """[default]
 endpoint_url = OTHER
@@ -286,94 +279,49 @@ s3 =
 
 
 @pytest.mark.parametrize(
-    ("options", "environment", "expected", "source"),
+    "case",
     [
-        ({}, {}, "https://s3.eu-central-1.amazonaws.com eu-central-1 path", "AWS"),
-        ({}, {"AWS_REGION": "eu-x-1"}, "https://s3.eu-x-1.amazonaws.com eu-x-1 path", "AWS"),
-        ({"use_ssl": False}, {"AWS_REGION": "r"}, "http://s3.r.amazonaws.com r path", "AWS"),
+        " -> https://s3.eu-central-1.amazonaws.com eu-central-1 path AWS",
+        "AWS_REGION=x-1 -> https://s3.x-1.amazonaws.com x-1 path AWS",
+        "use_ssl= AWS_REGION=x-1 -> http://s3.x-1.amazonaws.com x-1 path AWS",
         # Partitions and variants of AWS.
-        (
-            {},
-            {"AWS_REGION": "cn-north-1"},
-            "https://s3.cn-north-1.amazonaws.com.cn cn-north-1 path",
-            "AWS",
-        ),
-        (
-            {},
-            {"AWS_DEFAULT_REGION": "us-gov-west-1"},
-            "https://s3.us-gov-west-1.amazonaws.com us-gov-west-1 path",
-            "AWS",
-        ),
-        (
-            {},
-            {"AWS_REGION": "us-iso-east-1"},
-            "https://s3.us-iso-east-1.c2s.ic.gov us-iso-east-1 path",
-            "AWS",
-        ),
-        (
-            {},
-            {"AWS_USE_FIPS_ENDPOINT": "true"},
-            "https://s3-fips.eu-central-1.amazonaws.com eu-central-1 virtual",
-            "AWS",
-        ),
-        (
-            {},
-            {"AWS_PROFILE": "double"},
-            "https://s3.dualstack.eu-west-1.amazonaws.com eu-west-1 path",
-            "AWS",
-        ),
-        # Profiles with an endpoint, and one of whom the endpoint is ignored.
-        ({}, {"AWS_PROFILE": "minio"}, "http://minio:9000 of-minio virtual", "profile minio"),
-        ({}, {"AWS_PROFILE": "ceph"}, "http://ceph:7480 of-ceph path", "profile ceph"),
-        (
-            {},
-            {"AWS_PROFILE": "ceph", "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "true"},
-            "https://s3.of-ceph.amazonaws.com of-ceph path",
-            "AWS",
-        ),
+        "AWS_REGION=cn-north-1 -> https://s3.cn-north-1.amazonaws.com.cn cn-north-1 path AWS",
+        "AWS_DEFAULT_REGION=us-gov-west-1 -> "
+        "https://s3.us-gov-west-1.amazonaws.com us-gov-west-1 path AWS",
+        "AWS_REGION=us-iso-east-1 -> https://s3.us-iso-east-1.c2s.ic.gov us-iso-east-1 path AWS",
+        "AWS_USE_FIPS_ENDPOINT=true -> "
+        "https://s3-fips.eu-central-1.amazonaws.com eu-central-1 virtual AWS",
+        "AWS_PROFILE=double -> https://s3.dualstack.eu-west-1.amazonaws.com eu-west-1 path AWS",
+        # Profiles with an endpoint, and one of which the endpoint is ignored.
+        "AWS_PROFILE=minio -> http://minio:9000 of-minio virtual profile",
+        "AWS_PROFILE=ceph -> http://ceph:7480 of-ceph path profile",
+        "AWS_PROFILE=ceph AWS_IGNORE_CONFIGURED_ENDPOINT_URLS=true -> "
+        "https://s3.of-ceph.amazonaws.com of-ceph path AWS",
         # The environment comes before its profile, and the service's variable before the other.
-        (
-            {},
-            {"AWS_PROFILE": "ceph", "AWS_ENDPOINT_URL_S3": "http://e", "AWS_ENDPOINT_URL": "x"},
-            "http://e of-ceph path",
-            "AWS_ENDPOINT_URL_S3",
-        ),
+        "AWS_PROFILE=ceph AWS_ENDPOINT_URL_S3=http://e AWS_ENDPOINT_URL=http://f -> "
+        "http://e of-ceph path AWS_ENDPOINT_URL_S3",
         # The profile of the options comes before the environment, which completes it.
-        (
-            {"profile": "minio"},
-            {"AWS_ENDPOINT_URL": "http://e", "AWS_REGION": "e"},
-            "http://minio:9000 of-minio virtual",
-            "profile minio",
-        ),
-        (
-            {"profile": "double"},
-            {"AWS_ENDPOINT_URL": "http://e"},
-            "http://e eu-west-1 path",
-            "AWS_ENDPOINT_URL",
-        ),
+        "profile=minio AWS_ENDPOINT_URL=http://e AWS_REGION=e -> "
+        "http://minio:9000 of-minio virtual profile",
+        "profile=double AWS_ENDPOINT_URL=http://e -> http://e eu-west-1 path AWS_ENDPOINT_URL",
         # The addressing of a profile goes with its endpoint.
-        (
-            {"endpoint_url": "http://o/"},
-            {"AWS_PROFILE": "minio"},
-            "http://o of-minio path",
-            "storage_options: endpoint_url",
-        ),
+        "endpoint_url=http://o/ AWS_PROFILE=minio -> http://o of-minio path storage_options:",
     ],
 )
 def test_what_is_not_in_the_options_comes_from_elsewhere(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    options: dict[str, Any],
-    environment: dict[str, str],
-    expected: str,
-    source: str,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str
 ) -> None:
     (tmp_path / "config").write_text(PROFILES)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    found = resolve({"key": "k", "secret": "s", **options})
-    assert f"{found.endpoint} {found.region} {found.style}" == expected
-    assert {row.name: row.source for row in found.rows}["endpoint"].startswith(source)
+    options: dict[str, Any] = {"key": "k", "secret": "s"}
+    given, _, expected = case.partition("-> ")
+    for name, _, value in (one.partition("=") for one in given.split()):
+        if name.isupper():
+            monkeypatch.setenv(name, value)
+        else:
+            options[name] = value or False
+    found = resolve(options)
+    source = {row.name: row.source for row in found.rows}["endpoint"].split()[0].rstrip(",")
+    assert f"{found.endpoint} {found.region} {found.style} {source}" == expected
 
 
 def test_a_profile_brings_its_keys_to_its_endpoint(
