@@ -35,6 +35,7 @@ from kvshelf.backends.s3_errors import ALREADY_THERE, codes_of, obstore_error, s
 from kvshelf.backends.s3_settings import CONNECT_SECONDS, READ_SECONDS, Settings
 from kvshelf.background import THREAD_LIMIT, try_to_start
 from kvshelf.errors import ConfigError, StorageError, TransientStorageError
+from kvshelf.urls import shown_url
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ _STREAM_BYTES: Final = 1 << 20
 _RETRY_SECONDS: Final = 3.0
 _RETRIES: Final = 5
 #: For how long a signed URL is good, whose request follows at once.
-_SIGNED_FOR: Final = timedelta(minutes=5)
+_SIGNED_FOR: Final = timedelta(minutes=1)
 
 T = TypeVar("T")
 
@@ -145,7 +146,7 @@ class Client:
         for secret in self._secrets:
             text = text.replace(secret, "***")
         path = f"{self._url}/{name}" if name else self._url
-        at = self._bucket, None if self._settings.is_aws else self._settings.endpoint
+        at = self._bucket, None if self._settings.is_aws else shown_url(self._settings.endpoint)
         return obstore_error(exc, text, what, path, at, writing=writing)
 
     def _adapting(self, call: Callable[[], T], *quirks: str) -> T:

@@ -218,11 +218,9 @@ class _Search:
             None,
         )
         if found is not None:
-            source = self._rows[-1].source.removeprefix(f"{_GIVEN}: ")
+            _, value, source = self._rows[-1]
             if urlsplit(str(found)).scheme not in ("http", "https"):
-                raise ConfigError(
-                    f"storage_options: {source} is {shown_url(str(found))!r}; expected http(s)://host"
-                )
+                raise ConfigError(f"{source} is {value!r}; expected http(s)://host")
             return str(found).rstrip("/"), False
         endpoint = self._endpoint_of_aws(region)
         self._rows[-1] = Setting("endpoint", endpoint, f"AWS, region {region}")

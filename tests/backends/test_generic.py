@@ -221,6 +221,35 @@ def test_asynchronous_filesystem(later: GenericBackend) -> None:
     assert later.read_into("a/10", memoryview(bytearray(20))) == 10
 
 
+@pytest.mark.parametrize("code", [errno.EEXIST, errno.EINVAL])
+def test_a_put_that_does_not_replace(later: GenericBackend, monkeypatch: Any, code: int) -> None:
+    """Another writer publishes between the probe and the put."""
+
+    def pipe_file(path: str, data: bytes, mode: str = "overwrite") -> None:
+        assert mode == "create"
+        later._fs.inner.pipe_file(path, b"other")
+        raise OSError(code, "precondition failed")
+
+    monkeypatch.setattr(later._fs, "pipe_file", pipe_file)
+    assert later.write("a/x", [b"mine!"]) is WriteResult.EXISTED
+    assert later.read_into("a/x", memoryview(bytearray(9))) == 5
+
+
+def test_a_store_that_has_no_such_put(later: GenericBackend, monkeypatch: Any) -> None:
+    modes = []
+
+    def pipe_file(path: str, data: bytes, mode: str = "overwrite") -> None:
+        modes.append(mode)
+        if mode == "create":
+            raise OSError(errno.ENOSYS, "not implemented")
+        later._fs.inner.pipe_file(path, data)
+
+    monkeypatch.setattr(later._fs, "pipe_file", pipe_file)
+    for name in ("a/x", "a/y"):
+        assert later.write(name, [b"1"]) is WriteResult.CREATED
+    assert modes == ["create", "overwrite", "overwrite"]
+
+
 def test_secrets_stay_secret(monkeypatch: Any) -> None:
     url = f"memory://user:pa55word@{uuid.uuid4().hex}/x?sig=abc%2Fdef"
     options = {"key": "AKIA1234", "client_kwargs": {"aws_secret": "hunter22"}, "region": "north"}
