@@ -14,6 +14,7 @@ import http.client
 import socket
 import struct
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
@@ -84,11 +85,15 @@ class S3Proxy:
     endpoint : str
     requests : list of str
         ``<moment> <path>`` of every request.
+    refuses : Callable
+        Called with each request's handler; a status and a code that it returns are the answer.
+        Without a code the answer has no body, and says no length.
     """
 
     def __init__(self, upstream: str) -> None:
         self.upstream = urlsplit(upstream).netloc
         self.requests: list[str] = []
+        self.refuses: Callable[[Any], tuple[int, str] | None] = lambda _: None
         self._rules: list[Rule] = []
         self._met = 0
         self._changed = threading.Condition()
@@ -238,6 +243,14 @@ class _Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length") or 0)
         moments, what = self._moments()
         proxy.requests.append(f"{moments[0]} {what}")
+        if (refused := proxy.refuses(self)) is not None:
+            self.rfile.read(length)
+            status, code = refused
+            text = f"<Error><Code>{code}</Code><Message>{code} unsupported header</Message></Error>"
+            said = {"Content-Length": str(len(text))} if code else {}
+            self._answer(status, said, text.encode())
+            self.close_connection = not code
+            return
         rule = proxy.rule(moments, what)
         if rule is None:
             self._answer(*self._ask(self.rfile.read(length)))
