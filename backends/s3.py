@@ -108,7 +108,7 @@ def open_s3(url: str, storage_options: Mapping[str, Any] | None = None) -> Backe
         Those that :data:`kvshelf.backends.s3_settings.OPTIONS` lists, and ``client``: ``obstore``
         (the default) or ``s3fs``, which takes its other options as well, or ``checksum`` (bool:
         send a SHA-256 of each object, so that a store which checks it refuses damaged uploads;
-        default True), for obstore.
+        default True) and ``quirks`` (of :data:`kvshelf.backends.s3_quirks.QUIRKS`), for obstore.
 
     Raises
     ------
@@ -503,8 +503,9 @@ class S3Backend(Backend):
                 rows = next(pages, None)
             if rows is None:
                 return
+            # Empty ones may be markers of folders: without its slash a key has another place.
             for row in rows:
-                if seen or row.name <= last:
+                if row.size and (seen or row.name <= last):
                     if row.name in seen:
                         raise PermanentStorageError(
                             errno.ELOOP,
@@ -513,7 +514,7 @@ class S3Backend(Backend):
                         )
                     self.client.learn(s3_quirks.ANY_ORDER)
                     seen.add(row.name)
-                last = row.name
+                last = row.name if row.size else last
                 yield row
 
     def folders(self, prefix: str = "") -> Sequence[str]:

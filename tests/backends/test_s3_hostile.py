@@ -30,6 +30,7 @@ pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[
 
 from kvshelf.backends import generic as generic_module
 from kvshelf.backends import s3 as s3_module
+from kvshelf.backends import s3_quirks
 from kvshelf.backends.s3 import S3Backend
 from tests.support.filled import namespace
 
@@ -134,6 +135,8 @@ class Hostile:
 def hostile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hostile]:
     for name in ("AWS_PROFILE", "AWS_REGION", "AWS_ENDPOINT_URL"):
         monkeypatch.delenv(name, raising=False)
+    # Another server may have had its port.
+    monkeypatch.setattr(s3_quirks, "_learned", {})
     server = Hostile()
     yield server
     server.server.shutdown()
@@ -253,6 +256,15 @@ def test_a_listing_that_repeats_itself_is_noticed(
     hostile.answer = lambda _: page(chunks[next(numbers) % len(chunks)], last=False)
     with pytest.raises(PermanentStorageError, match="again and again"):
         list(backend.list("a"))
+
+
+def test_markers_of_folders_are_no_disorder(hostile: Hostile, backend: Backend) -> None:
+    """Without its slash a key has another place."""
+    marker = row("a/").replace("<Size>1<", "<Size>0<")
+    hostile.answer = lambda _: page(row("a-b/1") + marker + row("a/1"), last=True)
+    assert isinstance(backend, S3Backend)
+    assert [info.name for info in backend.list()] == ["a-b/1", "a", "a/1"]
+    assert not backend.client.quirks
 
 
 def test_a_listing_in_any_order_is_sorted_from_then_on(hostile: Hostile, backend: Backend) -> None:

@@ -33,7 +33,9 @@ def moto() -> Iterator[S3Server]:
 
 
 @pytest.fixture
-def store(moto: S3Server) -> Iterator[S3Proxy]:
+def store(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Proxy]:
+    # Another proxy may have had its port.
+    monkeypatch.setattr(s3_quirks, "_learned", {})
     with S3Proxy(moto.endpoint) as proxy:
         yield proxy
 
