@@ -64,6 +64,7 @@ from kvshelf.backends.s3_client import (
     Put,
     RangeError,
 )
+from kvshelf.backends.s3_errors import is_panic
 from kvshelf.backends.s3_settings import check_options, resolve
 from kvshelf.errors import (
     ConfigError,
@@ -293,7 +294,9 @@ class S3Backend(Backend):
             yield
         except StorageError:
             raise
-        except Exception as exc:
+        except BaseException as exc:
+            if not isinstance(exc, Exception) and not is_panic(exc):
+                raise
             if seconds and isinstance(exc, TimeoutError):
                 path = f"{self.url}/{name}" if name else self.url
                 text = f"{what} failed: {endless_listing(seconds)}"
@@ -314,19 +317,19 @@ class S3Backend(Backend):
             return [error] * len(names)
         return [self._answer(name, result) for name, result in zip(names, found, strict=True)]
 
-    def _head(self, name: str) -> ObjectInfo | Exception:
+    def _head(self, name: str) -> ObjectInfo | BaseException:
         try:
             return self.client.head(name)
-        except Exception as exc:  # noqa: BLE001 - the answer for this name only
+        except BaseException as exc:  # noqa: BLE001 - the answer for this name only
             return exc
 
     def _answer(self, name: str, found: ObjectInfo | BaseException) -> StatResult:
         if isinstance(found, FileNotFoundError):
             return None
-        if isinstance(found, Exception):
-            return self.client.error(found, "probing", name)
         if isinstance(found, BaseException):
-            raise found
+            if not isinstance(found, Exception) and not is_panic(found):
+                raise found
+            return self.client.error(found, "probing", name)
         return found.size
 
     def info(self, name: str) -> ObjectInfo | None:

@@ -140,7 +140,9 @@ class Client:
         self._lock = threading.Lock()
         self._running: asyncio.AbstractEventLoop | None = None
 
-    def error(self, exc: Exception, what: str, name: str, *, writing: bool = False) -> StorageError:
+    def error(
+        self, exc: BaseException, what: str, name: str, *, writing: bool = False
+    ) -> StorageError:
         """Return the typed error for an exception of obstore."""
         text = str(exc)
         for secret in self._secrets:

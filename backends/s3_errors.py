@@ -62,8 +62,19 @@ _RIGHTS: Final = (
 )
 
 
+def is_panic(exc: BaseException) -> bool:
+    """Whether an exception is a panic of a Rust library, which is no `Exception`."""
+    return type(exc).__name__ == "PanicException"
+
+
 def obstore_error(
-    exc: Exception, text: str, what: str, path: str, at: tuple[str, str | None], *, writing: bool
+    exc: BaseException,
+    text: str,
+    what: str,
+    path: str,
+    at: tuple[str, str | None],
+    *,
+    writing: bool,
 ) -> StorageError:
     """Translate an exception of obstore.
 
@@ -79,6 +90,9 @@ def obstore_error(
     limit = process_limit(exc, what, path)
     if limit is not None:
         return limit
+    if is_panic(exc):
+        said = f"{what} failed: the S3 library panicked: {shorten(text)}"
+        return TransientStorageError(errno.EIO, said, path)
     text = text.partition("\n\nDebug source")[0].strip() or type(exc).__name__
     status = _STATUS.search(text)
     codes = codes_of(text)

@@ -416,3 +416,31 @@ def test_a_thousand_objects_are_deleted_by_one_request(moto: S3Server) -> None:
         answers = backend.delete_all(names)
         assert all(isinstance(answer, ReadOnlyStorageError) for answer in answers)
         assert len(answers) == len(list(backend.list())) == 3
+
+
+class PanicException(BaseException):
+    """As Rust libraries raise it."""
+
+
+def test_a_panic_of_the_library_is_an_error_that_may_pass(
+    moto: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def panic(*_: object, **__: object) -> None:
+        raise PanicException("index out of bounds")
+
+    with closing(opened(moto, prefix="panics")) as backend:
+        for method in ("head", "get", "put", "delete", "folders"):
+            monkeypatch.setattr(backend.client, method, panic)
+        monkeypatch.setattr(backend.client, "rows", lambda *_, **__: map(panic, [0]))
+        calls = (
+            lambda: backend.info("o"),
+            lambda: backend.open("o"),
+            lambda: backend.write("o", [b"x"], "replace"),
+            lambda: backend.delete("o"),
+            lambda: list(backend.list()),
+            backend.folders,
+        )
+        for call in calls:
+            with pytest.raises(TransientStorageError, match="the S3 library panicked: index out"):
+                call()
+        assert isinstance(backend.stat(["o"])[0], TransientStorageError)

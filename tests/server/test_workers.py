@@ -105,3 +105,22 @@ def test_what_waits_fails_when_the_workers_are_closed(bench: Bench) -> None:
     closer.join()
     bench.run(3)
     assert bench.ended[2:] == [(A, "done")]
+
+
+def test_a_panic_is_the_outcome_and_the_thread_goes_on(bench: Bench) -> None:
+    class PanicException(BaseException):
+        """As Rust libraries raise it."""
+
+    panic = PanicException("index out of bounds")
+
+    def work() -> None:
+        raise panic
+
+    ended: list[object] = []
+    bench.workers.submit(A, work, ended.append, lambda _: bench.returned.append(A))
+    bench.run(1)
+    assert ended == [panic]
+    bench.gate.set()
+    bench.submit(B)
+    bench.run(2)
+    assert bench.ended == [(B, "done")]

@@ -150,7 +150,7 @@ class Workers:
                 job = self._running[me] = self._waiting.take(self._waiting.clients[0])
             try:
                 outcome = job.work()
-            except Exception as error:  # noqa: BLE001 - it is the outcome
+            except BaseException as error:  # noqa: BLE001 - it is the outcome, panics included
                 outcome = error
             with self._wake:
                 self._running.pop(me, None)
