@@ -162,8 +162,8 @@ class Properties:
         Seconds for one probe, typical or as measured.
     read_only : bool
         The storage is known to refuse writes.
-    can_quarantine : bool
-        :meth:`Backend.quarantine` moves the entry; False: it deletes the object.
+    sets_aside : bool
+        :meth:`Backend.set_aside` renames the entry; False: it deletes the object.
     temporaries : bool
         A writer that is killed may leave a temporary, see :func:`final_name`.
     deadlines : Deadlines
@@ -184,7 +184,7 @@ class Properties:
     part_bytes: int = 0
     probe_cost: float = 10e-6
     read_only: bool = False
-    can_quarantine: bool = False
+    sets_aside: bool = False
     temporaries: bool = False
     deadlines: Deadlines = Deadlines()
     available: bool = True
@@ -290,7 +290,6 @@ class ListOptions(TypedDict, total=False):
 
     hidden: bool
     wanted: Callable[[str], bool] | None
-    unopened: str | None
     after: str | None
 
 
@@ -425,7 +424,6 @@ class Backend(ABC):
         *,
         hidden: bool = False,
         wanted: Callable[[str], bool] | None = None,
-        unopened: str | None = None,
         after: str | None = None,
     ) -> Iterator[ObjectInfo]:
         """Stream all objects below the folder `prefix`, each time in the same order of folders.
@@ -439,14 +437,13 @@ class Backend(ABC):
         hidden : bool
             List what has a leading dot in a part of its name below `prefix` as well: temporaries,
             and files in reserved folders. A storage may be unable to: what bounds a shelf neither
-            counts nor deletes them there. Links and special files are never followed.
+            counts nor deletes them there. Where :attr:`Properties.sets_aside` holds, an entry with
+            the name of a temporary is listed whatever it is, and not opened; other links and
+            special files are listed nowhere.
         wanted : Callable, optional
             Called with the name of each entry before anything else is asked about it: what it
             refuses is left out, a folder with all that is in it. A storage without folders calls
             it for objects only.
-        unopened : str, optional
-            A folder in which no other folder is opened: what is there is listed whatever it is,
-            links, special files and folders too, which are listed nowhere else.
         after : str, optional
             The last name of a folder that an earlier listing came to, which then came to another
             folder: the listing continues there.
@@ -474,8 +471,7 @@ class Backend(ABC):
         Raises
         ------
         NotRegularError
-            If the entry is a folder. Where folders can be moved to quarantine one that is empty is
-            removed.
+            If the entry is a folder. Where folders can be set aside one that is empty is removed.
         StorageError
             If the storage failed.
         """
@@ -507,19 +503,18 @@ class Backend(ABC):
                     break
         return answers + answers[-1:] * (len(names) - len(answers))
 
-    def quarantine(self, name: str, target: str) -> bool:
-        """Move the entry at `name` (file, link, FIFO, folder) to `target`.
+    def set_aside(self, name: str) -> bool:
+        """Rename the entry at `name` (file, link, FIFO, folder) to a temporary's name in its place.
 
-        The entry is renamed; it is never followed, opened or descended into. If
-        :attr:`Properties.can_quarantine` is False, as by default, the object is deleted instead.
-        Returns False if there was no entry.
+        It is never followed, opened or descended into, and deleted as any temporary of a killed
+        writer. If :attr:`Properties.sets_aside` is False, as by default, the object is deleted at
+        once. Returns False if there was no entry.
 
         Raises
         ------
         StorageError
             If the storage failed.
         """
-        check_name(target)
         return self.delete(name)
 
     def touch(self, name: str) -> Touched:

@@ -469,7 +469,6 @@ class GenericBackend(Backend):
         *,
         hidden: bool = False,
         wanted: Callable[[str], bool] | None = None,
-        unopened: str | None = None,
         after: str | None = None,
     ) -> Iterator[ObjectInfo]:
         """Stream all objects below `prefix`, with one listing per folder."""
@@ -481,10 +480,9 @@ class GenericBackend(Backend):
             for name, found in self._entries(folder, hidden=hidden):
                 if wanted is not None and not wanted(name):
                     continue
-                opens = folder != unopened
-                if opens and _is_folder(found):
+                if _is_folder(found):
                     inner.append(name)
-                elif not listed and (not opens or _is_file(found)):
+                elif not listed and _is_file(found):
                     yield _object_info(name, found)
             pending += folders_left(inner, after)
 

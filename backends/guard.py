@@ -456,9 +456,9 @@ class GuardedBackend(WrappedBackend):
         seconds = self.deadlines.write * requests
         return self._answers(_DELETE, names, seconds, lambda: self.inner.delete_all(names))
 
-    def quarantine(self, name: str, target: str) -> bool:
+    def set_aside(self, name: str) -> bool:
         with _Guarded(self, _WRITE, name, self.deadlines.write):
-            return self.inner.quarantine(name, target)
+            return self.inner.set_aside(name)
 
     @property
     def touches(self) -> bool:

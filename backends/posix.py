@@ -53,11 +53,12 @@ from kvshelf.backends.base import (
     WriteMode,
     WriteResult,
     check_name,
+    temporary_name,
 )
 from kvshelf.backends.native import can_read_files, read_whole_files
 from kvshelf.backends.notices import FolderNotices
 from kvshelf.backends.oserrors import storage_error
-from kvshelf.backends.posix_folders import READ, READ_NOATIME, Folders, not_regular, occupied
+from kvshelf.backends.posix_folders import READ, READ_NOATIME, Folders, not_regular
 from kvshelf.backends.posix_listing import Listing, object_info
 from kvshelf.backends.posix_mount import Root
 from kvshelf.backends.posix_publish import Publisher
@@ -164,7 +165,7 @@ class PosixBackend(Backend):
             links=True,
             concurrency=8 if mount.local else 32,
             probe_cost=self._place.probe_cost(mount),
-            can_quarantine=True,
+            sets_aside=True,
             temporaries=True,
         )
 
@@ -370,23 +371,15 @@ class PosixBackend(Backend):
             raise self._place.failed(why, "deleting", name, writing=True) from why
         return True
 
-    def quarantine(self, name: str, target: str) -> bool:
-        """Rename the entry at `name` to `target`, whatever its type."""
+    def set_aside(self, name: str) -> bool:
+        """Rename the entry at `name` to a temporary's name in its folder, whatever its type."""
         self._place.check_writable(check_name(name))
-        check_name(target)
         folder, _, base = name.rpartition("/")
-        target_folder, _, target_base = target.rpartition("/")
-        with self._folders.opened(folder, "moving", writing=True) as source_fd:
+        with self._folders.opened(folder, "moving", writing=True) as fd:
+            if fd is None:
+                return False
             try:
-                if source_fd is None or not occupied(base, source_fd):
-                    return False
-                target_fd = self._folders.open_to_put(target_folder, "moving", make=True)
-                try:
-                    os.rename(base, target_base, src_dir_fd=source_fd, dst_dir_fd=target_fd)
-                finally:
-                    os.close(target_fd)
-            except StorageError:
-                raise
+                os.rename(base, temporary_name(base), src_dir_fd=fd, dst_dir_fd=fd)
             except FileNotFoundError:
                 return False
             except OSError as exc:

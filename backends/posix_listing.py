@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 
-from kvshelf.backends.base import ObjectInfo, check_folder, folders_left, is_behind
+from kvshelf.backends.base import ObjectInfo, check_folder, final_name, folders_left, is_behind
 from kvshelf.backends.oserrors import storage_error
 from kvshelf.backends.posix_folders import SCAN, Folders
 from kvshelf.backends.posix_mount import Root
@@ -29,7 +29,6 @@ class Listing:
         prefix: str,
         hidden: bool = False,
         wanted: Callable[[str], bool] | None = None,
-        unopened: str | None = None,
         after: str | None = None,
     ) -> Iterator[ObjectInfo]:
         """Stream the files below `prefix`, see :meth:`kvshelf.backends.base.Backend.list`."""
@@ -39,19 +38,20 @@ class Listing:
         while pending:
             folder = pending.pop()
             start = folder + "/" if folder else ""
-            opens = folder != unopened
             listed = is_behind(folder, after)
             inner: list[str] = []
             for entry in self._scan(folder):
-                if (entry.name[0] == "." and not hidden) or not entry.name.isascii():
+                is_hidden = entry.name[0] == "."
+                if (is_hidden and not hidden) or not entry.name.isascii():
                     continue
                 name = start + entry.name
                 if wanted is not None and not wanted(name):
                     continue
+                whole = is_hidden and final_name(entry.name) is not None
                 try:
-                    if opens and entry.is_dir(follow_symlinks=False):
+                    if not whole and entry.is_dir(follow_symlinks=False):
                         inner.append(name)
-                    elif not listed and (not opens or entry.is_file(follow_symlinks=False)):
+                    elif not listed and (whole or entry.is_file(follow_symlinks=False)):
                         yield object_info(name, entry.stat(follow_symlinks=False))
                 except FileNotFoundError:
                     continue

@@ -475,7 +475,6 @@ class S3Backend(Backend):
         *,
         hidden: bool = False,
         wanted: Callable[[str], bool] | None = None,
-        unopened: str | None = None,
         after: str | None = None,
     ) -> Iterator[ObjectInfo]:
         """Stream all objects below `prefix`, a thousand per request.

@@ -92,7 +92,7 @@ class WrappedBackend(Backend):
     folders = _forwarded(Backend.folders)
     delete = _forwarded(Backend.delete)
     delete_all = _forwarded(Backend.delete_all)
-    quarantine = _forwarded(Backend.quarantine)
+    set_aside = _forwarded(Backend.set_aside)
     notices = _forwarded(Backend.notices)
     touch = _forwarded(Backend.touch)
     space = _forwarded(Backend.space)
@@ -121,7 +121,7 @@ class ReadOnlyBackend(WrappedBackend):
     def delete(self, name: str) -> bool:
         raise self._refuse(name)
 
-    def quarantine(self, name: str, target: str) -> bool:
+    def set_aside(self, name: str) -> bool:
         raise self._refuse(name)
 
     def touch(self, name: str) -> Touched:

@@ -21,6 +21,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvshelf.buffers import Buffer, BufferPool
+from kvshelf.shelf import repairs
 from tests import budgets, not_tested
 from tests.support.servers import S3Server, command, rclone_s3
 
@@ -74,6 +75,12 @@ def end_of_simulation(request: pytest.FixtureRequest) -> Iterator[None]:
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     """End the simulation of a test that was skipped before it had any fixture."""
     item.stash.get(_SIMULATION, ExitStack()).close()
+
+
+@pytest.fixture(autouse=True)
+def bad_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each test set aside as many bad objects as a new process may."""
+    monkeypatch.setattr(repairs, "budget", repairs.Budget())
 
 
 def pytest_configure(config: pytest.Config) -> None:

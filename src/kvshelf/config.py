@@ -248,9 +248,8 @@ class CapacityConfig(BaseModel):
     Attributes
     ----------
     max_bytes : int or None
-        Most bytes of everything on the shelf: all namespaces, temporaries, quarantine. Above it
-        the chunks that were used longest ago are deleted. None: no bound, nothing is deleted for
-        it.
+        Most bytes of everything on the shelf: all namespaces, temporaries. Above it the
+        chunks that were used longest ago are deleted. None: no bound, nothing is deleted for it.
     max_age : float or None
         Seconds after its last use at which a chunk is deleted. None: never.
     group_max_bytes : int or None

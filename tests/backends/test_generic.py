@@ -337,7 +337,7 @@ def test_folder_in_place_of_an_object(backend: GenericBackend) -> None:
     with pytest.raises(NotRegularError):
         backend.open("a/x")
     with pytest.raises(NotRegularError):
-        backend.quarantine("a/x", "b")
+        backend.set_aside("a/x")
 
 
 def test_nothing_is_imported_before_it_is_needed() -> None:

@@ -134,7 +134,7 @@ def test_a_storage_that_fails_is_not_asked_any_more(
         rig.guard.folders,
         lambda: list(rig.guard.list()),
         lambda: rig.guard.delete("o1"),
-        lambda: rig.guard.quarantine("o1", "o2"),
+        lambda: rig.guard.set_aside("o1"),
     ):
         with pytest.raises(UnavailableStorageError, match="not tried"):
             call()
@@ -257,7 +257,7 @@ CALLS = {
     "folders": lambda rig: rig.guard.folders(),
     "write": lambda rig: rig.guard.write("new", [b"x"]),
     "delete": lambda rig: rig.guard.delete("o1"),
-    "quarantine": lambda rig: rig.guard.quarantine("o1", "o2"),
+    "set_aside": lambda rig: rig.guard.set_aside("o1"),
     "touch": lambda rig: rig.guard.touch("o1"),
     "entries": lambda rig: list(rig.guard.list(hidden=True)),
     "space": lambda rig: rig.guard.space(),

@@ -111,7 +111,7 @@ def test_no_folder_link_leads_outside(backend: PosixBackend, root: Path, level: 
         lambda: backend.write(name, [b"x"], "replace"),
         lambda: backend.write("ns/_/ab/other", [b"x"]),
         lambda: backend.delete(name),
-        lambda: backend.quarantine(name, "aside"),
+        lambda: backend.set_aside(name),
         lambda: list(backend.list("ns/_/ab")),
     ):
         with pytest.raises(PermanentStorageError):
@@ -146,12 +146,11 @@ def test_modes_and_group_come_from_the_root_whatever_the_umask(root: Path) -> No
         backend = PosixBackend(root)
         backend.write("a/b/x", [b"1"])
         backend.write("a/b/y", [b"1"], "replace")
-        backend.quarantine("a/b/y", "a/.kvshelf/bad/y")
-    for folder in ("a", "a/b", "a/.kvshelf", "a/.kvshelf/bad"):
+    for folder in ("a", "a/b"):
         info = (root / folder).stat()
         assert stat.S_IMODE(info.st_mode) == 0o2770
         assert info.st_gid == root.stat().st_gid
-    for file in ("a/b/x", "a/.kvshelf/bad/y"):
+    for file in ("a/b/x", "a/b/y"):
         info = (root / file).stat()
         assert stat.S_IMODE(info.st_mode) == 0o660
         assert info.st_gid == root.stat().st_gid
@@ -257,7 +256,7 @@ def test_read_only_by_option(root: Path) -> None:
     for call in (
         lambda: backend.write("a/y", [b"1"]),
         lambda: backend.delete("a/x"),
-        lambda: backend.quarantine("a/x", "b"),
+        lambda: backend.set_aside("a/x"),
     ):
         with pytest.raises(ReadOnlyStorageError, match="read-only"):
             call()
@@ -488,8 +487,8 @@ def test_nothing_stays_open(backend: PosixBackend, root: Path, monkeypatch: Any)
                 backend.open(name)
         next(iter(backend.list()))
         list(backend.folders("a"))
-        backend.quarantine("a/b/x", "q/x")
-        backend.delete("q/x")
+        backend.set_aside("a/b/x")
+        backend.delete("a/b/x")
         with monkeypatch.context() as patch:
             patch.setattr(os, "writev", failing(errno.EIO))
             with pytest.raises(StorageError):

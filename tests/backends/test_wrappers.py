@@ -48,7 +48,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "folders": (("a",), ["b"]),
     "delete": (("a",), True),
     "delete_all": ((["a", "b"],), [True, False]),
-    "quarantine": (("a", "b"), True),
+    "set_aside": (("a",), True),
     "touch": (("a",), Touched.REFUSED),
     "space": ((), Space(1, 2)),
     "now": ((), 5.0),
@@ -56,7 +56,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "close": ((), None),
 }
 #: Further ones, by name.
-OPTIONS = {"list": {"hidden": True, "wanted": bool, "unopened": "a/b", "after": "a/c"}}
+OPTIONS = {"list": {"hidden": True, "wanted": bool, "after": "a/c"}}
 PROPERTIES = Properties("noting", part_bytes=17)
 
 
@@ -126,10 +126,10 @@ def test_nothing_goes_past_a_wrapper() -> None:
 
 
 def test_a_read_only_backend_passes_on_what_changes_nothing() -> None:
-    changing = {"write", "write_marker", "delete", "delete_all", "quarantine", "touch", "now"}
+    changing = {"write", "write_marker", "delete", "delete_all", "set_aside", "touch", "now"}
     for name, (args, _) in CALLS.items():
         noting, options = Noting(), OPTIONS.get(name, {})
-        if name in ("write", "write_marker", "delete", "quarantine"):
+        if name in ("write", "write_marker", "delete", "set_aside"):
             with pytest.raises(PermissionError, match="read-only"):
                 getattr(ReadOnlyBackend(noting), name)(*args)
         else:

@@ -11,10 +11,10 @@ from kvshelf.capacity import collect
 from kvshelf.capacity.collect import Plan, plan
 from kvshelf.capacity.files import Total
 from kvshelf.capacity.inventory import Scan
-from kvshelf.capacity.pins import Pin, Pins
 from kvshelf.capacity.rules import NO_RULES, Choice, Rule, Rules
 from kvshelf.format.kinds import FULL, STATE, WINDOW
 from kvshelf.format.names import parse_path
+from kvshelf.shelf.pins import Pin, Pins
 from tests.capacity.shelves import DAY, FMT, HEX, SIZE, Place, bound, chunks, salted, tail_of
 from tests.sim.storage import FaultyStorage
 from tests.support.formats import format_of_kinds, make_format
@@ -185,9 +185,7 @@ def test_leftovers_go_at_their_own_ages(tmp_path: Path) -> None:
     place.put(FMT, [tail_of(2)], age=7200.0, used=60.0)
     temporary = f"{name.rpartition('/')[0]}/.{name.rpartition('/')[2]}.{HEX}.tmp"
     marker = f"{folder}/.kvshelf/gave-up/{'1' * 32}"
-    bad = f"{folder}/.kvshelf/bad/00-11-{name.rpartition('/')[2]}"
-    for left in (temporary, bad):
-        place.write(left, bytes(100), age=7200.0)
+    place.write(temporary, bytes(100), age=7200.0)
     place.write(marker, b"", age=7200.0)
     place.write(f"{folder}/notes.txt", bytes(100), age=900 * DAY)
     place.write(".kvshelf/pins/mine.json", b"{}", age=900 * DAY)
@@ -200,9 +198,6 @@ def test_leftovers_go_at_their_own_ages(tmp_path: Path) -> None:
     old = {temporary: Rule.TEMPORARY, marker: Rule.MARKER}
     assert plan_at(61 * 60.0, tails=7200.0, markers=7200.0) == {temporary: Rule.TEMPORARY}
     assert plan_at(61 * 60.0) == {**old, **dict.fromkeys(tails, Rule.TAIL)}
-    assert bad in plan_at(8 * DAY)
-    # Where space is needed.
-    assert plan_at(61 * 60.0, max_bytes=10)[bad] is Rule.QUARANTINE
 
 
 def test_tails_and_markers_stay_for_ever_if_that_is_wanted(place: Place) -> None:

@@ -19,11 +19,11 @@ from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.capacity import deletion, marks
 from kvshelf.capacity.collect import Plan, plan
 from kvshelf.capacity.deletion import Outcome, carry_out
-from kvshelf.capacity.pins import Pin, Pins
 from kvshelf.capacity.rules import NO_RULES, Choice, Rule, Rules
 from kvshelf.errors import TransientStorageError
 from kvshelf.format.keys import Chunk
 from kvshelf.format.names import parse_path
+from kvshelf.shelf.pins import Pin, Pins
 from tests.capacity.shelves import DAY, FMT, HEX, SIZE, Place, bound, chunks
 from tests.sim.storage import Fault, FaultyStorage
 

@@ -13,8 +13,8 @@ import pytest
 
 from kvshelf.capacity.lease import SWEEP, Lease
 from kvshelf.capacity.marks import MARKS
-from kvshelf.capacity.pins import PINS, Pin, Pins
 from kvshelf.format.names import parse_path
+from kvshelf.shelf.pins import PINS, Pin, Pins
 from tests.support.simulated import DIRECTORY, NAMESPACE, OBJECT_BYTES, S3, Costs, Fleet
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0

@@ -18,11 +18,11 @@ from kvshelf.capacity.eviction import Units
 from kvshelf.capacity.files import Sort, last_use
 from kvshelf.capacity.inventory import Inventory, Scan
 from kvshelf.capacity.marks import Batch, Marks, write
-from kvshelf.capacity.pins import Pin, Pins
 from kvshelf.capacity.rules import Rules
 from kvshelf.errors import PermanentStorageError, TransientStorageError
 from kvshelf.format.forest import GONE, UNKNOWN
 from kvshelf.format.kinds import FULL, STATE, STATE_BIT, WINDOW, WINDOW_BIT
+from kvshelf.shelf.pins import Pin, Pins
 from tests.capacity.shelves import DAY, Place, salted, tail_of
 from tests.sim.storage import Fault
 from tests.support.formats import hybrid_format, make_format
@@ -98,7 +98,6 @@ def test_files_beside_objects_are_told_apart(place: Place) -> None:
             f"{folder}/.kvshelf/gave-up/.{'1' * 32}{TEMPORARY}",
             f".kvshelf/.sweep{TEMPORARY}",
         ],
-        Sort.QUARANTINED: [f"{folder}/.kvshelf/bad/00-11-{base}"],
         Sort.MARKER: [f"{folder}/.kvshelf/gave-up/{'2' * 32}"],
         Sort.RESERVED: [".kvshelf/pins/mine.json"],
         Sort.FOREIGN: [
@@ -127,18 +126,6 @@ def test_files_beside_objects_are_told_apart(place: Place) -> None:
     assert found.nbytes == sum(path.stat().st_size for path in files) - foreign
 
 
-def test_what_is_in_quarantine_is_found_whatever_it_is(place: Place) -> None:
-    place.put(FMT, make_chunks(FMT, 1))
-    bad = f"{FMT.namespace.folder}/.kvshelf/bad"
-    place.write(f"{bad}/folder/inside")
-    os.symlink(place.root, place.root / bad / "link")
-    os.mkfifo(place.root / bad / "fifo")
-    for found in (place.scan(), place.scan(folders=[bad])):
-        assert {leftover.name for leftover in found.leftovers} == {
-            f"{bad}/{name}" for name in ("folder", "link", "fifo")
-        }
-
-
 def test_a_scan_goes_on_where_it_ended(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     place.put(FMT, [*make_chunks(FMT, 6), tail_of()], age=100)
     place.put(FMT, [salted(chunk, "0123456789abcdef") for chunk in make_chunks(FMT, 4, 1)])
@@ -146,7 +133,7 @@ def test_a_scan_goes_on_where_it_ended(place: Place, monkeypatch: pytest.MonkeyP
     for kind in (FULL, WINDOW, STATE):
         place.put(hybrid.of(kind), make_chunks(hybrid, 3))
     folder = FMT.namespace.folder
-    for name in ("notes", "_/notes", "_/00/notes", ".kvshelf/bad/00-11-x", "zz/notes"):
+    for name in ("notes", "_/notes", "_/00/notes", ".kvshelf/notes", "zz/notes"):
         place.write(f"{folder}/{name}", b"foreign")
     place.write(f"{folder}/.kvshelf/gave-up/{'2' * 32}", b"")
     place.write(f".kvshelf/.sweep{TEMPORARY}")

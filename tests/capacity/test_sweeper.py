@@ -27,7 +27,6 @@ from kvshelf.capacity import sweeping as sweeping_module
 from kvshelf.capacity import written as written_module
 from kvshelf.capacity.collect import Plan, plan
 from kvshelf.capacity.lease import LEASE_SECONDS, SWEEP, Finding, Lease, Record
-from kvshelf.capacity.pins import Pin, Pins
 from kvshelf.capacity.sweeper import Sweeper
 from kvshelf.capacity.walk import Walk
 from kvshelf.capacity.written import WRITTEN
@@ -39,6 +38,7 @@ from kvshelf.errors import (
     TransientStorageError,
 )
 from kvshelf.metrics import Counters
+from kvshelf.shelf.pins import Pin, Pins
 from tests.capacity.shelves import Place
 from tests.sim.storage import Fault
 from tests.support.formats import make_format
@@ -591,7 +591,7 @@ def test_what_leftovers_free_is_not_freed_again_by_what_is_chosen_for_later(
 ) -> None:
     place.fill()
     before = place.objects()
-    bad = f"{FMT.namespace.folder}/.kvshelf/bad/00-11-{'1' * 64}-0-0of1.safetensors"
+    bad = f"{FMT.namespace.folder}/_/11/.{'1' * 64}-0-0of1.safetensors.{'2' * 16}.tmp"
     place.write(bad, bytes(10 * CHUNK_BYTES))
     place.later.ahead += HOUR
     place.make(max_bytes=27 * CHUNK_BYTES).step()

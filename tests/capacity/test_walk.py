@@ -6,13 +6,11 @@ import errno
 import os
 import random
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from kvshelf.capacity import walk as module
-from kvshelf.capacity.rules import Rules
 from kvshelf.capacity.sweeper import Sweeper
 from kvshelf.capacity.walk import Walk
 from kvshelf.config import CapacityConfig
@@ -124,41 +122,38 @@ def test_a_walk_deletes_what_is_old_and_nothing_else(place: Walked) -> None:
     ):
         kept.append(place.write(f"{FOLDER}/{name}", b"", 9 * DAY))
     kept.append(place.write(f"{FOLDER}/{marker_name('3' * 32)}", b"content", 9 * DAY))
-    link = temporaries[0].with_name(temporaries[0].name.replace(HEX, HEX[::-1]))
-    link.symlink_to(kept[0])
     state = random.getstate()
     place.go(place.walk())
     assert not [path for path in (*old, *temporaries) if path.exists()]
-    assert all(path.exists() for path in (*kept, link))
+    assert all(path.exists() for path in kept)
     assert place.deleted == len(old)
     assert random.getstate() == state
 
 
-def test_bad_objects_leave_quarantine_after_a_week_whatever_they_are(place: Walked) -> None:
-    bad = place.path(f"{FOLDER}/.kvshelf/bad")
-    place.later.ahead = 8 * DAY
-    bad.mkdir(parents=True)
-    (bad / "00-link").symlink_to(place.root)
-    os.mkfifo(bad / "01-fifo")
-    (bad / "02-empty").mkdir()
-    full = bad / "03-full"
-    full.mkdir()
-    (full / "inside").write_bytes(b"")
-    place.write(f"{FOLDER}/.kvshelf/bad/04-file", age=9 * DAY)
-    place.go(place.walk(None, tails=False), 7200)
-    assert list(bad.iterdir()) == [full]
-    assert (full / "inside").exists()
+def test_what_was_set_aside_goes_after_an_hour_whatever_it_is(place: Walked) -> None:
+    names = [name for chunk in make_chunks(FMT, 5, 5) for name in place.put(FMT, [chunk])[:1]]
+    link, fifo, empty, full, file = paths = [place.path(name) for name in names]
+    for path in paths[:-1]:
+        path.unlink()
+    link.symlink_to(place.root)
+    os.mkfifo(fifo)
+    empty.mkdir()
+    (full / "inside").mkdir(parents=True)
+    place.age(file, 9 * DAY)
+    for name in names:
+        assert place.backend.set_aside(name)
 
+    def left() -> list[Path]:
+        return [found for path in paths for found in path.parent.glob(f".{path.name}.*.tmp")]
 
-def test_of_bad_objects_the_newest_stay(place: Walked, monkeypatch: pytest.MonkeyPatch) -> None:
-    bad = f"{FOLDER}/.kvshelf/bad"
-    paths = [place.write(f"{bad}/{number:020d}-x", b"." * 10) for number in range(40)]
+    place.later.ahead = 30 * 60.0
     place.go(place.walk(None, tails=False), 7200)
-    assert [path.exists() for path in paths] == [False] * 8 + [True] * 32
+    assert len(left()) == 5
+    place.later.ahead = 61 * 60.0
     place.put(FMT, make_chunks(FMT, 1, 1))
-    monkeypatch.setattr("kvshelf.capacity.walk.Rules", partial(Rules, quarantine_bytes=30))
     place.go(place.walk(None, tails=False), 7200)
-    assert [path.exists() for path in paths] == [False] * 37 + [True] * 3
+    (stays,) = left()
+    assert (stays / "inside").exists()
 
 
 def test_tails_of_other_namespaces_stay(place: Walked) -> None:
@@ -191,7 +186,7 @@ def test_only_namespaces_that_it_writes_to_are_walked_through(place: Walked) -> 
 def test_a_walk_looks_into_one_folder_at_a_time_and_rests(place: Walked) -> None:
     for seed in range(20):
         place.tail(seed)
-    folders = len(list(place.path(f"{FOLDER}/_").iterdir())) + 4
+    folders = len(list(place.path(f"{FOLDER}/_").iterdir())) + 3
     walk = place.walk()
     place.clock.now += walk.step() + 1e-6
     place.faults.counts.clear()
@@ -354,11 +349,9 @@ def test_a_write_that_finds_no_space_frees_some_everywhere(
 ) -> None:
     nothing = [place.temporary(seed=seed) for seed in range(3)] + [place.temporary(OTHER)]
     nothing.append(place.write(f".kvshelf/.sweep.{HEX}.tmp", age=2 * DAY))
-    nothing.append(place.write(f"{FOLDER}/.kvshelf/bad/00-11-x"))
     newer = "newer-" + "0" * 16
     place.write(f"{newer}/namespace.json", b'{"format": "kvshelf/2"}')
     kept = [
-        place.write(f"{newer}/.kvshelf/bad/00-11-x"),
         place.write(f"{newer}/.namespace.json.{HEX}.tmp"),
         place.write(f"{FOLDER}/_/ab/.notes.{HEX}.tmp"),
         *place.tail(),

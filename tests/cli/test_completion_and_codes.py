@@ -461,7 +461,7 @@ def test_what_engines_write_there_is_not_damaged(tmp_path: Path) -> None:
     from kvshelf.backends import open_backend
     from kvshelf.capacity import marks
     from kvshelf.capacity.lease import Finding, Lease, Record
-    from kvshelf.capacity.pins import Pin, Pins
+    from kvshelf.shelf.pins import Pin, Pins
 
     root = tmp_path / "shelf"
     fill(root, namespace(), prompt(0, 1))

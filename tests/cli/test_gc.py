@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from kvshelf.backends.posix import PosixBackend
-from kvshelf.capacity.pins import Pin, Pins
 from kvshelf.capacity.rules import Rules
 from kvshelf.cli.codes import PROBLEM
 from kvshelf.errors import PermanentStorageError
+from kvshelf.shelf.pins import Pin, Pins
 from tests.support.filled import namespace, prompt
 from tests.support.places import Place
 

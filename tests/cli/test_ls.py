@@ -14,8 +14,8 @@ import pytest
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.capacity.files import time_of
 from kvshelf.capacity.lease import SWEEP, Finding, Lease, Record
-from kvshelf.capacity.pins import Pin, Pins
 from kvshelf.cli.ls import By
+from kvshelf.shelf.pins import Pin, Pins
 from kvshelf.shelf.shelf import open_shelf
 from kvshelf.tools.usage import BREAKDOWNS
 from tests.support import commands

@@ -13,9 +13,9 @@ import pytest
 
 from kvshelf.capacity.files import time_of
 from kvshelf.capacity.lease import Lease, Record
-from kvshelf.capacity.pins import Pins
 from kvshelf.format.keys import KeyChain, salt_group_of
 from kvshelf.format.namespace import Namespace
+from kvshelf.shelf.pins import Pins
 from tests.support.filled import CHUNK, hybrid, namespace, prompt
 from tests.support.places import Place
 

@@ -163,7 +163,7 @@ _WRAPPER_OPERATIONS: Final = {
     "write": ("write",),
     "publish": ("publish",),
     "list": ("list", "folders"),
-    "delete": ("delete", "quarantine"),
+    "delete": ("delete", "set_aside"),
 }
 
 

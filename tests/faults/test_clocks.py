@@ -18,6 +18,7 @@ import pytest
 from kvshelf.backends import Touched, WriteResult, open_backend
 from kvshelf.capacity.rules import Rules
 from kvshelf.capacity.walk import Walk
+from kvshelf.errors import BadObjectError
 from kvshelf.metrics import Counters
 from kvshelf.shelf.markers import MARKERS
 from kvshelf.shelf.shelf import Shelf
@@ -103,15 +104,17 @@ def test_a_file_that_is_being_copied_stays_by_the_clock_of_the_storage(
 ) -> None:
     note_cell(skewed.fault, "write", "fuse")
     (chunk,) = make_chunks(FMT, 1)
-    bad = f"{FMT.namespace.folder}/.kvshelf/bad"
     for shard, age in ((0, 0.0), (1, 2 * HOUR)):
         ref = ObjectRef(chunk, shard)
         data = sealed(FMT, chunk, shard)
         name = skewed.view.name(ref)
         skewed.backend.write(name, [data[: len(data) // 2]])
         skewed.make_older(name, age)
-        assert skewed.view.publish(ref, data) is WriteResult.REPLACED
-        assert len(list(skewed.backend.list(bad))) == (1 if age else 0)
+        with pytest.raises(BadObjectError):
+            skewed.view.load(ref, memoryview(bytearray(len(data))))
+        assert skewed.backend.stat([name]) == [None if age else len(data) // 2]
+        stored = skewed.view.publish(ref, data)
+        assert stored is (WriteResult.CREATED if age else WriteResult.REPLACED)
 
 
 def test_leftovers_go_by_the_clock_of_the_storage(

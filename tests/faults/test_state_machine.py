@@ -59,7 +59,7 @@ def cut(data: bytearray) -> None:
 
 
 any_item = st.sampled_from(ITEMS)
-OPERATIONS = ("stat", "open", "read", "write", "publish", "list", "folders", "delete", "quarantine")
+OPERATIONS = ("stat", "open", "read", "write", "publish", "list", "folders", "delete", "set_aside")
 ERRNOS = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ENOENT)
 
 #: An operation of the backend, an errno value or what is done to its bytes, how often.
@@ -291,7 +291,7 @@ class _Machine(RuleBasedStateMachine):
         if callable(what):
             fault.damage = what
         else:
-            writing = operation in ("write", "publish", "delete", "quarantine")
+            writing = operation in ("write", "publish", "delete", "set_aside")
             fault.error = storage_error(OSError(what, "made"), operation, "here", writing=writing)
         self.faulty.add(fault)
         self.trouble = True

@@ -97,7 +97,7 @@ GOOD = f"_/ab/{KEY}-12t7-0of8.safetensors"
         GOOD + ".tmp",
         f"_/ab/.{KEY}-12-0of8.safetensors.0123456789abcdef.tmp",
         "namespace.json",
-        ".kvshelf/bad/x",
+        ".kvshelf/pins/x",
     ],
 )
 def test_foreign_names_are_not_objects(name: str) -> None:

@@ -55,7 +55,7 @@ REQUESTS: list[Request] = [
     Release([1, 2**64 - 1]),
     EndSession("r1"),
     Store("a/b", 4096, 100, "replace", True, 2**64 - 1),
-    Call("quarantine", ["folder", 3, 1.5, None, True, ["a"]], b"bytes"),
+    Call("set_aside", ["folder", 3, 1.5, None, True, ["a"]], b"bytes"),
 ]
 REPLIES: list[Reply] = [
     Done(),

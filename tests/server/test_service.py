@@ -518,8 +518,8 @@ def test_calls_go_to_the_storage(desk: Desk, shelf: Path) -> None:
     assert call("delete", names[0]) is False
     # Gone from memory as well.
     assert desk.ask("find", A, names[:1], [SIZE]) == FoundSizes([MISSING])
-    assert call("quarantine", names[1], f"{folder}/.kvshelf/bad/1") is True
-    assert (shelf / folder / ".kvshelf/bad/1").exists()
+    assert call("set_aside", names[1]) is True
+    assert not (shelf / names[1]).exists()
 
 
 @pytest.mark.parametrize(

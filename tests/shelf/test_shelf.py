@@ -32,6 +32,7 @@ from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf import description
 from kvshelf.shelf import view as view_module
+from kvshelf.shelf.pins import Pin, Pins
 from kvshelf.shelf.shelf import Shelf, open_shelf
 from kvshelf.shelf.view import ObjectRef, Presence
 from tests.sim.storage import Fault, FaultyStorage
@@ -74,6 +75,10 @@ def image(chunk: Chunk, shard: int = 0, fill: int = 7, fmt: ObjectFormat = FMT) 
     return data
 
 
+def zero(data: bytearray) -> None:
+    data[:] = bytes(len(data))
+
+
 def store(shelf: Shelf, chunk: Chunk, shard: int = 0, fmt: ObjectFormat = FMT) -> WriteResult:
     data = image(chunk, shard, fmt=fmt)
     return shelf.view(fmt).publish(ObjectRef(chunk, shard), data)
@@ -112,13 +117,8 @@ def age(path: Path, seconds: float) -> None:
     os.utime(path, (then, then))
 
 
-def bad_folder(shelf: Shelf) -> Path:
-    return Path(shelf.url) / FMT.namespace.folder / ".kvshelf" / "bad"
-
-
-def quarantined(shelf: Shelf) -> list[str]:
-    folder = bad_folder(shelf)
-    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+def set_aside(shelf: Shelf) -> list[Path]:
+    return list(Path(shelf.url).rglob(".*.tmp"))
 
 
 # ------------------------------------------------------------------------------ store and load
@@ -130,7 +130,7 @@ def test_missing_object(any_shelf: Shelf) -> None:
     store(any_shelf, CHUNKS[0])
     with pytest.raises(ObjectMissingError):
         load(any_shelf, CHUNKS[0], 1)
-    assert any_shelf.view(FMT).quarantine(ObjectRef(CHUNKS[1], 0), BadObjectError("bad")) is False
+    assert any_shelf.view(FMT).set_aside(ObjectRef(CHUNKS[1], 0), BadObjectError("bad")) is False
 
 
 def test_buffers_of_wrong_size_are_the_callers_mistake(shelf: Shelf, root: Path) -> None:
@@ -253,17 +253,12 @@ def test_linked_namespace_folder_is_an_error_not_a_way_out(shelf: Shelf, root: P
 
 
 @pytest.mark.parametrize("size", [0, 100, 1_000_000])
-@pytest.mark.parametrize("old", [False, True])
-def test_wrong_size_is_a_miss_and_replaced_by_a_store(shelf: Shelf, size: int, old: bool) -> None:
+def test_wrong_size_is_a_miss_and_replaced_by_a_store(shelf: Shelf, size: int) -> None:
     store(shelf, CHUNKS[0])
-    path = path_of(shelf, CHUNKS[0])
-    os.truncate(path, size)
-    age(path, 61 if old else 5)
+    os.truncate(path_of(shelf, CHUNKS[0]), size)
     assert shelf.view(FMT).probe([(CHUNKS[0], 0)]) == [Presence.WRONG_SIZE]
     assert store(shelf, CHUNKS[0]) is WriteResult.REPLACED
     assert load(shelf, CHUNKS[0]) == image(CHUNKS[0])
-    # A young one may be a copy that is still running: it is no evidence of damage.
-    assert len(quarantined(shelf)) == (1 if old else 0)
 
 
 def test_a_running_copy_is_not_moved_by_a_load(shelf: Shelf) -> None:
@@ -323,7 +318,40 @@ def test_bad_object_stays_on_a_read_only_shelf(shelf: Shelf, root: Path) -> None
         with pytest.raises(ReadOnlyStorageError):
             store(reader, CHUNKS[1])
     assert path_of(shelf, CHUNKS[0]).exists()
-    assert quarantined(shelf) == []
+    assert set_aside(shelf) == []
+
+
+def test_a_machine_that_reads_wrong_bytes_spares_the_shelf(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    chunks = KeyChain(FMT.namespace.digest, CHUNK).extend(range(CHUNK * 120))
+    faulty = FaultyStorage(open_backend(root))
+    with Shelf(faulty) as shelf:
+        for chunk in chunks:
+            store(shelf, chunk)
+        pinned = {path_of(shelf, chunk) for chunk in chunks[:3]}
+        Pins.add(shelf.backend, "mine", Pin(keys=[chunk.key for chunk in chunks[:3]]))
+
+        def load_all() -> None:
+            for chunk in chunks:
+                with pytest.raises((BadObjectError, ObjectMissingError)):
+                    load(shelf, chunk)
+
+        faulty.add(Fault("read", "*.safetensors", damage=zero))
+        load_all()
+        assert len(set_aside(shelf)) == 5
+        assert "more objects were found bad" in caplog.text
+        time.sleep(61)
+        caplog.clear()
+        Pins.remove(shelf.backend, "mine")
+        load_all()
+        assert len(set_aside(shelf)) == 6
+        assert "found bad" not in "".join(r.message for r in caplog.records if r.levelno > 20)
+        faulty.heal()
+        there = [chunk for chunk in chunks if path_of(shelf, chunk).exists()]
+        assert len(there) == 114
+        assert all(load(shelf, chunk) == image(chunk) for chunk in there)
+    assert len([path for path in pinned if path.exists()]) == 2
 
 
 def test_probe_errors_are_answers(root: Path) -> None:
@@ -435,20 +463,7 @@ def test_something_else_in_an_objects_place(shelf: Shelf, kind: str, how: str) -
         assert publish(shelf, good) is WriteResult.CREATED
     assert load(shelf, CHUNKS[0]) == good
     assert outside.read_bytes() == before
-    assert len(quarantined(shelf)) == 1
-
-
-def test_bad_folder_that_is_a_link_does_not_break_a_load(shelf: Shelf, tmp_path: Path) -> None:
-    store(shelf, CHUNKS[0])
-    flip(path_of(shelf, CHUNKS[0]))
-    (tmp_path / "outside").mkdir()
-    (tmp_path / "shelf" / FMT.namespace.folder / ".kvshelf").symlink_to(tmp_path / "outside")
-    with pytest.raises(PayloadDamaged):
-        load(shelf, CHUNKS[0])
-    assert list((tmp_path / "outside").iterdir()) == []
-    good = image(CHUNKS[0])
-    assert publish(shelf, good, suspect=True) is WriteResult.REPLACED
-    assert load(shelf, CHUNKS[0]) == good
+    assert len(set_aside(shelf)) == (how == "load first" or kind == "folder")
 
 
 # -------------------------------------------------------------------------------------- listings
@@ -495,7 +510,7 @@ def test_foreign_files_are_skipped_and_kept(shelf: Shelf, root: Path) -> None:
         "lost+found/x",
         f"{FMT.namespace.folder}/notes.txt",
         f"{FMT.namespace.folder}/_/zz/x.safetensors",
-        f"{FMT.namespace.folder}/.kvshelf/bad/x.safetensors",
+        f"{FMT.namespace.folder}/.kvshelf/x.safetensors",
     ]
     for name in foreign:
         (root / name).parent.mkdir(parents=True, exist_ok=True)

@@ -53,7 +53,7 @@ class Fault:
     ----------
     operation : str
         ``stat``, ``info``, ``open``, ``read``, ``write``, ``publish`` (after a write
-        succeeded, before the caller is told), ``list``, ``folders``, ``delete``, ``quarantine``,
+        succeeded, before the caller is told), ``list``, ``folders``, ``delete``, ``set_aside``,
         ``touch``, ``entries``, ``space``, ``now``, or ``*``.
     pattern : str
         Names to which it applies, as for :mod:`fnmatch`.
@@ -246,10 +246,10 @@ class FaultyStorage(WrappedBackend):
         self._call("delete", name)
         return self.inner.delete(name)
 
-    def quarantine(self, name: str, target: str) -> bool:
-        """Move."""
-        self._call("quarantine", name)
-        return self.inner.quarantine(name, target)
+    def set_aside(self, name: str) -> bool:
+        """Rename."""
+        self._call("set_aside", name)
+        return self.inner.set_aside(name)
 
     def touch(self, name: str) -> Touched:
         """Set an access time."""

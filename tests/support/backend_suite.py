@@ -30,7 +30,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvshelf.backends.base import NOT_REGULAR, Backend, BytesLike, Touched, Whole, WriteResult
+from kvshelf.backends.base import (
+    NOT_REGULAR,
+    Backend,
+    BytesLike,
+    Touched,
+    Whole,
+    WriteResult,
+    final_name,
+)
 from kvshelf.backends.wrappers import ReadOnlyBackend
 from kvshelf.errors import (
     NotRegularError,
@@ -97,8 +105,7 @@ def _every_call(backend: Backend, name: str) -> dict[str, Callable[[], object]]:
         "replace": lambda: backend.write(name, [b"x"], "replace"),
         "delete": lambda: backend.delete(name),
         "delete_all": lambda: backend.delete_all(["good", name]),
-        "quarantine": lambda: backend.quarantine(name, "aside"),
-        "quarantine to": lambda: backend.quarantine("good", name),
+        "set_aside": lambda: backend.set_aside(name),
         "touch": lambda: backend.touch(name),
     }
     if name:  # "" is the root in a listing
@@ -380,7 +387,7 @@ class BackendSuite:
             with pytest.raises(FileNotFoundError):
                 backend.read_into(name, memoryview(bytearray(1)))
             assert backend.delete(name) is False
-            assert backend.quarantine(name, "aside/x") is False
+            assert backend.set_aside(name) is False
             assert isinstance(backend.touch(name), Touched)
         assert list(backend.list()) == []
         assert list(backend.list("no/such", hidden=True)) == []
@@ -509,24 +516,24 @@ class BackendSuite:
         """Names with a leading dot belong to the backend and the shelf."""
         oracle.put("a/x", b"1")
         oracle.put("a/.x.0123456789abcdef.tmp", b"torn")
-        oracle.put("a/.kvshelf/bad/y", b"bad")
+        oracle.put("a/.kvshelf/gave-up/y", b"bad")
         oracle.put(".hidden/z", b"")
         assert [row.name for row in backend.list()] == ["a/x"]
         assert [row.name for row in backend.list("a")] == ["a/x"]
-        assert [row.name for row in backend.list("a/.kvshelf/bad")] == ["a/.kvshelf/bad/y"]
+        assert [row.name for row in backend.list("a/.kvshelf/gave-up")] == ["a/.kvshelf/gave-up/y"]
         assert list(backend.folders()) == ["a"]
         assert list(backend.folders("a")) == []
 
     def test_entries_are_all_files(self, backend: Backend, oracle: Oracle) -> None:
         """Temporaries and reserved folders are listed too, with their sizes; links are not.
 
-        What is not wanted is left out. A folder is listed as it is where nothing is to be opened.
+        What is not wanted is left out.
         """
         objects = {
             "top": 1,
             "a/x": 2,
             "a/.x.0123456789abcdef.tmp": 3,
-            "a/.kvshelf/bad/y": 4,
+            "a/.kvshelf/gave-up/y": 4,
             ".kvshelf/pins/z.json": 5,
         }
         for name, size in objects.items():
@@ -545,20 +552,13 @@ class BackendSuite:
         some = backend.list(hidden=True, wanted=wanted.__contains__)
         # Of a folder that is not wanted nothing is.
         assert {row.name for row in some} - {".kvshelf/pins/z.json"} == {"a/x"}
-        bad = {"a/.kvshelf/bad/y"}
-        for kind in oracle.specials:
-            oracle.put_special(f"a/.kvshelf/bad/{kind}", kind)
-            bad.add(f"a/.kvshelf/bad/{kind}")
-        for prefix in ("a", "a/.kvshelf/bad"):
-            as_it_is = backend.list(prefix, hidden=True, unopened="a/.kvshelf/bad")
-            assert {row.name for row in as_it_is if "/bad/" in row.name} == bad
 
     def test_a_listing_goes_on_behind_a_folder(self, backend: Backend, oracle: Oracle) -> None:
         """Behind the last file of a folder are exactly the files that came behind it before."""
         for folder in ("a", "a/_", "a/_/00", "a/_/0f", "a/_/ff", "a/0.x", "a/x-y", "a/x", "b"):
             for name in ("0", "m", "z"):
                 oracle.put(f"{folder}/{name}.y", b"1")
-        oracle.put("a/.kvshelf/bad/y", b"1")
+        oracle.put("a/.kvshelf/gave-up/y", b"1")
         for prefix, hidden in (("a", True), ("a", False), ("a/_", True), ("", False)):
             names = [row.name for row in backend.list(prefix, hidden=hidden)]
             inside = [name.rpartition("/")[0] for name in names]
@@ -590,14 +590,22 @@ class BackendSuite:
         assert backend.stat([f"a/{number}" for number in range(5)]) == [None, None, 1, None, 1]
         assert backend.delete_all([]) == []
 
-    def test_quarantine(self, backend: Backend, oracle: Oracle) -> None:
-        """The object leaves its name; if the backend can move objects, it is kept."""
-        oracle.put("a/x", b"bad")
-        assert backend.quarantine("a/x", "a/.kvshelf/bad/1-x") is True
+    @pytest.mark.parametrize("kind", ["file", "folder", "link", "fifo"])
+    def test_set_aside(self, backend: Backend, oracle: Oracle, kind: str) -> None:
+        """The entry leaves its name; where it is renamed, it is listed, whatever it is."""
+        renamed = backend.properties.sets_aside
+        if kind == "file":
+            oracle.put("a/x", b"bad")
+        elif kind in oracle.specials and renamed:
+            oracle.put_special("a/x", kind)
+        else:
+            pytest.skip(f"this storage does not rename a {kind}")
+        assert backend.set_aside("a/x") is True
         self.assert_gone(backend, "a/x")
-        kept = {"a/.kvshelf/bad/1-x"} if backend.properties.can_quarantine else set()
-        assert oracle.names() == kept
-        assert backend.quarantine("a/x", "a/.kvshelf/bad/2-x") is False
+        left = [row.name for row in backend.list("a", hidden=True)]
+        assert [final_name(name[2:]) for name in left] == ["x"] * renamed
+        assert backend.set_aside("a/x") is False
+        assert backend.write("a/x", [b"object"]) is WriteResult.CREATED
 
     @pytest.mark.parametrize("kind", ["folder", "link", "fifo"])
     def test_things_that_are_no_regular_files(
@@ -631,19 +639,6 @@ class BackendSuite:
                 assert backend.delete("a/x") is True
         assert not [name for name in oracle.names() if name.endswith(".tmp")]
 
-    @pytest.mark.parametrize("kind", ["folder", "link", "fifo"])
-    def test_quarantine_of_things_that_are_no_regular_files(
-        self, backend: Backend, oracle: Oracle, kind: str
-    ) -> None:
-        """They are moved unchanged."""
-        if kind not in oracle.specials or not backend.properties.can_quarantine:
-            pytest.skip(f"this storage does not move a {kind}")
-        oracle.put_special("a/x", kind)
-        assert backend.quarantine("a/x", "a/.kvshelf/bad/1") is True
-        self.assert_gone(backend, "a/x")
-        assert backend.stat(["a/.kvshelf/bad/1"]) == [NOT_REGULAR]
-        assert backend.write("a/x", [b"object"]) is WriteResult.CREATED
-
     def test_read_only(self, backend: Backend, oracle: Oracle) -> None:
         """Through a read-only wrapper everything can be read and nothing changed."""
         oracle.put("a/x", b"12345")
@@ -658,7 +653,7 @@ class BackendSuite:
             lambda: fixed.write("a/y", [b""]),
             lambda: fixed.write("a/x", [b""], "replace"),
             lambda: fixed.delete("a/x"),
-            lambda: fixed.quarantine("a/x", "aside"),
+            lambda: fixed.set_aside("a/x"),
         ):
             with pytest.raises(ReadOnlyStorageError):
                 change()
@@ -743,8 +738,8 @@ class _Model(RuleBasedStateMachine):
         self.objects.pop(name, None)
 
     @rule(name=_NAMES)
-    def quarantine(self, name: str) -> None:
-        assert self.backend.quarantine(name, "q/.kvshelf/1") is (name in self.objects)
+    def set_aside(self, name: str) -> None:
+        assert self.backend.set_aside(name) is (name in self.objects)
         self.objects.pop(name, None)
 
     @rule(name=_NAMES, offset=st.integers(0, 100), length=st.integers(0, 100_000))
@@ -776,7 +771,7 @@ class _Model(RuleBasedStateMachine):
     @invariant()
     def storage_holds_the_objects(self) -> None:
         names = self.oracle.names()
-        names.discard("q/.kvshelf/1")
-        assert names == set(self.objects)
+        aside = {name for name in names if final_name(name.rpartition("/")[2])}
+        assert names - aside == set(self.objects)
         for name in self.objects:
             assert self.oracle.get(name) == self.objects[name]

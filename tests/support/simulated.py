@@ -494,7 +494,6 @@ class SimulatedStorage(Backend):
         *,
         hidden: bool = False,
         wanted: Callable[[str], bool] | None = None,
-        unopened: str | None = None,
         after: str | None = None,
     ) -> Iterator[ObjectInfo]:
         last_listed = "" if after is None else after.rpartition("/")[0]
@@ -554,7 +553,7 @@ class SimulatedStorage(Backend):
         self._call("bulk", self.costs.bulk, len(names))
         return [self._delete(name) or True for name in names]
 
-    def quarantine(self, name: str, target: str) -> bool:
+    def set_aside(self, name: str) -> bool:
         return self.delete(name)
 
     def touch(self, name: str) -> Touched:

@@ -17,9 +17,9 @@ from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.capacity import deletion
 from kvshelf.capacity.deletion import Outcome
-from kvshelf.capacity.pins import Pin, Pins
 from kvshelf.errors import BoundReachedError, StorageError
 from kvshelf.format.names import DESCRIPTION
+from kvshelf.shelf.pins import Pin, Pins
 from kvshelf.tiers import ledger as ledger_module
 from kvshelf.tiers.bounded import BoundedBackend
 from kvshelf.tiers.ledger import LEDGER

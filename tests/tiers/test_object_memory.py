@@ -47,8 +47,8 @@ def load(shelf: Shelf, fmt: ObjectFormat, chunk: Chunk) -> bytes:
     return bytes(data)
 
 
-def quarantined(shelf: Shelf, fmt: ObjectFormat) -> list[Path]:
-    return list((Path(shelf.url) / shelf.view(fmt).folder() / ".kvshelf" / "bad").glob("*"))
+def set_aside(shelf: Shelf) -> list[Path]:
+    return list(Path(shelf.url).rglob(".*.tmp"))
 
 
 def test_an_object_that_the_storage_has_in_memory_is_pinned_whole(
@@ -98,11 +98,11 @@ def test_the_bytes_of_another_object_are_not_taken_for_this_one(
         assert [loan.released for loan in lending.loans] == [1]
         assert "bytes in memory are not those of" in caplog.text
         # The object on the storage is good, and stays.
-        assert not quarantined(shelf, fmt)
+        assert not set_aside(shelf)
         assert load(shelf, fmt, chunks[0]) == sealed(fmt, chunks[0])
 
 
-def test_an_object_that_the_owner_of_the_memory_found_bad_is_moved_aside(
+def test_an_object_that_the_owner_of_the_memory_found_bad_is_set_aside(
     root: Path, fmt: ObjectFormat, chunks: list[Chunk]
 ) -> None:
     faulty = FaultyStorage(open_backend(root))
@@ -111,7 +111,7 @@ def test_an_object_that_the_owner_of_the_memory_found_bad_is_moved_aside(
         store(shelf, fmt, chunks[0])
         with pytest.raises(PayloadDamaged):
             shelf.view(fmt).pin(ObjectRef(chunks[0], 0))
-        assert len(quarantined(shelf, fmt)) == 1
+        assert len(set_aside(shelf)) == 1
 
 
 def test_objects_of_all_folders_of_a_namespace_are_pinned(root: Path, chunks: list[Chunk]) -> None:

@@ -308,7 +308,7 @@ def test_a_folder_in_the_place_of_an_object_is_no_fault_of_the_source(
     class Stuck(WrappedBackend):
         """Moves no folder."""
 
-        def quarantine(self, name: str, target: str) -> bool:
+        def set_aside(self, name: str) -> bool:
             return False
 
     name = objects(source)[2].relative_to(source)

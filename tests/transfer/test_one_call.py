@@ -153,7 +153,7 @@ def test_which_object_of_a_chunk_failed_is_known(
     assert noting.opened == [name] * (2 if failure is Failure.BAD else 1)
     assert [record.getMessage() for record in caplog.records if path.name in record.getMessage()]
     assert names(rig, chunks[3])[1 - shard].rpartition("/")[2] not in caplog.text
-    # What was bad is in quarantine.
+    # What was bad is set aside.
     assert not path.exists()
     assert rig.path(chunks[3], 1 - shard).exists()
     until(lambda: rig.staging.in_use == 0)

@@ -26,11 +26,11 @@ from kvshelf.capacity.eviction import Units, Victims, choose
 from kvshelf.capacity.files import Leftover, Sort, Total
 from kvshelf.capacity.inventory import Floats, Inventory
 from kvshelf.capacity.marks import Marks
-from kvshelf.capacity.pins import Pins
 from kvshelf.capacity.rules import Rule, Rules
 from kvshelf.errors import size_text
 from kvshelf.format.forest import GONE, UNKNOWN, Flags, Integers, Masks
 from kvshelf.format.kinds import FULL_BIT, KINDS
+from kvshelf.shelf.pins import Pins
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +143,7 @@ def plan(
         rules = replace(rules, max_age=None)
     held = inventory.nbytes
     picks = _Picks(inventory, rules, now, resolution, marks, pins)
-    crowded = rules.to_free(held, rules.max_bytes) > 0
-    leftovers = _leftovers(inventory, rules, now, crowded)
+    leftovers = _leftovers(inventory, rules, now)
     held -= sum(leftover.size for leftover, _ in leftovers)
     picks.take_chosen()
     picks.take_old_tails()
@@ -194,42 +193,21 @@ def _problem(
     return None
 
 
-def _leftovers(
-    inventory: Inventory, rules: Rules, now: float, crowded: bool
-) -> list[tuple[Leftover, Rule]]:
+def _leftovers(inventory: Inventory, rules: Rules, now: float) -> list[tuple[Leftover, Rule]]:
     """Return the leftovers to delete."""
     ages = {
         Sort.TEMPORARY: (Rule.TEMPORARY, rules.temporaries),
-        Sort.QUARANTINED: (
-            Rule.QUARANTINE,
-            min(rules.crowded_quarantine, rules.quarantine) if crowded else rules.quarantine,
-        ),
         Sort.MARKER: (Rule.MARKER, rules.markers),
     }
     chosen = rules.choice is not None and rules.choice.leftovers
-    beyond = _beyond_quarantine(inventory, rules)
     found = []
     for leftover in inventory.leftovers:
         reason, age = ages[leftover.sort]
         if chosen and leftover.sort is not Sort.TEMPORARY:
             found.append((leftover, Rule.CHOSEN))
-        elif leftover.name in beyond or (age is not None and leftover.changed < now - age):
+        elif age is not None and leftover.changed < now - age:
             found.append((leftover, reason))
     return found
-
-
-def _beyond_quarantine(inventory: Inventory, rules: Rules) -> set[str]:
-    """Return the names of bad objects for which quarantine is too small."""
-    names: set[str] = set()
-    held: dict[str, Total] = {}
-    bad = [one for one in inventory.leftovers if one.sort is Sort.QUARANTINED]
-    # Their names begin with the time at which they were moved.
-    for leftover in sorted(bad, key=lambda one: one.name, reverse=True):
-        of_space = held.setdefault(leftover.name.partition("/")[0], Total())
-        of_space.add(leftover.size)
-        if of_space.count > rules.quarantine_count or of_space.nbytes > rules.quarantine_bytes:
-            names.add(leftover.name)
-    return names
 
 
 class _Picks:

@@ -43,9 +43,9 @@ from kvshelf.capacity.collect import Plan
 from kvshelf.capacity.files import Leftover, Total, changed_at, last_use
 from kvshelf.capacity.marks import MARKS, Marks
 from kvshelf.capacity.parallel import Attempts, in_parallel, threads_for_calls
-from kvshelf.capacity.pins import PINS, Pins
 from kvshelf.capacity.rules import Rule
 from kvshelf.errors import NotRegularError, StorageError
+from kvshelf.shelf.pins import PINS, Pins
 
 #: Most objects that are checked one after the other, and then deleted together.
 _LOOKS: Final = 100
@@ -262,7 +262,7 @@ class _Deletions:
                     done[number].deleted.add(nbytes * answer, int(answer))
                     done[number].gone += not answer
                 elif isinstance(answer, NotRegularError):
-                    # It was replaced, or is a folder in quarantine that is not empty.
+                    # It was replaced, or is a folder that was set aside and is not empty.
                     done[number].kept.add(nbytes)
                 elif answer.retryable:
                     trouble = answer

@@ -40,7 +40,6 @@ class Sort(Enum):
     """The class of a file below a root that is no object."""
 
     TEMPORARY = "temporaries"
-    QUARANTINED = "quarantine"
     MARKER = "markers"
     DESCRIPTION = "descriptions"
     RESERVED = "reserved"
@@ -63,7 +62,7 @@ class Total:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A temporary, bad object, marker, or object that says how long tails are kept.
+    """A temporary, marker, or object that says how long tails are kept.
 
     Attributes
     ----------

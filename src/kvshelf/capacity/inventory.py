@@ -13,7 +13,7 @@ Contracts
 * Only folders of namespaces and the reserved folder of the root are listed. No link is followed.
 * An object is a file with exactly the name of one, in a namespace whose record does not say that
   it is of another version of the format. All else is counted, and never among the objects.
-* Links, pipes and folders in quarantine are leftovers like bad objects; elsewhere they are nothing.
+* Links, pipes and folders with names of temporaries are temporaries; elsewhere they are nothing.
 * A shelf may change while it is listed. A deletion checks each object again.
 * What is more than a shelf has (2^24 objects, 2^20 salt groups) is counted only, or refused.
 
@@ -51,7 +51,6 @@ from kvshelf.capacity.files import (
 )
 from kvshelf.capacity.marks import Marks
 from kvshelf.capacity.parallel import in_parallel, threads_for_calls
-from kvshelf.capacity.pins import Pins
 from kvshelf.errors import (
     BadObjectError,
     ObjectMissingError,
@@ -68,12 +67,12 @@ from kvshelf.format.names import (
     parse_object_name,
 )
 from kvshelf.shelf.leftovers import (
-    QUARANTINE,
     RESERVED,
     is_temporary,
     read_record,
 )
 from kvshelf.shelf.markers import MARKERS, is_attempt
+from kvshelf.shelf.pins import Pins
 
 Numbers: TypeAlias = "npt.NDArray[np.uint32]"
 Floats: TypeAlias = "npt.NDArray[np.float64]"
@@ -625,7 +624,6 @@ class Scan:
                 folder,
                 hidden=True,
                 wanted=None if wanted is None else paced,
-                unopened=f"{space}/{QUARANTINE}",
                 after=self._after,
             ):
                 now_in = info.name.rpartition("/")[0]
@@ -734,7 +732,7 @@ class Scan:
     def _add_other(self, sort: Sort, info: ObjectInfo) -> None:
         inventory = self._inventory
         inventory.totals[sort].add(min(info.size, _MOST_BYTES))
-        named = sort in (Sort.TEMPORARY, Sort.QUARANTINED, Sort.MARKER)
+        named = sort in (Sort.TEMPORARY, Sort.MARKER)
         if named and len(inventory.leftovers) < _MOST_NAMED:
             leftover = Leftover(info.name, sort, info.size, changed_at(info))
             inventory.leftovers.append(leftover)
@@ -745,8 +743,6 @@ def _sort_of(info: ObjectInfo, inner: str) -> Sort:
     if inner == DESCRIPTION:
         return Sort.DESCRIPTION
     folder, _, base = inner.rpartition("/")
-    if folder == QUARANTINE:
-        return Sort.QUARANTINED
     if not info.size and folder == MARKERS and is_attempt(base):
         return Sort.MARKER
     if is_temporary(info.name):

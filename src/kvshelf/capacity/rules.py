@@ -3,9 +3,7 @@
 ==============  ================================================================================
 reason          what is deleted
 ==============  ================================================================================
-temporary       temporaries that nothing has changed for an hour
-quarantine      bad objects a week after they were moved aside, or an hour if space is needed; at
-                once those of a namespace beyond the newest 32, or 1 GiB
+temporary       temporaries that nothing has changed for an hour: also what was set aside
 marker, tail    markers and tails of hand-overs at some age
 orphan          chunks whose parent is gone, a day after their last use
 age             what was not used for some time
@@ -23,7 +21,6 @@ is deleted because of its age.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
@@ -33,14 +30,13 @@ class Rule(IntEnum):
     """Why something is deleted, see the module."""
 
     TEMPORARY = 0
-    QUARANTINE = 1
-    MARKER = 2
-    TAIL = 3
-    ORPHAN = 4
-    AGE = 5
-    GROUP = 6
-    SIZE = 7
-    CHOSEN = 8
+    MARKER = 1
+    TAIL = 2
+    ORPHAN = 3
+    AGE = 4
+    GROUP = 5
+    SIZE = 6
+    CHOSEN = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +53,7 @@ class Choice:
     pinned : bool
         Also what is pinned.
     leftovers : bool
-        Also all bad objects in quarantine, and all markers.
+        Also all markers.
     """
 
     group: str | None = None
@@ -68,14 +64,12 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What is deleted from a shelf, see the module. None, or infinite: the rule is off.
+    """What is deleted from a shelf, see the module. None: the rule is off.
 
     Attributes
     ----------
-    temporaries, quarantine, crowded_quarantine, markers, tails, orphans : float, or None
-        Ages in seconds; of quarantine also where space is needed for `max_bytes`.
-    quarantine_count, quarantine_bytes : float
-        Most bad objects of a namespace, and bytes of these.
+    temporaries, markers, tails, orphans : float or None
+        Ages in seconds.
     max_age : float or None
         Seconds after its last use at which a chunk is deleted.
     group_max_bytes : int or None
@@ -93,10 +87,6 @@ class Rules:
     """
 
     temporaries: float | None = 3600.0
-    quarantine: float = 7 * 86400.0
-    crowded_quarantine: float = 3600.0
-    quarantine_count: float = 32
-    quarantine_bytes: float = 1 << 30
     markers: float | None = 3600.0
     tails: float | None = 3600.0
     #: The parent may come back.
@@ -124,4 +114,4 @@ class Rules:
 KEEP_TAILS: Final = 3600.0
 
 #: All rules are off.
-NO_RULES: Final = Rules(None, math.inf, math.inf, math.inf, math.inf, None, None, None)
+NO_RULES: Final = Rules(None, None, None, None)

@@ -39,10 +39,10 @@ from kvshelf.capacity.deletion import Outcome, carry_out, steady
 from kvshelf.capacity.inventory import Inventory, Parents, Scan
 from kvshelf.capacity.lease import LEASE_SECONDS, Finding, Lease
 from kvshelf.capacity.marks import Marks
-from kvshelf.capacity.pins import Pins
 from kvshelf.capacity.rules import Rule, Rules
 from kvshelf.errors import StorageError
 from kvshelf.format.kinds import FULL_BIT
+from kvshelf.shelf.pins import Pins
 
 #: Seconds for which a listing is used; in the last ones no sweep begins because of it, so that the
 #: next listing is there in time.

@@ -1,21 +1,20 @@
-"""Walks through a shelf for what hand-overs, killed writers and bad objects leave behind.
+"""Walks through a shelf for what hand-overs and killed writers leave, and for what was set aside.
 
 Owns when which folder is looked into, and the account of the tails and markers of this process. One
 folder is listed at a time (:class:`~kvshelf.capacity.inventory.Inventory`), so that the load stays
 low; :mod:`kvshelf.capacity.collect` chooses what is deleted. With or without bounds a process looks
 
-* into the folders of the namespaces that it writes to, for temporaries of killed writers and old
-  bad objects, once an hour while it writes, and for tails and markers of hand-overs once in the age
-  at which these are deleted. A walk through 256 folders takes about as long. Engines walk
-  independently; each begins elsewhere;
+* into the folders of the namespaces that it writes to, for temporaries, once an hour while it
+  writes, and for tails and markers of hand-overs once in the age at which these are deleted. A walk
+  through 256 folders takes about as long. Engines walk independently; each begins elsewhere;
 * at the tails and markers that it wrote itself, when they have come to that age;
-* into all folders of the shelf, at once, when the storage is full: for two seconds a minute, and
-  for bad objects of any age. Nothing else frees space there without a loss.
+* into all folders of the shelf, at once, when the storage is full: for two seconds a minute.
+  Nothing else frees space there without a loss.
 
 Contracts
 ---------
 * Nothing is followed or descended into that is not a folder of a namespace. Namespaces of other
-  versions of the format stay as they are, quarantine and temporaries included.
+  versions of the format stay as they are, temporaries included.
 * Where the storage does not report its time, files of other processes stay.
 * Deletes nothing more where the storage forbids it; one log line says so. Another error of the
   storage ends a piece of work, which is done later. It opens no circuit breaker, and while the one
@@ -45,7 +44,7 @@ from kvshelf.capacity.rules import Rule, Rules
 from kvshelf.errors import StorageError
 from kvshelf.format.names import parse_namespace_folder, parse_path
 from kvshelf.metrics import Counters
-from kvshelf.shelf.leftovers import QUARANTINE, RESERVED, is_temporary
+from kvshelf.shelf.leftovers import RESERVED, is_temporary
 from kvshelf.shelf.markers import (
     MARKERS,
     is_attempt,
@@ -257,7 +256,7 @@ class Walk:
 
     @property
     def _cleans(self) -> bool:
-        """Whether there may be temporaries and bad objects."""
+        """Whether there may be temporaries."""
         return self._guard.inner.properties.temporaries
 
     @property
@@ -309,7 +308,7 @@ class Walk:
         chance = random.SystemRandom()
         todo = [*spaces, *(f"{space}/{MARKERS}" for space in spaces)]
         if self._cleans and spaces:
-            todo += [RESERVED, *(f"{space}/{QUARANTINE}" for space in spaces)]
+            todo.append(RESERVED)
         # Engines that start at the same time begin at different folders.
         chance.shuffle(todo)
         while todo:
@@ -325,9 +324,7 @@ class Walk:
 
     def _look_into(self, folder: str, rules: Rules) -> Outcome:
         """Delete what is old enough in one folder."""
-        wanted = None
-        if folder != RESERVED and not folder.endswith(QUARANTINE):
-            wanted = partial(_is_left, rules.tails is not None)
+        wanted = None if folder == RESERVED else partial(_is_left, rules.tails is not None)
         inventory = self._scan(folders=(folder,), wanted=wanted)
         if inventory is None or not (len(inventory) or inventory.leftovers):
             return Outcome()
@@ -352,7 +349,7 @@ class Walk:
         if not (self._walks and self._cleans) or begin < self._next_when_full or self._stops():
             return 0
         deleted, pause = 0, _FULL_SECONDS
-        rules = Rules(tails=None, markers=None, quarantine=0.0)
+        rules = Rules(tails=None, markers=None)
         try:
             left = self._left_when_full or self._all_folders()
             self._left_when_full = left
@@ -372,10 +369,9 @@ class Walk:
         return deleted
 
     def _all_folders(self) -> Iterator[str]:
-        """Yield all folders of the shelf: quarantine first, which is found without a search."""
+        """Yield all folders of the shelf."""
         names = self._guard.inner.folders()
         spaces = [name for name in names if parse_namespace_folder(name) is not None]
-        yield from (f"{name}/{QUARANTINE}" for name in spaces)
         yield from self._folders(spaces)
 
     # ------------------------------------------------------------- each piece of work

@@ -18,8 +18,7 @@ from kvshelf.cli.values import MaxAgeOption, MaxBytesOption, max_age, size
 from kvshelf.errors import size_text
 
 _WHY: Final = {
-    Rule.TEMPORARY: "temporaries of killed writers",
-    Rule.QUARANTINE: "bad objects that were moved aside long ago",
+    Rule.TEMPORARY: "temporaries, and what was set aside",
     Rule.MARKER: "markers of old hand-overs",
     Rule.TAIL: "tails of old hand-overs",
     Rule.ORPHAN: "chunks behind one that is gone",

@@ -16,7 +16,6 @@ from kvshelf.backends import Backend
 from kvshelf.capacity import lease
 from kvshelf.capacity.files import time_of
 from kvshelf.capacity.lease import Finding, Lease, Record
-from kvshelf.capacity.pins import Pins
 from kvshelf.cli.codes import write_out
 from kvshelf.cli.common import (
     JsonOption,
@@ -30,6 +29,7 @@ from kvshelf.cli.common import (
 from kvshelf.cli.progress import Display
 from kvshelf.cli.shelves import NamespacesOption, ShelfArgument, find_folders, open_found
 from kvshelf.errors import printable, size_text
+from kvshelf.shelf.pins import Pins
 from kvshelf.shelf.shelf import NamespaceInfo
 from kvshelf.tools.usage import Row, Usage, measure
 

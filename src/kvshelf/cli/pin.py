@@ -1,6 +1,6 @@
 """``kvshelf pin``: what stays when a shelf is bounded.
 
-Owns the options and the texts; :mod:`kvshelf.capacity.pins` owns pins, ``kvshelf ls`` lists them,
+Owns the options and the texts; :mod:`kvshelf.shelf.pins` owns pins, ``kvshelf ls`` lists them,
 and :mod:`kvshelf.tools.pinning` finds the chunks of prompts.
 """
 
@@ -14,7 +14,6 @@ import typer
 
 from kvshelf.capacity.files import time_of
 from kvshelf.capacity.lease import LEASE_SECONDS, Lease
-from kvshelf.capacity.pins import PINS_SECONDS, Pin, Pins, check_pin_name
 from kvshelf.cli.codes import PROBLEM, write_out
 from kvshelf.cli.common import (
     DryRunOption,
@@ -29,6 +28,7 @@ from kvshelf.cli.prompts import GroupOption, ModelOption, check_group, token_pro
 from kvshelf.cli.shelves import NamespacesOption, OneShelf, find_folders, open_found
 from kvshelf.cli.values import age
 from kvshelf.errors import ConfigError, printable, size_text
+from kvshelf.shelf.pins import PINS_SECONDS, Pin, Pins, check_pin_name
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tools.pinning import PromptKeys, prompt_keys
 

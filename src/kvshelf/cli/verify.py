@@ -67,8 +67,8 @@ def verify(
         bool,
         typer.Option(
             "--repair",
-            help="With --yes: move bad objects aside, delete temporaries of killed writers and old"
-            " quarantine.",
+            help="With --yes: set bad objects aside, delete what was set aside or left by killed"
+            " writers an hour ago.",
         ),
     ] = False,
     yes: YesOption = False,

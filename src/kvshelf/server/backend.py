@@ -100,7 +100,7 @@ class ServedBackend(Backend):
             probes_at_once=_NAMES_AT_ONCE,
             probe_cost=max(_MESSAGE_SECONDS, facts.probe_cost),
             read_only=facts.read_only,
-            can_quarantine=facts.can_quarantine,
+            sets_aside=facts.sets_aside,
             # The server removes those of killed writers.
             temporaries=False,
             # The server says itself that its storage is late, if it can.
@@ -206,9 +206,9 @@ class ServedBackend(Backend):
         """Delete from the storage and from the server's memory."""
         return bool(self._call("delete", check_name(name)))
 
-    def quarantine(self, name: str, target: str) -> bool:
-        """Move an entry, which is gone from the server's memory as well."""
-        return bool(self._call("quarantine", check_name(name), check_name(target)))
+    def set_aside(self, name: str) -> bool:
+        """Rename an entry, which is gone from the server's memory as well."""
+        return bool(self._call("set_aside", check_name(name)))
 
     def touch(self, name: str) -> Touched:
         """Record a use, with the rights of the server."""
@@ -232,7 +232,6 @@ class ServedBackend(Backend):
         *,
         hidden: bool = False,
         wanted: Callable[[str], bool] | None = None,
-        unopened: str | None = None,
         after: str | None = None,
     ) -> Iterator[ObjectInfo]:
         """Stream the storage's listing, in pages."""
@@ -240,7 +239,7 @@ class ServedBackend(Backend):
 
         def ask(number: int | None) -> Any:
             if hidden:
-                return self._call("entries", prefix, number, after, unopened)
+                return self._call("entries", prefix, number, after)
             return self._call("list", prefix, number, after)
 
         rows, number = ask(None)

@@ -12,13 +12,12 @@ method             arguments                    answer
 ``read``           name, offset, bytes          ``[size of the object, bytes]``
 ``list``           folder, number or None,      ``[rows as those of info, number or None]``; the
                    name or None                 listing begins behind the name
-``entries``        the same, folder or None     the same, of what is hidden too; the folder at the
-                                                end is not to be opened
+``entries``        the same                     the same, of what is hidden too
 ``folders``        folder                       names
 ``write``          name, mode; bytes as data    ``created``, ``existed`` or ``replaced``
 ``write_marker``   name                         the same
 ``delete``         name                         bool
-``quarantine``     name, target                 bool
+``set_aside``      name                         bool
 ``touch``          name                         ``touched`` or ``refused``
 ``space``                                       ``[free, total, memory]``, or None
 ``now``                                         seconds since the epoch, or None
@@ -65,7 +64,7 @@ _PAGE: Final = 1000
 _LISTINGS: Final = 16
 
 #: What changes the storage.
-CHANGES: Final = frozenset(("write", "write_marker", "delete", "quarantine", "touch", "now"))
+CHANGES: Final = frozenset(("write", "write_marker", "delete", "set_aside", "touch", "now"))
 #: The properties of a storage that its facts repeat.
 _PROPERTIES: Final = {field.name for field in fields(Properties)} & set(Facts.__struct_fields__)
 
@@ -91,7 +90,7 @@ class Calls:
             "folders": (tuple[str], lambda folder: list(backend.folders(folder))),
             "write_marker": (tuple[str], lambda name: backend.write_marker(name).value),
             "delete": (tuple[str], backend.delete),
-            "quarantine": (tuple[str, str], backend.quarantine),
+            "set_aside": (tuple[str], backend.set_aside),
             "touch": (tuple[str], lambda name: backend.touch(name).value),
             "space": (tuple[()], self._space),
             "now": (tuple[()], backend.now),
@@ -120,7 +119,7 @@ class Calls:
         own: dict[str, tuple[Any, Callable[..., Any]]] = {
             "list": (tuple[str, int | None, str | None], partial(self._list, client)),
             "entries": (
-                tuple[str, int | None, str | None, str | None],
+                tuple[str, int | None, str | None],
                 partial(self._list, client, hidden=True),
             ),
             "write": (tuple[str, WriteMode], lambda *rest: self._write(data, *rest)),
@@ -167,13 +166,12 @@ class Calls:
         folder: str,
         number: int | None,
         after: str | None,
-        unopened: str | None = None,
         *,
         hidden: bool = False,
     ) -> list[Any]:
         rows: Iterator[ObjectInfo] | None
         if number is None:
-            found = self._backend.list(folder, hidden=hidden, unopened=unopened, after=after)
+            found = self._backend.list(folder, hidden=hidden, after=after)
             rows = iter(found)
         else:
             with self._lock:

@@ -93,8 +93,8 @@ Method: TypeAlias = Literal[
     "list",
     "now",
     "properties",
-    "quarantine",
     "read",
+    "set_aside",
     "space",
     "stat",
     "touch",
@@ -196,7 +196,7 @@ class Facts(Message, frozen=True):
     concurrency: int = 8
     probe_cost: float = 10e-6
     read_only: bool = False
-    can_quarantine: bool = False
+    sets_aside: bool = False
     temporaries: bool = False
     probe_seconds: float = 1.0
     read_seconds: float = 5.0

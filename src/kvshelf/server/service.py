@@ -478,7 +478,7 @@ class Service:
         def returned(outcome: Any) -> None:
             if client not in self._clients:
                 self._forget(client)
-            if method in ("delete", "quarantine") and args and isinstance(args[0], str):
+            if method in ("delete", "set_aside") and args and isinstance(args[0], str):
                 self._stores.forget(args[0])
                 self._fetches.forget(key_of(args[0]))
                 gone = self._known(args[0])

@@ -53,12 +53,12 @@ class Description:
         # On a high-latency storage the create serves as the first probe: a backend learns from it.
         creates = first and self._backend.properties.high_latency
         if creates or self._backend.stat([name])[0] != size:
-            first &= self._repairs.create(folder, name, encoded, size) is WriteResult.EXISTED
+            first &= self._repairs.create(name, encoded, size) is WriteResult.EXISTED
         if first:
-            self._compare(folder, name, encoded)
+            self._compare(name, encoded)
         self._described_until = time.monotonic() + _DESCRIPTION_SECONDS
 
-    def _compare(self, folder: str, name: str, encoded: bytes) -> None:
+    def _compare(self, name: str, encoded: bytes) -> None:
         """Replace a description of the right size but other bytes, as a power loss leaves it."""
         found = bytearray(len(encoded))
         try:
@@ -72,4 +72,4 @@ class Description:
                 self._backend.url,
                 name,
             )
-            self._repairs.replace(folder, name, encoded)
+            self._repairs.replace(name, encoded)

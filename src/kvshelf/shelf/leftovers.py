@@ -20,8 +20,6 @@ from kvshelf.format.namespace import FORMAT
 
 #: The reserved folder, at the root and in each namespace folder.
 RESERVED: Final = ".kvshelf"
-#: The folder of bad objects inside a namespace folder.
-QUARANTINE: Final = f"{RESERVED}/bad"
 #: Most bytes of a description that are read. Those of real models have some tens of thousands; one
 #: of this size, which may be forged, costs a second.
 _DESCRIPTION_BYTES: Final = 1 << 20

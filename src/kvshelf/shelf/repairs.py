@@ -1,27 +1,35 @@
-"""Files of a namespace that are not what they should be: replaced, or moved to quarantine.
+"""Files of a namespace that are not what they should be: replaced, or set aside.
 
-Owns when a file may be replaced or moved: a file of wrong size stays where it is if it changed
-within the last minute (it may still be copied to its place) or if caches of the storage may show
-the size of an earlier file. A file that was found bad for its size or kind also stays if it is a
-file of the right size now: it was replaced. :mod:`kvshelf.capacity.collect` bounds the quarantine.
+Owns when a file may be replaced or set aside, which is renamed to a temporary's name in its place.
+A file that was found bad stays where it is
+
+* if its size is wrong and it changed within the last minute (it may still be copied to its place),
+  or caches of the storage may show the size of an earlier file;
+* if it was found bad for its size or kind, and is a file of the right size now: it was replaced;
+* unless its user wants it set aside: if its chunk is pinned, or this process has set aside eight
+  files, and then one a minute. A machine that reads wrong bytes thus takes few objects from others.
+
+What stays is replaced by the next store of its chunk.
 
 All methods block on the storage, and any thread may call them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
+import threading
 import time
-from collections.abc import Iterator
 from typing import Final
 
-from kvshelf.backends import NOT_REGULAR, Backend, BytesLike, WriteResult
+import numpy as np
+
+from kvshelf.backends import Backend, BytesLike, WriteResult
 from kvshelf.backends.base import probe
-from kvshelf.errors import NotRegularError, StorageError
+from kvshelf.errors import NotRegularError
 from kvshelf.format.invalid import EmptyObject, TruncatedObject, WrongSize
-from kvshelf.shelf.leftovers import QUARANTINE
+from kvshelf.format.names import parse_path
+from kvshelf.logs import RateLimitedLog
+from kvshelf.shelf.pins import Pins
 
 logger = logging.getLogger(__name__)
 
@@ -31,17 +39,38 @@ COPY_SECONDS: Final = 60.0
 _WRONG_SIZE_OR_KIND: Final = (EmptyObject, TruncatedObject, WrongSize, NotRegularError)
 
 
-@contextlib.contextmanager
-def best_effort() -> Iterator[None]:
-    """Ignore errors of a move to quarantine, which is best effort."""
-    try:
-        yield
-    except StorageError as error:
-        logger.debug("a bad object could not be quarantined: %s", error)
+class Budget:
+    """How many files a process sets aside: eight, and then one a minute."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        #: When it is full again.
+        self._full = 0.0
+        self._log = RateLimitedLog(logger, seconds=3600.0)
+
+    def take(self, url: str) -> bool:
+        """Whether one more file of a storage may be set aside; log that none may."""
+        now = time.monotonic()
+        with self._lock:
+            full = max(self._full, now) + 60.0
+            if full <= now + 8 * 60.0:
+                self._full = full
+                return True
+        self._log.warning(
+            "%s: more objects were found bad than are set aside (8, and then one a minute; stores"
+            " replace the others): this machine reads wrong bytes, or the shelf is damaged."
+            " `kvshelf verify SHELF` on another machine says which",
+            url,
+        )
+        return False
+
+
+#: That of this process.
+budget = Budget()
 
 
 class Repairs:
-    """Replaces and moves files of a storage.
+    """Replaces files of a storage, and sets them aside.
 
     Parameters
     ----------
@@ -51,13 +80,11 @@ class Repairs:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
-    def create(self, folder: str, name: str, buffer: BytesLike, size: int) -> WriteResult:
+    def create(self, name: str, buffer: BytesLike, size: int) -> WriteResult:
         """Write a file unless one of its size is there.
 
         Parameters
         ----------
-        folder : str
-            The namespace's.
         name : str
             Relative to the shelf's root.
         buffer : BytesLike
@@ -79,24 +106,21 @@ class Repairs:
             return self._backend.write(name, [buffer])
         # While its size is no evidence of damage, replacing it is right all the same: a copier
         # continues with a file that has no name any more.
-        if found is NOT_REGULAR or (
-            self._backend.properties.can_quarantine and self._is_surely_of_wrong_size(name)
-        ):
-            with best_effort():
-                self._quarantine(folder, name)
-        return self.replace(folder, name, buffer)
+        return self.replace(name, buffer)
 
-    def replace(self, folder: str, name: str, buffer: BytesLike) -> WriteResult:
+    def replace(self, name: str, buffer: BytesLike) -> WriteResult:
         """Write a file, and replace what is in its place."""
         try:
             self._backend.write(name, [buffer], "replace")
         except NotRegularError:
-            self._quarantine(folder, name)
+            self._backend.set_aside(name)
             self._backend.write(name, [buffer], "replace")
         return WriteResult.REPLACED
 
-    def quarantine(self, name: str, size: int | None, bad: Exception) -> bool | None:
-        """Move a file that was found bad to quarantine, unless it may be good now.
+    def set_aside(
+        self, name: str, size: int | None, bad: Exception, *, wanted: bool = False
+    ) -> bool | None:
+        """Set aside a file that was found bad, unless it stays, see the module.
 
         Parameters
         ----------
@@ -106,6 +130,8 @@ class Repairs:
             The bytes that it should have; None if the namespace has no object of this name.
         bad : Exception
             What was found wrong with it.
+        wanted : bool
+            Its user wants this: neither pins nor the number of files matter.
 
         Returns
         -------
@@ -126,7 +152,16 @@ class Repairs:
                     return False
             elif isinstance(bad, _WRONG_SIZE_OR_KIND):
                 return False
-        return self._quarantine(name.partition("/")[0], name)
+        if not wanted and (not budget.take(self._backend.url) or self._is_pinned(name)):
+            return False
+        return self._backend.set_aside(name)
+
+    def _is_pinned(self, name: str) -> bool:
+        parsed = parse_path(name)
+        if parsed is None or parsed.namespace is None:
+            return False
+        key = np.frombuffer(parsed.key, np.uint8)[None]
+        return bool(Pins.read(self._backend).covers(parsed.namespace, parsed.salt_group, key).all())
 
     def _is_surely_of_wrong_size(self, name: str) -> bool:
         """Whether a wrong size that was seen shows that the object is bad."""
@@ -138,8 +173,3 @@ class Repairs:
         # By either clock: one of them may be wrong.
         clocks = (now, time.time())
         return all(c is not None and abs(c - info.mtime) >= COPY_SECONDS for c in clocks)
-
-    def _quarantine(self, folder: str, name: str) -> bool:
-        # The time makes names sort by age: the oldest are deleted first.
-        base = f"{time.time_ns():020d}-{os.urandom(4).hex()}-{name.rpartition('/')[2]}"
-        return self._backend.quarantine(name, f"{folder}/{QUARANTINE}/{base}")

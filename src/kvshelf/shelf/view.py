@@ -1,6 +1,6 @@
 """The objects of one namespace on a shelf: probe, publish, load, repair.
 
-Owns what counts as present, when a bad object is replaced and when it is quarantined
+Owns what counts as present, when a bad object is replaced and when it is set aside
 (:mod:`kvshelf.shelf.repairs` does both), and the search for the namespace's folders.
 
 Contracts
@@ -46,7 +46,7 @@ from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
 from kvshelf.shelf.description import Description
 from kvshelf.shelf.markers import is_attempt, marker_name
-from kvshelf.shelf.repairs import Repairs, best_effort
+from kvshelf.shelf.repairs import Repairs
 
 logger = logging.getLogger(__name__)
 
@@ -216,8 +216,8 @@ class ShelfView(ABC):
         ObjectMissingError
             If there is no such object.
         BadObjectError
-            If it is bad, also when read again through a fresh open. It was quarantined where the
-            storage can do that and the shelf is writable.
+            If it is bad, also when read again through a fresh open. It may have been set aside, see
+            :mod:`kvshelf.shelf.repairs`.
         StorageError
             If the storage failed; the object may be good.
         """
@@ -625,10 +625,8 @@ class NamespaceView(ShelfView):
                 self._read(ref, memoryview(bytearray(size)))
             except ObjectMissingError:
                 pass
-            except BadObjectError as error:
+            except BadObjectError:
                 bad = True
-                with best_effort():
-                    self.quarantine(ref, error)
             else:
                 return WriteResult.EXISTED
         begin = time.perf_counter()
@@ -636,9 +634,9 @@ class NamespaceView(ShelfView):
         name = f"{folder}/{self._base(ref)}"
         self._description.publish(folder)
         if bad:
-            result = self._repairs.replace(folder, name, buffer)
+            result = self._repairs.replace(name, buffer)
         else:
-            result = self._repairs.create(folder, name, buffer, size)
+            result = self._repairs.create(name, buffer, size)
         self._counters.observe("publish", time.perf_counter() - begin)
         return result
 
@@ -704,8 +702,7 @@ class NamespaceView(ShelfView):
                 if done is None or not done[place]:
                     self._read(ObjectRef(chunk, shard), buffers[place])
         except BadObjectError as bad:
-            with best_effort():
-                self.quarantine(ObjectRef(chunk, shard), bad)
+            self.set_aside(ObjectRef(chunk, shard), bad)
             return FailedRead(shard, bad)
         except Exception as error:  # noqa: BLE001 - the caller learns of which object it is
             return FailedRead(shard, error)
@@ -746,7 +743,7 @@ class NamespaceView(ShelfView):
         return whole
 
     def load_named(self, parsed: ParsedName, buffer: memoryview) -> Chunk:
-        """Read and verify one object of which only the name is known; nothing is quarantined.
+        """Read and verify one object of which only the name is known; nothing is set aside.
 
         Parameters
         ----------
@@ -824,42 +821,36 @@ class NamespaceView(ShelfView):
 
     # ------------------------------------------------------------------------------- bad objects
 
-    def quarantine(self, ref: ObjectRef, bad: BadObjectError) -> bool:
-        """Move an object that was found bad to ``.kvshelf/bad`` of its namespace folder.
+    def set_aside(self, ref: ObjectRef, bad: BadObjectError) -> bool:
+        """Set aside an object that was found bad; return whether something was moved.
 
-        Does nothing where the storage cannot move things or takes no writes, nor where the file
-        that stands there now may be good, see :mod:`kvshelf.shelf.repairs`.
+        Does nothing where the storage cannot rename things or takes no writes, nor where
+        :mod:`kvshelf.shelf.repairs` says that it stays. Errors of the storage are not raised.
 
         Parameters
         ----------
         ref : ObjectRef
         bad : BadObjectError
             What was found wrong with it.
-
-        Returns
-        -------
-        bool
-            Whether something was moved.
-
-        Raises
-        ------
-        StorageError
-            If the storage failed.
         """
         properties = self.backend.properties
-        if properties.read_only or not properties.can_quarantine:
+        if properties.read_only or not properties.sets_aside:
             return False
-        for folder in self._find_folders():
-            moved = self._repairs.quarantine(f"{folder}/{self._base(ref)}", self.size(*ref), bad)
-            if moved is not None:
-                return moved
+        try:
+            for folder in self._find_folders():
+                name = f"{folder}/{self._base(ref)}"
+                moved = self._repairs.set_aside(name, self.size(*ref), bad)
+                if moved is not None:
+                    return moved
+        except StorageError as error:
+            logger.debug("a bad object was not set aside: %s", error)
         return False
 
-    def quarantine_named(self, name: str, size: int | None, bad: Exception) -> bool:
-        """Move a file that was found bad to quarantine; whether something was moved.
+    def set_aside_named(self, name: str, size: int | None, bad: Exception) -> bool:
+        """Set aside a file that was found bad, as its user wants; return whether it was moved.
 
         It is exactly this file: another folder of the namespace may have a good one. Where the
-        storage cannot move things, it is deleted. Parameters and errors are those of
-        :meth:`kvshelf.shelf.repairs.Repairs.quarantine`.
+        storage cannot rename things, it is deleted. Neither pins nor the number of such files
+        matter. Parameters and errors are those of :meth:`kvshelf.shelf.repairs.Repairs.set_aside`.
         """
-        return self._repairs.quarantine(name, size, bad) or False
+        return self._repairs.set_aside(name, size, bad, wanted=True) or False

@@ -50,7 +50,7 @@ _TEMPORARY_SECONDS: Final = 300.0
 class BoundedBackend(WrappedBackend):
     """A directory that refuses objects that would exceed a bound.
 
-    Bad objects are removed from it, not quarantined.
+    Bad objects are removed from it, not set aside.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ class BoundedBackend(WrappedBackend):
     @property
     def properties(self) -> Properties:
         """The properties of the directory."""
-        return replace(self.inner.properties, can_quarantine=False)
+        return replace(self.inner.properties, sets_aside=False)
 
     def write(
         self, name: str, buffers: Sequence[BytesLike], mode: WriteMode = "create"
@@ -115,7 +115,7 @@ class BoundedBackend(WrappedBackend):
             self.ledger.add(-before.size, removed=True)
         return deleted
 
-    def quarantine(self, name: str, target: str) -> bool:
+    def set_aside(self, name: str) -> bool:
         """Remove the file at `name`."""
         return self.delete(name)
 

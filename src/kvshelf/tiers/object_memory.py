@@ -27,7 +27,6 @@ from kvshelf.format.keys import Chunk
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.memory.arena import copy_bytes
 from kvshelf.metrics import Counters
-from kvshelf.shelf.repairs import best_effort
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import FailedRead, NamespaceView, ObjectRef, Pinned
 
@@ -165,8 +164,7 @@ class PinningView(NamespaceView):
             else:
                 pinned = self._pin_named(f"{folders[-1]}/{base}", size)
         except BadObjectError as bad:
-            with best_effort():
-                self.quarantine(ref, bad)
+            self.set_aside(ref, bad)
             raise
         if pinned is None:
             return None

@@ -1,6 +1,6 @@
 """Pins of prompts: which chunks they have, and which of them a shelf has.
 
-Owns the choice of namespaces for prompts. :mod:`kvshelf.capacity.pins` owns pins themselves.
+Owns the choice of namespaces for prompts. :mod:`kvshelf.shelf.pins` owns pins themselves.
 """
 
 from __future__ import annotations

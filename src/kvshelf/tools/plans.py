@@ -4,9 +4,9 @@ Owns where the files of a plan are looked for, and the counts by namespace and s
 
 Contracts
 ---------
-* Of what a choice selects, only objects are in a plan; of a whole namespace also its quarantine and
-  its markers. Its description stays, because an engine that uses the namespace writes it once.
-  Foreign files, links, and namespaces of other versions of the format stay.
+* Of what a choice selects, only objects are in a plan; of a whole namespace also its markers. Its
+  description stays, because an engine that uses the namespace writes it once. Foreign files, links,
+  and namespaces of other versions of the format stay.
 * Objects of prompts are found by name: nothing is listed.
 """
 
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from kvshelf.capacity.collect import Plan, plan
 from kvshelf.capacity.inventory import Scan
 from kvshelf.capacity.marks import Marks
-from kvshelf.capacity.pins import Pins
 from kvshelf.capacity.rules import Rules
 from kvshelf.capacity.uses import resolution
+from kvshelf.shelf.pins import Pins
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tools.prompt_objects import known_formats, prompt_objects
 from kvshelf.tools.prompts import Prompt, TokenPrompt

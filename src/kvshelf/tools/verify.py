@@ -6,10 +6,10 @@ and what a repair does about it:
 ==================================  =============================================================
 found                               repair
 ==================================  =============================================================
-an object that is not what its      moved to the quarantine of its namespace folder, as by an
-name and its namespace demand       engine; deleted where the storage cannot move
-temporaries of killed writers,      deleted, as by an engine
-old quarantine
+an object that is not what its      set aside, however many they are, pinned ones too;
+name and its namespace demand       deleted where the storage cannot rename
+temporaries of killed writers, and  deleted, as by an engine
+what was set aside an hour ago
 ``namespace.json`` is missing or    none: an engine that stores to the namespace writes it again
 damaged
 marks, pins and a record of sweeps  none: another version may have written them
@@ -47,7 +47,6 @@ from kvshelf.capacity.collect import plan
 from kvshelf.capacity.deletion import carry_out
 from kvshelf.capacity.inventory import Inventory, Scan
 from kvshelf.capacity.parallel import Work, threads_for
-from kvshelf.capacity.pins import Pins, pin_file
 from kvshelf.capacity.rules import Rules
 from kvshelf.errors import (
     BadObjectError,
@@ -61,6 +60,7 @@ from kvshelf.format.kinds import KINDS
 from kvshelf.format.names import DESCRIPTION, ParsedName, parse_path
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.leftovers import is_of_other_version, read_record
+from kvshelf.shelf.pins import Pins, pin_file
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tools.prompt_objects import known_format
 
@@ -98,7 +98,7 @@ class VerifyReport:
     reserved : int
         Files in the root's reserved folder that cannot be read.
     orphans, orphan_bytes : int
-        Temporaries of killed writers, and entries of quarantine that are old.
+        Temporaries of killed writers, and what was set aside an hour ago.
     removed : int
         Of these, the ones that a repair deleted.
     seconds : float
@@ -284,7 +284,7 @@ def _verify(shelf: Shelf, item: _Item, work: Work[VerifyReport], repair: bool) -
             _read(shelf.backend, own, item)
     except (BadObjectError, ObjectNameError) as bad:
         named = None if isinstance(bad, ObjectNameError) else size
-        moved = repair and shelf.view(item.fmt).quarantine_named(item.name, named, bad)
+        moved = repair and shelf.view(item.fmt).set_aside_named(item.name, named, bad)
         stays = "" if moved or not repair else "; it stays: it changed within the last minute"
         work.problem("bad", item.name, f"{type(bad).__name__}: {bad}{stays}")
         return work.count(moved=int(moved))

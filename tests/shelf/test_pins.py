@@ -17,8 +17,6 @@ from hypothesis import strategies as st
 
 from kvshelf.backends import Backend, open_backend
 from kvshelf.backends.base import probe
-from kvshelf.capacity import pins as pins_module
-from kvshelf.capacity.pins import MAX_BYTES, Pin, Pins, pin_file
 from kvshelf.errors import (
     ConfigError,
     PermanentStorageError,
@@ -26,6 +24,8 @@ from kvshelf.errors import (
     TransientStorageError,
 )
 from kvshelf.logs import RateLimitedLog
+from kvshelf.shelf import pins as pins_module
+from kvshelf.shelf.pins import MAX_BYTES, Pin, Pins, pin_file
 from tests.sim.storage import Fault, FaultyStorage
 
 ONE = "one-0123456789abcdef"
