@@ -25,7 +25,10 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 from typing import Final, Literal, NamedTuple, TypeAlias, TypedDict
+
+from xxhash import xxh3_128_hexdigest
 
 from kvshelf.backends.notices import Notices
 from kvshelf.errors import ObjectNameError, StorageError
@@ -155,9 +158,6 @@ class Properties:
         Number of names for which one call of ``stat`` takes little longer than for one.
     deletes_at_once : int
         The same for ``delete_all``.
-    part_bytes : int
-        Objects of at least this size may be read faster if :meth:`Backend.open` is given their
-        size; 0: none.
     probe_cost : float
         Seconds for one probe, typical or as measured.
     read_only : bool
@@ -181,7 +181,6 @@ class Properties:
     concurrency: int = 8
     probes_at_once: int = 1
     deletes_at_once: int = 1
-    part_bytes: int = 0
     probe_cost: float = 10e-6
     read_only: bool = False
     sets_aside: bool = False
@@ -267,6 +266,22 @@ class Whole:
     borders: array[int]
 
 
+def is_whole(whole: Whole, text: bytes, image: memoryview) -> bool:
+    """Whether bytes are what an object has to be.
+
+    Parameters
+    ----------
+    whole : Whole
+    text : bytes
+        As for :meth:`Backend.read_whole`.
+    image : memoryview
+        Of the object's size.
+    """
+    digests = [xxh3_128_hexdigest(image[a:b]) for a, b in pairwise(whole.borders)]
+    begin = whole.first + text + whole.second + ",".join(digests).encode() + whole.after
+    return bytes(image[: whole.borders[0]]) == begin.ljust(whole.borders[0])
+
+
 class Checked(NamedTuple):
     """What :meth:`Backend.read_whole` did.
 
@@ -327,15 +342,8 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def open(self, name: str, size: int | None = None) -> Reader:
+    def open(self, name: str) -> Reader:
         """Open one object for reading, never following links, never blocking on a FIFO.
-
-        Parameters
-        ----------
-        name : str
-        size : int, optional
-            The bytes that it should have, given from :attr:`Properties.part_bytes` on. It may be
-            all that is needed to read it faster, such as in parts that are fetched in parallel.
 
         Raises
         ------

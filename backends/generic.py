@@ -350,7 +350,7 @@ class GenericBackend(Backend):
 
     # ------------------------------------------------------------------------------------- reads
 
-    def open(self, name: str, size: int | None = None) -> Reader:
+    def open(self, name: str) -> Reader:
         """Probe one object; the first read fetches it."""
         answer = probe(self, name)
         if answer is None:

@@ -303,12 +303,11 @@ class GuardedBackend(WrappedBackend):
         with _Guarded(self, PROBE, name, self.deadlines.probe):
             return self.inner.info(name)
 
-    def open(self, name: str, size: int | None = None) -> GuardedReader:
+    def open(self, name: str) -> GuardedReader:
         """Open one object; one deadline covers all reads of it."""
         begin = time.monotonic()
-        # A backend that knows the size may wait for parts of the object already here.
-        with _Guarded(self, READ, name, self.deadlines.to_read(size or 0)):
-            reader = self.inner.open(name, size)
+        with _Guarded(self, READ, name, self.deadlines.read):
+            reader = self.inner.open(name)
         return GuardedReader(self, reader, name, begin)
 
     def read_into(self, name: str, buffer: memoryview, offset: int = 0) -> int:

@@ -6,10 +6,9 @@ the storage option ``client: s3fs`` a bucket is opened like any other fsspec fil
 
 Contracts
 ---------
-* A probe is one HEAD request. A load is one GET of the whole object, read as it arrives. A large
-  object is fetched as several parts in parallel if one connection was measured to be slow, few
-  requests are in flight and the server supports ranges. A body that is not read to its end is
-  dropped.
+* A probe is one HEAD request. A load fetches all objects of a chunk at once, each by one GET. A
+  large one is fetched as several ranges in parallel if one connection was measured to be slow, few
+  requests are in flight and the server supports ranges.
 * Objects are deleted a thousand by one request, where so many are.
 * A publication is one PUT, with ``If-None-Match: *`` unless the object may be replaced. A store
   that ignores the condition would overwrite. Whether it honours the condition is learned once, by
@@ -30,10 +29,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib.util
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -41,6 +40,7 @@ from kvshelf.backends import s3_quirks
 from kvshelf.backends.base import (
     Backend,
     BytesLike,
+    Checked,
     Deadlines,
     DeleteResults,
     ObjectInfo,
@@ -48,11 +48,13 @@ from kvshelf.backends.base import (
     Reader,
     StatResult,
     StatResults,
+    Whole,
     WriteMode,
     WriteResult,
     check_folder,
     check_name,
     endless_listing,
+    is_whole,
     probe,
 )
 from kvshelf.backends.s3_client import (
@@ -60,9 +62,9 @@ from kvshelf.backends.s3_client import (
     PROBES_AT_ONCE,
     Body,
     Client,
-    Part,
     Put,
     RangeError,
+    Span,
 )
 from kvshelf.backends.s3_errors import is_panic
 from kvshelf.backends.s3_settings import check_options, resolve
@@ -97,6 +99,8 @@ _FOLDERS_SECONDS: Final = 8.0
 _SMALL_BYTES: Final = 64 << 10
 
 _PART_ALIGNMENT: Final = 1 << 20
+#: What is wrong with one object, or with how it was asked for, and says nothing about the others.
+_OF_ONE_OBJECT: Final = (FileNotFoundError, RangeError, ValueError)
 
 
 def open_s3(url: str, storage_options: Mapping[str, Any] | None = None) -> Backend:
@@ -169,24 +173,15 @@ class Rate:
             self.bytes_per_second = 1 / (0.75 / known + 0.25 / found)
 
 
-class _PiecesReader(Reader):
-    """Reads an object whose pieces arrive one after the other: of one body, or of its parts."""
+class _BodyReader(Reader):
+    """Reads an object whose pieces arrive one after the other."""
 
-    def __init__(
-        self,
-        backend: S3Backend,
-        name: str,
-        size: int,
-        etag: str | None,
-        pieces: Iterator[memoryview],
-        parts: Sequence[Future[Part]] = (),
-    ) -> None:
-        self.size = size
+    def __init__(self, backend: S3Backend, name: str, body: Body) -> None:
+        self.size = body.size
         self._backend = backend
         self._name = name
-        self._etag = etag
-        self._pieces: Iterator[memoryview] | None = pieces
-        self._parts = parts
+        self._etag = body.etag
+        self._pieces: Iterator[memoryview] | None = body.pieces
         self._rest = memoryview(b"")
         self._position = 0
         self._waited = 0.0
@@ -218,15 +213,10 @@ class _PiecesReader(Reader):
         return done
 
     def close(self) -> None:
-        if self._pieces is None:
-            return
-        self._pieces = None
-        self._rest = memoryview(b"")
-        for part in self._parts:
-            part.cancel()
-        if not self._parts:
+        if self._pieces is not None:
+            self._pieces = None
+            self._rest = memoryview(b"")
             self._backend.rate.note(self._position, self._waited)
-        self._backend._note_bodies(-max(1, len(self._parts)))
 
 
 class S3Backend(Backend):
@@ -277,7 +267,6 @@ class S3Backend(Backend):
             concurrency=PROBES_AT_ONCE,
             probes_at_once=PROBES_AT_ONCE,
             deletes_at_once=DELETES_AT_ONCE,
-            part_bytes=_LARGE_BYTES,
             probe_cost=10e-3,
             # Includes the time to open a connection and the client's own retries.
             deadlines=Deadlines(probe=5.0, read=15.0, write=15.0),
@@ -342,53 +331,67 @@ class S3Backend(Backend):
 
     # ------------------------------------------------------------------------------------- reads
 
-    def open(self, name: str, size: int | None = None) -> Reader:
-        """Request one object, whose body is fetched as it is read, or the parts of a large one."""
-        check_name(name)
-        if size is not None and self._knows_ranges and self.rate.is_slow:
-            count = min(-(-size // _PART_BYTES), _BODIES_AT_ONCE - self._bodies)
-            reader = self._open_parts(name, size, count) if count > 1 else None
-            if reader is not None:
-                return reader
-        with self._errors("opening", name):
+    def open(self, name: str) -> Reader:
+        """Request one object, whose body is fetched as it is read."""
+        with self._errors("opening", check_name(name)):
             body = self.client.get(name)
-        self._note_bodies(1)
-        return _PiecesReader(self, name, body.size, body.etag, body.pieces)
+        return _BodyReader(self, name, body)
 
-    def _open_parts(self, name: str, size: int, count: int) -> Reader | None:
-        """Request the parts of one object in parallel; None if they cannot be had."""
-        step = -(-size // count)
-        step += -step % _PART_ALIGNMENT
-        starts = range(0, size, step)
-        parts: list[Future[Part]] = []
-        self._note_bodies(len(starts))
-        with self._errors("opening", name):
-            try:
-                parts.extend(
-                    self.client.part(name, start, min(start + step, size)) for start in starts
-                )
-                first = parts[0].result()
-            except BaseException as exc:
-                for part in parts:
-                    part.cancel()
-                self._note_bodies(-len(starts))
-                if not isinstance(exc, RangeError):
-                    raise
-                # A server that answers with the whole object does not support ranges: stop using
-                # them. Otherwise the size is wrong; the reader will detect it.
-                self._knows_ranges = not exc.whole
-                return None
-        return _PiecesReader(self, name, first.size, None, self._pieces_of(parts, step), parts)
+    @property
+    def reads_whole(self) -> bool:
+        """Always."""
+        return True
 
-    def _pieces_of(self, parts: Sequence[Future[Part]], step: int) -> Iterator[memoryview]:
-        """Yield the pieces of all parts in order, up to one that comes short."""
-        for part in parts:
-            found = part.result()
-            nbytes = sum(map(len, found.pieces))
-            self.rate.note(nbytes, found.seconds)
-            yield from found.pieces
-            if nbytes < step:
-                return
+    def read_whole(
+        self,
+        start: str,
+        text: bytes,
+        wholes: Sequence[Whole],
+        buffers: Sequence[memoryview],
+        seconds: float = math.inf,
+    ) -> Checked | None:
+        """Fetch all objects at once, a large one in ranges where connections are slow."""
+        begin, spans = time.monotonic(), []
+        owners: list[int] = []
+        for number, (whole, buffer) in enumerate(zip(wholes, buffers, strict=True)):
+            name, size = check_name(start + whole.end), whole.borders[-1]
+            if buffer.readonly or not buffer.c_contiguous or buffer.nbytes != size:
+                raise ValueError(f"expected a writable contiguous buffer of {size} bytes")
+            step = self._step(size, len(wholes))
+            found = [Span(name, size, at, buffer[at : at + step]) for at in range(0, size, step)]
+            spans += found
+            owners += [number] * len(found)
+        self._note_bodies(len(spans))
+        try:
+            outcomes = self.client.fill(spans, seconds)
+        except TimeoutError:
+            return Checked([False] * len(wholes), time.monotonic() - begin, 0.0)
+        finally:
+            self._note_bodies(-len(spans))
+        failed: dict[int, BaseException] = {}
+        for owner, span, outcome in zip(owners, spans, outcomes, strict=True):
+            if isinstance(outcome, float):
+                self.rate.note(len(span.buffer), outcome)
+                continue
+            failed[owner] = outcome
+            if isinstance(outcome, RangeError):
+                self._knows_ranges = not outcome.whole
+        told = [one for one in failed.values() if not isinstance(one, _OF_ONE_OBJECT)]
+        if len(told) == len(wholes):
+            with self._errors("reading", spans[0].name):
+                raise told[0]
+        fetched = time.monotonic()
+        pairs = enumerate(zip(wholes, buffers, strict=True))
+        done = [i not in failed and is_whole(whole, text, buffer) for i, (whole, buffer) in pairs]
+        return Checked(done, fetched - begin, time.monotonic() - fetched)
+
+    def _step(self, size: int, objects: int) -> int:
+        """Return how many bytes of an object one request fetches."""
+        free = (_BODIES_AT_ONCE - self._bodies) // objects
+        if size < _LARGE_BYTES or free < 2 or not (self._knows_ranges and self.rate.is_slow):
+            return size
+        step = -(-size // min(-(-size // _PART_BYTES), free))
+        return step + -step % _PART_ALIGNMENT
 
     def _note_bodies(self, more: int) -> None:
         with self._lock:

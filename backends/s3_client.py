@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 import os
 import threading
 import time
@@ -94,12 +95,13 @@ class Body(NamedTuple):
     pieces: Iterator[memoryview]
 
 
-class Part(NamedTuple):
-    """A part of an object: the whole object's size, its bytes, and how long they took to arrive."""
+class Span(NamedTuple):
+    """What is fetched by one request: the bytes of an object from `begin` on, into `buffer`."""
 
+    name: str
     size: int
-    pieces: Sequence[memoryview]
-    seconds: float
+    begin: int
+    buffer: memoryview
 
 
 class Client:
@@ -263,25 +265,37 @@ class Client:
 
         return self._wait(heads)
 
-    def part(self, name: str, start: int, end: int) -> Future[Part]:
-        """Begin to fetch a part of an object."""
+    def fill(self, spans: Sequence[Span], seconds: float) -> Sequence[float | BaseException]:
+        """Fetch objects, or ranges of them, in parallel; for each the seconds of its body, or why.
 
-        async def fetch() -> Part:
+        TimeoutError after `seconds`. Nothing is written to a buffer after the call.
+        """
+
+        async def fill(span: Span) -> float:
+            whole = span.begin == 0 and len(span.buffer) == span.size
+            end = span.begin + len(span.buffer)
+            options: Any = {} if whole else {"range": (span.begin, end)}
             try:
-                found = await self._store.get_async(name, options={"range": (start, end)})
+                found = await self._store.get_async(span.name, options=options)
             except Exception as exc:
-                _check_range(exc)
+                if not whole:
+                    _check_range(exc)
                 raise
-            begin, left = time.monotonic(), end - start
-            pieces: list[memoryview] = []
+            begin, place = time.monotonic(), 0
+            if int(found.meta["size"]) != span.size:
+                raise ValueError(f"it has {found.meta['size']} bytes")
             async for piece in found.stream(min_chunk_size=_STREAM_BYTES):
-                pieces.append(memoryview(piece).cast("B")[:left])
-                left -= len(pieces[-1])
-                if not left:
-                    break
-            return Part(int(found.meta["size"]), pieces, time.monotonic() - begin)
+                view = memoryview(piece).cast("B")
+                span.buffer[place : place + len(view)] = view
+                place += len(view)
+            if place != len(span.buffer):
+                raise ValueError(f"{place} bytes came")
+            return time.monotonic() - begin
 
-        return self._start(fetch())
+        async def fill_all() -> Sequence[float | BaseException]:
+            return await asyncio.gather(*map(fill, spans), return_exceptions=True)
+
+        return self._wait(fill_all, None if math.isinf(seconds) else seconds)
 
     def check(self, seconds: float) -> None:
         """Fail now if every later call would fail; TimeoutError after `seconds`."""

@@ -39,7 +39,7 @@ class Frozen(WrappedBackend):
         wait("stat")
         return super().stat(names)
 
-    def open(self, name, size=None):
+    def open(self, name):
         wait("open")
         return super().open(name)
 

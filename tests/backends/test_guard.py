@@ -370,7 +370,7 @@ class SlowToClose(WrappedBackend):
         self.gate: threading.Event | None = None
         self.closed = 0
 
-    def open(self, name: str, size: int | None = None) -> Reader:
+    def open(self, name: str) -> Reader:
         return self.Opened(self, self.inner.open(name))
 
     class Opened(Reader):

@@ -61,9 +61,9 @@ class Storage(WrappedBackend):
         self.ill = False
         self.trials = 0
 
-    def open(self, name: str, size: int | None = None) -> Reader:
+    def open(self, name: str) -> Reader:
         self.meet()
-        return self.inner.open(name, size)
+        return self.inner.open(name)
 
     def folders(self, prefix: str = "") -> Sequence[str]:
         self.meet()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from benchmarks.samples import LARGE, fill, make_chunks, make_format
 from kvshelf.backends import s3
 from kvshelf.backends.breaker import LEAST_FAILURES
 from kvshelf.backends.s3 import Rate, open_s3
-from kvshelf.backends.s3_client import Part
+from kvshelf.backends.s3_client import Span
 from kvshelf.errors import BadObjectError, ObjectMissingError, TransientStorageError
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef, Presence
@@ -54,7 +53,9 @@ class Far:
 
     def load(self) -> bytes:
         found = memoryview(bytearray(SIZE))
-        self.shelf.view(FMT).load(ObjectRef(CHUNK, 0), found)
+        failed = self.shelf.view(FMT).load_all(CHUNK, [0], [found])
+        if failed is not None:
+            raise failed.error
         return bytes(found)
 
     def gets(self, work: Callable[[], Any]) -> int:
@@ -128,21 +129,21 @@ def test_parts_are_for_slow_connections_and_idle_ones(
         patch.setattr(s3, "_SLOW_RATE", 1.0)
         assert far.gets(far.load) == 1
     # Where as many objects are under way as help, none is cut.
-    with ExitStack() as stack:
-        for _ in range(PARTS):
-            stack.enter_context(far.backend.open(far.name))
-        assert far.gets(far.load) == 1
+    far.backend._note_bodies(PARTS)
+    assert far.gets(far.load) == 1
+    far.backend._note_bodies(-PARTS)
     assert far.is_whole_again()
 
 
 def test_small_objects_say_nothing_of_a_connection(far: Far) -> None:
     def read() -> None:
-        with other.open(far.name, SIZE) as reader:
-            assert reader.read_into(memoryview(bytearray(SIZE)), 0) == SIZE
+        found = memoryview(bytearray(SIZE))
+        assert other.view(FMT).load_all(CHUNK, [0], [found]) is None
 
-    with closing(open_s3(far.backend.url, far.options)) as other:
-        other.write("a/small", [b"x" * 1000])
-        other.read_into("a/small", memoryview(bytearray(1000)))
+    with closing(Shelf(open_s3(far.backend.url, far.options))) as other:
+        other.backend.write("a/small", [b"x" * 1000])
+        other.backend.read_into("a/small", memoryview(bytearray(1000)))
+        assert other.view(FMT).probe([(CHUNK, 0)]) == [Presence.PRESENT]
         assert far.gets(read) == 1
         if knows_ranges(far):
             assert far.gets(read) == PARTS
@@ -190,40 +191,45 @@ def test_an_object_that_is_gone_is_missing(far: Far) -> None:
     assert far.is_whole_again()
 
 
-def test_a_part_that_comes_short_is_no_object(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not knows_ranges(far):
-        pytest.skip("this server knows no ranges")
-    get = far.backend.client.part
+@pytest.mark.parametrize("error", [ValueError("7 bytes came"), ConnectionResetError("reset")])
+def test_a_range_that_does_not_come_is_read_again_with_all_of_the_object(
+    far: Far, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """But where nothing comes at all, that is an error of the storage."""
+    fill = far.backend.client.fill
 
-    def short(name: str, start: int, end: int) -> Future[Part]:
-        return get(name, start, end - (7 if start == 2 * MIB else 0))
+    def short(spans: Sequence[Span], seconds: float) -> Sequence[float | BaseException]:
+        return [*fill(spans, seconds)[:-1], error]
 
     with monkeypatch.context() as patch:
-        patch.setattr(far.backend.client, "part", short)
-        with pytest.raises(TransientStorageError, match="short read"):
-            far.load()
+        patch.setattr(far.backend.client, "fill", short)
+        if isinstance(error, ValueError):
+            assert far.load() == far.image
+        else:
+            with pytest.raises(TransientStorageError):
+                far.load()
     assert far.is_whole_again()
 
 
-def test_a_part_that_fails_is_an_error_of_the_storage(
+def test_all_objects_of_a_chunk_are_asked_for_at_once(
     far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not knows_ranges(far):
-        pytest.skip("this server knows no ranges")
-    get = far.backend.client.part
+    view, shards = far.shelf.view(FMT), range(FMT.shards)
+    for shard in shards:
+        image = memoryview(bytearray(FMT.object_size(shard)))
+        FMT.seal(image, CHUNK, shard)
+        view.publish(ObjectRef(CHUNK, shard), image)
+    found = [memoryview(bytearray(FMT.object_size(shard))) for shard in shards]
+    asked: list[set[str]] = []
+    fill = far.backend.client.fill
 
-    def broken(name: str, start: int, end: int) -> Future[Part]:
-        if start != 3 * MIB:
-            return get(name, start, end)
-        failed: Future[Part] = Future()
-        failed.set_exception(ConnectionResetError("reset by peer"))
-        return failed
+    def note(spans: Sequence[Span], seconds: float) -> Sequence[float | BaseException]:
+        asked.append({span.name for span in spans})
+        return fill(spans, seconds)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(far.backend.client, "part", broken)
-        with pytest.raises(TransientStorageError):
-            far.load()
-    assert far.is_whole_again()
+    monkeypatch.setattr(far.backend.client, "fill", note)
+    assert view.load_all(CHUNK, shards, found) is None
+    assert [len(names) for names in asked] == [FMT.shards]
 
 
 @pytest.fixture
@@ -257,7 +263,7 @@ def test_parts_go_on_after_there_was_no_thread_for_them(
 ) -> None:
     for _ in range(3):
         with pytest.raises(TransientStorageError, match="no thread could be started"):
-            far.backend.open(far.name, SIZE)
+            far.load()
     no_loop.undo()
     assert far.gets(far.load) + 1 >= PARTS
     assert far.is_whole_again()
@@ -267,4 +273,3 @@ def test_small_objects_are_never_cut(far: Far) -> None:
     far.backend.write("a/small", [b"x" * 1000])
     with far.backend.open("a/small") as reader:
         assert reader.read_into(memoryview(bytearray(1000)), 0) == 1000
-    assert far.shelf.backend.properties.part_bytes == 2 * MIB

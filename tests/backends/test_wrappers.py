@@ -57,7 +57,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], Any]] = {
 }
 #: Further ones, by name.
 OPTIONS = {"list": {"hidden": True, "wanted": bool, "after": "a/c"}}
-PROPERTIES = Properties("noting", part_bytes=17)
+PROPERTIES = Properties("noting")
 
 
 class Noting(WrappedBackend):
@@ -98,7 +98,7 @@ def test_nothing_goes_past_a_wrapper() -> None:
         def stat(self, names: Sequence[str]) -> list[Any]:
             return [5 for _ in names]
 
-        def open(self, name: str, size: int | None = None) -> Reader:
+        def open(self, name: str) -> Reader:
             return Opened()
 
         def write(self, name: str, buffers: Sequence[Any], mode: str = "create") -> WriteResult:

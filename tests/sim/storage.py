@@ -191,10 +191,10 @@ class FaultyStorage(WrappedBackend):
         self._call("info", name)
         return self.inner.info(name)
 
-    def open(self, name: str, size: int | None = None) -> Reader:
+    def open(self, name: str) -> Reader:
         """Open, with faults now and at every read."""
         self._call("open", name)
-        return _Reads(self, name, self.inner.open(name, size))
+        return _Reads(self, name, self.inner.open(name))
 
     def read_part(self, name: str, part: memoryview) -> int:
         """Take bytes that were read; return how many the caller gets."""

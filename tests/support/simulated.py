@@ -468,7 +468,7 @@ class SimulatedStorage(Backend):
         file = self._file(name)
         return None if file is None else self._info(name, file)
 
-    def open(self, name: str, size: int | None = None) -> Reader:
+    def open(self, name: str) -> Reader:
         self._call("open")
         file = self._file(name)
         if file is None:

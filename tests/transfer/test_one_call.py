@@ -54,7 +54,7 @@ class Noting(WrappedBackend):
             assert self.gate.wait(PATIENCE)
         return self.inner.read_whole(start, text, wholes, buffers, seconds)
 
-    def open(self, name: str, size: int | None = None) -> Reader:
+    def open(self, name: str) -> Reader:
         self.opened.append(name)
         return self.inner.open(name)
 
@@ -168,7 +168,7 @@ def test_an_object_that_is_good_when_read_again_is_loaded(
     good = path.read_bytes()
     path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
 
-    def mend(name: str, size: int | None = None) -> Reader:
+    def mend(name: str) -> Reader:
         path.write_bytes(good)
         return noting.inner.open(name)
 

@@ -49,7 +49,7 @@ class Gate(WrappedBackend):
         #: For each object that may pass and has not come yet, a part of its name.
         self._passes: list[str] = []
 
-    def open(self, name: str, size: int | None = None) -> Reader:
+    def open(self, name: str) -> Reader:
         with self._changed:
             self.opened.append(name)
             self.waiting[name] = threading.get_ident()

@@ -128,7 +128,7 @@ class ServedBackend(Backend):
 
     # -------------------------------------------------------------------------------- reads
 
-    def open(self, name: str, size: int | None = None) -> Reader:
+    def open(self, name: str) -> Reader:
         """Open an object of the storage, past the server's memory: its bytes come in messages."""
         return _ServedReader(self, check_name(name))
 

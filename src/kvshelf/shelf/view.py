@@ -770,7 +770,6 @@ class NamespaceView(ShelfView):
         return self._read_from(
             self._folders_from(parsed.namespace),
             name,
-            len(buffer),
             lambda reader: fmt.read_named(reader, parsed, buffer),
         )
 
@@ -783,36 +782,30 @@ class NamespaceView(ShelfView):
         self._read_from(
             self._find_folders(),
             self._base(ref),
-            len(buffer),
             lambda reader: self.fmt.read(reader, *ref, buffer),
         )
 
-    def _read_from(
-        self, folders: Iterable[str], name: str, size: int, read: Callable[[ReaderLike], _T]
-    ) -> _T:
+    def _read_from(self, folders: Iterable[str], name: str, read: Callable[[ReaderLike], _T]) -> _T:
         """Read an object from the first of some folders that has it."""
         missing: ObjectMissingError | None = None
         for folder in folders:
             try:
-                return self._read_twice(f"{folder}/{name}", size, read)
+                return self._read_twice(f"{folder}/{name}", read)
             except ObjectMissingError as error:
                 missing = error
         assert missing is not None, "a namespace has a folder"
         raise missing
 
-    def _read_twice(self, name: str, size: int, read: Callable[[ReaderLike], _T]) -> _T:
+    def _read_twice(self, name: str, read: Callable[[ReaderLike], _T]) -> _T:
         try:
-            return self._read_once(name, size, read)
+            return self._read_once(name, read)
         except BadObjectError:
             # Caches of network filesystems show old sizes and contents to an old open.
-            return self._read_once(name, size, read)
+            return self._read_once(name, read)
 
-    def _read_once(self, name: str, size: int, read: Callable[[ReaderLike], _T]) -> _T:
+    def _read_once(self, name: str, read: Callable[[ReaderLike], _T]) -> _T:
         begin = time.monotonic()
-        # Not known before a storage is open that is opened late.
-        least = self.backend.properties.part_bytes
-        large = least and size >= least
-        with self.backend.open(name, size if large else None) as reader:
+        with self.backend.open(name) as reader:
             result = read(reader)
             end = time.monotonic()
         self._counters.observe("read", reader.seconds)

@@ -292,8 +292,7 @@ def _verify(shelf: Shelf, item: _Item, work: Work[VerifyReport], repair: bool) -
 
 
 def _read(backend: Backend, own: ObjectFormat, item: _Item) -> None:
-    least = backend.properties.part_bytes
-    with backend.open(item.name, item.size if least and item.size >= least else None) as reader:
+    with backend.open(item.name) as reader:
         own.check_named(reader, item.parsed)
 
 
