@@ -184,7 +184,6 @@ class _BodyReader(Reader):
         self._pieces: Iterator[memoryview] | None = body.pieces
         self._rest = memoryview(b"")
         self._position = 0
-        self._waited = 0.0
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         view = buffer.cast("B")
@@ -196,10 +195,8 @@ class _BodyReader(Reader):
         done = 0
         while done < len(view):
             if not self._rest:
-                begin = time.monotonic()
                 with self._backend._errors("reading", self._name):
                     piece = next(self._pieces, None)
-                self._waited += time.monotonic() - begin
                 if piece is None:
                     # The connection ended early: the caller sees too few bytes.
                     break
@@ -213,10 +210,8 @@ class _BodyReader(Reader):
         return done
 
     def close(self) -> None:
-        if self._pieces is not None:
-            self._pieces = None
-            self._rest = memoryview(b"")
-            self._backend.rate.note(self._position, self._waited)
+        self._pieces = None
+        self._rest = memoryview(b"")
 
 
 class S3Backend(Backend):
