@@ -52,7 +52,6 @@ __all__ = [
     "WriteMode",
     "WriteResult",
     "open_backend",
-    "settings_of",
 ]
 
 

@@ -375,8 +375,7 @@ def test_options_are_checked_by_name(url: str, options: dict[str, Any], message:
     with pytest.raises(ConfigError, match="unknown storage option") as error:
         open_backend(url, storage_options=options)
     assert message in str(error.value)
-    env = {"KVSHELF_STORAGE_OPTIONS": json.dumps(options)}
-    result = CliRunner().invoke(app, ["ls", url], env=env)
+    result = CliRunner().invoke(app, ["ls", url, "--storage-options", json.dumps(options)])
     assert result.exit_code == 2
 
 

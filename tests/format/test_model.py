@@ -268,7 +268,7 @@ REPORTED = (
 )
 
 
-@pytest.mark.long
+@pytest.mark.real
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM warns
 @pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.parent.name)
 def test_engines_name_recorded_namespaces_to_the_byte(file: Path) -> None:

@@ -56,7 +56,6 @@ from kvshelf.shelf.probes import Answer, Ask, Probes, RoundCosts, SharedProbes
 from kvshelf.shelf.sequential_search import SequentialSearch
 from kvshelf.shelf.threads import StorageThreads
 from kvshelf.shelf.view import ObjectRef, Presence, ShelfView
-from kvshelf.traces import trace_range
 
 __all__ = ["Lookup", "LookupService"]
 
@@ -298,8 +297,7 @@ class LookupService:
                 return
             if self._put_back(lookup):
                 continue
-            with trace_range("kvshelf lookup"):
-                _Rounds(self, me).run(lookup)
+            _Rounds(self, me).run(lookup)
 
     def _note_speed(self, lookup: Lookup, begin: float) -> None:
         chunks = lookup.count // self._fmt.chunk_size

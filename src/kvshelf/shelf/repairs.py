@@ -21,15 +21,12 @@ import threading
 import time
 from typing import Final
 
-import numpy as np
-
 from kvshelf.backends import Backend, BytesLike, WriteResult
 from kvshelf.backends.base import probe
 from kvshelf.errors import NotRegularError
 from kvshelf.format.invalid import EmptyObject, TruncatedObject, WrongSize
 from kvshelf.format.names import parse_path
 from kvshelf.logs import RateLimitedLog
-from kvshelf.shelf.pins import Pins
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +157,11 @@ class Repairs:
         parsed = parse_path(name)
         if parsed is None or parsed.namespace is None:
             return False
+        # Setting aside is rare, and readers of a shelf need no numpy.
+        import numpy as np
+
+        from kvshelf.shelf.pins import Pins
+
         key = np.frombuffer(parsed.key, np.uint8)[None]
         return bool(Pins.read(self._backend).covers(parsed.namespace, parsed.salt_group, key).all())
 
