@@ -6,8 +6,10 @@ A chunk has an object for each kind of KV: ``full``, ``window`` and ``state``, s
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -74,8 +76,17 @@ class HybridFiles(ShelfFiles):
             raise AssertionError(f"{error}; missing: {missing}") from None
 
     def wait_quiet(self) -> None:
-        """Wait until no object is being written."""
-        until(lambda: not self.temporaries(), "no object being written")
+        """Wait until no object is being written. What was set aside is open nowhere."""
+
+        def is_quiet() -> bool:
+            found = {str(path.resolve()) for path in self.temporaries()}
+            for descriptor in Path("/proc").glob("[0-9]*/fd/*") if found else ():
+                with contextlib.suppress(OSError):
+                    if os.readlink(descriptor) in found:
+                        return False
+            return found == {str(path.resolve()) for path in self.temporaries()}
+
+        until(is_quiet, "no object being written")
 
     def bytes_of_kinds(self) -> dict[str, int]:
         """Return the bytes of all objects, by kind."""
