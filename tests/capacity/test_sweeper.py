@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from kvshelf.backends import Deadlines
-from kvshelf.backends.base import Space
+from kvshelf.backends.base import ObjectInfo, Space
 from kvshelf.capacity import bound as bound_module
 from kvshelf.capacity import deletion as deletion_module
 from kvshelf.capacity import sweeper as sweeper_module
@@ -170,6 +170,31 @@ def test_above_the_bound_the_ends_of_old_prompts_go_first(place: Swept) -> None:
     assert found.nbytes <= 0.8 * 20 * CHUNK_BYTES
     told = found.by, found.deleted_files, found.deleted_bytes
     assert told == (sweeper._lease.owner, len(gone), len(gone) * FMT.object_size(0))
+
+
+def test_what_is_listed_but_gone_takes_no_space(
+    place: Swept, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing else is deleted in its place."""
+    old = place.fill()
+    ghosts = [row for row in place.backend.list() if row.name in old]
+    for name in old:
+        place.path(name).unlink()
+    there = place.objects()
+    list_files = place.later.list
+
+    def listed(prefix: str = "", **options: Any) -> Iterator[ObjectInfo]:
+        yield from (row for row in ghosts if row.name.startswith(f"{prefix}/"))
+        yield from list_files(prefix, **options)
+
+    monkeypatch.setattr(place.later, "list", listed)
+    monkeypatch.setattr(sweeping_module, "_LEAST_OBJECTS", 1)
+    sweeper = place.make(max_bytes=15 * CHUNK_BYTES)
+    with caplog.at_level(logging.INFO):
+        sweeper.step()
+    assert place.objects() == there
+    assert sweeper.bound.allows(CHUNK_BYTES)
+    assert re.search(r"deleted 0 files, 0 bytes; .* are listed but gone", caplog.text)
 
 
 @pytest.mark.long

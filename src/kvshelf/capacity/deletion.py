@@ -87,8 +87,8 @@ class Outcome:
         Objects that were deleted, by namespace and salt group (``namespace/group``), and reason.
     kept : Total
         Files that stay, because they were used, replaced, changed or pinned meanwhile.
-    gone : int
-        Files that another process had deleted.
+    gone : Total
+        Files that another process had deleted, or that a storage lists though they are deleted.
     failed : int
         Files that the storage did not allow to delete.
     error : StorageError or None
@@ -100,7 +100,7 @@ class Outcome:
     deleted: dict[Rule, Total] = field(default_factory=dict)
     lost: dict[tuple[str, Rule], Lost] = field(default_factory=dict)
     kept: Total = field(default_factory=Total)
-    gone: int = 0
+    gone: Total = field(default_factory=Total)
     failed: int = 0
     error: StorageError | None = None
     finished: bool = False
@@ -118,7 +118,7 @@ class Outcome:
     @property
     def done(self) -> int:
         """Number of files that are finished."""
-        return self.count + self.kept.count + self.gone + self.failed
+        return self.count + self.kept.count + self.gone.count + self.failed
 
 
 class _Task(NamedTuple):
@@ -135,7 +135,7 @@ class _Done:
 
     deleted: Total = field(default_factory=Total)
     kept: Total = field(default_factory=Total)
-    gone: int = 0
+    gone: Total = field(default_factory=Total)
     problems: list[StorageError] = field(default_factory=list)
 
 
@@ -192,7 +192,7 @@ def carry_out(
                         lost.add(one.deleted.nbytes, one.deleted.count)
                         lost.oldest = min(lost.oldest, float(plan.used[task.number]))
                 outcome.kept.add(one.kept.nbytes, one.kept.count)
-                outcome.gone += one.gone
+                outcome.gone.add(one.gone.nbytes, one.gone.count)
                 outcome.failed += len(one.problems)
                 for problem in one.problems:
                     outcome.error = outcome.error or problem
@@ -259,8 +259,7 @@ class _Deletions:
             for file, answer in zip(left, answers, strict=True):
                 number, _, nbytes = file
                 if not isinstance(answer, StorageError):
-                    done[number].deleted.add(nbytes * answer, int(answer))
-                    done[number].gone += not answer
+                    (done[number].deleted if answer else done[number].gone).add(nbytes)
                 elif isinstance(answer, NotRegularError):
                     # It was replaced, or is a folder that was set aside and is not empty.
                     done[number].kept.add(nbytes)
@@ -313,7 +312,7 @@ class _Deletions:
         if isinstance(what, Leftover):
             info = self._backend.info(what.name)
             if info is None:
-                done.gone = 1
+                done.gone.add(what.size)
             elif changed_at(info) > what.changed:
                 done.kept.add(what.size)
             else:
@@ -333,14 +332,14 @@ class _Deletions:
                 continue
             info = self._backend.info(name)
             if info is None:
-                done.gone += 1
+                done.gone.add(nbytes)
             elif last_use(info, now) > used:
                 kept = True
                 break
             else:
                 found.append((name, info.size))
         if kept:
-            done.gone = 0
+            done.gone = Total()
             done.kept.add(int(inventory.size[what].sum()), len(what))
             return []
         return found

@@ -393,7 +393,11 @@ class Sweeper:
         self._record = replace(self._record, finding=finding).bounded_by(rules.max_bytes, now)
         trouble, finished = None, True
         for outcome in listed.delete(storage, rules, held, running, on_freed=self._note_freed):
-            if outcome.count:
+            if outcome.gone.count:
+                finding = self._record.finding or finding
+                left = max(0, finding.nbytes - outcome.gone.nbytes)
+                self._record = replace(self._record, finding=replace(finding, nbytes=left))
+            if outcome.count or outcome.gone.count:
                 self._say(outcome)
             # Some files may belong to others.
             if outcome.error is not None and (outcome.error.retryable or not outcome.count):
@@ -448,6 +452,9 @@ class Sweeper:
         ]
         if len(lost) > _MOST_GROUPS:
             lost[_MOST_GROUPS:] = [f"; and {len(lost) - _MOST_GROUPS} more"]
+        if outcome.gone.count:
+            gone = f"{outcome.gone.count} files, {outcome.gone.nbytes} bytes"
+            lost.append(f"; {gone}, are listed but gone: others deleted them, or listings are old")
         done = outcome.count, outcome.nbytes, finding.nbytes, "".join(lost)
         logger.info("%s: deleted %d files, %d bytes; %d bytes are left%s", self._guard.url, *done)
 

@@ -329,7 +329,7 @@ class Listed:
             if not outcome.finished:
                 return
             # Some stay, because they were used since: deletions continue until enough is free.
-            held, rules = held - freed, replace(rules, high=rules.low)
+            held, rules = held - freed - outcome.gone.nbytes, replace(rules, high=rules.low)
 
 
 def _folders(inventory: Inventory) -> list[str]:

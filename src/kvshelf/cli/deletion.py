@@ -105,7 +105,7 @@ def _summary(found: Plan, outcome: Outcome, files: int) -> str:
     return summary(
         [f"deleted {outcome.count} of {files} files, {size_text(outcome.nbytes)}"],
         (outcome.kept.count, "used or changed meanwhile, left"),
-        (outcome.gone, "gone meanwhile"),
+        (outcome.gone.count, "gone meanwhile"),
         (outcome.failed, "failed"),
         *_pinned(found),
     )

@@ -86,7 +86,7 @@ def _json(found: Plan, outcome: Outcome, yes: bool) -> dict[str, Any]:
         row |= {
             "deleted": _totals(outcome.deleted),
             "kept": {"files": outcome.kept.count, "bytes": outcome.kept.nbytes},
-            "gone": outcome.gone,
+            "gone": outcome.gone.count,
             "failed": outcome.failed,
             "error": None if outcome.error is None else str(outcome.error),
             "finished": outcome.finished,

@@ -100,7 +100,7 @@ def _json(found: Plan, outcome: Outcome) -> dict[str, Any]:
             "removed": outcome.count,
             "bytes": outcome.nbytes,
             "kept": outcome.kept.count,
-            "gone": outcome.gone,
+            "gone": outcome.gone.count,
             "failed": outcome.failed,
         },
     }
