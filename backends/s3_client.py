@@ -19,7 +19,15 @@ import math
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import Future
 from datetime import timedelta
 from enum import Enum, auto
@@ -137,9 +145,9 @@ class Client:
         self._settings = settings
         self.quirks = s3_quirks.quirks_of(settings.endpoint, bucket)
         self.quirks.update(options.get("quirks") or ())
-        self._make = partial(make_store, bucket, prefix, options, settings, self.quirks)
-        self._store = self._make()
+        self._make = partial(make_store, bucket, prefix, options, settings)
         self._lock = threading.Lock()
+        self._renew()
         self._running: asyncio.AbstractEventLoop | None = None
 
     def error(
@@ -155,7 +163,8 @@ class Client:
 
     def _adapting(self, call: Callable[[], T], *quirks: str) -> T:
         """Make a call, again where its refusal shows that the store lacks what it needs."""
-        left = [quirk for quirk in quirks if quirk not in self.quirks]
+        # What is known already may have been learned while this call was made.
+        left = list(quirks)
         while True:
             try:
                 return call()
@@ -168,11 +177,17 @@ class Client:
 
     def learn(self, quirk: str) -> None:
         """Take note of what the store lacks, and do without it."""
-        if quirk in self.quirks:
-            return
-        logger.info("%s: %s: %s", self._url, quirk, s3_quirks.QUIRKS[quirk])
-        self.quirks.add(quirk)
-        self._store = self._make()
+        with self._lock:
+            if quirk not in self.quirks:
+                logger.info("%s: %s: %s", self._url, quirk, s3_quirks.QUIRKS[quirk])
+                self.quirks.add(quirk)
+            # Another client may have learned it.
+            if quirk not in self._made_for:
+                self._renew()
+
+    def _renew(self) -> None:
+        self._made_for = frozenset(self.quirks)
+        self._store = self._make(self._made_for)
 
     # ------------------------------------------------------------------- on the caller's thread
 
@@ -419,7 +434,11 @@ def _info(name: str, row: Any) -> ObjectInfo:
 
 
 def make_store(
-    bucket: str, prefix: str, options: Mapping[str, Any], settings: Settings, quirks: set[str]
+    bucket: str,
+    prefix: str,
+    options: Mapping[str, Any],
+    settings: Settings,
+    quirks: Collection[str],
 ) -> Any:
     """Create the store of a bucket for obstore.
 
