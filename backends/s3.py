@@ -38,6 +38,7 @@ from urllib.parse import urlsplit
 
 from kvshelf.backends import s3_quirks
 from kvshelf.backends.base import (
+    CLOCK_FOLDER,
     Backend,
     BytesLike,
     Checked,
@@ -56,6 +57,7 @@ from kvshelf.backends.base import (
     endless_listing,
     is_whole,
     probe,
+    temporary_name,
 )
 from kvshelf.backends.s3_client import (
     DELETES_AT_ONCE,
@@ -418,19 +420,36 @@ class S3Backend(Backend):
         return WriteResult.CREATED if existed is None else WriteResult.REPLACED
 
     def _learn(self, name: str, data: Any) -> None:
-        """Rewrite a small existing object: a store that honours If-None-Match rejects it."""
+        """Write a small object once more: a store that honours If-None-Match rejects it.
+
+        It is one of this client's own, since some stores take one write a second for each name, or
+        the existing object `name` where its own could not be deleted again.
+        """
         if self._honours_condition is not None or len(data) > _SMALL_BYTES:
             return
         if not self._learning.acquire(blocking=False):
             return
+        # Sweeps remove what a killed process leaves.
+        own = f"{CLOCK_FOLDER}/{temporary_name('condition')}"
         try:
             # Otherwise it stays unknown.
             with contextlib.suppress(StorageError):
+                if self._may_delete(own):
+                    self._put(name := own, data, create=True)
                 put = self._put(name, data, create=True)
                 if put in (Put.DONE, Put.EXISTS):
                     self._honours_condition = put is Put.EXISTS
         finally:
+            if name == own:
+                self._may_delete(own)
             self._learning.release()
+
+    def _may_delete(self, name: str) -> bool:
+        """Remove an object, whether it is there or not; False where that is refused or fails."""
+        with contextlib.suppress(StorageError), self._errors("deleting", name, writing=True):
+            self.client.delete([name])
+            return True
+        return False
 
     def _is_there(self, name: str, data: Any) -> bool:
         """Probe before a create; learn about the condition from an object with equal bytes."""
@@ -451,6 +470,7 @@ class S3Backend(Backend):
                 self._learn(name, data)
                 return WriteResult.CREATED
             if put is Put.EXISTS:
+                self._honours_condition = True
                 return WriteResult.EXISTED
             # Another writer is creating the same name. Either it succeeds, or we retry.
             if self.stat([name])[0] is not None:

@@ -147,6 +147,25 @@ def test_one_write_a_second_for_a_name(moto: S3Server, store: S3Proxy) -> None:
         assert backend.write("a/1", [b"1"]) is WriteResult.EXISTED
 
 
+@pytest.mark.parametrize("fault", [None, "403"])
+def test_conditions_are_learned_on_a_name_of_ones_own(
+    moto: S3Server, store: S3Proxy, fault: str | None
+) -> None:
+    """Engines that start together do not write one name twice; where nothing may be deleted, none
+    is left behind."""
+    with closing(opened(moto, store)) as backend:
+        if fault is not None:
+            store.add(fault, "delete")
+        backend.write("a/1", [b"1"])
+        written = [name.rpartition("/")[2] for name in store.requests if name.startswith("write")]
+        assert len(written) == 3 - (fault is not None)
+        assert written.count("1") == 1 + (fault is not None)
+        assert [row.name for row in backend.list(hidden=True)] == ["a/1"]
+        seen = len(store.requests)
+        backend.write("a/2", [b"1"])
+        assert len(store.requests) == seen + 1
+
+
 def test_the_clock_asks_with_a_signature(moto: S3Server, store: S3Proxy) -> None:
     store.refuses = lambda request: (
         None if "Authorization" in request.headers or "Amz-Signature" in request.path else (0, "")
