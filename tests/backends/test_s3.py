@@ -192,7 +192,8 @@ class TestObstoreOnSeaweed(_OverMoto):
     client = "obstore"
 
     @pytest.fixture(scope="class")
-    def server(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    @classmethod
+    def server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         with seaweed_s3(tmp_path_factory.mktemp("weed")) as server:
             yield server
 

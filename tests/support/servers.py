@@ -163,6 +163,5 @@ def seaweed_s3(folder: Path) -> Iterator[S3Server]:
         server = S3Server(endpoint, None, process)
         server.client().create_bucket(Bucket=BUCKET)
         yield server
-        # Then it removes its sockets.
-        process.terminate()
+        process.terminate()  # Then it removes its sockets.
         process.wait()
