@@ -166,6 +166,23 @@ def test_conditions_are_learned_on_a_name_of_ones_own(
         assert len(store.requests) == seen + 1
 
 
+def test_one_write_a_second_is_met_once(moto: S3Server, store: S3Proxy) -> None:
+    """It does not show whether conditions are heeded, and is not tried for each object."""
+    written: set[str] = set()
+
+    def refuses(request: Any) -> tuple[int, str] | None:
+        if request.command != "PUT" or request.path not in written:
+            written.update([request.path] if request.command == "PUT" else [])
+            return None
+        return 429, "TooMany"
+
+    store.refuses = refuses
+    with closing(opened(moto, store)) as backend:
+        for name in ("a/1", "a/2", "a/3"):
+            assert backend.write(name, [b"1"]) is WriteResult.CREATED
+    assert len(written) == 4
+
+
 def test_the_clock_asks_with_a_signature(moto: S3Server, store: S3Proxy) -> None:
     store.refuses = lambda request: (
         None if "Authorization" in request.headers or "Amz-Signature" in request.path else (0, "")
