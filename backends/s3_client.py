@@ -369,7 +369,7 @@ class Client:
         """Return the running loop, or raise StorageError."""
         with self._lock:
             if self._running is None:
-                loop = asyncio.new_event_loop()
+                loop = _Loop()
                 # A daemon, so that a server which never answers cannot keep the process alive.
                 thread = threading.Thread(
                     target=_serve, args=(loop,), name="kvshelf-s3", daemon=True
@@ -390,6 +390,21 @@ class Client:
             loop, self._running = self._running, None
         if loop is not None:
             loop.call_soon_threadsafe(loop.stop)
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """Takes one result at a time, so that to close it is to wait for threads that hand it one.
+
+    They are obstore's. One that is left in Python when the process ends aborts it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._taking = threading.Lock()
+
+    def call_soon_threadsafe(self, *call: Any, **options: Any) -> asyncio.Handle:  # type: ignore[override]
+        with self._taking:
+            return super().call_soon_threadsafe(*call, **options)
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:

@@ -433,6 +433,23 @@ def test_a_thousand_objects_are_deleted_by_one_request(moto: S3Server) -> None:
         assert len(answers) == len(list(backend.list())) == 3
 
 
+def test_to_close_is_to_wait_for_a_thread_that_hands_over_a_result(
+    moto: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread of obstore's that is there when the process ends aborts it."""
+    taken: list[bool] = []
+    with closing(opened(moto)) as backend:
+        backend.stat(["a", "b"])
+        loop = backend.client._running
+        wake = loop._write_to_self
+        monkeypatch.setattr(
+            loop, "_write_to_self", lambda: (taken.append(loop._taking.locked()), wake())
+        )
+        backend.stat(["a", "b"])
+        seen = len(taken)
+    assert len(taken) > seen > 0 and all(taken)
+
+
 class PanicException(BaseException):
     """As Rust libraries raise it."""
 
