@@ -209,6 +209,22 @@ def test_what_fails_after_something_was_well_does_not_stop_it_again(rig: Rig) ->
     assert rig.counts == {"breaker_opens": 1, "breaker_closes": 1, "late_calls": 1}
 
 
+def test_a_trial_that_fails_after_another_worked_does_not_stop_it_again(rig: Rig) -> None:
+    gate = threading.Event()
+    rig.faults.add(Fault("open", "o0", error=eio, times=LEAST_FAILURES))
+    rig.faults.add(Fault("open", "o0", wait=gate, error=eio))
+    for _ in range(LEAST_FAILURES):
+        with pytest.raises(TransientStorageError):
+            rig.guard.open("o0")
+    # Nothing is known that works: in the end a listing does, while others hang.
+    until(lambda: rig.guard.reads.state is BreakerState.CLOSED)
+    assert rig.trials()
+    gate.set()
+    until(lambda: not rig.trials())
+    assert rig.guard.reads.state is BreakerState.CLOSED
+    assert rig.counts["breaker_opens"] == 1
+
+
 def test_the_backoff_grows_up_to_a_bound_and_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     now = make_clock(monkeypatch)
     seen: set[float] = set()

@@ -127,6 +127,10 @@ def test_quantization_that_the_configuration_lacks(tmp_path: Path) -> None:
     assert published_lines(tmp_path) != first
     write(tmp_path, config=LLAMA | {"quantization_config": {"bits": 4}})
     assert len(published_lines(tmp_path)) == 1
+    # Of two formats it may be the second that has it.
+    write(tmp_path, params={"dim": 64})
+    (tmp_path / "consolidated.safetensors").touch()
+    assert [file.name for file in config_files(tmp_path)] == ["params.json", "config.json"]
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "\xff", "[" * 100_000])
