@@ -22,7 +22,7 @@ from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
 from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.lookup import Lookup, LookupService
-from kvshelf.shelf.probes import RoundCosts
+from kvshelf.shelf.probes import RoundCosts, SharedProbes
 from kvshelf.shelf.shelf import Shelf
 from tests.sim.storage import Fault, FaultyStorage, NamesOnly, posix
 from tests.support import prompts
@@ -247,9 +247,22 @@ def test_what_another_thread_asks_is_not_asked_again(far: Far) -> None:
     far.backend.gate.clear()
     one = far.submit(tokens)
     until(lambda: len(far.backend.asked) == 1)
+    waits: list[float] = []
+    probes = far.service._probes
+    assert isinstance(probes, SharedProbes)
+    flight = next(iter(probes._flights.values()))
+
+    class Noted(threading.Event):
+        """Notes who waits for the answers."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.append(timeout or 0.0)
+            return super().wait(timeout)
+
+    flight.over = Noted()
     other = far.submit(tokens)
-    # The other thread has taken it, and has nothing of its own to ask.
-    until(lambda: sum(len(lookups) for _, lookups in far.service._busy.values()) == 2)
+    # The other thread has taken it, and waits for what the first one has asked.
+    until(lambda: bool(waits))
     far.backend.gate.set()
     assert one.wait(PATIENCE)
     assert other.wait(PATIENCE)
