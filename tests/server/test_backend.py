@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -474,7 +474,8 @@ def test_a_server_that_is_gone_is_used_again_when_it_is_back(setting: Setting) -
 
 
 def test_a_server_that_hangs_is_late(setting: Setting) -> None:
-    shelf = setting.connect(deadlines={"probe": 0.1, "read": 0.1, "write": 0.1})
+    shelf = setting.connect()
+    shelf.backend.deadlines = replace(shelf.backend.deadlines, probe=0.1, read=0.1, write=0.1)
     setting.place(0)
     hangs, gate = threading.Event(), threading.Event()
 

@@ -181,8 +181,9 @@ def find_shelf(shelf: str | None) -> tuple[str, dict[str, Any]]:
     """
     text = GIVEN["storage_options"]
     given = None if text is None else json_object(text, "--storage-options")
-    url = shelf or configured()[0].get("shared_storage_path")
-    if url is None and (server := configured()[0].get("server")):
+    found = configured()[0]
+    url = shelf or found.get("shared_storage_path")
+    if url is None and (server := found.get("server")):
         raise ConfigError(
             f"server is {server}, so the shelf is an option of that server: name the shelf on the"
             " command line"

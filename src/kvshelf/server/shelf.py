@@ -19,8 +19,6 @@ Contracts
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from kvshelf.backends.base import Backend
@@ -58,8 +56,6 @@ class ServedShelf(PinningShelf):
         This client changes nothing.
     in_place : bool
         As for :class:`~kvshelf.server.memory.ServedMemory`.
-    deadlines : Mapping, optional
-        Fields of :class:`~kvshelf.backends.Deadlines` that replace those of the server.
     """
 
     def __init__(
@@ -69,13 +65,11 @@ class ServedShelf(PinningShelf):
         *,
         read_only: bool = False,
         in_place: bool = True,
-        deadlines: Mapping[str, float] | None = None,
     ) -> None:
         served = ServedBackend(channel)
         self._objects = ServedMemory(channel, in_place=in_place)
-        wanted = replace(served.properties.deadlines, **(deadlines or {}))
         backend: Backend = ReadOnlyBackend(served) if read_only else served
-        super().__init__(backend, self._objects, counters, deadlines=wanted)
+        super().__init__(backend, self._objects, counters)
         self._channel = channel
         channel.on_connect(self._connected)
 
@@ -136,7 +130,6 @@ def open_served(
     in_place: bool = True,
     device: torch.device | None = None,
     counters: Counters | None = None,
-    deadlines: Mapping[str, float] | None = None,
 ) -> ServedShelf:
     """Return the shelf behind the node server at `url`. May block for some seconds.
 
@@ -144,7 +137,7 @@ def open_served(
     ----------
     url, segment_bytes, segment
         As for :func:`connect`.
-    read_only, in_place, counters, deadlines
+    read_only, in_place, counters
         As for :class:`ServedShelf`.
     device : torch.device, optional
         The GPU of the caches, for which the server's memory is page-locked.
@@ -158,9 +151,7 @@ def open_served(
     if device is not None:
         channel.page_lock(device)
     try:
-        return ServedShelf(
-            channel, counters, read_only=read_only, in_place=in_place, deadlines=deadlines
-        )
+        return ServedShelf(channel, counters, read_only=read_only, in_place=in_place)
     except BaseException:
         channel.close()
         raise

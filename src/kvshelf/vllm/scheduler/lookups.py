@@ -251,9 +251,9 @@ class Lookups(SharingPart):
         now = time.monotonic()
         if state.waiting_since is None:
             state.waiting_since = now
-        longest = LOOKUP_SECONDS
+        waited = now - state.waiting_since
         # Once the storage has delayed one request for this long, the next does not wait for it.
-        return now - state.waiting_since >= longest or lookups.stalled(longest)
+        return waited >= LOOKUP_SECONDS or lookups.stalled(LOOKUP_SECONDS)
 
     def newest(self, lookups: LookupService, state: RequestState, computed: int) -> Lookup | None:
         """Return the lookup with a request's newest answer; None while the request waits for one.
