@@ -8,7 +8,7 @@ the node server make theirs here. Commands need the shelf alone (:mod:`kvshelf.c
 role       the shelf is opened        memory tier                  bounds are kept
 ========== ========================== ============================ ================================
 ENGINE     on a thread; it is used as when the worker's device is  from the worker's first
-           soon as it answers         known                        namespace on, by one rank
+           soon as it answers         known                        namespace on
 CACHE      at once, or not at all     at once                      from the start
 SERVER     at once; a storage that    none: its memory is shared   from the start, with
            does not answer, later     with its clients             :meth:`Assembly.keep_bounds`
@@ -17,7 +17,7 @@ SERVER     at once; a storage that    none: its memory is shared   from the star
 Contracts
 ---------
 * A process that writes nothing to the shelf keeps no bounds. Behind a node server the server keeps
-  them; an engine deletes only the tails and markers of its own hand-overs.
+  them.
 * Parts are closed in this order: uses, which are recorded first; the memory tier; housekeeping,
   which lifts its bounds; the disk tier; the shelf. Stores have ended by then.
 * :meth:`Assembly.keep_bounds` and :meth:`Assembly.shelf` never block.
@@ -31,11 +31,8 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvshelf.background import Background
-from kvshelf.capacity.rules import KEEP_TAILS
-from kvshelf.capacity.sweeper import Sweeper
+from kvshelf.capacity.keeper import Keeper
 from kvshelf.capacity.uses import Uses
-from kvshelf.capacity.walk import Walk
 from kvshelf.config import Config
 from kvshelf.metrics import Counters
 from kvshelf.shelf.opening import START_SECONDS, Opening
@@ -85,8 +82,8 @@ class Assembly:
     memory : MemoryTier or None
     memory_in_place : bool
         Loads copy straight from the memory tier to the caches.
-    walk : Walk or None
-        Learns of tails and markers that this process writes.
+    keeper : Keeper or None
+        Keeps the bounds; learns of tails and markers that this process writes.
 
     Raises
     ------
@@ -110,15 +107,12 @@ class Assembly:
         self.uses = Uses.of(config, counters, on_thread_start=on_thread_start)
         self.memory: MemoryTier | None = None
         self.memory_in_place = True
-        self.walk: Walk | None = None
+        self.keeper: Keeper | None = None
         self._config = config
         self._on_thread_start = on_thread_start
         self._storage = storage
         #: What is closed after all else.
         self._closing = contextlib.ExitStack()
-        self._sweeper: Sweeper | None = None
-        #: The walk's thread; with a node server there is no sweeper.
-        self._walking: Background | None = None
 
     @property
     def storage(self) -> tuple[Shelf, DiskTier | None]:
@@ -177,58 +171,29 @@ class Assembly:
 
     # ------------------------------------------------------------- housekeeping
 
-    def keep_bounds(self, *, leads: bool = True) -> None:
+    def keep_bounds(self) -> None:
         """Keep the shelf within its bounds, unless other processes do. Idempotent.
 
         Where the system allows no thread now, the next call tries again.
-
-        Parameters
-        ----------
-        leads : bool
-            Whether this process deletes what the bounds do not allow: one rank of an engine does.
         """
         shelf, config = self.shelf(), self._config
-        if shelf is None or config.read_only:
+        if shelf is None or config.read_only or config.server is not None:
             return
-        if self.walk is None:
-            self.walk = Walk(shelf.backend, self.counters, keep=KEEP_TAILS, walks=leads)
-        if config.server is not None:
-            if self._walking is None:
-                self._walking = Background(
-                    "kvshelf-capacity", self.walk.step, on_start=self._on_thread_start
-                )
-                self.walk.wake = self._walking.wake
-            self._walking.start()
-            return
-        if self._sweeper is None:
-            self._sweeper = Sweeper(
-                shelf,
-                config.capacity,
-                self.counters,
-                sweeps=leads,
-                walk=self.walk,
-                keep_tails=KEEP_TAILS,
-                on_thread_start=self._on_thread_start,
+        if self.keeper is None:
+            self.keeper = Keeper(
+                shelf, config.capacity, self.counters, on_thread_start=self._on_thread_start
             )
-        self._sweeper.start()
+        self.keeper.start()
 
     # ------------------------------------------------------------- the end
 
-    def end_walk(self) -> None:
-        """Look for nothing more that may be deleted; bounds stay. Idempotent."""
-        if self.walk is not None:
-            self.walk.close()
-        if self._walking is not None:
-            self._walking.close()
-
     def close(self) -> None:
         """Record queued uses for a limited time, and close all parts. Idempotent."""
-        self.end_walk()
         self.uses.close()
         if self.memory is not None:
             self.memory.close()
-        if self._sweeper is not None:
-            self._sweeper.close()
+        if self.keeper is not None:
+            self.keeper.close()
         self._closing.close()
 
 

@@ -1,4 +1,4 @@
-"""Files of a shelf that are no objects: which of them are kvshelf's, and which namespaces are not.
+"""Files of a shelf that are no objects, and which of them are kvshelf's.
 
 Owns the names of reserved folders, the rule by which a temporary is one of kvshelf's, and the read
 of a namespace's description. Nothing is deleted here.
@@ -8,18 +8,16 @@ Any thread may call all functions. Those that read block on the storage.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from typing import Final
 
 from kvshelf.backends import Backend
 from kvshelf.backends.base import final_name
-from kvshelf.errors import BadObjectError, ObjectMissingError, StorageError
 from kvshelf.format.names import DESCRIPTION, parse_namespace_folder, parse_path
-from kvshelf.format.namespace import FORMAT
 
 #: The reserved folder, at the root and in each namespace folder.
 RESERVED: Final = ".kvshelf"
+#: The file that says that a directory is a disk tier.
+TIER: Final = f"{RESERVED}/tier"
 #: Most bytes of a description that are read. Those of real models have some tens of thousands; one
 #: of this size, which may be forged, costs a second.
 _DESCRIPTION_BYTES: Final = 1 << 20
@@ -41,33 +39,6 @@ def read_description(backend: Backend, folder: str) -> bytes:
         data = bytearray(reader.size)
         count = reader.read_into(memoryview(data), 0)
     return bytes(data[:count])
-
-
-def read_record(backend: Backend, folder: str) -> Mapping[str, object]:
-    """Return what a namespace's description says; nothing if it cannot be read as JSON.
-
-    One that may not be read counts as that of another version: the namespace is left alone.
-
-    Raises
-    ------
-    StorageError
-        If the storage failed.
-    """
-    try:
-        record = json.loads(read_description(backend, folder))
-    except (ObjectMissingError, BadObjectError, ValueError, RecursionError):
-        return {}
-    except StorageError as error:
-        if error.retryable:
-            raise
-        return {"format": ""}
-    return record if isinstance(record, dict) else {}
-
-
-def is_of_other_version(record: Mapping[str, object]) -> bool:
-    """Whether a namespace's record says that it is of another version of the format."""
-    said = record.get("format", FORMAT)
-    return isinstance(said, str) and said != FORMAT
 
 
 def is_written_by_us(name: str) -> bool:

@@ -28,9 +28,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvshelf.backends import Backend
 from kvshelf.errors import ConfigError, ObjectMissingError, StorageError, short_repr
 from kvshelf.format.keys import check_salt_group
@@ -53,7 +50,6 @@ _FIELDS: Final = {"version", "namespace", "group", "keys", "until"}
 _LATEST: Final = 1 << 53
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 _KEY: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
-_KEY_TYPE: Final = np.dtype("S32")
 
 #: A namespace by the 16 hex digits of its folder, and a salt group; None: all.
 _Scope = tuple[str | None, str | None]
@@ -192,7 +188,7 @@ class Pins:
         self.unreadable: Mapping[str, str] = dict(unreadable or {})
         self.unknown: Mapping[str, tuple[Pin, str]] = dict(unknown or {})
         whole: set[_Scope] = set()
-        keys: dict[_Scope, list[bytes]] = {}
+        keys: dict[_Scope, set[bytes]] = {}
         for pin in (*self.all.values(), *(pin for pin, _ in self.unknown.values())):
             if pin.expired(now):
                 continue
@@ -201,11 +197,9 @@ class Pins:
             if pin.keys is None:
                 whole.add(scope)
             else:
-                keys.setdefault(scope, []).extend(pin.keys)
+                keys.setdefault(scope, set()).update(pin.keys)
         self._whole: Final = whole
-        self._keys: Final = {
-            scope: np.unique(np.array(found, _KEY_TYPE)) for scope, found in keys.items() if found
-        }
+        self._keys: Final = keys
 
     def __bool__(self) -> bool:
         """Whether anything can be covered."""
@@ -276,35 +270,11 @@ class Pins:
                 unknown[name] = Pin(), str(error)
         return cls(pins, unreadable, time.time() if now is None else now, unknown)
 
-    def covers(
-        self, namespace_folder: str, group: str, keys: NDArray[np.uint8]
-    ) -> NDArray[np.bool_]:
-        """Return which chunks of one salt group of one namespace are pinned.
-
-        Parameters
-        ----------
-        namespace_folder : str
-        group : str
-            ``_`` or 16 hex.
-        keys : ndarray of uint8, [n, 32]
-            Chunk keys.
-
-        Returns
-        -------
-        ndarray of bool, [n]
-        """
+    def covers(self, namespace_folder: str, group: str, key: bytes) -> bool:
+        """Whether a chunk of one salt group (``_`` or 16 hex) of one namespace is pinned."""
         tag = parse_namespace_folder(namespace_folder)
         scopes: list[_Scope] = [(tag, group), (tag, None), (None, group), (None, None)]
-        if not self._whole.isdisjoint(scopes):
-            return np.ones(len(keys), np.bool_)
-        covered = np.zeros(len(keys), np.bool_)
-        wanted = np.ascontiguousarray(keys, np.uint8).reshape(-1).view(_KEY_TYPE)
-        for scope in scopes:
-            pinned = self._keys.get(scope)
-            if pinned is not None:
-                place = np.searchsorted(pinned, wanted)
-                covered |= pinned[np.minimum(place, len(pinned) - 1)] == wanted
-        return covered
+        return any(scope in self._whole or key in self._keys.get(scope, ()) for scope in scopes)
 
     @staticmethod
     def add(

@@ -2,7 +2,7 @@
 
 Owns the directory, which is a shelf itself: its objects have the names that they have on the
 shelf. It is filled with the objects that loads have fetched and verified, and with those that are
-stored. It is bounded (:mod:`kvshelf.tiers.bounded`), and any number of processes may share it.
+stored. A keeper bounds it (:mod:`kvshelf.capacity.keeper`), and any number of processes may share it.
 
 Contracts
 ---------
@@ -36,8 +36,9 @@ from kvshelf.backends.breaker import DEFAULT_BACKOFF, Backoff
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.buffers import Buffer, BufferPool
-from kvshelf.capacity.rules import Rule
+from kvshelf.capacity.keeper import Keeper
 from kvshelf.capacity.uses import Uses
+from kvshelf.config import CapacityConfig
 from kvshelf.errors import (
     BadObjectError,
     BoundReachedError,
@@ -58,7 +59,7 @@ from kvshelf.shelf.opening import START_SECONDS, Opening
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.threads import StorageThreads
 from kvshelf.shelf.view import NamespaceView, ObjectRef, Presence
-from kvshelf.tiers.bounded import BoundedBackend, share_files
+from kvshelf.tiers.directories import share_files, take_directory
 
 __all__ = ["DiskTier"]
 
@@ -69,6 +70,14 @@ QUEUE_BYTES: Final = 256 << 20
 #: Seconds after which a use of the same copy is recorded again.
 _USE_SECONDS: Final = 0.5
 _CLOSE_SECONDS: Final = 1.0
+#: Seconds for which a copy waits until others were evicted.
+_ROOM_SECONDS: Final = 5.0
+#: What its keeper counts, as the tier's.
+_COUNTED: Final = {
+    "shelf_evicted_objects": "disk_tier_evicted_objects",
+    "shelf_evicted_bytes": "disk_tier_evicted_bytes",
+    "shelf_used_bytes": "disk_tier_used_bytes",
+}
 
 
 class _TierGuard(GuardedBackend):
@@ -82,6 +91,22 @@ class _TierGuard(GuardedBackend):
         "no objects are copied to the disk tier until a write succeeds again; loads from it"
         " continue"
     )
+
+
+class _KeeperCounters(Counters):
+    """Counts what a tier's keeper does."""
+
+    def __init__(self, tier: Counters) -> None:
+        super().__init__()
+        self._tier = tier
+
+    def add(self, name: str, amount: float = 1) -> None:
+        if name in _COUNTED:
+            self._tier.add(_COUNTED[name], amount)
+
+    def set_gauge(self, name: str, value: float) -> None:
+        if name in _COUNTED:
+            self._tier.set_gauge(_COUNTED[name], value)
 
 
 #: An object: its chunk's key, its kind and shard.
@@ -170,9 +195,7 @@ class DiskTier:
         #: Copies that are being written: several where a stuck thread has been replaced.
         self._writing: list[_Key] = []
         # Its metrics are those of the shelf.
-        self._uses = Uses(
-            Counters(), resolution=_USE_SECONDS, how="touch", on_thread_start=on_thread_start
-        )
+        self._uses = Uses(Counters(), every=_USE_SECONDS, on_thread_start=on_thread_start)
         self._log = RateLimitedLog(logger)
         #: Replaced, never changed. Weak, since a tier may outlive many shelves.
         self._before: list[weakref.ref[GuardedBackend]] = []
@@ -180,7 +203,8 @@ class DiskTier:
         self._shelves: list[Backend] = []
         self._refused = False
         self._threads: StorageThreads | None = None
-        self._bounded: BoundedBackend | None = None
+        self._directory: PosixBackend | None = None
+        self._keeper: Keeper | None = None
         self._closing = threading.Event()
         self._opening = Opening(
             f"the disk tier {self.path}",
@@ -206,16 +230,25 @@ class DiskTier:
         return self._opening.first(seconds, "it is not used") is not None
 
     def _open(self) -> Shelf:
-        bounded = BoundedBackend(PosixBackend(self.path), self.max_bytes)
+        directory = PosixBackend(self.path)
+        take_directory(directory)
         with self._work:
             shelves, self._shelves = self._shelves, []
-            self._bounded = bounded
+            self._directory = directory
         for shelf in shelves:
             self.check_disjoint(shelf)
-        guard = _TierGuard(bounded, backoff=self._backoff)
+        guard = _TierGuard(directory, backoff=self._backoff)
         guard.count_into(self._count)
         guard.watch(_PassOn(self))
-        return Shelf(guard)
+        shelf = Shelf(guard)
+        self._keeper = Keeper(
+            shelf,
+            CapacityConfig(max_bytes=self.max_bytes),
+            _KeeperCounters(self._counters),
+            on_thread_start=self._on_thread_start,
+        )
+        self._keeper.start()
+        return shelf
 
     def check_disjoint(self, backend: Backend) -> None:
         """Refuse a shelf that has files in common with this directory.
@@ -229,11 +262,11 @@ class DiskTier:
             If one is the other or lies in it. The tier is not used from then on.
         """
         with self._work:
-            bounded = self._bounded
-            if bounded is None:
+            directory = self._directory
+            if directory is None:
                 self._shelves.append(backend)
                 return
-        if share_files(bounded, backend):
+        if share_files(directory, backend):
             with self._work:
                 self._refused = True
             raise ConfigError(
@@ -472,8 +505,8 @@ class DiskTier:
                     self._work.notify_all()
 
     def _write(self, shelf: Shelf, item: _Copy) -> None:
-        bounded = self._bounded
-        assert bounded is not None
+        keeper = self._keeper
+        assert keeper is not None
         size = len(item.buffer)
         if size > self.max_bytes or self._refused:
             self._counters.add("disk_tier_dropped_objects")
@@ -482,21 +515,11 @@ class DiskTier:
         try:
             result = view.publish(item.ref, item.buffer.view)
         except BoundReachedError:
-            self._evict(shelf, bounded, size)
+            if not keeper.wait_for(size, _ROOM_SECONDS):
+                raise
             result = view.publish(item.ref, item.buffer.view)
         if result is not WriteResult.EXISTED:
             self._counters.add("disk_tier_stored_bytes", size)
-        if (used := bounded.ledger.last_used) is not None:
-            self._counters.set_gauge("disk_tier_used_bytes", used)
-
-    def _evict(self, shelf: Shelf, bounded: BoundedBackend, size: int) -> None:
-        outcome = bounded.evict(size, shelf.backend)
-        evicted = outcome.deleted.get(Rule.SIZE)
-        if evicted is not None:
-            self._counters.add("disk_tier_evicted_objects", evicted.count)
-            self._counters.add("disk_tier_evicted_bytes", evicted.nbytes)
-        if outcome.error is not None:
-            raise outcome.error
 
     # ---------------------------------------------------------------------------------- the end
 
@@ -524,4 +547,6 @@ class DiskTier:
             self._threads.close()
             self._threads.join(_CLOSE_SECONDS)
         self._pool.close()
+        if self._keeper is not None:
+            self._keeper.close()
         self._opening.close()

@@ -3,8 +3,7 @@
 Owns the account of broken promises, and the thread that writes their markers
 (:mod:`kvshelf.shelf.markers`). An engine that hands a request over promises that all chunks of the
 prompt will be stored. If one of them is dropped, fails or is lost at shutdown, the promise is
-broken: a marker informs the engine that waits for the chunks. Also reports to the walk which tails
-were stored, promised or not, and notes the use of those that were loaded.
+broken: a marker informs the engine that waits for the chunks.
 
 Contracts
 ---------
@@ -26,10 +25,10 @@ from collections.abc import Callable
 from typing import Final
 
 from kvshelf.background import Background
-from kvshelf.capacity.walk import Walk
+from kvshelf.capacity.keeper import Keeper
 from kvshelf.format.keys import Chunk
 from kvshelf.metrics import Counters
-from kvshelf.shelf.view import ObjectRef, ShelfView
+from kvshelf.shelf.view import ShelfView
 from kvshelf.transfer.stores import OnStored, StoreOutcome, StoreResult
 
 logger = logging.getLogger(__name__)
@@ -48,11 +47,9 @@ class Promises:
     ----------
     view : ShelfView
         Of kind full, the kind of tails.
-    shards : tuple of int
-        The shards that this worker writes.
     counters : Counters
         Gets ``promises_broken`` and ``markers_written``.
-    walk : Walk, optional
+    keeper : Keeper, optional
         Deletes tails and markers.
     on_thread_start : Callable, optional
         Called first on the thread, to set its processors.
@@ -68,16 +65,14 @@ class Promises:
     def __init__(
         self,
         view: ShelfView,
-        shards: tuple[int, ...],
         counters: Counters,
         *,
-        walk: Walk | None = None,
+        keeper: Keeper | None = None,
         on_thread_start: Callable[[], None] | None = None,
     ) -> None:
         self._view = view
-        self._shards = shards
         self._counters = counters
-        self._walk = walk
+        self._keeper = keeper
         self._thread = Background("kvshelf-marker", self._write_all, on_start=on_thread_start)
         self._changed = threading.Condition()
         #: The marker that is being written is the first one.
@@ -95,28 +90,20 @@ class Promises:
         `attempt` is empty where no engine waits for it.
         """
         self.given = self.given or bool(attempt)
-        if self._walk is not None:
-            self._walk.begin(self._view)
+        if self._keeper is not None:
+            self._keeper.hands_over()
         return functools.partial(self._ended, attempt)
 
     def note(self, attempt: str, chunk: Chunk, outcome: StoreOutcome) -> None:
         """Note the result of the call that should queue a watched store."""
-        if outcome is StoreOutcome.KNOWN:
-            self._note_tail(chunk)
-        elif outcome is not StoreOutcome.QUEUED and attempt:
+        if outcome not in (StoreOutcome.KNOWN, StoreOutcome.QUEUED) and attempt:
             self.give_up(attempt)
 
     def _ended(self, attempt: str, chunk: Chunk, result: StoreResult) -> None:
         if result not in _LOST:
             self.unmarked = False
-            self._note_tail(chunk)
         elif attempt:
             self.give_up(attempt)
-
-    def _note_tail(self, chunk: Chunk) -> None:
-        if chunk.tail and self._walk is not None:
-            for shard in self._shards:
-                self._walk.wrote(self._view, ObjectRef(chunk, shard))
 
     # ------------------------------------------------------------- markers
 
@@ -150,8 +137,6 @@ class Promises:
         try:
             if self._view.give_up(attempt):
                 self._counters.add("markers_written")
-                if self._walk is not None:
-                    self._walk.wrote(self._view, attempt)
         except Exception as error:  # noqa: BLE001 - the engine that waits has a deadline
             self.unmarked = True
             logger.debug("a marker was not written: %s", error)

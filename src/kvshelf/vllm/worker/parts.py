@@ -184,9 +184,8 @@ class Part:
         kind = FULL if FULL in memories else next(iter(memories))
         return Promises(
             shelf.view(memories[kind].fmt),
-            memories[kind].plan.shards,
             self._counters,
-            walk=self._assembly.walk,
+            keeper=self._assembly.keeper,
             on_thread_start=widen_cpu_affinity,
         )
 

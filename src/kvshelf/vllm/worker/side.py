@@ -222,7 +222,7 @@ class WorkerSide:
         """Continue in the namespace that the scheduler has named."""
         known = self.model.registration.namespace
         if known is None or known.encoded != encoded:
-            self._assembly.keep_bounds(leads=self.rank == 0)
+            self._assembly.keep_bounds()
             if self.loads.running and self.model.transfers is not None:
                 # Their blocks may still be written to. All are cancelled, so they end soon.
                 return
@@ -351,7 +351,6 @@ class WorkerSide:
             stack.callback(self._assembly.close)
             stack.callback(self._close_drafter, deadline)
             stack.callback(self._close_model, seconds)
-            stack.callback(self._assembly.end_walk)
             stack.callback(self.stores.drop_postponed)
             for part in self._parts:
                 stack.callback(part.registration.cancel_weights)

@@ -1,0 +1,677 @@
+"""Keeps a shelf within its bounds, on a thread of its own (``kvshelf-capacity``).
+
+Owns that thread, and what bounds the stores of one process (:class:`Keeper`). Every process that
+stores to a shelf has a keeper, and each pays for what it stores: it may write a part of what is
+left below ``max_bytes`` (its *credit*), and then visits the next slice of the shelf. A *visit*
+lists the slice and deletes from it (:mod:`kvshelf.capacity.visit`). Nothing that a visit finds is
+kept but a few numbers: how many bytes each group has, and at which age chunks are deleted.
+
+=================  =====================================================================
+a visit is due     when
+=================  =====================================================================
+for ``max_bytes``  half of the credit is used up, or the shelf is above its bound
+for ages           a part of the least age has passed: all keepers together visit all of
+                   the shelf in an eighth of ``max_age``, in an hour at most
+for quotas         a twentieth of a quota was written, by the share of the slice
+for a full disk    a write found no space, for one round
+to pay             the disk is nearly full, and a store was refused
+=================  =====================================================================
+
+Without ``max_bytes`` a directory of which little is free pays for a store by deleting as many bytes
+as it writes, the oldest first, nothing used within an hour: the shelf stops growing, and does not
+shrink because others write to the disk.
+
+Contracts
+---------
+* Visits take 1 % of a core; while stores wait for them, a quarter. Each takes as long as a slice
+  with :data:`SLICE` chunks needs.
+* Nothing is deleted because of its age while the storage's clock, by the time of the keeper's own
+  marker, and this machine's differ by more than an hour.
+* No other thread waits for this one. It calls the storage without the deadlines of loads and
+  stores: its errors open no circuit breaker. While the one for reads is open it leaves the storage
+  alone.
+* :meth:`Keeper.allows`, :meth:`Keeper.begin` and :meth:`Keeper.end` may be called on any thread,
+  and never block.
+* An error ends a visit, is logged, and the next begins later. Where deleting is not allowed, one
+  log line an hour says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import random
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from kvshelf.backends.base import NEVER_OLD, Space, time_for_ages
+from kvshelf.backends.guard import GuardedBackend
+from kvshelf.background import Background
+from kvshelf.capacity import keepers
+from kvshelf.capacity.uses import resolution
+from kvshelf.capacity.visit import (
+    FANS,
+    HOUR,
+    Cuts,
+    Lister,
+    Outcome,
+    Part,
+    Picked,
+    Reason,
+    Rules,
+    Unit,
+    delete,
+    is_old,
+    reason_to_delete,
+    score,
+    score_to_free,
+)
+from kvshelf.config import CapacityConfig
+from kvshelf.errors import StorageError, printable
+from kvshelf.logs import RateLimitedLog
+from kvshelf.metrics import Counters
+from kvshelf.shelf.pacing import GilPace
+from kvshelf.shelf.pins import Pins
+
+logger = logging.getLogger(__name__)
+
+#: Chunks of which a slice has at least so many.
+SLICE: Final = 2048
+#: Shares of a bound: above the first a visit deletes chunks down to it, on average over slices;
+#: down to the second in any case.
+LOW: Final = 0.92
+HIGH: Final = 0.97
+#: Part of a slice's share of the bound that is written from one visit to the next.
+_STEP: Final = 0.05
+#: Part of the bound that may be written before the first visit has ended.
+_FIRST: Final = 1 / 256
+#: Slices over which numbers are smoothed.
+_SMOOTH: Final = 5
+#: What stores leave free: a part of the storage, at most this many bytes; of a filesystem in
+#: memory a part whatever its size.
+_FREE_PART: Final = 0.05
+_FREE_BYTES: Final = 20 << 30
+_FREE_PART_IN_MEMORY: Final = 0.10
+#: Seconds from one look at the free space to the next while stores come, and otherwise.
+_LOOK_SECONDS: Final = 1.0
+_IDLE_SECONDS: Final = 60.0
+#: Seconds for which the time of the own marker counts.
+_SAID_SECONDS: Final = 30.0
+#: Seconds of rest for each second of work, and while stores wait.
+_REST: Final = 99.0
+_HURRY: Final = 3.0
+#: Least pause between two visits, and the pauses after an error and after a refusal.
+_LEAST_PAUSE: Final = 0.02
+#: Seconds after its last store for which a process looks for leftovers of an hour.
+_LEAVES_SECONDS: Final = 3 * HOUR
+_TROUBLE_SECONDS: Final = 30.0
+_REFUSED_SECONDS: Final = 3600.0
+#: Seconds from one round for leftovers on a full disk to the next.
+_FULL_SECONDS: Final = 600.0
+#: Part of an age, and least seconds, within which ages count as equal.
+_SAME_PART: Final = 1 / 32
+_LEAST_SAME: Final = 1.0
+#: Most groups that lost objects of which a log line tells.
+_MOST_GROUPS: Final = 32
+_JOIN_SECONDS: Final = 0.5
+_WHY: Final = {
+    Reason.AGE: "max_age",
+    Reason.GROUP: "group_max_bytes",
+    Reason.SIZE: "max_bytes",
+    Reason.TAIL: "tail",
+}
+
+
+def least_free(space: Space) -> int:
+    """Return the bytes that stores leave free on a storage."""
+    if space.memory:
+        return int(space.total * _FREE_PART_IN_MEMORY)
+    return min(int(space.total * _FREE_PART), _FREE_BYTES)
+
+
+@dataclass(slots=True)
+class _Cut:
+    """The score from which on the units of a shelf or a group are deleted, smoothed over visits.
+
+    Attributes
+    ----------
+    at : float or None
+        None: nothing had to be deleted yet.
+    """
+
+    at: float | None = None
+
+    def move(self, units: list[tuple[float, int]], low: float, high: float, weight: float) -> float:
+        """Return the score from which on units of a visit are deleted.
+
+        Parameters
+        ----------
+        units : list of (float, int)
+            Scores and bytes of the units that may be deleted, the largest score first.
+        low, high : float
+            Bytes to delete of them: on average over slices, and in any case.
+        weight : float
+            Of this visit against those before.
+        """
+        if low <= 0:
+            return math.inf
+        found = score_to_free(units, low)
+        if found < math.inf:
+            self.at = found if self.at is None else self.at + (found - self.at) * weight
+        at = math.inf if self.at is None else self.at
+        return min(at, score_to_free(units, high))
+
+
+class HasBackend(Protocol):
+    """A shelf, with or without tiers in front of it."""
+
+    @property
+    def backend(self) -> GuardedBackend:
+        """Its storage."""
+
+
+class Keeper:
+    """One process's part in keeping a shelf within its bounds.
+
+    Parameters
+    ----------
+    shelf : HasBackend
+        Its stores ask the keeper from :meth:`start` on, through its backend.
+    capacity : CapacityConfig
+    counters : Counters
+        Gets ``visits``, ``visit_seconds``, ``visit_errors``, ``shelf_evicted_objects``,
+        ``shelf_evicted_bytes``, ``leftovers_deleted``, and the gauges ``shelf_used_bytes``,
+        ``shelf_limit_bytes``, ``storage_free_bytes``, ``unlisted_folders`` and
+        ``clock_difference_seconds``.
+    on_thread_start : Callable, optional
+        Called first on the thread, to set its processors.
+    """
+
+    def __init__(
+        self,
+        shelf: HasBackend,
+        capacity: CapacityConfig,
+        counters: Counters,
+        *,
+        on_thread_start: Callable[[], None] | None = None,
+    ) -> None:
+        self._guard = shelf.backend
+        self._counters = counters
+        self._max_bytes = _whole(capacity.max_bytes)
+        self._group_max_bytes = _whole(capacity.group_max_bytes)
+        self._rules = Rules(max_age=capacity.max_age)
+        self._resolution = resolution(capacity.max_age)
+        self._log = RateLimitedLog(logger, seconds=HOUR)
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._thread = Background("kvshelf-capacity", self._turn, on_start=on_thread_start)
+        self._end: threading.Event | None = None
+        self._name = secrets.token_hex(8)
+        self._lister = Lister(self._guard.inner, stop=self._stops, pace=GilPace().rest)
+        self._next = secrets.randbelow(FANS)
+        #: Folders of a slice, as the last visit had them.
+        self._width = 1
+        #: Estimated bytes by folders of groups; the cuts by the same, and "" for all.
+        self._held: dict[str, float] = {}
+        self._cuts: dict[str, _Cut] = {}
+        #: The number of keepers; what the storage's clock is ahead of the monotonic one, and when
+        #: that was learned.
+        self._keepers = 1
+        self._ahead = 0.0
+        self._said_at = -math.inf
+        #: When visits are possible again, the last one ended, and the seconds that it worked.
+        self._trouble_until = 0.0
+        self._ended = 0.0
+        self._cost = 0.0
+        self._aged_at = 0.0
+        self._looked_at = -math.inf
+        #: What may be written for the bound, and because of free space; what is under way.
+        self._granted = self._credit = math.inf
+        self._free = math.inf
+        self._begun = self._written = self._largest = 0
+        self._asked = self._refused = False
+        self._why = ("", "")
+        #: Whether stores are paid for, and what is paid.
+        self._pays = False
+        #: Slices to visit because a write found no space, and when that may be tried again.
+        self._full_left = 0
+        self._full_at = 0.0
+        #: Folders that were visited since anything could be deleted for stores.
+        self._vain = 0
+        #: Until when there may be leftovers of this process.
+        self._leaves_until = -math.inf
+        if self._max_bytes is not None:
+            self._granted = self._credit = self._max_bytes * _FIRST
+            counters.set_gauge("shelf_limit_bytes", self._max_bytes)
+
+    def start(self) -> None:
+        """Begin. Never blocks. Idempotent."""
+        # Where the system allows no thread now, the next call tries again.
+        if self._thread.start():
+            self._guard.bound = self
+            self._guard.on_full = self.found_full
+
+    def close(self) -> None:
+        """Lift the bounds, and end the thread, unless it waits for the storage. Idempotent."""
+        if self._guard.bound is self:
+            self._guard.bound = None
+        if self._thread.running and self._end is None:
+            self._end = threading.Event()
+            self._thread.wake()
+            self._end.wait(_JOIN_SECONDS)
+        # A thread that is inside compiled code when Python ends would crash the process.
+        self._thread.close(_JOIN_SECONDS)
+
+    # ------------------------------------------------------------- stores
+
+    def allows(self, nbytes: int) -> bool:
+        """Whether `nbytes` may be stored now. The log says once that there is no space."""
+        return self._ask(nbytes, take=False)
+
+    def begin(self, nbytes: int) -> bool:
+        """Reserve space for a write that begins now; False, and nothing is reserved, if not."""
+        return self._ask(nbytes, take=True)
+
+    def end(self, nbytes: int, written: bool) -> None:
+        """Note that a write has ended, and whether it wrote anything."""
+        with self._lock:
+            self._begun -= nbytes
+            if written:
+                self._written += nbytes
+            else:
+                self._credit += nbytes
+                self._free += nbytes
+
+    def wait_for(self, nbytes: int, seconds: float) -> bool:
+        """Wait until `nbytes` may be stored; return whether they may."""
+        with self._changed:
+            return self._changed.wait_for(lambda: nbytes <= min(self._credit, self._free), seconds)
+
+    def found_full(self) -> None:
+        """Note that a write found the storage full."""
+        with self._lock:
+            if not self._full_left and time.monotonic() >= self._full_at:
+                self._full_left = FANS
+        self._looked_at = -math.inf
+        self._thread.wake()
+
+    def hands_over(self) -> None:
+        """Note that tails and markers of hand-overs are stored: they are to be deleted."""
+        now = time.monotonic()
+        if self._leaves_until < now + _LEAVES_SECONDS - _IDLE_SECONDS:
+            self._leaves_until = now + _LEAVES_SECONDS
+            self._thread.wake()
+
+    def _ask(self, nbytes: int, take: bool) -> bool:
+        with self._lock:
+            first, self._asked = not self._asked, True
+            # Nothing is deleted for what will never fit.
+            if nbytes <= (self._max_bytes or math.inf):
+                self._largest = max(self._largest, nbytes)
+            allowed = nbytes <= min(self._credit, self._free)
+            if allowed and take:
+                self._begun += nbytes
+                self._credit -= nbytes
+                self._free -= nbytes
+            self._refused |= not allowed
+            why, text = self._why
+            wake = first or not allowed or self._credit < self._granted / 2
+        if wake:
+            self._thread.wake()
+        if not allowed and why:
+            self._log.warning("%s: %s", self._guard.url, text, about=why)
+        return allowed
+
+    # ------------------------------------------------------------- its thread
+
+    def _stops(self) -> bool:
+        return self._end is not None or not self._guard.reads.is_closed
+
+    def _turn(self) -> float | None:
+        """Do what is due; return the seconds to the next call."""
+        if self._end is not None:
+            self._end.set()
+            return None
+        if self._stops():
+            return _TROUBLE_SECONDS
+        try:
+            self._look()
+            while not self._stops() and (pause := self._pause()) <= 0:
+                self._visit()
+                self._look()
+        except StorageError as error:
+            pause = self._handle(error)
+        except Exception as error:  # noqa: BLE001  no file on a shelf may lift its bounds
+            self._counters.add("visit_errors")
+            self._log.error("%s: a visit failed", self._guard.url, exc_info=error)
+            pause = _REFUSED_SECONDS
+        else:
+            return max(_LEAST_PAUSE, min(pause, self._look_in()))
+        self._trouble_until = time.monotonic() + pause
+        return self._look_in()
+
+    def _handle(self, error: StorageError) -> float:
+        """Log an error of the storage; return the seconds for which nothing is tried."""
+        self._counters.add("visit_errors")
+        if error.retryable:
+            logger.debug("%s: a visit failed: %s", self._guard.url, error)
+            return _TROUBLE_SECONDS
+        self._log.warning(
+            "%s: the storage does not allow to list or to delete (%s): its bounds are not kept by"
+            " this process, which tries again in an hour. Allow it, or run `kvshelf gc` as a user"
+            " who may",
+            self._guard.url,
+            error,
+            about="refused",
+        )
+        return _REFUSED_SECONDS
+
+    # ------------------------------------------------------------- free space
+
+    def _look_in(self) -> float:
+        """Return the seconds to the next look at the free space."""
+        seconds = _LOOK_SECONDS if self._asked else _IDLE_SECONDS
+        return max(0.0, self._looked_at + seconds - time.monotonic())
+
+    def _look(self) -> None:
+        """Update what stores may write because of free space."""
+        if self._look_in() > 0:
+            return
+        self._asked, self._looked_at = False, time.monotonic()
+        try:
+            space = self._guard.inner.space()
+        except StorageError as error:
+            logger.debug("%s: its free space is not known: %s", self._guard.url, error)
+            return
+        if space is None:
+            return
+        kept = least_free(space)
+        self._counters.set_gauge("storage_free_bytes", space.free)
+        with self._lock:
+            left = space.free - kept - self._begun
+            paid = self._free if self._pays else 0.0
+            # All processes see the same free space.
+            least = self._largest if left >= self._largest else 0
+            self._free = max(left / 2, least, 0.0) if kept else math.inf
+            full = self._free < max(self._largest, 1) or self._full_left > 0
+            self._pays = full and self._max_bytes is None and kept > 0
+            if self._pays:
+                self._free = max(0.0, paid)
+            if not full and self._why[0] == "free":
+                self._why = ("", "")
+            elif full and not self._pays:
+                self._why = (
+                    "free",
+                    f"{space.free} bytes are free, and stores leave {kept} free: nothing is stored"
+                    " until more is free; loads continue",
+                )
+
+    # ------------------------------------------------------------- when a visit is due
+
+    @property
+    def _period(self) -> float:
+        """Seconds in which all of the shelf is visited because of ages."""
+        age = self._rules.max_age
+        return HOUR if age is None else min(HOUR, max(age / 8, 60.0))
+
+    @property
+    def _ages(self) -> bool:
+        """Whether anything may be deleted because of its age."""
+        if self._guard.written:
+            self._guard.written.clear()
+            if self._guard.inner.properties.temporaries:
+                self._leaves_until = time.monotonic() + _LEAVES_SECONDS
+        return self._rules.max_age is not None or time.monotonic() < self._leaves_until
+
+    def _pause(self) -> float:
+        """Return the seconds until a visit is due."""
+        now = time.monotonic()
+        with self._lock:
+            used = self._credit < self._granted / 2 or (self._refused and self._credit < math.inf)
+            pays = self._pays and self._refused
+        held, bound = sum(self._held.values()), self._max_bytes
+        rested = self._ended + self._cost * _REST - now
+        # Where a whole round found nothing to delete for stores, they wait for ages and for others.
+        hurried = self._ended + self._cost * _HURRY - now
+        if self._vain >= FANS:
+            hurried = max(rested, self._ended + _IDLE_SECONDS - now)
+        due = math.inf
+        if bound is not None and (not self._ended or held > HIGH * bound):
+            due = rested
+        if bound is not None and used:
+            due = hurried if self._refused or self._credit < self._granted / 4 else rested
+        if pays or self._full_left:
+            due = min(due, hurried)
+        if self._ages:
+            pause = self._period * self._width / FANS * self._keepers
+            due = min(due, max(rested, self._aged_at + pause - now))
+        quota = self._group_max_bytes
+        if quota is not None:
+            if self._written >= _STEP * quota * self._width / FANS:
+                due = min(due, rested)
+            elif self._written:
+                due = min(due, max(rested, self._ended + _IDLE_SECONDS - now))
+        return max(due, self._trouble_until - now)
+
+    # ------------------------------------------------------------- a visit
+
+    def _now(self) -> float:
+        """Return the storage's time; write this keeper's marker if that was not done lately."""
+        if time.monotonic() >= self._said_at + _SAID_SECONDS:
+            said = {
+                "by": f"{socket.gethostname()[:80]} {os.getpid()}",
+                "bytes": int(sum(self._held.values())),
+                "max_bytes": self._max_bytes,
+                "max_age": self._rules.max_age,
+                "group_max_bytes": self._group_max_bytes,
+                "evicts_after": self._evicts_after(),
+            }
+            at, self._keepers = keepers.say(self._guard.inner, self._name, said)
+            self._said_at = time.monotonic()
+            self._ahead = at - self._said_at
+            self._counters.set_gauge("clock_difference_seconds", round(abs(at - time.time())))
+        return time.monotonic() + self._ahead
+
+    def _evicts_after(self) -> float | None:
+        """Return the age at which chunks that were used are deleted."""
+        cut = self._cuts.get("")
+        return None if cut is None or cut.at is None else max(cut.at, 1.0)
+
+    def _visit(self) -> None:
+        """List the next slice, and delete from it."""
+        begin = time.thread_time()
+        try:
+            self._visit_next()
+        finally:
+            self._cost = time.thread_time() - begin
+            self._ended = time.monotonic()
+            self._counters.add("visit_seconds", self._cost)
+        self._counters.add("visits")
+
+    def _visit_next(self) -> None:
+        now = self._now()
+        with self._lock:
+            self._refused, self._written, taken = False, 0, self._largest
+        part, listed, chunks, width = Part(), 0, 0, self._width
+        while listed < FANS and chunks < SLICE:
+            # No more than the rest of a round: a slice does not wrap around.
+            width = min(width, FANS - listed, FANS - self._next)
+            before = len(part.units)
+            self._lister.slice(self._next, self._next + width - 1, now, part)
+            chunks += len({unit.key for unit in part.units[before:]})
+            listed += width
+            self._next = (self._next + width) % FANS
+            # The first visit, or much has been deleted meanwhile.
+            width = listed
+            if self._stops():
+                return
+        self._width = listed
+        self._aged_at = time.monotonic()
+        self._full_left = max(0, self._full_left - listed)
+        if not self._full_left:
+            self._full_at = time.monotonic() + _FULL_SECONDS
+        self._say_skipped(part)
+        self._note_held(part)
+        outcome = self._delete_from(part, now, taken)
+        self._grant()
+        if outcome.count:
+            self._say(outcome)
+        if outcome.error is not None and (outcome.error.retryable or not outcome.count):
+            raise outcome.error
+
+    def _say_skipped(self, part: Part) -> None:
+        self._counters.set_gauge("unlisted_folders", len(part.skipped))
+        for folder, error in part.skipped.items():
+            self._log.warning(
+                "%s: the folder %s cannot be listed, and nothing in it is deleted: %s",
+                self._guard.url,
+                printable(folder),
+                error,
+                about=folder,
+            )
+            break
+
+    def _note_held(self, part: Part) -> None:
+        """Update the estimated bytes of each group."""
+        found = dict.fromkeys(part.seen, 0)
+        for unit in part.units:
+            found[f"{unit.space}/{unit.group}"] += unit.nbytes
+        for where, nbytes in found.items():
+            seen = part.seen[where]
+            before, now = self._held.get(where), nbytes / seen
+            weight = 1.0 if before is None else max(seen, 1 / _SMOOTH)
+            self._held[where] = now if before is None else before + (now - before) * weight
+        self._held = {name: held for name, held in self._held.items() if self._lister.knows(name)}
+
+    def _delete_from(self, part: Part, now: float, largest: int) -> Outcome:
+        """Delete what the rules say from a slice."""
+        storage, rules = self._guard.inner, self._rules
+        old_at = time_for_ages(now, self._guard.url)
+        # Without the pins nothing may be deleted but leftovers.
+        pins = Pins.load(storage, old_at if old_at != NEVER_OLD else now)
+        if pins.problem is not None:
+            self._log.warning("%s: %s", self._guard.url, pins.problem, about="pins")
+        kept = [bool(pins) and pins.covers(u.space, u.group, u.key) for u in part.units]
+        same = max(_LEAST_SAME, min(self._resolution, (self._evicts_after() or HOUR) * _SAME_PART))
+        scores = [score(unit, now, same) for unit in part.units]
+        cuts = self._move_cuts(part, scores, kept, now, largest)
+        picked: list[Picked] = [
+            (one, one.reason) for one in part.leftovers if is_old(one, rules, old_at)
+        ]
+        for unit, scored, pinned in zip(part.units, scores, kept, strict=True):
+            why = reason_to_delete(unit, rules, cuts, scored, old_at, pinned=pinned)
+            if why is not None:
+                picked.append((unit, why))
+        outcome = delete(storage, picked, now=now, stop=self._stops, pace=GilPace().rest)
+        self._count(outcome)
+        return outcome
+
+    def _move_cuts(
+        self, part: Part, scores: list[float], kept: list[bool], now: float, largest: int
+    ) -> Cuts:
+        """Return the scores from which on units are deleted."""
+        cuts: dict[str, float] = {}
+        weight = max(self._width / FANS, 1 / _SMOOTH)
+        order = sorted(
+            (i for i, pinned in enumerate(kept) if not pinned), key=scores.__getitem__, reverse=True
+        )
+        if self._group_max_bytes is not None:
+            groups: dict[str, list[int]] = {}
+            for i in order:
+                unit = part.units[i]
+                if unit.group != "_":
+                    groups.setdefault(f"{unit.space}/{unit.group}", []).append(i)
+            for where, some in groups.items():
+                seen, held = part.seen.get(where, 1.0), self._held.get(where, 0.0)
+                cut = self._cuts.setdefault(where, _Cut())
+                units = [(scores[i], part.units[i].nbytes) for i in some]
+                low, high = LOW * self._group_max_bytes, HIGH * self._group_max_bytes
+                cuts[where] = cut.move(units, (held - low) * seen, (held - high) * seen, weight)
+        units = [(scores[i], part.units[i].nbytes) for i in order]
+        cut = self._cuts.setdefault("", _Cut())
+        if self._max_bytes is not None:
+            held = sum(self._held.values())
+            # There must be room for one more store of each keeper, also below a small bound.
+            room = min(self._keepers * 2 * largest, self._max_bytes / 2)
+            low = min(LOW * self._max_bytes, self._max_bytes - room)
+            high = min(HIGH * self._max_bytes, self._max_bytes - room / 2)
+            seen = sum(unit.nbytes for unit in part.units) / max(held, 1.0)
+            cuts[""] = cut.move(units, (held - low) * seen, (held - high) * seen, weight)
+        elif self._pays:
+            old = [
+                (scores[i], part.units[i].nbytes)
+                for i in order
+                if part.units[i].used < now - HOUR
+            ]
+            owed = max(4 * largest - self._free, 0.0)
+            cuts[""] = cut.move(old, owed, owed, weight)
+            if old:
+                cuts[""] = max(cuts[""], min(scored for scored, _ in old))
+        return cuts
+
+    def _count(self, outcome: Outcome) -> None:
+        """Count what was deleted, and what is left."""
+        chunks = [Reason.AGE, Reason.GROUP, Reason.SIZE]
+        for reason, total in outcome.deleted.items():
+            if reason in chunks:
+                self._counters.add("shelf_evicted_objects", total.count)
+                self._counters.add("shelf_evicted_bytes", total.nbytes)
+            else:
+                self._counters.add("leftovers_deleted", total.count)
+        for (where, _), lost in outcome.lost.items():
+            self._held[where] = max(0.0, self._held.get(where, 0.0) - lost.nbytes)
+        self._vain = 0 if outcome.nbytes else self._vain + self._width
+        if self._pays:
+            with self._lock:
+                self._free += outcome.nbytes
+                self._changed.notify_all()
+
+    def _grant(self) -> None:
+        """Say how much may be written until the next visit."""
+        held, bound = sum(self._held.values()), self._max_bytes
+        self._counters.set_gauge("shelf_used_bytes", held)
+        if bound is None:
+            return
+        with self._lock:
+            left = bound - held - self._begun
+            share = bound * self._width / FANS
+            far = min((LOW * bound - held) / (2 * self._keepers), _STEP * bound)
+            granted = min(left / (2 * self._keepers), max(_STEP * share, far))
+            if granted < self._largest <= left / self._keepers:
+                granted = self._largest
+            self._granted = self._credit = max(0.0, granted)
+            self._changed.notify_all()
+            if self._why[0] != "free":
+                self._why = (
+                    "max_bytes",
+                    f"it holds about {held:.0f} bytes, and max_bytes is {bound}: nothing is stored"
+                    " until older chunks were deleted; loads continue",
+                )
+
+    def _say(self, outcome: Outcome) -> None:
+        """Log what was deleted."""
+        now, groups = time.monotonic() + self._ahead, []
+        for (where, reason), lost in list(outcome.lost.items())[:_MOST_GROUPS]:
+            idle = max(0.0, now - lost.oldest)
+            groups.append(
+                f"{where}: {lost.count} objects, {lost.nbytes} bytes, the oldest unused for"
+                f" {idle:.0f} s ({_WHY.get(reason, reason.value)})"
+            )
+        logger.info(
+            "%s: deleted %d files, %d bytes; about %.0f bytes are left; %s",
+            self._guard.url,
+            outcome.count,
+            outcome.nbytes,
+            sum(self._held.values()),
+            "; ".join(groups),
+        )
+
+
+def _whole(nbytes: float | None) -> int | None:
+    return None if nbytes is None else int(nbytes)

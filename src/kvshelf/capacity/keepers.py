@@ -1,0 +1,122 @@
+"""What the keepers of one shelf say to each other: a marker of each, below ``.kvshelf/keepers``.
+
+Owns the markers. One is a small JSON file that its keeper writes anew while it visits. Its time is
+the storage's clock; the number of recent ones is the number of keepers.
+
+Contracts
+---------
+* A marker decides no deletion: forged ones make stores smaller, visits because of ages rarer, and
+  uses recorded more often.
+* What is read is bounded: :data:`MOST` names of a listing, 4 KiB of a marker.
+
+Threads
+-------
+All functions block on the storage, and may be called on any thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, Final
+
+from kvshelf.backends import Backend, ObjectInfo
+from kvshelf.capacity.visit import KEEPERS
+from kvshelf.errors import StorageError
+
+#: Seconds without a visit after which a keeper does not count.
+ALIVE_SECONDS: Final = 600.0
+#: Most markers that are looked at, and most keepers that count.
+MOST: Final = 1024
+MOST_KEEPERS: Final = 64
+#: Most markers that are read, and most bytes of each.
+_MOST_READ: Final = 64
+_BYTES: Final = 4096
+
+
+def _markers(backend: Backend) -> list[ObjectInfo]:
+    """Return the markers, the newest first."""
+    found = list(itertools.islice(backend.list(KEEPERS), MOST))
+    return sorted(found, key=_at, reverse=True)
+
+
+def _at(info: ObjectInfo) -> float:
+    # On a full disk a marker cannot be written, but touched.
+    return max(info.mtime, info.atime or 0.0)
+
+
+def say(backend: Backend, name: str, said: Mapping[str, Any]) -> tuple[float, int]:
+    """Write a keeper's marker; return the storage's time, and the number of keepers.
+
+    Where it cannot be written it is touched, and the newest time of any marker counts.
+
+    Raises
+    ------
+    StorageError
+        If the markers cannot be listed, or there is none and none can be written.
+    """
+    problem: StorageError | None = None
+    try:
+        backend.write(f"{KEEPERS}/{name}", [json.dumps(said).encode()], "replace")
+    except StorageError as error:
+        problem = error
+        with suppress(StorageError):
+            backend.touch(f"{KEEPERS}/{name}")
+    found = _markers(backend)
+    own = next((info for info in found if info.name == f"{KEEPERS}/{name}"), None)
+    if own is None:
+        own = backend.info(f"{KEEPERS}/{name}") or next(iter(found), None)
+    if own is None:
+        raise problem or StorageError(0, "its markers of keepers are not listed", backend.url)
+    now = _at(own)
+    alive = sum(_at(info) > now - ALIVE_SECONDS for info in found)
+    return now, min(max(alive, 1), MOST_KEEPERS)
+
+
+def read(backend: Backend) -> dict[str, dict[str, Any]]:
+    """Return what the keepers that are alive say, by name; ``at`` is when.
+
+    Alive are those that were as recent as the newest, so that no clock is needed.
+
+    Raises
+    ------
+    StorageError
+        If the storage failed.
+    """
+    found = _markers(backend)
+    said: dict[str, dict[str, Any]] = {}
+    for info in found[:_MOST_READ]:
+        if _at(info) <= _at(found[0]) - ALIVE_SECONDS or not 0 < info.size <= _BYTES:
+            continue
+        data = bytearray(info.size)
+        with suppress(StorageError, ValueError, RecursionError):
+            with backend.open(info.name) as reader:
+                count = reader.read_into(memoryview(data), 0)
+            value = json.loads(data[:count])
+            if isinstance(value, dict):
+                said[info.name.rpartition("/")[2]] = {**value, "at": _at(info)}
+    return said
+
+
+def number(said: Mapping[str, Any], name: str) -> float | None:
+    """Return a positive number that a keeper says; None where it says none."""
+    value = said.get(name)
+    if type(value) not in (int, float):
+        return None
+    with suppress(OverflowError):
+        return float(value) if 0 < float(value) < math.inf else None
+    return None
+
+
+def evicts_after(backend: Backend) -> float | None:
+    """Return the least age in seconds at which any keeper deletes chunks; None: none does."""
+    ages = [
+        age
+        for said in read(backend).values()
+        for name in ("evicts_after", "max_age")
+        if (age := number(said, name)) is not None
+    ]
+    return min(ages, default=None)

@@ -1,0 +1,828 @@
+"""What lies in one part of a shelf, and what of it is deleted.
+
+Owns how a part of a shelf is listed (:class:`Lister`), the order of eviction (:func:`score`), the
+rules (:class:`Rules`, :func:`reason_to_delete`) and the deletion (:func:`delete`). Keepers and
+commands use them alike.
+
+A shelf is listed in *slices* of its 256 fan-out folders (the first two hex digits of a key): what
+lies in some of them is a fair sample of the whole. A namespace or a salt group of at most
+:data:`PAGE` files is listed whole, in the slice that the digest of its name is in.
+
+A *unit* is what is deleted together: the shards of one kind of one chunk, or of one tail. Nothing
+is read but names, sizes and times: what stands in a file decides nothing.
+
+The order of eviction
+---------------------
+The oldest first, by the time since the last use. What was never used since it was stored ages twice
+as fast, because most chunks are never used. Of about the same age the end of a prompt goes before
+its beginning: a chunk is of no use without those before it.
+
+Contracts
+---------
+* Only what kvshelf writes is deleted: files with exactly the names of objects, in folders of
+  namespaces, its temporaries, and what is in the reserved folders.
+* A folder that cannot be listed is left out, and named (:attr:`Part.skipped`).
+* Nothing is deleted because something else was not found.
+* A unit of which an object was used or replaced since it was listed stays, where looking at each
+  object is cheap. Elsewhere (S3) what is deleted was listed a moment ago.
+
+Threads
+-------
+Everything but the pure functions blocks on the storage. A :class:`Lister` belongs to one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final, NamedTuple
+
+from kvshelf.backends import Backend, ObjectInfo
+from kvshelf.capacity.parallel import Attempts, in_parallel, threads_for_calls
+from kvshelf.errors import NotRegularError, StorageError
+from kvshelf.format.kinds import Kind
+from kvshelf.format.names import DESCRIPTION, parse_namespace_folder, parse_object_name
+from kvshelf.shelf.leftovers import RESERVED, TIER, is_temporary
+from kvshelf.shelf.markers import MARKERS, is_attempt
+from kvshelf.shelf.pins import PINS, Pins
+
+FANS: Final = 256
+#: Files of a namespace or a salt group that is listed whole.
+PAGE: Final = 1000
+HOUR: Final = 3600.0
+DAY: Final = 86400.0
+#: The folder of the markers of keepers, see :mod:`kvshelf.capacity.keepers`.
+KEEPERS: Final = f"{RESERVED}/keepers"
+
+#: No object of a model is larger; a file that says so is none.
+_MOST_BYTES: Final = 64 << 30
+#: Factor by which a unit that was never used since it was stored ages faster.
+_NEVER_USED_AGES: Final = 2.0
+#: An access time so much later than the modification time is a use.
+_USE_SECONDS: Final = 2.0
+#: The place in a prompt at which half of what a place counts for is reached.
+_HALF_DEPTH: Final = 64
+#: Width of a slice from which on it is cheaper to ask first which folders there are.
+_WIDE: Final = 16
+#: Refused deletions, without an allowed one, after which no more are tried.
+_MOST_REFUSED: Final = 64
+#: Most units that are deleted together where each is looked at.
+_AT_ONCE: Final = 32
+#: Most files that are looked at beside the objects of a namespace, and of a shelf.
+_MOST_BESIDE: Final = 16384
+#: The files and the reserved folder in the folder of a namespace, beside its description.
+_HIDDEN: Final = (".", ".~")
+
+
+class Reason(Enum):
+    """Why something is deleted."""
+
+    TEMPORARY = "temporary"
+    MARKER = "marker"
+    TAIL = "tail"
+    RESERVED = "reserved"
+    EMPTY = "empty"
+    AGE = "age"
+    GROUP = "group"
+    SIZE = "size"
+    CHOSEN = "chosen"
+
+
+@dataclass(slots=True)
+class Total:
+    """Number of files, and their bytes."""
+
+    count: int = 0
+    nbytes: int = 0
+
+    def add(self, nbytes: int, count: int = 1) -> None:
+        """Count more files."""
+        self.count += count
+        self.nbytes += nbytes
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """The shards of one kind of one chunk or tail.
+
+    Attributes
+    ----------
+    space, group : str
+        Folder of its namespace; its salt group, ``_`` or 16 hex.
+    key : bytes
+        32 bytes.
+    kind : Kind
+    index : int
+        Place of its chunk in the prompt.
+    tail : bool
+    used : float
+        Last use of any of its objects, seconds since the epoch, by the storage's clock.
+    hit : bool
+        It was used since it was stored, as far as access times say.
+    nbytes : int
+    names : list of str
+        Of its objects, below the root.
+    """
+
+    space: str
+    group: str
+    key: bytes
+    kind: Kind
+    index: int
+    tail: bool
+    used: float = 0.0
+    hit: bool = False
+    nbytes: int = 0
+    names: list[str] = field(default_factory=list)
+
+
+class Leftover(NamedTuple):
+    """A file that is no object, or an empty folder: what it is, and when it last changed."""
+
+    name: str
+    reason: Reason
+    nbytes: int
+    changed: float
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a command deletes: units for which all conditions hold.
+
+    Attributes
+    ----------
+    group : str or None
+        Only of this salt group: ``_`` or 16 hex.
+    unused_for : float or None
+        Only what was neither stored nor used for so many seconds. Without it, uses do not matter,
+        and what is chosen is not looked at again.
+    pinned : bool
+        Also what is pinned.
+    leftovers : bool
+        Also all markers.
+    """
+
+    group: str | None = None
+    unused_for: float | None = None
+    pinned: bool = False
+    leftovers: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Ages in seconds at which something is deleted; None: it is not.
+
+    Attributes
+    ----------
+    leftovers : float or None
+        Of temporaries, of markers, and of tails after their last use. No engine waits so long for a
+        hand-over, and a tail serves one prompt only. Other files in reserved folders, and empty
+        folders, go after a day at the earliest.
+    max_age : float or None
+        Of units after their last use.
+    choice : Choice or None
+    """
+
+    leftovers: float | None = HOUR
+    max_age: float | None = None
+    choice: Choice | None = None
+
+
+#: Scores from which on units are deleted: of the whole shelf by "", of a group by its folder.
+Cuts = Mapping[str, float]
+
+
+# ------------------------------------------------------------------------- pure functions
+
+
+def last_use(info: ObjectInfo, now: float, *, shared: bool) -> float:
+    """Return when an object was last used, in seconds since the epoch.
+
+    That is the latest of its modification and its access time. The last change of its entry counts
+    in the day after it (objects may be copied with their old times), and where users who may not
+    set access times record uses by it (`shared`). Times more than a day in the future mean nothing;
+    an object that has no other times counts as used now.
+    """
+    end = now + DAY
+    best = info.mtime if 0 < info.mtime < end else 0.0
+    atime, ctime = info.atime, info.ctime
+    if atime is not None and best < atime < end:
+        best = atime
+    if ctime is not None and best < ctime < end and (shared or ctime > now - DAY or not best):
+        best = ctime
+    return best or now
+
+
+def score(unit: Unit, now: float, same: float) -> float:
+    """Return by how much a unit has aged, in seconds; a larger score is evicted first.
+
+    Parameters
+    ----------
+    unit : Unit
+    now : float
+    same : float
+        Seconds within which ages count as equal, and the place in the prompt decides.
+    """
+    age = max(now - unit.used, 0.0) * (1.0 if unit.hit else _NEVER_USED_AGES)
+    return same * (age // same + unit.index / (unit.index + _HALF_DEPTH))
+
+
+def score_to_free(scored: Iterable[tuple[float, int]], free: float) -> float:
+    """Return the score from which on units have at least `free` bytes; infinite if that is 0.
+
+    Parameters
+    ----------
+    scored : Iterable of (float, int)
+        Scores and bytes, the largest score first.
+    free : float
+        Where units have fewer bytes, all of them are included.
+    """
+    best = float("inf")
+    for best, nbytes in scored if free > 0 else ():
+        free -= nbytes
+        if free <= 0:
+            break
+    return best
+
+
+def reason_to_delete(
+    unit: Unit, rules: Rules, cuts: Cuts, scored: float, old_at: float, *, pinned: bool
+) -> Reason | None:
+    """Return why a unit is deleted; None: it stays.
+
+    Parameters
+    ----------
+    unit : Unit
+    rules : Rules
+    cuts : Mapping of str to float
+    scored : float
+        Its score.
+    old_at : float
+        The time by which ages count, see :func:`kvshelf.backends.base.time_for_ages`.
+    pinned : bool
+        Of a whole chunk: no rule but a choice of pinned ones deletes it.
+    """
+    choice = rules.choice
+    if choice is not None:
+        chosen = (
+            (choice.group is None or unit.group == choice.group)
+            and (choice.unused_for is None or unit.used < old_at - choice.unused_for)
+            and (choice.pinned or not pinned)
+        )
+        return Reason.CHOSEN if chosen else None
+    if unit.tail and rules.leftovers is not None and unit.used < old_at - rules.leftovers:
+        return Reason.TAIL
+    if pinned:
+        return None
+    if rules.max_age is not None and unit.used < old_at - rules.max_age:
+        return Reason.AGE
+    if scored >= cuts.get(f"{unit.space}/{unit.group}", float("inf")):
+        return Reason.GROUP
+    return Reason.SIZE if scored >= cuts.get("", float("inf")) else None
+
+
+def is_old(leftover: Leftover, rules: Rules, old_at: float) -> bool:
+    """Whether a leftover is to be deleted."""
+    if rules.choice is not None:
+        return rules.choice.leftovers and leftover.reason is Reason.MARKER
+    if rules.leftovers is None:
+        return False
+    least = DAY if leftover.reason in (Reason.RESERVED, Reason.EMPTY) else rules.leftovers
+    return leftover.changed < old_at - least
+
+
+def fan_of(name: str) -> int:
+    """Return the fan-out folder in whose slice a small namespace or group is listed whole."""
+    return hashlib.sha256(name.encode()).digest()[0]
+
+
+# ------------------------------------------------------------------------- listing
+
+
+@dataclass(slots=True)
+class Part:
+    """What lies in a part of a shelf.
+
+    Attributes
+    ----------
+    units : list of Unit
+    leftovers : list of Leftover
+    others : dict of str and Total
+        Files that are no objects, by what they are, for display.
+    seen : dict of str and float
+        By folders of groups, the part of each that was listed: 1 is all.
+    skipped : dict of str and StorageError
+        Folders that could not be listed.
+    files : int
+    """
+
+    units: list[Unit] = field(default_factory=list)
+    leftovers: list[Leftover] = field(default_factory=list)
+    others: dict[str, Total] = field(default_factory=dict)
+    seen: dict[str, float] = field(default_factory=dict)
+    skipped: dict[str, StorageError] = field(default_factory=dict)
+    files: int = 0
+
+    def join(self, other: Part) -> None:
+        """Add what lies in another part."""
+        self.units += other.units
+        self.leftovers += other.leftovers
+        self.files += other.files
+        self.seen |= other.seen
+        self.skipped |= other.skipped
+        for sort, total in other.others.items():
+            self.others.setdefault(sort, Total()).add(total.nbytes, total.count)
+
+    def add_rows(self, rows: Iterable[ObjectInfo], now: float, *, shared: bool) -> None:
+        """Add what is listed in one fan-out folder, or in a reserved one."""
+        found: dict[tuple[str, bytes, Kind], Unit] = {}
+        for info in rows:
+            self.files += 1
+            space, _, inner = info.name.partition("/")
+            parsed = parse_object_name(inner)
+            if parsed is None or info.size > _MOST_BYTES:
+                self._add_other(space, inner, info)
+                continue
+            at = parsed.salt_group, parsed.key, parsed.kind
+            unit = found.get(at)
+            if unit is None:
+                tail = parsed.tail_tokens is not None
+                unit = Unit(space, parsed.salt_group, parsed.key, parsed.kind, parsed.index, tail)
+                found[at] = unit
+                self.units.append(unit)
+            used = last_use(info, now, shared=shared)
+            unit.used = max(unit.used, used)
+            unit.hit |= used > info.mtime + _USE_SECONDS and info.atime == used
+            unit.nbytes += info.held
+            unit.names.append(info.name)
+
+    def _add_other(self, space: str, inner: str, info: ObjectInfo) -> None:
+        changed = max(info.mtime, info.ctime or 0.0)
+        folder, _, base = inner.rpartition("/")
+        reason: Reason | None = None
+        if is_temporary(info.name) or info.size > _MOST_BYTES:
+            reason = Reason.TEMPORARY
+        elif space == RESERVED:
+            stays = info.name.startswith(f"{PINS}/") or info.name == TIER
+            reason = None if stays else Reason.RESERVED
+        elif folder == MARKERS and is_attempt(base) and not info.size:
+            reason = Reason.MARKER
+        elif inner.startswith(f"{RESERVED}/"):
+            reason = Reason.RESERVED
+        sort = reason.value if reason is not None else "foreign"
+        if inner == DESCRIPTION:
+            sort = "description"
+        elif info.name.startswith(f"{PINS}/"):
+            sort = "pin"
+        self.others.setdefault(sort, Total()).add(info.held)
+        if reason is not None:
+            self.leftovers.append(Leftover(info.name, reason, info.held, changed))
+
+
+class Lister:
+    """Lists parts of one shelf, and remembers which of its namespaces and groups are small.
+
+    Parameters
+    ----------
+    backend : Backend
+    stop : Callable
+        Called now and then; True ends a listing early.
+    pace : Callable
+        Called for each file; may sleep.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        stop: Callable[[], bool] = lambda: False,
+        pace: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._backend = backend
+        self._stop = stop
+        self._pace = pace
+        #: Files of namespaces, and of folders of groups, as far as they are known.
+        self._files: dict[str, float] = {}
+
+    def slice(self, first: int, last: int, now: float, part: Part) -> None:
+        """Add what lies in some fan-out folders of all namespaces to a part.
+
+        Parameters
+        ----------
+        first, last : int
+            Numbers of the folders; both are included.
+        now : float
+            By the storage's clock, seconds since the epoch.
+        part : Part
+
+        Raises
+        ------
+        StorageError
+            If the shelf itself cannot be listed, or none of its folders.
+        """
+        spaces = [name for name in self._backend.folders() if parse_namespace_folder(name)]
+        # What is gone is forgotten.
+        there = set(spaces)
+        self._files = {
+            name: files for name, files in self._files.items() if name.partition("/")[0] in there
+        }
+        due = [
+            name for name in spaces if first <= fan_of(name) <= last or not self._small(name)
+        ]
+        threads = threads_for_calls(self._backend) if len(due) > 1 else 0
+        skipped = len(part.skipped)
+        with closing(
+            in_parallel(lambda name: self._space(name, first, last, now), due, threads)
+        ) as found:
+            for _, one in found:
+                part.join(one)
+                if self._stop():
+                    return
+        if first == 0:
+            self._add(RESERVED, now, part)
+        if len(part.skipped) > skipped and not part.seen:
+            raise next(reversed(part.skipped.values()))
+
+    def whole(
+        self, folders: Collection[str] | None, now: float, group: str | None = None
+    ) -> Iterator[Part]:
+        """Yield a part for each fan-out folder of some namespaces, or of all of the shelf.
+
+        Parameters
+        ----------
+        folders : Collection of str or None
+            Of namespaces; None: all, and the reserved folder of the root.
+        now : float
+        group : str, optional
+            Only this salt group.
+
+        Raises
+        ------
+        StorageError
+            If the shelf itself cannot be listed.
+        """
+        if folders is None:
+            part = Part()
+            self._add(RESERVED, now, part)
+            yield part
+            folders = [name for name in self._backend.folders() if parse_namespace_folder(name)]
+        for space in folders:
+            part, groups = Part(), list[str]()
+            try:
+                self._add(space, now, part, between=_HIDDEN)
+                groups += self._backend.folders(space)
+            except StorageError as error:
+                part.skipped[space] = error
+            yield part
+            for one in groups:
+                if group is None or group == one:
+                    yield from self._fans(f"{space}/{one}", 0, FANS - 1, now)
+
+    def _space(self, space: str, first: int, last: int, now: float) -> Part:
+        """Return what lies in some fan-out folders of a namespace; called on any thread."""
+        part = Part()
+        small, mine = self._small(space), first <= fan_of(space) <= last
+        groups: Sequence[str] = ()
+        try:
+            if mine:
+                self._add(f"{space}", now, part, between=_HIDDEN)
+            groups = self._backend.folders(space)
+            if mine and not groups:
+                self._note_unused(space, part)
+        except StorageError as error:
+            part.skipped[space] = error
+        files = 0.0
+        for group in groups:
+            where = f"{space}/{group}"
+            whole = small or (self._small(where) and first <= fan_of(where) <= last)
+            if not whole and self._small(where):
+                files += self._files[where]
+                continue
+            found, bad = 0, 0
+            fans = (0, FANS - 1) if whole else (first, last)
+            for one in self._fans(where, *fans, now):
+                part.join(one)
+                found += one.files
+                bad += FANS if where in one.skipped else len(one.skipped)
+            good = fans[1] - fans[0] + 1 - bad
+            if good > 0:
+                part.seen[where] = good / FANS
+                self._files[where] = found * FANS / good
+            files += self._files.get(where, 0.0)
+        self._files[space] = files
+        return part
+
+    def knows(self, where: str) -> bool:
+        """Whether the folder of a group was listed, and its namespace is still there."""
+        return where in self._files
+
+    def _small(self, name: str) -> bool:
+        return self._files.get(name, PAGE + 1) <= PAGE
+
+    def _add(
+        self, folder: str, now: float, part: Part, *, between: tuple[str, str] | None = None
+    ) -> None:
+        rows = self._backend.list(folder, hidden=True, between=between)
+        part.add_rows(itertools.islice(rows, _MOST_BESIDE), now, shared=False)
+
+    def _note_unused(self, space: str, part: Part) -> None:
+        """Note a namespace in which there is nothing but its description."""
+        found = [self._backend.info(name) for name in (space, f"{space}/{DESCRIPTION}")]
+        if any(found):
+            changed = max(info.mtime for info in found if info is not None)
+            part.leftovers.append(Leftover(space, Reason.EMPTY, 0, changed))
+
+    def _note_empty(self, folder: str, part: Part) -> None:
+        """Note a folder in which there is nothing, where the storage has folders."""
+        with contextlib.suppress(StorageError):
+            info = self._backend.info(folder)
+            if info is not None:
+                part.leftovers.append(Leftover(folder, Reason.EMPTY, 0, info.mtime))
+
+    def _fans(self, where: str, first: int, last: int, now: float) -> Iterator[Part]:
+        """Yield a part for each fan-out folder of a group that is there."""
+        backend = self._backend
+        shared = backend.properties.shared
+        if backend.properties.deletes_at_once > 1:
+            rows = backend.list(where, hidden=True, between=(f"{first:02x}", f"{last:02x}"))
+            part = Part()
+            try:
+                for _, some in itertools.groupby(rows, lambda row: row.name.rpartition("/")[0]):
+                    part.add_rows(some, now, shared=shared)
+                    yield part
+                    part = Part()
+                    if self._stop():
+                        return
+            except StorageError as error:
+                yield Part(skipped={where: error})
+            return
+        fans: Iterable[str] = (f"{fan:02x}" for fan in range(first, last + 1))
+        if last - first >= _WIDE:
+            try:
+                there = backend.folders(where)
+            except StorageError as error:
+                yield Part(skipped={where: error})
+                return
+            if not there:
+                part = Part()
+                self._note_empty(where, part)
+                yield part
+            fans = sorted(set(fans) & set(there))
+        for fan in fans:
+            folder, part = f"{where}/{fan}", Part()
+            try:
+                part.add_rows(self._paced(backend.list(folder, hidden=True)), now, shared=shared)
+            except StorageError as error:
+                part = Part(skipped={folder: error})
+            else:
+                if not part.files:
+                    self._note_empty(folder, part)
+            yield part
+            if self._stop():
+                return
+
+    def _paced(self, rows: Iterable[ObjectInfo]) -> Iterator[ObjectInfo]:
+        for row in rows:
+            self._pace()
+            yield row
+
+
+# ------------------------------------------------------------------------- deletion
+
+
+@dataclass(slots=True)
+class Lost(Total):
+    """Objects of a salt group that were deleted, and the last use of the one idle longest."""
+
+    oldest: float = float("inf")
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The result of a deletion.
+
+    Attributes
+    ----------
+    deleted : dict of Reason and Total
+        Files that were deleted.
+    lost : dict of (str, Reason) and Lost
+        Objects that were deleted, by folder of the salt group (``namespace/group``), and reason.
+    kept : Total
+        Files that stay, because they were used, replaced or changed meanwhile.
+    gone : Total
+        Files that another process had deleted.
+    failed : int
+        Files that the storage did not allow to delete.
+    error : StorageError or None
+        The first such refusal, or the error of the storage that ended the deletion.
+    finished : bool
+        Whether all was tried.
+    """
+
+    deleted: dict[Reason, Total] = field(default_factory=dict)
+    lost: dict[tuple[str, Reason], Lost] = field(default_factory=dict)
+    kept: Total = field(default_factory=Total)
+    gone: Total = field(default_factory=Total)
+    failed: int = 0
+    error: StorageError | None = None
+    finished: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that were deleted."""
+        return sum(total.nbytes for total in self.deleted.values())
+
+    @property
+    def count(self) -> int:
+        """Number of files that were deleted."""
+        return sum(total.count for total in self.deleted.values())
+
+    @property
+    def done(self) -> int:
+        """Number of files that are finished."""
+        return self.count + self.kept.count + self.gone.count + self.failed
+
+
+#: What is to be deleted, and why.
+Picked = tuple["Unit | Leftover", Reason]
+
+
+def delete(
+    backend: Backend,
+    picked: Iterable[Picked],
+    *,
+    now: float,
+    stop: Callable[[], bool] = lambda: False,
+    pace: Callable[[], None] = lambda: None,
+    pauses: Sequence[float] = (),
+    on_progress: Callable[[Outcome], None] = lambda outcome: None,
+    outcome: Outcome | None = None,
+) -> Outcome:
+    """Delete units and leftovers.
+
+    A process that is killed meanwhile leaves some objects of a unit at most, which costs a miss.
+
+    Parameters
+    ----------
+    backend : Backend
+    picked : Iterable of (Unit or Leftover, Reason)
+        Consumed on the calling thread.
+    now : float
+        By the storage's clock, seconds since the epoch.
+    stop : Callable
+        Called after each request; True ends the deletion.
+    pace : Callable
+        Called for each look, on any thread; may sleep.
+    pauses : Sequence of float
+        Seconds between the attempts where the storage fails; none: it fails at once.
+    on_progress : Callable
+        Called after each request.
+    outcome : Outcome, optional
+        Updated meanwhile, so that it is available after an interruption.
+
+    Returns
+    -------
+    Outcome
+        Also what was done before an error of the storage, which is in it and is not raised.
+    """
+    outcome = Outcome() if outcome is None else outcome
+    attempts = Attempts(pauses)
+    work = _Deletions(backend, now, pace, attempts)
+    threads = threads_for_calls(backend)
+    groups = _groups(picked, backend.properties.deletes_at_once)
+    with closing(in_parallel(work, groups, threads, attempts.stop)) as results:
+        for group, (files, error) in results:
+            for (what, reason), (deleted, kept, gone, problems) in zip(group, files, strict=True):
+                if deleted.count:
+                    total = outcome.deleted.setdefault(reason, Total())
+                    total.add(deleted.nbytes, deleted.count)
+                    if isinstance(what, Unit):
+                        at = f"{what.space}/{what.group}", reason
+                        lost = outcome.lost.setdefault(at, Lost())
+                        lost.add(deleted.nbytes, deleted.count)
+                        lost.oldest = min(lost.oldest, what.used)
+                outcome.kept.add(kept.nbytes, kept.count)
+                outcome.gone.add(gone.nbytes, gone.count)
+                outcome.failed += len(problems)
+                outcome.error = next(iter([outcome.error or error, *problems]), None)
+            on_progress(outcome)
+            if error is not None:
+                outcome.error = error
+                return outcome
+            if (outcome.failed >= _MOST_REFUSED and not outcome.count) or stop():
+                return outcome
+    outcome.finished = True
+    return outcome
+
+
+def _groups(picked: Iterable[Picked], at_once: int) -> Iterator[list[Picked]]:
+    """Yield what is deleted together: as many files as one request deletes, or a few units."""
+    most = max(at_once, _AT_ONCE)
+    group: list[Picked] = []
+    files = 0
+    for one in picked:
+        count = len(one[0].names) if isinstance(one[0], Unit) else 1
+        if group and files + count > most:
+            yield group
+            group, files = [], 0
+        group.append(one)
+        files += count
+    if group:
+        yield group
+
+
+class _Done(NamedTuple):
+    """What became of the files of a unit, or of a leftover."""
+
+    deleted: Total
+    kept: Total
+    gone: Total
+    problems: list[StorageError]
+
+
+class _Deletions:
+    """Looks at some files, and deletes them; called by any thread."""
+
+    def __init__(
+        self, backend: Backend, now: float, pace: Callable[[], None], attempts: Attempts
+    ) -> None:
+        self._backend = backend
+        self._now = now
+        self._pace = pace
+        self._attempts = attempts
+        #: Where one request deletes many, a look at each would take a hundred times as long.
+        self._looks = backend.properties.deletes_at_once == 1
+
+    def __call__(self, group: Sequence[Picked]) -> tuple[list[_Done], StorageError | None]:
+        """Return what became of each, and the error that ends the work."""
+        done = [_Done(Total(), Total(), Total(), []) for _ in group]
+        left: list[tuple[int, str, int]] | None = None
+
+        def make() -> None:
+            nonlocal left
+            if left is None:
+                left = [
+                    (number, name, nbytes)
+                    for number, (what, reason) in enumerate(group)
+                    for name, nbytes in self._look(what, reason, done[number])
+                ]
+            names = [name for _, name, _ in left]
+            answers = self._backend.delete(names) if names else []
+            again, trouble = [], None
+            for file, answer in zip(left, answers, strict=True):
+                number, _, nbytes = file
+                if not isinstance(answer, StorageError):
+                    (done[number].deleted if answer else done[number].gone).add(nbytes)
+                elif isinstance(answer, NotRegularError):
+                    # It was replaced, or is a folder in which there is something again.
+                    done[number].kept.add(nbytes)
+                elif answer.retryable:
+                    trouble = answer
+                    again.append(file)
+                else:
+                    done[number].problems.append(answer)
+            left = again
+            if trouble is not None:
+                raise trouble
+
+        try:
+            error = self._attempts.make(make)
+        except StorageError as trouble:
+            return done, trouble
+        if error is not None:
+            for number, _, _ in left or ():
+                done[number].problems.append(error)
+        return done, None
+
+    def _look(
+        self, what: Unit | Leftover, reason: Reason, done: _Done
+    ) -> Iterable[tuple[str, int]]:
+        """Return names and bytes of the files to delete."""
+        if isinstance(what, Leftover):
+            if reason is not Reason.EMPTY or "/" in what.name:
+                return [(what.name, what.nbytes)]
+            # A namespace without objects: an engine that uses it describes it anew.
+            inner = (DESCRIPTION, MARKERS, RESERVED) if self._looks else (DESCRIPTION,)
+            names = [f"{what.name}/{name}" for name in inner]
+            return [(name, 0) for name in (names + [what.name] if self._looks else names)]
+        each = what.nbytes // len(what.names)
+        if not self._looks or reason is Reason.CHOSEN:
+            return [(name, each) for name in what.names]
+        found: list[tuple[str, int]] = []
+        shared = self._backend.properties.shared
+        for name in what.names:
+            self._pace()
+            info = self._backend.info(name)
+            if info is None:
+                done.gone.add(each)
+            elif last_use(info, self._now, shared=shared) > what.used:
+                done.kept.add(each, len(what.names))
+                return []
+            else:
+                found.append((name, info.held))
+        return found
