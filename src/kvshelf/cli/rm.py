@@ -5,14 +5,12 @@ Owns the command's options, the table and the JSON; see :mod:`kvshelf.cli.deleti
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
-from kvshelf.capacity.collect import Plan
-from kvshelf.capacity.deletion import Outcome
-from kvshelf.capacity.rules import NO_RULES, Choice
+from kvshelf.capacity.visit import Choice, Outcome, Reason, Rules
 from kvshelf.cli.common import JsonOption, YesOption, columns, option, time_text
 from kvshelf.cli.deletion import delete
 from kvshelf.cli.prompts import (
@@ -25,7 +23,7 @@ from kvshelf.cli.prompts import (
 from kvshelf.cli.shelves import NamespacesOption, ShelfArgument, find_folders, open_found
 from kvshelf.cli.values import age
 from kvshelf.errors import ConfigError, size_text
-from kvshelf.tools.plans import parts_of
+from kvshelf.tools.plans import Plan, Selection
 
 
 def rm(
@@ -62,11 +60,10 @@ def rm(
         # What engines use meanwhile is deleted as well, unless an age was given.
         whole = chosen is None and wanted is None and unused is None
         choice = Choice(chosen, unused, pinned, leftovers=whole)
+        rules = Rules(leftovers=None, choice=choice)
         delete(
             opened,
-            replace(NO_RULES, choice=choice),
-            folders,
-            wanted,
+            Selection(rules, folders=folders, prompts=wanted),
             yes=yes,
             as_json=as_json,
             table=_table,
@@ -77,9 +74,9 @@ def rm(
 _row = columns(10, 10, -16, 0)
 
 
-def _table(found: Plan) -> str:
+def _table(plan: Plan) -> str:
     lines = []
-    for part in parts_of(found):
+    for part in plan.parts.values():
         used, where = time_text(part.last_used), f"{part.namespace}/{part.group}"
         lines.append(_row(part.objects, size_text(part.bytes), used, where))
     return "".join(
@@ -87,14 +84,14 @@ def _table(found: Plan) -> str:
     )
 
 
-def _json(found: Plan, outcome: Outcome) -> dict[str, Any]:
-    parts = parts_of(found)
+def _json(plan: Plan, outcome: Outcome) -> dict[str, Any]:
+    parts = plan.parts.values()
     return {
         "objects": sum(part.objects for part in parts),
         "bytes": sum(part.bytes for part in parts),
-        "leftovers": len(found.leftovers),
-        "pinned": found.pinned.count,
-        "pinned_bytes": found.pinned.nbytes,
+        "leftovers": plan.chosen[Reason.MARKER].count if Reason.MARKER in plan.chosen else 0,
+        "pinned": plan.pinned.count,
+        "pinned_bytes": plan.pinned.nbytes,
         "parts": [asdict(part) for part in parts],
         "deleted": {
             "removed": outcome.count,

@@ -1,33 +1,84 @@
 """What ``kvshelf gc`` and ``kvshelf rm`` delete: the plan of a shelf, or of a part of it.
 
-Owns where the files of a plan are looked for, and the counts by namespace and salt group.
+Owns where the files of a plan are looked for, the scores from which on bounds delete chunks, and
+the counts. The rules are those of engines (:mod:`kvshelf.capacity.visit`).
+
+A plan holds numbers and no names: a shelf is listed once to make it (:func:`plan_for`), and once
+more to carry it out (:func:`pick`). Both decide alike by the same time, so what is not used in
+between is deleted as planned.
 
 Contracts
 ---------
-* Of what a choice selects, only objects are in a plan; of a whole namespace also its markers. Its
-  description stays, because an engine that uses the namespace writes it once. Foreign files, links,
-  and namespaces of other versions of the format stay.
+* Of what a choice selects only objects are in a plan; of whole namespaces also markers.
 * Objects of prompts are found by name: nothing is listed.
+* A folder that cannot be listed is left out, and named (:attr:`Plan.skipped`).
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import repeat
+from typing import Any, Final
 
-from kvshelf.capacity.collect import Plan, plan
-from kvshelf.capacity.inventory import Scan
-from kvshelf.capacity.marks import Marks
-from kvshelf.capacity.rules import Rules
-from kvshelf.capacity.uses import resolution
+import numpy as np
+import numpy.typing as npt
+
+from kvshelf.backends.base import NEVER_OLD, time_for_ages
+from kvshelf.capacity.keeper import LOW
+from kvshelf.capacity.parallel import in_parallel, threads_for_calls
+from kvshelf.capacity.visit import (
+    HOUR,
+    Part,
+    Picked,
+    Reason,
+    Rules,
+    Total,
+    Unit,
+    aged,
+    is_old,
+    reason_to_delete,
+    score,
+)
+from kvshelf.errors import StorageError, size_text
 from kvshelf.shelf.pins import Pins
 from kvshelf.shelf.shelf import Shelf
+from kvshelf.tools.listing import list_parts
 from kvshelf.tools.prompt_objects import known_formats, prompt_objects
 from kvshelf.tools.prompts import Prompt, TokenPrompt
 
+#: Part of the median age within which ages count as equal, and bounds of that in seconds.
+_SAME_PART: Final = 1 / 32
+_LEAST_SAME: Final = 1.0
+_MOST_SAME: Final = HOUR
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What a command deletes, and where it looks for that.
+
+    Attributes
+    ----------
+    rules : Rules
+        With a choice, or for the whole shelf.
+    max_bytes, group_max_bytes : int or None
+        Bounds of the shelf, and of each salt group of a namespace.
+    folders : Collection of str or None
+        Only of these namespace folders.
+    prompts : Sequence of Prompt or TokenPrompt, optional
+        Only the chunks and tails of these prompts, which are token ids.
+    """
+
+    rules: Rules
+    max_bytes: int | None = None
+    group_max_bytes: int | None = None
+    folders: Collection[str] | None = None
+    prompts: Sequence[Prompt | TokenPrompt] | None = None
+
 
 @dataclass(slots=True)
-class Part:
+class GroupPart:
     """What is in a plan of one salt group of one namespace folder.
 
     Attributes
@@ -45,66 +96,278 @@ class Part:
     last_used: float = 0.0
 
 
+@dataclass(slots=True)
+class Plan:
+    """What a selection deletes from a shelf.
+
+    Attributes
+    ----------
+    selection : Selection
+    now, old_at : float
+        The time at which it was made, and by which ages count, in seconds since the epoch.
+    pins : Pins
+    before : Total
+        All objects that were listed.
+    chosen : dict of Reason and Total
+        Files to delete.
+    pinned : Total
+        Objects that stay because they are pinned.
+    freed : int
+        Bytes of the objects to delete.
+    parts : dict of (str, str) and GroupPart
+        What a choice selects, by namespace folder and salt group.
+    skipped : dict of str and StorageError
+        Folders that could not be listed.
+    same : float
+        See :func:`kvshelf.capacity.visit.score`.
+    cuts : dict of str and float
+        Scores from which on bounds delete, see :data:`kvshelf.capacity.visit.Cuts`.
+    """
+
+    selection: Selection
+    now: float
+    old_at: float
+    pins: Pins
+    before: Total = field(default_factory=Total)
+    chosen: dict[Reason, Total] = field(default_factory=dict)
+    pinned: Total = field(default_factory=Total)
+    freed: int = 0
+    parts: dict[tuple[str, str], GroupPart] = field(default_factory=dict)
+    skipped: dict[str, StorageError] = field(default_factory=dict)
+    same: float = _LEAST_SAME
+    cuts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def files(self) -> int:
+        """Number of files to delete."""
+        return sum(total.count for total in self.chosen.values())
+
+    @property
+    def problem(self) -> str | None:
+        """Why more stays than was asked for; None if it does not."""
+        bound, after = self.selection.max_bytes, self.before.nbytes - self.freed
+        if self.pins.problem is not None or bound is None or after <= bound:
+            return self.pins.problem
+        return (
+            f"{size_text(after)} would stay, more than {size_text(bound)}: there are no other"
+            f" chunks that may be deleted; {size_text(self.pinned.nbytes)} are pinned"
+        )
+
+    def reason(self, unit: Unit, scored: float = 0.0) -> Reason | None:
+        """Return why a unit of a score is deleted, see :func:`reason_to_delete`."""
+        return reason_to_delete(
+            unit, self.selection.rules, self.cuts, scored, self.old_at, pinned=self.pins_it(unit)
+        )
+
+    def pins_it(self, unit: Unit) -> bool:
+        """Whether a unit is pinned."""
+        return bool(self.pins) and self.pins.covers(unit.space, unit.group, unit.key)
+
+    def choose(self, reason: Reason, nbytes: int, count: int = 1) -> None:
+        """Count files that are deleted."""
+        self.chosen.setdefault(reason, Total()).add(nbytes, count)
+
+
+@dataclass(slots=True)
+class _Group:
+    """The units that a bound may delete, and the bytes that count against it.
+
+    Attributes
+    ----------
+    aged, index, nbytes, files : array
+        Of each unit, see :func:`kvshelf.capacity.visit.score`.
+    held : int
+        Bytes of all units, also of those that it may not delete.
+    """
+
+    aged: array[float] = field(default_factory=lambda: array("d"))
+    index: array[int] = field(default_factory=lambda: array("I"))
+    nbytes: array[int] = field(default_factory=lambda: array("q"))
+    files: array[int] = field(default_factory=lambda: array("I"))
+    held: int = 0
+
+    def add(self, unit: Unit, now: float) -> None:
+        self.aged.append(aged(unit, now))
+        self.index.append(unit.index)
+        self.nbytes.append(unit.nbytes)
+        self.files.append(len(unit.names))
+
+
 def plan_for(
     shelf: Shelf,
-    rules: Rules,
-    folders: Collection[str] | None = None,
-    prompts: Sequence[Prompt | TokenPrompt] | None = None,
+    selection: Selection,
+    now: float,
     *,
-    on_listed: Callable[[], None] = lambda: None,
-) -> tuple[Plan, Pins]:
-    """Return what rules delete from a shelf, and its pins; change nothing.
+    on_listed: Callable[[int], None] = lambda files: None,
+) -> Plan:
+    """Return what is deleted from a shelf; change nothing.
 
     Parameters
     ----------
     shelf : Shelf
-    rules : Rules
-        With a choice, or for the whole shelf.
-    folders : Collection of str, optional
-        Of these namespace folders.
-    prompts : Sequence of Prompt or TokenPrompt, optional
-        The chunks and tails of these prompts, which are token ids.
+    selection : Selection
+    now : float
+        The storage's time, or this machine's, in seconds since the epoch.
     on_listed : Callable
-        Called for each file that is listed.
+        Called with numbers of files that were listed.
 
     Raises
     ------
     ConfigError
         If a chosen namespace has no usable description, and prompts are chosen.
     StorageError
-        If the shelf, or its pins or marks, cannot be read.
+        If the shelf or its pins cannot be read.
     """
-    backend = shelf.backend
-    names: list[str] = []
-    if prompts is not None:
-        names, folders = list(_of_prompts(shelf, folders, prompts)), ()
-    # Parents are read from the beginning of an object of each chunk.
-    parents = None if rules.choice else not backend.properties.high_latency
-    inventory = Scan(backend, folders=folders, names=names, parents=parents).run(pace=on_listed)
-    assert inventory is not None, "nothing stops it"
-    pins, marks = Pins.read(backend, inventory.aged_at), Marks.read(backend)
-    exactly = resolution(rules.max_age)
-    return plan(inventory, rules, pins=pins, marks=marks, resolution=exactly), pins
+    old_at = time_for_ages(now, shelf.url)
+    plan = Plan(selection, now, old_at, _pins(shelf, now, old_at))
+    bounded = selection.max_bytes is not None or selection.group_max_bytes is not None
+    groups: dict[str, _Group] = {}
+    for part in _parts(shelf, plan, on_listed):
+        for leftover in part.leftovers:
+            if is_old(leftover, selection.rules, old_at):
+                plan.choose(leftover.reason, leftover.nbytes)
+        for unit in part.units:
+            plan.before.add(unit.nbytes, len(unit.names))
+            reason = plan.reason(unit)
+            if reason is not None:
+                _choose(plan, unit, reason)
+                continue
+            pinned = plan.pins_it(unit)
+            if pinned and _would_go(plan, unit):
+                plan.pinned.add(unit.nbytes, len(unit.names))
+            if bounded:
+                quota = selection.group_max_bytes is not None
+                where = f"{unit.space}/{unit.group}" if quota else ""
+                group = groups.setdefault(where, _Group())
+                group.held += unit.nbytes
+                if not pinned:
+                    group.add(unit, now)
+    if bounded:
+        _cut(plan, groups)
+    return plan
 
 
-def parts_of(found: Plan) -> list[Part]:
-    """Return how much of each salt group of each namespace is in a plan."""
-    inventory, counts = found.inventory, found.counts()
-    first = inventory.first_rows[found.units]
-    parts: dict[tuple[int, int], Part] = {}
-    for space, group, units in inventory.by_folder(first, by_group=True):
-        folder = inventory.namespaces[space].name
-        part = parts.setdefault((space, group), Part(folder, inventory.groups[group]))
-        part.objects += int(counts[units].sum())
-        part.bytes += int(found.nbytes[units].sum())
-        part.last_used = max(part.last_used, float(found.used[units].max()))
-    return list(parts.values())
+def pick(shelf: Shelf, plan: Plan) -> Iterator[Picked]:
+    """List what a plan was made for once more; yield what it deletes."""
+    plan.pins = _pins(shelf, plan.now, plan.old_at)
+    for part in _parts(shelf, plan):
+        for leftover in part.leftovers:
+            if is_old(leftover, plan.selection.rules, plan.old_at):
+                yield leftover, leftover.reason
+        for unit in part.units:
+            reason = plan.reason(unit, score(aged(unit, plan.now), unit.index, plan.same))
+            if reason is not None:
+                yield unit, reason
+
+
+def _pins(shelf: Shelf, now: float, old_at: float) -> Pins:
+    # A pin ends by the clock that is behind.
+    return Pins.read(shelf.backend, now if old_at == NEVER_OLD else old_at)
+
+
+def _parts(
+    shelf: Shelf, plan: Plan, on_listed: Callable[[int], None] = lambda files: None
+) -> Iterator[Part]:
+    """Yield what lies where a plan is made for."""
+    selection = plan.selection
+    if selection.prompts is not None:
+        yield from _of_prompts(shelf, selection.folders, selection.prompts, plan.now)
+        return
+    group = None if selection.rules.choice is None else selection.rules.choice.group
+    yield from list_parts(
+        shelf.backend,
+        selection.folders,
+        plan.now,
+        plan.skipped,
+        group=group,
+        on_listed=on_listed,
+    )
 
 
 def _of_prompts(
-    shelf: Shelf, folders: Collection[str] | None, prompts: Sequence[Prompt | TokenPrompt]
-) -> Iterator[str]:
-    """Yield the names of the objects that prompts have."""
+    shelf: Shelf,
+    folders: Collection[str] | None,
+    prompts: Sequence[Prompt | TokenPrompt],
+    now: float,
+) -> Iterator[Part]:
+    """Yield the objects that prompts have, a namespace at a time."""
+    backend = shelf.backend
     for folder, fmt in known_formats(shelf, folders):
-        for each in prompt_objects(shelf.backend, folder, fmt, prompts, tails=True):
-            yield each.name
+        found = prompt_objects(backend, folder, fmt, prompts, tails=True)
+        names = (each.name for each in found)
+        infos = in_parallel(backend.info, names, threads_for_calls(backend))
+        part = Part()
+        rows = (info for _, info in infos if info is not None)
+        part.add_rows(rows, now, shared=backend.properties.shared)
+        yield part
+
+
+def _choose(plan: Plan, unit: Unit, reason: Reason) -> None:
+    plan.choose(reason, unit.nbytes, len(unit.names))
+    plan.freed += unit.nbytes
+    if reason is Reason.CHOSEN:
+        at = unit.space, unit.group
+        part = plan.parts.setdefault(at, GroupPart(*at))
+        part.objects += len(unit.names)
+        part.bytes += unit.nbytes
+        part.last_used = max(part.last_used, unit.used)
+
+
+def _would_go(plan: Plan, unit: Unit) -> bool:
+    """Whether a bound or a choice may delete a unit if it is not pinned."""
+    rules = plan.selection.rules
+    return (
+        rules.choice is None
+        or reason_to_delete(unit, rules, {}, 0.0, plan.old_at, pinned=False) is not None
+    )
+
+
+# ------------------------------------------------------------------------- bounds
+
+_Numbers = npt.NDArray[Any]
+
+
+def _cut(plan: Plan, groups: dict[str, _Group]) -> None:
+    """Set from which scores on bounds delete, and count what that is."""
+    ages = np.concatenate([np.frombuffer(group.aged) for group in groups.values()] or [np.empty(0)])
+    if not len(ages):
+        return
+    plan.same = min(max(_LEAST_SAME, float(np.median(ages)) * _SAME_PART), _MOST_SAME)
+    left: list[_Numbers] = []
+    for where, group in groups.items():
+        scores = np.fromiter(map(score, group.aged, group.index, repeat(plan.same)), float)
+        numbers = np.array([scores, group.nbytes, group.files])
+        quota = plan.selection.group_max_bytes
+        if quota is not None and not where.endswith("/_"):
+            free = group.held - LOW * quota
+            numbers = _take(plan, where, Reason.GROUP, numbers, free)
+        left.append(numbers)
+    if (bound := plan.selection.max_bytes) is not None:
+        free = plan.before.nbytes - plan.freed - LOW * bound
+        _take(plan, "", Reason.SIZE, np.concatenate(left, axis=1), free)
+
+
+def _take(plan: Plan, where: str, reason: Reason, numbers: _Numbers, free: float) -> _Numbers:
+    """Set the score from which on units have so many bytes; return the units that are left.
+
+    Parameters
+    ----------
+    plan : Plan
+    where : str
+        The folder of a salt group; "" for the shelf.
+    reason : Reason
+    numbers : array
+        Scores, bytes and files of the units.
+    free : float
+        Where they have fewer bytes, all go.
+    """
+    scores, nbytes, _ = numbers
+    if free <= 0 or not len(scores):
+        return numbers
+    order = np.argsort(scores)[::-1]
+    last = np.searchsorted(np.cumsum(nbytes[order]), free)
+    plan.cuts[where] = cut = float(scores[order[min(last, len(order) - 1)]])
+    taken = numbers[:, scores >= cut]
+    plan.choose(reason, int(taken[1].sum()), int(taken[2].sum()))
+    plan.freed += int(taken[1].sum())
+    return numbers[:, scores < cut]
