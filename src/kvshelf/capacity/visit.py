@@ -75,8 +75,8 @@ _MOST_REFUSED: Final = 64
 _AT_ONCE: Final = 32
 #: Most files that are looked at beside the objects of a namespace, and of a shelf.
 _MOST_BESIDE: Final = 16384
-#: The files and the reserved folder in the folder of a namespace, beside its description.
-_HIDDEN: Final = (".", ".~")
+#: What lies in the folder of a namespace beside its description: temporaries, the reserved folder.
+_HIDDEN: Final = (".0", ".~")
 
 
 class Reason(Enum):
