@@ -365,7 +365,7 @@ def _take(plan: Plan, where: str, reason: Reason, numbers: _Numbers, free: float
     if free <= 0 or not len(scores):
         return numbers
     order = np.argsort(scores)[::-1]
-    last = np.searchsorted(np.cumsum(nbytes[order]), free)
+    last = int(np.searchsorted(np.cumsum(nbytes[order]), free))
     plan.cuts[where] = cut = float(scores[order[min(last, len(order) - 1)]])
     taken = numbers[:, scores >= cut]
     plan.choose(reason, int(taken[1].sum()), int(taken[2].sum()))

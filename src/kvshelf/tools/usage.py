@@ -10,6 +10,7 @@ Contracts
 
 from __future__ import annotations
 
+import contextlib
 import time
 from bisect import bisect
 from collections.abc import Callable, Collection
@@ -50,10 +51,11 @@ class Usage:
 
     Attributes
     ----------
+    by : str
+        A breakdown, of :data:`BREAKDOWNS`.
+    rows : list of Row
     objects, bytes : int
         All objects.
-    rows : list of Row
-        The breakdown.
     others : dict of str and Total
         What lies beside objects, by sort.
     space : Space or None
@@ -62,9 +64,10 @@ class Usage:
         Folders that could not be listed.
     """
 
+    by: str
+    rows: list[Row] = field(default_factory=list)
     objects: int = 0
     bytes: int = 0
-    rows: list[Row] = field(default_factory=list)
     others: dict[str, Total] = field(default_factory=dict)
     space: Space | None = None
     skipped: dict[str, StorageError] = field(default_factory=dict)
@@ -106,7 +109,7 @@ def measure(
     StorageError
         If the shelf cannot be listed.
     """
-    usage, now, name_of = Usage(), time.time(), BREAKDOWNS[by]
+    usage, now, name_of = Usage(by), time.time(), BREAKDOWNS[by]
     rows: dict[str, Row] = {}
     for part in list_parts(backend, folders, now, usage.skipped, on_listed=on_listed):
         for unit in part.units:
@@ -123,8 +126,6 @@ def measure(
         usage.rows = sorted(rows.values(), key=lambda row: (-row.bytes, row.name))
     usage.objects = sum(row.objects for row in usage.rows)
     usage.bytes = sum(row.bytes for row in usage.rows)
-    try:
+    with contextlib.suppress(StorageError):
         usage.space = backend.space()
-    except StorageError:
-        usage.space = None
     return usage
