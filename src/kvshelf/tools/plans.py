@@ -324,30 +324,31 @@ def _would_go(plan: Plan, unit: Unit) -> bool:
 
 # ------------------------------------------------------------------------- bounds
 
-_Numbers = npt.NDArray[Any]
+#: Scores, bytes and files of units.
+_Columns = tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]
 
 
 def _cut(plan: Plan, groups: dict[str, _Group]) -> None:
     """Set from which scores on bounds delete, and count what that is."""
-    ages = np.concatenate([np.frombuffer(group.aged) for group in groups.values()] or [np.empty(0)])
+    ages = np.concatenate([np.empty(0), *(np.asarray(one.aged) for one in groups.values())])
     if not len(ages):
         return
     plan.same = min(max(_LEAST_SAME, float(np.median(ages)) * _SAME_PART), _MOST_SAME)
-    left: list[_Numbers] = []
-    for where, group in groups.items():
-        scores = np.fromiter(map(score, group.aged, group.index, repeat(plan.same)), float)
-        numbers = np.array([scores, group.nbytes, group.files])
-        quota = plan.selection.group_max_bytes
+    bound, quota = plan.selection.max_bytes, plan.selection.group_max_bytes
+    left: list[_Columns] = []
+    for where, one in groups.items():
+        scores = np.fromiter(map(score, one.aged, one.index, repeat(plan.same)), float)
+        columns = scores, np.asarray(one.nbytes), np.asarray(one.files)
         if quota is not None and not where.endswith("/_"):
-            free = group.held - LOW * quota
-            numbers = _take(plan, where, Reason.GROUP, numbers, free)
-        left.append(numbers)
-    if (bound := plan.selection.max_bytes) is not None:
+            columns = _take(plan, where, Reason.GROUP, columns, one.held - LOW * quota)
+        left.append(columns)
+    if bound is not None:
         free = plan.before.nbytes - plan.freed - LOW * bound
-        _take(plan, "", Reason.SIZE, np.concatenate(left, axis=1), free)
+        scores, nbytes, files = map(np.concatenate, zip(*left, strict=True))
+        _take(plan, "", Reason.SIZE, (scores, nbytes, files), free)
 
 
-def _take(plan: Plan, where: str, reason: Reason, numbers: _Numbers, free: float) -> _Numbers:
+def _take(plan: Plan, where: str, reason: Reason, columns: _Columns, free: float) -> _Columns:
     """Set the score from which on units have so many bytes; return the units that are left.
 
     Parameters
@@ -356,18 +357,17 @@ def _take(plan: Plan, where: str, reason: Reason, numbers: _Numbers, free: float
     where : str
         The folder of a salt group; "" for the shelf.
     reason : Reason
-    numbers : array
-        Scores, bytes and files of the units.
+    columns : tuple of array
     free : float
         Where they have fewer bytes, all go.
     """
-    scores, nbytes, _ = numbers
+    scores, nbytes, files = columns
     if free <= 0 or not len(scores):
-        return numbers
+        return columns
     order = np.argsort(scores)[::-1]
     last = int(np.searchsorted(np.cumsum(nbytes[order]), free))
     plan.cuts[where] = cut = float(scores[order[min(last, len(order) - 1)]])
-    taken = numbers[:, scores >= cut]
-    plan.choose(reason, int(taken[1].sum()), int(taken[2].sum()))
-    plan.freed += int(taken[1].sum())
-    return numbers[:, scores < cut]
+    taken, freed = scores >= cut, int(nbytes[scores >= cut].sum())
+    plan.choose(reason, freed, int(files[taken].sum()))
+    plan.freed += freed
+    return scores[~taken], nbytes[~taken], files[~taken]
