@@ -18,25 +18,26 @@ from kvshelf.cli.progress import Display
 from kvshelf.errors import printable, size_text
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tools.listing import storage_time
-from kvshelf.tools.plans import Plan, Selection, pick, plan_for
+from kvshelf.tools.plans import Plan, make, pick
 
 
 def delete(
     shelf: Shelf,
-    selection: Selection,
+    plan: Plan,
     *,
     yes: bool,
     as_json: bool,
     table: Callable[[Plan], str],
     row: Callable[[Plan, Outcome], dict[str, Any]],
 ) -> None:
-    """Show what a selection deletes, and with `yes` delete it.
+    """Show what a plan deletes, and with `yes` delete it.
 
     Parameters
     ----------
     shelf : Shelf
         Writable if `yes`.
-    selection : Selection
+    plan : Plan
+        What is to be deleted, and nothing found yet.
     yes, as_json : bool
     table : Callable
         Returns the text about a plan that is written before it is carried out.
@@ -45,7 +46,7 @@ def delete(
     """
     with Display("listing", as_json=as_json) as listing:
         now = storage_time(shelf.backend) if yes else time.time()
-        plan = plan_for(shelf, selection, now, on_listed=listing.listed)
+        make(shelf, plan, now, listing.listed)
     for name, problem in plan.pins.unreadable.items():
         message(f"the pin {name} pins nothing: {printable(problem)}")
     if plan.problem is not None:
@@ -86,7 +87,7 @@ def _carry_out(shelf: Shelf, plan: Plan, on_progress: Callable[[], None], outcom
 def _would(plan: Plan) -> str:
     freed = size_text(sum(total.nbytes for total in plan.chosen.values()))
     text = f"would delete {plan.files} files, {freed}"
-    text += f"; {size_text(plan.before.nbytes - plan.freed)} would stay"
+    text += f"; {size_text(plan.after)} would stay"
     return summary([text, "--yes deletes"] if plan.files else [text], *_pinned(plan))
 
 
@@ -101,6 +102,6 @@ def _summary(plan: Plan, outcome: Outcome) -> str:
 
 
 def _pinned(plan: Plan) -> list[tuple[int, str]]:
-    if plan.selection.rules.choice is None:
+    if plan.rules.choice is None:
         return []
     return [(plan.pinned.count, f"({size_text(plan.pinned.nbytes)}) pinned, left")]

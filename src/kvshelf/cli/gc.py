@@ -13,7 +13,7 @@ from kvshelf.cli.deletion import delete
 from kvshelf.cli.shelves import ShelfArgument, open_found
 from kvshelf.cli.values import MaxAgeOption, MaxBytesOption, max_age, size
 from kvshelf.errors import size_text
-from kvshelf.tools.plans import Plan, Selection
+from kvshelf.tools.plans import Plan
 
 _WHY: Final = {
     Reason.TEMPORARY: "temporaries, and what was set aside",
@@ -46,7 +46,7 @@ def gc(
     with open_found(shelf, change=yes) as opened:
         delete(
             opened,
-            Selection(Rules(max_age=oldest), most, of_group),
+            Plan(Rules(max_age=oldest), most, of_group),
             yes=yes,
             as_json=as_json,
             table=lambda plan: _table(opened.url, plan, bounds),

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvshelf.capacity.visit import Choice, Outcome, Reason, Rules
+from kvshelf.capacity.visit import Choice, Outcome, Reason, Rules, Total
 from kvshelf.cli.common import JsonOption, YesOption, columns, option, time_text
 from kvshelf.cli.deletion import delete
 from kvshelf.cli.prompts import (
@@ -23,7 +23,7 @@ from kvshelf.cli.prompts import (
 from kvshelf.cli.shelves import NamespacesOption, ShelfArgument, find_folders, open_found
 from kvshelf.cli.values import age
 from kvshelf.errors import ConfigError, size_text
-from kvshelf.tools.plans import Plan, Selection
+from kvshelf.tools.plans import Plan
 
 
 def rm(
@@ -63,7 +63,7 @@ def rm(
         rules = Rules(leftovers=None, choice=choice)
         delete(
             opened,
-            Selection(rules, folders=folders, prompts=wanted),
+            Plan(rules, folders=folders, prompts=wanted),
             yes=yes,
             as_json=as_json,
             table=_table,
@@ -75,24 +75,22 @@ _row = columns(10, 10, -16, 0)
 
 
 def _table(plan: Plan) -> str:
-    lines = []
-    for part in plan.parts.values():
-        used, where = time_text(part.last_used), f"{part.namespace}/{part.group}"
-        lines.append(_row(part.objects, size_text(part.bytes), used, where))
-    return "".join(
-        [_row("OBJECTS", "SIZE", "LAST USED", "NAMESPACE/GROUP"), *lines] if lines else []
-    )
+    lines = [_row("OBJECTS", "SIZE", "LAST USED", "NAMESPACE/GROUP")] if plan.rows else []
+    for row in plan.rows.values():
+        used = time_text(row.last_used)
+        lines.append(_row(row.objects, size_text(row.bytes), used, row.name))
+    return "".join(lines)
 
 
 def _json(plan: Plan, outcome: Outcome) -> dict[str, Any]:
-    parts = plan.parts.values()
+    chosen = plan.chosen.get(Reason.CHOSEN, Total())
     return {
-        "objects": sum(part.objects for part in parts),
-        "bytes": sum(part.bytes for part in parts),
-        "leftovers": plan.chosen[Reason.MARKER].count if Reason.MARKER in plan.chosen else 0,
+        "objects": chosen.count,
+        "bytes": chosen.nbytes,
+        "leftovers": plan.files - chosen.count,
         "pinned": plan.pinned.count,
         "pinned_bytes": plan.pinned.nbytes,
-        "parts": [asdict(part) for part in parts],
+        "rows": [asdict(row) for row in plan.rows.values()],
         "deleted": {
             "removed": outcome.count,
             "bytes": outcome.nbytes,

@@ -3,7 +3,7 @@
 Owns where the files of a plan are looked for, the scores from which on bounds delete chunks, and
 the counts. The rules are those of engines (:mod:`kvshelf.capacity.visit`).
 
-A plan holds numbers and no names: a shelf is listed once to make it (:func:`plan_for`), and once
+A plan holds numbers and no names: a shelf is listed once to make it (:func:`make`), and once
 more to carry it out (:func:`pick`). Both decide alike by the same time, so what is not used in
 between is deleted as planned.
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any, Final
 
@@ -30,6 +30,7 @@ from kvshelf.capacity.keeper import LOW
 from kvshelf.capacity.parallel import in_parallel, threads_for_calls
 from kvshelf.capacity.visit import (
     HOUR,
+    Leftover,
     Part,
     Picked,
     Reason,
@@ -47,16 +48,19 @@ from kvshelf.shelf.shelf import Shelf
 from kvshelf.tools.listing import list_parts
 from kvshelf.tools.prompt_objects import known_formats, prompt_objects
 from kvshelf.tools.prompts import Prompt, TokenPrompt
+from kvshelf.tools.usage import Row
 
 #: Part of the median age within which ages count as equal, and bounds of that in seconds.
 _SAME_PART: Final = 1 / 32
 _LEAST_SAME: Final = 1.0
 _MOST_SAME: Final = HOUR
+#: Reasons for which objects are deleted.
+_OF_UNITS: Final = {Reason.TAIL, Reason.AGE, Reason.GROUP, Reason.SIZE, Reason.CHOSEN}
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """What a command deletes, and where it looks for that.
+@dataclass(slots=True)
+class Plan:
+    """What is deleted from a shelf.
 
     Attributes
     ----------
@@ -68,6 +72,23 @@ class Selection:
         Only of these namespace folders.
     prompts : Sequence of Prompt or TokenPrompt, optional
         Only the chunks and tails of these prompts, which are token ids.
+    before, pinned : Total
+        All objects that were listed, and those that stay because they are pinned.
+    chosen : dict of Reason and Total
+        Files to delete.
+    freed : int
+        Bytes of the objects among them.
+    rows : dict of str and Row
+        What a choice selects, by folders of salt groups.
+    skipped : dict of str and StorageError
+        Folders that could not be listed.
+    pins : Pins
+    now, old_at : float
+        When it was made, and the time by which ages count, in seconds since the epoch.
+    same : float
+        See :func:`kvshelf.capacity.visit.score`.
+    cuts : dict of str and float
+        Scores from which on bounds delete, see :data:`kvshelf.capacity.visit.Cuts`.
     """
 
     rules: Rules
@@ -75,65 +96,15 @@ class Selection:
     group_max_bytes: int | None = None
     folders: Collection[str] | None = None
     prompts: Sequence[Prompt | TokenPrompt] | None = None
-
-
-@dataclass(slots=True)
-class GroupPart:
-    """What is in a plan of one salt group of one namespace folder.
-
-    Attributes
-    ----------
-    namespace, group : str
-    objects, bytes : int
-    last_used : float
-        Latest use of any of the objects, seconds since the epoch.
-    """
-
-    namespace: str
-    group: str
-    objects: int = 0
-    bytes: int = 0
-    last_used: float = 0.0
-
-
-@dataclass(slots=True)
-class Plan:
-    """What a selection deletes from a shelf.
-
-    Attributes
-    ----------
-    selection : Selection
-    now, old_at : float
-        The time at which it was made, and by which ages count, in seconds since the epoch.
-    pins : Pins
-    before : Total
-        All objects that were listed.
-    chosen : dict of Reason and Total
-        Files to delete.
-    pinned : Total
-        Objects that stay because they are pinned.
-    freed : int
-        Bytes of the objects to delete.
-    parts : dict of (str, str) and GroupPart
-        What a choice selects, by namespace folder and salt group.
-    skipped : dict of str and StorageError
-        Folders that could not be listed.
-    same : float
-        See :func:`kvshelf.capacity.visit.score`.
-    cuts : dict of str and float
-        Scores from which on bounds delete, see :data:`kvshelf.capacity.visit.Cuts`.
-    """
-
-    selection: Selection
-    now: float
-    old_at: float
-    pins: Pins
     before: Total = field(default_factory=Total)
-    chosen: dict[Reason, Total] = field(default_factory=dict)
     pinned: Total = field(default_factory=Total)
+    chosen: dict[Reason, Total] = field(default_factory=dict)
     freed: int = 0
-    parts: dict[tuple[str, str], GroupPart] = field(default_factory=dict)
+    rows: dict[str, Row] = field(default_factory=dict)
     skipped: dict[str, StorageError] = field(default_factory=dict)
+    pins: Pins = field(default_factory=Pins)
+    now: float = 0.0
+    old_at: float = 0.0
     same: float = _LEAST_SAME
     cuts: dict[str, float] = field(default_factory=dict)
 
@@ -143,20 +114,18 @@ class Plan:
         return sum(total.count for total in self.chosen.values())
 
     @property
+    def after(self) -> int:
+        """Bytes of the objects that stay."""
+        return self.before.nbytes - self.freed
+
+    @property
     def problem(self) -> str | None:
         """Why more stays than was asked for; None if it does not."""
-        bound, after = self.selection.max_bytes, self.before.nbytes - self.freed
-        if self.pins.problem is not None or bound is None or after <= bound:
+        if self.pins.problem is not None or self.after <= (self.max_bytes or self.after):
             return self.pins.problem
         return (
-            f"{size_text(after)} would stay, more than {size_text(bound)}: there are no other"
-            f" chunks that may be deleted; {size_text(self.pinned.nbytes)} are pinned"
-        )
-
-    def reason(self, unit: Unit, scored: float = 0.0) -> Reason | None:
-        """Return why a unit of a score is deleted, see :func:`reason_to_delete`."""
-        return reason_to_delete(
-            unit, self.selection.rules, self.cuts, scored, self.old_at, pinned=self.pins_it(unit)
+            f"{size_text(self.after)} stay, more than max_bytes: there are no other chunks that may"
+            f" be deleted; {size_text(self.pinned.nbytes)} are pinned"
         )
 
     def pins_it(self, unit: Unit) -> bool:
@@ -166,6 +135,8 @@ class Plan:
     def choose(self, reason: Reason, nbytes: int, count: int = 1) -> None:
         """Count files that are deleted."""
         self.chosen.setdefault(reason, Total()).add(nbytes, count)
+        if reason in _OF_UNITS:
+            self.freed += nbytes
 
 
 @dataclass(slots=True)
@@ -193,19 +164,16 @@ class _Group:
         self.files.append(len(unit.names))
 
 
-def plan_for(
-    shelf: Shelf,
-    selection: Selection,
-    now: float,
-    *,
-    on_listed: Callable[[int], None] = lambda files: None,
-) -> Plan:
-    """Return what is deleted from a shelf; change nothing.
+def make(
+    shelf: Shelf, plan: Plan, now: float, on_listed: Callable[[int], None] = lambda files: None
+) -> None:
+    """Find what a plan deletes from a shelf; change nothing.
 
     Parameters
     ----------
     shelf : Shelf
-    selection : Selection
+    plan : Plan
+        What is to be deleted, and nothing found yet.
     now : float
         The storage's time, or this machine's, in seconds since the epoch.
     on_listed : Callable
@@ -218,70 +186,66 @@ def plan_for(
     StorageError
         If the shelf or its pins cannot be read.
     """
-    old_at = time_for_ages(now, shelf.url)
-    plan = Plan(selection, now, old_at, _pins(shelf, now, old_at))
-    bounded = selection.max_bytes is not None or selection.group_max_bytes is not None
+    plan.now, plan.old_at = now, time_for_ages(now, shelf.url)
+    bounded = plan.max_bytes is not None or plan.group_max_bytes is not None
+    # The same without pins.
+    bare = replace(plan.rules.choice, pinned=True) if plan.rules.choice else None
     groups: dict[str, _Group] = {}
-    for part in _parts(shelf, plan, on_listed):
-        for leftover in part.leftovers:
-            if is_old(leftover, selection.rules, old_at):
-                plan.choose(leftover.reason, leftover.nbytes)
-        for unit in part.units:
-            plan.before.add(unit.nbytes, len(unit.names))
-            reason = plan.reason(unit)
+    for what, reason in _decide(shelf, plan, on_listed):
+        if isinstance(what, Leftover):
             if reason is not None:
-                _choose(plan, unit, reason)
-                continue
-            pinned = plan.pins_it(unit)
-            if pinned and _would_go(plan, unit):
-                plan.pinned.add(unit.nbytes, len(unit.names))
-            if bounded:
-                quota = selection.group_max_bytes is not None
-                where = f"{unit.space}/{unit.group}" if quota else ""
-                group = groups.setdefault(where, _Group())
-                group.held += unit.nbytes
-                if not pinned:
-                    group.add(unit, now)
-    if bounded:
+                plan.choose(reason, what.nbytes)
+            continue
+        count, where = len(what.names), f"{what.space}/{what.group}"
+        plan.before.add(what.nbytes, count)
+        if reason is not None:
+            plan.choose(reason, what.nbytes, count)
+            if reason is Reason.CHOSEN:
+                plan.rows.setdefault(where, Row(where)).add(what)
+            continue
+        pinned = plan.pins_it(what)
+        if pinned and (bare is None or _reason(plan, what, replace(plan.rules, choice=bare))):
+            plan.pinned.add(what.nbytes, count)
+        if bounded:
+            group = groups.setdefault(where if plan.group_max_bytes else "", _Group())
+            group.held += what.nbytes
+            if not pinned:
+                group.add(what, now)
+    if groups:
         _cut(plan, groups)
-    return plan
 
 
 def pick(shelf: Shelf, plan: Plan) -> Iterator[Picked]:
     """List what a plan was made for once more; yield what it deletes."""
-    plan.pins = _pins(shelf, plan.now, plan.old_at)
-    for part in _parts(shelf, plan):
-        for leftover in part.leftovers:
-            if is_old(leftover, plan.selection.rules, plan.old_at):
-                yield leftover, leftover.reason
-        for unit in part.units:
-            reason = plan.reason(unit, score(aged(unit, plan.now), unit.index, plan.same))
-            if reason is not None:
-                yield unit, reason
+    for what, reason in _decide(shelf, plan):
+        if reason is not None:
+            yield what, reason
 
 
-def _pins(shelf: Shelf, now: float, old_at: float) -> Pins:
-    # A pin ends by the clock that is behind.
-    return Pins.read(shelf.backend, now if old_at == NEVER_OLD else old_at)
-
-
-def _parts(
+def _decide(
     shelf: Shelf, plan: Plan, on_listed: Callable[[int], None] = lambda files: None
-) -> Iterator[Part]:
-    """Yield what lies where a plan is made for."""
-    selection = plan.selection
-    if selection.prompts is not None:
-        yield from _of_prompts(shelf, selection.folders, selection.prompts, plan.now)
-        return
-    group = None if selection.rules.choice is None else selection.rules.choice.group
-    yield from list_parts(
-        shelf.backend,
-        selection.folders,
-        plan.now,
-        plan.skipped,
-        group=group,
-        on_listed=on_listed,
-    )
+) -> Iterator[tuple[Unit | Leftover, Reason | None]]:
+    """Yield what lies where a plan is made for, and why it is deleted; None: it stays."""
+    # A pin ends by the clock that is behind.
+    plan.pins = Pins.read(shelf.backend, plan.now if plan.old_at == NEVER_OLD else plan.old_at)
+    if plan.prompts is not None:
+        parts = _of_prompts(shelf, plan.folders, plan.prompts, plan.now)
+    else:
+        group = None if plan.rules.choice is None else plan.rules.choice.group
+        parts = list_parts(
+            shelf.backend, plan.folders, plan.now, plan.skipped, group=group, on_listed=on_listed
+        )
+    for part in parts:
+        for leftover in part.leftovers:
+            old = is_old(leftover, plan.rules, plan.old_at)
+            yield leftover, leftover.reason if old else None
+        for unit in part.units:
+            yield unit, _reason(plan, unit, plan.rules)
+
+
+def _reason(plan: Plan, unit: Unit, rules: Rules) -> Reason | None:
+    scored = score(aged(unit, plan.now), unit.index, plan.same)
+    return reason_to_delete(unit, rules, plan.cuts, scored, plan.old_at, pinned=plan.pins_it(unit))
 
 
 def _of_prompts(
@@ -296,30 +260,9 @@ def _of_prompts(
         found = prompt_objects(backend, folder, fmt, prompts, tails=True)
         names = (each.name for each in found)
         infos = in_parallel(backend.info, names, threads_for_calls(backend))
-        part = Part()
-        rows = (info for _, info in infos if info is not None)
+        part, rows = Part(), (info for _, info in infos if info is not None)
         part.add_rows(rows, now, shared=backend.properties.shared)
         yield part
-
-
-def _choose(plan: Plan, unit: Unit, reason: Reason) -> None:
-    plan.choose(reason, unit.nbytes, len(unit.names))
-    plan.freed += unit.nbytes
-    if reason is Reason.CHOSEN:
-        at = unit.space, unit.group
-        part = plan.parts.setdefault(at, GroupPart(*at))
-        part.objects += len(unit.names)
-        part.bytes += unit.nbytes
-        part.last_used = max(part.last_used, unit.used)
-
-
-def _would_go(plan: Plan, unit: Unit) -> bool:
-    """Whether a bound or a choice may delete a unit if it is not pinned."""
-    rules = plan.selection.rules
-    return (
-        rules.choice is None
-        or reason_to_delete(unit, rules, {}, 0.0, plan.old_at, pinned=False) is not None
-    )
 
 
 # ------------------------------------------------------------------------- bounds
@@ -334,7 +277,7 @@ def _cut(plan: Plan, groups: dict[str, _Group]) -> None:
     if not len(ages):
         return
     plan.same = min(max(_LEAST_SAME, float(np.median(ages)) * _SAME_PART), _MOST_SAME)
-    bound, quota = plan.selection.max_bytes, plan.selection.group_max_bytes
+    bound, quota = plan.max_bytes, plan.group_max_bytes
     left: list[_Columns] = []
     for where, one in groups.items():
         scores = np.fromiter(map(score, one.aged, one.index, repeat(plan.same)), float)
@@ -343,7 +286,7 @@ def _cut(plan: Plan, groups: dict[str, _Group]) -> None:
             columns = _take(plan, where, Reason.GROUP, columns, one.held - LOW * quota)
         left.append(columns)
     if bound is not None:
-        free = plan.before.nbytes - plan.freed - LOW * bound
+        free = plan.after - LOW * bound
         scores, nbytes, files = map(np.concatenate, zip(*left, strict=True))
         _take(plan, "", Reason.SIZE, (scores, nbytes, files), free)
 
@@ -367,7 +310,6 @@ def _take(plan: Plan, where: str, reason: Reason, columns: _Columns, free: float
     order = np.argsort(scores)[::-1]
     last = int(np.searchsorted(np.cumsum(nbytes[order]), free))
     plan.cuts[where] = cut = float(scores[order[min(last, len(order) - 1)]])
-    taken, freed = scores >= cut, int(nbytes[scores >= cut].sum())
-    plan.choose(reason, freed, int(files[taken].sum()))
-    plan.freed += freed
+    taken = scores >= cut
+    plan.choose(reason, int(nbytes[taken].sum()), int(files[taken].sum()))
     return scores[~taken], nbytes[~taken], files[~taken]

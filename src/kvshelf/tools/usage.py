@@ -44,6 +44,12 @@ class Row:
     bytes: int = 0
     last_used: float = 0.0
 
+    def add(self, unit: Unit) -> None:
+        """Count the objects of a unit."""
+        self.objects += len(unit.names)
+        self.bytes += unit.nbytes
+        self.last_used = max(self.last_used, unit.used)
+
 
 @dataclass(slots=True)
 class Usage:
@@ -114,10 +120,7 @@ def measure(
     for part in list_parts(backend, folders, now, usage.skipped, on_listed=on_listed):
         for unit in part.units:
             name = name_of(unit, now)
-            row = rows.setdefault(name, Row(name))
-            row.objects += len(unit.names)
-            row.bytes += unit.nbytes
-            row.last_used = max(row.last_used, unit.used)
+            rows.setdefault(name, Row(name)).add(unit)
         for sort, total in part.others.items():
             usage.others.setdefault(sort, Total()).add(total.nbytes, total.count)
     if by == "age":
