@@ -720,7 +720,7 @@ def delete(
                 outcome.kept.add(kept.nbytes, kept.count)
                 outcome.gone.add(gone.nbytes, gone.count)
                 outcome.failed += len(problems)
-                outcome.error = next(iter([outcome.error or error, *problems]), None)
+                outcome.error = outcome.error or error or next(iter(problems), None)
             on_progress(outcome)
             if error is not None:
                 outcome.error = error
