@@ -173,7 +173,7 @@ def _closing(url: str, usage: Usage, kept: Kept, pins: Pins) -> str:
     parts = [f"{url}: {number(usage.objects, 'object')}, {size_text(usage.bytes)}"]
     parts += [
         f"{number(total.count, f'{name} file')}: {size_text(total.nbytes)}"
-        for name, total in usage.others.items()
+        for name, total in sorted(usage.others.items())
     ]
     if usage.space is not None:
         free, total = size_text(usage.space.free), size_text(usage.space.total)
