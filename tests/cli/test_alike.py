@@ -212,7 +212,7 @@ def test_each_object_has_errors_also_when_a_command_fails_midway(
 
     if arguments[0] == "seed":
         return
-    for method in ("list", "folders", "stat", "open", "now"):
+    for method in ("list", "folders", "stat", "open"):
         monkeypatch.setattr(PosixBackend, method, fail)
     result = run(*given, *more, "--json")
     assert result.exit_code == 3, result.output
@@ -243,7 +243,7 @@ def test_an_interrupted_deletion_tells_what_was_done(
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvshelf.cli.deletion.carry_out", stop)
+    monkeypatch.setattr("kvshelf.cli.deletion.delete_picked", stop)
     more = ["--max-bytes", "20KB"] if name == "gc" else ["--group", "_"]
     row = report(name, shelf, *more, "--yes", code=130)
     assert (row["interrupted"], row["dry_run"]) == (True, False)

@@ -446,7 +446,7 @@ def test_markers_change_nothing_of_what_is_listed_and_checked(shelf: Path) -> No
     marker.touch()
     (after,) = lines(run("ls", shelf, "--json"))
     assert after["by"] == before["by"]
-    assert after["others"]["markers"]["files"] == 1
+    assert after["others"]["marker"]["files"] == 1
     result = run("doctor", shelf)
     assert result.exit_code == 0
     assert "gather/scatter" in result.stdout
@@ -524,7 +524,7 @@ def test_doctor_does_not_mind_that_it_may_not_delete(
     found = checks(result)["delete"]
     assert found["state"] == "note"
     assert "not permitted" in found["found"]
-    assert ".kvshelf/doctor-" in found["hint"]
+    assert "deleted as any temporary" in found["hint"]
 
 
 def test_doctor_notices_a_storage_that_returns_something_else(

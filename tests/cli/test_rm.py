@@ -5,25 +5,21 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvshelf.backends.clock import StorageClock
 
 from kvshelf.backends import base
 from kvshelf.backends.base import probe
-from kvshelf.capacity import marks
-from kvshelf.capacity.deletion import carry_out
-from kvshelf.capacity.rules import NO_RULES, Choice
+from kvshelf.capacity.visit import Choice, Outcome, Rules, delete
 from kvshelf.errors import PermanentStorageError
 from kvshelf.format.keys import KeyChain, salt_group_of
 from kvshelf.format.names import parse_path
 from kvshelf.format.namespace import Namespace
 from kvshelf.shelf.shelf import Shelf, open_shelf
-from kvshelf.tools.plans import plan_for
+from kvshelf.tools.plans import Plan, make, pick
 from tests.sim.storage import Fault, FaultyStorage
 from tests.support.filled import CHUNK, hybrid, namespace, prompt
 from tests.support.places import Place
@@ -92,7 +88,7 @@ def test_a_salt_group_goes_in_all_namespaces_or_in_one(place: Place) -> None:
     group = salt_group_of("tenant")
     assert rm(place, "--group", group, "-n", ONE.folder)["objects"] == 4
     found = rm(place, "--group", group, "--yes")
-    assert {part["namespace"] for part in found["parts"]} == {ONE.folder, OTHER.folder}
+    assert {row["name"] for row in found["rows"]} == {f"{of.folder}/{group}" for of in (ONE, OTHER)}
     assert found["deleted"]["removed"] == 4 + 7
     assert all("/_/" in name for name in place.names())
     assert len(place.names()) == 10 + 14
@@ -121,10 +117,10 @@ def test_prompts_go_with_all_kinds_shards_and_tails(place: Place, tmp_path: Path
     )
     found = rm(place, "--prompts", file, "--yes")
     # Without its beginning, the prompt is not stored in this namespace's group _.
-    assert {(part["namespace"], part["group"], part["objects"]) for part in found["parts"]} == {
-        (ONE.folder, "_", 2),
-        (ONE.folder, salt_group_of("tenant"), 4),
-        (OTHER.folder, "_", 14),
+    assert {row["name"]: row["objects"] for row in found["rows"]} == {
+        f"{ONE.folder}/_": 2,
+        f"{ONE.folder}/{salt_group_of('tenant')}": 4,
+        f"{OTHER.folder}/_": 14,
     }
     left = keys(place.names())
     assert left == keys_of(ONE, prompt(0, chunks=1) + prompt(1, chunks=2)) | keys_of(
@@ -152,8 +148,8 @@ def test_a_pin_ends_by_the_clock_that_is_behind(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert place.run("pin", "mine", "-n", ONE.folder, "--until", "10m").exit_code == 0
-    monkeypatch.setattr(StorageClock, "ask", lambda _: time.time() + 1800)
-    found = rm(place, "-n", ONE.folder)
+    monkeypatch.setattr("kvshelf.cli.deletion.storage_time", lambda _: time.time() + 1800)
+    found = rm(place, "-n", ONE.folder, "--yes")
     assert (found["pinned"], found["objects"]) == (14, 0)
 
 
@@ -181,9 +177,10 @@ def test_what_a_pin_of_a_later_version_may_cover_stays(place: Place) -> None:
 def later(monkeypatch: pytest.MonkeyPatch) -> float:
     """It is three days after what was just written."""
     now = time.time() + 3 * 86400
-    monkeypatch.setattr(StorageClock, "ask", lambda clock: now)
-    monkeypatch.setattr(StorageClock, "now", lambda clock: now)
-    monkeypatch.setattr(base, "time", SimpleNamespace(time=lambda: now))
+    clock = SimpleNamespace(time=lambda: now)
+    monkeypatch.setattr("kvshelf.cli.deletion.storage_time", lambda _: now)
+    monkeypatch.setattr("kvshelf.cli.deletion.time", clock)
+    monkeypatch.setattr(base, "time", clock)
     return now
 
 
@@ -207,7 +204,7 @@ def use(root: str, name: str, when: float) -> None:
     os.utime(path, (when, path.stat().st_mtime))
 
 
-def test_a_use_counts_by_its_time_or_its_mark(tmp_path: Path, later: float) -> None:
+def test_a_use_counts_by_its_time(tmp_path: Path, later: float) -> None:
     place = Place(str(tmp_path / "shelf"))
     place.fill(ONE, prompt(1, chunks=4))
     names = sorted(place.names())
@@ -215,18 +212,24 @@ def test_a_use_counts_by_its_time_or_its_mark(tmp_path: Path, later: float) -> N
     for name in names:
         if f"-{chunks[0].index}-" in name:
             use(place.url, name, later - 3600)
-    with place.open() as shelf:
-        marks.write(shelf.backend, [marks.Batch(ONE.folder, 7200.0, chunks[1].key[:16])])
-    (mark,) = Path(place.url, marks.MARKS).iterdir()
-    os.utime(mark, (later, later))
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps(prompt(1, chunks=4)))
-    assert rm(place, "--unused-for", "1d")["objects"] == 4
-    assert rm(place, "--unused-for", "1d", "--prompts", file)["objects"] == 4
-    assert rm(place, "--unused-for", "90m")["objects"] == 6
+    assert rm(place, "--unused-for", "1d")["objects"] == 6
+    assert rm(place, "--unused-for", "1d", "--prompts", file)["objects"] == 6
+    assert rm(place, "--unused-for", "30m")["objects"] == 8
     assert rm(place, "--unused-for", "4d")["objects"] == 0
-    assert rm(place, "--unused-for", "1d", "--yes")["deleted"]["removed"] == 4
-    assert keys(place.names()) == {chunk.key for chunk in chunks[:2]}
+    assert rm(place, "--unused-for", "1d", "--yes")["deleted"]["removed"] == 6
+    assert keys(place.names()) == {chunks[0].key}
+
+
+def made(shelf: Shelf, choice: Choice, now: float) -> Plan:
+    plan = Plan(Rules(leftovers=None, choice=choice), folders=[ONE.folder])
+    make(shelf, plan, now)
+    return plan
+
+
+def carried_out(shelf: Shelf, plan: Plan) -> Outcome:
+    return delete(shelf.backend, pick(shelf, plan), now=plan.now)
 
 
 def test_a_chunk_of_which_an_object_is_used_meanwhile_stays(tmp_path: Path, later: float) -> None:
@@ -234,23 +237,11 @@ def test_a_chunk_of_which_an_object_is_used_meanwhile_stays(tmp_path: Path, late
     place.fill(ONE, prompt(1, chunks=3))
     names = sorted(place.names())
     with open_shelf(place.url) as shelf:
-        found, _ = plan_for(shelf, replace(NO_RULES, choice=Choice(unused_for=86400.0)))
-        assert int(found.counts().sum()) == 6
+        plan = made(shelf, Choice(unused_for=86400.0), later)
+        assert plan.files == 6
         use(place.url, names[0], later)
-        outcome = carry_out(shelf.backend, found)
-    assert (outcome.count, outcome.kept.count) == (4, 2)
+        assert carried_out(shelf, plan).count == 4
     assert names[0] in place.names()
-
-
-def test_the_ends_of_prompts_go_first(tmp_path: Path) -> None:
-    place = Place(str(tmp_path / "shelf"))
-    place.fill(ONE, prompt(1, chunks=9))
-    with open_shelf(place.url) as shelf:
-        found, _ = plan_for(shelf, replace(NO_RULES, choice=Choice()), [ONE.folder])
-        names = [name for name, _ in found.names()]
-        indexes = [parsed.index for name in names if (parsed := parse_path(name)) is not None]
-        assert indexes == sorted(indexes, reverse=True)
-        assert len(indexes) == 18
 
 
 def test_the_rest_of_what_the_storage_refuses_goes(tmp_path: Path) -> None:
@@ -262,14 +253,13 @@ def test_the_rest_of_what_the_storage_refuses_goes(tmp_path: Path) -> None:
             Fault("delete", "*-1-0of2.safetensors", error=PermanentStorageError("not yours")),
         )
         with Shelf(refused) as shelf:
-            found, _ = plan_for(shelf, replace(NO_RULES, choice=Choice()), [ONE.folder])
-            outcome = carry_out(shelf.backend, found)
+            outcome = carried_out(shelf, made(shelf, Choice(), time.time()))
     assert (outcome.count, outcome.failed, str(outcome.error)) == (5, 1, "not yours")
     (left,) = place.names()
     assert left.endswith("-1-0of2.safetensors")
 
 
-def test_foreign_files_links_and_other_versions_stay(tmp_path: Path) -> None:
+def test_foreign_files_and_links_stay(tmp_path: Path) -> None:
     place = Place(str(tmp_path / "shelf"))
     place.fill(ONE, prompt(1, chunks=2))
     names = sorted(place.names())
@@ -283,17 +273,11 @@ def test_foreign_files_links_and_other_versions_stay(tmp_path: Path) -> None:
     (root / "notes.txt").write_text("mine")
     folder = root / ONE.folder
     (folder / "_" / "notes.safetensors").write_text("mine")
-    newer = root / "model-00112233445566aa"
-    (newer / "_" / "00").mkdir(parents=True)
-    (newer / "namespace.json").write_text('{"format":"kvshelf/2"}')
-    stays = newer / "_" / "00" / f"{'00' * 32}-0-0of1.safetensors"
-    stays.write_bytes(b"of another version")
-    found = rm(place, "-n", ONE.folder, "-n", newer.name, "--yes")
+    found = rm(place, "-n", ONE.folder, "--yes")
     assert found["deleted"]["removed"] == 2
     assert elsewhere.read_bytes() == b"mine"
     assert (root / names[0]).is_symlink()
     assert (root / names[1]).is_dir()
-    assert stays.exists()
     assert {path.name for path in (folder / "_").iterdir() if path.is_file()} == {
         "notes.safetensors"
     }
@@ -326,8 +310,8 @@ def test_a_shelf_that_takes_no_changes_keeps_all(tmp_path: Path) -> None:
     place = Place(str(tmp_path / "shelf"))
     place.fill(ONE, prompt(1, chunks=1))
     with open_shelf(place.url, read_only=True) as shelf:
-        found, _ = plan_for(shelf, replace(NO_RULES, choice=Choice()), [ONE.folder])
-        assert "read-only" in str(carry_out(shelf.backend, found).error)
+        plan = made(shelf, Choice(), time.time())
+        assert "read-only" in str(carried_out(shelf, plan).error)
     assert len(place.names()) == 2
 
 

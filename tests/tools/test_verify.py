@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import shutil
 import time
@@ -15,6 +14,7 @@ import pytest
 
 from kvshelf.backends import base, open_backend
 from kvshelf.backends.posix import PosixBackend
+from kvshelf.errors import PermanentStorageError
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tools.verify import verify_shelf
 from tests.support import commands
@@ -145,26 +145,10 @@ def test_what_cannot_hit_is_counted(shelf: Path) -> None:
     assert "2 incomplete chunks" in run(shelf).stdout
 
 
-def test_another_version_of_the_format_is_left_alone(shelf: Path) -> None:
-    import hashlib
-
-    record = dict(namespace().record) | {"format": "kvshelf/2", "cipher": "x"}
-    data = json.dumps(record, separators=(",", ":"), sort_keys=True).encode()
-    folder = f"new-{hashlib.sha256(data).hexdigest()[:16]}"
-    inner = objects(shelf / FOLDER)[0].relative_to(shelf / FOLDER)
-    (shelf / folder / inner).parent.mkdir(parents=True)
-    (shelf / folder / inner).write_bytes(b"what nobody knows")
-    (shelf / folder / "namespace.json").write_bytes(data)
-    age(shelf)
-    found = report(shelf, "--repair", "--yes")
-    assert (found["other_versions"], found["bad"], found["sound"]) == (1, 0, True)
-    assert (shelf / folder / inner).exists()
-
-
 # ------------------------------------------------------------------------------ beside objects
 
 
-def test_orphans_are_removed_when_they_are_old(
+def test_leftovers_are_removed_when_they_are_old(
     shelf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = objects(shelf)[0]
@@ -175,20 +159,40 @@ def test_orphans_are_removed_when_they_are_old(
     for each in (old, young, foreign):
         each.write_bytes(b"x" * 100)
     found = report(shelf, "--repair", "--yes")
-    assert (found["orphans"], found["removed"], found["sound"]) == (0, 0, True)
+    assert (found["leftovers"], found["removed"], found["sound"]) == (0, 0, True)
     later = time.time() + 8 * 86400
-    monkeypatch.setattr(PosixBackend, "now", lambda _: later)
-    assert report(shelf)["orphans"] == 0, "the clocks differ"
-    monkeypatch.setattr(base, "time", SimpleNamespace(time=lambda: later))
+    clock = SimpleNamespace(time=lambda: later, monotonic=time.monotonic)
+    monkeypatch.setattr("kvshelf.tools.verify.time", clock)
+    monkeypatch.setattr("kvshelf.tools.verify.storage_time", lambda _: later)
+    assert report(shelf)["leftovers"] == 0, "the clocks differ"
+    monkeypatch.setattr(base, "time", clock)
     os.utime(young, (later, later))
     found = report(shelf)
-    assert (found["orphans"], found["orphan_bytes"], found["sound"]) == (1, 100, True)
-    assert "1 orphans (100 B)" in run(shelf).stdout
+    assert (found["leftovers"], found["leftover_bytes"], found["sound"]) == (1, 100, True)
+    assert "1 leftovers (100 B)" in run(shelf).stdout
     assert old.exists()
     other = next(each for each in (FOLDER, HYBRID.folder) if each != folder)
     assert report(shelf, "--repair", "--yes", "-n", other)["removed"] == 0
     assert report(shelf, "--repair", "--yes")["removed"] == 1
     assert (old.exists(), young.exists(), foreign.exists()) == (False, True, True)
+
+
+def test_a_folder_that_cannot_be_listed_is_named(
+    shelf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = objects(shelf)[0].parent
+    rest = len(objects(shelf)) - len(objects(bad))
+    real = PosixBackend.list
+
+    def refuse(self: PosixBackend, prefix: str = "", **options: Any) -> Any:
+        if prefix == str(bad.relative_to(shelf)):
+            raise PermanentStorageError(13, "EACCES", prefix)
+        return real(self, prefix, **options)
+
+    monkeypatch.setattr(PosixBackend, "list", refuse)
+    found = report(shelf, code=1)
+    assert (found["unlisted"], found["intact"], found["sound"]) == (1, rest, False)
+    assert found["problems"][0]["name"] == str(bad.relative_to(shelf))
 
 
 # ------------------------------------------------------------------------------ samples
