@@ -20,7 +20,7 @@ from kvshelf.cli.common import guarded, option
 _CODES: Final = ", ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())
 #: What each command does, and the arguments of an example, in the order of the help.
 COMMANDS: Final = {
-    "ls": ("List namespaces, their space and last use, the last sweep, pins.", "/mnt/kv --by age"),
+    "ls": ("List namespaces, their space and last use, bounds, pins.", "/mnt/kv --by age"),
     "verify": ("Verify objects, all or some; show their headers; repair.", "/mnt/kv --sample 1%"),
     "explain": ("Say why prompts miss.", "/mnt/kv prompts.jsonl"),
     "copy": (

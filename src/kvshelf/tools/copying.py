@@ -13,7 +13,7 @@ Contracts
   are skipped.
 * The source is never changed. Objects that vanish from it during the copy are not a failure; a
   namespace folder that vanishes is an error, because the source may have been unmounted.
-* Only objects and ``namespace.json`` are copied; marks, temporaries and foreign files are not.
+* Only objects and ``namespace.json`` are copied; temporaries and foreign files are not.
   An existing folder of the namespace at the target is used, whatever its slug.
 * A storage error with one object is retried after growing pauses, then counted and reported.
   The copy ends with an error if the target is read-only or full, or if every object fails.
