@@ -22,11 +22,11 @@ import re
 import time
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
-from typing import Final, Literal, NamedTuple, TypeAlias, TypedDict
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from xxhash import xxh3_128_hexdigest
 
@@ -43,8 +43,6 @@ WriteMode: TypeAlias = Literal["create", "replace"]
 #: A *high-latency* storage is one whose probe takes at least this many seconds. On any other
 #: storage, probing thousands of objects takes less time than a search that probes few of them.
 HIGH_LATENCY_SECONDS: Final = 75e-6
-#: The reserved folder of the root in which :meth:`Backend.now` may write a temporary.
-CLOCK_FOLDER: Final = ".kvshelf"
 
 
 class NotRegular(Enum):
@@ -61,7 +59,7 @@ StatResult: TypeAlias = "int | None | NotRegular | StorageError"
 
 StatResults: TypeAlias = "list[StatResult]"  # inside the classes `list` is a method
 
-#: Answers of :meth:`Backend.delete_all`: deleted, was gone, or why not.
+#: Answers of :meth:`Backend.delete`: deleted, was gone, or why not.
 DeleteResults: TypeAlias = "list[bool | StorageError]"
 
 
@@ -74,10 +72,10 @@ class WriteResult(Enum):
 
 
 class Touched(Enum):
-    """Whether a storage can record uses in access times.
+    """Whether a storage can record uses of objects.
 
     TOUCHED: it can. A use that it could not record for a passing reason is lost.
-    REFUSED: it has no access times, or this user may not set those of the object.
+    REFUSED: it has no way to do so, or this user may not: ages go by the last change.
     """
 
     TOUCHED = "touched"
@@ -157,7 +155,7 @@ class Properties:
     probes_at_once : int
         Number of names for which one call of ``stat`` takes little longer than for one.
     deletes_at_once : int
-        The same for ``delete_all``.
+        The same for ``delete``.
     probe_cost : float
         Seconds for one probe, typical or as measured.
     read_only : bool
@@ -166,6 +164,12 @@ class Properties:
         :meth:`Backend.set_aside` renames the entry; False: it deletes the object.
     temporaries : bool
         A writer that is killed may leave a temporary, see :func:`final_name`.
+    renews : bool
+        :meth:`Backend.touch` writes the object anew.
+    shared : bool
+        Others than the owner of the root may write.
+    versions : bool
+        The storage is known to keep older versions of what is replaced or deleted.
     deadlines : Deadlines
         Upper bounds for calls when the storage works.
     available : bool
@@ -185,6 +189,9 @@ class Properties:
     read_only: bool = False
     sets_aside: bool = False
     temporaries: bool = False
+    renews: bool = False
+    shared: bool = False
+    versions: bool = False
     deadlines: Deadlines = Deadlines()
     available: bool = True
 
@@ -194,18 +201,21 @@ class Properties:
         return self.probe_cost >= HIGH_LATENCY_SECONDS
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectInfo:
+class ObjectInfo(NamedTuple):
     """One row of a listing: name, size in bytes, times in seconds since the epoch.
 
     `ctime` is the last change of the entry itself (its times, links, owner), where that is known.
+    `held` is the bytes that the storage holds for it, which every backend sets: fewer than `size`
+    where a file has holes.
     """
 
+    # Not a dataclass, which takes four times as long to make: a listing has millions of rows.
     name: str
     size: int
     mtime: float
     atime: float | None = None
     ctime: float | None = None
+    held: int = -1
 
 
 class Reader(ABC):
@@ -300,14 +310,6 @@ class Checked(NamedTuple):
     checking: float
 
 
-class ListOptions(TypedDict, total=False):
-    """What :meth:`Backend.list` takes by name, for callers that pass it on."""
-
-    hidden: bool
-    wanted: Callable[[str], bool] | None
-    after: str | None
-
-
 class Backend(ABC):
     """A storage of one kind, below one root."""
 
@@ -333,7 +335,7 @@ class Backend(ABC):
 
     @abstractmethod
     def info(self, name: str) -> ObjectInfo | None:
-        """Return size and times of the entry at `name`, of any type; None if missing.
+        """Return size and times of the entry at `name`, of any type, folders too; None if missing.
 
         Raises
         ------
@@ -371,7 +373,7 @@ class Backend(ABC):
         """Read objects and check them, those of them for which one call does it all.
 
         The others are read through :meth:`open`, which also says what is wrong with them. So are
-        all objects by default, and those of wrappers that change :meth:`open`.
+        all objects by default. A wrapper that changes :meth:`open` has to change this as well.
 
         Parameters
         ----------
@@ -421,20 +423,15 @@ class Backend(ABC):
             If the write failed for another reason.
         """
 
-    def write_marker(self, name: str) -> WriteResult:
-        """Create an empty object, also where larger ones are refused. Raises as :meth:`write`."""
-        return self.write(name, [b""])
-
     @abstractmethod
     def list(
         self,
         prefix: str = "",
         *,
         hidden: bool = False,
-        wanted: Callable[[str], bool] | None = None,
-        after: str | None = None,
+        between: tuple[str, str] | None = None,
     ) -> Iterator[ObjectInfo]:
-        """Stream all objects below the folder `prefix`, each time in the same order of folders.
+        """Stream all objects below the folder `prefix`, in any order.
 
         Objects that are created or deleted meanwhile may be missed. A missing folder is empty.
 
@@ -448,18 +445,14 @@ class Backend(ABC):
             counts nor deletes them there. Where :attr:`Properties.sets_aside` holds, an entry with
             the name of a temporary is listed whatever it is, and not opened; other links and
             special files are listed nowhere.
-        wanted : Callable, optional
-            Called with the name of each entry before anything else is asked about it: what it
-            refuses is left out, a folder with all that is in it. A storage without folders calls
-            it for objects only.
-        after : str, optional
-            The last name of a folder that an earlier listing came to, which then came to another
-            folder: the listing continues there.
+        between : tuple of str, optional
+            Only what lies in folders directly in `prefix`, from the first of these names to the
+            last. Other folders are not opened.
 
         Raises
         ------
         StorageError
-            If the storage failed.
+            If the storage failed, also to list one of the folders.
         """
 
     @abstractmethod
@@ -473,24 +466,16 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def delete(self, name: str) -> bool:
-        """Remove one entry (never a link's target); return False if it did not exist.
+    def delete(self, names: Sequence[str]) -> DeleteResults:
+        """Remove entries (never a link's target), by few requests where the storage has such.
 
-        Raises
-        ------
-        NotRegularError
-            If the entry is a folder. Where folders can be set aside one that is empty is removed.
-        StorageError
-            If the storage failed.
-        """
-
-    def delete_all(self, names: Sequence[str]) -> DeleteResults:
-        """Remove objects, by few requests where the storage has some for many.
+        Of folders only those that are empty are removed, on a directory. Elsewhere there are none,
+        or they are refused like one that is not empty: with NotRegularError.
 
         Returns
         -------
         list of bool or StorageError
-            For each name what :meth:`delete` returns or raises; True for what was gone where the
+            For each name whether it was there, or why it still is; True for what was gone where the
             storage does not report it. After an error that may pass the others are not tried, and
             have the same answer. Any of them may be gone if the process is killed meanwhile.
 
@@ -499,17 +484,6 @@ class Backend(ABC):
         ObjectNameError
             If a name is not safe: an error of the caller.
         """
-        for name in names:
-            check_name(name)
-        answers: DeleteResults = []
-        for name in names:
-            try:
-                answers.append(self.delete(name))
-            except StorageError as error:
-                answers.append(error)
-                if error.retryable:
-                    break
-        return answers + answers[-1:] * (len(names) - len(answers))
 
     def set_aside(self, name: str) -> bool:
         """Rename the entry at `name` (file, link, FIFO, folder) to a temporary's name in its place.
@@ -523,38 +497,27 @@ class Backend(ABC):
         StorageError
             If the storage failed.
         """
-        return self.delete(name)
+        return delete_one(self, name)
 
-    def touch(self, name: str) -> Touched:
-        """Record a use of the object: set its access time, never its mtime. Best effort.
+    def touch(self, name: str, before: float = math.inf) -> Touched:
+        """Record a use of the object, in one of its times. Best effort.
 
-        REFUSED, as by default, says that another way to record uses is needed. A missing object is
-        none: TOUCHED.
-        """
-        check_name(name)
-        return Touched.REFUSED
-
-    def space(self) -> Space | None:
-        """Return the space on the storage; None if the storage does not report it.
+        A directory sets the access time, never the mtime; or the ctime, where the file is another
+        user's. Where :attr:`Properties.renews` holds, the object is written anew, with the same
+        bytes: if it was last changed before `before`, in seconds since the epoch by the clock of
+        the storage. REFUSED, as by default, costs no request once it is known. A missing object is
+        no reason for it.
 
         Raises
         ------
         StorageError
             If the storage failed.
         """
-        return None
+        check_name(name)
+        return Touched.REFUSED
 
-    def now(self) -> float | None:
-        """Return the time by the storage's own clock, in seconds since the epoch.
-
-        That is what the mtime of an object written now would be, to the resolution of the storage.
-        Ages of objects are differences of this and of their times: the clock of this machine may
-        be another. Deletions because of an age use :func:`time_for_ages` too.
-
-        Returns
-        -------
-        float or None
-            None: the storage does not report it, or only after a write, and takes none.
+    def space(self) -> Space | None:
+        """Return the space on the storage; None if the storage does not report it.
 
         Raises
         ------
@@ -570,14 +533,6 @@ class Backend(ABC):
         """
         return None
 
-    def read_into(self, name: str, buffer: memoryview, offset: int = 0) -> int:
-        """Open, read `len(buffer)` bytes from `offset`, close; return the number of bytes read.
-
-        That is no use of the object: where it can, a storage leaves its access time as it is.
-        """
-        with self.open(name) as reader:
-            return reader.read_into(buffer, offset)
-
     def close(self) -> None:
         """Release connections and threads. Idempotent."""
 
@@ -588,6 +543,35 @@ def probe(backend: Backend, name: str) -> int | NotRegular | None:
     if isinstance(answer, StorageError):
         raise answer
     return answer
+
+
+def read_into(backend: Backend, name: str, buffer: memoryview, offset: int = 0) -> int:
+    """Open, read `len(buffer)` bytes from `offset`, close; return the number of bytes read."""
+    with backend.open(name) as reader:
+        return reader.read_into(buffer, offset)
+
+
+def delete_one(backend: Backend, name: str) -> bool:
+    """Remove one entry, see :meth:`Backend.delete`; raise what that would answer as an error."""
+    answer = backend.delete([name])[0]
+    if isinstance(answer, StorageError):
+        raise answer
+    return answer
+
+
+def delete_each(names: Sequence[str], delete: Callable[[str], bool]) -> DeleteResults:
+    """Answer for :meth:`Backend.delete` by a call for each name, which returns or raises."""
+    for name in names:
+        check_name(name)
+    answers: DeleteResults = []
+    for name in names:
+        try:
+            answers.append(delete(name))
+        except StorageError as error:
+            answers.append(error)
+            if error.retryable:
+                break
+    return answers + answers[-1:] * (len(names) - len(answers))
 
 
 _TEMPORARY: Final = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp", re.ASCII)
@@ -620,30 +604,6 @@ NEVER_OLD: Final = -math.inf
 _apart_log: Final = RateLimitedLog(logger, seconds=3600.0)
 
 
-def folders_left(folders: Iterable[str], after: str | None) -> list[str]:
-    """Return the folders in one folder that are still to be listed, the first of them last.
-
-    Parameters
-    ----------
-    folders : Iterable of str
-        Their names.
-    after : str or None
-        See :meth:`Backend.list`. What is listed in one folder comes before the folders in it.
-    """
-    left = (f"{folder}/" for folder in folders)
-    if after is not None:
-        done = after[: after.rfind("/") + 1]
-        left = (folder for folder in left if folder > done or done.startswith(folder))
-    return [folder[:-1] for folder in sorted(left, reverse=True)]
-
-
-def is_behind(folder: str, after: str | None) -> bool:
-    """Whether what is listed directly in a folder is left out because of `after`."""
-    if after is None:
-        return False
-    return not folder or after[: after.rfind("/") + 1].startswith(f"{folder}/")
-
-
 def time_for_ages(now: float, url: str) -> float:
     """Return the time by which files are old enough to be deleted.
 
@@ -654,7 +614,7 @@ def time_for_ages(now: float, url: str) -> float:
     Parameters
     ----------
     now : float
-        The storage's time, see :meth:`Backend.now`.
+        The storage's time: the mtime of what was written now.
     url : str
         The storage, for the warning.
     """

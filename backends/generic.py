@@ -28,18 +28,18 @@ import asyncio
 import errno
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Any, Final
 from urllib.parse import quote, unquote, urlsplit
 
 from kvshelf.backends.base import (
-    CLOCK_FOLDER,
     NOT_REGULAR,
     Backend,
     BytesLike,
     Deadlines,
+    DeleteResults,
     ObjectInfo,
     Properties,
     Reader,
@@ -49,9 +49,8 @@ from kvshelf.backends.base import (
     WriteResult,
     check_folder,
     check_name,
+    delete_each,
     endless_listing,
-    folders_left,
-    is_behind,
     probe,
     temporary_name,
 )
@@ -468,23 +467,20 @@ class GenericBackend(Backend):
         prefix: str = "",
         *,
         hidden: bool = False,
-        wanted: Callable[[str], bool] | None = None,
-        after: str | None = None,
+        between: tuple[str, str] | None = None,
     ) -> Iterator[ObjectInfo]:
         """Stream all objects below `prefix`, with one listing per folder."""
         pending = [check_folder(prefix)]
         while pending:
-            folder = pending.pop()
-            listed = is_behind(folder, after)
-            inner: list[str] = []
-            for name, found in self._entries(folder, hidden=hidden):
-                if wanted is not None and not wanted(name):
+            for name, found in self._entries(pending.pop(), hidden=hidden):
+                base = name.rpartition("/")[2]
+                if between is not None and not between[0] <= base <= between[1]:
                     continue
                 if _is_folder(found):
-                    inner.append(name)
-                elif not listed and _is_file(found):
+                    pending.append(name)
+                elif between is None and _is_file(found):
                     yield _object_info(name, found)
-            pending += folders_left(inner, after)
+            between = None
 
     def folders(self, prefix: str = "") -> Sequence[str]:
         """Names of the folders directly below `prefix`."""
@@ -536,8 +532,11 @@ class GenericBackend(Backend):
 
     # ------------------------------------------------------------------------------ other changes
 
-    def delete(self, name: str) -> bool:
-        """Remove one object."""
+    def delete(self, names: Sequence[str]) -> DeleteResults:
+        """Remove objects one by one."""
+        return delete_each(names, self._delete)
+
+    def _delete(self, name: str) -> bool:
         answer = probe(self, name)
         if answer is None:
             return False
@@ -551,20 +550,6 @@ class GenericBackend(Backend):
         except Exception as exc:
             raise self._translate(exc, "deleting", name, writing=True) from exc
         return True
-
-    def now(self) -> float | None:
-        """Write a temporary, look at its time, and remove it."""
-        name = f"{CLOCK_FOLDER}/{temporary_name('now')}"
-        try:
-            self._write_temporary(self._path(name), b"")
-            found = self._fs.info(self._path(name))
-            self._fs.rm_file(self._path(name))
-        except Exception as exc:
-            error = self._translate(exc, "asking for the time", name, writing=True)
-            if isinstance(error, ReadOnlyStorageError):
-                return None
-            raise error from exc
-        return _object_info(name, found).mtime or None
 
     def close(self) -> None:
         """Do nothing: fsspec's filesystems close their connections themselves."""
@@ -606,4 +591,5 @@ def _object_info(name: str, found: Mapping[str, Any]) -> ObjectInfo:
         if isinstance(value, (int, float)):
             mtime = float(value)
             break
-    return ObjectInfo(name, int(found.get("size") or 0), mtime)
+    size = int(found.get("size") or 0)
+    return ObjectInfo(name, size, mtime, held=size)

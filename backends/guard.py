@@ -62,7 +62,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar, cast
+from typing import Final, Protocol, TypeVar, cast
 
 from kvshelf.backends.base import (
     Backend,
@@ -70,7 +70,6 @@ from kvshelf.backends.base import (
     Checked,
     Deadlines,
     DeleteResults,
-    ListOptions,
     ObjectInfo,
     Properties,
     Reader,
@@ -98,9 +97,6 @@ from kvshelf.errors import (
     TransientStorageError,
     UnavailableStorageError,
 )
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 logger = logging.getLogger(__name__)
 
@@ -310,12 +306,6 @@ class GuardedBackend(WrappedBackend):
             reader = self.inner.open(name)
         return GuardedReader(self, reader, name, begin)
 
-    def read_into(self, name: str, buffer: memoryview, offset: int = 0) -> int:
-        with _Guarded(self, READ, name, self.deadlines.to_read(buffer.nbytes)):
-            count = self.inner.read_into(name, buffer, offset)
-        self._trials.note_worked(READ, name)
-        return count
-
     @property
     def reads_whole(self) -> bool:
         return self.inner.reads_whole
@@ -385,12 +375,19 @@ class GuardedBackend(WrappedBackend):
     ) -> WriteResult:
         """Publish one object, unless the bound on writes forbids it.
 
+        An empty one is written even while the write breaker is open, since a full disk may take it,
+        and is neither bound nor counted, unless it is late.
+
         Raises
         ------
         BoundReachedError
             If it does. Nothing was written, and this says nothing about the storage.
         """
         size = sum(memoryview(buffer).nbytes for buffer in buffers)
+        if not size:
+            seconds = self.deadlines.write
+            with _Guarded(self, PROBE, name, seconds, counts_success=False, counts_failure=False):
+                return self.inner.write(name, buffers, mode)
         bound = self.bound
         if bound is not None and not bound.begin(size):
             raise BoundReachedError(
@@ -409,23 +406,16 @@ class GuardedBackend(WrappedBackend):
         self.written.add(name.partition("/")[0])
         return result
 
-    def write_marker(self, name: str) -> WriteResult:
-        """Create an empty object even while the write breaker is open: a full disk may take it.
-
-        Neither success nor failure counts, unless the call is late.
-
-        Raises
-        ------
-        UnavailableStorageError
-            If the read breaker is open.
-        """
-        with self._uncounted(name):
-            return self.inner.write_marker(name)
-
-    def list(self, prefix: str = "", **options: Unpack[ListOptions]) -> Iterator[ObjectInfo]:
+    def list(
+        self,
+        prefix: str = "",
+        *,
+        hidden: bool = False,
+        between: tuple[str, str] | None = None,
+    ) -> Iterator[ObjectInfo]:
         """Stream the objects below a folder; each step has a deadline of its own."""
         with _Guarded(self, LIST, prefix, self.deadlines.read):
-            rows = iter(self.inner.list(prefix, **options))
+            rows = iter(self.inner.list(prefix, hidden=hidden, between=between))
         while True:
             # No context manager, which would take as long as the row.
             call = self._enter(LIST, prefix, self.deadlines.read)
@@ -443,17 +433,13 @@ class GuardedBackend(WrappedBackend):
         with _Guarded(self, LIST, prefix, self.deadlines.read):
             return self.inner.folders(prefix)
 
-    def delete(self, name: str) -> bool:
-        with _Guarded(self, _DELETE, name, self.deadlines.write):
-            return self.inner.delete(name)
-
-    def delete_all(self, names: Sequence[str]) -> DeleteResults:
+    def delete(self, names: Sequence[str]) -> DeleteResults:
         """Remove objects, with one deadline for each request that this takes."""
         requests = 1
         if len(names) > 1:
             requests = -(-len(names) // self.inner.properties.deletes_at_once)
         seconds = self.deadlines.write * requests
-        return self._answers(_DELETE, names, seconds, lambda: self.inner.delete_all(names))
+        return self._answers(_DELETE, names, seconds, lambda: self.inner.delete(names))
 
     def set_aside(self, name: str) -> bool:
         with _Guarded(self, _WRITE, name, self.deadlines.write):
@@ -464,41 +450,19 @@ class GuardedBackend(WrappedBackend):
         """Whether uses are recorded at present: also while the storage refuses writes."""
         return self.reads.is_closed and (self._refused or self.writes.is_closed)
 
-    def touch(self, name: str) -> Touched:
+    def touch(self, name: str, before: float = math.inf) -> Touched:
         """Record a use of an object unless a breaker is open. Best effort."""
         if self.touches:
-            with _Guarded(self, _TOUCH, name, self.deadlines.write):
-                return self.inner.touch(name)
+            seconds = self.deadlines.write
+            if self.inner.properties.renews:
+                seconds += self.deadlines.read
+            with _Guarded(self, _TOUCH, name, seconds):
+                return self.inner.touch(name, before)
         return Touched.TOUCHED
 
     def space(self) -> Space | None:
         with _Guarded(self, PROBE, "", self.deadlines.probe):
             return self.inner.space()
-
-    def now(self) -> float | None:
-        """Ask for the storage's clock, also while the write breaker is open.
-
-        Neither success nor failure counts, unless the call is late.
-        """
-        with self._uncounted(""):
-            return self.inner.now()
-
-    def _uncounted(self, name: str) -> _Guarded:
-        """Apply the write deadline to a call that says nothing about other writes."""
-        seconds = self.deadlines.write
-        return _Guarded(self, PROBE, name, seconds, counts_success=False, counts_failure=False)
-
-    def tracked_write(self, name: str) -> AbstractContextManager[object]:
-        """Apply the write deadline and breaker to storage calls made outside of this backend.
-
-        A failure counts as a failed write. Success is not counted: the caller may only have read.
-
-        Raises
-        ------
-        UnavailableStorageError
-            If a breaker is open.
-        """
-        return _Guarded(self, _WRITE, name, self.deadlines.write, counts_success=False)
 
     def tracked_probe(self, name: str) -> AbstractContextManager[object]:
         """Apply the deadline and breaker of probes to calls made outside of this backend."""

@@ -35,14 +35,14 @@ import os
 import stat as stat_module
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
 from kvshelf.backends.base import (
     NOT_REGULAR,
     Backend,
     BytesLike,
     Checked,
-    ListOptions,
+    DeleteResults,
     ObjectInfo,
     Properties,
     Reader,
@@ -53,20 +53,18 @@ from kvshelf.backends.base import (
     WriteMode,
     WriteResult,
     check_name,
+    delete_each,
     temporary_name,
 )
 from kvshelf.backends.native import can_read_files, read_whole_files
 from kvshelf.backends.notices import FolderNotices
 from kvshelf.backends.oserrors import storage_error
 from kvshelf.backends.posix_folders import READ, READ_NOATIME, Folders, not_regular
-from kvshelf.backends.posix_listing import Listing, object_info
+from kvshelf.backends.posix_listing import Listing
 from kvshelf.backends.posix_mount import Root
 from kvshelf.backends.posix_publish import Publisher
 from kvshelf.backends.posix_times import Times
 from kvshelf.errors import ConfigError, ObjectNameError, PermanentStorageError, StorageError
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 _DOTS: Final = frozenset(("", ".", ".."))
 
@@ -156,7 +154,7 @@ class PosixBackend(Backend):
         mount = self._place.find_mount()
         self._publisher = Publisher(self._place, self._folders, fsync=fsync)
         self._times = Times(self._place, self._folders, mount)
-        self._listing = Listing(self._place, self._folders)
+        self._listing = Listing(self._place, self._folders, mount)
         self._properties = Properties(
             filesystem=mount.kind,
             atomic_publish=not mount.torn,
@@ -180,18 +178,15 @@ class PosixBackend(Backend):
     @property
     def properties(self) -> Properties:
         """What callers may rely on at present; a refused write expires after a minute."""
-        refused = self._place.read_only
-        conditional, links = self._publisher.conditional, self._publisher.links
-        known = self._properties
-        if (known.read_only, known.conditional_create, known.links) != (
-            refused,
-            conditional,
-            links,
-        ):
-            self._properties = known = replace(
-                known, read_only=refused, conditional_create=conditional, links=links
-            )
-        return known
+        now: dict[str, Any] = {
+            "read_only": self._place.read_only,
+            "conditional_create": self._publisher.conditional,
+            "links": self._publisher.links,
+            "shared": self._folders.shared,
+        }
+        if any(getattr(self._properties, name) != value for name, value in now.items()):
+            self._properties = replace(self._properties, **now)
+        return self._properties
 
     # ------------------------------------------------------------------------------------- probes
 
@@ -256,7 +251,7 @@ class PosixBackend(Backend):
         folder, _, base = check_name(name).rpartition("/")
         with self._folders.opened(folder, "probing", writing=False) as fd:
             try:
-                return None if fd is None else object_info(name, os.lstat(base, dir_fd=fd))
+                return None if fd is None else self._listing.info(name, os.lstat(base, dir_fd=fd))
             except FileNotFoundError:
                 return None
             except OSError as exc:
@@ -266,46 +261,14 @@ class PosixBackend(Backend):
 
     def open(self, name: str) -> PosixReader:
         """Open one file; 4 µs on a local disk."""
-        return self._open(name, self._read_flags)
-
-    def read_into(self, name: str, buffer: memoryview, offset: int = 0) -> int:
-        """Read a part of a file, which is no use of it: its access time stays, if it is our own."""
-        with self._open(name, READ_NOATIME) as reader:
-            return reader.read_into(buffer, offset)
-
-    @property
-    def reads_whole(self) -> bool:
-        """Whether the compiled library is there, and the kernel has `openat2`."""
-        return self._folders.has_openat2 and can_read_files()
-
-    def read_whole(
-        self,
-        start: str,
-        text: bytes,
-        wholes: Sequence[Whole],
-        buffers: Sequence[memoryview],
-        seconds: float = math.inf,
-    ) -> Checked | None:
-        """Read and check files without the GIL."""
-        if not self.reads_whole:
-            return None
-        # The ends alone are checked once for each.
-        check_name(start + wholes[0].end)
-        begin = self._place.base + start
-        checked = read_whole_files(begin, text, wholes, buffers, self._read_flags, seconds)
-        # As after opening one: until then another filesystem may be mounted.
-        self._place.check_at_times()
-        return checked
-
-    def _open(self, name: str, flags: int) -> PosixReader:
         check_name(name)
         path = self._place.base + name
         folder = name.rpartition("/")[0]
         try:
             try:
-                fd = self._folders.open_file(name, flags)
+                fd = self._folders.open_file(name, self._read_flags)
             except PermissionError:
-                if flags == READ:
+                if self._read_flags == READ:
                     raise
                 # Another user's file, whose access time is set by reading it.
                 fd = self._folders.open_file(name, READ)
@@ -331,6 +294,30 @@ class PosixBackend(Backend):
             raise not_regular(errno.EINVAL, kind, path)
         return PosixReader(fd, info.st_size, path)
 
+    @property
+    def reads_whole(self) -> bool:
+        """Whether the compiled library is there, and the kernel has `openat2`."""
+        return self._folders.has_openat2 and can_read_files()
+
+    def read_whole(
+        self,
+        start: str,
+        text: bytes,
+        wholes: Sequence[Whole],
+        buffers: Sequence[memoryview],
+        seconds: float = math.inf,
+    ) -> Checked | None:
+        """Read and check files without the GIL."""
+        if not self.reads_whole:
+            return None
+        # The ends alone are checked once for each.
+        check_name(start + wholes[0].end)
+        begin = self._place.base + start
+        checked = read_whole_files(begin, text, wholes, buffers, self._read_flags, seconds)
+        # As after opening one: until then another filesystem may be mounted.
+        self._place.check_at_times()
+        return checked
+
     # ------------------------------------------------------------------------------------- changes
 
     def write(
@@ -339,9 +326,12 @@ class PosixBackend(Backend):
         """Publish `buffers` as one file, with a single `writev` if the kernel accepts it."""
         return self._publisher.write(name, buffers, mode)
 
-    def delete(self, name: str) -> bool:
-        """Unlink one file or link, or remove one empty folder."""
-        self._place.check_writable(check_name(name))
+    def delete(self, names: Sequence[str]) -> DeleteResults:
+        """Unlink files and links, and remove folders that are empty."""
+        return delete_each(names, self._delete)
+
+    def _delete(self, name: str) -> bool:
+        self._place.check_writable(name)
         folder, _, base = name.rpartition("/")
         with self._folders.opened(folder, "deleting", writing=True) as fd:
             if fd is None:
@@ -386,19 +376,27 @@ class PosixBackend(Backend):
                 raise self._place.failed(exc, "moving", name, writing=True) from exc
         return True
 
-    def touch(self, name: str) -> Touched:
-        """Set the access time to the storage's now; keep the modification time.
+    def touch(self, name: str, before: float = math.inf) -> Touched:
+        """Set the access time to now; keep the modification time.
 
-        Only the owner of a file may do so, whatever its permissions. Some FUSE programs, such as
-        rclone, say that they did so and do nothing: where that is seen, it counts as refused.
+        Only the owner of a file may do so, whatever its permissions. Others link it to a
+        temporary's name for a moment, which sets its ctime, where the root is writable for them.
+        Some FUSE programs, such as rclone, say that they set a time and do nothing: where that is
+        seen, it counts as refused.
         """
         return self._times.touch(name)
 
     # ------------------------------------------------------------------------ listings, and others
 
-    def list(self, prefix: str = "", **options: Unpack[ListOptions]) -> Iterator[ObjectInfo]:
+    def list(
+        self,
+        prefix: str = "",
+        *,
+        hidden: bool = False,
+        between: tuple[str, str] | None = None,
+    ) -> Iterator[ObjectInfo]:
         """Stream all objects below `prefix`, one open folder at a time."""
-        return self._listing.walk(prefix, **options)
+        return self._listing.walk(prefix, hidden, between)
 
     def folders(self, prefix: str = "") -> Sequence[str]:
         """Names of the folders directly below `prefix`."""
@@ -407,7 +405,3 @@ class PosixBackend(Backend):
     def space(self) -> Space | None:
         """Return what `statvfs` says of the root; None for filesystems that do not report it."""
         return self._place.space()
-
-    def now(self) -> float | None:
-        """Create a temporary, look at its time, and remove it."""
-        return self._times.now()

@@ -97,6 +97,16 @@ class Folders:
         The permissions of new files.
     """
 
+    @property
+    def shared(self) -> bool:
+        """Whether others than the owner of the root may write."""
+        return bool(self._mode & 0o022)
+
+    @property
+    def may_link(self) -> bool:
+        """Whether others may link files here and remove the links again."""
+        return self.shared and not self._mode & stat_module.S_ISVTX
+
     def __init__(self, root: Root, *, create: bool) -> None:
         self._root = root
         self._create = create

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Final
 
-from kvshelf.backends.base import ObjectInfo, check_folder, final_name, folders_left, is_behind
+from kvshelf.backends.base import ObjectInfo, check_folder, final_name
 from kvshelf.backends.oserrors import storage_error
 from kvshelf.backends.posix_folders import SCAN, Folders
-from kvshelf.backends.posix_mount import Root
+from kvshelf.backends.posix_mount import Mount, Root
+
+#: What the root of a filesystem has of its own, and only the system's administrator may open.
+_LOST: Final = "lost+found"
 
 
 class Listing:
@@ -18,18 +22,21 @@ class Listing:
     ----------
     root : Root
     folders : Folders
+    mount : Mount
+        What holds the root.
     """
 
-    def __init__(self, root: Root, folders: Folders) -> None:
+    def __init__(self, root: Root, folders: Folders, mount: Mount) -> None:
         self._root = root
         self._folders = folders
+        # Some FUSE programs say 0 for every file.
+        self._counts_blocks = not mount.kind.startswith("fuse")
 
     def walk(
         self,
         prefix: str,
         hidden: bool = False,
-        wanted: Callable[[str], bool] | None = None,
-        after: str | None = None,
+        between: tuple[str, str] | None = None,
     ) -> Iterator[ObjectInfo]:
         """Stream the files below `prefix`, see :meth:`kvshelf.backends.base.Backend.list`."""
         check_folder(prefix)
@@ -38,39 +45,38 @@ class Listing:
         while pending:
             folder = pending.pop()
             start = folder + "/" if folder else ""
-            listed = is_behind(folder, after)
-            inner: list[str] = []
-            for entry in self._scan(folder):
-                is_hidden = entry.name[0] == "."
-                if (is_hidden and not hidden) or not entry.name.isascii():
+            for entry in self._scan(folder, hidden):
+                if between is not None and not between[0] <= entry.name <= between[1]:
                     continue
-                name = start + entry.name
-                if wanted is not None and not wanted(name):
-                    continue
-                whole = is_hidden and final_name(entry.name) is not None
+                whole = entry.name[0] == "." and final_name(entry.name) is not None
                 try:
                     if not whole and entry.is_dir(follow_symlinks=False):
-                        inner.append(name)
-                    elif not listed and (whole or entry.is_file(follow_symlinks=False)):
-                        yield object_info(name, entry.stat(follow_symlinks=False))
+                        pending.append(start + entry.name)
+                    elif between is None and (whole or entry.is_file(follow_symlinks=False)):
+                        found = entry.stat(follow_symlinks=False)
+                        yield self.info(start + entry.name, found)
                 except FileNotFoundError:
                     continue
                 except OSError as exc:
                     raise storage_error(exc, "listing", self._root.base + start) from exc
-            pending += folders_left(inner, after)
+            between = None
 
     def folders(self, prefix: str = "") -> Sequence[str]:
         """Names of the folders directly below `prefix`."""
         check_folder(prefix)
         self._root.check()
-        return sorted(
-            entry.name
-            for entry in self._scan(prefix)
-            if entry.name[0] != "." and entry.name.isascii() and _is_folder(entry)
-        )
+        return sorted(entry.name for entry in self._scan(prefix) if _is_folder(entry))
 
-    def _scan(self, folder: str) -> Iterator[os.DirEntry[str]]:
-        """Stream the entries of one folder; none if it is missing."""
+    def info(self, name: str, found: os.stat_result) -> ObjectInfo:
+        """Return the row of a listing."""
+        held = found.st_size
+        if self._counts_blocks:
+            # A small file may lie in its entry, and a block of a large one be used in part.
+            held = min(held, found.st_blocks * 512 + 4096)
+        return ObjectInfo(name, found.st_size, found.st_mtime, found.st_atime, found.st_ctime, held)
+
+    def _scan(self, folder: str, hidden: bool = False) -> Iterator[os.DirEntry[str]]:
+        """Stream those entries of one folder that can be a shelf's; none if it is missing."""
         with self._folders.opened(folder, "listing", writing=False, flags=SCAN) as fd:
             if fd is None:
                 return
@@ -82,12 +88,9 @@ class Listing:
                         return
                     except OSError as exc:
                         raise storage_error(exc, "listing", self._root.base + folder) from exc
-                    yield entry
-
-
-def object_info(name: str, found: os.stat_result) -> ObjectInfo:
-    """Return the row of a listing."""
-    return ObjectInfo(name, found.st_size, found.st_mtime, found.st_atime, found.st_ctime)
+                    name = entry.name
+                    if (name[0] != "." or hidden) and name.isascii() and name != _LOST:
+                        yield entry
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

@@ -1,11 +1,10 @@
-"""Times of files: uses recorded in access times, and the clock of the storage.
+"""Times of files: uses recorded in access times, or in the ctime of files of other users.
 
 Owns what is known of how a filesystem keeps the times that are set.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import os
@@ -13,13 +12,10 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from kvshelf.backends.base import CLOCK_FOLDER, Touched, check_name, temporary_name
-from kvshelf.backends.clock import StorageClock
-from kvshelf.backends.oserrors import storage_error
+from kvshelf.backends.base import Touched, check_name, temporary_name
 from kvshelf.backends.posix_folders import Folders, libc
 from kvshelf.backends.posix_mount import Mount, Root
-from kvshelf.backends.posix_publish import CREATE, NO_LINKS
-from kvshelf.errors import NoSpaceStorageError, ReadOnlyStorageError
+from kvshelf.backends.posix_publish import NO_LINKS
 
 #: Errors of `utimensat` if this user may not set the times, or the filesystem has none.
 _NO_TIMES: Final = frozenset((errno.EACCES, errno.EROFS, *NO_LINKS))
@@ -37,7 +33,7 @@ class _TimeSpec(ctypes.Structure):
 
 
 class Times:
-    """Sets access times, and reports the storage's time.
+    """Records uses.
 
     Parameters
     ----------
@@ -54,10 +50,12 @@ class Times:
         self._sets_both = mount.kind.startswith("fuse")
         #: Whether access times that are set are kept; None while that is not known.
         self._kept = True if mount.local else None
-        self._clock = StorageClock(self.now)
 
     def touch(self, name: str) -> Touched:
-        """Set an access time; refused also where it is seen that this was said, and not done."""
+        """Set an access time, or the ctime of another user's file.
+
+        Refused also where it is seen that this was said, and not done.
+        """
         folder, _, base = check_name(name).rpartition("/")
         if self._root.read_only or self._kept is False:
             return Touched.REFUSED
@@ -65,10 +63,15 @@ class Times:
             fd = self._folders.open(folder)
             try:
                 before = None if self._kept else os.lstat(base, dir_fd=fd)
-                _touch(base, fd, self._clock.now() if self._sets_both else None)
+                try:
+                    _touch(base, fd, both=self._sets_both)
+                except PermissionError:
+                    if not self._folders.may_link:
+                        raise
+                    _link_once(base, fd)
+                    return Touched.TOUCHED
                 if before is not None:
-                    after = os.lstat(base, dir_fd=fd)
-                    self._kept = _has_kept(before, after, self._clock.now())
+                    self._kept = _has_kept(before, os.lstat(base, dir_fd=fd))
                     return Touched.REFUSED if self._kept is False else Touched.TOUCHED
             finally:
                 os.close(fd)
@@ -77,67 +80,26 @@ class Times:
                 return Touched.REFUSED
         return Touched.TOUCHED
 
-    def now(self) -> float | None:
-        """Create a temporary, look at its time, and remove it."""
-        if self._root.read_only:
-            return None
-        try:
-            try:
-                folder = self._folders.open(CLOCK_FOLDER)
-            except FileNotFoundError:
-                folder = self._folders.make(CLOCK_FOLDER)
-            try:
-                self._root.check()
-                return self._time_of_a_new_file(folder)
-            finally:
-                os.close(folder)
-        except OSError as exc:
-            error = self._folders.error(exc, "asking for the time", CLOCK_FOLDER, writing=True)
-            if isinstance(error, ReadOnlyStorageError):
-                return None
-            if not isinstance(error, NoSpaceStorageError):
-                raise error from exc
-            return self._time_of_the_root()
 
-    def _time_of_a_new_file(self, dir_fd: int) -> float:
-        temporary = temporary_name("now")
-        fd = os.open(temporary, CREATE, self._folders.file_mode, dir_fd=dir_fd)
-        try:
-            # Some filesystems make an empty file only after it was closed and removed.
-            os.write(fd, b"1")
-            return os.fstat(fd).st_mtime
-        finally:
-            os.close(fd)
-            with contextlib.suppress(OSError):  # sweeps remove it later
-                os.unlink(temporary, dir_fd=dir_fd)
-
-    def _time_of_the_root(self) -> float | None:
-        """Set the root's times to now: a full filesystem takes no new file, but takes this."""
-        if self._sets_both:
-            return None
-        try:
-            os.utime(self._root.path)
-            return os.stat(self._root.path).st_mtime
-        except OSError as exc:
-            error = storage_error(exc, "asking for the time", self._root.path, writing=True)
-            if isinstance(error, ReadOnlyStorageError | NoSpaceStorageError):
-                return None
-            raise error from exc
-
-
-def _has_kept(before: os.stat_result, after: os.stat_result, now: float) -> bool | None:
+def _has_kept(before: os.stat_result, after: os.stat_result) -> bool | None:
     """Whether an access time that was set between two looks was kept; None if that is not sure."""
     if after.st_atime_ns != before.st_atime_ns or after.st_atime_ns > after.st_mtime_ns:
         return True
     # To a coarse clock, a file that was just written has been used just now.
-    return None if abs(now - after.st_mtime) < _COARSE_SECONDS else False
+    return None if abs(time.time() - after.st_mtime) < _COARSE_SECONDS else False
 
 
-def _touch(base: str, dir_fd: int, now: float | None) -> None:
-    """Set the access time to `now`, or to what the kernel takes for now."""
-    if now is not None or _utimensat is None:
-        info = os.lstat(base, dir_fd=dir_fd)
-        times = (int((time.time() if now is None else now) * 1e9), info.st_mtime_ns)
+def _link_once(base: str, dir_fd: int) -> None:
+    """Set the ctime of a file by a second link to it, which only takes the right to write."""
+    temporary = temporary_name(base)
+    os.link(base, temporary, src_dir_fd=dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
+    os.unlink(temporary, dir_fd=dir_fd)
+
+
+def _touch(base: str, dir_fd: int, *, both: bool) -> None:
+    """Set the access time to now, and `both` times by name where the system cannot omit one."""
+    if both or _utimensat is None:
+        times = (time.time_ns(), os.lstat(base, dir_fd=dir_fd).st_mtime_ns)
         os.utime(base, ns=times, dir_fd=dir_fd, follow_symlinks=False)
         return
     times_spec = (_TimeSpec * 2)(_TimeSpec(0, _UTIME_NOW), _TimeSpec(0, _UTIME_OMIT))

@@ -16,6 +16,8 @@ Contracts
   condition, a HEAD precedes each PUT.
 * A store that ignores ``If-None-Match`` may answer CREATED to two writers. Equal names hold equal
   bytes, so the second write does no harm.
+* A use is recorded by writing the object anew, with ``If-Match`` and the version that was read. Not
+  where the store does not honour that: this is learned once, too.
 * The client retries timeouts, 5xx and 429 for a few seconds. A request that still fails becomes
   one typed error that says what to do.
 * Of a body no more bytes are taken than were asked for, whatever the server sends.
@@ -30,15 +32,15 @@ import contextlib
 import errno
 import importlib.util
 import math
+import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 from kvshelf.backends import s3_quirks
 from kvshelf.backends.base import (
-    CLOCK_FOLDER,
     Backend,
     BytesLike,
     Checked,
@@ -49,14 +51,17 @@ from kvshelf.backends.base import (
     Reader,
     StatResult,
     StatResults,
+    Touched,
     Whole,
     WriteMode,
     WriteResult,
     check_folder,
     check_name,
+    delete_each,
     endless_listing,
     is_whole,
     probe,
+    read_into,
     temporary_name,
 )
 from kvshelf.backends.s3_client import (
@@ -74,6 +79,7 @@ from kvshelf.errors import (
     ConfigError,
     ObjectMissingError,
     PermanentStorageError,
+    ReadOnlyStorageError,
     StorageError,
     TransientStorageError,
 )
@@ -101,6 +107,10 @@ _FOLDERS_SECONDS: Final = 8.0
 _SMALL_BYTES: Final = 64 << 10
 
 _PART_ALIGNMENT: Final = 1 << 20
+#: The folder of what is written to learn what the store honours. Visits remove what a killed
+#: process leaves there.
+_RESERVED: Final = ".kvshelf"
+_LESS_THAN_SLASH: Final = re.compile(r"[\0-.]")
 #: What is wrong with one object, or with how it was asked for, and says nothing about the others.
 _OF_ONE_OBJECT: Final = (FileNotFoundError, RangeError, ValueError)
 
@@ -246,6 +256,9 @@ class S3Backend(Backend):
         self._bodies = 0
         #: Whether the store honours If-None-Match; None while that is unknown.
         self._honours_condition: bool | None = None
+        #: Whether it is known to honour If-Match, and objects may be written anew.
+        self._heeds_match = False
+        self._may_renew = True
         self._learning = threading.Lock()
         self._lock = threading.Lock()
         with self._errors("opening the shelf", "", seconds=_FOLDERS_SECONDS):
@@ -267,6 +280,8 @@ class S3Backend(Backend):
             probe_cost=10e-3,
             # Includes the time to open a connection and the client's own retries.
             deadlines=Deadlines(probe=5.0, read=15.0, write=15.0),
+            renews=s3_quirks.NO_MATCH not in self.client.quirks,
+            versions=self.client.versions,
         )
 
     # ------------------------------------------------------------------------------------ errors
@@ -429,8 +444,7 @@ class S3Backend(Backend):
             return
         if not self._learning.acquire(blocking=False):
             return
-        # Sweeps remove what a killed process leaves.
-        own = f"{CLOCK_FOLDER}/{temporary_name('condition')}"
+        own = f"{_RESERVED}/{temporary_name('condition')}"
         try:
             # Otherwise it stays unknown.
             with contextlib.suppress(StorageError):
@@ -457,7 +471,7 @@ class S3Backend(Backend):
         if self._honours_condition is None and existed == len(data) <= _SMALL_BYTES:
             found = bytearray(len(data))
             with contextlib.suppress(StorageError):
-                if self.read_into(name, memoryview(found)) == len(data) and found == data:
+                if read_into(self, name, memoryview(found)) == len(data) and found == data:
                     self._learn(name, data)
         return existed is not None
 
@@ -492,26 +506,29 @@ class S3Backend(Backend):
         prefix: str = "",
         *,
         hidden: bool = False,
-        wanted: Callable[[str], bool] | None = None,
-        after: str | None = None,
+        between: tuple[str, str] | None = None,
     ) -> Iterator[ObjectInfo]:
         """Stream all objects below `prefix`, a thousand per request.
 
+        Folders with neighbouring names are one range of keys, unless the store lists in any order.
         Raises :class:`~kvshelf.errors.PermanentStorageError` if no rows arrive for a minute or
         rows are repeated: such a listing may have no end.
         """
         is_listed = _is_name if hidden else _is_listed
         folder = check_name(prefix) + "/" if prefix else ""
-        sort = s3_quirks.ANY_ORDER in self.client.quirks
-        found = self._rows(prefix, None if sort else after)
-        for row in sorted(found, key=lambda row: row.name) if sort else found:
-            if (
-                row.name.startswith(folder)
-                # Servers may not know what to begin with.
-                and (after is None or row.name > after)
-                and is_listed(row.name[len(folder) :])
-                and (wanted is None or wanted(row.name))
-            ):
+        for row in self._rows(prefix, folder + between[0] if between else None):
+            name = row.name[len(folder) :]
+            if not row.name.startswith(folder):
+                continue
+            if between is not None:
+                part, inside, _ = name.partition("/")
+                if not (inside and between[0] <= part <= between[1]):
+                    # Before what is in a folder come those whose names go on with a lesser sign.
+                    behind = _LESS_THAN_SLASH.split(part, maxsplit=1)[0] > between[1]
+                    if behind and s3_quirks.ANY_ORDER not in self.client.quirks:
+                        return
+                    continue
+            if is_listed(name):
                 yield row
 
     def _rows(self, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
@@ -535,7 +552,8 @@ class S3Backend(Backend):
                     self.client.learn(s3_quirks.ANY_ORDER)
                     seen.add(row.name)
                 last = row.name if row.size else last
-                yield row
+            # Only now: the end of a range shows where the order is that of names.
+            yield from rows
 
     def folders(self, prefix: str = "") -> Sequence[str]:
         """Names of the folders directly below `prefix`."""
@@ -546,19 +564,10 @@ class S3Backend(Backend):
 
     # ------------------------------------------------------------------------------ other changes
 
-    def delete(self, name: str) -> bool:
-        """Remove one object."""
-        if probe(self, name) is None:
-            return False
-        try:
-            with self._errors("deleting", name, writing=True):
-                self.client.delete([name])
-        except ObjectMissingError:
-            return False
-        return True
-
-    def delete_all(self, names: Sequence[str]) -> DeleteResults:
+    def delete(self, names: Sequence[str]) -> DeleteResults:
         """Remove objects, a thousand by one request, which does not say which were there."""
+        if len(names) == 1:
+            return delete_each(names, self._delete)
         for name in names:
             check_name(name)
         answers: DeleteResults = []
@@ -572,13 +581,71 @@ class S3Backend(Backend):
                 if error.retryable:
                     return answers + [error] * (len(names) - len(answers))
                 # Which of them stay is known one by one.
-                answers += super().delete_all(some)
+                answers += delete_each(some, self._delete)
         return answers
 
-    def now(self) -> float | None:
-        """Return the time at which the server answers a request."""
-        with self._errors("asking for the time", ""):
-            return self.client.now()
+    def _delete(self, name: str) -> bool:
+        if probe(self, name) is None:
+            return False
+        try:
+            with self._errors("deleting", name, writing=True):
+                self.client.delete([name])
+        except ObjectMissingError:
+            return False
+        return True
+
+    def touch(self, name: str, before: float = math.inf) -> Touched:
+        """Write the object anew if it was last changed before `before`, and is the same still.
+
+        One that is deleted or replaced meanwhile is not brought back.
+        """
+        check_name(name)
+        if self._may_renew and s3_quirks.NO_MATCH not in self.client.quirks:
+            try:
+                self._renew(name, before)
+            except ObjectMissingError:
+                return Touched.TOUCHED
+            except ReadOnlyStorageError:
+                self._may_renew = False
+        refused = not self._may_renew or s3_quirks.NO_MATCH in self.client.quirks
+        return Touched.REFUSED if refused else Touched.TOUCHED
+
+    def _renew(self, name: str, before: float) -> None:
+        if before < math.inf:
+            info = self.info(name)
+            if info is None or info.mtime >= before:
+                return
+        with self._errors("reading", name):
+            body = self.client.get(name)
+            data = _read(body, 0, body.size)
+        if len(data) < body.size:
+            raise TransientStorageError(
+                errno.EIO,
+                f"reading failed: {len(data)} of {body.size} bytes came",
+                f"{self.url}/{name}",
+            )
+        if not self._heeds_match:
+            self._learn_match(name, data)
+        if self._heeds_match and body.etag:
+            with self._errors("recording a use", name, writing=True):
+                self.client.renew(name, data, body.etag)
+
+    def _learn_match(self, name: str, data: memoryview) -> None:
+        """Write an object of this client's own on a condition that does not hold.
+
+        Where that could not be deleted again it is the object itself, with its own bytes.
+        """
+        own = f"{_RESERVED}/{temporary_name('match')}"
+        deletes = self._may_delete(own)
+        with self._errors("recording a use", name, writing=True):
+            if deletes:
+                self.client.put(own, b"1", create=False)
+                name, data = own, memoryview(b"2")
+            try:
+                self._heeds_match = self.client.heeds_match(name, data)
+            finally:
+                if deletes:
+                    self._may_delete(own)
 
     def close(self) -> None:
         """Close the client."""

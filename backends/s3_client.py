@@ -36,10 +36,8 @@ from typing import Any, Final, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from kvshelf.backends import s3_quirks
-from kvshelf.backends.base import CLOCK_FOLDER, ObjectInfo
+from kvshelf.backends.base import ObjectInfo
 from kvshelf.backends.options import mapping_of
-from kvshelf.backends.oserrors import storage_error
-from kvshelf.backends.s3_clock import time_of_server
 from kvshelf.backends.s3_errors import ALREADY_THERE, codes_of, obstore_error, shorten
 from kvshelf.backends.s3_settings import CONNECT_SECONDS, READ_SECONDS, Settings
 from kvshelf.background import THREAD_LIMIT, try_to_start
@@ -53,10 +51,9 @@ PROBES_AT_ONCE: Final = 64
 DELETES_AT_ONCE: Final = 1000
 #: A body arrives in pieces of about this size.
 _STREAM_BYTES: Final = 1 << 20
+_NO_ETAG: Final = f'"{"0" * 32}"'
 _RETRY_SECONDS: Final = 3.0
 _RETRIES: Final = 5
-#: For how long a signed URL is good, whose request follows at once.
-_SIGNED_FOR: Final = timedelta(minutes=1)
 
 T = TypeVar("T")
 
@@ -127,6 +124,8 @@ class Client:
     ----------
     quirks : set of str
         What the store is known to lack.
+    versions : bool
+        The answer to the last PUT named a version: the bucket keeps what is replaced.
 
     Raises
     ------
@@ -145,6 +144,7 @@ class Client:
         self._settings = settings
         self.quirks = s3_quirks.quirks_of(settings.endpoint, bucket)
         self.quirks.update(options.get("quirks") or ())
+        self.versions = False
         self._make = partial(make_store, bucket, prefix, options, settings)
         self._lock = threading.Lock()
         self._renew()
@@ -228,7 +228,8 @@ class Client:
             mode = (
                 "create" if create and s3_quirks.NO_CONDITIONS not in self.quirks else "overwrite"
             )
-            self._store.put(name, data, mode=mode, use_multipart=False)
+            done = self._store.put(name, data, mode=mode, use_multipart=False)
+            self.versions = done["version"] not in (None, "null")
 
         try:
             self._adapting(
@@ -241,23 +242,31 @@ class Client:
             return refused
         return Put.DONE
 
+    def renew(self, name: str, data: Any, etag: str) -> bool:
+        """Write an object anew if it still is the version `etag`; whether it was."""
+        try:
+            self._store.put(name, data, mode={"e_tag": etag}, use_multipart=False)
+        except Exception as exc:
+            if codes_of(str(exc)) & {"404", "409", "412"}:
+                return False
+            raise
+        return True
+
+    def heeds_match(self, name: str, data: Any) -> bool:
+        """Try to write an object that exists, as a version that it is not; whether that fails."""
+        try:
+            heeds = not self.renew(name, data, _NO_ETAG)
+        except Exception as exc:
+            if not s3_quirks.shows(exc, s3_quirks.NO_MATCH):
+                raise
+            heeds = False
+        if not heeds:
+            self.learn(s3_quirks.NO_MATCH)
+        return heeds
+
     def delete(self, names: Sequence[str]) -> None:
         """Remove objects, whether they are there or not; raise if one of them stays."""
         self._adapting(lambda: self._store.delete(list(names)), s3_quirks.NO_DELETE_OBJECTS)
-
-    def now(self) -> float | None:
-        """Ask with a signed URL: obstore does not show the headers of an answer."""
-        import obstore
-
-        try:
-            # Some servers drop requests that are not signed.
-            if self._settings.provide is None:
-                url = self._settings.endpoint
-            else:
-                url = obstore.sign(self._store, "HEAD", CLOCK_FOLDER, _SIGNED_FOR)
-            return time_of_server(url, self._settings.verify)
-        except OSError as exc:
-            raise storage_error(exc, "asking for the time", self._url) from exc
 
     # ------------------------------------------------------------------------- on the event loop
 
@@ -445,7 +454,8 @@ def _check_range(exc: Exception) -> None:
 
 
 def _info(name: str, row: Any) -> ObjectInfo:
-    return ObjectInfo(name, int(row["size"]), row["last_modified"].timestamp())
+    size = int(row["size"])
+    return ObjectInfo(name, size, row["last_modified"].timestamp(), held=size)
 
 
 def make_store(

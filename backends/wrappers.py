@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import errno
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Final, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from kvshelf.backends.base import (
     Backend,
     BytesLike,
+    DeleteResults,
     Properties,
     Touched,
     WriteMode,
@@ -21,15 +23,6 @@ from kvshelf.backends.base import (
     check_name,
 )
 from kvshelf.errors import ReadOnlyStorageError
-
-#: Methods that consist of another one, unless a storage does better, and that other one.
-_MADE_OF: Final = {
-    "read_into": "open",
-    "read_whole": "open",
-    "write_marker": "write",
-    "delete_all": "delete",
-}
-
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -49,22 +42,11 @@ def _forwarded(method: _F) -> _F:
 class WrappedBackend(Backend):
     """Forwards every call; subclasses override some.
 
-    No call bypasses a subclass: where it overrides `open`, `write` or `delete`, the methods that
-    consist of that one by default consist of its own, such as `read_into` of its `open`, unless it
-    overrides them as well.
-
     Parameters
     ----------
     inner : Backend
         Closed together with the wrapper.
     """
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        own = vars(cls)
-        for name, part in _MADE_OF.items():
-            if part in own and name not in own:
-                setattr(cls, name, getattr(Backend, name))
 
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
@@ -79,24 +61,20 @@ class WrappedBackend(Backend):
 
     @property
     def reads_whole(self) -> bool:
-        return type(self).read_whole is not Backend.read_whole and self.inner.reads_whole
+        return self.inner.reads_whole
 
     stat = _forwarded(Backend.stat)
     info = _forwarded(Backend.info)
     open = _forwarded(Backend.open)
     read_whole = _forwarded(Backend.read_whole)
-    read_into = _forwarded(Backend.read_into)
     write = _forwarded(Backend.write)
-    write_marker = _forwarded(Backend.write_marker)
     list = _forwarded(Backend.list)
     folders = _forwarded(Backend.folders)
     delete = _forwarded(Backend.delete)
-    delete_all = _forwarded(Backend.delete_all)
     set_aside = _forwarded(Backend.set_aside)
     notices = _forwarded(Backend.notices)
     touch = _forwarded(Backend.touch)
     space = _forwarded(Backend.space)
-    now = _forwarded(Backend.now)
     close = _forwarded(Backend.close)
 
 
@@ -118,16 +96,12 @@ class ReadOnlyBackend(WrappedBackend):
     ) -> WriteResult:
         raise self._refuse(name)
 
-    def delete(self, name: str) -> bool:
-        raise self._refuse(name)
+    def delete(self, names: Sequence[str]) -> DeleteResults:
+        return [self._refuse(name) for name in names]
 
     def set_aside(self, name: str) -> bool:
         raise self._refuse(name)
 
-    def touch(self, name: str) -> Touched:
+    def touch(self, name: str, before: float = math.inf) -> Touched:
         """Do nothing."""
         return Touched.REFUSED
-
-    def now(self) -> float | None:
-        """Return None: a storage may have to be written to for its time."""
-        return None

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from kvshelf.backends import Backend, BytesLike, Touched, WriteResult
-from kvshelf.backends.base import WriteMode
+from kvshelf.backends.base import WriteMode, delete_one
 from kvshelf.backends.breaker import LEAST_FAILURES
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
@@ -154,7 +154,7 @@ class TestPosixOnRclone(_OverMount):
         with closing(_ReadableAtOnce(root)) as backend:
             # Known after the first write; the races of the suite need to know before.
             backend.write("first", [b"x"])
-            backend.delete("first")
+            delete_one(backend, "first")
             yield backend
             assert not backend.properties.links
 
@@ -320,7 +320,7 @@ def test_what_one_client_deletes_or_replaces_is_never_wrong_for_the_other(
     assert one.backend.stat([names[0]]) == [len(good) + 4], "nobody moved what may be good"
     one.backend.write(names[0], [good], "replace")
     until(lambda: _loads(other.rig.shelf, chunks[0]))
-    one.backend.delete(names[1])
+    delete_one(one.backend, names[1])
     # It may still be announced, and is not loaded.
     load, _ = other.rig.load(chunks, 20)
     assert load.failed_at == 1

@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvshelf.backends import Backend, open_backend
-from kvshelf.backends.base import Whole
+from kvshelf.backends.base import Whole, read_into
 from kvshelf.cli.app import app
 from kvshelf.errors import (
     ConfigError,
@@ -269,12 +269,29 @@ def test_markers_of_folders_are_no_disorder(hostile: Hostile, backend: Backend) 
     assert not backend.client.quirks
 
 
-def test_a_listing_in_any_order_is_sorted_from_then_on(hostile: Hostile, backend: Backend) -> None:
-    names = [f"a/{number:02}" for number in range(20)]
+def test_a_listing_in_any_order_is_read_to_its_end(hostile: Hostile, backend: Backend) -> None:
+    names = [f"a/{number:02}/x" for number in range(20)]
     hostile.answer = lambda _: page("".join(map(row, names[10:] + names[:10])), last=True)
-    assert sorted(info.name for info in backend.list("a")) == names
-    assert [info.name for info in backend.list("a")] == names
-    assert [info.name for info in backend.list("a", after=names[4])] == names[5:]
+    for _ in range(2):
+        found = backend.list("a", between=("05", "11"))
+        assert sorted(info.name for info in found) == names[5:12]
+        assert sorted(info.name for info in backend.list("a")) == names
+
+
+def test_a_range_ends_where_it_ends(hostile: Hostile, backend: Backend) -> None:
+    asked: list[dict[str, list[str]]] = []
+    names = [f"a/{number:05}/x" for number in range(3000)]
+
+    def answer(query: dict[str, list[str]]) -> str:
+        asked.append(query)
+        first = 1000 + 1000 * (len(asked) - 1)
+        return page("".join(map(row, names[first : first + 1000])), last=False)
+
+    hostile.answer = answer
+    found = [info.name for info in backend.list("a", between=("01000", "01003"))]
+    assert found == names[1000:1004]
+    assert len(asked) <= 2, "what lies behind is not listed"
+    assert asked[0]["start-after"][0].endswith("a/01000")
 
 
 @pytest.mark.parametrize("total", [0, 1, 999, 1000, 1001, 4096])
@@ -353,6 +370,6 @@ def test_a_body_that_is_too_long_is_not_taken(
         assert checked is not None
         assert checked.done == [False]
     else:
-        assert backend.read_into("a", buffer, 1024) == 1024
+        assert read_into(backend, "a", buffer, 1024) == 1024
     # Sockets hold some of it.
     assert hostile.sent < 256 << 20

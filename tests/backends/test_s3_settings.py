@@ -120,7 +120,7 @@ def asked(server: Recorder, options: dict[str, Any]) -> Counter[tuple[str, str, 
             lambda: backend.stat(["a/x", "a/y"]),
             lambda: backend.open("a/x"),
             lambda: list(backend.list()),
-            lambda: backend.delete_all(["a/x"]),
+            lambda: backend.delete(["a/x"]),
             backend.now,
         ]
         for call in calls:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvshelf.backends import Backend, posix_folders, posix_publish
+from kvshelf.backends.base import delete_one, read_into
 from kvshelf.backends.generic import GenericBackend
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
@@ -103,7 +104,7 @@ class TestPosixWithoutNewSystemCalls(_OverFolder):
         with closing(PosixBackend(root)) as backend:
             # Known after the first write; the races of the suite need to know before.
             backend.write("first", [b""])
-            backend.delete("first")
+            delete_one(backend, "first")
             assert not backend.properties.conditional_create
             yield backend
 
@@ -196,7 +197,7 @@ class TestServed(_OverFolder):
             backend.write("big", [data])
         oracle.put("big", data)
         read = bytearray(len(data))
-        assert backend.read_into("big", memoryview(read)) == len(data)
+        assert read_into(backend, "big", memoryview(read)) == len(data)
         assert read == data
 
     def test_notices_tell_what_is_published(self, backend: Backend, oracle: Oracle) -> None:

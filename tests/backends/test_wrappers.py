@@ -19,7 +19,6 @@ from kvshelf.backends import (
     Whole,
     WriteResult,
 )
-from kvshelf.backends.base import probe
 from kvshelf.backends.wrappers import ReadOnlyBackend, WrappedBackend
 from kvshelf.shelf.opening import LateBackend, Opening
 
@@ -41,22 +40,18 @@ CALLS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "info": (("a",), ObjectInfo("a", 1, 0.0)),
     "open": (("a", 1), Opened()),
     "read_whole": (("", b"", [WHOLE], [memoryview(bytearray(1))], 1.0), Checked([True], 0, 0)),
-    "read_into": (("a", memoryview(bytearray(1)), 7), 1),
     "write": (("a", [b"1"], "replace"), WriteResult.REPLACED),
-    "write_marker": (("a",), WriteResult.CREATED),
     "list": (("a",), [ObjectInfo("a/b", 1, 0.0)]),
     "folders": (("a",), ["b"]),
-    "delete": (("a",), True),
-    "delete_all": ((["a", "b"],), [True, False]),
+    "delete": ((["a", "b"],), [True, False]),
     "set_aside": (("a",), True),
     "touch": (("a",), Touched.REFUSED),
     "space": ((), Space(1, 2)),
-    "now": ((), 5.0),
     "notices": ((), object()),
     "close": ((), None),
 }
 #: Further ones, by name.
-OPTIONS = {"list": {"hidden": True, "wanted": bool, "after": "a/c"}}
+OPTIONS = {"list": {"hidden": True, "between": ("0", "f")}}
 PROPERTIES = Properties("noting")
 
 
@@ -93,43 +88,11 @@ def late(inner: Backend) -> LateBackend:
     return LateBackend(opening)
 
 
-def test_nothing_goes_past_a_wrapper() -> None:
-    class Changing(WrappedBackend):
-        def stat(self, names: Sequence[str]) -> list[Any]:
-            return [5 for _ in names]
-
-        def open(self, name: str) -> Reader:
-            return Opened()
-
-        def write(self, name: str, buffers: Sequence[Any], mode: str = "create") -> WriteResult:
-            return WriteResult.EXISTED
-
-    class Further(Changing):
-        def touch(self, name: str) -> Touched:
-            return Touched.TOUCHED
-
-    for kind in (Changing, Further):
-        noting = Noting()
-        wrapper = kind(noting)
-        assert probe(wrapper, "a") == 5
-        assert wrapper.read_into("a", memoryview(bytearray(1)), 3) == 1
-        assert wrapper.write_marker("a") is WriteResult.EXISTED
-        assert not wrapper.reads_whole
-        assert wrapper.read_whole(*CALLS["read_whole"][0]) is None
-        assert noting.calls == []
-
-    class WholeToo(Changing):
-        def read_whole(self, *args: Any) -> Checked | None:
-            return self.inner.read_whole(*args)
-
-    assert WholeToo(Noting()).reads_whole
-
-
 def test_a_read_only_backend_passes_on_what_changes_nothing() -> None:
-    changing = {"write", "write_marker", "delete", "delete_all", "set_aside", "touch", "now"}
+    changing = {"write", "delete", "set_aside", "touch"}
     for name, (args, _) in CALLS.items():
         noting, options = Noting(), OPTIONS.get(name, {})
-        if name in ("write", "write_marker", "delete", "set_aside"):
+        if name in ("write", "set_aside"):
             with pytest.raises(PermissionError, match="read-only"):
                 getattr(ReadOnlyBackend(noting), name)(*args)
         else:

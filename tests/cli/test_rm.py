@@ -11,10 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kvshelf.backends.clock import StorageClock
 
 from kvshelf.backends import base
 from kvshelf.backends.base import probe
-from kvshelf.backends.clock import StorageClock
 from kvshelf.capacity import marks
 from kvshelf.capacity.deletion import carry_out
 from kvshelf.capacity.rules import NO_RULES, Choice
@@ -72,9 +72,9 @@ def test_nothing_is_deleted_before_it_is_asked_for(place: Place) -> None:
 def test_a_namespace_goes_with_its_markers(place: Place) -> None:
     kept = {name for name in place.names() if name.startswith(OTHER.folder)}
     with place.open() as shelf:
-        shelf.backend.write_marker(f"{ONE.folder}/.kvshelf/gave-up/{'0' * 32}")
+        shelf.backend.write(f"{ONE.folder}/.kvshelf/gave-up/{'0' * 32}", [])
         shelf.backend.write(f"{ONE.folder}/_/README", [b"mine"])
-        shelf.backend.write_marker(f"{OTHER.folder}/.kvshelf/gave-up/{'0' * 32}")
+        shelf.backend.write(f"{OTHER.folder}/.kvshelf/gave-up/{'0' * 32}", [])
     assert "would delete 15 files" in place.run("rm", "-n", ONE.folder).stdout
     found = rm(place, "-n", ONE.folder, "--yes")
     assert (found["objects"], found["leftovers"]) == (14, 1)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvshelf.backends import Touched, WriteResult, open_backend
+from kvshelf.backends.base import delete_one
 from kvshelf.capacity.rules import Rules
 from kvshelf.capacity.walk import Walk
 from kvshelf.errors import BadObjectError
@@ -184,5 +185,5 @@ def test_times_that_make_no_sense(
         assert walk.free_space() == 0
         assert walk._look_into(folder, Rules(tails=HOUR, markers=HOUR)).count == 0
         assert {row.name for row in storage.plain.list()} == set(names)
-        assert storage.backend.delete(names[0])
+        assert delete_one(storage.backend, names[0])
         eventually(loads_all(engine, known))

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvshelf.backends import Backend, BytesLike, WriteMode, WriteResult, open_backend
+from kvshelf.backends.base import delete_one
 from kvshelf.backends.oserrors import storage_error
 from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.errors import BadObjectError, ObjectMissingError, StorageError
@@ -301,7 +302,7 @@ class _Machine(RuleBasedStateMachine):
         content = self.known(item)
         name = self.name(item)
         if how == "remove":
-            self.plain.backend.delete(name)
+            delete_one(self.plain.backend, name)
         elif how == "appear":
             self.plain.backend.write(name, [self.right(item)], "replace")
         elif content:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvshelf.backends import Deadlines, WriteResult
+from kvshelf.backends.base import delete_one
 from kvshelf.backends.breaker import Backoff
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.errors import ObjectMissingError
@@ -261,7 +262,7 @@ class _Tiered(RuleBasedStateMachine):
         """Another process makes room."""
         guard = self.tier.guard
         assert guard is not None
-        guard.delete(f"{FMT.namespace.folder}/{object_name(*ITEMS[number], FMT.shards)}")
+        delete_one(guard, f"{FMT.namespace.folder}/{object_name(*ITEMS[number], FMT.shards)}")
         self.settle()
 
     @rule()

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvshelf.backends import Deadlines, StatResults, open_backend
-from kvshelf.backends.base import Backend
+from kvshelf.backends.base import Backend, delete_one
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.errors import TransientStorageError
 from kvshelf.format.keys import Chunk, KeyChain
@@ -302,7 +302,7 @@ def test_a_near_storage_is_never_believed_beyond_a_hole(holes: set[int], failed:
     for chunk in chunks:
         rig.failed.forget(chunk.key)
         for shard in range(FMT.shards):
-            rig.faults.inner.delete(rig.name(chunk, shard))
+            delete_one(rig.faults.inner, rig.name(chunk, shard))
     rig.service.close()
 
 

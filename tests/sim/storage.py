@@ -7,6 +7,7 @@ safe to use from many threads. In simulated time a wait of a fault costs nothing
 from __future__ import annotations
 
 import fnmatch
+import math
 import os
 import threading
 import time
@@ -20,6 +21,7 @@ from kvshelf.backends import open_backend
 from kvshelf.backends.base import (
     Backend,
     BytesLike,
+    DeleteResults,
     ObjectInfo,
     Properties,
     Reader,
@@ -28,6 +30,8 @@ from kvshelf.backends.base import (
     Touched,
     WriteMode,
     WriteResult,
+    delete_each,
+    delete_one,
 )
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.wrappers import WrappedBackend
@@ -54,7 +58,7 @@ class Fault:
     operation : str
         ``stat``, ``info``, ``open``, ``read``, ``write``, ``publish`` (after a write
         succeeded, before the caller is told), ``list``, ``folders``, ``delete``, ``set_aside``,
-        ``touch``, ``entries``, ``space``, ``now``, or ``*``.
+        ``touch``, ``entries``, ``space``, or ``*``.
     pattern : str
         Names to which it applies, as for :mod:`fnmatch`.
     wait : threading.Event, threading.Semaphore or float, optional
@@ -196,6 +200,14 @@ class FaultyStorage(WrappedBackend):
         self._call("open", name)
         return _Reads(self, name, self.inner.open(name))
 
+    @property
+    def reads_whole(self) -> bool:
+        """Not: each read can meet a fault."""
+        return False
+
+    def read_whole(self, *args: Any, **options: Any) -> None:
+        """Leave all objects to :meth:`open`."""
+
     def read_part(self, name: str, part: memoryview) -> int:
         """Take bytes that were read; return how many the caller gets."""
         damages = self._call("read", name)
@@ -241,32 +253,33 @@ class FaultyStorage(WrappedBackend):
         self._call("folders", prefix)
         return self.inner.folders(prefix)
 
-    def delete(self, name: str) -> bool:
-        """Delete."""
+    def delete(self, names: Sequence[str]) -> DeleteResults:
+        """Delete: in one call where no fault can meet a name."""
+        if not any(fault.operation in ("delete", "*") for fault in self._faults):
+            self._count("delete", len(names))
+            return self.inner.delete(names)
+        return delete_each(names, self._delete)
+
+    def _delete(self, name: str) -> bool:
         self._call("delete", name)
-        return self.inner.delete(name)
+        return delete_one(self.inner, name)
 
     def set_aside(self, name: str) -> bool:
         """Rename."""
         self._call("set_aside", name)
         return self.inner.set_aside(name)
 
-    def touch(self, name: str) -> Touched:
-        """Set an access time."""
+    def touch(self, name: str, before: float = math.inf) -> Touched:
+        """Record a use."""
         self._call("touch", name)
         self.touches.append(name)
-        done = self.inner.touch(name)
+        done = self.inner.touch(name, before)
         return done if self.touched is None else self.touched
 
     def space(self) -> Space | None:
         """Ask how much room there is."""
         self._call("space")
         return self.inner.space()
-
-    def now(self) -> float | None:
-        """Ask for the time."""
-        self._call("now")
-        return self.inner.now()
 
 
 class _Reads(Reader):

@@ -31,6 +31,7 @@ from kvshelf.backends import base
 from kvshelf.backends.base import (
     Backend,
     BytesLike,
+    DeleteResults,
     ObjectInfo,
     Properties,
     Reader,
@@ -39,6 +40,7 @@ from kvshelf.backends.base import (
     Touched,
     WriteMode,
     WriteResult,
+    delete_one,
 )
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.capacity.sweeper import Sweeper
@@ -446,8 +448,8 @@ class SimulatedStorage(Backend):
 
     def _info(self, name: str, file: _File) -> ObjectInfo:
         if self.costs.far:
-            return ObjectInfo(name, file.size, file.mtime)
-        return ObjectInfo(name, file.size, file.mtime, file.atime, file.mtime)
+            return ObjectInfo(name, file.size, file.mtime, held=file.size)
+        return ObjectInfo(name, file.size, file.mtime, file.atime, file.mtime, file.size)
 
     # ------------------------------------------------------------- a backend
 
@@ -493,37 +495,23 @@ class SimulatedStorage(Backend):
         prefix: str = "",
         *,
         hidden: bool = False,
-        wanted: Callable[[str], bool] | None = None,
-        after: str | None = None,
+        between: tuple[str, str] | None = None,
     ) -> Iterator[ObjectInfo]:
-        last_listed = "" if after is None else after.rpartition("/")[0]
+        start = f"{prefix}/" if prefix else ""
         for folder in sorted(self._folders):
-            if folder <= last_listed:
+            below = f"{folder}/"[len(start) :]
+            if not f"{folder}/".startswith(start) or (not hidden and "/." in f"/{below}"):
                 continue
-            inside = not prefix or folder == prefix or folder.startswith(f"{prefix}/")
-            if not inside or (not hidden and "/." in f"/{folder[len(prefix) :]}"):
-                continue
-            if (
-                wanted is not None
-                and not self.costs.far
-                and not self._opens(folder, prefix, wanted)
-            ):
+            part = below.partition("/")[0]
+            if between is not None and not (part and between[0] <= part <= between[1]):
                 continue
             for last in list(self._folders[folder]):
-                name = f"{folder}/{last}"
-                if (last.startswith(".") and not hidden) or (wanted and not wanted(name)):
+                if last.startswith(".") and not hidden:
                     continue
                 self._call("row", self.costs.row)
                 file = self._folders[folder].get(last)
                 if file is not None:
-                    yield self._info(name, file)
-
-    @staticmethod
-    def _opens(folder: str, prefix: str, wanted: Callable[[str], bool]) -> bool:
-        """Whether all folders below `prefix` on the way to this one are wanted."""
-        parts = folder.split("/")
-        first = len(prefix.split("/")) if prefix else 0
-        return all(wanted("/".join(parts[: end + 1])) for end in range(first, len(parts)))
+                    yield self._info(f"{folder}/{last}", file)
 
     def folders(self, prefix: str = "") -> Sequence[str]:
         self._call("folders")
@@ -535,9 +523,11 @@ class SimulatedStorage(Backend):
         }
         return sorted(name for name in found if name and not name.startswith("."))
 
-    def delete(self, name: str) -> bool:
-        self._call("delete", self.costs.delete)
-        return self._delete(name)
+    def delete(self, names: Sequence[str]) -> DeleteResults:
+        many = self.costs.bulk is not None and len(names) > 1
+        cost = self.costs.bulk if many else self.costs.delete
+        self._call("bulk" if many else "delete", cost, len(names))
+        return [self._delete(name) for name in names]
 
     def _delete(self, name: str) -> bool:
         folder, _, base = name.rpartition("/")
@@ -547,16 +537,10 @@ class SimulatedStorage(Backend):
         self.nbytes -= self._folders[folder].pop(base).size
         return True
 
-    def delete_all(self, names: Sequence[str]) -> list[Any]:
-        if self.costs.bulk is None:
-            return [self.delete(name) for name in names]
-        self._call("bulk", self.costs.bulk, len(names))
-        return [self._delete(name) or True for name in names]
-
     def set_aside(self, name: str) -> bool:
-        return self.delete(name)
+        return delete_one(self, name)
 
-    def touch(self, name: str) -> Touched:
+    def touch(self, name: str, before: float = math.inf) -> Touched:
         self._call("touch")
         file = self._file(name)
         if self.costs.far:
@@ -567,10 +551,6 @@ class SimulatedStorage(Backend):
 
     def space(self) -> Space | None:
         return None if self.costs.far else Space(self._total - self.nbytes, self._total)
-
-    def now(self) -> float:
-        self._call("now")
-        return self.time
 
 
 class Writer:

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvshelf.backends import Backend, Deadlines
+from kvshelf.backends.base import delete_one
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.errors import ConfigError
 from kvshelf.format.keys import Chunk
@@ -132,7 +133,7 @@ class Kinds:
 
     def delete(self, kind: Kind, chunk: Chunk, shard: int = 0) -> None:
         name = object_name(chunk, shard, SHARDS[kind], kind)
-        assert self.guard.delete(f"{FMT.namespace.folder}/{name}")
+        assert delete_one(self.guard, f"{FMT.namespace.folder}/{name}")
 
     def count(self, name: str) -> float:
         return self.counters.snapshot().get(name, 0)

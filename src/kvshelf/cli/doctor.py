@@ -4,8 +4,8 @@ Every check has a name, a state, a result, a duration, and a hint if there is a 
 of a shelf perform the operations of an engine one by one, each on a daemon thread with a deadline,
 so a hanging mount is reported and cannot block the command.
 
-The only files written are ``.kvshelf/doctor-<16 hex>`` at the root of the shelf, and of the disk
-tier if there is one, and an empty one that shows the storage's time; they are deleted at the end.
+The only files written are ``.kvshelf/.doctor.<16 hex>.tmp`` at the root of the shelf, and of the
+disk tier if there is one. They are deleted at the end, and as any temporary if they are not.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import typer
 
 from kvshelf import __version__
 from kvshelf.backends import Backend, Properties, WriteResult, open_backend, settings_of
+from kvshelf.backends.base import delete_one, temporary_name
 from kvshelf.cli.codes import GIVEN, OK, PROBLEM, UNREACHABLE, ending_at_once
 from kvshelf.cli.common import DryRunOption, JsonOption, number, told, write_json
 from kvshelf.cli.shelves import ShelfArgument, configured, find_shelf, is_local
@@ -248,10 +249,11 @@ class _Examination:
         self._hint = hint
         self._read_only = read_only
         self._timeout = timeout
-        self._name = f".kvshelf/doctor-{secrets.token_hex(8)}"
+        self._name = f".kvshelf/{temporary_name('doctor')}"
         self._content = secrets.token_bytes(1 << 16)
         self._opened: Backend | None = None
         self._written = False
+        self._written_in = (0.0, 0.0)
 
     def run(self) -> Iterator[Check]:
         """Yield the checks; stop after a failure that makes the other checks pointless."""
@@ -271,10 +273,13 @@ class _Examination:
             for name, action, hint in (
                 ("read", self._read, "the storage does not return what was written"),
                 ("clock", self._clock, "correct the clock that is wrong"),
-                ("delete", self._delete, f"delete {self._name} yourself"),
+                ("delete", self._delete, "an hour later it is deleted as any temporary"),
             ):
                 if self._written:
                     yield self._step(name, action, hint)
+            if self._backend.properties.versions:
+                hint = "have a lifecycle rule delete them, or suspend versioning"
+                yield Check("versions", State.NOTE, "the bucket keeps what is replaced", hint)
         finally:
             if self._opened is not None:
                 self._step("close", self._close, "")
@@ -322,8 +327,9 @@ class _Examination:
         )
 
     def _write(self) -> str:
+        before = time.time()
         result = self._backend.write(self._name, [self._content])
-        self._written = True
+        self._written, self._written_in = True, (before, time.time())
         if result is not WriteResult.CREATED:
             raise StorageError(f"found {result.value} for a new name, expected created")
         how = ", by a hard link" if self._backend.properties.links else ""
@@ -340,17 +346,18 @@ class _Examination:
         return "equal"
 
     def _clock(self) -> str:
-        now = self._backend.now()
-        if now is None:
+        info = self._backend.info(self._name)
+        if info is None or not info.mtime:
             return "the storage does not tell the time"
-        apart = now - time.time()
+        first, last = self._written_in
+        apart = info.mtime - min(max(info.mtime, first), last)
         text = f"the storage is {abs(apart):,.0f} s {'ahead' if apart > 0 else 'behind'}"
         if abs(apart) > _MOST_APART:
             raise KVShelfError(text)
         return text if abs(apart) >= 1 else "as this machine's"
 
     def _delete(self) -> str:
-        if not self._backend.delete(self._name):
+        if not delete_one(self._backend, self._name):
             raise StorageError("the object vanished before it was deleted")
         return "done"
 

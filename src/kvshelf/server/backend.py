@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import errno
 import itertools
+import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from kvshelf.backends.base import (
     Backend,
     BytesLike,
     Deadlines,
+    DeleteResults,
     ObjectInfo,
     Properties,
     Reader,
@@ -34,6 +36,7 @@ from kvshelf.backends.base import (
     WriteResult,
     check_folder,
     check_name,
+    delete_each,
 )
 from kvshelf.backends.notices import Notices
 from kvshelf.errors import (
@@ -103,6 +106,9 @@ class ServedBackend(Backend):
             sets_aside=facts.sets_aside,
             # The server removes those of killed writers.
             temporaries=False,
+            renews=facts.renews,
+            shared=facts.shared,
+            versions=facts.versions,
             # The server says itself that its storage is late, if it can.
             deadlines=Deadlines(
                 probe=facts.probe_seconds + _LATER,
@@ -198,31 +204,22 @@ class ServedBackend(Backend):
                     )
         return part
 
-    def write_marker(self, name: str) -> WriteResult:
-        """Create an empty object."""
-        return WriteResult(self._call("write_marker", check_name(name)))
-
-    def delete(self, name: str) -> bool:
+    def delete(self, names: Sequence[str]) -> DeleteResults:
         """Delete from the storage and from the server's memory."""
-        return bool(self._call("delete", check_name(name)))
+        return delete_each(names, lambda name: bool(self._call("delete", name)))
 
     def set_aside(self, name: str) -> bool:
         """Rename an entry, which is gone from the server's memory as well."""
         return bool(self._call("set_aside", check_name(name)))
 
-    def touch(self, name: str) -> Touched:
+    def touch(self, name: str, before: float = math.inf) -> Touched:
         """Record a use, with the rights of the server."""
-        return Touched(self._call("touch", check_name(name)))
+        return Touched(self._call("touch", check_name(name), before))
 
     def space(self) -> Space | None:
         """Ask how much of the server's storage is free."""
         found = self._call("space")
         return None if found is None else Space(*found)
-
-    def now(self) -> float | None:
-        """Ask for the clock of the server's storage."""
-        found: float | None = self._call("now")
-        return found
 
     # ----------------------------------------------------------------------------- listings
 
@@ -231,24 +228,18 @@ class ServedBackend(Backend):
         prefix: str = "",
         *,
         hidden: bool = False,
-        wanted: Callable[[str], bool] | None = None,
-        after: str | None = None,
+        between: tuple[str, str] | None = None,
     ) -> Iterator[ObjectInfo]:
         """Stream the storage's listing, in pages."""
         check_folder(prefix)
 
-        def ask(number: int | None) -> Any:
-            if hidden:
-                return self._call("entries", prefix, number, after)
-            return self._call("list", prefix, number, after)
-
-        rows, number = ask(None)
+        method: messages.Method = "entries" if hidden else "list"
+        number: int | None = None
         while True:
-            found = itertools.starmap(ObjectInfo, rows)
-            yield from found if wanted is None else (row for row in found if wanted(row.name))
+            rows, number = self._call(method, prefix, number, between)
+            yield from itertools.starmap(ObjectInfo, rows)
             if number is None:
                 return
-            rows, number = ask(number)
 
     def folders(self, prefix: str = "") -> Sequence[str]:
         """List folders of the storage."""

@@ -8,19 +8,17 @@ method             arguments                    answer
 =================  ===========================  =================================================
 ``properties``                                  :class:`~kvshelf.server.messages.Facts`
 ``stat``           names                        :class:`~kvshelf.server.messages.FoundSizes`
-``info``           name                         ``[name, size, mtime, atime, ctime]``, or None
+``info``           name                         the fields of ``ObjectInfo``, or None
 ``read``           name, offset, bytes          ``[size of the object, bytes]``
-``list``           folder, number or None,      ``[rows as those of info, number or None]``; the
-                   name or None                 listing begins behind the name
+``list``           folder, number or None,      ``[rows as those of info, number or None]``
+                   two names or None
 ``entries``        the same                     the same, of what is hidden too
 ``folders``        folder                       names
 ``write``          name, mode; bytes as data    ``created``, ``existed`` or ``replaced``
-``write_marker``   name                         the same
 ``delete``         name                         bool
 ``set_aside``      name                         bool
-``touch``          name                         ``touched`` or ``refused``
+``touch``          name, seconds                ``touched`` or ``refused``
 ``space``                                       ``[free, total, memory]``, or None
-``now``                                         seconds since the epoch, or None
 =================  ===========================  =================================================
 
 A listing comes in pages: the number in an answer asks for the next one, None is the last.
@@ -44,7 +42,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvshelf.backends.base import NotRegular, ObjectInfo, Properties, StatResults
+from kvshelf.backends.base import NotRegular, ObjectInfo, Properties, StatResults, delete_one
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.errors import ObjectNameError, PermanentStorageError
 from kvshelf.format.names import parse_path
@@ -64,7 +62,7 @@ _PAGE: Final = 1000
 _LISTINGS: Final = 16
 
 #: What changes the storage.
-CHANGES: Final = frozenset(("write", "write_marker", "delete", "set_aside", "touch", "now"))
+CHANGES: Final = frozenset(("write", "delete", "set_aside", "touch"))
 #: The properties of a storage that its facts repeat.
 _PROPERTIES: Final = {field.name for field in fields(Properties)} & set(Facts.__struct_fields__)
 
@@ -88,12 +86,10 @@ class Calls:
             "info": (tuple[str], self._info),
             "read": (tuple[str, int, int], self._read),
             "folders": (tuple[str], lambda folder: list(backend.folders(folder))),
-            "write_marker": (tuple[str], lambda name: backend.write_marker(name).value),
-            "delete": (tuple[str], backend.delete),
+            "delete": (tuple[str], partial(delete_one, backend)),
             "set_aside": (tuple[str], backend.set_aside),
-            "touch": (tuple[str], lambda name: backend.touch(name).value),
+            "touch": (tuple[str, float], lambda *use: backend.touch(*use).value),
             "space": (tuple[()], self._space),
-            "now": (tuple[()], backend.now),
         }
 
     def perform(self, client: bytes, method: str, args: Sequence[Any], data: bytes) -> Any:
@@ -116,12 +112,10 @@ class Calls:
         StorageError
             If the storage failed.
         """
+        listing = tuple[str, int | None, tuple[str, str] | None]
         own: dict[str, tuple[Any, Callable[..., Any]]] = {
-            "list": (tuple[str, int | None, str | None], partial(self._list, client)),
-            "entries": (
-                tuple[str, int | None, str | None],
-                partial(self._list, client, hidden=True),
-            ),
+            "list": (listing, partial(self._list, client)),
+            "entries": (listing, partial(self._list, client, hidden=True)),
             "write": (tuple[str, WriteMode], lambda *rest: self._write(data, *rest)),
         }
         known = own.get(method) or self._methods.get(method)
@@ -141,7 +135,7 @@ class Calls:
 
     def _info(self, name: str) -> list[Any] | None:
         info = self._backend.info(name)
-        return None if info is None else _row(info)
+        return None if info is None else [*info]
 
     def _read(self, name: str, offset: int, nbytes: int) -> list[Any]:
         if not 0 <= nbytes <= MAX_INLINE or offset < 0:
@@ -165,20 +159,19 @@ class Calls:
         client: bytes,
         folder: str,
         number: int | None,
-        after: str | None,
+        between: tuple[str, str] | None,
         *,
         hidden: bool = False,
     ) -> list[Any]:
         rows: Iterator[ObjectInfo] | None
         if number is None:
-            found = self._backend.list(folder, hidden=hidden, after=after)
-            rows = iter(found)
+            rows = self._backend.list(folder, hidden=hidden, between=between)
         else:
             with self._lock:
                 rows = self._listings.get(client, {}).pop(number, None)
             if rows is None:
                 raise PermanentStorageError(f"there is no listing {number}; begin another one")
-        page = [_row(info) for info in islice(rows, _PAGE)]
+        page = [[*info] for info in islice(rows, _PAGE)]
         if len(page) < _PAGE:
             return [page, None]
         number = next(self._numbers)
@@ -189,10 +182,6 @@ class Calls:
                 del listings[next(iter(listings))]
             listings[number] = rows
         return [page, number]
-
-
-def _row(info: ObjectInfo) -> list[Any]:
-    return [info.name, info.size, info.mtime, info.atime, info.ctime]
 
 
 def found(answers: StatResults) -> FoundSizes:

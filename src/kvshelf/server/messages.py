@@ -51,7 +51,7 @@ from kvshelf import errors
 from kvshelf.format import invalid
 
 #: Version of the protocol. Server and client must have the same.
-PROTOCOL: Final = 3
+PROTOCOL: Final = 4
 
 #: Bytes of a client's id and of a session's token; both are random.
 ID_BYTES: Final = 16
@@ -91,7 +91,6 @@ Method: TypeAlias = Literal[
     "folders",
     "info",
     "list",
-    "now",
     "properties",
     "read",
     "set_aside",
@@ -101,7 +100,6 @@ Method: TypeAlias = Literal[
     "unwatch",
     "watch",
     "write",
-    "write_marker",
 ]
 Argument: TypeAlias = (
     bool | int | float | Annotated[str, msgspec.Meta(max_length=4096)] | Names | None
@@ -198,6 +196,9 @@ class Facts(Message, frozen=True):
     read_only: bool = False
     sets_aside: bool = False
     temporaries: bool = False
+    renews: bool = False
+    shared: bool = False
+    versions: bool = False
     probe_seconds: float = 1.0
     read_seconds: float = 5.0
     write_seconds: float = 5.0

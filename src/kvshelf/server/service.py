@@ -485,7 +485,7 @@ class Service:
                 if gone is not None and self._storage.has_tier:
                     forget = partial(self._storage.forget, gone)
                     self._workers["call"].submit(_OWN, forget, lambda _: None)
-            elif method in ("write", "write_marker") and not isinstance(outcome, Exception):
+            elif method == "write" and not isinstance(outcome, Exception):
                 self._appearances.published(str(args[0]))
             if changes:
                 with self._changed:

@@ -12,6 +12,7 @@ import time
 from typing import Final
 
 from kvshelf.backends import Backend, WriteResult
+from kvshelf.backends.base import read_into
 from kvshelf.errors import StorageError
 from kvshelf.format.names import DESCRIPTION
 from kvshelf.format.namespace import Namespace
@@ -62,7 +63,7 @@ class Description:
         """Replace a description of the right size but other bytes, as a power loss leaves it."""
         found = bytearray(len(encoded))
         try:
-            count = self._backend.read_into(name, memoryview(found))
+            count = read_into(self._backend, name, memoryview(found))
         except StorageError as error:
             logger.debug("%s could not be compared: %s", name, error)
             return

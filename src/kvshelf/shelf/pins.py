@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvshelf.backends import Backend
+from kvshelf.backends.base import delete_one
 from kvshelf.errors import ConfigError, ObjectMissingError, StorageError, short_repr
 from kvshelf.format.keys import check_salt_group
 from kvshelf.format.names import parse_namespace_folder
@@ -317,7 +318,7 @@ class Pins:
         StorageError
             If it could not be removed.
         """
-        return _is_there(backend, name) if dry_run else backend.delete(pin_file(name))
+        return _is_there(backend, name) if dry_run else delete_one(backend, pin_file(name))
 
 
 def _is_there(backend: Backend, name: str) -> bool:

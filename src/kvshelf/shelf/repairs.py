@@ -169,9 +169,5 @@ class Repairs:
         """Whether a wrong size that was seen shows that the object is bad."""
         if self._backend.properties.cache_seconds:
             return False
-        info, now = self._backend.info(name), self._backend.now()
-        if info is None:
-            return True
-        # By either clock: one of them may be wrong.
-        clocks = (now, time.time())
-        return all(c is not None and abs(c - info.mtime) >= COPY_SECONDS for c in clocks)
+        info = self._backend.info(name)
+        return info is None or abs(time.time() - info.mtime) >= COPY_SECONDS

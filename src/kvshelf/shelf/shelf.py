@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from kvshelf.backends import Backend, Deadlines, open_backend
+from kvshelf.backends.base import delete_one
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.errors import (
@@ -232,7 +233,7 @@ class Shelf:
         """
         if parse_path(name) is None:
             raise ObjectNameError(f"{name!r} is not the name of an object of a shelf")
-        return self.backend.delete(name)
+        return delete_one(self.backend, name)
 
 
 def read_namespace(backend: Backend, folder: str) -> Namespace:

@@ -26,6 +26,7 @@ from itertools import product
 from typing import Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from kvshelf.backends import NOT_REGULAR, BytesLike, StatResult, StatResults, Whole, WriteResult
+from kvshelf.backends.base import delete_one
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.errors import (
     BadObjectError,
@@ -649,7 +650,8 @@ class NamespaceView(ShelfView):
             If the storage refused or failed.
         """
         base = self._base(ref)
-        deleted = [self.backend.delete(f"{folder}/{base}") for folder in self._find_folders()]
+        names = [f"{folder}/{base}" for folder in self._find_folders()]
+        deleted = [delete_one(self.backend, name) for name in names]
         return any(deleted)
 
     def describe(self) -> None:
@@ -669,7 +671,7 @@ class NamespaceView(ShelfView):
         name = marker_name(attempt)
         folder = self.folder()
         self._description.publish(folder)
-        return self.backend.write_marker(f"{folder}/{name}") is not WriteResult.EXISTED
+        return self.backend.write(f"{folder}/{name}", []) is not WriteResult.EXISTED
 
     def gave_up(self, attempts: Sequence[str]) -> list[bool]:
         """Look for markers, see :meth:`ShelfView.gave_up`."""

@@ -32,6 +32,7 @@ from typing import Final, TypeAlias
 import torch
 
 from kvshelf.backends import Backend, BytesLike, WriteResult
+from kvshelf.backends.base import delete_one
 from kvshelf.backends.breaker import DEFAULT_BACKOFF, Backoff
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
@@ -376,7 +377,7 @@ class DiskTier:
         self._counters.add("disk_tier_bad_objects")
         self._log.warning("a copy in the disk tier %s was bad and is removed: %s", self.path, error)
         try:
-            view.backend.delete(view.name(ref))
+            delete_one(view.backend, view.name(ref))
         except StorageError as failure:
             logger.debug("a bad copy could not be removed: %s", failure)
 
