@@ -498,20 +498,12 @@ class Keeper:
         now = self._now()
         with self._lock:
             self._refused, self._written, taken = False, 0, self._largest
-        part, listed, chunks, width = Part(), 0, 0, self._width
-        while listed < FANS and chunks < SLICE:
-            # No more than the rest of a round: a slice does not wrap around.
-            width = min(width, FANS - listed, FANS - self._next)
-            before = len(part.units)
-            self._lister.slice(self._next, self._next + width - 1, now, part)
-            chunks += len({unit.key for unit in part.units[before:]})
-            listed += width
-            self._next = (self._next + width) % FANS
-            # The first visit, or much has been deleted meanwhile.
-            width = listed
-            if self._stops():
-                return
-        self._width = listed
+        part, listed = self._lister.visit(self._next, self._width, SLICE, now)
+        if self._stops():
+            return
+        self._next = (self._next + listed) % FANS
+        chunks = len({unit.key for unit in part.units})
+        self._width = min(FANS, max(1, -(-listed * SLICE // max(chunks, 1))))
         self._aged_at = time.monotonic()
         self._full_left = max(0, self._full_left - listed)
         if not self._full_left:
@@ -543,7 +535,7 @@ class Keeper:
         for unit in part.units:
             found[f"{unit.space}/{unit.group}"] += unit.nbytes
         for where, nbytes in found.items():
-            seen = part.seen[where]
+            seen, _ = part.seen[where]
             before, now = self._held.get(where), nbytes / seen
             weight = 1.0 if before is None else max(seen, 1 / _SMOOTH)
             self._held[where] = now if before is None else before + (now - before) * weight
@@ -588,7 +580,7 @@ class Keeper:
                 if unit.group != "_":
                     groups.setdefault(f"{unit.space}/{unit.group}", []).append(i)
             for where, some in groups.items():
-                seen, held = part.seen.get(where, 1.0), self._held.get(where, 0.0)
+                (seen, _), held = part.seen[where], self._held.get(where, 0.0)
                 cut = self._cuts.setdefault(where, _Cut())
                 units = [(scores[i], part.units[i].nbytes) for i in some]
                 low, high = LOW * self._group_max_bytes, HIGH * self._group_max_bytes
