@@ -442,8 +442,8 @@ class Backend(ABC):
             the name of a temporary is listed whatever it is, and not opened; other links and
             special files are listed nowhere.
         between : tuple of str, optional
-            Only what lies in folders directly in `prefix`, from the first of these names to the
-            last. Other folders are not opened.
+            Only files and folders directly in `prefix` whose names lie behind the first of these,
+            or, of folders, are equal to it, up to the last. Other folders are not opened.
 
         Raises
         ------

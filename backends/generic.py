@@ -458,7 +458,7 @@ class GenericBackend(Backend):
                     continue
                 if _is_folder(found):
                     pending.append(name)
-                elif between is None and _is_file(found):
+                elif _is_file(found):
                     yield _object_info(name, found)
             between = None
 

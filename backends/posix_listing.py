@@ -52,7 +52,7 @@ class Listing:
                 try:
                     if not whole and entry.is_dir(follow_symlinks=False):
                         pending.append(start + entry.name)
-                    elif between is None and (whole or entry.is_file(follow_symlinks=False)):
+                    elif whole or entry.is_file(follow_symlinks=False):
                         found = entry.stat(follow_symlinks=False)
                         yield self.info(start + entry.name, found)
                 except FileNotFoundError:

@@ -501,8 +501,8 @@ class S3Backend(Backend):
             if not row.name.startswith(folder):
                 continue
             if between is not None:
-                part, inside, _ = name.partition("/")
-                if not (inside and between[0] <= part <= between[1]):
+                part = name.partition("/")[0]
+                if not between[0] <= part <= between[1]:
                     # Before what is in a folder come those whose names go on with a lesser sign.
                     behind = _LESS_THAN_SLASH.split(part, maxsplit=1)[0] > between[1]
                     if behind and s3_quirks.ANY_ORDER not in self.client.quirks:

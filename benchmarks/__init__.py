@@ -7,6 +7,5 @@ milliseconds do.
 Parts: :mod:`~benchmarks.measure` (pairs and statistics), :mod:`~benchmarks.report` (table and
 JSON), :mod:`~benchmarks.samples` (namespaces, chunks and shelves to measure on),
 :mod:`~benchmarks.engines` (engines in child processes), and one module for each group of rows.
-:mod:`~benchmarks.traces` and :mod:`~benchmarks.plots` are programs of their own. ``RESULTS.md`` has
-the newest figures.
+:mod:`~benchmarks.plots` is a program of its own. ``RESULTS.md`` has the newest figures.
 """

@@ -1,8 +1,8 @@
 """``python -m benchmarks.plots``: the documentation's plots, made of the figures in ``docs/data``.
 
 Owns which figures a plot shows, and how. A plot is a function of one JSON file that
-``python -m benchmarks … --json`` or ``python -m benchmarks.traces --json`` wrote: the same file
-gives the same bytes. It needs matplotlib, which the extra ``docs`` brings.
+``python -m benchmarks … --json`` wrote: the same file gives the same bytes. It needs matplotlib,
+which the extra ``docs`` brings.
 """
 
 from __future__ import annotations
@@ -56,33 +56,6 @@ def first_token(figure: Figure, report: Any) -> None:
     _heading(figure, "Time to the first token, by the length of the prompt", _machine(report))
 
 
-def eviction(figure: Figure, report: Any) -> None:
-    """Draw lines: hit rates of orders of eviction, by the size of the shelf."""
-    styles: dict[str, dict[str, Any]] = {
-        "FIFO": {"color": _GRAY},
-        "exact LRU": {"color": "black", "linestyle": "--"},
-        "S3-FIFO": {"color": _AMBER},
-        "Belady": {"color": "#7c3aed", "linestyle": ":"},
-        "kvshelf": {"color": _BLUE, "linewidth": 2.5},
-    }
-    families = list(dict.fromkeys(title.split(", ")[1] for title in report["results"]))
-    panels = figure.subplots(len(families), 2, sharex=True, sharey=True)
-    results = sorted(
-        report["results"].items(), key=lambda each: families.index(each[0].split(", ")[1])
-    )
-    for axes, (title, result) in zip(panels.flat, results, strict=True):
-        for order, style in styles.items():
-            found = [100 * rate for rate in result["rates"][order]]
-            axes.plot(range(len(found)), found, label=order, **style)
-        axes.set_title(title, fontsize=9)
-        axes.set_xticks(range(len(report["shares"])), [f"{s:.0%}" for s in report["shares"]])
-        axes.set_ylim(0, 70)
-        axes.grid(axis="y", color="#e2e8f0")
-    panels[0, 0].legend(fontsize=8, loc="upper left", ncols=2)
-    figure.supxlabel("size of the shelf, as a share of one without bound", fontsize=9)
-    _heading(figure, "Chunks of all prompts that were hit, per cent, by the order of eviction")
-
-
 def admission(figure: Figure, report: Any) -> None:
     """Draw dots: each policy as a multiple of the better of computing and loading."""
     styles = {COMPUTED: (_GRAY, "computed"), ALWAYS: (_AMBER, "every hit loaded")}
@@ -118,7 +91,6 @@ def admission(figure: Figure, report: Any) -> None:
 #: What draws a picture of the file of that name in ``docs/data``, and its size in inches.
 _PLOTS: Final[dict[str, tuple[Callable[[Figure, Any], None], tuple[float, float]]]] = {
     "first-token": (first_token, (6.4, 4.0)),
-    "eviction": (eviction, (6.4, 7.0)),
     "admission": (admission, (6.4, 5.6)),
 }
 

@@ -27,6 +27,7 @@ from kvshelf.capacity.visit import (
     Reason,
     Rules,
     Unit,
+    aged,
     delete,
     fan_of,
     is_old,
@@ -92,7 +93,7 @@ def test_the_oldest_goes_first_what_was_never_used_sooner_and_ends_before_beginn
         unit(NOW - 500, index=5, hit=True),
         unit(NOW + 50, index=5, hit=True),
     ]
-    scores = [score(one, NOW, 30.0) for one in order]
+    scores = [score(aged(one, NOW), one.index, 30.0) for one in order]
     assert scores == sorted(scores, reverse=True)
     assert all(later >= 0 for later in scores)
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvshelf.backends.posix import PosixBackend
-from kvshelf.capacity.rules import Rules
 from kvshelf.cli.codes import PROBLEM
-from kvshelf.errors import PermanentStorageError
+from kvshelf.errors import PermanentStorageError, StorageError
 from kvshelf.shelf.pins import Pin, Pins
 from tests.support.filled import namespace, prompt
 from tests.support.places import Place
@@ -115,21 +113,50 @@ def test_a_pin_ends_by_the_clock_that_is_behind(
     pin = Pin(namespace=namespace().folder, until=time.time() + 600)
     with folder.open() as shelf:
         Pins.add(shelf.backend, "all", pin)
-    monkeypatch.setattr(PosixBackend, "now", lambda _: time.time() + 1800)
-    row = gc(folder, "--max-bytes", "1000B", code=PROBLEM)
+    monkeypatch.setattr("kvshelf.cli.deletion.storage_time", lambda _: time.time() + 1800)
+    row = gc(folder, "--max-bytes", "1000B", "--yes", code=PROBLEM)
     assert row["pinned_bytes"] == size(folder)
-    assert row["chosen"] == {}
+    assert row["deleted"] == {}
 
 
-def test_what_hangs_on_a_missing_chunk_is_looked_for(
+def test_each_salt_group_is_bounded_before_the_shelf_is(folder: Place) -> None:
+    for salt in ("tenant", "other"):
+        folder.fill(namespace(), prompt(5, chunks=4), salt)
+    each = size(folder) // 5
+    row = gc(folder, "--group-max-bytes", f"{each // 2}B", "--max-bytes", f"{3 * each}B")
+    # Two of the eight objects of each group stay; of all 28 that are left, 22.
+    assert row["chosen"]["group"]["files"] == 12
+    assert row["chosen"]["size"]["files"] == 6
+    assert row["bytes_after"] <= 3 * each
+
+
+def test_a_folder_that_cannot_be_listed_is_named_and_the_rest_goes_on(
     folder: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvshelf.cli.gc.Rules", partial(Rules, orphans=-1.0))
-    for path in Path(folder.url).rglob("*-1-*.safetensors"):
-        path.unlink()
-    assert gc(folder)["chosen"]["orphan"]["files"] == 12
-    assert gc(folder, "--yes")["deleted"]["orphan"]["files"] == 12
-    assert len(folder.names()) == 6
+    (bad,) = {name.rpartition("/")[0] for name in sorted(folder.names())[:1]}
+    real = PosixBackend.list
+
+    def refuse(self: PosixBackend, prefix: str = "", **options: Any) -> Any:
+        if prefix == bad:
+            raise PermanentStorageError(13, "EACCES", bad)
+        return real(self, prefix, **options)
+
+    monkeypatch.setattr(PosixBackend, "list", refuse)
+    row = gc(folder, "--max-bytes", "1000B", "--yes", code=PROBLEM)
+    assert bad in row["errors"][0]["problem"]
+    monkeypatch.undo()
+    left = {name.rpartition("/")[0] for name in folder.names()}
+    assert left == {bad}
+
+
+def test_a_storage_that_answers_no_more_ends_it(
+    folder: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> Any:
+        raise StorageError("it is gone")
+
+    monkeypatch.setattr("kvshelf.capacity.visit.Lister.whole", fail)
+    assert "it is gone" in folder.run("gc", "--yes").stderr
 
 
 def test_a_look_is_no_use(folder: Place) -> None:
@@ -145,25 +172,20 @@ def test_a_look_is_no_use(folder: Place) -> None:
     assert row["deleted"]["size"]["files"] > 12
 
 
-def test_foreign_files_links_and_other_versions_stay(folder: Place, tmp_path: Path) -> None:
+def test_foreign_files_and_links_stay(folder: Place, tmp_path: Path) -> None:
     root = Path(folder.url)
     elsewhere = fill(Place(str(tmp_path / "elsewhere")))
     other = namespace("Another")
     os.symlink(Path(elsewhere.url) / namespace().folder, root / other.folder)
-    newer = root / f"newer-{'0' * 16}"
-    (newer / "_" / "ab").mkdir(parents=True)
-    (newer / "namespace.json").write_text('{"format": "kvshelf/2"}')
     kept = [
-        newer / "_" / "ab" / f"{'ab' * 32}-0-0of1.safetensors",
         root / "README",
         root / namespace().folder / "notes.txt",
         root / f".README.{'0' * 16}.tmp",
     ]
     for path in kept:
         path.write_bytes(bytes(1000))
-    row = gc(folder, "--max-bytes", "100B", "--yes", code=PROBLEM)
+    row = gc(folder, "--max-bytes", "100B", "--yes")
     assert row["deleted"]["size"]["files"] == 24
-    assert "no chunks that may be deleted" in row["problem"]
     assert all(path.exists() for path in kept)
     assert len(elsewhere.names()) == 24
 
@@ -175,9 +197,10 @@ def test_an_empty_shelf_needs_nothing(empty: Place) -> None:
 def test_deletions_that_the_storage_refuses_are_told(
     folder: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(self: PosixBackend, name: str) -> bool:
-        raise PermanentStorageError(13, "EACCES", name)
+    def refuse(self: PosixBackend, names: list[str]) -> list[StorageError]:
+        return [PermanentStorageError(13, "EACCES", name) for name in names]
 
+    monkeypatch.setattr("kvshelf.cli.deletion.storage_time", lambda _: time.time())
     monkeypatch.setattr(PosixBackend, "delete", refuse)
     result = folder.run("gc", "--max-bytes", "1000B", "--yes")
     assert result.exit_code == PROBLEM

@@ -1,19 +1,18 @@
-"""``kvshelf ls``: every object is counted once, and the last sweep and the pins are named."""
+"""``kvshelf ls``: every object is counted once, and the bounds and the pins are named."""
 
 from __future__ import annotations
 
 import functools
+import json
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvshelf.backends.posix import PosixBackend
-from kvshelf.capacity.files import time_of
-from kvshelf.capacity.lease import SWEEP, Finding, Lease, Record
+from kvshelf.capacity.visit import KEEPERS
 from kvshelf.cli.ls import By
 from kvshelf.shelf.pins import Pin, Pins
 from kvshelf.shelf.shelf import open_shelf
@@ -67,14 +66,22 @@ def test_by_namespace(shelf: Path) -> None:
     assert (found["objects"], found["bytes"]) == of(objects(shelf))
     sizes = [row["bytes"] for row in found["by"]["namespace"]]
     assert sizes == sorted(sizes, reverse=True)
-    descriptions = of(objects(shelf, "namespace.json"))
-    assert found["others"]["descriptions"] == {"files": 2, "bytes": descriptions[1]}
-    assert found["counted_bytes"] == found["bytes"] + descriptions[1]
+    assert found["others"] == {}
     assert 0 < found["free"] <= found["total"]
     text = run(shelf).stdout
     assert text.splitlines()[0].split() == ["OBJECTS", "SIZE", "SHARE", "LAST", "USED", "NAMESPACE"]
     assert FOLDER in text
-    assert "descriptions 2: " in text.splitlines()[-1]
+
+
+def test_what_lies_beside_objects_is_counted(shelf: Path) -> None:
+    (shelf / FOLDER / f".namespace.json.{'0' * 16}.tmp").write_bytes(bytes(10))
+    objects(shelf)[0].with_name("README").write_bytes(bytes(20))
+    others = usage(shelf)["others"]
+    assert others == {
+        "temporary": {"files": 1, "bytes": 10},
+        "foreign": {"files": 1, "bytes": 20},
+    }
+    assert "; 1 foreign file: 20 B; 1 temporary file: 10 B; " in run(shelf).stdout
 
 
 def test_by_group_of_one_listing(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,56 +131,47 @@ def test_empty_and_missing(tmp_path: Path) -> None:
     run(tmp_path, "--by", "moon", code=2)
 
 
-MIB = 1 << 20
+GIB = 1 << 30
 
 
 @pytest.fixture
-def swept(empty: Place) -> Place:
-    """A shelf that was swept down to 6 MiB of 10, with a pin."""
+def kept(empty: Place) -> Place:
+    """A shelf with two keepers and two pins."""
     empty.fill(namespace(), prompt(1, chunks=3))
     with empty.open() as shelf:
-        now = time_of(shelf.backend)
-        lease = Lease(shelf.backend)
-        taken = lease.take(Record(), now)
-        assert taken is not None
-        made = Finding(now, 6 * MIB, 0.1, by="node-7", deleted_files=3, deleted_bytes=2 * MIB)
-        lease.release(replace(taken, finding=made, max_bytes=10 * MIB, max_bytes_at=now), now)
+        for name, said in (("0" * 16, {"max_bytes": 3 * GIB, "max_age": 7200.0}), ("1" * 16, {})):
+            data = json.dumps({"max_bytes": 5 * GIB, "by": "node-7 1"} | said).encode()
+            shelf.backend.write(f"{KEEPERS}/{name}", [data])
         Pins.add(shelf.backend, "system", Pin(namespace().folder, until=time.time() + 9e5))
         Pins.add(shelf.backend, "past", Pin(group="_", until=1.6e9))
     return empty
 
 
-def test_the_last_sweep_and_each_pin_are_a_line(swept: Place) -> None:
-    before = swept.names()
-    *_, sweep, past, system = swept.run("ls").stdout.splitlines()
-    assert sweep.startswith("last sweep: ")
-    assert sweep.endswith("by node-7, deleted 3 files, 2.0 MiB, left 6.0 MiB; max_bytes 10.0 MiB")
+def test_keepers_and_each_pin_are_a_line(kept: Place) -> None:
+    before = kept.names()
+    *_, bounds, past, system = kept.run("ls").stdout.splitlines()
+    assert bounds.startswith("2 keepers, the last visit ")
+    assert bounds.endswith(" ago; max_bytes 3.0 GiB; max_age 2h")
     assert past.startswith("pin past: all namespaces/_, all chunks, until 2020-09-13")
     assert past.endswith("(expired)")
     assert system.startswith(f"pin system: {FOLDER}/*, all chunks, until ")
-    [row] = swept.rows("ls")
-    assert row["bounds"] == {"max_bytes": 10 * MIB}
-    assert (row["sweep"]["deleted_files"], row["sweep"]["bytes_after"]) == (3, 6 * MIB)
+    [row] = kept.rows("ls")
+    assert (row["keepers"], row["bounds"]) == (2, {"max_bytes": 3 * GIB, "max_age": 7200.0})
+    assert abs(time.time() - row["last_visit"]) < 3600
     assert [pin["pin"] for pin in row["pins"]] == ["past", "system"]
-    assert (row["sweeping"], row["errors"]) == (None, [])
-    assert swept.names() == before
-    with swept.open() as shelf:
-        lease, now = Lease(shelf.backend), time_of(shelf.backend)
-        assert lease.take(lease.read(now), now) is not None
-        assert f"; {lease.owner} sweeps now\n" in swept.run("ls").stdout
-        [row] = swept.rows("ls")
-        assert row["sweeping"] == lease.owner
+    assert row["errors"] == []
+    assert kept.names() == before
 
 
-def test_what_is_damaged_is_named(swept: Place) -> None:
-    with swept.open() as shelf:
+def test_what_is_damaged_is_named(kept: Place) -> None:
+    with kept.open() as shelf:
         shelf.backend.write(".kvshelf/pins/later.json", [b'{"version": 2}'])
-        shelf.backend.write(".kvshelf/pins/broken.json", [b"{"])
-        shelf.backend.write(SWEEP, [b"\x1b[31m"], "replace")
-    [row] = swept.rows("ls")
+        shelf.backend.write(".kvshelf/pins/broken.json", [b"{\x1b[31m"])
+        shelf.backend.write(f"{KEEPERS}/{'2' * 16}", [b"\x1b[31m"])
+    [row] = kept.rows("ls")
     told = " ".join(error["problem"] for error in row["errors"])
-    assert all(word in told for word in (SWEEP, "the pin broken pins nothing", "the pin later"))
-    result = swept.run("ls")
-    assert "last sweep" not in result.stdout
+    assert all(word in told for word in ("the pin broken pins nothing", "the pin later"))
+    assert row["keepers"] == 2
+    result = kept.run("ls")
     assert "the pin broken pins nothing" in result.stderr
     assert "\x1b[31m" not in result.output

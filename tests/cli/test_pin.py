@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from kvshelf.capacity.files import time_of
-from kvshelf.capacity.lease import Lease, Record
 from kvshelf.format.keys import KeyChain, salt_group_of
 from kvshelf.format.namespace import Namespace
 from kvshelf.shelf.pins import Pins
@@ -36,8 +32,7 @@ def pins_of(place: Place) -> Pins:
 
 
 def covered(pins: Pins, of: Namespace, keys: list[bytes], group: str = "_") -> list[bool]:
-    rows = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 32)
-    return pins.covers(of.folder, group, rows).tolist()
+    return [pins.covers(of.folder, group, key) for key in keys]
 
 
 def write_prompts(tmp_path: Path, *prompts: Any) -> Path:
@@ -178,29 +173,6 @@ def test_text_needs_a_model_and_short_prompts_have_no_chunk(tmp_path: Path) -> N
     result = place.run("pin", "a", write_prompts(tmp_path, [1, 2, 3]))
     assert result.exit_code == 2
     assert f"no prompt fills a chunk of {CHUNK} tokens" in result.stderr
-
-
-@pytest.fixture
-def others_sweep(place: Place) -> Iterator[Callable[[], None]]:
-    """Another process sweeps the shelf, until it is told to end."""
-    with place.open() as shelf:
-        lease = Lease(shelf.backend)
-        now = time_of(shelf.backend)
-        taken = lease.take(Record(), now)
-        assert taken is not None
-
-        def end() -> None:
-            lease.release(taken, now)
-
-        yield end
-
-
-def test_a_pin_during_a_sweep_is_told_of_it(place: Place, others_sweep: Callable[[], None]) -> None:
-    result = place.run("pin", "a", "--group", "_")
-    assert result.exit_code == 0
-    assert "sweeps" in result.stderr
-    others_sweep()
-    assert place.run("pin", "b", "--group", "_").stderr == ""
 
 
 def test_a_pin_of_a_later_version_keeps_all_from_gc(place: Place) -> None:

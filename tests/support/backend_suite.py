@@ -549,20 +549,19 @@ class BackendSuite:
 
     def test_only_some_folders_are_listed(self, backend: Backend, oracle: Oracle) -> None:
         """They are next to each other by name; those whose names begin alike are not the same."""
+        temporary = ".0f.0123456789abcdef.tmp"
         folders = ("00", "0f", "0f-x", "0f.", "0f/10", "10", "10-x", "f", ".kvshelf", "0")
-        for folder in folders:
-            oracle.put(f"a/{folder}/x", b"1")
-        oracle.put("a/0e", b"a file")
+        names = [*(f"{folder}/x" for folder in folders), "0e", temporary]
+        for name in names:
+            oracle.put(f"a/{name}", b"1")
         oracle.put("b/0f/x", b"1")
-        for hidden in (False, True):
-            ranges = (("00", "0f"), ("0f", "10"), ("0f-x", "0f-x"), ("2", "f"), ("x", "y"))
-            for first, last in ranges:
-                found = backend.list("a", hidden=hidden, between=(first, last))
-                assert sorted(row.name for row in found) == sorted(
-                    f"a/{folder}/x"
-                    for folder in folders
-                    if first <= folder.partition("/")[0] <= last
-                )
+        ranges = (("00", "0f"), ("0f", "10"), ("0f-x", "0f-x"), ("2", "f"), ("x", "y"), (".0", ".~"))
+        for first, last in ranges:
+            found = backend.list("a", hidden=True, between=(first, last))
+            assert sorted(row.name for row in found) == sorted(
+                f"a/{name}" for name in names if first <= name.partition("/")[0] <= last
+            )
+        assert list(backend.list("a", between=(".0", ".~"))) == []
         assert [row.name for row in backend.list(between=("b", "b"))] == ["b/0f/x"]
 
     # ---------------------------------------------------------------------------- other changes

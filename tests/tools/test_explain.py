@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvshelf.capacity.sweeper import Sweeper
+from kvshelf.capacity.visit import KEEPERS
 from kvshelf.cli.app import app
-from kvshelf.config import CapacityConfig
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind
 from kvshelf.format.namespace import Namespace
-from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import open_shelf
 from kvshelf.tools import explain as explain_module
 from kvshelf.tools.explain import Explainer, Explanation
@@ -195,12 +193,10 @@ def test_missing_windows_end_a_hit(of_hybrid: Rig) -> None:
     assert "chunk 1, 2" in found.causes[0].text
 
 
-def test_the_bounds_of_sweeps_are_named_where_others_of_a_prompt_are_there(stored: Rig) -> None:
-    capacity = CapacityConfig.model_validate({"max_bytes": "1GiB", "max_age": "7d"})
+def test_the_bounds_of_a_shelf_are_named_where_others_of_a_prompt_are_there(stored: Rig) -> None:
     with open_shelf(stored.root) as shelf:
-        sweeper = Sweeper(shelf, capacity, Counters())
-        sweeper.step()
-        sweeper.close()
+        said = b'{"max_bytes": 1073741824, "max_age": 604800.0}'
+        shelf.backend.write(f"{KEEPERS}/{'0' * 16}", [said])
     found = stored.explain([*TOKENS, *prompt(4, 1)])
     assert codes(found) == ["parts_here", "bounds"]
     assert "max_bytes 1073741824 and max_age 604800" in found.causes[1].text

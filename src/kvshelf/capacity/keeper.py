@@ -66,6 +66,7 @@ from kvshelf.capacity.visit import (
     Reason,
     Rules,
     Unit,
+    aged,
     delete,
     is_old,
     reason_to_delete,
@@ -566,7 +567,7 @@ class Keeper:
             self._log.warning("%s: %s", self._guard.url, pins.problem, about="pins")
         kept = [bool(pins) and pins.covers(u.space, u.group, u.key) for u in part.units]
         same = max(_LEAST_SAME, min(self._resolution, (self._evicts_after() or HOUR) * _SAME_PART))
-        scores = [score(unit, now, same) for unit in part.units]
+        scores = [score(aged(unit, now), unit.index, same) for unit in part.units]
         cuts = self._move_cuts(part, scores, kept, now, max(share, 1 / _SMOOTH), largest)
         picked: list[Picked] = [
             (one, one.reason) for one in part.leftovers if is_old(one, rules, old_at)

@@ -119,3 +119,13 @@ def evicts_after(backend: Backend) -> float | None:
         if (age := number(said, name)) is not None
     ]
     return min(ages, default=None)
+
+
+def bounds(said: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Return the bounds of a shelf: the smallest that any of its keepers says, by option."""
+    found: dict[str, float] = {}
+    for name in ("max_bytes", "max_age", "group_max_bytes"):
+        values = [value for one in said.values() if (value := number(one, name)) is not None]
+        if values:
+            found[name] = min(values)
+    return found

@@ -75,8 +75,8 @@ _MOST_REFUSED: Final = 64
 _AT_ONCE: Final = 32
 #: Most files that are looked at beside the objects of a namespace, and of a shelf.
 _MOST_BESIDE: Final = 16384
-#: The files and the reserved folder in the folder of a namespace, beside its description.
-_HIDDEN: Final = (".", ".~")
+#: What lies in the folder of a namespace beside its description: temporaries, the reserved folder.
+_HIDDEN: Final = (".0", ".~")
 
 
 class Reason(Enum):
@@ -218,18 +218,24 @@ def last_use(info: ObjectInfo, now: float, *, shared: bool) -> float:
     return best or now
 
 
-def score(unit: Unit, now: float, same: float) -> float:
-    """Return by how much a unit has aged, in seconds; a larger score is evicted first.
+def aged(unit: Unit, now: float) -> float:
+    """Return by how much a unit has aged since its last use, in seconds."""
+    return max(now - unit.used, 0.0) * (1.0 if unit.hit else _NEVER_USED_AGES)
+
+
+def score(age: float, index: int, same: float) -> float:
+    """Return the score of a unit, in seconds; a larger one is evicted first.
 
     Parameters
     ----------
-    unit : Unit
-    now : float
+    age : float
+        By how much it has :func:`aged`.
+    index : int
+        Its place in the prompt.
     same : float
         Seconds within which ages count as equal, and the place in the prompt decides.
     """
-    age = max(now - unit.used, 0.0) * (1.0 if unit.hit else _NEVER_USED_AGES)
-    return same * (age // same + unit.index / (unit.index + _HALF_DEPTH))
+    return same * (age // same + index / (index + _HALF_DEPTH))
 
 
 def score_to_free(scored: Iterable[tuple[float, int]], free: float) -> float:
@@ -490,7 +496,10 @@ class Lister:
         """
         if folders is None:
             part = Part()
-            self._add(RESERVED, now, part)
+            try:
+                self._add(RESERVED, now, part)
+            except StorageError as error:
+                part.skipped[RESERVED] = error
             yield part
             folders = [name for name in self._backend.folders() if parse_namespace_folder(name)]
         for space in folders:
@@ -498,6 +507,8 @@ class Lister:
             try:
                 self._add(space, now, part, between=_HIDDEN)
                 groups += self._backend.folders(space)
+                if not groups:
+                    self._note_unused(space, part)
             except StorageError as error:
                 part.skipped[space] = error
             yield part
@@ -726,7 +737,7 @@ def delete(
                 outcome.kept.add(kept.nbytes, kept.count)
                 outcome.gone.add(gone.nbytes, gone.count)
                 outcome.failed += len(problems)
-                outcome.error = next(iter([outcome.error or error, *problems]), None)
+                outcome.error = outcome.error or error or next(iter(problems), None)
             on_progress(outcome)
             if error is not None:
                 outcome.error = error

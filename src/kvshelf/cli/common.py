@@ -21,7 +21,7 @@ import pwd
 import stat
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Final, ParamSpec, TypeAlias
@@ -53,6 +53,9 @@ from kvshelf.errors import (
 )
 
 logger = logging.getLogger(__name__)
+
+#: Folders that could not be listed of which each has a line.
+_MOST_FOLDERS: Final = 3
 
 
 def option(name: str, metavar: str, about: str, short: str = "", **more: Any) -> Any:
@@ -194,6 +197,14 @@ def message(text: str, *, error: bool = True) -> None:
         _errors.append({"name": None, "problem": text})
     shown = "\n".join(map(printable, text.splitlines()))
     typer.secho(f"kvshelf: {shown}", fg="red", err=True)
+
+
+def tell_skipped(skipped: Mapping[str, StorageError]) -> None:
+    """Name the first folders of a shelf that could not be listed, and say how many more."""
+    for folder, error in list(skipped.items())[:_MOST_FOLDERS]:
+        message(f"{folder} cannot be listed, and is left out: {told(error)}")
+    if (more := len(skipped) - _MOST_FOLDERS) > 0:
+        message(f"{number(more, 'more folder')} cannot be listed")
 
 
 def interruption() -> typer.Exit:

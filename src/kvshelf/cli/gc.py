@@ -7,24 +7,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final
 
-from kvshelf.capacity.collect import Plan
-from kvshelf.capacity.deletion import Outcome
-from kvshelf.capacity.files import Total
-from kvshelf.capacity.rules import Rule, Rules
+from kvshelf.capacity.visit import Outcome, Reason, Rules, Total
 from kvshelf.cli.common import JsonOption, YesOption, age_text, columns, option
 from kvshelf.cli.deletion import delete
 from kvshelf.cli.shelves import ShelfArgument, open_found
 from kvshelf.cli.values import MaxAgeOption, MaxBytesOption, max_age, size
 from kvshelf.errors import size_text
+from kvshelf.tools.plans import Plan
 
 _WHY: Final = {
-    Rule.TEMPORARY: "temporaries, and what was set aside",
-    Rule.MARKER: "markers of old hand-overs",
-    Rule.TAIL: "tails of old hand-overs",
-    Rule.ORPHAN: "chunks behind one that is gone",
-    Rule.AGE: "not used for max_age",
-    Rule.GROUP: "used longest ago in a salt group above its bound",
-    Rule.SIZE: "used longest ago of all, above max_bytes",
+    Reason.TEMPORARY: "temporaries, and what was set aside",
+    Reason.MARKER: "markers of old hand-overs",
+    Reason.TAIL: "tails of old hand-overs",
+    Reason.RESERVED: "old files in reserved folders",
+    Reason.EMPTY: "empty folders",
+    Reason.AGE: "not used for max_age",
+    Reason.GROUP: "used longest ago in a salt group above its bound",
+    Reason.SIZE: "used longest ago of all, above max_bytes",
 }
 
 
@@ -40,47 +39,46 @@ def gc(
     as_json: JsonOption = False,
 ) -> None:
     """Delete leftovers, and chunks above the bounds that are given; first only say which."""
-    bounds = {
-        "max_bytes": size(max_bytes, "--max-bytes"),
-        "max_age": max_age(age),
-        "group_max_bytes": size(group_max_bytes, "--group-max-bytes"),
-    }
-    rules = Rules(**bounds)  # type: ignore[arg-type]
-    given = {name: value for name, value in bounds.items() if value is not None}
+    most, of_group = size(max_bytes, "--max-bytes"), size(group_max_bytes, "--group-max-bytes")
+    oldest = max_age(age)
+    named = {"max_bytes": most, "max_age": oldest, "group_max_bytes": of_group}
+    bounds = {name: value for name, value in named.items() if value is not None}
     with open_found(shelf, change=yes) as opened:
         delete(
             opened,
-            rules,
+            Plan(Rules(max_age=oldest), most, of_group),
             yes=yes,
             as_json=as_json,
-            table=lambda found: _table(opened.url, found, given),
-            row=lambda found, outcome: _json(found, outcome, yes) | {"bounds": given},
+            table=lambda plan: _table(opened.url, plan, bounds),
+            row=lambda plan, outcome: _json(plan, outcome, yes) | {"bounds": bounds},
         )
 
 
 _row = columns(10, 10, 0)
 
 
-def _table(url: str, found: Plan, bounds: dict[str, float]) -> str:
-    lines = [f"{url}: {len(found.inventory)} objects, {size_text(found.before)} in all\n"]
+def _table(url: str, plan: Plan, bounds: dict[str, float]) -> str:
+    lines = [f"{url}: {plan.before.count} objects, {size_text(plan.before.nbytes)} in all\n"]
     for name, value in bounds.items():
         text = age_text(value) if name == "max_age" else size_text(int(value))
         lines.append(f"{name} {text}\n")
-    totals = found.totals()
-    if totals:
+    if plan.chosen:
         lines.append(_row("FILES", "SIZE", "WHY"))
-    lines += [_row(totals[why].count, size_text(totals[why].nbytes), _WHY[why]) for why in totals]
+    for reason, why in _WHY.items():
+        if (total := plan.chosen.get(reason)) is not None:
+            lines.append(_row(total.count, size_text(total.nbytes), why))
     return "".join(lines)
 
 
-def _json(found: Plan, outcome: Outcome, yes: bool) -> dict[str, Any]:
+def _json(plan: Plan, outcome: Outcome, yes: bool) -> dict[str, Any]:
+    freed = sum(lost.nbytes for lost in outcome.lost.values()) if yes else plan.freed
     row: dict[str, Any] = {
-        "objects": len(found.inventory),
-        "bytes": found.before,
-        "bytes_after": found.before - outcome.nbytes if yes else found.after,
-        "pinned_bytes": found.pinned.nbytes,
-        "chosen": _totals(found.totals()),
-        "problem": found.problem,
+        "objects": plan.before.count,
+        "bytes": plan.before.nbytes,
+        "bytes_after": plan.before.nbytes - freed,
+        "pinned_bytes": plan.pinned.nbytes,
+        "chosen": _totals(plan.chosen),
+        "problem": plan.problem,
     }
     if yes:
         row |= {
@@ -89,13 +87,13 @@ def _json(found: Plan, outcome: Outcome, yes: bool) -> dict[str, Any]:
             "gone": outcome.gone.count,
             "failed": outcome.failed,
             "error": None if outcome.error is None else str(outcome.error),
-            "finished": outcome.finished,
+            "finished": outcome.finished or not plan.files,
         }
     return row
 
 
-def _totals(totals: dict[Rule, Total]) -> dict[str, dict[str, int]]:
+def _totals(totals: dict[Reason, Total]) -> dict[str, dict[str, int]]:
     return {
-        reason.name.lower(): {"files": total.count, "bytes": total.nbytes}
+        reason.value: {"files": total.count, "bytes": total.nbytes}
         for reason, total in totals.items()
     }

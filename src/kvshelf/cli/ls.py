@@ -1,37 +1,46 @@
-"""``kvshelf ls``: what is on a shelf: its namespaces, their space, the last sweep, and pins.
+"""``kvshelf ls``: what is on a shelf: its namespaces, their space, what bounds it, and pins.
 
-Owns the options, the tables and the JSON; :mod:`kvshelf.tools.usage` counts, and
-:mod:`kvshelf.capacity` has the record of sweeps and the pins.
+Owns the options, the tables and the JSON; :mod:`kvshelf.tools.usage` counts,
+:mod:`kvshelf.capacity.keepers` knows the bounds.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import time
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 
-from kvshelf.backends import Backend
-from kvshelf.capacity import lease
-from kvshelf.capacity.files import time_of
-from kvshelf.capacity.lease import Finding, Lease, Record
-from kvshelf.cli.codes import write_out
+from kvshelf.capacity import keepers
+from kvshelf.capacity.visit import KEEPERS
+from kvshelf.cli.codes import PROBLEM, write_out
 from kvshelf.cli.common import (
     JsonOption,
     age_text,
     columns,
     message,
     number,
+    tell_skipped,
     time_text,
     write_json,
 )
 from kvshelf.cli.progress import Display
 from kvshelf.cli.shelves import NamespacesOption, ShelfArgument, find_folders, open_found
-from kvshelf.errors import printable, size_text
-from kvshelf.shelf.pins import Pins
+from kvshelf.errors import StorageError, printable, size_text
+from kvshelf.shelf.pins import PINS, Pins
 from kvshelf.shelf.shelf import NamespaceInfo
 from kvshelf.tools.usage import Row, Usage, measure
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What the keepers of a shelf say: how many they are, the latest visit, and the bounds."""
+
+    keepers: int
+    last_visit: float | None
+    bounds: dict[str, float]
 
 
 class By(StrEnum):
@@ -48,57 +57,60 @@ def ls(
     by: Annotated[By, typer.Option("--by", help="What a row is.")] = By.NAMESPACE,
     as_json: JsonOption = False,
 ) -> None:
-    """List the namespaces of a shelf with their space and last use, its last sweep and pins."""
+    """List the namespaces of a shelf with their space and last use, its bounds and pins."""
     with open_found(shelf) as opened:
         folders = find_folders(opened, namespaces)
         with Display("counting", as_json=as_json) as display:
             usage = measure(opened.backend, folders, by=by.value, on_listed=display.listed)
         infos = [info for info in opened.namespaces() if folders is None or info.folder in folders]
-        url, now = opened.url, time_of(opened.backend)
-        record, sweeping = _sweeps(opened.backend, now)
-        pins = Pins.read(opened.backend, now)
+        url, said, pins = opened.url, dict[str, dict[str, Any]](), Pins()
+        try:
+            said = keepers.read(opened.backend)
+        except StorageError as error:
+            usage.skipped[KEEPERS] = error
+        try:
+            pins = Pins.read(opened.backend)
+        except StorageError as error:
+            usage.skipped[PINS] = error
+    tell_skipped(usage.skipped)
     for name, problem in pins.unreadable.items():
         message(f"the pin {name} pins nothing: {problem}")
     if pins.problem is not None:
         message(pins.problem)
+    kept = Kept(
+        len(said),
+        max((one["at"] for one in said.values()), default=None),
+        keepers.bounds(said),
+    )
     if as_json:
-        write_json(_json(url, usage, infos, record, sweeping, pins, now))
+        write_json(_json(url, usage, infos, kept, pins))
     else:
-        shown = _namespaces(usage, infos) if by is By.NAMESPACE else _table(usage, by.value)
-        write_out(shown + "\n" + _closing(url, usage, record, sweeping, pins, now))
-
-
-def _sweeps(backend: Backend, now: float) -> tuple[Record, str | None]:
-    """Return what is known of the sweeps of a shelf, and which process sweeps it now."""
-    written = backend.info(lease.SWEEP)
-    # A storage that is read only does not tell its time, but that of a file is by its clock.
-    now = max(now, 0.0 if written is None else written.mtime)
-    own = Lease(backend)
-    record = own.read(now).believed(backend.space())
-    if (problem := lease.problem_of(backend)) is not None:
-        message(f"{lease.SWEEP}: {problem}")
-    return record, record.owner if own.is_others(record, now) else None
+        shown = _namespaces(usage, infos) if by is By.NAMESPACE else _table(usage)
+        write_out(shown + "\n" + _closing(url, usage, kept, pins))
+    if usage.skipped:
+        raise typer.Exit(PROBLEM)
 
 
 # ---------------------------------------------------------------------------------- JSON
 
 
 def _json(
-    url: str,
-    usage: Usage,
-    infos: list[NamespaceInfo],
-    record: Record,
-    sweeping: str | None,
-    pins: Pins,
-    now: float,
+    url: str, usage: Usage, infos: list[NamespaceInfo], kept: Kept, pins: Pins
 ) -> dict[str, Any]:
+    now, space = time.time(), usage.space
     return {
         "shelf": url,
         "namespaces": [_namespace_json(info) for info in infos],
-        **asdict(usage),
-        "bounds": record.bounds(now),
-        "sweep": None if record.finding is None else _sweep_json(record.finding),
-        "sweeping": sweeping,
+        "objects": usage.objects,
+        "bytes": usage.bytes,
+        "by": {usage.by: [asdict(row) for row in usage.rows]},
+        "others": {
+            name: {"files": total.count, "bytes": total.nbytes}
+            for name, total in usage.others.items()
+        },
+        "free": None if space is None else space.free,
+        "total": None if space is None else space.total,
+        **asdict(kept),
         "pins": [
             {
                 "pin": name,
@@ -124,16 +136,6 @@ def _namespace_json(info: NamespaceInfo) -> dict[str, Any]:
     return row
 
 
-def _sweep_json(finding: Finding) -> dict[str, Any]:
-    return {
-        "at": finding.at,
-        "by": finding.by or None,
-        "deleted_files": finding.deleted_files,
-        "deleted_bytes": finding.deleted_bytes,
-        "bytes_after": finding.nbytes,
-    }
-
-
 # ---------------------------------------------------------------------------------- text
 
 _row = columns(10, 10, 5, -16, 0)
@@ -149,38 +151,42 @@ def _head(name: str) -> str:
     return _row("OBJECTS", "SIZE", "SHARE", "LAST USED", name)
 
 
-def _table(usage: Usage, by: str) -> str:
-    return _head(by.upper()) + "".join(_cells(row, usage, row.name) for row in usage.by[by])
+def _table(usage: Usage) -> str:
+    return _head(usage.by.upper()) + "".join(_cells(row, usage, row.name) for row in usage.rows)
 
 
 def _namespaces(usage: Usage, infos: list[NamespaceInfo]) -> str:
     """Return the table of namespaces, those without objects last."""
     if not infos:
         return "no namespaces yet\n"
-    rows = {row.name: row for row in usage.by["namespace"]}
+    rows = {row.name: row for row in usage.rows}
     order = {name: place for place, name in enumerate(rows)}
     lines = [_head("NAMESPACE")]
     for info in sorted(infos, key=lambda one: order.get(one.folder, len(order))):
         name = info.folder + (f"  ({printable(info.problem)})" if info.problem else "")
-        lines.append(_cells(rows.get(info.folder, Row(info.folder, 0, 0, 0.0)), usage, name))
+        lines.append(_cells(rows.get(info.folder, Row(info.folder)), usage, name))
     return "".join(lines)
 
 
-def _closing(
-    url: str, usage: Usage, record: Record, sweeping: str | None, pins: Pins, now: float
-) -> str:
-    """Return a line each about the whole shelf, the last sweep and the pins, as far as known."""
+def _closing(url: str, usage: Usage, kept: Kept, pins: Pins) -> str:
+    """Return a line each about the whole shelf, its bounds and the pins, as far as known."""
     parts = [f"{url}: {number(usage.objects, 'object')}, {size_text(usage.bytes)}"]
     parts += [
-        f"{name} {total.files}: {size_text(total.bytes)}"
-        for name, total in usage.others.items()
-        if total.files
+        f"{number(total.count, f'{name} file')}: {size_text(total.nbytes)}"
+        for name, total in sorted(usage.others.items())
     ]
-    if usage.free is not None and usage.total is not None:
-        parts.append(f"{size_text(usage.free)} of {size_text(usage.total)} free on the storage")
-    lines = ["; ".join(parts)]
-    if sweeps := [*_sweep_parts(record, now), *([f"{sweeping} sweeps now"] if sweeping else [])]:
-        lines.append(f"last sweep: {printable('; '.join(sweeps), 500)}")
+    if usage.space is not None:
+        free, total = size_text(usage.space.free), size_text(usage.space.total)
+        parts.append(f"{free} of {total} free on the storage")
+    lines, now = ["; ".join(parts)], time.time()
+    if kept.last_visit is not None:
+        bounds = [
+            f"{name} {age_text(value) if name == 'max_age' else size_text(int(value))}"
+            for name, value in kept.bounds.items()
+        ]
+        idle = age_text(max(0.0, now - kept.last_visit))
+        visited = f"{number(kept.keepers, 'keeper')}, the last visit {idle} ago"
+        lines.append("; ".join([visited, *bounds]))
     for name, pin in pins.all.items():
         keys = ", all chunks" if pin.keys is None else f", {number(len(pin.keys), 'chunk')}"
         where = f"{pin.namespace or 'all namespaces'}/{pin.group or '*'}"
@@ -188,18 +194,3 @@ def _closing(
         expired = " (expired)" if pin.expired(now) else ""
         lines.append(f"pin {name}: {where}{keys}{until}{expired}")
     return "\n".join(lines) + "\n"
-
-
-def _sweep_parts(record: Record, now: float) -> list[str]:
-    parts = []
-    if (finding := record.finding) is not None:
-        text = time_text(finding.at) + (f" by {finding.by}" if finding.by else "")
-        if finding.deleted_files is not None and finding.deleted_bytes is not None:
-            deleted = size_text(finding.deleted_bytes)
-            text += f", deleted {number(finding.deleted_files, 'file')}, {deleted}"
-        parts.append(f"{text}, left {size_text(finding.nbytes)}")
-    parts += [
-        f"{name} {age_text(value)}" if name == "max_age" else f"{name} {size_text(int(value))}"
-        for name, value in record.bounds(now).items()
-    ]
-    return parts

@@ -12,8 +12,6 @@ from typing import Annotated, Any
 
 import typer
 
-from kvshelf.capacity.files import time_of
-from kvshelf.capacity.lease import LEASE_SECONDS, Lease
 from kvshelf.cli.codes import PROBLEM, write_out
 from kvshelf.cli.common import (
     DryRunOption,
@@ -27,9 +25,8 @@ from kvshelf.cli.common import (
 from kvshelf.cli.prompts import GroupOption, ModelOption, check_group, token_prompts
 from kvshelf.cli.shelves import NamespacesOption, OneShelf, find_folders, open_found
 from kvshelf.cli.values import age
-from kvshelf.errors import ConfigError, printable, size_text
-from kvshelf.shelf.pins import PINS_SECONDS, Pin, Pins, check_pin_name
-from kvshelf.shelf.shelf import Shelf
+from kvshelf.errors import ConfigError, size_text
+from kvshelf.shelf.pins import Pin, Pins, check_pin_name
 from kvshelf.tools.pinning import PromptKeys, prompt_keys
 
 
@@ -84,8 +81,6 @@ def pin(
             row |= _row(made, keys)
             if not Pins.add(opened.backend, name, made, replace=replace, dry_run=dry_run):
                 row["problem"] = f"there is a pin {name} already; --replace replaces it"
-            elif not dry_run:
-                _tell_of_sweep(opened)
         if as_json:
             write_json(row)
         if row["problem"] is not None:
@@ -93,19 +88,6 @@ def pin(
             raise typer.Exit(PROBLEM)
         if not as_json:
             write_out(text + "\n")
-
-
-def _tell_of_sweep(opened: Shelf) -> None:
-    """Name the process that sweeps the shelf now."""
-    now, lease = time_of(opened.backend), Lease(opened.backend)
-    record = lease.read(now)
-    if lease.is_others(record, now):
-        # In between one call may take as long as a lease lasts.
-        message(
-            f"{printable(record.owner)} sweeps {opened.url} now, and may delete what is pinned"
-            f" until it reads the pin, within {PINS_SECONDS + LEASE_SECONDS:g} s",
-            error=False,
-        )
 
 
 def _made(

@@ -19,8 +19,6 @@ from kvshelf.errors import StorageError, printable, size_text
 
 #: Most problems that are kept for the JSON of a command.
 _MOST_PROBLEMS: Final = 100_000
-#: Files of a listing between two changes of what is shown.
-_FILES: Final = 1000
 
 
 class Display:
@@ -57,11 +55,10 @@ class Display:
         if self._bar is not None:
             self._bar.stop()
 
-    def listed(self) -> None:
-        """Show that one more file was listed."""
-        self._listed += 1
-        if self._listed % _FILES == 0:
-            self.stage(f"listing: {self._listed} files")
+    def listed(self, files: int) -> None:
+        """Show that so many more files were listed."""
+        self._listed += files
+        self.stage(f"listing: {self._listed} files")
 
     def show(self, done: int, total: int, nbytes: int | None = None) -> None:
         """Show how many things of how many are done, and the bytes of them."""

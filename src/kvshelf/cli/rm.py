@@ -5,14 +5,12 @@ Owns the command's options, the table and the JSON; see :mod:`kvshelf.cli.deleti
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
-from kvshelf.capacity.collect import Plan
-from kvshelf.capacity.deletion import Outcome
-from kvshelf.capacity.rules import NO_RULES, Choice
+from kvshelf.capacity.visit import Choice, Outcome, Reason, Rules, Total
 from kvshelf.cli.common import JsonOption, YesOption, columns, option, time_text
 from kvshelf.cli.deletion import delete
 from kvshelf.cli.prompts import (
@@ -25,7 +23,7 @@ from kvshelf.cli.prompts import (
 from kvshelf.cli.shelves import NamespacesOption, ShelfArgument, find_folders, open_found
 from kvshelf.cli.values import age
 from kvshelf.errors import ConfigError, size_text
-from kvshelf.tools.plans import parts_of
+from kvshelf.tools.plans import Plan
 
 
 def rm(
@@ -62,11 +60,10 @@ def rm(
         # What engines use meanwhile is deleted as well, unless an age was given.
         whole = chosen is None and wanted is None and unused is None
         choice = Choice(chosen, unused, pinned, leftovers=whole)
+        rules = Rules(leftovers=None, choice=choice)
         delete(
             opened,
-            replace(NO_RULES, choice=choice),
-            folders,
-            wanted,
+            Plan(rules, folders=folders, prompts=wanted),
             yes=yes,
             as_json=as_json,
             table=_table,
@@ -77,25 +74,23 @@ def rm(
 _row = columns(10, 10, -16, 0)
 
 
-def _table(found: Plan) -> str:
-    lines = []
-    for part in parts_of(found):
-        used, where = time_text(part.last_used), f"{part.namespace}/{part.group}"
-        lines.append(_row(part.objects, size_text(part.bytes), used, where))
-    return "".join(
-        [_row("OBJECTS", "SIZE", "LAST USED", "NAMESPACE/GROUP"), *lines] if lines else []
-    )
+def _table(plan: Plan) -> str:
+    lines = [_row("OBJECTS", "SIZE", "LAST USED", "NAMESPACE/GROUP")] if plan.rows else []
+    for row in plan.rows.values():
+        used = time_text(row.last_used)
+        lines.append(_row(row.objects, size_text(row.bytes), used, row.name))
+    return "".join(lines)
 
 
-def _json(found: Plan, outcome: Outcome) -> dict[str, Any]:
-    parts = parts_of(found)
+def _json(plan: Plan, outcome: Outcome) -> dict[str, Any]:
+    chosen = plan.chosen.get(Reason.CHOSEN, Total())
     return {
-        "objects": sum(part.objects for part in parts),
-        "bytes": sum(part.bytes for part in parts),
-        "leftovers": len(found.leftovers),
-        "pinned": found.pinned.count,
-        "pinned_bytes": found.pinned.nbytes,
-        "parts": [asdict(part) for part in parts],
+        "objects": chosen.count,
+        "bytes": chosen.nbytes,
+        "leftovers": plan.files - chosen.count,
+        "pinned": plan.pinned.count,
+        "pinned_bytes": plan.pinned.nbytes,
+        "rows": [asdict(row) for row in plan.rows.values()],
         "deleted": {
             "removed": outcome.count,
             "bytes": outcome.nbytes,

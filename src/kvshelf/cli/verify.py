@@ -183,7 +183,7 @@ def _summary(report: VerifyReport, repair: bool, yes: bool) -> str:
         would = f"{what}, to be {done} by --yes" if repair else what
         return f"{what}, {count} {done}" if yes else would
 
-    orphans = f"orphans ({size_text(report.orphan_bytes)})"
+    leftovers = f"leftovers ({size_text(report.leftover_bytes)})"
     return summary(
         [
             f"verified {report.done} of {report.found} objects in"
@@ -196,7 +196,7 @@ def _summary(report: VerifyReport, repair: bool, yes: bool) -> str:
         (report.gone, "gone meanwhile"),
         (report.incomplete, "incomplete chunks, of which objects are missing"),
         (report.descriptions, "namespace.json missing or damaged"),
-        (report.reserved, "damaged in .kvshelf"),
-        (report.other_versions, "namespaces of other versions left alone"),
-        (report.orphans, mended(orphans, report.removed, "deleted")),
+        (report.reserved, "pins that cannot be read"),
+        (report.unlisted, "folders that cannot be listed"),
+        (report.leftovers, mended(leftovers, report.removed, "deleted")),
     )

@@ -40,8 +40,6 @@ _log: Final = RateLimitedLog(logger, lines=8)
 
 #: The folder of pins at the root of a shelf.
 PINS: Final = ".kvshelf/pins"
-#: Seconds after which, at the latest, a running sweep reads the pins again.
-PINS_SECONDS: Final = 60.0
 #: Most bytes of one pin.
 MAX_BYTES: Final = 1 << 20
 #: Most bytes of all pins; those that come after, by name, pin nothing.

@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final, TypeAlias
 
-from kvshelf.capacity.files import time_of
-from kvshelf.capacity.lease import SWEEP, Lease
+from kvshelf.capacity import keepers
 from kvshelf.errors import BadObjectError, ConfigError, StorageError
 from kvshelf.format.differences import differing_fields, how_to_unite
 from kvshelf.format.hit_rule import HitRule
@@ -375,17 +374,14 @@ class Explainer:
         yield from self._bounds()
 
     def _bounds(self) -> Iterator[Cause]:
-        """Yield the bounds within which sweeps keep the shelf, by the record that they leave."""
-        backend = self._shelf.backend
-        written = backend.info(SWEEP)
-        now = max(time_of(backend), 0.0 if written is None else written.mtime)
-        if bounds := Lease(backend).read(now).bounds(now):
+        """Yield the bounds of the shelf, as its keepers say them."""
+        if bounds := keepers.bounds(keepers.read(self._shelf.backend)):
             values = (f"{name} {value:.0f}" for name, value in bounds.items())
             yield Cause(
                 "bounds",
-                f"sweeps keep this shelf within {' and '.join(values)}",
-                "the log line of a sweep says what went. Raise capacity.max_bytes or max_age, or"
-                " pin the prompt: kvshelf pin SHELF NAME PROMPTS",
+                f"engines keep this shelf within {' and '.join(values)}",
+                "their logs say what was deleted. Raise capacity.max_bytes or max_age, or pin the"
+                " prompt: kvshelf pin SHELF NAME PROMPTS",
             )
 
 

@@ -1,38 +1,33 @@
 """What takes the space of a shelf: counts of objects and bytes, as users name them.
 
-Owns the breakdowns. The listing is an :class:`~kvshelf.capacity.inventory.Inventory`, so the counts
-are those that bounds of a shelf are compared with.
+Owns the breakdowns.
 
 Contracts
 ---------
-* Nothing is read but names, sizes, times and, for times of use, marks.
-* Each object is in exactly one row of each breakdown.
+* Nothing is read but names, sizes and times.
+* Each object is in exactly one row. Bytes are those that bounds of a shelf are compared with.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+import time
+from bisect import bisect
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
-from kvshelf.backends import Backend
-from kvshelf.capacity.inventory import Inventory, Scan
-from kvshelf.capacity.marks import Marks
+from kvshelf.backends import Backend, Space
+from kvshelf.capacity.visit import DAY, HOUR, Total, Unit
 from kvshelf.errors import StorageError
+from kvshelf.tools.listing import list_parts
 
-_HOUR: Final = 3600.0
-_DAY: Final = 86400.0
 #: Ends of the ages of a row, in seconds since the last use, and names of the rows.
-_AGES: Final = (_HOUR, _DAY, 7 * _DAY, 30 * _DAY)
+_AGES: Final = (HOUR, DAY, 7 * DAY, 30 * DAY)
 _AGE_NAMES: Final = ("under 1 hour", "1 to 24 hours", "1 to 7 days", "7 to 30 days", "over 30 days")
-_Numbers = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Row:
     """One row of a breakdown.
 
@@ -45,17 +40,15 @@ class Row:
     """
 
     name: str
-    objects: int
-    bytes: int
-    last_used: float
+    objects: int = 0
+    bytes: int = 0
+    last_used: float = 0.0
 
-
-@dataclass(frozen=True, slots=True)
-class Files:
-    """Number and bytes of files of one sort."""
-
-    files: int
-    bytes: int
+    def add(self, unit: Unit) -> None:
+        """Count the objects of a unit."""
+        self.objects += len(unit.names)
+        self.bytes += unit.nbytes
+        self.last_used = max(self.last_used, unit.used)
 
 
 @dataclass(slots=True)
@@ -64,25 +57,38 @@ class Usage:
 
     Attributes
     ----------
+    by : str
+        A breakdown, of :data:`BREAKDOWNS`.
+    rows : list of Row
     objects, bytes : int
         All objects.
-    counted_bytes : int
-        Bytes of all that is kvshelf's: what counts against ``max_bytes``.
-    by : dict of str and list of Row
-        The breakdown.
-    others : dict of str and Files
+    others : dict of str and Total
         What lies beside objects, by sort.
-    free, total : int or None
-        Bytes of the storage; None where it does not report it.
+    space : Space or None
+        Of the storage; None where it does not report it.
+    skipped : dict of str and StorageError
+        Folders that could not be listed.
     """
 
-    objects: int
-    bytes: int
-    counted_bytes: int
-    by: dict[str, list[Row]] = field(default_factory=dict)
-    others: dict[str, Files] = field(default_factory=dict)
-    free: int | None = None
-    total: int | None = None
+    by: str
+    rows: list[Row] = field(default_factory=list)
+    objects: int = 0
+    bytes: int = 0
+    others: dict[str, Total] = field(default_factory=dict)
+    space: Space | None = None
+    skipped: dict[str, StorageError] = field(default_factory=dict)
+
+
+def _age_name(unit: Unit, now: float) -> str:
+    return _AGE_NAMES[bisect(_AGES, now - unit.used)]
+
+
+#: From a unit, and the time, to the name of its row.
+BREAKDOWNS: Final[dict[str, Callable[[Unit, float], str]]] = {
+    "namespace": lambda unit, now: unit.space,
+    "group": lambda unit, now: f"{unit.space}/{unit.group}",
+    "age": _age_name,
+}
 
 
 def measure(
@@ -90,7 +96,7 @@ def measure(
     folders: Collection[str] | None = None,
     *,
     by: str = "namespace",
-    on_listed: Callable[[], None] = lambda: None,
+    on_listed: Callable[[int], None] = lambda files: None,
 ) -> Usage:
     """List a shelf, and count.
 
@@ -102,97 +108,27 @@ def measure(
     by : str
         A breakdown, of :data:`BREAKDOWNS`.
     on_listed : Callable
-        Called for each file.
+        Called with numbers of files that were listed.
 
     Raises
     ------
     StorageError
         If the shelf cannot be listed.
     """
-    inventory = Scan(backend, folders=folders, parents=None).run(pace=on_listed)
-    assert inventory is not None
-    used = _last_uses(backend, inventory)
-    usage = Usage(len(inventory), int(inventory.size.sum()), inventory.nbytes)
-    code, names = BREAKDOWNS[by](inventory, used)
-    usage.by[by] = _rows(inventory, used, code, names)
-    for sort, total in inventory.totals.items():
-        usage.others[sort.value] = Files(total.count, total.nbytes)
+    usage, now, name_of = Usage(by), time.time(), BREAKDOWNS[by]
+    rows: dict[str, Row] = {}
+    for part in list_parts(backend, folders, now, usage.skipped, on_listed=on_listed):
+        for unit in part.units:
+            name = name_of(unit, now)
+            rows.setdefault(name, Row(name)).add(unit)
+        for sort, total in part.others.items():
+            usage.others.setdefault(sort, Total()).add(total.nbytes, total.count)
+    if by == "age":
+        usage.rows = [rows[name] for name in _AGE_NAMES if name in rows]
+    else:
+        usage.rows = sorted(rows.values(), key=lambda row: (-row.bytes, row.name))
+    usage.objects = sum(row.objects for row in usage.rows)
+    usage.bytes = sum(row.bytes for row in usage.rows)
     with contextlib.suppress(StorageError):
-        space = backend.space()
-        if space is not None:
-            usage.free, usage.total = space.free, space.total
+        usage.space = backend.space()
     return usage
-
-
-def _last_uses(backend: Backend, inventory: Inventory) -> npt.NDArray[np.float64]:
-    """Return when each object was used last, by its times and by marks."""
-    used: npt.NDArray[np.float64] = inventory.used.copy()
-    try:
-        marks = Marks.read(backend)
-    except StorageError:
-        return used
-    if len(marks):
-        for number, folder in enumerate(inventory.namespaces):
-            rows = np.flatnonzero(inventory.namespace == number)
-            marked = marks.used(folder.name, np.ascontiguousarray(inventory.key[rows]))
-            used[rows] = np.maximum(used[rows], marked)
-    return used
-
-
-def _rows(
-    inventory: Inventory,
-    used: npt.NDArray[np.float64],
-    code: _Numbers,
-    names: Sequence[str] | Callable[[int], str],
-) -> list[Row]:
-    """Return the rows of a breakdown by the number of each object's row.
-
-    `names` of a fixed breakdown are a sequence, which is its order; other rows are ordered by size.
-    """
-    if not len(code):
-        return []
-    present, place, objects = np.unique(code, return_inverse=True, return_counts=True)
-    sizes = np.zeros(len(present), np.int64)
-    np.add.at(sizes, place, inventory.size)
-    last = np.full(len(present), -np.inf)
-    np.maximum.at(last, place, used)
-    rows = [
-        Row(
-            names[number] if isinstance(names, Sequence) else names(number),
-            int(count),
-            int(size),
-            float(when),
-        )
-        for number, count, size, when in zip(present.tolist(), objects, sizes, last, strict=True)
-    ]
-    if not isinstance(names, Sequence):
-        rows.sort(key=lambda row: (-row.bytes, row.name))
-    return rows
-
-
-_Breakdown = tuple[_Numbers, "Sequence[str] | Callable[[int], str]"]
-
-
-def _by_namespace(inventory: Inventory, used: npt.NDArray[np.float64]) -> _Breakdown:
-    folders = inventory.namespaces
-    return inventory.namespace.astype(np.int64), lambda number: folders[number].name
-
-
-def _by_group(inventory: Inventory, used: npt.NDArray[np.float64]) -> _Breakdown:
-    folders, groups = inventory.namespaces, inventory.groups
-    count = max(1, len(groups))
-    code = inventory.namespace.astype(np.int64) * count + inventory.group
-    return code, lambda number: f"{folders[number // count].name}/{groups[number % count]}"
-
-
-def _by_age(inventory: Inventory, used: npt.NDArray[np.float64]) -> _Breakdown:
-    age = inventory.now - used
-    return np.searchsorted(np.array(_AGES), age, side="right").astype(np.int64), _AGE_NAMES
-
-
-#: From an inventory and last uses to the number of each object's row, and the names of the rows.
-BREAKDOWNS: Final[dict[str, Callable[[Inventory, npt.NDArray[np.float64]], _Breakdown]]] = {
-    "namespace": _by_namespace,
-    "group": _by_group,
-    "age": _by_age,
-}

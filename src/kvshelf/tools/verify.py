@@ -8,21 +8,22 @@ found                               repair
 ==================================  =============================================================
 an object that is not what its      set aside, however many they are, pinned ones too;
 name and its namespace demand       deleted where the storage cannot rename
-temporaries of killed writers, and  deleted, as by an engine
-what was set aside an hour ago
+temporaries of killed writers and   deleted, as by an engine
+other leftovers that are old
 ``namespace.json`` is missing or    none: an engine that stores to the namespace writes it again
 damaged
-marks, pins and a record of sweeps  none: another version may have written them
-that cannot be read
+pins that cannot be read            none: another version may have written them
+folders that cannot be listed       none
 ==================================  =============================================================
 
 Contracts
 ---------
-* Objects without a record of their namespace are counted, and neither read nor touched; those of
-  another version of the format are not even counted.
+* Objects without a record of their namespace are counted, and neither read nor touched.
 * An error of the storage moves and deletes nothing.
 * A bad object is read again through a fresh open before it counts as bad. One of a wrong size that
   changed within the last minute may still be copied to its place: it is reported, and stays.
+* A shelf is listed twice: to count, and to read what was counted. What is stored in between is left
+  out.
 
 Threads
 -------
@@ -35,34 +36,32 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from kvshelf.backends import Backend, Reader
-from kvshelf.capacity import lease, marks
-from kvshelf.capacity.collect import plan
-from kvshelf.capacity.deletion import carry_out
-from kvshelf.capacity.inventory import Inventory, Scan
+from kvshelf.backends.base import time_for_ages
 from kvshelf.capacity.parallel import Work, threads_for
-from kvshelf.capacity.rules import Rules
+from kvshelf.capacity.visit import Leftover, Part, Rules, delete, is_old
 from kvshelf.errors import (
     BadObjectError,
     ConfigError,
     ObjectMissingError,
     ObjectNameError,
     ReadOnlyStorageError,
+    StorageError,
 )
 from kvshelf.format.invalid import describe_header, header_length
-from kvshelf.format.kinds import KINDS
 from kvshelf.format.names import DESCRIPTION, ParsedName, parse_path
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.shelf.leftovers import is_of_other_version, read_record
-from kvshelf.shelf.pins import Pins, pin_file
+from kvshelf.shelf.pins import PINS, Pins, pin_file
 from kvshelf.shelf.shelf import Shelf
+from kvshelf.tools.listing import list_parts, storage_time
 from kvshelf.tools.prompt_objects import known_format
+
+#: Formats by folder; None where the description is no use.
+_Formats = dict[str, ObjectFormat | None]
 
 
 @dataclass(slots=True)
@@ -89,16 +88,16 @@ class VerifyReport:
         Read and verified.
     namespaces : int
         Folders.
-    other_versions : int
-        Folders of namespaces that another version of the format describes; left alone.
     descriptions : int
         Folders whose description is missing or damaged.
     incomplete : int
         Chunks of which some objects are there and others are missing.
     reserved : int
-        Files in the root's reserved folder that cannot be read.
-    orphans, orphan_bytes : int
-        Temporaries of killed writers, and what was set aside an hour ago.
+        Pins that cannot be read.
+    unlisted : int
+        Folders that cannot be listed.
+    leftovers, leftover_bytes : int
+        Temporaries of killed writers, what was set aside, and other leftovers that are old.
     removed : int
         Of these, the ones that a repair deleted.
     seconds : float
@@ -113,12 +112,12 @@ class VerifyReport:
     gone: int = 0
     bytes: int = 0
     namespaces: int = 0
-    other_versions: int = 0
     descriptions: int = 0
     incomplete: int = 0
     reserved: int = 0
-    orphans: int = 0
-    orphan_bytes: int = 0
+    unlisted: int = 0
+    leftovers: int = 0
+    leftover_bytes: int = 0
     removed: int = 0
     seconds: float = 0.0
 
@@ -130,7 +129,8 @@ class VerifyReport:
     @property
     def sound(self) -> bool:
         """Whether nothing is wrong, or nothing any more."""
-        return self.bad == self.moved and not (self.descriptions or self.failed or self.reserved)
+        wrong = self.descriptions or self.failed or self.reserved or self.unlisted
+        return self.bad == self.moved and not wrong
 
 
 class _Item(NamedTuple):
@@ -138,7 +138,6 @@ class _Item(NamedTuple):
 
     name: str
     parsed: ParsedName
-    size: int
     fmt: ObjectFormat | None
 
 
@@ -150,7 +149,7 @@ def verify_shelf(
     sample: Callable[[int], int] = lambda count: count,
     repair: bool = False,
     report: VerifyReport | None = None,
-    on_listed: Callable[[], None] = lambda: None,
+    on_listed: Callable[[int], None] = lambda files: None,
     on_progress: Callable[[VerifyReport], None] = lambda report: None,
     on_problem: Callable[[str, str], None] = lambda name, text: None,
 ) -> VerifyReport:
@@ -171,7 +170,7 @@ def verify_shelf(
     report : VerifyReport, optional
         Updated meanwhile, so that it is available after an interruption.
     on_listed : Callable
-        Called for each file that is listed, before anything is verified.
+        Called with numbers of files that were listed, before anything is verified.
     on_progress : Callable
         Called with the report after each change.
     on_problem : Callable
@@ -188,33 +187,39 @@ def verify_shelf(
     backend = shelf.backend
     if repair and backend.properties.read_only:
         raise ReadOnlyStorageError(f"{shelf.url} is read-only: nothing can be repaired")
+    threads = threads_for(backend)
     try:
-        inventory = None
         if names is not None:
             folders = {str(parsed.namespace) for name in names if (parsed := parse_path(name))}
-            formats = _formats(shelf, folders, work)
-            items = _named(backend, names, formats, work)
+            items = _named(backend, names, _formats(shelf, folders, work), work)
+            work.run_over(items, lambda item: _verify(shelf, item, work, repair), threads)
         else:
-            inventory = Scan(backend, folders=folders, parents=None).run(pace=on_listed)
-            assert inventory is not None
+            now = storage_time(backend) if repair else time.time()
             formats = _formats(shelf, folders, work)
-            items = _listed(inventory, formats, sample, work)
-        threads = threads_for(backend)
-        work.run_over(items, lambda item: _verify(shelf, item, work, repair), threads)
-        if inventory is not None:
-            _look_beside(backend, inventory, formats, work, repair=repair)
-            for name, problem in _damaged(backend) if folders is None else ():
+            skipped: dict[str, StorageError] = {}
+            parts = list_parts(backend, folders, now, skipped, on_listed=on_listed)
+            total, old = _count(parts, formats, time_for_ages(now, shelf.url), work)
+            work.count(found=min(total, sample(total)))
+            for folder, error in skipped.items():
+                work.problem("unlisted", folder, str(error))
+            parts = list_parts(backend, folders, now, skipped)
+            items = _listed(parts, formats, total, work)
+            work.run_over(items, lambda item: _verify(shelf, item, work, repair), threads)
+            if repair and old:
+                outcome = delete(backend, ((one, one.reason) for one in old), now=now)
+                work.count(removed=outcome.count)
+                if outcome.error is not None:
+                    raise outcome.error
+            for name, problem in _damaged_pins(backend) if folders is None else ():
                 work.problem("reserved", name, problem)
     finally:
         report.seconds = time.monotonic() - begin
     return report
 
 
-def _formats(
-    shelf: Shelf, wanted: Collection[str] | None, work: Work[VerifyReport]
-) -> dict[str, ObjectFormat | None]:
-    """Return the formats of the folders to verify; None where the description is no use."""
-    formats: dict[str, ObjectFormat | None] = {}
+def _formats(shelf: Shelf, wanted: Collection[str] | None, work: Work[VerifyReport]) -> _Formats:
+    """Return the formats of the folders to verify."""
+    formats: _Formats = {}
     for info in shelf.namespaces():
         if wanted is not None and info.folder not in wanted:
             continue
@@ -222,56 +227,75 @@ def _formats(
         try:
             formats[info.folder] = known_format(info)
         except ConfigError as error:
-            if is_of_other_version(read_record(shelf.backend, info.folder)):
-                work.count(other_versions=1)
-                continue
             formats[info.folder] = None
             work.problem("descriptions", f"{info.folder}/{DESCRIPTION}", str(error))
     return formats
 
 
-def _listed(
-    inventory: Inventory,
-    formats: dict[str, ObjectFormat | None],
-    sample: Callable[[int], int],
+def _count(
+    parts: Iterable[Part],
+    formats: _Formats,
+    old_at: float,
     work: Work[VerifyReport],
+) -> tuple[int, list[Leftover]]:
+    """Count what lies there; return the number of objects, and leftovers that are old."""
+    total, rules = 0, Rules()
+    old: list[Leftover] = []
+    for part in parts:
+        lacking: set[tuple[str, bytes]] = set()
+        for unit in part.units:
+            if unit.space in formats:
+                total += len(unit.names)
+                fmt = formats[unit.space]
+                shards = fmt.of(unit.kind).shards if fmt and unit.kind in fmt.kinds else 0
+                if len(unit.names) < shards:
+                    lacking.add((unit.group, unit.key))
+        work.count(incomplete=len(lacking))
+        old += (one for one in part.leftovers if is_old(one, rules, old_at))
+    work.count(leftovers=len(old), leftover_bytes=sum(one.nbytes for one in old))
+    return total, old
+
+
+def _listed(
+    parts: Iterable[Part], formats: _Formats, total: int, work: Work[VerifyReport]
 ) -> Iterator[_Item]:
-    """Yield the objects to verify, a sample at random."""
-    spaces = [number for number, one in enumerate(inventory.namespaces) if one.name in formats]
-    rows = np.flatnonzero(np.isin(inventory.namespace, spaces))
-    size = min(len(rows), sample(len(rows)))
-    if size < len(rows):
-        chosen = random.SystemRandom().sample(range(len(rows)), size)
-        rows = rows[np.sort(np.array(chosen, np.int64))]
-    work.count(found=len(rows))
-    for row in rows.tolist():
-        name = inventory.name(row)
-        parsed = parse_path(name)
-        assert parsed is not None
-        yield _Item(name, parsed, int(inventory.size[row]), formats[str(parsed.namespace)])
+    """Yield the objects to verify, a sample at random of `total` ones."""
+    chance, left = random.SystemRandom(), work.report.found
+    for part in parts:
+        for unit in part.units:
+            for name in unit.names if unit.space in formats else ():
+                if not left:
+                    return
+                if chance.random() * total < left:
+                    left -= 1
+                    parsed = parse_path(name)
+                    assert parsed is not None
+                    yield _Item(name, parsed, formats[unit.space])
+                total -= 1
+    work.count(gone=left)
 
 
 def _named(
     backend: Backend,
     names: Sequence[str],
-    formats: dict[str, ObjectFormat | None],
+    formats: _Formats,
     work: Work[VerifyReport],
 ) -> Iterator[_Item]:
     """Yield the objects of these names."""
     work.count(found=len(names))
     for name in names:
-        parsed, info = parse_path(name), backend.info(name)
+        parsed = parse_path(name)
         assert parsed is not None
-        if info is None:
+        if backend.info(name) is None:
             raise ObjectMissingError(f"{backend.url} has no object {name}")
-        yield _Item(name, parsed, info.size, formats.get(str(parsed.namespace)))
+        yield _Item(name, parsed, formats.get(str(parsed.namespace)))
 
 
 def _verify(shelf: Shelf, item: _Item, work: Work[VerifyReport], repair: bool) -> None:
     """Verify one object; count what was found."""
     if item.fmt is None:
         return work.count(unverified=1)
-    own = size = None
+    size = None
     try:
         own = item.fmt.of_name(item.parsed)
         size = own.object_size(item.parsed.shard, item.parsed.tail_tokens)
@@ -288,7 +312,7 @@ def _verify(shelf: Shelf, item: _Item, work: Work[VerifyReport], repair: bool) -
         stays = "" if moved or not repair else "; it stays: it changed within the last minute"
         work.problem("bad", item.name, f"{type(bad).__name__}: {bad}{stays}")
         return work.count(moved=int(moved))
-    return work.count(bytes=item.size, intact=1)
+    return work.count(bytes=size, intact=1)
 
 
 def _read(backend: Backend, own: ObjectFormat, item: _Item) -> None:
@@ -314,41 +338,13 @@ def _bytes(reader: Reader, length: int) -> bytes:
     return bytes(data[: reader.read_into(memoryview(data), 0)])
 
 
-# --------------------------------------------------------------------------- beside objects
-
-
-def _look_beside(
-    backend: Backend,
-    inventory: Inventory,
-    formats: dict[str, ObjectFormat | None],
-    work: Work[VerifyReport],
-    *,
-    repair: bool,
-) -> None:
-    """Count what cannot be a hit, and what is old; delete the latter in a repair."""
-    counts, space = inventory.object_counts(), inventory.namespace[inventory.first_rows]
-    for number, folder in enumerate(inventory.namespaces):
-        if (fmt := formats.get(folder.name)) is not None:
-            there = counts[space == number]
-            full = [fmt.of(kind).shards if kind in fmt.kinds else 0 for kind in KINDS]
-            work.count(incomplete=int(((there > 0) & (there < full)).any(axis=1).sum()))
-    found = plan(inventory, Rules(markers=None, tails=None))
-    work.count(orphans=len(found.leftovers))
-    work.count(orphan_bytes=sum(leftover.size for leftover, _ in found.leftovers))
-    if repair and found.leftovers:
-        outcome = carry_out(backend, found)
-        work.count(removed=outcome.count)
-        if outcome.error is not None:
-            raise outcome.error
-
-
-def _damaged(backend: Backend) -> Iterator[tuple[str, str]]:
-    """Yield the damaged files of the root's reserved folder, and what is wrong with each."""
-    yield from marks.unreadable(backend)
-    pins = Pins.read(backend)
-    unknown = {name: problem for name, (_, problem) in pins.unknown.items()}
-    yield from (
-        (pin_file(name), problem) for name, problem in [*pins.unreadable.items(), *unknown.items()]
-    )
-    if (problem := lease.problem_of(backend)) is not None:
-        yield lease.SWEEP, problem
+def _damaged_pins(backend: Backend) -> Iterator[tuple[str, str]]:
+    """Yield the files of pins that cannot be read, and what is wrong with each."""
+    try:
+        pins = Pins.read(backend)
+    except StorageError as error:
+        yield PINS, str(error)
+        return
+    unknown = ((name, problem) for name, (_, problem) in pins.unknown.items())
+    for name, problem in (*pins.unreadable.items(), *unknown):
+        yield pin_file(name), problem
