@@ -420,7 +420,7 @@ class LaterBackend(WrappedBackend):
         return time.time() + self.ahead
 
     def _later(self, info: ObjectInfo) -> ObjectInfo:
-        return replace(info, mtime=info.mtime + self.ahead)
+        return info._replace(mtime=info.mtime + self.ahead)
 
     def info(self, name: str) -> ObjectInfo | None:
         info = super().info(name)

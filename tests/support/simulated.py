@@ -97,7 +97,9 @@ class Fleet:
 
     def add(self, rate: float = 0.0, **options: Any) -> Writer:
         """Add a process; options are of its keeper, or fields of :class:`Writer`."""
-        bounds = {name: options.pop(name) for name in CapacityConfig.model_fields if name in options}
+        bounds = {
+            name: options.pop(name) for name in CapacityConfig.model_fields if name in options
+        }
         guarded, counters = GuardedBackend(self.storage), Counters()
         keeper = Keeper(
             SimpleNamespace(backend=guarded), CapacityConfig.model_validate(bounds), counters

@@ -239,6 +239,8 @@ class Keeper:
         #: What may be written for the bound, and because of free space; what is under way.
         self._granted = self._credit = math.inf
         self._free = math.inf
+        #: What may be written at most, for a chunk that is larger than the credit.
+        self._room = 0.0
         self._begun = self._written = self._largest = 0
         self._asked = self._refused = False
         self._why = ("", "")
@@ -317,8 +319,10 @@ class Keeper:
         with self._lock:
             first, self._asked = not self._asked, True
             # Nothing is deleted for what will never fit.
-            if nbytes <= (self._max_bytes or math.inf):
-                self._largest = max(self._largest, nbytes)
+            if self._largest < nbytes <= (self._max_bytes or math.inf):
+                self._largest = nbytes
+                if self._credit == self._granted < nbytes <= self._room:
+                    self._granted = self._credit = nbytes
             allowed = nbytes <= min(self._credit, self._free)
             if allowed and take:
                 self._begun += nbytes
@@ -347,6 +351,9 @@ class Keeper:
             return _TROUBLE_SECONDS
         try:
             self._look()
+            if self._written and time.monotonic() >= self._said_at + keepers.ALIVE_SECONDS / 2:
+                # It stores, so it counts, also where no visit is due.
+                self._now()
             while not self._stops() and (pause := self._pause()) <= 0:
                 self._visit()
                 self._look()
@@ -618,9 +625,7 @@ class Keeper:
             cuts[""] = cut.move(units, (held - low) * seen, (held - high) * seen, weight)
         elif self._pays:
             old = [
-                (scores[i], part.units[i].nbytes)
-                for i in order
-                if part.units[i].used < now - HOUR
+                (scores[i], part.units[i].nbytes) for i in order if part.units[i].used < now - HOUR
             ]
             owed = max(4 * largest - self._free, 0.0)
             cuts[""] = cut.move(old, owed, owed, weight)
@@ -654,7 +659,8 @@ class Keeper:
             share = bound * self._width / FANS
             far = min(LOW * bound - held, _STEP * bound) / self._keepers
             granted = min(left / self._keepers, max(_STEP * share, far))
-            if granted < self._largest <= left / self._keepers:
+            self._room = left / self._keepers
+            if granted < self._largest <= self._room:
                 granted = self._largest
             self._granted = self._credit = max(0.0, granted)
             self._changed.notify_all()
