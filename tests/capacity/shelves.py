@@ -97,7 +97,10 @@ class Place:
 
     def files(self) -> set[str]:
         """Return the names of all files."""
-        return {str(path.relative_to(self.root)) for path in self.root.rglob("*") if path.is_file()}
+        found = set()
+        for folder, _, names in os.walk(self.root):
+            found |= {os.path.relpath(os.path.join(folder, name), self.root) for name in names}
+        return {name for name in found if self.path(name).is_file()}
 
 
 def salted(chunk: Chunk, group: str) -> Chunk:

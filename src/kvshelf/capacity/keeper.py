@@ -58,6 +58,7 @@ from kvshelf.capacity.uses import resolution
 from kvshelf.capacity.visit import (
     FANS,
     HOUR,
+    KEEPERS,
     Cuts,
     Lister,
     Outcome,
@@ -230,6 +231,7 @@ class Keeper:
         self._ahead = 0.0
         self._said_at = -math.inf
         self._said_for = 0.5
+        self._knows_time = False
         #: When visits are possible again, the last one ended, and the seconds that it worked.
         self._trouble_until = 0.0
         self._ended = 0.0
@@ -486,8 +488,21 @@ class Keeper:
                 "group_max_bytes": self._group_max_bytes,
                 "evicts_after": self._evicts_after(),
             }
-            at, self._keepers = keepers.say(self._guard.inner, self._name, said)
-            self._said_at = time.monotonic()
+            self._said_at, self._knows_time = time.monotonic(), True
+            try:
+                at, self._keepers = keepers.say(self._guard.inner, self._name, said)
+            except StorageError as error:
+                if error.retryable:
+                    raise
+                at, self._knows_time = time.time(), False
+                self._log.warning(
+                    "%s: the time of the storage is not known, and nothing is deleted because of"
+                    " its age: %s. Allow this user to write below %s",
+                    self._guard.url,
+                    error,
+                    KEEPERS,
+                    about="time",
+                )
             self._ahead = at - self._said_at
             self._counters.set_gauge("clock_difference_seconds", round(abs(at - time.time())))
         return time.monotonic() + self._ahead
@@ -567,7 +582,7 @@ class Keeper:
     def _delete_from(self, part: Part, now: float, share: float, largest: int) -> Outcome:
         """Delete what the rules say from a slice."""
         storage, rules = self._guard.inner, self._rules
-        old_at = time_for_ages(now, self._guard.url)
+        old_at = time_for_ages(now, self._guard.url) if self._knows_time else NEVER_OLD
         # Without the pins nothing may be deleted but leftovers.
         pins = Pins.load(storage, old_at if old_at != NEVER_OLD else now)
         if pins.problem is not None:
