@@ -165,4 +165,4 @@ class Repairs:
         if self._backend.properties.cache_seconds:
             return False
         info = self._backend.info(name)
-        return info is None or abs(time.time() - info.mtime) >= COPY_SECONDS
+        return info is None or time.time() - info.mtime >= COPY_SECONDS
