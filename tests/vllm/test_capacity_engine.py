@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from kvshelf.backends import open_backend
 from kvshelf.capacity.collect import plan
 from kvshelf.capacity.deletion import carry_out
 from kvshelf.capacity.inventory import Scan
 from kvshelf.capacity.rules import Rules
+
+from kvshelf.backends import open_backend
 from tests.support.engines import Engine, assert_same_up_to_ties
 from tests.support.fleet import Ask, Engines, MakePrompt, Places, Reference
 from tests.support.waiting import until

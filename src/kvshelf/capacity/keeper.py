@@ -41,7 +41,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import random
 import secrets
 import socket
 import threading
@@ -66,7 +65,6 @@ from kvshelf.capacity.visit import (
     Picked,
     Reason,
     Rules,
-    Unit,
     aged,
     delete,
     is_old,

@@ -49,7 +49,7 @@ from kvshelf.format.kinds import Kind
 from kvshelf.format.names import DESCRIPTION, parse_namespace_folder, parse_object_name
 from kvshelf.shelf.leftovers import RESERVED, TIER, is_temporary
 from kvshelf.shelf.markers import MARKERS, is_attempt
-from kvshelf.shelf.pins import PINS, Pins
+from kvshelf.shelf.pins import PINS
 
 FANS: Final = 256
 #: Files of a namespace or a salt group that is listed whole.
