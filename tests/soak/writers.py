@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from kvshelf.backends import open_backend
-from kvshelf.capacity.sweeper import Sweeper
+from kvshelf.capacity.keeper import Keeper
 from kvshelf.config import CapacityConfig
 from kvshelf.errors import NoSpaceStorageError, StorageError
 from kvshelf.metrics import Counters
@@ -59,8 +59,8 @@ def write(url: str, options: dict[str, Any], rate: float, max_bytes: int, second
     counters = Counters()
     shelf = Shelf(open_backend(url, storage_options=options))
     capacity = CapacityConfig.model_validate({"max_bytes": max_bytes})
-    sweeper = Sweeper(shelf, capacity, counters)
-    sweeper.start()
+    keeper = Keeper(shelf, capacity, counters)
+    keeper.start()
     guard, data = shelf.backend, bytes(OBJECT_BYTES)
     found: Counter[str] = Counter()
     print(flush=True)

@@ -248,12 +248,12 @@ def score_to_free(scored: Iterable[tuple[float, int]], free: float) -> float:
     free : float
         Where units have fewer bytes, all of them are included.
     """
-    best = float("inf")
-    for best, nbytes in scored if free > 0 else ():
-        free -= nbytes
+    at = float("inf")
+    for scored_at, nbytes in scored if free > 0 else ():
+        at, free = scored_at, free - nbytes
         if free <= 0:
             break
-    return best
+    return at
 
 
 def reason_to_delete(
@@ -837,7 +837,7 @@ class _Deletions:
             # A namespace without objects: an engine that uses it describes it anew.
             inner = (DESCRIPTION, MARKERS, RESERVED) if self._looks else (DESCRIPTION,)
             names = [f"{what.name}/{name}" for name in inner]
-            return [(name, 0) for name in (names + [what.name] if self._looks else names)]
+            return [(name, 0) for name in ([*names, what.name] if self._looks else names)]
         each = what.nbytes // len(what.names)
         if not self._looks or reason is Reason.CHOSEN:
             return [(name, each) for name in what.names]

@@ -2,7 +2,7 @@
 
 Owns the directory, which is a shelf itself: its objects have the names that they have on the
 shelf. It is filled with the objects that loads have fetched and verified, and with those that are
-stored. A keeper bounds it (:mod:`kvshelf.capacity.keeper`), and any number of processes may share it.
+stored. A keeper bounds it (:mod:`kvshelf.capacity.keeper`). Any number of processes may share it.
 
 Contracts
 ---------
