@@ -140,10 +140,6 @@ class Properties:
     ----------
     filesystem : str
         Short name, for display: ``ext4``, ``nfs``, ``fuse``, ``memory``, ``s3`` …
-    atomic_publish : bool
-        Readers see either no object or the whole object.
-    conditional_create : bool
-        Of several writers in mode ``create``, exactly one gets CREATED.
     notifications : bool
         There are notices, see :meth:`Backend.notices`.
     cache_seconds : float
@@ -177,8 +173,6 @@ class Properties:
     """
 
     filesystem: str
-    atomic_publish: bool = True
-    conditional_create: bool = True
     notifications: bool = False
     cache_seconds: float = 0.0
     links: bool = False
@@ -409,7 +403,9 @@ class Backend(ABC):
 
         ``create`` leaves an existing entry alone, whatever its type, and returns EXISTED.
         ``replace`` replaces a file or link and returns REPLACED, or CREATED if nothing was
-        there. If :attr:`Properties.atomic_publish` holds, no reader ever sees part of an object.
+        there. Several writers may create one object at a time where the storage cannot decide
+        between them: equal names hold equal bytes. No reader sees part of an object, except on some
+        filesystems of programs; loads verify what they read.
 
         Raises
         ------

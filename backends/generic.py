@@ -6,14 +6,13 @@ interface.
 Contracts
 ---------
 * Object stores publish with one put, which is atomic. On other filesystems an object is written to
-  a temporary name and moved; whether that is atomic depends on the filesystem, see
-  :attr:`~kvshelf.backends.base.Properties.atomic_publish`. A torn object fails verification when it
-  is loaded.
+  a temporary name and moved; whether that is atomic depends on the filesystem. A torn object fails
+  verification when it is loaded.
 * ``create`` probes before it writes, so two concurrent writers may both get CREATED, unless the
   filesystem and the store behind it have a put that does not replace. Equal names hold equal bytes,
   so the second write does no harm.
-* An object of up to 256 MiB is read whole, in one request. If its size has changed, it was replaced
-  in the meantime: a retryable error, never a mixture of two versions.
+* An object is read whole, in one request. If its size has changed, it was replaced in the meantime:
+  a retryable error, never a mixture of two versions.
 * After a lost SSH connection, the next call connects again.
 * The filesystem's own listing cache is off, so existence is never answered from it.
 * Neither ``url``, ``repr`` nor messages show secrets of the URL or of the options.
@@ -72,8 +71,6 @@ from kvshelf.urls import shown_url
 _ATOMIC_PUT: Final = frozenset(
     ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "obs", "tos", "r2", "memory")
 )
-#: Protocols whose move replaces atomically.
-_ATOMIC_MOVE: Final = frozenset(("file", "local", "sftp", "ssh", "hdfs", "arrow_hdfs"))
 #: What to install for a protocol.
 _PACKAGES: Final = {
     "sftp": "kvshelf[sftp]",
@@ -87,8 +84,6 @@ _LMCACHE: Final = frozenset(
 _SSH: Final = frozenset(("sftp", "ssh"))
 #: Seconds to establish a connection, and seconds between keep-alive messages.
 _SSH_OPTIONS: Final = {"connect_timeout": 10, "keepalive_interval": 15}
-#: Objects up to this size are fetched in one request, so that all reads see one version.
-_WHOLE_BYTES: Final = 256 << 20
 #: Seconds for the listing of one folder, which asynchronous filesystems collect in memory, and for
 #: that of a folder of which only the folders inside are wanted.
 _LISTING_SECONDS: Final = 60.0
@@ -111,7 +106,7 @@ _LOST: Final = re.compile(r"connection|disconnect|channelopen|brokenpipe", re.IG
 
 
 class _WholeReader(Reader):
-    """Fetches an object whole at the first read, or reads ranges of a very large one."""
+    """Fetches an object whole at the first read, so that all reads see one version."""
 
     def __init__(self, backend: GenericBackend, name: str, size: int) -> None:
         self._backend = backend
@@ -121,12 +116,9 @@ class _WholeReader(Reader):
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         view = buffer.cast("B")
-        if self.size > _WHOLE_BYTES:
-            part = memoryview(self._backend._fetch(self._name, offset, offset + len(view)))
-        else:
-            if self._data is None:
-                self._data = memoryview(self._backend._fetch_whole(self._name, self.size))
-            part = self._data[offset : offset + len(view)]
+        if self._data is None:
+            self._data = memoryview(self._backend._fetch(self._name, self.size))
+        part = self._data[offset : offset + len(view)]
         view[: len(part)] = part
         return len(part)
 
@@ -175,8 +167,6 @@ class GenericBackend(Backend):
         remote = protocol not in ("memory", "file", "local")
         self._properties = Properties(
             filesystem=protocol,
-            atomic_publish=self._atomic_put or protocol in _ATOMIC_MOVE,
-            conditional_create=False,
             concurrency=32 if remote else 8,
             probes_at_once=self._probes_at_once(),
             probe_cost=20e-3 if remote else 50e-6,
@@ -364,11 +354,14 @@ class GenericBackend(Backend):
         text = "found a folder or link where an object (a regular file) was expected"
         return NotRegularError(errno.EISDIR, text, f"{self.url}/{name}")
 
-    def _fetch_whole(self, name: str, size: int) -> bytes:
+    def _fetch(self, name: str, size: int) -> bytes:
         if not size:
             return b""
-        # One more byte detects an object that has grown.
-        data = self._cat(name, 0, size + 1)
+        try:
+            # One more byte detects an object that has grown.
+            data = bytes(self._fs.cat_file(self._path(name), start=0, end=size + 1))
+        except Exception as exc:
+            raise self._translate(exc, "reading", name) from exc
         if len(data) != size:
             raise TransientStorageError(
                 errno.ESTALE,
@@ -377,19 +370,6 @@ class GenericBackend(Backend):
                 f"{self.url}/{name}",
             )
         return data
-
-    def _cat(self, name: str, start: int, end: int) -> bytes:
-        try:
-            return bytes(self._fs.cat_file(self._path(name), start=start, end=end))
-        except Exception as exc:
-            raise self._translate(exc, "reading", name) from exc
-
-    def _fetch(self, name: str, start: int, end: int) -> bytes:
-        if start >= end:
-            return b""
-        data = self._cat(name, start, end)
-        # A server that ignores ranges returns the whole object.
-        return data if len(data) <= end - start else data[start:end]
 
     # ------------------------------------------------------------------------------------ writes
 
@@ -490,15 +470,8 @@ class GenericBackend(Backend):
             if _is_folder(found)
         )
 
-    def _entries(
-        self, folder: str, *, hidden: bool = False, seconds: float | None = None
-    ) -> Iterator[tuple[str, dict[str, Any]]]:
-        for base, found in self._all_entries(folder, seconds):
-            if (hidden or base[0] != ".") and base.isascii():
-                yield (f"{folder}/{base}" if folder else base), found
-
-    def _ls(self, path: str, seconds: float | None) -> Sequence[Any]:
-        fs, seconds = self._fs, _LISTING_SECONDS if seconds is None else seconds
+    def _ls(self, path: str, seconds: float) -> Sequence[Any]:
+        fs = self._fs
         if self._properties.probes_at_once == 1:
             return list(fs.ls(path, detail=True))
         from fsspec.asyn import sync
@@ -512,8 +485,8 @@ class GenericBackend(Backend):
                 errno.EOVERFLOW, f"listing failed: {endless_listing(seconds)}", self.url
             ) from exc
 
-    def _all_entries(
-        self, folder: str, seconds: float | None = None
+    def _entries(
+        self, folder: str, *, hidden: bool = False, seconds: float = _LISTING_SECONDS
     ) -> Iterator[tuple[str, dict[str, Any]]]:
         path = self._path(folder)
         try:
@@ -527,8 +500,8 @@ class GenericBackend(Backend):
             full = str(found.get("name", "")).strip("/")
             base = full.rpartition("/")[2]
             # Object stores also list the marker of the folder itself.
-            if base and full != start:
-                yield base, found
+            if base and full != start and (hidden or base[0] != ".") and base.isascii():
+                yield (f"{folder}/{base}" if folder else base), found
 
     # ------------------------------------------------------------------------------ other changes
 

@@ -157,7 +157,6 @@ class PosixBackend(Backend):
         self._listing = Listing(self._place, self._folders, mount)
         self._properties = Properties(
             filesystem=mount.kind,
-            atomic_publish=not mount.torn,
             notifications=mount.local,
             cache_seconds=mount.cache_seconds,
             links=True,
@@ -180,7 +179,6 @@ class PosixBackend(Backend):
         """What callers may rely on at present; a refused write expires after a minute."""
         now: dict[str, Any] = {
             "read_only": self._place.read_only,
-            "conditional_create": self._publisher.conditional,
             "links": self._publisher.links,
             "shared": self._folders.shared,
         }

@@ -44,7 +44,6 @@ _CACHE_SECONDS: Final = {
     "fuse.rclone": 300.0,
 }
 _USUAL_CACHE_SECONDS: Final = 60.0
-_TORN: Final = frozenset(("fuse.rclone",))
 _ATTRIBUTE_CACHES: Final = frozenset(("nfs", "nfs4", "cifs", "smb3"))
 #: Upper bound of a local mount's probe cost. That of any other mount is at least
 #: :data:`HIGH_LATENCY_SECONDS`.
@@ -92,11 +91,6 @@ class Mount:
     def in_memory(self) -> bool:
         """Whether the files lie in the host's memory."""
         return self.kind in _MEMORY
-
-    @property
-    def torn(self) -> bool:
-        """Whether a reader may see parts of an object and of its replacement."""
-        return self.kind in _TORN
 
     @property
     def cache_seconds(self) -> float:

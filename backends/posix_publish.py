@@ -64,11 +64,6 @@ class Publisher:
         """Whether objects are published by hard links."""
         return self._how == _LINK
 
-    @property
-    def conditional(self) -> bool:
-        """Whether of several writers exactly one creates an object."""
-        return self._how != _RENAME
-
     def write(
         self, name: str, buffers: Sequence[BytesLike], mode: WriteMode = "create"
     ) -> WriteResult:
@@ -166,8 +161,8 @@ class Publisher:
                 if exc.errno not in _NO_NOREPLACE:
                     raise
                 self._how = _RENAME
-        # Two concurrent writers may both get CREATED here (Properties.conditional_create is
-        # False). Equal names hold equal bytes, so the second rename does no harm.
+        # Two concurrent writers may both get CREATED here. Equal names hold equal bytes, so the
+        # second rename does no harm.
         if occupied(base, dir_fd):
             return False, True
         try:

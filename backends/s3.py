@@ -11,13 +11,13 @@ Contracts
   requests are in flight and the server supports ranges.
 * Objects are deleted a thousand by one request, where so many are.
 * A publication is one PUT, with ``If-None-Match: *`` unless the object may be replaced. A store
-  that ignores the condition would overwrite. Whether it honours the condition is learned once, by
-  writing a small object a second time with the same bytes. Until the store is known to honour the
-  condition, a HEAD precedes each PUT.
+  that ignores the condition would overwrite. Whether it heeds the condition is learned once, by
+  writing a small object of one's own twice. Until the store is known to do so, a HEAD precedes each
+  PUT.
 * A store that ignores ``If-None-Match`` may answer CREATED to two writers. Equal names hold equal
   bytes, so the second write does no harm.
 * A use is recorded by writing the object anew, with ``If-Match`` and the version that was read. Not
-  where the store does not honour that: this is learned once, too.
+  where the store does not heed that, which is learned at the same time.
 * The client retries timeouts, 5xx and 429 for a few seconds. A request that still fails becomes
   one typed error that says what to do.
 * Of a body no more bytes are taken than were asked for, whatever the server sends.
@@ -61,7 +61,6 @@ from kvshelf.backends.base import (
     endless_listing,
     is_whole,
     probe,
-    read_into,
     temporary_name,
 )
 from kvshelf.backends.s3_client import (
@@ -103,8 +102,6 @@ _ROWS_SECONDS: Final = 60.0
 #: Seconds for all folders in one place, which are as many as 50 000 entries, and for the request
 #: that opens a shelf. Until then the client collects them in memory.
 _FOLDERS_SECONDS: Final = 8.0
-#: Largest object that is written twice to learn whether the store honours If-None-Match.
-_SMALL_BYTES: Final = 64 << 10
 
 _PART_ALIGNMENT: Final = 1 << 20
 #: The folder of what is written to learn what the store honours. Visits remove what a killed
@@ -254,10 +251,10 @@ class S3Backend(Backend):
         self._knows_ranges = True
         #: Requests for bodies in flight.
         self._bodies = 0
-        #: Whether the store honours If-None-Match; None while that is unknown.
-        self._honours_condition: bool | None = None
-        #: Whether it is known to honour If-Match, and objects may be written anew.
-        self._heeds_match = False
+        #: Whether the store heeds If-None-Match, and If-Match; None while that is unknown.
+        self._heeds_create: bool | None = None
+        self._heeds_match: bool | None = None
+        #: Whether this user may write objects anew; False once that was refused.
         self._may_renew = True
         self._learning = threading.Lock()
         self._lock = threading.Lock()
@@ -272,8 +269,6 @@ class S3Backend(Backend):
         """What callers may rely on."""
         return Properties(
             filesystem="s3",
-            # A store that ignores If-None-Match does not say so.
-            conditional_create=False,
             concurrency=PROBES_AT_ONCE,
             probes_at_once=PROBES_AT_ONCE,
             deletes_at_once=DELETES_AT_ONCE,
@@ -310,19 +305,11 @@ class S3Backend(Backend):
         """Probe many names in parallel, with one HEAD request each."""
         for name in names:
             check_name(name)
-        if len(names) == 1:
-            return [self._answer(names[0], self._head(names[0]))]
         try:
             found = self.client.heads(names)
         except StorageError as error:
             return [error] * len(names)
         return [self._answer(name, result) for name, result in zip(names, found, strict=True)]
-
-    def _head(self, name: str) -> ObjectInfo | BaseException:
-        try:
-            return self.client.head(name)
-        except BaseException as exc:  # noqa: BLE001 - the answer for this name only
-            return exc
 
     def _answer(self, name: str, found: ObjectInfo | BaseException) -> StatResult:
         if isinstance(found, FileNotFoundError):
@@ -335,7 +322,7 @@ class S3Backend(Backend):
 
     def info(self, name: str) -> ObjectInfo | None:
         """Size and time of one object."""
-        found = self._head(check_name(name))
+        (found,) = self.client.heads([check_name(name)])
         answer = self._answer(name, found)
         if isinstance(answer, StorageError):
             raise answer
@@ -435,56 +422,49 @@ class S3Backend(Backend):
         return WriteResult.CREATED if existed is None else WriteResult.REPLACED
 
     def _learn(self, name: str, data: Any) -> None:
-        """Write a small object once more: a store that honours If-None-Match rejects it.
+        """Learn which conditions the store heeds, by small objects of this client's own.
 
-        It is one of this client's own, since some stores take one write a second for each name, or
-        the existing object `name` where its own could not be deleted again.
+        They are its own since some stores take one write a second for each name. Where they could
+        not be deleted again it is the object `name`, which has the bytes `data`.
         """
-        if self._honours_condition is not None or len(data) > _SMALL_BYTES:
-            return
         if not self._learning.acquire(blocking=False):
             return
-        own = f"{_RESERVED}/{temporary_name('condition')}"
+        own = [f"{_RESERVED}/{temporary_name('condition')}" for _ in range(2)]
+        deletes = self._may_delete(own)
+        there, missing = own if deletes else (name, name)
         try:
-            # Otherwise it stays unknown.
-            with contextlib.suppress(StorageError):
-                if self._may_delete(own):
-                    self._put(name := own, data, create=True)
-                put = self._put(name, data, create=True)
-                # A store that takes one write a second shows it later.
-                self._honours_condition = put is Put.EXISTS
+            if deletes:
+                data = b"1"
+                self._put(there, data, create=False)
+            # A store that takes one write a second shows it later.
+            self._heeds_create = self._put(there, data, create=True) is Put.EXISTS
+            with self._errors("writing", missing, writing=True):
+                self._heeds_match = self.client.heeds_match(missing, data)
         finally:
-            if name == own:
+            if deletes:
                 self._may_delete(own)
             self._learning.release()
 
-    def _may_delete(self, name: str) -> bool:
-        """Remove an object, whether it is there or not; False where that is refused or fails."""
-        with contextlib.suppress(StorageError), self._errors("deleting", name, writing=True):
-            self.client.delete([name])
+    def _may_delete(self, names: Sequence[str]) -> bool:
+        """Remove objects, whether they are there or not; False where that is refused or fails."""
+        with contextlib.suppress(StorageError), self._errors("deleting", names[0], writing=True):
+            self.client.delete(names)
             return True
         return False
 
-    def _is_there(self, name: str, data: Any) -> bool:
-        """Probe before a create; learn about the condition from an object with equal bytes."""
-        existed = probe(self, name)
-        if self._honours_condition is None and existed == len(data) <= _SMALL_BYTES:
-            found = bytearray(len(data))
-            with contextlib.suppress(StorageError):
-                if read_into(self, name, memoryview(found)) == len(data) and found == data:
-                    self._learn(name, data)
-        return existed is not None
-
     def _create(self, name: str, data: Any) -> WriteResult:
-        if not self._honours_condition and self._is_there(name, data):
+        if not self._heeds_create and probe(self, name) is not None:
             return WriteResult.EXISTED
         for _ in range(_CONFLICTS):
             put = self._put(name, data, create=True)
             if put is Put.DONE:
-                self._learn(name, data)
+                if self._heeds_create is None:
+                    # Otherwise it stays unknown.
+                    with contextlib.suppress(StorageError):
+                        self._learn(name, data)
                 return WriteResult.CREATED
             if put is Put.EXISTS:
-                self._honours_condition = True
+                self._heeds_create = True
                 return WriteResult.EXISTED
             # Another writer is creating the same name. Either it succeeds, or we retry.
             if self.stat([name])[0] is not None:
@@ -624,28 +604,11 @@ class S3Backend(Backend):
                 f"reading failed: {len(data)} of {body.size} bytes came",
                 f"{self.url}/{name}",
             )
-        if not self._heeds_match:
-            self._learn_match(name, data)
+        if self._heeds_match is None:
+            self._learn(name, data)
         if self._heeds_match and body.etag:
             with self._errors("recording a use", name, writing=True):
                 self.client.renew(name, data, body.etag)
-
-    def _learn_match(self, name: str, data: memoryview) -> None:
-        """Write an object of this client's own on a condition that does not hold.
-
-        Where that could not be deleted again it is the object itself, with its own bytes.
-        """
-        own = f"{_RESERVED}/{temporary_name('match')}"
-        deletes = self._may_delete(own)
-        with self._errors("recording a use", name, writing=True):
-            if deletes:
-                self.client.put(own, b"1", create=False)
-                name, data = own, memoryview(b"2")
-            try:
-                self._heeds_match = self.client.heeds_match(name, data)
-            finally:
-                if deletes:
-                    self._may_delete(own)
 
     def close(self) -> None:
         """Close the client."""

@@ -191,21 +191,6 @@ class Client:
 
     # ------------------------------------------------------------------- on the caller's thread
 
-    def head(self, name: str) -> ObjectInfo:
-        """Probe one object."""
-
-        def probe() -> Any:
-            if s3_quirks.NO_HEAD_LENGTH not in self.quirks:
-                return self._store.head(name)
-            try:
-                return self._store.get(name, options={"range": (0, 1)}).meta
-            except FileNotFoundError:
-                raise
-            except Exception:  # noqa: BLE001 - an empty object has no first byte
-                return self._store.get(name).meta
-
-        return _info(name, self._adapting(probe, s3_quirks.NO_HEAD_LENGTH))
-
     def get(
         self, name: str, start: int = 0, end: int | None = None, etag: str | None = None
     ) -> Body:
@@ -253,7 +238,9 @@ class Client:
         return True
 
     def heeds_match(self, name: str, data: Any) -> bool:
-        """Try to write an object that exists, as a version that it is not; whether that fails."""
+        """Try to write an object as a version that there is not; whether that fails."""
+        if s3_quirks.NO_MATCH in self.quirks:
+            return False
         try:
             heeds = not self.renew(name, data, _NO_ETAG)
         except Exception as exc:
@@ -271,7 +258,7 @@ class Client:
     # ------------------------------------------------------------------------- on the event loop
 
     def heads(self, names: Sequence[str]) -> Sequence[ObjectInfo | BaseException]:
-        """Probe many objects in parallel."""
+        """Probe objects in parallel."""
         free = asyncio.Semaphore(PROBES_AT_ONCE)
 
         async def head(name: str) -> ObjectInfo:
@@ -282,7 +269,14 @@ class Client:
                     except Exception as exc:
                         if not s3_quirks.shows(exc, s3_quirks.NO_HEAD_LENGTH):
                             raise
-                return await asyncio.to_thread(self.head, name)
+                        self.learn(s3_quirks.NO_HEAD_LENGTH)
+                try:
+                    found = await self._store.get_async(name, options={"range": (0, 1)})
+                except FileNotFoundError:
+                    raise
+                except Exception:  # noqa: BLE001 - an empty object has no first byte
+                    found = await self._store.get_async(name)
+                return _info(name, found.meta)
 
         async def heads() -> Sequence[ObjectInfo | BaseException]:
             return await asyncio.gather(*map(head, names), return_exceptions=True)

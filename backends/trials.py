@@ -6,7 +6,8 @@ success closes the breaker.
 Contracts
 ---------
 * A trial makes its calls through the guard, on a daemon thread of its own, `kvshelf-trial`.
-* At most 8 trials wait for a storage that never answers.
+* There is one trial at a time. One that is stuck is replaced in the next round, since its call may
+  hang for ever although the storage works again; at most 8 are stuck.
 * :meth:`Trials.check` is called on the guard's thread and calls no storage; the other methods are
   called on any thread.
 """
@@ -84,12 +85,9 @@ class Trials:
     def _start(self) -> None:
         """Start the trial of one round."""
         kind, name = self._failed or (LIST, "")
-        calls = list(dict.fromkeys([(kind, name), (kind, self._worked.get(kind, name))]))
-        if len(calls) == 1 and self._breaker.failed_trials > 1:
-            calls.append((LIST, ""))
-        # The call that failed may be the only one that does, or hang for ever.
-        if self._breaker.failed_trials % 2:
-            calls.reverse()
+        # First what worked: the call that failed may be the only one that does, or hang for ever.
+        worked = self._worked.get(kind)
+        calls = dict.fromkeys([(LIST, "") if worked is None else (kind, worked), (kind, name)])
         thread = threading.Thread(
             target=self._run, args=(calls,), name="kvshelf-trial", daemon=True
         )

@@ -14,7 +14,7 @@ import pytest
 from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from kvshelf.backends import WriteResult, generic, open_backend
+from kvshelf.backends import WriteResult, open_backend
 from kvshelf.backends.base import delete_one, read_into
 from kvshelf.backends.generic import GenericBackend
 from kvshelf.backends.posix import PosixBackend
@@ -110,36 +110,6 @@ def test_a_reader_sees_one_version(backend: GenericBackend) -> None:
     assert buffer == b"st"
 
 
-def test_huge_objects_are_read_in_ranges(backend: GenericBackend, monkeypatch: Any) -> None:
-    backend.write("a/x", [b"0123456789"])
-    monkeypatch.setattr(generic, "_WHOLE_BYTES", 5)
-    sizes = []
-    real = backend._fs.cat_file
-
-    def cat_file(path: str, **kwargs: Any) -> bytes:
-        data: bytes = real(path, **kwargs)
-        sizes.append(len(data))
-        return data
-
-    monkeypatch.setattr(backend._fs, "cat_file", cat_file)
-    buffer = bytearray(3)
-    with backend.open("a/x") as reader:
-        assert reader.read_into(memoryview(buffer), 4) == 3
-    assert buffer == b"456"
-    assert sizes == [3]
-
-
-def test_server_that_ignores_ranges(backend: GenericBackend, monkeypatch: Any) -> None:
-    backend.write("a/x", [b"0123456789"])
-    monkeypatch.setattr(generic, "_WHOLE_BYTES", 5)
-    real = backend._fs.cat_file
-    monkeypatch.setattr(backend._fs, "cat_file", lambda path, **_: real(path))
-    buffer = bytearray(3)
-    with backend.open("a/x") as reader:
-        assert reader.read_into(memoryview(buffer), 4) == 3
-    assert buffer == b"456"
-
-
 def test_failed_move_leaves_nothing(tmp_path: Path, monkeypatch: Any) -> None:
     backend = GenericBackend(f"file://{tmp_path}")
     backend.write("a/x", [b"1"])
@@ -208,7 +178,6 @@ def later(monkeypatch: Any) -> GenericBackend:
 
 
 def test_asynchronous_filesystem(later: GenericBackend) -> None:
-    assert later.properties.atomic_publish
     for number in range(0, 100, 2):
         assert later.write(f"a/{number}", [b"." * number]) is WriteResult.CREATED
     names = [f"a/{number}" for number in range(100)]

@@ -553,12 +553,10 @@ def test_way_to_publish_is_remembered(
     assert backend.write("a/x", [b"1"]) is WriteResult.CREATED
     assert backend.write("a/y", [b"1"]) is WriteResult.CREATED
     assert len(calls) == 1
-    assert backend.properties.conditional_create
     assert not backend.properties.read_only
     assert files(root) == {"a/x", "a/y"}
     monkeypatch.setattr(posix_publish, "rename_noreplace", failing(errno.EINVAL))
     assert backend.write("a/z", [b"1"]) is WriteResult.CREATED
-    assert not backend.properties.conditional_create
     assert backend.write("a/z", [b"1"]) is WriteResult.EXISTED
     assert files(root) == {"a/x", "a/y", "a/z"}
 

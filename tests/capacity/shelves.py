@@ -7,10 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from kvshelf.capacity.inventory import Inventory, Scan
-from kvshelf.capacity.rules import Rules
+from kvshelf.capacity.keeper import Keeper
+from kvshelf.capacity.visit import FANS
+from kvshelf.config import CapacityConfig
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.objects import ObjectFormat
+from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef
 from tests.sim.storage import FaultyStorage, LaterBackend, posix
@@ -33,6 +35,7 @@ class Place:
         # Busy machines are late.
         self.shelf = Shelf(self.faults)
         self.backend = self.shelf.backend
+        self.counters = Counters()
         self.now = self.later.now()
 
     def path(self, name: str) -> Path:
@@ -73,14 +76,31 @@ class Place:
         self.age(path, age)
         return path
 
-    def scan(self, **options: object) -> Inventory:
-        found = Scan(self.backend, **options).run()  # type: ignore[arg-type]
-        assert found is not None
-        return found
+    def keeper(self, **capacity: object) -> Keeper:
+        """Return a keeper of this shelf, which is not started: :meth:`round` drives it."""
+        config = CapacityConfig.model_validate(capacity)
+        return Keeper(self.shelf, config, self.counters)
+
+    def round(self, keeper: Keeper) -> None:
+        """Have a keeper visit all of the shelf; raise what a visit raises."""
+        for _ in range(FANS):
+            first = keeper._next
+            keeper._visit()
+            if (keeper._next - first) % FANS == 0:
+                return
+
+    def count(self, name: str) -> float:
+        return self.counters.snapshot().get(name, 0)
+
+    def objects(self) -> set[str]:
+        return {name for name in self.files() if name.endswith(".safetensors")}
 
     def files(self) -> set[str]:
         """Return the names of all files."""
-        return {str(path.relative_to(self.root)) for path in self.root.rglob("*") if path.is_file()}
+        found = set()
+        for folder, _, names in os.walk(self.root):
+            found |= {os.path.relpath(os.path.join(folder, name), self.root) for name in names}
+        return {name for name in found if self.path(name).is_file()}
 
 
 def salted(chunk: Chunk, group: str) -> Chunk:
@@ -99,12 +119,3 @@ def tail_of(seed: int = 0, fmt: ObjectFormat = FMT, group: str = "_") -> Chunk:
     tail = chain.tail()
     assert tail is not None
     return tail
-
-
-def bound(place: Place, kept: int) -> Rules:
-    """Return a bound of bytes at which so many chunks stay of those on the shelf."""
-    held = place.scan().nbytes
-    others = held - sum(
-        path.stat().st_size for path in place.root.rglob("*.safetensors") if path.is_file()
-    )
-    return Rules(max_bytes=others + kept * SIZE, high=0.999, low=1.0)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvshelf import ChunkCache, Config
-from kvshelf.capacity import bound
+from kvshelf.capacity import keeper
 from tests.support.prompts import prompt
 from tests.support.waiting import until
 from tests.test_cache import CHUNK, facts, put, truth
@@ -28,7 +28,7 @@ def objects(tmp_path: Path) -> list[Path]:
 def test_a_storage_without_space_gets_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bound, "least_free", lambda _: 1 << 50)
+    monkeypatch.setattr(keeper, "least_free", lambda _: 1 << 50)
     with opened(tmp_path) as cache:
         until(lambda: not cache.shelf.backend.allows(1))
         report = cache.store(TOKENS, kv=truth(TOKENS))
@@ -55,4 +55,3 @@ def test_without_a_bound_nothing_is_deleted(tmp_path: Path) -> None:
         until(lambda: "storage_free_bytes" in cache.counters.gauges())
         before = objects(tmp_path)
     assert objects(tmp_path) == before
-    assert not (tmp_path / "shelf" / ".kvshelf" / "sweep").exists()

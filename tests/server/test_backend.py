@@ -20,7 +20,6 @@ from kvshelf import pages
 from kvshelf.backends import WriteResult
 from kvshelf.backends.breaker import BreakerState
 from kvshelf.backends.posix import PosixBackend
-from kvshelf.capacity.walk import Walk
 from kvshelf.errors import (
     BadObjectError,
     ConfigError,
@@ -349,23 +348,6 @@ def test_a_client_that_only_reads(setting: Setting) -> None:
     with pytest.raises(ReadOnlyStorageError):
         shelf.view(setting.fmt).publish(setting.ref(1), setting.image(1))
     assert shelf.view(setting.fmt).find([setting.ref(0)]) == [Presence.PRESENT]
-
-
-def test_a_client_deletes_old_markers_through_the_server(setting: Setting) -> None:
-    """Its own, and on a walk those of others; for the temporaries the server has its own walk."""
-    shelf = setting.connect()
-    view = shelf.view(setting.fmt)
-    own, other = "1" * 32, "2" * 32
-    for attempt in (own, other):
-        view.give_up(attempt)
-    temporary = setting.root / view.folder() / ".namespace.json.0123456789abcdef.tmp"
-    temporary.write_bytes(b"")
-    walk = Walk(shelf.backend, Counters(), keep=0.01)
-    walk.begin(view)
-    walk.wrote(view, own)
-    until(lambda: walk.step() >= 0 and view.gave_up([own, other]) == [False, False])
-    assert walk.free_space() == 0
-    assert temporary.exists()
 
 
 def test_stores_wait_for_room_in_the_segment(setting: Setting) -> None:

@@ -35,6 +35,7 @@ from kvshelf.backends.base import (
 )
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.wrappers import WrappedBackend
+from kvshelf.capacity.visit import KEEPERS
 from kvshelf.errors import StorageError, TransientStorageError
 
 #: Properties of a storage whose probes are dear, so that its answers are remembered.
@@ -388,7 +389,8 @@ class NamesOnly(FaultyStorage):
 class LaterBackend(WrappedBackend):
     """A storage whose clock is some days ahead: nobody can set the time of a file's last change.
 
-    By the fixture ``clocks`` this machine's clock is as much ahead, unless `alone` is set.
+    It is so for the markers of keepers, by which they know the time. By the fixture ``clocks`` this
+    machine's clock is as much ahead, unless `alone` is set.
 
     Attributes
     ----------
@@ -416,6 +418,17 @@ class LaterBackend(WrappedBackend):
 
     def now(self) -> float:
         return time.time() + self.ahead
+
+    def _later(self, info: ObjectInfo) -> ObjectInfo:
+        return info._replace(mtime=info.mtime + self.ahead)
+
+    def info(self, name: str) -> ObjectInfo | None:
+        info = super().info(name)
+        return info if info is None or not name.startswith(f"{KEEPERS}/") else self._later(info)
+
+    def list(self, prefix: str = "", **options: Any) -> Iterator[ObjectInfo]:
+        for info in super().list(prefix, **options):
+            yield self._later(info) if info.name.startswith(f"{KEEPERS}/") else info
 
 
 @dataclass(eq=False)

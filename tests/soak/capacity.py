@@ -1,11 +1,11 @@
-"""Two engines that store and sweep on a small filesystem, which is really full at times.
+"""Two engines that store and delete on a small filesystem, which is really full at times.
 
 ``python tests/soak/capacity.py [--seconds 300] [--seed N] [--json FILE]``
 
 Two vLLM engines answer prompts of a pool whose KV is several times as large as ``max_bytes``, and
-both sweep the shelf. The shelf lies on a tmpfs of its own (an ext4 filesystem in a file where that
-cannot be mounted). Now and then another file fills the filesystem to the last byte for some
-seconds: every write fails with ENOSPC then, those of the lease too.
+both keep the shelf within its bound. The shelf lies on a tmpfs of its own (an ext4 filesystem in a
+file where that cannot be mounted). Now and then another file fills the filesystem to the last byte for some
+seconds: every write fails with ENOSPC then, those of keepers' markers too.
 
 A failure is: an answer that differs from the reference beyond rounding, one that takes longer than
 :data:`soak.LONGEST`, an engine that ends, a traceback in a log, a shelf that holds more than 1.1
@@ -220,7 +220,7 @@ def run(seconds: float, folder: Path, seed: int, pool: int) -> tuple[Report, Loo
 
 
 def as_json(report: Report, looks: Looks, kind: str, seconds: float, seed: int) -> dict[str, Any]:
-    names = ("sweeps", "sweep_seconds", "shelf_evicted_objects", "shelf_evicted_bytes")
+    names = ("visits", "visit_seconds", "shelf_evicted_objects", "shelf_evicted_bytes")
     names += ("stored_chunks", "loaded_chunks", "breaker_opens", "late_calls")
     ordered = sorted(looks.bytes)
     return {

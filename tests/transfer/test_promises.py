@@ -15,15 +15,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvshelf.backends import open_backend
 from kvshelf.backends.wrappers import ReadOnlyBackend
-from kvshelf.capacity.walk import Left, Walk
+from kvshelf.capacity.keeper import Keeper
+from kvshelf.config import CapacityConfig
 from kvshelf.errors import NoSpaceStorageError, PermanentStorageError, TransientStorageError
 from kvshelf.format.keys import Chunk
-from kvshelf.shelf.view import ShelfView
 from kvshelf.transfer.promises import Promises
 from kvshelf.transfer.stores import OnStored, StoreOutcome, StoreResult
 from tests.sim.storage import Fault, FaultyStorage, Gate, posix
 from tests.support.formats import make_format
-from tests.support.prompts import make_chunks, make_tail
+from tests.support.prompts import make_chunks
 from tests.support.threads import named, none_can_be_started
 from tests.support.transfers import Rig
 from tests.support.waiting import PATIENCE, until
@@ -42,7 +42,7 @@ def rig(backend: FaultyStorage) -> Iterator[Rig]:
 
 @pytest.fixture
 def promises(rig: Rig) -> Iterator[Promises]:
-    with closing(Promises(rig.shelf.view(FMT), (0, 1), rig.counters)) as promises:
+    with closing(Promises(rig.shelf.view(FMT), rig.counters)) as promises:
         yield promises
 
 
@@ -107,7 +107,7 @@ def test_an_attempt_is_given_up_once(rig: Rig, promises: Promises, backend: Faul
 
 def test_ranks_of_an_engine_write_one_marker(rig: Rig) -> None:
     view = rig.shelf.view(FMT)
-    ranks = [Promises(view, (0,), rig.counters) for _ in range(4)]
+    ranks = [Promises(view, rig.counters) for _ in range(4)]
     for rank in ranks:
         rank.give_up(ONE)
     for rank in ranks:
@@ -124,37 +124,12 @@ def test_what_is_not_an_attempt_harms_nothing(rig: Rig, promises: Promises) -> N
     assert (rig.count("promises_broken"), rig.count("markers_written")) == (2, 1)
 
 
-class NotedWalk(Walk):
-    """Notes what it is told, and deletes nothing."""
-
-    def __init__(self, rig: Rig) -> None:
-        super().__init__(rig.shelf.backend, rig.counters)
-        self.begun = 0
-        self.written: list[object] = []
-
-    def begin(self, view: ShelfView) -> None:
-        self.begun += 1
-
-    def wrote(self, view: ShelfView, left: Left) -> None:
-        self.written.append(left)
-
-
-def test_tails_and_markers_are_given_to_the_walk(rig: Rig) -> None:
-    walk = NotedWalk(rig)
-    view = rig.shelf.view(FMT)
-    promises = Promises(view, (0, 1), rig.counters, walk=walk)
-    tail = make_tail(FMT)
-    assert not walk.begun
-    done = promises.watch(ONE)
-    assert walk.begun
-    done(chunk(), StoreResult.PUBLISHED)
-    assert not walk.written
-    done(tail, StoreResult.PUBLISHED)
-    promises.note(TWO, tail, KNOWN)
-    assert set(walk.written) == {(tail, 0), (tail, 1)}
-    done(tail, StoreResult.FAILED)
-    promises.close(PATIENCE)
-    assert walk.written[-1] == ONE
+def test_the_keeper_learns_of_hand_overs(rig: Rig) -> None:
+    keeper = Keeper(rig.shelf, CapacityConfig(), rig.counters)
+    promises = Promises(rig.shelf.view(FMT), rig.counters, keeper=keeper)
+    assert not keeper._ages
+    promises.watch(ONE)
+    assert keeper._ages
 
 
 # ------------------------------------------------------------------------------- trouble
@@ -206,7 +181,7 @@ def test_after_a_failed_marker_a_store_shows_that_promises_can_be_kept_again(
 def test_on_a_read_only_shelf_promises_are_broken_in_silence(tmp_path: Path) -> None:
     backend = ReadOnlyBackend(posix(tmp_path / "shelf"))
     with closing(Rig(backend, FMT)) as rig:
-        promises = Promises(rig.shelf.view(FMT), (0, 1), rig.counters)
+        promises = Promises(rig.shelf.view(FMT), rig.counters)
         item = rig.items(make_chunks(FMT, 1), 0)[0]
         outcome = rig.stores.store(item, promised=True, on_done=promises.watch(ONE))
         promises.note(ONE, item.chunk, outcome)
@@ -242,7 +217,7 @@ def test_a_process_without_threads_writes_its_markers_later(
         promises.give_up(ONE)
         promises.close(0.0)
     assert marked(rig) == set()
-    other = Promises(rig.shelf.view(FMT), (0, 1), rig.counters)
+    other = Promises(rig.shelf.view(FMT), rig.counters)
     with none_can_be_started(monkeypatch, "kvshelf-marker"):
         other.give_up(ONE)
     other.give_up(TWO)
@@ -279,7 +254,7 @@ class StagingIsShort(RuleBasedStateMachine):
         # A memory filesystem of its own.
         self.backend = FaultyStorage(open_backend(f"memory://{id(self)}-{next(_numbers)}"))
         self.rig = Rig(self.backend, FMT, staging_objects=8)
-        self.promises = Promises(self.rig.shelf.view(FMT), (0, 1), self.rig.counters, walk=None)
+        self.promises = Promises(self.rig.shelf.view(FMT), self.rig.counters)
         self.gate = Gate(self.backend)
         self.seeds = 0
         self.broken: set[str] = set()

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,7 @@ from typing import Any
 import pytest
 
 from kvshelf.backends import open_backend
-from kvshelf.capacity.collect import plan
-from kvshelf.capacity.deletion import carry_out
-from kvshelf.capacity.inventory import Scan
-from kvshelf.capacity.rules import Rules
+from kvshelf.capacity.visit import Lister, Reason, delete
 from tests.support.engines import Engine, assert_same_up_to_ties
 from tests.support.fleet import Ask, Engines, MakePrompt, Places, Reference
 from tests.support.waiting import until
@@ -141,7 +139,7 @@ def test_what_is_deleted_while_it_is_loaded_is_a_miss(
     reference: Reference,
     prompt: MakePrompt,
 ) -> None:
-    """Somebody sweeps with a bound of nothing while requests load."""
+    """Somebody deletes all objects while requests load."""
     shelf = ShelfFiles(places.shelf)
     tokens = prompt(2000)
     alone = [reference(tokens + tail) for tail in ([5], [6], [7])]
@@ -150,9 +148,9 @@ def test_what_is_deleted_while_it_is_loaded_is_a_miss(
     def sweep() -> None:
         backend = open_backend(str(places.shelf))
         while not stop.is_set():
-            inventory = Scan(backend).run()
-            assert inventory is not None
-            carry_out(backend, plan(inventory, Rules(max_bytes=1)))
+            for part in Lister(backend).whole(None, time.time()):
+                units = [(unit, Reason.SIZE) for unit in part.units]
+                delete(backend, units, now=time.time())
         backend.close()
 
     thread = threading.Thread(target=sweep)

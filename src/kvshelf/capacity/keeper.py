@@ -23,8 +23,8 @@ shrink because others write to the disk.
 
 Contracts
 ---------
-* Visits take 1 % of a core; while stores wait for them, a quarter. Each takes as long as a slice
-  with :data:`SLICE` chunks needs.
+* Visits take 1 % of a core; where stores have used up half of the credit, a quarter at most, and
+  where they are refused nine tenths. Each takes as long as a slice with :data:`SLICE` chunks needs.
 * Nothing is deleted because of its age while the storage's clock, by the time of the keeper's own
   marker, and this machine's differ by more than an hour.
 * No other thread waits for this one. It calls the storage without the deadlines of loads and
@@ -41,7 +41,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import random
 import secrets
 import socket
 import threading
@@ -58,6 +57,7 @@ from kvshelf.capacity.uses import resolution
 from kvshelf.capacity.visit import (
     FANS,
     HOUR,
+    KEEPERS,
     Cuts,
     Lister,
     Outcome,
@@ -65,7 +65,6 @@ from kvshelf.capacity.visit import (
     Picked,
     Reason,
     Rules,
-    Unit,
     aged,
     delete,
     is_old,
@@ -104,9 +103,10 @@ _LOOK_SECONDS: Final = 1.0
 _IDLE_SECONDS: Final = 60.0
 #: Seconds for which the time of the own marker counts.
 _SAID_SECONDS: Final = 30.0
-#: Seconds of rest for each second of work, and while stores wait.
+#: Seconds of rest for each second of work; where stores need it soon, and where they were refused.
 _REST: Final = 99.0
 _HURRY: Final = 3.0
+_RUSH: Final = 0.1
 #: Least pause between two visits, and the pauses after an error and after a refusal.
 _LEAST_PAUSE: Final = 0.02
 #: Seconds after its last store for which a process looks for leftovers of an hour.
@@ -220,12 +220,16 @@ class Keeper:
         self._width = 1
         #: Estimated bytes by folders of groups; the cuts by the same, and "" for all.
         self._held: dict[str, float] = {}
+        #: Bytes that came since they were estimated, if the others write as much as this process.
+        self._more = 0.0
         self._cuts: dict[str, _Cut] = {}
         #: The number of keepers; what the storage's clock is ahead of the monotonic one, and when
         #: that was learned.
         self._keepers = 1
         self._ahead = 0.0
         self._said_at = -math.inf
+        self._said_for = 0.5
+        self._knows_time = False
         #: When visits are possible again, the last one ended, and the seconds that it worked.
         self._trouble_until = 0.0
         self._ended = 0.0
@@ -235,6 +239,8 @@ class Keeper:
         #: What may be written for the bound, and because of free space; what is under way.
         self._granted = self._credit = math.inf
         self._free = math.inf
+        #: What may be written at most, for a chunk that is larger than the credit.
+        self._room = 0.0
         self._begun = self._written = self._largest = 0
         self._asked = self._refused = False
         self._why = ("", "")
@@ -243,7 +249,7 @@ class Keeper:
         #: Slices to visit because a write found no space, and when that may be tried again.
         self._full_left = 0
         self._full_at = 0.0
-        #: Folders that were visited since anything could be deleted for stores.
+        #: Folders that were visited in vain: stores have no room, and nothing could be deleted.
         self._vain = 0
         #: Until when there may be leftovers of this process.
         self._leaves_until = -math.inf
@@ -313,8 +319,10 @@ class Keeper:
         with self._lock:
             first, self._asked = not self._asked, True
             # Nothing is deleted for what will never fit.
-            if nbytes <= (self._max_bytes or math.inf):
-                self._largest = max(self._largest, nbytes)
+            if self._largest < nbytes <= (self._max_bytes or math.inf):
+                self._largest = nbytes
+                if self._credit == self._granted < nbytes <= self._room:
+                    self._granted = self._credit = nbytes
             allowed = nbytes <= min(self._credit, self._free)
             if allowed and take:
                 self._begun += nbytes
@@ -343,6 +351,9 @@ class Keeper:
             return _TROUBLE_SECONDS
         try:
             self._look()
+            if self._written and time.monotonic() >= self._said_at + keepers.ALIVE_SECONDS / 2:
+                # It stores, so it counts, also where no visit is due.
+                self._now()
             while not self._stops() and (pause := self._pause()) <= 0:
                 self._visit()
                 self._look()
@@ -436,17 +447,17 @@ class Keeper:
         with self._lock:
             used = self._credit < self._granted / 2 or (self._refused and self._credit < math.inf)
             pays = self._pays and self._refused
-        held, bound = sum(self._held.values()), self._max_bytes
+        held, bound = self._used(), self._max_bytes
         rested = self._ended + self._cost * _REST - now
         # Where a whole round found nothing to delete for stores, they wait for ages and for others.
-        hurried = self._ended + self._cost * _HURRY - now
+        hurried = self._ended + self._cost * (_HURRY if not self._refused else _RUSH) - now
         if self._vain >= FANS:
             hurried = max(rested, self._ended + _IDLE_SECONDS - now)
         due = math.inf
         if bound is not None and (not self._ended or held > HIGH * bound):
             due = rested
         if bound is not None and used:
-            due = hurried if self._refused or self._credit < self._granted / 4 else rested
+            due = hurried
         if pays or self._full_left:
             due = min(due, hurried)
         if self._ages:
@@ -464,17 +475,32 @@ class Keeper:
 
     def _now(self) -> float:
         """Return the storage's time; write this keeper's marker if that was not done lately."""
-        if time.monotonic() >= self._said_at + _SAID_SECONDS:
+        if time.monotonic() >= self._said_at + self._said_for:
+            # Those that begin together soon know each other.
+            self._said_for = min(2 * self._said_for, _SAID_SECONDS)
             said = {
                 "by": f"{socket.gethostname()[:80]} {os.getpid()}",
-                "bytes": int(sum(self._held.values())),
+                "bytes": int(self._used()),
                 "max_bytes": self._max_bytes,
                 "max_age": self._rules.max_age,
                 "group_max_bytes": self._group_max_bytes,
                 "evicts_after": self._evicts_after(),
             }
-            at, self._keepers = keepers.say(self._guard.inner, self._name, said)
-            self._said_at = time.monotonic()
+            self._said_at, self._knows_time = time.monotonic(), True
+            try:
+                at, self._keepers = keepers.say(self._guard.inner, self._name, said)
+            except StorageError as error:
+                if error.retryable:
+                    raise
+                at, self._knows_time = time.time(), False
+                self._log.warning(
+                    "%s: the time of the storage is not known, and nothing is deleted because of"
+                    " its age: %s. Allow this user to write below %s",
+                    self._guard.url,
+                    error,
+                    KEEPERS,
+                    about="time",
+                )
             self._ahead = at - self._said_at
             self._counters.set_gauge("clock_difference_seconds", round(abs(at - time.time())))
         return time.monotonic() + self._ahead
@@ -498,29 +524,25 @@ class Keeper:
     def _visit_next(self) -> None:
         now = self._now()
         with self._lock:
-            self._refused, self._written, taken = False, 0, self._largest
-        part, listed, chunks, width = Part(), 0, 0, self._width
-        while listed < FANS and chunks < SLICE:
-            # No more than the rest of a round: a slice does not wrap around.
-            width = min(width, FANS - listed, FANS - self._next)
-            before = len(part.units)
-            self._lister.slice(self._next, self._next + width - 1, now, part)
-            chunks += len({unit.key for unit in part.units[before:]})
-            listed += width
-            self._next = (self._next + width) % FANS
-            # The first visit, or much has been deleted meanwhile.
-            width = listed
-            if self._stops():
-                return
-        self._width = listed
+            self._refused, largest = False, self._largest
+            self._more += self._keepers * self._written
+            self._written = 0
+        part, listed = self._lister.visit(self._next, self._width, SLICE, now)
+        if self._stops():
+            return
+        self._next = (self._next + listed) % FANS
+        chunks = len({unit.key for unit in part.units})
+        self._width = min(FANS, max(1, -(-listed * SLICE // max(chunks, 1))))
         self._aged_at = time.monotonic()
         self._full_left = max(0, self._full_left - listed)
         if not self._full_left:
             self._full_at = time.monotonic() + _FULL_SECONDS
         self._say_skipped(part)
-        self._note_held(part)
-        outcome = self._delete_from(part, now, taken)
+        self._note_held(part, listed / FANS)
+        outcome = self._delete_from(part, now, listed / FANS, largest)
         self._grant()
+        has_room = min(self._credit, self._free) >= max(self._largest, 1)
+        self._vain = 0 if has_room or outcome.nbytes else self._vain + listed
         if outcome.count:
             self._say(outcome)
         if outcome.error is not None and (outcome.error.retryable or not outcome.count):
@@ -538,22 +560,27 @@ class Keeper:
             )
             break
 
-    def _note_held(self, part: Part) -> None:
-        """Update the estimated bytes of each group."""
+    def _used(self) -> float:
+        """Return the estimated bytes of all objects on the shelf."""
+        return max(0.0, sum(self._held.values()) + self._more)
+
+    def _note_held(self, part: Part, share: float) -> None:
+        """Update the estimated bytes of each group by what a share of the shelf has."""
         found = dict.fromkeys(part.seen, 0)
         for unit in part.units:
             found[f"{unit.space}/{unit.group}"] += unit.nbytes
         for where, nbytes in found.items():
-            seen = part.seen[where]
+            seen, _ = part.seen[where]
             before, now = self._held.get(where), nbytes / seen
             weight = 1.0 if before is None else max(seen, 1 / _SMOOTH)
             self._held[where] = now if before is None else before + (now - before) * weight
+        self._more *= 1 - max(share, 1 / _SMOOTH)
         self._held = {name: held for name, held in self._held.items() if self._lister.knows(name)}
 
-    def _delete_from(self, part: Part, now: float, largest: int) -> Outcome:
+    def _delete_from(self, part: Part, now: float, share: float, largest: int) -> Outcome:
         """Delete what the rules say from a slice."""
         storage, rules = self._guard.inner, self._rules
-        old_at = time_for_ages(now, self._guard.url)
+        old_at = time_for_ages(now, self._guard.url) if self._knows_time else NEVER_OLD
         # Without the pins nothing may be deleted but leftovers.
         pins = Pins.load(storage, old_at if old_at != NEVER_OLD else now)
         if pins.problem is not None:
@@ -561,7 +588,7 @@ class Keeper:
         kept = [bool(pins) and pins.covers(u.space, u.group, u.key) for u in part.units]
         same = max(_LEAST_SAME, min(self._resolution, (self._evicts_after() or HOUR) * _SAME_PART))
         scores = [score(aged(unit, now), unit.index, same) for unit in part.units]
-        cuts = self._move_cuts(part, scores, kept, now, largest)
+        cuts = self._move_cuts(part, scores, kept, now, max(share, 1 / _SMOOTH), largest)
         picked: list[Picked] = [
             (one, one.reason) for one in part.leftovers if is_old(one, rules, old_at)
         ]
@@ -574,11 +601,16 @@ class Keeper:
         return outcome
 
     def _move_cuts(
-        self, part: Part, scores: list[float], kept: list[bool], now: float, largest: int
+        self,
+        part: Part,
+        scores: list[float],
+        kept: list[bool],
+        now: float,
+        weight: float,
+        largest: int,
     ) -> Cuts:
         """Return the scores from which on units are deleted."""
         cuts: dict[str, float] = {}
-        weight = max(self._width / FANS, 1 / _SMOOTH)
         order = sorted(
             (i for i, pinned in enumerate(kept) if not pinned), key=scores.__getitem__, reverse=True
         )
@@ -589,7 +621,7 @@ class Keeper:
                 if unit.group != "_":
                     groups.setdefault(f"{unit.space}/{unit.group}", []).append(i)
             for where, some in groups.items():
-                seen, held = part.seen.get(where, 1.0), self._held.get(where, 0.0)
+                (seen, _), held = part.seen[where], self._held.get(where, 0.0)
                 cut = self._cuts.setdefault(where, _Cut())
                 units = [(scores[i], part.units[i].nbytes) for i in some]
                 low, high = LOW * self._group_max_bytes, HIGH * self._group_max_bytes
@@ -597,7 +629,7 @@ class Keeper:
         units = [(scores[i], part.units[i].nbytes) for i in order]
         cut = self._cuts.setdefault("", _Cut())
         if self._max_bytes is not None:
-            held = sum(self._held.values())
+            held = self._used()
             # There must be room for one more store of each keeper, also below a small bound.
             room = min(self._keepers * 2 * largest, self._max_bytes / 2)
             low = min(LOW * self._max_bytes, self._max_bytes - room)
@@ -606,9 +638,7 @@ class Keeper:
             cuts[""] = cut.move(units, (held - low) * seen, (held - high) * seen, weight)
         elif self._pays:
             old = [
-                (scores[i], part.units[i].nbytes)
-                for i in order
-                if part.units[i].used < now - HOUR
+                (scores[i], part.units[i].nbytes) for i in order if part.units[i].used < now - HOUR
             ]
             owed = max(4 * largest - self._free, 0.0)
             cuts[""] = cut.move(old, owed, owed, weight)
@@ -625,9 +655,7 @@ class Keeper:
                 self._counters.add("shelf_evicted_bytes", total.nbytes)
             else:
                 self._counters.add("leftovers_deleted", total.count)
-        for (where, _), lost in outcome.lost.items():
-            self._held[where] = max(0.0, self._held.get(where, 0.0) - lost.nbytes)
-        self._vain = 0 if outcome.nbytes else self._vain + self._width
+        self._more -= sum(lost.nbytes for lost in outcome.lost.values())
         if self._pays:
             with self._lock:
                 self._free += outcome.nbytes
@@ -635,16 +663,17 @@ class Keeper:
 
     def _grant(self) -> None:
         """Say how much may be written until the next visit."""
-        held, bound = sum(self._held.values()), self._max_bytes
+        held, bound = self._used(), self._max_bytes
         self._counters.set_gauge("shelf_used_bytes", held)
         if bound is None:
             return
         with self._lock:
             left = bound - held - self._begun
             share = bound * self._width / FANS
-            far = min((LOW * bound - held) / (2 * self._keepers), _STEP * bound)
-            granted = min(left / (2 * self._keepers), max(_STEP * share, far))
-            if granted < self._largest <= left / self._keepers:
+            far = min(LOW * bound - held, _STEP * bound) / self._keepers
+            granted = min(left / self._keepers, max(_STEP * share, far))
+            self._room = left / self._keepers
+            if granted < self._largest <= self._room:
                 granted = self._largest
             self._granted = self._credit = max(0.0, granted)
             self._changed.notify_all()
@@ -669,7 +698,7 @@ class Keeper:
             self._guard.url,
             outcome.count,
             outcome.nbytes,
-            sum(self._held.values()),
+            self._used(),
             "; ".join(groups),
         )
 

@@ -104,10 +104,9 @@ def read(backend: Backend) -> dict[str, dict[str, Any]]:
 def number(said: Mapping[str, Any], name: str) -> float | None:
     """Return a positive number that a keeper says; None where it says none."""
     value = said.get(name)
-    if type(value) not in (int, float):
-        return None
     with suppress(OverflowError):
-        return float(value) if 0 < float(value) < math.inf else None
+        if isinstance(value, int | float) and 0 < float(value) < math.inf:
+            return float(value)
     return None
 
 

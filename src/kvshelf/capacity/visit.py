@@ -49,7 +49,7 @@ from kvshelf.format.kinds import Kind
 from kvshelf.format.names import DESCRIPTION, parse_namespace_folder, parse_object_name
 from kvshelf.shelf.leftovers import RESERVED, TIER, is_temporary
 from kvshelf.shelf.markers import MARKERS, is_attempt
-from kvshelf.shelf.pins import PINS, Pins
+from kvshelf.shelf.pins import PINS
 
 FANS: Final = 256
 #: Files of a namespace or a salt group that is listed whole.
@@ -248,12 +248,12 @@ def score_to_free(scored: Iterable[tuple[float, int]], free: float) -> float:
     free : float
         Where units have fewer bytes, all of them are included.
     """
-    best = float("inf")
-    for best, nbytes in scored if free > 0 else ():
-        free -= nbytes
+    at = float("inf")
+    for scored_at, nbytes in scored if free > 0 else ():
+        at, free = scored_at, free - nbytes
         if free <= 0:
             break
-    return best
+    return at
 
 
 def reason_to_delete(
@@ -320,8 +320,8 @@ class Part:
     leftovers : list of Leftover
     others : dict of str and Total
         Files that are no objects, by what they are, for display.
-    seen : dict of str and float
-        By folders of groups, the part of each that was listed: 1 is all.
+    seen : dict of str and (float, int)
+        By folders of groups, the part of each that was listed (1 is all), and the files in it.
     skipped : dict of str and StorageError
         Folders that could not be listed.
     files : int
@@ -330,7 +330,7 @@ class Part:
     units: list[Unit] = field(default_factory=list)
     leftovers: list[Leftover] = field(default_factory=list)
     others: dict[str, Total] = field(default_factory=dict)
-    seen: dict[str, float] = field(default_factory=dict)
+    seen: dict[str, tuple[float, int]] = field(default_factory=dict)
     skipped: dict[str, StorageError] = field(default_factory=dict)
     files: int = 0
 
@@ -339,7 +339,9 @@ class Part:
         self.units += other.units
         self.leftovers += other.leftovers
         self.files += other.files
-        self.seen |= other.seen
+        for where, (seen, files) in other.seen.items():
+            before = self.seen.get(where, (0.0, 0))
+            self.seen[where] = before[0] + seen, before[1] + files
         self.skipped |= other.skipped
         for sort, total in other.others.items():
             self.others.setdefault(sort, Total()).add(total.nbytes, total.count)
@@ -415,16 +417,19 @@ class Lister:
         #: Files of namespaces, and of folders of groups, as far as they are known.
         self._files: dict[str, float] = {}
 
-    def slice(self, first: int, last: int, now: float, part: Part) -> None:
-        """Add what lies in some fan-out folders of all namespaces to a part.
+    def visit(self, first: int, width: int, chunks: int, now: float) -> tuple[Part, int]:
+        """Return what lies in the next slice of the shelf, and how many fan-out folders it has.
 
         Parameters
         ----------
-        first, last : int
-            Numbers of the folders; both are included.
+        first : int
+            Number of its first folder; it goes on from 255 to 0.
+        width : int
+            Folders that are listed at once; as many again, until there are enough chunks.
+        chunks : int
+            How many are enough; all folders may have fewer.
         now : float
             By the storage's clock, seconds since the epoch.
-        part : Part
 
         Raises
         ------
@@ -437,22 +442,39 @@ class Lister:
         self._files = {
             name: files for name, files in self._files.items() if name.partition("/")[0] in there
         }
-        due = [
-            name for name in spaces if first <= fan_of(name) <= last or not self._small(name)
-        ]
+        part, listed, found = Part(), 0, 0
+        while listed < FANS and found < chunks and not self._stop():
+            begin = (first + listed) % FANS
+            width = min(width, FANS - listed, FANS - begin)
+            before = len(part.units)
+            self._slice(spaces, begin, begin + width - 1, now, part)
+            found += len({unit.key for unit in part.units[before:]})
+            listed += width
+            width = listed
+        if part.skipped and not part.seen:
+            raise next(iter(part.skipped.values()))
+        for where, (seen, files) in part.seen.items():
+            self._files[where] = files / seen
+        sums = dict.fromkeys(spaces, 0.0)
+        for name, estimate in self._files.items():
+            space, inside, _ = name.partition("/")
+            if inside:
+                sums[space] += estimate
+        self._files |= sums
+        return part, listed
+
+    def _slice(self, spaces: list[str], first: int, last: int, now: float, part: Part) -> None:
+        """Add what lies in some fan-out folders of all namespaces."""
+        due = [name for name in spaces if first <= fan_of(name) <= last or not self._small(name)]
         threads = threads_for_calls(self._backend) if len(due) > 1 else 0
-        skipped = len(part.skipped)
-        with closing(
-            in_parallel(lambda name: self._space(name, first, last, now), due, threads)
-        ) as found:
+        work = in_parallel(lambda name: self._space(name, first, last, now), due, threads)
+        with closing(work) as found:
             for _, one in found:
                 part.join(one)
                 if self._stop():
                     return
         if first == 0:
             self._add(RESERVED, now, part)
-        if len(part.skipped) > skipped and not part.seen:
-            raise next(reversed(part.skipped.values()))
 
     def whole(
         self, folders: Collection[str] | None, now: float, group: str | None = None
@@ -507,25 +529,20 @@ class Lister:
                 self._note_unused(space, part)
         except StorageError as error:
             part.skipped[space] = error
-        files = 0.0
         for group in groups:
             where = f"{space}/{group}"
             whole = small or (self._small(where) and first <= fan_of(where) <= last)
             if not whole and self._small(where):
-                files += self._files[where]
                 continue
-            found, bad = 0, 0
+            files, bad = 0, 0
             fans = (0, FANS - 1) if whole else (first, last)
             for one in self._fans(where, *fans, now):
                 part.join(one)
-                found += one.files
+                files += one.files
                 bad += FANS if where in one.skipped else len(one.skipped)
             good = fans[1] - fans[0] + 1 - bad
             if good > 0:
-                part.seen[where] = good / FANS
-                self._files[where] = found * FANS / good
-            files += self._files.get(where, 0.0)
-        self._files[space] = files
+                part.seen[where] = good / FANS, files
         return part
 
     def knows(self, where: str) -> bool:
@@ -820,7 +837,7 @@ class _Deletions:
             # A namespace without objects: an engine that uses it describes it anew.
             inner = (DESCRIPTION, MARKERS, RESERVED) if self._looks else (DESCRIPTION,)
             names = [f"{what.name}/{name}" for name in inner]
-            return [(name, 0) for name in (names + [what.name] if self._looks else names)]
+            return [(name, 0) for name in ([*names, what.name] if self._looks else names)]
         each = what.nbytes // len(what.names)
         if not self._looks or reason is Reason.CHOSEN:
             return [(name, each) for name in what.names]

@@ -8,8 +8,7 @@ A hit of `end` chunks needs, of each kind that its namespace has:
 
 Owns this rule (:class:`HitRule`), for one prompt: which chunks of each kind a hit needs, which of
 those are missing, at which ends hits are possible, and which is the longest.
-:mod:`kvshelf.format.forest` has it for the chunks of a whole shelf at once. Everything else that
-has to know what a hit needs asks these.
+Everything that has to know what a hit needs asks it.
 
 Contracts
 ---------

@@ -92,8 +92,6 @@ class ServedBackend(Backend):
         low_latency = facts.probe_cost < _MESSAGE_SECONDS
         return Properties(
             filesystem=f"{facts.filesystem} through a node server",
-            atomic_publish=facts.atomic_publish,
-            conditional_create=facts.conditional_create,
             # The server reports what its other clients store; notices say in which folders it
             # notices all writers.
             notifications=True,

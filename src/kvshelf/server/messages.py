@@ -186,8 +186,6 @@ class Facts(Message, frozen=True):
 
     url: str
     filesystem: str
-    atomic_publish: bool = True
-    conditional_create: bool = True
     notifications: bool = False
     cache_seconds: float = 0.0
     links: bool = False

@@ -135,6 +135,8 @@ class Service:
     uses : Uses, optional
         Records what clients use; the caller closes it, before the service. When absent, nothing
         is recorded but what clients set themselves.
+    hands_over : Callable, optional
+        Called when a client has written a tail or a marker, which will have to be deleted.
 
     Attributes
     ----------
@@ -163,6 +165,7 @@ class Service:
         lease_seconds: float = LEASE_SECONDS,
         io_threads: int | None = None,
         uses: Uses | None = None,
+        hands_over: Callable[[], None] | None = None,
     ) -> None:
         counters = Counters() if counters is None else counters
         memory = self._memory = HostMemory.with_generations(arena)
@@ -172,6 +175,7 @@ class Service:
         self._backend = shelf.backend
         self._storage = storage
         self._uses = uses
+        self._hands_over = hands_over
         self._clients: set[bytes] = set()
         self._namespaces = Namespaces()
         self._calls = Calls(self._backend)
@@ -213,7 +217,7 @@ class Service:
             self._fetches,
             self._workers["publish"],
             wait_seconds=_WAIT_SHARE * self._backend.deadlines.write,
-            published=self._appearances.published,
+            published=self._published,
         )
 
     def __repr__(self) -> str:
@@ -394,6 +398,13 @@ class Service:
 
     # ---------------------------------------------------------------------------------------- uses
 
+    def _published(self, name: str) -> None:
+        """Tell who waits for an object; note that tails and markers will have to be deleted."""
+        self._appearances.published(name)
+        parsed = parse_path(name)
+        if self._hands_over is not None and (parsed is None or parsed.tail_tokens is not None):
+            self._hands_over()
+
     def _note(self, names: Sequence[str]) -> None:
         if self._uses is not None:
             self._uses.note_names(self._backend, names)
@@ -486,7 +497,7 @@ class Service:
                     forget = partial(self._storage.forget, gone)
                     self._workers["call"].submit(_OWN, forget, lambda _: None)
             elif method == "write" and not isinstance(outcome, Exception):
-                self._appearances.published(str(args[0]))
+                self._published(str(args[0]))
             if changes:
                 with self._changed:
                     self._changes -= 1

@@ -27,6 +27,7 @@ from kvshelf.errors import NotRegularError
 from kvshelf.format.invalid import EmptyObject, TruncatedObject, WrongSize
 from kvshelf.format.names import parse_path
 from kvshelf.logs import RateLimitedLog
+from kvshelf.shelf.pins import Pins
 
 logger = logging.getLogger(__name__)
 
@@ -157,17 +158,11 @@ class Repairs:
         parsed = parse_path(name)
         if parsed is None or parsed.namespace is None:
             return False
-        # Setting aside is rare, and readers of a shelf need no numpy.
-        import numpy as np
-
-        from kvshelf.shelf.pins import Pins
-
-        key = np.frombuffer(parsed.key, np.uint8)[None]
-        return bool(Pins.read(self._backend).covers(parsed.namespace, parsed.salt_group, key).all())
+        return Pins.read(self._backend).covers(parsed.namespace, parsed.salt_group, parsed.key)
 
     def _is_surely_of_wrong_size(self, name: str) -> bool:
         """Whether a wrong size that was seen shows that the object is bad."""
         if self._backend.properties.cache_seconds:
             return False
         info = self._backend.info(name)
-        return info is None or abs(time.time() - info.mtime) >= COPY_SECONDS
+        return info is None or time.time() - info.mtime >= COPY_SECONDS

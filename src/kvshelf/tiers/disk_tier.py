@@ -2,7 +2,7 @@
 
 Owns the directory, which is a shelf itself: its objects have the names that they have on the
 shelf. It is filled with the objects that loads have fetched and verified, and with those that are
-stored. A keeper bounds it (:mod:`kvshelf.capacity.keeper`), and any number of processes may share it.
+stored. A keeper bounds it (:mod:`kvshelf.capacity.keeper`). Any number of processes may share it.
 
 Contracts
 ---------
@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 import torch
+from pydantic import ByteSize
 
 from kvshelf.backends import Backend, BytesLike, WriteResult
 from kvshelf.backends.base import delete_one
@@ -241,15 +242,15 @@ class DiskTier:
         guard = _TierGuard(directory, backoff=self._backoff)
         guard.count_into(self._count)
         guard.watch(_PassOn(self))
-        shelf = Shelf(guard)
+        opened = Shelf(guard)
         self._keeper = Keeper(
-            shelf,
-            CapacityConfig(max_bytes=self.max_bytes),
+            opened,
+            CapacityConfig(max_bytes=ByteSize(self.max_bytes)),
             _KeeperCounters(self._counters),
             on_thread_start=self._on_thread_start,
         )
         self._keeper.start()
-        return shelf
+        return opened
 
     def check_disjoint(self, backend: Backend) -> None:
         """Refuse a shelf that has files in common with this directory.

@@ -1,0 +1,468 @@
+"""A keeper: when it visits, what it deletes then, and what stores may write."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from kvshelf.backends.base import Space
+from kvshelf.capacity import keeper as keeper_module
+from kvshelf.capacity import keepers
+from kvshelf.capacity.keeper import Keeper, least_free
+from kvshelf.capacity.visit import DAY, FANS, HOUR, KEEPERS
+from kvshelf.errors import (
+    BoundReachedError,
+    NoSpaceStorageError,
+    PermanentStorageError,
+    TransientStorageError,
+)
+from kvshelf.shelf.pins import PINS, Pin, Pins
+from tests.capacity.shelves import FMT, SIZE, Place, chunks, salted, tail_of
+from tests.sim.memory import MemoryStorage
+from tests.sim.storage import Fault
+from tests.support.simulated import DIRECTORY, NAMESPACE, S3, Costs, Fleet
+from tests.support.waiting import until
+
+MIB, GIB = 1 << 20, 1 << 30
+GROUP = "ab" * 8
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+@pytest.fixture
+def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
+    return Fleet(monkeypatch)
+
+
+# ----------------------------------------------------------------------------- what is deleted
+
+
+def test_without_bounds_only_leftovers_go(place: Place) -> None:
+    place.put(FMT, chunks(5), age=900 * DAY)
+    tail = place.put(FMT, [tail_of()], age=2 * HOUR)
+    left = place.write(
+        f"{FMT.namespace.folder}/_/aa/.{'aa' * 32}-0-0of2.safetensors.{'0' * 16}.tmp", age=2 * HOUR
+    )
+    keeper = place.keeper()
+    place.round(keeper)
+    assert place.objects().isdisjoint(tail) and len(place.objects()) == 5 * FMT.shards
+    assert not left.exists()
+    assert place.count("leftovers_deleted") == len(tail) + 1
+    assert place.count("shelf_evicted_objects") == 0
+
+
+def test_above_the_bound_the_oldest_go_and_of_a_prompt_its_end(place: Place) -> None:
+    old = place.put(FMT, chunks(10), age=10 * HOUR)
+    new = place.put(FMT, chunks(10, seed=7), age=9 * HOUR, used=HOUR)
+    place.round(place.keeper(max_bytes=16 * SIZE))
+    left = place.objects()
+    assert set(new) < left and len(left) <= 0.93 * 16 * FMT.shards
+    assert {name for name in old if name in left} == set(old[: len(left) - len(new)])
+    assert place.count("shelf_evicted_objects") == 20 * FMT.shards - len(left)
+
+
+def test_what_was_not_used_for_max_age_goes_and_nothing_else(place: Place) -> None:
+    old = place.put(FMT, chunks(3), age=3 * DAY)
+    used = place.put(FMT, chunks(3, seed=1), age=3 * DAY, used=DAY)
+    place.round(place.keeper(max_age="2d"))
+    assert place.objects() == set(used) and old
+
+
+def test_a_group_has_a_quota_and_pushes_out_no_other(place: Place) -> None:
+    mine = [salted(chunk, GROUP) for chunk in chunks(20)]
+    place.put(FMT, mine, age=HOUR)
+    others = place.put(FMT, [salted(chunk, "cd" * 8) for chunk in chunks(9)], age=9 * HOUR)
+    bare = place.put(FMT, chunks(30), age=9 * HOUR)
+    place.round(place.keeper(group_max_bytes=10 * SIZE))
+    left = place.objects()
+    assert {*others, *bare} <= left
+    assert 8 <= sum(f"/{GROUP}/" in name for name in left) / FMT.shards <= 9.3
+
+
+def test_pins_keep_what_they_name_and_do_not_lift_the_bound(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    pinned = place.put(FMT, chunks(5), age=9 * DAY)
+    place.put(FMT, chunks(5, seed=1), age=HOUR)
+    Pins.add(place.backend, "x", Pin(keys=[chunk.key for chunk in chunks(5)]))
+    keeper = place.keeper(max_bytes=4 * SIZE, max_age="1d")
+    place.round(keeper)
+    assert place.objects() == set(pinned)
+    assert not keeper.allows(SIZE)
+    assert "max_bytes is" in caplog.text
+
+
+def test_while_pins_cannot_be_read_nothing_is_deleted(place: Place) -> None:
+    names = place.put(FMT, chunks(5), age=9 * DAY)
+    place.write(f"{PINS}/x.json")
+    place.faults.add(
+        Fault("list", f"{PINS}/*", error=TransientStorageError(errno.EIO, "down", "x"))
+    )
+    with pytest.raises(TransientStorageError):
+        place.round(place.keeper(max_bytes=SIZE))
+    assert place.objects() == set(names)
+
+
+def test_ages_pause_while_clocks_differ_and_bounds_hold(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    place.later.alone = True
+    place.later.ahead = 3 * DAY + 2 * HOUR
+    place.put(FMT, chunks(10), age=9 * DAY)
+    place.put(FMT, [tail_of()], age=9 * DAY)
+    keeper = place.keeper(max_age="1d")
+    place.round(keeper)
+    assert len(place.objects()) == 11 * FMT.shards
+    assert "nothing is deleted because of its age" in caplog.text
+    place.round(place.keeper(max_bytes=5 * SIZE))
+    assert len(place.objects()) <= 5 * FMT.shards
+    assert place.counters.gauges()["clock_difference_seconds"] >= 2 * HOUR
+
+
+def test_a_folder_that_cannot_be_listed_is_named_and_the_rest_is_bounded(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = place.put(FMT, chunks(40), age=HOUR)
+    bad = names[0].rpartition("/")[0]
+    place.faults.add(
+        Fault("entries", f"{bad}/*", error=TransientStorageError(errno.EIO, "bad block", bad))
+    )
+    place.round(place.keeper(max_bytes=20 * SIZE))
+    left = place.objects()
+    inside = {name for name in names if name.startswith(f"{bad}/")}
+    assert inside <= left and len(left) - len(inside) <= 19 * FMT.shards
+    assert place.counters.gauges()["unlisted_folders"] == 1
+    assert f"{bad} cannot be listed" in caplog.text
+
+
+def test_who_may_not_delete_says_so_once_and_tries_again_in_an_hour(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    place.put(FMT, chunks(9), age=HOUR)
+    place.faults.add(Fault("delete", error=PermanentStorageError(errno.EPERM, "no", "x")))
+    keeper = place.keeper(max_bytes=SIZE)
+    for _ in range(5):
+        keeper._turn()
+    assert keeper._trouble_until > time.monotonic() + 3000
+    assert caplog.text.count("does not allow to list or to delete") == 1
+    assert not keeper.allows(SIZE)
+
+
+def test_the_log_says_which_groups_lost_what_and_why(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    place.put(FMT, chunks(10), age=10 * HOUR)
+    place.round(place.keeper(max_bytes=8 * SIZE))
+    line = next(r.message for r in caplog.records if "deleted" in r.message)
+    assert f"{FMT.namespace.folder}/_: " in line and "(max_bytes)" in line
+    assert f"the oldest unused for {10 * HOUR:.0f}" in line
+
+
+def test_an_error_of_its_own_lifts_no_bound(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    place.put(FMT, chunks(9), age=HOUR)
+    keeper = place.keeper(max_bytes=9 * SIZE)
+    keeper._turn()
+    monkeypatch.setattr(keeper_module, "delete", lambda *_, **__: 1 / 0)
+    keeper._ended = 0.0
+    keeper._refused, keeper._credit = True, 0.0
+    assert keeper._turn() is not None and place.count("visit_errors") == 1
+    assert "a visit failed" in caplog.text and not keeper.allows(9 * SIZE)
+
+
+# ----------------------------------------------------------------------------- stores
+
+
+def test_a_store_that_never_fits_deletes_nothing(place: Place) -> None:
+    names = place.put(FMT, chunks(5), age=HOUR)
+    keeper = place.keeper(max_bytes=10 * SIZE)
+    keeper._turn()
+    assert not keeper.allows(11 * SIZE)
+    place.round(keeper)
+    assert place.objects() == set(names)
+    assert keeper.allows(SIZE)
+
+
+def test_a_bound_of_a_few_chunks_always_has_room_for_the_next(fleet: Fleet) -> None:
+    fleet.add(1.0, max_bytes=10 * MIB, nbytes=MIB)
+    fleet.run(120)
+    assert fleet.dropped <= 0.05 * fleet.offered and fleet.most <= 10.01 * MIB
+
+
+def test_a_write_that_fails_gives_its_room_back(place: Place) -> None:
+    keeper = place.keeper(max_bytes=100 * SIZE)
+    keeper._turn()
+    before = keeper._credit
+    assert keeper.begin(SIZE) and keeper._credit == before - SIZE
+    keeper.end(SIZE, written=False)
+    assert keeper._credit == before
+    assert keeper.begin(SIZE)
+    keeper.end(SIZE, written=True)
+    assert keeper._credit == before - SIZE
+
+
+@pytest.mark.parametrize(
+    ("total", "memory", "expected"),
+    [(GIB, False, GIB // 20), (1 << 50, False, 20 * GIB), (GIB, True, GIB // 10), (0, False, 0)],
+)
+def test_what_stays_free_depends_on_the_storage(total: int, memory: bool, expected: int) -> None:
+    assert least_free(Space(0, total, memory)) == expected
+
+
+def test_it_bounds_stores_from_its_start_to_its_end(place: Place) -> None:
+    place.put(FMT, chunks(9), age=HOUR)
+    place.later.ahead = 0.0
+    with closing(place.keeper(max_bytes=4 * SIZE)) as keeper:
+        keeper.start()
+        keeper.start()
+        assert place.backend.bound is keeper
+        until(lambda: len(place.objects()) <= 4 * FMT.shards)
+        with pytest.raises(BoundReachedError):
+            place.backend.write("x/z", [bytes(4 * SIZE)])
+    assert place.backend.bound is None
+    place.backend.write("x/y", [bytes(9 * SIZE)])
+
+
+# ----------------------------------------------------------------------------- a disk nearly full
+
+
+class Disk:
+    """A disk that others fill too."""
+
+    def __init__(self, fleet: Fleet, total: int, others: int) -> None:
+        self.fleet, self.total, self.others = fleet, total, others
+        fleet.storage.free = lambda: Space(max(0, self.free), total)
+
+    @property
+    def free(self) -> int:
+        return self.total - self.others - self.fleet.storage.nbytes
+
+
+def fill(fleet: Fleet, count: int, age: float) -> None:
+    writer = fleet.add()
+    for _ in range(count):
+        assert fleet.store(writer)
+    fleet.now += age
+    writer.stopped = True
+
+
+@pytest.mark.long
+def test_a_store_on_a_disk_nearly_full_is_paid_for_by_the_oldest(fleet: Fleet) -> None:
+    fill(fleet, 3000, 2 * HOUR)
+    disk = Disk(fleet, 10000 * MIB, 6600 * MIB)
+    before = fleet.storage.nbytes
+    writer = fleet.add(1.0)
+    fleet.run(300)
+    assert writer.dropped < 0.1 * writer.offered
+    assert abs(fleet.storage.nbytes - before) < 0.05 * before
+    # Others write: the shelf does not shrink, nor does it grow.
+    disk.others += 300 * MIB
+    fleet.run(300)
+    assert abs(fleet.storage.nbytes - before) < 0.05 * before
+    writer.stopped = True
+    at_last = fleet.storage.nbytes
+    fleet.run(600)
+    assert fleet.storage.nbytes == at_last
+
+
+def test_nothing_used_within_an_hour_pays(fleet: Fleet) -> None:
+    fill(fleet, 300, 600.0)
+    Disk(fleet, 10000 * MIB, 9500 * MIB)
+    writer = fleet.add(1.0)
+    fleet.run(120)
+    assert writer.dropped >= 0.9 * writer.offered
+    assert fleet.count("shelf_evicted_objects") == 0
+    # It does not look again and again.
+    assert writer.cpu < 0.05 * 120
+
+
+def test_with_max_bytes_nobody_pays(fleet: Fleet) -> None:
+    fill(fleet, 300, 5 * HOUR)
+    Disk(fleet, 10000 * MIB, 9500 * MIB)
+    writer = fleet.add(1.0, max_bytes=9000 * MIB)
+    fleet.run(60)
+    assert writer.dropped == writer.offered and fleet.count("shelf_evicted_objects") == 0
+
+
+def test_what_came_with_old_times_stays_on_a_disk_nearly_full(tmp_path: Path) -> None:
+    place = Place(tmp_path, ahead=0.0)
+    names = place.put(FMT, chunks(50), age=300 * DAY)
+    keeper = place.keeper()
+    keeper._pays, keeper._free, keeper._largest, keeper._refused = True, 0.0, SIZE, True
+    place.round(keeper)
+    assert place.objects() == set(names)
+
+
+def test_a_write_that_found_no_space_calls_for_a_round_for_temporaries(place: Place) -> None:
+    left = [
+        place.write(f"{FMT.namespace.folder}/_/{fan}/.{fan * 32}-0-0of2.safetensors.{'0' * 16}.tmp")
+        for fan in ("00", "7f", "ff")
+    ]
+    names = place.put(FMT, chunks(9), age=HOUR / 2)
+    full = NoSpaceStorageError(errno.ENOSPC, "full", "x")
+    place.faults.add(Fault("write", error=full))
+    keeper = place.keeper()
+    place.backend.on_full = keeper.found_full
+    with pytest.raises(NoSpaceStorageError):
+        place.backend.write("x/y", [b"x"])
+    for _ in range(20):
+        keeper._turn()
+    # No marker can be written: the newest time that is seen counts.
+    assert not any(path.exists() for path in left) or not place.files() & {KEEPERS}
+    assert place.objects() == set(names)
+
+
+# ----------------------------------------------------------------------------- markers
+
+
+def test_keepers_know_how_many_they_are_and_the_storage_s_time() -> None:
+    storage = MemoryStorage()
+    storage.ahead = 500.0
+    for number in range(3):
+        now, count = keepers.say(storage, f"{number:016x}", {"max_bytes": 7})
+        assert count == number + 1 and abs(now - time.time() - 500.0) < 1
+    said = keepers.read(storage)
+    assert len(said) == 3 and all(one["max_bytes"] == 7 for one in said.values())
+
+
+def test_a_keeper_that_is_gone_counts_for_ten_minutes(fleet: Fleet) -> None:
+    one, other = (fleet.add(0.1, max_bytes=GIB) for _ in range(2))
+    fleet.run(400)
+    assert one.keeper._keepers == other.keeper._keepers == 2
+    other.stopped = True
+    fleet.run(1000)
+    assert one.keeper._keepers == 1
+
+
+def test_forged_markers_are_bounded_and_decide_nothing(fleet: Fleet) -> None:
+    for number in range(3000):
+        data = json.dumps({"evicts_after": 1e-9, "max_bytes": 1}).encode()
+        fleet.storage.put(f"{KEEPERS}/{number:016x}", len(data), data)
+    fill(fleet, 300, HOUR)
+    writer = fleet.add(1.0, max_bytes=1000 * MIB)
+    fleet.run(60)
+    assert writer.keeper._keepers <= keepers.MOST_KEEPERS
+    assert fleet.count("shelf_evicted_objects") == 0 and writer.dropped < 0.05 * writer.offered
+    fleet.now += 2 * DAY
+    fleet.run(600)
+    # They are leftovers as well.
+    assert not [name for name in fleet.storage._tree[KEEPERS] if name.startswith("0000")]
+
+
+def test_where_no_marker_can_be_written_the_own_one_is_touched() -> None:
+    storage = MemoryStorage()
+    keepers.say(storage, "a" * 16, {})
+    full = NoSpaceStorageError(errno.ENOSPC, "full", "x")
+    storage.fail = lambda operation, name: full if operation == "write" else None
+    storage.ahead = 100.0
+    now, _ = keepers.say(storage, "a" * 16, {})
+    assert abs(now - time.time() - 100.0) < 1
+    # Another one has the time of the newest.
+    now, _ = keepers.say(storage, "b" * 16, {})
+    assert abs(now - time.time() - 100.0) < 1
+
+
+# ----------------------------------------------------------------------------- fleets
+
+both = pytest.mark.parametrize("costs", [DIRECTORY, S3], ids=["directory", "s3"])
+
+
+@pytest.mark.long
+@both
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_writers_at_the_bound_stay_below_it_and_lose_few_stores(
+    monkeypatch: pytest.MonkeyPatch, costs: Costs, count: int
+) -> None:
+    fleet = Fleet(monkeypatch, costs)
+    for _ in range(count):
+        fleet.add(40.0 / count, max_bytes=3000 * MIB)
+    fleet.run(120)
+    late = sorted(fleet.fills[len(fleet.fills) * 3 // 4 :])
+    assert fleet.most <= 1.02 * 3000 * MIB
+    assert late[len(late) // 2] >= 0.85 * 3000 * MIB
+    assert fleet.dropped <= 0.01 * fleet.offered
+
+
+def test_chunks_of_many_objects_are_kept_or_deleted_whole(fleet: Fleet) -> None:
+    fleet.add(2.0, max_bytes=200 * MIB, objects=8, nbytes=MIB)
+    fleet.run(60)
+    assert fleet.most <= 200 * MIB
+    names = [row.name for row in fleet.storage.list() if "of8" in row.name]
+    assert len(names) == 8 * len({name.split("-")[-3] for name in names})
+
+
+def test_the_smallest_bound_holds_and_who_has_none_deletes_nothing(fleet: Fleet) -> None:
+    small = fleet.add(1.0, max_bytes=100 * MIB)
+    large = fleet.add(max_bytes=10 * GIB)
+    fleet.run(300)
+    assert fleet.storage.nbytes <= 100 * MIB
+    assert large.counters.snapshot().get("shelf_evicted_objects", 0) == 0
+    assert small.counters.snapshot()["shelf_evicted_objects"] > 0
+
+
+def test_ages_are_kept_by_all_together_and_rest_where_nothing_is_stored(fleet: Fleet) -> None:
+    writers = [fleet.add(0.2, max_age="1h") for _ in range(4)]
+    fleet.run(600)
+    for writer in writers:
+        writer.rate = 0.0
+    fleet.run(4500)
+    assert fleet.chunks() == 0
+    assert all(writer.cpu < 0.01 * 5100 for writer in writers)
+
+
+def test_tails_of_hand_overs_go_within_their_second_hour_on_s3(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = Fleet(monkeypatch, S3)
+    writer = fleet.add()
+    key = "ab" * 32
+    fleet.storage.put(f"{NAMESPACE}/_/ab/{key}-0t5-0of1.safetensors", 9)
+    fleet.run(2.5 * HOUR)
+    assert writer.counters.snapshot().get("visits", 0) == 0
+    writer.keeper.hands_over()
+    fleet.run(2 * HOUR)
+    assert fleet.chunks() == 0
+
+
+@pytest.mark.long
+def test_a_tenth_of_the_folders_unreadable_and_the_rest_is_bounded(fleet: Fleet) -> None:
+    down = TransientStorageError(errno.EIO, "bad block", "x")
+    bad = {f"/{fan:02x}" for fan in range(0, FANS, 10)}
+    fleet.storage.fail = lambda operation, name: (
+        down if operation == "list" and name[-3:] in bad else None
+    )
+    fleet.add(20.0, max_bytes=1000 * MIB)
+    fleet.run(200)
+    inside = sum(
+        len(entries)
+        for folder, entries in fleet.storage._tree.items()
+        if folder[-3:] in bad and len(folder) > 20
+    )
+    assert fleet.storage.nbytes - inside * MIB <= 1000 * MIB
+
+
+@pytest.fixture(autouse=True)
+def _no_seconds_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a visit costs here is no time of this machine's."""
+    if not isinstance(keeper_module.time, type(os)):
+        yield
+        return
+    monkeypatch.setattr(time, "thread_time", lambda: 0.0)
+    yield
+
+
+def test_a_keeper_needs_a_shelf_with_a_backend(place: Place) -> None:
+    assert isinstance(place.keeper(), Keeper)

@@ -1,0 +1,357 @@
+"""What a visit sees of a shelf, what goes first, and what is looked at before it is deleted."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import random
+from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvshelf.backends.base import NEVER_OLD, ObjectInfo
+from kvshelf.capacity.visit import (
+    DAY,
+    FANS,
+    HOUR,
+    Choice,
+    Leftover,
+    Lister,
+    Part,
+    Reason,
+    Rules,
+    Unit,
+    aged,
+    delete,
+    fan_of,
+    is_old,
+    last_use,
+    reason_to_delete,
+    score,
+    score_to_free,
+)
+from kvshelf.errors import PermanentStorageError, StorageError, TransientStorageError
+from kvshelf.format.kinds import FULL, WINDOW
+from kvshelf.shelf.pins import PINS
+from tests.capacity.shelves import FMT, Place, chunks, tail_of
+from tests.sim.memory import MemoryStorage
+from tests.sim.storage import Fault
+
+NOW = 1e9
+SPACE = "model-0123456789abcdef"
+INF = math.inf
+
+
+def unit(used: float = NOW, **fields: object) -> Unit:
+    made = Unit(SPACE, "_", bytes(32), FULL, 0, tail=False, used=used)
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+# ----------------------------------------------------------------------------- pure functions
+
+
+@pytest.mark.parametrize(
+    ("mtime", "atime", "ctime", "shared", "expected"),
+    [
+        (-HOUR, None, None, False, -HOUR),
+        (-HOUR, -60.0, None, False, -60.0),
+        # An access time that is older than the modification is none.
+        (-HOUR, -DAY, None, False, -HOUR),
+        # Copied with its old times, an hour ago.
+        (-300 * DAY, -300 * DAY, -HOUR, False, -HOUR),
+        # Its owner was changed, or it was backed up, two days ago.
+        (-300 * DAY, -300 * DAY, -2 * DAY, False, -300 * DAY),
+        # Another user recorded a use.
+        (-300 * DAY, -300 * DAY, -2 * DAY, True, -2 * DAY),
+        # Times in the future, by more than a day.
+        (2 * DAY, None, None, False, 0.0),
+        (2 * DAY, None, -40 * DAY, False, -40 * DAY),
+        (HOUR, None, None, False, HOUR),
+    ],
+)
+def test_the_last_use(
+    mtime: float, atime: float | None, ctime: float | None, shared: bool, expected: float
+) -> None:
+    times = [None if time is None else NOW + time for time in (atime, ctime)]
+    info = ObjectInfo("x", 1, NOW + mtime, *times)
+    assert last_use(info, NOW, shared=shared) == NOW + expected
+
+
+def test_the_oldest_goes_first_what_was_never_used_sooner_and_ends_before_beginnings() -> None:
+    order = [
+        unit(NOW - 600, index=0),  # never used: as if 1200 s old
+        unit(NOW - 1100, index=9, hit=True),
+        unit(NOW - 1105, index=3, hit=True),
+        unit(NOW - 500, index=5, hit=True),
+        unit(NOW + 50, index=5, hit=True),
+    ]
+    scores = [score(aged(one, NOW), one.index, 30.0) for one in order]
+    assert scores == sorted(scores, reverse=True)
+    assert all(later >= 0 for later in scores)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e6), st.integers(1, 1 << 40))), st.integers(-5, 1 << 44))
+def test_a_cut_frees_enough_and_no_unit_more(units: list[tuple[float, int]], free: int) -> None:
+    units.sort(reverse=True)
+    at = score_to_free(units, free)
+    taken = [nbytes for scored, nbytes in units if scored >= at]
+    assert sum(taken) >= min(free, sum(nbytes for _, nbytes in units))
+    above = [nbytes for scored, nbytes in units if scored > at]
+    assert free <= 0 or not units or sum(above) < free
+    assert free > 0 or not taken
+
+
+@pytest.mark.parametrize(
+    ("of", "rules", "cuts", "pinned", "expected"),
+    [
+        (unit(NOW - HOUR - 1, tail=True), Rules(), {}, False, Reason.TAIL),
+        (unit(NOW - HOUR - 1, tail=True), Rules(), {}, True, Reason.TAIL),
+        (unit(NOW - HOUR + 1, tail=True), Rules(), {}, False, None),
+        (unit(NOW - 900 * DAY), Rules(), {}, False, None),
+        (unit(NOW - 3 * DAY), Rules(max_age=2 * DAY), {}, False, Reason.AGE),
+        (unit(NOW - 3 * DAY), Rules(max_age=2 * DAY), {}, True, None),
+        (unit(), Rules(), {"": 7.0}, False, Reason.SIZE),
+        (unit(), Rules(), {"": 7.1}, False, None),
+        (unit(), Rules(), {"": 7.0}, True, None),
+        (unit(), Rules(), {f"{SPACE}/_": 6.0, "": INF}, False, Reason.GROUP),
+        (unit(), Rules(), {f"{SPACE}/x": 6.0}, False, None),
+        (unit(), Rules(choice=Choice()), {}, False, Reason.CHOSEN),
+        (unit(), Rules(choice=Choice()), {}, True, None),
+        (unit(), Rules(choice=Choice(pinned=True)), {}, True, Reason.CHOSEN),
+        (unit(), Rules(choice=Choice(group="0" * 16)), {}, False, None),
+        (unit(NOW - 60), Rules(choice=Choice(unused_for=70.0)), {}, False, None),
+        (unit(NOW - 80), Rules(choice=Choice(unused_for=70.0)), {}, False, Reason.CHOSEN),
+        # A choice is of nothing else.
+        (unit(NOW - 3 * DAY), Rules(max_age=1.0, choice=Choice("x")), {"": 0.0}, False, None),
+    ],
+)
+def test_why_a_unit_goes(
+    of: Unit, rules: Rules, cuts: dict[str, float], pinned: bool, expected: Reason | None
+) -> None:
+    assert reason_to_delete(of, rules, cuts, 7.0, NOW, pinned=pinned) is expected
+    # While the clocks differ nothing goes because of its age.
+    found = reason_to_delete(of, rules, cuts, 7.0, NEVER_OLD, pinned=pinned)
+    by_age = expected in (Reason.TAIL, Reason.AGE) or (rules.choice and rules.choice.unused_for)
+    assert found is (None if by_age else expected)
+
+
+def test_leftovers_go_after_an_hour_or_a_day() -> None:
+    for reason in (Reason.TEMPORARY, Reason.MARKER, Reason.RESERVED, Reason.EMPTY):
+        least = DAY if reason in (Reason.RESERVED, Reason.EMPTY) else HOUR
+        assert is_old(Leftover("x", reason, 1, NOW - least - 1), Rules(), NOW)
+        assert not is_old(Leftover("x", reason, 1, NOW - least + 1), Rules(), NOW)
+        assert not is_old(Leftover("x", reason, 1, 0.0), Rules(leftovers=None), NOW)
+        whole = Rules(leftovers=None, choice=Choice(leftovers=True))
+        assert is_old(Leftover("x", reason, 1, NOW), whole, NOW) is (reason is Reason.MARKER)
+
+
+# ----------------------------------------------------------------------------- slices
+
+
+def filled(seed: int, storage: MemoryStorage) -> set[str]:
+    """Fill a shelf with namespaces and groups of all sizes; return the names of objects."""
+    draw = random.Random(seed)
+    names = set()
+    for space in range(draw.randrange(1, 9)):
+        folder = f"m-{draw.randbytes(8).hex()}"
+        storage.put(f"{folder}/namespace.json", 10)
+        for group in draw.sample(["_", *(f"{number:016x}" for number in range(5))], 3):
+            for _ in range(draw.choice([0, 1, 30, 3000 if space == 0 else 300])):
+                key = draw.randbytes(32).hex()
+                kinds = ["", "-window"][: draw.randrange(1, 3)]
+                for kind in kinds:
+                    for shard in range(2):
+                        name = f"{folder}/{group}/{key[:2]}/{key}-3{kind}-{shard}of2.safetensors"
+                        storage.put(name, 1000)
+                        names.add(name)
+    return names
+
+
+@pytest.mark.parametrize("at_once", [1, 1000], ids=["folders", "ranges"])
+@pytest.mark.parametrize("seed", range(4))
+def test_slices_of_a_round_are_the_whole_shelf(seed: int, at_once: int) -> None:
+    storage = MemoryStorage(deletes_at_once=at_once)
+    names = filled(seed, storage)
+    lister = Lister(storage)
+    place = random.Random(seed).randrange(FANS)
+    for turn in range(3):
+        seen: Counter[str] = Counter()
+        listed = 0
+        part = Part()
+        while listed < FANS:
+            found, width = lister.visit((place + listed) % FANS, 8, 200, NOW)
+            listed += width
+            part.join(found)
+            seen.update(name for one in found.units for name in one.names)
+        # In the first round it is not known what is small, and in the last all is.
+        assert set(seen) == names or not turn
+        if turn == 2 and listed == FANS:
+            assert set(seen.values()) == {1}
+            assert all(part.seen[where][0] == 1 for where in part.seen)
+    whole = [name for found in lister.whole(None, NOW) for one in found.units for name in one.names]
+    assert sorted(whole) == sorted(names)
+
+
+def test_a_small_namespace_is_asked_for_in_its_own_slice_only() -> None:
+    storage = MemoryStorage()
+    for number in range(300):
+        storage.put(f"m-{number:016x}/_/aa/{'aa' * 32}-0-0of1.safetensors", 1)
+    lister = Lister(storage)
+    lister.visit(0, FANS, 1, NOW)
+    storage.lists = 0
+    part, width = lister.visit(10, 1, 1, NOW)
+    assert storage.lists < 40 * width
+    mine = {f"m-{number:016x}" for number in range(300)}
+    mine = {name for name in mine if 10 <= fan_of(name) < 10 + width}
+    assert {one.space for one in part.units} == mine
+
+
+def test_one_folder_that_cannot_be_listed_is_named_and_the_rest_is_seen() -> None:
+    storage = MemoryStorage()
+    names = filled(1, storage)
+    bad = sorted(names)[0].rpartition("/")[0]
+
+    def fail(operation: str, name: str) -> StorageError | None:
+        return TransientStorageError(errno.EIO, "bad block", name) if name == bad else None
+
+    storage.fail = fail
+    lister = Lister(storage)
+    for found in (lister.visit(0, FANS, 1 << 30, NOW)[0], *lister.whole(None, NOW)):
+        assert not any(one.names[0].startswith(f"{bad}/") for one in found.units)
+    part, _ = lister.visit(0, FANS, 1 << 30, NOW)
+    assert list(part.skipped) == [bad]
+    assert {name for one in part.units for name in one.names} == {
+        name for name in names if not name.startswith(f"{bad}/")
+    }
+    where = bad.rpartition("/")[0]
+    assert part.seen[where][0] == (FANS - 1) / FANS
+
+
+def test_a_shelf_of_which_nothing_can_be_listed_is_an_error() -> None:
+    storage = MemoryStorage()
+    filled(1, storage)
+    down = TransientStorageError(errno.EIO, "down", "x")
+    storage.fail = lambda operation, name: down if name else None
+    with pytest.raises(TransientStorageError):
+        Lister(storage).visit(0, FANS, 10, NOW)
+
+
+def test_what_lies_beside_objects_is_told_apart(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    folder = FMT.namespace.folder
+    place.put(FMT, [*chunks(2), tail_of()])
+    temporary = f".x.{'0' * 16}.tmp"
+    place.write(f"{folder}/_/aa/.{'aa' * 32}-0-0of2.safetensors.{'0' * 16}.tmp")
+    place.write(f"{folder}/.namespace.json.{'0' * 16}.tmp")
+    place.write(f".kvshelf/{temporary}")
+    place.write(f"{folder}/.kvshelf/gave-up/{'a' * 32}", b"")
+    place.write(".kvshelf/written/x")
+    place.write(f"{PINS}/x.json")
+    place.write(f"{folder}/notes.txt")
+    place.write(f"{folder}/_/aa/{temporary}")
+    os.truncate(place.write(f"{folder}/_/aa/{'ab' * 32}-0-0of2.safetensors"), 1 << 43)
+    found = Part()
+    for part in Lister(place.backend).whole(None, place.now):
+        found.join(part)
+    assert {(one.kind, one.tail) for one in found.units} == {(FULL, False), (FULL, True)}
+    told = Counter(one.reason for one in found.leftovers)
+    # A file of eight TiB is no object, and needs no space.
+    assert told[Reason.TEMPORARY] == 4 and told[Reason.MARKER] == told[Reason.RESERVED] == 1
+    assert sum(one.nbytes for one in found.leftovers) < 1 << 20
+
+
+# ----------------------------------------------------------------------------- deletion
+
+
+def picked(place: Place) -> list[Unit]:
+    return [one for part in Lister(place.backend).whole(None, place.now) for one in part.units]
+
+
+def test_what_was_used_or_stored_again_meanwhile_stays_with_all_its_shards(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.put(FMT, chunks(3), age=DAY)
+    units = picked(place)
+    used, gone, other = units
+    os.utime(place.path(used.names[1]), (place.now, place.now - DAY))
+    place.path(gone.names[0]).unlink()
+    outcome = delete(place.backend, [(one, Reason.SIZE) for one in units], now=place.now)
+    assert outcome.finished and outcome.error is None
+    assert (outcome.kept.count, outcome.gone.count) == (FMT.shards, 1)
+    assert outcome.deleted[Reason.SIZE].count == outcome.count == 2 * FMT.shards - 1
+    assert place.objects() == set(used.names)
+    assert outcome.lost[f"{FMT.namespace.folder}/_", Reason.SIZE].count == outcome.count
+    assert other.nbytes >= sum(FMT.object_size(shard) for shard in range(FMT.shards))
+
+
+def test_what_a_command_chose_is_not_looked_at_again(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.put(FMT, chunks(2), age=DAY)
+    units = picked(place)
+    os.utime(place.path(units[0].names[0]), (place.now, place.now))
+    delete(place.backend, [(one, Reason.CHOSEN) for one in units], now=place.now)
+    assert not place.objects()
+
+
+def test_a_refusal_is_told_and_many_end_the_deletion(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.put(FMT, chunks(100), age=DAY)
+    place.faults.add(Fault("delete", error=PermanentStorageError(errno.EPERM, "no", "x")))
+    outcome = delete(place.backend, [(one, Reason.SIZE) for one in picked(place)], now=place.now)
+    assert not outcome.finished and 64 <= outcome.failed < 200 and outcome.error is not None
+
+
+def test_an_error_that_passes_is_tried_again_or_ends_the_deletion(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.put(FMT, chunks(3), age=DAY)
+    units = [(one, Reason.SIZE) for one in picked(place)]
+    fault = Fault("delete", error=TransientStorageError(errno.EIO, "down", "x"), times=2)
+    place.faults.add(fault)
+    outcome = delete(place.backend, units, now=place.now, pauses=(0.01,) * 4)
+    assert outcome.finished and not place.objects()
+    place.put(FMT, chunks(3), age=DAY)
+    place.faults.add(replace(fault, times=None))
+    outcome = delete(place.backend, units, now=place.now)
+    assert not outcome.finished and outcome.error is not None and outcome.error.retryable
+
+
+def test_empty_folders_go_a_day_after_they_became_empty(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.put(FMT, chunks(4))
+    place.put(FMT, [tail_of()])
+    folder = tmp_path / FMT.namespace.folder
+    assert (folder / "namespace.json").exists() or place.write(
+        f"{FMT.namespace.folder}/namespace.json"
+    )
+    for name in place.objects():
+        place.path(name).unlink()
+
+    def empty(at: float) -> None:
+        for _ in range(3):
+            for part in Lister(place.backend).whole(None, at):
+                old = [(one, one.reason) for one in part.leftovers if is_old(one, Rules(), at)]
+                delete(place.backend, old, now=at)
+
+    empty(place.now - 2.5 * DAY)
+    assert len(list(folder.rglob("*"))) > 3
+    for path in [folder, *folder.rglob("*")]:
+        with suppress(FileNotFoundError):
+            os.utime(path, (place.now - 2 * DAY,) * 2)
+    empty(place.now + 2 * DAY)
+    assert not folder.exists()
+
+
+def test_windows_are_units_of_their_own() -> None:
+    storage = MemoryStorage()
+    key = "ab" * 32
+    for kind in ("", "-window"):
+        storage.put(f"{SPACE}/_/ab/{key}-3{kind}-0of1.safetensors", 10)
+    part, _ = Lister(storage).visit(0, FANS, 1, NOW)
+    assert {one.kind for one in part.units} == {FULL, WINDOW}
