@@ -93,9 +93,7 @@ def test_temporaries_go_by_the_clock_of_the_storage(
     assert [row.name for row in skewed.backend.list(hidden=True)] == [f"{folder}/namespace.json"]
 
 
-def test_a_file_that_is_being_copied_stays(
-    skewed: Skewed, note_cell: Callable[..., None]
-) -> None:
+def test_a_file_that_is_being_copied_stays(skewed: Skewed, note_cell: Callable[..., None]) -> None:
     note_cell(skewed.fault, "write", "fuse")
     (chunk,) = make_chunks(FMT, 1)
     for shard, age in ((0, 0.0), (1, 2 * HOUR)):
