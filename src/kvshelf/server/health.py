@@ -45,7 +45,7 @@ from kvshelf.server.service import COUNTERS, GAUGES
 
 #: Prefix of all names.
 PREFIX: Final = "kvshelf_server_"
-#: What the shelf, its storage threads, sweeps and the disk tier count in a server.
+#: What the shelf, its storage threads, visits and the disk tier count in a server.
 _OF_THE_SHELF: Final = (
     "late_calls",
     "stuck_threads",
@@ -53,9 +53,9 @@ _OF_THE_SHELF: Final = (
     "breaker_closes",
     "touched_objects",
     "marked_chunks",
-    "sweeps",
-    "sweep_errors",
-    "sweep_seconds",
+    "visits",
+    "visit_errors",
+    "visit_seconds",
     "shelf_evicted_objects",
     "shelf_evicted_bytes",
     *(name for name in SHELF_COUNTERS if name.startswith("disk_tier_")),
