@@ -52,7 +52,6 @@ _OF_THE_SHELF: Final = (
     "breaker_opens",
     "breaker_closes",
     "touched_objects",
-    "marked_chunks",
     "visits",
     "visit_errors",
     "visit_seconds",
@@ -64,6 +63,7 @@ _GAUGES_OF_THE_SHELF: Final = (
     "shelf_used_bytes",
     "shelf_limit_bytes",
     "storage_free_bytes",
+    "unlisted_folders",
     "clock_difference_seconds",
 )
 _TIMED: Final = ("probe", "read", "verify", "publish")
