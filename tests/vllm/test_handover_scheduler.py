@@ -611,9 +611,9 @@ def test_no_request_waits_past_its_deadline_and_every_request_ends(
             "asynchronous": draw(st.booleans(), "asynchronous"),
             "blocks": draw(st.sampled_from([70, 400]), "blocks"),
             "memory": draw(st.sampled_from([None, 1 << 20]), "memory"),
-            "state_interval": 1,
+            "interval": 1,
         }
-        producer = ScheduledEngine(world, MODELS[model], chunk_size=CHUNK, state_interval=1)
+        producer = ScheduledEngine(world, MODELS[model], chunk_size=CHUNK, interval=1)
         engine = ScheduledEngine(world, MODELS[model], budget=64, **options)
         side = side_of(engine)
         clock = rig.set_clock(side)
