@@ -98,6 +98,9 @@ def test_which_windows_are_stored(start: Start, world: World) -> None:
     first.run(tokens)
     # Behind every tenth chunk, and the last one before the prompt's end.
     assert windows(first) == [7, 8, 9, 17, 18, 19, 22, 23, 24]
+    # One token must be left to compute; and the tenth chunk is none of this prompt.
+    first.run(prompt(72, seed=7))
+    assert windows(first) == [5, 6, 7]
     # Where the full chunks on the shelf end; the second prompt computes them once.
     second = engine()
     assert second.run([*tokens[:125], *prompt(45, seed=1)]) == [80]
@@ -113,6 +116,12 @@ def test_which_windows_are_stored(start: Start, world: World) -> None:
     # Where its own hit ended: it still has all of these windows.
     first.run([*tokens, *prompt(60, seed=4)])
     assert windows(first) == [22, 23, 24, 27, 28, 29, 30, 31]
+    # Not where vLLM has freed the first of them, as of the end before a hit of 104 tokens.
+    larger = start("Gemma 3", chunk_size=16, retention=None)
+    larger.run(tokens)
+    assert windows(larger) == [10, 11]
+    larger.run([*tokens[:104], *prompt(90, seed=6)])
+    assert windows(larger) == [10, 11]
     # All of an answer.
     answering = engine(save_decode=True)
     answering.run(prompt(100, seed=5), answer=42)
