@@ -241,6 +241,35 @@ class Reader(ABC):
         self.close()
 
 
+class WholeReader(Reader):
+    """Fetches an object whole at the first read, so that all reads see one version.
+
+    Parameters
+    ----------
+    size : int
+    fetch : Callable
+        Returns so many bytes.
+    """
+
+    def __init__(self, size: int, fetch: Callable[[], BytesLike]) -> None:
+        self.size = size
+        self._fetch = fetch
+        self._data: memoryview | None = None
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        """Copy bytes, which were fetched by now."""
+        view = buffer.cast("B")
+        if self._data is None:
+            self._data = memoryview(self._fetch() if self.size else b"").cast("B")
+        part = self._data[offset : offset + len(view)]
+        view[: len(part)] = part
+        return len(part)
+
+    def close(self) -> None:
+        """Drop the bytes."""
+        self._data = None
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Whole:
     """What an object that is read whole has to be, but for a text that several objects share.

@@ -44,6 +44,7 @@ from kvshelf.backends.base import (
     Reader,
     StatResult,
     StatResults,
+    WholeReader,
     WriteMode,
     WriteResult,
     check_folder,
@@ -60,7 +61,6 @@ from kvshelf.errors import (
     NotRegularError,
     ObjectMissingError,
     PermanentStorageError,
-    ReadOnlyStorageError,
     StorageError,
     TransientStorageError,
     printable,
@@ -95,35 +95,21 @@ _SHOWN_CHARACTERS: Final = 500
 _SECRET_OPTION: Final = re.compile(
     r"key|secret|token|passw|passphrase|credential|sas|connection_string|auth|sign", re.IGNORECASE
 )
-#: Class names of retryable errors of client libraries that do not derive from OSError.
-_RETRYABLE: Final = re.compile(
-    r"timeout|timedout|connect|disconnect|endpoint|throttl|slowdown|unavailable|sftpfailure"
-    r"|channelopen",
-    re.IGNORECASE,
+#: What errors without a number are, by the names of their classes and of those these derive from.
+_CODES: Final = (
+    (re.compile(r"FileNotFoundError"), errno.ENOENT),
+    (re.compile(r"PermissionError|SFTPPermissionDenied"), errno.EACCES),
+    (
+        re.compile(
+            r"timeout|timedout|connect|disconnect|endpoint|throttl|slowdown|unavailable|sftpfailure"
+            r"|channelopen|OSError",
+            re.IGNORECASE,
+        ),
+        errno.EIO,
+    ),
 )
 #: Class names of errors after which an SSH connection has to be replaced.
 _LOST: Final = re.compile(r"connection|disconnect|channelopen|brokenpipe", re.IGNORECASE)
-
-
-class _WholeReader(Reader):
-    """Fetches an object whole at the first read, so that all reads see one version."""
-
-    def __init__(self, backend: GenericBackend, name: str, size: int) -> None:
-        self._backend = backend
-        self._name = name
-        self._data: memoryview | None = None
-        self.size = size
-
-    def read_into(self, buffer: memoryview, offset: int) -> int:
-        view = buffer.cast("B")
-        if self._data is None:
-            self._data = memoryview(self._backend._fetch(self._name, self.size))
-        part = self._data[offset : offset + len(view)]
-        view[: len(part)] = part
-        return len(part)
-
-    def close(self) -> None:
-        self._data = None
 
 
 class GenericBackend(Backend):
@@ -253,25 +239,14 @@ class GenericBackend(Backend):
         if limit is not None:
             return limit
         text = self._clean(str(exc)) or type(exc).__name__
-        message = f"{what} failed: {text}"
-        if isinstance(exc, FileNotFoundError):
-            return ObjectMissingError(errno.ENOENT, message, path)
         if isinstance(exc, (IsADirectoryError, NotADirectoryError)):
-            return NotRegularError(exc.errno or errno.EISDIR, message, path)
-        if isinstance(exc, PermissionError):
-            kind = ReadOnlyStorageError if writing else PermanentStorageError
-            return kind(exc.errno or errno.EACCES, message, path)
-        if isinstance(exc, (TimeoutError, ConnectionError)):
-            return TransientStorageError(errno.ETIMEDOUT, message, path)
-        if isinstance(exc, OSError) and exc.errno:
-            return storage_error(OSError(exc.errno, text), what, path, writing=writing)
+            return NotRegularError(exc.errno or errno.EISDIR, f"{what} failed: {text}", path)
         names = " ".join(kind.__name__ for kind in type(exc).__mro__)
-        if "SFTPPermissionDenied" in names:
-            kind = ReadOnlyStorageError if writing else PermanentStorageError
-            return kind(errno.EACCES, message, path)
-        if isinstance(exc, OSError) or _RETRYABLE.search(names):
-            return TransientStorageError(errno.EIO, message, path)
-        return PermanentStorageError(errno.EIO, message, path)
+        code = getattr(exc, "errno", None) if isinstance(exc, OSError) else None
+        code = code or next((code for kind, code in _CODES if kind.search(names)), None)
+        if code is None:
+            return PermanentStorageError(errno.EIO, f"{what} failed: {text}", path)
+        return storage_error(OSError(code, text), what, path, writing=writing)
 
     # ------------------------------------------------------------------------------------ probes
 
@@ -348,15 +323,13 @@ class GenericBackend(Backend):
             )
         if not isinstance(answer, int):
             raise self._not_regular(name)
-        return _WholeReader(self, name, answer)
+        return WholeReader(answer, lambda: self._fetch(name, answer))
 
     def _not_regular(self, name: str) -> NotRegularError:
         text = "found a folder or link where an object (a regular file) was expected"
         return NotRegularError(errno.EISDIR, text, f"{self.url}/{name}")
 
     def _fetch(self, name: str, size: int) -> bytes:
-        if not size:
-            return b""
         try:
             # One more byte detects an object that has grown.
             data = bytes(self._fs.cat_file(self._path(name), start=0, end=size + 1))

@@ -20,7 +20,8 @@ Contracts
   where the store does not heed that, which is learned at the same time.
 * The client retries timeouts, 5xx and 429 for a few seconds. A request that still fails becomes
   one typed error that says what to do.
-* Of a body no more bytes are taken than were asked for, whatever the server sends.
+* Of a body no more bytes are taken than the object had when it was probed, whatever the server
+  sends.
 * A server cannot keep a listing going for ever without rows, nor repeat itself for ever; see
   :meth:`S3Backend.list` and :meth:`S3Backend.folders`.
 * Neither ``url``, ``repr`` nor messages show keys, secrets or tokens.
@@ -53,6 +54,7 @@ from kvshelf.backends.base import (
     StatResults,
     Touched,
     Whole,
+    WholeReader,
     WriteMode,
     WriteResult,
     check_folder,
@@ -66,7 +68,6 @@ from kvshelf.backends.base import (
 from kvshelf.backends.s3_client import (
     DELETES_AT_ONCE,
     PROBES_AT_ONCE,
-    Body,
     Client,
     Put,
     RangeError,
@@ -182,47 +183,6 @@ class Rate:
             self.bytes_per_second = 1 / (0.75 / known + 0.25 / found)
 
 
-class _BodyReader(Reader):
-    """Reads an object whose pieces arrive one after the other."""
-
-    def __init__(self, backend: S3Backend, name: str, body: Body) -> None:
-        self.size = body.size
-        self._backend = backend
-        self._name = name
-        self._etag = body.etag
-        self._pieces: Iterator[memoryview] | None = body.pieces
-        self._rest = memoryview(b"")
-        self._position = 0
-
-    def read_into(self, buffer: memoryview, offset: int) -> int:
-        view = buffer.cast("B")
-        view = view[: max(0, min(len(view), self.size - offset))]
-        if offset != self._position or self._pieces is None:
-            data = self._backend._fetch(self._name, offset, len(view), self._etag)
-            view[: len(data)] = data
-            return len(data)
-        done = 0
-        while done < len(view):
-            if not self._rest:
-                with self._backend._errors("reading", self._name):
-                    piece = next(self._pieces, None)
-                if piece is None:
-                    # The connection ended early: the caller sees too few bytes.
-                    break
-                self._rest = piece
-                continue
-            part = self._rest[: len(view) - done]
-            view[done : done + len(part)] = part
-            self._rest = self._rest[len(part) :]
-            done += len(part)
-        self._position += done
-        return done
-
-    def close(self) -> None:
-        self._pieces = None
-        self._rest = memoryview(b"")
-
-
 class S3Backend(Backend):
     """Objects below a prefix of a bucket.
 
@@ -331,10 +291,13 @@ class S3Backend(Backend):
     # ------------------------------------------------------------------------------------- reads
 
     def open(self, name: str) -> Reader:
-        """Request one object, whose body is fetched as it is read."""
-        with self._errors("opening", check_name(name)):
-            body = self.client.get(name)
-        return _BodyReader(self, name, body)
+        """Probe one object; the first read fetches it."""
+        size = probe(self, name)
+        if size is None:
+            text = "opening failed: no such object"
+            raise ObjectMissingError(errno.ENOENT, text, f"{self.url}/{name}")
+        assert isinstance(size, int), "a bucket has nothing but objects"
+        return WholeReader(size, lambda: self._fetch(name, size)[0])
 
     @property
     def reads_whole(self) -> bool:
@@ -396,15 +359,14 @@ class S3Backend(Backend):
         with self._lock:
             self._bodies += more
 
-    def _fetch(self, name: str, offset: int, length: int, etag: str | None = None) -> memoryview:
-        if not length:
-            return memoryview(b"")
+    def _fetch(self, name: str, size: int) -> tuple[BytesLike, str | None]:
+        """Return the bytes of an object of this size, and its version."""
         with self._errors("reading", name):
-            try:
-                return _read(self.client.get(name, offset, offset + length, etag), 0, length)
-            except RangeError:
-                # Some servers answer a range request with the whole object.
-                return _read(self.client.get(name, etag=etag), offset, length)
+            found = self.client.get(name, size)
+        if found is None:
+            text = "reading failed: the object was replaced meanwhile"
+            raise TransientStorageError(errno.ESTALE, text, f"{self.url}/{name}")
+        return found
 
     # ------------------------------------------------------------------------------------ writes
 
@@ -591,42 +553,19 @@ class S3Backend(Backend):
         return Touched.REFUSED if refused else Touched.TOUCHED
 
     def _renew(self, name: str, before: float) -> None:
-        if before < math.inf:
-            info = self.info(name)
-            if info is None or info.mtime >= before:
-                return
-        with self._errors("reading", name):
-            body = self.client.get(name)
-            data = _read(body, 0, body.size)
-        if len(data) < body.size:
-            raise TransientStorageError(
-                errno.EIO,
-                f"reading failed: {len(data)} of {body.size} bytes came",
-                f"{self.url}/{name}",
-            )
+        info = self.info(name)
+        if info is None or info.mtime >= before:
+            return
+        data, etag = self._fetch(name, info.size)
         if self._heeds_match is None:
             self._learn(name, data)
-        if self._heeds_match and body.etag:
+        if self._heeds_match and etag:
             with self._errors("recording a use", name, writing=True):
-                self.client.renew(name, data, body.etag)
+                self.client.renew(name, data, etag)
 
     def close(self) -> None:
         """Close the client."""
         self.client.close()
-
-
-def _read(body: Body, skip: int, length: int) -> memoryview:
-    """Return `length` bytes of a body behind `skip` others, fewer at its end; read no more."""
-    data = memoryview(bytearray(length))
-    done = 0
-    for piece in body.pieces:
-        part = piece[skip : skip + length - done]
-        skip = max(0, skip - len(piece))
-        data[done : done + len(part)] = part
-        done += len(part)
-        if done == length:
-            break
-    return data[:done]
 
 
 def _is_listed(name: str) -> bool:

@@ -82,24 +82,6 @@ class RangeError(Exception):
         self.whole = whole
 
 
-class Body(NamedTuple):
-    """The body of an answer, of which nothing was read yet; dropped, it closes its connection.
-
-    Attributes
-    ----------
-    size : int
-        Of the whole object.
-    etag : str or None
-        Its version.
-    pieces : Iterator of memoryview
-        Its bytes as they arrive.
-    """
-
-    size: int
-    etag: str | None
-    pieces: Iterator[memoryview]
-
-
 class Span(NamedTuple):
     """What is fetched by one request: the bytes of an object from `begin` on, into `buffer`."""
 
@@ -191,20 +173,12 @@ class Client:
 
     # ------------------------------------------------------------------- on the caller's thread
 
-    def get(
-        self, name: str, start: int = 0, end: int | None = None, etag: str | None = None
-    ) -> Body:
-        """Request an object, or a part of it, if it still is the version `etag`."""
-        options: dict[str, Any] = {"if_match": etag} if etag else {}
-        if end is not None:
-            options["range"] = (start, end)
-        try:
-            found = self._store.get(name, options=options)
-        except Exception as exc:
-            if end is not None:
-                _check_range(exc)
-            raise
-        return Body(int(found.meta["size"]), found.meta.get("e_tag"), _pieces(found))
+    def get(self, name: str, size: int) -> tuple[Any, str | None] | None:
+        """Return the bytes and the version of an object of this size; None if it has another."""
+        found = self._store.get(name)
+        if int(found.meta["size"]) != size:
+            return None
+        return found.bytes(), found.meta.get("e_tag")
 
     def put(self, name: str, data: Any, *, create: bool) -> Put:
         """Write an object; `create`: on the condition that there is none, if the store has such."""
@@ -424,11 +398,6 @@ async def _drop_tasks() -> None:
     for task in left:
         task.cancel()
     await asyncio.gather(*left, return_exceptions=True)
-
-
-def _pieces(found: Any) -> Iterator[memoryview]:
-    for piece in found.stream(min_chunk_size=_STREAM_BYTES):
-        yield memoryview(piece).cast("B")
 
 
 def _refused_put(exc: Exception) -> Put | None:

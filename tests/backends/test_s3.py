@@ -325,7 +325,7 @@ def test_options_that_cannot_be(url: str, options: dict[str, Any], message: str)
 
 
 @needs_moto
-def test_an_object_is_read_as_it_arrives(server: S3Server) -> None:
+def test_an_object_is_read_in_pieces(server: S3Server) -> None:
     with closing(opened(server)) as backend:
         backend.write("x", [b"0123456789"])
         with backend.open("x") as reader:
@@ -342,11 +342,14 @@ def test_an_object_is_read_as_it_arrives(server: S3Server) -> None:
 def test_an_object_that_is_replaced_while_it_is_read(server: S3Server) -> None:
     with closing(opened(server)) as backend:
         backend.write("x", [b"0123456789"])
-        with backend.open("x") as reader:
-            reader.read_into(memoryview(bytearray(2)), 0)
-            backend.write("x", [b"abcdefghij"], "replace")
-            with pytest.raises(TransientStorageError):
-                reader.read_into(memoryview(bytearray(2)), 6)
+        buffer = bytearray(2)
+        with backend.open("x") as reader, backend.open("x") as later:
+            reader.read_into(memoryview(buffer), 0)
+            backend.write("x", [b"abcdefghijk"], "replace")
+            reader.read_into(memoryview(buffer), 6)
+            assert buffer == b"67"
+            with pytest.raises(TransientStorageError, match="replaced meanwhile"):
+                later.read_into(memoryview(buffer), 0)
 
 
 def requests_of(proxy: S3Proxy, call: Callable[[], object]) -> list[str]:

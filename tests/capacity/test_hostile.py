@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.server.serve_process import ServeProcess
 from typer.testing import CliRunner
 
 from kvshelf.capacity import keepers
 from kvshelf.capacity.visit import KEEPERS
 from kvshelf.cli.app import app
 from tests.capacity.shelves import FMT, SIZE, Place, chunks
+from tests.server.serve_process import ServeProcess
 from tests.sim.memory import MemoryStorage
 from tests.support.waiting import until
 

@@ -14,11 +14,12 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from kvshelf.capacity.rules import Rules
+from kvshelf.capacity.walk import Walk
+from tests.support.walks import clean
 
 from kvshelf.backends import Touched, WriteResult, open_backend
 from kvshelf.backends.base import delete_one
-from kvshelf.capacity.rules import Rules
-from kvshelf.capacity.walk import Walk
 from kvshelf.errors import BadObjectError
 from kvshelf.metrics import Counters
 from kvshelf.shelf.markers import MARKERS
@@ -40,7 +41,6 @@ from tests.faults.test_table import loads_all
 from tests.sim.storage import FaultyStorage
 from tests.support.formats import make_format, sealed
 from tests.support.prompts import make_chunks
-from tests.support.walks import clean
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
@@ -93,9 +93,7 @@ def test_temporaries_go_by_the_clock_of_the_storage(
     assert [row.name for row in skewed.backend.list(hidden=True)] == [f"{folder}/namespace.json"]
 
 
-def test_a_file_that_is_being_copied_stays(
-    skewed: Skewed, note_cell: Callable[..., None]
-) -> None:
+def test_a_file_that_is_being_copied_stays(skewed: Skewed, note_cell: Callable[..., None]) -> None:
     note_cell(skewed.fault, "write", "fuse")
     (chunk,) = make_chunks(FMT, 1)
     for shard, age in ((0, 0.0), (1, 2 * HOUR)):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.walks import clean
 
 from kvshelf.backends import WriteResult
 from kvshelf.backends.base import final_name
@@ -26,7 +27,6 @@ from tests.faults import crash_child
 from tests.support.formats import sealed
 from tests.support.prompts import make_chunks
 from tests.support.variants import variants
-from tests.support.walks import clean
 
 pytestmark = pytest.mark.real
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -264,11 +262,6 @@ class _Tiered(RuleBasedStateMachine):
         assert guard is not None
         delete_one(guard, f"{FMT.namespace.folder}/{object_name(*ITEMS[number], FMT.shards)}")
         self.settle()
-
-    @rule()
-    def lose_the_ledger(self) -> None:
-        with suppress(FileNotFoundError):
-            os.unlink(self.near / ".kvshelf" / "use")
 
     @rule()
     def restart(self) -> None:

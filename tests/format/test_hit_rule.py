@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from kvshelf.format.forest import GONE, UNKNOWN, Forest, HitRules
+
 from kvshelf.format.hit_rule import UNLIMITED, HitRule
 from kvshelf.format.kinds import FULL, KINDS, STATE, WINDOW, Kind
 

@@ -84,7 +84,7 @@ class Hostile:
         )
         # What changes the shelf is a client's right; only names that are none are of interest.
         unsafe = Call(
-            chance.choice(["delete", "set_aside", "touch", "write_marker"]),
+            chance.choice(["delete", "set_aside", "touch", "space"]),
             [chance.choice(UNSAFE), chance.choice([0, -1, 1.5, "x", None])],
         )
         call = Call(

@@ -504,7 +504,7 @@ def test_calls_go_to_the_storage(desk: Desk, shelf: Path) -> None:
     assert call("info", f"{folder}/x") is None
     assert call("read", f"{folder}/namespace.json", 1, 100) == [2, b"}"]
     assert call("read", f"{folder}/x", 0, 1).kind == "ObjectMissingError"
-    assert call("write_marker", f"{folder}/.kvshelf/gave-up/m") == "created"
+    assert call("write", f"{folder}/.kvshelf/gave-up/m", "create") == "created"
     assert call("properties").filesystem
     chunks = make_chunks(FMT, 3)
     names = [name_of(FMT, chunk) for chunk in chunks]

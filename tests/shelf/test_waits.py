@@ -25,6 +25,7 @@ from hypothesis.stateful import (
 )
 
 from kvshelf.backends import Backend, Deadlines, open_backend
+from kvshelf.backends.base import delete_one
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.notices import FolderNotices
 from kvshelf.format.keys import KeyChain
@@ -109,7 +110,7 @@ class Rig:
 
     def delete(self, piece: Piece) -> None:
         for shard in shards_of(piece):
-            assert self.other.delete(name(piece, shard))
+            assert delete_one(self.other, name(piece, shard))
 
     def give_up(self) -> None:
         self.other.write(f"{MARKERS}/{ATTEMPT}", [])
@@ -201,9 +202,8 @@ def over(opened: Callable[[], Backend]) -> Iterator[Rig]:
     other = opened()
     rig = Rig(opened(), other=other)
     for folder in other.folders():
-        for info in [*other.list(folder)]:
-            other.delete(info.name)
-        other.delete(f"{MARKERS}/{ATTEMPT}")
+        other.delete([info.name for info in other.list(folder)])
+        other.delete([f"{MARKERS}/{ATTEMPT}"])
     yield rig
     rig.close()
     other.close()

@@ -4,8 +4,8 @@
 
 Two vLLM engines answer prompts of a pool whose KV is several times as large as ``max_bytes``, and
 both keep the shelf within its bound. The shelf lies on a tmpfs of its own (an ext4 filesystem in a
-file where that cannot be mounted). Now and then another file fills the filesystem to the last byte for some
-seconds: every write fails with ENOSPC then, those of keepers' markers too.
+file where that cannot be mounted). Now and then another file fills the filesystem to the last byte
+for some seconds: every write fails with ENOSPC then, those of keepers' markers too.
 
 A failure is: an answer that differs from the reference beyond rounding, one that takes longer than
 :data:`soak.LONGEST`, an engine that ends, a traceback in a log, a shelf that holds more than 1.1

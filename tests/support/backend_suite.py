@@ -555,7 +555,14 @@ class BackendSuite:
         for name in names:
             oracle.put(f"a/{name}", b"1")
         oracle.put("b/0f/x", b"1")
-        ranges = (("00", "0f"), ("0f", "10"), ("0f-x", "0f-x"), ("2", "f"), ("x", "y"), (".0", ".~"))
+        ranges = (
+            ("00", "0f"),
+            ("0f", "10"),
+            ("0f-x", "0f-x"),
+            ("2", "f"),
+            ("x", "y"),
+            (".0", ".~"),
+        )
         for first, last in ranges:
             found = backend.list("a", hidden=True, between=(first, last))
             assert sorted(row.name for row in found) == sorted(

@@ -176,7 +176,7 @@ class World:
     def remove(self, fmt: ObjectFormat, chunk: Chunk, kind: Kind) -> None:
         del self.contents[kind_key(chunk.key, kind)]
         for name, _ in self._names(fmt, chunk, kind):
-            self.backend.delete(name)
+            self.backend.delete([name])
 
     def of(self, kind: Kind) -> list[bytes]:
         """The chunk keys of which there is an object of a kind."""

@@ -46,6 +46,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -228,7 +229,7 @@ class Keeper:
         self._keepers = 1
         self._ahead = 0.0
         self._said_at = -math.inf
-        self._said_for = 0.5
+        self._said_for = 0.1
         self._knows_time = False
         #: When visits are possible again, the last one ended, and the seconds that it worked.
         self._trouble_until = 0.0
@@ -345,6 +346,9 @@ class Keeper:
     def _turn(self) -> float | None:
         """Do what is due; return the seconds to the next call."""
         if self._end is not None:
+            if self._knows_time:
+                with suppress(StorageError):
+                    self._guard.inner.delete([f"{KEEPERS}/{self._name}"])
             self._end.set()
             return None
         if self._stops():

@@ -67,6 +67,8 @@ _NEVER_USED_AGES: Final = 2.0
 _USE_SECONDS: Final = 2.0
 #: The place in a prompt at which half of what a place counts for is reached.
 _HALF_DEPTH: Final = 64
+#: What the place counts for among equal ages, against the rest of the age.
+_DEPTH_PART: Final = 0.95
 #: Width of a slice from which on it is cheaper to ask first which folders there are.
 _WIDE: Final = 16
 #: Refused deletions, without an allowed one, after which no more are tried.
@@ -233,9 +235,11 @@ def score(age: float, index: int, same: float) -> float:
     index : int
         Its place in the prompt.
     same : float
-        Seconds within which ages count as equal, and the place in the prompt decides.
+        Seconds within which ages count as equal, and the place in the prompt decides. Of equal
+        places the older goes first, so that few units have the same score.
     """
-    return same * (age // same + index / (index + _HALF_DEPTH))
+    equal, rest = divmod(age, same)
+    return same * (equal + _DEPTH_PART * index / (index + _HALF_DEPTH)) + (1 - _DEPTH_PART) * rest
 
 
 def score_to_free(scored: Iterable[tuple[float, int]], free: float) -> float:

@@ -45,17 +45,16 @@ from kvshelf.server.service import COUNTERS, GAUGES
 
 #: Prefix of all names.
 PREFIX: Final = "kvshelf_server_"
-#: What the shelf, its storage threads, sweeps and the disk tier count in a server.
+#: What the shelf, its storage threads, visits and the disk tier count in a server.
 _OF_THE_SHELF: Final = (
     "late_calls",
     "stuck_threads",
     "breaker_opens",
     "breaker_closes",
     "touched_objects",
-    "marked_chunks",
-    "sweeps",
-    "sweep_errors",
-    "sweep_seconds",
+    "visits",
+    "visit_errors",
+    "visit_seconds",
     "shelf_evicted_objects",
     "shelf_evicted_bytes",
     *(name for name in SHELF_COUNTERS if name.startswith("disk_tier_")),
@@ -64,6 +63,7 @@ _GAUGES_OF_THE_SHELF: Final = (
     "shelf_used_bytes",
     "shelf_limit_bytes",
     "storage_free_bytes",
+    "unlisted_folders",
     "clock_difference_seconds",
 )
 _TIMED: Final = ("probe", "read", "verify", "publish")

@@ -592,7 +592,7 @@ class Service:
 
 
 def _is_object(args: Sequence[Any]) -> bool:
-    return len(args) == 1 and parse_path(str(args[0])) is not None
+    return len(args) == 2 and parse_path(str(args[0])) is not None
 
 
 def _folders(args: Sequence[Any]) -> list[str]:

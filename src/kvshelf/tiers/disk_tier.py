@@ -249,7 +249,6 @@ class DiskTier:
             _KeeperCounters(self._counters),
             on_thread_start=self._on_thread_start,
         )
-        self._keeper.start()
         return opened
 
     def check_disjoint(self, backend: Backend) -> None:
@@ -451,8 +450,10 @@ class DiskTier:
     def _start_thread(self) -> bool:
         """Start the thread if needed; return whether there is one. The caller holds the lock."""
         if self._threads is None:
-            guard = self.guard
-            assert guard is not None
+            guard, keeper = self.guard, self._keeper
+            assert guard is not None and keeper is not None
+            # Not before it is known that this is no shelf.
+            keeper.start()
             self._threads = StorageThreads(
                 "kvshelf-tier",
                 1,
