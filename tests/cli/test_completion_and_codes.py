@@ -375,7 +375,7 @@ def test_the_help_imports_no_command() -> None:
     "arguments",
     [
         ["explain", "{shelf}", "{prompts}"],
-        ["explain", "{shelf}", "{prompts}", "--verify", "-n", "{folder}"],
+        ["explain", "{shelf}", "{prompts}", "-n", "{folder}"],
         ["explain", "{shelf}", "{prompts}", "-n", "{large}"],
         ["explain", "{shelf}", "{prompts}", "-n", "{shards}"],
         ["pin", "{shelf}", "x", "-n", "{folder}"],

@@ -32,6 +32,17 @@ def rm(place: Place, *args: object, code: int = 0) -> dict[str, Any]:
     return row
 
 
+def chosen(found: dict[str, Any]) -> int:
+    """The objects that are to be deleted."""
+    files: int = found["chosen"].get("chosen", {"files": 0})["files"]
+    return files
+
+
+def removed(found: dict[str, Any]) -> int:
+    """The files that were deleted."""
+    return sum(total["files"] for total in found["deleted"].values())
+
+
 def keys(names: set[str]) -> set[bytes]:
     return {parsed.key for name in names if (parsed := parse_path(name)) is not None}
 
@@ -55,8 +66,8 @@ def test_nothing_is_deleted_before_it_is_asked_for(place: Place) -> None:
     before = place.names()
     found = rm(place, "-n", ONE.folder)
     assert found["dry_run"] is True
-    assert found["objects"] == 14
-    assert found["deleted"]["removed"] == 0
+    assert chosen(found) == 14
+    assert removed(found) == 0
     text = place.run("rm", "-n", ONE.folder[-16:]).stdout
     assert f"{ONE.folder}/_" in text
     assert f"{ONE.folder}/{salt_group_of('tenant')}" in text
@@ -73,9 +84,9 @@ def test_a_namespace_goes_with_its_markers(place: Place) -> None:
         shelf.backend.write(f"{OTHER.folder}/.kvshelf/gave-up/{'0' * 32}", [])
     assert "would delete 15 files" in place.run("rm", "-n", ONE.folder).stdout
     found = rm(place, "-n", ONE.folder, "--yes")
-    assert (found["objects"], found["leftovers"]) == (14, 1)
-    assert found["deleted"]["removed"] == 15
-    assert found["deleted"]["bytes"] == found["bytes"]
+    assert (chosen(found), found["chosen"]["marker"]["files"]) == (14, 1)
+    assert removed(found) == 15
+    assert found["deleted"] == found["chosen"]
     assert place.names() == kept
     with place.open() as shelf:
         left = {row.name for row in shelf.backend.list(ONE.folder, hidden=True)}
@@ -86,10 +97,10 @@ def test_a_namespace_goes_with_its_markers(place: Place) -> None:
 def test_a_salt_group_goes_in_all_namespaces_or_in_one(place: Place) -> None:
     place.fill(OTHER, prompt(1, chunks=1), salt="tenant")
     group = salt_group_of("tenant")
-    assert rm(place, "--group", group, "-n", ONE.folder)["objects"] == 4
+    assert chosen(rm(place, "--group", group, "-n", ONE.folder)) == 4
     found = rm(place, "--group", group, "--yes")
     assert {row["name"] for row in found["rows"]} == {f"{of.folder}/{group}" for of in (ONE, OTHER)}
-    assert found["deleted"]["removed"] == 4 + 7
+    assert removed(found) == 4 + 7
     assert all("/_/" in name for name in place.names())
     assert len(place.names()) == 10 + 14
 
@@ -134,13 +145,13 @@ def test_what_is_pinned_stays_unless_it_is_chosen(place: Place, tmp_path: Path) 
     file.write_text(json.dumps(pinned))
     assert place.run("pin", "mine", file).exit_code == 0
     found = rm(place, "-n", ONE.folder, "--yes")
-    assert found["pinned"] == 6
-    assert found["pinned_bytes"] > 0
-    assert found["deleted"]["removed"] == 8
+    assert found["pinned"]["files"] == 6
+    assert found["pinned"]["bytes"] > 0
+    assert removed(found) == 8
     assert keys(place.names()) >= keys_of(ONE, pinned)
     assert "6 (" in (text := place.run("rm", "--prompts", file).stdout)
     assert "pinned, left" in text
-    assert rm(place, "--prompts", file, "--pinned", "--yes")["deleted"]["removed"] == 6
+    assert removed(rm(place, "--prompts", file, "--pinned", "--yes")) == 6
     assert not keys(place.names()) & keys_of(ONE, pinned)
 
 
@@ -150,7 +161,7 @@ def test_a_pin_ends_by_the_clock_that_is_behind(
     assert place.run("pin", "mine", "-n", ONE.folder, "--until", "10m").exit_code == 0
     monkeypatch.setattr("kvshelf.cli.deletion.storage_time", lambda _: time.time() + 1800)
     found = rm(place, "-n", ONE.folder, "--yes")
-    assert (found["pinned"], found["objects"]) == (14, 0)
+    assert (found["pinned"]["files"], chosen(found)) == (14, 0)
 
 
 def test_an_unreadable_pin_is_named(place: Place) -> None:
@@ -168,9 +179,9 @@ def test_what_a_pin_of_a_later_version_may_cover_stays(place: Place) -> None:
     result = place.run("rm", "-n", ONE.folder, "--yes")
     assert result.exit_code == 1
     assert "the pin later is not known" in result.stderr
-    assert rm(place, "-n", ONE.folder, "--yes", code=1)["pinned"] == 14
-    assert rm(place, "-n", OTHER.folder, "--yes", code=1)["deleted"]["removed"] == 14
-    assert rm(place, "-n", ONE.folder, "--pinned", "--yes", code=1)["deleted"]["removed"] == 14
+    assert rm(place, "-n", ONE.folder, "--yes", code=1)["pinned"]["files"] == 14
+    assert removed(rm(place, "-n", OTHER.folder, "--yes", code=1)) == 14
+    assert removed(rm(place, "-n", ONE.folder, "--pinned", "--yes", code=1)) == 14
 
 
 @pytest.fixture
@@ -188,14 +199,14 @@ def test_an_age_counts_only_while_the_clocks_agree(
     place: Place, later: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(base, "time", time)
-    assert rm(place, "--unused-for", "2d", "--yes")["deleted"]["removed"] == 0
+    assert removed(rm(place, "--unused-for", "2d", "--yes")) == 0
 
 
 def test_only_what_was_not_used_for_so_long(place: Place, later: float) -> None:
-    assert rm(place, "--unused-for", "4d")["objects"] == 0
-    assert rm(place, "--unused-for", "2d", "-n", OTHER.folder)["objects"] == 14
+    assert chosen(rm(place, "--unused-for", "4d")) == 0
+    assert chosen(rm(place, "--unused-for", "2d", "-n", OTHER.folder)) == 14
     found = rm(place, "--unused-for", "2d", "--group", "_", "--yes")
-    assert found["deleted"]["removed"] == 10 + 14
+    assert removed(found) == 10 + 14
     assert len(place.names()) == 4
 
 
@@ -214,11 +225,11 @@ def test_a_use_counts_by_its_time(tmp_path: Path, later: float) -> None:
             use(place.url, name, later - 3600)
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps(prompt(1, chunks=4)))
-    assert rm(place, "--unused-for", "1d")["objects"] == 6
-    assert rm(place, "--unused-for", "1d", "--prompts", file)["objects"] == 6
-    assert rm(place, "--unused-for", "30m")["objects"] == 8
-    assert rm(place, "--unused-for", "4d")["objects"] == 0
-    assert rm(place, "--unused-for", "1d", "--yes")["deleted"]["removed"] == 6
+    assert chosen(rm(place, "--unused-for", "1d")) == 6
+    assert chosen(rm(place, "--unused-for", "1d", "--prompts", file)) == 6
+    assert chosen(rm(place, "--unused-for", "30m")) == 8
+    assert chosen(rm(place, "--unused-for", "4d")) == 0
+    assert removed(rm(place, "--unused-for", "1d", "--yes")) == 6
     assert keys(place.names()) == {chunks[0].key}
 
 
@@ -274,7 +285,7 @@ def test_foreign_files_and_links_stay(tmp_path: Path) -> None:
     folder = root / ONE.folder
     (folder / "_" / "notes.safetensors").write_text("mine")
     found = rm(place, "-n", ONE.folder, "--yes")
-    assert found["deleted"]["removed"] == 2
+    assert removed(found) == 2
     assert elsewhere.read_bytes() == b"mine"
     assert (root / names[0]).is_symlink()
     assert (root / names[1]).is_dir()

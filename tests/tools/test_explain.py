@@ -124,21 +124,6 @@ def test_what_is_no_file(stored: Rig) -> None:
     assert codes(stored.explain()) == ["not_regular"]
 
 
-def damage(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
-def test_objects_are_read_only_where_they_are_to_be_verified(stored: Rig) -> None:
-    damage(stored.path(1, 1))
-    assert stored.explain().hits
-    found = stored.explain(verify=True)
-    assert codes(found) == ["bad_object"]
-    assert "has hash" in found.causes[0].text
-    assert not found.hits
-
-
 def test_a_prompt_that_nobody_stored(stored: Rig) -> None:
     assert codes(stored.explain(prompt(5, 3))) == ["never_stored"]
 

@@ -73,10 +73,10 @@ def test_pinned_prompts_outlive_a_flood_and_go_when_they_are_deleted(
         assert_same(answer, reference(tokens))
         assert not all(path.exists() for chunk in shelf.of(others[0]) for path in chunk)
 
-        assert one(place, "rm", "--prompts", file)["pinned"] == 4 * len(stored[0])
+        assert one(place, "rm", "--prompts", file)["pinned"]["files"] == 4 * len(stored[0])
         assert place.run("pin", "keep", "--remove").exit_code == 0
         deleted = one(place, "rm", "--prompts", file, "--yes")["deleted"]
-        assert deleted["removed"] == 4 * len(stored[0])
+        assert deleted["chosen"]["files"] == 4 * len(stored[0])
         answer = hit(engine, tokens)
         assert answer.shelf_tokens == 0
         assert_same(answer, reference(tokens))

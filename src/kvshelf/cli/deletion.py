@@ -1,35 +1,40 @@
 """What ``kvshelf gc`` and ``kvshelf rm`` do with their plans: show them, and carry them out.
 
-:mod:`kvshelf.tools.plans` makes plans, and :mod:`kvshelf.capacity.visit` deletes, as for engines.
+Owns the table and the JSON. :mod:`kvshelf.tools.plans` makes plans, and
+:mod:`kvshelf.capacity.visit` deletes, as for engines.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import asdict
+from typing import Any, Final
 
 from kvshelf.capacity.parallel import PAUSES
-from kvshelf.capacity.visit import Outcome
+from kvshelf.capacity.visit import Outcome, Reason, Total
 from kvshelf.capacity.visit import delete as delete_picked
 from kvshelf.cli.codes import write_out
-from kvshelf.cli.common import message, summary, tell_skipped, told
+from kvshelf.cli.common import columns, message, summary, tell_skipped, time_text, told
 from kvshelf.cli.progress import Display
 from kvshelf.errors import printable, size_text
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tools.listing import storage_time
 from kvshelf.tools.plans import Plan, make, pick
 
+_WHY: Final = {
+    Reason.TEMPORARY: "temporaries, and what was set aside",
+    Reason.MARKER: "markers of old hand-overs",
+    Reason.TAIL: "tails of old hand-overs",
+    Reason.RESERVED: "old files in reserved folders",
+    Reason.EMPTY: "empty folders",
+    Reason.AGE: "not used for max_age",
+    Reason.GROUP: "used longest ago in a salt group above its bound",
+    Reason.SIZE: "used longest ago of all, above max_bytes",
+}
 
-def delete(
-    shelf: Shelf,
-    plan: Plan,
-    *,
-    yes: bool,
-    as_json: bool,
-    table: Callable[[Plan], str],
-    row: Callable[[Plan, Outcome], dict[str, Any]],
-) -> None:
+
+def delete(shelf: Shelf, plan: Plan, *, yes: bool, as_json: bool) -> None:
     """Show what a plan deletes, and with `yes` delete it.
 
     Parameters
@@ -39,10 +44,6 @@ def delete(
     plan : Plan
         What is to be deleted, and nothing found yet.
     yes, as_json : bool
-    table : Callable
-        Returns the text about a plan that is written before it is carried out.
-    row : Callable
-        Returns the fields of the JSON object that only this command has.
     """
     with Display("listing", as_json=as_json) as listing:
         now = storage_time(shelf.backend) if yes else time.time()
@@ -53,7 +54,7 @@ def delete(
         message(plan.problem)
     tell_skipped(plan.skipped)
     if not as_json:
-        write_out(table(plan))
+        write_out(_table(shelf.url, plan))
     display, outcome = Display("deleting", as_json=as_json), Outcome()
 
     def work() -> None:
@@ -62,7 +63,7 @@ def delete(
 
     display.run(
         work,
-        row=lambda: {"shelf": shelf.url, "dry_run": not yes} | row(plan, outcome),
+        row=lambda: {"shelf": shelf.url, "dry_run": not yes} | _json(plan, outcome, yes),
         summary=lambda: _summary(plan, outcome) if yes else _would(plan),
         complete=lambda: plan.problem is None and not (plan.skipped or outcome.failed),
     )
@@ -82,6 +83,45 @@ def _carry_out(shelf: Shelf, plan: Plan, on_progress: Callable[[], None], outcom
         message(f"{outcome.failed} files could not be deleted, the first of them: {first}")
     elif outcome.error is not None:
         raise outcome.error
+
+
+_by_group = columns(10, 10, -16, 0)
+_by_reason = columns(10, 10, 0)
+
+
+def _table(url: str, plan: Plan) -> str:
+    lines = [f"{url}: {plan.before.count} objects, {size_text(plan.before.nbytes)}\n"]
+    if plan.rows:
+        lines.append(_by_group("OBJECTS", "SIZE", "LAST USED", "NAMESPACE/GROUP"))
+    for row in plan.rows.values():
+        used = time_text(row.last_used)
+        lines.append(_by_group(row.objects, size_text(row.bytes), used, row.name))
+    totals = [(why, plan.chosen[reason]) for reason, why in _WHY.items() if reason in plan.chosen]
+    if totals:
+        lines.append(_by_reason("FILES", "SIZE", "WHY"))
+    lines += (_by_reason(total.count, size_text(total.nbytes), why) for why, total in totals)
+    return "".join(lines)
+
+
+def _json(plan: Plan, outcome: Outcome, yes: bool) -> dict[str, Any]:
+    freed = sum(lost.nbytes for lost in outcome.lost.values()) if yes else plan.freed
+    return {
+        "objects": plan.before.count,
+        "bytes": plan.before.nbytes,
+        "bytes_after": plan.before.nbytes - freed,
+        "pinned": _total(plan.pinned),
+        "rows": [asdict(row) for row in plan.rows.values()],
+        "chosen": {reason.value: _total(total) for reason, total in plan.chosen.items()},
+        "deleted": {reason.value: _total(total) for reason, total in outcome.deleted.items()},
+        "kept": _total(outcome.kept),
+        "gone": outcome.gone.count,
+        "failed": outcome.failed,
+        "problem": plan.problem,
+    }
+
+
+def _total(total: Total) -> dict[str, int]:
+    return {"files": total.count, "bytes": total.nbytes}
 
 
 def _would(plan: Plan) -> str:

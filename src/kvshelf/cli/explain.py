@@ -6,7 +6,6 @@ Owns the options and the output; :mod:`kvshelf.tools.explain` looks for the caus
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
 
 import typer
 
@@ -26,9 +25,6 @@ def explain(
     prompts: PromptsArgument,
     namespaces: NamespacesOption = None,
     model: ModelOption = None,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Read and verify all objects of the prompts.")
-    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say why prompts miss; --json writes one object per prompt."""
@@ -38,7 +34,7 @@ def explain(
         folders = find_folders(opened, namespaces) or []
         if len(folders) > 1:
             raise ConfigError("expected one --namespace: that of the engine that missed")
-        explainer = Explainer(opened, folder=next(iter(folders), None), verify=verify)
+        explainer = Explainer(opened, folder=next(iter(folders), None))
         for prompt in asked:
             found = explainer.explain(prompt)
             complete = complete and found.hits

@@ -85,8 +85,7 @@ def ls(
     if as_json:
         write_json(_json(url, usage, infos, kept, pins))
     else:
-        shown = _namespaces(usage, infos) if by is By.NAMESPACE else _table(usage)
-        write_out(shown + "\n" + _closing(url, usage, kept, pins))
+        write_out(_table(usage, infos) + "\n" + _closing(url, usage, kept, pins))
     if usage.skipped:
         raise typer.Exit(PROBLEM)
 
@@ -141,30 +140,21 @@ def _namespace_json(info: NamespaceInfo) -> dict[str, Any]:
 _row = columns(10, 10, 5, -16, 0)
 
 
-def _cells(row: Row, usage: Usage, name: str) -> str:
-    share = f"{100 * row.bytes / usage.bytes if usage.bytes else 0.0:.0f}%"
-    used = time_text(row.last_used) if row.objects else "-"
-    return _row(row.objects, size_text(row.bytes), share, used, name)
-
-
-def _head(name: str) -> str:
-    return _row("OBJECTS", "SIZE", "SHARE", "LAST USED", name)
-
-
-def _table(usage: Usage) -> str:
-    return _head(usage.by.upper()) + "".join(_cells(row, usage, row.name) for row in usage.rows)
-
-
-def _namespaces(usage: Usage, infos: list[NamespaceInfo]) -> str:
-    """Return the table of namespaces, those without objects last."""
-    if not infos:
-        return "no namespaces yet\n"
-    rows = {row.name: row for row in usage.rows}
-    order = {name: place for place, name in enumerate(rows)}
-    lines = [_head("NAMESPACE")]
-    for info in sorted(infos, key=lambda one: order.get(one.folder, len(order))):
-        name = info.folder + (f"  ({printable(info.problem)})" if info.problem else "")
-        lines.append(_cells(rows.get(info.folder, Row(info.folder)), usage, name))
+def _table(usage: Usage, infos: list[NamespaceInfo]) -> str:
+    """Return the rows of a breakdown; namespaces without objects are the last of theirs."""
+    rows, notes = list(usage.rows), dict[str, str]()
+    if usage.by == By.NAMESPACE:
+        if not infos:
+            return "no namespaces yet\n"
+        known = {row.name for row in rows}
+        rows += (Row(info.folder) for info in infos if info.folder not in known)
+        notes = {one.folder: f"  ({printable(one.problem)})" for one in infos if one.problem}
+    lines = [_row("OBJECTS", "SIZE", "SHARE", "LAST USED", usage.by.upper())]
+    for row in rows:
+        share = f"{100 * row.bytes / max(usage.bytes, 1):.0f}%"
+        used = time_text(row.last_used) if row.objects else "-"
+        name = row.name + notes.get(row.name, "")
+        lines.append(_row(row.objects, size_text(row.bytes), share, used, name))
     return "".join(lines)
 
 

@@ -1,7 +1,7 @@
 """``kvshelf pin``: what stays when a shelf is bounded.
 
 Owns the options and the texts; :mod:`kvshelf.shelf.pins` owns pins, ``kvshelf ls`` lists them,
-and :mod:`kvshelf.tools.pinning` finds the chunks of prompts.
+and :mod:`kvshelf.tools.prompt_objects` finds the chunks of prompts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvshelf.cli.shelves import NamespacesOption, OneShelf, find_folders, open_f
 from kvshelf.cli.values import age
 from kvshelf.errors import ConfigError, size_text
 from kvshelf.shelf.pins import Pin, Pins, check_pin_name
-from kvshelf.tools.pinning import PromptKeys, prompt_keys
+from kvshelf.tools.prompt_objects import PromptKeys, prompt_keys
 
 
 def pin(

@@ -8,7 +8,7 @@ looked for in other namespaces, without the salt, and behind the gap.
 
 Contracts
 ---------
-* Nothing is changed. Objects are read only to verify them.
+* Nothing is changed, and no object is read.
 * What a shelf says is not trusted: no content of it is an error here.
 * Adapters, images and drafters are no part of the keys that are computed here.
 * All functions block on storage, on the caller's thread.
@@ -22,7 +22,7 @@ from itertools import islice
 from typing import Final, TypeAlias
 
 from kvshelf.capacity import keepers
-from kvshelf.errors import BadObjectError, ConfigError, StorageError
+from kvshelf.errors import ConfigError
 from kvshelf.format.differences import differing_fields, how_to_unite
 from kvshelf.format.hit_rule import HitRule
 from kvshelf.format.keys import Chunk, KeyChain, salt_group_of
@@ -51,10 +51,6 @@ _STANDS: Final = {
     "error": (
         "probe_error",
         "the storage did not say whether it has it: kvshelf doctor SHELF tries the storage",
-    ),
-    "bad": (
-        "bad_object",
-        "an engine that stores replaces it; kvshelf verify --repair moves it aside",
     ),
 }
 
@@ -87,7 +83,7 @@ class Piece:
         Its index, and its tokens in the prompt.
     objects : dict
         For each name that was probed, what stands there: a value of
-        :class:`~kvshelf.shelf.view.Presence`, or ``bad: `` and why.
+        :class:`~kvshelf.shelf.view.Presence`.
     """
 
     kind: Kind
@@ -212,8 +208,6 @@ class Explainer:
     folder : str, optional
         The namespace folder in which prompts are looked for. When absent: the only one, or the one
         with the longest hit.
-    verify : bool
-        Read and verify all objects that a hit needs.
 
     Raises
     ------
@@ -221,9 +215,8 @@ class Explainer:
         If the shelf cannot be listed.
     """
 
-    def __init__(self, shelf: Shelf, *, folder: str | None = None, verify: bool = False) -> None:
+    def __init__(self, shelf: Shelf, *, folder: str | None = None) -> None:
         self._shelf = shelf
-        self._verify = verify
         self._folder = folder
         self._problems: list[Cause] = []
         self._formats: dict[str, ObjectFormat] = {}
@@ -259,8 +252,6 @@ class Explainer:
             own = max(found.values(), key=lambda one: one.hit * one.fmt.chunk_size)
             only = len(found) == 1
             answer.chosen = "the only one of the shelf" if only else "the one with the longest hit"
-        if self._verify:
-            self._read(own)
         answer.namespace = own.folder
         answer.chunk_size, answer.chunks = own.fmt.chunk_size, len(own.chunks)
         answer.usable_chunks, answer.hit_chunks = own.usable, own.hit
@@ -291,20 +282,6 @@ class Explainer:
                 for ref, answer in zip(batch, self._shelf.view(own).probe(batch), strict=True):
                     seen[own.kind].setdefault(ref.chunk.index, []).append(answer.value)
         return _Found(folder, fmt, chunks, usable, seen)
-
-    def _read(self, own: _Found) -> None:
-        """Read the objects of a hit, and note which are bad."""
-        for kind, indices in own.present().items():
-            fmt = own.fmt.of(kind)
-            for index in sorted(indices):
-                for shard in range(fmt.shards):
-                    buffer = memoryview(bytearray(fmt.object_size(shard)))
-                    try:
-                        self._shelf.view(fmt).load(ObjectRef(own.chunks[index], shard), buffer)
-                    except BadObjectError as bad:
-                        own.seen[kind][index][shard] = f"bad: {bad}"
-                    except StorageError:
-                        own.seen[kind][index][shard] = Presence.ERROR.value
 
     # ------------------------------------------------------------------------- causes
 
@@ -423,7 +400,7 @@ def _of_objects(missing: Sequence[Piece]) -> Iterator[Cause]:
     for piece in missing:
         states = list(piece.objects.values())
         for name, state in piece.objects.items():
-            if found := _STANDS.get(state.partition(":")[0]):
+            if found := _STANDS.get(state):
                 yield Cause(found[0], f"{name}: {state}", found[1])
         lacking = [str(number) for number, state in enumerate(states) if state == "missing"]
         if 0 < len(lacking) < len(states):
