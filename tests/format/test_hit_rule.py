@@ -1,14 +1,12 @@
-"""What a hit needs of each kind: for one prompt, and for all chunks of a shelf at once."""
+"""What a hit needs of each kind."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvshelf.format.forest import GONE, UNKNOWN, Forest, HitRules
 
 from kvshelf.format.hit_rule import UNLIMITED, HitRule
 from kvshelf.format.kinds import FULL, KINDS, STATE, WINDOW, Kind
@@ -90,67 +88,3 @@ def test_the_rule_is_the_definition(
 )
 def test_a_record_says_the_rule(record: Mapping[str, object], rule: HitRule) -> None:
     assert HitRule.of(record) == rule
-
-
-@st.composite
-def shelves(draw: st.DrawFn) -> tuple[list[int], list[int], list[HitRule], dict[Kind, list[bool]]]:
-    """Parents, indices, the rule of each chunk's namespace, and which chunks have each kind."""
-    size = draw(st.integers(1, 24))
-    parent: list[int] = []
-    index: list[int] = []
-    rules: list[HitRule] = []
-    own = st.builds(HitRule, some_kinds, st.sampled_from([0, 1, 2, 3, UNLIMITED]))
-    for row in range(size):
-        before = draw(st.integers(-1, row - 1))
-        if before >= 0:
-            index.append(index[before] + 1)
-            parent.append(before)
-            rules.append(rules[before])
-        else:
-            index.append(draw(st.sampled_from([0, 0, 3])))
-            parent.append(draw(st.sampled_from([GONE, UNKNOWN])) if index[-1] else GONE)
-            rules.append(draw(own))
-    flags = st.lists(st.booleans() | st.just(True), min_size=size, max_size=size)
-    return parent, index, rules, {kind: draw(flags) for kind in KINDS}
-
-
-@given(shelves())
-def test_the_array_form_says_of_each_chunk_what_the_rule_says_of_its_prompt(
-    made: tuple[list[int], list[int], list[HitRule], dict[Kind, list[bool]]],
-) -> None:
-    parent, index, rules, whole = made
-    size = len(parent)
-    paths: list[dict[int, int]] = []
-    for row in range(size):
-        paths.append({**(paths[parent[row]] if parent[row] >= 0 else {}), index[row]: row})
-
-    def is_there(row: int, kind: Kind, n: int) -> bool:
-        if n in paths[row]:
-            return whole[kind][paths[row][n]]
-        # Before a chunk without a known parent.
-        return kind != FULL or parent[paths[row][min(paths[row])]] != GONE
-
-    found = HitRules(
-        Forest(np.array(parent, np.int64), np.array(index, np.uint32)),
-        np.array([rule.mask for rule in rules], np.uint8),
-        np.array([rule.reach for rule in rules], np.int64),
-        {kind: np.array(flags) for kind, flags in whole.items()},
-    )
-    used: set[tuple[Kind, int]] = set()
-    for row, rule in enumerate(rules):
-        pieces = [(k, n) for k, needs in rule.needs(index[row] + 1).items() for n in needs]
-        full = [(k, n) for k, n in pieces if k == FULL]
-        assert found.reached[row] == all(is_there(row, *piece) for piece in full)
-        assert found.ends[row] == all(is_there(row, *piece) for piece in pieces)
-        if found.ends[row]:
-            used |= {(kind, paths[row][n]) for kind, n in pieces if n in paths[row]}
-    for kind in KINDS:
-        rows = [row for row in range(size) if kind in rules[row].kinds]
-        assert found.has(kind).nonzero()[0].tolist() == rows
-        needed_rows = found.needed(kind)
-        assert {row for row in rows if needed_rows[row]} == {r for k, r in used if k == kind}
-
-
-def test_parents_that_are_not_the_chunk_before_are_none() -> None:
-    forest = Forest(np.array([GONE, 0, 1, 1], np.int64), np.array([0, 1, 5, 2], np.uint32))
-    assert forest.followers().tolist() == [1, 1, 0, 0]

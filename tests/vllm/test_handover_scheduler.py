@@ -381,13 +381,31 @@ def test_hybrid_models_compute_less_than_a_chunk(start: Start, world: World, mod
     assert not any(meta.stores for meta in engine.metas)
 
 
+@pytest.mark.parametrize("drafting", [{}, {"drafts": 2, "drafter": full(16)}])
+@pytest.mark.parametrize("model", ["Gemma 3", "DeepSeek V4"])
+def test_of_windows_all_but_a_token_is_handed_over(
+    start: Start, model: str, drafting: dict[str, Any]
+) -> None:
+    producer, consumer = (start(model, **drafting) for _ in range(2))
+    tokens = prompt(353)
+    # Of the prompt that this one continues the producer has KV in its own cache.
+    prefill(producer, tokens[:203], "before")
+    handover = prefill(producer, tokens)
+    assert handover.tokens == 352
+    consumer.add("r", tokens, answer=1, transfer=handover.params())
+    consumer.finish()
+    assert loaded(consumer, "r") == handover.tokens
+    assert consumer.computed["r"] == 1 + consumer.drafts
+    assert consumer.loaded_drafts == [*range(11)] * bool(drafting)
+
+
 @pytest.mark.parametrize("model", WITH_WINDOWS)
 @pytest.mark.parametrize(("item", "expected"), [((180, 200), 160), ((100, 200), 96), ((0, 203), 0)])
 def test_hybrid_models_use_no_end_within_an_image(
     start: Start, monkeypatch: pytest.MonkeyPatch, model: str, item: tuple[int, int], expected: int
 ) -> None:
     tokens = prompt(203)
-    handover = prefill(start(model), tokens)
+    handover = prefill(start(model, interval=1), tokens)
     assert handover.tokens == 192
     # An image whose tokens attend to each other, though these keys do not have it.
     engine = start(model, whole_items=True)
@@ -396,6 +414,10 @@ def test_hybrid_models_use_no_end_within_an_image(
     engine.finish()
     assert loaded(engine, "r") == expected
     assert counts(engine) == {"complete": 1}
+    # Engines that have such images store what hits before them need.
+    other = prompt(203, seed=1)
+    engine.run(other)
+    assert start(model, whole_items=True).run(other) == [expected]
 
 
 def test_a_load_that_fails_ends_no_wait_that_goes_on(
@@ -611,9 +633,9 @@ def test_no_request_waits_past_its_deadline_and_every_request_ends(
             "asynchronous": draw(st.booleans(), "asynchronous"),
             "blocks": draw(st.sampled_from([70, 400]), "blocks"),
             "memory": draw(st.sampled_from([None, 1 << 20]), "memory"),
-            "state_interval": 1,
+            "interval": 1,
         }
-        producer = ScheduledEngine(world, MODELS[model], chunk_size=CHUNK, state_interval=1)
+        producer = ScheduledEngine(world, MODELS[model], chunk_size=CHUNK, interval=1)
         engine = ScheduledEngine(world, MODELS[model], budget=64, **options)
         side = side_of(engine)
         clock = rig.set_clock(side)

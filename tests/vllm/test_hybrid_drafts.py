@@ -247,7 +247,7 @@ def test_states_of_answers_are_those_of_accepted_drafts(
     states: Drafting, prompt: MakePrompt
 ) -> None:
     tokens = prompt(700)
-    with states.start("answering", save_decode=True, state_interval=1) as answering:
+    with states.start("answering", save_decode=True, interval=1) as answering:
         answer, accepted = ask(answering, tokens)
         assert accepted > 0.3
         text = [*tokens, *answer.tokens]

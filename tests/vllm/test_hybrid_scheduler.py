@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvshelf.format.kinds import STATE, WINDOW
+from kvshelf.format.kinds import FULL, STATE, WINDOW, kind_key
 from tests.server.node import LocalServer
 from tests.support.prompts import prompt
 from tests.support.variants import variants
@@ -51,6 +51,9 @@ DRAFTERS = {
     "Qwen3-Next": full(16),
     "LFM2": full(8),
 }
+#: Of the prompts' common part only full KV tells where it ends. vLLM's own hits have all windows
+#: that ours need, but where local attention begins anew.
+FULL_AND_OTHERS = [one for one in MODELS if one not in ("Mamba2", "two windows", "Llama 4")]
 WITH_WINDOWS = ["DeepSeek V4", "Gemma 3", "two windows", "Llama 4", "ring and windows"]
 
 
@@ -75,14 +78,113 @@ def test_which_states_are_stored(start: Start, model: str) -> None:
         return [index for kind, index in engine.stored if kind == STATE]
 
     # After every third chunk, and the last one before the prompt's end.
-    assert states(331, state_interval=3) == [2, 5, 8, 9]
+    assert states(331, interval=3) == [2, 5, 8, 9]
     # What is stored already counts.
-    assert states(449, state_interval=3) == [12, 13]
+    assert states(449, interval=3) == [12, 13]
+
+
+def test_which_windows_are_stored(start: Start, world: World) -> None:
+    """A hit needs the windows of the last three chunks."""
+
+    def engine(**options: Any) -> ScheduledEngine:
+        return start("Gemma 3", chunk_size=8, interval=10, **options)
+
+    def windows(engine: ScheduledEngine) -> list[int]:
+        """The chunks of which an engine has stored windows, which it forgets."""
+        stored, engine.stored = engine.stored, []
+        return sorted(index for kind, index in stored if kind == WINDOW)
+
+    first, tokens = engine(), prompt(203)
+    first.run(tokens)
+    # Behind every tenth chunk, and the last one before the prompt's end.
+    assert windows(first) == [7, 8, 9, 17, 18, 19, 22, 23, 24]
+    # One token must be left to compute; and the tenth chunk is none of this prompt.
+    first.run(prompt(72, seed=7))
+    assert windows(first) == [5, 6, 7]
+    # Where the full chunks on the shelf end; the second prompt computes them once.
+    second = engine()
+    assert second.run([*tokens[:125], *prompt(45, seed=1)]) == [80]
+    assert windows(second) == [12, 13, 14, 17, 18, 19, 20]
+    assert engine().run([*tokens[:125], *prompt(20, seed=2)]) == [120]
+    for chunk in first.chunks_of(tokens):
+        for kind in (FULL, WINDOW):
+            if kind_key(chunk.key, kind) in world.contents:
+                world.remove(first.fmt, chunk, kind)
+    # Where vLLM has seen prompts part.
+    assert first.run([*tokens[:125], *prompt(60, seed=3)]) == [0]
+    assert windows(first) == [7, 8, 9, 12, 13, 14, 17, 18, 19, 20, 21, 22]
+    # Where its own hit ended: it still has all of these windows.
+    first.run([*tokens, *prompt(60, seed=4)])
+    assert windows(first) == [22, 23, 24, 27, 28, 29, 30, 31]
+    # Not where vLLM has freed the first of them, as of the end before a hit of 104 tokens.
+    larger = start("Gemma 3", chunk_size=16, retention=None)
+    larger.run(tokens)
+    assert windows(larger) == [8, 9, 10, 11]
+    larger.run([*tokens[:104], *prompt(90, seed=6)])
+    assert windows(larger) == [8, 9, 10, 11]
+    # All of an answer.
+    answering = engine(save_decode=True)
+    answering.run(prompt(100, seed=5), answer=42)
+    assert windows(answering) == [*range(7, 17)]
+
+
+@pytest.mark.parametrize("model", FULL_AND_OTHERS)
+def test_all_that_three_prompts_share_is_loaded(start: Start, model: str) -> None:
+    tokens = prompt(300)
+    first = start(model)
+    first.run(tokens)
+    # What it shares with the first one is in the engine's own cache, full KV at least.
+    first.run([*tokens[:163], *prompt(50, seed=1)])
+    assert start(model).run([*tokens[:163], *prompt(70, seed=2)]) == [160]
+
+
+@pytest.mark.parametrize("model", variants(WITH_WINDOWS, FEW))
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_hits_are_the_longest_that_are_allowed(model: str, data: st.DataObject) -> None:
+    """All windows that are stored are of use for hits of some prompt."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch_namespaces(patch)
+        world = World(Path(folder) / "shelf")
+        size = data.draw(st.sampled_from([32, 64] if model == "DeepSeek V4" else [8, 16, 32]))
+        options = {"chunk_size": size, "interval": data.draw(st.sampled_from([3, 7]), "interval")}
+        retention = data.draw(st.sampled_from([0, None]), "retention")
+        budget = data.draw(st.sampled_from([40, 64, 200]), "budget")
+        writers = [
+            ScheduledEngine(world, MODELS[model], retention=retention, budget=budget, **options)
+            for _ in range(2)
+        ]
+        reader = ScheduledEngine(world, MODELS[model], read_only=True, **options)
+        rule = reader.groups.hit_rule(size)
+        stored, useful = set(), set()
+        try:
+            for _ in range(data.draw(st.integers(2, 7), "prompts")):
+                length = data.draw(st.integers(50, 250), "length")
+                shared = data.draw(st.sampled_from([0, 45, 50]), "shared")
+                tokens = prompt(length, data.draw(st.integers(0, 3), "seed"), shared)
+                data.draw(st.sampled_from(writers), "engine").run(tokens)
+                chunks = reader.chunks_of(tokens)
+                there = {
+                    kind: {one.index for one in chunks if kind_key(one.key, kind) in world.contents}
+                    for kind in rule.kinds
+                }
+                ends = range(1, len(chunks) + 1)
+                hit = rule.longest(ends[: (length - 1) // size], there)
+                assert reader.run(tokens) == [hit * size]
+                reader.reset(connector=False)
+                stored |= {chunks[n].key for n in there[WINDOW]}
+                for needed in (rule.needs(end)[WINDOW] for end in ends):
+                    if there[WINDOW].issuperset(needed):
+                        useful |= {chunks[n].key for n in needed}
+            assert stored == useful
+        finally:
+            for engine in (*writers, reader):
+                engine.close()
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_loads_that_fail_again_and_again_end(start: Start, model: str) -> None:
-    start(model, state_interval=1, budget=32).run(prompt(331))
+    start(model, interval=1, budget=32).run(prompt(331))
     second = start(model)
     second.failing_loads = 3
     assert second.run(prompt(331)) == [0]
@@ -122,7 +224,7 @@ def test_waiting_requests_are_read_ahead(start: Start, model: str) -> None:
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("model", MODELS)
 def test_answers_are_stored_on_demand(start: Start, model: str, asynchronous: bool) -> None:
-    options = {"save_decode": True, "state_interval": 1, "asynchronous": asynchronous}
+    options = {"save_decode": True, "interval": 1, "asynchronous": asynchronous}
     first = start(model, **options)
     first.run(prompt(100), answer=140)
     tokens = first.texts["0"].tokens
@@ -136,7 +238,7 @@ def test_answers_are_stored_on_demand(start: Start, model: str, asynchronous: bo
 def test_nothing_is_stored_that_depends_on_earlier_weights(
     start: Start, world: World, model: str, asynchronous: bool
 ) -> None:
-    engine = start(model, state_interval=1, budget=32, asynchronous=asynchronous)
+    engine = start(model, interval=1, budget=32, asynchronous=asynchronous)
     engine.run(prompt(150))
     for number in range(3):
         # The last one begins with blocks of the first prompt, which vLLM's own cache has.
@@ -236,7 +338,7 @@ def test_anything_that_may_happen(model: str, data: st.DataObject) -> None:
             "seqs": draw(st.sampled_from([1, 4]), "seqs"),
             "seed": draw(st.integers(0, 9), "seed"),
             "save_decode": draw(st.booleans(), "save_decode"),
-            "state_interval": draw(st.sampled_from([1, 2, 8]), "state_interval"),
+            "interval": draw(st.sampled_from([1, 2, 8]), "interval"),
             "memory": draw(st.sampled_from([None, 1 << 20]), "memory"),
             "chunk_size": draw(st.sampled_from([32, 64]), "chunk_size"),
         }
@@ -315,7 +417,7 @@ def test_states_of_answers_are_stored_where_vllm_names_them(
         asynchronous=asynchronous,
         retention=None,
         save_decode=True,
-        state_interval=1,
+        interval=1,
     )
     tokens = prompt(203)
     engine.run(tokens, answer=200)

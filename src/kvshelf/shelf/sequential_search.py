@@ -1,8 +1,8 @@
 """The search for a hit on a low-latency storage: chunk by chunk.
 
 Owns the order of its probes. Leading chunks are probed in batches up to the first that is missing.
-Where hits need states or windows, the states of the latest possible ends are probed next, then what
-else the latest of these ends needs, from the end backwards.
+Where hits need states or windows, those of the last chunk of the latest possible ends are probed
+next, then what else the latest of these ends needs, from the end backwards.
 
 Contracts
 ---------
@@ -18,14 +18,14 @@ from dataclasses import replace
 
 from kvshelf.format.hit_rule import HitRule, Piece
 from kvshelf.format.keys import Chunk
-from kvshelf.format.kinds import FULL, STATE, Kind, kind_key
+from kvshelf.format.kinds import FULL, Kind, kind_key
 from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.probes import Answer, Ask, RoundCosts
 from kvshelf.shelf.view import Presence
 
 #: Few chunks per call keep the time between two pauses of the thread short.
 _BATCH = 8
-_MOST_STATES = 32
+_MOST_ENDS = 32
 
 
 class SequentialSearch:
@@ -104,9 +104,8 @@ class SequentialSearch:
         batch = _BATCH
         while ends:
             group, ends = ends[:batch], ends[batch:]
-            batch = min(2 * batch, _MOST_STATES)
-            if STATE in self._seen:
-                yield from self._look([(STATE, end - 1) for end in group])
+            batch = min(2 * batch, _MOST_ENDS)
+            yield from self._look([(kind, end - 1) for kind in self._seen for end in group])
             group = self._rule.possible(group, self._gone, self.first)
             while group:
                 missing = self._rule.missing(group[0], self._seen, self.first)

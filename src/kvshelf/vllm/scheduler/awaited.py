@@ -88,8 +88,6 @@ class Awaited:
         self.wait, self._first, self._full, self._places = None, 0, (0,), {}
 
     def has_seen(self, kind: Kind, index: int) -> bool:
-        """Whether a kind of a chunk was seen since the lookup."""
-        if kind == FULL:
-            return index < self.full_chunks
+        """Whether a window or a state was seen since the lookup."""
         place = self._places.get((kind, index))
         return place is not None and self.wait is not None and place < self.wait.seen

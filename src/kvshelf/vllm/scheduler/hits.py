@@ -107,6 +107,12 @@ class Hits:
             ends = self._groups.hit_rule(self._size).possible(ends, state.failed)
         return ends
 
+    def last_end(self, state: RequestState, chunks: int) -> int:
+        """Return the last place, up to so many chunks, where a hit divides no item."""
+        while self.divides_item(state, chunks * self._size):
+            chunks -= 1
+        return chunks
+
     def divides_item(self, state: RequestState, tokens: int) -> bool:
         """Whether a hit of so many tokens would end within an item that must not be divided."""
         items = items_of(state.request) if self.whole_items else ()
@@ -121,11 +127,18 @@ class Hits:
         """Whether the lookup saw a kind of a chunk on the shelf, and no load of it failed."""
         if not self.is_usable(state, chunk, kind):
             return False
+        if kind == FULL:
+            return chunk.index < self.full_chunks(state, lookup)
         if state.awaited is not None and state.awaited.has_seen(kind, chunk.index):
             return True
-        if kind == FULL:
-            return chunk.index < lookup.full_chunks
         return chunk.index in lookup.known.get(kind, ())
+
+    def full_chunks(self, state: RequestState, lookup: Lookup) -> int:
+        """Return how many leading full chunks were seen on the shelf; 0 without kind full."""
+        if FULL not in self._groups.kinds:
+            return 0
+        awaited = 0 if state.awaited is None else state.awaited.full_chunks
+        return max(lookup.full_chunks, awaited)
 
     def must_repair(self, state: RequestState, chunk: Chunk, kind: Kind) -> bool:
         """Whether a load found a kind of a chunk damaged, so that a store must replace it."""

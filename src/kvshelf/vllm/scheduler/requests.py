@@ -50,6 +50,9 @@ class StorePlan:
         The step in which stores were last planned; 0 before.
     last_state : int
         Index of the last chunk whose state was planned to be stored; −1 before.
+    windows_from : int
+        Index of the chunk behind the last one of which vLLM had freed windows that were to be
+        stored: no windows are stored for hits that need these.
     cut : int
         From this token on the KV does not depend on the prefix alone.
     """
@@ -58,6 +61,7 @@ class StorePlan:
     next_boundary: tuple[int, int] = (0, 0)
     at: int = 0
     last_state: int = -1
+    windows_from: int = 0
     cut: int = sys.maxsize
 
 

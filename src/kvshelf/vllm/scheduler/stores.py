@@ -1,15 +1,15 @@
 """Plans which chunks a step stores.
 
-Owns how far the stores of each request are planned: its chunks, windows, states
-(:mod:`kvshelf.vllm.scheduler.states`) and tail.
+Owns how far the stores of each request are planned: its chunks, tail, and the windows and states
+at likely ends of hits (:mod:`kvshelf.vllm.scheduler.ends`).
 
 Contracts
 ---------
-* Stored are all chunks that the step completes and that the lookup did not find.
+* Stored are all full chunks that the step completes and that the lookup did not find.
 * Only tokens that can no longer change are stored: those of the prompt and those that vLLM has
   accepted, never drafts or samples in flight.
-* Windows are stored in the step that completes the chunk. vLLM frees their blocks soon after: a
-  window of which it has freed a block is not stored.
+* Windows are stored in the step that completes the chunk. vLLM frees their blocks soon after:
+  windows of which it has freed a block are not stored.
 * Of a request that wants a hand-over the tail is stored, in the step that completes the prompt.
 * A drafter's KV is stored beside the model's (:mod:`kvshelf.vllm.scheduler.drafts`).
 * Runs on the engine's step thread.
@@ -24,16 +24,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvshelf.format.keys import Chunk, KeyChain
-from kvshelf.format.kinds import FULL, STATE, Kind
+from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind
 from kvshelf.shelf.lookup import Lookup
 from kvshelf.vllm.metadata import NULL_BLOCK, StepMetadata, StoreOp
+from kvshelf.vllm.scheduler.ends import Ends
 from kvshelf.vllm.scheduler.lookups import Lookups
 from kvshelf.vllm.scheduler.periods import BlockPeriods
 from kvshelf.vllm.scheduler.promises import Promises
 from kvshelf.vllm.scheduler.read_ahead import ReadAhead
 from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.scheduler.shared import Shared, SharingPart
-from kvshelf.vllm.scheduler.states import States
 from kvshelf.vllm.scheduler.steps import scheduled
 from kvshelf.vllm.scheduler.unsettled import Unsettled
 
@@ -83,7 +83,7 @@ class Stores(SharingPart):
         self._lookups = lookups
         self._periods = periods
         self._unsettled = unsettled
-        self._states = States(shared)
+        self._ends = Ends(shared)
         self._promises = promises
         self._read_ahead = read_ahead
 
@@ -113,7 +113,7 @@ class Stores(SharingPart):
         known = request.num_tokens if self._config.save_decode else request.num_prompt_tokens
         end = min(after, known, plan.cut)
         complete = end // self._size
-        states = self._states.in_cache(state, before, after, complete, output)
+        states = self._ends.states_in_cache(state, before, after, complete, output)
         if complete <= plan.next_chunk and not states and not self._needs_tail(state, end):
             plan.next_boundary = self._boundary_after(state)
             return
@@ -157,32 +157,38 @@ class Stores(SharingPart):
 
     def _plan_chunks(self, stored: _Stored, chunks: Sequence[Chunk]) -> bool:
         """Plan the stores of chunks and windows; return whether vLLM says where they are."""
-        state, lookup = stored.state, stored.lookup
+        state, lookup, plan = stored.state, stored.lookup, stored.state.stores
         self._read_ahead.note_in_engine_cache(chunks)
         tables: Sequence[Sequence[int]] | None = None
+        windows = self._ends.windows(state, lookup, plan.next_chunk, len(chunks))
         for chunk in chunks:
-            kinds = self._groups.kinds
-            seen = [kind for kind in kinds if self._hits.is_stored(state, lookup, chunk, kind)]
-            for kind in seen:
-                self._promises.note(state, kind, chunk, seen=True)
-            missing = [kind for kind in kinds if kind != STATE and kind not in seen]
-            if missing and tables is None:
-                tables = stored.tables()
+            n, first = chunk.index, plan.windows_from
+            is_needed = any(n in one and one.start >= first for one in windows)
+            for kind in self._groups.kinds:
+                if self._hits.is_stored(state, lookup, chunk, kind):
+                    self._promises.note(state, kind, chunk, seen=True)
+                    continue
+                repairs = self._hits.must_repair(state, chunk, kind)
+                if kind == STATE or (kind == WINDOW and not (is_needed or repairs)):
+                    continue
+                tables = tables or stored.tables()
                 if tables is None:
                     return False
-            for kind in missing:
-                blocks = self._blocks_of(chunk, kind, tables or ())
+                blocks = self._blocks_of(chunk, kind, tables)
                 if blocks is not None:
                     self._store(stored, chunk, kind, blocks)
+                elif kind == WINDOW:
+                    plan.windows_from = n + 1
         return True
 
     def _plan_states(self, stored: _Stored, states: Mapping[int, Mapping[int, list[int]]]) -> None:
         """Plan the stores of those states that are worth their bytes."""
-        state, lookup = stored.state, stored.lookup
+        state, lookup, plan = stored.state, stored.lookup, stored.state.stores
         for index, blocks in states.items():
             chunk = stored.chain.chunks[index]
-            if self._states.is_worth_storing(state, lookup, chunk):
-                state.stores.last_state = index
+            known = self._hits.is_stored(state, lookup, chunk, STATE) or index == plan.last_state
+            if not known and self._ends.is_likely(state, lookup, STATE, index + 1):
+                plan.last_state = index
                 self._store(stored, chunk, STATE, blocks)
 
     def _needs_tail(self, state: RequestState, end: int) -> bool:
@@ -244,6 +250,6 @@ class Stores(SharingPart):
                 kind,
                 "" if state.promise is None else state.promise.attempt,
                 (state.id, state.request.num_preemptions),
-                kind == STATE and self._states.is_drafted(state, end),
+                kind == STATE and self._ends.is_drafted(state, end),
             )
         )

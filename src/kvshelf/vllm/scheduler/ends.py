@@ -1,7 +1,13 @@
-"""Which states of hybrid models there are to store, and which are worth their bytes.
+"""At which ends of hits windows and states are stored, and which states there are to store.
+
+A hit needs windows and a state at its end only, and most chunks are never the end of one. So they
+are stored at the likely ends of later hits (:meth:`Ends.is_likely`): where prompts end or part, and
+at intervals between.
 
 Contracts
 ---------
+* Windows are stored for an end if all are there that a hit needs: an end without one of them is
+  given up. vLLM keeps those within the window of the next token.
 * A state is stored only at chunk boundaries at which vLLM has one: where a step happens to end, in
   that step or the next one, or where vLLM names a block for it. No step is changed for that.
 * With speculative decoding the end of a step behind the prompt is not known, and states lie in
@@ -13,21 +19,20 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from kvshelf.format.keys import Chunk
-from kvshelf.format.kinds import FULL, STATE
+from kvshelf.format.kinds import STATE, WINDOW, Kind
 from kvshelf.shelf.lookup import Lookup
 from kvshelf.vllm.metadata import NULL_BLOCK
 from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.scheduler.shared import Shared, SharingPart
 from kvshelf.vllm.speculation import drops_last_block
 
-#: Chunks between two stored states of a prompt, of which each takes as many bytes as thousands of
-#: tokens of KV. The other states that are stored are those that hits are likely to begin with.
-STATE_INTERVAL: Final = 24
+#: Chunks between two ends of a prompt at which no hit is likely. A state takes as many bytes as
+#: thousands of tokens of KV, and the windows of a chunk as many as the full KV of several.
+INTERVAL: Final = 24
 
 
-class States(SharingPart):
-    """The states of one engine.
+class Ends(SharingPart):
+    """The ends of one engine's prompts.
 
     Parameters
     ----------
@@ -41,7 +46,7 @@ class States(SharingPart):
         #: Tokens between the last state in vLLM's cache and a prompt's last block boundary.
         self._held_back = self._groups.alignment if drops_last_block(speculative_config) else 0
 
-    def in_cache(
+    def states_in_cache(
         self, state: RequestState, before: int, after: int, complete: int, output: Any
     ) -> dict[int, dict[int, list[int]]]:
         """Return the chunks whose states of a request are in the cache at the end of a step.
@@ -96,28 +101,43 @@ class States(SharingPart):
         """Whether drafts may have been computed with the token before so many tokens."""
         return self._drafting and tokens > state.request.num_prompt_tokens
 
-    def is_worth_storing(self, state: RequestState, lookup: Lookup, chunk: Chunk) -> bool:
-        """Whether to store the state after a chunk.
+    def windows(self, state: RequestState, lookup: Lookup, first: int, count: int) -> list[range]:
+        """Return, for each likely end of a hit, the chunks whose windows the hit needs.
 
-        Stored are those at which later prompts are likely to begin: the last one of the prompt
-        (with some drafters a block before it, since vLLM drops the last block of its own hits),
-        those where vLLM has seen prompts part, and those inside a prefix that another prompt has
-        had, since its full chunks are on the shelf. Of the others one is stored where prompts would
-        otherwise have to compute too many chunks anew.
+        As far as `count` chunks from `first` on are among them.
         """
-        last_state, is_stored = state.stores.last_state, self._hits.is_stored
-        if chunk.index == last_state or is_stored(state, lookup, chunk, STATE):
-            return False
-        if FULL in self._groups.kinds and is_stored(state, lookup, chunk, FULL):
-            return True
-        request, end = state.request, (chunk.index + 1) * self._size
-        last = request.num_prompt_tokens - 1
-        first = max(0, last - self._held_back) // self._size
-        parting = request.shared_prefix_boundary
-        if first <= chunk.index + 1 <= last // self._size:
-            return True
-        if end == parting - parting % self._groups.alignment:
-            return True
-        known = lookup.known.get(STATE, frozenset())
-        before = max([last_state, *(index for index in known if index < chunk.index)])
-        return chunk.index - before >= STATE_INTERVAL
+        rule = self._groups.hit_rule(self._size)
+        if WINDOW not in rule.kinds:
+            return []
+        most = first + count + rule.reach - 1
+        if not self._config.save_decode:
+            most = min(most, state.request.num_prompt_tokens // self._size)
+        ends = [n for n in range(first + 1, most + 1) if self.is_likely(state, lookup, WINDOW, n)]
+        return [rule.needs(end)[WINDOW] for end in ends]
+
+    def is_likely(self, state: RequestState, lookup: Lookup, kind: Kind, end: int) -> bool:
+        """Whether later hits are likely to end behind the first `end` chunks of a request.
+
+        These are the last whole chunk of the prompt (with some drafters a block before it, since
+        vLLM drops the last block of its own hits); where vLLM's own hit ended, and where it has
+        seen prompts part; and the end of a prefix that another prompt has had, since its full
+        chunks are on the shelf. Between them there is one where prompts would otherwise have to
+        compute too many chunks anew. Where a hit would divide an item, it ends before that.
+
+        Windows can be stored at each of these. A state exists only where a step ended, so it is
+        stored inside such a prefix too, and intervals begin at states. Of an answer all windows are
+        stored: vLLM has freed them when it is known where the answer ends.
+        """
+        request, size = state.request, self._size
+        last, parting = request.num_prompt_tokens - 1, request.shared_prefix_boundary
+        tokens = [last, last - self._held_back, state.offered_from, parting]
+        ends, known = [n // size for n in tokens], self._hits.full_chunks(state, lookup)
+        if kind == WINDOW:
+            ends += [known, -(-end // INTERVAL) * INTERVAL]
+            if self._config.save_decode and end * size > last:
+                return True
+        else:
+            states = [n for n in lookup.known.get(STATE, ()) if n < end - 1]
+            if end <= known or end - 1 - max([state.stores.last_state, *states]) >= INTERVAL:
+                return True
+        return any(self._hits.last_end(state, one) == end for one in ends)
