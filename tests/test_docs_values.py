@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from kvshelf.backends import Deadlines, base, breaker, s3
-from kvshelf.backends.posix import PosixBackend
-from kvshelf.capacity import bound, marks
+from kvshelf.capacity import keeper, keepers, visit
+from kvshelf.cli import deletion
 from kvshelf.config import LEAST_MAX_AGE, Config
 from kvshelf.server import answers, messages, service
 from kvshelf.shelf import failed_keys, presence, waits
@@ -109,10 +109,20 @@ SAID: list[tuple[str, list[float]]] = [
     ),
     (
         rf"of the storage \| none \| {VALUE}, at most {VALUE}; {VALUE} of a filesystem in memory",
-        [bound.FREE_PART, bound.FREE_BYTES, bound.FREE_PART_IN_MEMORY],
+        [keeper._FREE_PART, keeper._FREE_BYTES, keeper._FREE_PART_IN_MEMORY],
     ),
     (rf"It is at least {VALUE}\.", [LEAST_MAX_AGE]),
-    (rf"or than {VALUE}\. Of more than four million keys", [marks.KEEP_SECONDS]),
+    (
+        rf"Above {VALUE} of `max_bytes` a visit deletes down to {VALUE}, on average over slices,"
+        rf" and to {VALUE} in any case",
+        [keeper.LOW, keeper.LOW, keeper.HIGH],
+    ),
+    (rf"a slice of {VALUE} chunks or more", [keeper.SLICE]),
+    (rf"salt group of at most {VALUE} files is listed whole", [visit.PAGE]),
+    (
+        rf"Those of the last {VALUE} count, {VALUE} at most",
+        [keepers.ALIVE_SECONDS, keepers.MOST_KEEPERS],
+    ),
     (
         rf"before such a chunk of a search \| {VALUE} \| until a load",
         [default_of(PresenceCache, "seen_seconds")],
@@ -256,7 +266,8 @@ def texts_of(*files: Path) -> str:
 
 def phrases(line: str) -> list[str]:
     """The runs of at least three words of a message: what is between has other origins."""
-    runs = re.split(r"\s{2,}|[:;()\[\]…*\"'`,]|\.\s|\b\d[\d.]*(?: [KMGT]?i?B)?\b|/\S+", line)
+    value = r"\b\d[\d.]*(?: [KMGT]?i?B|[smhdw])?\b"
+    runs = re.split(rf"\s{{2,}}|[:;()\[\]…*\"'`,]|\.\s|{value}|/\S+", line)
     return [run.strip() for run in runs if len(run.split()) >= 3]
 
 
@@ -318,8 +329,8 @@ def test_what_gc_shows_is_what_it_writes(tmp_path: Path, monkeypatch: pytest.Mon
     fill(tmp_path, namespace(), prompt(1, 4), prompt(2, 4))
     # The time of a file's last change cannot be set.
     ahead = SimpleNamespace(time=lambda: time.time() + 40 * 86400)
-    monkeypatch.setattr(PosixBackend, "now", lambda _: ahead.time())
-    monkeypatch.setattr(base, "time", ahead)
+    for module in (base, deletion):
+        monkeypatch.setattr(module, "time", ahead)
     files = sorted(tmp_path.rglob("*.safetensors"))
     for file in set(files) - set(old):
         os.utime(file, (ahead.time() - 86400,) * 2)

@@ -248,8 +248,8 @@ class CapacityConfig(BaseModel):
     Attributes
     ----------
     max_bytes : int or None
-        Most bytes of everything on the shelf: all namespaces, temporaries. Above it the
-        chunks that were used longest ago are deleted. None: no bound, nothing is deleted for it.
+        Most bytes of all objects on the shelf, of all namespaces. Above it the chunks that were
+        used longest ago are deleted. None: no bound but the free space of the storage.
     max_age : float or None
         Seconds after its last use at which a chunk is deleted. None: never.
     group_max_bytes : int or None
@@ -364,14 +364,14 @@ class Config(BaseSettings):
     nearby mounts. See [Storage](storage.md#memory-tier)."""
     capacity: CapacityConfig = CapacityConfig()
     """Bounds of the shelf, all optional: `{"max_bytes": "2TiB", "max_age": "7d"}`. `max_bytes`
-    bounds everything on the shelf, of all models and engines together; above it, engines delete the
-    chunks that were used longest ago, down to a part of it. If engines give several values, each
-    deletes down to its own, and the smallest ends the stores of all. `max_age` deletes chunks that
-    long after their last use: seconds (at least 120), or a number and `s`, `m`, `h`, `d` or `w`.
-    Without `max_bytes` and `max_age` no engine deletes chunks. Stores leave 5 % of the storage
-    free, at most 20 GiB, and 10 % of a filesystem in memory (tmpfs); below it they are dropped and
-    counted. `group_max_bytes` bounds each salt group, with `group_by_salt` only. An engine with
-    `read_only` deletes nothing. See [Capacity](capacity.md)."""
+    bounds all objects on the shelf, of all models and engines together; near it, engines delete the
+    chunks that were used longest ago. If engines give several values, each deletes down to its own.
+    `max_age` deletes chunks that long after their last use: seconds (at least 120), or a number and
+    `s`, `m`, `h`, `d` or `w`. Stores leave 5 % of the storage free, at most 20 GiB, and 10 % of a
+    filesystem in memory (tmpfs). With less, they are dropped and counted; without `max_bytes`
+    engines then delete as much as they store. `group_max_bytes` bounds each salt group, with
+    `group_by_salt` only. An engine with `read_only` deletes nothing.
+    See [Capacity](capacity.md)."""
     read_only: bool = False
     """Load from the shelf, never write to it. kvshelf detects a shelf that cannot be written (a
     read-only mount, missing permission) without this option; set it for a shelf that is writable

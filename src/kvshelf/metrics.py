@@ -190,10 +190,10 @@ GAUGES: Mapping[str, tuple[str, Literal["sum", "max"]]] = {
     ),
     "shelf_used_bytes": ("bytes of all objects on the shelf, as visits estimate", "max"),
     "unlisted_folders": ("folders that the last visit could not list", "max"),
-    "shelf_limit_bytes": ("upper limit of the shelf in bytes, the smallest of all engines", "max"),
+    "shelf_limit_bytes": ("upper limit of the shelf in bytes, of this engine", "max"),
     "storage_free_bytes": ("bytes that are free on the shelf's storage", "max"),
     "clock_difference_seconds": (
-        "whole seconds by which the storage's clock and this machine's differ, where a bound acts",
+        "whole seconds by which the storage's clock and this machine's differ, as visits find",
         "max",
     ),
     "memory_tier_used_bytes": ("bytes of all objects in the memory tier", "sum"),

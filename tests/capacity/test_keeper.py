@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -184,6 +185,14 @@ def test_an_error_of_its_own_lifts_no_bound(
 
 
 # ----------------------------------------------------------------------------- stores
+
+
+def test_an_end_while_it_works_is_no_error(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    keeper, end = place.keeper(max_bytes=SIZE), threading.Event()
+    monkeypatch.setattr(keeper, "_look", lambda: setattr(keeper, "_end", end))
+    assert keeper._turn() is not None
+    assert keeper._turn() is None and end.is_set()
+    assert place.count("visit_errors") == 0
 
 
 def test_a_store_that_never_fits_deletes_nothing(place: Place) -> None:

@@ -358,7 +358,7 @@ class Keeper:
             if self._written and time.monotonic() >= self._said_at + keepers.ALIVE_SECONDS / 2:
                 # It stores, so it counts, also where no visit is due.
                 self._now()
-            while not self._stops() and (pause := self._pause()) <= 0:
+            while (pause := self._pause()) <= 0 and not self._stops():
                 self._visit()
                 self._look()
         except StorageError as error:
