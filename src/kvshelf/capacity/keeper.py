@@ -219,8 +219,9 @@ class Keeper:
         self._next = secrets.randbelow(FANS)
         #: Folders of a slice, as the last visit had them.
         self._width = 1
-        #: Estimated bytes by folders of groups; the cuts by the same, and "" for all.
+        #: Estimated bytes by folders of groups, and of all; the cuts by the same, and "" for all.
         self._held: dict[str, float] = {}
+        self._sum = 0.0
         #: Bytes that came since they were estimated, if the others write as much as this process.
         self._more = 0.0
         self._cuts: dict[str, _Cut] = {}
@@ -566,7 +567,7 @@ class Keeper:
 
     def _used(self) -> float:
         """Return the estimated bytes of all objects on the shelf."""
-        return max(0.0, sum(self._held.values()) + self._more)
+        return max(0.0, self._sum + self._more)
 
     def _note_held(self, part: Part, share: float) -> None:
         """Update the estimated bytes of each group by what a share of the shelf has."""
@@ -580,6 +581,7 @@ class Keeper:
             self._held[where] = now if before is None else before + (now - before) * weight
         self._more *= 1 - max(share, 1 / _SMOOTH)
         self._held = {name: held for name, held in self._held.items() if self._lister.knows(name)}
+        self._sum = sum(self._held.values())
 
     def _delete_from(self, part: Part, now: float, share: float, largest: int) -> Outcome:
         """Delete what the rules say from a slice."""
