@@ -416,8 +416,8 @@ def test_hybrid_models_use_no_end_within_an_image(
     assert counts(engine) == {"complete": 1}
     # Engines that have such images store what hits before them need.
     other = prompt(203, seed=1)
-    engine.run(other)
-    assert start(model, whole_items=True).run(other) == [expected]
+    start(model, whole_items=True, interval=100).run(other)
+    assert engine.run(other) == [expected]
 
 
 def test_a_load_that_fails_ends_no_wait_that_goes_on(
