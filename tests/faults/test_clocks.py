@@ -14,14 +14,10 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from kvshelf.capacity.rules import Rules
-from kvshelf.capacity.walk import Walk
-from tests.support.walks import clean
 
 from kvshelf.backends import Touched, WriteResult, open_backend
 from kvshelf.backends.base import delete_one
 from kvshelf.errors import BadObjectError
-from kvshelf.metrics import Counters
 from kvshelf.shelf.markers import MARKERS
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef
@@ -39,6 +35,7 @@ from tests.faults.cells import (
 from tests.faults.faultfs import FaultMount
 from tests.faults.test_table import loads_all
 from tests.sim.storage import FaultyStorage
+from tests.support.cleaning import clean
 from tests.support.formats import make_format, sealed
 from tests.support.prompts import make_chunks
 
@@ -117,9 +114,9 @@ def test_leftovers_go_by_the_clock_of_the_storage(
     note_cell(skewed.fault, "list", "fuse")
     folder = f"{FMT.namespace.folder}/{MARKERS}"
     skewed.view.give_up("0" * 32)
-    walk = Walk(skewed.shelf.backend, Counters())
-    assert walk._look_into(folder, Rules(tails=HOUR / 6, markers=HOUR / 6)).count == 0
-    assert walk._look_into(folder, Rules(tails=-HOUR - 60, markers=-HOUR - 60)).count == 1
+    assert clean(skewed.shelf.backend) == 0
+    assert clean(skewed.shelf.backend, HOUR + HOUR + 60) == 1
+    assert not list(skewed.backend.list(folder))
 
 
 def test_a_use_is_recorded_in_the_time_of_the_storage(skewed: Skewed) -> None:
@@ -170,10 +167,7 @@ def test_times_that_make_no_sense(
         assert len(list(engine.rig.shelf.objects())) == len(known.chunks) * FMT.shards
         for name in names:
             assert storage.backend.touch(name) is Touched.TOUCHED
-        folder = names[0].rpartition("/")[0]
-        walk = Walk(engine.rig.shelf.backend, Counters())
-        assert walk.free_space() == 0
-        assert walk._look_into(folder, Rules(tails=HOUR, markers=HOUR)).count == 0
+        assert clean(engine.rig.shelf.backend) == 0
         assert {row.name for row in storage.plain.list()} == set(names)
         assert delete_one(storage.backend, names[0])
         eventually(loads_all(engine, known))

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.walks import clean
 
 from kvshelf.backends import WriteResult
 from kvshelf.backends.base import final_name
@@ -24,6 +23,7 @@ from kvshelf.errors import ObjectMissingError
 from kvshelf.shelf.shelf import Shelf, open_shelf
 from kvshelf.shelf.view import ObjectRef
 from tests.faults import crash_child
+from tests.support.cleaning import clean
 from tests.support.formats import sealed
 from tests.support.prompts import make_chunks
 from tests.support.variants import variants
