@@ -303,8 +303,17 @@ class Keeper:
 
     def wait_for(self, nbytes: int, seconds: float) -> bool:
         """Wait until `nbytes` may be stored; return whether they may."""
+        end = time.monotonic() + seconds
         with self._changed:
-            return self._changed.wait_for(lambda: nbytes <= min(self._credit, self._free), seconds)
+            while nbytes > min(self._credit, self._free):
+                left = end - time.monotonic()
+                if left <= 0:
+                    return False
+                # Each visit begins anew with what was refused.
+                self._refused = True
+                self._thread.wake()
+                self._changed.wait(min(left, _LOOK_SECONDS))
+            return True
 
     def found_full(self) -> None:
         """Note that a write found the storage full."""
