@@ -35,6 +35,8 @@ def wait(name):
 
 
 class Frozen(WrappedBackend):
+    reads_whole = False
+
     def stat(self, names):
         wait("stat")
         return super().stat(names)

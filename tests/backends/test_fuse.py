@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from kvshelf.backends import Backend, BytesLike, Touched, WriteResult
-from kvshelf.backends.base import WriteMode, delete_one
+from kvshelf.backends.base import WriteMode, delete_one, read_into
 from kvshelf.backends.breaker import LEAST_FAILURES
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
@@ -131,7 +131,7 @@ class _ReadableAtOnce(PosixBackend):
         result = super().write(name, buffers, mode)
         for turn in range(300):
             with contextlib.suppress(StorageError):
-                self.read_into(name, memoryview(bytearray(1)))
+                read_into(self, name, memoryview(bytearray(1)))
                 break
             time.sleep(0.0 if turn < 50 else 0.01)
         return result

@@ -269,13 +269,16 @@ def fill(fleet: Fleet, count: int, age: float) -> None:
 
 
 @pytest.mark.long
-def test_a_store_on_a_disk_nearly_full_is_paid_for_by_the_oldest(fleet: Fleet) -> None:
+def test_a_store_on_a_disk_nearly_full_is_paid_for_by_the_oldest(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
     fill(fleet, 3000, 2 * HOUR)
     disk = Disk(fleet, 10000 * MIB, 6600 * MIB)
     before = fleet.storage.nbytes
     writer = fleet.add(1.0)
     fleet.run(300)
     assert writer.dropped < 0.1 * writer.offered
+    assert caplog.text.count("each store deletes as many bytes") == 1
     assert abs(fleet.storage.nbytes - before) < 0.05 * before
     # Others write: the shelf does not shrink, nor does it grow.
     disk.others += 300 * MIB

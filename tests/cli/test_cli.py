@@ -16,7 +16,7 @@ import pytest
 from typer.testing import Result
 
 import kvshelf
-from kvshelf.backends import open_backend
+from kvshelf.backends import Space, open_backend
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.cli import doctor as doctor_module
 from kvshelf.cli.codes import EXIT_CODES
@@ -24,7 +24,7 @@ from kvshelf.errors import PermanentStorageError, StorageError, TransientStorage
 from kvshelf.format.namespace import Namespace
 from kvshelf.shelf.shelf import open_shelf
 from tests.server.node import LocalServer
-from tests.support.commands import run
+from tests.support.commands import done, run
 from tests.support.filled import CHUNK, hybrid, namespace, store
 from tests.support.waiting import until
 
@@ -632,3 +632,11 @@ def test_ls_needs_neither_torch_nor_vllm(unchanged: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert namespace().folder in done.stdout
+
+
+def test_doctor_says_that_a_disk_is_nearly_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PosixBackend, "space", lambda _: Space(1 << 30, 100 << 30))
+    result = done("doctor", tmp_path)
+    assert "1.0 GiB of 100.0 GiB are free: without max_bytes each store" in result.stdout

@@ -420,6 +420,7 @@ class Keeper:
             self._pays = full and self._max_bytes is None and kept > 0
             if self._pays:
                 self._free = max(0.0, paid)
+            pays = self._pays
             if not full and self._why[0] == "free":
                 self._why = ("", "")
             elif full and not self._pays:
@@ -428,6 +429,15 @@ class Keeper:
                     f"{space.free} bytes are free, and stores leave {kept} free: nothing is stored"
                     " until more is free; loads continue",
                 )
+        if pays:
+            self._log.warning(
+                "%s: %d bytes are free, and stores leave %d free: each store deletes as many bytes"
+                " of the chunks that were used longest ago. capacity.max_bytes bounds the shelf",
+                self._guard.url,
+                space.free,
+                kept,
+                about="pays",
+            )
 
     # ------------------------------------------------------------- when a visit is due
 

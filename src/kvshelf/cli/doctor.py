@@ -30,6 +30,7 @@ import typer
 from kvshelf import __version__
 from kvshelf.backends import Backend, Properties, WriteResult, open_backend, settings_of
 from kvshelf.backends.base import delete_one, temporary_name
+from kvshelf.capacity.keeper import least_free
 from kvshelf.cli.codes import GIVEN, OK, PROBLEM, UNREACHABLE, ending_at_once
 from kvshelf.cli.common import DryRunOption, JsonOption, number, told, write_json
 from kvshelf.cli.shelves import ShelfArgument, configured, find_shelf, is_local
@@ -41,6 +42,7 @@ from kvshelf.errors import (
     StorageError,
     UnsupportedError,
     printable,
+    size_text,
 )
 from kvshelf.format.names import parse_namespace_folder
 from kvshelf.paths import cache_dir
@@ -322,9 +324,14 @@ class _Examination:
         return f"{self._opened.url} ({filesystem(self._opened.properties)})"
 
     def _list(self) -> str:
-        return number(
-            sum(map(bool, map(parse_namespace_folder, self._backend.folders()))), "namespace"
-        )
+        found = sum(map(bool, map(parse_namespace_folder, self._backend.folders())))
+        text, space = number(found, "namespace"), self._backend.space()
+        if space is not None and space.free < least_free(space):
+            text += (
+                f"; {size_text(space.free)} of {size_text(space.total)} are free: without max_bytes"
+                " each store deletes as many bytes of the oldest chunks, with it nothing is stored"
+            )
+        return text
 
     def _write(self) -> str:
         before = time.time()
