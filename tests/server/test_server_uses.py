@@ -85,14 +85,14 @@ def test_what_a_client_says_it_has_used_is_recorded_by_the_server(
     used = make()
     names = [*used.names(used.chunks[0]), name_of(FMT, make_tail(FMT))]
     for name in names * 2:
-        answer = used.desk.ask("call", CLIENT, "touch", [name], b"")
+        answer = used.desk.ask("call", CLIENT, "touch", [name, 0.0], b"")
         assert answer == Result(Touched.TOUCHED.value)
     assert used.recorded() == names
 
 
 def test_of_foreign_names_the_storage_is_asked(make: Callable[..., Used]) -> None:
     used = make()
-    assert used.desk.ask("call", CLIENT, "touch", ["some/file"], b"") == Result("touched")
+    assert used.desk.ask("call", CLIENT, "touch", ["some/file", 0.0], b"") == Result("touched")
     assert used.touches.touches.pop() == "some/file"
     assert isinstance(used.desk.ask("call", CLIENT, "touch", [5], b""), Fault)
     assert used.recorded() == []

@@ -104,6 +104,10 @@ _LOOK_SECONDS: Final = 1.0
 _IDLE_SECONDS: Final = 60.0
 #: Seconds for which the time of the own marker counts.
 _SAID_SECONDS: Final = 30.0
+#: Processes that begin together know each other once they say so at this pace; until then each
+#: shares what is left with so many.
+_KNOWN_SECONDS: Final = 1.0
+_AT_FIRST: Final = 8
 #: Seconds of rest for each second of work; where stores need it soon, and where they were refused.
 _REST: Final = 99.0
 _HURRY: Final = 3.0
@@ -684,11 +688,14 @@ class Keeper:
         if bound is None:
             return
         with self._lock:
+            count = self._keepers
+            if self._said_for < _KNOWN_SECONDS:
+                count = max(count, _AT_FIRST)
             left = bound - held - self._begun
             share = bound * self._width / FANS
-            far = min(LOW * bound - held, _STEP * bound) / self._keepers
-            granted = min(left / self._keepers, max(_STEP * share, far))
-            self._room = left / self._keepers
+            far = min(LOW * bound - held, _STEP * bound) / count
+            granted = min(left / count, max(_STEP * share, far))
+            self._room = left / count
             if granted < self._largest <= self._room:
                 granted = self._largest
             self._granted = self._credit = max(0.0, granted)
