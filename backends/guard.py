@@ -54,6 +54,7 @@ Contracts
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import math
 import os
@@ -111,6 +112,8 @@ _LONGEST_TICK: Final = 0.25
 #: storage answers again.
 _STUCK_FACTOR: Final = 3
 
+#: Rows of a listing that have a deadline together: one for each would take as long as the row.
+_ROWS: Final = 16
 #: Names for which a probe has the deadline once: a distant mount answers 4,000 a second.
 _NAMES: Final = 256
 #: One entry for each fork between the first import and this process.
@@ -413,21 +416,15 @@ class GuardedBackend(WrappedBackend):
         hidden: bool = False,
         between: tuple[str, str] | None = None,
     ) -> Iterator[ObjectInfo]:
-        """Stream the objects below a folder; each step has a deadline of its own."""
+        """Stream the objects below a folder; every few of them have a deadline of their own."""
         with _Guarded(self, LIST, prefix, self.deadlines.read):
             rows = iter(self.inner.list(prefix, hidden=hidden, between=between))
         while True:
-            # No context manager, which would take as long as the row.
-            call = self._enter(LIST, prefix, self.deadlines.read)
-            try:
-                row = next(rows, None)
-            except BaseException as error:
-                self._leave(call, error)
-                raise
-            self._leave(call)
-            if row is None:
+            with _Guarded(self, LIST, prefix, self.deadlines.read):
+                some = [*itertools.islice(rows, _ROWS)]
+            if not some:
                 return
-            yield row
+            yield from some
 
     def folders(self, prefix: str = "") -> Sequence[str]:
         with _Guarded(self, LIST, prefix, self.deadlines.read):
