@@ -43,7 +43,7 @@ def test_tails_are_looked_for_from_the_first_hand_over_on(
     make_worker: Callable[..., WorkerRig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[Keeper] = []
-    monkeypatch.setattr(Keeper, "hands_over", lambda keeper: begun.append(keeper))
+    monkeypatch.setattr(Keeper, "hands_over", begun.append)
     rig = make_worker()
     chunks = rig.chunks(2)
     rig.store(chunks[:1])

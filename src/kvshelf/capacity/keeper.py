@@ -90,8 +90,9 @@ LOW: Final = 0.92
 HIGH: Final = 0.97
 #: Part of a slice's share of the bound that is written from one visit to the next.
 _STEP: Final = 0.05
-#: Part of the bound that may be written before the first visit has ended.
+#: Part of the bound that may be written before the first visit has ended, and by its first chunk.
 _FIRST: Final = 1 / 256
+_FIRST_CHUNK: Final = 1 / 8
 #: Slices over which numbers are smoothed.
 _SMOOTH: Final = 5
 #: What stores leave free: a part of the storage, at most this many bytes; of a filesystem in
@@ -104,10 +105,8 @@ _LOOK_SECONDS: Final = 1.0
 _IDLE_SECONDS: Final = 60.0
 #: Seconds for which the time of the own marker counts.
 _SAID_SECONDS: Final = 30.0
-#: Processes that begin together know each other once they say so at this pace; until then each
-#: shares what is left with so many.
+#: Processes that begin together know each other once they say so at this pace.
 _KNOWN_SECONDS: Final = 1.0
-_AT_FIRST: Final = 8
 #: Seconds of rest for each second of work; where stores need it soon, and where they were refused.
 _REST: Final = 99.0
 _HURRY: Final = 3.0
@@ -261,6 +260,7 @@ class Keeper:
         self._leaves_until = -math.inf
         if self._max_bytes is not None:
             self._granted = self._credit = self._max_bytes * _FIRST
+            self._room = self._max_bytes * _FIRST_CHUNK
             counters.set_gauge("shelf_limit_bytes", self._max_bytes)
 
     def start(self) -> None:
@@ -369,9 +369,7 @@ class Keeper:
             return _TROUBLE_SECONDS
         try:
             self._look()
-            if self._written and time.monotonic() >= self._said_at + keepers.ALIVE_SECONDS / 2:
-                # It stores, so it counts, also where no visit is due.
-                self._now()
+            self._say_again()
             while (pause := self._pause()) <= 0 and not self._stops():
                 self._visit()
                 self._look()
@@ -382,7 +380,7 @@ class Keeper:
             self._log.error("%s: a visit failed", self._guard.url, exc_info=error)
             pause = _REFUSED_SECONDS
         else:
-            return max(_LEAST_PAUSE, min(pause, self._look_in()))
+            return max(_LEAST_PAUSE, min(pause, self._look_in(), self._say_again()))
         self._trouble_until = time.monotonic() + pause
         return self._look_in()
 
@@ -532,6 +530,18 @@ class Keeper:
             self._ahead = at - self._said_at
             self._counters.set_gauge("clock_difference_seconds", round(abs(at - time.time())))
         return time.monotonic() + self._ahead
+
+    def _say_again(self) -> float:
+        """Write the marker if it is time, where no visit did; return the seconds until it is."""
+        begins = self._said_for < _KNOWN_SECONDS
+        if not self._ended or not (begins or self._written):
+            return math.inf
+        pause = self._said_for if begins else keepers.ALIVE_SECONDS / 2
+        left = self._said_at + pause - time.monotonic()
+        if left <= 0:
+            self._now()
+            self._grant()
+        return max(left, _LEAST_PAUSE)
 
     def _evicts_after(self) -> float | None:
         """Return the age at which chunks that were used are deleted."""
@@ -697,14 +707,11 @@ class Keeper:
         if bound is None:
             return
         with self._lock:
-            count = self._keepers
-            if self._said_for < _KNOWN_SECONDS:
-                count = max(count, _AT_FIRST)
             left = bound - held - self._begun
             share = bound * self._width / FANS
-            far = min(LOW * bound - held, _STEP * bound) / count
-            granted = min(left / count, max(_STEP * share, far))
-            self._room = left / count
+            far = min(LOW * bound - held, _STEP * bound) / self._keepers
+            granted = min(left / self._keepers, max(_STEP * share, far))
+            self._room = left / self._keepers
             if granted < self._largest <= self._room:
                 granted = self._largest
             self._granted = self._credit = max(0.0, granted)
