@@ -43,7 +43,11 @@ def test_tails_are_looked_for_from_the_first_hand_over_on(
     make_worker: Callable[..., WorkerRig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[Keeper] = []
-    monkeypatch.setattr(Keeper, "hands_over", begun.append)
+
+    def noted(keeper: Keeper) -> None:
+        begun.append(keeper)
+
+    monkeypatch.setattr(Keeper, "hands_over", noted)
     rig = make_worker()
     chunks = rig.chunks(2)
     rig.store(chunks[:1])
