@@ -478,3 +478,15 @@ def _no_seconds_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 def test_a_keeper_needs_a_shelf_with_a_backend(place: Place) -> None:
     assert isinstance(place.keeper(), Keeper)
+
+
+def test_of_units_of_one_age_no_more_go_than_must(fleet: Fleet) -> None:
+    """All of a shelf may have been copied there at one time."""
+    writer = fleet.add(20.0, max_bytes=2000 * MIB)
+    writer.keeper._credit = writer.keeper._granted = float("inf")
+    for _ in range(1700):
+        fleet.store(writer)
+    writer.keeper._credit = writer.keeper._granted = 8.0 * MIB
+    fleet.run(60)
+    late = fleet.fills[len(fleet.fills) // 2 :]
+    assert min(late) >= 0.85 * 2000 * MIB and fleet.most <= 2000 * MIB

@@ -88,6 +88,8 @@ SLICE: Final = 2048
 #: down to the second in any case.
 LOW: Final = 0.92
 HIGH: Final = 0.97
+#: A visit deletes at most so many times what it has to on average.
+_MOST_PART: Final = 2.0
 #: Part of a slice's share of the bound that is written from one visit to the next.
 _STEP: Final = 0.05
 #: Part of the bound that may be written before the first visit has ended, and by its first chunk.
@@ -170,7 +172,8 @@ class _Cut:
         if found < math.inf:
             self.at = found if self.at is None else self.at + (found - self.at) * weight
         at = math.inf if self.at is None else self.at
-        return min(at, score_to_free(units, high))
+        # Where most units have about the same age, all of them may be older than what was learned.
+        return max(min(at, score_to_free(units, high)), score_to_free(units, _MOST_PART * low))
 
 
 class HasBackend(Protocol):
