@@ -64,8 +64,10 @@ def write(url: str, options: dict[str, Any], rate: float, max_bytes: int, second
     keeper.start()
     guard, data = shelf.backend, bytes(OBJECT_BYTES)
     found: Counter[str] = Counter()
-    print(flush=True)
     # The shelf is known before anything is stored.
+    while not counters.snapshot().get("visits"):
+        time.sleep(0.02)
+    print(flush=True)
     sys.stdin.readline()
     begin = time.monotonic()
     while (now := time.monotonic()) < begin + seconds:

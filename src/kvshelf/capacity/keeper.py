@@ -241,7 +241,7 @@ class Keeper:
         #: When visits are possible again, the last one ended, and the seconds that it worked.
         self._trouble_until = 0.0
         self._ended = 0.0
-        self._cost = 0.0
+        self._cost = self._wall = 0.0
         self._aged_at = 0.0
         self._looked_at = -math.inf
         #: What may be written for the bound, and because of free space; what is under way.
@@ -474,7 +474,11 @@ class Keeper:
         """Return the seconds until a visit is due."""
         now = time.monotonic()
         with self._lock:
-            used = self._credit < self._granted / 2 or (self._refused and self._credit < math.inf)
+            # What is written while a visit takes place must fit as well.
+            meanwhile = self._written / max(now - self._ended, _LEAST_PAUSE) * self._wall
+            used = self._credit < max(self._granted / 2, meanwhile) or (
+                self._refused and self._credit < math.inf
+            )
             pays = self._pays and self._refused
         held, bound = self._used(), self._max_bytes
         rested = self._ended + self._cost * _REST - now
@@ -553,12 +557,13 @@ class Keeper:
 
     def _visit(self) -> None:
         """List the next slice, and delete from it."""
-        begin = time.thread_time()
+        begin, begun = time.thread_time(), time.monotonic()
         try:
             self._visit_next()
         finally:
             self._cost = time.thread_time() - begin
             self._ended = time.monotonic()
+            self._wall = self._ended - begun
             self._counters.add("visit_seconds", self._cost)
         self._counters.add("visits")
 
@@ -580,6 +585,8 @@ class Keeper:
             self._full_at = time.monotonic() + _FULL_SECONDS
         self._say_skipped(part)
         self._note_held(part, listed / FANS)
+        # Stores need not wait for the deletion.
+        self._grant()
         outcome = self._delete_from(part, now, listed / FANS, largest)
         self._grant()
         has_room = min(self._credit, self._free) >= max(self._largest, 1)
