@@ -818,7 +818,7 @@ def test_a_writer_that_is_killed_leaves_a_tier_that_works(tmp_path: Path, object
     killed = run_child(tmp_path / "tier", **job, objects=objects, half=True)
     out, _ = killed.communicate(timeout=60)
     assert json.loads(out) == [None]
-    assert len(list(tmp_path.rglob(".*.tmp"))) == 1
+    assert len(list(tmp_path.rglob(".*.safetensors.*.tmp"))) == 1
     before = check_tier(tmp_path / "tier")
     assert before == min(objects - 1, before)
     after = run_child(tmp_path / "tier", **job, objects=50)
