@@ -216,6 +216,15 @@ def test_where_nothing_worked_a_listing_is_tried(rig: Rig) -> None:
     assert rig.faults.counts["folders"] == 1
 
 
+def test_a_trial_that_fails_after_another_worked_does_not_stop_it_again() -> None:
+    breaker = Breaker(["read"], Backoff(0.0, 60.0), lambda *_: None)
+    breaker.trip("broken")
+    assert breaker.try_half_open()
+    breaker.close()
+    breaker.trip("a trial that hung", trial=True)
+    assert breaker.state is BreakerState.CLOSED and breaker.opened == 1
+
+
 def test_the_backoff_grows_up_to_a_bound_and_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     now = make_clock(monkeypatch)
     seen: set[float] = set()
