@@ -70,6 +70,7 @@ from kvshelf.capacity.visit import (
     delete,
     is_old,
     reason_to_delete,
+    same_age,
     score,
     score_to_free,
 )
@@ -121,9 +122,6 @@ _TROUBLE_SECONDS: Final = 30.0
 _REFUSED_SECONDS: Final = 3600.0
 #: Seconds from one round for leftovers on a full disk to the next.
 _FULL_SECONDS: Final = 600.0
-#: Part of an age, and least seconds, within which ages count as equal.
-_SAME_PART: Final = 1 / 32
-_LEAST_SAME: Final = 1.0
 #: Most groups that lost objects of which a log line tells.
 _MOST_GROUPS: Final = 32
 _JOIN_SECONDS: Final = 0.5
@@ -211,8 +209,8 @@ class Keeper:
     ) -> None:
         self._guard = shelf.backend
         self._counters = counters
-        self._max_bytes = _whole(capacity.max_bytes)
-        self._group_max_bytes = _whole(capacity.group_max_bytes)
+        self._max_bytes = capacity.max_bytes
+        self._group_max_bytes = capacity.group_max_bytes
         self._rules = Rules(max_age=capacity.max_age)
         self._resolution = resolution(capacity.max_age)
         self._log = RateLimitedLog(logger, seconds=HOUR)
@@ -577,8 +575,7 @@ class Keeper:
         if self._stops():
             return
         self._next = (self._next + listed) % FANS
-        chunks = len({unit.key for unit in part.units})
-        self._width = min(FANS, max(1, -(-listed * SLICE // max(chunks, 1))))
+        self._width = min(FANS, max(1, -(-listed * SLICE // max(part.chunks, 1))))
         self._aged_at = time.monotonic()
         self._full_left = max(0, self._full_left - listed)
         if not self._full_left:
@@ -616,7 +613,7 @@ class Keeper:
         """Update the estimated bytes of each group by what a share of the shelf has."""
         found = dict.fromkeys(part.seen, 0)
         for unit in part.units:
-            found[f"{unit.space}/{unit.group}"] += unit.nbytes
+            found[unit.where] += unit.nbytes
         for where, nbytes in found.items():
             seen, _ = part.seen[where]
             before, now = self._held.get(where), nbytes / seen
@@ -635,7 +632,7 @@ class Keeper:
         if pins.problem is not None:
             self._log.warning("%s: %s", self._guard.url, pins.problem, about="pins")
         kept = [bool(pins) and pins.covers(u.space, u.group, u.key) for u in part.units]
-        same = max(_LEAST_SAME, min(self._resolution, (self._evicts_after() or HOUR) * _SAME_PART))
+        same = same_age(self._evicts_after() or HOUR, self._resolution)
         scores = [score(aged(unit, now), unit.index, same) for unit in part.units]
         cuts = self._move_cuts(part, scores, kept, now, max(share, 1 / _SMOOTH), largest)
         picked: list[Picked] = [
@@ -668,7 +665,7 @@ class Keeper:
             for i in order:
                 unit = part.units[i]
                 if unit.group != "_":
-                    groups.setdefault(f"{unit.space}/{unit.group}", []).append(i)
+                    groups.setdefault(unit.where, []).append(i)
             for where, some in groups.items():
                 (seen, _), held = part.seen[where], self._held.get(where, 0.0)
                 cut = self._cuts.setdefault(where, _Cut())
@@ -750,7 +747,3 @@ class Keeper:
             self._used(),
             "; ".join(groups),
         )
-
-
-def _whole(nbytes: float | None) -> int | None:
-    return None if nbytes is None else int(nbytes)

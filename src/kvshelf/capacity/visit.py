@@ -65,6 +65,9 @@ _MOST_BYTES: Final = 64 << 30
 _NEVER_USED_AGES: Final = 2.0
 #: An access time so much later than the modification time is a use.
 _USE_SECONDS: Final = 2.0
+#: Part of an age, and least seconds, within which ages count as equal.
+_SAME_PART: Final = 1 / 32
+_LEAST_SAME: Final = 1.0
 #: The place in a prompt at which half of what a place counts for is reached.
 _HALF_DEPTH: Final = 64
 #: What the place counts for among equal ages, against the rest of the age.
@@ -141,6 +144,11 @@ class Unit:
     hit: bool = False
     nbytes: int = 0
     names: list[str] = field(default_factory=list)
+
+    @property
+    def where(self) -> str:
+        """The folder of its salt group."""
+        return f"{self.space}/{self.group}"
 
 
 class Leftover(NamedTuple):
@@ -242,6 +250,14 @@ def score(age: float, index: int, same: float) -> float:
     return same * (equal + _DEPTH_PART * index / (index + _HALF_DEPTH)) + (1 - _DEPTH_PART) * rest
 
 
+def same_age(age: float, most: float) -> float:
+    """Return the seconds within which ages count as equal where units have about `age` seconds.
+
+    At most `most` seconds, and at least one: the uses of a hit are recorded one after the other.
+    """
+    return max(_LEAST_SAME, min(most, age * _SAME_PART))
+
+
 def score_to_free(scored: Iterable[tuple[float, int]], free: float) -> float:
     """Return the score from which on units have at least `free` bytes; infinite if that is 0.
 
@@ -291,7 +307,7 @@ def reason_to_delete(
         return None
     if rules.max_age is not None and unit.used < old_at - rules.max_age:
         return Reason.AGE
-    if scored >= cuts.get(f"{unit.space}/{unit.group}", float("inf")):
+    if scored >= cuts.get(unit.where, float("inf")):
         return Reason.GROUP
     return Reason.SIZE if scored >= cuts.get("", float("inf")) else None
 
@@ -329,6 +345,8 @@ class Part:
     skipped : dict of str and StorageError
         Folders that could not be listed.
     files : int
+    chunks : int
+        As far as they were counted.
     """
 
     units: list[Unit] = field(default_factory=list)
@@ -337,6 +355,7 @@ class Part:
     seen: dict[str, tuple[float, int]] = field(default_factory=dict)
     skipped: dict[str, StorageError] = field(default_factory=dict)
     files: int = 0
+    chunks: int = 0
 
     def join(self, other: Part) -> None:
         """Add what lies in another part."""
@@ -446,13 +465,13 @@ class Lister:
         self._files = {
             name: files for name, files in self._files.items() if name.partition("/")[0] in there
         }
-        part, listed, found = Part(), 0, 0
-        while listed < FANS and found < chunks and not self._stop():
+        part, listed = Part(), 0
+        while listed < FANS and part.chunks < chunks and not self._stop():
             begin = (first + listed) % FANS
             width = min(width, FANS - listed, FANS - begin)
             before = len(part.units)
             self._slice(spaces, begin, begin + width - 1, now, part)
-            found += len({unit.key for unit in part.units[before:]})
+            part.chunks += len({unit.key for unit in part.units[before:]})
             listed += width
             width = listed
         if part.skipped and not part.seen:
@@ -507,14 +526,8 @@ class Lister:
             yield part
             folders = [name for name in self._backend.folders() if parse_namespace_folder(name)]
         for space in folders:
-            part, groups = Part(), list[str]()
-            try:
-                self._add(space, now, part, between=_HIDDEN)
-                groups += self._backend.folders(space)
-                if not groups:
-                    self._note_unused(space, part)
-            except StorageError as error:
-                part.skipped[space] = error
+            part = Part()
+            groups = self._groups(space, now, part, beside=True)
             yield part
             for one in groups:
                 if group is None or group == one:
@@ -524,16 +537,7 @@ class Lister:
         """Return what lies in some fan-out folders of a namespace; called on any thread."""
         part = Part()
         small, mine = self._small(space), first <= fan_of(space) <= last
-        groups: Sequence[str] = ()
-        try:
-            if mine:
-                self._add(f"{space}", now, part, between=_HIDDEN)
-            groups = self._backend.folders(space)
-            if mine and not groups:
-                self._note_unused(space, part)
-        except StorageError as error:
-            part.skipped[space] = error
-        for group in groups:
+        for group in self._groups(space, now, part, beside=mine):
             where = f"{space}/{group}"
             whole = small or (self._small(where) and first <= fan_of(where) <= last)
             if not whole and self._small(where):
@@ -548,6 +552,19 @@ class Lister:
             if good > 0:
                 part.seen[where] = good / FANS, files
         return part
+
+    def _groups(self, space: str, now: float, part: Part, *, beside: bool) -> Sequence[str]:
+        """Return the folders of a namespace's groups; add what lies `beside` them."""
+        try:
+            if beside:
+                self._add(space, now, part, between=_HIDDEN)
+            groups = self._backend.folders(space)
+            if beside and not groups:
+                self._note_unused(space, part)
+        except StorageError as error:
+            part.skipped[space] = error
+            return ()
+        return groups
 
     def knows(self, where: str) -> bool:
         """Whether the folder of a group was listed, and its namespace is still there."""
@@ -734,8 +751,7 @@ def delete(
                     total = outcome.deleted.setdefault(reason, Total())
                     total.add(deleted.nbytes, deleted.count)
                     if isinstance(what, Unit):
-                        at = f"{what.space}/{what.group}", reason
-                        lost = outcome.lost.setdefault(at, Lost())
+                        lost = outcome.lost.setdefault((what.where, reason), Lost())
                         lost.add(deleted.nbytes, deleted.count)
                         lost.oldest = min(lost.oldest, what.used)
                 outcome.kept.add(kept.nbytes, kept.count)

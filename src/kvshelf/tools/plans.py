@@ -40,6 +40,7 @@ from kvshelf.capacity.visit import (
     aged,
     is_old,
     reason_to_delete,
+    same_age,
     score,
 )
 from kvshelf.errors import StorageError, size_text
@@ -50,10 +51,6 @@ from kvshelf.tools.prompt_objects import known_formats, prompt_objects
 from kvshelf.tools.prompts import Prompt, TokenPrompt
 from kvshelf.tools.usage import Row
 
-#: Part of the median age within which ages count as equal, and bounds of that in seconds.
-_SAME_PART: Final = 1 / 32
-_LEAST_SAME: Final = 1.0
-_MOST_SAME: Final = HOUR
 #: Reasons for which objects are deleted.
 _OF_UNITS: Final = {Reason.TAIL, Reason.AGE, Reason.GROUP, Reason.SIZE, Reason.CHOSEN}
 
@@ -105,7 +102,7 @@ class Plan:
     pins: Pins = field(default_factory=Pins)
     now: float = 0.0
     old_at: float = 0.0
-    same: float = _LEAST_SAME
+    same: float = 1.0
     cuts: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -196,7 +193,7 @@ def make(
             if reason is not None:
                 plan.choose(reason, what.nbytes)
             continue
-        count, where = len(what.names), f"{what.space}/{what.group}"
+        count, where = len(what.names), what.where
         plan.before.add(what.nbytes, count)
         if reason is not None:
             plan.choose(reason, what.nbytes, count)
@@ -276,7 +273,7 @@ def _cut(plan: Plan, groups: dict[str, _Group]) -> None:
     ages = np.concatenate([np.empty(0), *(np.asarray(one.aged) for one in groups.values())])
     if not len(ages):
         return
-    plan.same = min(max(_LEAST_SAME, float(np.median(ages)) * _SAME_PART), _MOST_SAME)
+    plan.same = same_age(float(np.median(ages)), HOUR)
     bound, quota = plan.max_bytes, plan.group_max_bytes
     left: list[_Columns] = []
     for where, one in groups.items():

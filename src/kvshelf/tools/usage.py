@@ -86,7 +86,7 @@ def _age_name(unit: Unit, now: float) -> str:
 #: From a unit, and the time, to the name of its row.
 BREAKDOWNS: Final[dict[str, Callable[[Unit, float], str]]] = {
     "namespace": lambda unit, now: unit.space,
-    "group": lambda unit, now: f"{unit.space}/{unit.group}",
+    "group": lambda unit, now: unit.where,
     "age": _age_name,
 }
 
