@@ -462,15 +462,15 @@ class Keeper:
     @property
     def _ages(self) -> bool:
         """Whether anything may be deleted because of its age."""
-        if self._guard.written:
-            self._guard.written.clear()
-            if self._guard.inner.properties.temporaries:
-                self._leaves_until = time.monotonic() + _LEAVES_SECONDS
         return self._rules.max_age is not None or time.monotonic() < self._leaves_until
 
     def _pause(self) -> float:
         """Return the seconds until a visit is due."""
         now = time.monotonic()
+        if self._guard.written:
+            self._guard.written.clear()
+            if self._guard.inner.properties.temporaries:
+                self._leaves_until = now + _LEAVES_SECONDS
         with self._lock:
             # What is written while a visit takes place must fit as well.
             meanwhile = self._written / max(now - self._ended, _LEAST_PAUSE) * self._wall
