@@ -181,7 +181,7 @@ class Assembly:
             return
         if self.keeper is None:
             self.keeper = Keeper(
-                shelf, config.capacity, self.counters, on_thread_start=self._on_thread_start
+                shelf.backend, config.capacity, self.counters, on_thread_start=self._on_thread_start
             )
         self.keeper.start()
 

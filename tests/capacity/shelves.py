@@ -79,7 +79,7 @@ class Place:
     def keeper(self, **capacity: object) -> Keeper:
         """Return a keeper of this shelf, which is not started: :meth:`round` drives it."""
         config = CapacityConfig.model_validate(capacity)
-        return Keeper(self.shelf, config, self.counters)
+        return Keeper(self.shelf.backend, config, self.counters)
 
     def round(self, keeper: Keeper) -> None:
         """Have a keeper visit all of the shelf; raise what a visit raises."""

@@ -164,6 +164,29 @@ def test_a_writer_killed_at_every_step_of_a_repair(run: Kill, tmp_path: Path) ->
     assert last > 40
 
 
+def test_a_keeper_killed_at_every_step_of_a_visit(run: Kill, tmp_path: Path) -> None:
+    good = tmp_path / "good"
+    with open_shelf(good) as shelf:
+        store_all(shelf)
+    deleted = set()
+    for last in itertools.count():
+        root = tmp_path / str(last)
+        shutil.copytree(good, root)
+        (code,) = run({"root": str(root), "job": "visit", "last": last})
+        with open_shelf(root) as shelf:
+            deleted.add(len(ITEMS) - sum(1 for _ in shelf.objects()))
+        check(root)
+        # What is left of it lifts no bound.
+        assert run({"root": str(root), "job": "visit", "last": NEVER}) == [0]
+        with open_shelf(root) as shelf:
+            assert list(shelf.objects()) == []
+        shutil.rmtree(root)
+        if code == 0:
+            break
+    # It died between any two deletions.
+    assert deleted == set(range(len(ITEMS) + 1))
+
+
 def test_two_writers_killed_at_any_steps(run: Kill, tmp_path: Path) -> None:
     chance = random.Random(1)
     killed = 0

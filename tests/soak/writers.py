@@ -60,7 +60,7 @@ def write(url: str, options: dict[str, Any], rate: float, max_bytes: int, second
     counters = Counters()
     shelf = Shelf(open_backend(url, storage_options=options))
     capacity = CapacityConfig.model_validate({"max_bytes": max_bytes})
-    keeper = Keeper(shelf, capacity, counters)
+    keeper = Keeper(shelf.backend, capacity, counters)
     keeper.start()
     guard, data = shelf.backend, bytes(OBJECT_BYTES)
     found: Counter[str] = Counter()

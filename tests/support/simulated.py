@@ -101,9 +101,7 @@ class Fleet:
             name: options.pop(name) for name in CapacityConfig.model_fields if name in options
         }
         guarded, counters = GuardedBackend(self.storage), Counters()
-        keeper = Keeper(
-            SimpleNamespace(backend=guarded), CapacityConfig.model_validate(bounds), counters
-        )
+        keeper = Keeper(guarded, CapacityConfig.model_validate(bounds), counters)
         guarded.bound, guarded.on_full = keeper, keeper.found_full
         writer = Writer(keeper, counters, guarded, rate, **options)
         self.writers.append(writer)

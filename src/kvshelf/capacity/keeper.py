@@ -48,7 +48,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from kvshelf.backends.base import NEVER_OLD, Space, time_for_ages
 from kvshelf.backends.guard import GuardedBackend
@@ -174,21 +174,13 @@ class _Cut:
         return max(min(at, score_to_free(units, high)), score_to_free(units, _MOST_PART * low))
 
 
-class HasBackend(Protocol):
-    """A shelf, with or without tiers in front of it."""
-
-    @property
-    def backend(self) -> GuardedBackend:
-        """Its storage."""
-
-
 class Keeper:
     """One process's part in keeping a shelf within its bounds.
 
     Parameters
     ----------
-    shelf : HasBackend
-        Its stores ask the keeper from :meth:`start` on, through its backend.
+    guard : GuardedBackend
+        Of the shelf. Its writes ask the keeper from :meth:`start` on.
     capacity : CapacityConfig
     counters : Counters
         Gets ``visits``, ``visit_seconds``, ``visit_errors``, ``shelf_evicted_objects``,
@@ -201,13 +193,13 @@ class Keeper:
 
     def __init__(
         self,
-        shelf: HasBackend,
+        guard: GuardedBackend,
         capacity: CapacityConfig,
         counters: Counters,
         *,
         on_thread_start: Callable[[], None] | None = None,
     ) -> None:
-        self._guard = shelf.backend
+        self._guard = guard
         self._counters = counters
         self._max_bytes = capacity.max_bytes
         self._group_max_bytes = capacity.group_max_bytes

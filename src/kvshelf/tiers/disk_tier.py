@@ -244,7 +244,7 @@ class DiskTier:
         guard.watch(_PassOn(self))
         opened = Shelf(guard)
         self._keeper = Keeper(
-            opened,
+            guard,
             CapacityConfig(max_bytes=ByteSize(self.max_bytes)),
             _KeeperCounters(self._counters),
             on_thread_start=self._on_thread_start,
