@@ -458,7 +458,7 @@ class S3Backend(Backend):
         """
         is_listed = _is_name if hidden else _is_listed
         folder = check_name(prefix) + "/" if prefix else ""
-        for row in self._rows(prefix, folder + between[0] if between else None):
+        for row in self._rows(prefix, folder + _just_before(between[0]) if between else None):
             name = row.name[len(folder) :]
             if not row.name.startswith(folder):
                 continue
@@ -566,6 +566,16 @@ class S3Backend(Backend):
     def close(self) -> None:
         """Close the client."""
         self.client.close()
+
+
+def _just_before(first: str) -> str:
+    """Return a key behind which a listing begins that has the folder `first`, and few before it.
+
+    SeaweedFS leaves out a folder whose name is that key.
+    """
+    before = chr(ord(first[-1]) - 1)
+    # A slash would make it the key of a folder.
+    return f"{first[:-1]}{'.' if before == '/' else before}~"
 
 
 def _is_listed(name: str) -> bool:

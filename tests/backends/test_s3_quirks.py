@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from typer.testing import CliRunner
@@ -213,3 +214,26 @@ def test_doctor_shows_what_a_store_lacks(moto: S3Server, store: S3Proxy) -> None
     env = {"KVSHELF_STORAGE_OPTIONS": json.dumps(moto.options(endpoint_url=store.endpoint))}
     result = CliRunner().invoke(app, ["doctor", f"s3://{BUCKET}/kv"], env=env)
     assert "no-checksums: objects are written without a checksum" in result.stdout
+
+
+def test_listings_begin_behind_no_folder_that_is_listed(moto: S3Server, store: S3Proxy) -> None:
+    """SeaweedFS leaves out what is in a folder of which a listing begins behind the name."""
+    begins: list[str] = []
+
+    def watching(request: Any) -> None:
+        begins.extend(parse_qs(urlsplit(request.path).query).get("start-after", []))
+
+    with closing(opened(moto, store)) as backend:
+        for folder in ("00", "0e", "0f", "10", "a0"):
+            backend.write(f"n/{folder}/1", [b"12"])
+        store.refuses = watching
+        for first, last, found in (
+            ("00", "0e", ["00", "0e"]),
+            ("0f", "0f", ["0f"]),
+            ("10", "ff", ["10", "a0"]),
+            ("a0", "a0", ["a0"]),
+        ):
+            rows = list(backend.list("n", between=(first, last)))
+            assert [row.name.split("/")[1] for row in rows] == found
+            begin = begins.pop().rpartition("/")[2]
+            assert not begins and begin < first and begin not in ("00", "0e", "0f", "10", "a0")
