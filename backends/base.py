@@ -30,7 +30,6 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 from xxhash import xxh3_128_hexdigest
 
-from kvshelf.backends.notices import Notices
 from kvshelf.errors import ObjectNameError, StorageError
 from kvshelf.logs import RateLimitedLog
 
@@ -140,8 +139,6 @@ class Properties:
     ----------
     filesystem : str
         Short name, for display: ``ext4``, ``nfs``, ``fuse``, ``memory``, ``s3`` …
-    notifications : bool
-        There are notices, see :meth:`Backend.notices`.
     cache_seconds : float
         How long the storage's own caches may give outdated answers.
     links : bool
@@ -173,7 +170,6 @@ class Properties:
     """
 
     filesystem: str
-    notifications: bool = False
     cache_seconds: float = 0.0
     links: bool = False
     concurrency: int = 8
@@ -548,13 +544,6 @@ class Backend(ABC):
         ------
         StorageError
             If the storage failed.
-        """
-        return None
-
-    def notices(self) -> Notices | None:
-        """Return what says which objects appear in chosen folders, for the caller to close.
-
-        Never blocks. None where there are no notices, or the system allows no more.
         """
         return None
 

@@ -61,7 +61,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, TypeVar, cast
 
@@ -460,10 +459,6 @@ class GuardedBackend(WrappedBackend):
     def space(self) -> Space | None:
         with _Guarded(self, PROBE, "", self.deadlines.probe):
             return self.inner.space()
-
-    def tracked_probe(self, name: str) -> AbstractContextManager[object]:
-        """Apply the deadline and breaker of probes to calls made outside of this backend."""
-        return _Guarded(self, PROBE, name, self.deadlines.probe, counts_success=False)
 
     # ------------------------------------------------------------------------ bookkeeping
 

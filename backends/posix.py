@@ -57,7 +57,6 @@ from kvshelf.backends.base import (
     temporary_name,
 )
 from kvshelf.backends.native import can_read_files, read_whole_files
-from kvshelf.backends.notices import FolderNotices
 from kvshelf.backends.oserrors import storage_error
 from kvshelf.backends.posix_folders import READ, READ_NOATIME, Folders, not_regular
 from kvshelf.backends.posix_listing import Listing
@@ -157,7 +156,6 @@ class PosixBackend(Backend):
         self._listing = Listing(self._place, self._folders, mount)
         self._properties = Properties(
             filesystem=mount.kind,
-            notifications=mount.local,
             cache_seconds=mount.cache_seconds,
             links=True,
             concurrency=8 if mount.local else 32,
@@ -234,15 +232,6 @@ class PosixBackend(Backend):
             if fd >= 0:
                 os.close(fd)
         return answers
-
-    def notices(self) -> FolderNotices | None:
-        """Return what says which objects appear in chosen folders, on local filesystems."""
-        if not self._properties.notifications:
-            return None
-        try:
-            return FolderNotices(self._root)
-        except OSError:
-            return None
 
     def info(self, name: str) -> ObjectInfo | None:
         """Return size and times of the entry at `name`, without following links."""

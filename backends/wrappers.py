@@ -72,7 +72,6 @@ class WrappedBackend(Backend):
     folders = _forwarded(Backend.folders)
     delete = _forwarded(Backend.delete)
     set_aside = _forwarded(Backend.set_aside)
-    notices = _forwarded(Backend.notices)
     touch = _forwarded(Backend.touch)
     space = _forwarded(Backend.space)
     close = _forwarded(Backend.close)

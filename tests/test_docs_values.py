@@ -20,7 +20,7 @@ from kvshelf.capacity import keeper, keepers, visit
 from kvshelf.cli import deletion
 from kvshelf.config import LEAST_MAX_AGE, Config
 from kvshelf.server import answers, messages, service
-from kvshelf.shelf import failed_keys, presence, waits
+from kvshelf.shelf import failed_keys, waits
 from kvshelf.shelf.presence import PresenceCache
 from kvshelf.tools import copying
 from tests.support.commands import all_commands, run
@@ -125,17 +125,16 @@ SAID: list[tuple[str, list[float]]] = [
     ),
     (
         rf"before such a chunk of a search \| {VALUE} \| until a load",
-        [default_of(PresenceCache, "seen_seconds")],
+        [default_of(PresenceCache, "seconds")],
+    ),
+    (rf"The cache holds at most {VALUE} chunks", [default_of(PresenceCache, "limit")]),
+    (
+        rf"of low latency \| every {VALUE}, and less often when many wait, but every {VALUE} \|",
+        [waits._SHORTEST, waits._LONGEST],
     ),
     (
-        rf"a chunk that was missing \| {VALUE} \| until this engine",
-        [default_of(PresenceCache, "missing_seconds")],
-    ),
-    (rf"that a load did not find \| {VALUE} \|", [default_of(PresenceCache, "gap_seconds")]),
-    (rf"The cache holds at most {VALUE} chunks", [presence._EVENTS]),
-    (
-        rf"every {VALUE}, on storage of high latency every {VALUE}, and less often when many wait",
-        [waits._SHORTEST, waits._SHORTEST_HIGH_LATENCY],
+        rf"of high latency \| every {VALUE}, and less often when many wait \|",
+        [waits._LONGEST],
     ),
     (
         rf"a producer that gave up every {VALUE}, on high-latency storage every {VALUE}\.",

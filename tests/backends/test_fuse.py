@@ -56,8 +56,6 @@ pytestmark = pytest.mark.real
 
 #: How long the caches of the mounts lie.
 CACHE_SECONDS = 5.0
-#: A look-up remembers for so long that something was missing.
-MISSING_SECONDS = 1.0
 FMT = make_format(shards=2)
 
 
@@ -287,13 +285,11 @@ def test_what_one_client_stores_the_other_finds_within_the_stated_time(
     tokens = prompt(4)
     assert one.hit(tokens) == other.hit(tokens) == 0
     one.rig.put(chunks)
-    one.service.note_published(chunk.key for chunk in chunks)
     assert one.hit(tokens) == 4, "the one who stores finds it at once"
     view = other.rig.shelf.view(FMT)
     refs = [ObjectRef(chunk, shard) for chunk in chunks for shard in range(FMT.shards)]
     paths = [Path(other.backend.url) / view.name(ref) for ref in refs]
     until(lambda: all(path.exists() for path in paths), "the caches of the mount have ended")
-    time.sleep(MISSING_SECONDS + 0.2)
     assert other.hit(tokens) == 4
     load, loaded = other.rig.load(chunks, 20)
     assert load.failed_at is None
@@ -350,7 +346,6 @@ def test_a_mount_is_known_for_what_it_is(
 ) -> None:
     far = PosixBackend(mounts[0].path / "some" / "shelf").properties
     assert far.filesystem.startswith("fuse")
-    assert not far.notifications
     near = PosixBackend(tmp_path).properties
     assert near.probe_cost < far.probe_cost
 

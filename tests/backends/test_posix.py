@@ -675,7 +675,6 @@ def test_filesystem_type(tmp_path: Path) -> None:
 def test_properties_of_network_filesystems(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(posix_mount, "find_mount", lambda path: Mount("nfs4"))
     properties = PosixBackend(tmp_path).properties
-    assert not properties.notifications
     assert properties.cache_seconds > 0
     # However fast the misses were that were measured.
     assert properties.high_latency

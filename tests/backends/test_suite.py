@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import select
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -200,25 +199,6 @@ class TestServed(_OverFolder):
         read = bytearray(len(data))
         assert read_into(backend, "big", memoryview(read)) == len(data)
         assert read == data
-
-    def test_notices_tell_what_is_published(self, backend: Backend, oracle: Oracle) -> None:
-        """They come in messages: a little later, and of some only the folder is named."""
-        notices = backend.notices()
-        assert notices is not None
-        assert backend.properties.notifications
-        assert backend.notices() is None, "one reader at a time"
-        oracle.put("a/b/before", b"1")
-        with closing(notices):
-            assert notices.watch(["a/b"]) == ({"a/b"}, set())
-            backend.write("a/b/created", [b"1"])
-            oracle.put("a/b/by others", b"1")
-            backend.write("a/other", [b"1"])
-            seen: set[str] = set()
-            while not {"a/b/created", "a/b/by others"} <= seen:
-                assert select.select([notices], [], [], 30)[0], "nothing was told"
-                seen |= notices.appeared() or set()
-            assert seen <= {"a/b/created", "a/b/by others", "a/b/"}
-        assert backend.notices() is not None
 
 
 def _open_served_backend(url: str) -> Backend:

@@ -47,7 +47,6 @@ CALLS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "set_aside": (("a",), True),
     "touch": (("a",), Touched.REFUSED),
     "space": ((), Space(1, 2)),
-    "notices": ((), object()),
     "close": ((), None),
 }
 #: Further ones, by name.

@@ -445,7 +445,6 @@ class EngineStandIn:
         begin = time.monotonic()
         for key in self.rig.transfer.take_repaired():
             self.failed.forget(key)
-        self.lookups.note_published(self.rig.transfer.take_published())
         hit, age = self._look_up(prompt)
         start = self._turn * CHUNKS * self.rig.per_chunk
         self._turn = (self._turn + 1) % 8

@@ -55,7 +55,6 @@ class Desk:
     ) -> None:
         self.now = 0.0
         self.posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.told: list[tuple[bytes, str, Sequence[str]]] = []
         self.faults = FaultyStorage(backend)
         self.counts = self.faults.counts
         self.shelf = Shelf(GuardedBackend(self.faults, deadlines))
@@ -64,7 +63,6 @@ class Desk:
             self.shelf,
             self.arena,
             post=self.posted.put,
-            notify=lambda *what: self.told.append(what),
             clock=lambda: self.now,
             **options,
         )

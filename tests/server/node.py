@@ -36,9 +36,7 @@ class LocalServer:
         self.shelf = Shelf(backend)
         self.arena = Arena(arena_bytes, shared=True)
         self.loop = Loop(self.url)
-        self.service = Service(
-            self.shelf, self.arena, post=self.loop.post, notify=self.loop.notify, **options
-        )
+        self.service = Service(self.shelf, self.arena, post=self.loop.post, **options)
         self._thread = threading.Thread(
             target=self.loop.run,
             args=(self.service, self.arena),

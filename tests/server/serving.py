@@ -138,9 +138,6 @@ class MemoryService:
             threading.Thread(target=answer).start()
         elif name == "large":
             done(Result(b"x" * (1 << 20)))
-        elif name == "watch":
-            done(Done())
-            self.loop.notify(client, "folder", ["a", "b"])
         else:
             done(Result([method, list(args), data]))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -480,25 +479,6 @@ def test_a_server_that_hangs_is_late(setting: Setting) -> None:
         thread.join(PATIENCE)
     until(lambda: shelf.available)
     assert setting.borrowed(shelf, 0) == setting.image(0)
-
-
-def test_notices_end_with_the_server_and_say_so(setting: Setting) -> None:
-    shelf = setting.connect()
-    notices = shelf.backend.notices()
-    assert notices is not None
-    folder = shelf.view(setting.fmt).name(setting.ref(0)).rpartition("/")[0]
-    assert notices.watch([folder]) == ({folder}, set())
-    setting.server.close()
-    setting.start()
-    while notices.appeared() is not None:
-        assert select.select([notices], [], [], PATIENCE)[0], "nothing was said"
-    until(lambda: shelf.backend.stat(["x"]) == [None])
-    assert notices.watch([folder])[0] == {folder}
-    setting.publish(shelf, 0)
-    assert select.select([notices], [], [], PATIENCE)[0]
-    seen = notices.appeared()
-    assert seen is None or any(name.startswith(folder) for name in seen)
-    notices.close()
 
 
 def test_a_server_that_is_not_there_is_to_be_tried_again(

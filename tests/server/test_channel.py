@@ -20,13 +20,11 @@ import torch
 from kvshelf.errors import ConfigError, ObjectMissingError, UnavailableStorageError
 from kvshelf.server import channel as channel_module
 from kvshelf.server import messages
-from kvshelf.server.channel import Channel, Notice
+from kvshelf.server.channel import Channel
 from kvshelf.server.connection import Leased
 from kvshelf.server.messages import (
-    Appeared,
     Call,
     Done,
-    Draining,
     Find,
     FoundSizes,
     LookedUp,
@@ -150,17 +148,6 @@ def test_leases_that_nobody_wants_are_given_back(tmp_path: Path) -> None:
             wait(futures, SECONDS)
             del futures
         ping(client)
-
-
-def test_what_the_server_says_unasked_reaches_the_callbacks(tmp_path: Path) -> None:
-    with serving(tmp_path) as (url, loop, _), channel(url) as client:
-        notices: list[Notice] = []
-        client.on_notice(lambda notice: 1 // 0)
-        client.on_notice(notices.append)
-        client.request(Call("watch", ["watch"])).result(SECONDS)
-        loop.announce_drain()
-        until(lambda: len(notices) == 2)
-        assert notices == [Appeared("folder", ["a", "b"]), Draining()]
 
 
 def test_callbacks_at_a_connection_send_first(tmp_path: Path) -> None:

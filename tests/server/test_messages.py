@@ -15,10 +15,8 @@ from kvshelf import errors
 from kvshelf.format import invalid
 from kvshelf.server import messages
 from kvshelf.server.messages import (
-    Appeared,
     Call,
     Done,
-    Draining,
     EndSession,
     Facts,
     Failed,
@@ -65,8 +63,6 @@ REPLIES: list[Reply] = [
     Fetched([Ready(0, 4096, 100, 7, 2**63, 9), Failed(1, Fault("BadObjectError", "bad"))]),
     Stored("created"),
     Result([1, "a", None]),
-    Appeared("folder", ["a"]),
-    Draining(),
     Fault("ConfigError", "x"),
 ]
 

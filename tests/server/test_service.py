@@ -533,7 +533,6 @@ def test_calls_go_to_the_storage(desk: Desk, shelf: Path) -> None:
         ("perform", ["a"], "PermanentStorageError"),
         ("list", ["", 77, None], "PermanentStorageError"),
         ("write", [name_of(FMT, make_chunks(FMT, 1)[0]), "create"], "ObjectNameError"),
-        ("watch", [["../x"]], "ObjectNameError"),
         ("watch", ["x"], "PermanentStorageError"),
     ],
 )
@@ -556,29 +555,6 @@ def test_long_listings_come_in_pages(desk: Desk, shelf: Path) -> None:
         pages += 1
     assert len(names) == 2500
     assert pages == 3
-
-
-def test_watchers_hear_of_what_anybody_publishes(desk: Desk, shelf: Path) -> None:
-    first, second = make_chunks(FMT, 2)
-    names = [name_of(FMT, chunk) for chunk in (first, second)]
-    folders = [name.rpartition("/")[0] for name in names]
-    fresh, unwatched = desk.ask("call", A, "watch", [folders], b"").value
-    assert set(fresh) == set(folders)
-    assert not unwatched
-    desk.store(B, names[0], sealed(FMT, first))
-    desk.run_until(lambda: (A, folders[0], [names[0]]) in desk.told)
-    # Another machine writes to a folder that did not exist when it was watched.
-    put(shelf, FMT, second)
-    desk.run_until(
-        lambda: any(client == A and folder == folders[1] for client, folder, _ in desk.told)
-    )
-    assert all(client == A for client, _, _ in desk.told)
-    desk.service.client_gone(A)
-    desk.settle()
-    desk.told.clear()
-    desk.store(B, names[0], sealed(FMT, first), "replace")
-    desk.settle()
-    assert not desk.told
 
 
 def test_a_drain_waits_for_stores_and_takes_no_more(desk: Desk) -> None:

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from kvshelf.backends import Deadlines, StatResults, open_backend
-from kvshelf.backends.base import Backend, delete_one
+from kvshelf.backends import Deadlines, StatResults
+from kvshelf.backends.base import Backend
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.errors import TransientStorageError
 from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.format.kinds import FULL, STATE, kind_key
 from kvshelf.format.names import object_name
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
 from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.lookup import Lookup, LookupService
-from kvshelf.shelf.probes import RoundCosts, SharedProbes
 from kvshelf.shelf.shelf import Shelf
 from tests.sim.storage import Fault, FaultyStorage, NamesOnly, posix
 from tests.support import prompts
-from tests.support.formats import make_format
+from tests.support.formats import format_of_kinds, make_format
 from tests.support.threads import none_can_be_started
 from tests.support.waiting import PATIENCE, until
 
@@ -153,47 +151,6 @@ def far() -> Iterator[Far]:
     far.service.close()
 
 
-@given(
-    st.integers(0, 300),
-    st.floats(0, 1),
-    st.floats(1e-6, 1.0),
-    st.floats(1e-6, 1.0),
-    st.booleans(),
-)
-def test_any_prefix_is_found_whatever_a_round_costs(
-    count: int, part: float, latency: float, each: float, whole: bool
-) -> None:
-    far = Far()
-    costs = far.service._probes.costs
-    costs.latency, costs.each = latency, each
-    tokens = prompt(count)
-    chunks = far.chunks(tokens)
-    stored = round(part * count)
-    far.put(chunks[:stored])
-    if not whole:
-        # A copy of some files only.
-        far.put(chunks, [0])
-    assert far.hit(tokens) == stored
-    assert len(far.backend.asked) <= 20
-    far.service.close()
-
-
-def test_the_width_of_a_search_follows_from_what_rounds_take() -> None:
-    waits, works = RoundCosts(0.05, 64), RoundCosts(1e-3, 1)
-    assert waits.points(512, 1) > works.points(512, 1) >= 1
-    for _ in range(100):
-        for questions in (1, 20, 64):
-            waits.note(questions, questions * 1e-3)
-            works.note(questions, 0.02 + questions * 1e-5)
-    assert waits.points(512, 1) < works.points(512, 1)
-    assert works.latency == pytest.approx(0.02, rel=0.2)
-    before = works.points(512, 1)
-    works.note(8, 30.0)
-    for _ in range(20):
-        works.note(8, 0.02)
-    assert works.points(512, 1) == pytest.approx(before, rel=0.5)
-
-
 def test_what_was_found_is_not_asked_for_again_and_only_the_rest_of_a_longer_prompt(
     far: Far,
 ) -> None:
@@ -214,9 +171,7 @@ def test_what_was_found_is_not_asked_for_again_and_only_the_rest_of_a_longer_pro
     assert len(far.backend.asked) == 1
 
 
-def test_a_hit_that_is_gone_is_asked_for_afresh_and_remembered_as_a_hole(
-    far: Far, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hit_that_is_gone_is_believed_until_a_load_fails(far: Far) -> None:
     tokens = prompt(40)
     chunks = far.chunks(tokens)
     far.put(chunks)
@@ -225,49 +180,66 @@ def test_a_hit_that_is_gone_is_asked_for_afresh_and_remembered_as_a_hole(
     assert far.hit(tokens) == 40, "what is remembered may be gone"
     far.failed.add(chunks[11].key, bad=False)
     assert far.hit(tokens) == 11
-    # It is not taken for missing any more.
+    # It does not count as missing any more, and is the first chunk that is not remembered.
     far.failed.clear()
-    far.backend.asked.clear()
-    assert far.hit(tokens) == 11
-    assert far.name(chunks[11], 1) in far.backend.asked[0]
-    # The memo's time is over: a search alone would be fooled by the gap again.
-    now = time.monotonic()
-    monkeypatch.setattr("kvshelf.shelf.presence.time.monotonic", lambda: now + 120)
     assert far.hit(tokens) == 11
     far.put(chunks[11:12])
-    far.service.note_published([chunks[11].key])
     assert far.hit(tokens) == 40
 
 
-def test_what_another_thread_asks_is_not_asked_again(far: Far) -> None:
+def test_lookups_of_one_prompt_share_their_probes(far: Far) -> None:
     tokens = prompt(30)
     far.put(far.chunks(tokens))
-    assert far.hit(prompt(1, seed=3)) == 0
-    far.backend.asked.clear()
     far.backend.gate.clear()
-    one = far.submit(tokens)
-    until(lambda: len(far.backend.asked) == 1)
-    waits: list[float] = []
-    probes = far.service._probes
-    assert isinstance(probes, SharedProbes)
-    flight = next(iter(probes._flights.values()))
-
-    class Noted(threading.Event):
-        """Notes who waits for the answers."""
-
-        def wait(self, timeout: float | None = None) -> bool:
-            waits.append(timeout or 0.0)
-            return super().wait(timeout)
-
-    flight.over = Noted()
-    other = far.submit(tokens)
-    # The other thread has taken it, and waits for what the first one has asked.
-    until(lambda: bool(waits))
+    first = [far.submit(prompt(1, seed=seed)) for seed in (7, 8)]
+    until(lambda: len(far.backend.asked) + far.backend.listed >= 2)
+    lookups = [far.submit(tokens) for _ in range(8)]
     far.backend.gate.set()
-    assert one.wait(PATIENCE)
-    assert other.wait(PATIENCE)
-    assert one.hit_chunks == other.hit_chunks == 30
-    assert len(far.backend.asked) == 1
+    assert all(lookup.wait(PATIENCE) for lookup in [*first, *lookups])
+    assert [lookup.hit_chunks for lookup in lookups] == [30] * 8
+    names = [name for asked in far.backend.asked for name in asked]
+    # The two threads may ask for the same.
+    assert max(map(names.count, names)) <= 2
+
+
+def test_each_kind_is_remembered_fails_and_is_asked_for_by_itself() -> None:
+    fmt = format_of_kinds({FULL: 1, STATE: 2}, SIZE)
+    tokens = prompt(8)
+    chunks = KeyChain(fmt.namespace.digest, SIZE).extend(tokens)
+    backend = NamesOnly()
+    views = {kind: Shelf(backend).view(fmt.of(kind)) for kind in fmt.kinds}
+    for kind in fmt.kinds:
+        for chunk in chunks:
+            for shard in range(fmt.of(kind).shards):
+                name = object_name(chunk, shard, fmt.of(kind).shards, kind)
+                backend.write(
+                    f"{fmt.namespace.folder}/{name}", [bytes(fmt.of(kind).object_size(shard))]
+                )
+    failed, counters = FailedKeys(), Counters()
+    service = LookupService(views[FULL], failed=failed, counters=counters, others=views)
+
+    def look() -> Lookup:
+        lookup = service.submit(tokens, lambda: KeyChain(fmt.namespace.digest, SIZE))
+        assert lookup.wait(PATIENCE)
+        return lookup
+
+    state = f"{fmt.namespace.folder}/{object_name(chunks[7], 1, 2, STATE)}"
+    backend.broken.add(state)
+    assert look().hit_chunks == 7
+    assert counters.snapshot()["probe_errors"] > 0
+    backend.broken.clear()
+    lookup = look()
+    assert (lookup.hit_chunks, lookup.full_chunks) == (8, 8), "an error is not remembered"
+    assert lookup.known == {STATE: {7}}
+    backend.asked.clear()
+    assert look().hit_chunks == 8
+    assert not backend.asked
+    del backend.sizes[state]
+    failed.add(kind_key(chunks[7].key, STATE), bad=False)
+    assert look().hit_chunks == 7, "it counts as missing"
+    failed.clear()
+    assert look().hit_chunks == 7, "it is asked for again"
+    service.close()
 
 
 def test_a_probe_of_a_directory_that_fails_is_counted(near: Rig) -> None:
@@ -290,22 +262,6 @@ def test_a_busy_thread_with_ever_new_look_ups_is_not_stalled(far: Far) -> None:
     assert not far.service.stalled(0.0)
 
 
-@given(st.sets(st.integers(0, 11)), st.sets(st.integers(0, 11), max_size=3))
-def test_a_near_storage_is_never_believed_beyond_a_hole(holes: set[int], failed: set[int]) -> None:
-    rig = Rig(FaultyStorage(open_backend("memory://probe"), probe_cost=0.0))
-    tokens = prompt(12, seed=len(holes) * 100 + sum(holes))
-    rig.store(tokens, set(range(12)) - holes)
-    chunks = rig.chain(tokens).chunks
-    for index in failed:
-        rig.failed.add(chunks[index].key, bad=True)
-    assert rig.look(tokens).hit_chunks == min({12} | holes | failed)
-    for chunk in chunks:
-        rig.failed.forget(chunk.key)
-        for shard in range(FMT.shards):
-            delete_one(rig.faults.inner, rig.name(chunk, shard))
-    rig.service.close()
-
-
 def test_a_prompt_without_address_is_a_miss(rig: Rig) -> None:
     lookup = rig.service.submit(prompt(3), lambda: None)
     assert lookup.wait(PATIENCE)
@@ -319,43 +275,33 @@ def test_a_look_up_that_waits_for_its_keys_holds_up_no_other(
 ) -> None:
     service = far.service if distant else rig.service
     tokens = prompt(3)
-    go_on: dict[str, Callable[[], None]] = {}
+    ready: dict[str, Future[None]] = {name: Future() for name in ("held", "late", "gone", "bad")}
 
-    def chain() -> KeyChain:
-        return KeyChain(FMT.namespace.digest, SIZE)
+    def submit(name: str) -> Lookup:
+        def chain() -> KeyChain:
+            ready[name].result()
+            return KeyChain(FMT.namespace.digest, SIZE)
 
-    held, late, gone = (
-        service.submit(tokens, chain, prepare=functools.partial(go_on.__setitem__, name))
-        for name in ("held", "late", "gone")
-    )
-    other = service.submit(tokens, chain)
+        return service.submit(tokens, chain, ready=ready[name])
+
+    held, late, gone, bad = map(submit, ready)
+    other = service.submit(tokens, lambda: KeyChain(FMT.namespace.digest, SIZE))
     assert other.wait(PATIENCE)
-    until(lambda: len(go_on) == 3)
     assert not held.done
-    assert service.stalled(0, held)
-    assert not service.stalled(0)
-    assert not service.stalled(PATIENCE, held)
-    assert not service.may_be_done_within(held, 0)
+    assert not service.answers_soon(held)
     gone.cancel()
-    go_on["held"]()
+    ready["held"].set_result(None)
     assert held.wait(PATIENCE)
     assert held.chain is not None
     assert len(held.chain.chunks) == 3
-    go_on["gone"]()
+    ready["gone"].set_result(None)
     assert gone.wait(PATIENCE)
+    ready["bad"].set_exception(ValueError("no"))
+    assert bad.wait(PATIENCE)
+    assert bad.given_up
     service.close()
-    go_on["late"]()
+    ready["late"].set_result(None)
     assert late.given_up
-
-
-def test_a_look_up_whose_preparation_raises_is_given_up(rig: Rig) -> None:
-    def prepare(go_on: Callable[[], None]) -> None:
-        raise ValueError("no")
-
-    lookup = rig.service.submit(prompt(3), lambda: None, prepare=prepare)
-    assert lookup.wait(PATIENCE)
-    assert lookup.given_up
-    assert rig.look(prompt(3)).done
 
 
 def test_a_look_up_whose_search_raises_ends_alone_and_has_its_keys(

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -27,7 +23,6 @@ from hypothesis.stateful import (
 from kvshelf.backends import Backend, Deadlines, open_backend
 from kvshelf.backends.base import delete_one
 from kvshelf.backends.guard import GuardedBackend
-from kvshelf.backends.notices import FolderNotices
 from kvshelf.format.keys import KeyChain
 from kvshelf.format.kinds import FULL, STATE, WINDOW, kind_key
 from kvshelf.format.names import object_name
@@ -344,122 +339,6 @@ def distant(request: pytest.FixtureRequest) -> Iterator[Far]:
     rig.service.close()
 
 
-# -------------------------------------------------------------------------------------- notices
-
-
-@pytest.fixture
-def told(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Rig:
-    """A shelf on which nothing is noticed but by notices."""
-    if not rig.guard.properties.notifications:
-        pytest.skip("the filesystem of temporary files gives no notices")
-    monkeypatch.setattr(module, "_MARKER_SECONDS", 1e6)
-    return rig
-
-
-def watches() -> int:
-    """Number of readers of notices in this process."""
-    found = 0
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            found += os.readlink(f"/proc/self/fd/{fd}") == "anon_inode:inotify"
-    return found
-
-
-def until_watched(*waits: Wait) -> None:
-    until(lambda: all(wait._watched and wait._due > time.monotonic() for wait in waits))
-
-
-def test_notices_tell_what_appears_in_folders_old_and_new(told: Rig) -> None:
-    pieces = all_kinds(4)
-    before = watches()
-    waits = [told.submit(pieces), told.submit(pieces[2:]), told.submit(full(1, seed=1))]
-    for piece in pieces:
-        until_watched(*(wait for wait in waits if not wait.ended))
-        assert watches() == before + 1
-        told.put(piece)
-        until(lambda piece=piece: key(piece) in told.seen)  # type: ignore[misc]
-    until(lambda: waits[0].complete and waits[1].complete)
-    assert not waits[2].ended
-    waits[2].cancel()
-    until(lambda: watches() == before)
-    again = told.submit(full(1, seed=1))
-    until_watched(again)
-    told.put(full(1, seed=1)[0])
-    until(lambda: again.complete)
-
-
-def test_a_shelf_that_is_deleted_and_made_anew_is_noticed(told: Rig) -> None:
-    pieces = full(2)
-    told.put(pieces[0])
-    wait = told.submit(pieces)
-    until(lambda: wait.seen == 1)
-    until_watched(wait)
-    shutil.rmtree(Path(told.shelf.url) / FMT.namespace.folder)
-    until(lambda: wait._due > time.monotonic())
-    told.put(pieces[1])
-    until(lambda: wait.complete)
-
-
-def test_notices_that_were_lost_make_all_be_asked_for(
-    told: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pieces = full(1)
-    wait = told.submit(pieces)
-    until_watched(wait)
-    appeared = FolderNotices.appeared
-
-    def lost(notices: FolderNotices) -> None:
-        appeared(notices)
-
-    monkeypatch.setattr(FolderNotices, "appeared", lost)
-    told.put(pieces[0])
-    until(lambda: wait.complete)
-
-
-def test_where_the_system_refuses_watches_objects_are_asked_for(
-    told: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(self: FolderNotices, folder: str) -> str:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(FolderNotices, "_add", refuse)
-    pieces = full(2)
-    wait = told.submit(pieces)
-    for piece in pieces:
-        told.put(piece)
-    until(lambda: wait.complete)
-    monkeypatch.setattr(FolderNotices, "watch", refuse)
-    wait = told.submit(full(1, seed=1))
-    told.put(full(1, seed=1)[0])
-    until(lambda: wait.complete)
-
-
-def test_objects_of_others_without_end_hold_nobody_up(
-    told: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_MARKER_SECONDS", 0.01)
-    monkeypatch.setattr(FolderNotices, "appeared", lambda self: {"of/others"})
-    monkeypatch.setattr(module._Waker, "wait", lambda self, seconds, other: (False, True))
-    wait = told.submit(full(1))
-    until_watched(wait)
-    told.give_up()
-    until(lambda: wait.gave_up)
-
-
-def test_objects_of_others_in_a_watched_folder_are_not_asked_for(told: Rig) -> None:
-    (piece,) = full(1)
-    folder = name(piece, 0).rpartition("/")[0]
-    told.other.write(f"{folder}/first", [b""])
-    wait = told.submit([piece])
-    until_watched(wait)
-    probes = told.counters.snapshot()["probes"]
-    for number in range(40):
-        told.other.write(f"{folder}/{number}", [b""])
-    told.put(piece)
-    until(lambda: wait.complete)
-    assert told.counters.snapshot()["probes"] < probes + 20, "only its own objects"
-
-
 # ------------------------------------------------------------------------------- when things fail
 
 
@@ -486,12 +365,12 @@ def test_an_unexpected_error_ends_no_wait(rig: Rig, monkeypatch: pytest.MonkeyPa
     pieces = full(1)
     broken = threading.Event()
 
-    def fail(asked: object) -> list[list[object]]:
+    def fail(views: object, pieces: object) -> list[list[object]]:
         broken.set()
         raise RuntimeError("a bug")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "find_together", fail)
+        patch.setattr(module, "find_pieces", fail)
         wait = rig.submit(pieces)
         assert broken.wait(PATIENCE)
     rig.put(pieces[0])
@@ -630,10 +509,9 @@ class WaitingFar(Waiting):
 def test_waits_see_what_comes_and_end_when_they_must(
     machine: type[Waiting], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for constant in ("_SHORTEST_HIGH_LATENCY", "_MARKER_SECONDS", "_MARKER_SECONDS_HIGH_LATENCY"):
+    for constant in ("_LONGEST", "_MARKER_SECONDS", "_MARKER_SECONDS_HIGH_LATENCY"):
         monkeypatch.setattr(module, constant, 1e-3)
     monkeypatch.setattr(module, "_HIGH_LATENCY_COST", 1e-5)
-    monkeypatch.setattr(module, "_FIRST_BACKOFF", 1e-3)
     run_state_machine_as_test(
         machine,
         settings=settings(

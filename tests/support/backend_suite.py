@@ -16,7 +16,6 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from itertools import accumulate
 from typing import Any, ClassVar
 
@@ -453,21 +452,6 @@ class BackendSuite:
             pytest.skip("this storage does not report its space")
         assert 0 <= space.free <= space.total
         assert space.total > 0
-
-    def test_notices_tell_what_is_published(self, backend: Backend) -> None:
-        """Where there are notices, they report every object that appears in a watched folder."""
-        backend.write("a/b/before", [b"1"])
-        notices = backend.notices()
-        if notices is None:
-            pytest.skip("this storage gives no notices")
-        assert backend.properties.notifications
-        with closing(notices):
-            assert notices.watch(["a/b"]) == ({"a/b"}, set())
-            assert notices.appeared() == set()
-            backend.write("a/b/created", [b"1"])
-            backend.write("a/b/before", [b"12"], "replace")
-            backend.write("a/other", [b"1"])
-            assert notices.appeared() == {"a/b/created", "a/b/before"}
 
     # --------------------------------------------------------------------------------- names
 

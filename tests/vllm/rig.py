@@ -42,8 +42,8 @@ from kvshelf.vllm.metadata import (
 )
 from kvshelf.vllm.namespace import build_namespace
 from kvshelf.vllm.scheduler import Engine, SchedulerSide
-from kvshelf.vllm.scheduler.awaited import Awaited
 from kvshelf.vllm.scheduler.drafts import DraftScheduler
+from kvshelf.vllm.scheduler.requests import Awaited
 from tests.sim.storage import FaultyStorage, posix
 from tests.support.clocks import Clock
 from tests.support.waiting import PATIENCE, until, while_patient

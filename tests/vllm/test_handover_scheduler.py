@@ -29,7 +29,7 @@ from kvshelf.vllm.adapters import AdapterDigests
 from kvshelf.vllm.handover import Handover, read_handover
 from kvshelf.vllm.metadata import LoadFailure
 from kvshelf.vllm.scheduler import SchedulerSide, handovers, hits
-from kvshelf.vllm.scheduler.awaited import Awaited
+from kvshelf.vllm.scheduler.requests import Awaited
 from tests.support.clocks import Clock
 from tests.support.prompts import prompt
 from tests.support.waiting import until

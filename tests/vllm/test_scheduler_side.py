@@ -124,22 +124,6 @@ def test_an_old_answer_counts_until_a_newer_one_is_there(side: Side) -> None:
     until(lambda: side.side.matched_tokens(request, 0) == 40)
 
 
-def test_a_request_that_looks_again_has_its_old_answer_when_the_storage_hangs(make: Make) -> None:
-    side = make(lookup_seconds=0.05, deadlines={"probe": 2 * PATIENCE})
-    tokens = prompt(41)
-    side.put(tokens, 2)
-    request = Request("r", tokens)
-    assert side.ask(request) == 16
-    gate = threading.Event()
-    side.faults.add(Fault("stat", wait=gate))
-    side.tell(published=[side.chunks(tokens)[2].key])
-    # What vLLM has by now need not be found.
-    assert side.side.matched_tokens(request, 24) == 0
-    assert side.side.matched_tokens(request, 0) is None
-    assert side.ask(request) == 16
-    gate.set()
-
-
 def test_of_a_long_queue_the_first_requests_have_keys(side: Side) -> None:
     requests = [Request(str(number), prompt(41, number)) for number in range(1000)]
     for request in requests:

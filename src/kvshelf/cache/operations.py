@@ -369,8 +369,6 @@ class _Storing:
         if result in (StoreResult.PUBLISHED, StoreResult.REPAIRED):
             self._parts.shared.failed.forget(self._parts.kind_key(chunk))
         lost = result in (StoreResult.FAILED, StoreResult.LOST)
-        if not lost:
-            self._parts.note_stored(chunk)
         existed = result is StoreResult.EXISTED
         self.count("failed" if lost else "existed" if existed else "published")
 

@@ -202,11 +202,6 @@ class KindParts:
         """Record that chunks were used."""
         self.shared.uses.note(self.shared.shelf.view(self.fmt), chunks)
 
-    def note_stored(self, chunk: Chunk) -> None:
-        """Let lookups find a chunk that was just published."""
-        for service in list(self.shared.services.values()):
-            service.note_published((self.kind_key(chunk),))
-
     def note_removed(self, chunk: Chunk) -> None:
         """Let lookups probe a chunk that was just removed, and stores store it again."""
         if self._transfer is not None:

@@ -18,7 +18,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from kvshelf.backends.base import (
@@ -38,7 +38,6 @@ from kvshelf.backends.base import (
     check_name,
     delete_each,
 )
-from kvshelf.backends.notices import Notices
 from kvshelf.errors import (
     PermanentStorageError,
     TransientStorageError,
@@ -49,7 +48,6 @@ from kvshelf.server import messages
 from kvshelf.server.channel import Channel
 from kvshelf.server.requests import answer_to, parts, probe
 from kvshelf.server.segment import SegmentPart
-from kvshelf.server.wake import Wake
 
 #: Seconds for one message to the server and its answer. A probe of many names takes little longer.
 _MESSAGE_SECONDS: Final = 150e-6
@@ -74,12 +72,10 @@ class ServedBackend(Backend):
         self.url = channel.url
         self._channel = channel
         self._welcome = channel.welcome
-        self._notices: ServedNotices | None = None
         #: Notified when a part of the segment is free again.
         self._freed = threading.Condition()
         self._lock = threading.Lock()
         self._closed = False
-        channel.on_notice(self._noticed)
         channel.on_connect(self._connected)
 
     def __repr__(self) -> str:
@@ -92,9 +88,6 @@ class ServedBackend(Backend):
         low_latency = facts.probe_cost < _MESSAGE_SECONDS
         return Properties(
             filesystem=f"{facts.filesystem} through a node server",
-            # The server reports what its other clients store; notices say in which folders it
-            # notices all writers.
-            notifications=True,
             cache_seconds=facts.cache_seconds,
             links=facts.links,
             concurrency=_LOW_LATENCY_CONCURRENCY if low_latency else facts.concurrency,
@@ -250,42 +243,6 @@ class ServedBackend(Backend):
     def _connected(self, welcome: messages.Welcome) -> None:
         """Take the facts of a server that may have just started, and watches no folders."""
         self._welcome = welcome
-        notices = self._notices
-        if notices is not None:
-            notices.lose()
-
-    def notices(self) -> Notices | None:
-        """Return what says which objects appear in chosen folders; one reader at a time."""
-        with self._lock:
-            if self._notices is not None or self._closed:
-                return None
-            self._notices = ServedNotices(self)
-            return self._notices
-
-    def watch(self, folders: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-        """Have the server report what appears in these folders, and in no others.
-
-        Returns
-        -------
-        fresh, unwatched : Sequence of str
-            As of :meth:`kvshelf.backends.notices.Notices.watch`.
-        """
-        fresh, unwatched = self._call("watch", list(folders))
-        return fresh, unwatched
-
-    def end_notices(self, notices: ServedNotices) -> None:
-        """Have the server report nothing more."""
-        with self._lock:
-            if self._notices is not notices:
-                return
-            self._notices = None
-        self._channel.request(messages.Call("unwatch", []))
-
-    def _noticed(self, notice: messages.Appeared | messages.Draining) -> None:
-        notices = self._notices
-        if notices is not None and isinstance(notice, messages.Appeared):
-            # Without names anything may have appeared in the folder.
-            notices.appear(notice.names or [f"{notice.folder}/"])
 
     def close(self) -> None:
         """End the connection. Idempotent."""
@@ -344,59 +301,3 @@ class _ServedReader(Reader):
 
     def close(self) -> None:
         self._beginning = b""
-
-
-class ServedNotices:
-    """Says what appears in folders of the server's storage.
-
-    See :class:`kvshelf.backends.notices.Notices`.
-
-    Objects that are stored through this server are reported on any storage; a folder counts as
-    watched where the storage gives notices of all writers.
-
-    Parameters
-    ----------
-    backend : ServedBackend
-    """
-
-    def __init__(self, backend: ServedBackend) -> None:
-        self._backend = backend
-        self._lock = threading.Lock()
-        self._wake = Wake()
-        self._names: set[str] = set()
-        self._lost = False
-
-    def fileno(self) -> int:
-        """Return a descriptor that is readable when something has appeared."""
-        return self._wake.fileno()
-
-    def watch(self, folders: Iterable[str]) -> tuple[set[str], set[str]]:
-        """Watch these folders; blocks on the server."""
-        fresh, unwatched = self._backend.watch(sorted(folders))
-        return set(fresh), set(unwatched)
-
-    def appeared(self) -> set[str] | None:
-        """Return what has appeared since the last call."""
-        with self._lock:
-            self._wake.clear()
-            names, lost = self._names, self._lost
-            self._names, self._lost = set(), False
-        return None if lost else names
-
-    def appear(self, names: Iterable[str]) -> None:
-        """Note what has appeared, on any thread."""
-        self._note(names, lost=False)
-
-    def lose(self) -> None:
-        """Note that anything may have appeared, and that nothing is watched any more."""
-        self._note((), lost=True)
-
-    def _note(self, names: Iterable[str], *, lost: bool) -> None:
-        with self._lock:
-            self._names.update(names)
-            self._lost |= lost
-            self._wake.set()
-
-    def close(self) -> None:
-        """Watch nothing any more. Idempotent."""
-        self._backend.end_notices(self)

@@ -32,7 +32,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 import zmq
 
@@ -41,9 +41,7 @@ from kvshelf.logs import RateLimitedLog
 from kvshelf.server import messages, session
 from kvshelf.server.connection import Connection, Leased, Waiting
 from kvshelf.server.messages import (
-    Appeared,
     Done,
-    Draining,
     EndSession,
     Failed,
     Fault,
@@ -65,8 +63,6 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
-
-Notice: TypeAlias = Appeared | Draining
 
 #: Most answers that are waited for, and bytes of their requests. A server that lets them become so
 #: many hangs.
@@ -131,7 +127,6 @@ class Channel:
         #: The records of namespaces that the server must know.
         self._records: list[bytes] = []
         self._on_connect: list[Callable[[Welcome], None]] = []
-        self._on_notice: list[Callable[[Notice], None]] = []
         self._is_connected = threading.Event()
         self._wake = Wake()
         self._closed = False
@@ -218,11 +213,6 @@ class Channel:
         """The connection, if it takes requests. The lock is held."""
         connection = self._connection
         return connection if connection is not None and connection.ready else None
-
-    def on_notice(self, callback: Callable[[Notice], None]) -> None:
-        """Call a function for each notice, which answers no request."""
-        with self._lock:
-            self._on_notice.append(callback)
 
     def request(self, message: Request) -> Future[Reply]:
         """Send a request other than a fetch.
@@ -492,10 +482,7 @@ class Channel:
     def _receive(self, connection: Connection) -> None:
         for _ in range(_ROUND):
             number, reply = messages.decode_reply(memoryview(connection.receiver.recv()))
-            if not number:
-                self._notice(reply)
-            else:
-                self._answered(connection, number, reply)
+            self._answered(connection, number, reply)
             if not int(connection.receiver.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return
 
@@ -544,11 +531,6 @@ class Channel:
                 connection.open -= before - waiting.left
             else:
                 connection.forget(number, waiting, before)
-
-    def _notice(self, reply: Reply) -> None:
-        if isinstance(reply, (Appeared, Draining)):
-            for callback in list(self._on_notice):
-                self._call(callback, reply)
 
     # ---------------------------------------------------------------------------- a fork
 

@@ -30,7 +30,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -48,10 +48,8 @@ from kvshelf.server import messages, session
 from kvshelf.server.answers import Answers, PendingRequest
 from kvshelf.server.greetings import Greetings
 from kvshelf.server.messages import (
-    Appeared,
     Call,
     Done,
-    Draining,
     EndSession,
     Fault,
     Fetch,
@@ -163,10 +161,6 @@ class Loop:
         self._stopping = True
         self._wake.set()
 
-    def announce_drain(self) -> None:
-        """Send all clients a notice that the server is about to stop."""
-        self.post(self._send_drain)
-
     def stats(self) -> dict[str, int]:
         """Return the number of sessions, requests, and messages and connections refused."""
         return {
@@ -242,18 +236,6 @@ class Loop:
             self._look_at(self._sockets[source])
         elif isinstance(source, int) and (greeted := self._greetings.handle(source)) is not None:
             self._open(*greeted)
-
-    def notify(self, client: bytes, folder: str, names: Sequence[str]) -> None:
-        """Send a client what appeared in a folder; no names: anything may have."""
-        receiver = self._sessions.get(client)
-        if receiver is not None:
-            for start in range(0, max(1, len(names)), messages.MAX_NAMES):
-                some = list(names[start : start + messages.MAX_NAMES])
-                receiver.answers.send(0, Appeared(folder, some))
-
-    def _send_drain(self) -> None:
-        for client in list(self._sessions.values()):
-            client.answers.send(0, Draining())
 
     def close(self) -> None:
         """Close all sockets. Idempotent; after :meth:`run`."""

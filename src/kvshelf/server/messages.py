@@ -26,8 +26,7 @@ request                   reply
 :class:`EndSession`       none
 ========================  ===========================================
 
-Every request may be answered by a :class:`Fault`. Replies with the number 0 belong to no request:
-:class:`Appeared`, :class:`Draining`.
+Every request may be answered by a :class:`Fault`.
 
 Contracts
 ---------
@@ -97,8 +96,6 @@ Method: TypeAlias = Literal[
     "space",
     "stat",
     "touch",
-    "unwatch",
-    "watch",
     "write",
 ]
 Argument: TypeAlias = (
@@ -186,7 +183,6 @@ class Facts(Message, frozen=True):
 
     url: str
     filesystem: str
-    notifications: bool = False
     cache_seconds: float = 0.0
     links: bool = False
     concurrency: int = 8
@@ -443,36 +439,7 @@ class Result(Message, frozen=True, tag="result"):
     value: Any
 
 
-class Appeared(Message, frozen=True, tag="appeared"):
-    """Objects have appeared in a folder that the client watches.
-
-    Attributes
-    ----------
-    folder : str
-    names : list of str
-        Empty: something of unknown name may have appeared.
-    """
-
-    folder: str
-    names: list[str]
-
-
-class Draining(Message, frozen=True, tag="draining"):
-    """The server is about to stop, and begins nothing new."""
-
-
-Reply: TypeAlias = (
-    Done
-    | Registered
-    | FoundSizes
-    | LookedUp
-    | Fetched
-    | Stored
-    | Result
-    | Appeared
-    | Draining
-    | Fault
-)
+Reply: TypeAlias = Done | Registered | FoundSizes | LookedUp | Fetched | Stored | Result | Fault
 
 # ------------------------------------------------------------------------------- frames
 

@@ -118,7 +118,6 @@ def serve(
             shelf,
             arena,
             post=loop.post,
-            notify=loop.notify,
             disk_tier=disk,
             counters=counters,
             lease_seconds=lease_seconds,
@@ -165,7 +164,6 @@ def serve(
         try:
             ready(shelf.url, port)
             over.wait()
-            loop.announce_drain()
             left = service.drain(_DRAIN_SECONDS)
             if left:
                 logger.warning("%d stores of clients were not finished", left)

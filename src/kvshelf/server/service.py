@@ -2,8 +2,8 @@
 
 Puts the parts together: memory (:mod:`kvshelf.memory.host_memory`), what clients fetch
 (:mod:`kvshelf.server.fetches`) and store (:mod:`kvshelf.server.stores`), and calls that
-the storage answers (:mod:`kvshelf.server.calls`, :mod:`kvshelf.server.appearances`). Owns finds,
-lookups and the names of what is counted.
+the storage answers (:mod:`kvshelf.server.calls`). Owns finds, lookups and the names of what is
+counted.
 
 Contracts
 ---------
@@ -33,15 +33,13 @@ from itertools import chain
 from typing import Any, Final
 
 from kvshelf.backends import Touched
-from kvshelf.backends.base import check_name
 from kvshelf.capacity.uses import Uses
-from kvshelf.errors import KVShelfError, ObjectNameError, PermanentStorageError
+from kvshelf.errors import KVShelfError, ObjectNameError
 from kvshelf.format.names import parse_path
 from kvshelf.memory.arena import Arena
 from kvshelf.memory.host_memory import HostMemory
 from kvshelf.memory.places import Slot
 from kvshelf.metrics import Counters
-from kvshelf.server.appearances import MAX_FOLDERS, Appearances
 from kvshelf.server.calls import CHANGES, Calls, facts, found
 from kvshelf.server.fetches import Each, Fetches, Resources, draining
 from kvshelf.server.messages import (
@@ -119,9 +117,6 @@ class Service:
         The memory for objects, and for a table of generations before them.
     post : Callable
         Calls a function on the loop's thread, soon; may be called on any thread.
-    notify : Callable
-        Called on the loop's thread with a client, a folder that it watches, and names that
-        appeared there; no names: anything may have.
     disk_tier : DiskTier, optional
         The caller closes it, after the service.
     counters : Counters, optional
@@ -158,7 +153,6 @@ class Service:
         arena: Arena,
         *,
         post: Post,
-        notify: Callable[[bytes, str, Sequence[str]], None],
         disk_tier: DiskTier | None = None,
         counters: Counters | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -179,7 +173,6 @@ class Service:
         self._clients: set[bytes] = set()
         self._namespaces = Namespaces()
         self._calls = Calls(self._backend)
-        self._appearances = Appearances(self._backend, lambda *what: post(partial(notify, *what)))
         self._counts = dict.fromkeys(COUNTERS, 0)
         #: Calls under way that change the storage.
         self._changes = 0
@@ -399,8 +392,7 @@ class Service:
     # ---------------------------------------------------------------------------------------- uses
 
     def _published(self, name: str) -> None:
-        """Tell who waits for an object; note that tails and markers will have to be deleted."""
-        self._appearances.published(name)
+        """Note that tails and markers will have to be deleted."""
         parsed = parse_path(name)
         if self._hands_over is not None and (parsed is None or parsed.tail_tokens is not None):
             self._hands_over()
@@ -447,10 +439,6 @@ class Service:
     def call(self, client: bytes, request: Call, done: Done) -> None:
         """Call the shelf's storage for a client, see :mod:`kvshelf.server.calls`.
 
-        Further methods are ``watch`` with a list of folders, whose answer is a list of those that
-        were not watched before and one of those in which it notices only what is stored through it
-        (see :class:`~kvshelf.server.appearances.Appearances`), and ``unwatch``.
-
         Parameters
         ----------
         client : bytes
@@ -461,10 +449,6 @@ class Service:
         """
         self._clients.add(client)
         method, args = request.method, request.args
-        if method == "unwatch":
-            self._appearances.forget(client)
-            done(Result(None))
-            return
         if method == "touch" and self._uses is not None and _is_object(args):
             self._note([str(args[0])])
             done(Result(Touched.TOUCHED.value))
@@ -476,8 +460,6 @@ class Service:
         self._changes += changes
 
         def work() -> Any:
-            if method == "watch":
-                return self._appearances.watch(client, _folders(args))
             return self._calls.perform(client, method, args, request.data)
 
         def answer(outcome: Any) -> None:
@@ -526,7 +508,6 @@ class Service:
         self._forget(client)
 
     def _forget(self, client: bytes) -> None:
-        self._appearances.forget(client)
         self._calls.forget(client)
 
     def tick(self) -> None:
@@ -586,18 +567,9 @@ class Service:
 
     def close(self) -> None:
         """Stop the threads. What was not begun fails. Idempotent."""
-        self._appearances.close()
         for workers in self._workers.values():
             workers.close()
 
 
 def _is_object(args: Sequence[Any]) -> bool:
     return len(args) == 2 and parse_path(str(args[0])) is not None
-
-
-def _folders(args: Sequence[Any]) -> list[str]:
-    if len(args) == 1 and isinstance(args[0], list) and len(args[0]) <= MAX_FOLDERS:
-        for folder in args[0]:
-            check_name(folder)
-        return args[0]
-    raise PermanentStorageError(f"watch: expected a list of at most {MAX_FOLDERS} folders")

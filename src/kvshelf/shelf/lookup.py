@@ -1,11 +1,10 @@
 """Lookups: how many leading chunks of a prompt can be loaded from the shelf.
 
 :class:`kvshelf.format.hit_rule.HitRule` says what can be loaded, for each kind of KV. Owns the
-threads that search for it. Each thread plans what to probe, probes it, and narrows its searches
-down by the answers, until they are over. There are two plans. On a low-latency storage
-(:mod:`kvshelf.shelf.sequential_search`) every answer comes from probes made for that lookup; on a
-high-latency storage (:mod:`kvshelf.shelf.hits`) an answer also stands for a while in a
-:class:`~kvshelf.shelf.presence.PresenceCache`. Existence of objects is the only index.
+threads that search for it, by rounds (:mod:`kvshelf.shelf.search`), and sends their probes.
+Existence of objects is the only index. On a high-latency storage an answer also stands for a while
+in a :class:`~kvshelf.shelf.presence.PresenceCache`, and a chunk that lies before one that was found
+counts as there.
 
 Contracts
 ---------
@@ -22,13 +21,12 @@ Contracts
 * While the circuit breaker is open, lookups still compute chunk keys but report no hit, at once.
 * Background threads pause often, see :mod:`kvshelf.shelf.pacing`.
 * On a low-latency storage every object that a hit needs has been seen. On a high-latency storage
-  some full chunks of a hit were not probed; a gap between them is found by the load, and probed
-  by every search from then on. All windows and states that a hit needs have been seen.
+  some full chunks of a hit were not probed; a gap between them is found by the load. All windows
+  and states that a hit needs have been seen.
 * Failures and answers of the storage are remembered for each kind of a chunk, by its kind key
   (:func:`kvshelf.format.kinds.kind_key`).
-* On a high-latency storage waiting lookups share a search. A *round* sends the probes of all of
-  them to the storage at once, each probe once, and none that another thread has sent already. A
-  lookup that arrives meanwhile joins the next round.
+* On a high-latency storage waiting lookups share rounds: the probes of all of them are sent at
+  once, each once. A lookup that arrives meanwhile joins the next round.
 """
 
 from __future__ import annotations
@@ -39,34 +37,162 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, TypeAlias
 
 from kvshelf.format.hit_rule import HitRule
-from kvshelf.format.keys import KeyChain
-from kvshelf.format.kinds import KINDS, Kind
+from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.format.kinds import FULL, KINDS, Kind, kind_key
 from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
-from kvshelf.shelf.answer import Lookup
 from kvshelf.shelf.failed_keys import FailedKeys
-from kvshelf.shelf.hits import HitSearch
 from kvshelf.shelf.pacing import GilPace
 from kvshelf.shelf.presence import PresenceCache
-from kvshelf.shelf.probes import Answer, Ask, Probes, RoundCosts, SharedProbes
-from kvshelf.shelf.sequential_search import SequentialSearch
+from kvshelf.shelf.search import Search
 from kvshelf.shelf.threads import StorageThreads
-from kvshelf.shelf.view import ObjectRef, Presence, ShelfView
-
-__all__ = ["Lookup", "LookupService"]
+from kvshelf.shelf.view import ObjectRef, Presence, ShelfView, find_pieces
 
 logger = logging.getLogger(__name__)
 
+#: Chunks of which the keys are made between two pauses.
+_AT_ONCE = 8
 #: Most lookups that share rounds.
 _TOGETHER = 16
 #: Chunks of a hit for which a disk tier is asked.
 _ASKED_OF_TIER = 16
 #: Threads where a round takes long: a lookup need not wait for the end of one that has begun.
 _HIGH_LATENCY_THREADS = 2
+
+#: What is looked for: a kind key, and how many of its objects, from the first on.
+_Name: TypeAlias = "tuple[bytes, int]"
+_Wanted: TypeAlias = "Mapping[_Name, tuple[Kind, Chunk]]"
+
+
+@dataclass(eq=False)
+class Lookup:
+    """One search for the longest hit of one prompt.
+
+    It is made and read on the caller's thread, and answered once.
+
+    Attributes
+    ----------
+    chain : KeyChain or None
+        Keys of the prompt's chunks; None when it has none, or was cancelled or given up.
+    first_chunk : int
+        Index of the chunk that the search begins at.
+    hit_chunks : int
+        Number of chunks from there on that can be loaded.
+    full_chunks : int
+        Number of chunks from there on whose full objects are on the shelf, up to the first that is
+        not; all of them in a namespace without kind full. It differs from `hit_chunks` only where
+        there are other kinds.
+    known : Mapping[Kind, frozenset[int]]
+        For each kind but full, the chunks (by their index in the prompt) that the search has seen
+        on the shelf.
+    in_disk_tier : float
+        The share of the chunks that can be loaded which a disk tier has, where the service counts
+        these.
+    as_of : float
+        ``time.monotonic()`` of the answer; until it is there, of the lookup's beginning.
+    given_up : bool
+        The storage did not answer in time, or the keys could not be made: nothing is known.
+    waited_for : bool
+        A thread waits in :meth:`wait`. It is the one that pauses are made for, so there are none.
+    """
+
+    tokens: Sequence[int]
+    make_chain: Callable[[], KeyChain | None]
+    first_chunk: int = 0
+    ends: Sequence[int] | None = None
+    on_done: Callable[[Lookup], None] | None = None
+    ready: Future[Any] | None = None
+    log: RateLimitedLog = field(default_factory=lambda: RateLimitedLog(logger))
+    cancelled: bool = False
+    given_up: bool = False
+    waited_for: bool = False
+    chain: KeyChain | None = None
+    hit_chunks: int = 0
+    full_chunks: int = 0
+    in_disk_tier: float = 0.0
+    known: Mapping[Kind, frozenset[int]] = field(default_factory=dict)
+    as_of: float = field(default_factory=time.monotonic)
+    _done: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.count = len(self.tokens)
+
+    @property
+    def done(self) -> bool:
+        """Whether the answer is there."""
+        return self._done.is_set()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all is there that the keys are made of."""
+        return self.ready is None or self.ready.done()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the answer for at most `seconds`; return ``done``."""
+        self.waited_for = True
+        try:
+            return self._done.wait(seconds)
+        finally:
+            self.waited_for = False
+
+    def cancel(self) -> None:
+        """Note that the answer is not needed any more; the background thread skips it."""
+        self.cancelled = True
+        # The lookup may stay in the queue for long: release what it holds. A thread that reads
+        # these attributes now checks whether the lookup is cancelled before it gives an answer.
+        self.tokens = ()
+        self.make_chain = _no_chain
+
+    def make_keys(self, pace: GilPace) -> KeyChain | None:
+        """Return the keys of the prompt; None if it has none, or the lookup was cancelled."""
+        chain = self.make_chain()
+        if chain is None:
+            return None
+        step = chain.chunk_size * _AT_ONCE
+        for start in range(chain.tokens, self.count, step):
+            chain.extend(self.tokens[start : min(start + step, self.count)])
+            if not self.waited_for:
+                pace.rest()
+        return None if self.cancelled else chain
+
+    def finish(
+        self,
+        hit_chunks: int,
+        chain: KeyChain | None,
+        *,
+        full_chunks: int = 0,
+        in_disk_tier: float = 0.0,
+        known: Mapping[Kind, frozenset[int]] | None = None,
+        given_up: bool = False,
+    ) -> None:
+        """Give the answer, unless there is one: a stuck thread may come back late."""
+        with self._lock:
+            if self._done.is_set():
+                return
+            self.given_up = given_up
+            self.hit_chunks = hit_chunks
+            self.full_chunks = full_chunks
+            self.in_disk_tier = in_disk_tier
+            self.known = known or {}
+            self.chain = chain
+            self.as_of = time.monotonic()
+            self._done.set()
+        if self.on_done is not None:
+            try:
+                self.on_done(self)
+            except Exception as error:
+                self.log.error("a completion callback of a lookup raised", exc_info=error)
+
+
+def _no_chain() -> KeyChain | None:
+    return None
 
 
 class LookupService:
@@ -116,7 +242,6 @@ class LookupService:
         self._shards = {kind: view.fmt.shards for kind, view in self._views.items()}
         self._rule = rule or HitRule.of(self._fmt.namespace.record)
         self._failed = failed
-        self._remembers = remembers
         self._counters = counters
         self._queue: queue.SimpleQueue[Lookup | None] = queue.SimpleQueue()
         self._submitting = threading.Lock()
@@ -124,19 +249,9 @@ class LookupService:
         # What each thread works on, and since when; absent while it waits for a lookup.
         self._busy: dict[int, tuple[float, Sequence[Lookup]]] = {}
         self._log = RateLimitedLog(logger)
-        #: How long a lookup takes; on a low-latency storage, for each chunk.
-        self._usual_seconds = 0.0
-        properties = shelf.backend.properties
-        self._high_latency = properties.high_latency
-        self._cache = PresenceCache()
+        self._high_latency = shelf.backend.properties.high_latency
+        self._presence = PresenceCache() if self._high_latency and remembers else None
         self._together = _TOGETHER if self._high_latency else 1
-        costs = RoundCosts(properties.probe_cost, properties.probes_at_once)
-        seconds = shelf.backend.deadlines.probe
-        self._probes = (
-            SharedProbes(self._views, counters, costs, self._cache, seconds)
-            if self._high_latency
-            else Probes(self._views, counters, costs)
-        )
         self._count = max(threads, _HIGH_LATENCY_THREADS) if self._high_latency else threads
         self._threads = StorageThreads(
             "kvshelf-lookup",
@@ -149,8 +264,7 @@ class LookupService:
             on_thread_start=on_thread_start,
         )
         shelf.backend.count_into(counters.add)
-        if self._high_latency:
-            failed.subscribe(self._cache.note_failed)
+        failed.subscribe(self._drop)
         self._threads.start()
 
     @property
@@ -166,7 +280,7 @@ class LookupService:
         first_chunk: int = 0,
         ends: Sequence[int] | None = None,
         on_done: Callable[[Lookup], None] | None = None,
-        prepare: Callable[[Callable[[], None]], None] | None = None,
+        ready: Future[Any] | None = None,
     ) -> Lookup:
         """Start a lookup; returns at once. After :meth:`close` it is given up at once.
 
@@ -187,12 +301,14 @@ class LookupService:
         on_done : Callable, optional
             Called once on the background thread when the answer is there, also when the
             lookup was cancelled. Must not block.
-        prepare : Callable, optional
-            Called first, on the background thread, with a function. `make_chain` is called once
-            that function was called, on any thread. Neither may block.
+        ready : Future, optional
+            `make_chain` is not called before it is done.
         """
-        lookup = Lookup(tokens, make_chain, first_chunk, ends, on_done, prepare, self._log)
-        self._put(lookup)
+        lookup = Lookup(tokens, make_chain, first_chunk, ends, on_done, ready, self._log)
+        if ready is None:
+            self._put(lookup)
+        else:
+            ready.add_done_callback(lambda _: self._put(lookup))
         return lookup
 
     def _put(self, lookup: Lookup) -> None:
@@ -203,63 +319,33 @@ class LookupService:
         if not taken:
             lookup.finish(0, None, given_up=True)
 
-    def _put_back(self, lookup: Lookup) -> bool:
-        """Whether a lookup has to wait before its keys can be made; it comes back to the queue."""
-        prepare = lookup.prepare
-        if prepare is None:
-            return False
-
-        def go_on() -> None:
-            lookup.prepare = None
-            self._put(lookup)
-
-        try:
-            prepare(go_on)
-        except Exception as error:  # noqa: BLE001 - cache trouble never ends an engine
-            self._fail(lookup, error)
-        return True
-
-    def stalled(self, seconds: float, lookup: Lookup | None = None) -> bool:
-        """Whether every thread has been at one lookup for longer than `seconds`.
-
-        Or `lookup`, where there is one, has waited so long for what its keys need.
-        """
-        if lookup is not None and self._waits_for_keys(lookup, seconds):
-            return True
+    def stalled(self, seconds: float) -> bool:
+        """Whether every thread has been at one lookup for longer than `seconds`."""
         busy = self._busy.copy()
         since = [busy[thread][0] for thread in self._threads.working if thread in busy]
         return len(since) >= self._count and max(since) < time.monotonic() - seconds
 
-    def may_be_done_within(self, lookup: Lookup, seconds: float) -> bool:
-        """Whether waiting for `lookup` for `seconds` makes sense, judging by those before it."""
-        if self._waits_for_keys(lookup, seconds):
-            return False
-        chunks = 1 if self._high_latency else lookup.count // self._fmt.chunk_size
-        return chunks * self._usual_seconds <= seconds
-
-    @staticmethod
-    def _waits_for_keys(lookup: Lookup, seconds: float) -> bool:
-        return lookup.prepare is not None and time.monotonic() - lookup.as_of > seconds
-
-    def note_published(self, keys: Iterable[bytes]) -> None:
-        """Note that these chunks were just published; a lookup from now on finds them."""
-        if self._high_latency:
-            for key in keys:
-                self._cache.note_published(key)
+    def answers_soon(self, lookup: Lookup) -> bool:
+        """Whether `lookup` may be done in a few milliseconds."""
+        return not self._high_latency and lookup.is_ready
 
     def note_removed(self, keys: Iterable[bytes]) -> None:
         """Note that these chunks were just deleted; lookups probe them from now on."""
-        if self._high_latency:
-            for key in keys:
-                self._cache.note_failed(key)
+        for key in keys:
+            self._drop(key)
+
+    def _drop(self, key: bytes) -> None:
+        if self._presence is not None:
+            self._presence.drop(key)
 
     def forget(self) -> None:
         """Forget the answers of the storage."""
-        self._cache.clear()
+        if self._presence is not None:
+            self._presence.clear()
 
     def close(self) -> None:
         """Stop the threads once they have finished what was submitted."""
-        self._failed.unsubscribe(self._cache.note_failed)
+        self._failed.unsubscribe(self._drop)
         self._threads.close()
         with self._submitting:
             self._closed = True
@@ -287,6 +373,8 @@ class LookupService:
         for lookup in waiting:
             lookup.finish(0, None, given_up=True)
 
+    # ------------------------------------------------------------------ on background threads
+
     def _run(self) -> None:
         me = threading.get_ident()
         while not self._threads.replaced():
@@ -295,21 +383,83 @@ class LookupService:
                 # There is one for all threads, behind everything that was submitted.
                 self._queue.put(None)
                 return
-            if self._put_back(lookup):
-                continue
-            _Rounds(self, me).run(lookup)
+            try:
+                self._search(lookup, me)
+            finally:
+                self._busy.pop(me, None)
 
-    def _note_speed(self, lookup: Lookup, begin: float) -> None:
-        chunks = lookup.count // self._fmt.chunk_size
-        if chunks:
-            found = (lookup.as_of - begin) / (1 if self._high_latency else chunks)
-            known = self._usual_seconds or found
-            self._usual_seconds = known + (found - known) / 4
+    def _search(self, first: Lookup, me: int) -> None:
+        """Search for a lookup, and for those that arrive meanwhile, until none is left."""
+        #: In the order in which they were taken.
+        active: dict[Lookup, _Searching] = {}
+        pace, more = GilPace(), [first]
+        while more or active:
+            for lookup in more:
+                active[lookup] = _Searching(self, lookup)
+                self._note_busy(me, active)
+                with active[lookup].alone():
+                    active[lookup].begin(pace)
+            self._round(active)
+            over = [lookup for lookup in active if lookup.done]
+            for lookup in over:
+                del active[lookup]
+            if me not in self._busy:
+                # The thread was given up: another one continues with later lookups.
+                return
+            if over:
+                self._note_busy(me, active)
+            if not any(lookup.waited_for for lookup in active):
+                pace.rest()
+            more = self._take_more(self._together - len(active)) if active else []
 
-    def _share_in_disk_tier(self, found: _Search) -> float:
+    def _take_more(self, most: int) -> list[Lookup]:
+        taken: list[Lookup] = []
+        with contextlib.suppress(queue.Empty):
+            while len(taken) < most:
+                lookup = self._queue.get_nowait()
+                if lookup is None:
+                    # For a thread without other work.
+                    self._queue.put(None)
+                    break
+                taken.append(lookup)
+        return taken
+
+    def _note_busy(self, me: int, active: Mapping[Lookup, _Searching]) -> None:
+        for oldest in islice(active.values(), 1):
+            self._busy[me] = oldest.began, tuple(active)
+
+    def _round(self, active: Mapping[Lookup, _Searching]) -> None:
+        """Send what all searches look for next, and pass the answers on."""
+        for lookup in active:
+            if lookup.cancelled:
+                lookup.finish(0, None)
+        waiting = [one for lookup, one in active.items() if not lookup.done]
+        wanted: dict[_Name, tuple[Kind, Chunk]] = {}
+        for one in waiting:
+            wanted |= one.wanted
+        answers: Mapping[_Name, bool] | None = None
+        with contextlib.suppress(Exception):
+            answers = self._probe(wanted)
+        for one in waiting:
+            with one.alone():
+                # Where all together fail, each asks for itself.
+                one.take(self._probe(one.wanted) if answers is None else answers)
+
+    def _probe(self, wanted: _Wanted) -> Mapping[_Name, bool]:
+        """Return for each kind of a chunk whether all objects that are looked for are there."""
+        pieces = [(kind, chunk, range(count)) for (_, count), (kind, chunk) in wanted.items()]
+        found = find_pieces(self._views, pieces)
+        self._counters.add("probes", sum(map(len, found)))
+        errors = sum(answers.count(Presence.ERROR) for answers in found)
+        if errors:
+            self._counters.add("probe_errors", errors)
+        return {
+            name: answers.count(Presence.PRESENT) == len(answers)
+            for name, answers in zip(wanted, found, strict=True)
+        }
+
+    def _share_in_disk_tier(self, hit: Sequence[Chunk]) -> float:
         """Return the share of a hit that lies in a disk tier, of chunks at even places."""
-        search, chain = found
-        hit = chain.chunks[search.first : search.hit_chunks]
         if not (hit and self._counts_tier):
             return 0.0
         asked = hit[:: -(-len(hit) // _ASKED_OF_TIER)]
@@ -317,144 +467,117 @@ class LookupService:
         answers = self._shelf.nearby(refs)
         return sum(answer is Presence.PRESENT for answer in answers) / len(answers)
 
-    def _fail(self, lookup: Lookup, error: Exception, found: _Search | None = None) -> None:
-        """End a lookup that failed; without keys it is given up."""
-        self._counters.add("probe_errors")
-        self._log.error("a lookup failed and counts as a miss", exc_info=error)
-        lookup.finish(0, found and found.chain, given_up=not found)
 
-    def _begin(self, lookup: Lookup, pace: GilPace) -> _Search | None:
-        """Return the search for a lookup; None if its prompt has no keys."""
-        self._counters.add("lookups")
-        chain = lookup.make_keys(pace)
-        if chain is None:
-            return None
-        chunks, first = chain.chunks, lookup.first_chunk
-        ends = range(1, len(chunks) + 1) if lookup.ends is None else lookup.ends
-        rule, failed, shards = self._rule, self._failed, self._shards
-        if not self._high_latency:
-            return _Search(SequentialSearch(chunks, first, ends, rule, failed, shards), chain)
-        # Remembered answers are useless while nothing can be loaded.
-        useful = self._remembers and self._shelf.backend.reads.is_closed
-        cache = self._cache if useful else PresenceCache()
-        return _Search(HitSearch(chunks, first, ends, rule, cache, failed, shards), chain)
+class _Searching:
+    """What a thread knows of a lookup that it works on.
 
-
-# ------------------------------------------------------------------------------- the search
-
-
-class _Search(NamedTuple):
-    """The state of one lookup while its search runs."""
-
-    search: SequentialSearch | HitSearch
-    chain: KeyChain
-
-
-class _Rounds:
-    """The searches of one thread, from the first lookup until none is left.
-
-    Each round plans what to probe, probes it, and narrows the searches down by the answers.
+    Attributes
+    ----------
+    began : float
+        When it was taken.
+    wanted : dict
+        What the storage is to be asked for next.
     """
 
-    def __init__(self, service: LookupService, thread: int) -> None:
+    def __init__(self, service: LookupService, lookup: Lookup) -> None:
         self._service = service
-        self._thread = thread
-        #: Lookups without an answer, in order, and when each was taken.
-        self._lookups: dict[Lookup, float] = {}
-        self._searches: dict[Lookup, _Search] = {}
-        self._pace = GilPace()
-
-    def run(self, first: Lookup) -> None:
-        """Search; a lookup that fails ends alone."""
-        service = self._service
-        try:
-            self._take(first)
-            while self._lookups:
-                self._take_more()
-                self._round()
-                if self._thread not in service._busy:
-                    # The thread was given up: another one continues with later lookups.
-                    break
-        finally:
-            service._busy.pop(self._thread, None)
-
-    def _take_more(self) -> None:
-        while len(self._lookups) < self._service._together:
-            try:
-                lookup = self._service._queue.get_nowait()
-            except queue.Empty:
-                return
-            if lookup is None:
-                # For a thread without other work.
-                self._service._queue.put(None)
-                return
-            if not self._service._put_back(lookup):
-                self._take(lookup)
-
-    def _take(self, lookup: Lookup) -> None:
-        self._lookups[lookup] = time.monotonic()
-        self._note_busy()
-        with self._alone(lookup):
-            if not lookup.cancelled and (search := self._service._begin(lookup, self._pace)):
-                self._searches[lookup] = search
+        self._lookup = lookup
+        self._chain: KeyChain | None = None
+        self.began = self._asked = time.monotonic()
+        self.wanted: dict[_Name, tuple[Kind, Chunk]] = {}
+        #: What the search looks for: its names, and what is known of each without asking.
+        self._names: list[_Name] = []
+        self._known: dict[_Name, bool] = {}
 
     @contextlib.contextmanager
-    def _alone(self, lookup: Lookup) -> Iterator[None]:
-        """Work for one lookup. If that fails, it has found nothing but its keys."""
+    def alone(self) -> Iterator[None]:
+        """Work for this lookup. If that fails, it has found nothing but its keys."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - cache trouble never ends an engine
-            self._service._fail(lookup, error, self._searches.get(lookup))
-        if lookup.done:
-            self._lookups.pop(lookup, None)
-            self._searches.pop(lookup, None)
-            if self._lookups and self._thread in self._service._busy:
-                self._note_busy()
+            self._service._counters.add("probe_errors")
+            self._service._log.error("a lookup failed and counts as a miss", exc_info=error)
+            self._lookup.finish(0, self._chain, given_up=self._chain is None)
 
-    def _note_busy(self) -> None:
-        oldest = next(iter(self._lookups.values()))
-        self._service._busy[self._thread] = oldest, tuple(self._lookups)
-
-    def _round(self) -> None:
-        probes, searches = self._service._probes, self._searches.copy()
-        asking: dict[Lookup, list[Ask]] = {}
-        for lookup in list(self._lookups):
-            with self._alone(lookup):
-                if lookup.cancelled or lookup not in searches:
-                    lookup.finish(0, None)
-                elif planned := searches[lookup].search.plan(probes.costs, len(searches)):
-                    asking[lookup] = planned
-                else:
-                    self._answer(lookup, searches[lookup])
-        if not asking:
+    def begin(self, pace: GilPace) -> None:
+        """Make the keys, and plan the first round."""
+        service, lookup = self._service, self._lookup
+        if lookup.cancelled:
             return
-        answers: Iterator[Answer] | None = None
-        with contextlib.suppress(Exception):
-            answers = iter(probes.send([ask for planned in asking.values() for ask in planned]))
-        for lookup, planned in asking.items():
-            with self._alone(lookup):
-                # Where all together fail, each asks for itself.
-                mine = islice(answers, len(planned)) if answers else probes.send(planned)
-                searches[lookup].search.take(list(mine))
-        self._rest()
+        service._counters.add("lookups")
+        chain = self._chain = lookup.make_keys(pace)
+        if chain is None:
+            lookup.finish(0, None)
+            return
+        self._chunks = chain.chunks
+        # Remembered answers are useless while nothing can be loaded.
+        useful = service._shelf.backend.reads.is_closed
+        self._presence = service._presence if useful else None
+        self._first = min(lookup.first_chunk, len(self._chunks))
+        self._search = Search(
+            service._rule,
+            service._shards,
+            len(self._chunks),
+            self._first,
+            range(1, len(self._chunks) + 1) if lookup.ends is None else lookup.ends,
+            high_latency=service._high_latency,
+        )
+        keys = [chunk.key for chunk in self._chunks]
+        self._remembered = 0 if self._presence is None else self._presence.leading(keys)
+        self._rounds = self._search.rounds(self._remembered, service._failed.leading(keys))
+        self._plan(None)
 
-    def _answer(self, lookup: Lookup, found: _Search) -> None:
-        search, chain = found
-        if isinstance(search, HitSearch):
-            search.finish()
+    def _plan(self, answers: Sequence[bool] | None) -> None:
+        """Go on with these answers to the next round for which the storage must be asked."""
+        while True:
+            try:
+                asks = self._rounds.send(answers)  # type: ignore[arg-type]
+            except StopIteration:
+                self._end()
+                return
+            self._asked = time.monotonic()
+            self._names, self._known, self.wanted = [], {}, {}
+            failed, shards = self._service._failed, self._service._shards
+            for kind, index, whole in asks:
+                chunk = self._chunks[index]
+                name = kind_key(chunk.key, kind), shards[kind] if whole else 1
+                self._names.append(name)
+                # Full chunks that have failed are behind the end of the search.
+                if kind != FULL and name[0] in failed:
+                    self._known[name] = False
+                elif self._presence is not None and self._presence.has(name[0], seen=whole):
+                    self._known[name] = True
+                else:
+                    self.wanted[name] = kind, chunk
+            if self.wanted:
+                return
+            answers = [self._known[name] for name in self._names]
+
+    def take(self, answers: Mapping[_Name, bool]) -> None:
+        """Take the answers to what was wanted, and go on, unless the lookup was given up."""
+        if self._lookup.done:
+            return
+        if self._presence is not None:
+            shards = self._service._shards
+            seen = [
+                key
+                for (key, count), (kind, _) in self.wanted.items()
+                if answers[key, count] and count == shards[kind]
+            ]
+            self._presence.note(seen, self._asked)
+        self._plan([answers[n] if n in self.wanted else self._known[n] for n in self._names])
+
+    def _end(self) -> None:
+        """Give the answer."""
+        search, first, lookup = self._search, self._first, self._lookup
         lookup.finish(
-            search.hit_chunks - search.first,
-            chain,
-            full_chunks=search.full_chunks - search.first,
-            in_disk_tier=self._service._share_in_disk_tier(found),
+            search.hit_chunks - first,
+            self._chain,
+            full_chunks=search.full_chunks - first,
+            in_disk_tier=self._service._share_in_disk_tier(self._chunks[first : search.hit_chunks]),
             known=search.known,
         )
-        self._service._note_speed(lookup, self._lookups[lookup])
-        if isinstance(search, HitSearch):
+        if self._presence is not None and FULL in self._service._shards:
             # The threads that wait for the answer continue before that.
-            self._pace.rest()
-            search.remember()
-
-    def _rest(self) -> None:
-        if not any(lookup.waited_for for lookup in self._lookups):
-            self._pace.rest()
+            inferred = self._chunks[self._remembered : search.full_chunks]
+            self._presence.note([chunk.key for chunk in inferred], self.began, seen=False)

@@ -1,96 +1,35 @@
-"""The presence cache: answers about the existence of chunks, for high-latency storage.
+"""The presence cache: which chunks a high-latency storage was seen to have a short while ago.
 
-Owns the rules by which an answer of the storage holds for a while, and those by which it is
-dropped before. It knows keys and times; it does not call the storage. Each kind of a chunk is
-remembered for itself, by its kind key (:func:`kvshelf.format.kinds.kind_key`).
+Owns for how long such an answer holds. It knows keys and times; it does not call the storage. Each
+kind of a chunk is remembered for itself, by its kind key (:func:`kvshelf.format.kinds.kind_key`).
 
-Each thing that is learned has a *generation*: a number for the moment of the probe, or of an event
-that happened to the chunk. Answers are ordered by the time of their probe: a stale one never
-replaces a newer one. When an entry is evicted, its generation becomes the floor for every key
-without an entry.
-
-===========  ===========================================================  =================
-a chunk is   because                                                      for
-===========  ===========================================================  =================
-seen         all its objects were present                                 `seen_seconds`
-inferred     it lies before a chunk that a search found                   `seen_seconds`
-missing      one of its objects was missing                               `missing_seconds`
-a gap        a load did not find an object that a search had inferred     `gap_seconds`
-===========  ===========================================================  =================
+A chunk is *seen* if all its objects were, and *inferred* if it lies before a chunk that a search
+found. Nothing is remembered of what is missing.
 
 Contracts
 ---------
-* :meth:`PresenceCache.note_published` and :meth:`PresenceCache.note_failed` may be called on an
-  engine's step thread: they append to a queue. All other methods take a lock, for as long as a
-  pass over a prompt's chunks lasts.
-* A store of this engine ends "missing", a failed load ends "seen" and "inferred", both at once:
-  also for every answer whose probe was sent before.
-* Every search probes a gap until it is seen again, since a search could be wrong about it twice.
-* All times are bounded, and so is the number of entries; the oldest are evicted first.
+* An answer counts from when it was asked for, and never replaces a newer one: neither what was
+  dropped since, nor what was seen.
+* All methods take a lock for a moment. Any thread may call them, an engine's step thread too.
+* The number of entries is bounded; the oldest are forgotten first.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from enum import Enum
-from typing import Final, NamedTuple
-
-_EVENTS: Final = 65536
+from typing import Final
 
 
-class Known(Enum):
-    """What is known about one chunk."""
-
-    NOTHING = "nothing"
+class _Known(Enum):
     SEEN = "seen"
     INFERRED = "inferred"
-    MISSING = "missing"
+    DROPPED = "dropped"
 
 
-_THERE: Final = frozenset((Known.SEEN, Known.INFERRED))
-
-
-class Asked(NamedTuple):
-    """When a probe was sent: as a generation, and in ``time.monotonic()``."""
-
-    generation: int
-    at: float
-
-
-@dataclass(slots=True)
-class _Entry:
-    generation: int
-    known: Known
-    until: float
-    #: Until when searches have to probe the chunk, whatever they find around it.
-    gap_until: float = 0.0
-
-
-@dataclass(slots=True)
-class Prefix:
-    """What is known about the leading chunks of a prompt.
-
-    Attributes
-    ----------
-    found : int
-        Number of leading chunks that need not be searched.
-    end : int
-        Index of the first chunk that is missing; the number of chunks when none is known to be.
-    seen : set of int
-        Chunks of which all objects were seen.
-    gaps : list of int
-        Chunks before `end` that must be probed.
-    """
-
-    found: int
-    end: int
-    seen: set[int]
-    gaps: list[int]
+_NEVER: Final = (float("-inf"), _Known.DROPPED)
 
 
 class PresenceCache:
@@ -98,197 +37,65 @@ class PresenceCache:
 
     Parameters
     ----------
-    seen_seconds, missing_seconds, gap_seconds : float
+    seconds : float
+        For how long an answer holds.
     limit : int
         Most entries.
     """
 
-    def __init__(
-        self,
-        seen_seconds: float = 60.0,
-        missing_seconds: float = 1.0,
-        gap_seconds: float = 1800.0,
-        limit: int = 65536,
-    ) -> None:
-        self._seconds = {
-            Known.SEEN: seen_seconds,
-            Known.INFERRED: seen_seconds,
-            Known.MISSING: missing_seconds,
-        }
-        self._gap_seconds = gap_seconds
+    def __init__(self, seconds: float = 60.0, limit: int = 65536) -> None:
+        self._seconds = seconds
         self._limit = limit
-        self._numbers = itertools.count(1)
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
-        #: The youngest generation of an entry that was evicted.
-        self._floor = 0
-        self._events: deque[tuple[int, bytes, bool]] = deque(maxlen=_EVENTS)
+        #: When it was asked for, and what is known.
+        self._entries: dict[bytes, tuple[float, _Known]] = {}
+        self._cleared = _NEVER[0]
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def ask(self) -> Asked:
-        """Return the moment for a probe that is about to be sent."""
-        return Asked(next(self._numbers), time.monotonic())
+    def note(self, keys: Iterable[bytes], asked: float, *, seen: bool = True) -> None:
+        """Take an answer: these chunks are there.
 
-    # ------------------------------------------------------------------------- events
+        Parameters
+        ----------
+        keys : iterable of bytes
+        asked : float
+            ``time.monotonic()`` of before the probe was sent, or the search began.
+        seen : bool
+            All their objects were seen; else they are inferred.
+        """
+        known = _Known.SEEN if seen else _Known.INFERRED
+        for key in keys:
+            self._put(key, asked, known)
 
-    def note_published(self, key: bytes) -> None:
-        """Note that a chunk was just published."""
-        self._events.append((next(self._numbers), key, True))
+    def drop(self, key: bytes) -> None:
+        """Note that a chunk is not there: a load failed, or it was removed."""
+        self._put(key, time.monotonic(), _Known.DROPPED)
 
-    def note_failed(self, key: bytes) -> None:
-        """Note that a load failed for an object of this chunk."""
-        self._events.append((next(self._numbers), key, False))
+    def _put(self, key: bytes, asked: float, known: _Known) -> None:
+        with self._lock:
+            if asked <= max(self._cleared, self._entries.get(key, _NEVER)[0]):
+                return
+            # The newest stand last.
+            self._entries.pop(key, None)
+            self._entries[key] = asked, known
+            if len(self._entries) > self._limit:
+                del self._entries[next(iter(self._entries))]
 
     def clear(self) -> None:
-        """Forget everything, and accept no answer to a probe that was sent before."""
+        """Forget everything, and take no answer that was asked for before."""
         with self._lock:
-            self._forget_all()
+            self._entries.clear()
+            self._cleared = time.monotonic()
 
-    def _forget_all(self) -> None:
-        self._events.clear()
-        self._entries.clear()
-        self._floor = next(self._numbers)
+    def has(self, key: bytes, *, seen: bool) -> bool:
+        """Whether a chunk is known to be there; with `seen`, not merely inferred."""
+        asked, known = self._entries.get(key, _NEVER)
+        is_there = known is _Known.SEEN or (known is _Known.INFERRED and not seen)
+        return is_there and time.monotonic() < asked + self._seconds
 
-    def _settle(self) -> None:
-        if len(self._events) == _EVENTS:
-            # Some events were lost.
-            self._forget_all()
-        while self._events:
-            generation, key, stored = self._events.popleft()
-            entry = self._entries.get(key)
-            if entry is None:
-                entry = _Entry(generation, Known.NOTHING, 0.0)
-            elif generation > entry.generation:
-                entry.generation = generation
-                if not stored or entry.known is Known.MISSING:
-                    entry.known = Known.NOTHING
-            if not stored:
-                entry.gap_until = time.monotonic() + self._gap_seconds
-            self._keep(key, entry)
-
-    # ------------------------------------------------------------------------- answers
-
-    def learn(self, key: bytes, there: bool, asked: Asked) -> None:
-        """Take an answer of the storage about all objects of a chunk.
-
-        Parameters
-        ----------
-        key : bytes
-        there : bool
-            Whether all are there. False: at least one is not.
-        asked : Asked
-            What :meth:`ask` returned before the probe was sent.
-        """
-        with self._lock:
-            self._settle()
-            self._learn(key, Known.SEEN if there else Known.MISSING, asked)
-
-    def infer(self, keys: Sequence[bytes], asked: Asked) -> None:
-        """Take the result of a search: these leading chunks of a prompt were found.
-
-        Parameters
-        ----------
-        keys : Sequence of bytes
-        asked : Asked
-            What :meth:`ask` returned before the search began.
-        """
-        now = time.monotonic()
-        until = asked.at + self._seconds[Known.INFERRED]
-        with self._lock:
-            self._settle()
-            entries, current = self._entries, asked.generation >= self._floor
-            for key in keys:
-                entry = entries.get(key)
-                if entry is None:
-                    # As _learn does, and quicker: most chunks of a long prompt are new here.
-                    if current:
-                        entries[key] = _Entry(asked.generation, Known.INFERRED, until)
-                # An answer of this cache must not extend its own time.
-                elif entry.until <= now or entry.known not in _THERE:
-                    self._learn(key, Known.INFERRED, asked)
-            self._trim()
-
-    def _learn(self, key: bytes, known: Known, asked: Asked) -> None:
-        entry = self._entries.get(key)
-        if (self._floor if entry is None else entry.generation) > asked.generation:
-            return
-        if entry is None:
-            entry = _Entry(0, known, 0.0)
-        entry.generation, entry.known = asked.generation, known
-        # An answer that took long was true when its probe was sent.
-        entry.until = asked.at + self._seconds[known]
-        if known is Known.SEEN:
-            entry.gap_until = 0.0
-        self._keep(key, entry)
-
-    def _keep(self, key: bytes, entry: _Entry) -> None:
-        self._entries[key] = entry
-        self._entries.move_to_end(key)
-        self._trim()
-
-    def _trim(self) -> None:
-        while len(self._entries) > self._limit:
-            _, oldest = self._entries.popitem(last=False)
-            self._floor = max(self._floor, oldest.generation)
-
-    # ------------------------------------------------------------------------- knowledge
-
-    def since(self, key: bytes) -> int:
-        """Return the generation before which an answer about a chunk is out of date."""
-        with self._lock:
-            self._settle()
-            entry = self._entries.get(key)
-            return self._floor if entry is None else entry.generation
-
-    def known(self, keys: Sequence[bytes]) -> list[Known]:
-        """Return what is known about each of some chunks."""
-        now = time.monotonic()
-        with self._lock:
-            self._settle()
-            entries = [self._entries.get(key) for key in keys]
-            return [
-                Known.NOTHING if entry is None or now >= entry.until else entry.known
-                for entry in entries
-            ]
-
-    def any_gap(self, keys: Sequence[bytes]) -> bool:
-        """Whether one of some chunks is a gap: a load failed for it, and it was not seen since."""
-        now = time.monotonic()
-        with self._lock:
-            self._settle()
-            entries = [self._entries.get(key) for key in keys]
-            return any(entry is not None and now < entry.gap_until for entry in entries)
-
-    def prefix(self, keys: Sequence[bytes]) -> Prefix:
-        """Return what is known about the leading chunks of a prompt.
-
-        Parameters
-        ----------
-        keys : Sequence of bytes
-            Of all its chunks, in order.
-        """
-        now = time.monotonic()
-        found = 0
-        seen: set[int] = set()
-        gaps: list[int] = []
-        with self._lock:
-            self._settle()
-            entries = self._entries
-            if entries.keys().isdisjoint(keys):
-                return Prefix(found, len(keys), seen, gaps)
-            for index, key in enumerate(keys):
-                entry = entries.get(key)
-                if entry is None:
-                    continue
-                known = entry.known if now < entry.until else Known.NOTHING
-                if known is Known.MISSING:
-                    return Prefix(found, index, seen, gaps)
-                if known is not Known.NOTHING:
-                    found = index + 1
-                if known is Known.SEEN:
-                    seen.add(index)
-                elif now < entry.gap_until:
-                    gaps.append(index)
-        return Prefix(found, len(keys), seen, gaps)
+    def leading(self, keys: Sequence[bytes]) -> int:
+        """Return how many of `keys` come before the first that is not known to be there."""
+        places = enumerate(keys)
+        return next((place for place, key in places if not self.has(key, seen=False)), len(keys))

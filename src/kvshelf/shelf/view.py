@@ -20,9 +20,9 @@ import contextlib
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from itertools import product
+from itertools import islice, product, repeat
 from typing import Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from kvshelf.backends import NOT_REGULAR, BytesLike, StatResult, StatResults, Whole, WriteResult
@@ -35,6 +35,7 @@ from kvshelf.errors import (
     StorageError,
 )
 from kvshelf.format.keys import Chunk
+from kvshelf.format.kinds import Kind
 from kvshelf.format.names import (
     ParsedName,
     object_name,
@@ -431,6 +432,32 @@ def find_together(
     ]
     found = iter(NamespaceView.probe_together(left, find=True))
     return [[next(found) if answer is None else answer for answer in near] for near in nearby]
+
+
+def find_pieces(
+    views: Mapping[Kind, ShelfView], pieces: Sequence[tuple[Kind, Chunk, range]]
+) -> list[list[Presence]]:
+    """Find some shards of kinds of chunks, with at most one call of the storage.
+
+    Parameters
+    ----------
+    views : Mapping[Kind, ShelfView]
+    pieces : Sequence of (Kind, Chunk, range)
+        The range is of shards.
+
+    Returns
+    -------
+    list of lists of Presence
+        The answers for each piece, in order.
+    """
+    refs: dict[Kind, list[ObjectRef]] = {}
+    for kind, chunk, shards in pieces:
+        # Quicker than a call of the class for each, which lookups would notice.
+        refs.setdefault(kind, []).extend(map(ObjectRef._make, zip(repeat(chunk), shards)))
+    asked = [(views[kind], of_kind) for kind, of_kind in refs.items()]
+    found = [view.find(of) for view, of in asked] if len(asked) == 1 else find_together(asked)
+    answers = dict(zip(refs, map(iter, found), strict=True))
+    return [list(islice(answers[kind], len(shards))) for kind, _, shards in pieces]
 
 
 class NamespaceView(ShelfView):

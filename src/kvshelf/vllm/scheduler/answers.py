@@ -155,7 +155,7 @@ class Answers(SharingPart):
         *,
         overdue: bool,
     ) -> Outcome:
-        """Wait for a lookup, for the next one where that finds more, or for another's load."""
+        """Wait for a lookup, or for another's load."""
         if lookup is None or not self._lookups.wait(lookups, lookup):
             ends = overdue or (lookup is not None and self._lookups.too_long(lookups, state))
             return Outcome.TIMED_OUT if ends else Outcome.WAITS
@@ -163,10 +163,7 @@ class Answers(SharingPart):
             return Outcome.TIMED_OUT
         if not self._keys.trusts(state):
             return Outcome.ADAPTER_UNKNOWN
-        newest = self._lookups.newest(lookups, state, computed)
-        if newest is None:
-            return Outcome.WAITS
-        hit = self._hits.tokens(state, newest, computed)
+        hit = self._hits.tokens(state, self._lookups.newest(state) or lookup, computed)
         shares = hit > computed and self._loads.shares(state, computed, hit)
         return Outcome.SHARES if shares else Outcome.FOUND
 

@@ -131,7 +131,7 @@ class Ends(SharingPart):
         request, size = state.request, self._size
         last, parting = request.num_prompt_tokens - 1, request.shared_prefix_boundary
         tokens = [last, last - self._held_back, state.offered_from, parting]
-        ends, known = [n // size for n in tokens], self._hits.full_chunks(state, lookup)
+        ends, known = [n // size for n in tokens], self._hits.full_chunks(lookup)
         if kind == WINDOW:
             ends += [known, -(-end // INTERVAL) * INTERVAL]
             if self._config.save_decode and end * size > last:

@@ -35,7 +35,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Container
-from operator import itemgetter
 from typing import Any, Final
 
 from kvshelf.format.keys import Chunk, KeyChain
@@ -45,10 +44,9 @@ from kvshelf.shelf.lookup import Lookup, LookupService
 from kvshelf.shelf.waits import Piece, Wait, WaitService
 from kvshelf.vllm.handover import Handover, read_handover
 from kvshelf.vllm.metadata import StepMetadata
-from kvshelf.vllm.scheduler.awaited import Awaited, Outcome
 from kvshelf.vllm.scheduler.difference import log_difference
 from kvshelf.vllm.scheduler.lookups import Lookups
-from kvshelf.vllm.scheduler.requests import RequestState
+from kvshelf.vllm.scheduler.requests import Awaited, HandoverOutcome, RequestState
 from kvshelf.vllm.scheduler.shared import Shared, SharingPart
 
 logger = logging.getLogger(__name__)
@@ -123,12 +121,12 @@ class Handovers(SharingPart):
             state.awaited = Awaited(handover, now, now + longest)
             self._waiting[state.id] = state.awaited
 
-    def _refuse(self, outcome: Outcome, reason: str) -> None:
+    def _refuse(self, outcome: HandoverOutcome, reason: str) -> None:
         self._counters.add(f"handovers_{outcome}")
         self._log.warning("a request does not wait for its hand-over: %s", reason)
 
-    def _end(self, state: RequestState, awaited: Awaited, outcome: Outcome) -> None:
-        """Note how a wait ended; what was seen stays known."""
+    def _end(self, state: RequestState, awaited: Awaited, outcome: HandoverOutcome) -> None:
+        """Note how a wait ended."""
         self._waiting.pop(state.id, None)
         awaited.outcome = outcome
         if awaited.wait is not None:
@@ -211,22 +209,42 @@ class Handovers(SharingPart):
         """Take a wait a step further."""
         lookups, wait = self._opening.looks_up, awaited.wait
         late = self.clock() >= awaited.deadline
+        if lookups is not None and wait is None and not late:
+            wait = self._begin(lookups, state, awaited)
+        complete = wait is not None and wait.complete
+        if wait is not None:
+            self._take(state, awaited, wait, complete=complete)
         # vLLM may not have polled for a while.
-        if late and (lookups is None or wait is None or not wait.complete):
-            self._end(state, awaited, "late")
-            return
-        if lookups is None:
-            return
-        wait = wait or self._begin(lookups, state, awaited)
-        if wait is None:
-            return
-        if wait.complete:
+        if lookups is not None and complete:
             self._complete(lookups, state, awaited, late=late)
-        elif wait.gave_up:
+        elif late:
+            self._end(state, awaited, "late")
+        elif lookups is not None and wait is not None and wait.gave_up:
             self._end(state, awaited, "gave_up")
             if self._groups.hybrid:
                 # The wait did not cover the objects that a shorter hit needs at its end.
                 state.drop_lookup()
+
+    def _take(self, state: RequestState, awaited: Awaited, wait: Wait, *, complete: bool) -> None:
+        """Make what a wait has seen part of the lookup's answer.
+
+        Full chunks come first in its order. Windows and states are useful at its end only.
+        """
+        lookup, count = state.lookup, awaited.handover.tokens // self._size
+        if lookup is None or lookup.chain is None:
+            return
+        if FULL in self._groups.kinds:
+            seen = count if complete else min(awaited.first + wait.seen, count)
+            lookup.full_chunks = max(lookup.full_chunks, seen)
+        if not self._groups.hybrid:
+            lookup.hit_chunks = lookup.full_chunks
+        elif complete:
+            lookup.hit_chunks = max(lookup.hit_chunks, count)
+            needed = self._groups.hit_rule(self._size).needs(count).items()
+            others = {kind: frozenset(indices) for kind, indices in needed if kind != FULL}
+            lookup.known = {
+                kind: lookup.known.get(kind, frozenset()) | there for kind, there in others.items()
+            }
 
     def _complete(
         self, lookups: LookupService, state: RequestState, awaited: Awaited, *, late: bool
@@ -251,7 +269,8 @@ class Handovers(SharingPart):
             lookup = self._lookups.start(lookups, state)
         if not self._lookups.wait(lookups, lookup):
             # A lookup that takes longer will not end soon.
-            self._hurried = self._hurried or not lookups.stalled(_LONGEST_SLEEP, lookup)
+            age = time.monotonic() - lookup.as_of
+            self._hurried = self._hurried or age < _LONGEST_SLEEP
         elif lookup.given_up:
             # The storage may be back before the deadline.
             state.drop_lookup()
@@ -297,12 +316,12 @@ class Handovers(SharingPart):
                 on_seen=self._lookups.note_there,
                 on_thread_start=self._engine.on_thread_start,
             )
-        wait = self._service.submit(pieces, awaited.handover.attempt)
-        awaited.begin(wait, lookup.full_chunks, pieces)
-        return wait
+        awaited.first = lookup.full_chunks
+        awaited.wait = self._service.submit(pieces, awaited.handover.attempt)
+        return awaited.wait
 
     def _missing(self, state: RequestState, awaited: Awaited, lookup: Lookup) -> list[Piece]:
-        """Return what a load needs and the lookup has not seen, in the order of the prompt.
+        """Return what a load needs and the lookup has not seen: the full chunks first, in order.
 
         The hand-over gets its tail.
 
@@ -319,9 +338,7 @@ class Handovers(SharingPart):
         seen: dict[Kind, Container[int]] = {kind: lookup.known.get(kind, ()) for kind in KINDS}
         seen[FULL] = range(lookup.full_chunks)
         missing = self._groups.hit_rule(size).missing(handover.tokens // size, seen)
-        pieces: list[Piece] = [
-            (kind, lookup.chain.chunks[n]) for kind, n in sorted(missing, key=itemgetter(1))
-        ]
+        pieces: list[Piece] = [(kind, lookup.chain.chunks[n]) for kind, n in missing]
         return pieces if awaited.tail is None else [*pieces, (FULL, awaited.tail)]
 
     def _check(self, request: Any, handover: Handover, chain: KeyChain) -> Chunk | None:

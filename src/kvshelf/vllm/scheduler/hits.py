@@ -54,7 +54,9 @@ class Hits:
         if self._groups.hybrid:
             return self._hybrid_tokens(state, lookup)
         size, last = self._size, state.request.num_tokens - 1
-        chunks, whole = self._seen_chunks(state, lookup), 0
+        chunks, whole = lookup.hit_chunks, 0
+        if state.limit is not None:
+            chunks = min(chunks, state.limit)
         if state.awaited is not None and not self._has_drafter:
             # A drafter has KV of whole chunks only.
             whole = state.awaited.hit_tokens
@@ -83,16 +85,7 @@ class Hits:
             # A search for full chunks alone has no ends.
             ends = self.ends(state) or ()
             chunks = ([0, *ends])[bisect_right(ends, chunks)]
-        # One of the ends.
-        handed = 0 if state.awaited is None else state.awaited.hit_tokens
-        return max(chunks * self._size, 0 if self.divides_item(state, handed) else handed)
-
-    def _seen_chunks(self, state: RequestState, lookup: Lookup) -> int:
-        """Return how many leading chunks were seen and may be loaded."""
-        chunks = lookup.hit_chunks
-        if state.awaited is not None:
-            chunks = max(chunks, state.awaited.full_chunks)
-        return chunks if state.limit is None else min(chunks, state.limit)
+        return chunks * self._size
 
     def ends(self, state: RequestState) -> Sequence[int] | None:
         """Return the numbers of chunks at which a hit of a hybrid engine may end, ascending."""
@@ -128,17 +121,12 @@ class Hits:
         if not self.is_usable(state, chunk, kind):
             return False
         if kind == FULL:
-            return chunk.index < self.full_chunks(state, lookup)
-        if state.awaited is not None and state.awaited.has_seen(kind, chunk.index):
-            return True
+            return chunk.index < self.full_chunks(lookup)
         return chunk.index in lookup.known.get(kind, ())
 
-    def full_chunks(self, state: RequestState, lookup: Lookup) -> int:
+    def full_chunks(self, lookup: Lookup) -> int:
         """Return how many leading full chunks were seen on the shelf; 0 without kind full."""
-        if FULL not in self._groups.kinds:
-            return 0
-        awaited = 0 if state.awaited is None else state.awaited.full_chunks
-        return max(lookup.full_chunks, awaited)
+        return lookup.full_chunks if FULL in self._groups.kinds else 0
 
     def must_repair(self, state: RequestState, chunk: Chunk, kind: Kind) -> bool:
         """Whether a load found a kind of a chunk damaged, so that a store must replace it."""
@@ -174,7 +162,7 @@ class Hits:
         first = state.offered_from
         if awaited is not None and awaited.outcome is None:
             # Windows and states are useful at the end of the wait only.
-            full = range(first // self._size, awaited.full_chunks)
+            full = range(first // self._size, self.full_chunks(lookup))
             return Loadable(lookup.chain.chunks, {FULL: full} if full else {}, grows=True)
         hit = self.tokens(state, lookup, first)
         if state.gave_up or hit <= first:

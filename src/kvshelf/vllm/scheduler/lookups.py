@@ -1,7 +1,7 @@
 """The lookups of requests: started, waited for, renewed and given up.
 
 Owns which requests have a lookup, how long a step waits for one, and what is known of the storage's
-health and of what appeared on it.
+health.
 
 Contracts
 ---------
@@ -13,8 +13,7 @@ Contracts
   take longer, where :class:`~kvshelf.vllm.scheduler.steps.Steps` says that one may.
 * A preempted and resumed request gets a new lookup. So do the first ones of the queue when their
   answers are older than a second, unless all of the prompt was found; the old answer counts until
-  the new one is there. A request waits for a new answer, as for the first, only if vLLM asks for it
-  and a chunk that it missed was stored here since.
+  the new one is there.
 * A hit is recorded as a use of all that it needs, on the lookup thread, also where vLLM's prefix
   cache has a part of it or all (:mod:`kvshelf.capacity.uses`).
 * Runs on the engine's step thread, but :meth:`Lookups.note_there` on any, and lookups on theirs.
@@ -24,14 +23,14 @@ When this part fails, its lookups are made when vLLM asks.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from itertools import islice
 from typing import Any, Final
 
-from kvshelf.format.kinds import kind_key
+from kvshelf.format.keys import KeyChain
 from kvshelf.shelf.lookup import Lookup, LookupService
 from kvshelf.vllm.metadata import Facts, StepMetadata
 from kvshelf.vllm.scheduler.drafts import draft_chunks
@@ -51,8 +50,6 @@ _LONGEST_LOOKUP_SECONDS: Final = 4e-3
 _STALE_SECONDS: Final = 1.0
 #: Age of an answer at which one of the first waiting requests is looked up again.
 _ANSWER_SECONDS: Final = 1.0
-#: Most chunks that are remembered as stored recently.
-_PUBLISHED_REMEMBERED: Final = 4096
 #: Waiting requests whose lookups are made before vLLM asks for them.
 _LOOKUPS_AHEAD: Final = 256
 #: The front of the queue: the first of these, whose answers are renewed; and of the requests that
@@ -81,9 +78,6 @@ class Lookups(SharingPart):
         #: Waiting requests with a lookup, and later ones without, in order.
         self._ahead: dict[str, None] = {}
         self._later: OrderedDict[str, None] = OrderedDict()
-        #: When a kind of a chunk appeared, by kind key, the latest last.
-        self._published: OrderedDict[bytes, float] = OrderedDict()
-        self._publishing = threading.Lock()
         #: Ranks whose storage breaker is open.
         self._open_breakers: set[int] = set()
         self.held = 0
@@ -117,10 +111,12 @@ class Lookups(SharingPart):
         old = time.monotonic() - _ANSWER_SECONDS
         for request_id in islice(self._ahead, _FRONT):
             state = self._requests[request_id]
-            self._take_newer(state)
-            lookup = self._may_find_more(state)
-            if lookup is not None and lookup.as_of < old and state.newer is None:
-                self._renew(lookups, state)
+            lookup = self.newest(state)
+            if lookup is None or not lookup.done or lookup.chain is None or state.newer is not None:
+                continue
+            finds_more = lookup.hit_chunks < len(lookup.chain.chunks) and state.awaited is None
+            if finds_more and lookup.as_of < old:
+                state.waiting_since, state.newer = None, self._submit(lookups, state)
                 return
 
     def _budget(self) -> float:
@@ -170,24 +166,23 @@ class Lookups(SharingPart):
         namespace, request = self._opening.namespace, state.request
         assert namespace is not None
         digest, lora = namespace.digest, request.lora_request
-        adapter: bytes | None = b""
+        adapter: Future[bytes | None] | None = None
+        if lora is not None:
+            adapter = Future()
+            self._keys.adapters.ask(lora, adapter.set_result)
 
-        def prepare(go_on: Callable[[], None]) -> None:
-            def tell(found: bytes | None) -> None:
-                nonlocal adapter
-                adapter = found
-                go_on()
-
-            self._keys.adapters.ask(lora, tell)
+        def make_chain() -> KeyChain | None:
+            found = b"" if adapter is None else adapter.result()
+            return None if found is None else self._keys.chain(state, digest, found)
 
         # The list itself, of which the lookup thread takes slices: vLLM only ever appends to the
         # tokens of a request with an address.
         return lookups.submit(
             request._all_token_ids,
-            lambda: None if adapter is None else self._keys.chain(state, digest, adapter),
+            make_chain,
             ends=self._hits.ends(state),
             on_done=self._recorder() if state.reads else None,
-            prepare=None if lora is None else prepare,
+            ready=adapter,
         )
 
     def _recorder(self) -> Callable[[Lookup], None] | None:
@@ -239,7 +234,7 @@ class Lookups(SharingPart):
         # A wait that times out lasts longer than its timeout: until the lookup thread releases the
         # GIL.
         idle = self._steps.may_wait
-        if left <= 0 or not (idle or lookups.may_be_done_within(lookup, left)):
+        if left <= 0 or not (idle or lookups.answers_soon(lookup)):
             return False
         begin = time.monotonic()
         done = lookup.wait(left)
@@ -255,50 +250,14 @@ class Lookups(SharingPart):
         # Once the storage has delayed one request for this long, the next does not wait for it.
         return waited >= LOOKUP_SECONDS or lookups.stalled(LOOKUP_SECONDS)
 
-    def newest(self, lookups: LookupService, state: RequestState, computed: int) -> Lookup | None:
-        """Return the lookup with a request's newest answer; None while the request waits for one.
-
-        vLLM has `computed` of its tokens.
-        """
-        self._take_newer(state)
-        if self.held < _FRONT and self._was_stored_since(state, computed):
-            newer = state.newer or self._renew(lookups, state)
-            if not self.wait(lookups, newer) and not self.too_long(lookups, state):
-                return None
-            self._take_newer(state)
-        return state.lookup
-
-    def _renew(self, lookups: LookupService, state: RequestState) -> Lookup:
-        """Look up anew what a request may find by now."""
-        state.waiting_since = None
-        state.newer = self._submit(lookups, state)
-        return state.newer
-
     @staticmethod
-    def _take_newer(state: RequestState) -> None:
-        """Replace a request's answer by that of its newer lookup, if there is one."""
+    def newest(state: RequestState) -> Lookup | None:
+        """Return a request's lookup: the newer one, once that has an answer."""
         if state.newer is not None and state.newer.done:
             if not state.newer.given_up:
                 state.lookup = state.newer
             state.newer = None
-
-    @staticmethod
-    def _may_find_more(state: RequestState) -> Lookup | None:
-        """Return the lookup of a request if it is done, and a later one may find more."""
-        lookup = state.lookup
-        if lookup is None or not lookup.done or lookup.chain is None or state.awaited is not None:
-            return None
-        return lookup if lookup.hit_chunks < len(lookup.chain.chunks) else None
-
-    def _was_stored_since(self, state: RequestState, computed: int) -> bool:
-        """Whether a chunk that a request's answer misses, and vLLM too, was stored here since."""
-        lookup = self._may_find_more(state)
-        if lookup is None or lookup.chain is None:
-            return False
-        chunks = lookup.chain.chunks
-        missing = chunks[max(lookup.full_chunks, computed // self._size) :][:1] or chunks[-1:]
-        found = [self._published.get(kind_key(missing[0].key, kind)) for kind in self._groups.kinds]
-        return any(at is not None and at > lookup.as_of for at in found)
+        return state.lookup
 
     # ------------------------------------------------------------- the storage
 
@@ -312,24 +271,10 @@ class Lookups(SharingPart):
 
     def note_there(self, keys: Sequence[bytes]) -> None:
         """Note, on any thread, kinds of chunks that have appeared on the shelf."""
-        lookups = self._opening.lookups
-        if lookups is None:
-            return
-        lookups.note_published(keys)
-        self._note_published(keys)
         for key in keys:
             if not self._engine.failed.is_bad(key):
                 # A chunk that was missing and is stored now counts as present again.
                 self._engine.failed.forget(key)
-
-    def _note_published(self, keys: Sequence[bytes]) -> None:
-        now = time.monotonic()
-        with self._publishing:
-            for key in keys:
-                self._published[key] = now
-                self._published.move_to_end(key)
-            while len(self._published) > _PUBLISHED_REMEMBERED:
-                self._published.popitem(last=False)
 
     def breaker_is_open(self, lookups: LookupService) -> bool:
         """Whether the breaker of the scheduler's storage, or of a worker's, is open."""

@@ -23,17 +23,72 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
+from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import STATE, WINDOW, Kind
 from kvshelf.shelf.lookup import Lookup
+from kvshelf.shelf.waits import Wait
+from kvshelf.vllm.handover import Handover
 from kvshelf.vllm.item_ids import ItemIds
 from kvshelf.vllm.metadata import AdapterContent, LoadOp
-from kvshelf.vllm.scheduler.awaited import Awaited
 from kvshelf.vllm.scheduler.engine import Engine
 from kvshelf.vllm.scheduler.promise import Promise
 
 logger = logging.getLogger(__name__)
+
+HandoverOutcome: TypeAlias = Literal[
+    "complete", "gave_up", "late", "other_namespace", "invalid", "refused", "unneeded"
+]
+
+
+@dataclass(slots=True, eq=False)
+class Awaited:
+    """The hand-over that one request brought; :mod:`~kvshelf.vllm.scheduler.handovers` writes it.
+
+    Attributes
+    ----------
+    handover : Handover
+    arrived, deadline : float
+        By the clock of :class:`~kvshelf.vllm.scheduler.handovers.Handovers`.
+    outcome : HandoverOutcome or None
+        How the wait ended; None while the request waits.
+    tail : Chunk or None
+        The tail, once its key was compared.
+    wait : Wait or None
+        None until it is known what is missing.
+    first : int
+        Full chunks that the lookup had seen when the wait began.
+    retry_at : float
+        No lookup is started before that.
+    """
+
+    handover: Handover
+    arrived: float
+    deadline: float
+    outcome: HandoverOutcome | None = None
+    tail: Chunk | None = None
+    wait: Wait | None = None
+    first: int = 0
+    retry_at: float = -math.inf
+
+    @property
+    def hit_tokens(self) -> int:
+        """Leading tokens of the prompt of which all was seen; 0 unless the wait is complete."""
+        handover = self.handover
+        if self.outcome != "complete":
+            return 0
+        return handover.tokens if self.tail is not None else handover.tokens - handover.tail
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether the wait failed (late, or the producer gave up) and its deadline has passed."""
+        return self.outcome in ("late", "gave_up") and now >= self.deadline
+
+    def drop(self) -> None:
+        """Forget what was seen, and cancel the wait."""
+        if self.wait is not None:
+            self.wait.cancel()
+        self.wait = None
 
 
 @dataclass(slots=True, eq=False)
