@@ -54,12 +54,7 @@ SUBJECTS: Final = {
     f"{_V1}.multi_connector": ("MultiConnector",),
     "vllm.distributed.kv_transfer.kv_connector.factory": ("KVConnectorFactory",),
     "vllm.distributed.kv_transfer.kv_transfer_state": ("get_kv_transfer_group",),
-    "vllm.distributed.eplb.eplb_state": ("EplbLayerState",),
-    "vllm.distributed.parallel_state": (
-        "get_dcp_group",
-        "get_ep_group",
-        "model_parallel_is_initialized",
-    ),
+    "vllm.distributed.parallel_state": ("get_dcp_group", "model_parallel_is_initialized"),
     "vllm.config.cache": ("CacheConfig",),
     "vllm.config.compilation": ("CompilationConfig",),
     "vllm.config.kv_transfer": ("KVTransferConfig",),
@@ -93,7 +88,6 @@ SUBJECTS: Final = {
         "AttentionImplBase",
         "MLAAttentionImpl",
     ),
-    "vllm.model_executor.layers.fused_moe.runner.moe_runner": ("MoERunner",),
     "vllm.v1.core.encoder_cache_manager": ("EncoderCacheManager",),
     "vllm.v1.core.kv_cache_manager": ("KVCacheBlocks",),
     "vllm.v1.core.sched.output": (

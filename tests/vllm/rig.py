@@ -37,6 +37,7 @@ from kvshelf.vllm.metadata import (
     LoadFailure,
     Orders,
     StepMetadata,
+    WeightsReport,
     WorkerMetadata,
     WorkerReport,
 )
@@ -262,6 +263,12 @@ class Side:
         heard = dict.fromkeys(range(self.side.engine.ranks), 0)
         self.side.worker_output(WorkerMetadata(heard, **fields))
 
+    def reset(self) -> None:
+        """Reset the cache as vLLM does; the workers find the weights of the start."""
+        self.side.reset()
+        found = WeightsReport(round_of(self.side), "aa", "aa")
+        self.report(weights=dict.fromkeys(range(self.side.engine.ranks), found))
+
     def tell(self, rank: int = 0, **facts: Any) -> None:
         """Bring facts that a rank tells."""
         tell(self.side, rank, **facts)
@@ -310,7 +317,10 @@ class Side:
                     SimpleNamespace(req_id=r, num_computed_tokens=scheduled[r][0]) for r in new
                 ],
                 scheduled_cached_reqs=SimpleNamespace(
-                    req_ids=cached, num_computed_tokens=[scheduled[r][0] for r in cached]
+                    req_ids=cached,
+                    num_computed_tokens=[scheduled[r][0] for r in cached],
+                    new_block_ids=[None for _ in cached],
+                    resumed_req_ids=set(),
                 ),
                 num_scheduled_tokens={r: n for r, (_, n) in scheduled.items()},
                 total_num_scheduled_tokens=sum(n for _, n in scheduled.values()),

@@ -465,7 +465,7 @@ class ScheduledEngine:
         self.weights = 0
         self.round = 0
         self._settled = False
-        self._noticed = self._again = False
+        self._changed = False
         #: vLLM's own cache may have KV of other weights.
         self._stale = False
         #: What was loaded and stored, and what a test may look at.
@@ -551,7 +551,7 @@ class ScheduledEngine:
         """Change the weights in place, as a trainer does; vLLM's own cache stays."""
         self.weights += 1
         self._settled = False
-        self._noticed = self._again = True
+        self._changed = True
         self._stale = True
 
     def abort(self, name: str) -> None:
@@ -622,9 +622,9 @@ class ScheduledEngine:
             self._write(block, 0, bytes(self.page))
         if meta.weights_round > self.round:
             self.round = meta.weights_round
-            self._settled = self._again = False
-        if meta.namespace is not None and not self._again:
-            self._settled, self._noticed = True, False
+            self._settled = self._changed = False
+        if meta.namespace is not None and not self._changed:
+            self._settled = True
         self._orders.take(meta.orders)
         self._facts.heard(meta.heard.get(0, 0))
         told = self._facts.next
@@ -649,7 +649,7 @@ class ScheduledEngine:
         weights: dict[int, WeightsReport] = {}
         if not self._settled:
             first, now = f"{0:064x}", f"{self.weights:064x}"
-            report = WeightsReport(self.round, first, now, noticed=self._noticed, again=self._again)
+            report = WeightsReport(self.round, first, now, changed=self._changed)
             weights = dict.fromkeys(self.ranks, report)
         self._told = self._told or meta.namespace is not None
         draft_reports = {0: REPORT} if self.has_kv and not self._told_of_drafts else {}

@@ -40,7 +40,7 @@ ASKED = {"do_remote_decode": True}
 NOT_IN_STEPS = {
     *("close", "drain", "end", "retire", "start", "join", "shutdown"),
     *("fail", "fail_load", "lose", "refuse_all", "register", "open", "put_back"),
-    *("fall_asleep", "wake_up", "weights_changed", "weights_suspected", "invalidate"),
+    *("fall_asleep", "wake_up", "weights_changed", "weights_may_change", "invalidate"),
 }
 
 

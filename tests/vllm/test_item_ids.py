@@ -63,9 +63,8 @@ def hashes(
     if marked:
         name = item_ids._ModelName("a model")
         name.model, name.is_shared = object(), shared
-        digest = SimpleNamespace(current=lambda reads_files: processor)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(item_ids, "processor_of", lambda model, since: digest)
+            patch.setattr(item_ids, "processor_of", lambda model, since: processor)
             return inputs.get_mm_hashes(name, ALGORITHM)["image"]
     hashing: Any = MultiModalHasher.hash_kwargs
     with pytest.MonkeyPatch.context() as patch:
@@ -280,7 +279,7 @@ def test_vllm_asks_by_the_name_that_tells_the_processor(
     info = BaseProcessingInfo(InputProcessingContext(config.model_config, None))
     assert info.model_id == config.model_config.model
     model = info.model_id.model  # type: ignore[attr-defined]
-    found = media.ProcessorDigest(model, float("inf")).current()
+    found = media.processor_digest(model, float("inf"))
     inputs = ProcessorInputs([], MultiModalDataItems({"image": ImageProcessorItems([CAT])}))
     assert found is not None
     assert inputs.get_mm_hashes(info.model_id, ALGORITHM)["image"] == hashes(CAT, processor=found)

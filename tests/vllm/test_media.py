@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvshelf.vllm import media
-from kvshelf.vllm.media import EngineMedia, ProcessorDigest
+from kvshelf.vllm.media import EngineMedia, processor_digest
 from tests.support.waiting import until
 
 #: When a process began that was started after the files were written.
@@ -52,7 +51,7 @@ def model_of(folder: Path | str, **settings: Any) -> Any:
 
 
 def digest_of(folder: Path, **settings: Any) -> str | None:
-    return ProcessorDigest(model_of(folder, **settings), LATER).current()
+    return processor_digest(model_of(folder, **settings), LATER)
 
 
 def write(file: Path, content: object) -> None:
@@ -116,28 +115,15 @@ def test_code_of_a_processor_decides(folder: Path, named_in: str) -> None:
 
 
 def test_nothing_is_known_of_files_that_changed_after_the_start(
-    folder: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    digest = ProcessorDigest(model_of(folder), since=0.0)
-    assert [digest.current(), digest.current()] == [None, None]
+    monkeypatch.setattr(media, "_digests", {})
+    model = model_of(folder)
+    assert [media.processor_of(model, 0.0) for _ in range(2)] == [None, None]
     assert caplog.text.count("was written after the process began to start") == 1
     # vLLM copies files from object storage while it starts.
     copied = model_of(folder, model_weights="s3://a/model")
-    assert ProcessorDigest(copied, since=0.0).current() is not None
-
-
-@pytest.mark.parametrize("new", ["preprocessor_config.json", "processor_config.json"])
-def test_a_processor_that_may_be_made_anew_of_other_files_is_unknown(
-    folder: Path, new: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    digest = ProcessorDigest(model_of(folder), LATER)
-    before = digest.current()
-    assert digest.current(reads_files=True) == before is not None
-    write(folder / new, {"image_mean": [0.5, 0.5]})
-    assert digest.current() is None
-    shutil.rmtree(folder)
-    assert digest.current(reads_files=True) is None
-    assert len(caplog.records) == 1
+    assert processor_digest(copied, since=0.0) is not None
 
 
 # ------------------------------------------------------------------------- the engine's options

@@ -217,21 +217,15 @@ def test_what_the_encoder_made_with_earlier_weights_is_not_stored(
     trained.generate([7] * 20, max_tokens=24)
     stale = trained.generate(PROMPT, images=[1, 2])
     assert stale.shelf_tokens == 0
-    # Stores of these images would be before those of others.
     before = shelf.objects()
-    trained.reset_prefix_cache()
-    other = trained.generate(PROMPT, images=[5, 6])
     count = 6 * int(min(before).stem.rpartition("of")[2])
-    until(lambda: len(shelf.objects() - before) == count, "the other images' chunks")
     both("reset_encoder_cache")
     expected = without.generate(PROMPT, images=[1, 2])
     assert stored.tokens != expected.tokens
-    for hit in (TEXT, ALL):
+    for hit in (0, ALL):
         trained.reset_prefix_cache()
         check(trained.generate(PROMPT, images=[1, 2]), expected, hit, NEAR_TIE)
-        until(lambda: len(shelf.objects() - before) == count * 11 // 6, "all chunks")
-    trained.reset_prefix_cache()
-    check(trained.generate(PROMPT, images=[5, 6]), other, ALL, NEAR_TIE)
+        until(lambda: len(shelf.objects() - before) == count, "all chunks")
 
 
 def wait_chunks(shelf: ShelfFiles, count: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import logging
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +23,6 @@ from vllm.model_executor.kernels.linear import (
     MarlinLinearKernel,
 )
 from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
-from vllm.model_executor.kernels.linear.mxfp8.rocm_native import RocmDotScaledMxfp8LinearKernel
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
     FP8ScaledMMLinearLayerConfig,
 )
@@ -46,7 +44,7 @@ from kvshelf.errors import UnsupportedError
 from kvshelf.vllm.worker import precision as subject
 from kvshelf.vllm.worker.precision import precision
 from tests.vllm.record_inputs import LEDGER
-from tests.vllm.simulated import Rank, SimulatedEngine, engines_on, model_config
+from tests.vllm.simulated import model_config
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM warns
 
@@ -58,15 +56,7 @@ FP8 = FP8ScaledMMLinearLayerConfig(
     out_dtype=torch.bfloat16,
 )
 #: Kernels that the next release of vLLM has, and 0.32 has not.
-LATER = {
-    "AiterFp8BlockExperts",
-    "AiterFp8ChannelExperts",
-    "AiterFp8TensorExperts",
-    "AiterW4A4ExpertsMonolithic",
-    "CPUFp8ChannelWiseScaledMMLinearKernel",
-    "TorchMxFp4LinearKernel",
-    "TorchMxFp8LinearKernel",
-}
+LATER = {"CPUFp8ChannelWiseScaledMMLinearKernel"}
 
 
 def engine(**fields: Any) -> Any:
@@ -152,19 +142,6 @@ def test_int4_on_cpus_with_and_without_amx() -> None:
     one = kernel(CPUWNA16LinearKernel, four_bits())
     assert found(linear(one, use_w4a8=False)) == ("4 bfloat16",)
     assert found(linear(one, use_w4a8=True)) == ("4 int8",)
-
-
-def test_kernels_that_serve_several_precisions() -> None:
-    humming = type("HummingLinearKernel", (), {})()
-    schema = SimpleNamespace(b_dtype=SimpleNamespace(num_bits=4))
-    assert found(linear(humming)) == ("HummingLinearKernel",)
-    for dtype, text in {"float8e4m3": "float8_e4m3fn", "bfloat16": "bfloat16"}.items():
-        humming.layer_config = SimpleNamespace(a_dtype=dtype)
-        assert found(linear(humming, weight_schema=schema)) == (f"4 {text}",)
-    block = kernel(RocmDotScaledMxfp8LinearKernel)
-    assert found(linear(block, weight=torch.zeros(1, dtype=torch.uint8))) == ("8 mxfp8",)
-    # As it is where the shape of the weights does not fit the kernel.
-    assert found(linear(block, weight=torch.zeros(1, dtype=torch.bfloat16))) == ("8 bfloat16",)
 
 
 def test_defaults_are_those_of_vllm() -> None:
@@ -276,27 +253,6 @@ def test_the_classes_and_places_are_those_of_vllm() -> None:
     listed = {*subject._LINEAR, *subject._EXPERTS, *subject._OTHER_EXPERTS}
     assert listed - classes <= LATER
     assert "BaseKVCacheMethod" in classes
-    read = {*subject._KERNELS, *subject._INNER, *subject._INT8_ACTIVATIONS}
-    read |= {"moe_kernel", "layer_config", "weight_schema"}
+    read = {*subject._KERNELS, *subject._INNER, subject._INT8_ACTIVATIONS, "moe_kernel"}
     read |= {"is_aiter_triton_fp4_bmm_enabled", "is_aiter_triton_fp8_bmm_enabled"}
     assert read <= attributes
-
-
-@pytest.fixture
-def start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., SimulatedEngine]]:
-    """Start engines with a quantized model of the given layers on one shelf."""
-    monkeypatch.setattr(
-        "tests.vllm.simulated.model_config",
-        lambda **fields: model_config(quantization="fp8", **fields),
-    )
-    with engines_on(tmp_path / "shelf", chunk_size=32) as start:
-
-        def make(*modules: torch.nn.Module, **options: Any) -> SimulatedEngine:
-            model = torch.nn.ModuleList(modules)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Rank, "get_model", lambda self: model)
-                return start(**options)
-
-        yield make

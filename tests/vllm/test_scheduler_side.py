@@ -196,7 +196,7 @@ def test_a_hole_is_stored_though_it_is_long_until_it_is_computed(
     side.fail("r", 2, key)
     # What other requests know of it is forgotten.
     request.num_computed_tokens = 16
-    side.side.reset()
+    side.reset()
     meta = side.step({"r": (16, 24)})
     assert stored_chunks(meta) == [2]
 
@@ -506,7 +506,7 @@ def test_a_reset_forgets_loads_that_failed_also_without_their_requests(side: Sid
     key = side.chunks(prompt(40))[1].key
     side.fail("gone", 1, key, bad=True)
     assert side.ask(Request("before", prompt(40))) == 8
-    side.side.reset()
+    side.reset()
     assert side.ask(Request("after", prompt(40))) == 36
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Callable
-from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +20,6 @@ from kvshelf.vllm.metadata import (
     LoadOp,
     StepMetadata,
 )
-from kvshelf.vllm.worker import weight_changes
 from kvshelf.weights.fingerprints import weights_fingerprint
 from tests.sim.storage import FaultyStorage
 from tests.support.threads import named
@@ -190,144 +187,6 @@ def test_the_fingerprint_of_earlier_caches_names_no_later_ones(
 # ----------------------------------------------------------- weights that change in place
 
 
-class FakeWorker:
-    """The methods of vLLM's worker that concern weights."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, object]] = []
-
-    def sleep(self, level: int = 1) -> None:
-        self.calls.append(("sleep", level))
-
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        self.calls.append(("wake_up", tags))
-
-    def discard(self, tags: tuple[str, ...]) -> None:
-        self.calls.append(("discard", tags))
-
-    def reload_weights(self, *args: object, **kwargs: object) -> str:
-        self.calls.append(("reload_weights", (args, kwargs)))
-        return "reloaded"
-
-    def start_weight_update(self) -> None:
-        self.calls.append(("start_weight_update", None))
-
-    def start_draft_weight_update(self) -> None:
-        self.calls.append(("start_draft_weight_update", None))
-
-    def update_weights(self, update_info: object) -> None:
-        self.calls.append(("update_weights", update_info))
-
-    def finish_weight_update(self) -> None:
-        self.calls.append(("finish_weight_update", None))
-
-    def reset_weights(self) -> None:
-        self.calls.append(("reset_weights", None))
-
-
-def test_the_methods_that_are_watched_are_vllm_s() -> None:
-    from vllm.v1.worker.gpu_worker import Worker
-
-    for name in vars(FakeWorker):
-        assert name.startswith("__") or callable(Worker.__dict__[name]), name
-    assert list(signature(Worker.sleep).parameters)[:2] == ["self", "level"]
-    assert list(signature(Worker.wake_up).parameters) == ["self", "tags"]
-    assert list(signature(Worker.discard).parameters) == ["self", "tags"]
-
-
-@pytest.mark.parametrize(
-    ("use", "changes"),
-    [
-        (lambda worker: worker.sleep(), False),
-        (lambda worker: worker.sleep(1), False),
-        (lambda worker: worker.sleep(2), True),
-        (lambda worker: worker.sleep(level=2), True),
-        (lambda worker: worker.discard(("kv_cache",)), False),
-        (lambda worker: worker.discard(tags=("weights", "kv_cache")), True),
-        (lambda worker: worker.reload_weights(weights_path="/new"), True),
-        (lambda worker: worker.start_weight_update(), True),
-        (lambda worker: worker.start_draft_weight_update(), True),
-        (lambda worker: worker.update_weights({"names": []}), True),
-        (lambda worker: worker.finish_weight_update(), True),
-        (lambda worker: worker.reset_weights(), True),
-    ],
-)
-def test_ways_in_which_vllm_changes_weights_are_noticed(
-    use: Callable[[FakeWorker], object], changes: bool
-) -> None:
-    heard: list[str] = []
-
-    class Ear:
-        def weights_changed(self, how: str) -> None:
-            heard.append(how)
-            raise RuntimeError("a bug must not keep vLLM from its work")
-
-        def fall_asleep(self) -> None: ...
-
-        def wake_up(self) -> None: ...
-
-    kind = type("Fresh", (FakeWorker,), dict(FakeWorker.__dict__))
-    ear = Ear()
-    assert weight_changes.watch(ear, kind)
-    assert weight_changes.watch(ear, kind)
-    worker = kind()
-    use(worker)
-    assert len(worker.calls) == 1
-    assert len(heard) == changes
-    assert kind().reload_weights() == "reloaded"
-
-
-class Loadable(torch.nn.Linear):
-    """A model with vLLM's way to load weights."""
-
-    def __init__(self) -> None:
-        super().__init__(2, 2)
-        self.loaded: list[object] = []
-
-    def load_weights(self, weights: object) -> set[str]:
-        self.loaded.append(weights)
-        return {"weight"}
-
-
-def test_weights_that_a_worker_extension_loads_are_noticed() -> None:
-    heard: list[str] = []
-
-    class Ear:
-        def weights_changed(self, how: str) -> None:
-            heard.append(how)
-
-        def fall_asleep(self) -> None: ...
-
-        def wake_up(self) -> None: ...
-
-    class Loader:
-        def __init__(self, model: object) -> None:
-            self.model = model
-
-        def load_weights(self, weights: object, *, mapper: object = None) -> object:
-            return self.model, weights, mapper
-
-    ear, model, other = Ear(), Loadable(), Loadable()
-    for _ in range(2):
-        weight_changes.watch_loading(ear, model, Loader)
-    assert model.load_weights([1]) == {"weight"}
-    assert model.loaded == [[1]]
-    assert heard == ["load_weights()"]
-    # Another model of the same class is not the engine's.
-    other.load_weights([2])
-    assert len(heard) == 1
-    weight_changes.watch(ear, type("Fresh", (FakeWorker,), {}))
-    assert Loader("m").load_weights("w", mapper=3) == ("m", "w", 3)
-    assert len(heard) == 2
-
-
-def test_vllm_s_loader_of_weights_is_watched() -> None:
-    from vllm.model_executor.models.utils import AutoWeightsLoader
-
-    assert AutoWeightsLoader.__module__ == "vllm.model_executor.models.utils"
-    assert callable(AutoWeightsLoader.__dict__["load_weights"])
-
-
 def test_weights_that_change_in_place_end_loads_and_stores_at_once(
     make_worker: Callable[..., WorkerRig],
 ) -> None:
@@ -347,24 +206,9 @@ def test_weights_that_change_in_place_end_loads_and_stores_at_once(
     assert finished == {"r"}
     assert bad == {20, 21, 22, 23}
     assert all(torch.equal(a, b) for a, b in zip(before, rig.rows(20), strict=True))
-    assert "weights_changed()" in rig.disabled_reason()
-    # Also for caches that are registered anew.
-    rig.register()
-    _, _, meta = rig.step(StepMetadata())
-    assert meta is not None and "changed in place" in meta.reports[0].disabled_reason
-
-
-def test_a_worker_of_vllm_tells_the_connector(
-    make_worker: Callable[..., WorkerRig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kind = type("Fresh", (FakeWorker,), dict(FakeWorker.__dict__))
-    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", SimpleNamespace(Worker=kind))
-    rig = make_worker()
-    kind().sleep(1)
+    assert meta is not None
+    assert meta.weights[0].changed
     assert not rig.disabled_reason()
-    kind().sleep(level=2)
-    assert "sleep()" in rig.disabled_reason()
-    assert "restart the engine" in rig.disabled_reason()
 
 
 def test_random_weights_are_of_use_to_nobody_else(

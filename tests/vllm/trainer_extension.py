@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 
 class TrainerExtension:
@@ -41,3 +42,7 @@ class TrainerExtension:
         weights = self._weights_of(step)
         parameters = dict(self.model_runner.model.named_parameters())
         parameters["model.embed_tokens.weight"].data.copy_(weights)
+
+    def name_weights(self, step: int) -> None:
+        """Say a version of the weights, as trainers do."""
+        get_kv_transfer_group().weights_changed(version=f"step {step}")  # type: ignore[attr-defined]

@@ -17,22 +17,18 @@ The hand-shake
 Rounds
 ------
 When the weights may have changed, :meth:`Handshake.begin_round` has all ranks digest their weights
-(:mod:`kvshelf.vllm.worker.loaded_weights`); until all have reported, :attr:`Handshake.checking` is
-true.
+(:mod:`kvshelf.vllm.worker.weights`); until all have reported, :attr:`Handshake.checking` is true.
 The digests of all ranks together name the weights:
 
-* the digests of the start: the name that the weights had then, from the files that vLLM loaded,
-  or, where these are unknown, from the digests as in the last case;
-* digests that have a name already: that name;
-* a `version` that the trainer gave to all ranks: ``version:<version>``. It names only weights that
-  have no name yet, and waits, with a warning, for a round that finds such: the trainer may give it
-  before the first parameter changes. Where other engines hold a part of the weights, it counts
-  although this engine's part may be the same;
+* digests that have a name already: that name. Those of the start have the name that the weights had
+  then, from the files that vLLM loaded, or, where these are unknown, from the digests as in the
+  last case;
+* a `version` that the trainer gave to all ranks: ``version:<version>``;
 * other ones: ``params:<SHA-256>`` of the digests of all ranks in order, the parallelism that
   decides what a rank holds, and the quantization.
 
-Experts that vLLM moves between ranks (expert parallel load balancing) enter these digests by their
-numbers in the model, so that moving and multiplying them changes no name.
+Weights that some rank cannot read, or of which other engines hold a part, have a name only by a
+`version`; without one the round does not end.
 
 Contracts
 ---------
@@ -47,14 +43,14 @@ import functools
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 from kvshelf.config import Config
 from kvshelf.errors import KVShelfError
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.vllm.metadata import BY_PARAMETERS, ExpertDigests, WeightsReport, WorkerReport
+from kvshelf.vllm.metadata import BY_PARAMETERS, WeightsReport, WorkerReport
 from kvshelf.vllm.namespace import build_namespace, stage_ranks, unite_ranks
 
 logger = logging.getLogger(__name__)
@@ -67,20 +63,6 @@ IDENTITY_SECONDS: Final = 2.0
 _SAY_DISABLED: Final = functools.partial(
     logger.error, "nothing is loaded from or stored on the shelf: %s"
 )
-
-#: By layer and number in the model, the digests of an expert wherever it is.
-_Experts: TypeAlias = dict[tuple[str, int], frozenset[bytes]]
-
-
-def _by_number(ranks: Iterable[ExpertDigests]) -> _Experts:
-    """Return the experts of all ranks together."""
-    found: dict[tuple[str, int], set[bytes]] = {}
-    for layers in ranks:
-        for layer, (numbers, digests) in layers.items():
-            for place, number in enumerate(numbers):
-                digest = digests[16 * place : 16 * place + 16]
-                found.setdefault((layer, number), set()).add(digest)
-    return {name: frozenset(digests) for name, digests in found.items()}
 
 
 class Handshake:
@@ -124,26 +106,20 @@ class Handshake:
         self.round = 0
         self.checking = False
         self._reports: dict[int, WorkerReport] = {}
-        #: The reports of the current round.
+        #: The last report of each rank.
         self._weights: dict[int, WeightsReport] = {}
-        #: Digest of each rank at the start.
-        self._first: dict[int, str] = {}
-        self._first_experts: dict[int, ExpertDigests] = {}
-        #: Where other engines hold a part: the experts of this round and of the settled weights, as
-        #: they entered the digest; and all experts of these weights that were seen here since.
-        self._experts: _Experts = {}
-        self._settled_experts: _Experts = {}
-        self._seen_experts: _Experts = {}
-        #: Some weights of some rank are not in its digest.
-        self._packed = False
-        #: Digests of all ranks together: of this round, and of the last one that was settled. The
-        #: empty one stands for the start.
-        self._united = self._settled_united = ""
+        #: Something that changes weights was noticed since the last comparison; and so late that KV
+        #: was computed meanwhile.
+        self._noticed = self._noticed_late = False
+        #: Digest of all ranks together, of this round and of the last one that was settled; empty
+        #: where there is none.
+        self._united = ""
+        self._settled: str | None = None
         #: The names of weights by digest, and the digests of versions.
         self._names: dict[str, str] = {}
         self._versions: dict[str, str] = {}
-        #: Versions that were given before the weights differed.
-        self._waiting: set[str] = set()
+        #: The last round that lacked a version.
+        self._unnamed_round = 0
         #: The report of each pipeline stage, as the namespace was built from them.
         self._stages: list[WorkerReport] = []
         self._announcing = False
@@ -182,38 +158,35 @@ class Handshake:
         for report in reports.values():
             if report.disabled_reason:
                 self.disable(report.disabled_reason, already_logged=report.already_logged)
-        current = {rank: found for rank, found in weights.items() if found.round == self.round}
-        self._weights.update(current)
-        self._first.update({rank: found.first for rank, found in weights.items()})
-        self._first_experts.update({rank: found.first_experts for rank, found in weights.items()})
-        self._packed = self._packed or any(found.packed for found in weights.values())
-        again = any(found.again for found in current.values())
-        if again and not self.watched:
-            self.disable(
-                "the engine's weights were changed in place, and not all ranks can digest the new"
-                " ones: restart the engine"
-            )
-        return again
-
-    @property
-    def watched(self) -> bool:
-        """Whether all ranks can detect changes of their weights."""
-        return len(self._first) == self.ranks
+        self._weights.update(weights)
+        changed = [found for found in weights.values() if found.changed]
+        if changed:
+            self._noticed = self._noticed_late = True
+        return any(found.round == self.round for found in changed)
 
     @property
     def weights_changed(self) -> bool:
         """Whether the weights differ from those of the round before, or did for a while."""
-        return self._united != self._settled_united or self._change_noticed
+        return self._noticed_late or not self._united or self._united != self._settled
 
     @property
-    def _change_noticed(self) -> bool:
-        return any(found.noticed for found in self._weights.values())
+    def needs_version(self) -> bool:
+        """Whether nothing is loaded or stored until a trainer gives the weights a version."""
+        return self.checking and self._unnamed_round == self.round
 
-    def begin_round(self) -> None:
-        """Let all ranks digest their weights."""
+    def begin_round(self, *, noticed: bool) -> None:
+        """Let all ranks digest their weights.
+
+        Parameters
+        ----------
+        noticed : bool
+            Whether something is known that may have changed them.
+        """
+        self._noticed |= noticed
+        # What was computed since an unfinished round began has weights without a name.
+        self._noticed_late |= self.checking
         self.round += 1
         self.checking = True
-        self._weights.clear()
 
     def unite(self) -> ObjectFormat | None:
         """Return the format of a namespace that became known; None when there is no new one.
@@ -259,56 +232,47 @@ class Handshake:
         at_start = self._name_at_start()
         if not self.checking:
             return at_start
-        found = [self._weights.get(rank) for rank in range(self.ranks)]
-        reports = [report for report in found if report is not None]
-        digests = [report.digest for report in reports if report.digest is not None]
-        if len(digests) < self.ranks:
+        reports = [one for one in self._weights.values() if one.round == self.round]
+        problem = next((one.problem for one in reports if one.problem), "")
+        digests = {rank: one.digest for rank, one in self._weights.items() if one in reports}
+        if len(reports) < self.ranks or not (problem or all(digests.values())):
             return None
-        self._experts = self._as_settled(_by_number(report.experts for report in reports))
-        first, united = self._united_first, self._unite_digests(digests, self._experts)
-        self._united = "" if united == first else united
-        if self._holds_a_part and self.weights_changed:
-            name = self._version_of(united, reports)
-            if name is None:
-                self.disable(
-                    "the weights changed in place, and with expert parallelism over several engines"
-                    " each engine sees a part of them: give the new weights a version by"
-                    " weights_changed(version=...), or restart the engine"
-                )
-                return None
-            self._names[united] = name
-            return name
-        if united == first or united in self._names:
-            self._note_waiting_version(reports)
-            return self._names.get(united, at_start)
-        late = any(report.late for report in reports)
-        version = None if late else self._version_of(united, reports)
-        if version is not None:
-            self._names[united] = version
-        else:
-            if any(report.packed for report in reports):
-                # The digests stand for packed weights only in this engine and its like.
-                if at_start is None:
-                    return None
-                name = hashlib.sha256(f"{united}\n{at_start}\n".encode()).hexdigest()
-            else:
-                name = united
-            self._names[united] = f"params:{name}"
-        return self._names[united]
+        first = self._united_first
+        if self._settled is None:
+            self._settled = first
+        self._united = "" if problem else self._unite(digests)
+        if self._holds_a_part and (self._noticed or self.weights_changed):
+            problem = problem or "other engines hold a part of them (expert parallelism)"
+        if not problem and (self._united in self._names or self._united == first):
+            return self._names.get(self._united, at_start)
+        name = self._version(reports)
+        if name is None and problem:
+            self._say_unnamed(problem)
+        elif name is None and not any(one.packed for one in reports):
+            name = f"params:{self._united}"
+        elif name is None and at_start is not None:
+            # The digests stand for packed weights only in this engine and its like.
+            lines = f"{self._united}\n{at_start}\n"
+            name = f"params:{hashlib.sha256(lines.encode()).hexdigest()}"
+        if name is not None and self._united:
+            self._names[self._united] = name
+        return name
 
     def _name_at_start(self) -> str | None:
         """Return the name of the weights of the start; None while there is none."""
         name = self._reports[0].weights
         if name != BY_PARAMETERS:
             return name
-        if not self.watched:
-            problem = "not all ranks can read their parameters"
-        elif self._packed:
+        first = self._united_first
+        problem = next((one.problem for one in self._weights.values() if one.problem), "")
+        if any(one.packed for one in self._weights.values()):
             problem = "vLLM has packed parameters into memory that cannot be read"
         elif self._holds_a_part:
             problem = "other engines hold a part of them (expert parallelism)"
-        else:
-            return f"params:{self._united_first}"
+        elif first is not None:
+            return f"params:{first}"
+        if not problem:
+            return None
         self.disable(
             "the log of rank 0 says why no file identifies the weights, and the loaded parameters"
             f" cannot: {problem}. Set `weights` to a string that identifies them"
@@ -316,33 +280,17 @@ class Handshake:
         return None
 
     @property
-    def _united_first(self) -> str:
-        digests = [self._first[rank] for rank in range(self.ranks)]
-        return self._unite_digests(digests, _by_number(self._first_experts.values()))
+    def _united_first(self) -> str | None:
+        digests = {rank: one.first for rank, one in self._weights.items() if one.first}
+        return self._unite(digests) if len(digests) == self.ranks else None
 
-    def _as_settled(self, experts: _Experts) -> _Experts:
-        """Return the experts of the settled weights if those that are here now are among them.
-
-        Where other engines hold a part, vLLM moves experts here that were not seen before. Without
-        a notice of a change they count as settled, and are compared from then on.
-        """
-        if not self._holds_a_part or self._change_noticed:
-            return experts
-        if not self._seen_experts:
-            self._settled_experts = _by_number(self._first_experts.values())
-            self._seen_experts = dict(self._settled_experts)
-        if any(self._seen_experts.get(name, found) != found for name, found in experts.items()):
-            return experts
-        self._seen_experts |= experts
-        return self._settled_experts
-
-    def _version_of(self, united: str, reports: Sequence[WeightsReport]) -> str | None:
+    def _version(self, reports: Sequence[WeightsReport]) -> str | None:
         """Return the name that the trainer gave; None without one, or if it had other weights."""
         versions = {report.version for report in reports}
         version = versions.pop()
         if versions or not version:
             return None
-        if self._versions.setdefault(version, united) != united:
+        if self._united and self._versions.setdefault(version, self._united) != self._united:
             logger.warning(
                 "version %r was the name of other weights before, so it is not used; give each set"
                 " of weights a version of its own",
@@ -351,21 +299,19 @@ class Handshake:
             return None
         return f"version:{version}"
 
-    def _note_waiting_version(self, reports: Sequence[WeightsReport]) -> None:
-        """Log once for each version that the weights which it will name are not there yet."""
-        for version in sorted({report.version for report in reports} - {"", *self._waiting}):
-            self._waiting.add(version)
-            logger.warning(
-                "version %r names no weights yet: the engine's weights are the same as before, and"
-                " have a name. It will name the next weights that differ",
-                version,
+    def _say_unnamed(self, problem: str) -> None:
+        """Log once in a round that the weights need a version."""
+        if self._unnamed_round != self.round:
+            self._unnamed_round = self.round
+            logger.error(
+                "the weights may have changed in place, and it is not known to what: %s. Nothing is"
+                " loaded or stored until they have a version (weights_changed(version=...)), or the"
+                " engine is restarted",
+                problem,
             )
 
-    def _unite_digests(self, digests: Sequence[str], experts: _Experts) -> str:
-        """Return the digest of all ranks together, and of the experts that vLLM moves between them.
-
-        An expert may be there several times; all of them count.
-        """
+    def _unite(self, digests: Mapping[int, str | None]) -> str:
+        """Return the digest of all ranks together."""
         parallel = self._vllm_config.parallel_config
         degrees = [
             getattr(parallel, name, 1)
@@ -376,9 +322,8 @@ class Handshake:
             )
         ]
         quantization = self._vllm_config.model_config.quantization
-        lines = [" ".join(map(str, degrees)), str(quantization), *digests]
-        for (layer, number), found in sorted(experts.items()):
-            lines.append(f"{layer} {number} {' '.join(sorted(one.hex() for one in found))}")
+        of_ranks = [digests[rank] for rank in range(self.ranks)]
+        lines = [" ".join(map(str, degrees)), str(quantization), *of_ranks]
         return hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()
 
     @property
@@ -393,10 +338,9 @@ class Handshake:
     def settle(self, namespace: Namespace) -> None:
         """Announce the namespace to the workers from now on."""
         self.namespace = namespace
-        if self._united != self._settled_united:
-            self._settled_experts, self._seen_experts = self._experts, dict(self._experts)
-        self._settled_united = self._united
-        self.checking = False
+        if self.checking:
+            self._settled = self._united
+        self.checking = self._noticed = self._noticed_late = False
         self._announcing = True
 
     @property

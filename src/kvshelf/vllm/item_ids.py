@@ -134,8 +134,7 @@ def mark_ids() -> None:
             return get_mm_hashes(self, model_id, *args, **kwargs)
         digest = None
         if isinstance(model_id, _ModelName):
-            with_arguments = bool(self.hf_processor_mm_kwargs)
-            digest = processor_of(model_id.model, since).current(reads_files=with_arguments)
+            digest = processor_of(model_id.model, since)
         made = get_mm_hashes(self, digest or model_id, *args, **kwargs)
         return {modality: [_by(digest, name) for name in names] for modality, names in made.items()}
 

@@ -9,12 +9,13 @@ the chunks of text.
 The processor's files are read as JSON, so the same settings in another order or by another path are
 the same. What is left out shapes no encoder input: chat templates and names of classes.
 
-A file that changed since the process began to prepare requests, or the engine to start, may or may
-not be what the processor was made of. Nothing of media is shared then, and the log says so once.
+The files are read once. One that was written after the process began to prepare requests, or the
+engine to start, may or may not be what the processor was made of. Nothing of media is shared then,
+and the log says so once.
 
 Threads
 -------
-:class:`ProcessorDigest` is used on the threads that prepare requests, :class:`EngineMedia` on the
+:func:`processor_of` is used on the threads that prepare requests, :class:`EngineMedia` on the
 engine's step thread and a thread of its own.
 """
 
@@ -30,10 +31,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from kvshelf.background import try_to_start
 from kvshelf.errors import ConfigError
 from kvshelf.vllm.namespace import process_start_time
 from kvshelf.vllm.published import hub_snapshot, written_after
-from kvshelf.weights.fingerprints import Stamp, stamp_of
 
 logger = logging.getLogger(__name__)
 
@@ -54,64 +55,6 @@ _FIT_INTO_PROMPT: Final = (
     "NemotronH_Omni_Reasoning_V3",
     "NemotronH_Super_Omni_Reasoning_V3",
 )
-
-#: Shows whether files changed.
-_Seen = tuple[tuple[str, Stamp], ...]
-
-
-class ProcessorDigest:
-    """The digest of the files of a model's processor, for as long as they do not change.
-
-    Parameters
-    ----------
-    model : ModelConfig
-    since : float
-        When the process that uses the processor began to make it, at the earliest; in seconds
-        since 1970.
-    """
-
-    def __init__(self, model: Any, since: float) -> None:
-        self._model = model
-        self._since = since
-        self._lock = threading.Lock()
-        self._digest: str | None = None
-        self._seen: _Seen | None = None
-        self._rereads = False
-
-    def current(self, *, reads_files: bool = False) -> str | None:
-        """Return the digest; None where it is not known what the processor was made of.
-
-        Parameters
-        ----------
-        reads_files : bool
-            Whether vLLM may read the files now: it does for a request with arguments that no
-            earlier request had, and from then on whenever it has forgotten an older processor.
-        """
-        with self._lock:
-            first = self._seen is None
-            self._rereads |= reads_files
-            if first or (self._digest is not None and self._rereads):
-                try:
-                    seen, digest = self._look(known=self._seen)
-                    self._digest = digest if first else self._digest
-                    self._seen = seen
-                except Exception as error:  # noqa: BLE001 - logged; no request fails
-                    self._digest, self._seen = None, ()
-                    logger.warning(
-                        "KV of images, audio and video is neither loaded nor stored from now on:"
-                        " it is not known what the processor was made of (%s). Restart the engine",
-                        error,
-                    )
-            return self._digest
-
-    def _look(self, known: _Seen | None) -> tuple[_Seen, str]:
-        files = ProcessorFiles(self._model)
-        seen = files.seen()
-        if known is None:
-            return seen, files.digest(self._since)
-        if seen != known:
-            raise ConfigError(f"files in {files.folder} changed")
-        return known, ""
 
 
 class ProcessorFiles:
@@ -137,11 +80,6 @@ class ProcessorFiles:
         )
         self._code = sorted(self._code_files(model)) if model.trust_remote_code else []
         self._tokenizers = sorted(self._tokenizer_files(model))
-        self._files = (*self._settings, *self._code, *self._tokenizers)
-
-    def seen(self) -> _Seen:
-        """Return a value that shows whether the files changed."""
-        return tuple((str(file), stamp_of(file.stat())) for file in self._files)
 
     def digest(self, since: float) -> str:
         """Return the digest of all files.
@@ -169,7 +107,7 @@ class ProcessorFiles:
             elif parts := {name: one for name, one in _read(file).items() if name in _TEKKEN}:
                 lines.append(f"{file.name} {_digest_of(parts)}")
         # Last, so that what was read is older.
-        for file in self._files:
+        for file in (*self._settings, *self._code, *self._tokenizers):
             if not self._copied and written_after(file, since):
                 raise ConfigError(f"{file} was written after the process began to start")
         return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
@@ -254,23 +192,38 @@ def engine_start_time() -> float:
     return started if parent is None else min(started, process_start_time(parent.pid))
 
 
-_digests: dict[tuple[str, ...], ProcessorDigest] = {}
-_digests_lock = threading.Lock()
-
-
-def processor_of(model: Any, since: float) -> ProcessorDigest:
-    """Return this process's digest of a model's processor.
+def processor_digest(model: Any, since: float) -> str | None:
+    """Return the digest of a model's processor; None where it is not known what it was made of.
 
     Parameters
     ----------
-    model, since
-        As for :class:`ProcessorDigest`.
+    model : ModelConfig
+    since : float
+        When the process that uses the processor began to make it, at the earliest; in seconds
+        since 1970.
     """
+    try:
+        return ProcessorFiles(model).digest(since)
+    except Exception as error:  # noqa: BLE001 - logged; no request fails
+        logger.warning(
+            "KV of images, audio and video is neither loaded nor stored: it is not known what the"
+            " processor was made of (%s). Restart the engine",
+            error,
+        )
+        return None
+
+
+_digests: dict[tuple[str, ...], str | None] = {}
+_digests_lock = threading.Lock()
+
+
+def processor_of(model: Any, since: float) -> str | None:
+    """Return this process's digest of a model's processor, as :func:`processor_digest` does."""
     names = ("model", "revision", "tokenizer", "tokenizer_revision", "code_revision")
     key = tuple(str(getattr(model, name, None)) for name in (*names, "trust_remote_code"))
     with _digests_lock:
         if key not in _digests:
-            _digests[key] = ProcessorDigest(model, since)
+            _digests[key] = processor_digest(model, since)
         return _digests[key]
 
 
@@ -356,13 +309,12 @@ class EngineMedia:
             self.options = options_digest(options)
 
         def find() -> None:
-            self.processor = ProcessorDigest(
-                vllm_config.model_config, engine_start_time()
-            ).current()
+            self.processor = processor_digest(vllm_config.model_config, engine_start_time())
             if scales is not None:
                 self.options = _with_scales(options, Path(scales))
 
-        threading.Thread(target=find, name="kvshelf-media", daemon=True).start()
+        if not try_to_start(threading.Thread(target=find, name="kvshelf-media", daemon=True)):
+            find()
 
 
 def _with_scales(options: dict[str, Any], file: Path) -> str | None:

@@ -14,7 +14,6 @@ block id means something within its group only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
@@ -209,7 +208,7 @@ class StepMetadata(KVConnectorMetadata):
         Rank to the number up to which its :class:`Facts` have been taken; of ranks that have sent
         some since the last step.
     weights_round : int
-        The current round, see :mod:`kvshelf.vllm.worker.loaded_weights`.
+        The current round, see :mod:`kvshelf.vllm.worker.weights`.
     prefetches : list of PrefetchOp
     again : list of Owner
         Requests of this step of which workers have postponed stores
@@ -295,48 +294,36 @@ class WorkerReport:
     code: tuple[str, ...] = ()
 
 
-#: Digests of the experts that vLLM moves between ranks: by layer, the numbers of those that a rank
-#: holds, and 16 bytes for each.
-ExpertDigests: TypeAlias = Mapping[str, tuple[tuple[int, ...], bytes]]
-
-
 @dataclass(frozen=True, slots=True)
 class WeightsReport:
-    """What a rank's weights are now, see :mod:`kvshelf.vllm.worker.loaded_weights`.
+    """What a rank's weights are now, see :mod:`kvshelf.vllm.worker.weights`.
 
     Attributes
     ----------
     round : int
         The last round that this rank knows.
-    first : str
-        Digest of its parameters and buffers at the start, 64 hex digits.
+    first : str, optional
+        Digest of its parameters and buffers at the start, 64 hex digits; None while it is not
+        known, and for ever if the weights may have changed before.
     digest : str, optional
         Digest of them in this round; None until it is known.
     packed : bool
-        Some weights cannot be read; the digest says only whether they are those of the start.
-    noticed : bool
-        A change was noticed since loads and stores stopped.
-    again : bool
+        Some weights are in the digest only as those of the start.
+    changed : bool
         A change was noticed since the round began, so there must be another.
     version : str
         The name that the trainer gave these weights; empty without one.
-    late : bool
-        The version was given while earlier weights may have had no name yet: these weights may be
-        the earlier ones.
-    first_experts, experts : ExpertDigests
-        What is not in `first` and `digest` because vLLM moves it between ranks.
+    problem : str
+        Why there can be no digest; empty while there can.
     """
 
     round: int
-    first: str
+    first: str | None
     digest: str | None
     packed: bool = False
-    noticed: bool = False
-    again: bool = False
+    changed: bool = False
     version: str = ""
-    late: bool = False
-    first_experts: ExpertDigests = field(default_factory=dict)
-    experts: ExpertDigests = field(default_factory=dict)
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)

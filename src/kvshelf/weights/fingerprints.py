@@ -7,8 +7,6 @@ digests of unchanged files (:class:`FingerprintCache`).
 Contracts
 ---------
 * A fingerprint is a pure function of the files' names and content: equal on every machine.
-* Processes that share a :class:`FingerprintCache` read each large file once between them, see
-  :mod:`kvshelf.weights.claims`.
 * No torch, no storage backend, no vLLM.
 
 Threads
@@ -38,7 +36,6 @@ import xxhash
 
 from kvshelf.background import try_to_start
 from kvshelf.errors import ConfigError, KVShelfError, TransientStorageError
-from kvshelf.weights.claims import Claim, Watch, try_claim
 
 __all__ = [
     "adapter_files",
@@ -63,9 +60,6 @@ _READ_BYTES: Final = 8 * 2**20
 _SAMPLE_BYTES: Final = 64 * 1024
 _SAMPLES: Final = 16
 _SETTLED_NS: Final = 2 * 10**9
-# A smaller file is read in less time than a wait for another process takes.
-_CLAIMED_BYTES: Final = 16 * 2**20
-_LOOK_AGAIN_SECONDS: Final = 0.1
 _CACHE_ENTRIES: Final = 4096
 _BLOB: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _SAFETENSORS_FORMATS: Final = {
@@ -217,19 +211,6 @@ class FingerprintCache:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return {}
 
-    def find(self, status: os.stat_result) -> str | None:
-        """Return the cached xxh3-128 hex digest of a file; None without one."""
-        return self._entries().get(self._name(status))
-
-    def claim_path(self, status: os.stat_result) -> Path | None:
-        """Return the lock file for reading a file, see :func:`kvshelf.weights.claims.try_claim`.
-
-        None for a small file, and where nothing is cached.
-        """
-        if self.path is None or status.st_size < _CLAIMED_BYTES:
-            return None
-        return self.path.parent / "hashing" / self._name(status).replace(":", "-")
-
     def put(self, status: os.stat_result, digest: str) -> None:
         """Cache the xxh3-128 hex digest of a file. Best effort: ignores I/O errors."""
         if self.path is None:
@@ -311,7 +292,7 @@ def _open_regular(path: Path) -> tuple[int, os.stat_result]:
 
 
 def _hash_content(
-    path: Path, buffer: memoryview, cancel: threading.Event, claim: Claim | None
+    path: Path, buffer: memoryview, cancel: threading.Event
 ) -> tuple[os.stat_result, str, bool]:
     """Return status and xxh3-128 hex of a file's content, and whether it may be cached."""
     for _ in range(4):
@@ -327,8 +308,6 @@ def _hash_content(
                     break
                 total += count
                 state.update(buffer[:count])
-                if claim is not None:
-                    claim.note_progress()
             after = os.fstat(descriptor)
         finally:
             os.close(descriptor)
@@ -353,48 +332,6 @@ def _hash_samples(path: Path) -> str:
         os.close(descriptor)
 
 
-class _Unread:
-    """A file whose digest is not known yet."""
-
-    def __init__(self, path: Path, status: os.stat_result, claim_path: Path | None) -> None:
-        self.path = path
-        self.status = status
-        self.claim_path = claim_path
-        #: Set while another process reads the file.
-        self.watch: Watch | None = None
-
-    def claim(self) -> Claim | None:
-        """Claim the file; without a claim set :attr:`watch` if another process reads it."""
-        if self.claim_path is None or (self.watch is not None and self.watch.stalled()):
-            self.watch = None
-            return None
-        claim = try_claim(self.claim_path)
-        if claim is not None:
-            self.watch = None
-        elif self.watch is None:
-            self.watch = Watch(self.claim_path)
-        return claim
-
-
-def _digest(
-    file: _Unread, cache: FingerprintCache, buffer: memoryview, cancel: threading.Event
-) -> str | None:
-    """Return the xxh3-128 hex of a file; None while another process reads it."""
-    claim = file.claim()
-    try:
-        # Another process may have finished since the last look.
-        known = None if file.claim_path is None else cache.find(os.stat(file.path))
-        if known is not None or file.watch is not None:
-            return known
-        status, digest, settled = _hash_content(file.path, buffer, cancel, claim)
-        if settled:
-            cache.put(status, digest)
-        return digest
-    finally:
-        if claim is not None:
-            claim.release()
-
-
 def _hash_files(
     files: Sequence[Path],
     cache: FingerprintCache,
@@ -403,7 +340,7 @@ def _hash_files(
 ) -> dict[Path, str]:
     """Return the xxh3-128 hex of each file, from the cache or by hashing in parallel."""
     known: dict[Path, str] = {}
-    todo: list[_Unread] = []
+    sizes: dict[Path, int] = {}
     entries = cache._entries()
     for path in dict.fromkeys(files):
         status = os.stat(path)
@@ -411,11 +348,11 @@ def _hash_files(
         if digest is not None:
             known[path] = digest
         else:
-            todo.append(_Unread(path, status, cache.claim_path(status)))
-    if not todo:
+            sizes[path] = status.st_size
+    if not sizes:
         return known
     # Largest first, so that the threads finish at about the same time.
-    todo.sort(key=lambda file: file.status.st_size)
+    todo = sorted(sizes, key=sizes.__getitem__)
     lock = threading.Lock()
     results: queue.SimpleQueue[tuple[Path, str | BaseException]]
     results = queue.SimpleQueue()
@@ -429,20 +366,15 @@ def _hash_files(
             with lock:
                 if not todo or stop.is_set():
                     return
-                file = todo.pop()
+                path = todo.pop()
             try:
-                digest = _digest(file, cache, buffer, stop)
+                status, digest, settled = _hash_content(path, buffer, stop)
+                if settled:
+                    cache.put(status, digest)
             except BaseException as error:  # noqa: BLE001  passed on to the caller
-                results.put((file.path, error))
+                results.put((path, error))
                 return
-            if digest is not None:
-                results.put((file.path, digest))
-                continue
-            with lock:
-                todo.insert(0, file)
-                only_waiting = todo[-1].watch is not None
-            if only_waiting:
-                stop.wait(_LOOK_AGAIN_SECONDS)
+            results.put((path, digest))
 
     expected = len(todo)
     started = 0

@@ -36,7 +36,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import numpy as np
@@ -121,7 +121,6 @@ class ParameterDigest:
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._tensors = sorted(tensors, key=lambda entry: entry[0])
-        self._places = {name: place for place, (name, _) in enumerate(self._tensors)}
         self._keys: dict[torch.device, torch.Tensor] = {}
         #: The sums of each tensor: on its device, then in host memory.
         self._sums: list[list[torch.Tensor]] = [[] for _ in self._tensors]
@@ -129,8 +128,8 @@ class ParameterDigest:
         self._copied: list[torch.Event] = []
         self._read = False
 
-    def advance(self, seconds: float = float("inf")) -> bool:
-        """Read on for about `seconds`; return whether everything is read, or enqueued to be.
+    def advance(self, seconds: float = float("inf")) -> None:
+        """Read on for about `seconds`.
 
         At least 2 MiB are read. On a device the work is enqueued on the current stream, and
         nothing waits for it.
@@ -142,46 +141,19 @@ class ParameterDigest:
                 self._read = True
             elif time.monotonic() >= end:
                 break
-        return self._read
-
-    @property
-    def known(self) -> bool:
-        """Whether everything is read. Never waits."""
-        return self._read and all(event.query() for event in self._copied)
 
     def result(self) -> str | None:
         """Return the digest, 64 hex digits; None while it is not known. Never waits."""
-        if not self.known:
+        if not self._read or not all(event.query() for event in self._copied):
             return None
-        return self.of({name: name for name, _ in self._tensors}).hex()
-
-    def of(self, names: Mapping[str, str]) -> bytes:
-        """Return the digest of some of the tensors, 32 bytes, once all is known.
-
-        Parameters
-        ----------
-        names : Mapping
-            By the name of each tensor, its name in this digest.
-        """
         digest = hashlib.sha256()
-        for own, name in sorted(names.items(), key=lambda entry: entry[1]):
-            place = self._places[own]
-            (_, tensor), sums = self._tensors[place], self._sums[place]
+        for (name, tensor), sums in zip(self._tensors, self._sums, strict=True):
             about = f"{len(name.encode())} {name} {tensor.dtype} {tuple(tensor.shape)}"
             about += f" {_strides_of(tensor)}\n"
             digest.update(about.encode())
             for part in sums:
                 digest.update(part.numpy().astype("<i8").tobytes())
-        return digest.digest()
-
-    def wait(self) -> str:
-        """Read everything and return the digest. Waits for devices."""
-        self.advance()
-        for event in self._copied:
-            event.synchronize()
-        result = self.result()
-        assert result is not None
-        return result
+        return digest.hexdigest()
 
     def _slices(self) -> Iterator[bool]:
         """Read all tensors, a bounded number of bytes between two yields."""

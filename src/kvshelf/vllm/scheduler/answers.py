@@ -117,7 +117,8 @@ class Answers(SharingPart):
         """Take what is asked for a request a step further."""
         if not state.reads or self._requests.is_transferred(state.request):
             return Outcome.NOT_ASKED
-        if state.loaded or state.gave_up or self._opening.handshake.disabled:
+        handshake = self._opening.handshake
+        if state.loaded or state.gave_up or handshake.disabled or handshake.needs_version:
             return Outcome.ENDED
         if self._handovers.is_short(state, computed):
             return Outcome.SHORT
@@ -125,11 +126,11 @@ class Answers(SharingPart):
             # For its producer, not for kvshelf.
             state.unanswered = None
             return Outcome.WAITS
-        if self._opening.handshake.checking:
+        if handshake.checking:
             return Outcome.COMPARING
         lookups, overdue = self._opening.lookups, self._handovers.is_overdue(state)
         if lookups is None:
-            starts = not overdue and self._opening.handshake.may_wait()
+            starts = not overdue and handshake.may_wait()
             return Outcome.STARTS if starts else Outcome.NOT_STARTED
         lookup = self._lookups.asked(lookups, state)
         if self._lookups.breaker_is_open(lookups):

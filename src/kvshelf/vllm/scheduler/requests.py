@@ -167,7 +167,7 @@ class RequestState:
     failed_loads : int
         Since the request was admitted.
     period : int
-        The oldest of its blocks, see :mod:`kvshelf.vllm.scheduler.block_weights`.
+        The oldest of its blocks, see :mod:`kvshelf.vllm.scheduler.periods`.
     stores : StorePlan
     """
 

@@ -44,6 +44,7 @@ from kvshelf.vllm.scheduler.shared import Shared
 from kvshelf.vllm.scheduler.steps import Steps
 from kvshelf.vllm.scheduler.stores import Stores
 from kvshelf.vllm.scheduler.unsettled import Unsettled
+from kvshelf.vllm.weight_changes import watch_engine
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +72,6 @@ class SchedulerSide:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.counters = engine.counters
-        #: The cache was reset before all workers had reported that they can compare their weights.
-        self._reset_early = False
         self._log = RateLimitedLog(logger)
         self.requests = requests = Requests(engine)
         self._steps = Steps(engine.vllm_config, requests)
@@ -120,6 +119,7 @@ class SchedulerSide:
             self.admission,
         ]
         self._facts = {rank: Inbox(self._receivers(rank)) for rank in range(engine.ranks)}
+        watch_engine(self)
 
     def _receivers(self, rank: int) -> list[Callable[[Facts], None]]:
         return [functools.partial(part.take_facts, rank) for part in self._parts]
@@ -276,10 +276,8 @@ class SchedulerSide:
     def _unite(self, meta: WorkerMetadata) -> None:
         """Take what the workers report of their caches and weights."""
         handshake, all_spoke = self.opening.handshake, len(meta.heard) == self.engine.ranks
-        again = handshake.receive(meta.reports, meta.weights, all_spoke=all_spoke)
-        if again or (self._reset_early and handshake.watched):
-            self._reset_early = False
-            self._compare_weights()
+        if handshake.receive(meta.reports, meta.weights, all_spoke=all_spoke):
+            self.weights_may_change()
         shelf = self.engine.shelf() if meta.reports or meta.weights else None
         fmt = None if shelf is None else self.opening.unite()
         if shelf is not None and fmt is not None:
@@ -315,15 +313,18 @@ class SchedulerSide:
         self.lookups.reset()
         self._read_ahead.engine_cache_was_reset()
         self._orders.next.reset = True
-        if self.opening.handshake.watched:
-            self._compare_weights()
-        else:
-            self._reset_early = True
+        self.weights_may_change(noticed=False)
         return True
 
-    def _compare_weights(self) -> None:
-        """Load and store nothing until it is known which weights the engine has."""
-        self.opening.handshake.begin_round()
+    def weights_may_change(self, *, noticed: bool = True) -> None:
+        """Load and store nothing until it is known which weights the engine has.
+
+        Parameters
+        ----------
+        noticed : bool
+            Whether something is known that may change them.
+        """
+        self.opening.handshake.begin_round(noticed=noticed)
         self._periods.begin()
 
     def close(self) -> None:

@@ -11,17 +11,15 @@ Most weights are parameters and buffers. vLLM keeps others elsewhere:
   (``vllm/models/deepseek_v4/nvidia/model.py``).
 * On CPUs the weights of most linear layers are packed into memory that nothing shows.
 
-:func:`readable` yields the first three as tensors, :func:`unreadable` what no tensor shows. With
-expert parallel load balancing vLLM moves experts between ranks while it serves, and holds some of
-them several times; :func:`balanced` returns which expert is where. Nothing here keeps state; the
-worker's step thread makes all calls.
+:func:`readable` yields the first three as tensors, :func:`packed` what holds the last ones, and
+:func:`unreadable` the names of any others. Nothing here keeps state; the worker's step thread makes
+all calls.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -38,81 +36,6 @@ _OF_ADAPTERS: Final = "_stacked"
 _DEPTH: Final = 4
 
 
-@dataclass(frozen=True)
-class Unreadable:
-    """Weights that no tensor shows.
-
-    Attributes
-    ----------
-    name : str
-    held : object
-        What holds them: another object holds other weights.
-    fixed : bool
-        Whether an object never changes the weights that it holds.
-    """
-
-    name: str
-    held: object
-    fixed: bool
-
-
-@dataclass(frozen=True)
-class Experts:
-    """The experts of one layer on this rank, where vLLM moves them between ranks while it serves.
-
-    Attributes
-    ----------
-    layer : str
-    held : tuple of int
-        For each place of this rank, the number of its expert in the model; -1 for none.
-    weights : dict
-        By name, the weights of all places, along the first dimension.
-    """
-
-    layer: str
-    held: tuple[int, ...]
-    weights: dict[str, torch.Tensor]
-
-
-def balanced(model: torch.nn.Module) -> list[Experts]:
-    """Return the experts that expert parallel load balancing moves. Waits for devices."""
-    names: dict[int, str] | None = None
-    found: list[Experts] = []
-    for layer, module in model.named_modules():
-        state: Any = getattr(module, "eplb_state", None)
-        places = getattr(state, "logical_to_physical_map", None)
-        weights_of = getattr(module, "get_expert_weights", None)
-        if places is None or weights_of is None:
-            continue
-        if names is None:
-            names = {one.data_ptr(): name for name, one in readable(model) if one.numel()}
-        # Views of parameters, or of what kernels made of them.
-        weights = {
-            names.pop(one.data_ptr(), f"{layer}.{number}"): one
-            for number, one in enumerate(weights_of())
-            if one.numel()
-        }
-        if not weights:
-            continue
-        count = len(next(iter(weights.values())))
-        first = _expert_rank() * count
-        copies = int(state.logical_replica_count.max())
-        expert_at = {
-            place: expert
-            for expert, of_expert in enumerate(places[:, :copies].tolist())
-            for place in of_expert
-        }
-        held = tuple(expert_at.get(first + place, -1) for place in range(count))
-        found.append(Experts(layer, held, weights))
-    return found
-
-
-def _expert_rank() -> int:
-    """Return this worker's rank among those that share the experts."""
-    group = sys.modules["vllm.distributed.parallel_state"].get_ep_group()
-    return int(group.rank_in_group)
-
-
 def readable(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield all tensors that hold weights of a model, by unique names."""
     offloaded = _offloaded()
@@ -125,21 +48,27 @@ def readable(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield from _inside(name, value, _DEPTH)
 
 
-def unreadable(model: torch.nn.Module) -> Iterator[Unreadable]:
-    """Yield the weights of a model that :func:`readable` leaves out."""
+def packed(model: torch.nn.Module) -> Iterator[tuple[str, object]]:
+    """Yield what holds the weights that vLLM has packed for the processor, by name.
+
+    vLLM can replace them only as a whole, with the object that holds them.
+    """
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
-        packed = getattr(module, "cpu_linear", None)
-        if packed is not None and weight is not None and not weight.numel():
-            # vLLM can replace packed weights only as a whole.
-            yield Unreadable(name, packed, fixed=True)
+        held = getattr(module, "cpu_linear", None)
+        if held is not None and weight is not None and not weight.numel():
+            yield name, held
+
+
+def unreadable(model: torch.nn.Module) -> Iterator[str]:
+    """Yield the names of weights that may change, and that :func:`readable` leaves out."""
     for name, value in _attributes(model):
         if not any(_inside(name, value, _DEPTH)):
-            yield Unreadable(name, value, fixed=False)
+            yield name
     offloaded = _offloaded()
     for name, tensor in model.named_parameters():
         if id(tensor) in offloaded and offloaded[id(tensor)] is None:
-            yield Unreadable(name, tensor, fixed=False)
+            yield name
 
 
 def _plain(name: str, tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -8,8 +8,9 @@ vLLM has decided, and without names of kernels, so that kernels of one precision
 
 Contracts
 ---------
-* The tables say what was read in vLLM's sources of each kernel. One that is not among them may
-  compute in any precision: its class stands for it, and the log names it once.
+* The tables say what was read in vLLM's sources of the kernels that engines get by default. One
+  that is not among them may compute in any precision: its class stands for it, and the log names it
+  once.
 * Models that are not quantized have an empty field, unless variables or options that are not at
   their defaults round what they compute.
 
@@ -39,23 +40,18 @@ _COMPUTE: Final = ""
 _ASKED: Final = "asked"
 
 #: Bits of weights (0 where the kernel's configuration has them), activations, and the kernels; and
-#: a method that has none.
+#: a method that has none. Those of CPUs and of NVIDIA's GPUs that models with weights in FP8, INT8,
+#: INT4, MXFP8, MXFP4 and NVFP4 get by default.
 _ROWS: Final = (
     (
         8,
         _ASKED,
         """
-        AiterFp8BlockScaledMMKernel AiterHipbMMPerTokenFp8ScaledMMLinearKernel
-        AiterPerTokenFp8ScaledMMLinearKernel AiterPreshuffledPerTokenFp8ScaledMMLinearKernel
-        B12xFp8BlockScaledMMKernel B12xTensorFP8ScaledMMLinearKernel
-        BlockWiseTorchFP8ScaledMMLinearKernel CPUFP8W8A8ScaledMMLinearKernel
-        CPUFp8W8A8BlockScaledMMKernel ChannelWiseTorchFP8ScaledMMLinearKernel
-        CutlassFP8ScaledMMLinearKernel CutlassFp8BlockScaledMMKernel
-        DeepGemmFp8BlockScaledMMKernel FlashInferFP8ScaledMMLinearKernel
-        FlashInferFp8BlockScaledMMKernel FlashInferFp8DeepGEMMDynamicBlockScaledKernel
-        PerTensorTorchFP8ScaledMMLinearKernel ROCmFP8ScaledMMLinearKernel
-        RowWiseTorchFP8ScaledMMLinearKernel TritonFP8ScaledMMLinearKernel
-        TritonFp8BlockScaledMMKernel XPUFp8BlockScaledMMKernel XPUW8A8FP8LinearKernel
+        CPUFP8W8A8ScaledMMLinearKernel CPUFp8W8A8BlockScaledMMKernel CutlassFP8ScaledMMLinearKernel
+        CutlassFp8BlockScaledMMKernel DeepGemmFp8BlockScaledMMKernel
+        FlashInferFP8ScaledMMLinearKernel FlashInferFp8BlockScaledMMKernel
+        FlashInferFp8DeepGEMMDynamicBlockScaledKernel TritonFP8ScaledMMLinearKernel
+        TritonFp8BlockScaledMMKernel
         """,
     ),
     (
@@ -63,64 +59,29 @@ _ROWS: Final = (
         _COMPUTE,
         """
         CPUFp8BlockScaledMMKernel CPUFp8ChannelWiseScaledMMLinearKernel
-        CPUFp8PerTensorScaledMMLinearKernel EmulationMxfp8LinearKernel
-        MarlinFP8ScaledMMLinearKernel MarlinMxfp8LinearKernel XPUW8A16FP8LinearKernel
+        CPUFp8PerTensorScaledMMLinearKernel MarlinFP8ScaledMMLinearKernel MarlinMxfp8LinearKernel
         """,
     ),
     (
         8,
         "int8",
         """
-        AiterInt8ScaledMMLinearKernel CPUInt8ScaledMMLinearKernel CutlassInt8ScaledMMLinearKernel
-        TritonInt8ScaledMMLinearKernel ZentorchInt8ScaledMMLinearKernel
+        CPUInt8ScaledMMLinearKernel CutlassInt8ScaledMMLinearKernel TritonInt8ScaledMMLinearKernel
         """,
     ),
-    (
-        8,
-        "mxfp8",
-        """
-        B12xMxfp8LinearKernel DeepGemmMxfp8BmmLinearKernel FlashInferCutedslMxfp8LinearKernel
-        FlashInferCutlassMxfp8LinearKernel FlashInferTrtllmMxfp8LinearKernel
-        RocmDotScaledMxfp8LinearKernel TorchMxFp8LinearKernel XPUMxFp8LinearKernel
-        """,
-    ),
+    (8, "mxfp8", "FlashInferCutlassMxfp8LinearKernel FlashInferTrtllmMxfp8LinearKernel"),
     (
         4,
         "nvfp4",
         """
-        B12xNvFp4LinearKernel CutlassNvFp4LinearKernel EmulationNvFp4LinearKernel
-        FbgemmNvFp4LinearKernel FlashInferB12xNvFp4LinearKernel FlashInferCudnnNvFp4LinearKernel
-        FlashInferCuteDslNvFp4LinearKernel FlashInferCutlassNvFp4LinearKernel
-        FlashInferTrtllmNvFp4LinearKernel TorchNvFp4LinearKernel
+        CutlassNvFp4LinearKernel FlashInferCutlassNvFp4LinearKernel
+        FlashInferTrtllmNvFp4LinearKernel
         """,
     ),
-    (
-        4,
-        "mxfp4",
-        """
-        AiterMxfp4LinearKernel B12xMxFp4LinearKernel FlashInferMxFp4LinearKernel
-        TorchMxFp4LinearKernel XPUMxFp4LinearKernel
-        """,
-    ),
-    (
-        4,
-        _COMPUTE,
-        """
-        AutoAWQLinearMethod B12xNvFp4W4A16LinearKernel FlashInferCuteDslNvFp4W4A16LinearKernel
-        MarlinMxFp4LinearKernel MarlinNvFp4LinearKernel
-        """,
-    ),
+    (4, "mxfp4", "FlashInferMxFp4LinearKernel"),
+    (4, _COMPUTE, "AutoAWQLinearMethod MarlinMxFp4LinearKernel MarlinNvFp4LinearKernel"),
     (0, _ASKED, "CutlassW4A8LinearKernel MarlinLinearKernel"),
-    (
-        0,
-        _COMPUTE,
-        """
-        CPUWNA16LinearKernel ConchLinearKernel ExllamaLinearKernel MacheteLinearKernel
-        RDNA3W4A16LinearKernel RDNAHybridW4A16LinearKernel TritonW4A16LinearKernel
-        XPUwNa16LinearKernel ZentorchWNA16LinearKernel
-        """,
-    ),
-    (0, "int8", "Dynamic4bitLinearKernel XPUW4A8IntLinearKernel"),
+    (0, _COMPUTE, "CPUWNA16LinearKernel ExllamaLinearKernel MacheteLinearKernel"),
 )
 _LINEAR: Final[Mapping[str, tuple[int, str]]] = {
     kernel: (bits, activations)
@@ -129,40 +90,24 @@ _LINEAR: Final[Mapping[str, tuple[int, str]]] = {
 }
 #: Experts that compute as their FusedMoEQuantConfig says.
 _AS_CONFIGURED: Final = """
-    AiterExperts AiterFp8BlockExperts AiterFp8ChannelExperts AiterFp8TensorExperts
-    AiterMxfp8Experts AiterW4A16ExpertsMonolithic AiterW4A4ExpertsMonolithic
-    AiterW4A8ExpertsMonolithic BatchedDeepGemmExperts BatchedHummingGroupedExperts
-    BatchedMarlinExperts BatchedTritonExperts CPUExpertsFp8 CPUExpertsFp8W8A8 CPUExpertsMxfp4
-    CutlassBatchedExpertsFp8 CutlassExpertsFp4 CutlassExpertsFp8 CutlassExpertsMxfp4
-    CutlassExpertsW4A8Fp8 DeepGemmExperts DeepGemmFP4Experts FlashInferB12xExperts
-    FlashInferCuteDSLBatchedExperts FlashInferCuteDSLExperts FlashInferExperts HPCExperts
-    HummingGroupedExperts HummingIndexedExperts MarlinExperts Mxfp8NativeTritonExperts
-    NaiveBatchedExperts Nvfp4QuantizationEmulationTritonExperts OAITritonExperts
-    OAITritonMxfp4ExpertsMonolithic OCP_MXQuantizationEmulationTritonExperts Rdna3WNA16Experts
-    TritonExperts TritonOrCutlassExperts TritonOrDeepGemmExperts TritonWNA16Experts
-    TrtLlmFp8ExpertsModular TrtLlmFp8ExpertsMonolithic TrtLlmMxfp4ExpertsModular
-    TrtLlmMxfp4ExpertsMonolithic TrtLlmMxint4ExpertsMonolithic TrtLlmNvFp4ExpertsModular
-    TrtLlmNvFp4ExpertsMonolithic UnfusedOAITritonExperts
+    BatchedDeepGemmExperts BatchedMarlinExperts BatchedTritonExperts CPUExpertsFp8
+    CPUExpertsFp8W8A8 CPUExpertsMxfp4 CutlassBatchedExpertsFp8 CutlassExpertsFp4 CutlassExpertsFp8
+    CutlassExpertsW4A8Fp8 DeepGemmExperts FlashInferExperts MarlinExperts OAITritonExperts
+    OAITritonMxfp4ExpertsMonolithic TritonExperts TritonOrCutlassExperts TritonOrDeepGemmExperts
+    TritonWNA16Experts TrtLlmFp8ExpertsModular TrtLlmFp8ExpertsMonolithic TrtLlmMxfp4ExpertsModular
+    TrtLlmMxfp4ExpertsMonolithic TrtLlmNvFp4ExpertsModular TrtLlmNvFp4ExpertsMonolithic
 """
 _EXPERTS: Final = frozenset(_AS_CONFIGURED.split())
 #: Experts that do not.
 _OTHER_EXPERTS: Final[Mapping[str, tuple[int, str]]] = {
-    "ArmCPUExpertsInt8": (8, "int8"),
     "CPUExpertsInt4": (4, "int8"),
     "CPUExpertsInt8": (8, "int8"),
-    "Int4EmulationTritonExperts": (4, _COMPUTE),
-    "Mxfp8EmulationTritonExperts": (8, _COMPUTE),
-    "PowerCPUExpertsInt8": (8, "int8"),
-    "ZenCPUExpertsInt8": (8, "int8"),
-    "ZentorchExpertsInt4": (4, "int8"),
 }
 #: Where methods keep their kernel, and where they keep what has one.
 _KERNELS: Final = ("kernel", "fp8_linear", "linear_kernel", "ocp_mx_linear")
 _INNER: Final = ("scheme", "quant_method", "linear_method")
-#: Dtypes that Humming spells in its own way.
-_SPELLED: Final[Mapping[str, str]] = {"float8e4m3": "float8_e4m3fn", "float8e5m2": "float8_e5m2"}
-#: Attribute that kernels of int4 weights set on layers whose activations they make int8.
-_INT8_ACTIVATIONS: Final = ("use_w4a8", "_zentorch_da8w4")
+#: Attribute that the CPU's kernel of int4 weights sets on layers whose activations it makes int8.
+_INT8_ACTIVATIONS: Final = "use_w4a8"
 
 #: Variables that change the precision behind the classes, and their defaults as vLLM parses them.
 _VARIABLES: Final[Mapping[str, object]] = {
@@ -266,13 +211,11 @@ def _of_linear(module: Any) -> tuple[int, str] | str:
     """Return bits of weights and activations of a linear layer, or the class that does."""
     kernel = _kernel(module)
     name = type(kernel).__name__
-    if name.startswith("Humming"):
-        return _of_humming(kernel, module) or _by_name(kernel)
     known = _LINEAR.get(name)
     if known is None:
         return _by_name(kernel)
     bits, activations = known
-    if any(getattr(module, one, False) for one in _INT8_ACTIVATIONS):
+    if getattr(module, _INT8_ACTIVATIONS, False):
         activations = "int8"
     elif activations == _ASKED:
         config = kernel.config
@@ -280,9 +223,6 @@ def _of_linear(module: Any) -> tuple[int, str] | str:
             activations = _text(config.act_type)
         else:
             activations = _text(config.activation_quant_key.dtype)
-    elif name == "RocmDotScaledMxfp8LinearKernel" and module.weight.element_size() > 1:
-        # Its weights are made 16 bits wide where their shape does not fit.
-        activations = _COMPUTE
     return bits or int(kernel.config.weight_type.size_bits), activations
 
 
@@ -299,14 +239,6 @@ def _kernel(module: Any) -> Any:
     return module.quant_method if scheme is None else scheme
 
 
-def _of_humming(kernel: Any, module: Any) -> tuple[int, str] | None:
-    """Return the precision a generic kernel was made for; None where it does not say."""
-    schema = getattr(module, "weight_schema", None) or getattr(kernel, "weight_schema", None)
-    bits = getattr(getattr(schema, "b_dtype", None), "num_bits", None)
-    dtype = getattr(getattr(kernel, "layer_config", None), "a_dtype", None)
-    return None if bits is None or dtype is None else (int(bits), _text(dtype))
-
-
 def _of_experts(experts: Any) -> tuple[int, str] | str:
     """Return the same of a layer of experts."""
     name, config = type(experts).__name__, experts.quant_config
@@ -321,9 +253,8 @@ def _of_experts(experts: Any) -> tuple[int, str] | str:
 
 
 def _text(dtype: object) -> str:
-    """Return the name of a dtype of torch, of vLLM or of Humming."""
-    text = str(dtype).removeprefix("torch.")
-    return _SPELLED.get(text, text)
+    """Return the name of a dtype of torch or of vLLM."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _by_name(unknown: object) -> str:

@@ -106,7 +106,7 @@ class WorkerSide:
         self.drafter = Drafter.of(engine, assembly)
         #: The model's first: what is left of a deadline is the drafter's.
         self._parts = [self.model] if self.drafter is None else [self.model, self.drafter]
-        self.weights = WorkerWeights(self.model.registration)
+        self.weights = WorkerWeights(engine.vllm_config)
         self.adapters = LoadedAdapters(adapter_settings(engine.vllm_config))
         of_parts = self.model, self.drafter, self.weights, self.adapters
         #: What the scheduler side must learn.
@@ -166,11 +166,6 @@ class WorkerSide:
         if self.drafter is not None:
             self.drafter.disable("the engine's weights were changed in place")
 
-    def weights_suspected(self) -> None:
-        """Load and store nothing until the weights are compared, as code may change them."""
-        if self.weights.suspected():
-            self.loads.stop()
-
     def fall_asleep(self) -> None:
         """Publish what is staged, and stop using the caches: their memory is freed. Idempotent.
 
@@ -227,9 +222,7 @@ class WorkerSide:
                 # Their blocks may still be written to. All are cancelled, so they end soon.
                 return
         if self.model.open(encoded, slug):
-            namespace = self.model.registration.namespace
-            assert namespace is not None
-            self.weights.settle(str(namespace.record["weights"]))
+            self.weights.settle()
 
     def clear(self, meta: StepMetadata) -> None:
         """End a step, whether or not it could begin."""

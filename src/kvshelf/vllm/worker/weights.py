@@ -1,36 +1,73 @@
-"""What a worker knows of its weights, and whether loads and stores may use a namespace.
+"""What a worker's weights are now, and whether loads and stores may use a namespace.
 
-Owns the :class:`~kvshelf.vllm.worker.loaded_weights.LoadedWeights` of the worker, and the hooks by
-which changes are noticed (:mod:`kvshelf.vllm.worker.weight_changes`).
+Owns the digest of the loaded model's parameters and buffers at the start and in each *round*, a
+comparison of the weights of all ranks. :mod:`kvshelf.vllm.handshake` decides what the digests mean.
 
-Contracts
----------
-* From the moment when weights may have changed in place, nothing is loaded or stored until the
-  scheduler has named the namespace of the weights that are there now. A load or store that was
-  planned in an earlier round is dropped. What was gathered before is published.
-* Where vLLM does not show the model, a change ends caching.
-* All methods run on the worker's step thread.
+A round
+-------
+1. Weights may have changed (:mod:`kvshelf.vllm.weight_changes`), or vLLM reset its caches. What
+   this worker notices it reports; nothing is loaded or stored from that moment on. What was
+   gathered before is published.
+2. The scheduler begins a round with a step's metadata. The worker then reads all parameters in
+   slices, one at the end of each step. It drops what was planned in an earlier round.
+3. The worker reports its digest, or why there can be none. If a change was noticed meanwhile, it
+   requests another round.
+4. When all ranks have reported, the scheduler names a namespace, and loads and stores continue in
+   it.
+
+The digest of the start is read in the same way, in the engine's first steps. It is given up if the
+weights may have changed before it is complete.
+
+Weights that vLLM has packed into memory that no tensor shows count as they were at the start while
+the same object holds them: they can only be replaced as a whole. Any others that cannot be read
+leave a round without a digest.
+
+Threads
+-------
+Everything runs on the worker's step thread, on which vLLM also changes weights, runs the methods
+of worker extensions and puts the engine to sleep. So no slice reads a tensor that is being
+written. A change between two slices that no hook notices would leave a digest of a mixture: such a
+change is not noticed by any means but a later reset, see ``docs/changing-weights.md``.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import sys
 from collections.abc import Iterable
+from types import FrameType
+from typing import Any, Final
 
 import torch
 
+from kvshelf.vllm import weight_changes
 from kvshelf.vllm.metadata import LoadOp, StoreOp, WeightsReport
-from kvshelf.vllm.worker import weight_changes
-from kvshelf.vllm.worker.loaded_weights import LoadedWeights, enclosing_model
-from kvshelf.vllm.worker.registration import Registration
+from kvshelf.vllm.worker.model_tensors import packed, readable, unreadable
+from kvshelf.weights.parameters import ParameterDigest
+
+#: How long a slice may take: in a step that computes something, and in an empty one.
+_STEP_SECONDS: Final = 5e-3
+_IDLE_SECONDS: Final = 20e-3
 
 logger = logging.getLogger(__name__)
 
-_WEIGHTS_CHANGED = (
-    "the engine's weights were changed in place ({}) and their new content is unknown, because this"
-    " vLLM version does not show its model; restart the engine, with a `version` of its own or from"
-    " files of the new weights"
-)
+
+def enclosing_model() -> torch.nn.Module | None:
+    """Return the model of the runner that is registering its caches; None if there is none.
+
+    vLLM hands a connector its caches, not its model, but its model runner makes the call
+    (vllm/v1/worker/gpu_model_runner.py and vllm/v1/worker/gpu/model_runner.py).
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        get_model = getattr(frame.f_locals.get("self"), "get_model", None)
+        if callable(get_model):
+            model = get_model()
+            if isinstance(model, torch.nn.Module):
+                return model
+        frame = frame.f_back
+    return None
 
 
 class WorkerWeights:
@@ -38,93 +75,158 @@ class WorkerWeights:
 
     Parameters
     ----------
-    registration : Registration
-        The model's; it is disabled where a change cannot be understood.
+    vllm_config : VllmConfig
+
+    Attributes
+    ----------
+    settled : bool
+        Whether loads and stores may use the namespace that is open.
     """
 
-    def __init__(self, registration: Registration) -> None:
-        self._registration = registration
-        #: Those of no model until :meth:`watch`.
-        self._loaded = LoadedWeights(None)
+    def __init__(self, vllm_config: Any) -> None:
+        parallel = vllm_config.parallel_config
+        self._moves_experts = bool(getattr(parallel, "enable_eplb", False))
+        self._model: torch.nn.Module | None = None
         self._watching = False
+        self._packed: dict[str, object] = {}
+        #: The last round that the scheduler began; 0 before the first.
+        self._round = 0
+        self.settled = True
+        #: A change was noticed since the round began.
+        self._changed = False
+        self._version = ""
+        #: No step was made since the version was given, so further changes belong to it.
+        self._gives_version = False
+        self._problem = ""
+        self._digest: ParameterDigest | None = None
+        self._result: str | None = None
+        self._first: str | None = None
 
-    def watch(self, listener: weight_changes.Listener) -> None:
-        """Read the weights for the first time, and notice changes. Idempotent.
+    def watch(self, listener: weight_changes.WorkerListener) -> None:
+        """Begin to read the weights, and to notice changes. Idempotent.
 
         Called below vLLM's model runner, which registers its caches then and has the model.
         """
-        weight_changes.watch(listener)
-        weight_changes.watch_user_code()
+        weight_changes.watch_worker(listener)
         if self._watching:
             return
         self._watching = True
-        self._loaded = loaded = LoadedWeights(enclosing_model())
-        if loaded.watched:
-            weight_changes.watch_loading(listener, loaded.model)
-        else:
+        self._model = enclosing_model()
+        if self._model is not None:
+            weight_changes.watch_loading(listener, self._model)
+            self._packed = dict(packed(self._model))
+        self._begin_digest()
+        if self._problem:
             logger.warning(
-                "changes of weights in a running engine are noticed only where vLLM's own methods"
-                " make them, and end caching: %s",
-                loaded.problem or "this vLLM version does not show its model",
+                "once the weights may have changed, as at each reset of the connector's cache, they"
+                " need a version (weights_changed(version=...)), or nothing is loaded or stored"
+                " until the engine is restarted: %s",
+                self._problem,
             )
 
     @property
     def modules(self) -> Iterable[torch.nn.Module]:
         """The modules of the loaded model; none if vLLM does not show it."""
-        model = self._loaded.model
-        return () if model is None else model.modules()
-
-    @property
-    def settled(self) -> bool:
-        """Whether loads and stores may use the namespace that is open."""
-        return self._loaded.settled
+        return () if self._model is None else self._model.modules()
 
     def is_current(self, op: LoadOp | StoreOp) -> bool:
         """Whether an operation was planned in the namespace that is open, and may run."""
-        return self.settled and op.round == self._loaded.round
+        return self.settled and op.round == self._round
 
     def changed(self, how: str, version: str = "") -> None:
-        """Note that `how` changes the weights, to those that `version` names if given."""
-        loaded = self._loaded
-        if not loaded.watched:
-            self._registration.disable(_WEIGHTS_CHANGED.format(how))
-            return
-        if loaded.settled:
+        """Note that `how` changes the weights, to those that `version` names if given.
+
+        A version names the weights with which the next step computes.
+        """
+        if self.settled:
             logger.info(
                 "the weights change (%s): nothing is loaded or stored until they are compared", how
             )
-        loaded.changed(version)
-
-    def suspected(self) -> bool:
-        """Note that code may be about to change the weights; False if that is not watched."""
-        if not self._loaded.watched:
-            return False
-        self._loaded.suspected()
-        return True
+        self.settled = False
+        self._changed = True
+        self._digest = self._result = None
+        if version or not self._gives_version:
+            self._version = version
+        self._gives_version |= bool(version)
 
     def begin(self, number: int) -> bool:
-        """Compare the weights in round `number`, as the scheduler requested; False if it began."""
-        if number <= self._loaded.round:
+        """Begin a step, in which the scheduler is in round `number`; return whether it is new."""
+        self._gives_version = False
+        if number <= self._round:
             return False
-        self._loaded.begin(number)
+        self._round = number
+        self.settled = self._changed = False
+        self._begin_digest()
         return True
+
+    def advance(self, *, idle: bool) -> None:
+        """Continue to read, for a few milliseconds at most."""
+        if self._digest is None:
+            return
+        try:
+            self._digest.advance(_IDLE_SECONDS if idle else _STEP_SECONDS)
+            result = self._digest.result()
+        except Exception as error:  # noqa: BLE001 - reported to the scheduler
+            self._give_up(error)
+            return
+        if result is not None:
+            self._digest, self._result = None, self._with_packed(result)
+            if not self._round:
+                self._first = self._result
 
     def agree(self, number: int) -> bool:
         """Whether a namespace that the scheduler named in round `number` may be used."""
-        return self._loaded.agree(number)
+        answered = self._result is not None or bool(self._problem)
+        return self.settled or (number == self._round and not self._changed and answered)
 
-    def settle(self, name: str) -> None:
-        """Note that loads and stores continue, with weights that the namespace calls `name`."""
-        self._loaded.settle(name)
-
-    def advance(self, *, idle: bool) -> None:
-        """Continue to read the weights of a round, for a few milliseconds at most."""
-        loaded = self._loaded
-        if not loaded.settled:
-            loaded.advance(idle=idle)
-            if loaded.problem:
-                self._registration.disable(loaded.problem)
+    def settle(self) -> None:
+        """Note that loads and stores continue."""
+        self.settled = True
+        self._version = ""
 
     def report(self, *, asked: bool) -> WeightsReport | None:
         """Return what the scheduler has to know: always if `asked`, else while not settled."""
-        return self._loaded.report() if asked or not self._loaded.settled else None
+        if self.settled and not asked:
+            return None
+        return WeightsReport(
+            self._round,
+            self._first,
+            self._result,
+            bool(self._packed),
+            self._changed,
+            self._version,
+            self._problem,
+        )
+
+    def _begin_digest(self) -> None:
+        self._digest = self._result = None
+        try:
+            self._problem = self._find_problem()
+            if self._model is not None and not self._problem:
+                self._digest = ParameterDigest(readable(self._model))
+        except Exception as error:  # noqa: BLE001 - reported to the scheduler
+            self._give_up(error)
+
+    def _find_problem(self) -> str:
+        """Return why the weights cannot be read now; empty if they can."""
+        if self._model is None:
+            return "this vLLM version does not show its model"
+        if self._moves_experts:
+            return "vLLM moves experts between ranks while it serves (--enable-eplb)"
+        if (name := next(unreadable(self._model), None)) is not None:
+            return f"no tensor shows the weights of {name}"
+        now, first = dict(packed(self._model)), self._packed
+        if now.keys() != first.keys() or any(now[name] is not first[name] for name in first):
+            return "vLLM has packed other weights into memory that cannot be read"
+        return ""
+
+    def _give_up(self, error: Exception) -> None:
+        self._digest = None
+        self._problem = f"the model's weights cannot be read ({type(error).__name__}: {error})"
+
+    def _with_packed(self, digest: str) -> str:
+        """Add the weights that are packed as at the start to a digest of the others."""
+        lines = [f"{name} as at the start\n" for name in self._packed]
+        if not lines:
+            return digest
+        return hashlib.sha256("".join([digest, "\n", *lines]).encode()).hexdigest()
