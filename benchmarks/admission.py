@@ -36,8 +36,9 @@ from benchmarks.settings import Settings
 _SHORT, _LONG = 1024, 7936
 _MANY = 16
 _FULL, _FROZEN = math.inf, 0.0
-#: What comes before the rounds of a point: the engine learns the storage's speed.
-_LEARNING_ROUNDS, _LEARNING_SECONDS = 4, 20.0
+#: What comes before the rounds of a point: the engine learns the storage's speed. It refuses hits
+#: for a minute.
+_LEARNING_ROUNDS, _LEARNING_SECONDS = 4, 70.0
 #: Where loading everything takes minutes, it is done only so often.
 _FEW = 3
 _PATTERN = "*.safetensors"

@@ -139,8 +139,7 @@ class AdmissionRule:
         costs, seconds, at_once = self.load(hit), self.prefill.seconds, self.at_once(hit, before)
         if not (costs.knows(hit.nbytes) and self.prefill.most):
             return True
-        nbytes, rounds = self.cost(hit, before, at_once)
-        load = costs.seconds(nbytes, rounds)
+        load = costs.seconds(self.cost(hit, before))
         rest, whole = seconds(hit.end, hit.tokens), seconds(hit.start, hit.tokens)
         computed = before.computing + whole + _DELAYED * before.loads * (whole - rest)
         loaded = max(before.computing, load) + rest
@@ -148,14 +147,11 @@ class AdmissionRule:
             return loaded < (computed / EXTRAPOLATED if computed < loaded + _TRIED else computed)
         at_first = at_once if hit.divisible else 1
         first = costs.seconds(before.beside(hit) + at_first * hit.nbytes / hit.chunks)
-        return loaded < computed and first < self._slack(hit, before, rounds)
+        return loaded < computed and first < self._slack(hit, before)
 
-    def cost(self, hit: Hit, before: Before, at_once: int) -> tuple[float, float]:
-        """Return what the time of a load is learned by: bytes, and waits for the storage's answer.
-
-        With few chunks at once, their answers are waited for again and again.
-        """
-        return hit.nbytes + before.beside(hit), -(-hit.chunks // at_once)
+    def cost(self, hit: Hit, before: Before) -> int:
+        """Return what the time of a load is learned by: its bytes, and those that share its way."""
+        return hit.nbytes + before.beside(hit)
 
     def at_once(self, hit: Hit, before: Before) -> int:
         """Return how many chunks are read at once, so that the first are there before a cut."""
@@ -186,7 +182,7 @@ class AdmissionRule:
         if not self._knows_computing(hit):
             costs, longest = self.load(hit), (1 + before.loads) * _TRIED
             if costs.knows(hit.nbytes):
-                usual = costs.seconds(*self.cost(hit, before, hit.chunks))
+                usual = costs.seconds(self.cost(hit, before))
                 longest = max(longest, (1 + MOST_DELAY) * usual)
             return (longest,)
         start, end, size = hit.start, hit.end, hit.chunk_tokens
@@ -199,17 +195,16 @@ class AdmissionRule:
             for chunk in range(start // size, start // size + hit.chunks)
         )
 
-    def _slack(self, hit: Hit, before: Before, rounds: float = 1.0) -> float:
+    def _slack(self, hit: Hit, before: Before) -> float:
         """Return by how many seconds the chunks of a steady load may come later before it is cut.
 
         Its chunks come at even times, and the first ones are computed sooner than the last: in
-        between, what has come would have been computed before. The more often the storage's answer
-        is waited for, the later they come.
+        between, what has come would have been computed before.
         """
         seconds, start, length = self.prefill.seconds, hit.start, hit.end - hit.start
         slack = before.unloaded + MOST_DELAY * seconds(start, hit.end)
         if not hit.divisible:
             return slack
-        load = self.load(hit).seconds(hit.nbytes, rounds)
+        load = self.load(hit).seconds(hit.nbytes)
         late = (share * load - seconds(start, start + int(share * length)) for share in _SHARES)
         return slack - max(late)

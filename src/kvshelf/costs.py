@@ -2,21 +2,19 @@
 
 Owns two models of seconds. Computing the tokens from x to y of a prompt takes
 p (y − x) + q (y² − x²) / 2: the linear layers, and the attention to all tokens before. Loading n
-bytes takes a r + b n, where r is how often the storage's answer is waited for: once, if all chunks
-are read at once. Since the first grows faster than the second, the best part of a hit to load is
+bytes takes a + b n. Since the first grows faster than the second, the best part of a hit to load is
 all of it or nothing, see :mod:`kvshelf.admission`.
 
 Contracts
 ---------
 * No coefficient is negative, so more work is never cheaper.
 * What is learned fades: a model follows an engine or a storage whose speed changes.
-* Errors count by their share of the time, so one outlier changes little.
+* One outlier changes little.
 * Not thread-safe; the caller has one thread, or a lock.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
@@ -25,15 +23,12 @@ _MEMORY: Final = 16
 #: The weight of what was learned before, after each new time.
 _FADING: Final = 0.5 ** (1 / _MEMORY)
 _ROUNDS: Final = 16
-_LAST_LOADS: Final = 16
 #: What was measured also says what work of up to so many times its size takes.
 EXTRAPOLATED: Final = 4
-#: The usual bytes and rounds of a load.
-_LOAD_SCALES: Final = (1e6, 1.0)
-#: Two loads in a row that take so many times as long as others, or as short, show a change, if
-#: what the one takes is no more than so many times what the other does.
-_CHANGED: Final = 1.5
-_AGREE: Final = 3.0
+#: The least share of a load's time that its bytes count for, and the least of the rest.
+_LEAST_SHARE: Final = 0.1
+#: Large changes are made in steps, since each changes the shares.
+_CHANGE_AT_ONCE: Final = 0.5
 
 
 class Fit:
@@ -161,35 +156,28 @@ class PrefillCosts:
 
 
 class LoadCosts:
-    """What it costs to load bytes from one storage: more than most of the last loads took.
+    """What it costs to load bytes from one storage: a time until it answers, and one for each byte.
 
-    Parameters
-    ----------
-    quantile : float
-        The share of the last loads that took no longer than what is expected.
+    Each load changes both, in its own proportion of them: speeds are averaged. So a load that is
+    far sooner than expected is believed at once, and one that is late no more than doubles what is
+    expected.
 
     Attributes
     ----------
+    latency, per_byte : float
+        Seconds.
     most : float
         Most bytes of a load that was learned.
     """
 
-    def __init__(self, quantile: float = 0.8) -> None:
-        self._quantile = quantile
-        # The first feature explains what both could: loads of one size take as long as their bytes.
-        self._fit = Fit(_LOAD_SCALES)
-        self._last: deque[tuple[float, float, float]] = deque(maxlen=_LAST_LOADS)
-        #: The quantile of the last loads, as a multiple of what the fit says; None: not known.
-        self._factor: float | None = None
-        #: The time of the last load by that of the fit, if that was a surprise; else 0.
-        self._surprise = 0.0
-        self.most = 0.0
+    def __init__(self) -> None:
+        self.latency = self.per_byte = self.most = 0.0
 
     def knows(self, nbytes: float) -> bool:
         """Whether the loads that were learned say what it takes to load so many bytes."""
         return nbytes <= EXTRAPOLATED * self.most
 
-    def learn(self, nbytes: float, seconds: float, rounds: float = 1.0) -> float:
+    def learn(self, nbytes: float, seconds: float) -> float:
         """Learn how long a load took, and return what was expected of it.
 
         Parameters
@@ -197,64 +185,29 @@ class LoadCosts:
         nbytes : float
             Bytes of the load, and of the loads that ran when it began.
         seconds : float
-        rounds : float
-            Its chunks, as a multiple of those that are read at once.
         """
-        expected = self.seconds(nbytes, rounds)
-        usual = self._fit.seconds((nbytes, rounds))
-        ratio = seconds / max(usual, 1e-9)
-        surprises = self.knows(nbytes) and not 1 < _CHANGED * ratio < _CHANGED**2
-        # The same change as the last one showed: accidents differ.
-        agree = surprises and 1 < _AGREE * ratio / max(self._surprise, 1e-9) < _AGREE**2
-        self._last.append((nbytes, rounds, seconds))
-        # One that surprises is learned with the next, which is compared with those before it.
-        if self._surprise:
-            self._learn_last(-2)
-        if not surprises or agree:
-            self._learn_last(-1)
-        if agree and not self._explains_all():
-            self._begin_anew()
-        self._surprise = ratio if surprises and not agree else 0.0
+        expected = self.seconds(nbytes)
+        if nbytes <= 0 or seconds <= 0:
+            return expected
+        if not self.most:
+            self.latency = _LEAST_SHARE * seconds
+            self.per_byte = (1 - _LEAST_SHARE) * seconds / nbytes
+        else:
+            wanted, change = 2 * seconds * expected / (expected + seconds), 0.0
+            while change < _CHANGE_AT_ONCE:
+                # What has the larger share of the time is changed more.
+                usual = self.seconds(nbytes)
+                share = min(max(self.latency / usual, _LEAST_SHARE), 1 - _LEAST_SHARE)
+                change = wanted / usual
+                step = max(change, _CHANGE_AT_ONCE) ** (1 / (share**2 + (1 - share) ** 2))
+                self.latency *= step**share
+                self.per_byte *= step ** (1 - share)
         self.most = max(self.most, nbytes)
-        self._factor = None
         return expected
 
-    def _explains_all(self) -> bool:
-        """Whether the last two loads took what the fit says, and those before them no longer."""
-        ratios = [self._ratio(*load) for load in self._last]
-        fits = all(1 < _CHANGED * ratio < _CHANGED**2 for ratio in ratios[-2:])
-        return fits and self._most(ratios) < _CHANGED
-
-    def _ratio(self, nbytes: float, rounds: float, seconds: float) -> float:
-        return seconds / max(self._fit.seconds((nbytes, rounds)), 1e-9)
-
-    def _most(self, ratios: Sequence[float]) -> float:
-        """Return the quantile; of three and more never the largest, which may be an accident."""
-        place = min(int(self._quantile * len(ratios)), len(ratios) - (1 if len(ratios) < 3 else 2))
-        return sorted(ratios)[place]
-
-    def _learn_last(self, place: int) -> None:
-        nbytes, rounds, seconds = self._last[place]
-        self._fit.learn((nbytes, rounds), seconds)
-
-    def _begin_anew(self) -> None:
-        """Keep the last two loads alone: the storage has become faster or slower.
-
-        Between loads of before and after, the fit would explain the difference by their rounds.
-        """
-        last = list(self._last)[-2:]
-        self._last.clear()
-        self._last.extend(last)
-        self._fit = Fit(_LOAD_SCALES)
-        for place in range(len(last)):
-            self._learn_last(place)
-
-    def seconds(self, nbytes: float, rounds: float = 1.0) -> float:
-        """Return how long a load takes; arguments as for :meth:`learn`. 0 before the first."""
-        if self._factor is None:
-            ratios = [self._ratio(*load) for load in self._last]
-            self._factor = max(1.0, self._most(ratios)) if ratios else 1.0
-        return self._factor * self._fit.seconds((nbytes, rounds))
+    def seconds(self, nbytes: float) -> float:
+        """Return how long a load takes, bytes as for :meth:`learn`; 0 before the first."""
+        return self.latency + self.per_byte * nbytes
 
     def at_once(self, chunk_bytes: float, others: float, seconds: float, most: int) -> int:
         """Return how many chunks may be read at once, so that these are there in time.
@@ -268,6 +221,6 @@ class LoadCosts:
         seconds : float
         most : int
         """
-        each = self.seconds(chunk_bytes) - self.seconds(0)
+        each = self.per_byte * chunk_bytes
         left = max(0.0, seconds - self.seconds(others))
         return max(1, int(left / each)) if left < each * most else most

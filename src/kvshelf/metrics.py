@@ -46,7 +46,7 @@ COUNTERS: Mapping[str, str] = {
     "refused_hits": "requests whose hit was computed because that was expected to be sooner",
     "refused_tokens": "tokens of such hits",
     "cut_loads": "loads that were cut because computing the rest was expected to be sooner",
-    "explored_loads": "reads of refused hits, to learn how long loads take",
+    "explored_loads": "loads of hits that would be refused, to learn how long they take",
     "expected_load_seconds": "seconds that loads were expected to take",
     "measured_load_seconds": "seconds that these loads took",
     "expected_prefill_seconds": "seconds that steps with prompts were expected to take",
@@ -82,8 +82,8 @@ COUNTERS: Mapping[str, str] = {
     ),
     "dropped_chunks_parent_dropped": "chunks dropped because a chunk before them was dropped",
     "dropped_chunks_adapter_unknown": (
-        "chunks dropped because the worker had not hashed the files of their LoRA adapter yet, or"
-        " had loaded other files"
+        "chunks dropped because it was not known that the worker had loaded the files of their LoRA"
+        " adapter that were hashed"
     ),
     "dropped_chunks_weights_changed": (
         "chunks dropped because the weights may have changed since their store was planned"

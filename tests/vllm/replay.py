@@ -28,7 +28,7 @@ import torch
 from tests.native.simulated_device import SimulatedEvent, SimulatedStreams
 from tests.sim.runtime import Simulation
 from tests.support import constants
-from tests.support.waiting import until, while_patient
+from tests.support.waiting import while_patient
 from tests.vllm.configs import HEADS, vllm_config
 
 with warnings.catch_warnings():
@@ -383,8 +383,6 @@ class MiniVllm:
         self.forward_error: Exception | None = None
         #: Reached when vLLM has the output of the last step.
         self.output: SimulatedEvent | None = None
-        #: Whether a forward pass takes as long as the worker needs to hash adapters.
-        self.patient = True
         self.written: list[tuple[str, int, int]] = []
         #: New blocks, which the runner zeroes before it binds the step, and those into which it
         #: copies others: a load's.
@@ -695,9 +693,6 @@ class MiniVllm:
     def _forward(self, output: SimpleNamespace) -> None:
         for request_id in output.num_scheduled_tokens:
             self.adapters.use(self.states[request_id].request.lora_request)
-        if self.patient:
-            for hashing in self.worker._worker.adapters._hashings.values():
-                until(lambda done=hashing: done.done)
         for request_id, count in output.num_scheduled_tokens.items():
             state = self.states[request_id]
             computed = state.request.num_computed_tokens

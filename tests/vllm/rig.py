@@ -274,9 +274,8 @@ class Side:
         tell(self.side, rank, **facts)
 
     def took(self, name: str, seconds: float) -> None:
-        """Tell how long the load of a request took, or with no name what was explored."""
-        number = self.side.requests[name].load if name else 0
-        self.tell(load_seconds=[(number, name, seconds)])
+        """Tell how long the load of a request took."""
+        self.tell(load_seconds=[(self.side.requests[name].load, name, seconds)])
 
     def fail(self, name: str, index: int, key: bytes = b"", *, bad: bool = False) -> None:
         """Report that a chunk of a request could not be loaded."""

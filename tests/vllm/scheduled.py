@@ -82,7 +82,7 @@ with warnings.catch_warnings():
 
 from kvshelf.costs import work
 from kvshelf.format.keys import Chunk, KeyChain
-from kvshelf.format.kinds import FULL, SHARDS_FIELDS, STATE, WINDOW, Kind, kind_key
+from kvshelf.format.kinds import DRAFT, FULL, SHARDS_FIELDS, STATE, WINDOW, Kind, kind_key
 from kvshelf.format.names import object_name
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
@@ -937,6 +937,8 @@ class ScheduledEngine:
         """Store a chunk; return its kind key if a damaged object was replaced."""
         if op.round != self.round or not self._settled:
             return None
+        if op.kind == DRAFT:
+            return self._store_drafts(op)
         size, index = self.chunk_size, op.chunk.index
         text, weights = self.world.texts[op.chunk.key]
         assert weights == self.weights
@@ -946,8 +948,8 @@ class ScheduledEngine:
         for group, blocks in zip(self.groups, op.block_ids, strict=True):
             others = self.groups.scratch.union(one.index for one in self.groups.drafts)
             if group in self.groups.drafts and op.kind == FULL:
-                self._store_drafts(op, group, blocks, text)
-            elif group.kind != op.kind or group.index in others:
+                continue
+            if group.kind != op.kind or group.index in others:
                 assert blocks == []
             elif group.kind == STATE:
                 (block,) = blocks
@@ -966,16 +968,15 @@ class ScheduledEngine:
             self.world.put(self.fmt, op.chunk, op.kind, content)
         return key if op.repair else None
 
-    def _store_drafts(self, op: StoreOp, group: CacheGroup, blocks: list[int], text: Text) -> None:
+    def _store_drafts(self, op: StoreOp) -> None:
         """Store the drafter's KV of a chunk, which must be right."""
-        if op.draft is None:
-            return
-        assert op.draft.index == op.chunk.index
+        [group] = self.groups.drafts
         first = op.chunk.index * self.chunk_size
         begin, end = first % group.block_size, first + self.chunk_size
+        blocks, text = op.block_ids[group.index], self.texts[op.owner[0]]
         content = self._gather(blocks, group.block_size, begin, begin + self.chunk_size)
         assert content == text.kv(group.index, first, end, self.weights)
-        self.world.drafts[op.draft.key] = content
+        self.world.drafts[op.chunk.key] = content
         self.stored_drafts.append(op.chunk.index)
 
     def _load_drafts(self, op: LoadOp) -> None:

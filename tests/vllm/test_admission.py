@@ -171,7 +171,7 @@ def test_a_hit_is_loaded_only_where_computing_takes_longer(engine: Engine, secon
 def test_long_hits_are_loaded_from_a_storage_that_is_too_slow_for_short_ones(
     engine: Engine,
 ) -> None:
-    for tokens in (33, 65, 129, 201):
+    for tokens in 16 * (33, 65, 129, 201):
         engine.load(tokens, 0.2)
     engine.compute()
     # The first chunk must not be later than a quarter of what computing takes.
@@ -384,49 +384,25 @@ def test_a_question_costs_the_same_whatever_waits_and_runs(
         assert question() == alone
 
 
-# ------------------------------------------------------------------------- exploration
-
-
-def refused(engine: Engine) -> Any:
-    """Refuse a hit; return what the next step has workers read."""
-    assert engine.side.ask(engine.request(65)) == 0
-    return engine.side.step().explored
-
-
-@pytest.mark.parametrize(("load_seconds", "chunks"), [(0.9, 2), (5.0, 1), (50.0, 1)])
-def test_of_a_refused_hit_as_much_is_read_as_takes_a_quarter_of_a_second(
-    engine: Engine, load_seconds: float, chunks: int
-) -> None:
-    engine.learn(load_seconds)
-    assert [chunk.index for chunk in refused(engine).chunks] == list(range(chunks))
-
-
-def test_refused_hits_are_read_one_at_a_time_and_seldom(engine: Engine) -> None:
-    engine.learn(5.0)
-    assert refused(engine) is not None
-    assert refused(engine) is None
-    engine.clock.now += 2.0
-    engine.side.took("", 2.0)
-    # Half a second of these counts, which was perhaps spent on processors that others took.
-    engine.clock.now += 24.0
-    assert refused(engine) is None
-    engine.clock.now += 2.0
-    assert refused(engine) is not None
-    # A read of which nothing is heard, as after an error.
-    engine.clock.now += 31.0
-    assert refused(engine) is not None
-
-
 def test_a_storage_that_has_become_fast_is_used_again(engine: Engine) -> None:
+    """A hit is loaded where none was for a minute, all of it at once, and cut as others are."""
     engine.learn(5.0)
-    for _ in range(40):
-        found = engine.side.ask(engine.request(65))
-        if found:
-            break
-        if engine.side.step().explored is not None:
-            engine.side.took("", 0.01)
-        engine.clock.now += 0.5
-    assert found == 64
+    engine.clock.now += 50.0
+    assert engine.side.ask(engine.request(65)) == 0
+    engine.side.step()
+    engine.clock.now += 11.0
+    op = engine.load(65, 0.01)
+    assert (op.patience[0], op.at_once) == (pytest.approx(0.16, rel=0.05), 0)
+    assert engine.counted("explored_loads") == 1
+    assert engine.side.ask(engine.request(65)) == 64
+
+
+def test_of_a_storage_that_stays_slow_a_hit_is_loaded_each_minute(engine: Engine) -> None:
+    engine.learn(5.0)
+    for _ in range(3):
+        engine.clock.now += 61.0
+        engine.load(65, 5.0)
+        assert engine.side.ask(engine.request(65)) == 0
 
 
 # ------------------------------------------------------------------------- tiers
@@ -530,17 +506,14 @@ def test_what_a_disk_tier_has_is_loaded_though_this_engine_never_saw_it(
     assert again(behind_disk_tier, behind_disk_tier.near[1]) == 64
 
 
-def test_reads_of_refused_hits_in_a_disk_tier_say_nothing_of_the_storage(
+def test_a_tier_that_has_become_fast_says_nothing_of_the_storage(
     behind_disk_tier: BehindDiskTier,
 ) -> None:
     engine = behind_disk_tier
     engine.learn_loads(far=5.0, near=5.0)
-    for _ in range(40):
-        if again(engine, engine.near[1]):
-            break
-        if engine.side.step().explored is not None:
-            engine.side.took("", 0.01)
-        engine.clock.now += 0.5
+    engine.clock.now += 61.0
+    assert again(engine, engine.far[1], 5.0) == 64
+    assert again(engine, engine.near[1], 0.01) == 64
     assert again(engine, engine.near[1]) == 64
     assert again(engine, engine.far[1]) == 0
 
@@ -566,27 +539,6 @@ def test_what_a_failed_load_did_not_bring_is_not_in_memory(tiered: Engine) -> No
     tiered.side.step()
     tiered.side.side.loads.done({"failed"})
     assert again(tiered, Request("same", tokens)) == 0
-
-
-def test_reads_of_refused_hits_are_in_memory_then(tiered: Engine) -> None:
-    """They say nothing of the storage when the same hit is refused again."""
-    tiered.load(65, 5.0)
-    request = tiered.request(129)
-    assert again(tiered, request) == 0
-    assert [chunk.index for chunk in tiered.side.step().explored.chunks] == [0]
-    tiered.side.took("", 5.0)
-    tiered.clock.now += 300.0
-    assert again(tiered, request) == 0
-    assert [chunk.index for chunk in tiered.side.step().explored.chunks] == [1]
-
-
-def test_of_a_refused_hit_what_lies_on_the_storage_is_read(tiered: Engine) -> None:
-    short = learn_both(tiered, 33)
-    tokens = [*short.prompt_token_ids[:32], *prompt(33, 70_000)]
-    tiered.side.put(tokens)
-    assert tiered.side.ask(Request("longer", tokens)) == 0
-    explored = tiered.side.step().explored
-    assert [chunk.index for chunk in explored.chunks] == [4]
 
 
 # ------------------------------------------------------------------------- what is timed

@@ -29,8 +29,10 @@ from kvshelf.vllm.scheduler import Engine
 from kvshelf.vllm.scheduler.drafts import DraftedChain, DraftScheduler
 from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.speculation import draft_layers
+from kvshelf.vllm.worker import loads as worker_loads
 from kvshelf.vllm.worker.drafter import Drafter
 from kvshelf.vllm.worker.engine import WorkerEngine
+from kvshelf.vllm.worker.parts import Part
 from kvshelf.vllm.worker.side import WorkerSide
 from tests.support.clocks import Clock
 from tests.support.prompts import prompt
@@ -202,6 +204,7 @@ def test_a_load_of_a_drafters_kv_ends_with_the_models(
     for module in (loads, transfers):
         times = SimpleNamespace(monotonic=clock, perf_counter=time.perf_counter)
         monkeypatch.setattr(module, "time", times)
+    monkeypatch.setattr(worker_loads, "IDLE_WAIT_SECONDS", 0.0)
     patience = (1.0,) if ends == "cut" else ()
     monkeypatch.setattr(engine.scheduler.admission, "begin", lambda *_, **__: (patience, 0))
     request = engine.request(tokens)
@@ -315,7 +318,8 @@ def test_only_the_last_stage_has_a_drafter(tmp_path: Path) -> None:
             speculative_config=drafter(),
         )
         engine = WorkerEngine(config, Config(), rank=rank)
-        side = Drafter.of(engine, Assembly(Config(), Counters(), lambda: None))
+        assembly = Assembly(Config(), Counters(), lambda: None)
+        side = Drafter.of(engine, Part(engine, assembly, assembly.counters), assembly.counters)
         assert (side is not None) is has
 
 

@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def render(model: Path, *lines: object) -> list[TokenPrompt]:
-    from kvshelf.vllm.rendering import PromptRenderer
+    from kvshelf.vllm.seeding import PromptRenderer
 
     prompts = parse_prompts(map(json.dumps, lines), "prompts")
     return PromptRenderer.of_model(str(model)).render(prompts)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import tempfile
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,7 +23,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshelf.errors import TransientStorageError
-from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tiers import tiered
 from kvshelf.vllm import adapters, connector
@@ -114,25 +112,19 @@ def make_adapter(folder: Path, text: str) -> Path:
 
 
 class Hashing:
-    """Counts by side how often adapters' files are hashed, and holds the sides in `held` up."""
+    """Counts how often adapters' files are hashed, and holds that up once it is `held`."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self._patch, self._digest = patch, adapters.lora_digest
+        self._digest = adapters.lora_digest
         patch.setattr(adapters, "lora_digest", self)
-        self.counts: Counter[str] = Counter()
-        self.held: set[str] = set()
+        self.count = 0
+        self.held = False
         self.gate = threading.Event()
 
-    def __call__(self, *args: Any, cache: Any) -> bytes:
-        # The worker's digests are cached nowhere.
-        side = "worker" if cache.path is None else "scheduler"
-        self.counts[side] += 1
-        assert side not in self.held or self.gate.wait(PATIENCE)
-        return self._digest(*args, cache=cache)
-
-    def within(self, seconds: float) -> None:
-        """Let the workers wait so long for a digest."""
-        self._patch.setattr(adapters, "_HASHING_SECONDS", seconds)
+    def __call__(self, *args: Any, **options: Any) -> bytes:
+        self.count += 1
+        assert not self.held or self.gate.wait(PATIENCE)
+        return self._digest(*args, **options)
 
 
 @pytest.fixture
@@ -168,37 +160,20 @@ def test_engines_that_apply_adapters_in_different_ways_share_nothing(
         assert run(engine, prompt(20), lora_request=adapter(folder)) == [16]
 
 
-@pytest.mark.parametrize("hashed", ["in time", "late", "never"])
 def test_what_is_on_its_way_when_other_content_is_loaded_is_not_used(
-    start: Start, backend: FaultyStorage, tmp_path: Path, hashing: Hashing, hashed: str
+    start: Start, backend: FaultyStorage, tmp_path: Path
 ) -> None:
     folder = make_adapter(tmp_path / "a", "before")
     run(start(), prompt(20), lora_request=adapter(folder))
     engine = start(prefix_caching=False)
     engine.add(Request("r", prompt(20), lora_request=adapter(folder)))
-    state, loads, files = engine.states["r"], threading.Event(), hashing.gate
+    state, loads = engine.states["r"], threading.Event()
     backend.add(Fault("read", wait=loads))
     until(lambda: engine.step() is None or state.status == "loading")
-    hashing.held = {"worker", "scheduler"}
-    hashing.within(0.2 if hashed == "never" else PATIENCE)
-    engine.patient = False
     make_adapter(folder, "after, and longer")
     # As an API server does, or a request without a hit.
     engine.adapters.use(adapter(folder))
-    side = engine.worker._worker
-    assert side is not None
-    if hashed == "in time":
-        files.set()
-        until(lambda: side.adapters._hashings[1].done)
-    transfers = side.model.transfers
-    assert transfers is not None
     loads.set()
-    if hashed == "late":
-        # The load has ended, and is not reported.
-        until(lambda: engine.step() is None or (side.loads.running and not transfers.loading))
-        engine.step()
-        assert state.status == "loading"
-        files.set()
     engine.run()
     assert state.load_failed
 
@@ -237,13 +212,16 @@ def test_an_adapter_under_the_name_of_another_is_not_stored_before_a_reset(
 
 
 def test_an_adapter_whose_files_cannot_be_read_in_time_delays_no_request(
-    start: Start, backend: FaultyStorage, tmp_path: Path, hashing: Hashing
+    start: Start,
+    backend: FaultyStorage,
+    tmp_path: Path,
+    hashing: Hashing,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    hashing.held = {"worker", "scheduler"}
-    hashing.within(0.05)
+    hashing.held = True
+    monkeypatch.setattr(adapters, "_HASHING_SECONDS", 0.05)
     folder = make_adapter(tmp_path / "a", "a")
     engine = start({"lookup_seconds": 0.05}, prefix_caching=False)
-    engine.patient = False
     for _ in range(2):
         assert run(engine, prompt(20), lora_request=adapter(folder)) == [0]
     assert not objects(backend)
@@ -259,36 +237,6 @@ def test_an_adapter_whose_files_cannot_be_read_in_time_delays_no_request(
     until(stored)
 
 
-def test_no_step_waits_for_the_digest_of_an_adapter(
-    engine: MiniVllm,
-    backend: FaultyStorage,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    hashing: Hashing,
-) -> None:
-    folder = make_adapter(tmp_path / "a", "a")
-    hashing.held = {"worker"}
-    counted = note_counts(monkeypatch)
-    engine.patient = False
-    assert run(engine, prompt(20), lora_request=adapter(folder)) == [0]
-    # Others push it out, and it is loaded again while its files are being hashed.
-    engine.adapters.loaded.clear()
-    assert run(engine, prompt(20), lora_request=adapter(folder)) == [0]
-    assert not objects(backend)
-    assert counted.count("dropped_chunks_adapter_unknown") == 4
-    hashing.gate.set()
-    engine.patient = True
-    run(engine, prompt(20), lora_request=adapter(folder))
-    assert len(objects(backend)) == 4
-    # Nor is anything dropped when the same files are loaded once more.
-    engine.adapters.loaded.clear()
-    assert run(engine, prompt(20), lora_request=adapter(folder)) == [16]
-    run(engine, prompt(20, 1), lora_request=adapter(folder))
-    assert len(objects(backend)) == 8
-    assert counted.count("dropped_chunks_adapter_unknown") == 4
-    assert hashing.counts["worker"] == 1
-
-
 def test_files_of_an_adapter_are_hashed_again_only_when_they_change(
     engine: MiniVllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hashing: Hashing
 ) -> None:
@@ -296,26 +244,14 @@ def test_files_of_an_adapter_are_hashed_again_only_when_they_change(
     for count in (1, 2):
         # The clock may not tell these files from later ones yet.
         run(engine, prompt(20, count), lora_request=adapter(folder))
-        assert hashing.counts["scheduler"] == count
+        assert hashing.count == count
     monkeypatch.setattr(adapters, "is_settled", lambda written, now: True)
     for count in range(3, 6):
         run(engine, prompt(20, count), lora_request=adapter(folder))
-    assert hashing.counts["scheduler"] == 3
+    assert hashing.count == 3
     make_adapter(folder, "after, and longer")
     assert run(engine, prompt(20), lora_request=adapter(folder)) == [0]
-    assert hashing.counts["scheduler"] == 4
-
-
-def note_counts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Note what is counted, whoever takes the counters."""
-    add, names = Counters.add, []
-
-    def noted(counters: Counters, name: str, amount: float = 1) -> None:
-        names.append(name)
-        add(counters, name, amount)
-
-    monkeypatch.setattr(Counters, "add", noted)
-    return names
+    assert hashing.count == 4
 
 
 def test_an_adapter_without_files_is_served_without_the_shelf(

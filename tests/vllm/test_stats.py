@@ -19,13 +19,13 @@ pytest.importorskip("vllm")
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvshelf.metrics import TIME_BOUNDS, Counters
-from kvshelf.vllm.stats import ShelfStats, stats_of
+from kvshelf.vllm.stats import ShelfStats
 from tests.vllm.replay import SharedStorageConnector
 
 LABELS = ["model_name", "engine"]
 
 
-def measured(**amounts: Any) -> dict[str, Any]:
+def measured(**amounts: Any) -> Counters:
     """What a process measured: counters and gauges by name, operations as lists of seconds."""
     counters = Counters()
     for name, amount in amounts.items():
@@ -36,11 +36,11 @@ def measured(**amounts: Any) -> dict[str, Any]:
             counters.set_gauge(name, amount)
         else:
             counters.add(name, amount)
-    return counters.take()
+    return counters
 
 
 def stats(source: str, **amounts: Any) -> ShelfStats:
-    found = stats_of(measured(**amounts), source)
+    found = ShelfStats.of(measured(**amounts), source)
     assert found is not None
     return found
 
@@ -49,7 +49,7 @@ def stats(source: str, **amounts: Any) -> ShelfStats:
 
 
 def test_nothing_measured_is_nothing_sent() -> None:
-    assert stats_of(Counters().take(), "scheduler") is None
+    assert ShelfStats.of(Counters(), "scheduler") is None
     made = SharedStorageConnector.build_kv_connector_stats()
     assert made is not None and made.is_empty()
 
@@ -156,7 +156,7 @@ def test_times_reach_histograms_that_take_single_values_only() -> None:
     data = stats("rank 0", read=given).data
     exposed.metrics.observe(data)
     again = measured(read=seen["m", "0", "read"])
-    assert again["read"][:-1] == data["read"][:-1]
+    assert again.take()["read"][:-1] == data["read"][:-1]
 
 
 def test_gauges_of_ranks_add_up(exposed: Exposed) -> None:

@@ -55,7 +55,7 @@ def token_prompts(file: Path, model: str | None) -> Sequence[Prompt | TokenPromp
             f"{file}: line {text.line} is text; name the model whose tokenizer reads it with"
             " --model, or give token ids"
         )
-    from kvshelf.vllm.rendering import PromptRenderer
+    from kvshelf.vllm.seeding import PromptRenderer
 
     return PromptRenderer.of_model(model).render(prompts)
 

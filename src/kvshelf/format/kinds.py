@@ -17,14 +17,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Literal, TypeAlias
 
-Kind: TypeAlias = Literal["full", "window", "state"]
+Kind: TypeAlias = Literal["full", "window", "state", "draft"]
 
 FULL: Final[Kind] = "full"
 WINDOW: Final[Kind] = "window"
 STATE: Final[Kind] = "state"
 
-#: All kinds, in the order in which lists of kinds are given. New ones come last: their places are
-#: bits and columns of inventories.
+#: What an engine moves beside its model's KV: its drafter's, whose objects are of kind full in a
+#: namespace of their own.
+DRAFT: Final[Kind] = "draft"
+
+#: All kinds of objects, in the order in which lists of kinds are given. New ones come last: their
+#: places are bits and columns of inventories.
 KINDS: Final[tuple[Kind, ...]] = (FULL, WINDOW, STATE)
 
 #: The bit of each kind where several are one number.

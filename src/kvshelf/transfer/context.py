@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from kvshelf.format.keys import Chunk
-from kvshelf.format.kinds import FULL
+from kvshelf.format.kinds import DRAFT, FULL, Kind
 from kvshelf.kv.caches import KVCache, KVMemory
 from kvshelf.kv.topology import ShardPlan
 from kvshelf.logs import RateLimitedLog
@@ -83,8 +83,8 @@ class TransferContext:
     load_threads, store_threads : int
     on_thread_start : Callable, optional
         Called first on each thread with ``"load"`` or ``"store"``, to set its processors.
-    quiet : bool
-        Write failures to the debug log only: no request depends on these chunks.
+    of_drafter : bool
+        The KV is a drafter's: no request depends on it, so failures are in the debug log only.
     """
 
     shelf: ShelfView
@@ -95,11 +95,12 @@ class TransferContext:
     load_threads: int = 2
     store_threads: int = 1
     on_thread_start: Callable[[str], None] | None = None
-    quiet: InitVar[bool] = False
+    of_drafter: InitVar[bool] = False
 
-    def __post_init__(self, quiet: bool) -> None:
+    def __post_init__(self, of_drafter: bool) -> None:
         self.fmt = self.shelf.fmt
-        self.log = RateLimitedLog(logger, 0 if quiet else _LINES_PER_MINUTE)
+        self.kind: Kind = DRAFT if of_drafter else self.fmt.kind
+        self.log = RateLimitedLog(logger, 0 if of_drafter else _LINES_PER_MINUTE)
 
     def memory(self, item: ChunkSlots) -> KVMemory:
         """Return the memory that has a chunk's slots, in the form that takes the chunk.

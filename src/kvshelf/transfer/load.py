@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvshelf.format.keys import Chunk
-from kvshelf.format.kinds import Kind
+from kvshelf.format.kinds import DRAFT, Kind
 from kvshelf.transfer.context import ChunkSlots
 
 
@@ -148,10 +148,15 @@ class Load:
     stopped: bool = False
 
     @property
-    def failed(self) -> bool:
-        """Whether a piece failed. The other pieces are then cancelled."""
+    def needed(self) -> dict[Kind, Piece]:
+        """The pieces without which the load fails: all but a drafter's."""
         # A copy: another thread may still be starting pieces.
-        return any(piece.failed_at is not None for piece in tuple(self.pieces.values()))
+        return {kind: piece for kind, piece in tuple(self.pieces.items()) if kind != DRAFT}
+
+    @property
+    def failed(self) -> bool:
+        """Whether a piece that is needed failed. The other pieces are then cancelled."""
+        return any(piece.failed_at is not None for piece in self.needed.values())
 
     @property
     def seconds_of_all(self) -> float | None:
@@ -160,7 +165,7 @@ class Load:
         None where it failed or was cancelled, or was cut before anything was read for it: that says
         nothing of the time that a load takes.
         """
-        pieces = list(self.pieces.values())
+        pieces = list(self.needed.values())
         failures = {failure for _, _, failure in self.failures}
         if self.cancelled or failures - {Failure.CUT}:
             return None
@@ -179,9 +184,9 @@ class Load:
 
     @property
     def failures(self) -> list[tuple[Kind, Chunk, Failure]]:
-        """The chunks that failed, with the kind and the reason; see :attr:`Piece.failures`."""
+        """What failed of the needed pieces, with the reason; see :attr:`Piece.failures`."""
         return [
             (kind, chunk, failure)
-            for kind, piece in tuple(self.pieces.items())
+            for kind, piece in self.needed.items()
             for chunk, failure in piece.failures
         ]

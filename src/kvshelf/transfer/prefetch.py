@@ -271,21 +271,6 @@ class IntoMemory(KVMemory):
         return self
 
 
-class Unused(KVMemory):
-    """The destination of a read that only shows how long reading takes."""
-
-    def gather(self, slots: Tensor, payloads: Sequence[Tensor]) -> PendingCopy:
-        """Never called: nothing is stored from here."""
-        raise NotImplementedError("nothing is here")
-
-    def scatter(self, shard: int, slots: Tensor, payload: Tensor, fence: object = None) -> None:
-        """Keep nothing."""
-
-    def of_tail(self, tokens: int) -> Unused:
-        """Return itself."""
-        return self
-
-
 @dataclass(eq=False, slots=True)
 class _Request:
     """A waiting request, and the chunks that are prefetched for it."""

@@ -3,7 +3,8 @@
 Owns the :class:`~kvshelf.transfer.loads.Loads` and :class:`~kvshelf.transfer.stores.Stores` of each
 kind, starts and closes them, and owns what holds between the kinds: a
 :class:`~kvshelf.transfer.load.Load` brings all kinds that a hit needs, and fails as a whole. With
-one kind, a load that fails keeps what lies before the failure.
+one kind, a load that fails keeps what lies before the failure. A drafter's KV is optional: a load
+succeeds without it, and gives it up where it fails.
 
 Contracts
 ---------
@@ -25,7 +26,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvshelf.backends import Properties
-from kvshelf.format.kinds import KINDS, Kind
+from kvshelf.format.kinds import DRAFT, KINDS, Kind
 from kvshelf.transfer.context import ChunkSlots, TransferContext, TransferHalf
 from kvshelf.transfer.load import Load, Piece
 from kvshelf.transfer.loads import Loads
@@ -56,13 +57,13 @@ class Transfers:
     Parameters
     ----------
     contexts : Iterable of TransferContext
-        One for each kind, at least one.
+        One for each kind, at least one; see also :meth:`add`.
 
     Attributes
     ----------
     loads : Mapping[Kind, Loads]
-        In the order of :data:`~kvshelf.format.kinds.KINDS`. A caller that wants chunks of one
-        kind, and does not poll, calls these.
+        By :attr:`TransferContext.kind`, in the order of :data:`~kvshelf.format.kinds.KINDS`. A
+        caller that wants chunks of one kind, and does not poll, calls these.
     stores : Mapping[Kind, Stores]
         In the same order.
 
@@ -74,8 +75,7 @@ class Transfers:
     """
 
     def __init__(self, contexts: Iterable[TransferContext]) -> None:
-        of_kind = {context.fmt.kind: context for context in contexts}
-        self._contexts = {kind: of_kind[kind] for kind in KINDS if kind in of_kind}
+        self._contexts: dict[Kind, TransferContext] = {}
         self._changed = threading.Condition()
         #: All loads that are not yet polled, by request.
         self._active: dict[str, Load] = {}
@@ -83,17 +83,26 @@ class Transfers:
         self.loads: dict[Kind, Loads] = {}
         self.stores: dict[Kind, Stores] = {}
         try:
-            for kind, context in self._contexts.items():
+            for context in sorted(contexts, key=lambda context: KINDS.index(context.kind)):
                 context.shelf.backend.count_into(context.counters.add)
-                self.loads[kind] = Loads(context)
-                self.stores[kind] = Stores(context)
-                self.loads[kind].start()
-                self.stores[kind].start()
+                self.add(context)
         except RuntimeError:
             # The caller gets nothing that it could close.
             for half in (*self.loads.values(), *self.stores.values()):
                 half.close()
             raise
+
+    def add(self, context: TransferContext) -> None:
+        """Move a further kind; RuntimeError if the system allows no threads for it."""
+        loads, stores = Loads(context), Stores(context)
+        try:
+            loads.start()
+            stores.start()
+        except RuntimeError:
+            loads.close()
+            raise
+        kind = context.kind
+        self._contexts[kind], self.loads[kind], self.stores[kind] = context, loads, stores
 
     # ------------------------------------------------------------- loads
 
@@ -119,7 +128,7 @@ class Transfers:
         at_once : int
             Chunks of each kind behind those that have arrived that are read at once; 0: no bound.
         """
-        wanted = [(kind, self.loads[kind]) for kind in KINDS if kind in items]
+        wanted = [(kind, loads) for kind, loads in self.loads.items() if kind in items]
         begun = time.monotonic()
         load = Load(request_id, unfinished=len(wanted), begun=begun)
         cuts = [begun + seconds for seconds in patience]
@@ -150,10 +159,10 @@ class Transfers:
         load = self._active.get(request_id)
         if load is not None and not load.finished:
             load.cancelled = True
-            self._cancel_pieces(load, count=True)
+            self._cancel_pieces(load.pieces, count=True)
 
-    def _cancel_pieces(self, load: Load, *, count: bool) -> None:
-        for kind, piece in tuple(load.pieces.items()):
+    def _cancel_pieces(self, pieces: Mapping[Kind, Piece], *, count: bool) -> None:
+        for kind, piece in tuple(pieces.items()):
             self.loads[kind].cancel(piece, count=count)
             # One load counts once.
             count = False
@@ -195,7 +204,10 @@ class Transfers:
         for load in active:
             if len(load.pieces) > 1 and load.failed and not load.stopped:
                 load.stopped = True
-                self._cancel_pieces(load, count=False)
+                # One needed kind keeps what lies before the failure.
+                kept = load.needed if len(load.needed) == 1 else {}
+                rest = {kind: one for kind, one in load.pieces.items() if kind not in kept}
+                self._cancel_pieces(rest, count=False)
 
     def _piece_done(self, load: Load, kind: Kind, piece: Piece) -> None:
         """Note that a piece is finished. Runs with the lock of its :class:`Loads` held."""
@@ -212,14 +224,19 @@ class Transfers:
 
     def take_repaired(self) -> list[bytes]:
         """Return the kind keys whose bad objects were replaced since the last call."""
-        return [key for stores in self.stores.values() for key in stores.known.take_repaired()]
+        return [key for stores in self._needed_stores for key in stores.known.take_repaired()]
 
     def take_published(self) -> list[bytes]:
         """Return the kind keys that stores since the last call left on the shelf.
 
         Empty on low-latency storage.
         """
-        return [key for stores in self.stores.values() for key in stores.known.take_published()]
+        return [key for stores in self._needed_stores for key in stores.known.take_published()]
+
+    @property
+    def _needed_stores(self) -> list[Stores]:
+        """Those of the model's KV: no lookup searches for a drafter's."""
+        return [stores for kind, stores in self.stores.items() if kind != DRAFT]
 
     def forget_stored(self) -> None:
         """Forget what was published here, so that it is stored again if it is missing."""

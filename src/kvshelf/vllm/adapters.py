@@ -1,9 +1,8 @@
 """Digests of LoRA adapters, which enter the chunk keys of their requests.
 
-Owns the digests of the adapters that an engine uses: on the scheduler's side
-(:class:`AdapterDigests`) those of the files that a request names, which enter its chunk keys; on
-the worker's side (:class:`LoadedAdapters`) those of the files that vLLM loaded, with which KV is
-computed.
+Owns, on the scheduler's side (:class:`AdapterDigests`), the digests of the files that requests
+name, and stamps of these files: their paths, inodes, sizes and times. On the worker's side
+(:class:`LoadedAdapters`) the stamps of the files that vLLM loaded, with which KV is computed.
 
 vLLM identifies an adapter by an integer id. It reads the adapter's files when an API server
 requests it or when it first uses the adapter, again after it evicted the adapter, and in every
@@ -11,23 +10,23 @@ step for requests with ``load_inplace``. vLLM's own prefix cache identifies an a
 path. If an adapter's files change, it can become unknown with which content some KV was computed,
 in three ways:
 
-* The files of an id change between two requests, or a worker loads other content for an id than
-  the scheduler's digest stands for. The worker then neither stores nor loads for this id, and
-  reports it.
+* The files of an id change between two requests, or a worker loads other files for an id than
+  the scheduler has hashed: its stamp is another. The worker then neither stores nor loads for this
+  id, and reports it.
 * An adapter with another id has the name and path of an earlier one, and other content. Until
   vLLM's prefix cache is reset together with the connector, it may serve blocks that were computed
   with the one adapter to requests with the other.
 * ``load_inplace``: the content may change between two steps of one request.
 
-KV of requests with such an adapter is neither stored nor loaded.
+KV of requests with such an adapter is neither stored nor loaded. Nor is it where the workers read
+copies of their own on other machines: these have other stamps.
 
 Contracts
 ---------
-* Threads of their own, at most one for each adapter and side, check the files and hash those that
-  have changed. No step waits for them: a request's lookup continues when its digest is known. Where
+* Threads of their own, at most one for each adapter, check the files and hash those that have
+  changed. No step waits for them: a request's lookup continues when its digest is known. Where
   that takes longer than a second, further requests of this adapter are computed without the shelf,
-  so that only these suffer if the files' storage never answers. A worker stores nothing for an
-  adapter until it has hashed the files.
+  so that only these suffer if the files' storage never answers.
 * What vLLM has loaded for an id is compared with a load's chunks when the load begins and again
   when it ends. If the files are replaced between a lookup and the first time that vLLM reads them,
   which may be after the load, one answer may depend on both contents, as with vLLM's own prefix
@@ -48,14 +47,13 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kvshelf.background import try_to_start
 from kvshelf.errors import ConfigError
 from kvshelf.vllm.metadata import AdapterContent
 from kvshelf.weights.fingerprints import (
     FingerprintCache,
-    Stamp,
     adapter_files,
     is_settled,
     lora_digest,
@@ -90,18 +88,20 @@ def adapter_settings(vllm_config: Any) -> bytes:
     return json.dumps(settings, sort_keys=True).encode() if settings else b""
 
 
-def _digest(path: str, settings: bytes, cache: FingerprintCache) -> bytes:
-    digest = lora_digest(_folder(path), cache=cache)
-    return hashlib.sha256(digest + settings).digest() if settings else digest
+class _Content(NamedTuple):
+    """The digest of an adapter's files, and their stamp."""
+
+    digest: bytes
+    stamp: bytes
 
 
 class _Hashing:
     """Computes the digest of one adapter's files on a thread of its own."""
 
-    def __init__(self, work: Callable[[], bytes]) -> None:
-        self.digest: bytes | None = None
+    def __init__(self, work: Callable[[], _Content]) -> None:
+        self.content: _Content | None = None
         self.problem = ""
-        #: Set once there is a digest or a problem.
+        #: Set once there is a content or a problem.
         self.done = False
         self._lock = threading.Lock()
         self._waiting: list[Callable[[], None]] = []
@@ -113,9 +113,9 @@ class _Hashing:
             self.problem = "no thread can be started"
             self.done = True
 
-    def _run(self, work: Callable[[], bytes]) -> None:
+    def _run(self, work: Callable[[], _Content]) -> None:
         try:
-            self.digest = work()
+            self.content = work()
         except Exception as error:  # noqa: BLE001 - kept in `problem`
             self.problem = str(error) or repr(error)
         with self._lock:
@@ -162,10 +162,10 @@ class AdapterDigests:
         self._prefix_caching = prefix_caching
         self._lock = threading.Lock()
         self._hashings: dict[tuple[int, str], _Hashing] = {}
-        #: By path, the stamp of the files that were hashed last, and their digest.
-        self._read_before: dict[str, tuple[_Stamp, bytes]] = {}
+        #: By path, what was hashed last.
+        self._read_before: dict[str, _Content] = {}
         # Never removed: else a changed digest of an id would count as its first one.
-        self._digests: dict[int, bytes] = {}
+        self._contents: dict[int, _Content] = {}
         self._untrusted: set[int] = set()
         self._warned: set[tuple[int, str]] = set()
         #: By name and path, the digests (by id; empty while unknown) of the adapters whose KV
@@ -195,11 +195,11 @@ class AdapterDigests:
 
     def _found(self, adapter: Any, hashing: _Hashing) -> bytes | None:
         """Return the digest that was just computed, if it is that of all other requests."""
-        if hashing.digest is None:
+        if hashing.content is None:
             self._warn(adapter, f"its files cannot be read ({hashing.problem})")
             return None
-        known = self._digests.setdefault(int(adapter.lora_int_id), hashing.digest)
-        if known != hashing.digest:
+        known = self._contents.setdefault(int(adapter.lora_int_id), hashing.content).digest
+        if known != hashing.content.digest:
             self._untrusted.add(int(adapter.lora_int_id))
             self._warn(
                 adapter, "its files changed; restart the engine, or load them under a new name"
@@ -218,16 +218,25 @@ class AdapterDigests:
                 hashing = self._hashings[name] = _Hashing(functools.partial(self._read, path))
             return hashing
 
-    def _read(self, path: str) -> bytes:
-        """Return the digest of an adapter's files as they are now."""
-        began, stamp = time.time_ns(), _stamp(path)
+    def _read(self, path: str) -> _Content:
+        """Return an adapter's files as they are now."""
+        began, (stamp, written) = time.time_ns(), _stamp(path)
         known = self._read_before.get(path)
-        if known is not None and known[0] == stamp:
-            return known[1]
-        digest = _digest(path, self._settings, self._cache)
-        if stamp is not None and stamp == _stamp(path) and is_settled(_written_at(stamp), began):
-            self._read_before[path] = stamp, digest
-        return digest
+        if known is not None and known.stamp == stamp:
+            return known
+        digest = lora_digest(_folder(path), cache=self._cache)
+        if self._settings:
+            digest = hashlib.sha256(digest + self._settings).digest()
+        if _stamp(path)[0] != stamp:
+            raise ConfigError("they changed while they were read")
+        content = _Content(digest, stamp)
+        if is_settled(written, began):
+            self._read_before[path] = content
+        return content
+
+    def stamp(self, number: int) -> bytes:
+        """Return the stamp of the files that the digest of an id stands for."""
+        return self._contents[number].stamp
 
     def _note_in_engine_cache(self, adapter: Any, digest: bytes) -> None:
         """Note that vLLM's prefix cache will hold KV of an adapter; an empty digest is unknown."""
@@ -283,21 +292,11 @@ class AdapterDigests:
 
 
 class LoadedAdapters:
-    """Digests of what a worker loaded for each adapter id. Step thread only.
+    """Stamps of the files that a worker loaded for each adapter id. Step thread only."""
 
-    Parameters
-    ----------
-    settings : bytes
-        From :func:`adapter_settings`.
-    """
-
-    def __init__(self, settings: bytes = b"") -> None:
-        self._settings = settings
-        #: By id; None: several contents, or an unknown one.
-        self._known: dict[int, bytes | None] = {}
-        self._hashings: dict[int, _Hashing] = {}
-        #: By id, the stamp of the files that were loaded last; None if they changed meanwhile.
-        self._stamps: dict[int, _Stamp | None] = {}
+    def __init__(self) -> None:
+        #: By id; empty: several, or not known.
+        self._stamps: dict[int, bytes] = {}
         self._others: set[int] = set()
 
     def watch(self, manager_class: type | None = None) -> bool:
@@ -324,70 +323,24 @@ class LoadedAdapters:
         method.kvshelf_listeners.add(self)
         return True
 
-    def loaded(self, adapter: Any, before: _Stamp | None) -> None:
-        """Note that vLLM has just loaded an adapter.
-
-        Parameters
-        ----------
-        adapter : LoRARequest
-        before : tuple or None
-            The stamp of its files before vLLM read them; None if the files were missing.
-        """
-        number, path = int(adapter.lora_int_id), str(adapter.lora_path)
-        stamp = before if before is not None and before == _stamp(path) else None
-        if stamp is not None and stamp == self._stamps.get(number):
-            # The digest that is known or being computed is that of these files.
-            return
-        unknown = number in self._hashings and not self._take(number)
-        if unknown or adapter.load_inplace:
-            self._known[number] = None
-        self._stamps[number] = None if adapter.load_inplace else stamp
-        if adapter.load_inplace:
-            return
-
-        def content() -> bytes:
-            # Not cached: a cache would be one more file to read, and stores are dropped meanwhile.
-            found = _digest(path, self._settings, FingerprintCache(None))
-            if before is not None and _stamp(path) != before:
-                raise ConfigError("its files changed while they were loaded")
-            return found
-
-        self._hashings[number] = _Hashing(content)
-
-    def _take(self, number: int) -> bool:
-        """Record the digest found for an id; return False while it is not known."""
-        hashing = self._hashings.get(number)
-        if hashing is None:
-            return number in self._known
-        if not hashing.done:
-            return False
-        del self._hashings[number]
-        found = hashing.digest
-        known = self._known.setdefault(number, found)
-        if found is None or known != found:
-            self._known[number] = None
-        return True
+    def loaded(self, adapter: Any, before: bytes) -> None:
+        """Note that vLLM has just loaded an adapter; `before` is the stamp of before it did."""
+        number = int(adapter.lora_int_id)
+        known = not adapter.load_inplace and before == _stamp_or_empty(adapter)
+        stamp = before if known else b""
+        if self._stamps.setdefault(number, stamp) != stamp:
+            self._stamps[number] = b""
 
     def may_store(self, content: AdapterContent | None) -> bool:
         """Whether KV that was just computed is known to be computed with this content."""
-        return content is None or (self._take(content.number) and self._agrees(content))
+        return content is None or (content.number in self._stamps and self._agrees(content))
 
     def may_load(self, content: AdapterContent | None) -> bool:
         """Whether the worker computes with this content, or has loaded nothing of its id yet."""
-        if content is None:
-            return True
-        if self._take(content.number):
-            return self._agrees(content)
-        hashing = self._hashings.get(content.number)
-        return hashing is None or not hashing.overdue
-
-    def is_undecided(self, content: AdapterContent | None) -> bool:
-        """Whether the digest of what was loaded for an id will be known soon."""
-        hashing = None if content is None else self._hashings.get(content.number)
-        return hashing is not None and not hashing.done and not hashing.overdue
+        return content is None or content.number not in self._stamps or self._agrees(content)
 
     def _agrees(self, content: AdapterContent) -> bool:
-        if self._known[content.number] == content.digest:
+        if self._stamps[content.number] == content.stamp:
             return True
         self._others.add(content.number)
         return False
@@ -398,16 +351,12 @@ class LoadedAdapters:
         return sorted(others)
 
 
-#: Shows whether an adapter's files changed.
-_Stamp = tuple[tuple[str, Stamp], ...]
-
-
 def _watched(method: Any) -> Any:
     listeners: weakref.WeakSet[LoadedAdapters] = weakref.WeakSet()
 
     @functools.wraps(method)
     def load(self: Any, adapter: Any, *args: Any, **kwargs: Any) -> Any:
-        before = _stamp(str(getattr(adapter, "lora_path", "")))
+        before = _stamp_or_empty(adapter)
         made = method(self, adapter, *args, **kwargs)
         for listener in list(listeners):
             try:
@@ -420,18 +369,21 @@ def _watched(method: Any) -> Any:
     return load
 
 
-def _stamp(path: str) -> _Stamp | None:
-    """Return a value that changes when an adapter's files do; None if there are no files."""
+def _stamp(path: str) -> tuple[bytes, int]:
+    """Return what changes when an adapter's files do, and when one was written last, in ns."""
+    found = [(str(file), stamp_of(file.stat())) for file in adapter_files(_folder(path))]
+    # Machines that mount one filesystem know it as different devices.
+    lines = [f"{name} {stamp[1:]}" for name, stamp in found]
+    written = max(time for _, stamp in found for time in stamp[-2:])
+    return hashlib.sha256("\n".join(lines).encode()).digest(), written
+
+
+def _stamp_or_empty(adapter: Any) -> bytes:
+    """Return the stamp of an adapter's files; empty if they cannot be read."""
     try:
-        files = adapter_files(_folder(path))
-        return tuple((str(file), stamp_of(file.stat())) for file in files)
+        return _stamp(str(adapter.lora_path))[0]
     except Exception:  # noqa: BLE001 - vLLM reports what is wrong with an adapter
-        return None
-
-
-def _written_at(stamp: _Stamp) -> int:
-    """Return when one of the files was written last, in nanoseconds."""
-    return max(max(mtime_ns, ctime_ns) for _, (*_, mtime_ns, ctime_ns) in stamp)
+        return b""
 
 
 def _folder(path: str) -> Path:

@@ -58,7 +58,7 @@ from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
 from kvshelf.vllm.namespace import check_environment, context_ranks, local_ranks
 from kvshelf.vllm.scheduler import Engine, SchedulerSide
 from kvshelf.vllm.speculation import check_speculation, drafter_has_kv
-from kvshelf.vllm.stats import ShelfPromMetrics, ShelfStats, stats_of
+from kvshelf.vllm.stats import ShelfPromMetrics, ShelfStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -454,7 +454,7 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.set_gauges()
             source = f"rank {self._worker.rank}"
-        return stats_of(self._counters.take(), source)
+        return ShelfStats.of(self._counters, source)
 
     @classmethod
     def build_kv_connector_stats(

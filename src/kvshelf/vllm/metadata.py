@@ -38,12 +38,12 @@ class AdapterContent:
     ----------
     number : int
         vLLM's id of the adapter.
-    digest : bytes
-        Digest of the adapter's files.
+    stamp : bytes
+        Changes when the adapter's files do.
     """
 
     number: int
-    digest: bytes
+    stamp: bytes
 
 
 #: A request as long as it keeps its blocks: its id, and how often vLLM has preempted it.
@@ -61,7 +61,7 @@ class StoreOp:
     block_ids : tuple of list of int
         For each cache group of this kind, the blocks that hold the chunk's tokens, in order; of
         kind state, the one block with the state after the chunk's last token. Empty for groups of
-        other kinds. Of kind full, those of groups that only the drafter has are among them.
+        other kinds. Of kinds full and draft, those of groups that only the drafter has are there.
     repair : bool
         A load found the existing object damaged, so it must be replaced.
     age : float
@@ -70,17 +70,15 @@ class StoreOp:
     round : int
         The weights round in whose namespace the chunk is; a worker that is in another drops the
         store.
-    draft : Chunk, optional
-        The same chunk in the drafter's namespace, if its KV is to be stored as well.
     kind : Kind
-        What of the chunk to store.
+        What of the chunk to store. Of kind draft, `chunk` is that of the drafter's namespace.
     attempt : str
         The attempt of the hand-over for which the chunk is stored, 32 hex digits; empty without
         one.
     owner : Owner
         Whose the blocks are.
     late : bool
-        It is complete only when vLLM has judged the step's drafts.
+        It is complete only when vLLM has judged the step's drafts, or made new ones.
     """
 
     chunk: Chunk
@@ -89,7 +87,6 @@ class StoreOp:
     age: float
     adapter: AdapterContent | None = None
     round: int = 0
-    draft: Chunk | None = None
     kind: Kind = FULL
     attempt: str = ""
     owner: Owner = ("", 0)
@@ -213,8 +210,6 @@ class StepMetadata(KVConnectorMetadata):
     again : list of Owner
         Requests of this step of which workers have postponed stores
         (:mod:`kvshelf.vllm.worker.postponed`): these may be gathered now.
-    explored : PrefetchOp or None
-        Chunks to read without a request that waits, to learn how long that takes.
     timed_step : int
         The number of a step that is timed; 0 for others.
     """
@@ -229,7 +224,6 @@ class StepMetadata(KVConnectorMetadata):
     weights_round: int = 0
     prefetches: list[PrefetchOp] = field(default_factory=list)
     again: list[Owner] = field(default_factory=list)
-    explored: PrefetchOp | None = None
     timed_step: int = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -381,7 +375,7 @@ class Facts:
         Requests of which it has begun to postpone stores.
     load_seconds : list of (int, str, float)
         Number and request of loads, and how long they took, or would have taken if they had not
-        been cut. Number 0 and no request: what was read to learn that.
+        been cut.
     """
 
     begun: int = 0

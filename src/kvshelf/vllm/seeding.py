@@ -1,8 +1,9 @@
-"""An offline vLLM that fills a shelf: the engine behind ``kvshelf seed``.
+"""Prompts as vLLM reads them, and an offline vLLM that fills a shelf with them.
 
-Owns the engine's start, and the wait until stores are done.
-
-The engine core runs in this process, which can therefore read the namespace and wait for stores;
+Owns the conversion of prompts to token ids by vLLM's own code, so that chunks get the same keys as
+those of a server's requests; it needs a model's tokenizer and configuration, but no engine, no
+weights and no GPU. And the engine behind ``kvshelf seed``: its start, and the wait until stores are
+done. Its core runs in this process, which can therefore read the namespace and wait for stores;
 workers of further ranks have processes of their own.
 """
 
@@ -16,12 +17,11 @@ from types import TracebackType
 from typing import Any, Final
 
 from kvshelf.config import LEAST_STAGING, Config
-from kvshelf.errors import ConfigError
+from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.tools.prompts import Prompt, TokenPrompt
+from kvshelf.tools.prompts import Prompt, TokenPrompt, raise_bad_lines
 from kvshelf.vllm import CONNECTOR_NAME, check_vllm_version
-from kvshelf.vllm.rendering import PromptRenderer, missing_vllm
 
 _OURS: Final = ("model", "kv_transfer_config")
 #: Options that seeding overrides. With a disk tier, chunks that only the tier has would not be
@@ -32,6 +32,110 @@ _IDENTITY_PAUSE: Final = 0.05
 _IDENTITY_SECONDS: Final = 1800.0
 #: Seconds for the stores of one batch.
 _DRAIN_SECONDS: Final = 600.0
+
+
+class PromptRenderer:
+    """Converts prompts as vLLM's server does (vllm/entrypoints/common/offline.py).
+
+    Parameters
+    ----------
+    inference : vllm.LLM or another OfflineInferenceMixin
+        Only its renderer, its ``model_config`` and its ``chat_template`` are used.
+    """
+
+    def __init__(self, inference: Any) -> None:
+        self._inference = inference
+
+    @classmethod
+    def of_model(cls, model: str, engine_args: Mapping[str, Any] | None = None) -> PromptRenderer:
+        """Return the renderer of a model, as vLLM's render server makes one.
+
+        Parameters
+        ----------
+        model : str
+            As for ``vllm serve``.
+        engine_args : Mapping, optional
+            Further arguments of vLLM's engine that decide tokens, such as ``tokenizer``.
+
+        Raises
+        ------
+        ConfigError
+            If there is no such model, or the arguments cannot be used.
+        UnsupportedError
+            If vLLM is missing, or kvshelf does not support its version.
+        """
+        _check_vllm()
+        from vllm.config import VllmConfig
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.entrypoints.common.offline import OfflineInferenceMixin
+        from vllm.renderers import renderer_from_config
+
+        try:
+            model_config = EngineArgs(model=model, **(engine_args or {})).create_model_config()
+            # No weights are loaded, so this machine need not support their quantization.
+            model_config.quantization = None
+            inference = OfflineInferenceMixin()
+            inference.model_config = model_config
+            inference.renderer = renderer_from_config(VllmConfig(model_config=model_config))
+            inference.chat_template = None
+        except (TypeError, ValueError, OSError) as error:
+            raise ConfigError(f"prompts cannot be read as those of {model}: {error}") from error
+        return cls(inference)
+
+    def render(self, prompts: Sequence[Prompt]) -> list[TokenPrompt]:
+        """Convert prompts to token ids.
+
+        Raises
+        ------
+        ConfigError
+            If the model does not accept some prompts; the message names all their lines.
+        """
+        rendered: list[TokenPrompt] = []
+        problems: list[tuple[int, str]] = []
+        for prompt in prompts:
+            try:
+                rendered.append(self._render(prompt))
+            except Exception as error:  # noqa: BLE001  whatever tokenizers and templates raise
+                problems.append((prompt.line, str(error) or type(error).__name__))
+        raise_bad_lines(problems)
+        return rendered
+
+    def _render(self, prompt: Prompt) -> TokenPrompt:
+        tokens: Sequence[int]
+        if prompt.tokens is not None:
+            tokens = prompt.tokens
+        else:
+            if prompt.messages is not None:
+                made = self._inference._preprocess_chat_one(list(prompt.messages), **prompt.chat)
+            else:
+                made = self._inference._preprocess_cmpl_one(prompt.text)
+            if made.get("type") != "token":
+                raise ValueError(f"it holds more than text ({made.get('type')})")
+            tokens = made["prompt_token_ids"]
+        config = self._inference.model_config
+        if len(tokens) >= config.max_model_len:
+            raise ValueError(
+                f"{len(tokens)} tokens, expected less than max_model_len, {config.max_model_len}"
+            )
+        if max(tokens) >= config.get_vocab_size():
+            raise ValueError(
+                f"token {max(tokens)} is not in the vocabulary of {config.get_vocab_size()}"
+            )
+        return TokenPrompt(prompt.line, tokens, prompt.salt)
+
+
+def _check_vllm() -> None:
+    """Import vLLM, whose log is quiet then; UnsupportedError without one that is supported."""
+    # vLLM reads these when it is imported.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    try:
+        import vllm
+    except ImportError as error:
+        raise UnsupportedError(
+            f"vLLM cannot be imported ({error}): install vLLM 0.32 or 0.33 in this environment"
+        ) from error
+    check_vllm_version(vllm.__version__)
 
 
 class OfflineEngine:
@@ -58,17 +162,12 @@ class OfflineEngine:
         for name in _OURS:
             if name in engine_args:
                 raise ConfigError(f"{name} is not an engine argument here: kvshelf seed sets it")
-        # vLLM reads these when it is imported or when the engine starts.
+        # vLLM reads this when the engine starts.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-        try:
-            import vllm
-            from vllm import LLM
-            from vllm.config import KVTransferConfig
-        except ImportError as error:
-            raise missing_vllm(error) from error
-        check_vllm_version(vllm.__version__)
+        _check_vllm()
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
         try:
             self._llm: Any = LLM(
                 model=model,

@@ -24,6 +24,7 @@ from kvshelf.metrics import (
     OPERATIONS,
     TIME_BOUNDS,
     TIMES,
+    Counters,
 )
 
 _MB = 1 << 20
@@ -89,26 +90,17 @@ class ShelfStats(KVConnectorStats):
                     fields[_words(name)] = value
         return fields
 
+    @classmethod
+    def of(cls, counters: Counters, source: str) -> ShelfStats | None:
+        """Return what `source`, a process, has counted since the last call; None if nothing."""
+        taken = counters.take()
+        if not taken:
+            return None
+        return cls({name: {source: one} if name in GAUGES else one for name, one in taken.items()})
+
     def is_empty(self) -> bool:
         """Whether nothing was measured."""
         return not self.data
-
-
-def stats_of(taken: dict[str, Any], source: str) -> ShelfStats | None:
-    """Return stats of what was taken from counters; None if nothing was counted.
-
-    Parameters
-    ----------
-    taken : dict
-        From :meth:`kvshelf.metrics.Counters.take`.
-    source : str
-        Names the process, unique in its engine.
-    """
-    if not taken:
-        return None
-    return ShelfStats(
-        {name: {source: value} if name in GAUGES else value for name, value in taken.items()}
-    )
 
 
 def _words(name: str) -> str:
@@ -143,62 +135,59 @@ class ShelfPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters: dict[tuple[int, str], Any] = {}
-        self._times: dict[tuple[int, str], Any] = {}
-        self._gauges: dict[tuple[int, str], Any] = {}
+        #: By engine and name, each with its labels.
+        self._metrics: dict[tuple[int, str], Any] = {}
         #: The latest value of each gauge in each process.
         self._standing: dict[tuple[int, str], dict[str, float]] = {}
+
+        def expose(
+            kind: Any,
+            name: str,
+            meaning: str,
+            label: str = "",
+            names: Mapping[str, str] | None = None,
+            **options: Any,
+        ) -> None:
+            """Make a metric: for each value of a `label` what has one of `names`, or one alone."""
+            metric = kind(
+                name=METRIC_PREFIX + name,
+                documentation=f"kvshelf: {meaning}.",
+                labelnames=[*labelnames, *([label] if label else [])],
+                **options,
+            )
+            for engine, values in per_engine_labelvalues.items():
+                for value, each in (names or {"": name}).items():
+                    labels = [*values, *([value] if label else [])]
+                    self._metrics[engine, each] = metric.labels(*labels)
+
         grouped: set[str] = set()
         for family, (meaning, reasons) in FAMILIES.items():
             grouped.update(reasons.values())
-            metric = self._counter_cls(
-                name=METRIC_PREFIX + family,
-                documentation=f"kvshelf: {meaning}.",
-                labelnames=[*labelnames, "reason"],
-            )
-            for engine, values in per_engine_labelvalues.items():
-                for reason, name in reasons.items():
-                    self._counters[engine, name] = metric.labels(*values, reason)
+            expose(self._counter_cls, family, meaning, "reason", reasons)
         for name, meaning in COUNTERS.items():
             if name not in grouped:
-                metric = self._counter_cls(
-                    name=METRIC_PREFIX + name,
-                    documentation=f"kvshelf: {meaning}.",
-                    labelnames=labelnames,
-                )
-                for engine, values in per_engine_labelvalues.items():
-                    self._counters[engine, name] = metric.labels(*values)
-        metric = self._histogram_cls(
-            name=METRIC_PREFIX + TIMES,
-            documentation="kvshelf: duration of one operation in seconds.",
-            labelnames=[*labelnames, "operation"],
-            buckets=list(TIME_BOUNDS),
-        )
-        for engine, values in per_engine_labelvalues.items():
-            for operation in OPERATIONS:
-                self._times[engine, operation] = metric.labels(*values, operation)
+                expose(self._counter_cls, name, meaning)
+        operations, buckets = {name: name for name in OPERATIONS}, list(TIME_BOUNDS)
+        meaning = "duration of one operation in seconds"
+        expose(self._histogram_cls, TIMES, meaning, "operation", operations, buckets=buckets)
         for name, (meaning, _) in GAUGES.items():
-            metric = self._gauge_cls(
-                name=METRIC_PREFIX + name,
-                documentation=f"kvshelf: {meaning}.",
-                labelnames=labelnames,
-                multiprocess_mode="mostrecent",
-            )
-            for engine, values in per_engine_labelvalues.items():
-                self._gauges[engine, name] = metric.labels(*values)
+            expose(self._gauge_cls, name, meaning, multiprocess_mode="mostrecent")
 
     def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
         """Add what was measured in one interval."""
         for name, value in transfer_stats_data.items():
             place = engine_idx, name
-            if place in self._counters:
-                self._counters[place].inc(value)
-            elif place in self._times:
-                _add_times(self._times[place], value)
-            elif place in self._gauges:
+            metric = self._metrics.get(place)
+            if metric is None:
+                continue
+            if name in GAUGES:
                 standing = self._standing.setdefault(place, {})
                 standing.update(value)
-                self._gauges[place].set(_merged(name, standing))
+                metric.set(_merged(name, standing))
+            elif name in OPERATIONS:
+                _add_times(metric, value)
+            else:
+                metric.inc(value)
 
 
 def _add_times(histogram: Any, times: list[float]) -> None:

@@ -1,7 +1,7 @@
 """What an engine loads, by :mod:`kvshelf.admission`, and what it learns of its times.
 
-Owns the times of the engine's steps and loads, what comes before a request, what of a hit lies in
-tiers, and the reads of refused hits by which a storage that has become fast is noticed.
+Owns the times of the engine's steps and loads, what comes before a request, and what of a hit lies
+in tiers.
 
 Contracts
 ---------
@@ -10,9 +10,8 @@ Contracts
 * Steps without prompts are not learned, nor is the first one after a pause where it is small.
 * What runs before a request is a sum that is kept: a question costs the same however many requests
   wait, compute or load.
-* While hits are refused and nothing is loaded, some of their chunks are read, which no request
-  waits for, one hit at a time and for a fiftieth of the time: a storage that has become fast is
-  noticed.
+* Where no load has begun for a minute, a hit is loaded that would be refused: so a storage that has
+  become fast is noticed. It is cut as others are.
 * Runs on the engine's step thread.
 
 When this part fails, hits are loaded as before.
@@ -29,9 +28,8 @@ from typing import Any, Final, NamedTuple
 from kvshelf.admission import AdmissionRule, Before, Hit
 from kvshelf.costs import work
 from kvshelf.format.keys import Chunk
-from kvshelf.format.kinds import Kind, kind_key
-from kvshelf.vllm.metadata import Facts, PrefetchOp, StepMetadata
-from kvshelf.vllm.scheduler.in_memory import InMemory
+from kvshelf.format.kinds import DRAFT, Kind, kind_key
+from kvshelf.vllm.metadata import Facts, StepMetadata
 from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.scheduler.shared import Shared, SharingPart
 from kvshelf.vllm.scheduler.steps import scheduled
@@ -39,18 +37,8 @@ from kvshelf.vllm.scheduler.steps import scheduled
 #: Seconds without a step after which the next one begins slowly: it is only learned if it takes
 #: longer than that, or computes about as many tokens as others.
 _PAUSE_SECONDS: Final = 0.05
-#: Most chunks of a refused hit that are read to learn how long that takes, and the seconds that
-#: they are to take: after a long read the next one is far off.
-_MOST_EXPLORED: Final = 8
-_EXPLORED_SECONDS: Final = 0.25
-#: Share of the time in which such reads run, and the most seconds that count for it: beside steps
-#: that take all processors, a read takes far longer than the storage is busy with it.
-_EXPLORED_SHARE: Final = 0.02
-_LONGEST_COUNTED: Final = 0.5
-#: Seconds after which a read of which nothing is heard no longer keeps others from starting.
-_LONGEST_EXPLORED: Final = 30.0
-#: The id under which workers report such a read: no request has it.
-EXPLORED: Final = ""
+#: Seconds after the last load from a storage, or from tiers, in which hits there may be refused.
+_REFUSING_SECONDS: Final = 60.0
 
 
 class _Step(NamedTuple):
@@ -66,7 +54,7 @@ class _Loading(NamedTuple):
     """A load whose time is learned: what it brings, and what its time is learned by."""
 
     hit: Hit
-    cost: tuple[float, float]
+    nbytes: int
     chunks: list[tuple[Kind, Sequence[Chunk]]]
 
 
@@ -104,6 +92,41 @@ class Sums:
         numbers = self._each.pop(name, None)
         if numbers is not None:
             self.totals = tuple(map(operator.sub, self.totals, numbers))
+
+
+class InMemory:
+    """Which chunks lie in the memory of this machine, as far as one engine can know.
+
+    What the engine stored and loaded last, each kind of a chunk by its kind key, as long as the
+    memory that keeps it: the memory tiers of its workers, or that of a node server. What other
+    engines have a node server keep or evict, and what lay there before, it does not know.
+    """
+
+    def __init__(self) -> None:
+        self._nbytes_of: OrderedDict[bytes, int] = OrderedDict()
+        self._nbytes = 0
+
+    def note(self, key: bytes, nbytes: int, room: int) -> None:
+        """Note that a kind of a chunk is stored or loaded, and forget the least recent ones.
+
+        Parameters
+        ----------
+        key : bytes
+        nbytes : int
+            Of all ranks.
+        room : int
+            Bytes that the memory can hold.
+        """
+        self._nbytes += nbytes - self._nbytes_of.pop(key, 0)
+        self._nbytes_of[key] = nbytes
+        while self._nbytes > room:
+            self._nbytes -= self._nbytes_of.popitem(last=False)[1]
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._nbytes_of
+
+    def __len__(self) -> int:
+        return len(self._nbytes_of)
 
 
 class Admission(SharingPart):
@@ -148,9 +171,8 @@ class Admission(SharingPart):
         self._memory = InMemory()
         #: The requests of which something was read before their load.
         self._read_ahead_for: set[str] = set()
-        #: Chunks to read, and when that may begin next.
-        self._to_explore: PrefetchOp | None = None
-        self._explores_from = 0.0
+        #: Until when hits may be refused: of those on the storage, and of those in tiers.
+        self._refuses_until = {False: 0.0, True: 0.0}
 
     # ------------------------------------------------------------- what is decided
 
@@ -164,10 +186,8 @@ class Admission(SharingPart):
         if self._is_free(state):
             return True
         hit = self._hit(state, start, end)
-        admitted = self._rule.admits(hit, self._comes_before())
-        if not admitted:
-            self._explore(state, hit)
-        return admitted
+        known = self.clock() < self._refuses_until[hit.is_near]
+        return not known or self._rule.admits(hit, self._comes_before())
 
     def computes(self, state: RequestState, start: int) -> None:
         """Note that vLLM computes a request from token `start` on, from the next step on."""
@@ -187,9 +207,14 @@ class Admission(SharingPart):
         at_once = hit.chunks
         if not self._is_free(state):
             patience = rule.patience(hit, before, state.answered_after)
-            at_once = rule.at_once(hit, before)
-        cost, chunks = rule.cost(hit, before, at_once), [*self._chunks(state, start, end)]
-        self._loading[state.id] = _Loading(hit, cost, chunks)
+            if rule.admits(hit, before):
+                at_once = rule.at_once(hit, before)
+            else:
+                # Of a storage that is fast now but answers late, few at once would hide that.
+                self._counters.add("explored_loads")
+        self._refuses_until[hit.is_near] = self.clock() + _REFUSING_SECONDS
+        chunks = [*self._chunks(state, start, end)]
+        self._loading[state.id] = _Loading(hit, rule.cost(hit, before), chunks)
         nbytes = (0, hit.nbytes) if hit.is_near else (hit.nbytes, 0)
         self._running.put(state.id, *work(start, hit.tokens), *nbytes)
         return patience, at_once if at_once < hit.chunks else 0
@@ -270,10 +295,10 @@ class Admission(SharingPart):
         if self.always:
             return
         for op in meta.stores:
-            self._note(op.kind, [op.chunk])
+            if op.kind != DRAFT:
+                self._note(op.kind, [op.chunk])
         # Their loads end sooner than others from there.
         self._read_ahead_for.update(op.request_id for op in meta.prefetches)
-        self._hand_out_explored(meta)
         now = self.clock()
         paused = now - self._computed > _PAUSE_SECONDS
         asked = bool(self._asked)
@@ -304,15 +329,6 @@ class Admission(SharingPart):
             self._computing.drop(name)
         self._asked.clear()
 
-    def _hand_out_explored(self, meta: StepMetadata) -> None:
-        """Have chunks of a refused hit read, unless a load shares the storage with them."""
-        explored, self._to_explore = self._to_explore, None
-        if explored is not None and self._running:
-            self._loading.pop(EXPLORED, None)
-            self._explores_from = self.clock()
-        else:
-            meta.explored = explored
-
     def take_times(self, timed_steps: Collection[int]) -> None:
         """Learn how long steps took that workers report now, by their numbers."""
         now = self.clock()
@@ -333,7 +349,7 @@ class Admission(SharingPart):
         """Learn how long loads took."""
         for number, request_id, taken in facts.load_seconds:
             state = self._requests.get(request_id)
-            if request_id == EXPLORED or (state is not None and state.load == number):
+            if state is not None and state.load == number:
                 self._learn_load(request_id, taken)
 
     def _learn_load(self, request_id: str, taken: float) -> None:
@@ -343,11 +359,8 @@ class Admission(SharingPart):
         for kind, chunks in loading.chunks:
             self._note(kind, chunks)
         if request_id not in self._read_ahead_for:
-            nbytes, rounds = loading.cost
-            expected = self._rule.load(loading.hit).learn(nbytes, taken, rounds)
+            expected = self._rule.load(loading.hit).learn(loading.nbytes, taken)
             self._count("load", expected, taken)
-        if request_id == EXPLORED:
-            self._explores_from = self.clock() + min(taken, _LONGEST_COUNTED) / _EXPLORED_SHARE
 
     def _count(self, what: str, expected: float, taken: float) -> None:
         if not expected:
@@ -355,33 +368,6 @@ class Admission(SharingPart):
             return
         self._counters.add(f"expected_{what}_seconds", expected)
         self._counters.add(f"measured_{what}_seconds", taken)
-
-    def _explore(self, state: RequestState, hit: Hit) -> None:
-        """Let chunks of a refused hit be read, unless that was done lately."""
-        now = self.clock()
-        if now < self._explores_from:
-            return
-        found = [*self._chunks(state, hit.start, hit.end)]
-        if not found:
-            return
-        kind, chunks = max(found, key=lambda one: len(one[1]))
-        each = self._rule.load(hit).seconds(self._chunk_bytes(kind))
-        most = _MOST_EXPLORED
-        if each * most > _EXPLORED_SECONDS:
-            most = max(1, int(_EXPLORED_SECONDS / each))
-        # Of a hit on the storage, what the storage takes is to be learned.
-        chosen = [
-            chunk
-            for chunk in chunks
-            if not chunk.tail and (hit.is_near or kind_key(chunk.key, kind) not in self._memory)
-        ][:most]
-        if not chosen:
-            return
-        nbytes = len(chosen) * self._chunk_bytes(kind)
-        read = hit._replace(nbytes=nbytes, in_tiers=nbytes if hit.is_near else 0)
-        self._loading[EXPLORED] = _Loading(read, (nbytes, 1.0), [(kind, chosen)])
-        self._to_explore = PrefetchOp(EXPLORED, chosen, kind)
-        self._explores_from = now + _LONGEST_EXPLORED
 
     def finished(self, state: RequestState) -> None:
         """Forget a request that has ended."""

@@ -21,8 +21,8 @@ Contracts
 * All methods run on the engine's step thread, except :meth:`DraftScheduler.chain`, which lookup
   threads call.
 
-This part is optional: when any of it fails, the drafter is left out from then on, and the model's
-KV is loaded and stored as before.
+When this part fails in a step, the drafter is left out from then on, and the model's KV is loaded
+and stored as before.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ import functools
 import logging
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, ParamSpec, TypeVar, cast
+from typing import Any, Final
 
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.namespace import Namespace
@@ -53,9 +53,6 @@ logger = logging.getLogger(__name__)
 _HASHES_REMEMBERED: Final = 1 << 18
 #: Logs why the drafter is left out.
 _say_left_out: Final = functools.partial(logger.warning, WITHOUT_DRAFTS)
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 
 def draft_chunks(chain: KeyChain | None) -> list[Chunk]:
@@ -95,27 +92,6 @@ class DraftedChain(KeyChain):
         return chunks
 
 
-def _optional(fallback: Any) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Leave the drafter out from the first error of a method on, and answer `fallback` then."""
-
-    def contain(method: Callable[_P, _R]) -> Callable[_P, _R]:
-        @functools.wraps(method)
-        def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            side, answer = args[0], fallback
-            assert isinstance(side, DraftScheduler)
-            if not side.left_out:
-                try:
-                    answer = method(*args, **kwargs)
-                except Exception as error:
-                    side.end()
-                    logger.error(DraftScheduler.failure, exc_info=error)
-            return cast(_R, answer)
-
-        return call
-
-    return contain
-
-
 @dataclass(slots=True)
 class _Progress:
     """What is known of the drafter's KV of a request.
@@ -124,27 +100,18 @@ class _Progress:
     ----------
     cached : int
         Tokens that vLLM's prefix cache had when it was searched for the request.
-    searched : int
-        The step before which it was searched; −1 if it was not.
     loaded : int
         End of the tokens that a load was planned for.
-    fresh : int
-        Behind the known tokens, the end up to which marks of invalid blocks were removed.
     good : int
         From this token on the drafter's KV does not belong to the prefix.
     running : bool
         A step has computed some of the request's tokens.
-    unnamed : int
-        Index of a block whose hash is to be remembered, once vLLM has computed it; −1 without.
     """
 
     cached: int = 0
-    searched: int = -1
     loaded: int = 0
-    fresh: int = 0
     good: int = sys.maxsize
     running: bool = False
-    unnamed: int = -1
 
 
 class DraftScheduler(Part):
@@ -175,10 +142,8 @@ class DraftScheduler(Part):
             drafts = int(self._drafter.speculative_config.num_speculative_tokens)
             self._longest = int(self._drafter.model_config.max_model_len) - drafts - 1
         self._requests: dict[str, _Progress] = {}
-        self._step = 0
-        #: Hashes of blocks from which on the drafter's KV does not belong to the prefix, and the
-        #: step in which that was found.
-        self._spoiled: OrderedDict[Any, int] = OrderedDict()
+        #: Hashes of blocks from which on the drafter's KV does not belong to the prefix.
+        self._spoiled: OrderedDict[Any, None] = OrderedDict()
 
     # ------------------------------------------------------------- namespace
 
@@ -195,7 +160,6 @@ class DraftScheduler(Part):
             self._view = shelf.view(ObjectFormat(namespace))
         return self._view
 
-    @_optional(None)
     def receive(
         self, reports: Mapping[int, WorkerReport], target: Namespace | None, *, all_spoke: bool
     ) -> None:
@@ -203,7 +167,7 @@ class DraftScheduler(Part):
 
         None of them acknowledge the namespace, if `all_spoke`.
         """
-        if target is None:
+        if target is None or self.left_out:
             return
         if self._handshake is None:
             self._target = target.digest
@@ -242,25 +206,22 @@ class DraftScheduler(Part):
             return KeyChain(namespace_digest, chunk_size, **options)
         return DraftedChain(namespace_digest, namespace.digest, chunk_size, **options)
 
-    @_optional(None)
     def asked(self, request: Any, cached: int) -> None:
         """Note how many tokens of a waiting request vLLM's prefix cache has."""
-        self._forget(request)
-        searched = -1 if getattr(request, "skip_reading_prefix_cache", False) else self._step
-        self._requests[request.request_id] = _Progress(cached, searched)
+        if not self.left_out:
+            self._forget(request)
+            self._requests[request.request_id] = _Progress(cached)
 
-    @_optional(())
     def to_load(
         self, request_id: str, chain: KeyChain | None, first: int, end: int
     ) -> Sequence[Chunk]:
         """Return the chunks of a load that begins and ends at these tokens."""
-        self._requests.setdefault(request_id, _Progress()).loaded = end
-        if not isinstance(chain, DraftedChain):
+        progress = self._requests.get(request_id)
+        if progress is None or not isinstance(chain, DraftedChain):
             return ()
-        size = chain.chunk_size
+        progress.loaded, size = end, chain.chunk_size
         return chain.drafts.chunks[first // size : -(-end // size)]
 
-    @_optional(None)
     def take_facts(self, rank: int, facts: Facts) -> None:
         """Note from which token on loads delivered no KV of the drafter."""
         for request_id, token in facts.without_drafts:
@@ -299,7 +260,6 @@ class DraftScheduler(Part):
         requests : sequence of (Request, int, int)
             With how many tokens have KV before and after the step.
         """
-        self._step += 1
         runs = max((after for _, _, after in requests), default=0) <= self._longest
         for request, before, _ in requests:
             progress = self._requests.setdefault(request.request_id, _Progress())
@@ -307,58 +267,35 @@ class DraftScheduler(Part):
                 progress.running = True
                 self._admit(request, progress, before)
             if not runs:
-                self._spoil(request, progress, min(progress.good, before))
-            self._name(request, progress)
-            if self._spoiled and progress.good == sys.maxsize:
-                self._clear(request, progress, before)
+                progress.good = min(progress.good, before)
+            self._remember(request, progress)
 
     def _admit(self, request: Any, progress: _Progress, computed: int) -> None:
         """Find the first known token without KV of the drafter that belongs to the prefix."""
-        cached = min(progress.cached, computed)
+        hashes, cached = request.block_hashes, min(progress.cached, computed)
+        first = cached // self._block_size
         if computed > max(cached, progress.loaded):
             # Another connector has loaded the model's KV.
             progress.good = min(progress.good, cached)
-        if self._spoiled:
-            hashes = request.block_hashes[: cached // self._block_size]
-            for index, block in enumerate(hashes):
-                if block in self._spoiled:
-                    progress.good = min(progress.good, index * self._block_size)
-                    break
-        if progress.good < computed:
-            self._spoil(request, progress, progress.good)
-        else:
+        for index, block in enumerate(hashes[:first]):
+            if block in self._spoiled:
+                progress.good = min(progress.good, index * self._block_size)
+                break
+        if progress.good >= computed:
             # Tokens that a load did not deliver are computed.
             progress.good = sys.maxsize
-        progress.fresh = cached
+        # vLLM's prefix cache does not have these blocks: they are loaded or computed anew.
+        for block in hashes[first : progress.good // self._block_size] if self._spoiled else ():
+            self._spoiled.pop(block, None)
 
-    def _clear(self, request: Any, progress: _Progress, computed: int) -> None:
-        """Remove the marks of invalid blocks that were loaded or computed anew.
-
-        vLLM's prefix cache did not have them when it was searched. Blocks of the same hash that
-        were found spoiled since then may be in it.
-        """
-        first = progress.fresh // self._block_size
-        for block in request.block_hashes[first : computed // self._block_size]:
-            if self._spoiled.get(block, sys.maxsize) <= progress.searched:
-                del self._spoiled[block]
-        progress.fresh = max(progress.fresh, computed)
-
-    def _spoil(self, request: Any, progress: _Progress, token: int) -> None:
-        """Remember that the drafter's KV of a request is invalid from a token on."""
-        if token < progress.good or progress.unnamed < 0:
-            progress.unnamed = token // self._block_size
-        progress.good = min(progress.good, token)
-        self._name(request, progress)
-
-    def _name(self, request: Any, progress: _Progress) -> None:
-        """Remember an invalid block by its hash, if vLLM has computed it by now."""
-        if 0 <= progress.unnamed < len(request.block_hashes):
-            self._spoiled[request.block_hashes[progress.unnamed]] = self._step
-            progress.unnamed = -1
+    def _remember(self, request: Any, progress: _Progress) -> None:
+        """Remember the first invalid block by its hash, if vLLM has computed it by now."""
+        first = progress.good // self._block_size
+        if first < len(request.block_hashes):
+            self._spoiled[request.block_hashes[first]] = None
             if len(self._spoiled) > _HASHES_REMEMBERED:
                 self._spoiled.popitem(last=False)
 
-    @_optional(None)
     def to_store(self, request_id: str, chain: KeyChain, index: int) -> Chunk | None:
         """Return the drafter's chunk that may be stored with a chunk of the model's."""
         progress = self._requests.get(request_id)
@@ -368,12 +305,11 @@ class DraftScheduler(Part):
             return None
         return chain.drafts.chunks[index]
 
-    @_optional(None)
     def finished(self, state: RequestState) -> None:
         """Forget a request."""
         self._forget(state.request)
 
     def _forget(self, request: Any) -> None:
         progress = self._requests.pop(request.request_id, None)
-        if progress is not None:
-            self._name(request, progress)
+        if progress is not None and progress.running:
+            self._remember(request, progress)

@@ -58,7 +58,8 @@ class ChunkKeys:
         """
         request = state.request
         if adapter:
-            state.adapter = AdapterContent(int(request.lora_request.lora_int_id), adapter)
+            number = int(request.lora_request.lora_int_id)
+            state.adapter = AdapterContent(number, self.adapters.stamp(number))
         salt = request.cache_salt or ""
         return self._make(
             namespace,

@@ -21,10 +21,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kvshelf.format.keys import Chunk, KeyChain
-from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind
+from kvshelf.format.kinds import DRAFT, FULL, STATE, WINDOW, Kind
 from kvshelf.shelf.lookup import Lookup
 from kvshelf.vllm.metadata import NULL_BLOCK, StepMetadata, StoreOp
 from kvshelf.vllm.scheduler.ends import Ends
@@ -234,22 +235,23 @@ class Stores(SharingPart):
     ) -> None:
         """Have the workers store a kind of a chunk that lies in `blocks` of each group."""
         state, lookup, chain, _, meta = stored
-        draft = self._drafts.to_store(state.id, chain, chunk.index) if kind == FULL else None
         self._promises.note(state, kind, chunk, seen=False)
         state.stores.at = self._steps.count
         end = (chunk.index + 1) * self._size
-        meta.stores.append(
-            StoreOp(
-                chunk,
-                tuple(blocks.get(group.index, []) for group in self._groups),
-                self._hits.must_repair(state, chunk, kind),
-                time.monotonic() - lookup.as_of,
-                state.adapter,
-                self._opening.handshake.round,
-                draft,
-                kind,
-                "" if state.promise is None else state.promise.attempt,
-                (state.id, state.request.num_preemptions),
-                kind == STATE and self._ends.is_drafted(state, end),
-            )
+        op = StoreOp(
+            chunk,
+            tuple(blocks.get(group.index, []) for group in self._groups),
+            self._hits.must_repair(state, chunk, kind),
+            time.monotonic() - lookup.as_of,
+            state.adapter,
+            self._opening.handshake.round,
+            kind,
+            "" if state.promise is None else state.promise.attempt,
+            (state.id, state.request.num_preemptions),
+            kind == STATE and self._ends.is_drafted(state, end),
         )
+        draft = self._drafts.to_store(state.id, chain, chunk.index) if kind == FULL else None
+        if draft is not None:
+            # First, so that a lookup that finds the model's KV also finds the drafter's.
+            meta.stores.append(replace(op, chunk=draft, repair=False, kind=DRAFT, late=True))
+        meta.stores.append(op)

@@ -21,19 +21,14 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
-
 from kvshelf.assembly import Assembly
-from kvshelf.format.kinds import FULL, WINDOW, Kind
+from kvshelf.format.kinds import DRAFT, FULL, WINDOW, Kind
 from kvshelf.transfer.context import ChunkSlots
-from kvshelf.transfer.load import Failure, Load, Piece
-from kvshelf.transfer.prefetch import Unused
+from kvshelf.transfer.load import Failure, Load
 from kvshelf.vllm.adapters import LoadedAdapters
 from kvshelf.vllm.messages import Outbox
 from kvshelf.vllm.metadata import (
@@ -116,15 +111,11 @@ class WorkerLoads:
     _ops: dict[Load, LoadOp] = field(default_factory=dict, init=False)
     #: Loads whose KV must not be used, whatever their transfer reports.
     _invalidated: set[Load] = field(default_factory=set, init=False)
-    #: Loads that ended while it is not known what vLLM loaded for their adapter.
-    _undecided: list[Load] = field(default_factory=list, init=False)
     #: Requests whose loads have ended, until that is reported to vLLM.
     _finished: set[str] = field(default_factory=set, init=False)
     _bad_blocks: set[int] = field(default_factory=set, init=False)
     #: Requests of which all tokens must be computed, including those that were loaded.
     _failed_requests: set[str] = field(default_factory=set, init=False)
-    #: How long it took to read what no request needs; any thread appends.
-    _explored: deque[tuple[str, float]] = field(default_factory=deque, init=False)
 
     def __post_init__(self) -> None:
         self._chunk_size, self._block_size = self.engine.config.chunk_size, self.engine.block_size
@@ -163,8 +154,6 @@ class WorkerLoads:
             return None
         load = transfers.load(op.request_id, self._items(op), op.patience, op.at_once)
         self._ops[load] = op
-        if self.drafter is not None:
-            self.drafter.load(op)
         return load
 
     def _items(self, op: LoadOp) -> dict[Kind, list[ChunkSlots]]:
@@ -184,22 +173,12 @@ class WorkerLoads:
             else:
                 (chunk,) = op.states
                 items[kind] = [state_to_load(slots, chunk, op.block_ids, op.end)]
+        drafts = None if self.drafter is None else self.drafter.memory
+        if drafts is not None and op.drafts:
+            items[DRAFT] = slots_to_load(
+                drafts.slots, op.drafts, op.block_ids, op.start, op.end, size
+            )
         return items
-
-    def explore(self, op: PrefetchOp | None) -> None:
-        """Read chunks of which no request needs anything, to learn how long that takes."""
-        transfers = self.model.serving
-        if op is None or transfers is None or op.kind not in transfers.loads:
-            return
-        none, begun = torch.empty(0, dtype=torch.int64), time.monotonic()
-        items = [ChunkSlots(chunk, none, Unused()) for chunk in op.chunks]
-
-        def note(piece: Piece) -> None:
-            if piece.failed_at is None and not piece.cancelled:
-                self._explored.append((op.request_id, time.monotonic() - begun))
-
-        self.assembly.counters.add("explored_loads")
-        transfers.loads[op.kind].load(items, early=True, on_done=note)
 
     def read_ahead(self, ops: Iterable[PrefetchOp]) -> None:
         """Read chunks of requests that wait into memory."""
@@ -224,9 +203,8 @@ class WorkerLoads:
         """Give up the loads of requests that have ended, and what was read ahead for requests."""
         for load in [load for load, op in self._ops.items() if op.number in orders.cancelled]:
             self._invalidated.discard(load)
-            for part in (self.model, self.drafter):
-                if part is not None and part.transfers is not None:
-                    part.transfers.cancel(load.request_id)
+            if self.model.transfers is not None:
+                self.model.transfers.cancel(load.request_id)
         for request_id in orders.prefetch_ended:
             self._end_read_ahead(request_id)
 
@@ -243,8 +221,6 @@ class WorkerLoads:
         self.invalidate()
         for prefetcher in self.model.prefetchers.values():
             prefetcher.release_all()
-        if self.drafter is not None:
-            self.drafter.stop_loads()
 
     def refuse_all(self) -> None:
         """Report all loads as finished: nothing moves KV any more."""
@@ -257,42 +233,22 @@ class WorkerLoads:
 
     def take_ended(self) -> Ended:
         """Return what vLLM has to learn of the loads that have ended since the last call."""
-        transfers, ended = self.model.transfers, self._undecided.copy()
+        transfers = self.model.transfers
         if transfers is not None and transfers.loading:
             wait = IDLE_WAIT_SECONDS if self._idle and not self._finished else 0.0
-            ended += transfers.poll(wait)
-        self._undecided.clear()
-        for load in ended:
-            self._end(load)
-        done = self._finished
-        if self.drafter is not None:
-            # The blocks of these are still written to.
-            done = done - self.drafter.loading()
+            for load in transfers.poll(wait):
+                self._end(load)
         # Nothing below raises: vLLM must learn of each end once.
-        taken = Ended(done, self._failed_requests, self._bad_blocks)
-        self._finished = self._finished - done
-        self._failed_requests, self._bad_blocks = set(), set()
+        taken = Ended(self._finished, self._failed_requests, self._bad_blocks)
+        self._finished, self._failed_requests, self._bad_blocks = set(), set(), set()
         return taken
 
     def _end(self, load: Load) -> None:
-        op = self._ops.get(load)
-        if op is not None and not self._is_undecided(load, op):
+        op = self._ops.pop(load, None)
+        if op is not None:
             self._report(op, functools.partial(self._note, load, op))
-            del self._ops[load]
             self._invalidated.discard(load)
             self._end_read_ahead(load.request_id)
-
-    def _is_undecided(self, load: Load, op: LoadOp) -> bool:
-        """Whether it will be known soon what vLLM has loaded for a load's adapter."""
-        try:
-            undecided = load not in self._invalidated and self.adapters.is_undecided(op.adapter)
-        except Exception as error:
-            logger.error("it is not known what vLLM has loaded for an adapter", exc_info=error)
-            self._invalidated.add(load)
-            return False
-        if undecided:
-            self._undecided.append(load)
-        return undecided
 
     def _refuse(self, op: LoadOp) -> None:
         """Report a load as finished that delivers nothing."""
@@ -325,6 +281,8 @@ class WorkerLoads:
             return
         if load.cancelled:
             return
+        if self.drafter is not None:
+            self._note_drafts(load, op)
         seconds = load.seconds_of_all
         if seconds is not None:
             self.facts.next.load_seconds.append((op.number, op.request_id, seconds))
@@ -342,9 +300,18 @@ class WorkerLoads:
         self.assembly.counters.add("loaded_tokens", good_until - op.start)
         self._note_bad(op, good_until)
 
+    def _note_drafts(self, load: Load, op: LoadOp) -> None:
+        """Note from which token on a load brought no KV of the drafter."""
+        piece, start = load.pieces.get(DRAFT), op.start
+        if piece is not None:
+            if piece.leading == len(piece.items):
+                return
+            start = max(start, piece.items[piece.leading].chunk.index * self._chunk_size)
+        self.facts.next.without_drafts.append((op.request_id, start))
+
     def _good_until(self, load: Load, op: LoadOp) -> int:
         """Return the first token without KV of a load that failed, of one kind."""
-        (piece,) = load.pieces.values()
+        (piece,) = load.needed.values()
         assert piece.first_failed is not None
         # The block in which the failed chunk begins is not complete either.
         failed = piece.first_failed.index * self._chunk_size
@@ -360,8 +327,6 @@ class WorkerLoads:
         """Note that the blocks of a load have no KV from token `start` on."""
         if start >= op.end:
             return
-        if self.drafter is not None:
-            self.drafter.end_load(op.request_id)
         if self.hybrid:
             # vLLM takes ids of blocks from engines with one group only.
             self._failed_requests.add(op.request_id)
@@ -382,14 +347,12 @@ class WorkerLoads:
     # ------------------------------------------------------------- what the scheduler learns
 
     def note_reads(self) -> None:
-        """Note the chunks that could not be read ahead, and how long other reads took."""
+        """Note the chunks that could not be read ahead."""
         for kind, prefetcher in self.model.prefetchers.items():
             self.facts.next.failures += [
                 LoadFailure(request_id, chunk.index, chunk.key, failure is Failure.BAD, kind)
                 for request_id, chunk, failure in prefetcher.take_failures()
             ]
-        while self._explored:
-            self.facts.next.load_seconds.append((0, *self._explored.popleft()))
 
     def take_refused(self) -> bool:
         """Return whether the open circuit breaker refused a load since the last call."""

@@ -1,18 +1,16 @@
-"""The parts of an engine's KV: the model's layers, and the drafter's where there is one.
+"""The KV of a worker: its registered caches, and what moves it to and from the shelf.
 
 A :class:`Part` has registered caches and their way to a namespace
 (:mod:`kvshelf.vllm.worker.registration`), and owns what moves KV between them and the shelf: the
 transfers of all kinds, those of earlier weights that still publish, what is read ahead into the
 memory tier, and the promises of hand-overs. :mod:`kvshelf.assembly` owns the shelf and the tier.
+The KV of a drafter (:mod:`kvshelf.vllm.worker.drafter`) is one more kind of these transfers.
 
 Contracts
 ---------
 * All methods run on the worker's step thread and never touch storage.
-* The KV of an *optional* part changes no answer, and its failures are no errors of the engine:
-  :mod:`kvshelf.vllm.worker.drafter` contains them. Nothing is read ahead for it, and it promises
-  nothing. Its objects get into the memory tier only if one is configured.
-* One memory tier serves all parts and kinds of KV and outlives changes of the weights: objects have
-  the names of their namespace. The shelf decides what is a hit.
+* One memory tier serves all kinds of KV and outlives changes of the weights: objects have the names
+  of their namespace. The shelf decides what is a hit.
 """
 
 from __future__ import annotations
@@ -47,12 +45,11 @@ _JOIN_SECONDS = 0.5
 
 
 class Part:
-    """The caches of some layers, and what moves their KV.
+    """The caches of the model's layers, and what moves their KV and a drafter's.
 
     Parameters
     ----------
     engine : WorkerEngine
-        That of a drafter makes the part optional, see the module.
     assembly : Assembly
         The shelf, and what this process has beside it.
     counters : Counters
@@ -77,9 +74,8 @@ class Part:
         self._config = engine.config
         self._assembly = assembly
         self._counters = counters
-        self._optional = engine.of_drafter
         #: The memory tier as each kind uses it.
-        self._memories: Mapping[Kind, KindMemory] = {}
+        self._memories: dict[Kind, KindMemory] = {}
         #: Transfers of earlier weights that still publish, and their promises.
         self._retired: list[tuple[Transfers, Promises | None]] = []
 
@@ -96,11 +92,6 @@ class Part:
         """Take caches, in place of those registered before; see :meth:`Registration.register`."""
         self.close(0.0)
         self.registration.register(kv_caches, modules)
-
-    def fall_asleep(self, seconds: float) -> None:
-        """Publish what is staged, and stop using the caches: their memory is freed. Idempotent."""
-        self.drain(seconds)
-        self.registration.pause()
 
     # ------------------------------------------------------------- namespaces
 
@@ -126,54 +117,77 @@ class Part:
             return False
         memories = registration.memories
         shares = self._shares(shelf, memories)
-        tier: dict[Kind, KindMemory] = {}
-        contexts: list[TransferContext] = []
-        for kind, memory in memories.items():
-            view: ShelfView = shelf.view(memory.fmt)
-            kept = self._memory_of(memory.fmt, memory.plan, shares.get(kind, 0))
-            if kept is not None:
-                tier[kind] = kept
-                view = TieredView(view, [kept])
-            contexts.append(
-                registration.transfer_context(view, memory, self._counters, quiet=self._optional)
-            )
+        self._memories = {}
         try:
-            self.transfers = transfers = Transfers(contexts)
+            self.transfers = transfers = Transfers(
+                self._context(shelf, registration, kind, self._counters, shares.get(kind, 0))
+                for kind in memories
+            )
         except RuntimeError:
-            for kept in tier.values():
-                kept.close()
+            self._stop_reading_ahead()
             registration.put_back()
             raise
-        self._memories = tier
-        if not self._optional:
-            self.promises = self._promises_in(shelf, memories)
-            self.prefetchers = {
-                kind: Prefetcher(transfers.loads[kind], kept) for kind, kept in tier.items()
-            }
+        self.promises = self._promises_in(shelf, memories)
+        self.prefetchers = {
+            kind: Prefetcher(transfers.loads[kind], kept) for kind, kept in self._memories.items()
+        }
         return True
+
+    def add_drafts(self, registration: Registration, counters: Counters) -> None:
+        """Also move the KV of a drafter, of which `registration` has opened the namespace.
+
+        Raises
+        ------
+        RuntimeError
+            If the system allows no threads now.
+        """
+        shelf = self._assembly.shelf()
+        assert self.transfers is not None and shelf is not None
+        self.transfers.add(self._context(shelf, registration, FULL, counters))
+
+    def _context(
+        self,
+        shelf: AnyShelf,
+        registration: Registration,
+        kind: Kind,
+        counters: Counters,
+        ahead: int = 0,
+    ) -> TransferContext:
+        """Return what moves a kind of KV; `ahead` bytes of memory are for waiting requests."""
+        memory = registration.memories[kind]
+        view: ShelfView = shelf.view(memory.fmt)
+        kept = self._memory_of(memory.fmt, memory.plan, ahead, counters)
+        if kept is not None:
+            view = TieredView(view, [kept])
+        context = registration.transfer_context(view, memory, counters)
+        if kept is not None:
+            self._memories[context.kind] = kept
+        return context
 
     def _shares(self, shelf: AnyShelf, memories: Memories) -> Mapping[Kind, int]:
         """Take memory for what is read ahead; return the bytes that each kind may use of it."""
         budget = self._config.prefetch_budget(shelf.backend.properties.probe_cost)
-        if not budget or self._optional:
+        if not budget:
             return {}
         self._assembly.take_prefetch_memory(budget, in_place=not self.registration.on_device)
         formats = [memory.fmt for memory in memories.values()]
         plans = {kind: memory.plan for kind, memory in memories.items()}
         return share_out(budget, formats, plans, chunks=0)
 
-    def _memory_of(self, fmt: ObjectFormat, plan: ShardPlan, ahead: int) -> KindMemory | None:
-        """Return the memory tier as one kind uses it; `ahead` bytes are for waiting requests.
+    def _memory_of(
+        self, fmt: ObjectFormat, plan: ShardPlan, ahead: int, counters: Counters
+    ) -> KindMemory | None:
+        """Return the memory tier as one kind uses it.
 
-        Without a tier that is configured nothing else gets into it.
+        Without a tier that is configured, only what is read ahead gets into it.
         """
         memory, configured = self._assembly.memory, self._config.memory_bytes > 0
-        if memory is None or (self._optional and not configured):
+        if memory is None or not (configured or ahead):
             return None
         return KindMemory(
             memory,
             fmt,
-            self._counters,
+            counters,
             shards=plan.shards,
             share=ahead / memory.max_bytes,
             keeps=configured,
@@ -206,6 +220,7 @@ class Part:
         self.prefetchers = {}
         for memory in self._memories.values():
             memory.close()
+        self._memories = {}
 
     def take_orders(self, orders: Orders) -> None:
         """Forget what is known of the shelf, if it is time for that."""

@@ -382,8 +382,6 @@ class Registration:
         view: ShelfView,
         memory: TransferMemory,
         counters: Counters,
-        *,
-        quiet: bool = False,
     ) -> TransferContext:
         """Return what stores and loads of one kind are made of, with this engine's options.
 
@@ -394,8 +392,6 @@ class Registration:
         memory : TransferMemory
             The transfers close it.
         counters : Counters
-        quiet
-            See :class:`~kvshelf.transfer.context.TransferContext`.
         """
         load_threads, store_threads = self.io_threads(view.backend.properties)
         if memory.fmt.kind != memory.fmt.kinds[0]:
@@ -410,7 +406,7 @@ class Registration:
             load_threads=load_threads,
             store_threads=store_threads,
             on_thread_start=lambda kind: widen_cpu_affinity(),
-            quiet=quiet,
+            of_drafter=self._engine.of_drafter,
         )
 
     def _ring(self, kind: Kind) -> int:

@@ -32,7 +32,7 @@ import torch
 
 from kvshelf.assembly import Assembly
 from kvshelf.backends.breaker import BreakerState
-from kvshelf.vllm.adapters import LoadedAdapters, adapter_settings
+from kvshelf.vllm.adapters import LoadedAdapters
 from kvshelf.vllm.groups import CacheGroups
 from kvshelf.vllm.messages import Inbox, Outbox
 from kvshelf.vllm.metadata import Facts, Orders, StepMetadata, WorkerMetadata
@@ -40,6 +40,7 @@ from kvshelf.vllm.worker.drafter import Drafter
 from kvshelf.vllm.worker.engine import WorkerEngine
 from kvshelf.vllm.worker.loads import WorkerLoads
 from kvshelf.vllm.worker.parts import Part
+from kvshelf.vllm.worker.registration import Registration
 from kvshelf.vllm.worker.stores import WorkerStores
 from kvshelf.vllm.worker.weights import WorkerWeights
 
@@ -103,11 +104,9 @@ class WorkerSide:
         self._assembly = assembly
         groups = CacheGroups(engine.vllm_config, engine.kv_cache_config)
         self.model = Part(engine, assembly, self.counters)
-        self.drafter = Drafter.of(engine, assembly)
-        #: The model's first: what is left of a deadline is the drafter's.
-        self._parts = [self.model] if self.drafter is None else [self.model, self.drafter]
+        self.drafter = Drafter.of(engine, self.model, self.counters)
         self.weights = WorkerWeights(engine.vllm_config)
-        self.adapters = LoadedAdapters(adapter_settings(engine.vllm_config))
+        self.adapters = LoadedAdapters()
         of_parts = self.model, self.drafter, self.weights, self.adapters
         #: What the scheduler side must learn.
         self._facts = facts = Outbox(Facts)
@@ -122,6 +121,11 @@ class WorkerSide:
         #: What the scheduler has been told.
         self._breaker_open = False
         self._writes_refused = False
+
+    @property
+    def _registrations(self) -> list[Registration]:
+        drafter = self.drafter
+        return [self.model.registration] + ([] if drafter is None else [drafter.registration])
 
     # ------------------------------------------------------------- caches
 
@@ -143,8 +147,9 @@ class WorkerSide:
                 "this vLLM version does not expose which LoRA adapters it loads, so KV of requests"
                 " with one is not stored"
             )
-        for part in self._parts:
-            part.register(kv_caches, self.weights.modules)
+        self.model.register(kv_caches, self.weights.modules)
+        if self.drafter is not None:
+            self.drafter.register(kv_caches)
         registration = self.model.registration
         if registration.caches is not None and not registration.disabled_reason:
             self._assembly.take_memory(registration.caches.device)
@@ -174,15 +179,14 @@ class WorkerSide:
         """
         self.loads.invalidate()
         self.stores.drop_postponed()
-        if self.drafter is not None:
-            self.drafter.stop_loads()
-        for part in self._parts:
-            part.fall_asleep(DRAIN_SECONDS)
+        self.model.drain(DRAIN_SECONDS)
+        for registration in self._registrations:
+            registration.pause()
 
     def wake_up(self) -> None:
         """Use the caches again after the engine slept, see :meth:`Registration.resume`."""
-        for part in self._parts:
-            part.registration.resume()
+        for registration in self._registrations:
+            registration.resume()
 
     # ------------------------------------------------------------- steps
 
@@ -199,10 +203,8 @@ class WorkerSide:
             self._open(*meta.namespace)
         if self.drafter is not None:
             self.drafter.announced(meta.draft_namespace)
-        for part in self._parts:
-            part.end_retired()
+        self.model.end_retired()
         self.loads.read_ahead(meta.prefetches)
-        self.loads.explore(meta.explored)
         # On a CPU no work of an earlier step is in flight when a step begins, so loads need not
         # wait until this step's forward pass is enqueued. Nor need they on a device: vLLM has
         # enqueued the zeroing and the copies of blocks that belong to this step
@@ -259,11 +261,9 @@ class WorkerSide:
         return meta
 
     def _note_facts(self) -> None:
-        """Note what adapters, the drafter, stores and reads have left to tell."""
+        """Note what adapters, stores and reads have left to tell."""
         facts = self._facts.next
         facts.other_adapters += self.adapters.take_others()
-        if self.drafter is not None:
-            facts.without_drafts += self.drafter.take_missing()
         facts.postponed += self.stores.take_postponed()
         self.loads.note_reads()
         self._note_storage(facts)
@@ -331,22 +331,20 @@ class WorkerSide:
 
     def drain(self, seconds: float) -> int:
         """Wait until stores are published; return how many chunks are not."""
-        return sum(part.drain(seconds) for part in self._parts)
+        return self.model.drain(seconds)
 
     def close(self) -> None:
         """Publish what is in flight for a bounded time, log what was lost, stop all threads."""
-        seconds = DRAIN_SECONDS
-        deadline = time.monotonic() + seconds
         # All of these are called, the last one first, whatever some of them raise.
         with ExitStack() as stack:
-            for part in self._parts:
-                stack.callback(part.registration.close)
+            for closing in self.model.registration, self.drafter:
+                if closing is not None:
+                    stack.callback(closing.close)
             stack.callback(self._assembly.close)
-            stack.callback(self._close_drafter, deadline)
-            stack.callback(self._close_model, seconds)
+            stack.callback(self._close_model, DRAIN_SECONDS)
             stack.callback(self.stores.drop_postponed)
-            for part in self._parts:
-                stack.callback(part.registration.cancel_weights)
+            for registration in self._registrations:
+                stack.callback(registration.cancel_weights)
 
     def _close_model(self, seconds: float) -> None:
         markers = min(_MARKER_SECONDS, seconds / 4) if self.model.promised else 0.0
@@ -357,8 +355,3 @@ class WorkerSide:
                 lost,
                 seconds,
             )
-
-    def _close_drafter(self, deadline: float) -> None:
-        if self.drafter is not None:
-            self.drafter.stop_loads()
-            self.drafter.close(max(0.0, deadline - time.monotonic()))

@@ -24,9 +24,9 @@ import logging
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from kvshelf.format.kinds import FULL
+from kvshelf.format.kinds import DRAFT, FULL, STATE
 from kvshelf.metrics import Counters
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.stores import StoreOutcome
@@ -71,8 +71,8 @@ class WorkerStores:
     adapters: LoadedAdapters
     others_fill: bool
     _meta: StepMetadata | None = field(default=None, init=False)
-    #: Stores whose drafter's KV is gathered when the drafts are made.
-    _undrafted: list[StoreOp] = field(default_factory=list, init=False)
+    #: vLLM may know already that the step is over.
+    _may_be_over: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self._postponed = PostponedStores(self.engine.config.handover_wait_s)
@@ -92,27 +92,21 @@ class WorkerStores:
 
     def finish_forward(self) -> None:
         """Gather the model's KV of this step. Runs after the forward pass, before sampling."""
-        stored = self._gather(drafted=False)
-        if not self.others_fill:
-            self._undrafted = stored
+        self._gather(late=False)
+        self._may_be_over = True
 
     def save(self) -> None:
         """Gather the chunks that this step completed, as far as :meth:`finish_forward` has not.
 
         Runs after the forward pass and, where there is a drafter, after its drafts are made.
         """
-        undrafted, self._undrafted = self._undrafted, []
-        if self.drafter is not None:
-            for op in undrafted:
-                self.drafter.store(op)
-        self._gather(drafted=True)
+        self._gather(late=True)
 
     def clear(self, meta: StepMetadata) -> None:
         """End a step; drop what an error has kept from being gathered."""
-        self._meta = None
-        self._undrafted = []
+        self._meta, self._may_be_over = None, False
         for op in meta.stores:
-            self.counters.add("dropped_chunks_error")
+            self._drop(op, "error")
             self._break_promise(op)
 
     # ------------------------------------------------------------- postponed stores
@@ -133,27 +127,32 @@ class WorkerStores:
     def _give_up(self, ops: Iterable[StoreOp]) -> None:
         """Count postponed stores as dropped, and mark their promises as broken."""
         for op in ops:
-            self.counters.add("dropped_chunks_staging_full")
+            self._drop(op, "staging_full")
             self._break_promise(op)
+
+    def _drop(self, op: StoreOp, why: str) -> None:
+        """Count a chunk that is not stored. Of a drafter's only those are counted that move."""
+        if op.kind != DRAFT:
+            self.counters.add(f"dropped_chunks_{why}")
 
     def _break_promise(self, op: StoreOp) -> None:
         """Mark the promise of a store as broken, if another engine waits for the chunk."""
-        if op.attempt:
+        if op.attempt and op.kind != DRAFT:
             self.model.give_up(op.attempt)
 
     # ------------------------------------------------------------- gather
 
-    def _gather(self, *, drafted: bool) -> list[StoreOp]:
-        """Gather the step's chunks, with the drafter's KV if it is `drafted`; return what was.
+    def _gather(self, *, late: bool) -> None:
+        """Gather the step's chunks, those that are complete late only if it is `late`.
 
         Before them those of earlier steps, as far as the scheduler side allows them.
         """
         meta = self._meta
         if meta is None or not (meta.stores or meta.again) or self.model.transfers is None:
-            return []
+            return
         stores, meta.stores = meta.stores, []
         again, meta.again = meta.again, []
-        if not drafted:
+        if not late:
             meta.stores = [op for op in stores if op.late]
             stores = [op for op in stores if not op.late]
         # vLLM also calls this while an exception leaves the forward pass. It is not known then
@@ -169,7 +168,7 @@ class WorkerStores:
         stores.sort(key=lambda op: not op.attempt)
         idle = meta.idle and self._postponed.held
         wait_until = time.monotonic() + (IDLE_WAIT_SECONDS if idle else 0.0)
-        stored, full = [], False
+        full = False
         for op in stores:
             may_wait = usable and op.kind == FULL
             if may_wait and full:
@@ -179,57 +178,53 @@ class WorkerStores:
             try:
                 if usable:
                     wait = max(0.0, wait_until - time.monotonic()) if idle else 0.0
-                    outcome = self._store(op, drafted=drafted, wait=wait)
+                    outcome = self._store(op, wait)
                 else:
-                    self.counters.add("dropped_chunks_error")
+                    self._drop(op, "error")
             except Exception as error:
                 usable = False
-                self.counters.add("dropped_chunks_error")
+                self._drop(op, "error")
                 logger.error("a chunk was not stored", exc_info=error)
             if may_wait and outcome is StoreOutcome.STAGING_FULL:
                 full = True
-                # The drafter's KV has a staging of its own.
-                later.append(replace(op, draft=None) if drafted else op)
-            elif outcome is not None:
-                stored.append(op)
-            else:
+                later.append(op)
+            elif outcome is None:
                 self._break_promise(op)
         self._postponed.put(later)
-        return stored
 
-    def _store(self, op: StoreOp, *, drafted: bool, wait: float = 0.0) -> StoreOutcome | None:
+    def _store(self, op: StoreOp, wait: float) -> StoreOutcome | None:
         """Gather one chunk; None if it cannot be stored, and :class:`Stores` was not called."""
         transfers = self.model.serving
         if transfers is None or not self.weights.is_current(op):
-            self.counters.add("dropped_chunks_weights_changed")
+            self._drop(op, "weights_changed")
             return None
-        if op.late and self.others_fill:
+        if op.late and self.others_fill and (self._may_be_over or op.kind == STATE):
             # vLLM may have freed the block.
             return None
-        memory = self.model.registration.memories.get(op.kind)
+        drafts = self.drafter.memory if self.drafter is not None and op.kind == DRAFT else None
+        memory = drafts or self.model.registration.memories.get(op.kind)
         if memory is None:
             # This rank has no layers of this kind.
             return StoreOutcome.KNOWN
         if any(NULL_BLOCK in ids for ids in op.block_ids):
             return None
         if not self.adapters.may_store(op.adapter):
-            self.counters.add("dropped_chunks_adapter_unknown")
+            self._drop(op, "adapter_unknown")
             return None
-        if drafted and self.drafter is not None:
-            # First, so that a lookup that finds the model's KV also finds the drafter's.
-            self.drafter.store(op)
         chunk = op.chunk
         tokens = chunk.tokens if chunk.tail else None
         size = self.engine.config.chunk_size
         slots = slots_to_store(memory.slots, op.block_ids, chunk.index, size, tokens=tokens)
+        # Requests that wait for the chunk do not wait for the drafter's KV, but profit from it.
         promises = self.model.promises if op.attempt or chunk.tail else None
+        promises = None if op.kind == DRAFT else promises
         on_done = None if promises is None else promises.watch(op.attempt)
         outcome = transfers.stores[op.kind].store(
             ChunkSlots(chunk, slots),
             repair=op.repair,
             age=op.age,
             wait=wait,
-            promised=bool(op.attempt) and promises is not None,
+            promised=bool(op.attempt) and (promises is not None or op.kind == DRAFT),
             # Windows and states are gone in the next step.
             postponable=op.kind == FULL,
             on_done=on_done,
