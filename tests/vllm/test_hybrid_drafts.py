@@ -165,7 +165,8 @@ def states(engines: Engines) -> Iterator[Drafting]:
 def check(drafting: Drafting, tokens: list[int], hit: int) -> None:
     """Store a prompt, restart, and compare what a hit gives with what there is without one."""
     expected, usual = ask(drafting.inert, tokens)
-    assert usual > 0.5
+    # How many are accepted differs by the processor.
+    assert usual > 0.3
     cold, accepted = ask(drafting.first, tokens)
     assert cold.shelf_tokens == 0
     assert cold.tokens == expected.tokens
