@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -209,6 +210,26 @@ def test_a_bound_of_a_few_chunks_always_has_room_for_the_next(fleet: Fleet) -> N
     fleet.add(1.0, max_bytes=10 * MIB, nbytes=MIB)
     fleet.run(120)
     assert fleet.dropped <= 0.05 * fleet.offered and fleet.most <= 10.01 * MIB
+
+
+@pytest.mark.parametrize("costs", [DIRECTORY, S3], ids=["directory", "s3"])
+def test_what_is_in_use_stays_where_the_rest_of_the_shelf_changes(
+    monkeypatch: pytest.MonkeyPatch, costs: Costs
+) -> None:
+    fleet = Fleet(monkeypatch, costs)
+    writer = fleet.add(4.0, max_bytes=200 * MIB, nbytes=MIB)
+    fleet.run(60)
+    before = {row.name for row in fleet.storage.list()}
+    assert fleet.store(writer)
+    [used] = {row.name for row in fleet.storage.list()} - before
+    for _ in range(8):
+        # After about 46 seconds what is not used is gone.
+        fleet.run(30)
+        # As engines do: on S3 an object is written anew at half of the age of eviction.
+        age = writer.keeper._evicts_after() or math.inf
+        fleet.storage.touch(used, fleet.now - age / 2)
+    assert fleet.count("shelf_evicted_objects") > 400
+    assert fleet.storage.entry(used) is not None
 
 
 def test_a_write_that_fails_gives_its_room_back(place: Place) -> None:

@@ -129,7 +129,7 @@ class MemoryStorage(Backend):
         entry = self.entry(name)
         if entry is None:
             return ObjectInfo(name, 0, self._now(), held=0) if name in self._tree else None
-        return ObjectInfo(name, entry.size, entry.mtime, entry.atime, held=entry.size)
+        return self._info(name, entry)
 
     def open(self, name: str) -> Reader:
         """Open an object."""
@@ -165,7 +165,7 @@ class MemoryStorage(Backend):
             if not rows % 1000:
                 self.lists += 1
             rows += 1
-            yield ObjectInfo(name, entry.size, entry.mtime, entry.atime, held=entry.size)
+            yield self._info(name, entry)
         self.lists += not rows
 
     def _walk(
@@ -210,6 +210,11 @@ class MemoryStorage(Backend):
         self._tree.pop(name, None)
         self.nbytes -= 0 if entry is None else entry.size
         return True
+
+    def _info(self, name: str, entry: Entry) -> ObjectInfo:
+        # A storage on which uses are recorded by writing anew has no access times.
+        atime = None if self._properties.renews else entry.atime
+        return ObjectInfo(name, entry.size, entry.mtime, atime, held=entry.size)
 
     def touch(self, name: str, before: float = float("inf")) -> Touched:
         """Set an access time, or write anew."""

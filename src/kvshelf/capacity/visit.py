@@ -128,7 +128,7 @@ class Unit:
     used : float
         Last use of any of its objects, seconds since the epoch, by the storage's clock.
     hit : bool
-        It was used since it was stored, as far as access times say.
+        It was used since it was stored, or its storage has no access times, which say so.
     nbytes : int
     names : list of str
         Of its objects, below the root.
@@ -388,7 +388,9 @@ class Part:
                 self.units.append(unit)
             used = last_use(info, now, shared=shared)
             unit.used = max(unit.used, used)
-            unit.hit |= used > info.mtime + _USE_SECONDS and info.atime == used
+            # Where there are no access times, all units age alike.
+            at = info.atime
+            unit.hit |= at is None or (used > info.mtime + _USE_SECONDS and at == used)
             unit.nbytes += info.held
             unit.names.append(info.name)
 
