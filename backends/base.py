@@ -145,10 +145,8 @@ class Properties:
         Objects are published by hard links, unless the storage has refused one.
     concurrency : int
         Number of concurrent calls up to which throughput grows.
-    probes_at_once : int
-        Number of names for which one call of ``stat`` takes little longer than for one.
     deletes_at_once : int
-        The same for ``delete``.
+        Number of names for which one call of ``delete`` takes little longer than for one.
     probe_cost : float
         Seconds for one probe, typical or as measured.
     read_only : bool
@@ -173,7 +171,6 @@ class Properties:
     cache_seconds: float = 0.0
     links: bool = False
     concurrency: int = 8
-    probes_at_once: int = 1
     deletes_at_once: int = 1
     probe_cost: float = 10e-6
     read_only: bool = False

@@ -151,10 +151,13 @@ class GenericBackend(Backend):
         #: Whether there is a put that does not replace; False once a store has refused it.
         self._puts_new = self._atomic_put and "mode" in parameters_of(put)[0]
         remote = protocol not in ("memory", "file", "local")
+        from fsspec.asyn import AsyncFileSystem
+
+        fs = self._connected
+        self._asynchronous = isinstance(fs, AsyncFileSystem) and not fs.asynchronous
         self._properties = Properties(
             filesystem=protocol,
             concurrency=32 if remote else 8,
-            probes_at_once=self._probes_at_once(),
             probe_cost=20e-3 if remote else 50e-6,
             temporaries=not self._atomic_put,
             # Includes the time to open a connection and the client library's own retries.
@@ -250,12 +253,6 @@ class GenericBackend(Backend):
 
     # ------------------------------------------------------------------------------------ probes
 
-    def _probes_at_once(self) -> int:
-        from fsspec.asyn import AsyncFileSystem
-
-        asynchronous = isinstance(self._fs, AsyncFileSystem) and not self._fs.asynchronous
-        return _PROBES_AT_ONCE if asynchronous else 1
-
     def stat(self, names: Sequence[str]) -> StatResults:
         """Probe many names, in parallel if the filesystem is asynchronous."""
         for name in names:
@@ -266,7 +263,7 @@ class GenericBackend(Backend):
             fs = self._fs
         except StorageError as exc:
             return [exc] * len(names)
-        if self._properties.probes_at_once == 1:
+        if not self._asynchronous:
             return [self._answer(name, self._look(name)) for name in names]
         found = sync(fs.loop, self._look_all, fs, [self._path(name) for name in names])
         return [self._answer(name, result) for name, result in zip(names, found, strict=True)]
@@ -445,7 +442,7 @@ class GenericBackend(Backend):
 
     def _ls(self, path: str, seconds: float) -> Sequence[Any]:
         fs = self._fs
-        if self._properties.probes_at_once == 1:
+        if not self._asynchronous:
             return list(fs.ls(path, detail=True))
         from fsspec.asyn import sync
 

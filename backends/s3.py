@@ -230,7 +230,6 @@ class S3Backend(Backend):
         return Properties(
             filesystem="s3",
             concurrency=PROBES_AT_ONCE,
-            probes_at_once=PROBES_AT_ONCE,
             deletes_at_once=DELETES_AT_ONCE,
             probe_cost=10e-3,
             # Includes the time to open a connection and the client's own retries.

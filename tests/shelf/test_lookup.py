@@ -32,7 +32,7 @@ FMT = make_format(shards=2)
 SIZE = FMT.chunk_size
 
 #: A storage whose probes are dear.
-far_away = functools.partial(FaultyStorage, probe_cost=0.02, probes_at_once=8)
+far_away = functools.partial(FaultyStorage, probe_cost=0.02)
 
 
 class Far:
@@ -62,9 +62,11 @@ class Far:
         name = object_name(chunk, shard, self.fmt.shards)
         return f"{self.fmt.namespace.folder}/{name}"
 
-    def submit(self, tokens: Sequence[int]) -> Lookup:
+    def submit(self, tokens: Sequence[int], first_chunk: int = 0) -> Lookup:
         return self.service.submit(
-            tokens, lambda: KeyChain(self.fmt.namespace.digest, self.fmt.chunk_size)
+            tokens,
+            lambda: KeyChain(self.fmt.namespace.digest, self.fmt.chunk_size),
+            first_chunk=first_chunk,
         )
 
     def hit(self, tokens: Sequence[int]) -> int:
@@ -169,6 +171,21 @@ def test_what_was_found_is_not_asked_for_again_and_only_the_rest_of_a_longer_pro
     assert far.hit(tokens[: 90 * SIZE] + prompt(5, seed=1)) == 90
     assert far.name(chunks[89], 1) in far.backend.asked[0], "where the hit ends it is confirmed"
     assert len(far.backend.asked) == 1
+
+
+def test_what_lies_before_the_first_chunk_of_a_lookup_does_not_matter(far: Far) -> None:
+    tokens = prompt(20)
+    chunks = far.chunks(tokens)
+    far.put(chunks[:3] + chunks[4:])
+    far.failed.add(chunks[3].key, bad=True)
+    lookup = far.submit(tokens, first_chunk=4)
+    assert lookup.wait(PATIENCE) and lookup.hit_chunks == 16
+    assert far.hit(tokens) == 3
+    # Nor is it known then.
+    other = prompt(20, seed=1)
+    lookup = far.submit(other, first_chunk=10)
+    assert lookup.wait(PATIENCE) and lookup.hit_chunks == 0
+    assert not any(far.service._presence.has(one.key, seen=False) for one in far.chunks(other))
 
 
 def test_a_hit_that_is_gone_is_believed_until_a_load_fails(far: Far) -> None:

@@ -164,6 +164,9 @@ def stored(count: int, full: int, ends: tuple[int, ...] = (), name: str = "full"
         (stored(512, 512, (512,), "all"), 512, 1, 80),
         (stored(512, 320, (320,), "all"), 320, 3, 240),
         (stored(512, 330, (24, 320), "all"), 320, 4, 240),
+        (stored(4096, 4096, (4096,), "all"), 4096, 1, 80),
+        # The latest end at which a state is lies far before the end of the full chunks.
+        (stored(2048, 2048, (24,), "full and states"), 24, 11, 2200),
     ],
 )
 def test_rounds_and_probes_far_away(case: Case, hit: int, rounds: int, heads: int) -> None:

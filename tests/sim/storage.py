@@ -344,7 +344,7 @@ class NamesOnly(FaultyStorage):
         self, probe_cost: float = 0.02, *, seconds: float = 0.0, folders: Sequence[str] = ()
     ) -> None:
         inner = open_backend(f"memory://names-{os.urandom(8).hex()}")
-        super().__init__(inner, probe_cost=probe_cost, probes_at_once=64)
+        super().__init__(inner, probe_cost=probe_cost)
         self.sizes: dict[str, int] = {}
         self.asked: list[list[str]] = []
         self.listed = 0

@@ -389,8 +389,8 @@ class Part:
             used = last_use(info, now, shared=shared)
             unit.used = max(unit.used, used)
             # Where there are no access times, all units age alike.
-            at = info.atime
-            unit.hit |= at is None or (used > info.mtime + _USE_SECONDS and at == used)
+            read = info.atime
+            unit.hit |= read is None or (used > info.mtime + _USE_SECONDS and read == used)
             unit.nbytes += info.held
             unit.names.append(info.name)
 

@@ -51,7 +51,6 @@ from kvshelf.server.segment import SegmentPart
 
 #: Seconds for one message to the server and its answer. A probe of many names takes little longer.
 _MESSAGE_SECONDS: Final = 150e-6
-_NAMES_AT_ONCE: Final = 256
 #: Threads of a client where the server's storage has low latency.
 _LOW_LATENCY_CONCURRENCY: Final = 2
 #: Seconds by which deadlines of a client are later than those of the server.
@@ -74,8 +73,6 @@ class ServedBackend(Backend):
         self._welcome = channel.welcome
         #: Notified when a part of the segment is free again.
         self._freed = threading.Condition()
-        self._lock = threading.Lock()
-        self._closed = False
         channel.on_connect(self._connected)
 
     def __repr__(self) -> str:
@@ -91,7 +88,6 @@ class ServedBackend(Backend):
             cache_seconds=facts.cache_seconds,
             links=facts.links,
             concurrency=_LOW_LATENCY_CONCURRENCY if low_latency else facts.concurrency,
-            probes_at_once=_NAMES_AT_ONCE,
             probe_cost=max(_MESSAGE_SECONDS, facts.probe_cost),
             read_only=facts.read_only,
             sets_aside=facts.sets_aside,
@@ -241,13 +237,11 @@ class ServedBackend(Backend):
     # ------------------------------------------------------------------------------- others
 
     def _connected(self, welcome: messages.Welcome) -> None:
-        """Take the facts of a server that may have just started, and watches no folders."""
+        """Take the facts of a server that may have just started."""
         self._welcome = welcome
 
     def close(self) -> None:
         """End the connection. Idempotent."""
-        with self._lock:
-            self._closed = True
         self._channel.close()
 
     def _call(self, method: messages.Method, *args: Any, data: bytes = b"") -> Any:

@@ -50,7 +50,7 @@ from kvshelf import errors
 from kvshelf.format import invalid
 
 #: Version of the protocol. Server and client must have the same.
-PROTOCOL: Final = 4
+PROTOCOL: Final = 5
 
 #: Bytes of a client's id and of a session's token; both are random.
 ID_BYTES: Final = 16

@@ -5,8 +5,8 @@ that a second server is refused before it takes memory; then the memory, all of 
 does not start; then the shelf, which may open later (a storage that does not answer now is tried
 again, and nothing is found meanwhile).
 
-SIGTERM and SIGINT end the server: clients get a notice, what they store is published within the
-drain time, and the sockets close. A second signal ends it at once.
+SIGTERM and SIGINT end the server: what clients store is published within the drain time, and the
+sockets close. A second signal ends it at once.
 
 Threads
 -------

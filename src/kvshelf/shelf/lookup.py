@@ -264,8 +264,8 @@ class LookupService:
             on_thread_start=on_thread_start,
         )
         shelf.backend.count_into(counters.add)
-        failed.subscribe(self._drop)
         self._threads.start()
+        failed.subscribe(self._drop)
 
     @property
     def available(self) -> bool:
@@ -522,9 +522,10 @@ class _Searching:
             range(1, len(self._chunks) + 1) if lookup.ends is None else lookup.ends,
             high_latency=service._high_latency,
         )
-        keys = [chunk.key for chunk in self._chunks]
-        self._remembered = 0 if self._presence is None else self._presence.leading(keys)
-        self._rounds = self._search.rounds(self._remembered, service._failed.leading(keys))
+        first, keys = self._first, [chunk.key for chunk in self._chunks[self._first :]]
+        known = 0 if self._presence is None else self._presence.leading(keys)
+        self._remembered = first + known
+        self._rounds = self._search.rounds(self._remembered, first + service._failed.leading(keys))
         self._plan(None)
 
     def _plan(self, answers: Sequence[bool] | None) -> None:

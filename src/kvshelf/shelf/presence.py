@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Final
@@ -47,7 +48,7 @@ class PresenceCache:
         self._seconds = seconds
         self._limit = limit
         #: When it was asked for, and what is known.
-        self._entries: dict[bytes, tuple[float, _Known]] = {}
+        self._entries: OrderedDict[bytes, tuple[float, _Known]] = OrderedDict()
         self._cleared = _NEVER[0]
         self._lock = threading.Lock()
 
@@ -78,10 +79,10 @@ class PresenceCache:
             if asked <= max(self._cleared, self._entries.get(key, _NEVER)[0]):
                 return
             # The newest stand last.
-            self._entries.pop(key, None)
             self._entries[key] = asked, known
+            self._entries.move_to_end(key)
             if len(self._entries) > self._limit:
-                del self._entries[next(iter(self._entries))]
+                self._entries.popitem(last=False)
 
     def clear(self) -> None:
         """Forget everything, and take no answer that was asked for before."""

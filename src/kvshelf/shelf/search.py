@@ -31,8 +31,11 @@ from kvshelf.format.kinds import FULL, Kind
 #: another few keep the time between two pauses of the thread short.
 _WIDTH_HIGH_LATENCY: Final = 32
 _WIDTH: Final = 8
-#: Most objects that a round looks for to save another one.
+#: Most objects that a round looks for to save another one, and most beside those of the prefix.
 _MOST_AT_ONCE: Final = 64
+_MOST_BESIDE: Final = 32
+#: Most ends of which a round looks for the edges; the first looks at a width of them.
+_MOST_ENDS: Final = 256
 #: Objects that are confirmed between two pauses of the thread.
 _CONFIRMED_AT_ONCE: Final = 96
 
@@ -199,7 +202,7 @@ class Search:
         """Return what the latest end needs, unless that is much."""
         end = next((end for end in reversed(self._ends) if end <= self._count), 0)
         pieces = list(self._needs(end)) if end > self._first else []
-        few = sum(self._shards[kind] for kind, _ in pieces) <= _MOST_AT_ONCE
+        few = sum(self._shards[kind] for kind, _ in pieces) <= _MOST_BESIDE
         return [Ask(*piece, whole=True) for piece in pieces] if few else []
 
     def _needs(self, end: int) -> Iterator[Piece]:
@@ -215,13 +218,16 @@ class Search:
 
     def _find_end(self, ends: Sequence[int]) -> Rounds:
         """Find the latest of some ends at which there is all that a hit needs."""
+        width, most = self._width, max(self._width, _MOST_AT_ONCE // max(self._shards.values()))
         while ends:
-            group, ends = ends[: self._width], ends[self._width :]
+            group, ends = ends[:width], ends[width:]
+            # Where the latest ends are none, those before them are looked at in few rounds.
+            width = min(4 * width, _MOST_ENDS)
             needed = [item for end in group for item in self._rule.needs(end, self._first).items()]
             edges = dict.fromkeys((kind, n) for kind, of in needed for n in (*of[:1], *of[-1:]))
             while group := self._possible(group):
                 open_ = (piece for piece in self._needs(group[0]) if piece not in self._there)
-                latest = dict.fromkeys(islice(open_, self._width), True)
+                latest = dict.fromkeys(islice(open_, most), True)
                 if not latest:
                     return group[0]
                 others = {piece: self._confirms for piece in edges if piece not in self._there}

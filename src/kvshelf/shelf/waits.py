@@ -10,8 +10,9 @@ still counts as seen; the load finds out.
 
 All waits are probed together, each object once. Of each wait only the next missing object is; when
 it appears, more and more of those behind it. The pause between two rounds follows from their cost:
-they take a bounded share of one core, a smaller one when nothing has appeared for a while. Now and
-then the markers of producers that gave up are probed too.
+rounds take a bounded share of one core, a smaller one when nothing has appeared for a while, except
+on a storage of low latency, where the pause is 20 milliseconds at most. Now and then the markers of
+producers that gave up are probed too.
 
 Contracts
 ---------
@@ -56,6 +57,8 @@ _QUIET_SECONDS: Final = 1.0
 #: of others.
 _SHORTEST: Final = 2e-3
 _LONGEST: Final = 20e-3
+#: The pause after an error.
+_AFTER_ERROR: Final = 0.1
 #: Least cost of one probe of a high-latency storage: other threads and a server work on it as well.
 _HIGH_LATENCY_COST: Final = 0.2e-3
 #: Time between two looks for markers.
@@ -262,6 +265,8 @@ class WaitService:
             # What is done before a wake-up is looked at behind this.
             self._wake.clear()
             if self._closed or self._threads.replaced():
+                # The wake-up may have been another thread's.
+                self._wake.set()
                 return
             with self._lock:
                 waits = list(self._waits)
@@ -282,6 +287,7 @@ class WaitService:
         except Exception as error:  # noqa: BLE001 - cache trouble never ends an engine
             self._counters.add("probe_errors")
             self._log.error("waiting for objects failed; it is tried again", exc_info=error)
+            return _AFTER_ERROR
         quiet = time.monotonic() - self._progress_at > _QUIET_SECONDS
         # A high-latency storage is spared also beyond the longest pause.
         longest = math.inf if high_latency else _LONGEST

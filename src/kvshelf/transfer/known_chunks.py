@@ -38,8 +38,7 @@ class KnownChunks:
     ----------
     kind : Kind
     high_latency : bool
-        Lookups in other processes remember what is missing. On low-latency storage they probe again
-        anyway, so published chunks need not be noted.
+        Published chunks are noted, for lookups that take them for missing since a load has failed.
     """
 
     def __init__(self, kind: Kind, *, high_latency: bool) -> None:
@@ -93,7 +92,7 @@ class KnownChunks:
     def take_published(self) -> list[bytes]:
         """Return the kind keys of chunks that stores since the last call left on the shelf.
 
-        Empty on low-latency storage: no lookup remembers there what is missing.
+        Empty on low-latency storage, where what was missing is soon probed again.
         """
         return self._take(self._published)
 

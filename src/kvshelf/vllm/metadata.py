@@ -359,8 +359,7 @@ class Facts:
         Keys of kinds of chunks (:func:`~kvshelf.format.kinds.kind_key`) of which it has replaced
         its damaged objects.
     published : list of bytes
-        The same keys, of what it has stored its objects of; only where lookups remember that
-        chunks are missing.
+        The same keys, of what it has stored its objects of; only on a storage of high latency.
     breaker_open : bool, optional
         Whether the breaker of its storage is open, so that its loads would fail; told when that
         changes, and with each load that failed for this reason.
