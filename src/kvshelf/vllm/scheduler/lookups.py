@@ -166,13 +166,13 @@ class Lookups(SharingPart):
         namespace, request = self._opening.namespace, state.request
         assert namespace is not None
         digest, lora = namespace.digest, request.lora_request
-        adapter: Future[bytes | None] | None = None
+        hashed: Future[bytes | None] | None = None
         if lora is not None:
-            adapter = Future()
-            self._keys.adapters.ask(lora, adapter.set_result)
+            hashed = Future()
+            self._keys.adapters.ask(lora, hashed.set_result)
 
         def make_chain() -> KeyChain | None:
-            found = b"" if adapter is None else adapter.result()
+            found = b"" if hashed is None else hashed.result()
             return None if found is None else self._keys.chain(state, digest, found)
 
         # The list itself, of which the lookup thread takes slices: vLLM only ever appends to the
@@ -182,7 +182,7 @@ class Lookups(SharingPart):
             make_chain,
             ends=self._hits.ends(state),
             on_done=self._recorder() if state.reads else None,
-            ready=adapter,
+            ready=hashed,
         )
 
     def _recorder(self) -> Callable[[Lookup], None] | None:
