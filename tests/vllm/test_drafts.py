@@ -26,10 +26,12 @@ from kvshelf.transfer import loads, transfers
 from kvshelf.vllm.groups import CacheGroups
 from kvshelf.vllm.metadata import Facts
 from kvshelf.vllm.scheduler import Engine
+from kvshelf.vllm.scheduler import drafts as scheduler_drafts
 from kvshelf.vllm.scheduler.drafts import DraftedChain, DraftScheduler
 from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.speculation import draft_layers
 from kvshelf.vllm.worker import loads as worker_loads
+from kvshelf.vllm.worker import stores as worker_stores
 from kvshelf.vllm.worker.drafter import Drafter
 from kvshelf.vllm.worker.engine import WorkerEngine
 from kvshelf.vllm.worker.parts import Part
@@ -258,6 +260,52 @@ def test_after_other_weights_the_drafter_is_left_out(
     for digest in (changed.digest, before):
         assert not isinstance(drafts.chain(digest, SIZE), DraftedChain)
     assert drafts.announcement is None
+
+
+def _fail(*_: object, **__: object) -> None:
+    raise RuntimeError("an error")
+
+
+@pytest.mark.parametrize("where", ["asked", "to_load", "receive"])
+def test_after_an_error_the_scheduler_leaves_the_drafter_out(
+    make: Callable[..., Drafting], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    tokens = prompt(100)
+    make().serve(tokens)
+    drafting = make()
+    drafts = rig.drafts_of(drafting.engine.scheduler)
+    if where == "asked":
+        monkeypatch.setattr(drafts, "_forget", _fail)
+    elif where == "receive":
+        monkeypatch.setattr(drafts._handshake, "receive", _fail)
+    else:
+        monkeypatch.setattr(scheduler_drafts, "_Progress", lambda *_: object())
+    assert drafting.serve(tokens) == 96
+    assert drafts.left_out
+
+
+@pytest.mark.parametrize("where", ["slots_to_load", "slots_to_store"])
+def test_an_error_of_the_drafter_in_a_worker_leaves_the_models_kv_alone(
+    make: Callable[..., Drafting],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+) -> None:
+    first, second = make(), make()
+    worker = (second if where == "slots_to_load" else first).engine.worker
+    assert worker.drafter is not None
+    module = worker_loads if where == "slots_to_load" else worker_stores
+    compute, memory = getattr(module, where), worker.drafter.memory
+    assert memory is not None
+
+    def failing(slots: Any, *args: Any, **options: Any) -> Any:
+        return _fail() if slots is memory.slots else compute(slots, *args, **options)
+
+    monkeypatch.setattr(module, where, failing)
+    first.serve(prompt(100))
+    assert len(of_drafter(first, tmp_path / "shelf")) == (6 if where == "slots_to_load" else 0)
+    assert second.serve(prompt(100)) == 96
+    assert not any(second.drafts_of(prompt(100))[:96])
 
 
 @pytest.mark.parametrize(

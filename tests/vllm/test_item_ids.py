@@ -64,7 +64,11 @@ def hashes(
         name = item_ids._ModelName("a model")
         name.model, name.is_shared = object(), shared
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(item_ids, "processor_of", lambda model, since: processor)
+            patch.setattr(
+                item_ids,
+                "processor_of",
+                lambda *_, made_anew: processor if made_anew == bool(arguments) else None,
+            )
             return inputs.get_mm_hashes(name, ALGORITHM)["image"]
     hashing: Any = MultiModalHasher.hash_kwargs
     with pytest.MonkeyPatch.context() as patch:

@@ -126,6 +126,25 @@ def test_nothing_is_known_of_files_that_changed_after_the_start(
     assert processor_digest(copied, since=0.0) is not None
 
 
+@pytest.mark.parametrize("name", ["preprocessor_config.json", "processor_config.json"])
+def test_nothing_is_known_once_a_processor_may_be_made_of_changed_files(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(media, "_digests", {})
+    known, old = digest_of(folder), (folder / "preprocessor_config.json").read_text()
+
+    def of(**request: bool) -> str | None:
+        return media.processor_of(model_of(folder), LATER, **request)
+
+    assert known == of(made_anew=True) == of()
+    write(folder / name, {"image_mean": [0.5, 0.5]})
+    # vLLM still has the processor that it made for requests without settings.
+    assert of() == known
+    assert of(made_anew=True) is None
+    write(folder / "preprocessor_config.json", old)
+    assert of() is None
+
+
 # ------------------------------------------------------------------------- the engine's options
 
 

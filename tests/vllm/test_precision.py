@@ -195,10 +195,29 @@ def test_what_is_unknown_is_named_by_its_class_and_logged_once(
     ]
     names = ("NewExperts", "NewKernel", "NewMethod", "OwnExperts", "SimpleNamespace")
     with caplog.at_level(logging.WARNING):
-        assert found(*modules, *modules) == names
-        assert found(*modules) == names
+        once, twice = found(*modules), found(*modules, *modules)
+    assert once == twice
+    assert tuple(one.split()[0] for one in once) == names
     lines = [record.getMessage() for record in caplog.records]
     assert sorted(line.split("precision ")[1].split()[0] for line in lines) == list(names)
+
+
+def test_what_is_unknown_is_told_apart_by_the_activations_that_it_states() -> None:
+    class Unknown:
+        config = quant_config = layer_config = None
+
+    def of(**attributes: Any) -> tuple[str, ...]:
+        one = Unknown()
+        vars(one).update(attributes)
+        return found(linear(one))
+
+    assert of() == ("Unknown",)
+    assert of(config=FP8) == of(layer_config=SimpleNamespace(a_dtype=torch.float8_e4m3fn))
+    assert of(config=FP8) == ("Unknown float8_e4m3fn",)
+    assert of(config=four_bits(torch.float16)) == ("Unknown float16",)
+    plain, eight = (moe.FusedMoEQuantConfig.make(dtype) for dtype in (None, torch.float8_e4m3fn))
+    assert found(experts(Unknown, plain)) == ("Unknown",)
+    assert found(experts(Unknown, eight)) == ("Unknown float8_e4m3fn",)
 
 
 def test_layers_that_stay_as_they_are_have_none() -> None:

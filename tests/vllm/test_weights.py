@@ -515,6 +515,29 @@ def test_weights_that_a_worker_extension_loads_are_noticed(monkeypatch: pytest.M
     assert len(ear.heard) == 2
 
 
+def test_weights_that_are_loaded_into_a_drafter_are_noticed() -> None:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as Second
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as First
+
+    ear, models = Ear(), [Loadable(), Loadable()]
+
+    class Runner:
+        def get_model(self) -> torch.nn.Module:
+            return models[0]
+
+        def get_draft_model(self) -> torch.nn.Module:
+            return models[1]
+
+        def register(self, weights: WorkerWeights) -> None:
+            weights.watch(ear)
+
+    Runner().register(WorkerWeights(SimpleNamespace(parallel_config=SimpleNamespace())))
+    for model in models:
+        model.load_weights([1])
+    assert ear.heard == ["load_weights()"] * 2
+    assert all(callable(runner.get_draft_model) for runner in (First, Second))
+
+
 def test_what_vllm_calls_for_users_is_wrapped() -> None:
     from vllm.model_executor.models.utils import AutoWeightsLoader
     from vllm.v1.engine import core, core_client, llm_engine

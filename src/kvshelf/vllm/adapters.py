@@ -11,8 +11,8 @@ path. If an adapter's files change, it can become unknown with which content som
 in three ways:
 
 * The files of an id change between two requests, or a worker loads other files for an id than
-  the scheduler has hashed: its stamp is another. The worker then neither stores nor loads for this
-  id, and reports it.
+  the scheduler has hashed: its stamp is none of those that had the digest. The worker then neither
+  stores nor loads for this id, and reports it.
 * An adapter with another id has the name and path of an earlier one, and other content. Until
   vLLM's prefix cache is reset together with the connector, it may serve blocks that were computed
   with the one adapter to requests with the other.
@@ -23,12 +23,13 @@ copies of their own on other machines: these have other stamps.
 
 Contracts
 ---------
-* Threads of their own, at most one for each adapter, check the files and hash those that have
-  changed. No step waits for them: a request's lookup continues when its digest is known. Where
-  that takes longer than a second, further requests of this adapter are computed without the shelf,
-  so that only these suffer if the files' storage never answers.
+* Threads of their own, at most one for each adapter and second, check the files and hash those that
+  have changed. A digest counts for requests of the second after the check began, so that many
+  requests at once start one thread. No step waits for them: a request's lookup continues when its
+  digest is known. Where that takes longer than a second, further requests of this adapter are
+  computed without the shelf, so that only these suffer if the files' storage never answers.
 * What vLLM has loaded for an id is compared with a load's chunks when the load begins and again
-  when it ends. If the files are replaced between a lookup and the first time that vLLM reads them,
+  when it ends. If the files are replaced between a check and the first time that vLLM reads them,
   which may be after the load, one answer may depend on both contents, as with vLLM's own prefix
   cache when it reads an adapter again.
 * :class:`AdapterDigests` may be used from any thread, :class:`LoadedAdapters` from the worker's
@@ -63,6 +64,8 @@ from kvshelf.weights.fingerprints import (
 logger = logging.getLogger(__name__)
 
 _HASHING_SECONDS: Final = 1.0
+#: How long a digest counts without another look at the files.
+_COUNTS_SECONDS: Final = 1.0
 _MODULE = "vllm.lora.worker_manager"
 
 
@@ -105,7 +108,7 @@ class _Hashing:
         self.done = False
         self._lock = threading.Lock()
         self._waiting: list[Callable[[], None]] = []
-        self._overdue_at = time.monotonic() + _HASHING_SECONDS
+        self._began = time.monotonic()
         thread = threading.Thread(
             target=self._run, args=(work,), name="kvshelf-adapter", daemon=True
         )
@@ -130,7 +133,14 @@ class _Hashing:
     @property
     def overdue(self) -> bool:
         """Whether it is not done a second after it began."""
-        return not self.done and time.monotonic() >= self._overdue_at
+        return not self.done and time.monotonic() - self._began >= _HASHING_SECONDS
+
+    @property
+    def counts(self) -> bool:
+        """Whether further requests may use it: it runs, or has a content that is not old."""
+        if not self.done:
+            return True
+        return self.content is not None and time.monotonic() - self._began < _COUNTS_SECONDS
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call `callback` once it is done: at once, or on its thread."""
@@ -165,7 +175,9 @@ class AdapterDigests:
         #: By path, what was hashed last.
         self._read_before: dict[str, _Content] = {}
         # Never removed: else a changed digest of an id would count as its first one.
-        self._contents: dict[int, _Content] = {}
+        self._digests: dict[int, bytes] = {}
+        #: By id, the stamps of all files that had its digest.
+        self._stamps: dict[int, tuple[bytes, ...]] = {}
         self._untrusted: set[int] = set()
         self._warned: set[tuple[int, str]] = set()
         #: By name and path, the digests (by id; empty while unknown) of the adapters whose KV
@@ -198,23 +210,28 @@ class AdapterDigests:
         if hashing.content is None:
             self._warn(adapter, f"its files cannot be read ({hashing.problem})")
             return None
-        known = self._contents.setdefault(int(adapter.lora_int_id), hashing.content).digest
-        if known != hashing.content.digest:
-            self._untrusted.add(int(adapter.lora_int_id))
+        number, (digest, stamp) = int(adapter.lora_int_id), hashing.content
+        known = self._digests.setdefault(number, digest)
+        if known != digest:
+            self._untrusted.add(number)
             self._warn(
                 adapter, "its files changed; restart the engine, or load them under a new name"
             )
             return None
+        with self._lock:
+            stamps = self._stamps.get(number, ())
+            if stamp not in stamps:
+                self._stamps[number] = (*stamps, stamp)
         self._note_in_engine_cache(adapter, known)
         return known if self.trusts(adapter) else None
 
     def _hash(self, adapter: Any) -> _Hashing:
-        """Return the hashing of an adapter's files that is running, or start it."""
+        """Return the hashing of an adapter's files that counts, or start one."""
         path = str(adapter.lora_path)
         name = int(adapter.lora_int_id), path
         with self._lock:
             hashing = self._hashings.get(name)
-            if hashing is None or hashing.done:
+            if hashing is None or not hashing.counts:
                 hashing = self._hashings[name] = _Hashing(functools.partial(self._read, path))
             return hashing
 
@@ -234,9 +251,12 @@ class AdapterDigests:
             self._read_before[path] = content
         return content
 
-    def stamp(self, number: int) -> bytes:
-        """Return the stamp of the files that the digest of an id stands for."""
-        return self._contents[number].stamp
+    def content(self, adapter: Any) -> AdapterContent | None:
+        """Return what the digest of a request's adapter stands for; None without an adapter."""
+        if adapter is None:
+            return None
+        number = int(adapter.lora_int_id)
+        return AdapterContent(number, self._stamps.get(number, ()))
 
     def _note_in_engine_cache(self, adapter: Any, digest: bytes) -> None:
         """Note that vLLM's prefix cache will hold KV of an adapter; an empty digest is unknown."""
@@ -295,8 +315,8 @@ class LoadedAdapters:
     """Stamps of the files that a worker loaded for each adapter id. Step thread only."""
 
     def __init__(self) -> None:
-        #: By id; empty: several, or not known.
-        self._stamps: dict[int, bytes] = {}
+        #: By id; one that is empty is not known.
+        self._stamps: dict[int, set[bytes]] = {}
         self._others: set[int] = set()
 
     def watch(self, manager_class: type | None = None) -> bool:
@@ -327,9 +347,7 @@ class LoadedAdapters:
         """Note that vLLM has just loaded an adapter; `before` is the stamp of before it did."""
         number = int(adapter.lora_int_id)
         known = not adapter.load_inplace and before == _stamp_or_empty(adapter)
-        stamp = before if known else b""
-        if self._stamps.setdefault(number, stamp) != stamp:
-            self._stamps[number] = b""
+        self._stamps.setdefault(number, set()).add(before if known else b"")
 
     def may_store(self, content: AdapterContent | None) -> bool:
         """Whether KV that was just computed is known to be computed with this content."""
@@ -340,7 +358,7 @@ class LoadedAdapters:
         return content is None or content.number not in self._stamps or self._agrees(content)
 
     def _agrees(self, content: AdapterContent) -> bool:
-        if self._stamps[content.number] == content.stamp:
+        if self._stamps[content.number].issubset(content.stamps):
             return True
         self._others.add(content.number)
         return False

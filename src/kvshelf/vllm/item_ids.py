@@ -134,7 +134,9 @@ def mark_ids() -> None:
             return get_mm_hashes(self, model_id, *args, **kwargs)
         digest = None
         if isinstance(model_id, _ModelName):
-            digest = processor_of(model_id.model, since)
+            # vLLM keeps one processor for each combination of settings.
+            anew = bool(self.hf_processor_mm_kwargs)
+            digest = processor_of(model_id.model, since, made_anew=anew)
         made = get_mm_hashes(self, digest or model_id, *args, **kwargs)
         return {modality: [_by(digest, name) for name in names] for modality, names in made.items()}
 

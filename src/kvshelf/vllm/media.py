@@ -11,7 +11,8 @@ the same. What is left out shapes no encoder input: chat templates and names of 
 
 The files are read once. One that was written after the process began to prepare requests, or the
 engine to start, may or may not be what the processor was made of. Nothing of media is shared then,
-and the log says so once.
+and the log says so once. The same holds from the time on at which a request has settings for its
+processor and a file is no longer what it was: vLLM may make a processor from the files for it.
 
 Threads
 -------
@@ -35,6 +36,7 @@ from kvshelf.background import try_to_start
 from kvshelf.errors import ConfigError
 from kvshelf.vllm.namespace import process_start_time
 from kvshelf.vllm.published import hub_snapshot, written_after
+from kvshelf.weights.fingerprints import Stamp, stamp_of
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,11 @@ _FIT_INTO_PROMPT: Final = (
     "NemotronH_Nano_VL_V2",
     "NemotronH_Omni_Reasoning_V3",
     "NemotronH_Super_Omni_Reasoning_V3",
+)
+
+_NOT_KNOWN: Final = (
+    "KV of images, audio and video is neither loaded nor stored: it is not known what the processor"
+    " was made of (%s). Restart the engine"
 )
 
 
@@ -80,6 +87,11 @@ class ProcessorFiles:
         )
         self._code = sorted(self._code_files(model)) if model.trust_remote_code else []
         self._tokenizers = sorted(self._tokenizer_files(model))
+
+    def stamps(self) -> list[tuple[Path, Stamp]]:
+        """Return what changes when a file does, or when there is another one."""
+        files = (*self._settings, *self._code, *self._tokenizers)
+        return [(file, stamp_of(file.stat())) for file in files]
 
     def digest(self, since: float) -> str:
         """Return the digest of all files.
@@ -205,26 +217,44 @@ def processor_digest(model: Any, since: float) -> str | None:
     try:
         return ProcessorFiles(model).digest(since)
     except Exception as error:  # noqa: BLE001 - logged; no request fails
-        logger.warning(
-            "KV of images, audio and video is neither loaded nor stored: it is not known what the"
-            " processor was made of (%s). Restart the engine",
-            error,
-        )
+        logger.warning(_NOT_KNOWN, error)
         return None
 
 
-_digests: dict[tuple[str, ...], str | None] = {}
+#: By model: the digest, and the files' stamps from before they were read.
+_digests: dict[tuple[str, ...], tuple[str | None, object]] = {}
 _digests_lock = threading.Lock()
 
 
-def processor_of(model: Any, since: float) -> str | None:
-    """Return this process's digest of a model's processor, as :func:`processor_digest` does."""
+def processor_of(model: Any, since: float, *, made_anew: bool = False) -> str | None:
+    """Return this process's digest of a model's processor, as :func:`processor_digest` does.
+
+    Parameters
+    ----------
+    model : ModelConfig
+    since : float
+    made_anew : bool
+        vLLM may make a processor now. From then on the digest is None if the files have changed.
+    """
     names = ("model", "revision", "tokenizer", "tokenizer_revision", "code_revision")
     key = tuple(str(getattr(model, name, None)) for name in (*names, "trust_remote_code"))
     with _digests_lock:
         if key not in _digests:
-            _digests[key] = processor_digest(model, since)
-        return _digests[key]
+            before = _stamps(model)
+            _digests[key] = processor_digest(model, since), before
+        digest, before = _digests[key]
+        if made_anew and digest is not None and (before is None or before != _stamps(model)):
+            logger.warning(_NOT_KNOWN, "its files have changed")
+            _digests[key] = digest, before = None, None
+        return digest
+
+
+def _stamps(model: Any) -> object:
+    """Return the stamps of a processor's files; None if they cannot be read."""
+    try:
+        return ProcessorFiles(model).stamps()
+    except Exception:  # noqa: BLE001 - `processor_of` logs that nothing is known
+        return None
 
 
 def media_options(vllm_config: Any) -> dict[str, Any]:

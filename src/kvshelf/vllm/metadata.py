@@ -38,12 +38,13 @@ class AdapterContent:
     ----------
     number : int
         vLLM's id of the adapter.
-    stamp : bytes
-        Changes when the adapter's files do.
+    stamps : tuple of bytes
+        Those that the adapter's files had whenever their content was this one. A stamp changes when
+        the files do, and may change without them.
     """
 
     number: int
-    stamp: bytes
+    stamps: tuple[bytes, ...]
 
 
 #: A request as long as it keeps its blocks: its id, and how often vLLM has preempted it.

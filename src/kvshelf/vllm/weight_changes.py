@@ -7,8 +7,8 @@ again. So this module wraps the functions by which these things come, each once:
 * ``EngineCore.collective_rpc``, by which everything but LoRA adapters and sleep reaches the
   workers from outside: weight updates, reloads, functions and methods of users. Whatever is called
   may change weights.
-* ``load_weights`` of the loaded model and of vLLM's ``AutoWeightsLoader``, by which code inside a
-  worker's process loads weights.
+* ``load_weights`` of the loaded model, of its drafter and of vLLM's ``AutoWeightsLoader``, by which
+  code inside a worker's process loads weights.
 * the methods of vLLM's worker that free and allocate the KV cache's memory, and the one by which an
   update of the drafter begins, which is no part of the model.
 

@@ -21,8 +21,8 @@ Contracts
 * All methods run on the engine's step thread, except :meth:`DraftScheduler.chain`, which lookup
   threads call.
 
-When this part fails in a step, the drafter is left out from then on, and the model's KV is loaded
-and stored as before.
+When this part fails, the drafter is left out from then on, and the model's KV is loaded and stored
+as before.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ import functools
 import logging
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.namespace import Namespace
@@ -49,6 +49,9 @@ from kvshelf.vllm.scheduler.steps import scheduled
 from kvshelf.vllm.speculation import WITHOUT_DRAFTS, draft_config
 
 logger = logging.getLogger(__name__)
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 _HASHES_REMEMBERED: Final = 1 << 18
 #: Logs why the drafter is left out.
@@ -114,6 +117,23 @@ class _Progress:
     running: bool = False
 
 
+def _contained(
+    method: Callable[Concatenate[DraftScheduler, _P], _R],
+) -> Callable[Concatenate[DraftScheduler, _P], _R]:
+    """Leave the drafter out once a method has raised, and return what it returns then."""
+
+    @functools.wraps(method)
+    def call(self: DraftScheduler, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            logger.error("%s", self.failure, exc_info=error)
+            self.end()
+            return method(self, *args, **kwargs)
+
+    return call
+
+
 class DraftScheduler(Part):
     """The drafter's side of a scheduler; it does nothing for engines without KV of a drafter.
 
@@ -160,6 +180,7 @@ class DraftScheduler(Part):
             self._view = shelf.view(ObjectFormat(namespace))
         return self._view
 
+    @_contained
     def receive(
         self, reports: Mapping[int, WorkerReport], target: Namespace | None, *, all_spoke: bool
     ) -> None:
@@ -206,12 +227,14 @@ class DraftScheduler(Part):
             return KeyChain(namespace_digest, chunk_size, **options)
         return DraftedChain(namespace_digest, namespace.digest, chunk_size, **options)
 
+    @_contained
     def asked(self, request: Any, cached: int) -> None:
         """Note how many tokens of a waiting request vLLM's prefix cache has."""
         if not self.left_out:
             self._forget(request)
             self._requests[request.request_id] = _Progress(cached)
 
+    @_contained
     def to_load(
         self, request_id: str, chain: KeyChain | None, first: int, end: int
     ) -> Sequence[Chunk]:

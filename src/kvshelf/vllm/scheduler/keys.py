@@ -10,7 +10,6 @@ from kvshelf.paths import cache_dir
 from kvshelf.shelf.lookup import Lookup
 from kvshelf.vllm.adapters import AdapterDigests, adapter_settings
 from kvshelf.vllm.item_ids import ItemIds
-from kvshelf.vllm.metadata import AdapterContent
 from kvshelf.vllm.scheduler.drafts import DraftScheduler
 from kvshelf.vllm.scheduler.engine import Engine
 from kvshelf.vllm.scheduler.requests import RequestState
@@ -57,9 +56,6 @@ class ChunkKeys:
             The digest of the request's LoRA adapter; empty without one.
         """
         request = state.request
-        if adapter:
-            number = int(request.lora_request.lora_int_id)
-            state.adapter = AdapterContent(number, self.adapters.stamp(number))
         salt = request.cache_salt or ""
         return self._make(
             namespace,

@@ -109,7 +109,7 @@ class Loads(SharingPart):
             end,
             chunks.get(FULL, []),
             blocks,
-            state.adapter,
+            self._keys.adapters.content(state.request.lora_request),
             self._opening.handshake.round,
             windows=chunks.get(WINDOW, []),
             states=chunks.get(STATE, []),

@@ -31,7 +31,7 @@ from kvshelf.shelf.lookup import Lookup
 from kvshelf.shelf.waits import Wait
 from kvshelf.vllm.handover import Handover
 from kvshelf.vllm.item_ids import ItemIds
-from kvshelf.vllm.metadata import AdapterContent, LoadOp
+from kvshelf.vllm.metadata import LoadOp
 from kvshelf.vllm.scheduler.engine import Engine
 from kvshelf.vllm.scheduler.promise import Promise
 
@@ -149,7 +149,6 @@ class RequestState:
         Its lookup took too long.
     counted, refused : bool
         Whether its lookup was counted, and that an open breaker kept it from one.
-    adapter : AdapterContent or None
     offered_from : int
         Tokens that vLLM had when it last asked.
     loaded, loading : bool
@@ -185,7 +184,6 @@ class RequestState:
     gave_up: bool = False
     counted: bool = False
     refused: bool = False
-    adapter: AdapterContent | None = None
     offered_from: int = 0
     loaded: bool = False
     loading: bool = False

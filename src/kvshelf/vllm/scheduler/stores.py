@@ -243,7 +243,7 @@ class Stores(SharingPart):
             tuple(blocks.get(group.index, []) for group in self._groups),
             self._hits.must_repair(state, chunk, kind),
             time.monotonic() - lookup.as_of,
-            state.adapter,
+            self._keys.adapters.content(state.request.lora_request),
             self._opening.handshake.round,
             kind,
             "" if state.promise is None else state.promise.attempt,

@@ -175,9 +175,13 @@ class WorkerLoads:
                 items[kind] = [state_to_load(slots, chunk, op.block_ids, op.end)]
         drafts = None if self.drafter is None else self.drafter.memory
         if drafts is not None and op.drafts:
-            items[DRAFT] = slots_to_load(
-                drafts.slots, op.drafts, op.block_ids, op.start, op.end, size
-            )
+            try:
+                items[DRAFT] = slots_to_load(
+                    drafts.slots, op.drafts, op.block_ids, op.start, op.end, size
+                )
+            except Exception as error:
+                # The model's KV is loaded all the same.
+                logger.error("KV of the drafter is not loaded for a request", exc_info=error)
         return items
 
     def read_ahead(self, ops: Iterable[PrefetchOp]) -> None:

@@ -9,8 +9,8 @@ vLLM has decided, and without names of kernels, so that kernels of one precision
 Contracts
 ---------
 * The tables say what was read in vLLM's sources of the kernels that engines get by default. One
-  that is not among them may compute in any precision: its class stands for it, and the log names it
-  once.
+  that is not among them may compute in any precision: its class stands for it, with the dtype of
+  activations that it states, and the log names it once.
 * Models that are not quantized have an empty field, unless variables or options that are not at
   their defaults round what they compute.
 
@@ -260,7 +260,21 @@ def _text(dtype: object) -> str:
 def _by_name(unknown: object) -> str:
     name = type(unknown).__name__
     _note(name)
-    return name
+    return " ".join((name, *_stated(unknown)))
+
+
+def _stated(unknown: object) -> Iterator[str]:
+    """Yield the dtype of activations that a kernel or experts state."""
+    config = getattr(unknown, "config", None)
+    for holder, name in (
+        (config, "act_type"),
+        (getattr(config, "activation_quant_key", None), "dtype"),
+        # Kernels of Humming.
+        (getattr(unknown, "layer_config", None), "a_dtype"),
+        (getattr(unknown, "quant_config", None), "quant_dtype"),
+    ):
+        if (dtype := getattr(holder, name, None)) is not None:
+            yield _text(dtype)
 
 
 @functools.cache

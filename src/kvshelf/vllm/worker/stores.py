@@ -182,7 +182,8 @@ class WorkerStores:
                 else:
                     self._drop(op, "error")
             except Exception as error:
-                usable = False
+                # No answer depends on a drafter's KV.
+                usable = usable and op.kind == DRAFT
                 self._drop(op, "error")
                 logger.error("a chunk was not stored", exc_info=error)
             if may_wait and outcome is StoreOutcome.STAGING_FULL:

@@ -53,21 +53,23 @@ _IDLE_SECONDS: Final = 20e-3
 logger = logging.getLogger(__name__)
 
 
-def enclosing_model() -> torch.nn.Module | None:
-    """Return the model of the runner that is registering its caches; None if there is none.
+def enclosing_models() -> list[torch.nn.Module]:
+    """Return the model of the runner that is registering its caches, and behind it its drafter's.
 
     vLLM hands a connector its caches, not its model, but its model runner makes the call
     (vllm/v1/worker/gpu_model_runner.py and vllm/v1/worker/gpu/model_runner.py).
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        get_model = getattr(frame.f_locals.get("self"), "get_model", None)
+        runner = frame.f_locals.get("self")
+        get_model = getattr(runner, "get_model", None)
         if callable(get_model):
             model = get_model()
             if isinstance(model, torch.nn.Module):
-                return model
+                draft = getattr(runner, "get_draft_model", lambda: None)()
+                return [model] if draft is None else [model, draft]
         frame = frame.f_back
-    return None
+    return []
 
 
 class WorkerWeights:
@@ -111,9 +113,10 @@ class WorkerWeights:
         if self._watching:
             return
         self._watching = True
-        self._model = enclosing_model()
-        if self._model is not None:
-            weight_changes.watch_loading(listener, self._model)
+        for model in (models := enclosing_models()):
+            weight_changes.watch_loading(listener, model)
+        if models:
+            self._model = models[0]
             self._packed = dict(packed(self._model))
         self._begin_digest()
         if self._problem:
