@@ -339,6 +339,15 @@ def test_names_of_weights(caplog: pytest.LogCaptureFixture) -> None:
     assert (name(handshake(), "aa", first=None) or "").startswith("params:")
 
 
+def test_a_round_waits_for_what_rank_0_reads_in_the_files() -> None:
+    made = handshake()
+    [known] = made._reports.values()
+    made._reports = {0: SimpleNamespace(weights=None)}  # type: ignore[dict-item]
+    assert name(made, "bb", noticed=True, version="v") is None
+    made._reports = {0: known}
+    assert made._name_of_weights() == "version:v"
+
+
 def test_weights_that_cannot_be_read_wait_for_a_version(caplog: pytest.LogCaptureFixture) -> None:
     made = handshake()
     assert name(made, "aa") == "sha256:00"

@@ -229,6 +229,9 @@ class Handshake:
 
     def _name_of_weights(self) -> str | None:
         """Return what the namespace calls the weights; None while that is not known."""
+        if self._reports[0].weights is None:
+            # With it rank 0 reports what else the namespace needs of the model's files.
+            return None
         at_start = self._name_at_start()
         if not self.checking:
             return at_start
