@@ -20,10 +20,12 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
+from kvshelf.tools.prompts import TokenPrompt
 from kvshelf.vllm import weight_changes
 from kvshelf.vllm.handshake import Handshake
 from kvshelf.vllm.metadata import BY_PARAMETERS, WeightsReport
 from kvshelf.vllm.scheduler.periods import BlockPeriods
+from kvshelf.vllm.seeding import OfflineEngine
 from kvshelf.vllm.worker import model_tensors
 from kvshelf.vllm.worker.weights import WorkerWeights
 from tests.support import prompts
@@ -450,6 +452,47 @@ def test_what_an_engine_calls_for_users_may_change_weights(
     core.collective_rpc(lambda: None)
     assert named(engine) == names[-1]
     assert engine.load(prompt(6))[0] == 512
+
+
+def test_a_seeder_s_wait_for_stores_begins_no_comparison(
+    start: Callable[..., SimulatedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Executor:
+        def collective_rpc(
+            self, method: Callable[..., int], timeout: object = None, args: tuple[Any, ...] = ()
+        ) -> list[int]:
+            return [method(rank.worker, *args) for rank in engine.ranks]
+
+    class EngineCore:
+        def __init__(self) -> None:
+            self.scheduler = SimpleNamespace(connector=None)
+            self.model_executor = Executor()
+
+        def collective_rpc(self, *arguments: Any, **named: Any) -> list[int]:
+            return self.model_executor.collective_rpc(*arguments, **named)
+
+    class LLM:
+        def __init__(self, **_: object) -> None:
+            core = EngineCore()
+            self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core))
+            self.collective_rpc = core.collective_rpc
+
+        def generate(self, inputs: list[dict[str, Any]], *_: object, **__: object) -> None:
+            for one in inputs:
+                engine.prefill(one["prompt_token_ids"])
+
+    monkeypatch.setattr("vllm.LLM", LLM)
+    monkeypatch.setattr("vllm.v1.engine.core.EngineCore", EngineCore)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setattr("kvshelf.vllm.seeding._check_vllm", lambda: None)
+    engine = start()
+    transfer = "vllm.distributed.kv_transfer.get_kv_transfer_group"
+    monkeypatch.setattr(transfer, lambda: engine.worker)
+    seeder = OfflineEngine("a model", "a shelf", {})
+    for seed in (7, 8):
+        seeder.compute([TokenPrompt(1, prompt(seed))])
+        assert not rig.compares_weights(engine.scheduler)
+        assert start().load(prompt(seed))[0] == 512
 
 
 def test_a_worker_s_methods_that_free_memory_or_change_drafts_are_noticed(
