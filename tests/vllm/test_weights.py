@@ -258,8 +258,16 @@ def test_a_version_belongs_to_what_the_next_step_computes_with() -> None:
     assert version(weights) == ""
     weights.changed("a test", "8")
     weights.begin(3)
-    weights.settle()
+    assert version(weights) == "8"
+    # What the engine calls for a user, or a reset, before the round ends.
     weights.begin(4)
+    assert version(weights) == ""
+    weights.changed("a test", "9")
+    weights.begin(4)
+    weights.begin(5)
+    assert version(weights) == "9"
+    weights.settle()
+    weights.begin(6)
     assert version(weights) == ""
 
 

@@ -151,9 +151,12 @@ class WorkerWeights:
 
     def begin(self, number: int) -> bool:
         """Begin a step, in which the scheduler is in round `number`; return whether it is new."""
-        self._gives_version = False
+        given, self._gives_version = self._gives_version, False
         if number <= self._round:
             return False
+        if not (given or self._changed):
+            # What was noticed elsewhere came after the weights of this version.
+            self._version = ""
         self._round = number
         self.settled = self._changed = False
         self._begin_digest()
