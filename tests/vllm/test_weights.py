@@ -372,12 +372,13 @@ def test_weights_that_cannot_be_read_wait_for_a_version(caplog: pytest.LogCaptur
     assert name(made, "aa") == "sha256:00"
 
 
-@pytest.mark.parametrize("how", ["changed", "again"])
+@pytest.mark.parametrize("how", ["changed", "computed"])
 def test_what_was_computed_before_a_round_may_have_other_weights_than_it_finds(how: str) -> None:
     made = handshake()
     assert name(made, "aa") == "sha256:00"
     made.begin_round(noticed=True)
-    if how == "again":
+    if how == "computed":
+        made.computes = True
         made.begin_round(noticed=False)
     else:
         late = WeightsReport(made.round, "aa", None, changed=True)
@@ -387,10 +388,23 @@ def test_what_was_computed_before_a_round_may_have_other_weights_than_it_finds(h
     assert made._name_of_weights() == "sha256:00"
     assert made.weights_changed
     made.settle(SimpleNamespace())  # type: ignore[arg-type]
-    made.begin_round(noticed=True)
+    made.computes = True
+    for _ in range(2):
+        # As a pause and the sleep that follows.
+        made.begin_round(noticed=True)
     made.receive({}, {0: WeightsReport(made.round, "aa", "aa")}, all_spoke=True)
     assert made._name_of_weights() == "sha256:00"
     assert not made.weights_changed
+
+
+def test_only_steps_that_compute_count_in_a_round(start: Callable[..., SimulatedEngine]) -> None:
+    engine = start()
+    handshake = engine.scheduler.opening.handshake
+    engine.scheduler.reset()
+    engine.step([])
+    assert not handshake.computes
+    engine.step([(engine.request(prompt(9)).request_id, 0, 16)], engine.blocks_for(16))
+    assert handshake.computes
 
 
 @settings(max_examples=15)
