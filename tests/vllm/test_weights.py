@@ -528,8 +528,9 @@ def test_a_worker_s_methods_that_free_memory_or_change_drafts_are_noticed(
 
         def discard(self, tags: tuple[str, ...]) -> None: ...
 
-        def wake_up(self, tags: list[str] | None = None) -> None:
+        def wake_up(self, tags: list[str] | None = None, level: int = 0) -> int:
             ear.heard.append("vLLM wakes")
+            return level
 
         def start_draft_weight_update(self) -> None: ...
 
@@ -543,6 +544,8 @@ def test_a_worker_s_methods_that_free_memory_or_change_drafts_are_noticed(
     worker.discard(("weights",))
     worker.discard(("kv_cache",))
     worker.start_draft_weight_update()
+    # As with an argument of a later vLLM.
+    assert worker.wake_up(level=1) == 1
     assert ear.heard == [
         "fall asleep",
         "vLLM wakes",
@@ -550,6 +553,8 @@ def test_a_worker_s_methods_that_free_memory_or_change_drafts_are_noticed(
         "wake up",
         "fall asleep",
         "start_draft_weight_update()",
+        "vLLM wakes",
+        "wake up",
     ]
     assert other.heard == [one for one in ear.heard if one != "vLLM wakes"]
 
