@@ -28,6 +28,7 @@ from kvshelf.vllm.scheduler.periods import BlockPeriods
 from kvshelf.vllm.seeding import OfflineEngine
 from kvshelf.vllm.worker import model_tensors
 from kvshelf.vllm.worker.weights import WorkerWeights
+from kvshelf.weights.parameters import ParameterDigest
 from tests.support import prompts
 from tests.support.waiting import until, while_patient
 from tests.vllm import rig
@@ -224,6 +225,25 @@ def test_weights_that_cannot_be_read_are_said_to_be(
     assert problem in read(weights).problem
     assert problem in compared(weights).problem
     assert weights.agree(1)
+
+
+@pytest.mark.parametrize(("failures", "readable"), [(4, True), (5, False)])
+def test_a_digest_that_fails_begins_again_a_few_times(
+    failures: int, readable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    weights, expected = reading(model), digest(reading(model))
+    advance, left = ParameterDigest.advance, iter(range(failures))
+
+    def short_of_memory(self: ParameterDigest, seconds: float) -> None:
+        if next(left, None) is not None:
+            raise torch.OutOfMemoryError("out of memory")
+        advance(self, seconds)
+
+    monkeypatch.setattr(ParameterDigest, "advance", short_of_memory)
+    weights.begin(1)
+    report = read(weights)
+    assert (report.digest == expected, not report.problem) == (readable, readable)
 
 
 def test_a_change_before_the_digest_of_the_start_leaves_none() -> None:
