@@ -20,12 +20,15 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
+from kvshelf.tools.prompts import TokenPrompt
 from kvshelf.vllm import weight_changes
 from kvshelf.vllm.handshake import Handshake
 from kvshelf.vllm.metadata import BY_PARAMETERS, WeightsReport
 from kvshelf.vllm.scheduler.periods import BlockPeriods
+from kvshelf.vllm.seeding import OfflineEngine
 from kvshelf.vllm.worker import model_tensors
 from kvshelf.vllm.worker.weights import WorkerWeights
+from kvshelf.weights.parameters import ParameterDigest
 from tests.support import prompts
 from tests.support.waiting import until, while_patient
 from tests.vllm import rig
@@ -224,6 +227,25 @@ def test_weights_that_cannot_be_read_are_said_to_be(
     assert weights.agree(1)
 
 
+@pytest.mark.parametrize(("failures", "readable"), [(4, True), (5, False)])
+def test_a_digest_that_fails_begins_again_a_few_times(
+    failures: int, readable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    weights, expected = reading(model), digest(reading(model))
+    advance, left = ParameterDigest.advance, iter(range(failures))
+
+    def short_of_memory(self: ParameterDigest, seconds: float) -> None:
+        if next(left, None) is not None:
+            raise torch.OutOfMemoryError("out of memory")
+        advance(self, seconds)
+
+    monkeypatch.setattr(ParameterDigest, "advance", short_of_memory)
+    weights.begin(1)
+    report = read(weights)
+    assert (report.digest == expected, not report.problem) == (readable, readable)
+
+
 def test_a_change_before_the_digest_of_the_start_leaves_none() -> None:
     model = torch.nn.Linear(2, 2)
     for weights in (reading(model), reading(model)):
@@ -256,8 +278,16 @@ def test_a_version_belongs_to_what_the_next_step_computes_with() -> None:
     assert version(weights) == ""
     weights.changed("a test", "8")
     weights.begin(3)
-    weights.settle()
+    assert version(weights) == "8"
+    # What the engine calls for a user, or a reset, before the round ends.
     weights.begin(4)
+    assert version(weights) == ""
+    weights.changed("a test", "9")
+    weights.begin(4)
+    weights.begin(5)
+    assert version(weights) == "9"
+    weights.settle()
+    weights.begin(6)
     assert version(weights) == ""
 
 
@@ -339,6 +369,15 @@ def test_names_of_weights(caplog: pytest.LogCaptureFixture) -> None:
     assert (name(handshake(), "aa", first=None) or "").startswith("params:")
 
 
+def test_a_round_waits_for_what_rank_0_reads_in_the_files() -> None:
+    made = handshake()
+    [known] = made._reports.values()
+    made._reports = {0: SimpleNamespace(weights=None)}  # type: ignore[dict-item]
+    assert name(made, "bb", noticed=True, version="v") is None
+    made._reports = {0: known}
+    assert made._name_of_weights() == "version:v"
+
+
 def test_weights_that_cannot_be_read_wait_for_a_version(caplog: pytest.LogCaptureFixture) -> None:
     made = handshake()
     assert name(made, "aa") == "sha256:00"
@@ -353,12 +392,13 @@ def test_weights_that_cannot_be_read_wait_for_a_version(caplog: pytest.LogCaptur
     assert name(made, "aa") == "sha256:00"
 
 
-@pytest.mark.parametrize("how", ["changed", "again"])
+@pytest.mark.parametrize("how", ["changed", "computed"])
 def test_what_was_computed_before_a_round_may_have_other_weights_than_it_finds(how: str) -> None:
     made = handshake()
     assert name(made, "aa") == "sha256:00"
     made.begin_round(noticed=True)
-    if how == "again":
+    if how == "computed":
+        made.computes = True
         made.begin_round(noticed=False)
     else:
         late = WeightsReport(made.round, "aa", None, changed=True)
@@ -368,10 +408,23 @@ def test_what_was_computed_before_a_round_may_have_other_weights_than_it_finds(h
     assert made._name_of_weights() == "sha256:00"
     assert made.weights_changed
     made.settle(SimpleNamespace())  # type: ignore[arg-type]
-    made.begin_round(noticed=True)
+    made.computes = True
+    for _ in range(2):
+        # As a pause and the sleep that follows.
+        made.begin_round(noticed=True)
     made.receive({}, {0: WeightsReport(made.round, "aa", "aa")}, all_spoke=True)
     assert made._name_of_weights() == "sha256:00"
     assert not made.weights_changed
+
+
+def test_only_steps_that_compute_count_in_a_round(start: Callable[..., SimulatedEngine]) -> None:
+    engine = start()
+    handshake = engine.scheduler.opening.handshake
+    engine.scheduler.reset()
+    engine.step([])
+    assert not handshake.computes
+    engine.step([(engine.request(prompt(9)).request_id, 0, 16)], engine.blocks_for(16))
+    assert handshake.computes
 
 
 @settings(max_examples=15)
@@ -443,6 +496,47 @@ def test_what_an_engine_calls_for_users_may_change_weights(
     assert engine.load(prompt(6))[0] == 512
 
 
+def test_a_seeder_s_wait_for_stores_begins_no_comparison(
+    start: Callable[..., SimulatedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Executor:
+        def collective_rpc(
+            self, method: Callable[..., int], timeout: object = None, args: tuple[Any, ...] = ()
+        ) -> list[int]:
+            return [method(rank.worker, *args) for rank in engine.ranks]
+
+    class EngineCore:
+        def __init__(self) -> None:
+            self.scheduler = SimpleNamespace(connector=None)
+            self.model_executor = Executor()
+
+        def collective_rpc(self, *arguments: Any, **named: Any) -> list[int]:
+            return self.model_executor.collective_rpc(*arguments, **named)
+
+    class LLM:
+        def __init__(self, **_: object) -> None:
+            core = EngineCore()
+            self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core))
+            self.collective_rpc = core.collective_rpc
+
+        def generate(self, inputs: list[dict[str, Any]], *_: object, **__: object) -> None:
+            for one in inputs:
+                engine.prefill(one["prompt_token_ids"])
+
+    monkeypatch.setattr("vllm.LLM", LLM)
+    monkeypatch.setattr("vllm.v1.engine.core.EngineCore", EngineCore)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setattr("kvshelf.vllm.seeding._check_vllm", lambda: None)
+    engine = start()
+    transfer = "vllm.distributed.kv_transfer.get_kv_transfer_group"
+    monkeypatch.setattr(transfer, lambda: engine.worker)
+    seeder = OfflineEngine("a model", "a shelf", {})
+    for seed in (7, 8):
+        seeder.compute([TokenPrompt(1, prompt(seed))])
+        assert not rig.compares_weights(engine.scheduler)
+        assert start().load(prompt(seed))[0] == 512
+
+
 def test_a_worker_s_methods_that_free_memory_or_change_drafts_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -454,8 +548,9 @@ def test_a_worker_s_methods_that_free_memory_or_change_drafts_are_noticed(
 
         def discard(self, tags: tuple[str, ...]) -> None: ...
 
-        def wake_up(self, tags: list[str] | None = None) -> None:
+        def wake_up(self, tags: list[str] | None = None, level: int = 0) -> int:
             ear.heard.append("vLLM wakes")
+            return level
 
         def start_draft_weight_update(self) -> None: ...
 
@@ -469,6 +564,8 @@ def test_a_worker_s_methods_that_free_memory_or_change_drafts_are_noticed(
     worker.discard(("weights",))
     worker.discard(("kv_cache",))
     worker.start_draft_weight_update()
+    # As with an argument of a later vLLM.
+    assert worker.wake_up(level=1) == 1
     assert ear.heard == [
         "fall asleep",
         "vLLM wakes",
@@ -476,6 +573,8 @@ def test_a_worker_s_methods_that_free_memory_or_change_drafts_are_noticed(
         "wake up",
         "fall asleep",
         "start_draft_weight_update()",
+        "vLLM wakes",
+        "wake up",
     ]
     assert other.heard == [one for one in ear.heard if one != "vLLM wakes"]
 

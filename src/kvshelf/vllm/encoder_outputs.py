@@ -1,9 +1,10 @@
 """Whether vLLM's encoder may have outputs that were computed with weights of before.
 
 vLLM caches the encoder's output for an image, audio or video by the item's id. After a change of
-weights it drops these only on demand (``reset_encoder_cache``; ``reload_weights`` and a pause with
-``clear_cache`` call it). KV that is computed of such an output is neither of the old weights nor of
-the new ones, so until then requests with items are treated as requests with old blocks are
+weights it drops these only on demand (``reset_encoder_cache`` of the engine, which a pause with
+``clear_cache`` calls; ``reload_weights`` clears the outputs of the workers, not the scheduler's
+record of them). KV that is computed of such an output is neither of the old weights nor of the new
+ones, so until then requests with items are treated as requests with old blocks are
 (:mod:`kvshelf.vllm.scheduler.periods`): what they compute is not stored.
 
 Owns the wrappers of vLLM's ``EncoderCacheManager``, which lives in the scheduler's process. All

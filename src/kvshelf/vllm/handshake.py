@@ -84,6 +84,8 @@ class Handshake:
         Number of the last round; 0 before the first.
     checking : bool
         A round is under way: nothing may be loaded or stored.
+    computes : bool
+        A step that computes something was handed out since the round began.
     namespace : Namespace or None
         None until :meth:`settle`; the last one during a round.
     disabled : bool
@@ -104,7 +106,7 @@ class Handshake:
         self.namespace: Namespace | None = None
         self.disabled = False
         self.round = 0
-        self.checking = False
+        self.checking = self.computes = False
         self._reports: dict[int, WorkerReport] = {}
         #: The last report of each rank.
         self._weights: dict[int, WeightsReport] = {}
@@ -184,9 +186,9 @@ class Handshake:
         """
         self._noticed |= noticed
         # What was computed since an unfinished round began has weights without a name.
-        self._noticed_late |= self.checking
+        self._noticed_late |= self.checking and self.computes
         self.round += 1
-        self.checking = True
+        self.checking, self.computes = True, False
 
     def unite(self) -> ObjectFormat | None:
         """Return the format of a namespace that became known; None when there is no new one.
@@ -229,6 +231,9 @@ class Handshake:
 
     def _name_of_weights(self) -> str | None:
         """Return what the namespace calls the weights; None while that is not known."""
+        if self._reports[0].weights is None:
+            # With it rank 0 reports what else the namespace needs of the model's files.
+            return None
         at_start = self._name_at_start()
         if not self.checking:
             return at_start

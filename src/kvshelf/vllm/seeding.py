@@ -185,6 +185,8 @@ class OfflineEngine:
             raise ConfigError(f"the engine does not start: {error}") from error
         core = self._llm.llm_engine.engine_core.engine_core
         self._connector: Any = core.scheduler.connector
+        #: What LLM.collective_rpc calls may change weights, so it begins a comparison of them.
+        self._executor: Any = core.model_executor
 
     def __enter__(self) -> OfflineEngine:
         return self
@@ -248,7 +250,7 @@ class OfflineEngine:
     def compute(self, prompts: Sequence[TokenPrompt]) -> None:
         """Compute prompts, and wait until their chunks are stored."""
         self._generate(prompts)
-        self._llm.collective_rpc(_drain, args=(_DRAIN_SECONDS,))
+        self._executor.collective_rpc(_drain, args=(_DRAIN_SECONDS,))
 
     def _generate(self, prompts: Sequence[TokenPrompt]) -> None:
         from vllm import SamplingParams

@@ -114,7 +114,12 @@ def _wrap(
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            told = [*listeners] if only(*args, **kwargs) else []
+            try:
+                told = [*listeners] if only(*args, **kwargs) else []
+            except Exception as error:
+                # vLLM's own function is called all the same.
+                logger.error("a call of %s was not understood", name, exc_info=error)
+                told = [*listeners]
             if after:
                 result = function(*args, **kwargs)
                 _tell(told, tell)

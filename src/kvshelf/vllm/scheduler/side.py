@@ -238,6 +238,7 @@ class SchedulerSide:
     def _hand_out(self, meta: StepMetadata) -> None:
         """Add what every step must bring to the workers."""
         handshake = self.opening.handshake
+        handshake.computes |= not self._steps.idle
         meta.namespace, meta.weights_round = handshake.announcement, handshake.round
         meta.draft_namespace = self.drafts.announcement
         meta.loads = list(self.loads.planned.values())

@@ -72,6 +72,11 @@ class Steps:
         self._idle, self._computed = 0, None
 
     @property
+    def idle(self) -> bool:
+        """Whether the last step computes nothing; false while that is not known."""
+        return self._idle > 0
+
+    @property
     def may_wait(self) -> bool:
         """Whether nothing is computed, and no other rank depends on this engine's steps.
 

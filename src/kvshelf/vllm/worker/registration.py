@@ -10,7 +10,7 @@ States
 state      means                                           next
 ========== =============================================== ===================================
 UNKNOWN    no caches are registered                        ``register`` → REPORTING
-REPORTING  each step's metadata carries the report; rank   ``serve`` → SERVING, once the
+REPORTING  each step's metadata carries the report; rank   ``open`` → SERVING, once the
            0 adds the weights fingerprint when it is known  scheduler has sent a namespace
 SERVING    the namespace is known, KV moves                ``register`` → REPORTING;
                                                            ``put_back`` → REPORTING, when the

@@ -49,6 +49,8 @@ from kvshelf.weights.parameters import ParameterDigest
 #: How long a slice may take: in a step that computes something, and in an empty one.
 _STEP_SECONDS: Final = 5e-3
 _IDLE_SECONDS: Final = 20e-3
+#: How often a digest is begun that fails, as where a device has no memory left for a moment.
+_TRIES: Final = 5
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +103,8 @@ class WorkerWeights:
         self._gives_version = False
         self._problem = ""
         self._digest: ParameterDigest | None = None
+        #: How often the digest has failed since the start or since the round began.
+        self._failures = 0
         self._result: str | None = None
         self._first: str | None = None
 
@@ -154,11 +158,15 @@ class WorkerWeights:
 
     def begin(self, number: int) -> bool:
         """Begin a step, in which the scheduler is in round `number`; return whether it is new."""
-        self._gives_version = False
+        given, self._gives_version = self._gives_version, False
         if number <= self._round:
             return False
+        if not (given or self._changed):
+            # What was noticed elsewhere came after the weights of this version.
+            self._version = ""
         self._round = number
         self.settled = self._changed = False
+        self._failures = 0
         self._begin_digest()
         return True
 
@@ -170,7 +178,11 @@ class WorkerWeights:
             self._digest.advance(_IDLE_SECONDS if idle else _STEP_SECONDS)
             result = self._digest.result()
         except Exception as error:  # noqa: BLE001 - reported to the scheduler
-            self._give_up(error)
+            self._failures += 1
+            if self._failures < _TRIES:
+                self._begin_digest()
+            else:
+                self._give_up(error)
             return
         if result is not None:
             self._digest, self._result = None, self._with_packed(result)
