@@ -305,6 +305,7 @@ def test_an_error_of_the_drafter_in_a_worker_leaves_the_models_kv_alone(
     first.serve(prompt(100))
     assert len(of_drafter(first, tmp_path / "shelf")) == (6 if where == "slots_to_load" else 0)
     assert second.serve(prompt(100)) == 96
+    assert second.engine.worker.counters.snapshot()["loaded_tokens"] == 96
     assert not any(second.drafts_of(prompt(100))[:96])
 
 
