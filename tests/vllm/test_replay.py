@@ -10,12 +10,9 @@ import os
 import random
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from queue import SimpleQueue
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,10 +27,8 @@ from kvshelf.errors import TransientStorageError
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tiers import tiered
 from kvshelf.vllm import adapters, connector
-from kvshelf.weights.fingerprints import FingerprintCache
 from tests.native.emulation import emulation
 from tests.sim.storage import Fault, FaultyStorage, posix
-from tests.support.clocks import Clock
 from tests.support.prompts import prompt
 from tests.support.waiting import PATIENCE, until
 from tests.vllm.replay import (
@@ -131,12 +126,6 @@ class Hashing:
         self.count += 1
         assert not self.held or self.gate.wait(PATIENCE)
         return self._digest(*args, **options)
-
-
-@pytest.fixture(autouse=True)
-def looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look at the files for each request: tests change them faster than digests get old."""
-    monkeypatch.setattr(adapters, "_COUNTS_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -264,30 +253,6 @@ def test_files_of_an_adapter_are_hashed_again_only_when_they_change(
     make_adapter(folder, "after, and longer")
     assert run(engine, prompt(20), lora_request=adapter(folder)) == [0]
     assert hashing.count == 4
-
-
-def test_many_requests_of_an_adapter_start_one_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock, start = Clock(), adapters.try_to_start
-    threads: list[threading.Thread] = []
-    times = SimpleNamespace(monotonic=clock, time_ns=time.time_ns)
-    monkeypatch.setattr(adapters, "time", times)
-
-    def noted(thread: threading.Thread) -> bool:
-        threads.append(thread)
-        return start(thread)
-
-    monkeypatch.setattr(adapters, "try_to_start", noted)
-    monkeypatch.setattr(adapters, "_COUNTS_SECONDS", 1.0)
-    digests = adapters.AdapterDigests(FingerprintCache(None))
-    one, found = adapter(make_adapter(tmp_path / "a", "a")), SimpleQueue[bytes | None]()
-    for count in (1, 2):
-        for _ in range(256):
-            digests.ask(one, found.put)
-            assert found.get(timeout=PATIENCE) is not None
-        assert len(threads) == count
-        clock.now += 1.0
 
 
 def test_an_adapter_whose_files_only_get_other_times_stays_trusted(

@@ -23,13 +23,12 @@ copies of their own on other machines: these have other stamps.
 
 Contracts
 ---------
-* Threads of their own, at most one for each adapter and second, check the files and hash those that
-  have changed. A digest counts for requests of the second after the check began, so that many
-  requests at once start one thread. No step waits for them: a request's lookup continues when its
-  digest is known. Where that takes longer than a second, further requests of this adapter are
-  computed without the shelf, so that only these suffer if the files' storage never answers.
+* Threads of their own, at most one for each adapter, check the files and hash those that have
+  changed. No step waits for them: a request's lookup continues when its digest is known. Where
+  that takes longer than a second, further requests of this adapter are computed without the shelf,
+  so that only these suffer if the files' storage never answers.
 * What vLLM has loaded for an id is compared with a load's chunks when the load begins and again
-  when it ends. If the files are replaced between a check and the first time that vLLM reads them,
+  when it ends. If the files are replaced between a lookup and the first time that vLLM reads them,
   which may be after the load, one answer may depend on both contents, as with vLLM's own prefix
   cache when it reads an adapter again.
 * :class:`AdapterDigests` may be used from any thread, :class:`LoadedAdapters` from the worker's
@@ -64,8 +63,6 @@ from kvshelf.weights.fingerprints import (
 logger = logging.getLogger(__name__)
 
 _HASHING_SECONDS: Final = 1.0
-#: How long a digest counts without another look at the files.
-_COUNTS_SECONDS: Final = 1.0
 _MODULE = "vllm.lora.worker_manager"
 
 
@@ -108,7 +105,7 @@ class _Hashing:
         self.done = False
         self._lock = threading.Lock()
         self._waiting: list[Callable[[], None]] = []
-        self._began = time.monotonic()
+        self._overdue_at = time.monotonic() + _HASHING_SECONDS
         thread = threading.Thread(
             target=self._run, args=(work,), name="kvshelf-adapter", daemon=True
         )
@@ -133,14 +130,7 @@ class _Hashing:
     @property
     def overdue(self) -> bool:
         """Whether it is not done a second after it began."""
-        return not self.done and time.monotonic() - self._began >= _HASHING_SECONDS
-
-    @property
-    def counts(self) -> bool:
-        """Whether further requests may use it: it runs, or has a content that is not old."""
-        if not self.done:
-            return True
-        return self.content is not None and time.monotonic() - self._began < _COUNTS_SECONDS
+        return not self.done and time.monotonic() >= self._overdue_at
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call `callback` once it is done: at once, or on its thread."""
@@ -226,12 +216,12 @@ class AdapterDigests:
         return known if self.trusts(adapter) else None
 
     def _hash(self, adapter: Any) -> _Hashing:
-        """Return the hashing of an adapter's files that counts, or start one."""
+        """Return the hashing of an adapter's files that is running, or start it."""
         path = str(adapter.lora_path)
         name = int(adapter.lora_int_id), path
         with self._lock:
             hashing = self._hashings.get(name)
-            if hashing is None or not hashing.counts:
+            if hashing is None or hashing.done:
                 hashing = self._hashings[name] = _Hashing(functools.partial(self._read, path))
             return hashing
 
