@@ -242,7 +242,8 @@ class Counters:
             raise KeyError(name)
         if self._gauges.get(name) != value:
             with self._lock:
-                self._gauges[name] = value
+                # Sizes of the configuration are a class of their own, which vLLM does not send.
+                self._gauges[name] = int(value) if isinstance(value, int) else value
                 self._gauges_changed = True
 
     def observe(self, operation: str, seconds: float, count: int = 1) -> None:

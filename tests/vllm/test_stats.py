@@ -17,9 +17,14 @@ from tests.vllm.shelf_files import ShelfFiles
 pytest.importorskip("vllm")
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from kvshelf.backends.guard import GuardedBackend
+from kvshelf.capacity.keeper import Keeper
+from kvshelf.config import CapacityConfig
 from kvshelf.metrics import TIME_BOUNDS, Counters
 from kvshelf.vllm.stats import ShelfStats
+from tests.sim.memory import MemoryStorage
 from tests.vllm.replay import SharedStorageConnector
 
 LABELS = ["model_name", "engine"]
@@ -52,6 +57,16 @@ def test_nothing_measured_is_nothing_sent() -> None:
     assert ShelfStats.of(Counters(), "scheduler") is None
     made = SharedStorageConnector.build_kv_connector_stats()
     assert made is not None and made.is_empty()
+
+
+def test_sizes_of_the_configuration_are_sent() -> None:
+    """An engine's process that cannot encode its stats answers nothing any more."""
+    counters, capacity = Counters(), CapacityConfig.model_validate({"max_bytes": "24MiB"})
+    Keeper(GuardedBackend(MemoryStorage()), capacity, counters)
+    found = ShelfStats.of(counters, "scheduler")
+    assert found is not None
+    assert MsgpackDecoder().decode(MsgpackEncoder().encode(found.data)) == found.data
+    assert "shelf_limit_bytes" in str(found.data)
 
 
 def test_ranks_and_scheduler_add_up() -> None:
