@@ -128,7 +128,7 @@ class Unit:
     used : float
         Last use of any of its objects, seconds since the epoch, by the storage's clock.
     hit : bool
-        It was used since it was stored, or its storage has no access times, which say so.
+        It was used since it was stored. True for all where the storage has no access times.
     nbytes : int
     names : list of str
         Of its objects, below the root.
