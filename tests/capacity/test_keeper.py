@@ -330,6 +330,18 @@ def test_with_max_bytes_nobody_pays(fleet: Fleet) -> None:
     assert writer.dropped == writer.offered and fleet.count("shelf_evicted_objects") == 0
 
 
+def test_stores_go_on_soon_after_another_program_filled_the_disk_for_a_while(fleet: Fleet) -> None:
+    disk = Disk(fleet, 10000 * MIB, 0)
+    writer = fleet.add(2.0, max_bytes=100 * MIB)
+    fleet.run(300)
+    disk.others = 10000 * MIB
+    fleet.run(5)
+    assert writer.dropped
+    disk.others, before = 0, writer.dropped
+    fleet.run(30)
+    assert writer.dropped - before <= 4
+
+
 def test_what_came_with_old_times_stays_on_a_disk_nearly_full(tmp_path: Path) -> None:
     place = Place(tmp_path, ahead=0.0)
     names = place.put(FMT, chunks(50), age=300 * DAY)

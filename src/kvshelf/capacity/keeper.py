@@ -467,7 +467,7 @@ class Keeper:
             # What is written while a visit takes place must fit as well.
             meanwhile = self._written / max(now - self._ended, _LEAST_PAUSE) * self._wall
             used = self._credit < max(self._granted / 2, meanwhile) or (
-                self._refused and self._credit < math.inf
+                self._refused and self._credit < self._largest
             )
             pays = self._pays and self._refused
         held, bound = self._used(), self._max_bytes
@@ -578,7 +578,9 @@ class Keeper:
         self._grant()
         outcome = self._delete_from(part, now, listed / FANS, largest)
         self._grant()
-        has_room = min(self._credit, self._free) >= max(self._largest, 1)
+        # What others took of the storage no visit gives back.
+        room = self._free if self._pays else self._credit
+        has_room = room >= max(self._largest, 1)
         self._vain = 0 if has_room or outcome.nbytes else self._vain + listed
         if outcome.count:
             self._say(outcome)
