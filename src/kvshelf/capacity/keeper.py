@@ -472,10 +472,12 @@ class Keeper:
             pays = self._pays and self._refused
         held, bound = self._used(), self._max_bytes
         rested = self._ended + self._cost * _REST - now
-        # Where a whole round found nothing to delete for stores, they wait for ages and for others.
+        # Where whole rounds found nothing to delete for stores, they wait for ages and for others,
+        # longer with each round.
         hurried = self._ended + self._cost * (_HURRY if not self._refused else _RUSH) - now
         if self._vain >= FANS:
-            hurried = max(rested, self._ended + _IDLE_SECONDS - now)
+            pause = min(self._vain / FANS, _IDLE_SECONDS)
+            hurried = max(rested, self._ended + pause - now)
         due = math.inf
         if bound is not None and (not self._ended or held > HIGH * bound):
             due = rested
