@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -792,10 +793,11 @@ def check_tier(root: Path) -> int:
 def test_the_bound_holds_for_many_processes(tmp_path: Path) -> None:
     size = tier_child.FMT.object_size(0)
     most = 120 * size + 17
-    child = run_child(tmp_path / "tier", max_bytes=most, writers=8, objects=40)
+    child = run_child(tmp_path / "tier", max_bytes=most, writers=4, objects=50)
     highest = 0
     while child.poll() is None:
         highest = max(highest, used_bytes(tmp_path / "tier"))
+        time.sleep(0.02)
     counts = json.loads(child.communicate()[0])
     assert child.returncode == 0
     assert all(counts), "a writer failed"
