@@ -422,7 +422,7 @@ class GenericBackend(Backend):
         """Stream all objects below `prefix`, with one listing per folder."""
         pending = [check_folder(prefix)]
         while pending:
-            for name, found in self._entries(pending.pop(), hidden=hidden):
+            for name, found in self._entries(pending.pop(), _LISTING_SECONDS, hidden):
                 base = name.rpartition("/")[2]
                 if between is not None and not between[0] <= base <= between[1]:
                     continue
@@ -436,7 +436,7 @@ class GenericBackend(Backend):
         """Names of the folders directly below `prefix`."""
         return sorted(
             name.rpartition("/")[2]
-            for name, found in self._entries(check_folder(prefix), seconds=_FOLDERS_SECONDS)
+            for name, found in self._entries(check_folder(prefix), _FOLDERS_SECONDS)
             if _is_folder(found)
         )
 
@@ -456,7 +456,7 @@ class GenericBackend(Backend):
             ) from exc
 
     def _entries(
-        self, folder: str, *, hidden: bool = False, seconds: float = _LISTING_SECONDS
+        self, folder: str, seconds: float, hidden: bool = False
     ) -> Iterator[tuple[str, dict[str, Any]]]:
         path = self._path(folder)
         try:
