@@ -330,10 +330,9 @@ class Config(BaseSettings):
 
     shared_storage_path: Annotated[str, BeforeValidator(_absolute)] | None = None
     """The shared store, called the *shelf*: a directory (local, NFS, any mounted filesystem) or a
-    URL that fsspec supports, such as `s3://bucket/kv`. Engines that share KV name the same shelf.
-    If it is not set, kvshelf logs a warning and uses a directory that only this user can enter:
-    enough for a first try on one machine. Chained URLs (`a::b`) are not supported. See
-    [Storage](storage.md)."""
+    URL that fsspec supports, such as `s3://bucket/kv`. All engines name the same one. If it is not
+    set, kvshelf logs a warning and uses a directory that only this user can enter: enough for a
+    first try on one machine. Chained URLs (`a::b`) are not supported. See [Storage](storage.md)."""
     storage_options: dict[str, Any] = Field(default_factory=dict, repr=False)
     """Arguments for the storage. For a URL they are passed to its client: credentials, endpoint,
     region. A directory has two. `create` (default `true`): `false` makes a missing directory an
