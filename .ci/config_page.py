@@ -1,31 +1,18 @@
-"""Writes the options into ``docs/configuration.md``, made from their types and descriptions."""
+"""Writes the parts of ``docs/configuration.md`` and ``docs/cli.md`` that are made from the code."""
 
 from __future__ import annotations
 
-import ast
 import inspect
+import re
 import textwrap
-import types
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any
 
-from pydantic import BaseModel, ByteSize
+import typer
+from pydantic import BaseModel
 
+from kvshelf.cli.app import app
 from kvshelf.config import PROCESS_VARIABLES, Config, variable_of
-
-
-def _type_text(annotation: Any) -> str:
-    """Return the name of a field's type for the page."""
-    arguments = get_args(annotation)
-    origin = get_origin(annotation)
-    if origin in (Union, types.UnionType):
-        return " or ".join(_type_text(a) for a in arguments if a is not types.NoneType)
-    if origin is Annotated:
-        return _type_text(arguments[0])
-    if origin is Literal:
-        return ", ".join(f"`{value}`" for value in arguments)
-    names = {str: "string", bool: "boolean", int: "integer", float: "number", ByteSize: "size"}
-    return names.get(origin or annotation, "mapping")
 
 
 def _default_text(default: object) -> str:
@@ -68,7 +55,10 @@ GROUPS: dict[str, dict[str, str]] = {
     },
 }
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGE, CLI = DOCS / "configuration.md", DOCS / "cli.md"
+#: What the page says once for all commands.
+_SAID_ONCE = r"^SHELF|--(namespace|yes|dry-run|json|verbose|quiet|config|storage-options)\b"
 #: Between two such lines the page is written here, elsewhere by hand.
 _MARK = "<!-- {} by .ci/config_page.py from src/kvshelf/config.py: run `make docs` -->\n"
 
@@ -78,17 +68,10 @@ def descriptions() -> dict[str, str]:
 
     pydantic can read it too, but then each process that imports the options does.
     """
-    [model] = ast.parse(inspect.getsource(Config)).body
-    assert isinstance(model, ast.ClassDef)
-    texts = {}
-    for option, below in zip(model.body, model.body[1:], strict=False):
-        match option, below:
-            case (
-                ast.AnnAssign(target=ast.Name(id=name)),
-                ast.Expr(value=ast.Constant(value=str(text))),
-            ):
-                texts[name] = " ".join(text.split())
-    return texts
+    found = re.findall(
+        r'^    (\w+): .*\n    """((?s:.*?))"""', inspect.getsource(Config), re.MULTILINE
+    )
+    return {name: " ".join(text.split()) for name, text in found}
 
 
 def render_page() -> str:
@@ -98,13 +81,12 @@ def render_page() -> str:
     for title, group in GROUPS.items():
         tables += f"**{title}**\n\n| option | what for | default |\n|---|---|---|\n"
         for name, purpose in group.items():
-            kind = _type_text(fields[name].annotation)
             default = _default_text(fields[name].get_default(call_default_factory=True))
             text = textwrap.fill(texts[name], 120, break_long_words=False, break_on_hyphens=False)
             tables += f"| [`{name}`](#{name}) | {purpose} | {default} |\n"
             sections += (
                 f"\n### `{name}` {{ #{name} }}\n\n{text}\n\n"
-                f"Type: {kind}. Default: {default}. Variable: `{variable_of(name)}`.\n"
+                f"Variable: `{variable_of(name)}`. Default: {default}.\n"
             )
         tables += "\n"
     processes = "| variable | meaning |\n|---|---|\n"
@@ -117,5 +99,25 @@ def render_page() -> str:
     return page
 
 
+def render_commands() -> str:
+    """Return the text of the page of commands, of which each section begins with its help."""
+    group: Any = typer.main.get_command(app)
+    page = CLI.read_text()
+    for name in group.list_commands(None):
+        command = group.get_command(None, name)
+        context = command.make_context(name, [], resilient_parsing=True)
+        usage = " ".join([name, *command.collect_usage_pieces(context)[1:]])
+        text = f"{command.help} {command.epilog.replace(': ', ': `')}`"
+        text += "\n\n| argument or option | |\n|---|---|\n"
+        for option, meaning in (one.get_help_record(context) for one in command.params):
+            if not re.search(_SAID_ONCE, option):
+                text += f"| `{option.replace('|', '/')}` | {' '.join(meaning.split())} |\n"
+        begin = rf"^## `kvshelf {name}\b(?s:.*?)\n\|(?s:.*?)\n\n"
+        section = f"## `kvshelf {usage}`\n\n{text}\n"
+        page = re.sub(begin, lambda _: section, page, count=1, flags=re.MULTILINE)  # noqa: B023
+    return page
+
+
 if __name__ == "__main__":
     PAGE.write_text(render_page())
+    CLI.write_text(render_commands())
