@@ -87,7 +87,7 @@ def test_the_first_lines_of_the_readme_are_enough_to_begin() -> None:
 
 def test_no_page_installs_a_package_of_an_index_that_is_not_ours() -> None:
     """kvshelf is on no index: anybody could take the name there."""
-    install = re.compile(r"\b(pip3?|pipx|uvx?|poetry) .*[ '\"]kvshelf\b(?!-)")
+    install = re.compile(r"\b(pip3?|pipx|uvx?|poetry) (?!uninstall).*[ '\"]kvshelf\b(?!-)")
     shown = [(block.page, line) for block in blocks(*SHELL) for line in block.text.split("\n")]
     assert [(page.name, line) for page, line in shown if install.search(line)] == []
 
