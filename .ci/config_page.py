@@ -16,12 +16,10 @@ from kvshelf.config import PROCESS_VARIABLES, Config, variable_of
 
 
 def _default_text(default: object) -> str:
-    if default is None:
+    if default is None or isinstance(default, dict | BaseModel):
         return "none"
     if isinstance(default, bool):
         return f"`{str(default).lower()}`"
-    if isinstance(default, dict | BaseModel):
-        return "`{}`"
     return f"`{default}`"
 
 
