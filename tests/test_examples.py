@@ -111,7 +111,7 @@ def test_answers_stay_the_same(tmp_path: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))
     answers: dict[str, str] = {}
     for program, line, promised in recipes:
-        arguments = line.replace("/tmp/kv", "kv").split()
+        arguments = line.replace("/tmp/kv", str(tmp_path / "kv")).split()
         ranks = int(arguments[-1]) if "--tensor-parallel-size" in arguments else 1
         bound = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
         output = output_of(tmp_path, program, *arguments, VLLM_CPU_OMP_THREADS_BIND=bound)
