@@ -97,9 +97,9 @@ wheel: venv  ## build the source archive and a wheel for this machine, into dist
 
 .PHONY: docs
 docs: venv  ## build the documentation into site/
-	@$(BIN)/python .ci/config_page.py > docs/configuration.md
+	@$(BIN)/python .ci/config_page.py
+	@$(BIN)/python .ci/metrics_page.py
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-	@cd docs; find . -name '*.md' -exec cp --parents -t ../site {} +
 
 .PHONY: clean
 clean:  ## remove what was built, keep .venv

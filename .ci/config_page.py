@@ -1,89 +1,64 @@
-"""Prints the text of ``docs/configuration.md``, made from the options' types and descriptions."""
+"""Writes the parts of ``docs/configuration.md`` and ``docs/cli.md`` that are made from the code."""
 
 from __future__ import annotations
 
-import ast
 import inspect
-import types
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
 
-from pydantic import BaseModel, ByteSize
+import typer
+from pydantic import BaseModel
 
+from kvshelf.cli.app import app
 from kvshelf.config import PROCESS_VARIABLES, Config, variable_of
 
 
-def _type_text(annotation: Any) -> str:
-    """Return the name of a field's type for the page."""
-    arguments = get_args(annotation)
-    origin = get_origin(annotation)
-    if origin in (Union, types.UnionType):
-        return " or ".join(_type_text(a) for a in arguments if a is not types.NoneType)
-    if origin is Annotated:
-        return _type_text(arguments[0])
-    if origin is Literal:
-        return ", ".join(f"`{value}`" for value in arguments)
-    names = {str: "string", bool: "boolean", int: "integer", float: "number", ByteSize: "size"}
-    return names.get(origin or annotation, "mapping")
-
-
 def _default_text(default: object) -> str:
-    if default is None:
+    if default is None or isinstance(default, dict | BaseModel):
         return "none"
-    if isinstance(default, ByteSize):
-        return f"`{default.human_readable(separator='')}`".replace(".0", "")
     if isinstance(default, bool):
         return f"`{str(default).lower()}`"
-    if isinstance(default, dict | BaseModel):
-        return "`{}`"
     return f"`{default}`"
 
 
-_PAGE_HEAD = """\
-<!-- Generated from src/kvshelf/config.py by `make docs`; do not edit. -->
-# Configuration
+#: The options in the order of the page, in groups, each with its purpose in a few words.
+GROUPS: dict[str, dict[str, str]] = {
+    "The six that people need first": {
+        "shared_storage_path": "where the KV cache is stored",
+        "storage_options": "credentials and endpoint of the storage",
+        "capacity": "how large and old it may get",
+        "memory": "host memory in front of it",
+        "save_decode": "also store answers, for conversations",
+        "read_only": "load only, never write",
+    },
+    "Faster copies on one machine": {
+        "disk_tier": "copies on a local disk",
+        "server": "share memory between engines here",
+    },
+    "Which engines share": {
+        "chunk_size": "tokens per stored chunk",
+        "layout": "mix CPU types, or CPUs with GPUs",
+        "weights": "how the model is recognised",
+        "version": "keep engines apart",
+    },
+    "Tenants and clients": {
+        "group_by_salt": "a folder for each tenant",
+        "trust_uuids": "share images that clients name",
+    },
+    "When KV is loaded": {
+        "admission": "skip loads that would be slower",
+        "handover_wait_s": "how long to wait for a prefill",
+    },
+}
 
-Every option has a default except the shelf's path or URL. Without that, kvshelf starts with a
-private directory and logs a warning. Most set-ups need one line:
-
-```json
-{"shared_storage_path": "/mnt/kv"}
-```
-
-## Where options come from
-
-Each option is read from three sources. The first source that sets it has precedence.
-
-1. `kv_connector_extra_config` of vLLM's `--kv-transfer-config`:
-
-    ```bash
-    vllm serve MODEL --kv-transfer-config '{
-      "kv_connector": "KVShelfConnector",
-      "kv_role": "kv_both",
-      "kv_connector_extra_config": {"shared_storage_path": "/mnt/kv", "chunk_size": 512}}'
-    ```
-
-2. The environment: the option's name in capitals after `KVSHELF_`, as in
-   `KVSHELF_CHUNK_SIZE=512`. An empty variable counts as not set.
-3. A YAML file, named by the key `config_file` in `kv_connector_extra_config` or by the variable
-   `KVSHELF_CONFIG`:
-
-    ```yaml
-    shared_storage_path: /mnt/kv
-    chunk_size: 512
-    memory: 20GiB
-    ```
-
-Nothing is ignored. Misspelt keys and variables, invalid values and contradicting options stop
-the engine at start, with a message that names each of them, its source and the probable intention.
-The only exception are the variables that Kubernetes makes for a Service whose name begins with
-`kvshelf` (`KVSHELF_SERVICE_HOST`, `KVSHELF_PROXY_PORT_80_TCP`, …): where the whole set of a Service
-is there, they are ignored, and one line of the log says so.
-
-## All options
-
-| option | type | default |
-|---|---|---|
-"""
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGE, CLI = DOCS / "configuration.md", DOCS / "cli.md"
+#: What the page says once for all commands.
+_SAID_ONCE = r"^SHELF|--(namespace|yes|dry-run|json|verbose|quiet|config|storage-options)\b"
+#: Between two such lines the page is written here, elsewhere by hand.
+_MARK = "<!-- {} by .ci/config_page.py from src/kvshelf/config.py: run `make docs` -->\n"
 
 
 def descriptions() -> dict[str, str]:
@@ -91,43 +66,56 @@ def descriptions() -> dict[str, str]:
 
     pydantic can read it too, but then each process that imports the options does.
     """
-    [model] = ast.parse(inspect.getsource(Config)).body
-    assert isinstance(model, ast.ClassDef)
-    texts = {}
-    for option, below in zip(model.body, model.body[1:], strict=False):
-        match option, below:
-            case (
-                ast.AnnAssign(target=ast.Name(id=name)),
-                ast.Expr(value=ast.Constant(value=str(text))),
-            ):
-                texts[name] = " ".join(text.split())
-    return texts
+    found = re.findall(
+        r'^    (\w+): .*\n    """((?s:.*?))"""', inspect.getsource(Config), re.MULTILINE
+    )
+    return {name: " ".join(text.split()) for name, text in found}
 
 
 def render_page() -> str:
-    """Return the text of ``docs/configuration.md``."""
-    rows, sections = [], []
-    texts = descriptions()
-    for name, field in Config.model_fields.items():
-        kind = _type_text(field.annotation)
-        default = _default_text(field.get_default(call_default_factory=True))
-        rows.append(f"| [`{name}`](#{name}) | {kind} | {default} |\n")
-        sections.append(
-            f"\n### `{name}` {{ #{name} }}\n\n"
-            f"{texts[name]}\n\n"
-            f"Variable: `{variable_of(name)}`. Default: {default}.\n"
-        )
-    processes = "".join(f"| `{name}` | {text} |\n" for name, text in PROCESS_VARIABLES.items())
-    return (
-        _PAGE_HEAD
-        + "".join(rows)
-        + "".join(sections)
-        + "\n## Variables of a process\n\n"
-        + "These configure a process, not a shelf, and exist only as environment variables.\n\n"
-        + "| variable | meaning |\n|---|---|\n"
-        + processes
-    )
+    """Return the text of the page, with what the options' types and descriptions say."""
+    texts, fields = descriptions(), Config.model_fields
+    tables, sections = "", "## All options\n"
+    for title, group in GROUPS.items():
+        tables += f"**{title}**\n\n| option | what for | default |\n|---|---|---|\n"
+        for name, purpose in group.items():
+            default = _default_text(fields[name].get_default(call_default_factory=True))
+            text = textwrap.fill(texts[name], 120, break_long_words=False, break_on_hyphens=False)
+            tables += f"| [`{name}`](#{name}) | {purpose} | {default} |\n"
+            sections += (
+                f"\n### `{name}` {{ #{name} }}\n\n{text}\n\n"
+                f"Variable: `{variable_of(name)}`. Default: {default}.\n"
+            )
+        tables += "\n"
+    processes = "| variable | meaning |\n|---|---|\n"
+    processes += "".join(f"| `{name}` | {text} |\n" for name, text in PROCESS_VARIABLES.items())
+    page = PAGE.read_text()
+    for part, text in {"options": tables + sections, "variables": processes}.items():
+        begin, end = _MARK.format(f"{part} begin"), _MARK.format(f"{part} end")
+        before, after = page.split(begin)[0], page.split(end)[1]
+        page = f"{before}{begin}\n{text}\n{end}{after}"
+    return page
+
+
+def render_commands() -> str:
+    """Return the text of the page of commands, of which each section begins with its help."""
+    group: Any = typer.main.get_command(app)
+    page = CLI.read_text()
+    for name in group.list_commands(None):
+        command = group.get_command(None, name)
+        context = command.make_context(name, [], resilient_parsing=True)
+        usage = " ".join([name, *command.collect_usage_pieces(context)[1:]])
+        text = f"{command.help} {command.epilog.replace(': ', ': `')}`"
+        text += "\n\n| argument or option | |\n|---|---|\n"
+        for option, meaning in (one.get_help_record(context) for one in command.params):
+            if not re.search(_SAID_ONCE, option):
+                text += f"| `{option.replace('|', '/')}` | {' '.join(meaning.split())} |\n"
+        begin = rf"^## `kvshelf {name}\b(?s:.*?)\n\|(?s:.*?)\n\n"
+        section = f"## `kvshelf {usage}`\n\n{text}\n"
+        page = re.sub(begin, lambda _: section, page, count=1, flags=re.MULTILINE)  # noqa: B023
+    return page
 
 
 if __name__ == "__main__":
-    print(render_page(), end="")
+    PAGE.write_text(render_page())
+    CLI.write_text(render_commands())

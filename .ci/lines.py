@@ -29,7 +29,7 @@ def room_of(path: Path) -> str | None:
     top, *rest = path.parts
     if top == "docs":
         return top if path.suffix == ".md" else None
-    if top == "src":
+    if top == "src" and path.suffix != ".md":
         return f"src {rest[1] if len(rest) > 2 else 'top'}"
     code = path.suffix in CODE or path.name in ("run", "CMakeLists.txt")
     return top if code and rest and (not top.startswith(".") or top == ".ci") else None

@@ -188,7 +188,7 @@ class GenericBackend(Backend):
             hint = ""
             if protocol in _LMCACHE:
                 hint = (
-                    f" ({protocol}:// is a URL of LMCache: docs/migrating.md says what to use"
+                    f" ({protocol}:// is a URL of LMCache: docs/which-store.md says what to use"
                     " in its place, such as a directory or s3://)"
                 )
             text = f"{self.url} cannot be opened: {self._clean(str(exc))}{hint}"

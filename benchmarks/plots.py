@@ -22,10 +22,22 @@ from benchmarks.engines import ALWAYS, AUTO, COMPUTED
 
 _DOCS: Final = Path(__file__).resolve().parents[1] / "docs"
 _BLUE, _AMBER, _GRAY = "#2563eb", "#d97706", "#94a3b8"
+_PAPER, _INK, _GRID = "#ffffff", "#1e293b", "#e2e8f0"
+#: What the colors become where the reader's system, or the page around the picture, is dark.
+_DARK: Final = {_PAPER: "#1e2129", _INK: "#e2e8f0", _GRID: "#3b4252", _BLUE: "#60a5fa"}
 
 
 def _heading(figure: Figure, title: str, *more: str) -> None:
     figure.suptitle("\n".join([title, *more]), x=0.02, ha="left", fontsize=10)
+
+
+def _styles() -> str:
+    rules = "".join(
+        f"[style*='{side}: {color}'] {{ {side}: {dark} !important }}"
+        for color, dark in _DARK.items()
+        for side in ("fill", "stroke")
+    )
+    return f"<style>@media (prefers-color-scheme: dark) {{ {rules} }}</style>"
 
 
 def _machine(report: Any) -> str:
@@ -49,11 +61,11 @@ def first_token(figure: Figure, report: Any) -> None:
         bars = axes.barh(at, found, 0.25, color=color, label=label)
         axes.bar_label(bars, [f"{each:,.0f} ms" for each in found], padding=3, fontsize=8)
     axes.set_yticks(range(len(lengths)), [f"{tokens:,} tokens" for tokens in lengths])
-    axes.set_xlim(0, 1.15 * axes.get_xlim()[1])
+    axes.set_xlim(0, 1.2 * axes.get_xlim()[1])
     axes.set_xlabel("milliseconds, median")
     axes.invert_yaxis()
-    axes.legend(loc="upper right")
-    _heading(figure, "Time to the first token, by the length of the prompt", _machine(report))
+    figure.legend(loc="outside lower left", ncols=3, fontsize=8)
+    _heading(figure, "Time to the first token, by length of the prompt", _machine(report))
 
 
 def admission(figure: Figure, report: Any) -> None:
@@ -71,39 +83,45 @@ def admission(figure: Figure, report: Any) -> None:
             axes.plot(means[policy] / best, place, "o", color=color, label=label_once)
         at_once = row["name"].rpartition("x")[2]
         many = f" × {at_once}" if at_once != "1" else ""
-        names.append(f"{extra['tokens']:,} tokens{many}, {speed(extra['rate'])}")
+        names.append(f"{extra['stored_tokens']:,}{many}, {speed(extra['rate'])}")
     axes.set_yticks(range(len(rows)), names)
     axes.set_xscale("log", base=2)
     axes.set_xlim(0.5, 26)
     ticks = (0.5, 1, 2, 4, 8, 16)
     axes.set_xticks(ticks, [f"{tick:g}×" for tick in ticks])
-    axes.grid(axis="x", color="#e2e8f0")
-    axes.axvline(1, color="black", linewidth=1.5, zorder=0)
+    axes.grid(axis="x", color=_GRID)
+    axes.axvline(1, color=_INK, linewidth=1.5, zorder=0)
+    axes.set_ylabel("stored tokens × prompts, speed of the storage")
     axes.invert_yaxis()
-    axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.06), ncols=3)
+    figure.legend(loc="outside lower left", ncols=3, fontsize=8)
     _heading(
         figure,
-        "First tokens over a storage of limited speed, as multiples of the better of",
-        f"computing and loading every hit; {_machine(report)}",
+        "First tokens on a storage of limited speed, in",
+        "multiples of the better of computing and loading;",
+        _machine(report),
     )
 
 
 #: What draws a picture of the file of that name in ``docs/data``, and its size in inches.
 _PLOTS: Final[dict[str, tuple[Callable[[Figure, Any], None], tuple[float, float]]]] = {
-    "first-token": (first_token, (6.4, 4.0)),
-    "admission": (admission, (6.4, 5.6)),
+    "first-token": (first_token, (4.6, 3.6)),
+    "admission": (admission, (4.6, 4.8)),
 }
 
 
 def main() -> None:
     """Draw all pictures."""
-    mpl.rcParams.update({"svg.hashsalt": "kvshelf", "font.size": 9})
+    mpl.rcParams.update({"svg.hashsalt": "kvshelf", "svg.fonttype": "none", "font.size": 9})
+    mpl.rcParams["legend.frameon"] = False
+    for name in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"):
+        mpl.rcParams[name] = _INK
     for name, (draw, size) in _PLOTS.items():
         figure = Figure(size, layout="constrained")
         draw(figure, json.loads((_DOCS / "data" / f"{name}.json").read_text()))
         path = _DOCS / "images" / f"{name}.svg"
         title = figure.get_suptitle().replace("\n", " ")
         figure.savefig(path, metadata={"Title": title, "Date": None, "Creator": None})
+        path.write_text(path.read_text().replace("</title>", f"</title>\n {_styles()}"))
         sys.stdout.write(f"{path}\n")
 
 

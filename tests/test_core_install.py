@@ -73,4 +73,4 @@ def test_what_needs_torch_says_which_extra_to_install(programs: Path) -> None:
 def test_the_size_of_what_is_installed(programs: Path) -> None:
     files = [path for path in programs.parent.rglob("*") if path.is_file()]
     size = sum(path.stat().st_size for path in files if "/pip" not in str(path))
-    assert size < 150e6, f"{size / 1e6:.0f} MB; docs/getting-started.md says 131"
+    assert size < 150e6, f"{size / 1e6:.0f} MB; docs/quick-start.md says 131"

@@ -11,22 +11,19 @@ import sys
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from examples.models.make_model import make_model, recipe_of
+from tests.support.servers import command, free_port, moto_s3
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT = 900
-#: What examples wait for. Machines are busy: what is late is waited for.
-PATIENT = (
-    *("IDENTITY_WAIT", "LOOKUP_WAIT", "SHUTDOWN_DRAIN", "HANDOVER_WAIT"),
-    *("PROBE_DEADLINE", "READ_DEADLINE", "WRITE_DEADLINE"),
-)
 ENVIRONMENT = os.environ | {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "COLUMNS": "120",
-    **{f"KVSHELF_{name}_S": "60" for name in PATIENT},
+    "KVSHELF_HANDOVER_WAIT_S": "60",  # machines are busy: what is late is waited for
 }
 DEMO = ["examples/demo.py", "--recipe", "tiny", "--dtype", "float32", "--folder", "demo"]
 
@@ -106,15 +103,15 @@ def test_disaggregated(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_recipes_of_right_answers(tmp_path: Path) -> None:
+def test_answers_stay_the_same(tmp_path: Path) -> None:
     """Hits are those on the page; answers are equal where the page's are."""
-    page = (ROOT / "docs" / "right-answers.md").read_text()
+    page = (ROOT / "docs" / "sizing.md").read_text()
     recipes = re.findall(r"^\$ python (\S+) (.*)\n(.*)$", page, re.MULTILINE)
     assert len(recipes) == 5
     cores = sorted(os.sched_getaffinity(0))
     answers: dict[str, str] = {}
     for program, line, promised in recipes:
-        arguments = line.replace("/tmp/kv", "kv").split()
+        arguments = line.replace("/tmp/kv", str(tmp_path / "kv")).split()
         ranks = int(arguments[-1]) if "--tensor-parallel-size" in arguments else 1
         bound = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
         output = output_of(tmp_path, program, *arguments, VLLM_CPU_OMP_THREADS_BIND=bound)
@@ -122,6 +119,118 @@ def test_the_recipes_of_right_answers(tmp_path: Path) -> None:
         [answer] = re.findall(r"answer (\[.*\])", output)
         assert answers.setdefault(promised.partition("answer ")[2], answer) == answer, line
     assert len(set(answers.values())) == len(answers)
+
+
+class Shown:
+    """The commands of a page, in its order, with folders and a port of this test."""
+
+    def __init__(self, page: str, folder: Path, shelf: str) -> None:
+        text = (ROOT / page).read_text()
+        self.folder = folder
+        self.url = f"http://127.0.0.1:{free_port()}"
+        self.log = folder / "server.log"
+        counts = r'(?:^|(?<=`))"cached_tokens":\d+'
+        self.answers = re.findall(counts, text, re.MULTILINE)
+        python = f"{sys.executable} -m "
+        for printed, here in (
+            ("localhost:8000", self.url.removeprefix("http://")),
+            ("/mnt/kv", shelf),
+            ("/tmp/kv", shelf),
+            ("/tmp/model", str(folder / "model")),
+            ("--model MODEL", f"--model {folder}/model"),
+            ("python -m ", python),
+            ("\nkvshelf ", f"\n{python}kvshelf "),
+            ("python examples/", f"{sys.executable} {ROOT}/examples/"),
+        ):
+            text = text.replace(printed, here)
+        blocks = re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+        self.server = next(one for one in blocks if "api_server" in one)
+        self.server = self.server[self.server.index(python) :].rstrip()
+        self.request = next(one for one in blocks if one.startswith("curl"))
+        self.rest = [one for one in blocks if one not in (self.server, self.request)]
+
+    def run(self, line: str, **variables: str) -> str:
+        done = subprocess.run(
+            ["bash", "-c", line],
+            cwd=self.folder,
+            env=ENVIRONMENT | variables,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+            check=False,
+        )
+        assert done.returncode == 0, f"{line}: {done.stdout}{done.stderr}"
+        return done.stdout.strip()
+
+    def ask(self, stored: str, **variables: str) -> str:
+        """Start the server, send the request, wait until `ls` shows its chunks, press Ctrl-C."""
+        port = self.url.rpartition(":")[2]
+        line = f"exec {self.server} --port {port} --enforce-eager"
+        with (
+            self.log.open("wb") as log,
+            subprocess.Popen(
+                ["bash", "-c", line],
+                cwd=self.folder,
+                env=ENVIRONMENT | variables,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            ) as server,
+        ):
+            try:
+                deadline = time.monotonic() + TIMEOUT
+                while not self.is_healthy():
+                    late = server.poll() is not None or time.monotonic() > deadline
+                    assert not late, self.log.read_text()[-6000:]
+                    time.sleep(0.2)
+                answer = self.run(self.request)
+                while "14 objects" not in self.run(stored, **variables):
+                    assert time.monotonic() < deadline
+            finally:
+                server.send_signal(signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    server.wait(60)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(server.pid, signal.SIGKILL)
+        return answer
+
+    def is_healthy(self) -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(f"{self.url}/health", timeout=5, trust_env=False).is_success
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["README.md", "docs/quick-start.md"])
+def test_the_commands_that_show_a_hit(tmp_path: Path, page: str) -> None:
+    shown = Shown(page, tmp_path, str(tmp_path / "kv"))
+    make = "python examples/models/make_model.py /tmp/model --recipe tiny --tokenizer"
+    assert make in (ROOT / "docs" / "quick-start.md").read_text()
+    make_model(tmp_path / "model", "tiny", tokenizer=True)
+    listed = f"{sys.executable} -m kvshelf ls {tmp_path}/kv"
+    assert page == "README.md" or f"{listed}\n" in shown.rest
+    assert [shown.ask(listed), shown.ask(listed)] == shown.answers
+    lines = re.findall(r"kvshelf: (shelf .*)", shown.log.read_text())
+    assert [re.sub(r"m-\w{16}", "", line) for line in lines] == [
+        f"shelf {tmp_path}/kv, namespace , 256 tokens a chunk, no bounds"
+    ]
+
+
+@pytest.mark.slow
+def test_the_commands_that_show_a_hit_in_a_bucket(tmp_path: Path) -> None:
+    if command("moto_server") is None:
+        pytest.skip("moto is not installed")
+    shown = Shown("docs/quick-start.md", tmp_path, "s3://kvshelf/kv")
+    make_model(tmp_path / "model", "tiny", tokenizer=True)
+    [keys] = [one for one in shown.rest if one.startswith("export AWS_")]
+    variables = dict(word.split("=") for word in keys.split()[1:])
+    with moto_s3() as bucket:
+        variables["AWS_ENDPOINT_URL"] = bucket.endpoint
+        shown.run(f"curl -s -X PUT {bucket.endpoint}/kvshelf")
+        [doctor] = [one for one in shown.rest if "kvshelf doctor s3" in one]
+        assert "all is well" in shown.run(doctor, **variables)
+        listed = f"{sys.executable} -m kvshelf ls s3://kvshelf/kv"
+        assert [shown.ask(listed, **variables) for _ in range(2)] == shown.answers
 
 
 def test_make_model(tmp_path: Path) -> None:

@@ -329,96 +329,96 @@ class Config(BaseSettings):
     )
 
     shared_storage_path: Annotated[str, BeforeValidator(_absolute)] | None = None
-    """The shelf: a directory (local, NFS, any mounted filesystem) or a URL that fsspec supports,
-    such as `s3://bucket/kv` (but not a chained one, `a::b`). Engines that share KV name the same
-    shelf. If it is not set, kvshelf logs a warning and uses a directory that only this user can
-    enter: enough for a first try on one machine."""
+    """The shared store, called the *shelf*: a directory (local, NFS, any mounted filesystem) or a
+    URL that fsspec supports, such as `s3://bucket/kv`. All engines name the same one. If it is not
+    set, kvshelf logs a warning and uses a directory that only this user can enter: enough for a
+    first try on one machine. Chained URLs (`a::b`) are not supported. See [Storage](storage.md)."""
     storage_options: dict[str, Any] = Field(default_factory=dict, repr=False)
-    """Arguments for the storage. For a URL they are passed to its fsspec filesystem: credentials,
-    endpoint, region. A directory has two: `create` (default `true`; `false` makes a missing
-    directory an error, for instance one that is not mounted) and `fsync` (default `false`, because
-    loads verify what they read; `true` flushes each object to disk before it is published). Sources
-    are merged key by key, so secrets can stay in the environment (`KVSHELF_STORAGE_OPTIONS` is a
-    JSON object) and the rest in a file."""
+    """Arguments for the storage. For a URL they are passed to its client: credentials, endpoint,
+    region. A directory has two. `create` (default `true`): `false` makes a missing directory an
+    error, for instance one that is not mounted. `fsync` (default `false`): `true` flushes each
+    object to disk before it is published. Loads verify what they read in either case. Sources are
+    merged key by key, so secrets can stay in the environment (`KVSHELF_STORAGE_OPTIONS` is a JSON
+    object) and the rest in a file."""
     disk_tier: DiskTierConfig | None = None
     """A directory on a local disk that keeps copies of the shelf's objects: `{"path": "/nvme/kv",
     "max_bytes": "200GiB"}`. Objects that are loaded from the shelf or stored on it are copied
-    there, and later loads read the copies. When the copies exceed `max_bytes`, the least recently
-    used are evicted. Any number of engines on one machine may share it. See
-    [Storage](storage.md#disk-tier)."""
+    there, and later loads read the copies. Above `max_bytes`, the least recently used copies are
+    deleted. Any number of engines on one machine may share it. See [Storage](storage.md)."""
     server: Annotated[str, BeforeValidator(_socket)] | None = None
     """The node server of this machine, as `kvshelf serve` shows it: `ipc://` and the path of its
-    socket. Its engines share one memory tier and one set of connections to the storage. The shelf,
-    its bounds and the tiers are then options of the server: `shared_storage_path`,
-    `storage_options`, `capacity`, `disk_tier` and `memory` are errors beside this option.
-    Without the server the engine runs as without a cache. See [Node server](node-server.md)."""
+    socket. Its engines share one memory tier and one set of connections to the storage. Shelf,
+    bounds and tiers are then options of the server: `shared_storage_path`, `storage_options`,
+    `capacity`, `disk_tier` and `memory` must not be set together with this option. While the server
+    does not answer, the engine computes everything. See [Storage](storage.md)."""
     memory: Annotated[_Size, Field(ge=_LEAST_MEMORY)] | None = None
-    """Host memory of the engine on each machine that keeps copies of the shelf's objects, in front
-    of the disk tier: `20GiB`. Its ranks there have equal parts. Objects that are loaded from the
-    shelf or stored on it are copied there, and later loads read them in place. All of it is taken
-    when the engine starts; if so much is not free, the engine does not start. When it is full, the
-    least recently used objects are evicted, the ends of prompts first. At most half of it holds
-    objects that were read ahead for requests that still wait to be scheduled. If it is not set,
-    only such objects are kept in memory: up to `256MiB`, taken when needed, for storage with a
-    probe latency of 1 ms or more, such as S3; none for faster storage, such as local disks and
-    nearby mounts. See [Storage](storage.md#memory-tier)."""
+    """Host memory of the engine on each machine, in front of the disk tier: `20GiB`. The ranks of a
+    machine have equal parts. It keeps copies of objects that were loaded from the shelf or stored
+    on it, and later loads read them in place. All of it is taken when the engine starts; if so much
+    is not free, the engine does not start. When it is full, the least recently used objects are
+    evicted, the ends of prompts first. At most half of it holds objects that were read ahead for
+    requests that wait to be scheduled. If the option is not set, only such objects are kept in
+    memory: up to `256MiB` on storage with a probe latency of 1 ms or more, such as S3; none on
+    faster storage. See [Storage](storage.md)."""
     capacity: CapacityConfig = CapacityConfig()
     """Bounds of the shelf, all optional: `{"max_bytes": "2TiB", "max_age": "7d"}`. `max_bytes`
-    bounds all objects on the shelf, of all models and engines together; near it, engines delete the
+    bounds all objects on the shelf, of all models and engines together. Near it, engines delete the
     chunks that were used longest ago. If engines give several values, each deletes down to its own.
-    `max_age` deletes chunks that long after their last use: seconds (at least 120), or a number and
-    `s`, `m`, `h`, `d` or `w`. Stores leave 5 % of the storage free, at most 20 GiB, and 10 % of a
-    filesystem in memory (tmpfs). With less, they are dropped and counted; without `max_bytes`
-    engines then delete as much as they store. `group_max_bytes` bounds each salt group, with
-    `group_by_salt` only. An engine with `read_only` deletes nothing.
-    See [Capacity](capacity.md)."""
+    `max_age` deletes a chunk that long after its last use: seconds (at least 120), or a number and
+    `s`, `m`, `h`, `d` or `w`. `group_max_bytes` bounds each salt group, with `group_by_salt` only.
+    In any case stores leave 5 % of the storage free, at most 20 GiB, and 10 % of a filesystem in
+    memory (tmpfs). With less, they are dropped and counted; without `max_bytes` engines then delete
+    as much as they store. An engine with `read_only` deletes nothing. See [Keep it
+    bounded](capacity.md)."""
     read_only: bool = False
     """Load from the shelf, never write to it. kvshelf detects a shelf that cannot be written (a
-    read-only mount, missing permission) without this option; set it for a shelf that is writable
+    read-only mount, missing permission) without this option. Set it for a shelf that is writable
     but must not be written."""
     chunk_size: _Count = Field(default=256, ge=1, le=1 << 16)
-    """Tokens per chunk. A hit is a whole number of chunks: smaller chunks make hits slightly
-    longer, larger ones need fewer objects and read faster. Engines share chunks only if they use
-    the same size. A node server tells its own to [adapters](multiprocess.md#in-short). For hybrid
-    models it must be a multiple of the least common multiple of the block sizes of all KV cache
-    groups. If it is not set, it is for them the smallest multiple of at least 256, or of at least
-    128 for models with states."""
+    """Tokens per chunk. A hit is a whole number of chunks, so prompts shorter than a chunk are
+    never stored. Smaller chunks make hits slightly longer; larger ones need fewer objects and read
+    faster. Engines share chunks only if they use the same size. For hybrid models it must be a
+    multiple of the least common multiple of the block sizes of all KV cache groups. If it is not
+    set, it is for them the smallest multiple of at least 256, or of at least 128 for models with
+    states. See [How it works](how-it-works.md#hybrid-models)."""
     layout: Literal["auto", "canonical"] = "auto"
-    """Layout of the stored tensors if the engine permutes K and V inside a block, as vLLM's CPU
-    backend does. `auto` stores such blocks unchanged if the chunk size is a multiple of the block
-    size: fastest, but only engines with the same permutation and block size can load them.
-    `canonical` stores `[2, tokens, heads, head_size]`, which every engine can load. Engines that do
-    not permute always use canonical."""
+    """How tensors are stored if the engine permutes K and V inside a block, as vLLM's CPU backend
+    does. `auto` stores such blocks unchanged if the chunk size is a multiple of the block size:
+    fastest, but only engines with the same permutation and block size can load them. `canonical`
+    stores `[2, tokens, heads, head_size]`, which every engine can load. Engines that do not permute
+    always store canonical. See [How it works](how-it-works.md#layouts)."""
     weights: Annotated[str, AfterValidator(_weights)] = Field(default="content", min_length=1)
     """How the model's weights are identified. `content` reads the weight files once, in the
     background, and caches the result until a file changes. `sampled` reads parts of them: faster,
     but it can miss a change. Both use the loaded parameters where vLLM reads no files of this
     machine. Any other string is the name of the weights: you promise that equal names mean equal
-    weights. A path is refused."""
+    weights. A path is rejected. See [What is shared](sharing.md#how-the-weights-are-identified)."""
     version: str | None = Field(default=None, min_length=1)
-    """A string of your choice. Engines with different versions never load each other's chunks."""
+    """A string of your choice. Engines with different versions never load each other's chunks. Set
+    it where engines differ in something that kvshelf [cannot see](sharing.md#your-duty)."""
     group_by_salt: bool = False
     """Store the chunks of each `cache_salt` in a folder of its own, so that one tenant's chunks can
-    be measured and deleted. Requests with different salts never share chunks, with or without this
-    option."""
+    be measured, bounded and deleted. Requests with different salts never share chunks, with or
+    without this option. See [Security and tenants](security.md)."""
     trust_uuids: bool = False
-    """A client may name an image, audio or video by a `uuid` of its own. Another client that sends
-    the same `uuid` with another content would get wrong KV, so a request with one is loaded and
-    stored only if it has a `cache_salt`. `true` serves all: you promise that all clients of all
-    engines use a `uuid` for one content only."""
+    """Share images, audio and video that clients name by a `uuid` of their own. Another client that
+    sends the same `uuid` with another content would get wrong KV. So a request with one is loaded
+    and stored only if it has a `cache_salt`. `true` serves all: you promise that all clients of all
+    engines use a `uuid` for one content only. See [What is
+    shared](sharing.md#images-audio-and-video)."""
     save_decode: bool = False
     """Also store chunks that are completed while the answer is generated. Useful for conversations,
     where the answer is part of the next prompt. Off for models whose tokens see only a window of
     the answer (R-SWA)."""
     admission: Literal["auto", "always"] = "auto"
-    """Which hits are loaded. `auto` loads a hit only where that is expected to be sooner than
-    computing its tokens, by the times that the engine's own steps and loads have taken, and
-    computes what a load does not bring in time. `always` loads every hit. What another engine hands
-    over is always loaded."""
+    """Which hits are loaded. `auto`: a hit is loaded only if loading is expected to be faster than
+    computing, by the times that the engine has measured, and a load that turns out slower is
+    stopped. `always`: every hit is loaded. KV that another engine hands over is loaded in either
+    case. See [How it works](how-it-works.md#admission)."""
     handover_wait_s: float = Field(default=30.0, ge=0)
     """Longest time, in seconds from its arrival, that a request waits for KV that another engine
     has promised to store. What is missing then is computed. A request's params may shorten its own
-    wait."""
+    wait. See [Prefill and decode](disaggregation.md)."""
 
     if not TYPE_CHECKING:  # a type checker makes the constructor's arguments of the fields
 

@@ -118,16 +118,6 @@ def test_the_help_of_each_command_has_an_example_that_it_takes() -> None:
         assert "KVSHELF_STORAGE_OPTIONS" in shown
 
 
-def test_the_manual_has_the_json_and_codes_of_each_command() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
-    rows = [line.split("|") for line in text.splitlines() if line.startswith("| `")]
-    for name in commands():
-        assert f"## `kvshelf {name}" in text, name
-        assert any(f"`{name}`" in row[1] and len(row) == 5 for row in rows), name
-    for code in EXIT_CODES:
-        assert f"\n| {code} | " in text
-
-
 def absurd(root: Path) -> None:
     """Put everything onto a shelf that its readers should survive."""
     fill(root, namespace(), prompt(0, 2))

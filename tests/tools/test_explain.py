@@ -222,7 +222,7 @@ def test_every_cause_is_documented() -> None:
     source = Path(explain_module.__file__).read_text()
     found = set(re.findall(r'(?:Cause\(|: \()\s*"([a-z_]+)"', source)) | {"no_state", "no_window"}
     assert {"bounds", "deleted", "wrong_size"} < found
-    page = (Path(__file__).parents[2] / "docs" / "misses.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
     rows = page.split("| `code` |")[1].split("\n\n")[0].splitlines()[2:]
     listed = {code for row in rows for code in re.findall(r"`([a-z_]+)`", row.split("|")[1])}
     assert listed == found

@@ -8,10 +8,7 @@ ones without a group. There each name is to be given a group, which has a verdic
 * ``refused``: such engines do not start, or such requests are not stored or not loaded;
 * ``duty``: nothing tells it apart. Users must give such engines another `version`.
 
-``test_inputs.py`` holds the ledger against the installed vLLM, and against the last section of
-``docs/sharing.md``, which this script writes::
-
-    python tests/vllm/record_inputs.py
+``test_inputs.py`` holds the ledger against the installed vLLM.
 
 A name has one of the prefixes
 
@@ -28,18 +25,10 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 LEDGER: Final = Path(__file__).parents[1] / "golden" / "vllm-inputs.json"
-PAGE: Final = Path(__file__).parents[2] / "docs" / "sharing.md"
 VERDICTS: Final = ("namespace", "key", "refused", "duty", "no effect")
-_BEGIN: Final = "<!-- written by tests/vllm/record_inputs.py -->"
-_TITLES: Final = {
-    "namespace": "Engines that differ in it share nothing",
-    "key": "Requests that differ in it share nothing",
-    "refused": "Refused, or left out",
-    "duty": "Not told apart: your duty",
-}
 _REQUESTS: Final = {
     "vllm.sampling_params": ("SamplingParams",),
     "vllm.v1.engine": ("EngineCoreRequest",),
@@ -237,30 +226,3 @@ def text(content: Mapping[str, Mapping[str, object]]) -> str:
         lines = (f"  {json.dumps(key)}: {json.dumps(entries[key])}" for key in entries)
         parts.append(f' "{part}": {{\n' + ",\n".join(lines) + "\n }")
     return "{\n" + ",\n".join(parts) + "\n}\n"
-
-
-def with_section(page: str, content: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the page with the section about all names that are not without effect."""
-    head = page.partition(_BEGIN)[0]
-    lines = [_BEGIN]
-    for verdict, title in _TITLES.items():
-        lines += [
-            "",
-            f"### {title}",
-            "",
-            "| options, fields, variables, files | why |",
-            "|---|---|",
-        ]
-        for group, entry in content["groups"].items():
-            if entry["verdict"] == verdict:
-                names = (name for name, row in content["names"].items() if row == group)
-                lines.append(f"| {', '.join(map(_shown, names))} | {entry['reason']} |")
-    return head + "\n".join(lines) + "\n"
-
-
-def _shown(name: str) -> str:
-    return f"`{name.partition(' ')[2]}`"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(with_section(PAGE.read_text(), json.loads(LEDGER.read_text())))

@@ -49,7 +49,7 @@ from tests.vllm.configs import PUBLISHED
 pytestmark = pytest.mark.real
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "multiprocess.md"
+PAGE = ROOT / "src" / "kvshelf" / "adapters" / "README.md"
 CLASSES = {
     "LMCacheMPSchedulerAdapter": LMCacheMPSchedulerAdapter,
     "LMCacheMPWorkerAdapter": LMCacheMPWorkerAdapter,
@@ -209,7 +209,7 @@ def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
         other.register_kv_caches(theirs, PagedLayout.from_bhnc(theirs[layers[0]], 128))
         other.submit_store_request("a", LoadStoreOp(blocks, token_ids=tokens, start=0, end=256))
         until(lambda: "a" in (other.get_finished({"a"})[0] or ()))
-        exec(compile(first, "docs/multiprocess.md", "exec"), page)
+        exec(compile(first, "adapters/README.md", "exec"), page)
         assert page["hit"] == 256
         loaded = set(page["loaded"] or ())
         until(lambda: loaded.update(page["worker"].get_finished(set())[1] or ()) or "b" in loaded)
@@ -217,7 +217,7 @@ def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
         for name in layers:
             assert torch.equal(page["caches"][name][blocks], theirs[name][blocks])
         made = [other, page["worker"], page["scheduler"]]
-        exec(compile(second, "docs/multiprocess.md", "exec"), page)
+        exec(compile(second, "adapters/README.md", "exec"), page)
         assert page["worker"].namespace == page["scheduler"].namespace == other.namespace
         for adapter in (*made, page["worker"], page["scheduler"]):
             adapter.shutdown()

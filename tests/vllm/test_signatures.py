@@ -463,34 +463,27 @@ def verdict(version: dict[str, Any], name: str) -> str:
     return "learned" if "AttentionImpl" in line and takes(update, ATTENTION_UPDATE) else "unknown"
 
 
-def documented() -> dict[str, str]:
-    """What the signature of each implementation must lead to, by docs/layouts.md."""
-    text = (REPOSITORY / "docs" / "layouts.md").read_text()
-    table = text.partition("<!-- attention:start -->")[2].partition("<!-- attention:end -->")[0]
-    found = {}
-    for row in table.strip().splitlines()[2:]:
-        names, layout, why = (cell.strip() for cell in row.strip("|").split("|"))
-        by_signature = layout != "learned" and "cache update" in why
-        for name in re.findall(r"`(\w+)`", names):
-            found[name] = "unknown" if by_signature else "learned"
-    return found
+def expected() -> dict[str, str]:
+    """What the signature of each implementation must lead to: `learned` or `unknown`."""
+    ledger = json.loads((REPOSITORY / "tests" / "golden" / "vllm-attention.json").read_text())
+    return {name: result for result, names in ledger.items() for name in names}
 
 
-def test_attention_is_served_as_the_documentation_says(version: dict[str, Any]) -> None:
-    said = documented()
+def test_attention_is_served_as_the_ledger_says(version: dict[str, Any]) -> None:
+    said = expected()
     used = {
         one["implementation"] for one in version["backends"].values() if "implementation" in one
     }
     judged = {name: verdict(version, name) for name in used}
     assert {name: one for name, one in judged.items() if said.get(name, one) != one} == {}
     if version["version"] in RECORDED:
-        assert set(judged) - set(said) == set(), "docs/layouts.md leaves them out"
+        assert set(judged) - set(said) == set(), "the ledger leaves them out"
 
 
-def test_what_is_documented_exists() -> None:
+def test_what_the_ledger_names_exists() -> None:
     known = {
         one.get("implementation")
         for version in RECORDED
         for one in recorded(version)["backends"].values()
     }
-    assert set(documented()) - known == set()
+    assert set(expected()) - known == set()

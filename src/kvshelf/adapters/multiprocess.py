@@ -3,7 +3,7 @@
 Owns :class:`MPSchedulerAdapter` and :class:`MPWorkerAdapter`. They take arguments in the order of
 vllm/distributed/kv_transfer/kv_connector/v1/lmcache_integration/multi_process_adapter.py, or in
 that of its earlier versions, and the keyword arguments that vLLM's own connector
-(lmcache_mp_connector.py beside it) passes to LMCache's adapters. ``docs/multiprocess.md`` compares
+(lmcache_mp_connector.py beside it) passes to LMCache's adapters. ``README.md`` compares
 them row by row.
 
 A model's name does not say which weights and which layout an engine has. So the namespace is given

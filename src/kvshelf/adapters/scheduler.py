@@ -1,7 +1,7 @@
 """The adapter of an engine's scheduler: looks prompts up at a node server.
 
 Owns :class:`SchedulerAdapter`: the lookups of requests, their answers, and the leases of what was
-found. ``docs/multiprocess.md`` compares it with vLLM's LMCache adapter
+found. ``README.md`` compares it with vLLM's LMCache adapter
 (vllm/distributed/kv_transfer/kv_connector/v1/lmcache_integration/multi_process_adapter.py).
 
 Contracts

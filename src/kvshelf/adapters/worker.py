@@ -1,7 +1,7 @@
 """The adapter of an engine's worker: stores and loads its KV through a node server.
 
 Owns :class:`WorkerAdapter`: the caches that are registered, and operations from their beginning
-until an engine is notified of their end. ``docs/multiprocess.md`` compares the adapter with vLLM's
+until an engine is notified of their end. ``README.md`` compares the adapter with vLLM's
 (vllm/distributed/kv_transfer/kv_connector/v1/lmcache_integration/multi_process_adapter.py).
 
 Contracts

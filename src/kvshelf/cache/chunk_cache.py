@@ -175,7 +175,7 @@ class ChunkCache:
         self._show(KindParts(self._shared, fmt, memory))
 
     def _show(self, parts: KindParts) -> None:
-        """Be the view of one kind."""
+        """Bind this instance's attributes to the parts of one kind."""
         self._parts = parts
         self.fmt = parts.fmt
         self._views[parts.fmt.kind] = self

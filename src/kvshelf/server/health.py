@@ -46,7 +46,7 @@ from kvshelf.server.service import COUNTERS, GAUGES
 #: Prefix of all names.
 PREFIX: Final = "kvshelf_server_"
 #: What the shelf, its storage threads, visits and the disk tier count in a server.
-_OF_THE_SHELF: Final = (
+OF_THE_SHELF: Final = (
     "late_calls",
     "stuck_threads",
     "breaker_opens",
@@ -59,7 +59,7 @@ _OF_THE_SHELF: Final = (
     "shelf_evicted_bytes",
     *(name for name in SHELF_COUNTERS if name.startswith("disk_tier_")),
 )
-_GAUGES_OF_THE_SHELF: Final = (
+GAUGES_OF_THE_SHELF: Final = (
     "shelf_used_bytes",
     "shelf_limit_bytes",
     "storage_free_bytes",
@@ -100,13 +100,13 @@ class ServerMetrics(Collector):
         known = self.counters.gauges()
         for name, meaning in {**COUNTERS, **LOOP}.items():
             yield CounterMetricFamily(PREFIX + name, meaning, value=stats.get(name, 0))
-        for name in _OF_THE_SHELF:
+        for name in OF_THE_SHELF:
             yield CounterMetricFamily(
                 PREFIX + name, SHELF_COUNTERS[name], value=counts.get(name, 0)
             )
         for name, meaning in GAUGES.items():
             yield GaugeMetricFamily(PREFIX + name, meaning, value=stats.get(name, 0))
-        for name in _GAUGES_OF_THE_SHELF:
+        for name in GAUGES_OF_THE_SHELF:
             # Without a value the metric has no sample.
             yield GaugeMetricFamily(PREFIX + name, SHELF_GAUGES[name][0], value=known.get(name))
         for name, breaker in (("read", self.backend.reads), ("write", self.backend.writes)):

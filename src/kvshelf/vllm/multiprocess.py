@@ -1,7 +1,7 @@
 """The node server's adapters under the names and signatures of vLLM's LMCache adapters.
 
 The public names of :mod:`kvshelf.adapters.multiprocess`, those of vLLM's file included, and of
-:mod:`kvshelf.vllm.engine_facts`. ``docs/multiprocess.md`` compares them row by row.
+:mod:`kvshelf.vllm.engine_facts`. ``adapters/README.md`` compares them row by row.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ Threads
 Everything runs on the worker's step thread, on which vLLM also changes weights, runs the methods
 of worker extensions and puts the engine to sleep. So no slice reads a tensor that is being
 written. A change between two slices that no hook notices would leave a digest of a mixture: such a
-change is not noticed by any means but a later reset, see ``docs/changing-weights.md``.
+change is not noticed by any means but a later reset, see ``docs/how-it-works.md``.
 """
 
 from __future__ import annotations
