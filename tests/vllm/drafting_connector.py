@@ -19,7 +19,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import (
 from vllm.v1.worker.mamba_utils import MambaSpecDecodeGPUContext
 
 from benchmarks.inert import InertConnector
-from kvshelf.vllm.connector import SharedStorageConnector
+from tests.support.connector import SharedStorageConnector
 
 #: The states and the block tables of each group, as the kernels get their addresses.
 _States = list[tuple[torch.Tensor, list[tuple[torch.Tensor, bool]]]]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvshelf.vllm import namespace
-from kvshelf.vllm.connector import SharedStorageConnector
 from kvshelf.vllm.published import Published
+from tests.support.connector import SharedStorageConnector
 
 
 class ConnectorWithoutConfiguration(SharedStorageConnector):

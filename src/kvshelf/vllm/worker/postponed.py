@@ -20,6 +20,7 @@ Contracts
 from __future__ import annotations
 
 import time
+from bisect import insort
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -54,15 +55,12 @@ class PostponedStores:
         """Requests that ended and keep their blocks."""
         return list(self._held)
 
-    def put(self, ops: Iterable[StoreOp]) -> None:
-        """Keep stores for a later step."""
-        now = self._clock()
-        for op in ops:
-            if op.owner not in self._stores:
-                self._news.add(op.owner)
-            self._stores.setdefault(op.owner, []).append((op, now))
-        for owner in {op.owner for op in ops}:
-            self._stores[owner].sort(key=lambda store: store[0].chunk.index)
+    def put(self, op: StoreOp) -> None:
+        """Keep a store for a later step."""
+        if op.owner not in self._stores:
+            self._news.add(op.owner)
+        stores = self._stores.setdefault(op.owner, [])
+        insort(stores, (op, self._clock()), key=lambda store: store[0].chunk.index)
 
     def take(self, owners: Iterable[Owner], most: int) -> list[StoreOp]:
         """Take out the first stores of requests, all of requests that ended."""

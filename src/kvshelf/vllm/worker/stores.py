@@ -92,8 +92,10 @@ class WorkerStores:
 
     def finish_forward(self) -> None:
         """Gather the model's KV of this step. Runs after the forward pass, before sampling."""
-        self._gather(late=False)
-        self._may_be_over = True
+        try:
+            self._gather(late=False)
+        finally:
+            self._may_be_over = True
 
     def save(self) -> None:
         """Gather the chunks that this step completed, as far as :meth:`finish_forward` has not.
@@ -150,48 +152,45 @@ class WorkerStores:
         meta = self._meta
         if meta is None or not (meta.stores or meta.again) or self.model.transfers is None:
             return
-        stores, meta.stores = meta.stores, []
+        stores = [op for op in meta.stores if late or not op.late]
         again, meta.again = meta.again, []
-        if not late:
-            meta.stores = [op for op in stores if op.late]
-            stores = [op for op in stores if not op.late]
         # vLLM also calls this while an exception leaves the forward pass. It is not known then
         # which layers have written their KV.
         usable = self.model.serving is not None and sys.exc_info()[0] is None
-        later: list[StoreOp] = []
-        if usable:
-            # A step that computes little gathers few of them.
-            taken = self._postponed.take(again, max(_LEAST_AGAIN, len(stores)))
-            later = [op for op in stores if op.kind == FULL and op.owner in self._postponed]
-            stores = taken + [op for op in stores if op not in later]
+        # A step that computes little gathers few of them.
+        most = max(_LEAST_AGAIN, len(stores))
+        taken = self._postponed.take(again, most) if usable else []
+        # Until here, what an error keeps from being gathered is dropped with the step.
+        meta.stores = [op for op in meta.stores if op.late and not late]
+        # With each, whether earlier chunks of its request are still postponed.
+        each = [(op, False) for op in taken]
+        each += [(op, op.owner in self._postponed) for op in stores]
         # Stores of hand-overs first: staging may not hold all.
-        stores.sort(key=lambda op: not op.attempt)
+        each.sort(key=lambda one: not one[0].attempt)
         idle = meta.idle and self._postponed.held
         wait_until = time.monotonic() + (IDLE_WAIT_SECONDS if idle else 0.0)
         full = False
-        for op in stores:
-            may_wait = usable and op.kind == FULL
-            if may_wait and full:
-                later.append(op)
-                continue
+        for op, waits in each:
             outcome = None
             try:
-                if usable:
+                if not usable:
+                    self._drop(op, "error")
+                elif op.kind == FULL and (waits or full):
+                    outcome = StoreOutcome.STAGING_FULL
+                else:
                     wait = max(0.0, wait_until - time.monotonic()) if idle else 0.0
                     outcome = self._store(op, wait)
-                else:
-                    self._drop(op, "error")
+                if op.kind == FULL and outcome is StoreOutcome.STAGING_FULL:
+                    full = full or not waits
+                    self._postponed.put(op)
             except Exception as error:
                 # No answer depends on a drafter's KV.
                 usable = usable and op.kind == DRAFT
+                outcome = None
                 self._drop(op, "error")
                 logger.error("a chunk was not stored", exc_info=error)
-            if may_wait and outcome is StoreOutcome.STAGING_FULL:
-                full = True
-                later.append(op)
-            elif outcome is None:
+            if outcome is None:
                 self._break_promise(op)
-        self._postponed.put(later)
 
     def _store(self, op: StoreOp, wait: float) -> StoreOutcome | None:
         """Gather one chunk; None if it cannot be stored, and :class:`Stores` was not called."""
@@ -199,7 +198,7 @@ class WorkerStores:
         if transfers is None or not self.weights.is_current(op):
             self._drop(op, "weights_changed")
             return None
-        if op.late and self.others_fill and (self._may_be_over or op.kind == STATE):
+        if self.others_fill and (self._may_be_over or (op.late and op.kind == STATE)):
             # vLLM may have freed the block.
             return None
         drafts = self.drafter.memory if self.drafter is not None and op.kind == DRAFT else None
