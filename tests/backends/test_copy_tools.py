@@ -90,7 +90,7 @@ def open_place(tool: Tool, place: Path | str) -> Shelf:
 
 def hit(shelf: Shelf, tokens: Sequence[int]) -> int:
     """Chunks that a look-up finds and that a load brings; no use is recorded."""
-    with ChunkCache(shelf, SHARED, uses=Uses(Counters(), how="off")) as cache:
+    with ChunkCache(shelf, SHARED, uses=Uses(Counters(), off=True)) as cache:
         found = cache.lookup(tokens)
         blob = torch.zeros(2, 2, len(tokens), 64, dtype=torch.bfloat16)
         loaded = int(cache.retrieve(tokens, kv=BlobKV(blob)).sum())
