@@ -292,7 +292,7 @@ def make_vllm_config(
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="SharedStorageConnector",
         kv_connector_module_path="kvshelf.vllm.connector",
-        kv_role="kv_both",
+        kv_role=str(options.pop("role", "kv_both")),
         kv_load_failure_policy="recompute",
         kv_connector_extra_config={
             "shared_storage_path": None if "server" in options else str(root),
