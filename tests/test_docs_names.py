@@ -109,12 +109,13 @@ def vllm_options() -> frozenset[str]:
     return frozenset(word for text in texts for word in re.findall(r"[\w-]+", text))
 
 
-#: Of programs that the pages name beside such options: copying tools, pip, git, nsys.
+#: Of programs that the pages name beside such options: copying tools, pip, git, nsys, routers.
 OPTIONS_OF_OTHERS = frozenset(
     (
         *("--delete", "--dir-cache-time", "--exclude", "--files-from", "--preserve"),
         *("--config-settings", "--no-deps", "--extra-index-url", "--wheel-dir"),
         *("--short", "--trace-fork-before-exec", "--cuda-graph-trace"),
+        *("--kv-connector", "--health-check-interval-secs", "--health-failure-threshold"),
     )
 )
 
