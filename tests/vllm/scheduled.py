@@ -273,7 +273,7 @@ def make_vllm_config(
     config.parallel_config.data_parallel_size = int(options.pop("data_parallel", 1))
     config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = ranks
     config.scheduler_config = SchedulerConfig(
-        max_model_len=4096,
+        max_model_len=16384,
         is_encoder_decoder=False,
         max_num_batched_tokens=budget,
         max_num_seqs=seqs,

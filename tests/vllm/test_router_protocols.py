@@ -48,7 +48,8 @@ def test_the_second_engine_loads_what_the_first_one_stored(start: Start, name: s
     consumer.finish()
     assert time.monotonic() - began < STEPS
     assert loaded(consumer, "r") == (CHUNKS if name in WITHOUT_PARAMS else LENGTH)
-    assert counts(consumer) == {"complete": 1}
+    # Without params nothing tells such a request from any other.
+    assert counts(consumer) == ({} if name in WITHOUT_PARAMS else {"complete": 1})
 
 
 @pytest.mark.parametrize("name", ROUTERS)

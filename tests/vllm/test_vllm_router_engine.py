@@ -26,7 +26,6 @@ from examples.models.make_model import make_model
 from tests.support.servers import BUCKET, command, free_port, rclone_s3
 from tests.support.vllm_router import routing
 from tests.support.waiting import until
-from tests.test_examples import ENVIRONMENT
 
 pytestmark = [pytest.mark.slow, pytest.mark.real]
 
@@ -68,7 +67,7 @@ class Server:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env=ENVIRONMENT,
+                env=os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
             )
 
     def wait_ready(self) -> None:

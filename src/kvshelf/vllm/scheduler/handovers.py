@@ -18,7 +18,8 @@ A wait also ends, uncounted, when its request is aborted or served from vLLM's o
 Of a *bare* hand-over it is not known what was promised, nor whether: the request waits for all of
 its own prompt, and no longer than :mod:`kvshelf.vllm.scheduler.bare` says. Otherwise it is served
 like any request: it waits for no namespace and no broken storage. Without params only chunks are
-waited for: a producer stores a tail where it is asked to.
+waited for, since a producer stores a tail where it is asked to; and where none is missing, nothing
+says that the request is handed over.
 
 Contracts
 ---------
@@ -363,6 +364,9 @@ class Handovers(SharingPart):
                 return None
             self._end(state, awaited, "invalid")
             self._refuse("invalid", str(error))
+            return None
+        if not pieces and not (state.request.kv_transfer_params or awaited.handover.key):
+            self._forget(state.id)
             return None
         if self._service is None:
             self._service = WaitService(
