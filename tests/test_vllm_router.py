@@ -7,7 +7,6 @@ product.
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +23,6 @@ from kvshelf.vllm.handover import (
 )
 from tests.support.servers import free_port
 from tests.support.vllm_router import routing
-from tests.support.waiting import until
 from tests.test_example_proxy import (
     EVENTS,
     WAIT,
@@ -33,7 +31,6 @@ from tests.test_example_proxy import (
     answer,
     bodies,
     decodes,
-    hangs,
     says,
     serving,
 )
@@ -46,12 +43,6 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "p"}]},
 }
 ASKING = {"model": "tiny", "max_tokens": 8}
-#: What it adds to a body, which vLLM must ignore.
-IGNORED = {
-    *("no_stop_trim", "return_hidden_states", "continue_final_message", "separate_reasoning"),
-    *("stream_reasoning", "include_reasoning", "ignore_eos", "skip_special_tokens", "echo"),
-    *("logprobs", "stream"),
-}
 
 
 class Prefill(Engine):
@@ -115,8 +106,6 @@ def test_a_handover_passes_it_untouched(rig: Rig, path: str, stream: bool) -> No
     assert asks_for_handover(first["kv_transfer_params"])
     assert (first["max_tokens"], first["min_tokens"], first["stream"]) == (1, 1, False)
     assert read_handover(second["kv_transfer_params"]) == HANDOVER
-    added = second.keys() - {"kv_transfer_params"} - ASKING.keys() - REQUESTS[path].keys()
-    assert added <= IGNORED
 
 
 @pytest.mark.parametrize("params", [no_handover(), None])
@@ -144,22 +133,6 @@ def test_a_first_leg_that_fails_is_the_clients_error(rig: Rig, status: int) -> N
 
 
 def test_a_request_whose_engine_is_away_is_an_error_and_the_next_one_is_not(rig: Rig) -> None:
-    found = [rig.client.post(f"{rig.url}/v1/completions", json=ASKING | {"prompt": "p"})]
-    found += [rig.client.post(f"{rig.url}/v1/completions", json=ASKING | {"prompt": "p"})]
-    found += [rig.client.post(f"{rig.url}/v1/completions", json=ASKING | {"prompt": "p"})]
-    assert sorted(one.status_code for one in found) == [200, 200, 500]
-
-
-def test_the_second_engine_sees_that_the_client_left(rig: Rig) -> None:
-    for engine in rig.prefill + rig.decode:
-        engine.asked.clear()
-    for engine in rig.decode:
-        engine.behaviour = hangs
-    host, port = rig.url.removeprefix("http://").split(":")
-    body = json.dumps(ASKING | {"prompt": "p", "stream": True}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: p\r\nContent-Type: application/json\r\n"
-    while not bodies(rig.decode):
-        with socket.create_connection((host, int(port)), WAIT) as connection:
-            connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-            connection.recv(1 << 16)
-    until(lambda: any(engine.saw_close.is_set() for engine in rig.decode))
+    url, body = f"{rig.url}/v1/completions", ASKING | {"prompt": "p"}
+    statuses = [rig.client.post(url, json=body).status_code for _ in range(3)]
+    assert sorted(statuses) == [200, 200, 500]

@@ -48,12 +48,14 @@ class Consumer:
         Tokens of its prompt.
     """
 
-    def __init__(self, engine: ScheduledEngine, params: object = BARE, length: int = 203) -> None:
+    def __init__(
+        self, engine: ScheduledEngine, params: object = BARE, length: int = 203, **options: Any
+    ) -> None:
         self.engine = engine
         self.promised = Promised(engine, prompt(length, seed=len(engine.texts)))
         self.name = f"r{len(engine.texts)}"
         self.began = time.monotonic()
-        engine.add(self.name, self.promised.tokens, answer=1, transfer=params)
+        engine.add(self.name, self.promised.tokens, answer=1, transfer=params, **options)
 
     def at(self, seconds: float) -> Consumer:
         """Step until so much time has passed since the request came."""
@@ -121,28 +123,20 @@ def test_no_wait_is_longer_than_the_option_or_the_request_says(
     assert consumer.loaded >= int(most / 0.3 - 0.5) * 32
 
 
-@pytest.mark.parametrize(("own", "option"), [({}, 0), ({"kvshelf_wait_s": 0}, 30)])
-def test_a_wait_of_nothing_is_none(start: Start, own: dict[str, Any], option: float) -> None:
+@pytest.mark.parametrize(
+    ("own", "option", "counted"),
+    [
+        ({}, 0, {}),
+        ({"kvshelf_wait_s": 0}, 30, {}),
+        ({"kvshelf_wait_s": "long"}, 30, {"invalid": 1}),
+    ],
+)
+def test_a_wait_of_nothing_is_none(
+    start: Start, own: dict[str, Any], option: float, counted: dict[str, int]
+) -> None:
     consumer = Consumer(start(handover_wait_s=option), BARE | own)
     assert consumer.waited() < STEPS
-    assert counts(consumer.engine) == {}
-
-
-def test_a_bound_that_is_none_is_refused(start: Start) -> None:
-    consumer = Consumer(start(), BARE | {"kvshelf_wait_s": "long"})
-    assert consumer.waited() < STEPS
-    assert counts(consumer.engine) == {"invalid": 1}
-
-
-def test_what_is_there_already_is_not_waited_for(start: Start) -> None:
-    engine = start()
-    for _ in range(5):
-        # The tail is asked for only here.
-        consumer = Consumer(engine)
-        consumer.publish(0)
-        assert consumer.waited() < STEPS
-        assert consumer.loaded == 203
-    assert counts(engine) == {"complete": 5}
+    assert counts(consumer.engine) == counted
 
 
 def test_the_time_of_a_wait_begins_when_vllm_asks(start: Start) -> None:
@@ -180,15 +174,14 @@ def test_after_three_waits_in_vain_one_request_in_sixteen_waits(
     assert sum("one such request in 16 waits" in line for line in caplog.messages) == 1
 
 
-def test_where_nothing_was_missing_nothing_is_learnt(start: Start) -> None:
+def test_what_is_there_already_is_not_waited_for_and_says_nothing(start: Start) -> None:
     engine = start()
-    took = []
-    for _ in range(4):
-        took.append(Consumer(engine).waited())
-        consumer = Consumer(engine, length=192)
-        consumer.publish(0)
-        consumer.waited()
-    assert [one >= 1 for one in took] == [True] * 3 + [False]
+    for number in range(4):
+        assert (Consumer(engine).waited() >= 1) == (number < 3)
+        consumer = Consumer(engine, length=192).publish(0)
+        assert consumer.waited() < STEPS
+        # One that does not wait is given what any lookup finds.
+        assert consumer.loaded == (192 if number < 2 else 184)
 
 
 # ----------------------------------------------------------------------- which requests
@@ -244,32 +237,23 @@ def test_beside_a_connector_that_transfers_its_blocks_are_not_waited_for(
 
 
 def test_what_cannot_be_loaded_is_not_waited_for(start: Start) -> None:
-    engine = start()
-    began = time.monotonic()
-    engine.add("r", prompt(203), answer=1, transfer=BARE, skips=True)
-    engine.finish()
-    assert time.monotonic() - began < STEPS
-    assert counts(engine) == {}
+    consumer = Consumer(start(), skips=True)
+    assert consumer.waited() < STEPS
+    assert counts(consumer.engine) == {}
 
 
 # ------------------------------------------------------------------- as any other request
 
 
-def test_no_namespace_is_waited_for_that_other_requests_do_not_wait_for(start: Start) -> None:
+def test_without_a_namespace_or_a_storage_no_request_waits(start: Start) -> None:
     engine = start(identity_seconds=0)
     lookups = rig.take_lookups(side_of(engine))
-    consumer = Consumer(engine)
-    assert consumer.waited() < STEPS
+    assert Consumer(engine).waited() < STEPS
     rig.give_lookups(side_of(engine), lookups)
-    assert counts(engine) == {}
-
-
-def test_while_a_breaker_is_open_no_request_waits(start: Start) -> None:
-    engine = start()
     rig.tell(side_of(engine), breaker_open=True)
     assert Consumer(engine).waited() < STEPS
-    assert engine.counted["skipped_lookups"] == 1
     rig.tell(side_of(engine), breaker_open=False)
+    assert counts(engine) == {}
     assert Consumer(engine).waited() >= 1
 
 
