@@ -267,6 +267,7 @@ def make_vllm_config(
         return_sampling_mask=False,
         get_total_num_kv_heads=lambda: 1,
         model="scheduled",
+        max_model_len=16384,
     )
     if drafts := options.pop("drafts", 0):
         config.speculative_config = _drafts(drafts, config.model_config if has_kv else None)
