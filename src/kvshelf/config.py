@@ -417,8 +417,8 @@ class Config(BaseSettings):
     case. See [How it works](how-it-works.md#admission)."""
     handover_wait_s: float = Field(default=30.0, ge=0)
     """Longest time, in seconds from its arrival, that a request waits for KV that another engine
-    has promised to store. What is missing then is computed. A request's params may shorten its own
-    wait. See [Prefill and decode](disaggregation.md)."""
+    has promised to store, or is said to. What is missing then is computed. A request's params may
+    shorten its own wait. See [Prefill and decode](disaggregation.md)."""
 
     if not TYPE_CHECKING:  # a type checker makes the constructor's arguments of the fields
 

@@ -93,6 +93,8 @@ COUNTERS: Mapping[str, str] = {
     "handovers_promised": "prompts promised to other engines",
     "handovers_complete": "requests for which everything promised was there in time",
     "handovers_late": "requests that were computed because their hand-over was late",
+    "handovers_vain": "requests that waited for KV that nobody had promised, and none appeared",
+    "handovers_skipped": "requests that did not wait for KV because others had waited in vain",
     "handovers_gave_up": "requests that were computed because the producer gave up",
     "handovers_refused": "requests that did not wait for a hand-over because too many waited",
     "handovers_other_namespace": (

@@ -267,13 +267,14 @@ def make_vllm_config(
         return_sampling_mask=False,
         get_total_num_kv_heads=lambda: 1,
         model="scheduled",
+        max_model_len=16384,
     )
     if drafts := options.pop("drafts", 0):
         config.speculative_config = _drafts(drafts, config.model_config if has_kv else None)
     config.parallel_config.data_parallel_size = int(options.pop("data_parallel", 1))
     config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = ranks
     config.scheduler_config = SchedulerConfig(
-        max_model_len=4096,
+        max_model_len=16384,
         is_encoder_decoder=False,
         max_num_batched_tokens=budget,
         max_num_seqs=seqs,
@@ -292,7 +293,7 @@ def make_vllm_config(
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="SharedStorageConnector",
         kv_connector_module_path="kvshelf.vllm.connector",
-        kv_role="kv_both",
+        kv_role=str(options.pop("role", "kv_both")),
         kv_load_failure_policy="recompute",
         kv_connector_extra_config={
             "shared_storage_path": None if "server" in options else str(root),

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
-from kvshelf.vllm.handover import Handover, asks_for_handover, read_handover
+from kvshelf.vllm.handover import (
+    Handover,
+    asks_for_handover,
+    no_handover,
+    read_bare,
+    read_handover,
+)
 
 FIELDS = (
     "kvshelf_version",
@@ -54,6 +60,13 @@ def test_a_consumer_reads_what_a_producer_answered(handover: Handover) -> None:
     assert read_handover(json.loads(json.dumps(params))) == handover
 
 
+@pytest.mark.parametrize("expected", [False, True])
+def test_what_promises_nothing_is_no_handover_and_not_bare(expected: bool) -> None:
+    params = json.loads(json.dumps({**no_handover(), "do_remote_prefill": True}))
+    assert read_handover(params) is None
+    assert read_bare(params, expected=expected) is None
+
+
 def test_a_later_version_says_what_to_do() -> None:
     with pytest.raises(ValueError, match="found 2, expected 1; run the same release"):
         read_handover(GOOD.params() | {"kvshelf_version": 2})
@@ -73,6 +86,7 @@ def test_one_arbitrary_field_is_refused_or_read(field: str, value: object) -> No
 def test_params_of_any_type_are_no_handover_or_refused(params: object) -> None:
     read_or_refuse(params)
     assert asks_for_handover(params) is False
+    assert read_bare(params, expected=False) is None
 
 
 def read_or_refuse(params: object) -> None:

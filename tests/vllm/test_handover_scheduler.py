@@ -26,7 +26,7 @@ from kvshelf.format.namespace import Namespace
 from kvshelf.shelf.waits import WaitService
 from kvshelf.vllm import handshake
 from kvshelf.vllm.adapters import AdapterDigests
-from kvshelf.vllm.handover import Handover, read_handover
+from kvshelf.vllm.handover import Handover, no_handover, read_handover
 from kvshelf.vllm.metadata import LoadFailure
 from kvshelf.vllm.scheduler import SchedulerSide, handovers, hits
 from kvshelf.vllm.scheduler.requests import Awaited
@@ -175,7 +175,7 @@ def test_while_a_rank_can_write_nothing_only_what_was_seen_is_promised(start: St
     assert prefill(engine, tokens).tokens == 96
     engine.add("other", prompt(203, seed=1), answer=1, transfer=ASKED)
     engine.finish()
-    assert engine.params["other"] is None
+    assert engine.params["other"] == no_handover()
     rig.tell(side_of(engine), writes_refused=False)
     engine.add("third", prompt(203, seed=2), answer=1, transfer=ASKED)
     engine.finish()
@@ -208,17 +208,18 @@ def test_after_an_error_nothing_is_promised(
         engine.step()
     engine.finish()
     assert "planning failed" in caplog.text
-    assert engine.params["r"] is None
+    assert engine.params["r"] == no_handover()
 
 
 @pytest.mark.parametrize("model", HYBRID)
-def test_a_prompt_without_a_boundary_before_its_end_is_not_promised(
+def test_of_a_prompt_without_a_boundary_before_its_end_nothing_is_promised(
     start: Start, model: str
 ) -> None:
     engine = start(model)
-    engine.add("r", prompt(32), answer=1, transfer=ASKED)
-    engine.finish()
-    assert engine.params["r"] is None
+    for name, transfer in (("asked", ASKED), ("not asked", None)):
+        engine.add(name, prompt(32), answer=1, transfer=transfer)
+        engine.finish()
+    assert engine.params == {"asked": no_handover(), "not asked": None}
 
 
 # ------------------------------------------------------------------------------- the consumer
@@ -661,6 +662,8 @@ def test_no_request_waits_past_its_deadline_and_every_request_ends(
                     length = draw(st.integers(33, 200), "length")
                     prompts.append(prompt(length, seed=number, shared=min(length, 40)))
                     params = promise_of(engine, prompts[-1], number).params()
+                    if draw(st.booleans(), "bare"):
+                        params = {"do_remote_prefill": True}
                     params["kvshelf_wait_s"] = draw(st.integers(0, 9), "wait")
                     engine.add(
                         f"r{number}",
@@ -693,7 +696,13 @@ def test_no_request_waits_past_its_deadline_and_every_request_ends(
                 for _ in range(draw(st.integers(0, 3), "steps")):
                     engine.step()
             rig.tell(side, breaker_open=False)
-            clock.now += 1000
+
+            def over() -> bool:
+                # The time of bare hand-overs begins when vLLM first asks.
+                clock.now += 1000
+                return not engine.scheduler.has_requests()
+
+            step_until(engine, over)
             engine.finish()
             assert_nothing_is_left(engine)
             assert not rig.remembers(side)

@@ -96,6 +96,8 @@ def test_a_configuration_edited_beside_equal_weights(
     first.generate(tokens)
     shelf.wait_stored(tokens)
     answered(start(copy("edited", rms_norm_eps=0.1)), tokens, 0)
+    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    answered(start(copy("another RoPE factor", rope_parameters=scaled)), tokens, 0)
     # A value that decides nothing, and another version of the library that wrote the file.
     answered(start(copy("written anew", transformers_version="9.9", use_cache=False)), tokens, 1024)
 

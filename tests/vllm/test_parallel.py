@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,15 +106,20 @@ def test_both_degrees_compute_the_same_kv(degrees: Degrees, prompt: MakePrompt) 
 
 @pytest.mark.usefixtures("reference")  # so that no near-tie is drawn
 @pytest.mark.parametrize("shard", variants([0, 1], {1}))
+@pytest.mark.parametrize(
+    "damage",
+    [DAMAGE["flipped byte of the payload"], pytest.param(Path.unlink, marks=pytest.mark.slow)],
+    ids=["damaged", "gone"],
+)
 def test_what_one_rank_cannot_load_all_compute_again(
-    degrees: Degrees, prompt: MakePrompt, shard: int
+    degrees: Degrees, prompt: MakePrompt, shard: int, damage: Callable[[Path], None]
 ) -> None:
     engine, shelf = degrees.two, degrees.shelf
     tokens = prompt(900)
     engine.reset_prefix_cache()
     cold = engine.generate(tokens)
     damaged = shelf.wait_stored(tokens)[1][shard]
-    DAMAGE["flipped byte of the payload"](damaged)
+    damage(damaged)
     engine.reset_prefix_cache()
     answer = engine.generate(tokens)
     assert_same(answer, cold)

@@ -218,6 +218,7 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
                     counters=self._counters,
                     uses=self._assembly.uses,
                     others_transfer=_others_transfer(),
+                    is_consumer=not transfer.is_kv_producer,
                 )
             )
         else:

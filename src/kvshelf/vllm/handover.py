@@ -2,7 +2,8 @@
 
 Owns the fields of vLLM's ``kv_transfer_params`` that are kvshelf's own, in both directions. A
 request asks a producer for a hand-over with ``do_remote_decode`` or ``kvshelf_handover``; the
-answer of the producer is a :class:`Handover`; the request to the consumer brings it.
+answer of the producer is a :class:`Handover`; the request to the consumer brings it. A *bare*
+hand-over brings none: the request only says that another engine prefills its prompt.
 
 Contracts
 ---------
@@ -16,10 +17,11 @@ Contracts
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 #: Version of the fields; a consumer refuses others.
 VERSION: Final = 1
@@ -33,6 +35,10 @@ _ATTEMPT: Final = "kvshelf_attempt"
 _WAIT: Final = "kvshelf_wait_s"
 _REQUIRED: Final = (_VERSION, _NAMESPACE, _TOKENS, _KEY, _TAIL, _ATTEMPT)
 _ASKING: Final = ("do_remote_decode", "kvshelf_handover")
+#: Says of a request that another engine prefills its prompt.
+_BARE: Final = "do_remote_prefill"
+#: What other connectors name the blocks by that they fetch.
+_FOREIGN: Final = ("remote_block_ids", "remote_engine_id", "transfer_id")
 
 _DIGITS: Final = re.compile(r"[0-9a-f]+", re.ASCII)
 #: Tokens: more than any prompt has.
@@ -45,7 +51,7 @@ _SHOWN: Final = 40
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """What a producer promises of one prompt.
+    """What a producer promises of one prompt; of a bare one namespace, key and attempt are empty.
 
     Attributes
     ----------
@@ -86,6 +92,11 @@ class Handover:
         return params
 
 
+def no_handover() -> dict[str, Any]:
+    """Return the fields of ``kv_transfer_params`` by which a producer promises nothing."""
+    return {_VERSION: VERSION, _TOKENS: 0}
+
+
 def asks_for_handover(params: object) -> bool:
     """Whether a request asks this engine to prefill its prompt for another one.
 
@@ -98,7 +109,7 @@ def asks_for_handover(params: object) -> bool:
 
 
 def read_handover(params: object) -> Handover | None:
-    """Return the hand-over that a request brings; None if it brings none.
+    """Return the hand-over that a request brings; None if it brings none, or promises nothing.
 
     Parameters
     ----------
@@ -111,7 +122,7 @@ def read_handover(params: object) -> Handover | None:
     ValueError
         If a field is missing or is not what it must be. The message says which.
     """
-    if not isinstance(params, Mapping) or not any(field in params for field in _REQUIRED):
+    if not _has_fields(params):
         return None
     version = _integer(params, _VERSION, 1, _MOST_TOKENS)
     if version != VERSION:
@@ -119,15 +130,59 @@ def read_handover(params: object) -> Handover | None:
             f"{_VERSION}: found {version}, expected {VERSION}; run the same release of kvshelf on"
             " both engines"
         )
-    tokens = _integer(params, _TOKENS, 1, _MOST_TOKENS)
+    tokens = _integer(params, _TOKENS, 0, _MOST_TOKENS)
+    if not tokens:
+        return None
     return Handover(
         namespace=bytes.fromhex(_hex(params, _NAMESPACE, 64)),
         tokens=tokens,
         key=bytes.fromhex(_hex(params, _KEY, 64)),
         tail=_integer(params, _TAIL, 0, tokens),
         attempt=_hex(params, _ATTEMPT, 32),
-        wait_s=_seconds(params[_WAIT]) if params.get(_WAIT) is not None else None,
+        wait_s=_wait(params),
     )
+
+
+def read_bare(params: object, *, expected: bool) -> float | None:
+    """Return how long a request may wait that brings a bare hand-over; None if it brings none.
+
+    Parameters
+    ----------
+    params : object
+        ``Request.kv_transfer_params`` (``vllm/v1/request.py``), which is not checked by vLLM.
+    expected : bool
+        Whether a request brings one that does not say.
+
+    Returns
+    -------
+    float or None
+        Seconds, infinite where the request sets no bound.
+
+    Raises
+    ------
+    ValueError
+        If the bound is none.
+    """
+    params = {} if params is None else params
+    if not isinstance(params, Mapping) or _has_fields(params) or asks_for_handover(params):
+        return None
+    if params.get(_BARE, expected) is not True:
+        return None
+    seconds = _wait(params)
+    return math.inf if seconds is None else seconds
+
+
+def is_foreign(params: object) -> bool:
+    """Whether a request names blocks of another engine that another connector is to fetch."""
+    return (
+        isinstance(params, Mapping)
+        and params.get(_BARE) is True
+        and any(params.get(field) is not None for field in _FOREIGN)
+    )
+
+
+def _has_fields(params: object) -> TypeGuard[Mapping[Any, Any]]:
+    return isinstance(params, Mapping) and any(field in params for field in _REQUIRED)
 
 
 def _integer(params: Mapping[Any, Any], field: str, least: int, most: int) -> int:
@@ -146,7 +201,10 @@ def _hex(params: Mapping[Any, Any], field: str, digits: int) -> str:
     return value
 
 
-def _seconds(value: object) -> float:
+def _wait(params: Mapping[Any, Any]) -> float | None:
+    value = params.get(_WAIT)
+    if value is None:
+        return None
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _LONGEST:
         return float(value)
     raise ValueError(f"{_WAIT}: found {_shown(value)}, expected seconds, 0 to {_LONGEST}")

@@ -43,6 +43,8 @@ class Engine:
         Records what hits use; the caller closes it. Nothing is recorded without it.
     others_transfer : bool
         Whether another connector transfers the prompts of requests with ``do_remote_prefill``.
+    is_consumer : bool
+        Whether other engines prefill the prompts of requests that do not say so.
     failed : FailedKeys
         Kind keys of chunks that could not be loaded, of any request.
     """
@@ -59,6 +61,7 @@ class Engine:
     counters: Counters = field(default_factory=Counters)
     uses: Uses | None = None
     others_transfer: bool = False
+    is_consumer: bool = False
     failed: FailedKeys = field(default_factory=FailedKeys)
 
     @property

@@ -7,12 +7,19 @@ A wait begins when its request arrives, and ends in one of these ways, each of w
 
 * ``complete``: everything that was promised is on the shelf;
 * ``gave_up``: the producer's marker says that a part will never be;
-* ``late``: the deadline has passed;
+* ``late``: the deadline has passed, or the rest of a bare hand-over does not appear;
+* ``vain``: nothing new of a bare hand-over has appeared;
 * ``other_namespace``: this engine cannot use the producer's KV;
 * ``invalid``: the params are malformed, or do not fit the request;
 * ``refused``: too many requests wait already.
 
 A wait also ends, uncounted, when its request is aborted or served from vLLM's own cache.
+
+Of a *bare* hand-over it is not known what was promised, nor whether: the request waits for all of
+its own prompt, and no longer than :mod:`kvshelf.vllm.scheduler.bare` says. Otherwise it is served
+like any request: it waits for no namespace and no broken storage. Without params only chunks are
+waited for, since a producer stores a tail where it is asked to; and where none is missing, nothing
+says that the request is handed over.
 
 Contracts
 ---------
@@ -33,6 +40,7 @@ When this part fails, requests wait on until vLLM asks.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Container
 from typing import Any, Final
@@ -42,8 +50,9 @@ from kvshelf.format.kinds import FULL, KINDS, Kind
 from kvshelf.logs import RateLimitedLog
 from kvshelf.shelf.lookup import Lookup, LookupService
 from kvshelf.shelf.waits import Piece, Wait, WaitService
-from kvshelf.vllm.handover import Handover, read_handover
+from kvshelf.vllm.handover import Handover, read_bare, read_handover
 from kvshelf.vllm.metadata import StepMetadata
+from kvshelf.vllm.scheduler.bare import BareWaits, Patience
 from kvshelf.vllm.scheduler.difference import log_difference
 from kvshelf.vllm.scheduler.lookups import Lookups
 from kvshelf.vllm.scheduler.requests import Awaited, HandoverOutcome, RequestState
@@ -82,6 +91,7 @@ class Handovers(SharingPart):
         self._lookups = lookups
         self._log = RateLimitedLog(logger)
         self.clock: Callable[[], float] = time.monotonic
+        self._bare = BareWaits()
         #: The requests that wait.
         self._waiting: dict[str, Awaited] = {}
         self._service: WaitService | None = None
@@ -101,25 +111,43 @@ class Handovers(SharingPart):
 
     def arrive(self, state: RequestState) -> None:
         """Let a new request wait for the hand-over that it brings, if it brings one."""
+        params, longest = state.request.kv_transfer_params, self._config.handover_wait_s
+        wanted = patience = None
         try:
-            handover = read_handover(state.request.kv_transfer_params)
-            if handover is not None and not state.reads:
+            handover = read_handover(params)
+            if handover is None:
+                wanted = read_bare(params, expected=self._engine.is_consumer)
+            elif not state.reads:
                 raise ValueError("KV of this request cannot be loaded")
         except ValueError as error:
             self._refuse("invalid", str(error))
             return
+        if wanted and longest and state.reads:
+            handover, patience = self._own(state), Patience(min(longest, wanted))
         if handover is None:
             return
-        now, longest = self.clock(), self._config.handover_wait_s
+        now = self.clock()
         if handover.wait_s is not None:
             longest = min(longest, handover.wait_s)
         if not longest:
             self._counters.add("handovers_late")
         elif len(self._waiting) >= MAX_WAITING:
             self._refuse("refused", f"{MAX_WAITING} requests wait")
+        elif patience is not None and not self._bare.may_begin():
+            self._counters.add("handovers_skipped")
         else:
-            state.awaited = Awaited(handover, now, now + longest)
+            deadline = math.inf if patience is not None else now + longest
+            state.awaited = Awaited(handover, now, deadline, patience)
             self._waiting[state.id] = state.awaited
+
+    def _own(self, state: RequestState) -> Handover | None:
+        """Return what a bare hand-over has of a prompt; None if that is nothing."""
+        tokens: int = state.request.num_prompt_tokens
+        if self._groups.hybrid:
+            tokens = (tokens - 1) // self._size * self._size
+        elif not state.request.kv_transfer_params:
+            tokens -= tokens % self._size
+        return Handover(b"", tokens, b"", tokens % self._size, "") if tokens else None
 
     def _refuse(self, outcome: HandoverOutcome, reason: str) -> None:
         self._counters.add(f"handovers_{outcome}")
@@ -131,7 +159,11 @@ class Handovers(SharingPart):
         awaited.outcome = outcome
         if awaited.wait is not None:
             awaited.wait.cancel()
-        if outcome in ("complete", "gave_up", "late"):
+        patience = awaited.patience
+        if patience is not None and (patience.hopeful or (awaited.wait and outcome == "vain")):
+            # Where nothing was missing, or the lookup took too long, nothing is learnt.
+            self._bare.ended(hopeful=patience.hopeful)
+        if outcome in ("complete", "gave_up", "late", "vain"):
             self._counters.observe("handover_wait", max(0.0, self.clock() - awaited.arrived))
         if outcome != "invalid":
             self._counters.add(f"handovers_{outcome}")
@@ -175,7 +207,7 @@ class Handovers(SharingPart):
             return
         if meta != StepMetadata(idle=True, weights_round=meta.weights_round, heard=meta.heard):
             return
-        first = min((one.deadline for one in self._waiting.values()), default=0.0)
+        first = min((one.until for one in self._waiting.values()), default=0.0)
         seconds = min(_LONGEST_SLEEP, first - self.clock())
         if seconds > 0:
             (time.sleep if self._service is None else self._service.sleep)(seconds)
@@ -198,6 +230,8 @@ class Handovers(SharingPart):
         awaited = state.awaited
         if awaited is None or awaited.outcome is not None:
             return False
+        if awaited.patience is not None and not self._begin_bare(awaited, awaited.patience):
+            return False
         self._go_on(state, awaited)
         waits = awaited.outcome is None
         if waits:
@@ -205,18 +239,37 @@ class Handovers(SharingPart):
             state.offered_from = computed
         return waits
 
+    def _begin_bare(self, awaited: Awaited, patience: Patience) -> bool:
+        """Return whether a bare hand-over can be waited for now; its time begins with the first."""
+        lookups = self._opening.looks_up
+        if lookups is None or self._lookups.breaker_is_open(lookups):
+            return False
+        if awaited.deadline == math.inf:
+            awaited.arrived = self.clock()
+            awaited.deadline = awaited.arrived + patience.longest
+            patience.begin(awaited.arrived)
+        return True
+
     def _go_on(self, state: RequestState, awaited: Awaited) -> None:
         """Take a wait a step further."""
-        lookups, wait = self._opening.looks_up, awaited.wait
-        late = self.clock() >= awaited.deadline
-        if lookups is not None and wait is None and not late:
+        lookups, wait, patience = self._opening.looks_up, awaited.wait, awaited.patience
+        now = self.clock()
+        if lookups is not None and wait is None and now < awaited.until:
             wait = self._begin(lookups, state, awaited)
         complete = wait is not None and wait.complete
         if wait is not None:
             self._take(state, awaited, wait, complete=complete)
+            if patience is not None and wait.seen > awaited.seen:
+                patience.note_new(now)
+                awaited.seen = wait.seen
+        late = now >= awaited.until
         # vLLM may not have polled for a while.
         if lookups is not None and complete:
             self._complete(lookups, state, awaited, late=late)
+        elif late and patience is not None:
+            self._end(state, awaited, "late" if patience.hopeful else "vain")
+            if self._groups.hybrid and patience.hopeful:
+                state.drop_lookup()
         elif late:
             self._end(state, awaited, "late")
         elif lookups is not None and wait is not None and wait.gave_up:
@@ -285,7 +338,7 @@ class Handovers(SharingPart):
         """Whether the producer's KV is unusable here; logs once for each namespace why."""
         namespace, other = self._opening.namespace, awaited.handover.namespace
         assert namespace is not None
-        if other == namespace.digest:
+        if other in (b"", namespace.digest):
             return False
         self._end(state, awaited, "other_namespace")
         shelf, known = self._opening.shelf, self._others
@@ -306,8 +359,14 @@ class Handovers(SharingPart):
                 raise ValueError("KV of its LoRA adapter cannot be loaded")
             pieces = self._missing(state, awaited, lookup)
         except ValueError as error:
+            if awaited.patience is not None:
+                self._forget(state.id)
+                return None
             self._end(state, awaited, "invalid")
             self._refuse("invalid", str(error))
+            return None
+        if not pieces and not (state.request.kv_transfer_params or awaited.handover.key):
+            self._forget(state.id)
             return None
         if self._service is None:
             self._service = WaitService(
@@ -316,7 +375,7 @@ class Handovers(SharingPart):
                 on_seen=self._lookups.note_there,
                 on_thread_start=self._engine.on_thread_start,
             )
-        awaited.first = lookup.full_chunks
+        awaited.first, awaited.seen = lookup.full_chunks, 0
         awaited.wait = self._service.submit(pieces, awaited.handover.attempt)
         return awaited.wait
 
@@ -354,7 +413,7 @@ class Handovers(SharingPart):
         tail = None
         if rest:
             tail = chain.tail_after(count, request._all_token_ids[count * size : handover.tokens])
-        if (tail or chain.chunks[count - 1]).key != handover.key:
+        if handover.key and (tail or chain.chunks[count - 1]).key != handover.key:
             raise ValueError(
                 "the key is of another prompt; the producer and this engine must get the same"
                 " tokens, cache_salt, LoRA adapter and images"

@@ -10,6 +10,8 @@ Contracts
   lookups have seen is.
 * A request keeps its blocks until the workers have reported it, if stores of it may be postponed.
 * Of requests whose stores are unknown nothing is promised.
+* A request that wants a hand-over, and of which nothing can be promised, is answered so: the
+  consumer need not wait to learn it.
 * Runs on the engine's step thread.
 
 When this part fails, postponed stores wait for a later step, or for the end of their request.
@@ -22,7 +24,7 @@ from typing import Any
 
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import Kind
-from kvshelf.vllm.handover import asks_for_handover
+from kvshelf.vllm.handover import asks_for_handover, no_handover
 from kvshelf.vllm.metadata import Facts, Owner, StepMetadata
 from kvshelf.vllm.scheduler.promise import Promise
 from kvshelf.vllm.scheduler.requests import RequestState
@@ -116,13 +118,14 @@ class Promises(SharingPart):
         orders = self._orders.next
         if preempted is not None:
             orders.gone.append((state.id, preempted))
-        if state.promise is None or request.num_computed_tokens < request.num_prompt_tokens:
-            return False, None
-        handover = state.promise.handover(
-            self._groups, request.num_prompt_tokens, self._size, seen_only=bool(self._refusing)
-        )
+        handover = None
+        if state.promise is not None and request.num_computed_tokens >= request.num_prompt_tokens:
+            handover = state.promise.handover(
+                self._groups, request.num_prompt_tokens, self._size, seen_only=bool(self._refusing)
+            )
         if handover is None:
-            return False, None
+            asked = self._engine.hands_over and asks_for_handover(request.kv_transfer_params)
+            return False, no_handover() if asked else None
         self._counters.add("handovers_promised")
         owner = (state.id, request.num_preemptions)
         # Workers have not reported yet which stores they postponed in the last steps.

@@ -11,8 +11,8 @@ Contracts
   like others. These are requests that skip the prefix cache (log probabilities of the prompt), and
   all requests of engines that return the routed experts: vLLM takes KV only together with the
   experts that the tokens were computed with, and an object does not have these.
-* A request whose prompt another connector transfers (``do_remote_prefill`` beside NixlConnector and
-  its like) is neither delayed nor loaded, unless the option says so: that connector has all of it.
+* A request whose prompt another connector transfers (``do_remote_prefill`` with that connector's
+  fields, beside NixlConnector and its like) is neither delayed nor loaded: it has all of it.
 * Runs on the engine's step thread.
 """
 
@@ -21,7 +21,6 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -29,16 +28,17 @@ from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import STATE, WINDOW, Kind
 from kvshelf.shelf.lookup import Lookup
 from kvshelf.shelf.waits import Wait
-from kvshelf.vllm.handover import Handover
+from kvshelf.vllm.handover import Handover, is_foreign
 from kvshelf.vllm.item_ids import ItemIds
 from kvshelf.vllm.metadata import LoadOp
+from kvshelf.vllm.scheduler.bare import Patience
 from kvshelf.vllm.scheduler.engine import Engine
 from kvshelf.vllm.scheduler.promise import Promise
 
 logger = logging.getLogger(__name__)
 
 HandoverOutcome: TypeAlias = Literal[
-    "complete", "gave_up", "late", "other_namespace", "invalid", "refused", "unneeded"
+    "complete", "gave_up", "late", "vain", "other_namespace", "invalid", "refused", "unneeded"
 ]
 
 
@@ -50,15 +50,19 @@ class Awaited:
     ----------
     handover : Handover
     arrived, deadline : float
-        By the clock of :class:`~kvshelf.vllm.scheduler.handovers.Handovers`.
+        By the clock of :class:`~kvshelf.vllm.scheduler.handovers.Handovers`. Of a bare hand-over,
+        from when vLLM first asks.
+    patience : Patience or None
+        How long the request waits of that, if its hand-over is bare.
     outcome : HandoverOutcome or None
         How the wait ended; None while the request waits.
     tail : Chunk or None
         The tail, once its key was compared.
     wait : Wait or None
         None until it is known what is missing.
-    first : int
-        Full chunks that the lookup had seen when the wait began.
+    first, seen : int
+        Full chunks that the lookup had seen when the wait began, and pieces that the wait had when
+        vLLM last asked.
     retry_at : float
         No lookup is started before that.
     """
@@ -66,11 +70,18 @@ class Awaited:
     handover: Handover
     arrived: float
     deadline: float
+    patience: Patience | None = None
     outcome: HandoverOutcome | None = None
     tail: Chunk | None = None
     wait: Wait | None = None
     first: int = 0
+    seen: int = 0
     retry_at: float = -math.inf
+
+    @property
+    def until(self) -> float:
+        """When the wait ends if nothing more appears."""
+        return self.deadline if self.patience is None else min(self.patience.ends, self.deadline)
 
     @property
     def hit_tokens(self) -> int:
@@ -278,8 +289,7 @@ class Requests(dict[str, RequestState]):
 
     def is_transferred(self, request: Any) -> bool:
         """Whether another connector transfers a prompt; it reports the end of that itself."""
-        params = request.kv_transfer_params if self._others_transfer else None
-        return isinstance(params, Mapping) and params.get("do_remote_prefill") is True
+        return self._others_transfer and is_foreign(request.kv_transfer_params)
 
 
 def items_of(request: Any) -> list[tuple[int, int]]:

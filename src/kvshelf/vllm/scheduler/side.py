@@ -146,7 +146,7 @@ class SchedulerSide:
 
     def _add(self, request: Any) -> RequestState:
         state = self.requests.add(request)
-        if request.kv_transfer_params is not None and self.engine.hands_over:
+        if self.engine.hands_over:
             self._promises.arrive(state)
             if not self.requests.is_transferred(request):
                 self.handovers.arrive(state)

@@ -1,0 +1,325 @@
+"""Hand-overs that nobody has promised: how long their requests wait, and which requests do.
+
+vLLM's own scheduler drives the connector, and time is simulated.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvshelf.format.keys import Chunk
+from kvshelf.format.kinds import FULL, KINDS, Kind, kind_key
+from kvshelf.vllm import connector
+from tests.support.prompts import prompt
+from tests.vllm import rig
+from tests.vllm.scheduled import ScheduledEngine, Start, World
+from tests.vllm.test_handover_scheduler import (
+    ASKED,
+    HYBRID,
+    Promised,
+    counts,
+    loaded,
+    prefill,
+    side_of,
+    waits,
+)
+
+#: What llm-d's coordinator sends to the engine that decodes.
+BARE = {"do_remote_decode": False, "do_remote_prefill": True}
+NOTHING = {"kvshelf_version": 1, "kvshelf_tokens": 0}
+#: What a few steps may take beside a wait.
+STEPS = 0.1
+
+
+class Consumer:
+    """An engine with one request, and what is put on its shelf at which time.
+
+    Parameters
+    ----------
+    engine : ScheduledEngine
+    params : object
+        What the request brings.
+    length : int
+        Tokens of its prompt.
+    """
+
+    def __init__(
+        self, engine: ScheduledEngine, params: object = BARE, length: int = 203, **options: Any
+    ) -> None:
+        self.engine = engine
+        self.promised = Promised(engine, prompt(length, seed=len(engine.texts)))
+        self.name = f"r{len(engine.texts)}"
+        self.began = time.monotonic()
+        engine.add(self.name, self.promised.tokens, answer=1, transfer=params, **options)
+
+    def at(self, seconds: float) -> Consumer:
+        """Step until so much time has passed since the request came."""
+        while time.monotonic() < self.began + seconds:
+            before = time.monotonic()
+            self.engine.step()
+            if time.monotonic() - before < 1e-3:
+                time.sleep(1e-3)
+        return self
+
+    def publish(self, first: int, end: int | None = None) -> Consumer:
+        self.promised.publish(first, end)
+        return self
+
+    def waited(self) -> float:
+        """Step until the request is done; return how long that took since it came."""
+        self.engine.finish()
+        return time.monotonic() - self.began
+
+    @property
+    def loaded(self) -> int:
+        return loaded(self.engine, self.name)
+
+
+# ----------------------------------------------------------------------------- how long
+
+
+def test_a_whole_prompt_and_its_tail_are_waited_for(start: Start) -> None:
+    consumer = Consumer(start())
+    consumer.at(0.6).publish(0, 2).at(1.7).publish(2, 6).at(3.8).publish(6)
+    assert waits(consumer.engine, consumer.name)
+    assert consumer.waited() < 3.8 + STEPS
+    assert consumer.loaded == 203
+    assert counts(consumer.engine) == {"complete": 1}
+
+
+def test_a_producer_that_never_comes_costs_a_second(start: Start) -> None:
+    consumer = Consumer(start())
+    assert 1 <= consumer.waited() < 1 + STEPS
+    assert counts(consumer.engine) == {"vain": 1}
+
+
+@pytest.mark.parametrize(("appear", "ends"), [([0.02], 0.22), ([0.5, 0.6], 1.6), ([0.2, 0.6], 1.4)])
+def test_what_is_missing_has_twice_the_longest_gap(
+    start: Start, appear: list[float], ends: float
+) -> None:
+    consumer = Consumer(start())
+    for number, at in enumerate(appear):
+        consumer.at(at).publish(number, number + 1)
+    assert consumer.waited() == pytest.approx(ends, abs=STEPS)
+    assert consumer.loaded == len(appear) * 32
+    assert counts(consumer.engine) == {"late": 1}
+
+
+@pytest.mark.parametrize(
+    ("own", "option", "most"), [({}, 2, 2), ({"kvshelf_wait_s": 1.5}, 30, 1.5)]
+)
+def test_no_wait_is_longer_than_the_option_or_the_request_says(
+    start: Start, own: dict[str, Any], option: float, most: float
+) -> None:
+    consumer = Consumer(start(handover_wait_s=option), BARE | own)
+    for number in range(6):
+        consumer.at(0.3 + 0.3 * number).publish(number, number + 1)
+    assert consumer.waited() == pytest.approx(max(most, 0.3 + 0.3 * 5), abs=STEPS)
+    assert consumer.loaded >= int(most / 0.3 - 0.5) * 32
+
+
+@pytest.mark.parametrize(
+    ("own", "option", "counted"),
+    [
+        ({}, 0, {}),
+        ({"kvshelf_wait_s": 0}, 30, {}),
+        ({"kvshelf_wait_s": "long"}, 30, {"invalid": 1}),
+    ],
+)
+def test_a_wait_of_nothing_is_none(
+    start: Start, own: dict[str, Any], option: float, counted: dict[str, int]
+) -> None:
+    consumer = Consumer(start(handover_wait_s=option), BARE | own)
+    assert consumer.waited() < STEPS
+    assert counts(consumer.engine) == counted
+
+
+def test_the_time_of_a_wait_begins_when_vllm_asks(start: Start) -> None:
+    """And what has appeared since the request came is seen."""
+    engine = start(seqs=1)
+    engine.add("first", prompt(40, seed=99), answer=50)
+    engine.step()
+    consumer = Consumer(engine)
+    consumer.publish(0)
+    time.sleep(60)
+    engine.finish()
+    assert consumer.loaded == 203
+    assert counts(engine) == {"complete": 1}
+
+
+# --------------------------------------------------------------------- waits in vain
+
+
+def test_after_three_waits_in_vain_one_request_in_sixteen_waits(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = start()
+    times = [Consumer(engine).waited() for _ in range(3 + 16)]
+    assert [number for number, took in enumerate(times) if took >= 1] == [0, 1, 2, 18]
+    assert max(took for took in times if took < 1) < STEPS
+    assert counts(engine) == {"vain": 4, "skipped": 15}
+    # Something appears for one that waits: all do again.
+    for _ in range(15):
+        assert Consumer(engine).waited() < STEPS
+    consumer = Consumer(engine)
+    consumer.at(0.5).publish(0)
+    consumer.waited()
+    assert consumer.loaded == 203
+    assert [Consumer(engine).waited() >= 1 for _ in range(4)] == [True] * 3 + [False]
+    assert sum("one such request in 16 waits" in line for line in caplog.messages) == 1
+
+
+def test_what_is_there_already_is_not_waited_for_and_says_nothing(start: Start) -> None:
+    engine = start()
+    for number in range(4):
+        assert (Consumer(engine).waited() >= 1) == (number < 3)
+        consumer = Consumer(engine, length=192).publish(0)
+        assert consumer.waited() < STEPS
+        # One that does not wait is given what any lookup finds.
+        assert consumer.loaded == (192 if number < 2 else 184)
+
+
+# ----------------------------------------------------------------------- which requests
+
+
+def test_on_an_engine_that_stores_requests_without_params_never_wait(start: Start) -> None:
+    consumer = Consumer(start(), None)
+    assert consumer.waited() < STEPS
+    assert counts(consumer.engine) == {}
+
+
+@pytest.mark.parametrize("params", [None, {}])
+def test_on_a_consumer_requests_without_params_wait_for_chunks(
+    start: Start, params: object
+) -> None:
+    """A tail is stored where the producer was asked to: it was not."""
+    engine = start(role="kv_consumer")
+    consumer = Consumer(engine, params)
+    consumer.at(0.5).publish(0, 6)
+    assert consumer.waited() < 0.5 + STEPS
+    assert consumer.loaded == 192
+    assert Consumer(engine, params).waited() >= 1
+    assert Consumer(engine, params, length=31).waited() < STEPS
+    assert counts(engine) == {"complete": 1, "vain": 1}
+
+
+@pytest.mark.parametrize("params", [{"do_remote_prefill": False}, ASKED, NOTHING])
+def test_a_consumer_does_not_wait_for_what_nobody_prefills(start: Start, params: object) -> None:
+    consumer = Consumer(start(role="kv_consumer"), params)
+    assert consumer.waited() < STEPS
+    assert counts(consumer.engine) == {}
+
+
+FIELDS: dict[str, Any] = {
+    "remote_block_ids": [1, 2],
+    "remote_engine_id": "producer",
+    "transfer_id": "number 1",
+    "remote_host": "producer.svc",
+}
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("field", FIELDS)
+def test_beside_a_connector_that_transfers_its_blocks_are_not_waited_for(
+    start: Start, monkeypatch: pytest.MonkeyPatch, field: str, beside: bool
+) -> None:
+    monkeypatch.setattr(connector, "_others_transfer", lambda: beside)
+    unnamed = dict.fromkeys(FIELDS)
+    consumer = Consumer(start(), BARE | unnamed | {field: FIELDS[field]})
+    named = beside and field != "remote_host"
+    assert (consumer.waited() < STEPS) == named
+    assert counts(consumer.engine) == ({} if named else {"vain": 1})
+
+
+def test_what_cannot_be_loaded_is_not_waited_for(start: Start) -> None:
+    consumer = Consumer(start(), skips=True)
+    assert consumer.waited() < STEPS
+    assert counts(consumer.engine) == {}
+
+
+# ------------------------------------------------------------------- as any other request
+
+
+def test_without_a_namespace_or_a_storage_no_request_waits(start: Start) -> None:
+    engine = start(identity_seconds=0)
+    lookups = rig.take_lookups(side_of(engine))
+    assert Consumer(engine).waited() < STEPS
+    rig.give_lookups(side_of(engine), lookups)
+    rig.tell(side_of(engine), breaker_open=True)
+    assert Consumer(engine).waited() < STEPS
+    rig.tell(side_of(engine), breaker_open=False)
+    assert counts(engine) == {}
+    assert Consumer(engine).waited() >= 1
+
+
+def test_while_weights_are_compared_no_request_waits(start: Start) -> None:
+    engine = start()
+    consumer = Consumer(engine)
+    consumer.at(0.2)
+    engine.change_weights()
+    engine.reset()
+    assert consumer.waited() < 0.2 + STEPS
+    assert counts(engine) == {}
+
+
+# --------------------------------------------------------------------------- other models
+
+
+def take_all(world: World, engine: ScheduledEngine, tokens: list[int]) -> dict[Any, Any]:
+    """Take a prompt's objects off the shelf, and return them."""
+    kept: dict[tuple[Kind, int], tuple[Chunk, bytes]] = {}
+    for chunk in engine.chunks_of(tokens):
+        for kind in KINDS:
+            content = world.contents.get(kind_key(chunk.key, kind))
+            if kind in engine.groups.kinds and content is not None:
+                kept[kind, chunk.index] = chunk, content
+                world.remove(engine.fmt, chunk, kind)
+    return kept
+
+
+@pytest.mark.parametrize("model", HYBRID)
+def test_hybrid_models_are_waited_for_up_to_the_last_boundary(
+    start: Start, world: World, model: str
+) -> None:
+    tokens = prompt(203)
+    producer = start(model)
+    assert prefill(producer, tokens).tokens == 192
+    kept = take_all(world, producer, tokens)
+    engine = start(model)
+    engine.add("r", tokens, answer=1, transfer=BARE)
+    engine.add("short", prompt(32, seed=1), answer=1, transfer=BARE)
+    engine.wait_for_lookup("r")
+    engine.step()
+    assert not waits(engine, "short")
+    for (kind, index), (chunk, content) in kept.items():
+        if index < 6:
+            assert waits(engine, "r")
+            world.put(producer.fmt, chunk, kind, content)
+            engine.step()
+    engine.finish()
+    assert loaded(engine, "r") == 192
+    assert counts(engine) == {"complete": 1}
+
+
+def test_of_a_hybrid_model_a_shorter_hit_is_looked_up_when_the_rest_does_not_appear(
+    start: Start, world: World
+) -> None:
+    tokens = prompt(203)
+    producer = start("Gemma 3", interval=1)
+    prefill(producer, tokens)
+    kept = take_all(world, producer, tokens)
+    engine = start("Gemma 3")
+    engine.add("r", tokens, answer=1, transfer=BARE)
+    engine.wait_for_lookup("r")
+    engine.step()
+    for (kind, index), (chunk, content) in kept.items():
+        if index < 4 or kind != FULL:
+            world.put(producer.fmt, chunk, kind, content)
+    engine.finish()
+    assert loaded(engine, "r") == 128
+    assert counts(engine) == {"late": 1}
