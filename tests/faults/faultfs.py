@@ -321,6 +321,9 @@ def _serve_filesystem(source: str, mountpoint: str, socket_path: str, options: s
             os.close(fh)
             return 0
 
+    if mfusepy.fuse_version_major == 2:
+        # The third version mounts over other files without being asked.
+        given["nonempty"] = True
     mfusepy.FUSE(
         PassThrough(),
         mountpoint,
