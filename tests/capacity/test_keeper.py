@@ -102,7 +102,7 @@ def test_pins_keep_what_they_name_and_do_not_lift_the_bound(
     place.round(keeper)
     assert place.objects() == set(pinned)
     assert not keeper.allows(SIZE)
-    assert "max_bytes is" in caplog.text
+    assert "of max_bytes" in caplog.text
 
 
 def test_while_pins_cannot_be_read_nothing_is_deleted(place: Place) -> None:

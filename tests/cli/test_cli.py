@@ -488,10 +488,13 @@ def test_doctor_asks_the_node_server_for_its_shelf(shelf: Path, tmp_path: Path) 
 
 
 def test_doctor_does_not_make_a_missing_shelf(tmp_path: Path) -> None:
-    for url in (tmp_path / "typo", f"file://{tmp_path}/typo"):
+    for url in (tmp_path / "typo" / "kv", f"file://{tmp_path}/typo/kv"):
         result = run("doctor", url, "--json")
         assert result.exit_code == 3
         assert "does not exist" in checks(result)["open"]["found"]
+    # That of a new shelf an engine makes.
+    result = run("doctor", tmp_path / "new", "--json")
+    assert (result.exit_code, checks(result)["open"]["state"]) == (0, "note")
     assert not list(tmp_path.iterdir())
 
 

@@ -150,8 +150,8 @@ def kept(empty: Place) -> Place:
 def test_keepers_and_each_pin_are_a_line(kept: Place) -> None:
     before = kept.names()
     *_, bounds, past, system = kept.run("ls").stdout.splitlines()
-    assert bounds.startswith("2 keepers, the last visit ")
-    assert bounds.endswith(" ago; max_bytes 3.0 GiB; max_age 2h")
+    assert bounds.startswith("2 keepers in the last 10 minutes, the last visit ")
+    assert bounds.endswith(" ago; max_bytes 3.0 GiB; max_age 2 h")
     assert past.startswith("pin past: all namespaces/_, all chunks, until 2020-09-13")
     assert past.endswith("(expired)")
     assert system.startswith(f"pin system: {FOLDER}/*, all chunks, until ")

@@ -212,7 +212,7 @@ def test_the_command_tells_by_its_exit_code(stored: Rig, call: Callable[..., Res
     stored.path(2, 1).unlink()
     result = call(TOKENS, TOKENS[: 2 * CHUNK])
     assert result.exit_code == 1
-    assert "shard 1 of 2 is missing" in result.stdout
+    assert "shard 1 of 2 is missing [missing_shard]" in result.stdout
     assert "line 2: 64 tokens, 2 chunks of 32: a lookup finds 2 of the 2" in result.stdout
     shutil.rmtree(stored.root)
     assert call(TOKENS).exit_code == 3

@@ -722,8 +722,8 @@ class Keeper:
             if self._why[0] != "free":
                 self._why = (
                     "max_bytes",
-                    f"it holds about {held:.0f} bytes, and max_bytes is {bound}: nothing is stored"
-                    " until older chunks were deleted; loads continue",
+                    f"a store is dropped: it holds about {held:.0f} bytes of max_bytes {bound}, and"
+                    " this process has written what it may until its next visit; loads continue",
                 )
 
     def _say(self, outcome: Outcome) -> None:

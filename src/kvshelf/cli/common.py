@@ -258,8 +258,8 @@ def age_text(seconds: float) -> str:
     """Return a length of time as readable text."""
     for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
         if seconds >= length:
-            return f"{seconds / length:.3g}{unit}"
-    return f"{seconds:.3g}s"
+            return f"{seconds / length:.3g} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def pace_text(nbytes: int, seconds: float) -> str:

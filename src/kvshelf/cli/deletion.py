@@ -90,7 +90,9 @@ _by_reason = columns(10, 10, 0)
 
 
 def _table(url: str, plan: Plan) -> str:
-    lines = [f"{url}: {plan.before.count} objects, {size_text(plan.before.nbytes)}\n"]
+    looked_at = "" if plan.rules.choice is None else "looked at "
+    before = f"{plan.before.count} objects, {size_text(plan.before.nbytes)}"
+    lines = [f"{url}: {looked_at}{before}\n"]
     if plan.rows:
         lines.append(_by_group("OBJECTS", "SIZE", "LAST USED", "NAMESPACE/GROUP"))
     for row in plan.rows.values():
@@ -127,7 +129,8 @@ def _total(total: Total) -> dict[str, int]:
 def _would(plan: Plan) -> str:
     freed = size_text(sum(total.nbytes for total in plan.chosen.values()))
     text = f"would delete {plan.files} files, {freed}"
-    text += f"; {size_text(plan.after)} would stay"
+    if plan.rules.choice is None:
+        text += f"; {size_text(plan.after)} would stay"
     return summary([text, "--yes deletes"] if plan.files else [text], *_pinned(plan))
 
 

@@ -146,7 +146,9 @@ def _engine() -> Check:
     if not found:
         hint = "to run engines, install vLLM 0.32 or 0.33 in this environment"
         return Check("vllm", State.NOTE, "not installed", hint)
+    # Importing it takes many seconds: its packages' metadata are read.
     text = ", ".join(f"{package} {version}" for package, version in found.items())
+    text += " installed; not imported"
     try:
         for version in found.values():
             check_vllm_version(version)
@@ -233,6 +235,10 @@ def _server(url: str, timeout: float, dry_run: bool) -> Iterator[Check]:
     yield from _Examination(lambda: ServedBackend(connect(url)), dry_run, timeout, hint).run()
 
 
+class _AbsentError(Exception):
+    """The directory of a shelf does not exist, and an engine can make it."""
+
+
 class _Examination:
     """The checks of one shelf, in the order of :meth:`run`.
 
@@ -266,7 +272,7 @@ class _Examination:
             ):
                 check = self._step(name, action, hint, reaching=True)
                 yield check
-                if check.state is State.PROBLEM:
+                if check.state is not State.OK:
                     return
             if self._read_only:
                 yield Check("write", State.NOTE, "not tried: read_only or --dry-run is set")
@@ -297,6 +303,9 @@ class _Examination:
             self._written = False
             state, found = State.PROBLEM, f"no answer within {self._timeout:g} s"
             hint = "the mount or its server hangs; engines continue without the shelf"
+        except _AbsentError as error:
+            state, found = State.NOTE, str(error)
+            hint = "if a filesystem should be mounted there, mount it first"
         except ReadOnlyStorageError as error:
             what = "read-only: engines load but do not store"
             if self._written:
@@ -318,6 +327,9 @@ class _Examination:
     def _open(self) -> str:
         self._opened = self._opener()
         if is_missing(self._opened):
+            if os.access(os.path.dirname(self._opened.url), os.W_OK | os.X_OK):
+                text = f"{self._opened.url} does not exist yet: an engine that stores makes it"
+                raise _AbsentError(text)
             raise StorageError(
                 f"{self._opened.url} does not exist; create it, or mount the filesystem"
             )

@@ -66,7 +66,7 @@ def _text(found: Explanation) -> str:
         if len(rows) > _MOST_OBJECTS:
             lines.append(f"             and {len(rows) - _MOST_OBJECTS} more objects")
     for cause in found.causes:
-        lines.append(f"  cause      {cause.text}")
+        lines.append(f"  cause      {cause.text} [{cause.code}]")
         if cause.advice:
             lines.append(f"             {cause.advice}")
     others = [near for near in found.near if near.namespace != found.namespace]

@@ -175,7 +175,8 @@ def _closing(url: str, usage: Usage, kept: Kept, pins: Pins) -> str:
             for name, value in kept.bounds.items()
         ]
         idle = age_text(max(0.0, now - kept.last_visit))
-        visited = f"{number(kept.keepers, 'keeper')}, the last visit {idle} ago"
+        alive = f"{keepers.ALIVE_SECONDS / 60:.0f} minutes, the last visit {idle} ago"
+        visited = f"{number(kept.keepers, 'keeper')} in the last {alive}"
         lines.append("; ".join([visited, *bounds]))
     for name, pin in pins.all.items():
         keys = ", all chunks" if pin.keys is None else f", {number(len(pin.keys), 'chunk')}"
