@@ -28,10 +28,10 @@ ENVIRONMENT = os.environ | {
 DEMO = ["examples/demo.py", "--recipe", "tiny", "--dtype", "float32", "--folder", "demo"]
 
 
-def output_of(folder: Path, program: str, *arguments: object, **variables: str) -> str:
-    """Run a program to its end; return what it printed."""
+def run(folder: Path, *command: str, **variables: str) -> str:
+    """Run a command to its end; return what it printed."""
     done = subprocess.run(
-        [sys.executable, str(ROOT / program), *map(str, arguments)],
+        command,
         cwd=folder,
         env=ENVIRONMENT | variables,
         capture_output=True,
@@ -39,8 +39,13 @@ def output_of(folder: Path, program: str, *arguments: object, **variables: str) 
         timeout=TIMEOUT,
         check=False,
     )
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    assert done.returncode == 0, f"{command}: {done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return done.stdout
+
+
+def output_of(folder: Path, program: str, *arguments: object, **variables: str) -> str:
+    """Run a program of the repository to its end; return what it printed."""
+    return run(folder, sys.executable, str(ROOT / program), *map(str, arguments), **variables)
 
 
 def loaded_tokens(output: str) -> list[int]:
@@ -150,17 +155,7 @@ class Shown:
         self.rest = [one for one in blocks if one not in (self.server, self.request)]
 
     def run(self, line: str, **variables: str) -> str:
-        done = subprocess.run(
-            ["bash", "-c", line],
-            cwd=self.folder,
-            env=ENVIRONMENT | variables,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT,
-            check=False,
-        )
-        assert done.returncode == 0, f"{line}: {done.stdout}{done.stderr}"
-        return done.stdout.strip()
+        return run(self.folder, "bash", "-c", line, **variables).strip()
 
     def ask(self, stored: str, **variables: str) -> str:
         """Start the server, send the request, wait until `ls` shows its chunks, press Ctrl-C."""
