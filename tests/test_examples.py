@@ -57,7 +57,7 @@ def test_demo(tmp_path: Path) -> None:
     output = output_of(tmp_path, *DEMO)
     assert len(re.findall(r"│\s+1,0\d\d │\s+1,024 │.* × │\s+yes", output)) == 4, output
     objects, megabytes = re.findall(r"On the shelf: (\d+) objects, ([\d.]+) MB", output)[0]
-    assert (int(objects), float(megabytes)) == (8, pytest.approx(2.1, abs=0.2))
+    assert (int(objects), float(megabytes)) == (10, pytest.approx(2.7, abs=0.2))
 
 
 @pytest.mark.slow

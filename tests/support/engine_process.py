@@ -193,6 +193,20 @@ class EngineProcess:
         await self.engine.resume_generation()
         await self.reply(number)
 
+    async def do_sleep(self, number: int, level: int) -> None:
+        await self.engine.sleep(level)
+        await self.reply(number)
+
+    async def do_wake_up(self, number: int) -> None:
+        await self.engine.wake_up()
+        await self.reply(number)
+
+    async def do_add_lora(self, number: int, lora: dict[str, Any]) -> None:
+        from vllm.lora.request import LoRARequest
+
+        await self.engine.add_lora(LoRARequest(**lora))
+        await self.reply(number)
+
     async def do_metrics(self, number: int) -> None:
         from prometheus_client import REGISTRY, generate_latest
 

@@ -123,6 +123,36 @@ def test_adapters_are_told_apart_by_content(
     assert_same(warm, new)
 
 
+def test_an_adapter_that_is_swapped_in_place_answers_with_its_new_files(
+    second: Engine, shelf: ShelfFiles, tmp_path: Path, prompt: MakePrompt
+) -> None:
+    """As an API server does it for ``load_lora_adapter`` with ``load_inplace``."""
+    shapes = attention_shapes()
+    folder = make_adapter(tmp_path / "swapped", 11, shapes)
+    new = make_adapter(tmp_path / "new", 12, shapes)
+    lora = {"lora_name": "swapped", "lora_int_id": 11, "lora_path": str(folder)}
+    tokens, before = prompt(600), len(shelf.objects())
+    second.generate(prompt(20), lora=lora)
+    old = second.generate(tokens, lora=lora)
+    shelf.wait_objects(before + 4)
+    expected = second.generate(
+        tokens, lora={"lora_name": "new", "lora_int_id": 12, "lora_path": str(new)}
+    )
+    assert expected.tokens != old.tokens
+    shelf.wait_objects(before + 8)
+    shutil.rmtree(folder)
+    make_adapter(folder, 12, shapes)
+    second.call("add_lora", lora=lora | {"load_inplace": True})
+    # The server's later requests keep `load_inplace`, those of other clients need not.
+    for inplace in (True, False):
+        for connector in (False, True):
+            second.reset_prefix_cache(connector=connector)
+            answer = second.generate(tokens, lora=lora | {"load_inplace": inplace})
+            assert answer.shelf_tokens == 0
+            assert_same(answer, expected)
+    assert len(shelf.objects()) == before + 8
+
+
 def test_stop_publishes_what_is_staged(
     second: Engine, shelf: ShelfFiles, prompt: MakePrompt
 ) -> None:

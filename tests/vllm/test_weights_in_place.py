@@ -140,6 +140,25 @@ def test_weights_that_an_extension_writes_without_a_pause_or_a_reset(
     trained.warm(tokens)
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_weights_that_change_while_the_engine_sleeps(
+    trained: Trained, prompt: MakePrompt, level: int
+) -> None:
+    tokens = prompt(600)
+    trained.cold(tokens)
+    trained.warm(tokens)
+    for step in (level, 0):
+        trained.engine.call("sleep", level=level)
+        trained.engine.call("worker", method="write_step", step=step)
+        trained.engine.call("wake_up")
+        # Its steps are enough to compare the weights.
+        trained.check([7] * 20, 0, max_tokens=24)
+        if step:
+            trained.cold(tokens)
+        else:
+            trained.warm(tokens)
+
+
 def test_weights_that_vllm_reloads_need_a_version_where_they_cannot_be_read(
     trained: Trained, prompt: MakePrompt
 ) -> None:
@@ -152,8 +171,9 @@ def test_weights_that_vllm_reloads_need_a_version_where_they_cannot_be_read(
     # Where vLLM does not pack weights for the processor they are known to be the same.
     if trained.check(tokens, 0, 512) == 0:
         trained.check(tokens, 0)
+        assert trained.shelf.objects() == before
         trained.update("name_weights", step=6)
-        trained.wait_stored(before)
+        trained.cold(tokens)
         trained.warm(tokens)
         assert "version:step 6" in trained.weights()
 
