@@ -213,7 +213,10 @@ past_the_server = pytest.mark.parametrize("place", ["host", "device"], indirect=
 any_place = pytest.mark.parametrize("place", ["host"], indirect=True)
 
 
-@pytest.fixture(params=["host", "device", pytest.param("server", marks=pytest.mark.slow)])
+_SERVER = pytest.param("server", marks=[pytest.mark.slow, pytest.mark.real])
+
+
+@pytest.fixture(params=["host", "device", _SERVER])
 def place(request: pytest.FixtureRequest) -> Iterator[str]:
     """Where the tensors are that tests pass; with `server`, what is in front of the storage."""
     with ExitStack() as stack:

@@ -127,8 +127,9 @@ def test_a_disk_that_fails_reads(machine: Machine, caplog: pytest.LogCaptureFixt
         for _ in range(3):
             assert machine.load(chunks)
     assert machine.count("disk_tier_loaded_objects") == 0
-    assert caplog.text.count("the disk tier is not used") == 1
-    assert not machine.tier.available
+    # Its circuit breaker may have been closed by a trial, and opened again.
+    said = caplog.text.count("the disk tier is not used")
+    assert 1 <= said <= machine.count("disk_tier_breaker_opens")
     machine.mount.clear()
     until(lambda: machine.tier.available)
     until(lambda: machine.load(chunks) and machine.count("disk_tier_loaded_objects") > 0)
@@ -142,7 +143,7 @@ def test_a_disk_that_hangs_keeps_few_loads(machine: Machine) -> None:
     machine.mount.add("open|read", f"{machine.place.name}/*", block=True)
     # Loads that met it are given up in time; after few of them it is not asked any more.
     until(lambda: machine.load(chunks))
-    assert not machine.tier.available
+    assert machine.count("disk_tier_breaker_opens") >= 1
     for _ in range(5):
         assert machine.load(chunks)
     assert machine.rig.shelf.backend.reads.opened == 0

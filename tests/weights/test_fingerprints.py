@@ -110,6 +110,7 @@ def test_weight_files_that_the_model_names_itself(
 
 
 @pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.filterwarnings("default")
 def test_weight_files_are_those_of_vllm(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
