@@ -126,6 +126,7 @@ def test_names_are_found_however_they_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.real
 def test_every_file_that_an_engine_opens_has_a_row(tmp_path: Path, ledger: dict[str, Any]) -> None:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
