@@ -19,6 +19,7 @@ CHILD = Path(__file__).with_name("second_runner_child.py")
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.real,
     pytest.mark.skipif(
         importlib.util.find_spec("triton") is None, reason="triton is not installed"
     ),
@@ -31,6 +32,7 @@ def run(model: Path, shelf: Path, prompts: list[list[int]]) -> dict[str, Any]:
         "VLLM_USE_V2_MODEL_RUNNER": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
     }
     done = subprocess.run(
         [sys.executable, CHILD, str(model), str(shelf), json.dumps(prompts)],
