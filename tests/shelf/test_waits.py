@@ -91,11 +91,9 @@ class Rig:
         self.guard = GuardedBackend(self.faults, deadlines)
         self.shelf = Shelf(self.guard)
         self.counters = Counters()
-        self.seen: list[bytes] = []
         self.service = WaitService(
             {kind: self.shelf.view(FMT.of(kind)) for kind in FMT.kinds},
             counters=self.counters,
-            on_seen=self.seen.extend,
         )
 
     def put(self, piece: Piece, *shards: int, missing: int = 0) -> None:
@@ -214,7 +212,6 @@ def test_pieces_are_seen_as_they_come(over: Rig, pieces: list[Piece]) -> None:
         over.put(piece)
         until(lambda number=number: wait.seen == number + 1)  # type: ignore[misc]
     assert wait.complete and not wait.gave_up
-    assert over.seen == [key(piece) for piece in pieces]
     assert over.service.waiting == 0
 
 
@@ -268,21 +265,6 @@ def test_who_sleeps_is_woken_by_progress_and_no_progress_is_lost(rig: Rig) -> No
     threading.Timer(0.01, lambda: rig.put(pieces[1])).start()
     assert rig.service.sleep(PATIENCE)
     assert wait.complete
-
-
-def test_what_is_told_is_told_before_the_wait_shows_it_and_may_fail(rig: Rig) -> None:
-    pieces = full(1)
-    shown: list[bool] = []
-
-    def told(keys: Sequence[bytes]) -> None:
-        shown.append(waits[0].complete)
-        raise RuntimeError("no")
-
-    rig.service._on_seen = told
-    waits = [rig.submit(pieces)]
-    rig.put(pieces[0])
-    until(lambda: waits[0].complete)
-    assert shown == [False]
 
 
 def test_closing_ends_the_thread_and_nobody_is_left_waiting(rig: Rig) -> None:

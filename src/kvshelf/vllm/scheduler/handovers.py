@@ -372,7 +372,6 @@ class Handovers(SharingPart):
             self._service = WaitService(
                 self._opening.views,
                 counters=self._counters,
-                on_seen=self._lookups.note_there,
                 on_thread_start=self._engine.on_thread_start,
             )
         awaited.first, awaited.seen = lookup.full_chunks, 0

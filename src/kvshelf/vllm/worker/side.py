@@ -274,7 +274,6 @@ class WorkerSide:
         if transfers is None or shelf is None:
             return
         facts.repaired += transfers.take_repaired()
-        facts.published += transfers.take_published()
         breaker_open, promises = not shelf.available, self.model.promises
         if self.loads.take_refused() or self._breaker_open is not breaker_open:
             self._breaker_open = facts.breaker_open = breaker_open
