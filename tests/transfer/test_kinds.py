@@ -40,7 +40,7 @@ from kvshelf.transfer.staging import StagingPool
 from kvshelf.transfer.stores import StoreOutcome
 from kvshelf.transfer.transfers import Transfers
 from tests.sim.storage import Fault, FaultyStorage, posix
-from tests.support.formats import format_of_kinds, make_format
+from tests.support.formats import format_of_kinds, make_format, present
 from tests.support.prompts import make_chunks
 from tests.support.waiting import PATIENCE, until
 
@@ -416,7 +416,7 @@ def test_transfers_that_are_retired_publish_and_end(
     assert kinds.transfers.drain(PATIENCE) == 0
     kinds.transfers.end(1.0)
     for kind, chunks in wanted.items():
-        assert all(kinds.shelf.view(FMT.of(kind)).present(chunks))
+        assert all(present(kinds.shelf.view(FMT.of(kind)), chunks))
 
 
 def test_what_was_stored_is_known_by_kind_until_it_is_forgotten(kinds: Kinds) -> None:

@@ -335,7 +335,7 @@ class WaitService:
         period = _MARKER_SECONDS_HIGH_LATENCY if high_latency else _MARKER_SECONDS
         self._markers_due = time.monotonic() + period
         waits = [wait for wait in waits if wait._attempt and not wait.ended]
-        view = next(iter(self._views.values()))
+        view = next(iter(self._views.values())).on_storage
         for wait, lost in zip(waits, view.gave_up([w._attempt for w in waits]), strict=True):
             # A piece may have appeared before the marker: probed once more, pieces win.
             wait._lost = wait._lost or lost
