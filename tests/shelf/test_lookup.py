@@ -233,7 +233,7 @@ def test_each_kind_is_remembered_fails_and_is_asked_for_by_itself() -> None:
                     f"{fmt.namespace.folder}/{name}", [bytes(fmt.of(kind).object_size(shard))]
                 )
     failed, counters = FailedKeys(), Counters()
-    service = LookupService(views[FULL], failed=failed, counters=counters, others=views)
+    service = LookupService(*views.values(), failed=failed, counters=counters)
 
     def look() -> Lookup:
         lookup = service.submit(tokens, lambda: KeyChain(fmt.namespace.digest, SIZE))

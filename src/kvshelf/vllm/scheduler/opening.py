@@ -111,8 +111,7 @@ class Opening:
         """
         views: dict[Kind, ShelfView] = {kind: shelf.view(fmt.of(kind)) for kind in fmt.kinds}
         lookups = LookupService(
-            views[fmt.kind],
-            others=views,
+            *views.values(),
             rule=self._groups.hit_rule(self._config.chunk_size),
             counts_tier=self._config.disk_tier is not None and self._config.admission == "auto",
             failed=self._engine.failed,
