@@ -453,5 +453,5 @@ class TestFailedKeys:
         keys = FailedKeys(limit=3)
         for i in range(10):
             keys.add(bytes([i]), bad=True)
-        assert len(keys) == 3
+        assert len(keys._keys) == 3
         assert [bytes([i]) in keys for i in range(10)] == [False] * 7 + [True] * 3

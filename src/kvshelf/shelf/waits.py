@@ -233,11 +233,6 @@ class WaitService:
         self._progress.clear()
         return True
 
-    @property
-    def waiting(self) -> int:
-        """Number of waits that neither have ended nor were cancelled."""
-        return len(self._waits)
-
     def close(self) -> None:
         """Forget all waits, and stop the threads. Idempotent."""
         self._threads.close()

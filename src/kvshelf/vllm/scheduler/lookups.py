@@ -84,10 +84,6 @@ class Lookups(SharingPart):
         #: How long this step has waited for lookups.
         self._waited = 0.0
 
-    def __len__(self) -> int:
-        """Return how many waiting requests have a lookup or will get one."""
-        return len(self._ahead) + len(self._later)
-
     # ------------------------------------------------------------- steps
 
     def plan(self, output: Any, meta: StepMetadata) -> None:
