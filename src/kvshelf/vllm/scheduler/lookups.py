@@ -26,7 +26,6 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future
 from itertools import islice
 from typing import Any, Final
 
@@ -162,10 +161,7 @@ class Lookups(SharingPart):
         namespace, request = self._opening.namespace, state.request
         assert namespace is not None
         digest, lora = namespace.digest, request.lora_request
-        hashed: Future[bytes | None] | None = None
-        if lora is not None:
-            hashed = Future()
-            self._keys.adapters.ask(lora, hashed.set_result)
+        hashed = None if lora is None else self._keys.adapters.ask(lora)
 
         def make_chain() -> KeyChain | None:
             found = b"" if hashed is None else hashed.result()
