@@ -52,7 +52,8 @@ from typing import Any, Final, NamedTuple
 
 from kvshelf.background import try_to_start
 from kvshelf.errors import ConfigError
-from kvshelf.vllm.metadata import AdapterContent
+from kvshelf.vllm.messages import Outbox
+from kvshelf.vllm.metadata import AdapterContent, Facts
 from kvshelf.weights.fingerprints import (
     FingerprintCache,
     adapter_files,
@@ -288,12 +289,18 @@ class AdapterDigests:
 
 
 class LoadedAdapters:
-    """Stamps of the files that a worker loaded for each adapter id. Step thread only."""
+    """Stamps of the files that a worker loaded for each adapter id. Step thread only.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    facts : Outbox of Facts
+        Gets the ids for which this worker loaded other content than the scheduler hashed.
+    """
+
+    def __init__(self, facts: Outbox[Facts]) -> None:
+        self._facts = facts
         #: By id; one that is empty is not known.
         self._stamps: dict[int, set[bytes]] = {}
-        self._others: set[int] = set()
 
     def watch(self, manager_class: type | None = None) -> bool:
         """Notice every adapter that this process loads from now on.
@@ -336,13 +343,10 @@ class LoadedAdapters:
     def _agrees(self, content: AdapterContent) -> bool:
         if self._stamps[content.number].issubset(content.stamps):
             return True
-        self._others.add(content.number)
+        others = self._facts.next.other_adapters
+        if content.number not in others:
+            others.append(content.number)
         return False
-
-    def take_others(self) -> list[int]:
-        """Return the ids for which this worker loaded other content than the scheduler hashed."""
-        others, self._others = self._others, set()
-        return sorted(others)
 
 
 def _watched(method: Any) -> Any:

@@ -121,7 +121,7 @@ class Opening:
         self.close()
         self.shelf, self.views, self.lookups = shelf, views, lookups
         self.ranks_of = ranks_with(fmt, self.handshake.ranks)
-        self._decide_on_tails(fmt)
+        self.tails = fmt.tails and not self._groups.hybrid and self._engine.drafter is None
         logger.info(
             "shelf %s, namespace %s, %d tokens a chunk, %s",
             shelf.backend.url,
@@ -134,10 +134,6 @@ class Opening:
         """Announce a namespace that is open to the workers."""
         same = self.namespace if self.is_open(fmt) else None
         self.handshake.settle(fmt.namespace if same is None else same)
-
-    def _decide_on_tails(self, fmt: ObjectFormat) -> None:
-        drafts = self._engine.drafter is not None
-        self.tails = fmt.tails and not self._groups.hybrid and not drafts
 
     def _check_whole_shards(self, fmt: ObjectFormat) -> None:
         """Store nothing where no rank holds all heads of a shard."""
