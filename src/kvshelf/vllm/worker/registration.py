@@ -59,10 +59,7 @@ from kvshelf.kv.caches import HostKVCache, KVCache, layer_calls
 from kvshelf.kv.device import DEFAULT_RING, DeviceKVCache
 from kvshelf.kv.streams import Streams
 from kvshelf.kv.topology import ShardPlan, shard_plans
-from kvshelf.metrics import Counters
 from kvshelf.pages import memory_limit
-from kvshelf.shelf.view import ShelfView
-from kvshelf.transfer.context import TransferContext
 from kvshelf.transfer.shares import bytes_for_steps, share_out
 from kvshelf.transfer.staging import StagingPool
 from kvshelf.transfer.transfers import default_io_threads
@@ -376,38 +373,6 @@ class Registration:
         ranks = stage_ranks(self._vllm_config)
         idle = min(_MOST_IDLE_CORES, len(os.sched_getaffinity(0)) // (2 * ranks))
         return max(2, loads, idle), max(1, stores, idle // 2)
-
-    def transfer_context(
-        self,
-        view: ShelfView,
-        memory: TransferMemory,
-        counters: Counters,
-    ) -> TransferContext:
-        """Return what stores and loads of one kind are made of, with this engine's options.
-
-        Parameters
-        ----------
-        view : ShelfView
-            The objects of this kind.
-        memory : TransferMemory
-            The transfers close it.
-        counters : Counters
-        """
-        load_threads, store_threads = self.io_threads(view.backend.properties)
-        if memory.fmt.kind != memory.fmt.kinds[0]:
-            # These have fewer objects, and all kinds share the processors.
-            load_threads, store_threads = max(1, load_threads // 2), max(1, store_threads // 2)
-        return TransferContext(
-            view,
-            memory.cache,
-            memory.staging,
-            counters,
-            memory.plan,
-            load_threads=load_threads,
-            store_threads=store_threads,
-            on_thread_start=lambda kind: widen_cpu_affinity(),
-            of_drafter=self._engine.of_drafter,
-        )
 
     def _ring(self, kind: Kind) -> int:
         """Return how many chunks may be on their way from the device at once.
