@@ -598,9 +598,7 @@ class NamespaceView(ShelfView):
         StorageError
             If the storage refused or failed.
         """
-        base = self._base(ref)
-        names = [f"{folder}/{base}" for folder in self._find_folders()]
-        deleted = [delete_one(self.backend, name) for name in names]
+        deleted = [delete_one(self.backend, name) for name in self.names(ref)]
         return any(deleted)
 
     # ----------------------------------------------------------------------------------- markers
@@ -800,8 +798,7 @@ class NamespaceView(ShelfView):
         if properties.read_only or not properties.sets_aside:
             return False
         try:
-            for folder in self._find_folders():
-                name = f"{folder}/{self._base(ref)}"
+            for name in self.names(ref):
                 moved = self._repairs.set_aside(name, self.size(*ref), bad)
                 if moved is not None:
                     return moved

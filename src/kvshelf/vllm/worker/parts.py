@@ -36,7 +36,7 @@ from kvshelf.transfer.transfers import Transfers
 from kvshelf.vllm.affinity import widen_cpu_affinity
 from kvshelf.vllm.metadata import Orders
 from kvshelf.vllm.worker.engine import WorkerEngine
-from kvshelf.vllm.worker.registration import Memories, Registration, State
+from kvshelf.vllm.worker.registration import Memories, Registration
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Part:
     @property
     def serving(self) -> Transfers | None:
         """What moves KV; None while there is no namespace or the part is disabled."""
-        return self.transfers if self.registration.state is State.SERVING else None
+        return self.transfers if self.registration.serves else None
 
     # ------------------------------------------------------------- caches
 

@@ -9,13 +9,13 @@ States
 ========== =============================================== ===================================
 state      means                                           next
 ========== =============================================== ===================================
-UNKNOWN    no caches are registered                        ``register`` → REPORTING
-REPORTING  each step's metadata carries the report; rank   ``open`` → SERVING, once the
+unknown    no caches are registered                        ``register`` → reporting
+reporting  each step's metadata carries the report; rank   ``open`` → serving, once the
            0 adds the weights fingerprint when it is known  scheduler has sent a namespace
-SERVING    the namespace is known, KV moves                ``register`` → REPORTING;
-                                                           ``put_back`` → REPORTING, when the
+serving    the namespace is known, KV moves                ``register`` → reporting;
+                                                           ``put_back`` → reporting, when the
                                                            weights have another namespace
-DISABLED   nothing is loaded or stored any more; the       none: the engine must be restarted
+disabled   nothing is loaded or stored any more; the       none: the engine must be restarted
            report says why
 ========== =============================================== ===================================
 
@@ -35,7 +35,6 @@ Contracts
 
 from __future__ import annotations
 
-import enum
 import functools
 import logging
 import os
@@ -93,15 +92,6 @@ _STAGED_STEPS = 2
 _MEMORY_SHARE = 16
 # Takes the place of the fingerprint while it is not known: sizes do not depend on it.
 _ANY_WEIGHTS = "sha256:" + "0" * 64
-
-
-class State(enum.Enum):
-    """States of a registration, see the module."""
-
-    UNKNOWN = enum.auto()
-    REPORTING = enum.auto()
-    SERVING = enum.auto()
-    DISABLED = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,13 +177,9 @@ class Registration:
         self._warming: list[tuple[threading.Thread, Memories]] = []
 
     @property
-    def state(self) -> State:
-        """The state of the registration, see the module."""
-        if self.disabled_reason:
-            return State.DISABLED
-        if self.caches is None:
-            return State.UNKNOWN
-        return State.SERVING if self.memories else State.REPORTING
+    def serves(self) -> bool:
+        """Whether KV moves: the registration is serving, see the module."""
+        return bool(self.memories) and not self.disabled_reason
 
     # ------------------------------------------------------------- caches and weights
 
@@ -236,7 +222,7 @@ class Registration:
         self.caches = replace(found, report=report)
         ops.check_served(found.device)
         self._check_fit(report)
-        if self._engine.rank or self.state is State.DISABLED:
+        if self._engine.rank or self.disabled_reason:
             # Rank 0 fingerprints the weights for all ranks.
             return
         self._identity = WeightsIdentity(
@@ -298,7 +284,7 @@ class Registration:
         with self._lock:
             if self.caches is None or self._reported:
                 return None
-            self._reported = self.state in (State.SERVING, State.DISABLED)
+            self._reported = bool(self.memories or self.disabled_reason)
             return replace(
                 self.caches.report,
                 weights=self._weights,
@@ -348,7 +334,7 @@ class Registration:
                 "the engine's KV caches came back from sleep in another layout; nothing is stored"
                 " or loaded until the engine is restarted"
             )
-        if self.state is not State.DISABLED:
+        if not self.disabled_reason:
             for memory in self.memories.values():
                 memory.cache.resume()
 
