@@ -24,7 +24,7 @@ from kvshelf.shelf.shelf import Shelf, open_shelf
 from kvshelf.shelf.view import ObjectRef
 from tests.faults import crash_child
 from tests.support.cleaning import clean
-from tests.support.formats import sealed
+from tests.support.formats import present, sealed
 from tests.support.prompts import make_chunks
 from tests.support.variants import variants
 
@@ -94,7 +94,7 @@ def check(root: Path) -> None:
             expected = WriteResult.EXISTED if (chunk.index, shard) in there else WriteResult.CREATED
             image = sealed(FMT, chunk, shard)
             assert shelf.view(FMT).publish(ObjectRef(chunk, shard), image) is expected
-        assert shelf.view(FMT).present(CHUNKS) == [True] * len(CHUNKS)
+        assert present(shelf.view(FMT), CHUNKS) == [True] * len(CHUNKS)
     for left in temporaries(root):
         assert final_name(left.name) is not None
 

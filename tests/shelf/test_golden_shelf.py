@@ -13,6 +13,7 @@ from kvshelf.format.names import object_name
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import open_shelf
 from kvshelf.shelf.view import ObjectRef
+from tests.support.formats import present
 
 RELEASES = sorted(Path(__file__).parents[1].joinpath("golden").glob("v[0-9]*"))
 
@@ -29,7 +30,7 @@ def test_every_object_of_a_release_is_found_and_verified(release: Path) -> None:
             chain = KeyChain(info.namespace.digest, fmt.chunk_size)
             chunks = chain.extend(prompt["tokens"])
             assert len(chunks) == prompt["chunks"] > 0
-            assert all(shelf.view(fmt).present(chunks))
+            assert all(present(shelf.view(fmt), chunks))
             for chunk in chunks:
                 for shard in range(fmt.shards):
                     image = bytearray(fmt.object_size(shard))

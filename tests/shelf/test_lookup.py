@@ -233,7 +233,7 @@ def test_each_kind_is_remembered_fails_and_is_asked_for_by_itself() -> None:
                     f"{fmt.namespace.folder}/{name}", [bytes(fmt.of(kind).object_size(shard))]
                 )
     failed, counters = FailedKeys(), Counters()
-    service = LookupService(views[FULL], failed=failed, counters=counters, others=views)
+    service = LookupService(*views.values(), failed=failed, counters=counters)
 
     def look() -> Lookup:
         lookup = service.submit(tokens, lambda: KeyChain(fmt.namespace.digest, SIZE))
@@ -453,5 +453,5 @@ class TestFailedKeys:
         keys = FailedKeys(limit=3)
         for i in range(10):
             keys.add(bytes([i]), bad=True)
-        assert len(keys) == 3
+        assert len(keys._keys) == 3
         assert [bytes([i]) in keys for i in range(10)] == [False] * 7 + [True] * 3

@@ -18,9 +18,7 @@ from kvshelf.errors import (
 )
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
-from kvshelf.tiers.tiered import TieredView
 from tests.sim.storage import Fault, FaultyStorage
 from tests.support.formats import make_format
 from tests.support.servers import BUCKET, S3Server, command, moto_s3
@@ -103,10 +101,3 @@ def test_a_storage_that_is_down_has_no_markers(root: Path) -> None:
         view.give_up(TWO)
     fresh = view_of(faulty)
     assert fresh.gave_up([ONE]) == [False]
-
-
-def test_a_tiered_view_writes_and_asks_the_shelf_alone(root: Path) -> None:
-    tiered = TieredView(Shelf(PosixBackend(root), Counters()).view(FMT), [])
-    assert tiered.give_up(THREE)
-    assert tiered.gave_up([THREE, ONE]) == [True, False]
-    assert view_of(PosixBackend(root)).gave_up([THREE]) == [True]

@@ -97,7 +97,8 @@ def load(shelf: Shelf, chunk: Chunk, shard: int = 0, fmt: ObjectFormat = FMT) ->
 
 def present(shelf: Shelf, count: int = 1, fmt: ObjectFormat = FMT) -> list[bool]:
     """Whether the first objects of the first chunks are there."""
-    return shelf.view(fmt).present(CHUNKS[:count], [0])
+    found = shelf.view(fmt).find([ObjectRef(chunk, 0) for chunk in CHUNKS[:count]])
+    return [answer is Presence.PRESENT for answer in found]
 
 
 def path_of(shelf: Shelf, chunk: Chunk, fmt: ObjectFormat = FMT) -> Path:

@@ -91,11 +91,9 @@ class Rig:
         self.guard = GuardedBackend(self.faults, deadlines)
         self.shelf = Shelf(self.guard)
         self.counters = Counters()
-        self.seen: list[bytes] = []
         self.service = WaitService(
             {kind: self.shelf.view(FMT.of(kind)) for kind in FMT.kinds},
             counters=self.counters,
-            on_seen=self.seen.extend,
         )
 
     def put(self, piece: Piece, *shards: int, missing: int = 0) -> None:
@@ -214,8 +212,7 @@ def test_pieces_are_seen_as_they_come(over: Rig, pieces: list[Piece]) -> None:
         over.put(piece)
         until(lambda number=number: wait.seen == number + 1)  # type: ignore[misc]
     assert wait.complete and not wait.gave_up
-    assert over.seen == [key(piece) for piece in pieces]
-    assert over.service.waiting == 0
+    assert not over.service._waits
 
 
 def test_pieces_win_over_a_marker(over: Rig) -> None:
@@ -247,7 +244,7 @@ def test_nothing_to_wait_for_is_complete_and_a_strange_kind_is_refused(tmp_path:
     shelf = Shelf(posix(tmp_path / "shelf"))
     service = WaitService({FULL: shelf.view(FMT)}, counters=Counters())
     assert service.submit([], ATTEMPT).complete
-    assert service.waiting == 0
+    assert not service._waits
     with pytest.raises(ValueError, match="kind state: the namespace has full"):
         service.submit([(STATE, make_chunks(FMT, 1)[0])], ATTEMPT)
     service.close()
@@ -270,31 +267,16 @@ def test_who_sleeps_is_woken_by_progress_and_no_progress_is_lost(rig: Rig) -> No
     assert wait.complete
 
 
-def test_what_is_told_is_told_before_the_wait_shows_it_and_may_fail(rig: Rig) -> None:
-    pieces = full(1)
-    shown: list[bool] = []
-
-    def told(keys: Sequence[bytes]) -> None:
-        shown.append(waits[0].complete)
-        raise RuntimeError("no")
-
-    rig.service._on_seen = told
-    waits = [rig.submit(pieces)]
-    rig.put(pieces[0])
-    until(lambda: waits[0].complete)
-    assert shown == [False]
-
-
 def test_closing_ends_the_thread_and_nobody_is_left_waiting(rig: Rig) -> None:
     wait = rig.submit(full(1))
     rig.service.close()
     rig.service.close()
-    assert rig.service.waiting == 0
+    assert not rig.service._waits
     until(lambda: not rig.service._threads.any)
     late = rig.submit(full(1))
     rig.put(full(1)[0])
     assert not rig.service.sleep(0.0)
-    assert not wait.ended and not late.ended and rig.service.waiting == 0
+    assert not wait.ended and not late.ended and not rig.service._waits
 
 
 # -------------------------------------------------------------------------------- what is asked
@@ -488,7 +470,7 @@ class Waiting(RuleBasedStateMachine):
             if attempt in self.marked or leading == len(pieces):
                 until(lambda wait=wait: wait.ended)  # type: ignore[misc]
         left = sum(not wait.ended for wait, _, _ in self.waits)
-        assert self.rig.service.waiting == left
+        assert len(self.rig.service._waits) == left
 
     @invariant()
     def nothing_is_made_up(self) -> None:

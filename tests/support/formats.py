@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind
 from kvshelf.format.namespace import FORMAT, Namespace
 from kvshelf.format.objects import ObjectFormat
+from kvshelf.shelf.view import Presence, ShelfView, find_pieces
 
 #: Layers, heads and head size of :func:`make_format`, and tokens in a block of its native layout.
 LAYERS, HEADS, HEAD_SIZE, BLOCK = 3, 2, 8, 4
@@ -41,6 +42,13 @@ def make_record(
     record = {name: value for name, value in record.items() if value is not None}
     record.setdefault("data_offset", ObjectFormat.required_data_offset(record))
     return record
+
+
+def present(view: ShelfView, chunks: Sequence[Chunk]) -> list[bool]:
+    """Return for each of some chunks whether all its objects are found."""
+    pieces = [(view.fmt.kind, chunk, range(view.fmt.shards)) for chunk in chunks]
+    found = find_pieces({view.fmt.kind: view}, pieces)
+    return [set(answers) == {Presence.PRESENT} for answers in found]
 
 
 def make_format(

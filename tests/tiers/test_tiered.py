@@ -45,7 +45,7 @@ from kvshelf.tiers.tiered import TieredShelf, open_late
 from kvshelf.transfer.stores import StoreOutcome
 from tests.faults import tier_child
 from tests.sim.storage import FAR, Fault, FaultyStorage, posix
-from tests.support.formats import make_format
+from tests.support.formats import make_format, present
 from tests.support.prompts import make_chunks, prompt
 from tests.support.threads import none_can_be_started
 from tests.support.transfers import Rig
@@ -593,14 +593,14 @@ def test_a_shelf_that_cannot_be_opened_is_done_without_until_it_can(
         shelf = open_late("s3://key:se@cret@bucket/kv", tier)
         assert shelf.url == "s3://bucket/kv"
         near = TieredShelf(shelf, [tier])
-        assert near.view(FMT).present(chunks) == [True, True, False]
+        assert present(near.view(FMT), chunks) == [True, True, False]
         with closing(TieredShelf(shelf, [tier])) as loads:
             image = memoryview(bytearray(FMT.object_size(0)))
             loads.view(FMT).load(ObjectRef(chunks[0], 0), image)
             with pytest.raises(TransientStorageError):
                 loads.view(FMT).load(ObjectRef(chunks[2], 0), image)
             well.set()
-            until(lambda: near.view(FMT).present(chunks) == [True] * 3)
+            until(lambda: present(near.view(FMT), chunks) == [True] * 3)
             loads.view(FMT).load(ObjectRef(chunks[2], 0), image)
 
 
@@ -652,9 +652,9 @@ def test_a_tier_is_used_while_its_shelf_hangs_at_opening(
     ):
         assert "s3://bucket/kv has not answered yet" in caplog.text
         near = TieredShelf(shelf, [tier])
-        assert near.view(FMT).present(chunks) == [True, False]
+        assert present(near.view(FMT), chunks) == [True, False]
         go.set()
-        until(lambda: near.view(FMT).present(chunks) == [True, True])
+        until(lambda: present(near.view(FMT), chunks) == [True, True])
 
 
 @pytest.mark.parametrize("error", [ConfigError("the key is wrong"), ValueError("it is wrong")])

@@ -39,8 +39,8 @@ from kvshelf.transfer.shares import share_out
 from kvshelf.transfer.staging import StagingPool
 from kvshelf.transfer.stores import StoreOutcome
 from kvshelf.transfer.transfers import Transfers
-from tests.sim.storage import FAR, Fault, FaultyStorage, posix
-from tests.support.formats import format_of_kinds, make_format
+from tests.sim.storage import Fault, FaultyStorage, posix
+from tests.support.formats import format_of_kinds, make_format, present
 from tests.support.prompts import make_chunks
 from tests.support.waiting import PATIENCE, until
 
@@ -349,18 +349,17 @@ def test_no_load_is_without_an_end(kinds: Kinds, wanted: dict[Kind, list[Chunk]]
 # ------------------------------------------------------------------------------- stores
 
 
-def test_keys_of_what_was_published_and_repaired_tell_the_kind(tmp_path: Path) -> None:
+def test_keys_of_what_was_repaired_tell_the_kind(tmp_path: Path) -> None:
     (chunk,) = make_chunks(FMT, 1)
     wanted: dict[Kind, list[Chunk]] = {kind: [chunk] for kind in SHARDS}
     expected = [kind_key(chunk.key, kind) for kind in SHARDS]
-    with closing(Kinds(FaultyStorage(posix(tmp_path / "shelf"), **FAR))) as kinds:
+    with closing(Kinds(FaultyStorage(posix(tmp_path / "shelf")))) as kinds:
         kinds.put(wanted)
-        assert kinds.transfers.take_published() == expected
-        assert kinds.transfers.take_published() == []
         for kind, (item,) in kinds.items(wanted).items():
             assert kinds.store(kind, item, repair=True) == StoreOutcome.QUEUED
         assert kinds.transfers.drain(PATIENCE) == 0
         assert kinds.transfers.take_repaired() == expected
+        assert kinds.transfers.take_repaired() == []
 
 
 def test_only_full_chunks_are_dropped_because_one_before_them_was(
@@ -417,7 +416,7 @@ def test_transfers_that_are_retired_publish_and_end(
     assert kinds.transfers.drain(PATIENCE) == 0
     kinds.transfers.end(1.0)
     for kind, chunks in wanted.items():
-        assert all(kinds.shelf.view(FMT.of(kind)).present(chunks))
+        assert all(present(kinds.shelf.view(FMT.of(kind)), chunks))
 
 
 def test_what_was_stored_is_known_by_kind_until_it_is_forgotten(kinds: Kinds) -> None:

@@ -106,7 +106,8 @@ def with_lookups(side: SchedulerSide) -> list[str]:
 
 def remembers(side: SchedulerSide) -> bool:
     """Whether a side knows anything of any request."""
-    return bool(side.requests or len(side.lookups) or side.loads.planned)
+    lookups = side.lookups
+    return bool(side.requests or lookups._ahead or lookups._later or side.loads.planned)
 
 
 def awaited_of(side: SchedulerSide, name: str) -> Awaited | None:
@@ -117,7 +118,8 @@ def awaited_of(side: SchedulerSide, name: str) -> Awaited | None:
 
 def waits_for_objects(side: SchedulerSide) -> bool:
     """Whether any request waits for a hand-over, or anything looks for its objects."""
-    return len(side.handovers) > 0
+    service = side.handovers._service
+    return bool(side.handovers._waiting or (service is not None and service._waits))
 
 
 def set_clock(side: SchedulerSide, now: float = 1000.0) -> Clock:

@@ -385,7 +385,6 @@ class ScheduledEngine:
         self.has_kv = drafter is not None
         self.asynchronous = bool(options.get("asynchronous"))
         #: Lookups remember what a node server did not have, so stores are reported.
-        self._reports_stores = "server" in options
         self.drafts = int(options.get("drafts", 0))
         if self.drafts:
             self.specs = [
@@ -641,8 +640,6 @@ class ScheduledEngine:
         told.repaired += [key for op in stores if (key := self._store(op))]
         judge()
         told.repaired += [key for op in meta.stores if op.late and (key := self._store(op))]
-        if self._reports_stores:
-            told.published += [kind_key(op.chunk.key, op.kind) for op in meta.stores]
         assert not any(self.memory[: self.page]), "the null block was written"
         received, failed = self._finish_loads()
         # Reports end when the namespace was announced.

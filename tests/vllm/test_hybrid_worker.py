@@ -24,7 +24,6 @@ from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.vllm.metadata import LoadOp, StepMetadata, StoreOp
-from kvshelf.vllm.worker.registration import State
 from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support.waiting import PATIENCE, while_patient
 from tests.vllm.hybrid_caches import CHUNK, MODELS, HybridWorker, Layers, names
@@ -74,7 +73,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 def open_in(worker: HybridWorker, namespace: Namespace) -> None:
     """Announce a namespace to a worker."""
     worker.step(StepMetadata(namespace=(namespace.encoded, namespace.slug)))
-    assert worker.side.model.registration.state is State.SERVING, worker.side.model.registration
+    assert worker.side.model.registration.serves, worker.side.model.registration
     worker.namespace_open = namespace
 
 
@@ -415,7 +414,7 @@ def test_a_state_of_another_form_after_sleep_ends_caching(rig: Rig) -> None:
     name = reader.names[0][0]
     reader.layers[name].kv_cache = reader.layers[name].kv_cache[:1]
     reader.side.wake_up()
-    assert reader.side.model.registration.state is State.DISABLED
+    assert reader.side.model.registration.disabled_reason
 
 
 # ------------------------------------------------------------------------- drafters

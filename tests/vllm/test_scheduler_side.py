@@ -43,7 +43,6 @@ from tests.sim.storage import Fault, posix
 from tests.support.prompts import prompt
 from tests.support.threads import none_can_be_started
 from tests.support.waiting import PATIENCE, until
-from tests.vllm.hybrid_specs import cache_config, full
 from tests.vllm.replay import (
     HEAD_SIZE,
     LAYERS,
@@ -54,7 +53,6 @@ from tests.vllm.replay import (
     make_groups,
 )
 from tests.vllm.rig import (
-    BLOCK,
     CHUNK,
     PART,
     Make,
@@ -733,29 +731,6 @@ def test_blocks_that_others_may_fill_must_be_kept_until_their_last_step_has_run(
         return
     with pytest.raises(ConfigError, match=r'NixlConnector may fill them.*"kv_role": "kv_both"'):
         MultiConnector("recompute", config, **parent)
-
-
-@pytest.mark.parametrize("window", [None, 64])
-def test_a_connector_beside_this_one_that_allows_one_group_only_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, window: int | None
-) -> None:
-    config = make_config(str(tmp_path))
-    config.kv_transfer_config.kv_connector = "SharedStorageConnector"
-    children = [
-        {"kv_connector": "ExampleConnector", "kv_role": "kv_both"},
-        {
-            "kv_connector": "SharedStorageConnector",
-            "kv_connector_module_path": "kvshelf.vllm.connector",
-            "kv_role": "kv_both",
-        },
-    ]
-    parent = {"kv_role": "kv_both", "kv_connector_extra_config": {"connectors": children}}
-    # As vLLM keeps windows without its hybrid allocator.
-    groups = cache_config([replace(full(BLOCK), sliding_window=window)])
-    MultiConnector("recompute", config, groups, **parent).child.shutdown()
-    names = [line for line in caplog.messages if "does not support several KV cache groups" in line]
-    assert len(names) == (window is not None)
-    assert all(line.startswith("ExampleConnector inside MultiConnector") for line in names)
 
 
 def test_vllm_keeps_blocks_of_consumers_until_their_last_step_has_run() -> None:

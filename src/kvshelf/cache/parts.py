@@ -111,12 +111,7 @@ class Shared:
             near = [] if self.disk_tier is None else [self.disk_tier]
             shelf = TieredShelf(self.shelf, near)
             views = [shelf.view(fmt.of(kind)) for kind in fmt.kinds]
-            return LookupService(
-                views[0],
-                failed=self.failed,
-                counters=self.counters,
-                others={view.fmt.kind: view for view in views[1:]},
-            )
+            return LookupService(*views, failed=self.failed, counters=self.counters)
 
         return self.service("all kinds", make)
 

@@ -49,9 +49,6 @@ class FailedKeys:
     def __contains__(self, key: object) -> bool:
         return isinstance(key, bytes) and self._get(key) is not None
 
-    def __len__(self) -> int:
-        return sum(key in self for key in list(self._keys))
-
     def leading(self, keys: Sequence[bytes]) -> int:
         """Return how many of `keys` come before the first that is failed."""
         if self._keys.keys().isdisjoint(keys):

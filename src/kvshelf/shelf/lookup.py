@@ -39,7 +39,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, TypeAlias
 
 from kvshelf.format.hit_rule import HitRule
@@ -200,21 +199,16 @@ class LookupService:
 
     Parameters
     ----------
-    shelf : ShelfView
-        The objects of kind full; in a namespace without these, of its first kind.
+    *views : ShelfView
+        The objects of each kind of a namespace.
     failed : FailedKeys
         Kind keys to be treated as missing.
     counters : Counters
-    threads : int
-        Lookups worked on at once. On a high-latency storage there are at least two threads,
-        and each works on several lookups.
     remembers : bool
         On a high-latency storage, remember answers for a while. False: for objects that come and
         go unnoticed, such as copies in a tier.
     on_thread_start : Callable, optional
         Called first on each thread, to set its processors.
-    others : Mapping[Kind, ShelfView], optional
-        The objects of the namespace's other kinds.
     rule : HitRule, optional
         What a hit needs. When absent, what the namespace's record says.
     counts_tier : bool
@@ -223,24 +217,21 @@ class LookupService:
 
     def __init__(
         self,
-        shelf: ShelfView,
-        *,
+        *views: ShelfView,
         failed: FailedKeys,
         counters: Counters,
-        threads: int = 1,
         remembers: bool = True,
         on_thread_start: Callable[[], None] | None = None,
-        others: Mapping[Kind, ShelfView] | None = None,
         rule: HitRule | None = None,
         counts_tier: bool = False,
     ) -> None:
-        self._shelf = shelf
+        ordered = sorted(views, key=lambda view: KINDS.index(view.fmt.kind))
+        self._views = {view.fmt.kind: view for view in ordered}
+        #: The objects of kind full; in a namespace without these, of its first kind.
+        self._shelf = shelf = ordered[0]
         self._counts_tier = counts_tier
-        self._fmt = shelf.fmt
-        views = {shelf.fmt.kind: shelf, **(others or {})}
-        self._views = {kind: views[kind] for kind in KINDS if kind in views}
         self._shards = {kind: view.fmt.shards for kind, view in self._views.items()}
-        self._rule = rule or HitRule.of(self._fmt.namespace.record)
+        self._rule = rule or HitRule.of(shelf.fmt.namespace.record)
         self._failed = failed
         self._counters = counters
         self._queue: queue.SimpleQueue[Lookup | None] = queue.SimpleQueue()
@@ -252,7 +243,7 @@ class LookupService:
         self._high_latency = shelf.backend.properties.high_latency
         self._presence = PresenceCache() if self._high_latency and remembers else None
         self._together = _TOGETHER if self._high_latency else 1
-        self._count = max(threads, _HIGH_LATENCY_THREADS) if self._high_latency else threads
+        self._count = _HIGH_LATENCY_THREADS if self._high_latency else 1
         self._threads = StorageThreads(
             "kvshelf-lookup",
             self._count,
@@ -394,20 +385,16 @@ class LookupService:
         active: dict[Lookup, _Searching] = {}
         pace, more = GilPace(), [first]
         while more or active:
+            active |= {lookup: _Searching(self, lookup) for lookup in more}
+            self._busy[me] = next(iter(active.values())).began, tuple(active)
             for lookup in more:
-                active[lookup] = _Searching(self, lookup)
-                self._note_busy(me, active)
                 with active[lookup].alone():
                     active[lookup].begin(pace)
             self._round(active)
-            over = [lookup for lookup in active if lookup.done]
-            for lookup in over:
-                del active[lookup]
+            active = {lookup: one for lookup, one in active.items() if not lookup.done}
             if me not in self._busy:
                 # The thread was given up: another one continues with later lookups.
                 return
-            if over:
-                self._note_busy(me, active)
             if not any(lookup.waited_for for lookup in active):
                 pace.rest()
             more = self._take_more(self._together - len(active)) if active else []
@@ -423,10 +410,6 @@ class LookupService:
                     break
                 taken.append(lookup)
         return taken
-
-    def _note_busy(self, me: int, active: Mapping[Lookup, _Searching]) -> None:
-        for oldest in islice(active.values(), 1):
-            self._busy[me] = oldest.began, tuple(active)
 
     def _round(self, active: Mapping[Lookup, _Searching]) -> None:
         """Send what all searches look for next, and pass the answers on."""
@@ -463,7 +446,9 @@ class LookupService:
         if not (hit and self._counts_tier):
             return 0.0
         asked = hit[:: -(-len(hit) // _ASKED_OF_TIER)]
-        refs = [ObjectRef(chunk, shard) for chunk in asked for shard in range(self._fmt.shards)]
+        refs = [
+            ObjectRef(chunk, shard) for chunk in asked for shard in range(self._shelf.fmt.shards)
+        ]
         answers = self._shelf.nearby(refs)
         return sum(answer is Presence.PRESENT for answer in answers) / len(answers)
 

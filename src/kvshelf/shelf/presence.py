@@ -52,9 +52,6 @@ class PresenceCache:
         self._cleared = _NEVER[0]
         self._lock = threading.Lock()
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def note(self, keys: Iterable[bytes], asked: float, *, seen: bool = True) -> None:
         """Take an answer: these chunks are there.
 

@@ -22,7 +22,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from itertools import islice, product, repeat
+from itertools import islice, repeat
 from typing import Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from kvshelf.backends import NOT_REGULAR, BytesLike, StatResult, StatResults, Whole, WriteResult
@@ -173,7 +173,7 @@ class ShelfView(ABC):
 
     def find(self, refs: Sequence[ObjectRef]) -> list[Presence]:
         """Probe for objects that can be loaded, from the storage or from a tier in front of it."""
-        return self.probe(refs)
+        return find_together([(self, refs)])[0]
 
     def nearby(self, refs: Sequence[ObjectRef]) -> list[Presence | None]:
         """Return what :meth:`find` answers without the storage; None where it must be probed."""
@@ -183,25 +183,6 @@ class ShelfView(ABC):
     @abstractmethod
     def on_storage(self) -> NamespaceView:
         """The view of the storage alone, without tiers."""
-
-    def present(self, chunks: Sequence[Chunk], shards: Sequence[int] | None = None) -> list[bool]:
-        """Return for each of `chunks` whether all its objects are found with the right size.
-
-        Parameters
-        ----------
-        chunks : Sequence of Chunk
-        shards : Sequence of int, optional
-            Look at these shards only; default all.
-        """
-        wanted = range(self.fmt.shards) if shards is None else shards
-        step = len(wanted)
-        # Quicker than a call of the class for each, which lookups would notice.
-        answers = self.find(list(map(ObjectRef._make, product(chunks, wanted))))
-        there = Presence.PRESENT
-        return [
-            all(answer is there for answer in answers[i * step : i * step + step])
-            for i in range(len(chunks))
-        ]
 
     def load(self, ref: ObjectRef, buffer: memoryview) -> None:
         """Read and verify one object.
@@ -356,43 +337,6 @@ class ShelfView(ABC):
             If the storage refused or failed, also while verifying: nothing is replaced then.
         """
 
-    def give_up(self, attempt: str) -> bool:
-        """Write the marker of a hand-over whose promise is broken, once.
-
-        Parameters
-        ----------
-        attempt : str
-            The attempt's id, see :mod:`kvshelf.shelf.markers`.
-
-        Returns
-        -------
-        bool
-            False if there was one.
-
-        Raises
-        ------
-        ObjectNameError
-            If `attempt` is not 32 lowercase hex digits.
-        StorageError
-            If the storage refused or failed.
-        """
-        return self.on_storage.give_up(attempt)
-
-    def gave_up(self, attempts: Sequence[str]) -> list[bool]:
-        """Look for the markers of many hand-overs, in one call of the storage.
-
-        Parameters
-        ----------
-        attempts : Sequence of str
-            Ids of attempts, as clients sent them. What is not an id has no marker.
-
-        Returns
-        -------
-        list of bool
-            One for each attempt, in order. An error of the storage is False, never an exception.
-        """
-        return self.on_storage.gave_up(attempts)
-
 
 def _presence(found: StatResult, size: int) -> Presence:
     """Return what the answer of a storage about an object of `size` bytes means."""
@@ -426,11 +370,15 @@ def find_together(
         The answers of each view, in order.
     """
     nearby = [view.nearby(refs) for view, refs in asked]
-    left = [
-        (view.on_storage, [ref for ref, answer in zip(refs, near, strict=True) if answer is None])
-        for (view, refs), near in zip(asked, nearby, strict=True)
-    ]
-    found = iter(NamespaceView.probe_together(left, find=True))
+    names: list[str] = []
+    sizes: list[int] = []
+    for (view, refs), near in zip(asked, nearby, strict=True):
+        left = [ref for ref, answer in zip(refs, near, strict=True) if answer is None]
+        more = view.on_storage._names_and_sizes(left)
+        names += more[0]
+        sizes += more[1]
+    storage = asked[0][0].on_storage
+    found = iter(storage._probe_named(names, sizes, find=True) if names else ())
     return [[next(found) if answer is None else answer for answer in near] for near in nearby]
 
 
@@ -562,32 +510,6 @@ class NamespaceView(ShelfView):
         """Probe for objects that can be loaded, see :meth:`ShelfView.find`."""
         return self._probe_named(*self._names_and_sizes(refs), find=True)
 
-    @staticmethod
-    def probe_together(
-        asked: Sequence[tuple[NamespaceView, Sequence[ObjectRef]]], *, find: bool = False
-    ) -> list[Presence]:
-        """Probe objects of several kinds of one namespace in one call of the storage.
-
-        Parameters
-        ----------
-        asked : Sequence of pairs
-            A view, and objects.
-        find : bool
-            As :meth:`find`, not as :meth:`probe`.
-
-        Returns
-        -------
-        list of Presence
-            The answers of all, in order.
-        """
-        names: list[str] = []
-        sizes: list[int] = []
-        for view, refs in asked:
-            more = view._names_and_sizes(refs)
-            names += more[0]
-            sizes += more[1]
-        return asked[0][0]._probe_named(names, sizes, find=find) if names else []
-
     def _names_and_sizes(self, refs: Sequence[ObjectRef]) -> tuple[list[str], list[int]]:
         whole = self._sizes
         sizes = [self.size(chunk, n) if chunk.tail else whole[n] for chunk, n in refs]
@@ -676,32 +598,49 @@ class NamespaceView(ShelfView):
         StorageError
             If the storage refused or failed.
         """
-        base = self._base(ref)
-        names = [f"{folder}/{base}" for folder in self._find_folders()]
-        deleted = [delete_one(self.backend, name) for name in names]
+        deleted = [delete_one(self.backend, name) for name in self.names(ref)]
         return any(deleted)
-
-    def describe(self) -> None:
-        """Publish the namespace's description if it is not there; `publish` does so as well.
-
-        Raises
-        ------
-        StorageError
-            If the storage refused or failed.
-        """
-        self._description.publish(self.folder())
 
     # ----------------------------------------------------------------------------------- markers
 
     def give_up(self, attempt: str) -> bool:
-        """Write a marker, see :meth:`ShelfView.give_up`."""
+        """Write the marker of a hand-over whose promise is broken, once.
+
+        Parameters
+        ----------
+        attempt : str
+            The attempt's id, see :mod:`kvshelf.shelf.markers`.
+
+        Returns
+        -------
+        bool
+            False if there was one.
+
+        Raises
+        ------
+        ObjectNameError
+            If `attempt` is not 32 lowercase hex digits.
+        StorageError
+            If the storage refused or failed.
+        """
         name = marker_name(attempt)
         folder = self.folder()
         self._description.publish(folder)
         return self.backend.write(f"{folder}/{name}", []) is not WriteResult.EXISTED
 
     def gave_up(self, attempts: Sequence[str]) -> list[bool]:
-        """Look for markers, see :meth:`ShelfView.gave_up`."""
+        """Look for the markers of many hand-overs, in one call of the storage.
+
+        Parameters
+        ----------
+        attempts : Sequence of str
+            Ids of attempts, as clients sent them. What is not an id has no marker.
+
+        Returns
+        -------
+        list of bool
+            One for each attempt, in order. An error of the storage is False, never an exception.
+        """
         asked = {attempt for attempt in attempts if is_attempt(attempt)}
         found: set[str] = set()
         with contextlib.suppress(StorageError):
@@ -859,8 +798,7 @@ class NamespaceView(ShelfView):
         if properties.read_only or not properties.sets_aside:
             return False
         try:
-            for folder in self._find_folders():
-                name = f"{folder}/{self._base(ref)}"
+            for name in self.names(ref):
                 moved = self._repairs.set_aside(name, self.size(*ref), bad)
                 if moved is not None:
                     return moved

@@ -116,24 +116,22 @@ class Wait:
 
     def _take(
         self, probes: Sequence[_Probe], there: Sequence[int], shards: Mapping[Kind, int]
-    ) -> list[bytes]:
+    ) -> int:
         """Use the answers: how many leading shards of each probe are there.
 
         Returns
         -------
-        list of bytes
-            The kind keys of the pieces that were seen by them.
+        int
+            How many pieces were seen by them.
         """
-        keys: list[bytes] = []
-        for (kind, chunk, of), count in zip(probes, there, strict=True):
+        for seen, ((kind, _, of), count) in enumerate(zip(probes, there, strict=True)):
             self._shards = of.start + count
             if self._shards < shards[kind]:
                 self._ahead = int(count == len(of))
-                return keys
+                return seen
             self._shards = 0
-            keys.append(kind_key(chunk.key, kind))
         self._ahead = min(2 * self._ahead + 1, _MOST_AHEAD)
-        return keys
+        return len(probes)
 
 
 class WaitService:
@@ -144,10 +142,6 @@ class WaitService:
     views : Mapping[Kind, ShelfView]
         The objects of each kind of one namespace.
     counters : Counters
-    on_seen : Callable, optional
-        Called on a background thread with the kind keys
-        (:func:`~kvshelf.format.kinds.kind_key`) of pieces that were just seen, before their waits
-        show it. Must not block.
     on_thread_start : Callable, optional
         Called first on each thread, to set its processors.
 
@@ -162,14 +156,12 @@ class WaitService:
         views: Mapping[Kind, ShelfView],
         *,
         counters: Counters,
-        on_seen: Callable[[Sequence[bytes]], None] | None = None,
         on_thread_start: Callable[[], None] | None = None,
     ) -> None:
         self._views = dict(views)
         self._shards = {kind: view.fmt.shards for kind, view in self._views.items()}
         self._backend = next(iter(self._views.values())).backend
         self._counters = counters
-        self._on_seen = on_seen
         self._log = RateLimitedLog(logger)
         self._lock = threading.Lock()
         self._waits: dict[Wait, None] = {}
@@ -241,11 +233,6 @@ class WaitService:
         self._progress.clear()
         return True
 
-    @property
-    def waiting(self) -> int:
-        """Number of waits that neither have ended nor were cancelled."""
-        return len(self._waits)
-
     def close(self) -> None:
         """Forget all waits, and stop the threads. Idempotent."""
         self._threads.close()
@@ -304,12 +291,11 @@ class WaitService:
             (wait, wait._take(probes, [there[_name(one)] for one in probes], self._shards))
             for wait, probes in asked
         ]
-        self._report([key for _, seen in found for key in seen])
         with self._lock:
             for wait, seen in found:
                 if wait not in self._waits:
                     continue
-                wait.seen += len(seen)
+                wait.seen += seen
                 wait.complete = wait.seen == len(wait._pieces)
                 wait.gave_up = wait._lost and not wait.complete and not wait._ahead
                 if wait.ended:
@@ -339,19 +325,12 @@ class WaitService:
             pace.rest()
         return there
 
-    def _report(self, seen: Sequence[bytes]) -> None:
-        if seen and self._on_seen is not None:
-            try:
-                self._on_seen(list(dict.fromkeys(seen)))
-            except Exception as error:  # noqa: BLE001 - the thread must go on
-                self._log.error("a callback for objects that appeared raised", exc_info=error)
-
     def _look_for_markers(self, waits: Sequence[Wait]) -> None:
         high_latency = self._backend.properties.high_latency
         period = _MARKER_SECONDS_HIGH_LATENCY if high_latency else _MARKER_SECONDS
         self._markers_due = time.monotonic() + period
         waits = [wait for wait in waits if wait._attempt and not wait.ended]
-        view = next(iter(self._views.values()))
+        view = next(iter(self._views.values())).on_storage
         for wait, lost in zip(waits, view.gave_up([w._attempt for w in waits]), strict=True):
             # A piece may have appeared before the marker: probed once more, pieces win.
             wait._lost = wait._lost or lost

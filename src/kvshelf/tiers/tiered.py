@@ -41,7 +41,6 @@ from kvshelf.shelf.view import (
     Pinned,
     Presence,
     ShelfView,
-    find_together,
 )
 from kvshelf.urls import shown_url
 
@@ -133,10 +132,6 @@ class TieredView(ShelfView):
     def probe(self, refs: Sequence[ObjectRef]) -> list[Presence]:
         """Probe the shelf alone: a store must know whether an object is there."""
         return self._shelf.probe(refs)
-
-    def find(self, refs: Sequence[ObjectRef]) -> list[Presence]:
-        """Probe each tier for the objects that those before it do not have, then the shelf."""
-        return find_together([(self, refs)])[0]
 
     def nearby(self, refs: Sequence[ObjectRef]) -> list[Presence | None]:
         """Probe the tiers alone, see :meth:`ShelfView.nearby`."""

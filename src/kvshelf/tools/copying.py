@@ -32,7 +32,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from operator import attrgetter
 from typing import Final
 
@@ -42,7 +42,7 @@ from kvshelf.format.keys import Chunk
 from kvshelf.format.names import ParsedName, parse_path
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import Shelf
-from kvshelf.shelf.view import NamespaceView, ObjectRef, Presence
+from kvshelf.shelf.view import ObjectRef, Presence, find_together
 from kvshelf.tools.prompt_objects import known_format, prompt_objects
 from kvshelf.tools.prompts import Prompt, TokenPrompt
 
@@ -230,7 +230,7 @@ def _find(
                 for own, some in groupby(batch, key=attrgetter("fmt"))
             ]
             # If the probe gave no answer, the write will detect an existing object.
-            for item, answer in zip(batch, NamespaceView.probe_together(kinds), strict=True):
+            for item, answer in zip(batch, chain(*find_together(kinds)), strict=True):
                 yield item, answer is Presence.PRESENT
         done.append(info.folder)
         _check_there(source, [info.folder])

@@ -19,7 +19,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Final, Protocol, TypeAlias
 
 from kvshelf.format.hit_rule import HitRule
@@ -27,6 +26,7 @@ from kvshelf.format.keys import Chunk, KeyChain, salt_group_of
 from kvshelf.format.kinds import FULL, Kind
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import Shelf
+from kvshelf.shelf.view import Presence, find_pieces
 from kvshelf.tools.prompts import TokenPrompt
 
 _ATTEMPTS: Final = 3
@@ -209,12 +209,11 @@ def _pieces(fmt: ObjectFormat, chunks: Sequence[Chunk], tokens: int) -> list[_Pi
 
 def _missing(shelf: Shelf, fmt: ObjectFormat, pieces: Sequence[_Piece]) -> set[_Piece]:
     """Return the pieces of which an object is not on the shelf."""
+    views = {kind: shelf.view(fmt.of(kind)) for kind in fmt.kinds}
     missing: set[_Piece] = set()
-    for kind, group in groupby(pieces, key=lambda piece: piece[0]):
-        chunks = [chunk for _, chunk in group]
-        view = shelf.view(fmt.of(kind))
-        for start in range(0, len(chunks), _PROBE_BATCH):
-            part = chunks[start : start + _PROBE_BATCH]
-            there = view.present(part)
-            missing |= {(kind, c) for c, is_there in zip(part, there, strict=True) if not is_there}
+    for start in range(0, len(pieces), _PROBE_BATCH):
+        part = pieces[start : start + _PROBE_BATCH]
+        wanted = [(kind, chunk, range(views[kind].fmt.shards)) for kind, chunk in part]
+        found = zip(part, find_pieces(views, wanted), strict=True)
+        missing |= {piece for piece, answers in found if {*answers} != {Presence.PRESENT}}
     return missing

@@ -37,18 +37,15 @@ class KnownChunks:
     Parameters
     ----------
     kind : Kind
-    high_latency : bool
-        Published chunks are noted, for lookups that take them for missing since a load has failed.
     """
 
-    def __init__(self, kind: Kind, *, high_latency: bool) -> None:
+    def __init__(self, kind: Kind) -> None:
         self._kind = kind
         self._lock = threading.Lock()
         self._dropped_at: OrderedDict[bytes, float] = OrderedDict()
         self._published_at: OrderedDict[bytes, float] = OrderedDict()
-        #: Since the last calls that took them; perhaps no caller ever takes them.
+        #: Since the last call that took them; perhaps no caller ever takes them.
         self._repaired: deque[bytes] = deque(maxlen=_PUBLISHED_MEMORY)
-        self._published: deque[bytes] = deque(maxlen=_PUBLISHED_MEMORY if high_latency else 0)
 
     def note_dropped(self, key: bytes) -> None:
         """Note that a chunk is not stored."""
@@ -68,7 +65,6 @@ class KnownChunks:
         """Note that a chunk is on the shelf."""
         with self._lock:
             _note(self._published_at, key, _PUBLISHED_MEMORY)
-        self._published.append(key)
 
     def follows_dropped(self, chunk: Chunk, seen: float) -> bool:
         """Whether the chunk before `chunk` was dropped after `seen`; then `chunk` is as well."""
@@ -87,20 +83,8 @@ class KnownChunks:
 
     def take_repaired(self) -> list[bytes]:
         """Return the kind keys whose bad objects were replaced since the last call."""
-        return self._take(self._repaired)
-
-    def take_published(self) -> list[bytes]:
-        """Return the kind keys of chunks that stores since the last call left on the shelf.
-
-        Empty on low-latency storage, where what was missing is soon probed again.
-        """
-        return self._take(self._published)
-
-    def _take(self, noted: deque[bytes]) -> list[bytes]:
-        if not noted:
-            return []
-        with self._lock:
-            return [kind_key(noted.popleft(), self._kind) for _ in range(len(noted))]
+        noted = self._repaired
+        return [kind_key(noted.popleft(), self._kind) for _ in range(len(noted))]
 
     def forget_published(self) -> None:
         """Forget which chunks were published here, so that they are stored again if missing."""

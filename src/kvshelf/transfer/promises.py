@@ -135,7 +135,7 @@ class Promises:
 
     def _write(self, attempt: str) -> None:
         try:
-            if self._view.give_up(attempt):
+            if self._view.on_storage.give_up(attempt):
                 self._counters.add("markers_written")
         except Exception as error:  # noqa: BLE001 - the engine that waits has a deadline
             self.unmarked = True

@@ -121,8 +121,7 @@ class Stores(TransferHalf):
     def __init__(self, context: TransferContext) -> None:
         super().__init__(context, "store", context.store_threads)
         self._plan = context.plan
-        high_latency = context.shelf.backend.properties.high_latency
-        self.known = KnownChunks(context.fmt.kind, high_latency=high_latency)
+        self.known = KnownChunks(context.fmt.kind)
         self._idle = threading.Condition(self._lock)
         self._queue: deque[_StoreJob] = deque()
         #: Queued stores that are promised: they run before those in the queue.

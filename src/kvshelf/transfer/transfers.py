@@ -224,19 +224,9 @@ class Transfers:
 
     def take_repaired(self) -> list[bytes]:
         """Return the kind keys whose bad objects were replaced since the last call."""
-        return [key for stores in self._needed_stores for key in stores.known.take_repaired()]
-
-    def take_published(self) -> list[bytes]:
-        """Return the kind keys that stores since the last call left on the shelf.
-
-        Empty on low-latency storage.
-        """
-        return [key for stores in self._needed_stores for key in stores.known.take_published()]
-
-    @property
-    def _needed_stores(self) -> list[Stores]:
-        """Those of the model's KV: no lookup searches for a drafter's."""
-        return [stores for kind, stores in self.stores.items() if kind != DRAFT]
+        # No lookup searches for a drafter's.
+        needed = [stores for kind, stores in self.stores.items() if kind != DRAFT]
+        return [key for stores in needed for key in stores.known.take_repaired()]
 
     def forget_stored(self) -> None:
         """Forget what was published here, so that it is stored again if it is missing."""

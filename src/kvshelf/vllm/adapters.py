@@ -46,12 +46,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from kvshelf.background import try_to_start
 from kvshelf.errors import ConfigError
-from kvshelf.vllm.metadata import AdapterContent
+from kvshelf.vllm.messages import Outbox
+from kvshelf.vllm.metadata import AdapterContent, Facts
 from kvshelf.weights.fingerprints import (
     FingerprintCache,
     adapter_files,
@@ -95,50 +97,30 @@ class _Content(NamedTuple):
     stamp: bytes
 
 
-class _Hashing:
+class _Hashing(Future[_Content]):
     """Computes the digest of one adapter's files on a thread of its own."""
 
     def __init__(self, work: Callable[[], _Content]) -> None:
-        self.content: _Content | None = None
-        self.problem = ""
-        #: Set once there is a content or a problem.
-        self.done = False
-        self._lock = threading.Lock()
-        self._waiting: list[Callable[[], None]] = []
+        super().__init__()
         self._overdue_at = time.monotonic() + _HASHING_SECONDS
         thread = threading.Thread(
             target=self._run, args=(work,), name="kvshelf-adapter", daemon=True
         )
         if not try_to_start(thread):
-            self.problem = "no thread can be started"
-            self.done = True
+            self.set_exception(RuntimeError("no thread can be started"))
 
     def _run(self, work: Callable[[], _Content]) -> None:
         try:
-            self.content = work()
-        except Exception as error:  # noqa: BLE001 - kept in `problem`
-            self.problem = str(error) or repr(error)
-        with self._lock:
-            self.done = True
-            waiting, self._waiting = self._waiting, []
-        for callback in waiting:
-            try:
-                callback()
-            except Exception as error:
-                logger.error("a lookup could not continue with its adapter", exc_info=error)
+            content = work()
+        except Exception as error:  # noqa: BLE001 - who asks for the digest learns of it
+            self.set_exception(error)
+        else:
+            self.set_result(content)
 
     @property
     def overdue(self) -> bool:
         """Whether it is not done a second after it began."""
-        return not self.done and time.monotonic() >= self._overdue_at
-
-    def when_done(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once it is done: at once, or on its thread."""
-        with self._lock:
-            if not self.done:
-                self._waiting.append(callback)
-                return
-        callback()
+        return not self.done() and time.monotonic() >= self._overdue_at
 
 
 class AdapterDigests:
@@ -174,33 +156,38 @@ class AdapterDigests:
         #: vLLM's prefix cache may hold; None once these are several.
         self._in_engine_cache: dict[tuple[str, str], dict[int, bytes] | None] = {}
 
-    def ask(self, adapter: Any, on_known: Callable[[bytes | None], None]) -> None:
-        """Call `on_known` once with the digest of a request's adapter, perhaps later. Never blocks.
+    def ask(self, adapter: Any) -> Future[bytes | None]:
+        """Return the digest of a request's adapter, which may become known later. Never blocks.
 
         Parameters
         ----------
         adapter : LoRARequest
-        on_known : Callable
-            Called at once, or on the thread that reads the adapter's files: with 32 bytes, or
-            None if the request can have no chunk keys.
+
+        Returns
+        -------
+        Future
+            32 bytes, or None if the request can have no chunk keys. Done at once, or on the thread
+            that reads the adapter's files.
         """
+        found: Future[bytes | None] = Future()
         self._note_in_engine_cache(adapter, b"")
         if adapter.load_inplace:
             self._warn(adapter, "it is loaded again for every step (load_inplace)")
         elif self.trusts(adapter):
             hashing = self._hash(adapter)
             if not hashing.overdue:
-                hashing.when_done(lambda: on_known(self._found(adapter, hashing)))
-                return
+                hashing.add_done_callback(lambda _: found.set_result(self._found(adapter, hashing)))
+                return found
             self._warn(adapter, "its files have not been read in time")
-        on_known(None)
+        found.set_result(None)
+        return found
 
     def _found(self, adapter: Any, hashing: _Hashing) -> bytes | None:
         """Return the digest that was just computed, if it is that of all other requests."""
-        if hashing.content is None:
-            self._warn(adapter, f"its files cannot be read ({hashing.problem})")
+        if (error := hashing.exception()) is not None:
+            self._warn(adapter, f"its files cannot be read ({str(error) or repr(error)})")
             return None
-        number, (digest, stamp) = int(adapter.lora_int_id), hashing.content
+        number, (digest, stamp) = int(adapter.lora_int_id), hashing.result()
         known = self._digests.setdefault(number, digest)
         if known != digest:
             self._untrusted.add(number)
@@ -221,7 +208,7 @@ class AdapterDigests:
         name = int(adapter.lora_int_id), path
         with self._lock:
             hashing = self._hashings.get(name)
-            if hashing is None or hashing.done:
+            if hashing is None or hashing.done():
                 hashing = self._hashings[name] = _Hashing(functools.partial(self._read, path))
             return hashing
 
@@ -302,12 +289,18 @@ class AdapterDigests:
 
 
 class LoadedAdapters:
-    """Stamps of the files that a worker loaded for each adapter id. Step thread only."""
+    """Stamps of the files that a worker loaded for each adapter id. Step thread only.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    facts : Outbox of Facts
+        Gets the ids for which this worker loaded other content than the scheduler hashed.
+    """
+
+    def __init__(self, facts: Outbox[Facts]) -> None:
+        self._facts = facts
         #: By id; one that is empty is not known.
         self._stamps: dict[int, set[bytes]] = {}
-        self._others: set[int] = set()
 
     def watch(self, manager_class: type | None = None) -> bool:
         """Notice every adapter that this process loads from now on.
@@ -350,13 +343,10 @@ class LoadedAdapters:
     def _agrees(self, content: AdapterContent) -> bool:
         if self._stamps[content.number].issubset(content.stamps):
             return True
-        self._others.add(content.number)
+        others = self._facts.next.other_adapters
+        if content.number not in others:
+            others.append(content.number)
         return False
-
-    def take_others(self) -> list[int]:
-        """Return the ids for which this worker loaded other content than the scheduler hashed."""
-        others, self._others = self._others, set()
-        return sorted(others)
 
 
 def _watched(method: Any) -> Any:

@@ -32,8 +32,6 @@ from kvshelf.vllm import CONNECTOR_NAME, EARLIER_NAME, check_vllm_version, regis
 check_vllm_version(vllm.__version__)
 
 # ruff: noqa: E402
-from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -42,7 +40,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec, iter_layer_specs
+from vllm.v1.kv_cache_interface import iter_layer_specs
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvshelf.assembly import Role, assemble
@@ -195,8 +193,6 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             if context > 1 and transfer.is_kv_producer:
                 logger.warning("this engine loads KV from the shelf and stores none: %s", refuses)
-            if _windows_kept_as_full(kv_cache_config):
-                _name_connectors_with_one_group()
             second_runner = getattr(vllm_config, "use_v2_model_runner", False)
             if others and second_runner and drafter_has_kv(vllm_config):
                 logger.warning(
@@ -605,13 +601,9 @@ def _check_engine(vllm_config: Any) -> None:
 
 def _answers_see_a_window(kv_cache_config: Any) -> bool:
     """Whether the model has R-SWA layers (RSWASpec of vllm/v1/kv_cache_interface.py)."""
-    return any(hasattr(spec, "rswa_window") for spec in _layer_specs(kv_cache_config))
-
-
-def _layer_specs(kv_cache_config: Any) -> list[Any]:
-    """Return how vLLM keeps the KV of each layer."""
     groups = getattr(kv_cache_config, "kv_cache_groups", ())
-    return [spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec)]
+    specs = (spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec))
+    return any(hasattr(spec, "rswa_window") for spec in specs)
 
 
 def _why_no_stores(config: Config, transfer: Any, ranks: int) -> str:
@@ -661,18 +653,11 @@ _TRANSFERRING = (
 )
 
 
-def _children() -> list[dict[str, Any]]:
-    """Return the connectors inside the MultiConnector whose constructor is running, if any."""
-    transfer = getattr(_enclosing_multi_connector(), "_kv_transfer_config", None)
-    children: list[dict[str, Any]] = getattr(transfer, "kv_connector_extra_config", {}).get(
-        "connectors", []
-    )
-    return children
-
-
 def _names_that_load() -> list[str]:
     """Return the names of the connectors inside the MultiConnector that load, this one's too."""
-    return [one["kv_connector"] for one in _children() if one.get("kv_role") != "kv_producer"]
+    transfer = getattr(_enclosing_multi_connector(), "_kv_transfer_config", None)
+    children = getattr(transfer, "kv_connector_extra_config", {}).get("connectors", [])
+    return [one["kv_connector"] for one in children if one.get("kv_role") != "kv_producer"]
 
 
 def _others_transfer() -> bool:
@@ -716,33 +701,6 @@ def _check_other_loads(vllm_config: Any, others: list[str]) -> None:
             f" {', '.join(others)} may fill them before kvshelf has copied them: set"
             ' "kv_role": "kv_both" in --kv-transfer-config, beside "kv_connector":'
             ' "MultiConnector", or "kv_role": "kv_producer" for each connector that loads nothing'
-        )
-
-
-def _windows_kept_as_full(kv_cache_config: Any) -> bool:
-    """Whether vLLM keeps sliding windows as full attention, its hybrid allocator being off."""
-    return any(
-        isinstance(spec, FullAttentionSpec) and (spec.sliding_window or spec.attention_chunk_size)
-        for spec in _layer_specs(kv_cache_config)
-    )
-
-
-def _name_connectors_with_one_group() -> None:
-    """Log which connectors beside this one make vLLM turn its hybrid allocator off.
-
-    vLLM says only that a connector does, and a MultiConnector supports what all its connectors do.
-    """
-    names = [
-        child["kv_connector"]
-        for child in _children()
-        if not KVConnectorFactory.supports_hma_config(KVTransferConfig(**child))
-    ]
-    if names:
-        logger.warning(
-            "%s inside MultiConnector does not support several KV cache groups, so vLLM keeps the"
-            " sliding windows of this model like full attention: they take more memory, and engines"
-            " without that connector have another namespace",
-            ", ".join(names),
         )
 
 

@@ -359,8 +359,6 @@ class Facts:
     repaired : list of bytes
         Keys of kinds of chunks (:func:`~kvshelf.format.kinds.kind_key`) of which it has replaced
         its damaged objects.
-    published : list of bytes
-        The same keys, of what it has stored its objects of; only on a storage of high latency.
     breaker_open : bool, optional
         Whether the breaker of its storage is open, so that its loads would fail; told when that
         changes, and with each load that failed for this reason.
@@ -381,7 +379,6 @@ class Facts:
     begun: int = 0
     failures: list[LoadFailure] = field(default_factory=list)
     repaired: list[bytes] = field(default_factory=list)
-    published: list[bytes] = field(default_factory=list)
     breaker_open: bool | None = None
     writes_refused: bool | None = None
     other_adapters: list[int] = field(default_factory=list)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import operator
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from kvshelf.admission import AdmissionRule, Before, Hit
@@ -55,7 +55,7 @@ class _Loading(NamedTuple):
 
     hit: Hit
     nbytes: int
-    chunks: list[tuple[Kind, Sequence[Chunk]]]
+    chunks: Mapping[Kind, Sequence[Chunk]]
 
 
 class Sums:
@@ -213,37 +213,26 @@ class Admission(SharingPart):
                 # Of a storage that is fast now but answers late, few at once would hide that.
                 self._counters.add("explored_loads")
         self._refuses_until[hit.is_near] = self.clock() + _REFUSING_SECONDS
-        chunks = [*self._chunks(state, start, end)]
+        chunks = self._hits.to_load(state, start, end)
         self._loading[state.id] = _Loading(hit, rule.cost(hit, before), chunks)
         nbytes = (0, hit.nbytes) if hit.is_near else (hit.nbytes, 0)
         self._running.put(state.id, *work(start, hit.tokens), *nbytes)
         return patience, at_once if at_once < hit.chunks else 0
 
     def _hit(self, state: RequestState, start: int, end: int) -> Hit:
-        ranges, lookup = self._hits.ranges(start, end), state.lookup
-        nbytes = sum(len(indices) * self._chunk_bytes(kind) for kind, indices in ranges.items())
+        found, lookup = self._hits.to_load(state, start, end), state.lookup
+        nbytes = sum(len(chunks) * self._chunk_bytes(kind) for kind, chunks in found.items())
         in_tiers = 0 if lookup is None else int(lookup.in_disk_tier * nbytes)
         if self._memory:
             in_memory = sum(
                 self._chunk_bytes(kind)
-                for kind, chunks in self._chunks(state, start, end)
+                for kind, chunks in found.items()
                 for chunk in chunks
                 if kind_key(chunk.key, kind) in self._memory
             )
             in_tiers = max(in_tiers, in_memory)
         tokens, divisible = state.request.num_tokens, not self._groups.hybrid
         return Hit(start, end, tokens, self._size, nbytes, divisible, in_tiers)
-
-    def _chunks(
-        self, state: RequestState, start: int, end: int
-    ) -> Iterator[tuple[Kind, Sequence[Chunk]]]:
-        """Yield what a load of tokens ``[start, end)`` reads of each kind."""
-        lookup = state.lookup
-        if lookup is None or lookup.chain is None:
-            return
-        chunks = self._hits.chunks_before(state, lookup, lookup.chain, end)
-        for kind, indices in self._hits.ranges(start, end).items():
-            yield kind, chunks[indices.start : indices.stop]
 
     def _note(self, kind: Kind, chunks: Iterable[Chunk]) -> None:
         """Note that chunks were loaded or are stored: then memory has them, if there is any."""
@@ -356,7 +345,7 @@ class Admission(SharingPart):
         loading = self._loading.pop(request_id, None)
         if loading is None:
             return
-        for kind, chunks in loading.chunks:
+        for kind, chunks in loading.chunks.items():
             self._note(kind, chunks)
         if request_id not in self._read_ahead_for:
             expected = self._rule.load(loading.hit).learn(loading.nbytes, taken)

@@ -28,28 +28,18 @@ def log_difference(shelf: AnyShelf, own: Namespace, digest: bytes) -> None:
     digest : bytes
         Of the other one, 32 bytes.
     """
+    tag = digest.hex()[:16]
     try:
-        other = _find(shelf, digest)
+        folders = [one for one in shelf.backend.folders() if parse_namespace_folder(one) == tag]
+        other = read_namespace(shelf.backend, folders[0]) if folders else None
     except (KVShelfError, ValueError) as error:
         why = f"its description cannot be read: {error}"
     else:
-        if other is None:
+        if other is None or other.digest != digest:
             why = (
                 "it is not on this shelf; set shared_storage_path of producer and consumer to the"
                 " same place"
             )
         else:
             why = f"this engine has {own.folder}. {how_to_unite(own, other)}"
-    logger.warning(
-        "requests that wait for KV of namespace %s are computed: %s", digest.hex()[:16], why
-    )
-
-
-def _find(shelf: AnyShelf, digest: bytes) -> Namespace | None:
-    """Read a namespace by its digest; None if the shelf has none."""
-    for folder in shelf.backend.folders():
-        if parse_namespace_folder(folder) == digest.hex()[:16]:
-            namespace = read_namespace(shelf.backend, folder)
-            if namespace.digest == digest:
-                return namespace
-    return None
+    logger.warning("requests that wait for KV of namespace %s are computed: %s", tag, why)

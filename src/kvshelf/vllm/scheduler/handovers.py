@@ -102,11 +102,6 @@ class Handovers(SharingPart):
         #: The other namespaces that were logged.
         self._others: set[bytes] = set()
 
-    def __len__(self) -> int:
-        """Return how many waits have not ended, or are still looked for."""
-        looked_for = 0 if self._service is None else self._service.waiting
-        return max(len(self._waiting), looked_for)
-
     # ------------------------------------------------------------- begin and end
 
     def arrive(self, state: RequestState) -> None:
@@ -372,7 +367,6 @@ class Handovers(SharingPart):
             self._service = WaitService(
                 self._opening.views,
                 counters=self._counters,
-                on_seen=self._lookups.note_there,
                 on_thread_start=self._engine.on_thread_start,
             )
         awaited.first, awaited.seen = lookup.full_chunks, 0

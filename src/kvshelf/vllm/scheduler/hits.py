@@ -111,14 +111,10 @@ class Hits:
         items = items_of(state.request) if self.whole_items else ()
         return any(start < tokens < end for start, end in items)
 
-    def is_usable(self, state: RequestState, chunk: Chunk, kind: Kind) -> bool:
-        """Whether no load of a kind of a chunk has failed since it was last stored."""
-        key = kind_key(chunk.key, kind)
-        return key not in state.failures and key not in self._failed
-
     def is_stored(self, state: RequestState, lookup: Lookup, chunk: Chunk, kind: Kind) -> bool:
         """Whether the lookup saw a kind of a chunk on the shelf, and no load of it failed."""
-        if not self.is_usable(state, chunk, kind):
+        key = kind_key(chunk.key, kind)
+        if key in state.failures or key in self._failed:
             return False
         if kind == FULL:
             return chunk.index < self.full_chunks(lookup)
@@ -143,9 +139,15 @@ class Hits:
             return {}
         return self._groups.hit_rule(size).needs(end // size, start // size)
 
-    def chunks_before(
-        self, state: RequestState, lookup: Lookup, chain: KeyChain, end: int
-    ) -> list[Chunk]:
+    def to_load(self, state: RequestState, start: int, end: int) -> dict[Kind, list[Chunk]]:
+        """Return what a load of tokens ``[start, end)`` of a request reads of each kind."""
+        lookup = state.lookup
+        if lookup is None or lookup.chain is None:
+            return {}
+        known, ranges = self._chunks_before(state, lookup.chain, end), self.ranges(start, end)
+        return {kind: known[found.start : found.stop] for kind, found in ranges.items()}
+
+    def _chunks_before(self, state: RequestState, chain: KeyChain, end: int) -> list[Chunk]:
         """Return the chunks of a prompt of which a load of tokens before `end` takes the first."""
         awaited = state.awaited
         tail = awaited.tail if awaited is not None and awaited.hit_tokens else None
@@ -167,7 +169,7 @@ class Hits:
         hit = self.tokens(state, lookup, first)
         if state.gave_up or hit <= first:
             return Loadable()
-        chunks = self.chunks_before(state, lookup, lookup.chain, hit)
+        chunks = self._chunks_before(state, lookup.chain, hit)
         if chunks[-1].tail:
             # It is small, and appears last.
             chunks = chunks[:-1]

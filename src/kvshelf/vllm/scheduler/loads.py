@@ -26,7 +26,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL, STATE, WINDOW, kind_key, kind_of_key
 from kvshelf.vllm.metadata import Facts, LoadFailure, LoadOp, StepMetadata
 from kvshelf.vllm.scheduler.admission import Admission
@@ -90,15 +89,8 @@ class Loads(SharingPart):
         number = self._begin(state)
         self._read_ahead.loading(state.id)
         start, end = state.offered_from, state.offered_from + external
-        lookup = state.lookup
-        chain = lookup.chain if lookup is not None and lookup.done else None
-        known: list[Chunk] = []
-        if lookup is not None and chain is not None:
-            known = self._hits.chunks_before(state, lookup, chain, end)
-        chunks = {
-            kind: known[indices.start : indices.stop]
-            for kind, indices in self._hits.ranges(start, end).items()
-        }
+        chain = None if state.lookup is None else state.lookup.chain
+        chunks = self._hits.to_load(state, start, end)
         blocks = tuple(map(list, block_ids))
         state.period = self._periods.admit(blocks, start, state.request.mm_features)
         patience, at_once = self._admission.begin(state, start, end)

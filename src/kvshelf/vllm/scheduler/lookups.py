@@ -16,7 +16,7 @@ Contracts
   the new one is there.
 * A hit is recorded as a use of all that it needs, on the lookup thread, also where vLLM's prefix
   cache has a part of it or all (:mod:`kvshelf.capacity.uses`).
-* Runs on the engine's step thread, but :meth:`Lookups.note_there` on any, and lookups on theirs.
+* Runs on the engine's step thread, and lookups on theirs.
 
 When this part fails, its lookups are made when vLLM asks.
 """
@@ -25,8 +25,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable
 from itertools import islice
 from typing import Any, Final
 
@@ -83,10 +82,6 @@ class Lookups(SharingPart):
         self.held = 0
         #: How long this step has waited for lookups.
         self._waited = 0.0
-
-    def __len__(self) -> int:
-        """Return how many waiting requests have a lookup or will get one."""
-        return len(self._ahead) + len(self._later)
 
     # ------------------------------------------------------------- steps
 
@@ -166,10 +161,7 @@ class Lookups(SharingPart):
         namespace, request = self._opening.namespace, state.request
         assert namespace is not None
         digest, lora = namespace.digest, request.lora_request
-        hashed: Future[bytes | None] | None = None
-        if lora is not None:
-            hashed = Future()
-            self._keys.adapters.ask(lora, hashed.set_result)
+        hashed = None if lora is None else self._keys.adapters.ask(lora)
 
         def make_chain() -> KeyChain | None:
             found = b"" if hashed is None else hashed.result()
@@ -263,18 +255,10 @@ class Lookups(SharingPart):
 
     def take_facts(self, rank: int, facts: Facts) -> None:
         """Take what a rank reports of the storage."""
-        self.note_there(facts.published)
         for number in facts.other_adapters:
             self._keys.adapters.distrust(number)
         if facts.breaker_open is not None:
             (self._open_breakers.add if facts.breaker_open else self._open_breakers.discard)(rank)
-
-    def note_there(self, keys: Sequence[bytes]) -> None:
-        """Note, on any thread, kinds of chunks that have appeared on the shelf."""
-        for key in keys:
-            if not self._engine.failed.is_bad(key):
-                # A chunk that was missing and is stored now counts as present again.
-                self._engine.failed.forget(key)
 
     def breaker_is_open(self, lookups: LookupService) -> bool:
         """Whether the breaker of the scheduler's storage, or of a worker's, is open."""

@@ -111,8 +111,7 @@ class Opening:
         """
         views: dict[Kind, ShelfView] = {kind: shelf.view(fmt.of(kind)) for kind in fmt.kinds}
         lookups = LookupService(
-            views[fmt.kind],
-            others=views,
+            *views.values(),
             rule=self._groups.hit_rule(self._config.chunk_size),
             counts_tier=self._config.disk_tier is not None and self._config.admission == "auto",
             failed=self._engine.failed,
@@ -122,7 +121,7 @@ class Opening:
         self.close()
         self.shelf, self.views, self.lookups = shelf, views, lookups
         self.ranks_of = ranks_with(fmt, self.handshake.ranks)
-        self._decide_on_tails(fmt)
+        self.tails = fmt.tails and not self._groups.hybrid and self._engine.drafter is None
         logger.info(
             "shelf %s, namespace %s, %d tokens a chunk, %s",
             shelf.backend.url,
@@ -135,10 +134,6 @@ class Opening:
         """Announce a namespace that is open to the workers."""
         same = self.namespace if self.is_open(fmt) else None
         self.handshake.settle(fmt.namespace if same is None else same)
-
-    def _decide_on_tails(self, fmt: ObjectFormat) -> None:
-        drafts = self._engine.drafter is not None
-        self.tails = fmt.tails and not self._groups.hybrid and not drafts
 
     def _check_whole_shards(self, fmt: ObjectFormat) -> None:
         """Store nothing where no rank holds all heads of a shard."""

@@ -92,16 +92,12 @@ class Promises(SharingPart):
         """Take what a rank reports of its stores."""
         if facts.writes_refused is not None:
             (self._refusing.add if facts.writes_refused else self._refusing.discard)(rank)
-        for owner in facts.postponed:
-            self._note_postponed(owner)
-
-    def _note_postponed(self, owner: Owner) -> None:
-        request_id, preempted = owner
-        state = self._requests.get(request_id)
-        if state is not None and state.request.num_preemptions == preempted:
-            self._postponed[request_id] = preempted
-        elif request_id not in self._held:
-            self._lose(owner)
+        for request_id, preempted in facts.postponed:
+            state = self._requests.get(request_id)
+            if state is not None and state.request.num_preemptions == preempted:
+                self._postponed[request_id] = preempted
+            elif request_id not in self._held:
+                self._lose((request_id, preempted))
 
     def _lose(self, owner: Owner) -> None:
         """Have postponed stores dropped whose blocks may be others'."""

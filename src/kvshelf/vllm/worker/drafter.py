@@ -34,7 +34,7 @@ from kvshelf.vllm.speculation import (
 )
 from kvshelf.vllm.worker.engine import WorkerEngine
 from kvshelf.vllm.worker.parts import Part
-from kvshelf.vllm.worker.registration import Registration, State, TransferMemory
+from kvshelf.vllm.worker.registration import Registration, TransferMemory
 
 logger = logging.getLogger(__name__)
 
@@ -133,8 +133,10 @@ class Drafter:
         transfers, registration = self._model.serving, self.registration
         if namespace is None or transfers is None or DRAFT in transfers.loads:
             return
+        if registration.caches is None or registration.disabled_reason or registration.memories:
+            return
         try:
-            if registration.state is State.REPORTING and registration.open(*namespace):
+            if registration.open(*namespace):
                 self._model.add_drafts(registration, self._counters)
         except Exception as error:  # noqa: BLE001 - the next step tries again
             registration.put_back()
@@ -144,8 +146,7 @@ class Drafter:
     def memory(self) -> TransferMemory | None:
         """How its KV moves now; None while it does not."""
         transfers, registration = self._model.serving, self.registration
-        serves = registration.state is State.SERVING
-        moves = serves and transfers is not None and DRAFT in transfers.loads
+        moves = registration.serves and transfers is not None and DRAFT in transfers.loads
         return registration.memories[FULL] if moves else None
 
     def take_report(self) -> dict[int, WorkerReport]:

@@ -36,7 +36,7 @@ from kvshelf.transfer.transfers import Transfers
 from kvshelf.vllm.affinity import widen_cpu_affinity
 from kvshelf.vllm.metadata import Orders
 from kvshelf.vllm.worker.engine import WorkerEngine
-from kvshelf.vllm.worker.registration import Memories, Registration, State
+from kvshelf.vllm.worker.registration import Memories, Registration
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Part:
     @property
     def serving(self) -> Transfers | None:
         """What moves KV; None while there is no namespace or the part is disabled."""
-        return self.transfers if self.registration.state is State.SERVING else None
+        return self.transfers if self.registration.serves else None
 
     # ------------------------------------------------------------- caches
 
@@ -159,7 +159,21 @@ class Part:
         kept = self._memory_of(memory.fmt, memory.plan, ahead, counters)
         if kept is not None:
             view = TieredView(view, [kept])
-        context = registration.transfer_context(view, memory, counters)
+        load_threads, store_threads = registration.io_threads(view.backend.properties)
+        if memory.fmt.kind != memory.fmt.kinds[0]:
+            # These have fewer objects, and all kinds share the processors.
+            load_threads, store_threads = max(1, load_threads // 2), max(1, store_threads // 2)
+        context = TransferContext(
+            view,
+            memory.cache,
+            memory.staging,
+            counters,
+            memory.plan,
+            load_threads=load_threads,
+            store_threads=store_threads,
+            on_thread_start=lambda kind: widen_cpu_affinity(),
+            of_drafter=registration is not self.registration,
+        )
         if kept is not None:
             self._memories[context.kind] = kept
         return context

@@ -45,7 +45,6 @@ class PostponedStores:
         self._stores: dict[Owner, list[tuple[StoreOp, float]]] = {}
         #: When the blocks of requests that ended are released at the latest.
         self._held: dict[Owner, float] = {}
-        self._news: set[Owner] = set()
 
     def __contains__(self, owner: Owner) -> bool:
         return owner in self._stores
@@ -57,8 +56,6 @@ class PostponedStores:
 
     def put(self, op: StoreOp) -> None:
         """Keep a store for a later step."""
-        if op.owner not in self._stores:
-            self._news.add(op.owner)
         stores = self._stores.setdefault(op.owner, [])
         insort(stores, (op, self._clock()), key=lambda store: store[0].chunk.index)
 
@@ -92,11 +89,6 @@ class PostponedStores:
         """Return the stores of requests whose time to keep blocks is up, and forget them."""
         now = self._clock()
         return self.drop(owner for owner, until in self._held.items() if now >= until)
-
-    def take_news(self) -> list[Owner]:
-        """Return the requests of which stores were postponed since the last call."""
-        news, self._news = self._news, set()
-        return list(news)
 
     def take_released(self) -> set[str]:
         """Return, once each, the requests that ended and of which nothing is left."""

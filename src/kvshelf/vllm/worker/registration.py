@@ -9,13 +9,13 @@ States
 ========== =============================================== ===================================
 state      means                                           next
 ========== =============================================== ===================================
-UNKNOWN    no caches are registered                        ``register`` → REPORTING
-REPORTING  each step's metadata carries the report; rank   ``open`` → SERVING, once the
+unknown    no caches are registered                        ``register`` → reporting
+reporting  each step's metadata carries the report; rank   ``open`` → serving, once the
            0 adds the weights fingerprint when it is known  scheduler has sent a namespace
-SERVING    the namespace is known, KV moves                ``register`` → REPORTING;
-                                                           ``put_back`` → REPORTING, when the
+serving    the namespace is known, KV moves                ``register`` → reporting;
+                                                           ``put_back`` → reporting, when the
                                                            weights have another namespace
-DISABLED   nothing is loaded or stored any more; the       none: the engine must be restarted
+disabled   nothing is loaded or stored any more; the       none: the engine must be restarted
            report says why
 ========== =============================================== ===================================
 
@@ -35,7 +35,6 @@ Contracts
 
 from __future__ import annotations
 
-import enum
 import functools
 import logging
 import os
@@ -59,10 +58,7 @@ from kvshelf.kv.caches import HostKVCache, KVCache, layer_calls
 from kvshelf.kv.device import DEFAULT_RING, DeviceKVCache
 from kvshelf.kv.streams import Streams
 from kvshelf.kv.topology import ShardPlan, shard_plans
-from kvshelf.metrics import Counters
 from kvshelf.pages import memory_limit
-from kvshelf.shelf.view import ShelfView
-from kvshelf.transfer.context import TransferContext
 from kvshelf.transfer.shares import bytes_for_steps, share_out
 from kvshelf.transfer.staging import StagingPool
 from kvshelf.transfer.transfers import default_io_threads
@@ -96,15 +92,6 @@ _STAGED_STEPS = 2
 _MEMORY_SHARE = 16
 # Takes the place of the fingerprint while it is not known: sizes do not depend on it.
 _ANY_WEIGHTS = "sha256:" + "0" * 64
-
-
-class State(enum.Enum):
-    """States of a registration, see the module."""
-
-    UNKNOWN = enum.auto()
-    REPORTING = enum.auto()
-    SERVING = enum.auto()
-    DISABLED = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,13 +177,9 @@ class Registration:
         self._warming: list[tuple[threading.Thread, Memories]] = []
 
     @property
-    def state(self) -> State:
-        """The state of the registration, see the module."""
-        if self.disabled_reason:
-            return State.DISABLED
-        if self.caches is None:
-            return State.UNKNOWN
-        return State.SERVING if self.memories else State.REPORTING
+    def serves(self) -> bool:
+        """Whether KV moves: the registration is serving, see the module."""
+        return bool(self.memories) and not self.disabled_reason
 
     # ------------------------------------------------------------- caches and weights
 
@@ -239,7 +222,7 @@ class Registration:
         self.caches = replace(found, report=report)
         ops.check_served(found.device)
         self._check_fit(report)
-        if self._engine.rank or self.state is State.DISABLED:
+        if self._engine.rank or self.disabled_reason:
             # Rank 0 fingerprints the weights for all ranks.
             return
         self._identity = WeightsIdentity(
@@ -301,7 +284,7 @@ class Registration:
         with self._lock:
             if self.caches is None or self._reported:
                 return None
-            self._reported = self.state in (State.SERVING, State.DISABLED)
+            self._reported = bool(self.memories or self.disabled_reason)
             return replace(
                 self.caches.report,
                 weights=self._weights,
@@ -351,7 +334,7 @@ class Registration:
                 "the engine's KV caches came back from sleep in another layout; nothing is stored"
                 " or loaded until the engine is restarted"
             )
-        if self.state is not State.DISABLED:
+        if not self.disabled_reason:
             for memory in self.memories.values():
                 memory.cache.resume()
 
@@ -376,38 +359,6 @@ class Registration:
         ranks = stage_ranks(self._vllm_config)
         idle = min(_MOST_IDLE_CORES, len(os.sched_getaffinity(0)) // (2 * ranks))
         return max(2, loads, idle), max(1, stores, idle // 2)
-
-    def transfer_context(
-        self,
-        view: ShelfView,
-        memory: TransferMemory,
-        counters: Counters,
-    ) -> TransferContext:
-        """Return what stores and loads of one kind are made of, with this engine's options.
-
-        Parameters
-        ----------
-        view : ShelfView
-            The objects of this kind.
-        memory : TransferMemory
-            The transfers close it.
-        counters : Counters
-        """
-        load_threads, store_threads = self.io_threads(view.backend.properties)
-        if memory.fmt.kind != memory.fmt.kinds[0]:
-            # These have fewer objects, and all kinds share the processors.
-            load_threads, store_threads = max(1, load_threads // 2), max(1, store_threads // 2)
-        return TransferContext(
-            view,
-            memory.cache,
-            memory.staging,
-            counters,
-            memory.plan,
-            load_threads=load_threads,
-            store_threads=store_threads,
-            on_thread_start=lambda kind: widen_cpu_affinity(),
-            of_drafter=self._engine.of_drafter,
-        )
 
     def _ring(self, kind: Kind) -> int:
         """Return how many chunks may be on their way from the device at once.

@@ -106,12 +106,12 @@ class WorkerSide:
         self.model = Part(engine, assembly, self.counters)
         self.drafter = Drafter.of(engine, self.model, self.counters)
         self.weights = WorkerWeights(engine.vllm_config)
-        self.adapters = LoadedAdapters()
-        of_parts = self.model, self.drafter, self.weights, self.adapters
         #: What the scheduler side must learn.
         self._facts = facts = Outbox(Facts)
+        self.adapters = LoadedAdapters(facts)
+        of_parts = self.model, self.drafter, self.weights, self.adapters
         self.loads = WorkerLoads(engine, assembly, *of_parts, facts, groups.hybrid, may_store)
-        self.stores = WorkerStores(engine, self.counters, *of_parts, others_fill)
+        self.stores = WorkerStores(engine, self.counters, *of_parts, facts, others_fill)
         receivers = self.model.take_orders, self.loads.take_orders, self.stores.take_orders
         self._orders = Inbox[Orders](receivers)
         self._meta: StepMetadata | None = None
@@ -235,7 +235,8 @@ class WorkerSide:
 
     def worker_metadata(self) -> WorkerMetadata | None:
         """Return what the scheduler has to know of this step; None if that is nothing."""
-        self._note_facts()
+        self.loads.note_reads()
+        self._note_storage(self._facts.next)
         meta = WorkerMetadata()
         self.weights.advance(idle=self._meta is None or self._meta.idle)
         report = self.model.registration.take_report()
@@ -260,21 +261,12 @@ class WorkerSide:
         meta.heard = {self.rank: self._orders.heard}
         return meta
 
-    def _note_facts(self) -> None:
-        """Note what adapters, stores and reads have left to tell."""
-        facts = self._facts.next
-        facts.other_adapters += self.adapters.take_others()
-        facts.postponed += self.stores.take_postponed()
-        self.loads.note_reads()
-        self._note_storage(facts)
-
     def _note_storage(self, facts: Facts) -> None:
         """Note what stores have left on the shelf, and whether its storage answers."""
         transfers, shelf = self.model.transfers, self._assembly.shelf()
         if transfers is None or shelf is None:
             return
         facts.repaired += transfers.take_repaired()
-        facts.published += transfers.take_published()
         breaker_open, promises = not shelf.available, self.model.promises
         if self.loads.take_refused() or self._breaker_open is not breaker_open:
             self._breaker_open = facts.breaker_open = breaker_open

@@ -31,7 +31,8 @@ from kvshelf.metrics import Counters
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.stores import StoreOutcome
 from kvshelf.vllm.adapters import LoadedAdapters
-from kvshelf.vllm.metadata import NULL_BLOCK, Orders, Owner, StepMetadata, StoreOp
+from kvshelf.vllm.messages import Outbox
+from kvshelf.vllm.metadata import NULL_BLOCK, Facts, Orders, StepMetadata, StoreOp
 from kvshelf.vllm.worker.drafter import Drafter
 from kvshelf.vllm.worker.engine import WorkerEngine
 from kvshelf.vllm.worker.loads import IDLE_WAIT_SECONDS
@@ -59,6 +60,8 @@ class WorkerStores:
         Stores its own layers' KV of the same chunks.
     weights : WorkerWeights
     adapters : LoadedAdapters
+    facts : Outbox of Facts
+        Gets what the scheduler side must learn.
     others_fill : bool
         Whether another connector may fill free blocks without waiting for the engine's stream.
     """
@@ -69,6 +72,7 @@ class WorkerStores:
     drafter: Drafter | None
     weights: WorkerWeights
     adapters: LoadedAdapters
+    facts: Outbox[Facts]
     others_fill: bool
     _meta: StepMetadata | None = field(default=None, init=False)
     #: vLLM may know already that the step is over.
@@ -121,10 +125,6 @@ class WorkerStores:
     def drop_postponed(self) -> None:
         """Drop what was postponed: its blocks are about to be lost."""
         self._give_up(self._postponed.drop_all())
-
-    def take_postponed(self) -> list[Owner]:
-        """Return the requests of which stores were postponed since the last call."""
-        return self._postponed.take_news()
 
     def _give_up(self, ops: Iterable[StoreOp]) -> None:
         """Count postponed stores as dropped, and mark their promises as broken."""
@@ -182,6 +182,8 @@ class WorkerStores:
                     outcome = self._store(op, wait)
                 if op.kind == FULL and outcome is StoreOutcome.STAGING_FULL:
                     full = full or not waits
+                    if op.owner not in self._postponed:
+                        self.facts.next.postponed.append(op.owner)
                     self._postponed.put(op)
             except Exception as error:
                 # No answer depends on a drafter's KV.
