@@ -27,7 +27,7 @@ from kvshelf.errors import TransientStorageError
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tiers import tiered
 from kvshelf.vllm import adapters, connector
-from tests.native.emulation import emulation
+from tests.native.emulation import emulation, library_path
 from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support.prompts import prompt
 from tests.support.waiting import PATIENCE, until
@@ -40,6 +40,9 @@ from tests.vllm.replay import (
     make_config,
     side_of,
 )
+
+# Built before the tests: none in simulated time may start a compiler.
+library_path()
 
 BLOCK, CHUNK = 4, 8
 

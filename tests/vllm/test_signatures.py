@@ -168,7 +168,9 @@ def newest(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return made
 
 
-@pytest.fixture(params=[*RECORDED, pytest.param("newest", marks=[pytest.mark.slow, pytest.mark.real])])
+@pytest.fixture(
+    params=[*RECORDED, pytest.param("newest", marks=[pytest.mark.slow, pytest.mark.real])]
+)
 def version(request: pytest.FixtureRequest) -> Any:
     """The record of one version."""
     if request.param == "newest":
