@@ -281,6 +281,7 @@ def _write_tokenizer(folder: Path) -> None:
     tokenizer.add_special_tokens(["<s>", "</s>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
+        "chat_template": "{% for message in messages %}{{ message.content }}{% endfor %}",
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<s>",
         "eos_token": "</s>",
