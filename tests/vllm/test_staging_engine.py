@@ -17,8 +17,8 @@ from tests.vllm.shelf_files import CHUNK, ShelfFiles
 
 pytestmark = pytest.mark.slow
 
-#: The chunks of a prompt that vLLM computes in one step.
-CHUNKS = 12
+#: The chunks of a prompt that vLLM computes in one step; the engine without a shelf takes no more.
+CHUNKS = 10
 LENGTH = CHUNKS * CHUNK + 40
 #: Staging for at most three of the model's chunks.
 STAGING = 6 * 140_000
