@@ -29,7 +29,11 @@ def test_a_request_that_waits_finds_its_objects_in_memory(
     with DelayingProxy(host, int(port), 0.02) as proxy:
         far = {**server.options(), "endpoint_url": f"http://127.0.0.1:{proxy.port}"}
         with engines.on_shelf(
-            "one at a time", f"s3://{BUCKET}/kv", {"storage_options": far}, max_num_seqs=1
+            "one at a time",
+            f"s3://{BUCKET}/kv",
+            {"storage_options": far},
+            max_num_seqs=1,
+            max_model_len=8192,
         ) as engine:
             stored = 0
             for tokens in (second, dropped):
@@ -38,7 +42,7 @@ def test_a_request_that_waits_finds_its_objects_in_memory(
             engine.reset_prefix_cache(connector=True)
             before = engine.counters()
             # Longer than all reads take on a busy machine; nothing is read ahead behind its end.
-            running = engine.submit(first, max_tokens=3500)
+            running = engine.submit(first, max_tokens=7800)
             running.wait_first_token()
             waiting, leaving = engine.submit(second), engine.submit(dropped)
 
