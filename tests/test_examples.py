@@ -84,7 +84,7 @@ def test_a_demo_that_is_ended_leaves_no_process_behind(tmp_path: Path) -> None:
 @pytest.mark.parametrize("program", ["offline", "openai_server"])
 def test_prompts_that_share_a_document(tmp_path: Path, program: str) -> None:
     """About 2000 shared tokens are seven whole chunks."""
-    arguments = (f"examples/{program}.py", "--shelf", "shelf")
+    arguments = (f"examples/{program}.py", "--shelf", tmp_path / "shelf")
     first, *others = loaded_tokens(output_of(tmp_path, *arguments))
     assert first == 0 and others
     # Chunks are published in the background, which may be late for the next request or two on a

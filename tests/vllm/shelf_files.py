@@ -34,6 +34,7 @@ class ShelfFiles:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._folder: Path | None = None
+        self._namespace: Namespace | None = None
 
     @property
     def folder(self) -> Path:
@@ -45,7 +46,12 @@ class ShelfFiles:
     @property
     def namespace(self) -> Namespace:
         """The namespace."""
-        return Namespace.from_bytes((self.folder / "namespace.json").read_bytes())
+        if self._namespace is None:
+            # A server that replaces the file may show none for a moment.
+            file = self.folder / "namespace.json"
+            until(lambda: file.exists() and file.stat().st_size > 0, "the namespace's record")
+            self._namespace = Namespace.from_bytes(file.read_bytes())
+        return self._namespace
 
     @property
     def record(self) -> dict[str, Any]:
