@@ -49,8 +49,9 @@ def test_all_forms_of_prompts_become_token_ids(model: Path) -> None:
 
 
 def test_all_lines_that_the_model_refuses_are_named(model: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": "a"}], "chat_template": "{% no end"}
     with pytest.raises(ConfigError, match="2 bad lines") as caught:
-        render(model, [5], [2**31], {"messages": [{"role": "user", "content": "no template"}]})
+        render(model, [5], [2**31], chat)
     assert "line 2: token 2147483648 is not in the vocabulary" in str(caught.value)
     assert "line 3" in str(caught.value)
 
