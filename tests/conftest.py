@@ -24,6 +24,7 @@ from kvshelf.buffers import Buffer, BufferPool
 from kvshelf.shelf import repairs
 from tests import budgets, not_tested
 from tests.support.servers import S3Server, command, rclone_s3
+from tests.support.waiting import PATIENCE
 
 _NO_VLLM = (
     None
@@ -133,6 +134,9 @@ def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         # Tests count hits: whether one is loaded must not depend on how fast a machine computes.
         patch.setenv("KVSHELF_ADMISSION", "always")
         patch.setenv("KVSHELF_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        for name in ("CONNECT_SECONDS", "READ_SECONDS"):
+            # Servers on a busy machine answer late. A test that waits for a deadline sets it.
+            patch.setattr(f"kvshelf.backends.s3_client.{name}", PATIENCE)
         for name in ("NO_PROXY", "no_proxy"):
             # The servers of the tests are on this machine, whatever the way to others is.
             patch.setenv(name, "127.0.0.1,localhost")
