@@ -220,13 +220,13 @@ class Admission(SharingPart):
         return patience, at_once if at_once < hit.chunks else 0
 
     def _hit(self, state: RequestState, start: int, end: int) -> Hit:
-        found, lookup = self._hits.to_load(state, start, end), state.lookup
-        nbytes = sum(len(chunks) * self._chunk_bytes(kind) for kind, chunks in found.items())
+        ranges, lookup = self._hits.ranges(start, end), state.lookup
+        nbytes = sum(len(indices) * self._chunk_bytes(kind) for kind, indices in ranges.items())
         in_tiers = 0 if lookup is None else int(lookup.in_disk_tier * nbytes)
         if self._memory:
             in_memory = sum(
                 self._chunk_bytes(kind)
-                for kind, chunks in found.items()
+                for kind, chunks in self._hits.to_load(state, start, end).items()
                 for chunk in chunks
                 if kind_key(chunk.key, kind) in self._memory
             )
