@@ -244,11 +244,11 @@ def test_an_interrupt_has_a_code_of_its_own(tmp_path: Path) -> None:
     root = tmp_path / "shelf"
     fill(root, namespace(), prompt(0, 40))
     code = (
-        "import signal, time\n"
+        "import os, signal, time\n"
         "from kvshelf.backends.posix import PosixBackend\n"
         "real = PosixBackend.open\n"
         "def slow(self, name, size=None):\n"
-        "    print('reading', flush=True)\n"
+        "    os.write(1, b'reading\\n')\n"
         "    time.sleep(0.1)\n"
         "    return real(self, name)\n"
         "PosixBackend.open = slow\n"

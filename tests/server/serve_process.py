@@ -112,7 +112,12 @@ class ServeProcess:
     def stop(self) -> tuple[int, str]:
         """End it (SIGTERM); return its exit code and what it wrote to standard error."""
         self.process.terminate()
-        self.process.communicate(timeout=60)
+        try:
+            self.process.communicate(timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            self.signal(signal.SIGABRT)  # It writes where its threads are.
+            self.process.communicate()
+            raise AssertionError(f"the server does not end:\n{self.errors()}") from None
         return self.process.returncode, self.errors()
 
     def restart(self) -> None:

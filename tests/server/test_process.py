@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import json
+import os
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -58,6 +60,14 @@ def test_it_says_when_it_is_ready_and_ends_when_it_is_told(server: ServeProcess)
     assert server.get("/anything")[0] == 404
     assert server.metrics()["capacity_bytes"] > 60 << 20
     assert server.stop() == (0, "")
+
+
+def test_a_signal_that_any_of_its_threads_takes_ends_it(server: ServeProcess) -> None:
+    others = {int(name) for name in os.listdir(f"/proc/{server.process.pid}/task")}
+    others.remove(server.process.pid)
+    ctypes.CDLL(None).tgkill(server.process.pid, min(others), signal.SIGTERM)
+    server.process.communicate(timeout=PATIENCE)
+    assert server.process.returncode == 0
 
 
 def test_a_second_server_is_refused_and_a_killed_one_replaced(

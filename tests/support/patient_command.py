@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
+
 from kvshelf.cli import main
 from tests.support.constants import put_from_environment
 
+faulthandler.enable()
 put_from_environment()
 main()

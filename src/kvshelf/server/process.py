@@ -21,6 +21,7 @@ import gc
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -95,15 +96,20 @@ def serve(
     StorageError
         If the shelf cannot be opened, and waiting would not help.
     """
-    over = threading.Event()
+    over = False
     failures: list[BaseException] = []
 
     def stop(*_: object) -> None:
-        if over.is_set():
+        nonlocal over
+        if over:
             os._exit(1)
-        over.set()
+        over = True
 
     with contextlib.ExitStack() as opened:
+        # A signal may reach any thread at any time. Python writes a byte then, which wakes the main
+        # thread for sure; a lock is not told, and a handler must not take one.
+        told, tells = map(opened.enter_context, socket.socketpair())
+        tells.setblocking(False)
         loop = Loop(place.url)
         opened.callback(loop.close)
         arena = Arena(memory_bytes, shared=True)
@@ -128,15 +134,18 @@ def serve(
         opened.callback(assembly.uses.close)
 
         def run() -> None:
+            nonlocal over
             try:
                 loop.run(service, arena, chunk_size=config.chunk_size)
             except BaseException as error:  # noqa: BLE001 - raised by the main thread
                 failures.append(error)
             finally:
-                over.set()
+                over = True
+                with contextlib.suppress(OSError):
+                    tells.send(b"\0")
 
         def problem() -> str | None:
-            if over.is_set():
+            if over:
                 return "the server is about to stop"
             if not shelf.available and (disk is None or not disk.available):
                 return "the shelf does not answer"
@@ -159,17 +168,20 @@ def serve(
         gc.collect()
         gc.freeze()
         before = {which: signal.signal(which, stop) for which in (signal.SIGTERM, signal.SIGINT)}
+        wakes = signal.set_wakeup_fd(tells.fileno(), warn_on_full_buffer=False)
         thread = threading.Thread(target=run, name="kvshelf-loop", daemon=True)
         thread.start()
         try:
             ready(shelf.url, port)
-            over.wait()
+            while not over:
+                told.recv(1)
             left = service.drain(_DRAIN_SECONDS)
             if left:
                 logger.warning("%d stores of clients were not finished", left)
         finally:
             loop.stop()
             thread.join(_CLOSE_SECONDS)
+            signal.set_wakeup_fd(wakes)
             for which, handler in before.items():
                 signal.signal(which, handler)
         if failures:
