@@ -8,10 +8,7 @@ multimodal items (:mod:`kvshelf.vllm.item_ids`) and records when configurations 
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable
-from typing import Any
 
 from kvshelf.errors import UnsupportedError
 
@@ -22,28 +19,18 @@ CONNECTOR_NAME = "KVShelfConnector"
 EARLIER_NAME = "SharedStorageConnector"
 SUPPORTED_VLLM = ((0, 32), (0, 34))
 
-#: What vLLM calls for a connector's class, by the name in ``--kv-transfer-config``.
-_Loader = Callable[[], Any]
-#: The loaders that :func:`register` put into vLLM's registry.
-_registered: set[_Loader] = set()
-
 
 def register() -> None:
     """Prepare a process of vLLM; a ``vllm.general_plugins`` entry point.
 
-    vLLM calls this in each of its processes, perhaps more than once. A connector that vLLM itself
-    ships under one of the names keeps it, and says so when it is used (vLLM
-    ``distributed/kv_transfer/kv_connector/factory.py``).
+    vLLM calls this in each of its processes, perhaps more than once. A connector that another
+    plugin has registered under one of the names keeps it.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    loaders = KVConnectorFactory._registry
     for name in (CONNECTOR_NAME, EARLIER_NAME):
-        if name not in loaders:
+        if name not in KVConnectorFactory._registry:
             KVConnectorFactory.register_connector(name, "kvshelf.vllm.connector", name)
-        elif loaders[name] not in _registered:
-            loaders[name] = _warning(name, loaders[name])
-        _registered.add(loaders[name])
     from kvshelf.vllm.published import note_begins
 
     note_begins()
@@ -54,28 +41,6 @@ def register() -> None:
         mark_ids()
     except (ImportError, AttributeError) as error:
         logger.warning("ids of images, audio and video are not marked: %r", error)
-
-
-def _warning(name: str, theirs: _Loader) -> _Loader:
-    """Return a loader of another connector of this name, which warns on its first call."""
-
-    @functools.cache
-    def warn(place: str) -> None:
-        logger.warning(
-            "kv_connector names %s, and this vLLM has one of its own under that name (%s), which"
-            ' it uses. To use kvshelf, write in --kv-transfer-config: "kv_connector": "%s",'
-            ' "kv_connector_module_path": "kvshelf.vllm.connector"',
-            name,
-            place,
-            CONNECTOR_NAME,
-        )
-
-    def load() -> Any:
-        found = theirs()
-        warn(found.__module__)
-        return found
-
-    return load
 
 
 def check_vllm_version(version: str) -> None:
