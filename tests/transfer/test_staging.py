@@ -13,11 +13,9 @@ import torch
 from kvshelf import pages
 from kvshelf.errors import ConfigError
 from kvshelf.memory import arena
-from kvshelf.pages import HUGE_PAGE
 from kvshelf.server.segment import Segment
 from kvshelf.transfer.staging import STAGING_ALIGNMENT, StagingBuffer, StagingPool
 from tests.native.fake_cudart import fake_cudart
-from tests.support.memory import resident
 
 SIZE = 10_000
 ROUNDED = 12_288
@@ -127,34 +125,6 @@ def test_closing_wakes_loads_and_refuses_everything() -> None:
     assert pool.acquire_for_load() is None
 
 
-@pytest.mark.parametrize(("asked", "given"), [(0, 0), (4 * HUGE_PAGE, 4), (1 << 40, 8)])
-def test_warming_takes_no_more_than_asked_for_and_than_half(asked: int, given: int) -> None:
-    # Each buffer has a huge page of its own.
-    pool = StagingPool(16 * HUGE_PAGE, HUGE_PAGE)
-    pool.warm(asked)
-    assert pool.in_use == 0
-    buffers = _take_all(pool)
-    warmed = [buffer for buffer in buffers if resident(buffer.view)]
-    assert (len(buffers), len(warmed)) == (16, given)
-    assert not any(buffer.tensor.any() for buffer in warmed)
-
-
-def test_a_store_finds_buffers_while_the_pool_is_warmed(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = StagingPool(16 * ROUNDED, SIZE)
-    zero = torch.Tensor.zero_
-    found: list[object] = []
-
-    def spy(tensor: torch.Tensor) -> torch.Tensor:
-        # What is being warmed is not in the pool yet.
-        found.append(pool.acquire_for_store())
-        return zero(tensor)
-
-    monkeypatch.setattr(torch.Tensor, "zero_", spy)
-    pool.warm(1 << 40)
-    assert found
-    assert found[0] is not None
-
-
 @pytest.mark.parametrize("together", [1, 2, 8])
 def test_too_little_staging_is_refused_with_the_number_that_is_enough(together: int) -> None:
     with pytest.raises(ConfigError, match="staging_bytes=") as info:
@@ -175,7 +145,6 @@ def test_a_system_without_memory_is_a_full_pool(
     monkeypatch.setattr(mmap, "mmap", refuse)
     assert pool.acquire_for_store() is None
     assert pool.acquire_for_load(timeout=0) is None
-    pool.warm(1 << 30)
     assert len(caplog.records) == 1
     monkeypatch.undo()
     assert pool.acquire_for_store() is not None
@@ -199,7 +168,6 @@ def test_a_store_that_may_wait_gets_what_comes_back() -> None:
 @pytest.mark.usefixtures("no_leaks")
 def test_a_closed_pool_has_given_all_its_memory_back() -> None:
     pool = StagingPool(16 * ROUNDED, SIZE)
-    pool.warm(1 << 30)
     (late,) = pool.acquire_for_load() or ()
     pool.close()
     late.view[0] = 1

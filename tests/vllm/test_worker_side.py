@@ -28,7 +28,7 @@ from kvshelf.vllm.worker import side as side_module
 from kvshelf.vllm.worker.registered_caches import natural_order
 from tests.sim.storage import Fault, FaultyStorage
 from tests.support.threads import named, none_can_be_started
-from tests.support.waiting import PATIENCE, until
+from tests.support.waiting import until
 from tests.vllm.replay import (
     bind,
     make_caches,
@@ -305,7 +305,7 @@ def test_a_worker_that_gets_no_thread_tries_again_and_keeps_nothing_twice(
 
     before = len(named("kvshelf-load"))
     monkeypatch.setattr(StagingPool, "__init__", note)
-    with none_can_be_started(monkeypatch, "kvshelf-store", "kvshelf-warm"):
+    with none_can_be_started(monkeypatch, "kvshelf-store"):
         for _ in range(5):
             rig.step(StepMetadata(namespace=namespace))
     assert not pools
@@ -319,23 +319,6 @@ def test_a_worker_that_gets_no_thread_tries_again_and_keeps_nothing_twice(
 
 
 # ------------------------------------------------------------------------- the end
-
-
-def test_the_end_waits_for_all_threads_that_touch_memory(
-    make_worker: Callable[..., WorkerRig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate, waited_for = threading.Event(), list[str]()
-    monkeypatch.setattr(StagingPool, "warm", lambda pool, nbytes: gate.wait(PATIENCE))
-    rig = make_worker(opened=False)
-    # For these caches as well.
-    rig.register()
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            threading.Thread, "join", lambda thread, seconds: waited_for.append(thread.name)
-        )
-        rig.connector.shutdown()
-    gate.set()
-    assert waited_for.count("kvshelf-warm") == 2
 
 
 def test_an_hour_in_which_much_is_stored_and_nothing_loaded_is_told(

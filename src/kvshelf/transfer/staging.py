@@ -37,7 +37,7 @@ from kvshelf.pages import page_lock
 logger = logging.getLogger(__name__)
 
 STAGING_ALIGNMENT = 4096
-#: Buffers that are warmed at once, at most.
+#: Buffers that are made at once.
 _AT_ONCE = 16
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 #: Part of the buffers that stores never use.
@@ -195,7 +195,6 @@ class StagingPool:
         self._made = 0
         self._free: list[StagingBuffer] = []
         self._out = 0
-        self._warming = 0
         self._stores = 0
         self._closed = False
         self._changed = threading.Condition()
@@ -250,7 +249,7 @@ class StagingPool:
                 error,
             )
             return False
-        self._free = self._grow(self.limit, self.limit)
+        self._free = self._grow(self.limit)
         return True
 
     @property
@@ -331,23 +330,6 @@ class StagingPool:
             # All waiters: the one that is woken first may be a store, which may not have it.
             self._changed.notify_all()
 
-    def warm(self, nbytes: int) -> None:
-        """Allocate up to `nbytes` of memory now and touch it, so that no step has to.
-
-        At most half of the pool: buffers that are being warmed cannot be used.
-        """
-        target = min(self.limit // 2, nbytes // self.buffer_bytes)
-        while True:
-            with self._changed:
-                fresh = [] if self._closed else self._grow(target)
-                self._warming += len(fresh)
-            if not fresh:
-                return
-            # Outside the lock: zeroing memory is slow, and no other thread has these yet.
-            for buffer in fresh:
-                buffer.tensor.zero_()
-            self._keep(fresh)
-
     def close(self) -> None:
         """Refuse all further requests, wake waiting threads, free the memory. Idempotent."""
         with self._changed:
@@ -355,16 +337,9 @@ class StagingPool:
             self._free_memory()
             self._changed.notify_all()
 
-    def _keep(self, fresh: list[StagingBuffer]) -> None:
-        with self._changed:
-            self._free[:0] = fresh
-            self._warming -= len(fresh)
-            self._free_memory()
-            self._changed.notify_all()
-
     def _free_memory(self) -> None:
         """Free the memory of a closed pool of which nothing is in use."""
-        if self._closed and not self._out and not self._warming:
+        if self._closed and not self._out:
             self._free.clear()
             self._view, self._tensor = memoryview(b""), _NOTHING
             close, self._close = self._close, None
@@ -373,15 +348,15 @@ class StagingPool:
 
     def _have_free(self, count: int) -> bool:
         while len(self._free) < count:
-            fresh = self._grow(self.limit)
+            fresh = self._grow(_AT_ONCE)
             if not fresh:
                 return False
             self._free += fresh
         return True
 
-    def _grow(self, most: int, at_once: int = _AT_ONCE) -> list[StagingBuffer]:
-        """Return new buffers; none if `most` exist or the system refuses memory."""
-        count = min(at_once, most - self._made)
+    def _grow(self, at_once: int) -> list[StagingBuffer]:
+        """Return new buffers; none if all exist or the system refuses memory."""
+        count = min(at_once, self.limit - self._made)
         if count <= 0:
             return []
         if self._close is None:

@@ -47,7 +47,6 @@ import torch
 from vllm.distributed.parallel_state import get_dcp_group, model_parallel_is_initialized
 
 from kvshelf.backends import Properties
-from kvshelf.background import try_to_start
 from kvshelf.config import LEAST_STAGING
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.kinds import STATE, Kind
@@ -82,8 +81,6 @@ from kvshelf.vllm.worker.slots import GroupSlots, TokenSlots
 
 logger = logging.getLogger(__name__)
 
-_WARM_BYTES = 256 << 20
-_WARM_JOIN_SECONDS = 1.0
 # Most threads that load beside a GPU, where cores are idle.
 _MOST_IDLE_CORES = 8
 # Steps whose chunks staging holds by default: one is gathered while another is being published.
@@ -174,7 +171,6 @@ class Registration:
         self._generation = 0
         #: Memory that no transfer uses yet.
         self._ready: Memories = {}
-        self._warming: list[tuple[threading.Thread, Memories]] = []
 
     @property
     def serves(self) -> bool:
@@ -423,7 +419,6 @@ class Registration:
         except Exception:
             close_all(memories)
             raise
-        self._start_warming(memories)
         return memories
 
     def _allocate_kind(self, fmt: ObjectFormat, plan: ShardPlan, capacity: int) -> TransferMemory:
@@ -472,35 +467,14 @@ class Registration:
             raise
         return TransferMemory(fmt, cache, staging, plan, slots)
 
-    def _start_warming(self, memories: Memories) -> None:
-        """Touch staging memory in the background: the first touch would slow a step."""
-        thread = threading.Thread(
-            target=self._warm, args=(memories,), name="kvshelf-warm", daemon=True
-        )
-        self._warming = [warming for warming in self._warming if warming[0].is_alive()]
-        if try_to_start(thread):
-            self._warming.append((thread, memories))
-
-    def _warm(self, memories: Memories) -> None:
-        widen_cpu_affinity()
-        most = _WARM_BYTES // len(memories)
-        for memory in memories.values():
-            staging = memory.staging
-            staging.warm(min(most, staging.limit * staging.buffer_bytes // 2))
-
     def _close_ready(self) -> None:
         ready, self._ready = self._ready, {}
         close_all(ready)
 
     def close(self) -> None:
-        """Free memory that no transfer uses, and stop the threads."""
+        """Free memory that no transfer uses, and stop the thread."""
         self.cancel_weights()
         self._close_ready()
-        for thread, memories in self._warming:
-            # A thread that is inside compiled code when Python ends would crash the process.
-            for memory in memories.values():
-                memory.staging.close()
-            thread.join(_WARM_JOIN_SECONDS)
 
 
 def _check_context_group(plan: ShardPlan) -> None:
