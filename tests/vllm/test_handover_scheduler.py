@@ -167,12 +167,9 @@ def test_a_whole_prompt_is_promised_and_stored(
     assert counts(engine) == {"promised": 1}
 
 
-def test_while_a_rank_can_write_nothing_only_what_was_seen_is_promised(start: Start) -> None:
-    tokens = prompt(203)
-    start().run(tokens[:96])
+def test_while_a_rank_can_write_nothing_nothing_is_promised(start: Start) -> None:
     engine = start()
     rig.tell(side_of(engine), writes_refused=True)
-    assert prefill(engine, tokens).tokens == 96
     engine.add("other", prompt(203, seed=1), answer=1, transfer=ASKED)
     engine.finish()
     assert engine.params["other"] == no_handover()

@@ -40,11 +40,9 @@ class Promise:
         self._namespace: Namespace | None = None
         self._chunks: dict[int, Chunk] = {}
         self._kinds: dict[Kind, set[int]] = {kind: set() for kind in KINDS}
-        #: The part of these that was seen on the shelf.
-        self._seen: dict[Kind, set[int]] = {kind: set() for kind in KINDS}
 
-    def add(self, namespace: Namespace, kind: Kind, chunk: Chunk, *, seen: bool) -> None:
-        """Note that a kind of a chunk was `seen` on the shelf, or is planned to be stored.
+    def add(self, namespace: Namespace, kind: Kind, chunk: Chunk) -> None:
+        """Note that a kind of a chunk was seen on the shelf, or is planned to be stored.
 
         The weights may have changed since the last one: what is in another namespace is forgotten.
         """
@@ -52,19 +50,15 @@ class Promise:
             self._namespace = namespace
             self.tail = None
             self._chunks.clear()
-            for indices in (*self._kinds.values(), *self._seen.values()):
+            for indices in self._kinds.values():
                 indices.clear()
         if chunk.tail:
             self.tail = chunk
         else:
             self._chunks[chunk.index] = chunk
             self._kinds[kind].add(chunk.index)
-            if seen:
-                self._seen[kind].add(chunk.index)
 
-    def handover(
-        self, groups: CacheGroups, prompt: int, chunk_size: int, *, seen_only: bool = False
-    ) -> Handover | None:
+    def handover(self, groups: CacheGroups, prompt: int, chunk_size: int) -> Handover | None:
         """Return what may be promised; None if nothing may.
 
         Parameters
@@ -75,14 +69,11 @@ class Promise:
             Tokens of the prompt.
         chunk_size : int
             Tokens.
-        seen_only : bool
-            Promise only what was seen on the shelf: nothing can be stored now.
         """
-        kinds = self._seen if seen_only else self._kinds
         # Behind a state at the prompt's end, vLLM could not compute the last token once more.
         last = (prompt - 1 if groups.hybrid else prompt) // chunk_size
-        end = groups.hit_rule(chunk_size).longest(range(1, last + 1), kinds)
-        tail = self.tail if end == prompt // chunk_size and not seen_only else None
+        end = groups.hit_rule(chunk_size).longest(range(1, last + 1), self._kinds)
+        tail = self.tail if end == prompt // chunk_size else None
         if self._namespace is None or not (end or tail):
             return None
         return Handover(

@@ -6,8 +6,8 @@ the workers have gathered what they had postponed (:mod:`kvshelf.vllm.worker.pos
 Contracts
 ---------
 * Of a request that wants a hand-over everything stored or planned is promised
-  (:mod:`kvshelf.vllm.scheduler.promise`). While a worker's storage takes no writes, only what
-  lookups have seen is.
+  (:mod:`kvshelf.vllm.scheduler.promise`). While a worker's storage takes no writes, nothing is: a
+  consumer's lookup finds what is on the shelf.
 * A request keeps its blocks until the workers have reported it, if stores of it may be postponed.
 * Of requests whose stores are unknown nothing is promised.
 * A request that wants a hand-over, and of which nothing can be promised, is answered so: the
@@ -56,12 +56,12 @@ class Promises(SharingPart):
         if state.addressable and asks_for_handover(state.request.kv_transfer_params):
             state.promise = Promise()
 
-    def note(self, state: RequestState, kind: Kind, chunk: Chunk, *, seen: bool) -> None:
+    def note(self, state: RequestState, kind: Kind, chunk: Chunk) -> None:
         """Note a kind of a chunk that is stored or planned to be, if the request hands over."""
         if state.promise is not None:
             namespace = self._opening.namespace
             assert namespace is not None
-            state.promise.add(namespace, kind, chunk, seen=seen)
+            state.promise.add(namespace, kind, chunk)
 
     def break_all(self, request_ids: Iterable[str]) -> None:
         """Promise nothing of requests whose stores are unknown."""
@@ -114,11 +114,9 @@ class Promises(SharingPart):
         orders = self._orders.next
         if preempted is not None:
             orders.gone.append((state.id, preempted))
-        handover = None
-        if state.promise is not None and request.num_computed_tokens >= request.num_prompt_tokens:
-            handover = state.promise.handover(
-                self._groups, request.num_prompt_tokens, self._size, seen_only=bool(self._refusing)
-            )
+        handover, prompt = None, request.num_prompt_tokens
+        if state.promise and not self._refusing and request.num_computed_tokens >= prompt:
+            handover = state.promise.handover(self._groups, prompt, self._size)
         if handover is None:
             asked = self._engine.hands_over and asks_for_handover(request.kv_transfer_params)
             return False, no_handover() if asked else None

@@ -167,7 +167,7 @@ class Stores(SharingPart):
             is_needed = any(n in one and one.start >= first for one in windows)
             for kind in self._groups.kinds:
                 if self._hits.is_stored(state, lookup, chunk, kind):
-                    self._promises.note(state, kind, chunk, seen=True)
+                    self._promises.note(state, kind, chunk)
                     continue
                 repairs = self._hits.must_repair(state, chunk, kind)
                 if kind == STATE or (kind == WINDOW and not (is_needed or repairs)):
@@ -235,7 +235,7 @@ class Stores(SharingPart):
     ) -> None:
         """Have the workers store a kind of a chunk that lies in `blocks` of each group."""
         state, lookup, chain, _, meta = stored
-        self._promises.note(state, kind, chunk, seen=False)
+        self._promises.note(state, kind, chunk)
         state.stores.at = self._steps.count
         end = (chunk.index + 1) * self._size
         op = StoreOp(
