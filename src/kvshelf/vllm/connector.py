@@ -210,7 +210,6 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
                     ranks=int(vllm_config.parallel_config.world_size),
                     may_store=not refuses,
                     hands_over=_is_first_in_multi_connector(),
-                    on_thread_start=widen_cpu_affinity,
                     counters=self._counters,
                     uses=self._assembly.uses,
                     others_transfer=_others_transfer(),

@@ -33,6 +33,7 @@ from kvshelf.format.tensors import shape_heads
 from kvshelf.kv.topology import Topology, head_groups
 from kvshelf.paths import cache_dir
 from kvshelf.urls import shown_url
+from kvshelf.vllm.affinity import widen_cpu_affinity
 from kvshelf.vllm.metadata import BY_PARAMETERS, LayerScales, WorkerReport
 from kvshelf.vllm.published import Published, check_unchanged, hub_snapshot, read_published
 from kvshelf.weights.fingerprints import (
@@ -583,8 +584,6 @@ class WeightsIdentity:
         Called on that thread when there can be no fingerprint, with the reason and what to do.
     modules : Sequence of Module
         Of the loaded model, itself first.
-    on_thread_start : Callable, optional
-        Called first on each thread that hashes.
     """
 
     def __init__(
@@ -595,7 +594,6 @@ class WeightsIdentity:
         on_known: Callable[[str, Published], None],
         on_problem: Callable[[str], None],
         modules: Sequence[object] = (),
-        on_thread_start: Callable[[], None] | None = None,
     ) -> None:
         self._vllm_config = vllm_config
         self._config = config
@@ -604,7 +602,6 @@ class WeightsIdentity:
         self._classes = {type(one) for one in modules}
         self._patterns = _own_patterns(modules)
         self._secondary = _secondary_weights(modules, str(vllm_config.model_config.model))
-        self._on_thread_start = on_thread_start
         self._cancel = threading.Event()
 
     def start(self) -> None:
@@ -685,5 +682,5 @@ class WeightsIdentity:
             root=root,
             cache=FingerprintCache(cache_dir() / "fingerprints.json"),
             cancel=self._cancel,
-            on_thread_start=self._on_thread_start,
+            on_thread_start=widen_cpu_affinity,
         )

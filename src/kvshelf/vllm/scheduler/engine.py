@@ -36,8 +36,6 @@ class Engine:
         Whether the engine's ``kv_role`` allows to store; all roles load.
     hands_over : bool
         Whether requests may hand their KV over to other engines.
-    on_thread_start : Callable, optional
-        Called first on each thread.
     counters : Counters
     uses : Uses, optional
         Records what hits use; the caller closes it. Nothing is recorded without it.
@@ -57,7 +55,6 @@ class Engine:
     ranks: int = 1
     may_store: bool = True
     hands_over: bool = True
-    on_thread_start: Callable[[], None] | None = None
     counters: Counters = field(default_factory=Counters)
     uses: Uses | None = None
     others_transfer: bool = False

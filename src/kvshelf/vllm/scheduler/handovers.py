@@ -50,6 +50,7 @@ from kvshelf.format.kinds import FULL, KINDS, Kind
 from kvshelf.logs import RateLimitedLog
 from kvshelf.shelf.lookup import Lookup, LookupService
 from kvshelf.shelf.waits import Piece, Wait, WaitService
+from kvshelf.vllm.affinity import widen_cpu_affinity
 from kvshelf.vllm.handover import Handover, read_bare, read_handover
 from kvshelf.vllm.metadata import StepMetadata
 from kvshelf.vllm.scheduler.bare import BareWaits, Patience
@@ -365,9 +366,7 @@ class Handovers(SharingPart):
             return None
         if self._service is None:
             self._service = WaitService(
-                self._opening.views,
-                counters=self._counters,
-                on_thread_start=self._engine.on_thread_start,
+                self._opening.views, counters=self._counters, on_thread_start=widen_cpu_affinity
             )
         awaited.first, awaited.seen = lookup.full_chunks, 0
         awaited.wait = self._service.submit(pieces, awaited.handover.attempt)

@@ -24,6 +24,7 @@ from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.lookup import LookupService
 from kvshelf.shelf.view import ShelfView
 from kvshelf.tiers.tiered import AnyShelf
+from kvshelf.vllm.affinity import widen_cpu_affinity
 from kvshelf.vllm.handshake import Handshake
 from kvshelf.vllm.namespace import topologies_of
 from kvshelf.vllm.scheduler.engine import Engine
@@ -116,7 +117,7 @@ class Opening:
             counts_tier=self._config.disk_tier is not None and self._config.admission == "auto",
             failed=self._engine.failed,
             counters=self._engine.counters,
-            on_thread_start=self._engine.on_thread_start,
+            on_thread_start=widen_cpu_affinity,
         )
         self.close()
         self.shelf, self.views, self.lookups = shelf, views, lookups

@@ -61,7 +61,6 @@ from kvshelf.pages import memory_limit
 from kvshelf.transfer.shares import bytes_for_steps, share_out
 from kvshelf.transfer.staging import StagingPool
 from kvshelf.transfer.transfers import default_io_threads
-from kvshelf.vllm.affinity import widen_cpu_affinity
 from kvshelf.vllm.metadata import WorkerReport
 from kvshelf.vllm.namespace import (
     WeightsIdentity,
@@ -227,7 +226,6 @@ class Registration:
             on_known=functools.partial(self._weights_known, self._generation),
             on_problem=self.disable,
             modules=modules,
-            on_thread_start=widen_cpu_affinity,
         )
         self._identity.start()
 
