@@ -490,7 +490,7 @@ class Other(KVConnectorBase_V1):
         if external:
             text = self.engine.texts[request.request_id]
             (table,) = blocks.get_block_ids()
-            size = self.engine.groups[0].block_size
+            size = self.engine.groups.alignment
             start = self.tokens - external
             self.engine._scatter(table, size, start, text.kv(0, start, self.tokens, 0))
             self.loaded += external

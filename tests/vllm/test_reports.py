@@ -55,7 +55,7 @@ def test_prompts_of_exact_multiples_of_the_chunk(start: Start, model: str, multi
         most = (length - 1) // CHUNK * CHUNK
         if not first.groups.hybrid:
             most = min(length // CHUNK * CHUNK, length - 1)
-            most -= most % first.groups[0].block_size
+            most -= most % first.groups.alignment
         assert start(model, **options).run(tokens) == [most]
 
 

@@ -25,9 +25,9 @@ Contracts
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, overload
+from typing import Any
 
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -75,7 +75,7 @@ class CacheGroup:
     layer_names: tuple[str, ...]
 
 
-class CacheGroups(Sequence[CacheGroup]):
+class CacheGroups:
     """All groups of an engine, in vLLM's order.
 
     Parameters
@@ -187,14 +187,8 @@ class CacheGroups(Sequence[CacheGroup]):
         window = max(map(_window_of, specs)) if kind == WINDOW else 0
         return replace(group, kind=kind, window=window)
 
-    @overload
-    def __getitem__(self, index: int) -> CacheGroup: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[CacheGroup, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> CacheGroup | tuple[CacheGroup, ...]:
-        return self._groups[index]
+    def __iter__(self) -> Iterator[CacheGroup]:
+        return iter(self._groups)
 
     def __len__(self) -> int:
         return len(self._groups)

@@ -160,7 +160,7 @@ class Opening:
             return 0
         blocks = int(getattr(cache, "num_gpu_blocks", None) or 0)
         # The groups share the blocks. Windows and states need few of them.
-        sizes = [group.block_size for group in self._groups.of(FULL) or self._groups]
+        sizes = [group.block_size for group in self._groups.of(FULL) or tuple(self._groups)]
         tokens = int(blocks / sum(1 / size for size in sizes))
         return tokens // self._config.chunk_size if blocks else None
 
