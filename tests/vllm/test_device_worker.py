@@ -489,15 +489,6 @@ def _nothing() -> SimpleNamespace:
     )
 
 
-def test_caches_may_be_registered_again_on_a_device(start: Callable[..., MiniVllm]) -> None:
-    engine = start()
-    run(engine, prompt(41))
-    engine.caches = make_caches(64, engine.block_size)
-    bind(engine.config, engine.caches)
-    engine.worker.register_kv_caches(engine.caches)
-    until(lambda: run(engine, prompt(41)) == 40)
-
-
 def test_an_engine_that_is_shut_down_waits_for_its_copies(
     backend: FaultyStorage,
 ) -> None:

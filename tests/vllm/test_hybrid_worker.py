@@ -226,11 +226,10 @@ def test_attention_within_pieces_of_the_prompt_is_of_kind_window(rig: Rig) -> No
 
 
 def test_a_window_that_only_vllm_s_specification_states_is_in_the_record(rig: Rig) -> None:
-    worker = rig.worker("gemma")
-    known = worker.namespace()
+    known, worker = rig.worker("gemma").namespace(), rig.worker("gemma")
     for layer in worker.layers.values():
         del layer.sliding_window
-    worker.side.register(worker.caches)
+    worker.side.model.registration.register(worker.caches)
     worker.registered = worker.side.model.registration.caches
     assert worker.namespace() == known
 
@@ -242,7 +241,7 @@ def test_a_state_that_lies_elsewhere_is_refused(rig: Rig) -> None:
     for parts in ((second, first), (first,), (first, second.clone()), (first.float(), second), ()):
         worker.layers[name].kv_cache = parts
         with pytest.raises(UnsupportedError, match=rf"state of layer {name} does not lie"):
-            worker.side.register(worker.caches)
+            worker.side.model.registration.register(worker.caches)
 
 
 # ------------------------------------------------------------------------- stores and loads
@@ -516,4 +515,4 @@ def test_layers_that_do_not_tell_their_drafts_are_refused(rig: Rig) -> None:
         for name in worker.names[number]:
             del worker.layers[name].num_spec
     with pytest.raises(UnsupportedError, match="remove --speculative-config"):
-        worker.side.register(worker.caches)
+        worker.side.model.registration.register(worker.caches)

@@ -945,17 +945,6 @@ def test_a_preempted_request_waits_before_all_others(ahead: Side) -> None:
     assert named["other"] == [0, 1, 2, 3]
 
 
-def test_caches_that_are_made_anew_otherwise_share_nothing(
-    side: Side, caplog: pytest.LogCaptureFixture
-) -> None:
-    side.put(prompt(20))
-    side.report(reports={0: PART})
-    assert side.ask(Request("a", prompt(20))) == 16
-    side.report(reports={0: replace(PART, layouts=("canonical",) * LAYERS)})
-    assert side.side.matched_tokens(Request("b", prompt(20)), 0) == 0
-    assert "registered again with other layers" in caplog.text
-
-
 def test_look_ups_that_could_not_start_are_started_later(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

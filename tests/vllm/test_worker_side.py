@@ -230,26 +230,10 @@ def test_nothing_that_goes_wrong_ends_the_engine(
 # ------------------------------------------------------------------------- caches that change
 
 
-def test_caches_may_be_registered_again(make_worker: Callable[..., WorkerRig]) -> None:
+def test_caches_are_registered_once(make_worker: Callable[..., WorkerRig]) -> None:
     rig = make_worker()
-    chunks = rig.chunks(2)
-    rig.store(chunks)
-    gate = threading.Event()
-    rig.backend.add(Fault("read", wait=gate))
-    rig.step(StepMetadata(loads=[LoadOp(next_number(), "r", 0, 16, chunks, ([*range(20, 24)],))]))
-    old = rig.caches
-    rig.replace_caches()
-    finished, bad, meta = rig.step(StepMetadata())
-    assert finished == {"r"}
-    assert bad == {20, 21, 22, 23}
-    assert meta is not None
-    assert meta.reports
-    gate.set()
-    rig.backend.heal()
-    rig.step(StepMetadata(namespace=rig.namespace()))
-    assert rig.load(LoadOp(next_number(), "s", 0, 16, chunks, ([*range(20, 24)],)))[1] == set()
-    for name, cache in rig.caches.items():
-        assert torch.equal(cache[20:24], old[name][1:5])
+    with pytest.raises(UnsupportedError, match="replaced the KV caches"):
+        rig.register()
 
 
 @pytest.mark.parametrize("how", ["sleep", "weights"])

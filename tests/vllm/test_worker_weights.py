@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,8 +21,6 @@ from kvshelf.vllm.metadata import (
 )
 from kvshelf.weights.fingerprints import weights_fingerprint
 from tests.sim.storage import FaultyStorage
-from tests.support.threads import named
-from tests.support.waiting import PATIENCE, until
 from tests.vllm.replay import make_config
 from tests.vllm.rig import next_number
 from tests.vllm.worker_rig import WorkerRig, store_op
@@ -145,45 +142,6 @@ def test_weights_of_a_model_without_folders_below_keep_their_name(
 
 
 @pytest.mark.usefixtures("old_files")
-@pytest.mark.parametrize("ends", ["before", "after", "after, failed"])
-def test_the_fingerprint_of_earlier_caches_names_no_later_ones(
-    make_worker: Callable[..., WorkerRig],
-    backend: FaultyStorage,
-    model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    ends: str,
-) -> None:
-    gates = [threading.Event(), threading.Event()]
-    begun: list[str] = []
-
-    def slow(*_: object, **__: object) -> str:
-        number = len(begun)
-        begun.append(f"sha256:{number:064x}")
-        assert gates[number].wait(PATIENCE)
-        if number == 0 and ends == "after, failed":
-            raise RuntimeError("the files of the earlier caches")
-        return begun[number]
-
-    monkeypatch.setattr("kvshelf.vllm.namespace.weights_fingerprint", slow)
-    rig = make_worker(config=with_model(backend, model), opened=False)
-    try:
-        until(lambda: len(begun) == 1)
-        if ends == "before":
-            gates[0].set()
-            assert rig.reported("weights") == begun[0]
-        rig.replace_caches()
-        until(lambda: len(begun) == 2)
-        gates[0].set()
-        until(lambda: len(named("kvshelf-weights")) == 1)
-        assert rig.disabled_reason() == ""
-        assert rig.report().weights is None
-        gates[1].set()
-        assert rig.reported("weights") == begun[1]
-    finally:
-        for gate in gates:
-            gate.set()
-
-
 # ----------------------------------------------------------- weights that change in place
 
 

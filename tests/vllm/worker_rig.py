@@ -118,12 +118,6 @@ class WorkerRig:
         """Register the caches."""
         self.connector.register_kv_caches(self.caches)
 
-    def replace_caches(self) -> None:
-        """Register other caches."""
-        self.caches = make_caches(BLOCKS * self._ratio, BLOCK)
-        bind(self.config, self.caches)
-        self.register()
-
     @property
     def counts(self) -> dict[str, float]:
         """What this worker has counted."""

@@ -12,7 +12,6 @@ The hand-shake
    the scheduler side opens its lookups in it. Scales of single heads are those of the rank's own.
 3. From :meth:`Handshake.settle` on, steps announce the namespace to the workers, until a step
    brings no report: then all workers have it.
-4. A worker whose caches are registered again reports again, and has to report the same.
 
 Rounds
 ------
@@ -122,8 +121,6 @@ class Handshake:
         self._versions: dict[str, str] = {}
         #: The last round that lacked a version.
         self._unnamed_round = 0
-        #: The report of each pipeline stage, as the namespace was built from them.
-        self._stages: list[WorkerReport] = []
         self._announcing = False
         self._deadline: float | None = None
 
@@ -213,21 +210,13 @@ class Handshake:
             return None
         if self.namespace is not None:
             self._announcing = True
-            if stages != self._stages:
-                self.disable(
-                    "the KV caches were registered again with other layers, shapes, layout or"
-                    " scales: restart the engine"
-                )
-                return None
             if not self.checking:
                 return None
         try:
-            fmt = ObjectFormat(build_namespace(self._vllm_config, self._config, stages, weights))
+            return ObjectFormat(build_namespace(self._vllm_config, self._config, stages, weights))
         except KVShelfError as error:
             self.disable(str(error))
             return None
-        self._stages = stages
-        return fmt
 
     def _name_of_weights(self) -> str | None:
         """Return what the namespace calls the weights; None while that is not known."""

@@ -226,13 +226,6 @@ class WorkerLoads:
         for prefetcher in self.model.prefetchers.values():
             prefetcher.release_all()
 
-    def refuse_all(self) -> None:
-        """Report all loads as finished: nothing moves KV any more."""
-        for op in self._ops.values():
-            self._refuse(op)
-        self._ops.clear()
-        self._invalidated.clear()
-
     # ------------------------------------------------------------- end
 
     def take_ended(self) -> Ended:

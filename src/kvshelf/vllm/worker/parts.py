@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
-
-import torch
+from collections.abc import Mapping
 
 from kvshelf.assembly import Assembly
 from kvshelf.format.kinds import FULL, Kind
@@ -83,15 +81,6 @@ class Part:
     def serving(self) -> Transfers | None:
         """What moves KV; None while there is no namespace or the part is disabled."""
         return self.transfers if self.registration.serves else None
-
-    # ------------------------------------------------------------- caches
-
-    def register(
-        self, kv_caches: Mapping[str, torch.Tensor], modules: Iterable[torch.nn.Module] = ()
-    ) -> None:
-        """Take caches, in place of those registered before; see :meth:`Registration.register`."""
-        self.close(0.0)
-        self.registration.register(kv_caches, modules)
 
     # ------------------------------------------------------------- namespaces
 

@@ -12,8 +12,7 @@ state      means                                           next
 unknown    no caches are registered                        ``register`` → reporting
 reporting  each step's metadata carries the report; rank   ``open`` → serving, once the
            0 adds the weights fingerprint when it is known  scheduler has sent a namespace
-serving    the namespace is known, KV moves                ``register`` → reporting;
-                                                           ``put_back`` → reporting, when the
+serving    the namespace is known, KV moves                ``put_back`` → reporting, when the
                                                            weights have another namespace
 disabled   nothing is loaded or stored any more; the       none: the engine must be restarted
            report says why
@@ -26,8 +25,8 @@ pipeline stages knows the sizes only when all stages are known, and allocates in
 Contracts
 ---------
 * All methods run on the worker's step thread, except :meth:`Registration.disable`, which any
-  thread may call, and ``_weights_known``, which runs on the fingerprinting thread and does nothing
-  if the caches were registered again meanwhile. `_lock` guards what these threads share.
+  thread may call, and ``_weights_known``, which runs on the fingerprinting thread. `_lock` guards
+  what these threads share.
 * A configuration that does not fit the engine is refused in :meth:`Registration.register`.
 * On a device only the step thread allocates.
 * While the engine sleeps nothing touches the caches.
@@ -35,7 +34,6 @@ Contracts
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import threading
@@ -166,8 +164,6 @@ class Registration:
         self._weights: str | None = None
         self._published = Published()
         self._identity: WeightsIdentity | None = None
-        #: Counts registrations, for the fingerprinting threads of earlier ones.
-        self._generation = 0
         #: Memory that no transfer uses yet.
         self._ready: Memories = {}
 
@@ -180,16 +176,19 @@ class Registration:
 
     def register(
         self, kv_caches: Mapping[str, torch.Tensor], modules: Iterable[torch.nn.Module] = ()
-    ) -> None:
+    ) -> torch.device:
         """Describe the engine's caches, allocate memory, start to fingerprint the weights.
-
-        The memory of an earlier registration must not be in use any more.
 
         Parameters
         ----------
         kv_caches : Mapping
         modules : Iterable of Module
             Of the loaded model.
+
+        Returns
+        -------
+        device
+            That of all caches.
 
         Raises
         ------
@@ -198,12 +197,6 @@ class Registration:
         ConfigError
             If the configuration does not fit the caches or the engine.
         """
-        self.cancel_weights()
-        self._close_ready()
-        self.caches = self._weights = None
-        self._published = Published()
-        self.memories = {}
-        self._reported = False
         # Loads the compiled code now, so that no step has to.
         ops.implementation()
         modules = list(modules)
@@ -217,17 +210,17 @@ class Registration:
         self.caches = replace(found, report=report)
         ops.check_served(found.device)
         self._check_fit(report)
-        if self._engine.rank or self.disabled_reason:
+        if not self._engine.rank:
             # Rank 0 fingerprints the weights for all ranks.
-            return
-        self._identity = WeightsIdentity(
-            self._vllm_config,
-            self._config,
-            on_known=functools.partial(self._weights_known, self._generation),
-            on_problem=self.disable,
-            modules=modules,
-        )
-        self._identity.start()
+            self._identity = WeightsIdentity(
+                self._vllm_config,
+                self._config,
+                on_known=self._weights_known,
+                on_problem=self.disable,
+                modules=modules,
+            )
+            self._identity.start()
+        return found.device
 
     def _check_fit(self, report: WorkerReport) -> None:
         """Refuse a configuration that does not fit; allocate where sizes are known."""
@@ -246,18 +239,15 @@ class Registration:
 
     def cancel_weights(self) -> None:
         """Stop fingerprinting; a running thread reports nothing any more."""
-        with self._lock:
-            self._generation += 1
         if self._identity is not None:
             self._identity.cancel()
 
-    def _weights_known(self, generation: int, weights: str, published: Published) -> None:
+    def _weights_known(self, weights: str, published: Published) -> None:
         """Complete the report."""
         with self._lock:
-            if generation == self._generation:
-                self._weights, self._published = weights, published
-                # The engine may serve other weights already, and return to these.
-                self._reported = False
+            self._weights, self._published = weights, published
+            # The engine may serve other weights already, and return to these.
+            self._reported = False
 
     # ------------------------------------------------------------- scheduler
 
@@ -465,14 +455,11 @@ class Registration:
             raise
         return TransferMemory(fmt, cache, staging, plan, slots)
 
-    def _close_ready(self) -> None:
-        ready, self._ready = self._ready, {}
-        close_all(ready)
-
     def close(self) -> None:
         """Free memory that no transfer uses, and stop the thread."""
         self.cancel_weights()
-        self._close_ready()
+        ready, self._ready = self._ready, {}
+        close_all(ready)
 
 
 def _check_context_group(plan: ShardPlan) -> None:

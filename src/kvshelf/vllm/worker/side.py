@@ -32,6 +32,7 @@ import torch
 
 from kvshelf.assembly import Assembly
 from kvshelf.backends.breaker import BreakerState
+from kvshelf.errors import UnsupportedError
 from kvshelf.vllm.adapters import LoadedAdapters
 from kvshelf.vllm.groups import CacheGroups
 from kvshelf.vllm.messages import Inbox, Outbox
@@ -130,29 +131,29 @@ class WorkerSide:
     # ------------------------------------------------------------- caches
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Take the engine's caches, in place of those registered before.
+        """Take the engine's caches. vLLM registers them once.
 
         Raises
         ------
         UnsupportedError
-            If kvshelf does not support a cache of this kind.
+            If kvshelf does not support a cache of this kind, or caches are registered again.
         ConfigError
             If the configuration does not fit the caches or the engine.
         """
-        self.stores.drop_postponed()
-        self.loads.refuse_all()
+        registration = self.model.registration
+        if registration.caches is not None:
+            raise UnsupportedError("vLLM has replaced the KV caches of a running worker")
         self.weights.watch(self)
         if getattr(self._vllm_config, "lora_config", None) and not self.adapters.watch():
             logger.warning(
                 "this vLLM version does not expose which LoRA adapters it loads, so KV of requests"
                 " with one is not stored"
             )
-        self.model.register(kv_caches, self.weights.modules)
+        device = registration.register(kv_caches, self.weights.modules)
         if self.drafter is not None:
             self.drafter.register(kv_caches)
-        registration = self.model.registration
-        if registration.caches is not None and not registration.disabled_reason:
-            self._assembly.take_memory(registration.caches.device)
+        if not registration.disabled_reason:
+            self._assembly.take_memory(device)
 
     def weights_changed(self, how: str, version: str = "") -> None:
         """Load and store nothing until the weights are known: `how` changes or discards them.

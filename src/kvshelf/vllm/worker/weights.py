@@ -91,7 +91,6 @@ class WorkerWeights:
         parallel = vllm_config.parallel_config
         self._moves_experts = bool(getattr(parallel, "enable_eplb", False))
         self._model: torch.nn.Module | None = None
-        self._watching = False
         self._packed: dict[str, object] = {}
         #: The last round that the scheduler began; 0 before the first.
         self._round = 0
@@ -109,14 +108,11 @@ class WorkerWeights:
         self._first: str | None = None
 
     def watch(self, listener: weight_changes.WorkerListener) -> None:
-        """Begin to read the weights, and to notice changes. Idempotent.
+        """Begin to read the weights, and to notice changes.
 
         Called below vLLM's model runner, which registers its caches then and has the model.
         """
         weight_changes.watch_worker(listener)
-        if self._watching:
-            return
-        self._watching = True
         for model in (models := enclosing_models()):
             weight_changes.watch_loading(listener, model)
         if models:
