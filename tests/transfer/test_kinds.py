@@ -40,7 +40,7 @@ from kvshelf.transfer.staging import StagingPool
 from kvshelf.transfer.stores import StoreOutcome
 from kvshelf.transfer.transfers import Transfers
 from tests.sim.storage import Fault, FaultyStorage, posix
-from tests.support.formats import format_of_kinds, make_format, present
+from tests.support.formats import format_of_kinds, make_format
 from tests.support.prompts import make_chunks
 from tests.support.waiting import PATIENCE, until
 
@@ -404,19 +404,6 @@ def test_what_is_left_at_the_end_is_counted_by_kind(backend: FaultyStorage) -> N
     assert kinds.count("state_dropped_chunks") == kinds.count("window_dropped_chunks") == 1
     gate.set()
     kinds.guard.close()
-
-
-def test_transfers_that_are_retired_publish_and_end(
-    kinds: Kinds, wanted: dict[Kind, list[Chunk]]
-) -> None:
-    for kind, items in kinds.items(wanted).items():
-        for item in items:
-            kinds.store(kind, item)
-    kinds.transfers.retire()
-    assert kinds.transfers.drain(PATIENCE) == 0
-    kinds.transfers.end(1.0)
-    for kind, chunks in wanted.items():
-        assert all(present(kinds.shelf.view(FMT.of(kind)), chunks))
 
 
 def test_what_was_stored_is_known_by_kind_until_it_is_forgotten(kinds: Kinds) -> None:

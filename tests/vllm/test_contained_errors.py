@@ -38,7 +38,7 @@ ASKED = {"do_remote_decode": True}
 #: What vLLM calls outside of steps, what runs after an error or at the end, and what other threads
 #: call.
 NOT_IN_STEPS = {
-    *("close", "drain", "end", "retire", "start", "join", "shutdown"),
+    *("close", "drain", "end", "start", "join", "shutdown"),
     *("fail", "fail_load", "lose", "register", "open", "put_back"),
     *("fall_asleep", "wake_up", "weights_changed", "weights_may_change", "invalidate"),
 }

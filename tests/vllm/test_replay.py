@@ -416,13 +416,15 @@ def test_what_is_queued_is_published_where_it_belongs(
     engine.add(Request("r", prompt(40)))
     engine.run()
     engine.model.load_weights(1.0)
-    # Meanwhile the other namespace is opened, and takes stores.
+    # The other namespace takes no stores meanwhile.
     for name, tokens in (("settle", prompt(3, 99)), ("s", prompt(40))):
         engine.add(Request(name, tokens, max_tokens=12))
         engine.run()
     assert namespace(engine).startswith("params:")
     gate.set()
     drain(engine)
+    settle(engine)
+    assert run(engine, prompt(40)) == [0]
     assert run(engine, prompt(40)) == [hit(40)]
     engine.model.load_weights(0.0)
     settle(engine)

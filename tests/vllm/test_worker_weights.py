@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,13 +15,11 @@ pytest.importorskip("vllm")
 
 import torch
 
-from kvshelf.vllm.metadata import (
-    BY_PARAMETERS,
-    LoadOp,
-    StepMetadata,
-)
+from kvshelf.vllm.metadata import BY_PARAMETERS, LoadOp, StepMetadata
+from kvshelf.vllm.worker import parts
 from kvshelf.weights.fingerprints import weights_fingerprint
-from tests.sim.storage import FaultyStorage
+from tests.sim.storage import Fault, FaultyStorage
+from tests.support.waiting import until
 from tests.vllm.replay import make_config
 from tests.vllm.rig import next_number
 from tests.vllm.worker_rig import WorkerRig, store_op
@@ -167,6 +166,33 @@ def test_weights_that_change_in_place_end_loads_and_stores_at_once(
     assert meta is not None
     assert meta.weights[0].changed
     assert not rig.disabled_reason()
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_new_weights_wait_for_a_while_for_what_is_gathered_of_earlier_ones(
+    make_worker: Callable[..., WorkerRig],
+    backend: FaultyStorage,
+    monkeypatch: pytest.MonkeyPatch,
+    stuck: bool,
+) -> None:
+    rig = make_worker()
+    gate = threading.Event()
+    backend.add(Fault("write", "*.safetensors", wait=gate))
+    (chunk,), fmt = rig.chunks(1), rig.fmt
+    rig.step(StepMetadata(stores=[store_op(chunk, [1, 2])]))
+    rig.connector.weights_changed()
+    if stuck:
+        monkeypatch.setattr(parts, "_PUBLISH_SECONDS", 0.0)
+
+    def opens() -> bool:
+        rig.step(StepMetadata(namespace=rig.namespace("user:new"), weights_round=1))
+        found = rig.side.model.registration.namespace
+        return found is not None and found.encoded != fmt.namespace.encoded
+
+    assert opens() is stuck
+    gate.set()
+    until(opens)
+    assert rig.counts.get("dropped_chunks_weights_changed", 0) == stuck
 
 
 def test_random_weights_are_of_use_to_nobody_else(

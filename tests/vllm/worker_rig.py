@@ -149,9 +149,9 @@ class WorkerRig:
         until(lambda: bool(self.step(StepMetadata())[2] and getattr(self.report(), field)))
         return str(getattr(self.report(), field))
 
-    def namespace(self) -> tuple[bytes, str]:
+    def namespace(self, weights: str = "user:test") -> tuple[bytes, str]:
         """The namespace of an engine with this worker."""
-        made = build_namespace(self.config, self.connector.config, [self.report()], "user:test")
+        made = build_namespace(self.config, self.connector.config, [self.report()], weights)
         self.fmt = ObjectFormat(made)
         return made.encoded, made.slug
 

@@ -446,12 +446,6 @@ class Stores(TransferHalf):
                     return lost
                 self._idle.wait(left)
 
-    def retire(self) -> None:
-        """Take no more stores; the threads end when the queued ones are published."""
-        self._closing = True
-        with self._lock:
-            self._work.notify_all()
-
     def close(self) -> None:
         """Drop the queued stores, and end the threads."""
         self._closing = True

@@ -242,23 +242,15 @@ class Transfers:
             stores.drain(max(0.0, deadline - time.monotonic())) for stores in self.stores.values()
         )
 
-    def retire(self) -> None:
-        """Fail what is being loaded, and publish what is queued, in the background.
+    def end(self) -> None:
+        """End the threads, and drop what is queued.
 
         The caches and the staging stay open, for other transfers of the same engine. Nothing may
-        be loaded or stored any more. Once nothing is left to :meth:`drain`, the caller calls
-        :meth:`end`.
+        be loaded or stored any more.
         """
-        for loads in self.loads.values():
-            loads.close()
-        for stores in self.stores.values():
-            stores.retire()
-
-    def end(self, join_seconds: float = 0.0) -> None:
-        """End the threads of transfers that were retired; drop what is queued."""
-        for stores in self.stores.values():
-            stores.close()
-        _join(self.stores.values(), join_seconds)
+        for half in (*self.loads.values(), *self.stores.values()):
+            half.close()
+        _join(self.stores.values(), 0.0)
 
     def close(self, drain_seconds: float = 0.0) -> int:
         """Drain, stop the threads, and return how many chunks were lost.

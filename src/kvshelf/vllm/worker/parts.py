@@ -2,9 +2,9 @@
 
 A :class:`Part` has registered caches and their way to a namespace
 (:mod:`kvshelf.vllm.worker.registration`), and owns what moves KV between them and the shelf: the
-transfers of all kinds, those of earlier weights that still publish, what is read ahead into the
-memory tier, and the promises of hand-overs. :mod:`kvshelf.assembly` owns the shelf and the tier.
-The KV of a drafter (:mod:`kvshelf.vllm.worker.drafter`) is one more kind of these transfers.
+transfers of all kinds, what is read ahead into the memory tier, and the promises of hand-overs.
+:mod:`kvshelf.assembly` owns the shelf and the tier. The KV of a drafter
+(:mod:`kvshelf.vllm.worker.drafter`) is one more kind of these transfers.
 
 Contracts
 ---------
@@ -15,7 +15,6 @@ Contracts
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping
 
@@ -36,10 +35,8 @@ from kvshelf.vllm.metadata import Orders
 from kvshelf.vllm.worker.engine import WorkerEngine
 from kvshelf.vllm.worker.registration import Memories, Registration
 
-logger = logging.getLogger(__name__)
-
-# How long the end of an engine waits for threads that publish KV of earlier weights.
-_JOIN_SECONDS = 0.5
+#: How long an engine with new weights waits, without a cache, for what is gathered of earlier ones.
+_PUBLISH_SECONDS = 30.0
 
 
 class Part:
@@ -74,8 +71,8 @@ class Part:
         self._counters = counters
         #: The memory tier as each kind uses it.
         self._memories: dict[Kind, KindMemory] = {}
-        #: Transfers of earlier weights that still publish, and their promises.
-        self._retired: list[tuple[Transfers, Promises | None]] = []
+        #: When transfers of earlier weights end at the latest; 0 while there are none.
+        self._ends_at = 0.0
 
     @property
     def serving(self) -> Transfers | None:
@@ -87,7 +84,7 @@ class Part:
     def open(self, encoded: bytes, slug: str) -> bool:
         """Move KV of a namespace from now on; return whether that is so.
 
-        No load may be running.
+        No load may be running. What was gathered of earlier weights is published before.
 
         Raises
         ------
@@ -97,11 +94,13 @@ class Part:
         registration, shelf = self.registration, self._assembly.shelf()
         known = registration.namespace
         if known is not None and known.encoded == encoded:
+            self._ends_at = 0.0
             return True
         if shelf is None or registration.caches is None or registration.disabled_reason:
             # The scheduler announces the namespace until this worker's reports end.
             return False
-        self._retire()
+        if not self._has_ended():
+            return False
         if not registration.open(encoded, slug):
             return False
         memories = registration.memories
@@ -116,7 +115,9 @@ class Part:
             self._stop_reading_ahead()
             registration.put_back()
             raise
-        self.promises = self._promises_in(shelf, memories)
+        before, self.promises = self.promises, self._promises_in(shelf, memories)
+        if before is not None:
+            before.close()
         self.prefetchers = {
             kind: Prefetcher(transfers.loads[kind], kept) for kind, kept in self._memories.items()
         }
@@ -208,15 +209,23 @@ class Part:
 
     # ------------------------------------------------------------- the end
 
-    def _retire(self) -> None:
-        """Keep the memory for transfers of other weights; publish the rest in the background."""
-        transfers, self.transfers = self.transfers, None
-        promises, self.promises = self.promises, None
-        if transfers is not None:
-            transfers.retire()
-            self._retired.append((transfers, promises))
+    def _has_ended(self) -> bool:
+        """End the transfers of other weights once they have published; return whether none is left.
+
+        Their memory is kept, and what a thread that is stuck uses of it.
+        """
+        if self.transfers is not None:
+            left, now = self.transfers.drain(0.0), time.monotonic()
+            self._ends_at = self._ends_at or now + _PUBLISH_SECONDS
+            if left and now < self._ends_at:
+                return False
+            if left:
+                self._counters.add("dropped_chunks_weights_changed", left)
+            self.transfers.end()
+            self.transfers, self._ends_at = None, 0.0
             self._stop_reading_ahead()
             self.registration.put_back()
+        return True
 
     def _stop_reading_ahead(self) -> None:
         """Keep nothing for waiting requests any more. The memory tier stays."""
@@ -232,48 +241,24 @@ class Part:
 
     def give_up(self, attempt: str) -> None:
         """Mark a promise as broken, also one of a namespace that is open no more."""
-        given = [promises for _, promises in self._retired] + [self.promises]
-        latest = next((one for one in reversed(given) if one is not None), None)
-        if latest is not None:
-            latest.give_up(attempt)
-
-    def end_retired(self) -> None:
-        """Stop the threads of retired transfers that have published everything."""
-        for retired in [old for old in self._retired if not old[0].drain(0.0)]:
-            transfers, promises = retired
-            transfers.end()
-            if promises is not None:
-                promises.close()
-            self._retired.remove(retired)
+        if self.promises is not None:
+            self.promises.give_up(attempt)
 
     def drain(self, seconds: float) -> int:
         """Wait until stores are published; return how many chunks are not."""
-        transfers = [old for old, _ in self._retired]
-        if self.transfers is not None:
-            transfers.append(self.transfers)
-        return sum(one.drain(seconds) for one in transfers)
+        return 0 if self.transfers is None else self.transfers.drain(seconds)
 
     @property
     def promised(self) -> bool:
-        """Whether another engine was promised anything, in any namespace."""
-        given = [self.promises, *(promises for _, promises in self._retired)]
-        return any(promises is not None and promises.given for promises in given)
+        """Whether another engine was promised anything in the namespace that is open."""
+        return self.promises is not None and self.promises.given
 
     def close(self, drain_seconds: float, marker_seconds: float = 0.0) -> int:
         """Stop the threads, free the memory; return how many chunks were lost."""
-        lost = 0
-        given = [promises for _, promises in self._retired]
-        for old, _ in self._retired:
-            lost += old.drain(drain_seconds)
-            old.end(_JOIN_SECONDS)
-        self._retired.clear()
         transfers, self.transfers = self.transfers, None
         promises, self.promises = self.promises, None
-        if transfers is not None:
-            lost += transfers.close(drain_seconds)
-        deadline = time.monotonic() + marker_seconds
-        for one in (*given, promises):
-            if one is not None:
-                one.close(max(0.0, deadline - time.monotonic()))
+        lost = 0 if transfers is None else transfers.close(drain_seconds)
+        if promises is not None:
+            promises.close(marker_seconds)
         self._stop_reading_ahead()
         return lost

@@ -204,7 +204,6 @@ class WorkerSide:
             self._open(*meta.namespace)
         if self.drafter is not None:
             self.drafter.announced(meta.draft_namespace)
-        self.model.end_retired()
         self.loads.read_ahead(meta.prefetches)
         # On a CPU no work of an earlier step is in flight when a step begins, so loads need not
         # wait until this step's forward pass is enqueued. Nor need they on a device: vLLM has
