@@ -24,7 +24,6 @@ import inspect
 import json
 import logging
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
@@ -84,8 +83,6 @@ class LayerCache:
         the elements of the content; 0 where they are not known.
     backend : str
         Class of the layer's attention implementation; of a composite's part that writes.
-    seconds : float
-        How long learning took.
     """
 
     name: str
@@ -96,7 +93,6 @@ class LayerCache:
     heads: int
     head_size: int
     backend: str
-    seconds: float
 
 
 class _UnknownError(Exception):
@@ -143,7 +139,6 @@ def discover_layouts(
     known: dict[object, PagedLayout | PermutedLayout] = {}
     found = []
     for name in names:
-        begin = time.perf_counter()
         layer, cache = layers[name], kv_caches[name]
         bound = getattr(layer, "kv_cache", None)
         if not isinstance(bound, Tensor) or not _same_memory(bound, cache):
@@ -192,7 +187,6 @@ def discover_layouts(
                 heads,
                 head_size,
                 f"{backend.__module__}.{backend.__qualname__}",
-                time.perf_counter() - begin,
             )
         )
     return found

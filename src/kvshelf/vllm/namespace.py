@@ -27,7 +27,7 @@ from kvshelf.background import try_to_start
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError, TransientStorageError, UnsupportedError
 from kvshelf.format.kinds import STATE, WINDOW, Kind
-from kvshelf.format.model import ModelFacts, default_shards, rope_text
+from kvshelf.format.model import ModelFacts, rope_text
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.tensors import shape_heads
 from kvshelf.kv.topology import Topology, head_groups
@@ -132,17 +132,6 @@ def build_namespace(
     kinds = joined("kinds")
     topologies = make_topologies(vllm_config, stages)
     shards = {kind: topology.shards for kind, topology in topologies.items()}
-    for topology in topologies.values():
-        usual = default_shards(topology.kv_heads, topology.stages)
-        if topology.shards != usual and not topology.whole_ranks:
-            logger.info(
-                "%d KV heads on %d ranks: a chunk has %d shards where it usually has %d, so only"
-                " engines with as many ranks share this namespace",
-                topology.kv_heads,
-                topology.tensor_parallel,
-                topology.shards,
-                usual,
-            )
     rank = getattr(model.hf_text_config, "kv_lora_rank", None)
     facts = ModelFacts(
         layers=len(layouts),

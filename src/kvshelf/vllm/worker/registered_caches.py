@@ -9,7 +9,6 @@ are learned by :mod:`kvshelf.vllm.layout_discovery`; where the parts of states l
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import platform
 import re
@@ -42,8 +41,6 @@ from kvshelf.vllm.namespace import kv_scales, layer_kv_heads
 from kvshelf.vllm.speculation import draft_layers
 from kvshelf.vllm.worker.engine import WorkerEngine
 from kvshelf.vllm.worker.slots import GroupSlots, StateBlocks, TokenSlots
-
-logger = logging.getLogger(__name__)
 
 #: Names that models use for the number of groups of B and C of Mamba 2.
 _FIELDS_OF_GROUPS: Final = ("n_groups", "mamba_n_groups", "mamba_ngroups")
@@ -288,13 +285,6 @@ class _Layers:
         """Learn the layouts of the layers of one kind's groups, and choose how they are stored."""
         learned = {group.index: self._learn(group) for group in groups}
         every = [layer for layers, _ in learned.values() for layer in layers]
-        logger.info(
-            "layouts learned from %d writes to %d layers in %.0f ms: %s",
-            sum(layer.learned.writes for layer in every),
-            len(every),
-            sum(layer.seconds for layer in every) * 1e3,
-            ", ".join(sorted({layer.learned.kind for layer in every})),
-        )
         order = sorted((layer.name for layer in every), key=natural_order)
         runs: list[LayerRun] = []
         slots: list[TokenSlots] = []
