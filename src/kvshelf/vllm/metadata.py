@@ -2,7 +2,7 @@
 
 Owns the records that travel with vLLM's steps: :class:`StepMetadata` from the scheduler to the
 workers at the start of a step, :class:`WorkerMetadata` back at its end. vLLM pickles both when
-workers are other processes, so they hold plain data only; fields that say nothing are left out.
+workers are other processes, so they hold plain data only.
 
 What must arrive is named in each step until the other side has answered: loads that not all ranks
 have begun, :class:`Orders`, and :class:`Facts` (:mod:`kvshelf.vllm.messages`). The rest is about
@@ -15,7 +15,7 @@ block id means something within its group only.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
@@ -227,10 +227,6 @@ class StepMetadata(KVConnectorMetadata):
     again: list[Owner] = field(default_factory=list)
     timed_step: int = 0
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle what is said; see :func:`_said`."""
-        return StepMetadata, (), _said(self)
-
 
 #: In place of a weights fingerprint: the digests of all ranks at the start name the weights.
 BY_PARAMETERS = "params"
@@ -421,12 +417,3 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         return WorkerMetadata(
             **{one.name: getattr(self, one.name) | getattr(other, one.name) for one in fields(self)}
         )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle what is said; see :func:`_said`."""
-        return WorkerMetadata, (), _said(self)
-
-
-def _said(record: StepMetadata | WorkerMetadata) -> dict[str, Any]:
-    """Return the fields of a record that say something: most say nothing in most steps."""
-    return {name: value for name, value in vars(record).items() if value}
