@@ -324,13 +324,10 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
         """Gather what this step completed into staging, and is not gathered yet."""
         self._as_worker().stores.save()
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return the requests whose blocks are no longer needed, and those whose loads finished."""
-        results = self.get_transfer_results(finished_req_ids)
-        return results.finished_sending or None, results.finished_recving or None
-
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests whose loads are finished; those to compute as a whole as failed.
+
+        And those that have ended and whose blocks are no longer needed.
 
         The blocks that these loads left without KV are kept for
         :meth:`get_block_ids_with_load_errors`, so that nothing can come between.
@@ -389,7 +386,7 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
         return found, bool(found)
 
     @_contained(
-        lambda self, request, blocks, num_external_tokens: self._as_scheduler().fail_load(
+        lambda self, request, blocks, num_external_tokens: self._as_scheduler().loads.fail(
             request.request_id, num_external_tokens
         )
     )
@@ -425,8 +422,8 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
         """Forget the request; return whether it keeps its blocks, and what it hands over.
 
         Where the request wants a hand-over, the answer is what another engine needs to know
-        (:mod:`kvshelf.vllm.handover`). Its blocks are kept until :meth:`get_finished` of all
-        workers has named the request, if stores of its chunks may have been postponed.
+        (:mod:`kvshelf.vllm.handover`). Its blocks are kept until :meth:`get_transfer_results` of
+        all workers has named the request, if stores of its chunks may have been postponed.
         """
         return self._as_scheduler().finished(request.request_id)
 

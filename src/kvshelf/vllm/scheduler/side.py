@@ -107,7 +107,6 @@ class SchedulerSide:
         #: In the order in which they plan.
         self._parts: list[Part] = [
             self.handovers,
-            self._answers,
             self.loads,
             self.lookups,
             self._periods,
@@ -176,10 +175,6 @@ class SchedulerSide:
             state = self._state_of(request)
             self.lookups.loading(state)
             self.loads.plan_load(state, block_ids, external)
-
-    def fail_load(self, request_id: str, external: int) -> None:
-        """Plan a load after an error in :meth:`allocated`: the workers report it as failed."""
-        self.loads.fail(request_id, external)
 
     def finished(self, request_id: str) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request; cancel its load if it is still running.
