@@ -39,7 +39,7 @@ ASKED = {"do_remote_decode": True}
 #: call.
 NOT_IN_STEPS = {
     *("close", "drain", "end", "start", "join", "shutdown"),
-    *("fail", "lose", "register", "open", "put_back"),
+    *("fail", "lose", "register", "open", "leave"),
     *("fall_asleep", "wake_up", "weights_changed", "weights_may_change", "invalidate"),
 }
 

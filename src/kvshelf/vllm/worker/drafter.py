@@ -133,13 +133,13 @@ class Drafter:
         transfers, registration = self._model.serving, self.registration
         if namespace is None or transfers is None or DRAFT in transfers.loads:
             return
-        if registration.caches is None or registration.disabled_reason or registration.memories:
+        if registration.caches is None or registration.disabled_reason or registration.namespace:
             return
         try:
             if registration.open(*namespace):
                 self._model.add_drafts(registration, self._counters)
         except Exception as error:  # noqa: BLE001 - the next step tries again
-            registration.put_back()
+            registration.leave()
             self._log.error("KV of a drafter does not move yet", exc_info=error)
 
     @property
@@ -156,5 +156,4 @@ class Drafter:
 
     def close(self) -> None:
         """Free the memory."""
-        self.registration.put_back()
         self.registration.close()

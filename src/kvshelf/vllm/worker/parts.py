@@ -113,7 +113,7 @@ class Part:
             )
         except RuntimeError:
             self._stop_reading_ahead()
-            registration.put_back()
+            registration.leave()
             raise
         before, self.promises = self.promises, self._promises_in(shelf, memories)
         if before is not None:
@@ -224,7 +224,7 @@ class Part:
             self.transfers.end()
             self.transfers, self._ends_at = None, 0.0
             self._stop_reading_ahead()
-            self.registration.put_back()
+            self.registration.leave()
         return True
 
     def _stop_reading_ahead(self) -> None:

@@ -12,7 +12,7 @@ state      means                                           next
 unknown    no caches are registered                        ``register`` → reporting
 reporting  each step's metadata carries the report; rank   ``open`` → serving, once the
            0 adds the weights fingerprint when it is known  scheduler has sent a namespace
-serving    the namespace is known, KV moves                ``put_back`` → reporting, when the
+serving    the namespace is known, KV moves                ``leave`` → reporting, when the
                                                            weights have another namespace
 disabled   nothing is loaded or stored any more; the       none: the engine must be restarted
            report says why
@@ -145,7 +145,9 @@ class Registration:
     ----------
     caches : RegisteredCaches or None
     memories : Mapping of Kind to TransferMemory
-        What the running transfers use; the transfers close it. Empty without one.
+        What transfers use; empty while its size is not known.
+    namespace : Namespace or None
+        The one whose KV moves; None unless there is one.
     disabled_reason : str
         Empty unless disabled.
     """
@@ -157,6 +159,7 @@ class Registration:
         self._lock = threading.Lock()
         self.caches: RegisteredCaches | None = None
         self.memories: Memories = {}
+        self.namespace: Namespace | None = None
         self.disabled_reason = ""
         self._already_logged = False
         #: The last report carried all that there is to report.
@@ -164,13 +167,11 @@ class Registration:
         self._weights: str | None = None
         self._published = Published()
         self._identity: WeightsIdentity | None = None
-        #: Memory that no transfer uses yet.
-        self._ready: Memories = {}
 
     @property
     def serves(self) -> bool:
         """Whether KV moves: the registration is serving, see the module."""
-        return bool(self.memories) and not self.disabled_reason
+        return self.namespace is not None and not self.disabled_reason
 
     # ------------------------------------------------------------- caches and weights
 
@@ -227,7 +228,7 @@ class Registration:
         stages = self._vllm_config.parallel_config.pipeline_parallel_size
         if stages == 1:
             namespace = build_namespace(self._vllm_config, self._config, [report], _ANY_WEIGHTS)
-            self._ready = self._allocate(ObjectFormat(namespace))
+            self.memories = self._allocate(ObjectFormat(namespace))
         else:
             # The other stages' layers are not known here.
             config_overrides(self._vllm_config.model_config, self._config)
@@ -268,7 +269,7 @@ class Registration:
         with self._lock:
             if self.caches is None or self._reported:
                 return None
-            self._reported = bool(self.memories or self.disabled_reason)
+            self._reported = self.namespace is not None or bool(self.disabled_reason)
             return replace(
                 self.caches.report,
                 weights=self._weights,
@@ -278,27 +279,23 @@ class Registration:
                 already_logged=self._already_logged,
             )
 
-    @property
-    def namespace(self) -> Namespace | None:
-        """The namespace whose KV moves; None unless there is one."""
-        memory = next(iter(self.memories.values()), None)
-        return None if memory is None else memory.fmt.namespace
-
     def open(self, encoded: bytes, slug: str) -> bool:
         """Provide memory for a namespace in `memories`; False if there can be none.
 
-        The memory is that of the last :meth:`put_back`, where it fits.
+        No transfer may use what is there, which is kept where it fits.
         """
         try:
-            self.memories = self._memory_for(ObjectFormat(Namespace.from_bytes(encoded, slug)))
+            namespace = Namespace.from_bytes(encoded, slug)
+            self.memories = self._memory_for(ObjectFormat(namespace))
         except (ValueError, RuntimeError) as error:
             self.disable(str(error))
             return False
+        self.namespace = namespace
         return True
 
-    def put_back(self) -> None:
-        """Keep memory that no transfer uses any more for the next call of :meth:`open`."""
-        self._ready, self.memories = self.memories, {}
+    def leave(self) -> None:
+        """Note that no transfer uses the memory any more; the next namespace may."""
+        self.namespace = None
 
     # ------------------------------------------------------------- sleep
 
@@ -381,8 +378,8 @@ class Registration:
         return total
 
     def _memory_for(self, fmt: ObjectFormat) -> Memories:
-        """Use the memory that is ready; close it and allocate other memory if it does not fit."""
-        ready, self._ready = self._ready, {}
+        """Use the memory that is there; close it and allocate other memory if it does not fit."""
+        ready = self.memories
         formats = {kind: fmt.of(kind) for kind in fmt.kinds}
         if ready and all(kind in formats and ready[kind].fits(formats[kind]) for kind in ready):
             return {kind: replace(memory, fmt=formats[kind]) for kind, memory in ready.items()}
@@ -456,10 +453,9 @@ class Registration:
         return TransferMemory(fmt, cache, staging, plan, slots)
 
     def close(self) -> None:
-        """Free memory that no transfer uses, and stop the thread."""
+        """Free the memory, and stop the thread."""
         self.cancel_weights()
-        ready, self._ready = self._ready, {}
-        close_all(ready)
+        close_all(self.memories)
 
 
 def _check_context_group(plan: ShardPlan) -> None:
