@@ -247,11 +247,6 @@ def _check_cacheable(groups: Sequence[Any], kv_cache_config: Any) -> frozenset[i
     These are windows that vLLM computes anew behind a hit. Each hit would have to be reported as
     shorter by a window than it is.
     """
-    if not groups:
-        raise UnsupportedError(
-            "the model has 0 KV cache groups, so there is no KV to store; remove"
-            " --kv-transfer-config for this model"
-        )
     cacheable = kv_cache_config.prefix_cacheable_group_ids
     for index, group in enumerate(groups):
         specs = iter_layer_specs(group.kv_cache_spec)

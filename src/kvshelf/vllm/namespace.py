@@ -294,14 +294,6 @@ def _with_file(overrides: Any) -> Any:
     return {**overrides, name: hashlib.sha256(content).hexdigest()}
 
 
-def rank_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Return the number of slots of a block in the cache of one rank."""
-    groups = getattr(kv_cache_config, "kv_cache_groups", None)
-    if groups:
-        return int(groups[0].kv_cache_spec.block_size)
-    return int(vllm_config.cache_config.block_size)
-
-
 def context_ranks(vllm_config: Any, kv_cache_config: Any) -> int:
     """Return over how many ranks the tokens of a block are spread.
 
@@ -316,8 +308,9 @@ def context_ranks(vllm_config: Any, kv_cache_config: Any) -> int:
 
 def manager_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
     """Return the number of tokens in a block of vLLM's cache manager."""
-    ranks = context_ranks(vllm_config, kv_cache_config)
-    return rank_block_size(vllm_config, kv_cache_config) * ranks
+    groups = getattr(kv_cache_config, "kv_cache_groups", None)
+    cache = groups[0].kv_cache_spec if groups else vllm_config.cache_config
+    return int(cache.block_size) * context_ranks(vllm_config, kv_cache_config)
 
 
 def stage_ranks(vllm_config: Any) -> int:
