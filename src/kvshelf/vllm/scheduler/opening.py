@@ -98,10 +98,6 @@ class Opening:
             self._groups.narrow(record["layer_names"])
         return fmt
 
-    def is_open(self, fmt: ObjectFormat) -> bool:
-        """Whether a namespace is the one that is open."""
-        return self.namespace is not None and self.namespace.encoded == fmt.namespace.encoded
-
     def open(self, shelf: AnyShelf, fmt: ObjectFormat) -> None:
         """Look up in a namespace from now on, in place of the one of before.
 
@@ -130,11 +126,6 @@ class Opening:
             fmt.chunk_size,
             self._config.bounds_told,
         )
-
-    def settle(self, fmt: ObjectFormat) -> None:
-        """Announce a namespace that is open to the workers."""
-        same = self.namespace if self.is_open(fmt) else None
-        self.handshake.settle(fmt.namespace if same is None else same)
 
     def _check_whole_shards(self, fmt: ObjectFormat) -> None:
         """Store nothing where no rank holds all heads of a shard."""

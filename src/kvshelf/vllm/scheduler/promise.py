@@ -46,7 +46,7 @@ class Promise:
 
         The weights may have changed since the last one: what is in another namespace is forgotten.
         """
-        if namespace is not self._namespace:
+        if namespace != self._namespace:
             self._namespace = namespace
             self.tail = None
             self._chunks.clear()

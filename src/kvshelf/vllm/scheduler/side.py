@@ -286,7 +286,7 @@ class SchedulerSide:
         """Serve a namespace that the workers' reports have made."""
         was_open = self.namespace is not None
         changed = self.opening.handshake.weights_changed
-        if not self.opening.is_open(fmt):
+        if self.namespace != fmt.namespace:
             for state in self.requests.values() if was_open else ():
                 # Chunk keys of the namespace of before.
                 state.drop_lookup()
@@ -297,7 +297,7 @@ class SchedulerSide:
             if self.engine.config.prefetch_budget(probe_cost) > 0:
                 self._read_ahead.enable(self.opening.engine_chunks())
         self._periods.settle(changed=changed)
-        self.opening.settle(fmt)
+        self.opening.handshake.settle(fmt.namespace)
         if was_open:
             self.lookups.start_again()
 
