@@ -11,9 +11,12 @@ with warnings.catch_warnings():
     # vLLM's own imports are not ours to judge.
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm")
+    from kvshelf.format.kinds import FULL
     from kvshelf.vllm.messages import Outbox
     from kvshelf.vllm.metadata import Orders, StepMetadata
     from kvshelf.vllm.scheduler.read_ahead import Loadable, ReadAhead
+from tests.support.formats import make_format
+from tests.support.prompts import make_chunks
 
 
 def test_a_step_looks_at_few_requests_however_many_wait() -> None:
@@ -43,3 +46,24 @@ def test_a_step_looks_at_few_requests_however_many_wait() -> None:
     assert asked == [str(number) for number in range(32) if number != 3]
     # The one that was admitted waits no more.
     assert "3" not in plan._waiting
+
+
+def test_what_the_engine_has_is_not_read_for_requests_that_wait() -> None:
+    """Or a long queue of prompts with one beginning would read that from the storage."""
+    chunks = make_chunks(make_format(), 6)
+    found = Loadable(chunks, {FULL: range(6)})
+    plan = ReadAhead(lambda _: found, lambda: False, Outbox(Orders))
+    plan.enable(4)
+    plan.wait("first")
+    plan.note_in_engine_cache(chunks[:4])
+    step = SimpleNamespace(num_scheduled_tokens={})
+    meta = StepMetadata()
+    plan.plan(step, meta)
+    plan.plan(step, meta)
+    assert [list(op.chunks) for op in meta.prefetches] == [chunks[4:]]
+    plan.engine_cache_was_reset()
+    plan.wait("second")
+    meta = StepMetadata()
+    plan.plan(step, meta)
+    plan.plan(step, meta)
+    assert [list(op.chunks) for op in meta.prefetches] == [chunks]
