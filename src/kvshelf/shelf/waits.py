@@ -26,6 +26,7 @@ Contracts
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import threading
@@ -46,8 +47,8 @@ logger = logging.getLogger(__name__)
 
 #: One kind of KV of one chunk or tail.
 Piece: TypeAlias = "tuple[Kind, Chunk]"
-#: Shards of a piece to probe.
-_Probe: TypeAlias = "tuple[Kind, Chunk, range]"
+#: One shard of a piece.
+_Object: TypeAlias = "tuple[Kind, Chunk, range]"
 
 #: Share of one core that rounds may take, the smaller one when no piece has appeared for a while.
 _SHARE: Final = 0.1
@@ -64,9 +65,9 @@ _HIGH_LATENCY_COST: Final = 0.2e-3
 #: Time between two looks for markers.
 _MARKER_SECONDS: Final = 0.5
 _MARKER_SECONDS_HIGH_LATENCY: Final = 2.0
-#: Most pieces of one wait in one round.
-_MOST_AHEAD: Final = 64
-#: Pieces of a low-latency storage between two pauses for other threads.
+#: Most objects of one wait in one round.
+_MOST_AHEAD: Final = 256
+#: Objects of a low-latency storage between two pauses for other threads.
 _BATCH: Final = 32
 
 
@@ -90,9 +91,8 @@ class Wait:
     complete: bool = False
     gave_up: bool = False
     seen: int = 0
-    #: Shards of the next piece that were seen.
-    _shards: int = 0
-    #: Pieces to probe in the next round; 0: one object of the next piece.
+    #: Objects that were seen, and how many to probe in the next round; 0: one.
+    _found: int = 0
     _ahead: int = 0
     #: Whether the marker was seen: it counts if the pieces, probed once more, are missing.
     _lost: bool = False
@@ -106,32 +106,22 @@ class Wait:
         """Wait no longer; the state stays what it is."""
         self._service._forget(self)
 
-    def _next(self, shards: Mapping[Kind, int]) -> list[_Probe]:
-        """Return what to probe next, in order."""
-        pieces = self._pieces[self.seen : self.seen + max(1, self._ahead)]
-        probes = [(kind, chunk, range(shards[kind])) for kind, chunk in pieces]
-        kind, chunk, of = probes[0]
-        probes[0] = kind, chunk, of[self._shards : None if self._ahead else self._shards + 1]
-        return probes
+    @functools.cached_property
+    def _objects(self) -> list[_Object]:
+        """The objects of all pieces, in order."""
+        shards = self._service._shards
+        return [
+            (kind, chunk, range(shard, shard + 1))
+            for kind, chunk in self._pieces
+            for shard in range(shards[kind])
+        ]
 
-    def _take(
-        self, probes: Sequence[_Probe], there: Sequence[int], shards: Mapping[Kind, int]
-    ) -> int:
-        """Use the answers: how many leading shards of each probe are there.
-
-        Returns
-        -------
-        int
-            How many pieces were seen by them.
-        """
-        for seen, ((kind, _, of), count) in enumerate(zip(probes, there, strict=True)):
-            self._shards = of.start + count
-            if self._shards < shards[kind]:
-                self._ahead = int(count == len(of))
-                return seen
-            self._shards = 0
-        self._ahead = min(2 * self._ahead + 1, _MOST_AHEAD)
-        return len(probes)
+    def _take(self, objects: Sequence[_Object], there: Sequence[bool]) -> int:
+        """Use the answers to what was probed; return how many pieces were seen by them."""
+        count = there.index(False) if False in there else len(there)
+        self._found += count
+        self._ahead = min(4 * self._ahead + 4, _MOST_AHEAD) if count == len(there) else 0
+        return sum(of.stop == self._service._shards[kind] for kind, _, of in objects[:count])
 
 
 class WaitService:
@@ -282,14 +272,16 @@ class WaitService:
 
     def _round(self, waits: Sequence[Wait]) -> list[Wait]:
         """Probe what these waits need next; return those of which more may be there."""
-        asked = [(wait, wait._next(self._shards)) for wait in waits]
-        there = self._find([probe for _, probes in asked for probe in probes])
+        asked = [
+            (wait, wait._objects[wait._found : wait._found + max(1, wait._ahead)]) for wait in waits
+        ]
+        there = self._find([one for _, objects in asked for one in objects])
         if self._threads.replaced():
             # Another thread probes the same.
             return []
         found = [
-            (wait, wait._take(probes, [there[_name(one)] for one in probes], self._shards))
-            for wait, probes in asked
+            (wait, wait._take(objects, [there[_name(one)] for one in objects]))
+            for wait, objects in asked
         ]
         with self._lock:
             for wait, seen in found:
@@ -305,23 +297,21 @@ class WaitService:
                     self._progress.set()
         return [wait for wait in waits if wait._ahead and wait in self._waits]
 
-    def _find(self, probes: Sequence[_Probe]) -> dict[tuple[bytes, range], int]:
-        """Return how many leading shards of each probe are there.
+    def _find(self, objects: Sequence[_Object]) -> dict[tuple[bytes, range], bool]:
+        """Return which objects are there.
 
         In one call of a high-latency storage, else in batches.
         """
-        wanted = {_name(probe): probe for probe in probes}
-        names, there = list(wanted), dict[tuple[bytes, range], int]()
+        wanted = {_name(one): one for one in objects}
+        names, there = list(wanted), dict[tuple[bytes, range], bool]()
         step = len(names) if self._backend.properties.high_latency else _BATCH
         pace = GilPace()
         for begin in range(0, len(names), step):
             batch = names[begin : begin + step]
             found = find_pieces(self._views, [wanted[name] for name in batch])
-            self._counters.add("probes", sum(map(len, found)))
-            self._counters.add("probe_errors", sum(of.count(Presence.ERROR) for of in found))
-            for name, answers in zip(batch, found, strict=True):
-                missing = (n for n, one in enumerate(answers) if one is not Presence.PRESENT)
-                there[name] = next(missing, len(answers))
+            self._counters.add("probes", len(found))
+            self._counters.add("probe_errors", found.count([Presence.ERROR]))
+            there |= zip(batch, [answer == [Presence.PRESENT] for answer in found], strict=True)
             pace.rest()
         return there
 
@@ -336,6 +326,6 @@ class WaitService:
             wait._lost = wait._lost or lost
 
 
-def _name(probe: _Probe) -> tuple[bytes, range]:
-    kind, chunk, shards = probe
-    return kind_key(chunk.key, kind), shards
+def _name(one: _Object) -> tuple[bytes, range]:
+    kind, chunk, shard = one
+    return kind_key(chunk.key, kind), shard
