@@ -34,9 +34,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -67,6 +68,10 @@ _HIGH_LATENCY_THREADS = 2
 #: What is looked for: a kind key, and how many of its objects, from the first on.
 _Name: TypeAlias = "tuple[bytes, int]"
 _Wanted: TypeAlias = "Mapping[_Name, tuple[Kind, Chunk]]"
+_Answers: TypeAlias = "Mapping[_Name, bool]"
+#: The search for one lookup: it yields what the storage is to be asked for, and is sent answers.
+#: It is sent None where asking for all searches together failed: then it asks for itself.
+_Steps: TypeAlias = "Generator[_Wanted, _Answers | None, None]"
 
 
 @dataclass(eq=False)
@@ -194,6 +199,23 @@ def _no_chain() -> KeyChain | None:
     return None
 
 
+@dataclass(eq=False, slots=True)
+class _Searching:
+    """What a thread knows of a lookup that it works on."""
+
+    #: When it was taken.
+    began: float
+    steps: _Steps
+    #: What the storage is to be asked for next.
+    wanted: _Wanted = field(default_factory=dict)
+
+    def go_on(self, answers: _Answers | None) -> None:
+        """Search with these answers until more have to be asked for."""
+        self.wanted = {}
+        with contextlib.suppress(StopIteration):
+            self.wanted = self.steps.send(answers)
+
+
 class LookupService:
     """Threads that answer lookups on one namespace of one shelf.
 
@@ -312,8 +334,7 @@ class LookupService:
 
     def stalled(self, seconds: float) -> bool:
         """Whether every thread has been at one lookup for longer than `seconds`."""
-        busy = self._busy.copy()
-        since = [busy[thread][0] for thread in self._threads.working if thread in busy]
+        since = [began for began, _ in self._busy.copy().values()]
         return len(since) >= self._count and max(since) < time.monotonic() - seconds
 
     def answers_soon(self, lookup: Lookup) -> bool:
@@ -351,16 +372,8 @@ class LookupService:
 
     def _give_up_waiting(self) -> None:
         """End the lookups in the queue if no thread is left."""
-        waiting: list[Lookup] = []
         with self._submitting:
-            if self._threads.any:
-                return
-            with contextlib.suppress(queue.Empty):
-                while (lookup := self._queue.get_nowait()) is not None:
-                    waiting.append(lookup)
-            if self._closed:
-                # For threads whose call returns.
-                self._queue.put(None)
+            waiting = [] if self._threads.any else self._take_more(sys.maxsize)
         for lookup in waiting:
             lookup.finish(0, None, given_up=True)
 
@@ -385,11 +398,11 @@ class LookupService:
         active: dict[Lookup, _Searching] = {}
         pace, more = GilPace(), [first]
         while more or active:
-            active |= {lookup: _Searching(self, lookup) for lookup in more}
+            now = time.monotonic()
+            active |= {lookup: _Searching(now, self._steps(lookup, pace)) for lookup in more}
             self._busy[me] = next(iter(active.values())).began, tuple(active)
             for lookup in more:
-                with active[lookup].alone():
-                    active[lookup].begin(pace)
+                active[lookup].go_on(None)
             self._round(active)
             active = {lookup: one for lookup, one in active.items() if not lookup.done}
             if me not in self._busy:
@@ -405,7 +418,7 @@ class LookupService:
             while len(taken) < most:
                 lookup = self._queue.get_nowait()
                 if lookup is None:
-                    # For a thread without other work.
+                    # For a thread without other work, or one whose call returns.
                     self._queue.put(None)
                     break
                 taken.append(lookup)
@@ -420,15 +433,92 @@ class LookupService:
         wanted: dict[_Name, tuple[Kind, Chunk]] = {}
         for one in waiting:
             wanted |= one.wanted
-        answers: Mapping[_Name, bool] | None = None
+        answers: _Answers | None = None
         with contextlib.suppress(Exception):
             answers = self._probe(wanted)
         for one in waiting:
-            with one.alone():
-                # Where all together fail, each asks for itself.
-                one.take(self._probe(one.wanted) if answers is None else answers)
+            one.go_on(answers)
 
-    def _probe(self, wanted: _Wanted) -> Mapping[_Name, bool]:
+    def _steps(self, lookup: Lookup, pace: GilPace) -> _Steps:
+        """Search for one lookup. If that fails, it has found nothing but its keys."""
+        chain: KeyChain | None = None
+        try:
+            if not lookup.cancelled:
+                self._counters.add("lookups")
+                chain = lookup.make_keys(pace)
+            if chain is None:
+                lookup.finish(0, None)
+            else:
+                yield from self._find(lookup, chain)
+        except Exception as error:  # noqa: BLE001 - cache trouble never ends an engine
+            self._counters.add("probe_errors")
+            self._log.error("a lookup failed and counts as a miss", exc_info=error)
+            lookup.finish(0, chain, given_up=chain is None)
+
+    def _find(self, lookup: Lookup, chain: KeyChain) -> _Steps:
+        """Search for the keys of a lookup, unless it is given up meanwhile."""
+        began, chunks, shards = time.monotonic(), chain.chunks, self._shards
+        # Remembered answers are useless while nothing can be loaded.
+        presence = self._presence if self._shelf.backend.reads.is_closed else None
+        first = min(lookup.first_chunk, len(chunks))
+        search = Search(
+            self._rule,
+            shards,
+            len(chunks),
+            first,
+            range(1, len(chunks) + 1) if lookup.ends is None else lookup.ends,
+            high_latency=self._high_latency,
+        )
+        keys = [chunk.key for chunk in chunks[first:]]
+        remembered = first + (0 if presence is None else presence.leading(keys))
+        rounds = search.rounds(remembered, first + self._failed.leading(keys))
+        asks = next(rounds, None)
+        while asks is not None:
+            asked = time.monotonic()
+            #: What the search looks for: its names, and what is known of each without asking.
+            names: list[_Name] = []
+            known: dict[_Name, bool] = {}
+            wanted: dict[_Name, tuple[Kind, Chunk]] = {}
+            for kind, index, whole in asks:
+                chunk = chunks[index]
+                name = kind_key(chunk.key, kind), shards[kind] if whole else 1
+                names.append(name)
+                # Full chunks that have failed are behind the end of the search.
+                if kind != FULL and name[0] in self._failed:
+                    known[name] = False
+                elif presence is not None and presence.has(name[0], seen=whole):
+                    known[name] = True
+                else:
+                    wanted[name] = kind, chunk
+            if wanted:
+                answers = yield wanted
+                if answers is None:
+                    answers = self._probe(wanted)
+                if lookup.done:
+                    return
+                known |= {name: answers[name] for name in wanted}
+            if presence is not None:
+                seen = [
+                    n[0] for n, (kind, _) in wanted.items() if known[n] and n[1] == shards[kind]
+                ]
+                presence.note(seen, asked)
+            try:
+                asks = rounds.send([known[name] for name in names])
+            except StopIteration:
+                asks = None
+        lookup.finish(
+            search.hit_chunks - first,
+            chain,
+            full_chunks=search.full_chunks - first,
+            in_disk_tier=self._share_in_disk_tier(chunks[first : search.hit_chunks]),
+            known=search.known,
+        )
+        if presence is not None and FULL in shards:
+            # The threads that wait for the answer continue before that.
+            inferred = chunks[remembered : search.full_chunks]
+            presence.note([chunk.key for chunk in inferred], began, seen=False)
+
+    def _probe(self, wanted: _Wanted) -> _Answers:
         """Return for each kind of a chunk whether all objects that are looked for are there."""
         pieces = [(kind, chunk, range(count)) for (_, count), (kind, chunk) in wanted.items()]
         found = find_pieces(self._views, pieces)
@@ -451,119 +541,3 @@ class LookupService:
         ]
         answers = self._shelf.nearby(refs)
         return sum(answer is Presence.PRESENT for answer in answers) / len(answers)
-
-
-class _Searching:
-    """What a thread knows of a lookup that it works on.
-
-    Attributes
-    ----------
-    began : float
-        When it was taken.
-    wanted : dict
-        What the storage is to be asked for next.
-    """
-
-    def __init__(self, service: LookupService, lookup: Lookup) -> None:
-        self._service = service
-        self._lookup = lookup
-        self._chain: KeyChain | None = None
-        self.began = self._asked = time.monotonic()
-        self.wanted: dict[_Name, tuple[Kind, Chunk]] = {}
-        #: What the search looks for: its names, and what is known of each without asking.
-        self._names: list[_Name] = []
-        self._known: dict[_Name, bool] = {}
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Work for this lookup. If that fails, it has found nothing but its keys."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - cache trouble never ends an engine
-            self._service._counters.add("probe_errors")
-            self._service._log.error("a lookup failed and counts as a miss", exc_info=error)
-            self._lookup.finish(0, self._chain, given_up=self._chain is None)
-
-    def begin(self, pace: GilPace) -> None:
-        """Make the keys, and plan the first round."""
-        service, lookup = self._service, self._lookup
-        if lookup.cancelled:
-            return
-        service._counters.add("lookups")
-        chain = self._chain = lookup.make_keys(pace)
-        if chain is None:
-            lookup.finish(0, None)
-            return
-        self._chunks = chain.chunks
-        # Remembered answers are useless while nothing can be loaded.
-        useful = service._shelf.backend.reads.is_closed
-        self._presence = service._presence if useful else None
-        self._first = min(lookup.first_chunk, len(self._chunks))
-        self._search = Search(
-            service._rule,
-            service._shards,
-            len(self._chunks),
-            self._first,
-            range(1, len(self._chunks) + 1) if lookup.ends is None else lookup.ends,
-            high_latency=service._high_latency,
-        )
-        first, keys = self._first, [chunk.key for chunk in self._chunks[self._first :]]
-        known = 0 if self._presence is None else self._presence.leading(keys)
-        self._remembered = first + known
-        self._rounds = self._search.rounds(self._remembered, first + service._failed.leading(keys))
-        self._plan(None)
-
-    def _plan(self, answers: Sequence[bool] | None) -> None:
-        """Go on with these answers to the next round for which the storage must be asked."""
-        while True:
-            try:
-                asks = self._rounds.send(answers)  # type: ignore[arg-type]
-            except StopIteration:
-                self._end()
-                return
-            self._asked = time.monotonic()
-            self._names, self._known, self.wanted = [], {}, {}
-            failed, shards = self._service._failed, self._service._shards
-            for kind, index, whole in asks:
-                chunk = self._chunks[index]
-                name = kind_key(chunk.key, kind), shards[kind] if whole else 1
-                self._names.append(name)
-                # Full chunks that have failed are behind the end of the search.
-                if kind != FULL and name[0] in failed:
-                    self._known[name] = False
-                elif self._presence is not None and self._presence.has(name[0], seen=whole):
-                    self._known[name] = True
-                else:
-                    self.wanted[name] = kind, chunk
-            if self.wanted:
-                return
-            answers = [self._known[name] for name in self._names]
-
-    def take(self, answers: Mapping[_Name, bool]) -> None:
-        """Take the answers to what was wanted, and go on, unless the lookup was given up."""
-        if self._lookup.done:
-            return
-        if self._presence is not None:
-            shards = self._service._shards
-            seen = [
-                key
-                for (key, count), (kind, _) in self.wanted.items()
-                if answers[key, count] and count == shards[kind]
-            ]
-            self._presence.note(seen, self._asked)
-        self._plan([answers[n] if n in self.wanted else self._known[n] for n in self._names])
-
-    def _end(self) -> None:
-        """Give the answer."""
-        search, first, lookup = self._search, self._first, self._lookup
-        lookup.finish(
-            search.hit_chunks - first,
-            self._chain,
-            full_chunks=search.full_chunks - first,
-            in_disk_tier=self._service._share_in_disk_tier(self._chunks[first : search.hit_chunks]),
-            known=search.known,
-        )
-        if self._presence is not None and FULL in self._service._shards:
-            # The threads that wait for the answer continue before that.
-            inferred = self._chunks[self._remembered : search.full_chunks]
-            self._presence.note([chunk.key for chunk in inferred], self.began, seen=False)
