@@ -241,7 +241,7 @@ class Life:
         def are_there() -> bool:
             # One that was late at the last moment sleeps, and ends with its next work.
             wake()
-            return (threads.stuck, len(threads.working)) == (0, count)
+            return (len(threads._stuck), len(threads._working)) == (0, count)
 
         until(are_there, seconds=3.0)
 

@@ -73,14 +73,14 @@ def test_a_stuck_thread_is_replaced_and_ends_when_it_comes_back(rig: Rig) -> Non
     for _ in range(20):
         rig.work.put("fine")
         assert rig.done.get(timeout=PATIENCE) == "fine"
-    assert rig.threads.stuck == 1
-    until(lambda: len(rig.threads.working) == COUNT)
-    assert rig.stuck[0] not in rig.threads.working
+    assert len(rig.threads._stuck) == 1
+    until(lambda: len(rig.threads._working) == COUNT)
+    assert rig.stuck[0] not in {one.ident for one in rig.threads._working}
     assert sorted(rig.started) == ["test-0", "test-1", "test-2"]
     assert rig.guard.reads.opened == 0
     gate.set()
-    until(lambda: rig.threads.stuck == 0)
-    assert len(rig.threads.working) == COUNT
+    until(lambda: len(rig.threads._stuck) == 0)
+    assert len(rig.threads._working) == COUNT
 
 
 def test_there_is_a_bound_and_threads_that_come_back_work_on(
@@ -88,29 +88,10 @@ def test_there_is_a_bound_and_threads_that_come_back_work_on(
 ) -> None:
     monkeypatch.setattr(module, "MAX_STUCK", 1)
     gate = rig.hang(COUNT)
-    until(lambda: rig.threads.stuck == COUNT)
+    until(lambda: len(rig.threads._stuck) == COUNT)
     assert not rig.threads.any
     assert len(rig.started) == COUNT
     gate.set()
-    until(lambda: len(rig.threads.working) == COUNT)
+    until(lambda: len(rig.threads._working) == COUNT)
     rig.work.put("fine")
     until(lambda: rig.done.get(timeout=PATIENCE) == "fine")
-
-
-def test_a_thread_that_cannot_be_prepared_works_all_the_same(
-    rig: Rig, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail() -> None:
-        raise OSError("no such processor")
-
-    gate = threading.Event()
-    threads = StorageThreads(
-        "more", 1, gate.wait, rig.guard, count_stuck=lambda: None, on_thread_start=fail
-    )
-    threads.start()
-    until(lambda: "continues without it" in caplog.text)
-    assert threads.any
-    gate.set()
-    threads.close()
-    threads.join(PATIENCE)
-    assert not threads.any

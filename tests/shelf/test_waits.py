@@ -331,12 +331,12 @@ def test_a_thread_that_is_stuck_is_replaced_and_what_it_brings_late_does_no_harm
     pieces = full(3)
     hasty.faults.add(Fault("stat", "*.safetensors", wait=gate, times=1))
     wait = hasty.submit(pieces)
-    until(lambda: hasty.service._threads.stuck == 1)
+    until(lambda: len(hasty.service._threads._stuck) == 1)
     for piece in pieces[:2]:
         hasty.put(piece)
     until(lambda: wait.seen == 2)
     gate.set()
-    until(lambda: hasty.service._threads.stuck == 0)
+    until(lambda: len(hasty.service._threads._stuck) == 0)
     hasty.put(pieces[2])
     until(lambda: wait.complete)
     assert wait.seen == 3
@@ -370,7 +370,7 @@ def test_without_a_thread_there_is_no_service_and_a_thread_that_is_missing_is_st
     with none_can_be_started(monkeypatch, "kvshelf-wait"):
         rig.faults.add(Fault("stat", "*.safetensors", wait=gate, times=1))
         wait = rig.submit(pieces)
-        until(lambda: rig.service._threads.stuck == 1)
+        until(lambda: len(rig.service._threads._stuck) == 1)
     rig.put(pieces[0])
     until(lambda: rig.service.sleep(0.0) or wait.complete)
     until(lambda: wait.complete)

@@ -588,7 +588,7 @@ def test_loads_go_on_when_threads_can_be_started_again(
             assert rig.load(others, 30)[0].failures == [(others[0], Failure.UNAVAILABLE)]
         # What hangs still does.
         rig.comes_back(others, 40)
-        assert rig.loading.stuck == 1
+        assert len(rig.loading._stuck) == 1
         gate.set()
 
 

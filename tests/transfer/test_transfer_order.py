@@ -284,9 +284,9 @@ def test_a_thread_that_is_taken_for_kept_while_it_waits_is_watched_over_all_the_
         rig.put(chunks)
         loading = rig.loading
         # Its call came back after it was seen to be late, and before anybody was told.
-        until(lambda: len(loading.working) == 1)
-        assert not loading.on_late_call(*loading.working)
-        until(lambda: len(loading.working) == 1)
+        until(lambda: len(loading._working) == 1)
+        assert not loading.on_late_call(next(iter(loading._working)).ident or 0)
+        until(lambda: len(loading._working) == 1)
         hold = threading.Event()
         gate.shut()
         gate.faults.add(Fault("read", f"*{chunks[0].key.hex()}*", wait=hold, times=2))

@@ -17,7 +17,6 @@ Contracts
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -25,8 +24,6 @@ from typing import Final
 
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.background import THREAD_LIMIT, try_to_start
-
-logger = logging.getLogger(__name__)
 
 #: Upper limit of stuck threads of one owner.
 MAX_STUCK: Final = 32
@@ -53,7 +50,7 @@ class StorageThreads:
     on_stop : Callable, optional
         Called when the read breaker opens, and when no thread is left.
     on_thread_start : Callable, optional
-        Called first on each thread.
+        Called first on each thread. It must not raise.
     """
 
     def __init__(
@@ -77,9 +74,9 @@ class StorageThreads:
         self._on_stop = on_stop
         self._on_thread_start = on_thread_start
         self._lock = threading.Lock()
-        self._working: dict[int, threading.Thread] = {}
-        self._stuck: set[int] = set()
-        self._starting: set[threading.Thread] = set()
+        #: Also those that are about to start.
+        self._working: set[threading.Thread] = set()
+        self._stuck: set[threading.Thread] = set()
         self._started = 0
         self._closed = False
 
@@ -98,7 +95,7 @@ class StorageThreads:
     @property
     def _missing(self) -> bool:
         """Whether a thread has to be started. Exact only with the lock held."""
-        there = len(self._working) + len(self._starting)
+        there = len(self._working)
         return there < self._count and len(self._stuck) < MAX_STUCK and not self._closed
 
     def _start_one(self) -> bool:
@@ -109,53 +106,28 @@ class StorageThreads:
             name = f"{self._name}-{self._started}"
             thread = threading.Thread(target=self._body, name=name, daemon=True)
             self._started += 1
-            self._starting.add(thread)
+            self._working.add(thread)
         if try_to_start(thread):
             return True
         with self._lock:
             # A caller that checks whether there are threads must not wait for this one.
-            self._starting.discard(thread)
+            self._working.discard(thread)
         return False
 
     def _body(self) -> None:
-        me, thread = threading.get_ident(), threading.current_thread()
-        with self._lock:
-            # In this order, because `any` reads both without the lock.
-            self._working[me] = thread
-            self._starting.discard(thread)
         try:
-            self._prepare()
+            if self._on_thread_start is not None:
+                self._on_thread_start()
             self._run()
         finally:
             with self._lock:
-                self._working.pop(me, None)
-                self._stuck.discard(me)
-
-    def _prepare(self) -> None:
-        if self._on_thread_start is not None:
-            try:
-                self._on_thread_start()
-            except Exception as error:
-                # If the thread ended, so would each of its replacements.
-                logger.error(
-                    "on_thread_start failed; the thread continues without it", exc_info=error
-                )
-
-    @property
-    def stuck(self) -> int:
-        """Number of threads that are stuck now."""
-        return len(self._stuck)
-
-    @property
-    def working(self) -> list[int]:
-        """Ids of the threads that are not stuck."""
-        with self._lock:
-            return list(self._working)
+                self._working.discard(threading.current_thread())
+                self._stuck.discard(threading.current_thread())
 
     @property
     def any(self) -> bool:
         """Whether any thread can do work."""
-        return bool(self._working or self._starting)
+        return bool(self._working)
 
     def ready(self) -> bool:
         """Start the threads that are missing; return whether any thread can do work.
@@ -169,26 +141,28 @@ class StorageThreads:
 
     def replaced(self) -> bool:
         """Return whether another thread has taken the place of the calling one."""
-        me = threading.get_ident()
+        me = threading.current_thread()
         if me not in self._stuck:
             return False
         with self._lock:
-            if len(self._working) + len(self._starting) >= self._count:
+            if len(self._working) >= self._count:
                 return True
             # No replacement could be started.
             self._stuck.discard(me)
-            self._working[me] = threading.current_thread()
+            self._working.add(me)
             return False
 
     def on_late_call(self, thread: int) -> bool:
         """Replace a stuck thread; return whether too many threads are stuck."""
         with self._lock:
-            fresh = self._working.pop(thread, None) is not None
+            late = {one for one in self._working | self._stuck if one.ident == thread}
             # A thread whose call returned just now may be late again, with other work.
-            if not fresh and thread not in self._stuck:
-                return False
-            self._stuck.add(thread)
+            fresh = late & self._working
+            self._working -= late
+            self._stuck |= late
             stuck = len(self._stuck)
+        if not late:
+            return False
         if fresh:
             self._count_stuck()
         if self._on_stuck is not None:
@@ -213,7 +187,7 @@ class StorageThreads:
         """Wait for the threads that are not stuck, for at most `seconds`."""
         deadline = time.monotonic() + seconds
         with self._lock:
-            threads = [*self._working.values(), *self._starting]
+            threads = list(self._working)
         for thread in threads:
             # A thread that is just starting ends as soon as it looks for work.
             if thread.is_alive():
