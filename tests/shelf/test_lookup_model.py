@@ -182,9 +182,6 @@ class Life:
             note(chunk.key)
             self.gone[chunk.key] = time.monotonic()
 
-    def note_removed(self, key: bytes) -> None:
-        self.service.note_removed([key])
-
     def note_failed(self, key: bytes) -> None:
         self.failed.add(key, bad=False)
 
@@ -305,7 +302,7 @@ class Life:
         elif value == "store":
             self.store(branch, last, ours=what == "we")
         else:
-            notes = {"we": self.note_removed, "load": self.note_failed}
+            notes = {"we": self.service.note_removed, "load": self.note_failed}
             self.delete(branch, last, notes.get(what))
             if value == "delete, forget":
                 self.forget()

@@ -202,7 +202,7 @@ class KindParts:
         if self._transfer is not None:
             self._transfer.forget_stored()
         for service in list(self.shared.services.values()):
-            service.note_removed((self.kind_key(chunk),))
+            service.note_removed(self.kind_key(chunk))
 
     # ------------------------------------------------------------- KV
 

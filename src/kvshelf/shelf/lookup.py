@@ -37,7 +37,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -132,11 +132,6 @@ class Lookup:
     def done(self) -> bool:
         """Whether the answer is there."""
         return self._done.is_set()
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether all is there that the keys are made of."""
-        return self.ready is None or self.ready.done()
 
     def wait(self, seconds: float) -> bool:
         """Wait for the answer for at most `seconds`; return ``done``."""
@@ -278,7 +273,7 @@ class LookupService:
         )
         shelf.backend.count_into(counters.add)
         self._threads.start()
-        failed.subscribe(self._drop)
+        failed.subscribe(self.note_removed)
 
     @property
     def available(self) -> bool:
@@ -339,14 +334,10 @@ class LookupService:
 
     def answers_soon(self, lookup: Lookup) -> bool:
         """Whether `lookup` may be done in a few milliseconds."""
-        return not self._high_latency and lookup.is_ready
+        return not self._high_latency and (lookup.ready is None or lookup.ready.done())
 
-    def note_removed(self, keys: Iterable[bytes]) -> None:
-        """Note that these chunks were just deleted; lookups probe them from now on."""
-        for key in keys:
-            self._drop(key)
-
-    def _drop(self, key: bytes) -> None:
+    def note_removed(self, key: bytes) -> None:
+        """Note that a chunk was just deleted, or not found; lookups probe it from now on."""
         if self._presence is not None:
             self._presence.drop(key)
 
@@ -357,7 +348,7 @@ class LookupService:
 
     def close(self) -> None:
         """Stop the threads once they have finished what was submitted."""
-        self._failed.unsubscribe(self._drop)
+        self._failed.unsubscribe(self.note_removed)
         self._threads.close()
         with self._submitting:
             self._closed = True
