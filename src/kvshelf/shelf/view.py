@@ -629,7 +629,7 @@ class NamespaceView(ShelfView):
         return self.backend.write(f"{folder}/{name}", []) is not WriteResult.EXISTED
 
     def gave_up(self, attempts: Sequence[str]) -> list[bool]:
-        """Look for the markers of many hand-overs, in one call of the storage.
+        """Look for the markers of many hand-overs, in one call of the storage for each folder.
 
         Parameters
         ----------
@@ -641,18 +641,12 @@ class NamespaceView(ShelfView):
         list of bool
             One for each attempt, in order. An error of the storage is False, never an exception.
         """
-        asked = {attempt for attempt in attempts if is_attempt(attempt)}
+        asked = [attempt for attempt in dict.fromkeys(attempts) if is_attempt(attempt)]
         found: set[str] = set()
         with contextlib.suppress(StorageError):
-            places = [
-                (attempt, f"{folder}/{marker_name(attempt)}")
-                for folder in (self._find_folders() if asked else ())
-                for attempt in asked
-            ]
-            answers = self.backend.stat([name for _, name in places]) if places else []
-            for (attempt, _), answer in zip(places, answers, strict=True):
-                if isinstance(answer, int):
-                    found.add(attempt)
+            for folder in self._find_folders() if asked else ():
+                answers = self.backend.stat([f"{folder}/{marker_name(one)}" for one in asked])
+                found |= {one for one, answer in zip(asked, answers, strict=True) if answer == 0}
         return [attempt in found for attempt in attempts]
 
     # ------------------------------------------------------------------------------------- loads

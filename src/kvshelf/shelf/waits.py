@@ -64,7 +64,6 @@ _AFTER_ERROR: Final = 0.1
 _HIGH_LATENCY_COST: Final = 0.2e-3
 #: Time between two looks for markers.
 _MARKER_SECONDS: Final = 0.5
-_MARKER_SECONDS_HIGH_LATENCY: Final = 2.0
 #: Most objects of one wait in one round.
 _MOST_AHEAD: Final = 256
 #: Objects of a low-latency storage between two pauses for other threads.
@@ -316,9 +315,7 @@ class WaitService:
         return there
 
     def _look_for_markers(self, waits: Sequence[Wait]) -> None:
-        high_latency = self._backend.properties.high_latency
-        period = _MARKER_SECONDS_HIGH_LATENCY if high_latency else _MARKER_SECONDS
-        self._markers_due = time.monotonic() + period
+        self._markers_due = time.monotonic() + _MARKER_SECONDS
         waits = [wait for wait in waits if wait._attempt and not wait.ended]
         view = next(iter(self._views.values())).on_storage
         for wait, lost in zip(waits, view.gave_up([w._attempt for w in waits]), strict=True):
