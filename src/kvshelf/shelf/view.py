@@ -453,7 +453,8 @@ class NamespaceView(ShelfView):
         now = time.monotonic()
         if now < self._folders_until:
             return self._folders
-        if self._folders_until:
+        known = self._folders_until > 0.0
+        if known:
             # One caller looks, the others continue. So do all of them where the listing fails:
             # reads and probes work, and failed listings of each caller must not open the breaker.
             self._folders_until = now + _FOLDERS_SECONDS
@@ -461,20 +462,17 @@ class NamespaceView(ShelfView):
         tag = self.fmt.namespace.digest.hex()[:16]
         try:
             found = [f for f in self.backend.folders() if parse_namespace_folder(f) == tag]
+            seconds = _FOLDERS_SECONDS if found else _NO_FOLDER_SECONDS
         except PermanentStorageError:
             # Listing may be forbidden where reading is not.
-            self._folders = (own,)
-            self._folders_until = now + _REFUSED_FOLDERS_SECONDS
-            return self._folders
+            found, seconds = [], _REFUSED_FOLDERS_SECONDS
         except StorageError:
-            if self._folders_until:
+            if known:
                 return self._folders
             raise
-        if own in found:
-            found.remove(own)
-            found.insert(0, own)
+        found.sort(key=lambda folder: folder != own)
         self._folders = tuple(found[:_MAX_FOLDERS]) or (own,)
-        self._folders_until = now + (_FOLDERS_SECONDS if found else _NO_FOLDER_SECONDS)
+        self._folders_until = now + seconds
         return self._folders
 
     def folder(self) -> str:
