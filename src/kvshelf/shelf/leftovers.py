@@ -1,7 +1,7 @@
 """Files of a shelf that are no objects, and which of them are kvshelf's.
 
-Owns the names of reserved folders, the rule by which a temporary is one of kvshelf's, and the read
-of a namespace's description. Nothing is deleted here.
+Owns the names of reserved folders, the rule by which a temporary is one of kvshelf's, and how a
+small file is read. Nothing is deleted here.
 
 Any thread may call all functions. Those that read block on the storage.
 """
@@ -18,24 +18,21 @@ from kvshelf.format.names import DESCRIPTION, parse_namespace_folder, parse_path
 RESERVED: Final = ".kvshelf"
 #: The file that says that a directory is a disk tier.
 TIER: Final = f"{RESERVED}/tier"
-#: Most bytes of a description that are read. Those of real models have some tens of thousands; one
-#: of this size, which may be forged, costs a second.
-_DESCRIPTION_BYTES: Final = 1 << 20
 
 
-def read_description(backend: Backend, folder: str) -> bytes:
-    """Return the bytes of the description in a namespace folder, whatever they are.
+def read_small(backend: Backend, name: str, most: int) -> bytes:
+    """Return the bytes of a file, whatever they are.
 
     Raises
     ------
     ValueError
-        If it is too large for one.
+        If there are more than `most`.
     StorageError
-        If there is none, or it cannot be read.
+        If there is no such file, or it cannot be read.
     """
-    with backend.open(f"{folder}/{DESCRIPTION}") as reader:
-        if reader.size > _DESCRIPTION_BYTES:
-            raise ValueError(f"found {reader.size} bytes, expected a few thousand")
+    with backend.open(name) as reader:
+        if reader.size > most:
+            raise ValueError(f"it has {reader.size} bytes; expected at most {most}")
         data = bytearray(reader.size)
         count = reader.read_into(memoryview(data), 0)
     return bytes(data[:count])

@@ -34,6 +34,7 @@ from kvshelf.errors import ConfigError, ObjectMissingError, StorageError, short_
 from kvshelf.format.keys import check_salt_group
 from kvshelf.format.names import parse_namespace_folder
 from kvshelf.logs import RateLimitedLog
+from kvshelf.shelf.leftovers import read_small
 
 logger = logging.getLogger(__name__)
 _log: Final = RateLimitedLog(logger, lines=8)
@@ -255,7 +256,7 @@ class Pins:
                 unreadable[name] = f"all pins together have more than {MAX_TOTAL_BYTES} bytes"
                 continue
             try:
-                pins[name] = Pin.from_bytes(_content(backend, pin_file(name)))
+                pins[name] = Pin.from_bytes(read_small(backend, pin_file(name), MAX_BYTES))
             except ObjectMissingError:
                 continue
             except UnknownPinError as error:
@@ -357,15 +358,6 @@ def _files(backend: Backend) -> Iterator[tuple[str, int]]:
         name = base.removesuffix(".json")
         if folder == PINS and name != base and _NAME.fullmatch(name) is not None:
             yield name, row.size
-
-
-def _content(backend: Backend, file: str) -> bytes:
-    with backend.open(file) as reader:
-        if reader.size > MAX_BYTES:
-            raise ValueError(f"it has {reader.size} bytes; expected at most {MAX_BYTES}")
-        data = bytearray(reader.size)
-        count = reader.read_into(memoryview(data), 0)
-    return bytes(data[:count])
 
 
 def _widest(value: Mapping[str, Any]) -> Pin:

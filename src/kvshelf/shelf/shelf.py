@@ -32,12 +32,15 @@ from kvshelf.format.names import DESCRIPTION, ParsedName, parse_namespace_folder
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
-from kvshelf.shelf.leftovers import read_description
+from kvshelf.shelf.leftovers import read_small
 from kvshelf.shelf.view import NamespaceView
 
 #: Views that a shelf keeps, those that were asked for last: an engine whose weights change has a
 #: namespace after another, each with a view for each kind of the model and the drafter.
 _VIEWS: Final = 16
+#: Most bytes of a description that are read. Those of real models have some tens of thousands; one
+#: of this size, which may be forged, costs a second.
+_DESCRIPTION_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,11 +245,12 @@ def read_namespace(backend: Backend, folder: str) -> Namespace:
     Raises
     ------
     ConfigError, ValueError
-        If it is not one.
+        If it is not one, or too large for one.
     StorageError
         If there is none, or it cannot be read.
     """
-    return Namespace.from_bytes(read_description(backend, folder), folder[:-17])
+    record = read_small(backend, f"{folder}/{DESCRIPTION}", _DESCRIPTION_BYTES)
+    return Namespace.from_bytes(record, folder[:-17])
 
 
 def is_missing(backend: Backend) -> bool:
