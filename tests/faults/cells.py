@@ -416,7 +416,7 @@ class EngineStandIn:
             staging_objects=24,
             deadlines=Deadlines(self.deadline, self.deadline, self.deadline),
         )
-        self.failed = FailedKeys(bad_seconds=BACK_OFF, other_seconds=BACK_OFF)
+        self.failed = FailedKeys()
         self.lookups = self._start_lookups()
         #: Seconds to wait for stores after an answer. An engine does not wait at all.
         self.patience = LIMIT

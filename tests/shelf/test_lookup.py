@@ -423,8 +423,11 @@ class TestFailedKeys:
         monkeypatch.setattr("kvshelf.shelf.failed_keys.time.monotonic", lambda: now[0])
         return now
 
-    def test_keys_that_fail_again_back_off_to_a_bound(self, now: list[float]) -> None:
-        keys = FailedKeys(other_seconds=10, most_seconds=60)
+    def test_keys_that_fail_again_back_off_to_a_bound(
+        self, now: list[float], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("kvshelf.shelf.failed_keys._MOST_SECONDS", 60)
+        keys = FailedKeys()
         for seconds in (10, 20, 40, 60, 60):
             keys.add(b"k", bad=False)
             # A second load that was under way makes no difference.
@@ -439,7 +442,7 @@ class TestFailedKeys:
         assert b"k" not in keys
 
     def test_a_key_that_fails_again_after_it_was_repaired_waits(self, now: list[float]) -> None:
-        keys = FailedKeys(bad_seconds=300)
+        keys = FailedKeys()
         keys.add(b"k", bad=True)
         keys.forget(b"k")
         assert b"k" not in keys
@@ -449,8 +452,9 @@ class TestFailedKeys:
         now[0] += 600
         assert b"k" not in keys
 
-    def test_memory_is_bounded_and_the_newest_stay(self) -> None:
-        keys = FailedKeys(limit=3)
+    def test_memory_is_bounded_and_the_newest_stay(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("kvshelf.shelf.failed_keys._LIMIT", 3)
+        keys = FailedKeys()
         for i in range(10):
             keys.add(bytes([i]), bad=True)
         assert len(keys._keys) == 3

@@ -26,6 +26,7 @@ from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import FULL
 from kvshelf.format.names import object_name
 from kvshelf.metrics import Counters
+from kvshelf.shelf import failed_keys
 from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.lookup import Lookup, LookupService
 from kvshelf.shelf.shelf import Shelf
@@ -140,7 +141,9 @@ class Life:
         self.others = threads()
         self.storage = Storage(0.02 if far else 0.0)
         self.guard = GuardedBackend(self.storage, Deadlines(*[DEADLINE] * 3), Backoff(0.02, 0.2))
-        self.failed = FailedKeys(other_seconds=3.0)
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setitem(failed_keys._SECONDS, False, 3.0)
+        self.failed = FailedKeys()
         view = Shelf(self.guard).view(FMT)
         self.service = LookupService(view, failed=self.failed, counters=Counters())
         self.waits = WaitService({FULL: view}, counters=Counters())

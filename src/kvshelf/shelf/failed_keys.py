@@ -11,36 +11,26 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Final
+
+#: How long a key stays failed at first, if its object is bad and if not; and at most.
+_SECONDS: Final = {True: 300.0, False: 10.0}
+_MOST_SECONDS: Final = 1800.0
+#: Most keys that are remembered.
+_LIMIT: Final = 65536
 
 
 class FailedKeys:
     """Keys that a load failed for; lookups treat them as missing for a while.
 
     A *bad* key's object is damaged. The key stays failed until the object is replaced or
-    `bad_seconds` are over; other failures (a missing object, a storage error) pass sooner. A key
-    that fails again soon after it was released stays failed for twice as long, so that no object
-    is tried again and again at a cost to every request.
-
-    Parameters
-    ----------
-    bad_seconds, other_seconds : float
-        How long a key stays failed at first, unless :meth:`forget` is called before.
-    most_seconds : float
-        How long at most.
-    limit : int
-        Most keys remembered; the oldest are forgotten first.
+    five minutes are over; other failures (a missing object, a storage error) pass in ten seconds. A
+    key that fails again soon after it was released stays failed for twice as long, half an hour at
+    most, so that no object is tried again and again at a cost to every request. The oldest keys are
+    forgotten first.
     """
 
-    def __init__(
-        self,
-        bad_seconds: float = 300.0,
-        other_seconds: float = 10.0,
-        limit: int = 65536,
-        most_seconds: float = 1800.0,
-    ) -> None:
-        self._seconds = {True: bad_seconds, False: other_seconds}
-        self._most_seconds = most_seconds
-        self._limit = limit
+    def __init__(self) -> None:
         #: Until when a key is failed, whether it is bad, and for how long it was failed.
         self._keys: OrderedDict[bytes, tuple[float, bool, float]] = OrderedDict()
         self._lock = threading.Lock()
@@ -85,16 +75,16 @@ class FailedKeys:
             listener(key)
         now = time.monotonic()
         with self._lock:
-            seconds = self._seconds[bad]
+            seconds = _SECONDS[bad]
             known = self._keys.get(key)
             if known is not None and known[0] <= now <= known[0] + known[2]:
-                seconds = min(max(seconds, 2 * known[2]), max(seconds, self._most_seconds))
+                seconds = min(max(seconds, 2 * known[2]), max(seconds, _MOST_SECONDS))
             elif known is not None and now < known[0]:
                 # Several loads of the same object failed together.
                 seconds = max(seconds, known[2])
             self._keys[key] = (now + seconds, bad, seconds)
             self._keys.move_to_end(key)
-            while len(self._keys) > self._limit:
+            while len(self._keys) > _LIMIT:
                 self._keys.popitem(last=False)
 
     def forget(self, key: bytes) -> None:
@@ -104,7 +94,7 @@ class FailedKeys:
         """
         with self._lock:
             known = self._keys.get(key)
-            if known is not None and known[2] <= self._seconds[known[1]]:
+            if known is not None and known[2] <= _SECONDS[known[1]]:
                 # The entry is kept for as long again, so that a second failure counts as one.
                 self._keys[key] = (min(known[0], time.monotonic()), known[1], known[2])
 
