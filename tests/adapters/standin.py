@@ -16,10 +16,10 @@ from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.server.messages import (
     Call,
+    Done,
     LookedUp,
     LookUpChunks,
     Register,
-    Registered,
     Result,
     Store,
     Stored,
@@ -187,7 +187,7 @@ class StandIn:
         if isinstance(message, Register):
             namespace = Namespace.from_bytes(message.record)
             self.formats[namespace.digest.hex()[:16]] = ObjectFormat(namespace)
-            return Registered(len(self.formats))
+            return Done()
         if isinstance(message, LookUpChunks):
             chunks = 0
             for names in message.chains:

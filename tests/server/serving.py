@@ -67,9 +67,8 @@ class MemoryService:
         start = self.objects.setdefault(name, new).offset
         self.arena.view[start : start + OBJECT_BYTES] = content.ljust(OBJECT_BYTES, b"\0")
 
-    def register(self, record: bytes) -> int:
+    def register(self, record: bytes) -> None:
         self.calls.append(("register", record))
-        return 1
 
     def find(self, client: bytes, request: Find, done: Callable[..., None]) -> None:
         self.clients.add(client)

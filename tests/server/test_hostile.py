@@ -88,7 +88,7 @@ class Hostile:
             [chance.choice(UNSAFE), chance.choice([0, -1, 1.5, "x", None])],
         )
         call = Call(
-            chance.choice(["stat", "info", "list", "read", "folders", "properties"]),
+            chance.choice(["stat", "info", "list", "read", "folders"]),
             [
                 chance.choice([self.name(), names, None, -1, 2**62, 1e300, True, ""])
                 for _ in range(chance.randrange(4))

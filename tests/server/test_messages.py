@@ -33,7 +33,6 @@ from kvshelf.server.messages import (
     Ready,
     Refused,
     Register,
-    Registered,
     Release,
     Reply,
     Request,
@@ -57,7 +56,6 @@ REQUESTS: list[Request] = [
 ]
 REPLIES: list[Reply] = [
     Done(),
-    Registered(3),
     FoundSizes([1, messages.MISSING], Fault("StorageError", "no")),
     LookedUp(512),
     Fetched([Ready(0, 4096, 100, 7, 2**63, 9), Failed(1, Fault("BadObjectError", "bad"))]),

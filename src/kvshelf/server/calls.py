@@ -6,7 +6,6 @@ listings that clients are in the middle of:
 =================  ===========================  =================================================
 method             arguments                    answer
 =================  ===========================  =================================================
-``properties``                                  :class:`~kvshelf.server.messages.Facts`
 ``stat``           names                        :class:`~kvshelf.server.messages.FoundSizes`
 ``info``           name                         the fields of ``ObjectInfo``, or None
 ``read``           name, offset, bytes          ``[size of the object, bytes]``
@@ -81,7 +80,6 @@ class Calls:
         self._numbers = itertools.count(1)
         self._listings: dict[bytes, dict[int, Iterator[ObjectInfo]]] = {}
         self._methods: dict[str, tuple[Any, Callable[..., Any]]] = {
-            "properties": (tuple[()], lambda: facts(backend)),
             "stat": (tuple[list[str]], lambda names: found(backend.stat(names))),
             "info": (tuple[str], self._info),
             "read": (tuple[str, int, int], self._read),

@@ -59,7 +59,6 @@ from kvshelf.server.messages import (
     MalformedError,
     Ping,
     Register,
-    Registered,
     Release,
     Request,
     Store,
@@ -384,6 +383,7 @@ class Loop:
             case Call():
                 service.call(client.client, request, pending.done)
             case Register():
-                pending.done(Registered(service.register(request.record)))
+                service.register(request.record)
+                pending.done(Done())
             case Ping():
                 pending.done(Done())

@@ -16,7 +16,7 @@ frame: number, body. Bodies are MessagePack. Each request gets one reply, with i
 request                   reply
 ========================  ===========================================
 :class:`Ping`             :class:`Done`
-:class:`Register`         :class:`Registered`
+:class:`Register`         :class:`Done`
 :class:`Find`             :class:`FoundSizes`
 :class:`LookUpChunks`     :class:`LookedUp`
 :class:`Fetch`            :class:`Fetched`, once or several times: one outcome for each object
@@ -50,7 +50,7 @@ from kvshelf import errors
 from kvshelf.format import invalid
 
 #: Version of the protocol. Server and client must have the same.
-PROTOCOL: Final = 5
+PROTOCOL: Final = 6
 
 #: Bytes of a client's id and of a session's token; both are random.
 ID_BYTES: Final = 16
@@ -90,7 +90,6 @@ Method: TypeAlias = Literal[
     "folders",
     "info",
     "list",
-    "properties",
     "read",
     "set_aside",
     "space",
@@ -363,12 +362,6 @@ class Done(Message, frozen=True, tag="done"):
     """The request had no other answer."""
 
 
-class Registered(Message, frozen=True, tag="registered"):
-    """The namespace has this number at this server."""
-
-    namespace: int
-
-
 class FoundSizes(Message, frozen=True, tag="found"):
     """Which objects exist.
 
@@ -439,7 +432,7 @@ class Result(Message, frozen=True, tag="result"):
     value: Any
 
 
-Reply: TypeAlias = Done | Registered | FoundSizes | LookedUp | Fetched | Stored | Result | Fault
+Reply: TypeAlias = Done | FoundSizes | LookedUp | Fetched | Stored | Result | Fault
 
 # ------------------------------------------------------------------------------- frames
 

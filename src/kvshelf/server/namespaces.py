@@ -11,7 +11,6 @@ Everything but :func:`key_of` is used on the loop's thread.
 from __future__ import annotations
 
 import errno
-import itertools
 from collections import OrderedDict
 from typing import Final, NamedTuple
 
@@ -82,11 +81,10 @@ class Namespaces:
     """The records that clients have registered."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[str, tuple[int, ObjectFormat]] = OrderedDict()
-        self._numbers = itertools.count(1)
+        self._known: OrderedDict[str, ObjectFormat] = OrderedDict()
 
-    def register(self, record: bytes) -> int:
-        """Take the record of a namespace; return its number, the same each time.
+    def register(self, record: bytes) -> None:
+        """Take the record of a namespace.
 
         Parameters
         ----------
@@ -110,15 +108,14 @@ class Namespaces:
         tag = namespace.digest.hex()[:16]
         known = self._known.get(tag)
         if known is None:
-            known = self._known[tag] = next(self._numbers), ObjectFormat(namespace)
+            self._known[tag] = ObjectFormat(namespace)
             if len(self._known) > _NAMESPACES:
                 self._known.popitem(last=False)
-        elif known[1].namespace != namespace:
+        elif known.namespace != namespace:
             raise ConfigError(
                 f"the namespace {namespace.digest.hex()} has the folder of another one,"
-                f" {known[1].namespace.digest.hex()}: their objects cannot be told apart"
+                f" {known.namespace.digest.hex()}: their objects cannot be told apart"
             )
-        return known[0]
 
     def object(self, name: str, nbytes: int | None = None) -> NamedObject:
         """Return what is known of an object by its name.
@@ -148,7 +145,7 @@ class Namespaces:
                 errno.EAGAIN, "its namespace is not registered with this server", name
             )
         self._known.move_to_end(tag)
-        found = NamedObject(name, parsed, known[1].of_name(parsed))
+        found = NamedObject(name, parsed, known.of_name(parsed))
         expected = found.fmt.object_size(parsed.shard, found.chunk.tokens)
         if nbytes is not None and nbytes != expected:
             raise WrongSize(f"{name}: {nbytes} bytes, expected {expected}")

@@ -221,12 +221,12 @@ class Service:
         """What clients may rely on at present."""
         return facts(self._backend)
 
-    def register(self, record: bytes) -> int:
+    def register(self, record: bytes) -> None:
         """Take the record of a namespace, so that its objects can be verified.
 
         See :meth:`kvshelf.server.namespaces.Namespaces.register`.
         """
-        return self._namespaces.register(record)
+        self._namespaces.register(record)
 
     # ---------------------------------------------------------------------------- finds and lookups
 
