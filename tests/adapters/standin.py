@@ -15,12 +15,10 @@ from kvshelf.format.names import parse_path
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.server.messages import (
-    Call,
     Done,
     LookedUp,
     LookUpChunks,
     Register,
-    Result,
     Store,
     Stored,
 )
@@ -87,7 +85,6 @@ class StandIn:
         self.connected = True
         self.segment = Segment(segment_bytes)
         self.objects: dict[str, bytes] = {}
-        self.files: dict[str, bytes] = {}
         self.formats: dict[str, ObjectFormat] = {}
         self.sessions: dict[str, list[str]] = {}
         self.ended: list[str] = []
@@ -150,7 +147,6 @@ class StandIn:
     def come_back(self) -> None:
         """Connect again, to a server that remembers nothing."""
         self.objects.clear()
-        self.files.clear()
         self.formats.clear()
         self.connected = True
         for callback in self._on_connect:
@@ -196,10 +192,6 @@ class StandIn:
                 self.sessions.setdefault(message.session, []).extend(names)
                 chunks += 1
             return LookedUp(chunks)
-        if isinstance(message, Call):
-            assert (message.method, message.args[1]) == ("write", "create")
-            self.files[str(message.args[0])] = message.data
-            return Result("created")
         assert isinstance(message, Store)
         self.stores.append(message)
         if message.name in self.refuses:

@@ -67,6 +67,12 @@ class Desk:
             **options,
         )
 
+    def describe(self, fmt: ObjectFormat) -> None:
+        """Have the server describe a namespace, so that a store is one write."""
+        known = self.service._namespaces._known[fmt.namespace.digest.hex()[:16]]
+        self.shelf.view(known).description.publish(fmt.namespace.folder)
+        self.counts.clear()
+
     def hold(self, *operations: str) -> threading.Event:
         """Let calls of the storage wait for the event."""
         gate = threading.Event()

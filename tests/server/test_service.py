@@ -68,6 +68,7 @@ def desk(make_desk: MakeDesk) -> Desk:
 
 
 def test_several_stores_of_one_object_are_one(desk: Desk) -> None:
+    desk.describe(FMT)
     gate = desk.hold("write")
     (chunk,) = make_chunks(FMT, 1)
     name, data = name_of(FMT, chunk), sealed(FMT, chunk)
@@ -95,6 +96,7 @@ def test_the_bytes_that_are_verified_are_those_that_are_published(desk: Desk, sh
     assert replies == [Stored("created")]
     assert (shelf / name).read_bytes() == data
     assert desk.bytes_of(desk.fetch(B, [name], [SIZE])[0]) == data
+    assert (shelf / FMT.namespace.folder / "namespace.json").read_bytes() == FMT.namespace.encoded
 
 
 def test_find_asks_memory_first_and_the_shelf_for_the_rest(desk: Desk, shelf: Path) -> None:
@@ -324,6 +326,7 @@ def test_an_overdue_client_takes_nothing_from_others(desk: Desk) -> None:
 
 
 def test_what_is_deleted_while_it_is_read_or_stored_is_not_kept(desk: Desk, shelf: Path) -> None:
+    desk.describe(FMT)
     gate = desk.hold("read", "publish")
     first, second = make_chunks(FMT, 2)
     names = [put(shelf, FMT, first), name_of(FMT, second)]
@@ -343,6 +346,7 @@ def test_what_is_deleted_while_it_is_read_or_stored_is_not_kept(desk: Desk, shel
 def test_clients_that_store_take_turns(make_desk: MakeDesk) -> None:
     steps = threading.Semaphore(0)
     desk = make_desk(32 * 8192, io_threads=2)
+    desk.describe(FMT)
     desk.faults.add(Fault("write", wait=steps))
     ended: list[Any] = []
     chunks = make_chunks(FMT, 41)

@@ -20,8 +20,7 @@ Contracts
   the time that it is given, and :meth:`ServerClient.close` for a moment.
 * While the server is gone, every future fails at once with UnavailableStorageError. A server that
   hangs completes none: callers have deadlines of their own.
-* A new server gets the namespace before any request that depends on it. The shelf gets the
-  namespace's description together with the first object that each connection stores.
+* A new server gets the namespace before any request that depends on it.
 
 Threads
 -------
@@ -38,7 +37,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import xxhash
 
-from kvshelf.format.names import DESCRIPTION
 from kvshelf.format.namespace import Namespace
 from kvshelf.logs import RateLimitedLog
 from kvshelf.server.channel import Channel
@@ -46,10 +44,8 @@ from kvshelf.server.connection import Leased
 from kvshelf.server.messages import (
     MAX_NAMES,
     MAX_REQUEST,
-    Call,
     LookedUp,
     LookUpChunks,
-    Result,
     Store,
     Stored,
     Welcome,
@@ -101,9 +97,6 @@ class ServerClient:
         self.log = RateLimitedLog(logger, _LINES_PER_MINUTE)
         self._owns_channel = channel is None
         self._channel = channel or Channel(url, segment_bytes=segment_bytes)
-        self._namespace: Namespace | None = None
-        #: Whether this connection has described the namespace on the shelf.
-        self._described = False
 
     @property
     def connected(self) -> bool:
@@ -121,12 +114,7 @@ class ServerClient:
 
     def register(self, namespace: Namespace) -> None:
         """Use a namespace: the server gets its record now and after each reconnection."""
-        self._namespace = namespace
-        self._channel.on_connect(self._connected)
         self._channel.register(namespace.encoded)
-
-    def _connected(self, _: Welcome) -> None:
-        self._described = False
 
     # ------------------------------------------------------------------------- lookups and loads
 
@@ -174,7 +162,6 @@ class ServerClient:
 
         `part` holds it, and stays as it is until the future completes.
         """
-        self._describe()
         return self._store(Store(name, part.offset, part.nbytes))
 
     def keep(self, name: str, part: SegmentPart, parent: str = "") -> Future[None]:
@@ -198,22 +185,6 @@ class ServerClient:
 
     def _store(self, request: Store) -> Future[None]:
         return _answer(self._channel.request(request), Stored, lambda _: None)
-
-    def _describe(self) -> None:
-        """Have the shelf describe the namespace, beside its first object."""
-        if self._described:
-            return
-        assert self._namespace is not None
-        self._described = True
-        name = f"{self._namespace.folder}/{DESCRIPTION}"
-        request = self._channel.request(Call("write", [name, "create"], self._namespace.encoded))
-        _answer(request, Result, lambda _: None).add_done_callback(self._on_described)
-
-    def _on_described(self, done: Future[None]) -> None:
-        error = done.exception()
-        if error is not None:
-            self._described = False
-            self.log.warning("the shelf does not describe the namespace: %s", error)
 
     # ------------------------------------------------------------------------- others
 

@@ -122,7 +122,7 @@ class Storage:
     def publish(
         self, found: NamedObject, source: memoryview, buffer: memoryview, mode: WriteMode
     ) -> tuple[WriteResult, Chunk, bool]:
-        """Copy an object, verify the copy, and publish that.
+        """Copy an object, verify the copy, and publish that, beside the namespace's description.
 
         Parameters
         ----------
@@ -152,6 +152,7 @@ class Storage:
         fmt, parsed = found.fmt, found.parsed
         chunk = fmt.read_named(Copied(source), parsed, buffer)
         begin = time.perf_counter()
+        self._shelf.view(fmt).description.publish(found.name.partition("/")[0])
         result = self._backend.write(found.name, [buffer], mode)
         self._counters.observe("publish", time.perf_counter() - begin)
         kept = (

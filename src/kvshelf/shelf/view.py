@@ -419,6 +419,11 @@ class NamespaceView(ShelfView):
         As for :class:`ShelfView`.
     counters : Counters
         Gets the times of probes, reads, verifications and writes.
+
+    Attributes
+    ----------
+    description : Description
+        To be published before an object.
     """
 
     def __init__(
@@ -436,7 +441,7 @@ class NamespaceView(ShelfView):
         #: By shard and number of tokens.
         self._wholes: dict[tuple[int, int], Whole] = {}
         self._repairs = Repairs(backend)
-        self._description = Description(backend, fmt.namespace, self._repairs)
+        self.description = Description(backend, fmt.namespace, self._repairs)
 
     def __repr__(self) -> str:
         return f"NamespaceView({self.backend.url!r}, {self.fmt.namespace.folder!r})"
@@ -580,7 +585,7 @@ class NamespaceView(ShelfView):
         begin = time.perf_counter()
         folder = self.folder()
         name = f"{folder}/{self._base(ref)}"
-        self._description.publish(folder)
+        self.description.publish(folder)
         if bad:
             result = self._repairs.replace(name, buffer)
         else:
@@ -623,7 +628,7 @@ class NamespaceView(ShelfView):
         """
         name = marker_name(attempt)
         folder = self.folder()
-        self._description.publish(folder)
+        self.description.publish(folder)
         return self.backend.write(f"{folder}/{name}", []) is not WriteResult.EXISTED
 
     def gave_up(self, attempts: Sequence[str]) -> list[bool]:
