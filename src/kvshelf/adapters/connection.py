@@ -131,7 +131,7 @@ class Adapter:
         self._client.register(self.namespace)
 
     def __repr__(self) -> str:
-        state = "connected" if self._client.connected else "not connected"
+        state = "connected" if self._client.channel.connected else "not connected"
         return f"<{type(self).__name__} of {self._client.url}, {self.namespace.folder}, {state}>"
 
     def num_blocks_per_chunk(self) -> int:
@@ -139,8 +139,8 @@ class Adapter:
         return self.blocks_in_chunk
 
     def _namespace_of(self, model: Namespace | ModelFacts) -> Namespace:
-        self._client.wait_connected(CONNECT_SECONDS)
-        welcome = self._client.welcome
+        self._client.channel.wait_connected(CONNECT_SECONDS)
+        welcome = self._client.channel.welcome
         if welcome is None:
             text = f"the node server at {self._client.url} does not answer"
             if not isinstance(model, Namespace):

@@ -76,7 +76,7 @@ class LeaseWindow:
         self._ask()
 
     def _ask(self) -> None:
-        welcome = self._client.welcome
+        welcome = self._client.channel.welcome
         most = 0 if welcome is None else welcome.arena_bytes // _ARENA_SHARE
         taken: list[WantedObject] = []
         with self._lock:
@@ -90,7 +90,7 @@ class LeaseWindow:
                     taken.append(one)
         for _, of_one in itertools.groupby(taken, key=lambda one: id(one.operation)):
             objects = list(of_one)
-            asked = self._client.fetch(
+            asked = self._client.channel.fetch(
                 objects[0].operation.request_id,
                 [one.name for one in objects],
                 [one.nbytes for one in objects],

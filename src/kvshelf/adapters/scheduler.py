@@ -162,10 +162,10 @@ class SchedulerAdapter(Adapter):
                 return chunks_of(self.fmt, tokens, len(tokens), identity)
 
         now = time.monotonic()
-        welcome = self._client.welcome
+        welcome = self._client.channel.welcome
         lookup = _PromptLookup(now + self._timeout, now + self._timeout)
         self._lookups[request_id] = lookup
-        if not chunks or welcome is None or not self._client.connected:
+        if not chunks or welcome is None or not self._client.channel.connected:
             lookup.hit = 0
             return
         lookup.leased_until += welcome.lease_seconds
@@ -214,7 +214,7 @@ class SchedulerAdapter(Adapter):
                 lookup.chains = {number: lookup.chains[number] for number in range(chunks)}
         if late and chunks:
             # What was reported as missing, or is not wanted any more, will not be loaded.
-            self._client.end_session(request_id)
+            self._client.channel.end_session(request_id)
 
     def check_lookup_result(self, request_id: str) -> int | None:
         """Return how many leading tokens of a request were found, None while that is not known.
@@ -287,21 +287,21 @@ class SchedulerAdapter(Adapter):
         meanwhile = f"{session}+"
 
         def leased_meanwhile(_: Future[int]) -> None:
-            self._client.end_session(session)
+            self._client.channel.end_session(session)
             with self._lock:
                 # Others may have been freed by now, or all.
                 chains = list(lookup.chains.values()) if lookup.session else []
             if chains:
                 self._client.look_up(session, chains).add_done_callback(leased_again)
             else:
-                self._client.end_session(meanwhile)
+                self._client.channel.end_session(meanwhile)
 
         def leased_again(_: Future[int]) -> None:
-            self._client.end_session(meanwhile)
+            self._client.channel.end_session(meanwhile)
             with self._lock:
                 ended = not lookup.session
             if ended:
-                self._client.end_session(session)
+                self._client.channel.end_session(session)
 
         request = self._client.look_up(meanwhile, list(kept.values()))
         request.add_done_callback(leased_meanwhile)
@@ -314,7 +314,7 @@ class SchedulerAdapter(Adapter):
         with self._lock:
             session, lookup.session = lookup.session, ""
         if session:
-            self._client.end_session(session)
+            self._client.channel.end_session(session)
 
     def shutdown(self) -> None:
         """End all leases and close the connection. Idempotent."""

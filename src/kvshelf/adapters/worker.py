@@ -300,7 +300,7 @@ class WorkerAdapter(Adapter):
 
         parts = {copy.number: len(copy.shards) for copy in copies}
         operation = self._operations.begin(request_id, self._timeout, parts, on_end, store=store)
-        if copies and self._client.connected:
+        if copies and self._client.channel.connected:
             transfers.begin(Work(operation, op, identity, copies, caches, event))
         else:
             operation.expire()

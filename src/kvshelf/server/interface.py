@@ -16,8 +16,8 @@ its namespace, and five requests.
 
 Contracts
 ---------
-* No method blocks, except the constructor of shared memory, :meth:`ServerClient.wait_connected` for
-  the time that it is given, and :meth:`ServerClient.close` for a moment.
+* No method blocks, except the constructor of shared memory, :meth:`Channel.wait_connected` for the
+  time that it is given, and :meth:`ServerClient.close` for a moment.
 * While the server is gone, every future fails at once with UnavailableStorageError. A server that
   hangs completes none: callers have deadlines of their own.
 * A new server gets the namespace before any request that depends on it.
@@ -83,6 +83,8 @@ class ServerClient:
     Attributes
     ----------
     url : str
+    channel : Channel
+        The connection: objects are fetched there, and sessions end.
     log : RateLimitedLog
         For what fails in the background.
 
@@ -96,25 +98,11 @@ class ServerClient:
         self.url = url
         self.log = RateLimitedLog(logger, _LINES_PER_MINUTE)
         self._owns_channel = channel is None
-        self._channel = channel or Channel(url, segment_bytes=segment_bytes)
-
-    @property
-    def connected(self) -> bool:
-        """Whether there is a server now, as far as is known."""
-        return self._channel.connected
-
-    @property
-    def welcome(self) -> Welcome | None:
-        """The server's chunk size, memory, and time of leases; None before the first connection."""
-        return self._channel.welcome
-
-    def wait_connected(self, seconds: float) -> bool:
-        """Wait until there is a server; return whether there is one."""
-        return self._channel.wait_connected(seconds)
+        self.channel = channel or Channel(url, segment_bytes=segment_bytes)
 
     def register(self, namespace: Namespace) -> None:
         """Use a namespace: the server gets its record now and after each reconnection."""
-        self._channel.register(namespace.encoded)
+        self.channel.register(namespace.encoded)
 
     # ------------------------------------------------------------------------- lookups and loads
 
@@ -129,32 +117,13 @@ class ServerClient:
             message, which are those of a million tokens or more.
         """
         request = LookUpChunks(session, _fitting(chunks))
-        return _answer(self._channel.request(request), LookedUp, lambda found: found.chunks)
-
-    def end_session(self, session: str) -> None:
-        """End the leases of a session."""
-        self._channel.end_session(session)
-
-    def fetch(
-        self, session: str, names: Sequence[str], sizes: Sequence[int]
-    ) -> list[Future[Leased]]:
-        """Lease objects, each as soon as it is in the server's memory.
-
-        Parameters
-        ----------
-        session : str
-            The session of the lookup, whose leases of these objects end.
-        names : Sequence of str
-        sizes : Sequence of int
-            Bytes of each object.
-        """
-        return self._channel.fetch(session, names, sizes)
+        return _answer(self.channel.request(request), LookedUp, lambda found: found.chunks)
 
     # ------------------------------------------------------------------------- stores
 
     def reserve(self, nbytes: int) -> SegmentPart | None:
         """Return shared memory for an object; None if none is free now."""
-        segment = self._channel.segment
+        segment = self.channel.segment
         return None if segment is None else segment.reserve(nbytes)
 
     def store(self, name: str, part: SegmentPart) -> Future[None]:
@@ -184,7 +153,7 @@ class ServerClient:
         )
 
     def _store(self, request: Store) -> Future[None]:
-        return _answer(self._channel.request(request), Stored, lambda _: None)
+        return _answer(self.channel.request(request), Stored, lambda _: None)
 
     # ------------------------------------------------------------------------- others
 
@@ -193,8 +162,8 @@ class ServerClient:
 
         Where CUDA refuses that of stores, copies to it end before they return.
         """
-        self._channel.page_lock(device)
-        segment = self._channel.segment
+        self.channel.page_lock(device)
+        segment = self.channel.segment
         if segment is None:
             return
         try:
@@ -209,7 +178,7 @@ class ServerClient:
     def close(self) -> None:
         """End the connection, unless it is another's; futures fail. Idempotent."""
         if self._owns_channel:
-            self._channel.close()
+            self.channel.close()
 
 
 def _answer(

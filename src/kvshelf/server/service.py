@@ -470,7 +470,7 @@ class Service:
 
         def returned(outcome: Any) -> None:
             if client not in self._clients:
-                self._forget(client)
+                self._calls.forget(client)
             if method in ("delete", "set_aside") and args and isinstance(args[0], str):
                 self._stores.forget(args[0])
                 self._fetches.forget(key_of(args[0]))
@@ -505,9 +505,6 @@ class Service:
         self._fetches.client_gone(client)
         for workers in self._workers.values():
             workers.forget(client)
-        self._forget(client)
-
-    def _forget(self, client: bytes) -> None:
         self._calls.forget(client)
 
     def tick(self) -> None:
