@@ -12,11 +12,11 @@ import time
 from typing import Final
 
 from kvshelf.backends import Backend, WriteResult
-from kvshelf.backends.base import read_into
 from kvshelf.errors import StorageError
 from kvshelf.format.names import DESCRIPTION
 from kvshelf.format.namespace import Namespace
-from kvshelf.shelf.repairs import Repairs
+from kvshelf.shelf import repairs
+from kvshelf.shelf.leftovers import read_small
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +30,11 @@ class Description:
     ----------
     backend : Backend
     namespace : Namespace
-    repairs : Repairs
     """
 
-    def __init__(self, backend: Backend, namespace: Namespace, repairs: Repairs) -> None:
+    def __init__(self, backend: Backend, namespace: Namespace) -> None:
         self._backend = backend
         self._namespace = namespace
-        self._repairs = repairs
         self._described_until = 0.0
 
     def publish(self, folder: str) -> None:
@@ -54,23 +52,22 @@ class Description:
         # On a high-latency storage the create serves as the first probe: a backend learns from it.
         creates = first and self._backend.properties.high_latency
         if creates or self._backend.stat([name])[0] != size:
-            first &= self._repairs.create(name, encoded, size) is WriteResult.EXISTED
+            first &= repairs.create(self._backend, name, encoded, size) is WriteResult.EXISTED
         if first:
             self._compare(name, encoded)
         self._described_until = time.monotonic() + _DESCRIPTION_SECONDS
 
     def _compare(self, name: str, encoded: bytes) -> None:
         """Replace a description of the right size but other bytes, as a power loss leaves it."""
-        found = bytearray(len(encoded))
         try:
-            count = read_into(self._backend, name, memoryview(found))
-        except StorageError as error:
+            found = read_small(self._backend, name, len(encoded))
+        except (StorageError, ValueError) as error:
             logger.debug("%s could not be compared: %s", name, error)
             return
-        if count == len(encoded) and found != encoded:
+        if len(found) == len(encoded) and found != encoded:
             logger.warning(
                 "%s/%s is damaged: its bytes are not those of the namespace; it is replaced",
                 self._backend.url,
                 name,
             )
-            self._repairs.replace(name, encoded)
+            repairs.replace(self._backend, name, encoded)

@@ -67,102 +67,97 @@ class Budget:
 budget = Budget()
 
 
-class Repairs:
-    """Replaces files of a storage, and sets them aside.
+def create(backend: Backend, name: str, buffer: BytesLike, size: int) -> WriteResult:
+    """Write a file unless one of its size is there.
 
     Parameters
     ----------
     backend : Backend
+    name : str
+        Relative to the shelf's root.
+    buffer : BytesLike
+    size : int
+        Its bytes.
+
+    Raises
+    ------
+    StorageError
+        If the storage refused or failed.
     """
+    result = backend.write(name, [buffer])
+    if result is not WriteResult.EXISTED:
+        return result
+    found = probe(backend, name)
+    if found == size:
+        return result
+    if found is None:
+        return backend.write(name, [buffer])
+    # While its size is no evidence of damage, replacing it is right all the same: a copier
+    # continues with a file that has no name any more.
+    return replace(backend, name, buffer)
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
 
-    def create(self, name: str, buffer: BytesLike, size: int) -> WriteResult:
-        """Write a file unless one of its size is there.
+def replace(backend: Backend, name: str, buffer: BytesLike) -> WriteResult:
+    """Write a file, and replace what is in its place."""
+    try:
+        backend.write(name, [buffer], "replace")
+    except NotRegularError:
+        backend.set_aside(name)
+        backend.write(name, [buffer], "replace")
+    return WriteResult.REPLACED
 
-        Parameters
-        ----------
-        name : str
-            Relative to the shelf's root.
-        buffer : BytesLike
-        size : int
-            Its bytes.
 
-        Raises
-        ------
-        StorageError
-            If the storage refused or failed.
-        """
-        result = self._backend.write(name, [buffer])
-        if result is not WriteResult.EXISTED:
-            return result
-        found = probe(self._backend, name)
-        if found == size:
-            return result
-        if found is None:
-            return self._backend.write(name, [buffer])
-        # While its size is no evidence of damage, replacing it is right all the same: a copier
-        # continues with a file that has no name any more.
-        return self.replace(name, buffer)
+def set_aside(
+    backend: Backend, name: str, size: int | None, bad: Exception, *, wanted: bool = False
+) -> bool | None:
+    """Set aside a file that was found bad, unless it stays, see the module.
 
-    def replace(self, name: str, buffer: BytesLike) -> WriteResult:
-        """Write a file, and replace what is in its place."""
-        try:
-            self._backend.write(name, [buffer], "replace")
-        except NotRegularError:
-            self._backend.set_aside(name)
-            self._backend.write(name, [buffer], "replace")
-        return WriteResult.REPLACED
+    Parameters
+    ----------
+    backend : Backend
+    name : str
+        Relative to the shelf's root.
+    size : int or None
+        The bytes that it should have; None if the namespace has no object of this name.
+    bad : Exception
+        What was found wrong with it.
+    wanted : bool
+        Its user wants this: neither pins nor the number of files matter.
 
-    def set_aside(
-        self, name: str, size: int | None, bad: Exception, *, wanted: bool = False
-    ) -> bool | None:
-        """Set aside a file that was found bad, unless it stays, see the module.
+    Returns
+    -------
+    bool or None
+        Whether it was moved; None if there is none.
 
-        Parameters
-        ----------
-        name : str
-            Relative to the shelf's root.
-        size : int or None
-            The bytes that it should have; None if the namespace has no object of this name.
-        bad : Exception
-            What was found wrong with it.
-        wanted : bool
-            Its user wants this: neither pins nor the number of files matter.
-
-        Returns
-        -------
-        bool or None
-            Whether it was moved; None if there is none.
-
-        Raises
-        ------
-        StorageError
-            If the storage refused or failed.
-        """
-        found = probe(self._backend, name)
-        if found is None:
-            return None
-        if isinstance(found, int) and size is not None:
-            if found != size:
-                if not self._is_surely_of_wrong_size(name):
-                    return False
-            elif isinstance(bad, _WRONG_SIZE_OR_KIND):
+    Raises
+    ------
+    StorageError
+        If the storage refused or failed.
+    """
+    found = probe(backend, name)
+    if found is None:
+        return None
+    if isinstance(found, int) and size is not None:
+        if found != size:
+            if not _is_surely_of_wrong_size(backend, name):
                 return False
-        if not wanted and (not budget.take(self._backend.url) or self._is_pinned(name)):
+        elif isinstance(bad, _WRONG_SIZE_OR_KIND):
             return False
-        return self._backend.set_aside(name)
+    if not wanted and (not budget.take(backend.url) or _is_pinned(backend, name)):
+        return False
+    return backend.set_aside(name)
 
-    def _is_pinned(self, name: str) -> bool:
-        parsed = parse_path(name)
-        if parsed is None or parsed.namespace is None:
-            return False
-        return Pins.read(self._backend).covers(parsed.namespace, parsed.salt_group, parsed.key)
 
-    def _is_surely_of_wrong_size(self, name: str) -> bool:
-        """Whether a wrong size that was seen shows that the object is bad."""
-        if self._backend.properties.cache_seconds:
-            return False
-        info = self._backend.info(name)
-        return info is None or time.time() - info.mtime >= COPY_SECONDS
+def _is_pinned(backend: Backend, name: str) -> bool:
+    parsed = parse_path(name)
+    if parsed is None or parsed.namespace is None:
+        return False
+    return Pins.read(backend).covers(parsed.namespace, parsed.salt_group, parsed.key)
+
+
+def _is_surely_of_wrong_size(backend: Backend, name: str) -> bool:
+    """Whether a wrong size that was seen shows that the object is bad."""
+    if backend.properties.cache_seconds:
+        return False
+    info = backend.info(name)
+    return info is None or time.time() - info.mtime >= COPY_SECONDS

@@ -46,9 +46,9 @@ from kvshelf.format.names import (
 from kvshelf.format.objects import ObjectFormat, ReaderLike
 from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
+from kvshelf.shelf import repairs
 from kvshelf.shelf.description import Description
 from kvshelf.shelf.markers import is_attempt, marker_name
-from kvshelf.shelf.repairs import Repairs
 
 logger = logging.getLogger(__name__)
 
@@ -440,8 +440,7 @@ class NamespaceView(ShelfView):
         self._ends = shard_ends(fmt.shards)
         #: By shard and number of tokens.
         self._wholes: dict[tuple[int, int], Whole] = {}
-        self._repairs = Repairs(backend)
-        self.description = Description(backend, fmt.namespace, self._repairs)
+        self.description = Description(backend, fmt.namespace)
 
     def __repr__(self) -> str:
         return f"NamespaceView({self.backend.url!r}, {self.fmt.namespace.folder!r})"
@@ -587,9 +586,9 @@ class NamespaceView(ShelfView):
         name = f"{folder}/{self._base(ref)}"
         self.description.publish(folder)
         if bad:
-            result = self._repairs.replace(name, buffer)
+            result = repairs.replace(self.backend, name, buffer)
         else:
-            result = self._repairs.create(name, buffer, size)
+            result = repairs.create(self.backend, name, buffer, size)
         self._counters.observe("publish", time.perf_counter() - begin)
         return result
 
@@ -796,7 +795,7 @@ class NamespaceView(ShelfView):
             return False
         try:
             for name in self.names(ref):
-                moved = self._repairs.set_aside(name, self.size(*ref), bad)
+                moved = repairs.set_aside(self.backend, name, self.size(*ref), bad)
                 if moved is not None:
                     return moved
         except StorageError as error:
@@ -808,6 +807,6 @@ class NamespaceView(ShelfView):
 
         It is exactly this file: another folder of the namespace may have a good one. Where the
         storage cannot rename things, it is deleted. Neither pins nor the number of such files
-        matter. Parameters and errors are those of :meth:`kvshelf.shelf.repairs.Repairs.set_aside`.
+        matter. Parameters and errors are those of :meth:`kvshelf.shelf.repairs.set_aside`.
         """
-        return self._repairs.set_aside(name, size, bad, wanted=True) or False
+        return repairs.set_aside(self.backend, name, size, bad, wanted=True) or False
