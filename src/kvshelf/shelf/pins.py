@@ -88,12 +88,8 @@ class Pin:
         Raises
         ------
         ConfigError
-            If it pins everything, or its file would be larger than 1 MiB.
+            If its file would be larger than 1 MiB.
         """
-        if self.namespace is None and self.group is None and self.keys is None:
-            raise ConfigError(
-                "a pin needs a namespace, a salt group or keys: it found none of them"
-            )
         keys = None if self.keys is None else [key.hex() for key in self.keys]
         value = {
             "version": _VERSION,
