@@ -147,7 +147,7 @@ class Lookup:
         # The lookup may stay in the queue for long: release what it holds. A thread that reads
         # these attributes now checks whether the lookup is cancelled before it gives an answer.
         self.tokens = ()
-        self.make_chain = _no_chain
+        self.make_chain = lambda: None
 
     def make_keys(self, pace: GilPace) -> KeyChain | None:
         """Return the keys of the prompt; None if it has none, or the lookup was cancelled."""
@@ -188,10 +188,6 @@ class Lookup:
                 self.on_done(self)
             except Exception as error:
                 self.log.error("a completion callback of a lookup raised", exc_info=error)
-
-
-def _no_chain() -> KeyChain | None:
-    return None
 
 
 @dataclass(eq=False, slots=True)
@@ -356,10 +352,9 @@ class LookupService:
 
     def _give_up(self, thread: int) -> None:
         """End the lookups of a stuck thread."""
-        busy = self._busy.pop(thread, None)
-        if busy is not None:
-            for lookup in busy[1]:
-                lookup.finish(0, None, given_up=True)
+        _, lookups = self._busy.pop(thread, (0.0, ()))
+        for lookup in lookups:
+            lookup.finish(0, None, given_up=True)
 
     def _give_up_waiting(self) -> None:
         """End the lookups in the queue if no thread is left."""
