@@ -70,7 +70,7 @@ class Desk:
     def describe(self, fmt: ObjectFormat) -> None:
         """Have the server describe a namespace, so that a store is one write."""
         known = self.service._namespaces._known[fmt.namespace.digest.hex()[:16]]
-        self.shelf.view(known).description.publish(fmt.namespace.folder)
+        self.shelf.view(known).describe(fmt.namespace.folder)
         self.counts.clear()
 
     def hold(self, *operations: str) -> threading.Event:

@@ -30,7 +30,6 @@ from kvshelf.errors import (
 from kvshelf.format.invalid import PayloadDamaged
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.shelf import description
 from kvshelf.shelf import view as view_module
 from kvshelf.shelf.pins import Pin, Pins
 from kvshelf.shelf.shelf import Shelf, open_shelf
@@ -156,7 +155,11 @@ def test_views_that_are_used_no_more_are_forgotten(shelf: Shelf) -> None:
 def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Let time pass for descriptions, in which it stands still."""
     now = [1000.0]
-    monkeypatch.setattr(description, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(
+        view_module,
+        "time",
+        SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter),
+    )
 
     def passes(seconds: float) -> None:
         now[0] += seconds

@@ -152,7 +152,7 @@ class Storage:
         fmt, parsed = found.fmt, found.parsed
         chunk = fmt.read_named(Copied(source), parsed, buffer)
         begin = time.perf_counter()
-        self._shelf.view(fmt).description.publish(found.name.partition("/")[0])
+        self._shelf.view(fmt).describe(found.name.partition("/")[0])
         result = self._backend.write(found.name, [buffer], mode)
         self._counters.observe("publish", time.perf_counter() - begin)
         kept = (

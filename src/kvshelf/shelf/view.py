@@ -1,7 +1,8 @@
 """The objects of one namespace on a shelf: probe, publish, load, repair.
 
 Owns what counts as present, when a bad object is replaced and when it is set aside
-(:mod:`kvshelf.shelf.repairs` does both), and the search for the namespace's folders.
+(:mod:`kvshelf.shelf.repairs` does both), the description, and the search for the namespace's
+folders.
 
 Contracts
 ---------
@@ -37,6 +38,7 @@ from kvshelf.errors import (
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import Kind
 from kvshelf.format.names import (
+    DESCRIPTION,
     ParsedName,
     object_name,
     object_names,
@@ -47,7 +49,7 @@ from kvshelf.format.objects import ObjectFormat, ReaderLike
 from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
 from kvshelf.shelf import repairs
-from kvshelf.shelf.description import Description
+from kvshelf.shelf.leftovers import read_small
 from kvshelf.shelf.markers import is_attempt, marker_name
 
 logger = logging.getLogger(__name__)
@@ -59,6 +61,7 @@ _T = TypeVar("_T")
 _MAX_FOLDERS: Final = 8
 #: Tails have many lengths.
 _WHOLES_KEPT: Final = 1024
+_DESCRIPTION_SECONDS: Final = 10.0
 _FOLDERS_SECONDS: Final = 60.0
 _NO_FOLDER_SECONDS: Final = 5.0
 #: Where listings are refused or have no end, which costs requests and memory each time.
@@ -419,11 +422,6 @@ class NamespaceView(ShelfView):
         As for :class:`ShelfView`.
     counters : Counters
         Gets the times of probes, reads, verifications and writes.
-
-    Attributes
-    ----------
-    description : Description
-        To be published before an object.
     """
 
     def __init__(
@@ -440,7 +438,7 @@ class NamespaceView(ShelfView):
         self._ends = shard_ends(fmt.shards)
         #: By shard and number of tokens.
         self._wholes: dict[tuple[int, int], Whole] = {}
-        self.description = Description(backend, fmt.namespace)
+        self._described_until = 0.0
 
     def __repr__(self) -> str:
         return f"NamespaceView({self.backend.url!r}, {self.fmt.namespace.folder!r})"
@@ -584,13 +582,51 @@ class NamespaceView(ShelfView):
         begin = time.perf_counter()
         folder = self.folder()
         name = f"{folder}/{self._base(ref)}"
-        self.description.publish(folder)
+        self.describe(folder)
         if bad:
             result = repairs.replace(self.backend, name, buffer)
         else:
             result = repairs.create(self.backend, name, buffer, size)
         self._counters.observe("publish", time.perf_counter() - begin)
         return result
+
+    def describe(self, folder: str) -> None:
+        """Publish the description of the namespace in one of its folders, if it is not there.
+
+        To be called before an object is published: every ten seconds it makes sure that the
+        description is there, and once that its bytes are right. Races of threads only repeat this.
+
+        Raises
+        ------
+        StorageError
+            If the storage refused or failed.
+        """
+        if time.monotonic() < self._described_until:
+            return
+        name, encoded = f"{folder}/{DESCRIPTION}", self.fmt.namespace.encoded
+        first, size = not self._described_until, len(encoded)
+        # On a high-latency storage the create serves as the first probe: a backend learns from it.
+        creates = first and self.backend.properties.high_latency
+        if creates or self.backend.stat([name])[0] != size:
+            first &= repairs.create(self.backend, name, encoded, size) is WriteResult.EXISTED
+        if first:
+            self._compare(name, encoded)
+        self._described_until = time.monotonic() + _DESCRIPTION_SECONDS
+
+    def _compare(self, name: str, encoded: bytes) -> None:
+        """Replace a description of the right size but other bytes, as a power loss leaves it."""
+        try:
+            found = read_small(self.backend, name, len(encoded))
+        except (StorageError, ValueError) as error:
+            logger.debug("%s could not be compared: %s", name, error)
+            return
+        if len(found) == len(encoded) and found != encoded:
+            logger.warning(
+                "%s/%s is damaged: its bytes are not those of the namespace; it is replaced",
+                self.backend.url,
+                name,
+            )
+            repairs.replace(self.backend, name, encoded)
 
     def delete(self, ref: ObjectRef) -> bool:
         """Delete one object, from all folders of the namespace; whether there was one.
@@ -627,7 +663,7 @@ class NamespaceView(ShelfView):
         """
         name = marker_name(attempt)
         folder = self.folder()
-        self.description.publish(folder)
+        self.describe(folder)
         return self.backend.write(f"{folder}/{name}", []) is not WriteResult.EXISTED
 
     def gave_up(self, attempts: Sequence[str]) -> list[bool]:
