@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvshelf.backends import Deadlines, WriteResult
 from kvshelf.backends.base import delete_one
 from kvshelf.backends.breaker import Backoff
+from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.errors import ObjectMissingError
 from kvshelf.format.keys import Chunk
@@ -180,8 +181,10 @@ class _Tiered(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        self.tier = DiskTier(self.near, 3 * SIZE)
-        self.shelf = Shelf(self.counting)
+        self.tier = DiskTier(self.near, 3 * SIZE, open_seconds=PATIENCE)
+        assert self.tier.guard is not None
+        self.tier.guard.deadlines = PATIENT
+        self.shelf = Shelf(GuardedBackend(self.counting, PATIENT))
         self.tiered = TieredShelf(self.shelf, [self.tier])
 
     def path(self, root: Path, number: int) -> Path:
