@@ -156,7 +156,7 @@ class Handshake:
         self._reports.update(reports)
         for report in reports.values():
             if report.disabled_reason:
-                self.disable(report.disabled_reason)
+                self.disable(report.disabled_reason, already_logged=report.already_logged)
         self._weights.update(weights)
         changed = [found for found in weights.values() if found.changed]
         if changed:
@@ -344,8 +344,8 @@ class Handshake:
             return None
         return self.namespace.encoded, self.namespace.slug
 
-    def disable(self, reason: str) -> None:
+    def disable(self, reason: str, *, already_logged: bool = False) -> None:
         """Load and store nothing from now on."""
-        if not self.disabled:
+        if not self.disabled and not already_logged:
             self._say_disabled(reason)
         self.disabled = True

@@ -254,6 +254,8 @@ class WorkerReport:
         :data:`BY_PARAMETERS` where no file has one.
     disabled_reason : str
         Why nothing may be loaded or stored; empty while the worker works.
+    already_logged : bool
+        The worker has already logged `disabled_reason`.
     kinds : tuple of str
         The kind of each layer; empty where there is only full.
     attention_temperature : tuple of str
@@ -275,6 +277,7 @@ class WorkerReport:
     kv_scales: tuple[LayerScales, ...] = ()
     weights: str | None = None
     disabled_reason: str = ""
+    already_logged: bool = False
     kinds: tuple[str, ...] = ()
     attention_temperature: tuple[str, ...] = ()
     precision: tuple[str, ...] = ()

@@ -126,7 +126,7 @@ class Drafter:
         registration = self.registration
         if self._engine.rank == 0 and not registration.disabled_reason:
             logger.warning(WITHOUT_DRAFTS, reason)
-        registration.disable(reason)
+        registration.disable(reason, already_logged=True)
 
     def announced(self, namespace: tuple[bytes, str] | None) -> None:
         """Move KV of the namespace that a step announces, beside the model's."""

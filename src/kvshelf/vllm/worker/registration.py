@@ -161,6 +161,7 @@ class Registration:
         self.memories: Memories = {}
         self.namespace: Namespace | None = None
         self.disabled_reason = ""
+        self._already_logged = False
         #: The last report carried all that there is to report.
         self._reported = False
         self._weights: str | None = None
@@ -251,18 +252,20 @@ class Registration:
 
     # ------------------------------------------------------------- scheduler
 
-    def disable(self, reason: str) -> None:
+    def disable(self, reason: str, *, already_logged: bool = False) -> None:
         """Load and store nothing any more. Any thread; the first reason counts."""
         with self._lock:
             if not self.disabled_reason:
                 self.disabled_reason = reason
+                self._already_logged = already_logged
                 self._reported = False
 
     def take_report(self) -> WorkerReport | None:
         """Return the report to send with this step; None when the scheduler has it."""
         for memory in self.memories.values():
             if memory.cache.problem:
-                self.disable(memory.cache.problem)
+                # The device's own code has logged its failure.
+                self.disable(memory.cache.problem, already_logged=True)
         with self._lock:
             if self.caches is None or self._reported:
                 return None
@@ -273,6 +276,7 @@ class Registration:
                 config=self._published.config,
                 code=self._published.code,
                 disabled_reason=self.disabled_reason,
+                already_logged=self._already_logged,
             )
 
     def open(self, encoded: bytes, slug: str) -> bool:
