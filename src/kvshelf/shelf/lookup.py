@@ -492,6 +492,9 @@ class LookupService:
                 asks = rounds.send([known[name] for name in names])
             except StopIteration:
                 asks = None
+        if presence is not None and FULL in shards:
+            inferred = chunks[remembered : search.full_chunks]
+            presence.note([chunk.key for chunk in inferred], began, seen=False)
         lookup.finish(
             search.hit_chunks - first,
             chain,
@@ -499,10 +502,6 @@ class LookupService:
             in_disk_tier=self._share_in_disk_tier(chunks[first : search.hit_chunks]),
             known=search.known,
         )
-        if presence is not None and FULL in shards:
-            # The threads that wait for the answer continue before that.
-            inferred = chunks[remembered : search.full_chunks]
-            presence.note([chunk.key for chunk in inferred], began, seen=False)
 
     def _probe(self, wanted: _Wanted) -> _Answers:
         """Return for each kind of a chunk whether all objects that are looked for are there."""
