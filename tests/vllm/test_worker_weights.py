@@ -140,7 +140,6 @@ def test_weights_of_a_model_without_folders_below_keep_their_name(
     assert names == [weights_fingerprint([model / "model.safetensors"]), BY_PARAMETERS]
 
 
-@pytest.mark.usefixtures("old_files")
 # ----------------------------------------------------------- weights that change in place
 
 

@@ -250,6 +250,7 @@ class Transfers:
         """
         for half in (*self.loads.values(), *self.stores.values()):
             half.close()
+        # Stores report there which promised chunks are lost.
         _join(self.stores.values(), 0.0)
 
     def close(self, drain_seconds: float = 0.0) -> int:
