@@ -66,10 +66,11 @@ test: venv  ## lint, and all tests but the slow ones
 	@$(style)
 	@$(call run_tests,not slow)
 
-# In THREADED are the tests with threads: 20 other orders of them. HELD_BACK is run as if the processor had no AVX-512,
-# and as if it had neither bfloat16 nor AMX.
+# In THREADED are the tests with threads: 20 other orders of them. HELD_BACK is what a processor can change, layouts of
+# the KV cache and how it is rounded: run as if there were no AVX-512, and as if there were neither bfloat16 nor AMX.
 THREADED := tests/transfer tests/shelf tests/tiers tests/backends/test_guard.py tests/backends/test_guard_model.py
-HELD_BACK := tests/vllm tests/test_examples.py
+HELD_BACK := $(addprefix tests/vllm/test_,$(addsuffix .py,layout_discovery precision frozen one_engine layouts_engine \
+	hybrid_engine kv_heads_engine identity_engine))
 .PHONY: test-all
 test-all: venv  ## the same with the slow tests, other orders of threads, seeded faults, lesser processors
 	@$(style)
@@ -78,7 +79,7 @@ test-all: venv  ## the same with the slow tests, other orders of threads, seeded
 		-m "not slow and not real" $(PYTEST_ARGS) $(THREADED); done
 	@$(BESIDE) $(BIN)/python tests/seeded/run.py
 	@for processor in avx2 avx512; do echo "as if the processor were one with $$processor"; $(BESIDE) $(BIN)/python \
-		tests/held_back/run.py $$processor $(BIN)/python -m pytest -m vllm $(PYTEST_ARGS) $(HELD_BACK); done
+		tests/held_back/run.py $$processor $(BIN)/python -m pytest $(PYTEST_ARGS) $(HELD_BACK); done
 
 # The order of sets decides in which order threads are woken: tests repeat a run only with the same hashes.
 test test-all: export PYTHONHASHSEED := 0
