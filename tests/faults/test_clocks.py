@@ -81,7 +81,7 @@ def test_temporaries_go_by_the_clock_of_the_storage(
     skewed: Skewed, note_cell: Callable[..., None]
 ) -> None:
     note_cell(skewed.fault, "delete", "fuse")
-    skewed.view._description.publish(skewed.view.folder())
+    skewed.view.describe(skewed.view.folder())
     folder = FMT.namespace.folder
     (skewed.files / folder / OURS).write_bytes(b"being written")
     # By the earlier of the two clocks it was changed an hour ago, at most.
