@@ -218,8 +218,12 @@ class S3Backend(Backend):
         self._may_renew = True
         self._learning = threading.Lock()
         self._lock = threading.Lock()
-        with self._errors("opening the shelf", "", seconds=_FOLDERS_SECONDS):
-            self.client.check(_FOLDERS_SECONDS)
+        try:
+            with self._errors("opening the shelf", "", seconds=_FOLDERS_SECONDS):
+                self.client.check(_FOLDERS_SECONDS)
+        except BaseException:
+            client.close()
+            raise
 
     def __repr__(self) -> str:
         return f"S3Backend({self.url!r})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ from tests.support.servers import (
     rclone_s3,
     seaweed_s3,
 )
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.real
 
@@ -235,8 +237,11 @@ def test_wrong_keys_are_told_at_the_start(rclone: S3Server, changed: dict[str, s
 
 @needs_moto
 def test_a_bucket_that_is_not_there_is_told_at_the_start(server: S3Server) -> None:
+    before = set(threading.enumerate())
     with pytest.raises(PermanentStorageError, match="there is no bucket 'nobody-s-bucket'"):
         opened(server, "nobody-s-bucket")
+    # An engine tries again every ten seconds.
+    until(lambda: set(threading.enumerate()) <= before)
 
 
 @pytest.mark.slow
