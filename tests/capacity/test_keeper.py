@@ -30,6 +30,7 @@ from kvshelf.shelf.pins import PINS, Pin, Pins
 from tests.capacity.shelves import FMT, SIZE, Place, chunks, salted, tail_of
 from tests.sim.memory import MemoryStorage
 from tests.sim.storage import Fault
+from tests.support import simulated
 from tests.support.simulated import DIRECTORY, NAMESPACE, S3, Costs, Fleet
 from tests.support.waiting import until
 
@@ -441,6 +442,16 @@ def test_writers_at_the_bound_stay_below_it_and_lose_few_stores(
     assert fleet.dropped <= 0.01 * fleet.offered
 
 
+def test_a_slow_writer_stays_below_the_bound_of_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes less between two of its markers than it may between two visits."""
+    monkeypatch.setattr(simulated, "STEP", 1.0)
+    fleet = Fleet(monkeypatch, S3)
+    fleet.add(0.05, max_bytes=100 * MIB)
+    fleet.run(HOUR)
+    assert fleet.offered > 150
+    assert fleet.most <= 100 * MIB
+
+
 def test_chunks_of_many_objects_are_kept_or_deleted_whole(fleet: Fleet) -> None:
     fleet.add(2.0, max_bytes=200 * MIB, objects=8, nbytes=MIB)
     fleet.run(60)
@@ -497,6 +508,26 @@ def test_a_tenth_of_the_folders_unreadable_and_the_rest_is_bounded(fleet: Fleet)
         if folder[-3:] in bad and len(folder) > 20
     )
     assert fleet.storage.nbytes - inside * MIB <= 1000 * MIB
+
+
+def test_a_listing_that_fails_in_its_midst_is_that_of_another_visit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = Fleet(monkeypatch, S3)
+    writer = fleet.add(1.0, max_bytes=1000 * MIB)
+    for group in ("_", GROUP):
+        for fan in range(FANS):
+            name = f"{fan:02x}/{fan:02x}{'0' * 62}-0-0of1.safetensors"
+            fleet.storage.put(f"{NAMESPACE}/{group}/{name}", MIB)
+    down = TransientStorageError(errno.EIO, "slow down", "x")
+    fleet.storage.fail = lambda operation, name: (
+        down if operation == "list" and name.startswith(f"{NAMESPACE}/_/c0") else None
+    )
+    fleet.run(200)
+    fleet.storage.fail = lambda operation, name: None
+    fleet.run(200)
+    assert writer.counters.snapshot().get("visit_errors", 0) == 0
+    assert fleet.dropped <= 0.05 * fleet.offered
 
 
 @pytest.fixture(autouse=True)

@@ -717,7 +717,9 @@ class Keeper:
             self._room = left / self._keepers
             if granted < self._largest <= self._room:
                 granted = self._largest
-            self._granted = self._credit = max(0.0, granted)
+            self._granted = max(0.0, granted)
+            # `held` lacks what was written since the last visit began.
+            self._credit = max(0.0, granted - self._written)
             self._changed.notify_all()
             if self._why[0] != "free":
                 self._why = (

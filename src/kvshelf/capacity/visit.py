@@ -553,6 +553,9 @@ class Lister:
             good = fans[1] - fans[0] + 1 - bad
             if good > 0:
                 part.seen[where] = good / FANS, files
+            else:
+                # What came before a listing failed is no share of the group that is known.
+                part.units = [unit for unit in part.units if unit.where != where]
         return part
 
     def _groups(self, space: str, now: float, part: Part, *, beside: bool) -> Sequence[str]:
