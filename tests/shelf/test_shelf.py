@@ -228,6 +228,15 @@ def test_two_folders_of_one_namespace_are_read_as_one(shelf: Shelf, root: Path) 
     assert len(list(root.iterdir())) == 2
 
 
+def test_each_folder_of_a_namespace_gets_its_description(shelf: Shelf, root: Path) -> None:
+    """A node server publishes in the folder that a client names."""
+    folders = [FMT.namespace.folder, make_format(slug="aaa").namespace.folder]
+    for folder in folders:
+        shelf.view(FMT).describe(folder)
+    for folder in folders:
+        assert (root / folder / "namespace.json").read_bytes() == FMT.namespace.encoded
+
+
 def test_many_folders_of_one_namespace_cost_a_bounded_number_of_probes(root: Path) -> None:
     counting = FaultyStorage(open_backend(root))
     with Shelf(counting) as shelf:

@@ -438,7 +438,8 @@ class NamespaceView(ShelfView):
         self._ends = shard_ends(fmt.shards)
         #: By shard and number of tokens.
         self._wholes: dict[tuple[int, int], Whole] = {}
-        self._described_until = 0.0
+        #: By folder.
+        self._described_until: dict[str, float] = {}
 
     def __repr__(self) -> str:
         return f"NamespaceView({self.backend.url!r}, {self.fmt.namespace.folder!r})"
@@ -601,17 +602,18 @@ class NamespaceView(ShelfView):
         StorageError
             If the storage refused or failed.
         """
-        if time.monotonic() < self._described_until:
+        until = self._described_until.get(folder, 0.0)
+        if time.monotonic() < until:
             return
         name, encoded = f"{folder}/{DESCRIPTION}", self.fmt.namespace.encoded
-        first, size = not self._described_until, len(encoded)
+        first, size = not until, len(encoded)
         # On a high-latency storage the create serves as the first probe: a backend learns from it.
         creates = first and self.backend.properties.high_latency
         if creates or self.backend.stat([name])[0] != size:
             first &= repairs.create(self.backend, name, encoded, size) is WriteResult.EXISTED
         if first:
             self._compare(name, encoded)
-        self._described_until = time.monotonic() + _DESCRIPTION_SECONDS
+        self._described_until[folder] = time.monotonic() + _DESCRIPTION_SECONDS
 
     def _compare(self, name: str, encoded: bytes) -> None:
         """Replace a description of the right size but other bytes, as a power loss leaves it."""
