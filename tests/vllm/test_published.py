@@ -144,6 +144,35 @@ def test_which_of_a_copy_a_hub_and_an_object_storage_are_one(
         assert {*copies, *others} == {(f"user:{name}", Published(published_lines(CONFIG)))}
 
 
+def test_weights_that_are_replaced_while_they_are_read_name_nothing(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine has loaded those of before."""
+    file = model / "model.safetensors"
+    file.write_bytes(b"old")
+    began = max(file.stat().st_mtime, file.stat().st_ctime)
+    monkeypatch.setattr(namespace, "process_start_time", lambda: began)
+    monkeypatch.setattr(namespace, "read_published", lambda *_: None)
+    fingerprint = namespace.weights_fingerprint
+
+    def replaced_before_it_is_read(*files: Any, **options: Any) -> str:
+        while file.stat().st_mtime <= began:
+            file.write_bytes(b"new")
+        return fingerprint(*files, **options)
+
+    monkeypatch.setattr(namespace, "weights_fingerprint", replaced_before_it_is_read)
+    found: list[str] = []
+    identity = WeightsIdentity(
+        engine(model),
+        Config(weights="content"),
+        on_known=lambda weights, _: found.append(weights),
+        on_problem=found.append,
+    )
+    with none_can_be_started(monkeypatch, "kvshelf-"):
+        identity.start()
+    assert found == [BY_PARAMETERS]
+
+
 def test_of_a_hub_the_commit_counts_that_vllm_has_parsed(tmp_path: Path) -> None:
     snapshot(tmp_path, CONFIG, "a" * 40)
     snapshot(tmp_path, CONFIG | {"rms_norm_eps": 1.0}, "b" * 40)
