@@ -765,6 +765,33 @@ def test_no_store_is_taken_that_no_thread_is_left_for(
         assert rig.load(chunks, 20)[0].failed_at is None
 
 
+def test_a_thread_that_is_given_up_as_its_call_returns_is_given_up_with_its_next_chunk(
+    backend: FaultyStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(Rig(backend)) as rig:
+        gate, for_ever = threading.Event(), threading.Event()
+        chunks = make_chunks(rig.fmt, 2)
+        backend.add(Fault("write", f"*{chunks[0].key.hex()}-0-0of*", wait=gate))
+        backend.add(Fault("write", f"*{chunks[1].key.hex()}-1-0of*", wait=for_ever))
+        add = rig.counters.add
+
+        def slowly(name: str, amount: float = 1) -> None:
+            add(name, amount)
+            if name == "dropped_chunks_error" and not gate.is_set():
+                gate.set()
+                until(lambda: [job.chunk for job in rig.stores._running.values()] == chunks[1:])
+
+        monkeypatch.setattr(rig.counters, "add", slowly)
+        ended: dict[int, str] = {}
+        for item in rig.items(chunks, 0):
+            rig.fill(item)
+            rig.stores.store(
+                item, age=-60.0, on_done=lambda c, result: ended.__setitem__(c.index, result.value)
+            )
+        until(lambda: ended == {0: "failed", 1: "failed"})
+        for_ever.set()
+
+
 def test_a_failed_chunk_waits_for_those_before_it(rig: Rig, backend: FaultyStorage) -> None:
     chunks = make_chunks(rig.fmt, 4)
     rig.put(chunks)

@@ -372,7 +372,8 @@ class Stores(TransferHalf):
     def _end(self, thread: int, job: _StoreJob, result: StoreResult) -> None:
         """End a job, once: a stuck thread whose job was given up may come back."""
         with self._lock:
-            self._running.pop(thread, None)
+            if self._running.get(thread) is job:
+                del self._running[thread]
             if result is not StoreResult.FAILED:
                 self.known.note_published(job.chunk.key)
                 if job.repair:
@@ -403,11 +404,13 @@ class Stores(TransferHalf):
     def _give_up_thread(self, thread: int) -> None:
         """End the job of a stuck thread, which keeps its staging buffers."""
         with self._lock:
-            job = self._running.get(thread)
-        if job is not None:
-            self._context.count("dropped_chunks_error")
+            job = self._running.pop(thread, None)
+            if job is None or job.ended:
+                return
             self.known.note_dropped(job.chunk.key)
-            self._end(thread, job, StoreResult.FAILED)
+            self._forget(job)
+        self._context.count("dropped_chunks_error")
+        self._report(job, StoreResult.FAILED)
 
     def _give_up_all(self) -> None:
         """Drop the queued stores if no thread is left for them."""
