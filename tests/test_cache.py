@@ -7,8 +7,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +22,7 @@ from hypothesis import strategies as st
 
 from kvshelf import ChunkCache, Config, ModelFacts, PromptIdentity, Shelf
 from kvshelf.backends import Backend, open_backend
+from kvshelf.cache.named import Named
 from kvshelf.errors import (
     ConfigError,
     DeviceUnavailableError,
@@ -514,6 +517,19 @@ def test_a_damaged_object_is_replaced_where_nothing_can_be_set_aside(make: Make)
     assert fetch(cache, tokens) == 3 * CHUNK
 
 
+def test_a_damaged_chunk_that_another_has_repaired_is_found_after_a_store(
+    make: Make, backend: FaultyStorage
+) -> None:
+    one, other = make(), make()
+    tokens = prompt(CHUNK)
+    put(one, tokens)
+    _damage(backend, objects(one)[0], -1)
+    assert fetch(one, tokens) == 0
+    put(other, tokens)
+    put(one, tokens)
+    assert one.lookup(tokens) == CHUNK
+
+
 def test_storage_trouble_is_a_miss_and_no_exception(
     cache: ChunkCache, backend: FaultyStorage
 ) -> None:
@@ -996,6 +1012,26 @@ def test_instances_have_names(config: Config) -> None:
     assert ChunkCache.get("mine") is None
     with pytest.raises(ValueError, match="closed"):
         cache.lookup([1])
+
+
+def test_a_cache_is_found_while_another_is_opened_on_a_storage_that_hangs() -> None:
+    named: Named[int] = Named()
+    made = partial(named.get_or_create, config=Config(), model=facts())
+    made("good", make=lambda *_: 1)
+    begun, go = threading.Event(), threading.Event()
+
+    def hang(*_: Any) -> int:
+        begun.set()
+        assert go.wait(PATIENCE)
+        return 2
+
+    with ThreadPoolExecutor() as pool:
+        opening = pool.submit(made, "hung", make=hang)
+        assert begun.wait(PATIENCE)
+        assert named.get("hung") is None
+        assert named.get("good") == named.pop("good") == 1
+        go.set()
+        assert opening.result(PATIENCE) == named.get("hung") == 2
 
 
 def test_a_configuration_decides_how_much_is_kept_in_memory(config: Config) -> None:

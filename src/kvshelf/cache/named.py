@@ -21,6 +21,7 @@ class Named(Generic[T]):
     """The caches that were made by name."""
 
     def __init__(self) -> None:
+        #: Of those who make one: a storage that hangs keeps nobody from the caches that are there.
         self._lock = threading.Lock()
         self._known: dict[str, tuple[Config, ModelFacts, T]] = {}
 
@@ -35,9 +36,10 @@ class Named(Generic[T]):
             If it exists with another configuration or other facts.
         """
         with self._lock:
-            if name not in self._known:
-                self._known[name] = config, model, make(config, model)
-            known_config, known_model, cache = self._known[name]
+            known = self._known.get(name)
+            if known is None:
+                known = self._known[name] = config, model, make(config, model)
+        known_config, known_model, cache = known
         # Values may be secret.
         different = [
             field
@@ -56,12 +58,11 @@ class Named(Generic[T]):
         return cache
 
     def get(self, name: str) -> T | None:
-        """Return the cache of this name, None if there is none."""
-        with self._lock:
-            return self._known[name][2] if name in self._known else None
+        """Return the cache of this name, None if there is none, or it is only being made."""
+        known = self._known.get(name)
+        return None if known is None else known[2]
 
     def pop(self, name: str) -> T | None:
         """Forget the cache of this name, and return it."""
-        with self._lock:
-            known = self._known.pop(name, None)
+        known = self._known.pop(name, None)
         return None if known is None else known[2]

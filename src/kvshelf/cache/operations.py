@@ -366,9 +366,9 @@ class _Storing:
                 self.count("existed" if outcome is StoreOutcome.KNOWN else "dropped")
 
     def _on_chunk_done(self, chunk: Chunk, result: StoreResult) -> None:
-        if result in (StoreResult.PUBLISHED, StoreResult.REPAIRED):
-            self._parts.shared.failed.forget(self._parts.kind_key(chunk))
         lost = result in (StoreResult.FAILED, StoreResult.LOST)
+        if not lost:
+            self._parts.shared.failed.forget(self._parts.kind_key(chunk))
         existed = result is StoreResult.EXISTED
         self.count("failed" if lost else "existed" if existed else "published")
 
