@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -634,6 +635,28 @@ def test_a_directory_with_objects_that_is_no_tier_is_refused(tmp_path: Path) -> 
     assert files(tmp_path / "shelf") == before
 
 
+def test_a_tier_that_is_emptied_while_it_is_used_opens_again(
+    remote: FaultyStorage, start: Callable[..., Machine], tmp_path: Path
+) -> None:
+    first, second = make_chunks(FMT, 2)
+    machine = start(remote)
+    machine.put([first])
+    shutil.rmtree(tmp_path / "tier")
+    machine.put([second])
+    assert copy_of(tmp_path / "tier", second, 0).exists()
+    machine.close()
+    with closing(DiskTier(tmp_path / "tier", ROOM)) as tier:
+        assert tier.available
+
+
+def test_a_shelf_gets_a_tier_without_a_look_at_the_directories(tmp_path: Path) -> None:
+    """The first call of a cache does that, also on a storage that hangs meanwhile."""
+    with closing(DiskTier(tmp_path / "tier", ROOM)) as tier:
+        shelf = Shelf(posix(tmp_path / "shelf"))
+        with mock.patch("kvshelf.tiers.directories.os.stat", side_effect=AssertionError):
+            TieredShelf(shelf, [tier])
+
+
 def test_a_tier_is_used_while_its_shelf_hangs_at_opening(
     remote: FaultyStorage,
     start: Callable[..., Machine],
@@ -737,7 +760,7 @@ def test_a_tier_that_is_the_shelf_by_another_name_removes_nothing(
                 closing(Shelf(posix(root))) as shelf,
                 pytest.raises(ConfigError, match="a directory of its own"),
             ):
-                TieredShelf(shelf, [tier])
+                tier.check_disjoint(shelf.backend)
         assert not tier.available
         image = copy_of(root, chunks[0], 0).read_bytes()
         tier.keep(FMT, ObjectRef(chunks[0], 0), image)

@@ -19,6 +19,8 @@ from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.format.invalid import PayloadDamaged
 from kvshelf.format.keys import Chunk
 from kvshelf.shelf.view import ObjectRef
+from kvshelf.tiers.memory_tier import MemoryTier
+from kvshelf.tiers.tiered import TieredShelf
 from kvshelf.transfer.load import Failure
 from tests.sim.storage import posix
 from tests.support.prompts import make_chunks
@@ -88,15 +90,17 @@ def stored(rig: Rig, count: int, seed: int = 0) -> list[Chunk]:
 
 
 def names(rig: Rig, chunk: Chunk) -> list[str]:
-    view = rig.shelf.view(rig.fmt)
+    view = rig.shelf.view(rig.fmt).on_storage
     return [view.name(ObjectRef(chunk, shard)) for shard in range(rig.fmt.shards)]
 
 
+@pytest.mark.parametrize("tiers", [0, 1])
 def test_the_objects_of_a_chunk_are_read_in_one_call(
-    make: Callable[..., Rig], noting: Noting
+    make: Callable[..., Rig], noting: Noting, tiers: int
 ) -> None:
-    rig = make()
-    chunks = stored(rig, 20)
+    chunks = stored(make(), 20)
+    memory = [MemoryTier(1 << 30)] * tiers
+    rig = make(in_front=lambda shelf: TieredShelf(shelf, memory))
     rig.comes_back(chunks, 100)
     assert noting.opened == []
     wanted = [names(rig, chunk) for chunk in chunks]

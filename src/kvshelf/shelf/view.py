@@ -260,17 +260,19 @@ class ShelfView(ABC):
                     pinned = self.pin(ObjectRef(chunk, shard))
                     if pinned is not None:
                         fetched[shard] = pinned
+                failed = self.read_into_memory(chunk, shards, fetched)
             left = [shard for shard in shards if shard not in fetched] if fetched else shards
-            if not left:
-                return fetched
-            shard = left[0]
-            buffers = staging(len(left))
-            if buffers is not None:
-                fetched.update(zip(left, buffers, strict=True))
-                views = [fetched[shard].view[: self.size(chunk, shard)] for shard in left]
-                failed = self.load_all(chunk, left, views)
-                if failed is None:
+            if failed is None:
+                if not left:
                     return fetched
+                shard = left[0]
+                buffers = staging(len(left))
+                if buffers is not None:
+                    fetched.update(zip(left, buffers, strict=True))
+                    views = [fetched[shard].view[: self.size(chunk, shard)] for shard in left]
+                    failed = self.load_all(chunk, left, views)
+                    if failed is None:
+                        return fetched
         except Exception as error:  # noqa: BLE001 - the caller learns of which object it is
             failed = FailedRead(shard, error)
         except BaseException:
@@ -308,6 +310,15 @@ class ShelfView(ABC):
         ------
         ObjectMissingError, BadObjectError, StorageError
             As for :meth:`load`.
+        """
+        return None
+
+    def read_into_memory(
+        self, chunk: Chunk, shards: Sequence[int], fetched: Fetched
+    ) -> FailedRead | None:
+        """Read objects that are not in `fetched` to where :meth:`pin` finds them, and add them.
+
+        Those for which there is no such memory are left out. Returns as :meth:`load_all` does.
         """
         return None
 

@@ -31,9 +31,22 @@ def take_directory(directory: PosixBackend) -> None:
     if any(parse_namespace_folder(name) for name in directory.folders()):
         raise ConfigError(
             f"the disk tier {directory.url} is a shelf: it has objects, and no {TIER}. A disk tier"
-            " evicts objects when it is full: give disk_tier.path a directory of its own"
+            " evicts objects when it is full: give disk_tier.path a directory of its own, or empty"
+            " this one if it was a tier from which somebody deleted that file"
         )
-    directory.write(TIER, [b""])
+    mark(directory)
+
+
+def mark(directory: Backend) -> None:
+    """Write the mark if it is not there: who empties the directory in use takes it too.
+
+    Raises
+    ------
+    StorageError
+        If the directory failed.
+    """
+    if directory.stat([TIER])[0] is None:
+        directory.write(TIER, [b""])
 
 
 def share_files(one: Backend, other: Backend) -> bool:

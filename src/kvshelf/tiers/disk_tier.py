@@ -61,7 +61,7 @@ from kvshelf.shelf.opening import START_SECONDS, Opening
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.threads import StorageThreads
 from kvshelf.shelf.view import NamespaceView, ObjectRef, Presence
-from kvshelf.tiers.directories import share_files, take_directory
+from kvshelf.tiers.directories import mark, share_files, take_directory
 
 __all__ = ["DiskTier"]
 
@@ -281,14 +281,7 @@ class DiskTier:
             self._counters.add("disk_tier_breaker_opens")
 
     def attach(self, guard: GuardedBackend) -> None:
-        """Report to the watchers of `guard` which of their threads are stuck in this directory.
-
-        Raises
-        ------
-        ConfigError
-            See :meth:`check_disjoint`.
-        """
-        self.check_disjoint(guard)
+        """Report to the watchers of `guard` which of their threads are stuck in this directory."""
         with self._work:
             others = [known for known in self._before if known() not in (None, guard)]
             self._before = [*others, weakref.ref(guard)]
@@ -514,6 +507,7 @@ class DiskTier:
         if size > self.max_bytes or self._refused:
             self._counters.add("disk_tier_dropped_objects")
             return
+        mark(shelf.backend)
         view = shelf.view(item.fmt)
         try:
             result = view.publish(item.ref, item.buffer.view)

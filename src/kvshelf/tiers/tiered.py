@@ -36,6 +36,7 @@ from kvshelf.shelf.opening import START_SECONDS, TIERED_SECONDS, LateBackend, Op
 from kvshelf.shelf.shelf import Shelf, open_shelf
 from kvshelf.shelf.view import (
     FailedRead,
+    Fetched,
     NamespaceView,
     ObjectRef,
     Pinned,
@@ -207,7 +208,6 @@ class TieredView(ShelfView):
     def pin(self, ref: ObjectRef) -> Pinned | None:
         """Pin an object in the first tier that has it, else in the memory of the shelf.
 
-        If it lies in none, it is read into the first tier that has memory for it, and pinned there.
         None if a tier has it elsewhere than in memory. What lies in the memory of the shelf is not
         copied into the tiers.
         """
@@ -218,25 +218,37 @@ class TieredView(ShelfView):
                 return pinned
             if shelf_pins and tier.holds(self.fmt, [ref])[0]:
                 return None
-        if shelf_pins:
-            return self._shelf.pin(ref)
-        for tier in self._tiers:
-            reserved = tier.reserve(self.fmt, ref)
-            if reserved is not None:
-                return self._read_into(reserved, tier, ref)
-        return None
+        return self._shelf.pin(ref) if shelf_pins else None
 
-    def _read_into(self, reserved: Reserved, tier: Tier, ref: ObjectRef) -> Pinned | None:
-        """Read an object into the memory that a tier has reserved for it."""
-        others = [other for other in self._tiers if other is not tier]
-        try:
-            failed = self._load_all(ref.chunk, (ref.shard,), (reserved.view,), others)
+    def read_into_memory(
+        self, chunk: Chunk, shards: Sequence[int], fetched: Fetched
+    ) -> FailedRead | None:
+        """Read what lies in no memory into the first tier that has memory for it, and pin it."""
+        if self._shelf.pins:
+            return None
+        for tier in self._tiers:
+            reserved = {
+                shard: memory
+                for shard in shards
+                if shard not in fetched
+                and (memory := tier.reserve(self.fmt, ObjectRef(chunk, shard))) is not None
+            }
+            if not reserved:
+                continue
+            others = [other for other in self._tiers if other is not tier]
+            views = [memory.view for memory in reserved.values()]
+            try:
+                failed = self._load_all(chunk, tuple(reserved), views, others)
+                while reserved and failed is None:
+                    shard, memory = reserved.popitem()
+                    if (pinned := memory.publish()) is not None:
+                        fetched[shard] = pinned
+            finally:
+                for memory in reserved.values():
+                    memory.release()
             if failed is not None:
-                raise failed.error
-        except BaseException:
-            reserved.release()
-            raise
-        return reserved.publish()
+                return failed
+        return None
 
     def publish(self, ref: ObjectRef, buffer: BytesLike, *, suspect: bool = False) -> WriteResult:
         """Publish to the shelf, then copy to the tiers.
@@ -257,12 +269,8 @@ class TieredShelf:
     ----------
     shelf : Shelf
     tiers : Sequence of Tier
-        The nearest first.
-
-    Raises
-    ------
-    ConfigError
-        If a tier and the shelf have files in common. May block on both.
+        The nearest first. None has files in common with the shelf, see
+        :meth:`DiskTier.check_disjoint`.
     """
 
     def __init__(self, shelf: Shelf, tiers: Sequence[Tier]) -> None:
