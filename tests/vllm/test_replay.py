@@ -195,7 +195,7 @@ def test_an_adapter_that_was_loaded_before_its_files_changed_is_not_stored(
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_an_adapter_under_the_name_of_another_is_not_stored_before_a_reset(
+def test_an_adapter_under_the_name_of_another_is_not_stored(
     start: Start, backend: FaultyStorage, tmp_path: Path, inplace: bool
 ) -> None:
     folder = make_adapter(tmp_path / "a", "before")
@@ -208,11 +208,33 @@ def test_an_adapter_under_the_name_of_another_is_not_stored_before_a_reset(
     # vLLM takes the first one's KV from its own prefix cache.
     assert run(engine, prompt(40, 1, shared=16), lora_request=late) == [0]
     assert objects(backend) == before
-    engine.drop_prefix_cache()
+    # vLLM tells of a reset of that cache also where it kept it, beside requests that run.
     engine.scheduler.reset_cache()
     settle(engine)
-    assert run(engine, prompt(20), lora_request=late) == [0]
-    assert run(start(), prompt(20), lora_request=adapter(folder)) == [16]
+    assert run(engine, prompt(40, 2, shared=16), lora_request=late) == [0]
+    assert objects(backend) == before
+
+
+def test_an_adapter_that_is_loaded_again_unchanged_is_the_same(
+    start: Start, tmp_path: Path
+) -> None:
+    folder, engine = make_adapter(tmp_path / "a", "content"), start()
+    run(engine, prompt(20), lora_request=adapter(folder, lora_name="a"))
+    run(engine, prompt(20, 1), lora_request=adapter(folder, number=2, lora_name="a"))
+    assert run(start(), prompt(20, 1), lora_request=adapter(folder)) == [16]
+
+
+def test_an_adapter_counts_that_was_used_while_nothing_was_looked_up(
+    start: Start, backend: FaultyStorage, tmp_path: Path
+) -> None:
+    folder, engine = make_adapter(tmp_path / "a", "before"), start()
+    early = adapter(folder, lora_name="a")
+    # Neither looked up nor stored, and in vLLM's prefix cache.
+    run(engine, prompt(20, shared=16), lora_request=early, resumable=True)
+    make_adapter(folder, "after, and longer")
+    late = adapter(folder, number=2, lora_name="a")
+    assert run(engine, prompt(40, 1, shared=16), lora_request=late) == [0]
+    assert not objects(backend)
 
 
 def test_an_adapter_whose_files_cannot_be_read_in_time_delays_no_request(

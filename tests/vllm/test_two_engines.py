@@ -108,17 +108,18 @@ def test_adapters_are_told_apart_by_content(
     old = second.generate(tokens, lora=lora(2, two))
     assert old.shelf_tokens == 0
     assert shelf.objects() == objects
-    # vLLM's prefix cache may hold KV of both, until it is reset for kvshelf to hear.
-    second.reset_prefix_cache()
+    # vLLM's prefix cache may hold KV of both.
+    second.reset_prefix_cache(connector=True)
     assert second.generate(tokens, lora=lora(5, two)).shelf_tokens == 0
     assert shelf.objects() == objects
-    second.reset_prefix_cache(connector=True)
-    new = second.generate(tokens, lora=lora(5, two))
+    renamed = lora(6, two) | {"lora_name": "another"}
+    second.generate(prompt(20), lora=renamed)
+    new = second.generate(tokens, lora=renamed)
     assert new.shelf_tokens == 0
     assert new.tokens != cold[2].tokens
     shelf.wait_objects(len(objects) + 4)
     second.reset_prefix_cache()
-    warm = second.generate(tokens, lora=lora(5, two))
+    warm = second.generate(tokens, lora=renamed)
     assert warm.shelf_tokens == 512
     assert_same(warm, new)
 

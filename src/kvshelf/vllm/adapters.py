@@ -13,9 +13,10 @@ in three ways:
 * The files of an id change between two requests, or a worker loads other files for an id than
   the scheduler has hashed: its stamp is none of those that had the digest. The worker then neither
   stores nor loads for this id, and reports it.
-* An adapter with another id has the name and path of an earlier one, and other content. Until
-  vLLM's prefix cache is reset together with the connector, it may serve blocks that were computed
-  with the one adapter to requests with the other.
+* An adapter with another id has the name and path of an earlier one, and other content, or content
+  that is not known. vLLM's prefix cache may serve blocks that were computed with the one adapter to
+  requests with the other. A reset of that cache is no end of this: vLLM tells connectors of it also
+  where it failed.
 * ``load_inplace``: the content may change between two steps of one request.
 
 KV of requests with such an adapter is neither stored nor loaded. Nor is it where the workers read
@@ -153,8 +154,8 @@ class AdapterDigests:
         self._untrusted: set[int] = set()
         self._warned: set[tuple[int, str]] = set()
         #: By name and path, the digests (by id; empty while unknown) of the adapters whose KV
-        #: vLLM's prefix cache may hold; None once these are several.
-        self._in_engine_cache: dict[tuple[str, str], dict[int, bytes] | None] = {}
+        #: vLLM's prefix cache may hold.
+        self._in_engine_cache: dict[tuple[str, str], dict[int, bytes]] = {}
 
     def ask(self, adapter: Any) -> Future[bytes | None]:
         """Return the digest of a request's adapter, which may become known later. Never blocks.
@@ -170,10 +171,9 @@ class AdapterDigests:
             that reads the adapter's files.
         """
         found: Future[bytes | None] = Future()
-        self._note_in_engine_cache(adapter, b"")
         if adapter.load_inplace:
             self._warn(adapter, "it is loaded again for every step (load_inplace)")
-        elif self.trusts(adapter):
+        elif adapter.lora_int_id not in self._untrusted:
             hashing = self._hash(adapter)
             if not hashing.overdue:
                 hashing.add_done_callback(lambda _: found.set_result(self._found(adapter, hashing)))
@@ -235,23 +235,24 @@ class AdapterDigests:
         number = int(adapter.lora_int_id)
         return AdapterContent(number, self._stamps.get(number, ()))
 
+    def note_request(self, adapter: Any) -> None:
+        """Note that vLLM's prefix cache will hold KV of an adapter. Every request must be noted."""
+        self._note_in_engine_cache(adapter, b"")
+
     def _note_in_engine_cache(self, adapter: Any, digest: bytes) -> None:
-        """Note that vLLM's prefix cache will hold KV of an adapter; an empty digest is unknown."""
+        """Note whose KV vLLM's prefix cache will hold; an empty digest is unknown."""
         if not self._prefix_caching:
             return
-        name = adapter.lora_name, adapter.lora_path
         with self._lock:
-            digests = self._in_engine_cache.setdefault(name, {})
-            if digests is not None:
-                number = int(adapter.lora_int_id)
-                digests[number] = digest or digests.get(number, b"")
-                if len(set(digests.values())) > 1:
-                    self._in_engine_cache[name] = digests = None
-        if digests is None:
+            digests = self._in_engine_cache.setdefault((adapter.lora_name, adapter.lora_path), {})
+            number = int(adapter.lora_int_id)
+            digests[number] = digest or digests.get(number, b"")
+            several = len(set(digests.values()) - {b""}) > 1
+        if several:
             self._warn(
                 adapter,
                 "vLLM's prefix cache may hold KV of another adapter with this name and path;"
-                " give it a new name, or reset the prefix cache together with the connector",
+                " give it a new name",
             )
 
     def trusts(self, adapter: Any) -> bool:
@@ -260,7 +261,9 @@ class AdapterDigests:
             return True
         if adapter.lora_int_id in self._untrusted:
             return False
-        return self._in_engine_cache.get((adapter.lora_name, adapter.lora_path), {}) is not None
+        with self._lock:
+            digests = self._in_engine_cache.get((adapter.lora_name, adapter.lora_path), {})
+            return len(set(digests.values())) <= 1
 
     def distrust(self, number: int) -> None:
         """Stop using this id: a worker loaded other content for it."""
@@ -272,11 +275,6 @@ class AdapterDigests:
                 " again under a new name, or restart the engine",
                 number,
             )
-
-    def prefix_cache_was_reset(self) -> None:
-        """Note that vLLM's prefix cache is empty."""
-        with self._lock:
-            self._in_engine_cache.clear()
 
     def _warn(self, adapter: Any, why: str) -> None:
         if (adapter.lora_int_id, why) not in self._warned:

@@ -79,6 +79,7 @@ class SchedulerSide:
         self.opening = Opening(engine)
         self._hits = Hits(engine)
         keys = ChunkKeys(engine, requests.item_ids, self.drafts)
+        self._adapters = keys.adapters
         self._orders = orders = Outbox(Orders)
         #: Up to which number each rank has taken the orders.
         self._heard = dict.fromkeys(range(engine.ranks), 0)
@@ -145,6 +146,8 @@ class SchedulerSide:
 
     def _add(self, request: Any) -> RequestState:
         state = self.requests.add(request)
+        if request.lora_request is not None:
+            self._adapters.note_request(request.lora_request)
         if self.engine.hands_over:
             self._promises.arrive(state)
             if not self.requests.is_transferred(request):
