@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from kvshelf.format.kinds import FULL, STATE, WINDOW, kind_key
 from tests.server.node import LocalServer
 from tests.support.prompts import prompt
 from tests.support.variants import variants
+from tests.support.waiting import while_patient
 from tests.vllm.hybrid_specs import full, models
 from tests.vllm.scheduled import DAMAGED, ScheduledEngine, Start, World, patch_namespaces
 
@@ -183,17 +185,38 @@ def test_hits_are_the_longest_that_are_allowed(model: str, data: st.DataObject) 
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_loads_that_fail_again_and_again_end(start: Start, model: str) -> None:
+def test_a_prompt_whose_load_failed_is_computed(start: Start, model: str) -> None:
     start(model, interval=1, budget=32).run(prompt(331))
     second = start(model)
-    second.failing_loads = 3
+    second.failing_loads = 1
     assert second.run(prompt(331)) == [0]
     assert second.failing_loads == 0
-    second.failing_loads = 2
-    second.reset()
-    second.settle()
-    (found,) = second.run(prompt(331))
-    assert 0 < found < 320
+
+
+@pytest.mark.parametrize(("model", "blocks"), [("Gemma 3", 80), ("Jamba", 50), ("LFM2", 90)])
+def test_one_of_more_than_half_of_the_cache_too(start: Start, model: str, blocks: int) -> None:
+    """vLLM keeps blocks free for a request whose load failed, beside those of its next load."""
+    start(model, interval=1, budget=32).run(prompt(331))
+    second = start(model, blocks=blocks)
+    second.failing_loads = 1
+    assert second.run(prompt(331)) == [0]
+    assert second.run(prompt(40, seed=5)) == [0]
+
+
+def test_a_hit_that_fits_only_without_a_load_is_computed(start: Start) -> None:
+    """Beside a load vLLM keeps blocks free for drafts."""
+    tokens = prompt(327)
+    start(drafts=16, interval=1, budget=32).run(tokens)
+    second = start(drafts=16, blocks=44, budget=32)
+    second.add("r", tokens, 2)
+    second.wait_for_lookup("r")
+    for _ in while_patient():
+        if not second.scheduler.has_requests():
+            break
+        second.step()
+        time.sleep(0.01)
+    assert not second.scheduler.has_requests()
+    assert not second.loads
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -42,13 +43,14 @@ def test_changed_weights_at_a_path_do_not_hit_old_kv(
     shelf: ShelfFiles,
     reference: Reference,
     prompt: MakePrompt,
+    tmp_path: Path,
 ) -> None:
     tokens = prompt(1100)
     engine.generate(tokens)
     shelf.wait_stored(tokens)
     [before] = shelf.namespaces()
-    make_model(engines.places.copied_model, "tiny", seed=1, replace=True)
-    arguments = ENGINES["on_shelf"](engines.places) | {"model": engines.places.copied_model}
+    model = make_model(tmp_path / "a copy", "tiny", seed=1)
+    arguments = ENGINES["on_shelf"](engines.places) | {"model": model}
     with engines.start("changed", **arguments) as changed:
         answer = changed.generate(tokens)
         assert answer.shelf_tokens == 0

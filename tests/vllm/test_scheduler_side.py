@@ -208,11 +208,16 @@ def test_while_the_breaker_of_a_worker_is_open_nothing_is_offered(
     assert side.ask(Request("r", prompt(40))) == 0
     side.tell(breaker_open=False)
     assert side.ask(Request("s", prompt(40))) == 36
-    # Without steps an engine gets no reports of its workers.
     side.tell(breaker_open=True)
-    now = time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: now() + 2)
-    assert side.ask(Request("t", prompt(40))) == 36
+    side.step({"s": (36, 40)})
+    now, passed = time.monotonic, 2.0
+    monkeypatch.setattr(time, "monotonic", lambda: now() + passed)
+    # That step took long.
+    assert side.ask(Request("t", prompt(40))) == 0
+    # Without steps an engine gets no reports of its workers.
+    side.step()
+    passed = 4.0
+    assert side.ask(Request("u", prompt(40))) == 36
 
 
 def test_a_look_up_that_hangs_is_made_again_for_the_keys(make: Make) -> None:

@@ -10,10 +10,15 @@ Contracts
 * While the weights are compared (:mod:`kvshelf.vllm.handshake`), no other request waits.
 * While a storage breaker of the scheduler or of a worker is open there are no hits, and no
   other request waits.
+* A hit that vLLM does not take for a second, while nothing else is computed or loaded, is not
+  offered any more: the request would wait for ever.
 * Runs on the engine's step thread.
 """
 
 from __future__ import annotations
+
+import time
+from typing import Final
 
 from kvshelf.shelf.lookup import Lookup, LookupService
 from kvshelf.vllm.scheduler.admission import Admission
@@ -22,6 +27,9 @@ from kvshelf.vllm.scheduler.loads import Loads
 from kvshelf.vllm.scheduler.lookups import Lookups
 from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.scheduler.shared import Shared, SharingPart
+
+#: How long a hit is offered while nothing else is computed or loaded.
+_ADMISSION_SECONDS: Final = 1.0
 
 
 class Answers(SharingPart):
@@ -128,7 +136,20 @@ class Answers(SharingPart):
                 self._counters.add("refused_hits")
                 self._counters.add("refused_tokens", hit - computed)
             return 0
-        return hit - computed
+        return 0 if self._never_fits(state) else hit - computed
+
+    def _never_fits(self, state: RequestState) -> bool:
+        """Whether vLLM does not admit a request with a load, though nothing else needs blocks.
+
+        Behind a load it keeps blocks free, for others whose load failed and for drafts.
+        """
+        if not self._steps.idle or self._loads.run:
+            state.offered_alone = None
+            return False
+        now = time.monotonic()
+        if state.offered_alone is None:
+            state.offered_alone = now
+        return now - state.offered_alone > _ADMISSION_SECONDS
 
     def _count(self, state: RequestState, computed: int, found: int) -> bool:
         """Count what was looked up and found for a request, once; return whether it was now."""

@@ -55,13 +55,9 @@ class Hits:
             return self._hybrid_tokens(state, lookup)
         size, last = self._size, state.request.num_tokens - 1
         chunks, whole = lookup.hit_chunks, 0
-        if state.limit is not None:
-            chunks = min(chunks, state.limit)
         if state.awaited is not None and not self._has_drafter:
             # A drafter has KV of whole chunks only.
             whole = state.awaited.hit_tokens
-        if state.limit is not None and whole > state.limit * size:
-            whole = 0
         # One token must be left: the model has to compute an output to sample from.
         hit: int = min(chunks * size, last)
         hit -= hit % self._groups.alignment
@@ -93,11 +89,9 @@ class Hits:
             return None
         # One token must be left: vLLM would compute the last one anew, over a state behind it.
         last = (state.request.num_tokens - 1) // self._size
-        ends: Sequence[int] = range(1, last + 1 if state.limit is None else state.limit + 1)
+        ends: Sequence[int] = range(1, last + 1)
         if self.whole_items:
             ends = [n for n in ends if not self.divides_item(state, n * self._size)]
-        if any(state.failed.values()):
-            ends = self._groups.hit_rule(self._size).possible(ends, state.failed)
         return ends
 
     def last_end(self, state: RequestState, chunks: int) -> int:

@@ -8,8 +8,7 @@ Contracts
 * vLLM waits for each load that it was offered, or takes it for done, so one is planned in any case:
   without chunks, the workers report it as failed.
 * There is one load for each time that a request is admitted: what the load did not deliver is
-  computed, so no request can loop. Of a hybrid engine a load brings everything or nothing: after
-  one that failed, the request gets a new lookup for a shorter hit, for a bounded number of times.
+  computed, so no request can loop. Of a hybrid engine a load brings everything or nothing.
 * Of requests that come together and begin alike the first loads, where vLLM caches prefixes. The
   others wait until that load is over, however it ends, and find in vLLM's own cache what it
   brought. A request waits so once.
@@ -36,8 +35,6 @@ from kvshelf.vllm.scheduler.shared import Shared, SharingPart
 
 #: Most damaged chunks of which repairs are counted.
 _REPAIRS_REMEMBERED: Final = 4096
-#: Loads of a hybrid engine's request that may fail before it is computed without the shelf.
-_MOST_FAILED_LOADS: Final = 3
 
 
 class Loads(SharingPart):
@@ -132,6 +129,11 @@ class Loads(SharingPart):
             # Without its blocks, the workers have all tokens of the request computed.
             self._plan(self._without_chunks(number, request_id, external))
 
+    @property
+    def run(self) -> bool:
+        """Whether a load runs."""
+        return bool(self._running)
+
     def shares(self, state: RequestState, start: int, end: int) -> bool:
         """Whether a request waits for a load that runs, before its own of tokens ``[start, end)``.
 
@@ -200,26 +202,6 @@ class Loads(SharingPart):
             return
         if failure.key:
             state.failures[key] = failure.bad
-        if failure.key and failure.kind != FULL:
-            state.failed[failure.kind].add(failure.chunk_index)
-        else:
-            limit = failure.chunk_index
-            state.limit = limit if state.limit is None else min(state.limit, limit)
-        if self._groups.hybrid:
-            self._allow_shorter(state, failure)
-
-    @staticmethod
-    def _allow_shorter(state: RequestState, failure: LoadFailure) -> None:
-        """Let a request of a hybrid engine, whose load brought nothing, have a shorter hit."""
-        # A wait that has not ended is not that of the load.
-        state.drop_awaited()
-        if state.loaded:
-            # Other ranks may report the same load later.
-            state.failed_loads += 1
-            # Where no object is the cause, a shorter hit would fail as well.
-            state.loaded = not failure.key or state.failed_loads >= _MOST_FAILED_LOADS
-        if not state.loaded:
-            state.drop_lookup()
 
     def _note_repaired(self, key: bytes, rank: int) -> None:
         """Trust a damaged chunk again once every rank that has layers of its kind repaired it."""

@@ -211,7 +211,6 @@ class Lookups(SharingPart):
         self._engine.failed.clear()
         if self._opening.lookups is not None:
             self._opening.lookups.forget()
-        self._keys.adapters.prefix_cache_was_reset()
         for state in self._requests.values():
             if state.waits:
                 state.drop_lookup()
@@ -262,7 +261,8 @@ class Lookups(SharingPart):
 
     def breaker_is_open(self, lookups: LookupService) -> bool:
         """Whether the breaker of the scheduler's storage, or of a worker's, is open."""
-        if self._open_breakers and time.monotonic() - self._steps.began > _STALE_SECONDS:
+        paused = self._steps.idle and time.monotonic() - self._steps.began > _STALE_SECONDS
+        if self._open_breakers and paused:
             # Workers report in steps only. One whose breaker is still open reports it again when
             # it refuses a load.
             self._open_breakers.clear()

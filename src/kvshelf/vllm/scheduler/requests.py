@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from kvshelf.format.keys import Chunk
-from kvshelf.format.kinds import STATE, WINDOW, Kind
 from kvshelf.shelf.lookup import Lookup
 from kvshelf.shelf.waits import Wait
 from kvshelf.vllm.handover import Handover, is_foreign
@@ -162,20 +161,16 @@ class RequestState:
         Whether its lookup was counted, and that an open breaker kept it from one.
     offered_from : int
         Tokens that vLLM had when it last asked.
+    offered_alone : float or None
+        Since when vLLM is offered a hit in vain while nothing else is computed or loaded.
     loaded, loading : bool
         Whether a load was planned since it was admitted, and whether it runs.
     load : int
         The number of its last load; 0 before the first.
     shared : LoadOp or None
         The load of another request for which it waits, or has waited.
-    limit : int or None
-        Index of the first chunk that could not be loaded: no hit may include it.
     failures : dict
         Kind keys of chunks that could not be loaded; True where the object is damaged.
-    failed : dict
-        Indices of the chunks whose windows and states could not be loaded.
-    failed_loads : int
-        Since the request was admitted.
     period : int
         The oldest of its blocks, see :mod:`kvshelf.vllm.scheduler.periods`.
     stores : StorePlan
@@ -196,14 +191,12 @@ class RequestState:
     counted: bool = False
     refused: bool = False
     offered_from: int = 0
+    offered_alone: float | None = None
     loaded: bool = False
     loading: bool = False
     load: int = 0
     shared: LoadOp | None = None
-    limit: int | None = None
     failures: dict[bytes, bool] = field(default_factory=dict)
-    failed: dict[Kind, set[int]] = field(default_factory=lambda: {WINDOW: set(), STATE: set()})
-    failed_loads: int = 0
     period: int = 0
     stores: StorePlan = field(default_factory=StorePlan)
 
@@ -226,9 +219,7 @@ class RequestState:
         """Begin anew after a preemption."""
         self.admission = self.request.num_preemptions
         self.loaded = self.gave_up = False
-        # What is really missing is known to the engine.
-        self.limit = None
-        self.failed_loads = 0
+        self.offered_alone = None
         if self.awaited is not None and self.awaited.outcome is not None:
             # Promised chunks are there, or are not waited for again.
             self.awaited.deadline = math.inf
