@@ -26,6 +26,7 @@ from typing import Any, Final
 from kvshelf.backends import Backend, ObjectInfo
 from kvshelf.capacity.visit import KEEPERS
 from kvshelf.errors import StorageError
+from kvshelf.shelf.leftovers import read_small
 
 #: Seconds without a visit after which a keeper does not count.
 ALIVE_SECONDS: Final = 600.0
@@ -89,13 +90,10 @@ def read(backend: Backend) -> dict[str, dict[str, Any]]:
     found = _markers(backend)
     said: dict[str, dict[str, Any]] = {}
     for info in found[:_MOST_READ]:
-        if _at(info) <= _at(found[0]) - ALIVE_SECONDS or not 0 < info.size <= _BYTES:
+        if _at(info) <= _at(found[0]) - ALIVE_SECONDS:
             continue
-        data = bytearray(info.size)
         with suppress(StorageError, ValueError, RecursionError):
-            with backend.open(info.name) as reader:
-                count = reader.read_into(memoryview(data), 0)
-            value = json.loads(data[:count])
+            value = json.loads(read_small(backend, info.name, _BYTES))
             if isinstance(value, dict):
                 said[info.name.rpartition("/")[2]] = {**value, "at": _at(info)}
     return said
