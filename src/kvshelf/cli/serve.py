@@ -73,21 +73,21 @@ def serve(
         raise ConfigError("the server has no memory: give --memory 20GiB")
     nbytes = config.memory_bytes
     try:
-        from kvshelf.server.process import Place, default_socket
+        from kvshelf.server.process import default_socket
         from kvshelf.server.process import serve as run
     except ImportError as error:
         raise ConfigError(
             f"kvshelf serve needs packages that are missing ({error}):"
             " pip install 'kvshelf[server]'"
         ) from error
-    place = Place(socket or default_socket(), where)
+    url = socket or default_socket()
 
     def ready(opened: str, port: int | None) -> None:
         host = "" if where is None else f"[{where[0]}]" if ":" in where[0] else where[0]
         at = "" if port is None or where is None else f", http://{host}:{port}"
-        typer.echo(f"kvshelf serve: {place.url}, {size_text(nbytes)} of memory, shelf {opened}{at}")
+        typer.echo(f"kvshelf serve: {url}, {size_text(nbytes)} of memory, shelf {opened}{at}")
 
-    run(config, place, nbytes, ready=ready, lease_seconds=lease)
+    run(config, url, nbytes, http=where, ready=ready, lease_seconds=lease)
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -24,7 +24,6 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 from kvshelf.assembly import Role, assemble
@@ -44,22 +43,6 @@ _CLOSE_SECONDS: Final = 5.0
 _DRAIN_SECONDS: Final = 4.0
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a server listens.
-
-    Attributes
-    ----------
-    url : str
-        ``ipc://`` and the path of its socket.
-    http : tuple of str and int, or None
-        Address and port for health and metrics; port 0: any free one.
-    """
-
-    url: str
-    http: tuple[str, int] | None
-
-
 def default_socket() -> str:
     """Return the URL of this user's server on this machine."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
@@ -70,9 +53,10 @@ def default_socket() -> str:
 
 def serve(
     config: Config,
-    place: Place,
+    url: str,
     memory_bytes: int,
     *,
+    http: tuple[str, int] | None,
     ready: Callable[[str, int | None], None],
     lease_seconds: float = LEASE_SECONDS,
 ) -> None:
@@ -82,9 +66,12 @@ def serve(
     ----------
     config : Config
         The shelf, its bounds, its disk tier, deadlines and threads.
-    place : Place
+    url : str
+        ``ipc://`` and the path of the socket.
     memory_bytes : int
         Memory for objects, taken now.
+    http : tuple of str and int, or None
+        Address and port for health and metrics; port 0: any free one.
     ready : Callable
         Called with the shelf's URL and the port for HTTP when clients can connect.
     lease_seconds : float
@@ -110,7 +97,7 @@ def serve(
         # thread for sure; a lock is not told, and a handler must not take one.
         told, tells = map(opened.enter_context, socket.socketpair())
         tells.setblocking(False)
-        loop = Loop(place.url)
+        loop = Loop(url)
         opened.callback(loop.close)
         arena = Arena(memory_bytes, shared=True)
         opened.callback(arena.close)
@@ -152,9 +139,9 @@ def serve(
             return None
 
         port = None
-        if place.http is not None:
+        if http is not None:
             health = Health(
-                *place.http,
+                *http,
                 healthy=lambda: answers(loop.post, _HEALTH_SECONDS),
                 problem=problem,
                 metrics=ServerMetrics(
