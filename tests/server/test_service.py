@@ -207,9 +207,10 @@ def test_what_a_dead_client_asked_for_and_nobody_has_begun_is_forgotten(desk: De
 
 
 def test_a_read_that_others_wait_for_outlives_the_client_that_asked_first(
-    make_desk: MakeDesk, shelf: Path
+    make_desk: MakeDesk, shelf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    desk = make_desk(io_threads=1)
+    monkeypatch.setattr("kvshelf.server.service._FEW_THREADS", 2)
+    desk = make_desk()
     gate = desk.hold("read")
     chunks = make_chunks(FMT, 3)
     names = [put(shelf, FMT, chunk) for chunk in chunks]
@@ -343,9 +344,12 @@ def test_what_is_deleted_while_it_is_read_or_stored_is_not_kept(desk: Desk, shel
     assert desk.ask("find", B, names, [SIZE] * 2) == FoundSizes([MISSING] * 2)
 
 
-def test_clients_that_store_take_turns(make_desk: MakeDesk) -> None:
+def test_clients_that_store_take_turns(
+    make_desk: MakeDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvshelf.server.service._FEW_THREADS", 2)
     steps = threading.Semaphore(0)
-    desk = make_desk(32 * 8192, io_threads=2)
+    desk = make_desk(32 * 8192)
     desk.describe(FMT)
     desk.faults.add(Fault("write", wait=steps))
     ended: list[Any] = []
@@ -363,8 +367,11 @@ def test_clients_that_store_take_turns(make_desk: MakeDesk) -> None:
     assert ended + others == [Stored("created")] * 41
 
 
-def test_clients_that_read_take_turns(make_desk: MakeDesk, shelf: Path) -> None:
-    desk = make_desk(io_threads=1)
+def test_clients_that_read_take_turns(
+    make_desk: MakeDesk, shelf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvshelf.server.service._FEW_THREADS", 2)
+    desk = make_desk()
     gate = desk.hold("read")
     names = [put(shelf, FMT, chunk) for chunk in make_chunks(FMT, 21)]
     first = desk.begin_fetch(A, names[:20], [SIZE] * 20)

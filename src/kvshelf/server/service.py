@@ -125,8 +125,6 @@ class Service:
         Seconds, for leases and waits.
     lease_seconds : float
         How long a lease lives.
-    io_threads : int, optional
-        Threads that read objects; half as many write. By default as the storage needs.
     uses : Uses, optional
         Records what clients use; the caller closes it, before the service. When absent, nothing
         is recorded but what clients set themselves.
@@ -157,7 +155,6 @@ class Service:
         counters: Counters | None = None,
         clock: Callable[[], float] = time.monotonic,
         lease_seconds: float = LEASE_SECONDS,
-        io_threads: int | None = None,
         uses: Uses | None = None,
         hands_over: Callable[[], None] | None = None,
     ) -> None:
@@ -182,10 +179,9 @@ class Service:
         properties = self._backend.properties
         concurrent = min(_MOST_THREADS, properties.concurrency)
         many = max(_FEW_THREADS, concurrent) if properties.high_latency else _FEW_THREADS
-        readers = many if io_threads is None else io_threads
         threads = {
-            "fetch": readers,
-            "publish": max(1, readers // 2),
+            "fetch": many,
+            "publish": many // 2,
             "probe": many,
             "call": _FEW_THREADS,
         }
