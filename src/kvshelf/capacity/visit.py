@@ -674,8 +674,6 @@ class Outcome:
         Files that the storage did not allow to delete.
     error : StorageError or None
         The first such refusal, or the error of the storage that ended the deletion.
-    finished : bool
-        Whether all was tried.
     """
 
     deleted: dict[Reason, Total] = field(default_factory=dict)
@@ -684,7 +682,6 @@ class Outcome:
     gone: Total = field(default_factory=Total)
     failed: int = 0
     error: StorageError | None = None
-    finished: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -769,7 +766,6 @@ def delete(
                 return outcome
             if (outcome.failed >= _MOST_REFUSED and not outcome.count) or stop():
                 return outcome
-    outcome.finished = True
     return outcome
 
 
