@@ -240,13 +240,11 @@ def test_what_was_seen_stays_seen_when_it_vanishes(rig: Rig) -> None:
     assert wait.complete and wait.seen == 2
 
 
-def test_nothing_to_wait_for_is_complete_and_a_strange_kind_is_refused(tmp_path: Path) -> None:
+def test_nothing_to_wait_for_is_complete(tmp_path: Path) -> None:
     shelf = Shelf(posix(tmp_path / "shelf"))
     service = WaitService({FULL: shelf.view(FMT)}, counters=Counters())
     assert service.submit([], ATTEMPT).complete
     assert not service._waits
-    with pytest.raises(ValueError, match="kind state: the namespace has full"):
-        service.submit([(STATE, make_chunks(FMT, 1)[0])], ATTEMPT)
     service.close()
 
 

@@ -178,7 +178,8 @@ class WaitService:
         Parameters
         ----------
         pieces : Sequence of (Kind, Chunk)
-            What to wait for, in the order in which it is needed. Must not be changed afterwards.
+            What to wait for, of kinds that the namespace has, in the order in which it is needed.
+            Must not be changed afterwards.
         attempt : str
             Id of the producer's attempt, 32 hex digits, whose marker ends the wait; empty: none.
 
@@ -186,18 +187,7 @@ class WaitService:
         -------
         Wait
             Complete if there are no pieces. After :meth:`close` it never ends.
-
-        Raises
-        ------
-        ValueError
-            If a piece is of a kind that the namespace does not have.
         """
-        unknown = {kind for kind, _ in pieces} - self._views.keys()
-        if unknown:
-            raise ValueError(
-                f"pieces of kind {', '.join(sorted(unknown))}: the namespace has"
-                f" {', '.join(self._views)}"
-            )
         wait = Wait(self, pieces, attempt, complete=not pieces)
         if pieces:
             with self._lock:
