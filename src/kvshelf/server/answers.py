@@ -26,12 +26,8 @@ import zmq
 
 from kvshelf.errors import TransientStorageError
 from kvshelf.server import messages
-from kvshelf.server.messages import Failed, Fetched, Ready, Reply
+from kvshelf.server.messages import MAX_OPEN, MAX_OPEN_BYTES, Failed, Fetched, Ready, Reply
 
-#: Most answers that one client may wait for: one for each request, for each object of a fetch.
-MAX_OPEN: Final = 4 * messages.MAX_NAMES
-#: Most bytes of requests of one client that wait for their answers.
-MAX_OPEN_BYTES: Final = 64 << 20
 #: Bytes of answers of one client that wait for ZMQ's queue.
 _MAX_BACKLOG: Final = 2 * messages.MAX_REPLY
 #: Outcomes in one message.

@@ -41,7 +41,8 @@ from typing import Any, Final
 
 import msgspec
 
-from kvshelf.backends.base import NotRegular, ObjectInfo, Properties, StatResults, delete_one
+from kvshelf.backends import NotRegular, ObjectInfo, Properties, StatResults, WriteMode
+from kvshelf.backends.base import delete_one
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.errors import ObjectNameError, PermanentStorageError
 from kvshelf.format.names import parse_path
@@ -53,7 +54,6 @@ from kvshelf.server.messages import (
     Facts,
     Fault,
     FoundSizes,
-    WriteMode,
 )
 
 #: Rows of a page, and listings that one client may be in the middle of.

@@ -64,10 +64,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Most answers that are waited for, and bytes of their requests. A server that lets them become so
-#: many hangs.
-_MAX_OPEN: Final = 4 * messages.MAX_NAMES
-_MAX_OPEN_BYTES: Final = 64 << 20
 #: How long the server may take to take a client.
 _GREETING_SECONDS: Final = 2.0
 #: Pauses between attempts to connect.
@@ -288,8 +284,8 @@ class Channel:
         """Give a request to ZMQ, under the lock; return what was wrong."""
         if waiting is not None:
             if (
-                connection.open + waiting.left > _MAX_OPEN
-                or connection.open_bytes + len(frame) > _MAX_OPEN_BYTES
+                connection.open + waiting.left > messages.MAX_OPEN
+                or connection.open_bytes + len(frame) > messages.MAX_OPEN_BYTES
             ):
                 return f"has not answered {connection.open} requests"
             waiting.nbytes = len(frame)

@@ -47,6 +47,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar, cast
 import msgspec
 
 from kvshelf import errors
+from kvshelf.backends.base import WriteMode
 from kvshelf.format import invalid
 
 #: Version of the protocol. Server and client must have the same.
@@ -68,6 +69,10 @@ MAX_SEGMENT: Final = 32 << 30
 #: Most names in one request; the sender splits longer lists.
 MAX_NAMES: Final = 8192
 MAX_NAME: Final = 512
+#: Most answers that one client may wait for: one for each request, for each object of a fetch; and
+#: most bytes of its requests that wait for them. A server that lets them become so many hangs.
+MAX_OPEN: Final = 4 * MAX_NAMES
+MAX_OPEN_BYTES: Final = 64 << 20
 
 _MAX_BYTES: Final = 1 << 48
 
@@ -81,7 +86,6 @@ Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=4096)]
 U64: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 Leases: TypeAlias = Annotated[list[U64], msgspec.Meta(max_length=MAX_NAMES)]
 
-WriteMode: TypeAlias = Literal["create", "replace"]
 StoreResult: TypeAlias = Literal["created", "existed", "replaced"]
 
 Method: TypeAlias = Literal[

@@ -33,7 +33,7 @@ from typing import Final, TypeAlias
 
 import xxhash
 
-from kvshelf.backends import WriteResult
+from kvshelf.backends import WriteMode, WriteResult
 from kvshelf.errors import (
     BadObjectError,
     BoundReachedError,
@@ -44,7 +44,7 @@ from kvshelf.format.invalid import PayloadDamaged
 from kvshelf.format.keys import Chunk
 from kvshelf.memory.places import Budget, Slot
 from kvshelf.server.fetches import MEMORY_FULL, Fetches, Resources, draining
-from kvshelf.server.messages import Fault, Reply, Store, Stored, WriteMode
+from kvshelf.server.messages import Fault, Reply, Store, Stored
 from kvshelf.server.namespaces import HASH, NamedObject, key_of
 from kvshelf.server.storage import Copied
 from kvshelf.server.turns import Turns
