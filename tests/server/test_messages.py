@@ -81,7 +81,7 @@ def test_greetings_survive_their_encoding() -> None:
     hello = Hello(messages.PROTOCOL, TOKEN, 1 << 30)
     assert messages.decode_hello(messages.encode_greeting(hello)) == hello
     for answer in (
-        Welcome(TOKEN, b"s", 1 << 30, 100, 30.0, 256, Facts("file:///x", "ext4")),
+        Welcome(TOKEN, 1 << 30, 100, 30.0, 256, Facts("file:///x", "ext4")),
         Refused("because"),
     ):
         assert messages.decode_answer(messages.encode_greeting(answer)) == answer

@@ -86,13 +86,11 @@ class ServedBackend(Backend):
         return Properties(
             filesystem=f"{facts.filesystem} through a node server",
             cache_seconds=facts.cache_seconds,
-            links=facts.links,
             concurrency=_LOW_LATENCY_CONCURRENCY if low_latency else facts.concurrency,
             probe_cost=max(_MESSAGE_SECONDS, facts.probe_cost),
             read_only=facts.read_only,
             sets_aside=facts.sets_aside,
-            # The server removes those of killed writers.
-            temporaries=False,
+            # No temporaries: the server removes those of killed writers.
             renews=facts.renews,
             shared=facts.shared,
             versions=facts.versions,

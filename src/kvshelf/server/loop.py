@@ -190,12 +190,10 @@ class Loop:
         assert fd is not None
         self._thread = threading.get_ident()
         self._service = service
-        server = os.urandom(messages.ID_BYTES)
 
         def welcome(new: _Session) -> None:
             message = Welcome(
                 new.token,
-                server,
                 arena.nbytes,
                 service.slots,
                 service.lease_seconds,

@@ -51,7 +51,7 @@ from kvshelf.backends.base import WriteMode
 from kvshelf.format import invalid
 
 #: Version of the protocol. Server and client must have the same.
-PROTOCOL: Final = 6
+PROTOCOL: Final = 7
 
 #: Bytes of a client's id and of a session's token; both are random.
 ID_BYTES: Final = 16
@@ -187,12 +187,10 @@ class Facts(Message, frozen=True):
     url: str
     filesystem: str
     cache_seconds: float = 0.0
-    links: bool = False
     concurrency: int = 8
     probe_cost: float = 10e-6
     read_only: bool = False
     sets_aside: bool = False
-    temporaries: bool = False
     renews: bool = False
     shared: bool = False
     versions: bool = False
@@ -209,8 +207,6 @@ class Welcome(Message, frozen=True, tag="welcome"):
     ----------
     token : bytes
         Every request of this session begins with it.
-    server : bytes
-        An id that the server draws when it starts.
     arena_bytes : int
         Size of the arena.
     slots : int
@@ -223,7 +219,6 @@ class Welcome(Message, frozen=True, tag="welcome"):
     """
 
     token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
-    server: bytes
     arena_bytes: Bytes
     slots: Bytes
     lease_seconds: float
