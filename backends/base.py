@@ -141,8 +141,6 @@ class Properties:
         Short name, for display: ``ext4``, ``nfs``, ``fuse``, ``memory``, ``s3`` …
     cache_seconds : float
         How long the storage's own caches may give outdated answers.
-    links : bool
-        Objects are published by hard links, unless the storage has refused one.
     concurrency : int
         Number of concurrent calls up to which throughput grows.
     deletes_at_once : int
@@ -169,7 +167,6 @@ class Properties:
 
     filesystem: str
     cache_seconds: float = 0.0
-    links: bool = False
     concurrency: int = 8
     deletes_at_once: int = 1
     probe_cost: float = 10e-6

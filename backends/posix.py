@@ -157,7 +157,6 @@ class PosixBackend(Backend):
         self._properties = Properties(
             filesystem=mount.kind,
             cache_seconds=mount.cache_seconds,
-            links=True,
             concurrency=8 if mount.local else 32,
             probe_cost=self._place.probe_cost(mount),
             sets_aside=True,
@@ -175,11 +174,7 @@ class PosixBackend(Backend):
     @property
     def properties(self) -> Properties:
         """What callers may rely on at present; a refused write expires after a minute."""
-        now: dict[str, Any] = {
-            "read_only": self._place.read_only,
-            "links": self._publisher.links,
-            "shared": self._folders.shared,
-        }
+        now: dict[str, Any] = {"read_only": self._place.read_only, "shared": self._folders.shared}
         if any(getattr(self._properties, name) != value for name, value in now.items()):
             self._properties = replace(self._properties, **now)
         return self._properties

@@ -59,11 +59,6 @@ class Publisher:
         self._fsync = fsync
         self._how = _LINK
 
-    @property
-    def links(self) -> bool:
-        """Whether objects are published by hard links."""
-        return self._how == _LINK
-
     def write(
         self, name: str, buffers: Sequence[BytesLike], mode: WriteMode = "create"
     ) -> WriteResult:

@@ -351,8 +351,7 @@ class _Examination:
         self._written, self._written_in = True, (before, time.time())
         if result is not WriteResult.CREATED:
             raise StorageError(f"found {result.value} for a new name, expected created")
-        how = ", by a hard link" if self._backend.properties.links else ""
-        return f"{len(self._content)} bytes{how}"
+        return f"{len(self._content)} bytes"
 
     def _read(self) -> str:
         found = bytearray(len(self._content))
