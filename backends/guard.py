@@ -367,7 +367,7 @@ class GuardedBackend(WrappedBackend):
         """
         with _Guarded(self, READ, name, self.deadlines.to_read(nbytes)) as call:
             found = read()
-            call.counts_success = found is not None
+            call.counts = found is not None
         if found is not None:
             self._trials.note_worked(READ, name)
         return found
@@ -388,7 +388,7 @@ class GuardedBackend(WrappedBackend):
         size = sum(memoryview(buffer).nbytes for buffer in buffers)
         if not size:
             seconds = self.deadlines.write
-            with _Guarded(self, PROBE, name, seconds, counts_success=False, counts_failure=False):
+            with _Guarded(self, PROBE, name, seconds, counts=False):
                 return self.inner.write(name, buffers, mode)
         bound = self.bound
         if bound is not None and not bound.begin(size):
@@ -656,8 +656,7 @@ class _Guarded:
     kind: str
     name: str
     seconds: float
-    counts_success: bool = True
-    counts_failure: bool = True
+    counts: bool = True
     _call: _Call = field(init=False)
 
     def __enter__(self) -> _Guarded:
@@ -665,7 +664,7 @@ class _Guarded:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self.counts_success if error is None else self.counts_failure:
+        if self.counts:
             self.guard._leave(self._call, error)
         else:
             self.guard._leave_uncounted(self._call)
