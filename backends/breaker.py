@@ -84,8 +84,6 @@ class Breaker:
     ----------
     is_closed : bool
         Whether the state is closed; a plain attribute, quick to read.
-    opened, closed : int
-        How often the breaker has opened from closed, and closed.
     retry_at : float
         Time, by ``time.monotonic``, at which an open breaker may become half-open.
     failed_trials : int
@@ -99,7 +97,6 @@ class Breaker:
         on_change: Callable[[Breaker, str], None],
     ) -> None:
         self.is_closed = True
-        self.opened = self.closed = 0
         self.retry_at = 0.0
         self.failed_trials = 0
         self._outcomes = {kind: Outcomes() for kind in kinds}
@@ -157,7 +154,6 @@ class Breaker:
                 return
             if was is BreakerState.CLOSED:
                 self.failed_trials = 0
-                self.opened += 1
                 if now - self._closed_at > self._backoff.most:
                     self._delay = self._backoff.first
             else:
@@ -194,7 +190,6 @@ class Breaker:
                 return
             self._state = BreakerState.CLOSED
             self.is_closed = True
-            self.closed += 1
             self._closed_at = time.monotonic()
             for outcomes in self._outcomes.values():
                 outcomes.began = 0.0

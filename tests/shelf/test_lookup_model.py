@@ -121,7 +121,7 @@ class Asked:
     began: float
     #: Nothing keeps the storage from answering, and no key counts as missing.
     calm: bool
-    opened: int
+    opens: float
 
 
 @dataclass(eq=False)
@@ -143,9 +143,9 @@ class Life:
         self.guard = GuardedBackend(self.storage, Deadlines(*[DEADLINE] * 3), Backoff(0.02, 0.2))
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setitem(failed_keys._SECONDS, False, 3.0)
-        self.failed = FailedKeys()
+        self.failed, self.counters = FailedKeys(), Counters()
         view = Shelf(self.guard).view(FMT)
-        self.service = LookupService(view, failed=self.failed, counters=Counters())
+        self.service = LookupService(view, failed=self.failed, counters=self.counters)
         self.waits = WaitService({FULL: view}, counters=Counters())
         self.count = 2 if far else 1
         for clean in (self.guard.close, self.service.close, self.waits.close, self.go_on):
@@ -203,11 +203,14 @@ class Life:
         lookup = self.service.submit(
             tokens, lambda: KeyChain(FMT.namespace.digest, SIZE), on_done=on_done
         )
-        asked = Asked(lookup, chunks, began, calm, self.guard.reads.opened)
+        asked = Asked(lookup, chunks, began, calm, self.opens())
         self.waiting.append(asked)
         # Its first question is on its way.
         time.sleep(USUAL / 2)
         return asked
+
+    def opens(self) -> float:
+        return self.counters.snapshot().get("breaker_opens", 0)
 
     def wait_for(self, branch: int, last: int) -> None:
         chunks, began = self.chains[branch][: last + 1], time.monotonic()
@@ -375,7 +378,7 @@ class Life:
         for chunk in asked.chunks[:hit]:
             gone = self.gone.get(chunk.key, math.inf)
             assert gone > began or self.was_there(chunk, gone, end), "what we know is gone"
-        if not asked.calm or began <= self.trouble() or self.guard.reads.opened > asked.opened:
+        if not asked.calm or began <= self.trouble() or self.opens() > asked.opens:
             return
         for chunk in asked.chunks[hit : hit + 1]:
             if chunk.key in self.gone and self.ours.get(chunk.key, began) > began:

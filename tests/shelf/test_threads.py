@@ -77,7 +77,7 @@ def test_a_stuck_thread_is_replaced_and_ends_when_it_comes_back(rig: Rig) -> Non
     until(lambda: len(rig.threads._working) == COUNT)
     assert rig.stuck[0] not in {one.ident for one in rig.threads._working}
     assert sorted(rig.started) == ["test-0", "test-1", "test-2"]
-    assert rig.guard.reads.opened == 0
+    assert rig.guard.reads.is_closed
     gate.set()
     until(lambda: len(rig.threads._stuck) == 0)
     assert len(rig.threads._working) == COUNT

@@ -584,7 +584,7 @@ def test_loads_go_on_when_threads_can_be_started_again(
         backend.add(Fault("read", f"*{chunks[0].key.hex()}*", wait=gate))
         with none_can_be_started(monkeypatch, "kvshelf-load"):
             assert rig.load(chunks, 20)[0].failed_at == 0
-            until(lambda: rig.guard.reads.closed > 0)
+            until(lambda: rig.count("breaker_closes") > 0)
             assert rig.load(others, 30)[0].failures == [(others[0], Failure.UNAVAILABLE)]
         # What hangs still does.
         rig.comes_back(others, 40)

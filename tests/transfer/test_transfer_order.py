@@ -295,7 +295,7 @@ def test_a_thread_that_is_taken_for_kept_while_it_waits_is_watched_over_all_the_
         until(lambda: len(gate.opened) == 2)
         gate.lift()
         assert rig.finished().failed_at == 0
-        until(lambda: rig.guard.reads.closed > 0)
+        until(lambda: rig.count("breaker_closes") > 0)
         load = rig.start("s", rig.items(chunks, 40))
         assert rig.finished() is load
         assert load.failed_at is None
