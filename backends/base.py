@@ -553,12 +553,6 @@ def probe(backend: Backend, name: str) -> int | NotRegular | None:
     return answer
 
 
-def read_into(backend: Backend, name: str, buffer: memoryview, offset: int = 0) -> int:
-    """Open, read `len(buffer)` bytes from `offset`, close; return the number of bytes read."""
-    with backend.open(name) as reader:
-        return reader.read_into(buffer, offset)
-
-
 def delete_one(backend: Backend, name: str) -> bool:
     """Remove one entry, see :meth:`Backend.delete`; raise what that would answer as an error."""
     answer = backend.delete([name])[0]

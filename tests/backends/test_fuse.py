@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from kvshelf.backends import Backend, BytesLike, Touched, WriteResult
-from kvshelf.backends.base import WriteMode, delete_one, read_into
+from kvshelf.backends.base import WriteMode, delete_one
 from kvshelf.backends.breaker import LEAST_FAILURES
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
@@ -44,7 +44,7 @@ from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef
 from tests.faults.faultfs import FaultMount, _unmount, mounted, skip, why_not
 from tests.support import prompts
-from tests.support.backend_suite import BackendSuite
+from tests.support.backend_suite import BackendSuite, read_into
 from tests.support.formats import make_format
 from tests.support.oracles import FolderOracle, Oracle
 from tests.support.prompts import make_chunks

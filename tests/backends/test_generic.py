@@ -15,7 +15,7 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from kvshelf.backends import WriteResult, open_backend
-from kvshelf.backends.base import delete_one, read_into
+from kvshelf.backends.base import delete_one
 from kvshelf.backends.generic import GenericBackend
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.wrappers import ReadOnlyBackend
@@ -29,6 +29,7 @@ from kvshelf.errors import (
     StorageError,
     TransientStorageError,
 )
+from tests.support.backend_suite import read_into
 
 pytestmark = pytest.mark.real
 

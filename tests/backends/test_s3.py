@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvshelf.backends import Backend, open_backend
-from kvshelf.backends.base import WriteResult, delete_one, read_into
+from kvshelf.backends.base import WriteResult, delete_one
 from kvshelf.cli.app import app
 from kvshelf.errors import (
     ConfigError,
@@ -26,7 +26,7 @@ from kvshelf.errors import (
     TransientStorageError,
 )
 from tests.faults.s3proxy import S3Proxy
-from tests.support.backend_suite import BackendSuite
+from tests.support.backend_suite import BackendSuite, read_into
 from tests.support.oracles import FolderOracle, Oracle
 from tests.support.servers import (
     BUCKET,

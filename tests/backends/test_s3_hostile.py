@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvshelf.backends import Backend, open_backend
-from kvshelf.backends.base import Whole, read_into
+from kvshelf.backends.base import Whole
 from kvshelf.cli.app import app
 from kvshelf.errors import (
     ConfigError,
@@ -35,6 +35,7 @@ from kvshelf.backends import generic as generic_module
 from kvshelf.backends import s3 as s3_module
 from kvshelf.backends import s3_quirks
 from kvshelf.backends.s3 import S3Backend
+from tests.support.backend_suite import read_into
 from tests.support.filled import namespace
 
 pytestmark = pytest.mark.real

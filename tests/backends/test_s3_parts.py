@@ -14,13 +14,14 @@ import pytest
 
 from benchmarks.samples import LARGE, fill, make_chunks, make_format
 from kvshelf.backends import s3
-from kvshelf.backends.base import delete_one, read_into
+from kvshelf.backends.base import delete_one
 from kvshelf.backends.breaker import LEAST_FAILURES
 from kvshelf.backends.s3 import Rate, open_s3
 from kvshelf.backends.s3_client import Span
 from kvshelf.errors import BadObjectError, ObjectMissingError, TransientStorageError
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef, Presence
+from tests.support.backend_suite import read_into
 from tests.support.delaying_proxy import DelayingProxy
 from tests.support.servers import BUCKET, S3Server, command, moto_s3, rclone_s3
 

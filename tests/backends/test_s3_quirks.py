@@ -12,7 +12,6 @@ import pytest
 from typer.testing import CliRunner
 
 from kvshelf.backends import Backend, WriteResult, open_backend
-from kvshelf.backends.base import read_into
 from kvshelf.cli.app import app
 from kvshelf.errors import ConfigError, PermanentStorageError
 from tests.support.servers import BUCKET, S3Server, command, moto_s3
@@ -21,6 +20,7 @@ pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[
 
 from kvshelf.backends import s3_quirks
 from tests.faults.s3proxy import S3Proxy
+from tests.support.backend_suite import read_into
 
 pytestmark = [
     pytest.mark.real,

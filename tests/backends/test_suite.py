@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 
 from kvshelf.backends import Backend, posix_folders, posix_publish
-from kvshelf.backends.base import read_into
 from kvshelf.backends.generic import GenericBackend
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.errors import PermanentStorageError
 from tests.server.node import LocalServer
 from tests.sim.storage import FaultyStorage
-from tests.support.backend_suite import BackendSuite
+from tests.support.backend_suite import BackendSuite, read_into
 from tests.support.oracles import FolderOracle, MemoryOracle, Oracle
 
 SHM = Path("/dev/shm")

@@ -39,7 +39,6 @@ from kvshelf.backends.base import (
     WriteResult,
     delete_one,
     final_name,
-    read_into,
 )
 from kvshelf.backends.wrappers import ReadOnlyBackend
 from kvshelf.errors import (
@@ -75,6 +74,12 @@ BAD_NAMES = (
 
 def _pattern(size: int, seed: int = 0) -> bytes:
     return hashlib.shake_128(seed.to_bytes(4, "little")).digest(size)
+
+
+def read_into(backend: Backend, name: str, buffer: memoryview, offset: int = 0) -> int:
+    """Open, read `len(buffer)` bytes from `offset`, close; return the number of bytes read."""
+    with backend.open(name) as reader:
+        return reader.read_into(buffer, offset)
 
 
 def _read_all(backend: Backend, name: str) -> bytes:
