@@ -7,7 +7,7 @@ import random
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -36,6 +36,11 @@ def put(memory: HostMemory, name: object, nbytes: int = PAGE, parent: object = N
     return slot
 
 
+def use(memory: HostMemory, names: Iterable[object]) -> None:
+    for slot in filter(None, map(memory.pin, names)):
+        memory.unpin(slot)
+
+
 def held(memory: HostMemory, names: str) -> str:
     return "".join(n for n, here in zip(names, memory.holds(names), strict=True) if here)
 
@@ -45,14 +50,14 @@ def test_the_beginnings_of_prompts_outlive_their_ends() -> None:
     # Two prompts of four chunks; the second is older, although its end was stored last.
     for name, parent in ("a ", "ba", "cb", "dc", "A ", "BA", "CB", "DC"):
         put(memory, name, parent=parent)
-    memory.touch("abcd")
+    use(memory, "abcd")
     put(memory, "1")
     assert held(memory, "abcdABCD") == "abcdABC"
     put(memory, "2")
     put(memory, "3")
     put(memory, "4")
     assert held(memory, "abcdABCD") == "abcd"
-    memory.touch("1234")
+    use(memory, "1234")
     put(memory, "5")
     put(memory, "6")
     assert held(memory, "abcd") == "ab"
@@ -80,7 +85,7 @@ def test_one_large_object_does_not_cost_all_small_ones() -> None:
     # The order of use has nothing to do with the order of places.
     random.Random(1).shuffle(order)
     for name in order:
-        memory.touch([name])
+        use(memory, [name])
     assert put(memory, "large", 64 * PAGE) is not None
     assert memory.stats().objects >= 1024 - 2 * 64
 
@@ -140,7 +145,7 @@ def test_no_call_is_long_under_the_lock_however_many_objects_there_are(
     assert memory.reserve("too large", 40 * PAGE) is None
     assert memory.reserve("large", 12 * PAGE) is not None
     # All places in the queue are wrong now.
-    memory.touch(range(count))
+    use(memory, range(count))
     assert put(memory, "small") is not None
     memory.pin_all(range(count // 2))
     assert memory.reserve("large", 12 * PAGE) is not None
@@ -308,13 +313,6 @@ class MemoryMachine(RuleBasedStateMachine):
         slot = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
         self.memory.unpin(slot)
 
-    @rule(names=st.lists(NAMES))
-    def touch(self, names: list[int]) -> None:
-        self.memory.touch(names)
-        for name in names:
-            if name in self.known:
-                self.use(self.known[name])
-
     @rule(name=NAMES)
     def remove(self, name: int) -> None:
         assert self.memory.forget(name) == (self.known.pop(name, None) is not None)
@@ -412,7 +410,7 @@ def test_threads_that_use_it_at_once_leave_nothing_behind() -> None:
                 seen = set(memory.view(slot))
                 assert seen == {name}, f"{name} was overwritten while it was pinned"
                 memory.holds(range(40))
-                memory.touch(range(name))
+                use(memory, range(name))
                 if rng.random() < 0.2:
                     memory.forget(name)
                 memory.unpin(slot)
@@ -466,7 +464,7 @@ def _lifetime(kind: str, operations: int) -> Iterator[tuple[float, float]]:
             assert slot is not None
             written += slot.nbytes
         elif what < 0.85:
-            memory.touch([name - rng.randrange(500)])
+            use(memory, [name - rng.randrange(500)])
         elif what < 0.9:
             memory.forget(name - rng.randrange(500))
         else:

@@ -148,7 +148,9 @@ def test_the_ends_of_prompts_are_evicted_first() -> None:
     tier = MemoryTier(room, counters=counters)
     for index in range(8):
         tier.keep(FMT, ref(index), image(index))
-    tier.touch(FMT, [ref(7)])
+    used = tier.pin(FMT, ref(7))
+    assert used is not None
+    used.release()
     other = make_chunks(FMT, 3, seed=5)
     for chunk in other:
         tier.keep(FMT, ObjectRef(chunk, 0), image(0, 0, FMT, chunk))

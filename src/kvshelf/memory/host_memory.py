@@ -361,15 +361,6 @@ class HostMemory:
         found = map(self._slots.get, names)
         return [None if slot is None else slot.nbytes for slot in found]
 
-    def touch(self, names: Sequence[Hashable]) -> None:
-        """Count a use of these objects, those of them that are here."""
-        for start in range(0, len(names), _BATCH):
-            with self._lock:
-                for name in names[start : start + _BATCH]:
-                    slot = self._slots.get(name)
-                    if slot is not None:
-                        self._note_use(slot)
-
     def _note_use(self, slot: Slot) -> None:
         self._clock += 1
         slot.used = self._clock

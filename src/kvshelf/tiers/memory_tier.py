@@ -146,10 +146,6 @@ class MemoryTier:
         """Return which of these objects are here."""
         return self._memory.holds([_name(fmt, chunk, shard) for chunk, shard in refs])
 
-    def touch(self, fmt: ObjectFormat, refs: Sequence[ObjectRef]) -> None:
-        """Count a use of these objects, those of them that are here."""
-        self._memory.touch([_name(fmt, chunk, shard) for chunk, shard in refs])
-
     def pin(self, fmt: ObjectFormat, ref: ObjectRef, *, loads: bool = True) -> PinnedObject | None:
         """Keep an object here until its :meth:`PinnedObject.release`; None if it is not here.
 
