@@ -139,7 +139,7 @@ def test_objects_are_removed_by_key(tier: MemoryTier) -> None:
     assert bytes(lent.view) == image(0)
     lent.release()
     stats = tier.stats()
-    assert (stats.objects, stats.free_bytes) == (0, MIB)
+    assert (stats.objects, stats.largest_free) == (0, MIB)
 
 
 def test_the_ends_of_prompts_are_evicted_first() -> None:

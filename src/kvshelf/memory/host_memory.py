@@ -54,8 +54,8 @@ class MemoryStats:
         Bytes of objects, found or not, that are pinned or reserved.
     wasted_bytes : int
         Bytes lost by rounding sizes up.
-    free_bytes, largest_free : int
-        Free bytes, and those of the largest free range.
+    largest_free : int
+        Bytes of the largest free range.
     evictions, evicted_bytes : int
         Objects evicted since the beginning, and their bytes.
     """
@@ -64,7 +64,6 @@ class MemoryStats:
     bytes: int
     pinned_bytes: int
     wasted_bytes: int
-    free_bytes: int
     largest_free: int
     evictions: int
     evicted_bytes: int
@@ -420,7 +419,6 @@ class HostMemory:
                 bytes=self._bytes,
                 pinned_bytes=self.pinned_bytes,
                 wasted_bytes=used - self._exact,
-                free_bytes=self.capacity - used,
                 largest_free=self._places.space.largest_free,
                 evictions=self._evictions,
                 evicted_bytes=self._evicted_bytes,
