@@ -94,7 +94,7 @@ def test_a_waiting_load_gets_what_a_store_gives_back() -> None:
 
 def test_the_buffers_of_a_load_come_all_or_none_and_stores_always_leave_so_many() -> None:
     pool = StagingPool(16 * ROUNDED, SIZE)
-    stores = pool.acquire_for_store(pool.for_stores)
+    stores = pool.acquire_for_store(12)
     assert stores is not None
     assert pool.for_loads == 4
     loads = pool.acquire_for_load(3, 0)

@@ -253,11 +253,6 @@ class StagingPool:
         return True
 
     @property
-    def for_stores(self) -> int:
-        """Number of buffers that stores may have at once."""
-        return self._store_limit
-
-    @property
     def for_loads(self) -> int:
         """Number of buffers that stores leave to loads at any time."""
         return self.limit - self._store_limit
