@@ -97,7 +97,7 @@ def rows() -> Iterator[dict[str, Any]]:
 
         piece, heads = size // shards, HEADS // shards
         calls = {n: [LayerCall(caches, layout, 0, piece, heads, n * heads)] for n in range(shards)}
-        pool = StagingPool(2 * size, piece, together=shards, pinned=True)
+        pool = StagingPool(2 * size, piece, together=shards, device=out.device)
         path = DeviceKVCache(calls, ring=CHUNKS, loads=8, pinned=pool.pinned)
         staging = [buffer.tensor for buffer in pool.acquire_for_load(shards, 1) or ()]
         on_device = list(out[0])

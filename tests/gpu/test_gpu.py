@@ -207,7 +207,7 @@ class Rig:
             shard: [LayerCall(self.pages.caches, self.pages.layout, 0, size, heads, shard * heads)]
             for shard in range(SHARDS)
         }
-        self.pool = StagingPool(16 << 20, size, together=SHARDS, pinned=True, device=DEVICE)
+        self.pool = StagingPool(16 << 20, size, together=SHARDS, device=DEVICE)
         self.path = DeviceKVCache(calls, pinned=self.pool.pinned)
         self.buffers = self.pool.acquire_for_load(SHARDS, 1) or []
         self.staging = [buffer.tensor for buffer in self.buffers]

@@ -19,6 +19,7 @@ from tests.native.fake_cudart import fake_cudart
 
 SIZE = 10_000
 ROUNDED = 12_288
+GPU = torch.device("cuda", 0)
 
 
 def test_buffers_are_aligned_and_writable_both_ways() -> None:
@@ -184,7 +185,7 @@ def test_staging_of_a_gpu_is_page_locked_at_once(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(arena, "page_lock", pin)
-    pool = StagingPool(16 * ROUNDED, SIZE, pinned=True)
+    pool = StagingPool(16 * ROUNDED, SIZE, device=GPU)
     assert locked == [16 * ROUNDED]
     taken = pool.acquire_for_store()
     assert taken is not None
@@ -202,7 +203,7 @@ def test_large_staging_is_page_locked_in_pieces_or_not_at_all(
     monkeypatch.setattr(pages, "LOCKED_AT_ONCE", 6 * ROUNDED)
     with fake_cudart() as runtime:
         runtime.most = 16 * ROUNDED if enough else 12 * ROUNDED
-        pool = StagingPool(16 * ROUNDED, SIZE, pinned=True)
+        pool = StagingPool(16 * ROUNDED, SIZE, device=GPU)
         assert pool.pinned == enough
         locked = [6 * ROUNDED, 6 * ROUNDED, 4 * ROUNDED] if enough else []
         assert list(runtime.registered.values()) == locked
@@ -223,11 +224,11 @@ def test_staging_that_cannot_be_page_locked_is_ordinary_memory(
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(arena, "page_lock", refuse)
-    pool = StagingPool(16 * ROUNDED, SIZE, pinned=True)
+    pool = StagingPool(16 * ROUNDED, SIZE, device=GPU)
     assert "could not pin staging memory" in caplog.text
     assert pool.acquire_for_load(timeout=0) is not None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert StagingPool(16 * ROUNDED, SIZE, pinned=True).acquire_for_load(timeout=0) is not None
+    assert StagingPool(16 * ROUNDED, SIZE, device=GPU).acquire_for_load(timeout=0) is not None
 
 
 # ------------------------------------------------------------------------------------ lent memory
@@ -237,7 +238,9 @@ def test_staging_that_cannot_be_page_locked_is_ordinary_memory(
 def test_staging_may_lie_in_memory_of_somebody_else(pinned: bool) -> None:
     with fake_cudart() as runtime:
         segment = Segment(4096, regions=1 << 20)
-        pool = StagingPool(16 * ROUNDED, SIZE, pinned=pinned, regions=segment.take_region)
+        pool = StagingPool(
+            16 * ROUNDED, SIZE, device=GPU if pinned else None, regions=segment.take_region
+        )
         assert pool.pinned == pinned
         taken = pool.acquire_for_load(16, 0)
         assert taken is not None
@@ -269,7 +272,7 @@ def test_lent_memory_that_cannot_be_page_locked_is_staging_all_the_same() -> Non
     with fake_cudart() as runtime:
         runtime.most = 0
         segment = Segment(4096, regions=16 * ROUNDED + 4096)
-        pool = StagingPool(16 * ROUNDED, SIZE, pinned=True, regions=segment.take_region)
+        pool = StagingPool(16 * ROUNDED, SIZE, device=GPU, regions=segment.take_region)
         assert not pool.pinned
         (buffer,) = pool.acquire_for_load() or ()
         assert segment.offset_of(buffer.view) is not None

@@ -144,10 +144,9 @@ class StagingPool:
         Size of one buffer: the largest object of the namespace.
     together : int
         Buffers that one store takes at once: the shards of a chunk.
-    pinned : bool
-        Take all memory now, page-locked where that is possible: for caches on a GPU.
     device : torch.device, optional
-        The GPU near which page-locked memory should lie.
+        The GPU on which the caches are: all memory is taken now, near it, and page-locked where
+        that is possible.
     regions : Callable, optional
         Takes memory for the buffers: that from which a node server takes what is stored.
 
@@ -171,11 +170,9 @@ class StagingPool:
         buffer_bytes: int,
         *,
         together: int = 1,
-        pinned: bool = False,
         device: torch.device | None = None,
         regions: Regions | None = None,
     ) -> None:
-        self._device = device
         self._regions = regions
         self.buffer_bytes = -(-buffer_bytes // STAGING_ALIGNMENT) * STAGING_ALIGNMENT
         self.limit = capacity // self.buffer_bytes
@@ -200,10 +197,10 @@ class StagingPool:
         self._changed = threading.Condition()
         #: It was logged that there is no memory.
         self._warned = False
-        self.pinned = pinned and self._pin()
+        self.pinned = device is not None and self._pin(device)
 
-    def _take_memory(self, *, pinned: bool) -> None:
-        """Take memory for all buffers.
+    def _take_memory(self, device: torch.device | None = None) -> None:
+        """Take memory for all buffers, page-locked for a GPU if one is given.
 
         Raises
         ------
@@ -216,19 +213,15 @@ class StagingPool:
         region = None if self._regions is None else self._regions(nbytes)
         with contextlib.ExitStack() as stack:
             if region is None:
-                arena = Arena(
-                    nbytes, device=self._device if pinned else None, unit=size, lazy=not pinned
-                )
+                arena = Arena(nbytes, device=device, unit=size, lazy=device is None)
                 stack.callback(arena.close)
-                if pinned:
-                    arena.page_lock(self._device)
                 view, tensor = arena.view, arena.tensor
             else:
                 stack.callback(region.release)
                 view = region.view
                 # The next user of the memory must not find it page-locked.
-                if pinned:
-                    stack.callback(page_lock(view, self._device, size))
+                if device is not None:
+                    stack.callback(page_lock(view, device, size))
                 # vLLM's step runs under inference_mode. Other threads cannot write to tensors that
                 # are created there.
                 with torch.inference_mode(False):
@@ -236,12 +229,12 @@ class StagingPool:
             self._close = stack.pop_all().close
         self._view, self._tensor = view, tensor
 
-    def _pin(self) -> bool:
+    def _pin(self, device: torch.device) -> bool:
         """Take all memory page-locked; False where that is not possible."""
         try:
             if not torch.cuda.is_available():
                 raise UnsupportedError("there is no CUDA device")
-            self._take_memory(pinned=True)
+            self._take_memory(device)
         except (ConfigError, UnsupportedError, RuntimeError) as error:
             logger.warning(
                 "could not pin staging memory (%s); copies to and from the GPU will be slower and"
@@ -356,7 +349,7 @@ class StagingPool:
             return []
         if self._close is None:
             try:
-                self._take_memory(pinned=False)
+                self._take_memory()
             except ConfigError as error:
                 if not self._warned:
                     self._warned = True

@@ -429,8 +429,7 @@ class Registration:
             capacity,
             max(fmt.object_size(shard) for shard in plan.shards),
             together=len(plan.shards),
-            pinned=on_device,
-            device=self.caches.device,
+            device=self.caches.device if on_device else None,
             regions=self._engine.regions,
         )
         cache: KVCache
