@@ -82,7 +82,7 @@ class TransferContext:
         The shards that this worker reads and writes.
     load_threads, store_threads : int
     on_thread_start : Callable, optional
-        Called first on each thread with ``"load"`` or ``"store"``, to set its processors.
+        Called first on each thread, to set its processors.
     of_drafter : bool
         The KV is a drafter's: no request depends on it, so failures are in the debug log only.
     """
@@ -94,7 +94,7 @@ class TransferContext:
     plan: ShardPlan
     load_threads: int = 2
     store_threads: int = 1
-    on_thread_start: Callable[[str], None] | None = None
+    on_thread_start: Callable[[], None] | None = None
     of_drafter: InitVar[bool] = False
 
     def __post_init__(self, of_drafter: bool) -> None:
@@ -154,7 +154,6 @@ class TransferHalf(ABC):
         self._lock = threading.Lock()
         #: There is work, or the half is closed.
         self._work = threading.Condition(self._lock)
-        prepare = context.on_thread_start
         self._threads = StorageThreads(
             f"kvshelf-{kind}",
             threads,
@@ -163,7 +162,7 @@ class TransferHalf(ABC):
             count_stuck=lambda: self._counters.add("stuck_threads"),
             on_stuck=self._give_up_thread,
             on_stop=self._give_up_all,
-            on_thread_start=None if prepare is None else lambda: prepare(kind),
+            on_thread_start=context.on_thread_start,
         )
 
     @abstractmethod

@@ -161,7 +161,7 @@ class Part:
             memory.plan,
             load_threads=load_threads,
             store_threads=store_threads,
-            on_thread_start=lambda kind: widen_cpu_affinity(),
+            on_thread_start=widen_cpu_affinity,
             of_drafter=registration is not self.registration,
         )
         if kept is not None:
