@@ -667,9 +667,10 @@ def test_a_tier_is_used_while_its_shelf_hangs_at_opening(
     with closing(Rig(remote.inner, fmt=FMT)) as elsewhere:
         elsewhere.put(chunks)
     go = hang(monkeypatch, tiered, "open_backend", lambda url, **_: remote)
+    monkeypatch.setattr(tiered, "TIERED_SECONDS", 0.01)
     with (
         closing(DiskTier(tmp_path / "tier", ROOM)) as tier,
-        closing(open_late("s3://bucket/kv", tier, open_seconds=0.01)) as shelf,
+        closing(open_late("s3://bucket/kv", tier)) as shelf,
     ):
         assert "s3://bucket/kv has not answered yet" in caplog.text
         near = TieredShelf(shelf, [tier])
@@ -686,9 +687,10 @@ def test_a_mistake_that_a_shelf_finds_late_is_spoken_of(
     error: Exception,
 ) -> None:
     go = hang(monkeypatch, tiered, "open_backend", mock.Mock(side_effect=error))
+    monkeypatch.setattr(tiered, "TIERED_SECONDS", 0.01)
     with (
         closing(DiskTier(tmp_path / "tier", ROOM)) as tier,
-        closing(open_late("s3://bucket/kv", tier, open_seconds=0.01)),
+        closing(open_late("s3://bucket/kv", tier)),
     ):
         go.set()
         until(lambda: f"s3://bucket/kv cannot be used: {error}" in caplog.text)

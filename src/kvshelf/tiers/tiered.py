@@ -316,7 +316,6 @@ def open_late(
     storage_options: Mapping[str, Any] | None = None,
     read_only: bool = False,
     counters: Counters | None = None,
-    open_seconds: float | None = None,
 ) -> Shelf:
     """Open a shelf, also when it does not answer now.
 
@@ -328,8 +327,6 @@ def open_late(
         As for :func:`kvshelf.shelf.shelf.open_shelf`.
     tier : DiskTier or None
         The disk tier in front of it.
-    open_seconds : float, optional
-        How long to wait for it.
 
     Raises
     ------
@@ -353,7 +350,7 @@ def open_late(
         seconds = TIERED_SECONDS
         meanwhile = f"only objects in the disk tier {tier.path} can be loaded"
     opening = Opening(shown_url(url), make)
-    backend = opening.first(open_seconds or seconds, meanwhile) or LateBackend(opening)
+    backend = opening.first(seconds, meanwhile) or LateBackend(opening)
     return Shelf(backend, counters)
 
 
