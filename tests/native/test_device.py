@@ -536,12 +536,6 @@ def test_all_shards_of_a_chunk_are_scattered_by_one_kernel_for_each_layout(nativ
         rig.path.scatter_chunk([1], torch.tensor(SLOTS), payloads[:1])
 
 
-def test_a_chunk_can_be_scattered_in_parts(native: None) -> None:
-    rig = make_rig(load_shards=1)
-    check_scatter_of_a_chunk(rig, SHARDS * len(rig.paged))
-    rig.path.close()
-
-
 def test_scatters_can_leave_processors_to_others() -> None:
     with on_device("native"):
         rig = make_rig()

@@ -74,8 +74,6 @@ DEFAULT_RING = 4
 #: Most device buffers for loads: while one is filled, another is scattered, and a third is handed
 #: from thread to thread.
 LOAD_BUFFERS: Final = 3
-#: The same where each holds only some shards of a chunk.
-LOAD_PIECES: Final = 4
 #: A copy from the host directly into a block is worth it from this size on. Smaller ones cost the
 #: copy engine more than a kernel that distributes them: 18 KiB get a tenth of the bandwidth.
 DIRECT_BYTES: Final = 64 << 10
@@ -191,9 +189,6 @@ class DeviceKVCache(_DeviceMemory, KVCache):
         one, where a quarter of the free memory is too small.
     pinned : bool
         The payloads of scatters are page-locked.
-    load_shards : int, optional
-        Shards of a chunk that are copied to the device and scattered at once; a device buffer of
-        loads holds no more, and there are :data:`LOAD_PIECES` of them. All when absent.
     streams : Streams, optional
         The device's own when absent.
 
@@ -212,7 +207,6 @@ class DeviceKVCache(_DeviceMemory, KVCache):
         ring: int = DEFAULT_RING,
         loads: int = 2,
         pinned: bool = False,
-        load_shards: int | None = None,
         streams: Streams | None = None,
     ) -> None:
         #: The place of each shard among the shards of the caches.
@@ -234,7 +228,6 @@ class DeviceKVCache(_DeviceMemory, KVCache):
         direct = pinned and all(map(_in_blocks, first, copy.layouts))
         native = native_copier(copy, self._streams, direct=direct)
         self._copier: Copier = native or TensorCopier(calls, self._streams)
-        self._load_shards = load_shards or copy.shards
         #: So many gathers later, a gather has ended.
         self._ring = sys.maxsize
         if native is None:
@@ -246,10 +239,9 @@ class DeviceKVCache(_DeviceMemory, KVCache):
                 ops.implementation(self._device),
             )
         else:
-            most = LOAD_BUFFERS if load_shards is None else LOAD_PIECES
             # Buffers for loads first: loads need at least one, and they are small beside the ring.
             for payloads in self._allocate(
-                loads if direct else min(loads, most), 0 if direct else self._load_shards
+                loads if direct else min(loads, LOAD_BUFFERS), 0 if direct else copy.shards
             ):
                 native.add_buffer(payloads, for_loads=True)
             buffers = self._allocate(ring, copy.shards)
@@ -417,9 +409,7 @@ class DeviceKVCache(_DeviceMemory, KVCache):
             )
         try:
             with trace_range("kvshelf scatter"):
-                for at in range(0, len(payloads), self._load_shards):
-                    part = payloads[at : at + self._load_shards]
-                    self._use(self._copier.load, copy, first + at, slots, part, fence)
+                self._use(self._copier.load, copy, first, slots, payloads, fence)
         finally:
             self._end()
 
