@@ -284,10 +284,7 @@ def test_the_cache_is_private(model: list[Path], cache: FingerprintCache) -> Non
     weights_fingerprint(model, cache=cache)
     assert cache.path is not None
     assert cache.path.parent.stat().st_mode & 0o077 == 0
-    assert {path.name for path in cache.path.parent.iterdir()} == {
-        "fingerprints.json",
-        "fingerprints.json.lock",
-    }
+    assert [path.name for path in cache.path.parent.iterdir()] == ["fingerprints.json"]
 
 
 @pytest.mark.real
@@ -306,7 +303,10 @@ def test_several_processes_share_a_cache(tmp_path: Path, cache: FingerprintCache
         for n in range(3)
     ]
     assert [process.wait(60) for process in processes] == [0, 0, 0]
-    assert cache._entries() == {cache._name(os.stat(path)): "0" * 32 for path in files}
+    # Those of a process may get lost, and none gets wrong.
+    entries = {cache._name(os.stat(path)): "0" * 32 for path in files}
+    assert cache._entries()
+    assert cache._entries().items() <= entries.items()
 
 
 def test_a_file_that_never_rests_is_an_error(

@@ -17,7 +17,6 @@ call, or with the process if a read hangs; on the caller's where the system allo
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -27,8 +26,8 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -181,7 +180,7 @@ class FingerprintCache:
 
     An entry is valid only for the same (device, inode, size, mtime_ns, ctime_ns). If the
     cache is missing, damaged or read-only, files are hashed again. Several processes may
-    use one cache at once.
+    use one cache at once: what one writes another may lose, which costs hashing it again.
 
     Parameters
     ----------
@@ -215,7 +214,8 @@ class FingerprintCache:
         """Cache the xxh3-128 hex digest of a file. Best effort: ignores I/O errors."""
         if self.path is None:
             return
-        with suppress(OSError), self._locked():
+        with suppress(OSError):
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             merged = self._entries()
             merged.pop(self._name(status), None)
             merged[self._name(status)] = digest
@@ -230,31 +230,6 @@ class FingerprintCache:
                 with suppress(OSError):
                     temporary.unlink()
                 raise
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Hold the lock file during a merge; after one second continue without it.
-
-        Without the lock a concurrent merge may be lost, so that files are hashed again.
-        Waiting for ever, for a lock on a network home, would stop the engine's start.
-        """
-        assert self.path is not None
-        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(
-            self.path.with_name(self.path.name + ".lock"),
-            os.O_RDWR | os.O_CREAT | os.O_CLOEXEC,
-            0o600,
-        )
-        try:
-            for _ in range(100):
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except OSError:
-                    time.sleep(0.01)
-            yield
-        finally:
-            os.close(lock)
 
 
 def _hub_digest(path: Path) -> str | None:
@@ -370,7 +345,8 @@ def _hash_files(
             try:
                 status, digest, settled = _hash_content(path, buffer, stop)
                 if settled:
-                    cache.put(status, digest)
+                    with lock:
+                        cache.put(status, digest)
             except BaseException as error:  # noqa: BLE001  passed on to the caller
                 results.put((path, error))
                 return
