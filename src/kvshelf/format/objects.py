@@ -599,22 +599,6 @@ class ObjectFormat:
         self._check_size(buffer.nbytes, template.size)
         self._check_header(buffer, template, chunk, shard)
 
-    def verify_buffer(self, buffer: memoryview, chunk: Chunk, shard: int) -> None:
-        """Verify an object that is already in memory.
-
-        Raises
-        ------
-        BadObjectError
-            A subclass that says what is wrong.
-        """
-        template = self._template_of(chunk, shard)
-        view = memoryview(buffer).cast("B")
-        self._check_size(view.nbytes, template.size)
-        expected = self._check_header(view, template, chunk, shard)
-        found = [xxhash.xxh3_128_hexdigest(view[tensor]) for tensor in template.slices]
-        if found != expected:
-            raise self._damaged(template, 0, found, expected)
-
     # ----------------------------------------------------------------- inside
 
     def _checked(self, shard: int) -> int:
