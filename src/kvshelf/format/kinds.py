@@ -33,9 +33,6 @@ KINDS: Final[tuple[Kind, ...]] = (FULL, WINDOW, STATE)
 
 #: The bit of each kind where several are one number.
 KIND_BITS: Final[dict[Kind, int]] = {kind: 1 << number for number, kind in enumerate(KINDS)}
-FULL_BIT: Final = KIND_BITS[FULL]
-WINDOW_BIT: Final = KIND_BITS[WINDOW]
-STATE_BIT: Final = KIND_BITS[STATE]
 
 #: The field of a namespace record with the number of shards of each kind; without layers of kind
 #: full, ``shards`` repeats that of the namespace's first kind.
