@@ -82,7 +82,6 @@ Bytes: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MAX_BYTES)]
 #: Sizes in bytes, one for each name.
 Sizes: TypeAlias = Annotated[list[Bytes], msgspec.Meta(max_length=MAX_NAMES)]
 SessionName: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
-Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=4096)]
 U64: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 Leases: TypeAlias = Annotated[list[U64], msgspec.Meta(max_length=MAX_NAMES)]
 
