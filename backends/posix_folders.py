@@ -238,14 +238,14 @@ class Folders:
         finally:
             os.close(folder_fd)
 
-    def open_to_put(self, folder: str, what: str, *, make: bool) -> int:
+    def open_to_put(self, folder: str, *, make: bool) -> int:
         """Open a folder for a new entry; FileNotFoundError if it is missing and not made."""
         try:
             return self.make(folder) if make else self.open(folder)
         except (StorageError, FileNotFoundError):
             raise
         except OSError as exc:
-            raise self.error(exc, what, folder, writing=True) from exc
+            raise self.error(exc, "writing", folder, writing=True) from exc
 
     @contextlib.contextmanager
     def opened(

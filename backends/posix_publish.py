@@ -86,7 +86,7 @@ class Publisher:
     def _write_once(
         self, folder: str, base: str, views: list[memoryview], mode: WriteMode, *, make: bool
     ) -> WriteResult:
-        dir_fd = self._folders.open_to_put(folder, "writing", make=make)
+        dir_fd = self._folders.open_to_put(folder, make=make)
         temporary = temporary_name(base)
         left = False
         try:
