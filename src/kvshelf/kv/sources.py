@@ -491,10 +491,10 @@ def _blocks_of(slots: Tensor, size: int, start: int) -> Tensor:
     return torch.where(skipped, -1, first // size)
 
 
-def _of_layers(fmt: ObjectFormat, field: str) -> list[str]:
-    """Return the entries of a list in the record for the layers of the format's kind."""
+def _layouts(fmt: ObjectFormat) -> list[str]:
+    """Return the layouts in the record of the layers of the format's kind."""
     numbers = {number for shard in range(fmt.shards) for number in fmt.layer_numbers(shard)}
-    values = required_field(fmt.namespace.record, field)
+    values = required_field(fmt.namespace.record, "layouts")
     return [str(values[number]) for number in sorted(numbers)]
 
 
@@ -506,7 +506,7 @@ def _split(fmt: ObjectFormat) -> int:
 def _block_size(fmt: ObjectFormat) -> int:
     """Return the tokens in a stored block of a native namespace, 1 for canonical ones."""
     sizes = set()
-    for layout in _of_layers(fmt, "layouts"):
+    for layout in _layouts(fmt):
         size = native_block_size(layout)
         if size is None and layout != "canonical":
             raise UnsupportedError(
@@ -538,7 +538,7 @@ class _LayerSpec:
 
 def _specs(fmt: ObjectFormat) -> list[_LayerSpec]:
     """Return all layers of a canonical namespace, with all heads."""
-    for layout in _of_layers(fmt, "layouts"):
+    for layout in _layouts(fmt):
         if layout != "canonical":
             raise ConfigError(
                 f"this namespace stores blocks as they lie in an engine (layout {layout}); tuples,"
