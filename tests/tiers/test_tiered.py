@@ -403,8 +403,8 @@ def test_a_load_does_not_wait_for_its_copies(
     start(remote, "other tier").put(chunks)
     go = threading.Event()
     hang_objects(monkeypatch, lambda: go)
-    room = 5 * max(map(FMT.object_size, SHARDS))
-    machine = start(remote, queue_bytes=room)
+    monkeypatch.setattr(tier_module, "QUEUE_BYTES", 5 * max(map(FMT.object_size, SHARDS)))
+    machine = start(remote)
     load, items = machine.rig.load(chunks, 20)
     assert load.failed_at is None
     assert all(machine.rig.holds(item) for item in items)

@@ -157,8 +157,6 @@ class DiskTier:
         Most bytes of all objects there, of all processes.
     counters : Counters, optional
         Counts what is done.
-    queue_bytes : int
-        Most host memory for objects that wait to be copied to it; 256 MiB by default.
     open_seconds : float or None
         How long to wait for the directory to be open, in seconds, 5 by default; None: until
         :meth:`wait_open` is called.
@@ -181,7 +179,6 @@ class DiskTier:
         max_bytes: int,
         *,
         counters: Counters | None = None,
-        queue_bytes: int = QUEUE_BYTES,
         open_seconds: float | None = START_SECONDS,
         backoff: Backoff = DEFAULT_BACKOFF,
         on_thread_start: Callable[[], None] | None = None,
@@ -191,7 +188,7 @@ class DiskTier:
         self._counters = Counters() if counters is None else counters
         self._backoff = backoff
         self._on_thread_start = on_thread_start
-        self._pool = BufferPool(queue_bytes)
+        self._pool = BufferPool(QUEUE_BYTES)
         self._work = threading.Condition()
         self._copies: OrderedDict[_Key, _Copy] = OrderedDict()
         #: Copies that are being written: several where a stuck thread has been replaced.
