@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeAlias
+from unittest import mock
 
 import pytest
 
@@ -206,10 +207,10 @@ def test_what_a_dead_client_asked_for_and_nobody_has_begun_is_forgotten(desk: De
     assert desk.store(B, name_of(FMT, chunk), sealed(FMT, chunk)) == Stored("created")
 
 
+@mock.patch("kvshelf.server.service._FEW_THREADS", 2)
 def test_a_read_that_others_wait_for_outlives_the_client_that_asked_first(
-    make_desk: MakeDesk, shelf: Path, monkeypatch: pytest.MonkeyPatch
+    make_desk: MakeDesk, shelf: Path
 ) -> None:
-    monkeypatch.setattr("kvshelf.server.service._FEW_THREADS", 2)
     desk = make_desk()
     gate = desk.hold("read")
     chunks = make_chunks(FMT, 3)
@@ -344,10 +345,8 @@ def test_what_is_deleted_while_it_is_read_or_stored_is_not_kept(desk: Desk, shel
     assert desk.ask("find", B, names, [SIZE] * 2) == FoundSizes([MISSING] * 2)
 
 
-def test_clients_that_store_take_turns(
-    make_desk: MakeDesk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvshelf.server.service._FEW_THREADS", 2)
+@mock.patch("kvshelf.server.service._FEW_THREADS", 2)
+def test_clients_that_store_take_turns(make_desk: MakeDesk) -> None:
     steps = threading.Semaphore(0)
     desk = make_desk(32 * 8192)
     desk.describe(FMT)
@@ -367,10 +366,8 @@ def test_clients_that_store_take_turns(
     assert ended + others == [Stored("created")] * 41
 
 
-def test_clients_that_read_take_turns(
-    make_desk: MakeDesk, shelf: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvshelf.server.service._FEW_THREADS", 2)
+@mock.patch("kvshelf.server.service._FEW_THREADS", 2)
+def test_clients_that_read_take_turns(make_desk: MakeDesk, shelf: Path) -> None:
     desk = make_desk()
     gate = desk.hold("read")
     names = [put(shelf, FMT, chunk) for chunk in make_chunks(FMT, 21)]
