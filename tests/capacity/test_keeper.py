@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -231,6 +232,24 @@ def test_what_is_in_use_stays_where_the_rest_of_the_shelf_changes(
         fleet.storage.touch(used, fleet.now - age / 2)
     assert fleet.count("shelf_evicted_objects") > 400
     assert fleet.storage.entry(used) is not None
+
+
+def test_a_store_that_ends_during_a_visit_makes_no_visit_vain(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper = place.keeper(max_bytes=10 * SIZE)
+    keeper._turn()
+    place.put(FMT, chunks(2))
+    assert keeper.begin(SIZE)
+    visit = keeper._lister.visit
+
+    def end(*arguments: Any) -> Any:
+        keeper.end(SIZE, written=True)
+        return visit(*arguments)
+
+    monkeypatch.setattr(keeper._lister, "visit", end)
+    place.round(keeper)
+    assert keeper._vain == 0
 
 
 def test_a_write_that_fails_gives_its_room_back(place: Place) -> None:

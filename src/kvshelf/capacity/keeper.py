@@ -581,7 +581,7 @@ class Keeper:
         outcome = self._delete_from(part, now, listed / FANS, largest)
         self._grant()
         # What others took of the storage no visit gives back.
-        room = self._free if self._pays else self._credit
+        room = self._free if self._pays else self._granted
         has_room = room >= max(self._largest, 1)
         self._vain = 0 if has_room or outcome.nbytes else self._vain + listed
         if outcome.count:
