@@ -215,13 +215,19 @@ def test_an_adapter_under_the_name_of_another_is_not_stored(
     assert objects(backend) == before
 
 
-def test_an_adapter_that_is_loaded_again_unchanged_is_the_same(
+def test_an_adapter_loaded_again_is_not_trusted_though_its_files_look_unchanged(
     start: Start, tmp_path: Path
 ) -> None:
-    folder, engine = make_adapter(tmp_path / "a", "content"), start()
-    run(engine, prompt(20), lora_request=adapter(folder, lora_name="a"))
-    run(engine, prompt(20, 1), lora_request=adapter(folder, number=2, lora_name="a"))
-    assert run(start(), prompt(20, 1), lora_request=adapter(folder)) == [16]
+    folder, engine = make_adapter(tmp_path / "a", "before"), start()
+    one, two = (adapter(folder, number=number, lora_name="a") for number in (1, 2))
+    run(engine, prompt(20), lora_request=one)
+    make_adapter(folder, "other, and longer")
+    engine.adapters.use(two)
+    make_adapter(folder, "before")
+    # No chunk of it is complete, so no worker reports what it has loaded.
+    run(engine, prompt(40, 1)[:7], lora_request=two)
+    run(engine, prompt(40, 1), lora_request=one)
+    assert run(start(), prompt(40, 1), lora_request=adapter(folder)) == [0]
 
 
 def test_an_adapter_counts_that_was_used_while_nothing_was_looked_up(

@@ -13,8 +13,8 @@ in three ways:
 * The files of an id change between two requests, or a worker loads other files for an id than
   the scheduler has hashed: its stamp is none of those that had the digest. The worker then neither
   stores nor loads for this id, and reports it.
-* An adapter with another id has the name and path of an earlier one, and other content, or content
-  that is not known. vLLM's prefix cache may serve blocks that were computed with the one adapter to
+* An adapter with another id has the name and path of an earlier one: vLLM may have loaded other
+  content for it, and its prefix cache may serve blocks that were computed with the one adapter to
   requests with the other. A reset of that cache is no end of this: vLLM tells connectors of it also
   where it failed.
 * ``load_inplace``: the content may change between two steps of one request.
@@ -153,9 +153,8 @@ class AdapterDigests:
         self._stamps: dict[int, tuple[bytes, ...]] = {}
         self._untrusted: set[int] = set()
         self._warned: set[tuple[int, str]] = set()
-        #: By name and path, the digests (by id; empty while unknown) of the adapters whose KV
-        #: vLLM's prefix cache may hold.
-        self._in_engine_cache: dict[tuple[str, str], dict[int, bytes]] = {}
+        #: By name and path, the ids of the adapters whose KV vLLM's prefix cache may hold.
+        self._in_engine_cache: dict[tuple[str, str], set[int]] = {}
 
     def ask(self, adapter: Any) -> Future[bytes | None]:
         """Return the digest of a request's adapter, which may become known later. Never blocks.
@@ -173,7 +172,7 @@ class AdapterDigests:
         found: Future[bytes | None] = Future()
         if adapter.load_inplace:
             self._warn(adapter, "it is loaded again for every step (load_inplace)")
-        elif adapter.lora_int_id not in self._untrusted:
+        elif self.trusts(adapter):
             hashing = self._hash(adapter)
             if not hashing.overdue:
                 hashing.add_done_callback(lambda _: found.set_result(self._found(adapter, hashing)))
@@ -199,7 +198,6 @@ class AdapterDigests:
             stamps = self._stamps.get(number, ())
             if stamp not in stamps:
                 self._stamps[number] = (*stamps, stamp)
-        self._note_in_engine_cache(adapter, known)
         return known if self.trusts(adapter) else None
 
     def _hash(self, adapter: Any) -> _Hashing:
@@ -237,18 +235,13 @@ class AdapterDigests:
 
     def note_request(self, adapter: Any) -> None:
         """Note that vLLM's prefix cache will hold KV of an adapter. Every request must be noted."""
-        self._note_in_engine_cache(adapter, b"")
-
-    def _note_in_engine_cache(self, adapter: Any, digest: bytes) -> None:
-        """Note whose KV vLLM's prefix cache will hold; an empty digest is unknown."""
         if not self._prefix_caching:
             return
+        name = adapter.lora_name, adapter.lora_path
         with self._lock:
-            digests = self._in_engine_cache.setdefault((adapter.lora_name, adapter.lora_path), {})
-            number = int(adapter.lora_int_id)
-            digests[number] = digest or digests.get(number, b"")
-            several = len(set(digests.values()) - {b""}) > 1
-        if several:
+            ids = self._in_engine_cache.setdefault(name, set())
+            ids.add(int(adapter.lora_int_id))
+        if len(ids) > 1:
             self._warn(
                 adapter,
                 "vLLM's prefix cache may hold KV of another adapter with this name and path;"
@@ -259,11 +252,9 @@ class AdapterDigests:
         """Whether an adapter's KV is computed with the content that its digest stands for."""
         if adapter is None:
             return True
-        if adapter.lora_int_id in self._untrusted:
-            return False
-        with self._lock:
-            digests = self._in_engine_cache.get((adapter.lora_name, adapter.lora_path), {})
-            return len(set(digests.values())) <= 1
+        name = adapter.lora_name, adapter.lora_path
+        several = len(self._in_engine_cache.get(name, ())) > 1
+        return not several and adapter.lora_int_id not in self._untrusted
 
     def distrust(self, number: int) -> None:
         """Stop using this id: a worker loaded other content for it."""
