@@ -517,6 +517,7 @@ def test_a_damaged_object_is_replaced_where_nothing_can_be_set_aside(make: Make)
     assert fetch(cache, tokens) == 3 * CHUNK
 
 
+@past_the_server
 def test_a_damaged_chunk_that_another_has_repaired_is_found_after_a_store(
     make: Make, backend: FaultyStorage
 ) -> None:

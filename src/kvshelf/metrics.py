@@ -43,7 +43,7 @@ COUNTERS: Mapping[str, str] = {
     ),
     "probes": "objects probed",
     "probe_errors": "probes that failed",
-    "refused_hits": "requests whose hit was computed because that was expected to be sooner",
+    "refused_hits": "requests whose hit was computed: that is sooner, or it never fits",
     "refused_tokens": "tokens of such hits",
     "cut_loads": "loads that were cut because computing the rest was expected to be sooner",
     "explored_loads": "loads of hits that would be refused, to learn how long they take",

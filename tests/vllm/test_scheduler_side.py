@@ -199,6 +199,23 @@ def test_a_hole_is_stored_though_it_is_long_until_it_is_computed(
     assert stored_chunks(meta) == [2]
 
 
+def test_empty_steps_behind_one_that_computes_are_no_pause(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def change(config: Any) -> None:
+        config.parallel_config.pipeline_parallel_size = 4
+
+    side = make(change=change)
+    side.put(prompt(40))
+    request = side.known("r", prompt(40))
+    side.step({"s": (0, 1000)}, new=("s",))
+    side.tell(breaker_open=True)
+    side.step()
+    now = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now() + 2)
+    assert side.side.matched_tokens(request, 0) == 0
+
+
 def test_while_the_breaker_of_a_worker_is_open_nothing_is_offered(
     side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:

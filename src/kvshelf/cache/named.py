@@ -35,10 +35,12 @@ class Named(Generic[T]):
         ConfigError
             If it exists with another configuration or other facts.
         """
-        with self._lock:
-            known = self._known.get(name)
-            if known is None:
-                known = self._known[name] = config, model, make(config, model)
+        known = self._known.get(name)
+        if known is None:
+            with self._lock:
+                known = self._known.get(name)
+                if known is None:
+                    known = self._known[name] = config, model, make(config, model)
         known_config, known_model, cache = known
         # Values may be secret.
         different = [
@@ -63,6 +65,6 @@ class Named(Generic[T]):
         return None if known is None else known[2]
 
     def pop(self, name: str) -> T | None:
-        """Forget the cache of this name, and return it."""
+        """Forget the cache of this name, and return it; not one that is only being made."""
         known = self._known.pop(name, None)
         return None if known is None else known[2]

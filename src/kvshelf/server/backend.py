@@ -90,7 +90,6 @@ class ServedBackend(Backend):
             probe_cost=max(_MESSAGE_SECONDS, facts.probe_cost),
             read_only=facts.read_only,
             sets_aside=facts.sets_aside,
-            # No temporaries: the server removes those of killed writers.
             renews=facts.renews,
             shared=facts.shared,
             versions=facts.versions,

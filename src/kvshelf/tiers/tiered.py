@@ -227,17 +227,17 @@ class TieredView(ShelfView):
         if self._shelf.pins:
             return None
         for tier in self._tiers:
-            reserved = {
-                shard: memory
-                for shard in shards
-                if shard not in fetched
-                and (memory := tier.reserve(self.fmt, ObjectRef(chunk, shard))) is not None
-            }
-            if not reserved:
-                continue
+            reserved: dict[int, Reserved] = {}
             others = [other for other in self._tiers if other is not tier]
-            views = [memory.view for memory in reserved.values()]
             try:
+                for shard in shards:
+                    if shard not in fetched:
+                        memory = tier.reserve(self.fmt, ObjectRef(chunk, shard))
+                        if memory is not None:
+                            reserved[shard] = memory
+                if not reserved:
+                    continue
+                views = [memory.view for memory in reserved.values()]
                 failed = self._load_all(chunk, tuple(reserved), views, others)
                 while reserved and failed is None:
                     shard, memory = reserved.popitem()

@@ -654,6 +654,8 @@ class WeightsIdentity:
                 files.append(configuration)
         files = sorted(set(files))
         folders = {model_dir, *(file.parent for file in files)}
+        unknown = "it is not known which weights the engine loaded"
+        check_unchanged(folders, files, changed_since, unknown)
         root = model_dir if model_dir.is_dir() else model_dir.parent
         if self._config.weights == "sampled":
             found = sampled_fingerprint(files, root=root)
@@ -665,7 +667,6 @@ class WeightsIdentity:
                 cancel=self._cancel,
                 on_thread_start=widen_cpu_affinity,
             )
-        # Looked at last: what was read may be newer than what the engine loaded.
-        unknown = "it is not known which weights the engine loaded"
+        # Once more: what was read may be newer than what the engine loaded.
         check_unchanged(folders, files, changed_since, unknown)
         return found

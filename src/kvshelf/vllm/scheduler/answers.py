@@ -10,7 +10,7 @@ Contracts
 * While the weights are compared (:mod:`kvshelf.vllm.handshake`), no other request waits.
 * While a storage breaker of the scheduler or of a worker is open there are no hits, and no
   other request waits.
-* A hit that vLLM does not take for a second, while nothing else is computed or loaded, is not
+* A hit that vLLM does not take for half a minute, while nothing else is computed or loaded, is not
   offered any more: the request would wait for ever.
 * Runs on the engine's step thread.
 """
@@ -28,8 +28,11 @@ from kvshelf.vllm.scheduler.lookups import Lookups
 from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.scheduler.shared import Shared, SharingPart
 
-#: How long a hit is offered while nothing else is computed or loaded.
-_ADMISSION_SECONDS: Final = 1.0
+#: How long a hit is offered while nothing else is computed or loaded: longer than ended requests
+#: hold blocks, and others load.
+_ADMISSION_SECONDS: Final = 30.0
+#: vLLM asks in each step, but where it pauses.
+_PAUSE_SECONDS: Final = 1.0
 
 
 class Answers(SharingPart):
@@ -136,20 +139,23 @@ class Answers(SharingPart):
                 self._counters.add("refused_hits")
                 self._counters.add("refused_tokens", hit - computed)
             return 0
-        return 0 if self._never_fits(state) else hit - computed
+        if state.fits and self._never_fits(state):
+            state.fits = False
+            self._counters.add("refused_hits")
+            self._counters.add("refused_tokens", hit - computed)
+        return hit - computed if state.fits else 0
 
     def _never_fits(self, state: RequestState) -> bool:
-        """Whether vLLM does not admit a request with a load, though nothing else needs blocks.
+        """Whether a hit was offered in vain for long while kvshelf knows of nothing else to do.
 
-        Behind a load it keeps blocks free, for others whose load failed and for drafts.
+        Beside a load vLLM keeps blocks free, for requests whose load failed and for drafts.
         """
-        if not self._steps.idle or self._loads.run:
-            state.offered_alone = None
-            return False
         now = time.monotonic()
-        if state.offered_alone is None:
-            state.offered_alone = now
-        return now - state.offered_alone > _ADMISSION_SECONDS
+        began, last = state.offered_alone or (now, now)
+        if not self._steps.rests or self._loads.run or now - last > _PAUSE_SECONDS:
+            began = now
+        state.offered_alone = began, now
+        return now - began > _ADMISSION_SECONDS
 
     def _count(self, state: RequestState, computed: int, found: int) -> bool:
         """Count what was looked up and found for a request, once; return whether it was now."""

@@ -261,7 +261,7 @@ class Lookups(SharingPart):
 
     def breaker_is_open(self, lookups: LookupService) -> bool:
         """Whether the breaker of the scheduler's storage, or of a worker's, is open."""
-        paused = self._steps.idle and time.monotonic() - self._steps.began > _STALE_SECONDS
+        paused = self._steps.rests and time.monotonic() - self._steps.began > _STALE_SECONDS
         if self._open_breakers and paused:
             # Workers report in steps only. One whose breaker is still open reports it again when
             # it refuses a load.

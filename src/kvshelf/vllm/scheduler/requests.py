@@ -161,8 +161,10 @@ class RequestState:
         Whether its lookup was counted, and that an open breaker kept it from one.
     offered_from : int
         Tokens that vLLM had when it last asked.
-    offered_alone : float or None
-        Since when vLLM is offered a hit in vain while nothing else is computed or loaded.
+    offered_alone : tuple of (float, float), or None
+        Since when vLLM is offered a hit while nothing else is computed or loaded, and when last.
+    fits : bool
+        False once vLLM took no hit for long: it keeps too many blocks free beside a load.
     loaded, loading : bool
         Whether a load was planned since it was admitted, and whether it runs.
     load : int
@@ -191,7 +193,8 @@ class RequestState:
     counted: bool = False
     refused: bool = False
     offered_from: int = 0
-    offered_alone: float | None = None
+    offered_alone: tuple[float, float] | None = None
+    fits: bool = True
     loaded: bool = False
     loading: bool = False
     load: int = 0

@@ -77,6 +77,11 @@ class Steps:
         return self._idle > 0
 
     @property
+    def rests(self) -> bool:
+        """Whether no step in flight computes anything."""
+        return self._idle >= self.in_flight
+
+    @property
     def may_wait(self) -> bool:
         """Whether nothing is computed, and no other rank depends on this engine's steps.
 
@@ -85,7 +90,7 @@ class Steps:
         """
         if self._holds_up_others:
             return False
-        if self._idle >= self.in_flight:
+        if self.rests:
             return True
         # A step that computes may still be in flight, and the next one go on with its requests,
         # unless they have ended.
