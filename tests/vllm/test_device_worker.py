@@ -123,7 +123,7 @@ def test_all_memory_is_taken_when_caches_are_registered(
         make_path(self, *args, **options)
 
     def pool(self: StagingPool, *args: Any, **options: Any) -> None:
-        pools.append(options["pinned"])
+        pools.append(options["device"] is not None)
         make_pool(self, *args, **options)
 
     monkeypatch.setattr(DeviceKVCache, "__init__", path)
