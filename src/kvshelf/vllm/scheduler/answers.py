@@ -152,7 +152,7 @@ class Answers(SharingPart):
         """
         now = time.monotonic()
         began, last = state.offered_alone or (now, now)
-        if not self._steps.rests or self._loads.run or now - last > _PAUSE_SECONDS:
+        if not self._steps.rests or self._loads.any_running or now - last > _PAUSE_SECONDS:
             began = now
         state.offered_alone = began, now
         return now - began > _ADMISSION_SECONDS

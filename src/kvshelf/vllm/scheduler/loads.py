@@ -130,7 +130,7 @@ class Loads(SharingPart):
             self._plan(self._without_chunks(number, request_id, external))
 
     @property
-    def run(self) -> bool:
+    def any_running(self) -> bool:
         """Whether a load runs."""
         return bool(self._running)
 
