@@ -15,11 +15,19 @@ first chunks that arrive early: from a slow storage only so many are read at onc
 of the time by which the chunks of a steady load may be late. A hit of which no part can be kept is
 cut after W + C(x→h).
 
-What is not known costs little. A hit is loaded where no load of its size is known: alone, only ∛n
-of its n chunks at once, since nobody knows how far those under way are when it is cut. While no
-step is known that has computed as much, a load is cut after a second, and one more for each load
-before it: what is computed then is such a step. Smaller steps say what computing the hit takes at
-most. If that may be less than the load takes, and is at most a second more, the hit is computed.
+Both ways must be known before one is trusted.
+
+* The time of a way is a *guess* until three steps, or loads, of about the prompt's size were timed:
+  those of a start are slow. A step that is twice as fast as expected makes a guess of all before.
+* A hit is loaded where no load of its size is known: only ∛n of its n chunks at once, since nobody
+  knows how far those under way are when it is cut. While no step is known that has computed as
+  much, a load is cut after a second, and one more for each load before it.
+* A way that seems to take longer is tried by one request if what is known of it is a guess, or was
+  not tried for a minute. Trials are a 25th of all time at most, but for the first ones.
+* A load that is tried is cut as others are. Of a hit that is computed as a trial, the last tokens
+  are computed, as many as cost half of the load more. A hit that cannot be divided is computed
+  while a guess says that this takes less than five times as long.
+* Steps behind a hit are timed too, however small: they show that a slow start is over.
 
 That all of a hit or none is best, and that a bound makes it safe, is ski rental (Karlin, Manasse,
 Rudolph, Sleator, 1988); ε is small since few admitted loads are slow.
@@ -31,9 +39,10 @@ Contracts
 
 from __future__ import annotations
 
+import math
 from typing import Final, NamedTuple
 
-from kvshelf.costs import EXTRAPOLATED, LoadCosts, PrefillCosts
+from kvshelf.costs import LoadCosts, PrefillCosts
 
 #: ε: share of the time of computing a hit by which its load may delay the first token.
 MOST_DELAY: Final = 0.25
@@ -43,8 +52,20 @@ _SLACK_SHARE: Final = 0.75
 _SHARES: Final = tuple(place / 16 for place in range(16))
 #: Share of the time of a prompt that each request waits which is being loaded meanwhile.
 _DELAYED: Final = 0.5
-#: Seconds that a load or a prompt may cost that shows how long computing takes.
-_TRIED: Final = 1.0
+#: Seconds that a load may take while it is not known how long computing takes.
+_UNKNOWN_SECONDS: Final = 1.0
+#: The time between two trials, as a multiple of what a trial costs. After the first trial of
+#: computing it is less, and grows by this factor.
+_TRIAL_PAUSE: Final = 25.0
+_PAUSE_GROWTH: Final = 4
+#: Seconds after which a way is tried that was not taken, though what is known of it is certain.
+_FRESH_SECONDS: Final = 60.0
+#: What a trial of computing may cost more than the load, as a share of it: of a hit that can be
+#: divided, and of one that cannot, while the time of computing is a guess.
+_PART_COST: Final = 0.5
+_WHOLE_COST: Final = 4.0
+#: What a trial of computing counts for at least, as a share of the request's time.
+_LEAST_COST: Final = 0.25
 
 
 class Hit(NamedTuple):
@@ -60,6 +81,8 @@ class Hit(NamedTuple):
         A part of it, from its start, can be kept when its load is cut.
     in_tiers : int
         Bytes of it that lie in tiers.
+    unit : int
+        Tokens: a shorter hit ends at a multiple of it.
     """
 
     start: int
@@ -69,6 +92,7 @@ class Hit(NamedTuple):
     nbytes: int
     divisible: bool = True
     in_tiers: int = 0
+    unit: int = 1
 
     @property
     def is_near(self) -> bool:
@@ -126,6 +150,11 @@ class AdmissionRule:
         self.prefill = PrefillCosts(step_tokens)
         self.storage = LoadCosts()
         self.tiers = LoadCosts()
+        #: When a load last began: of hits on the storage, and of those in tiers.
+        self._loaded_at = {False: -math.inf, True: -math.inf}
+        #: When a prompt was last computed though it had a hit, and trials since the last speedup.
+        self._computed_at = -math.inf
+        self._trials = self._speedups = 0
 
     def load(self, hit: Hit) -> LoadCosts:
         """Return what loads from where a hit lies cost."""
@@ -134,20 +163,85 @@ class AdmissionRule:
     def _knows_computing(self, hit: Hit) -> bool:
         return self.prefill.knows(hit.end - hit.start)
 
+    def end_of_load(self, hit: Hit, before: Before, now: float) -> int:
+        """Return up to which token a hit is to be loaded: its start if nothing of it is.
+
+        Parameters
+        ----------
+        hit : Hit
+        before : Before
+        now : float
+            Seconds, by the caller's clock.
+        """
+        if self.is_unknown(hit):
+            return hit.end
+        if self.admits(hit, before):
+            return self._end_beside_trial(hit, now)
+        # A load that is tried is cut.
+        cost = self.prefill.seconds(hit.start, hit.end) * (MOST_DELAY if hit.divisible else 1)
+        pause = _TRIAL_PAUSE * cost
+        if self.load(hit).is_certain(hit.nbytes):
+            pause = max(pause, _FRESH_SECONDS)
+        return hit.end if now - self._loaded_at[hit.is_near] >= pause else hit.start
+
+    def begin_load(self, hit: Hit, now: float) -> None:
+        """Note that a load begins."""
+        self._loaded_at[hit.is_near] = now
+
+    def begin_computing(self, tokens: int, now: float) -> None:
+        """Note that tokens of a prompt are computed, of which nothing is loaded."""
+        if self.prefill.is_certain(tokens):
+            self._computed_at = now
+
+    def is_unknown(self, hit: Hit) -> bool:
+        """Whether no load of a hit's size is known, or no step."""
+        return not (self.load(hit).knows(hit.nbytes) and self.prefill.most)
+
     def admits(self, hit: Hit, before: Before) -> bool:
-        """Whether a hit is to be loaded."""
-        costs, seconds, at_once = self.load(hit), self.prefill.seconds, self.at_once(hit, before)
-        if not (costs.knows(hit.nbytes) and self.prefill.most):
+        """Whether a hit is expected to be loaded sooner than it is computed."""
+        if self.is_unknown(hit):
             return True
+        costs, is_known = self.load(hit), self._knows_computing(hit)
+        seconds = self.prefill.seconds if is_known else self.prefill.seconds_at_most
         load = costs.seconds(self.cost(hit, before))
         rest, whole = seconds(hit.end, hit.tokens), seconds(hit.start, hit.tokens)
         computed = before.computing + whole + _DELAYED * before.loads * (whole - rest)
         loaded = max(before.computing, load) + rest
-        if not self._knows_computing(hit):
-            return loaded < (computed / EXTRAPOLATED if computed < loaded + _TRIED else computed)
-        at_first = at_once if hit.divisible else 1
+        if not is_known:
+            return loaded < computed
+        at_first = self.at_once(hit, before) if hit.divisible else 1
         first = costs.seconds(before.beside(hit) + at_first * hit.nbytes / hit.chunks)
         return loaded < computed and first < self._slack(hit, before)
+
+    def _end_beside_trial(self, hit: Hit, now: float) -> int:
+        """Return the end of a hit that is loaded, less what of it is computed as a trial now.
+
+        That is all of it, a half, a fourth, and so on: the most that costs little more.
+        """
+        if self._speedups != self.prefill.speedups:
+            self._speedups, self._trials, self._computed_at = self.prefill.speedups, 0, -math.inf
+        is_certain = self.prefill.is_certain(hit.tokens - hit.start)
+        seconds, load = self.prefill.seconds_at_most, self.load(hit).seconds(hit.nbytes)
+        rest, length = seconds(hit.end, hit.tokens), hit.end - hit.start
+        dearest = _PART_COST * (load + rest)
+        if not (hit.divisible or is_certain):
+            dearest = _WHOLE_COST * load
+        growth = min(_TRIAL_PAUSE, _PAUSE_GROWTH**self._trials)
+        part = length
+        while part >= hit.unit:
+            cost = seconds(hit.end - part, hit.tokens) - rest - load * part / length
+            if cost <= dearest:
+                # A small step may cost more than is known of small steps.
+                pause = growth * max(cost, _LEAST_COST * (load + rest))
+                if is_certain:
+                    pause = max(pause, _FRESH_SECONDS)
+                if now - self._computed_at < pause:
+                    return hit.end
+                self._computed_at = now
+                self._trials += 1
+                return hit.end - part
+            part = part // 2 // hit.unit * hit.unit if hit.divisible else 0
+        return hit.end
 
     def cost(self, hit: Hit, before: Before) -> int:
         """Return what the time of a load is learned by: its bytes, and those that share its way."""
@@ -180,10 +274,12 @@ class AdmissionRule:
             one also holds for all that follow.
         """
         if not self._knows_computing(hit):
-            costs, longest = self.load(hit), (1 + before.loads) * _TRIED
+            costs, longest = self.load(hit), (1 + before.loads) * _UNKNOWN_SECONDS
             if costs.knows(hit.nbytes):
                 usual = costs.seconds(self.cost(hit, before))
                 longest = max(longest, (1 + MOST_DELAY) * usual)
+            if not self.admits(hit, before):
+                longest = min(longest, self.prefill.seconds_at_most(hit.start, hit.end))
             return (longest,)
         start, end, size = hit.start, hit.end, hit.chunk_tokens
         seconds, waits = self.prefill.seconds, before.unloaded - passed

@@ -9,7 +9,10 @@ Contracts
 ---------
 * No coefficient is negative, so more work is never cheaper.
 * What is learned fades: a model follows an engine or a storage whose speed changes.
-* One outlier changes little.
+* One outlier changes little. But no step is too fast by accident: the first that takes less than
+  half of what is known of its size makes all times before it count as so much shorter, and what
+  they say as a guess.
+* An estimate is a guess until three steps, or loads, of about its size were timed.
 * Not thread-safe; the caller has one thread, or a lock.
 """
 
@@ -25,6 +28,10 @@ _FADING: Final = 0.5 ** (1 / _MEMORY)
 _ROUNDS: Final = 16
 #: What was measured also says what work of up to so many times its size takes.
 EXTRAPOLATED: Final = 4
+#: So many steps or loads of about a size make an estimate certain.
+_CERTAIN: Final = 3
+#: A step of so many tokens takes about as long as one of fewer.
+_SMALL_STEP: Final = 64
 #: The least share of a load's time that its bytes count for, and the least of the rest.
 _LEAST_SHARE: Final = 0.1
 #: Large changes are made in steps, since each changes the shares.
@@ -66,6 +73,12 @@ class Fit:
                 products[column] = _FADING * products[column] + own * other
         self._solved = False
 
+    def scale(self, factor: float) -> None:
+        """Let all times that were learned count as if they had been `factor` times as long."""
+        self._products = [[cell / factor**2 for cell in row] for row in self._products]
+        self._sums = [total / factor for total in self._sums]
+        self._solved = False
+
     def _solve(self) -> None:
         """Minimize over one coefficient after the other, from those of before."""
         found = self._coefficients
@@ -97,6 +110,31 @@ def work(start: int, end: int) -> tuple[float, float]:
     return (end - start, attended(start, end)) if start < end else (0, 0.0)
 
 
+class SizeCounts:
+    """How many steps or loads of each size were timed: one count for each number of digits."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+
+    def add(self, size: float) -> None:
+        """Count one of a size."""
+        digits = int(size).bit_length()
+        self._counts[digits] = self._counts.get(digits, 0) + 1
+
+    def has(self, size: float) -> bool:
+        """Whether one of about this size was timed."""
+        return int(size).bit_length() in self._counts
+
+    def is_certain(self, size: float) -> bool:
+        """Whether enough were timed of at least about a fourth of a size."""
+        least = (int(size) // EXTRAPOLATED).bit_length()
+        return sum(n for digits, n in self._counts.items() if digits >= least) >= _CERTAIN
+
+    def clear(self) -> None:
+        """Forget all sizes."""
+        self._counts.clear()
+
+
 class PrefillCosts:
     """What it costs an engine to compute tokens of prompts.
 
@@ -109,12 +147,16 @@ class PrefillCosts:
     ----------
     most : int
         Most tokens of a step that was learned.
+    speedups : int
+        How often a step took less than half of what was known of its size.
     """
 
     def __init__(self, step_tokens: int) -> None:
         self._step_tokens = step_tokens
         self._fit = Fit((1e3, 1e6, 16.0, 1.0))
+        self._sizes = SizeCounts()
         self.most = 0
+        self.speedups = 0
 
     def knows(self, tokens: int) -> bool:
         """Whether the steps that were learned say what it takes to compute so many tokens.
@@ -123,11 +165,18 @@ class PrefillCosts:
         """
         return min(tokens, self._step_tokens) <= EXTRAPOLATED * self.most
 
-    def is_usual(self, tokens: int) -> bool:
-        """Whether a step that computes so many tokens is not small beside those learned."""
-        return EXTRAPOLATED * tokens >= self.most
+    def is_certain(self, tokens: int) -> bool:
+        """Whether enough steps of about this size were timed, the first step not counted."""
+        return self._sizes.is_certain(min(tokens, self._step_tokens))
 
-    def learn(self, parts: Sequence[tuple[int, int]], decodes: int, seconds: float) -> float:
+    def learn(
+        self,
+        parts: Sequence[tuple[int, int]],
+        decodes: int,
+        seconds: float,
+        *,
+        began_slowly: bool = False,
+    ) -> float:
         """Learn how long a step took, and return what was expected of it.
 
         Parameters
@@ -137,14 +186,51 @@ class PrefillCosts:
         decodes : int
             Number of requests of which it computed one more token of the answer.
         seconds : float
+        began_slowly : bool
+            It may have taken long only because the engine had paused: a step that is small beside
+            others is then learned only if it took less than expected.
         """
         tokens = sum(end - start for start, end in parts)
         pairs = sum(attended(start, end) for start, end in parts)
         features = (tokens, pairs, decodes, 1.0)
-        expected = self._fit.seconds(features)
+        expected = usual = self._fit.seconds(features)
+        if not self._sizes.has(tokens):
+            # A small step takes at least its share of the largest one.
+            usual = self._largest(0.0) * tokens / max(tokens, self.most)
+        if 0 < seconds < usual / 2:
+            self._fit.scale(seconds / usual)
+            self._sizes.clear()
+            self.speedups += 1
+        elif began_slowly and EXTRAPOLATED * tokens < self.most:
+            return expected
         self._fit.learn(features, seconds)
+        if self.most:
+            self._sizes.add(tokens)
         self.most = max(self.most, tokens)
         return expected
+
+    def _largest(self, behind: float) -> float:
+        """Return how long a step of :attr:`most` tokens takes.
+
+        Parameters
+        ----------
+        behind : float
+            How many tokens there are before its own.
+        """
+        pairs = self.most * (behind + self.most / 2)
+        return self._fit.seconds((self.most, pairs, 0.0, 1.0))
+
+    def seconds_at_most(self, start: int, end: int) -> float:
+        """Return how long tokens ``[start, end)`` of a prompt take, in steps of their own.
+
+        More tokens than were seen in a step take at most as many such steps.
+        """
+        tokens, pairs = work(start, end)
+        if min(tokens, self._step_tokens) <= self.most:
+            steps = max(1.0, tokens / self._step_tokens) if tokens else 0.0
+            return self._fit.seconds((tokens, pairs, 0.0, steps))
+        behind = max(0.0, pairs / tokens - self.most / 2)
+        return self._largest(behind) * max(1.0, tokens / max(self.most, _SMALL_STEP))
 
     def seconds(self, start: int, end: int) -> float:
         """Return how long tokens ``[start, end)`` of a prompt take, in steps of their own."""
@@ -172,6 +258,11 @@ class LoadCosts:
 
     def __init__(self) -> None:
         self.latency = self.per_byte = self.most = 0.0
+        self._sizes = SizeCounts()
+
+    def is_certain(self, nbytes: float) -> bool:
+        """Whether enough loads of about this size were timed."""
+        return self._sizes.is_certain(nbytes)
 
     def knows(self, nbytes: float) -> bool:
         """Whether the loads that were learned say what it takes to load so many bytes."""
@@ -203,6 +294,7 @@ class LoadCosts:
                 self.latency *= step**share
                 self.per_byte *= step ** (1 - share)
         self.most = max(self.most, nbytes)
+        self._sizes.add(nbytes)
         return expected
 
     def seconds(self, nbytes: float) -> float:

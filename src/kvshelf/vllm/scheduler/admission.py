@@ -7,11 +7,11 @@ Contracts
 ---------
 * With ``admission: always`` everything is loaded, and nothing is timed.
 * What a hand-over brings is loaded in any case, and never cut.
-* Steps without prompts are not learned, nor is the first one after a pause where it is small.
+* Steps without prompts are not learned. A small one after a pause is only if it took less than
+  expected. The tokens behind a hit are a prompt, even a single one.
 * What runs before a request is a sum that is kept: a question costs the same however many requests
   wait, compute or load.
-* Where no load has begun for a minute, a hit is loaded that would be refused: so a storage that has
-  become fast is noticed. It is cut as others are.
+* A hit may be offered shorter than it is, so that what is left shows how long computing takes.
 * Runs on the engine's step thread.
 
 When this part fails, hits are loaded as before.
@@ -34,11 +34,9 @@ from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.scheduler.shared import Shared, SharingPart
 from kvshelf.vllm.scheduler.steps import scheduled
 
-#: Seconds without a step after which the next one begins slowly: it is only learned if it takes
-#: longer than that, or computes about as many tokens as others.
+#: Seconds without a step after which the next one begins slowly: its time is what that takes if it
+#: takes no longer, unless it computes about as many tokens as others.
 _PAUSE_SECONDS: Final = 0.05
-#: Seconds after the last load from a storage, or from tiers, in which hits there may be refused.
-_REFUSING_SECONDS: Final = 60.0
 
 
 class _Step(NamedTuple):
@@ -171,8 +169,6 @@ class Admission(SharingPart):
         self._memory = InMemory()
         #: The requests of which something was read before their load.
         self._read_ahead_for: set[str] = set()
-        #: Until when hits may be refused: of those on the storage, and of those in tiers.
-        self._refuses_until = {False: 0.0, True: 0.0}
 
     # ------------------------------------------------------------- what is decided
 
@@ -181,19 +177,21 @@ class Admission(SharingPart):
         handed_over = state.awaited is not None and state.awaited.hit_tokens > 0
         return self.always or handed_over
 
-    def admits(self, state: RequestState, start: int, end: int) -> bool:
-        """Whether tokens ``[start, end)`` of a request are to be loaded."""
+    def end_of_load(self, state: RequestState, start: int, end: int) -> int:
+        """Return up to which token a hit of tokens ``[start, end)`` is to be loaded."""
         if self._is_free(state):
-            return True
-        hit = self._hit(state, start, end)
-        known = self.clock() < self._refuses_until[hit.is_near]
-        return not known or self._rule.admits(hit, self._comes_before())
+            return end
+        return self._rule.end_of_load(
+            self._hit(state, start, end), self._comes_before(), self.clock()
+        )
 
     def computes(self, state: RequestState, start: int) -> None:
         """Note that vLLM computes a request from token `start` on, from the next step on."""
         if not self.always:
+            tokens = state.request.num_tokens
             self._asked.append(state.id)
-            self._computing.put(state.id, *work(start, state.request.num_tokens))
+            self._computing.put(state.id, *work(start, tokens))
+            self._rule.begin_computing(tokens - start, self.clock())
 
     def begin(self, state: RequestState, start: int, end: int) -> tuple[tuple[float, ...], int]:
         """Note that a load begins; return when it is cut, and how many chunks are read at once.
@@ -212,7 +210,7 @@ class Admission(SharingPart):
             else:
                 # Of a storage that is fast now but answers late, few at once would hide that.
                 self._counters.add("explored_loads")
-        self._refuses_until[hit.is_near] = self.clock() + _REFUSING_SECONDS
+        rule.begin_load(hit, self.clock())
         chunks = self._hits.to_load(state, start, end)
         self._loading[state.id] = _Loading(hit, rule.cost(hit, before), chunks)
         nbytes = (0, hit.nbytes) if hit.is_near else (hit.nbytes, 0)
@@ -232,7 +230,8 @@ class Admission(SharingPart):
             )
             in_tiers = max(in_tiers, in_memory)
         tokens, divisible = state.request.num_tokens, not self._groups.hybrid
-        return Hit(start, end, tokens, self._size, nbytes, divisible, in_tiers)
+        unit = self._groups.alignment
+        return Hit(start, end, tokens, self._size, nbytes, divisible, in_tiers, unit)
 
     def _note(self, kind: Kind, chunks: Iterable[Chunk]) -> None:
         """Note that chunks were loaded or are stored: then memory has them, if there is any."""
@@ -301,9 +300,10 @@ class Admission(SharingPart):
         counts, most, parts = output.num_scheduled_tokens, self._most_decoded, []
         if asked or self._computing or max(counts.values()) > most:
             for name, start, end in scheduled(output):
-                if (state := self._requests.get(name)) is not None:
+                state = self._requests.get(name)
+                if state is not None:
                     self._note_computed(state, end)
-                if end - start > most:
+                if end - start > most or (state and start < state.request.num_prompt_tokens):
                     parts.append((start, end))
         if not parts:
             return
@@ -326,10 +326,13 @@ class Admission(SharingPart):
             if step is not None:
                 # A step may be planned before the one before it has ended.
                 taken = now - max(step.began, self._ended)
-                prefill, tokens = self._rule.prefill, sum(end - start for start, end in step.parts)
-                slow = step.after_pause and taken < _PAUSE_SECONDS
-                if prefill.is_usual(tokens) or not slow:
-                    self._count("prefill", prefill.learn(step.parts, step.decodes, taken), taken)
+                expected = self._rule.prefill.learn(
+                    step.parts,
+                    step.decodes,
+                    taken,
+                    began_slowly=step.after_pause and taken < _PAUSE_SECONDS,
+                )
+                self._count("prefill", expected, taken)
         self._ended = now
         if self._computed:
             self._computed = now

@@ -134,11 +134,13 @@ class Answers(SharingPart):
         first = self._count(state, computed, max(0, hit - computed))
         if hit <= computed:
             return 0
-        if not self._admission.admits(state, computed, hit):
-            if first:
-                self._counters.add("refused_hits")
-                self._counters.add("refused_tokens", hit - computed)
+        end = self._admission.end_of_load(state, computed, hit)
+        if first and end < hit:
+            self._counters.add("refused_hits", end == computed)
+            self._counters.add("refused_tokens", hit - end)
+        if end == computed:
             return 0
+        hit = end
         if state.fits and self._never_fits(state):
             state.fits = False
             self._counters.add("refused_hits")
