@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -94,6 +94,12 @@ _POINTS = (
 )
 
 
+#: Fresh engines: the rates of their storage, tokens that are stored of their prompts, seconds that
+#: the first step takes longer, requests, and those from which on the better way counts.
+_FRESH_RATES, _FRESH_TOKENS = (100e6, 30e6, 10e6), 2048
+_SLOW_START, _FRESH_REQUESTS, _FRESH_FROM = 3.0, 11, 3
+
+
 def bench_admission(settings: Settings) -> Iterator[Row]:
     """Measure first tokens by policy at each point."""
     yield from guarded(settings, "admission", _rows)
@@ -122,6 +128,45 @@ def _rows(settings: Settings) -> Iterator[Row]:
                         engine.ask([prompt], policy=policy)
             for point in _POINTS:
                 yield _measure(settings, point, engine, mount, prompts[point.tokens])
+        yield from _fresh_rows(run, mount, connector)
+
+
+def _fresh_rows(run: EngineRun, mount: Any, connector: Mapping[str, Any]) -> Iterator[Row]:
+    """Measure the first requests of engines whose first step is slow."""
+    longest = _FRESH_TOKENS + REST_TOKENS
+    prompts = [run.prompt(longest) for _ in range(_FRESH_REQUESTS)]
+    with run.engine("storing for fresh ones", longest) as engine:
+        for prompt in prompts:
+            engine.ask([prompt])
+        run.settle()
+    for rate in _FRESH_RATES:
+        name = f"fresh at {speed(rate)}"
+        with run.engine(
+            name, longest, connector, prompts=3, switched=True, slow_start=_SLOW_START
+        ) as engine:
+            _set_rate(engine, mount, rate, prompts[0])
+            times = [engine.ask([prompt], policy=AUTO)["first"][0] for prompt in prompts]
+            ways = {
+                policy: median(
+                    [engine.ask([prompt], policy=policy)["first"][0] for prompt in prompts[:5]]
+                )
+                for policy in (COMPUTED, ALWAYS)
+            }
+            mount.clear()
+        later, best = times[_FRESH_FROM:], min(ways, key=lambda policy: ways[policy])
+        yield Row(
+            f"admission/fresh/{speed(rate).replace(' ', '')}",
+            f"TTFT from the 4th request on, {longest} tokens, fresh engine, first step"
+            f" {_SLOW_START:g} s longer, storage {speed(rate)}",
+            "the better of always and never loading",
+            goal=Goal(1.15),
+            ours=later,
+            floors=[ways[best]] * len(later),
+            note=", ".join(f"{policy} {seconds:.2f} s" for policy, seconds in ways.items())
+            + "; requests "
+            + ", ".join(f"{seconds:.2f}" for seconds in times),
+            extra={"rate": rate, "times": times, "ways": ways},
+        )
 
 
 def _measure(

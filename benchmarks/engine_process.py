@@ -24,11 +24,13 @@ class _Engine:
     ----------
     arguments : dict
         Of ``EngineArgs``, with ``kv_transfer_config`` as a dict. `switched`: the engine has no
-        process of its own, so that each question can have another policy.
+        process of its own, so that each question can have another policy. `slow_start`: seconds
+        that the first step of such an engine takes longer.
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self._switched = arguments.pop("switched")
+        slow_start = arguments.pop("slow_start")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if self._switched else "1"
         from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import EngineArgs
@@ -39,6 +41,22 @@ class _Engine:
             EngineArgs(**arguments, kv_transfer_config=connector)
         )
         self._number = 0
+        if slow_start:
+            self._slow_down(slow_start)
+
+    def _slow_down(self, seconds: float) -> None:
+        """Make the first step that computes anything take so much longer."""
+        core: Any = self._engine.engine_core
+        executor = core.engine_core.model_executor
+        execute_model = executor.execute_model
+
+        def execute_slowly(output: Any, *arguments: Any, **options: Any) -> Any:
+            if output.total_num_scheduled_tokens:
+                executor.execute_model = execute_model
+                time.sleep(seconds)
+            return execute_model(output, *arguments, **options)
+
+        executor.execute_model = execute_slowly
 
     def ask(
         self, prompts: list[list[int]], tokens: int = 1, policy: str | None = None

@@ -192,10 +192,12 @@ class EngineRun:
         *,
         prompts: int = 2,
         switched: bool = False,
+        slow_start: float = 0.0,
     ) -> Iterator[Child]:
         """Run an engine whose KV cache holds so many `prompts` of `longest` tokens.
 
         `connector` is its ``kv_transfer_config``; by default kvshelf loads all that the shelf has.
+        The first step of a `switched` one takes `slow_start` seconds more.
         """
         self._settings.progress(f"starting an engine: {name}")
         connector = connector or kvshelf_connector(self.shelf, admission=ALWAYS)
@@ -214,6 +216,7 @@ class EngineRun:
             "seed": 0,
             "disable_log_stats": False,
             "switched": switched,
+            "slow_start": slow_start,
             "kv_transfer_config": {"kv_role": "kv_both", **connector},
         }
         env = {"KVSHELF_CACHE_DIR": str(self._logs / "cache")}
