@@ -221,10 +221,11 @@ def begin(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> Iterator[Callable[..., ScheduledEngine]]:
     """Start engines whose scheduler alone is real, with a model by its name in hybrid_specs."""
-    from tests.vllm.hybrid_specs import full, models
+    from tests.vllm.hybrid_specs import full, models, window
     from tests.vllm.scheduled import start_engines
 
-    yield from start_engines(world, {"plain": [full(8)], **models()}, monkeypatch, caplog)
+    specs = {"plain": [full(8)], "gpt-oss": [window(8, 16), full(8)], **models()}
+    yield from start_engines(world, specs, monkeypatch, caplog)
 
 
 @pytest.fixture

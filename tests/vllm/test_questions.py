@@ -71,23 +71,70 @@ def test_a_step_asks_for_few_requests_of_a_long_queue(start: Start) -> None:
 # --------------------------------------------------------------------------- one load for all
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("own", [0, 12])
-def test_of_requests_that_begin_alike_one_loads(start: Start, own: int, asynchronous: bool) -> None:
-    """As those of one request with ``n > 1`` do, or those with one system prompt."""
-    begins = prompt(800)
-    start(budget=1024).run([*begins, 1])
-    engine = start(blocks=2000, budget=2048, seqs=16, asynchronous=asynchronous)
+def begin_alike(engine: ScheduledEngine, own: int, *, longer: int = 0) -> None:
+    """Add 16 prompts that begin with what is stored, each `longer` than the one before."""
     for number in range(16):
-        engine.add(f"{number}", [*begins, 1, *prompt(own, 100 + number)])
+        tokens = [*prompt(800), 1, *prompt(own + longer * number, 100 + number)]
+        engine.add(f"{number}", tokens)
         engine.wait_for_lookup(f"{number}")
-    most = 0
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    ("model", "own", "loads", "most"),
+    [
+        ("plain", 0, 1, 116),
+        ("plain", 12, 1, 132),
+        ("gpt-oss", 0, 1, 134),
+        ("Gemma 3", 0, 1, 154),
+        ("DeepSeek V4", 0, 1, 93),
+        ("Qwen3-Next", 0, 1, 57),
+        ("Llama 4", 0, 1, 132),
+        ("two windows", 0, 1, 39),
+        ("Mamba2", 0, 1, 17),
+        # vLLM keeps windows and states where prompts part once it has seen that they do.
+        ("gpt-oss", 45, 2, 382),
+        ("Gemma 3", 45, 2, 476),
+        ("Qwen3-Next", 45, 2, 238),
+        ("Llama 4", 45, 1, 292),
+    ],
+)
+def test_of_requests_that_begin_alike_one_loads(
+    start: Start, model: str, own: int, loads: int, most: int, asynchronous: bool
+) -> None:
+    """As those of one request with ``n > 1`` do, or those with one system prompt."""
+    start(model, budget=1024).run([*prompt(800), 1])
+    engine = start(model, blocks=2000, budget=2048, seqs=16, asynchronous=asynchronous)
+    begin_alike(engine, own)
+    used = 0
     while engine.scheduler.has_requests():
         engine.step()
-        most = max(most, used_blocks(engine))
+        used = max(used, used_blocks(engine))
     engine.finish()
-    assert [op.end for op in engine.loads] == [800]
-    assert most <= 150
+    assert [op.end for op in engine.loads] == [800] * loads
+    assert used <= most
+
+
+@pytest.mark.parametrize(
+    ("model", "drafts"),
+    [
+        # Without full KV it is not known where they part.
+        ("Mamba2", 0),
+        # A drafter needs the block before: the load brings no windows of that.
+        ("DeepSeek V4", 2),
+    ],
+)
+def test_no_request_waits_for_a_load_of_which_vllm_keeps_nothing_for_it(
+    start: Start, model: str, drafts: int
+) -> None:
+    start(model, drafts=drafts, budget=1024).run([*prompt(800), 1])
+    engine = start(model, drafts=drafts, blocks=2000, budget=2048, seqs=16)
+    engine.holds_loads = True
+    begin_alike(engine, 20, longer=1)
+    engine.step()
+    assert len(engine.loading) == 16
+    engine.holds_loads = False
+    engine.finish()
 
 
 @pytest.mark.parametrize("end", ["done", "failed", "aborted", "reset"])
@@ -119,8 +166,10 @@ def test_however_a_load_ends_the_requests_that_waited_for_it_begin(start: Start,
     engine.step()
     answers = asked.take()
     assert answers.keys() >= set(names[1:])
-    assert None not in answers.values()
-    for name in names[1:]:
+    # Where the first has brought nothing, the others wait for the next.
+    begun = names[1 : 2 if end == "aborted" else None]
+    assert [name for name in names[1:] if answers.get(name) is not None] == begun
+    for name in begun:
         status = engine.scheduler.requests[name].status
         assert status in (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS)
     engine.holds_loads = False
@@ -182,18 +231,14 @@ def test_a_request_waits_for_a_load_that_brings_most_of_its_hit(
     assert side.side.matched_tokens(request, 0) == (None if waits else hit)
 
 
-def test_a_request_waits_for_a_load_once(make: Make) -> None:
+def test_a_request_waits_for_two_loads(make: Make) -> None:
     side = make()
     side.put(LOADED)
-    first = Request("first", LOADED)
-    _load(side, first)
     waiting = side.known("waiting", LOADED)
-    assert side.side.matched_tokens(waiting, 0) is None
-    side.side.loads.done({"first"})
-    # vLLM preempts the first, and has lost what it loaded.
-    first.num_preemptions = 1
-    _load(side, first)
-    assert side.side.matched_tokens(waiting, 0) == 64
+    for number in range(3):
+        _load(side, Request(f"{number}", LOADED))
+        assert side.side.matched_tokens(waiting, 0) == (None if number < 2 else 64)
+        side.side.loads.done({f"{number}"})
 
 
 def test_no_request_waits_for_a_load_that_vllm_does_not_cache(make: Make) -> None:

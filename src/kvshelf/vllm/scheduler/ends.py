@@ -24,7 +24,6 @@ from kvshelf.shelf.lookup import Lookup
 from kvshelf.vllm.metadata import NULL_BLOCK
 from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.scheduler.shared import Shared, SharingPart
-from kvshelf.vllm.speculation import drops_last_block
 
 #: Chunks between two ends of a prompt at which no hit is likely. A state takes as many bytes as
 #: thousands of tokens of KV, and the windows of a chunk as many as the full KV of several.
@@ -41,10 +40,7 @@ class Ends(SharingPart):
 
     def __init__(self, shared: Shared) -> None:
         super().__init__(shared)
-        speculative_config = getattr(self._engine.vllm_config, "speculative_config", None)
-        self._drafting = speculative_config is not None
-        #: Tokens between the last state in vLLM's cache and a prompt's last block boundary.
-        self._held_back = self._groups.alignment if drops_last_block(speculative_config) else 0
+        self._drafting = getattr(self._engine.vllm_config, "speculative_config", None) is not None
 
     def states_in_cache(
         self, state: RequestState, before: int, after: int, complete: int, output: Any
@@ -130,7 +126,7 @@ class Ends(SharingPart):
         """
         request, size = state.request, self._size
         last, parting = request.num_prompt_tokens - 1, request.shared_prefix_boundary
-        tokens = [last, last - self._held_back, state.offered_from, parting]
+        tokens = [last, last - self._hits.dropped, state.offered_from, parting]
         ends, known = [n // size for n in tokens], self._hits.full_chunks(lookup)
         if kind == WINDOW:
             ends += [known, -(-end // INTERVAL) * INTERVAL]

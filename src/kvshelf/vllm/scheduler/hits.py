@@ -27,6 +27,7 @@ from kvshelf.shelf.lookup import Lookup
 from kvshelf.vllm.scheduler.engine import Engine
 from kvshelf.vllm.scheduler.read_ahead import Loadable
 from kvshelf.vllm.scheduler.requests import RequestState, items_of
+from kvshelf.vllm.speculation import drops_last_block
 
 
 class Hits:
@@ -40,6 +41,8 @@ class Hits:
     ----------
     whole_items : bool
         Whether no multimodal item may be divided.
+    dropped : int
+        Tokens that vLLM leaves out at the end of each hit in its own cache, for the drafter's sake.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -48,6 +51,8 @@ class Hits:
         self._failed = engine.failed
         self._has_drafter = engine.drafter is not None
         self.whole_items = bool(getattr(engine.vllm_config.model_config, "is_mm_prefix_lm", False))
+        speculative_config = getattr(engine.vllm_config, "speculative_config", None)
+        self.dropped = self._groups.alignment if drops_last_block(speculative_config) else 0
 
     def tokens(self, state: RequestState, lookup: Lookup, computed: int) -> int:
         """Return the leading tokens that can be loaded; vLLM has `computed` of them already."""

@@ -11,7 +11,7 @@ Contracts
   computed, so no request can loop. Of a hybrid engine a load brings everything or nothing.
 * Of requests that come together and begin alike the first loads, where vLLM caches prefixes. The
   others wait until that load is over, however it ends, and find in vLLM's own cache what it
-  brought. A request waits so once.
+  brought. A request waits for two loads at most.
 * A damaged chunk counts as missing until every rank that has layers of its kind has replaced it.
 * Each step names the loads that not all ranks are known to have begun. That of a request that has
   ended is named without chunks, so that a rank which has not begun it reports its end.
@@ -33,6 +33,9 @@ from kvshelf.vllm.scheduler.read_ahead import ReadAhead
 from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.scheduler.shared import Shared, SharingPart
 
+#: Loads that a request waits for. After the first vLLM knows where prompts part, and keeps the
+#: windows and states there that the second brings.
+_MOST_SHARED: Final = 2
 #: Most damaged chunks of which repairs are counted.
 _REPAIRS_REMEMBERED: Final = 4096
 
@@ -64,11 +67,9 @@ class Loads(SharingPart):
         self._periods = periods
         self._read_ahead = read_ahead
         self._admission = admission
-        # What a load has brought is in vLLM's own cache then. But of windows and states vLLM caches
-        # only what is near the end of the prompt: other prompts would wait and load all the same.
         cache = self._engine.vllm_config.cache_config
-        caches = bool(getattr(cache, "enable_prefix_caching", True))
-        self._are_shared = caches and not self._groups.hybrid
+        #: vLLM's own cache has what a load has brought.
+        self._are_shared = bool(getattr(cache, "enable_prefix_caching", True))
         self.planned: dict[int, LoadOp] = {}
         self._count = 0
         #: The last load that each rank is known to have begun.
@@ -109,7 +110,8 @@ class Loads(SharingPart):
         self._read_ahead.note_in_engine_cache(op.chunks)
         self._plan(op)
         if self._are_shared:
-            self._brought |= {chunk.key: op for chunk in op.chunks}
+            pieces = (*op.chunks, *op.windows, *op.states)
+            self._brought |= {chunk.key: op for chunk in pieces}
 
     def _begin(self, state: RequestState | None) -> int:
         """Return the number of a new load, of which nothing is known yet but that vLLM waits."""
@@ -137,20 +139,42 @@ class Loads(SharingPart):
     def shares(self, state: RequestState, start: int, end: int) -> bool:
         """Whether a request waits for a load that runs, before its own of tokens ``[start, end)``.
 
-        That load brings at least half of what its own would, and is at most twice as long.
+        That load brings at least half of what its own would, and is at most twice as long. Windows
+        and states are useful at its end only, which is where its own would end.
         """
-        if state.shared is None:
-            lookup, middle = state.lookup, (start + end - 1) // (2 * self._size)
+        loads = state.shared
+        if not loads or (len(loads) < _MOST_SHARED and not self._runs(loads[-1])):
+            at_end = self._groups.kinds != (FULL,)
+            place = (end - 1 if at_end else (start + end - 1) // 2) // self._size
+            lookup = state.lookup
             chunks = lookup.chain.chunks if lookup is not None and lookup.chain is not None else []
-            op = self._brought.get(chunks[middle].key) if middle < len(chunks) else None
+            op = self._brought.get(chunks[place].key) if place < len(chunks) else None
             if op is None or op.end - op.start > 2 * (end - start):
                 return False
-            state.shared = op
-        return self._running.get(state.shared.request_id) is state.shared
+            if at_end and not op.end == end <= self._kept(op, state):
+                return False
+            loads.append(op)
+        return self._runs(loads[-1])
+
+    def _runs(self, op: LoadOp) -> bool:
+        return self._running.get(op.request_id) is op
+
+    def _kept(self, op: LoadOp, state: RequestState) -> int:
+        """Return the tokens behind which vLLM keeps windows and states of a load for a request.
+
+        They end with a prompt, of which requests with prompts of one length have the same; and
+        where vLLM has seen prompts part. It sees that by the full KV that a first load brings.
+        """
+        loading, request = self._requests[op.request_id].request, state.request
+        kept, dropped = request.num_tokens - 1, self._hits.dropped
+        if loading.num_tokens != request.num_tokens:
+            learns = not state.shared and FULL in self._groups.kinds and dropped < self._size
+            kept = kept if learns else request.shared_prefix_boundary
+        return int(kept - dropped)
 
     def _ended(self, request_id: str) -> None:
         op = self._running.pop(request_id, None)
-        for chunk in () if op is None else op.chunks:
+        for chunk in () if op is None else (*op.chunks, *op.windows, *op.states):
             if self._brought.get(chunk.key) is op:
                 del self._brought[chunk.key]
 

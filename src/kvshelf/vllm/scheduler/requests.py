@@ -169,8 +169,8 @@ class RequestState:
         Whether a load was planned since it was admitted, and whether it runs.
     load : int
         The number of its last load; 0 before the first.
-    shared : LoadOp or None
-        The load of another request for which it waits, or has waited.
+    shared : list of LoadOp
+        The loads of other requests for which it waits, or has waited.
     failures : dict
         Kind keys of chunks that could not be loaded; True where the object is damaged.
     period : int
@@ -198,7 +198,7 @@ class RequestState:
     loaded: bool = False
     loading: bool = False
     load: int = 0
-    shared: LoadOp | None = None
+    shared: list[LoadOp] = field(default_factory=list)
     failures: dict[bytes, bool] = field(default_factory=dict)
     period: int = 0
     stores: StorePlan = field(default_factory=StorePlan)
