@@ -310,6 +310,16 @@ def test_a_request_counts_its_wait_for_the_load_of_another(engine: Engine) -> No
     assert op.patience[0] == pytest.approx(cut.patience[0] - 0.5)
 
 
+def test_a_request_whose_hit_is_refused_waits_for_no_load(engine: Engine) -> None:
+    engine.learn(5.0)
+    # Once a minute a hit is loaded all the same.
+    engine.clock.now += 61.0
+    first = engine.request(65)
+    engine.side.load(first, engine.side.ask(first))
+    second = engine.side.known("second", prompt(65, engine.count))
+    assert engine.side.side.matched_tokens(second, 0) == 0
+
+
 def test_what_is_handed_over_is_always_loaded(engine: Engine) -> None:
     engine.learn(5.0)
     tokens = prompt(65, 500)

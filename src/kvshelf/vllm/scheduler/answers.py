@@ -128,24 +128,23 @@ class Answers(SharingPart):
         if not self._keys.trusts(state):
             return 0
         hit = self._hits.tokens(state, self._lookups.newest(state) or lookup, computed)
-        if hit > computed and self._loads.shares(state, computed, hit):
+        end = hit
+        if hit > computed:
+            end = self._admission.end_of_load(state, computed, hit)
+        if computed < end == hit and self._loads.shares(state, computed, hit):
             return None
         state.offered_from = computed
         first = self._count(state, computed, max(0, hit - computed))
-        if hit <= computed:
-            return 0
-        end = self._admission.end_of_load(state, computed, hit)
         if first and end < hit:
             self._counters.add("refused_hits", end == computed)
             self._counters.add("refused_tokens", hit - end)
-        if end == computed:
+        if end <= computed:
             return 0
-        hit = end
         if state.fits and self._never_fits(state):
             state.fits = False
             self._counters.add("refused_hits")
-            self._counters.add("refused_tokens", hit - computed)
-        return hit - computed if state.fits else 0
+            self._counters.add("refused_tokens", end - computed)
+        return end - computed if state.fits else 0
 
     def _never_fits(self, state: RequestState) -> bool:
         """Whether a hit was offered in vain for long while kvshelf knows of nothing else to do.
