@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import RequestStatus
 
+from tests.sim.storage import Fault, FaultyStorage
 from tests.support.prompts import prompt
 from tests.vllm import rig
 from tests.vllm.replay import Request
@@ -66,6 +68,38 @@ def test_a_step_asks_for_few_requests_of_a_long_queue(start: Start) -> None:
         engine.step()
         assert len(asked.take()) <= 20
         assert len(rig.with_lookups(side)) <= 300
+
+
+# --------------------------------------------------------------------------- preempted requests
+
+
+def waiting_for_blocks(engine: ScheduledEngine, status: RequestStatus) -> set[str]:
+    """The requests of a status that have no blocks."""
+    requests = engine.scheduler.requests.items()
+    return {name for name, r in requests if r.status == status and r.num_computed_tokens == 0}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("seconds", [0.0, 0.1])
+def test_preempted_requests_are_admitted_before_new_ones(
+    start: Start, backend: FaultyStorage, seconds: float, asynchronous: bool
+) -> None:
+    """vLLM passes over a request that has no answer, and gives its blocks to those behind it."""
+    engine = start(seqs=8, budget=128, blocks=90, asynchronous=asynchronous)
+    for number in range(20):
+        engine.add(f"{number}", prompt(100 + number, number), 60)
+        engine.wait_for_lookup(f"{number}")
+    backend.add(Fault("stat", wait=seconds))
+    preempted: set[str] = set()
+    while engine.scheduler.has_requests():
+        new = waiting_for_blocks(engine, RequestStatus.WAITING)
+        engine.step()
+        time.sleep(0.02)
+        preempted &= waiting_for_blocks(engine, RequestStatus.PREEMPTED)
+        assert not preempted or waiting_for_blocks(engine, RequestStatus.WAITING) == new
+        preempted = waiting_for_blocks(engine, RequestStatus.PREEMPTED)
+    engine.finish()
+    assert len(engine.preempted) > 1
 
 
 # --------------------------------------------------------------------------- one load for all

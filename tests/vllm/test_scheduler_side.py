@@ -122,6 +122,25 @@ def test_an_old_answer_counts_until_a_newer_one_is_there(side: Side) -> None:
     until(lambda: side.side.matched_tokens(request, 0) == 40)
 
 
+def test_a_preempted_request_is_answered_by_what_it_had_until_it_is_looked_up_anew(
+    side: Side,
+) -> None:
+    """While it waits, vLLM serves others."""
+    tokens = prompt(41)
+    side.put(tokens, 2)
+    request = side.known("r", tokens)
+    side.step({"r": (0, 41)}, new=("r",))
+    gate = threading.Event()
+    side.faults.add(Fault("stat", wait=gate))
+    request.num_preemptions = 1
+    for _ in range(3):
+        # With the chunks that were to be stored, of which none is there.
+        assert side.side.matched_tokens(request, 0) == 40
+        side.step()
+    gate.set()
+    until(lambda: side.side.matched_tokens(request, 0) == 16)
+
+
 def test_of_a_long_queue_the_first_requests_have_keys(side: Side) -> None:
     requests = [Request(str(number), prompt(41, number)) for number in range(1000)]
     for request in requests:

@@ -12,8 +12,8 @@ Contracts
   request that is not answered now is asked again in the next step. Steps that compute nothing may
   take longer, where :class:`~kvshelf.vllm.scheduler.steps.Steps` says that one may.
 * A preempted and resumed request gets a new lookup. So do the first ones of the queue when their
-  answers are older than a second, unless all of the prompt was found; the old answer counts until
-  the new one is there.
+  answers are older than a second, unless all of the prompt was found. The old answer counts until
+  the new one is there: vLLM serves others while a request has none.
 * A hit is recorded as a use of all that it needs, on the lookup thread, also where vLLM's prefix
   cache has a part of it or all (:mod:`kvshelf.capacity.uses`).
 * Runs on the engine's step thread, and lookups on theirs.
@@ -135,6 +135,22 @@ class Lookups(SharingPart):
             self.start(lookups, state)
         else:
             self._later[state.id] = None
+
+    def look_up_again(self, state: RequestState) -> None:
+        """Look up a request anew that vLLM has preempted.
+
+        Its answer counts until then, with the chunks that it has had stored.
+        """
+        lookups, lookup = self._opening.looks_up, self.newest(state)
+        if lookup is None or (lookup.done and lookup.chain is None):
+            state.drop_lookup()
+        elif lookup.chain is not None:
+            if not self._groups.mixed:
+                stored = min(state.stores.next_chunk, len(lookup.chain.chunks))
+                lookup.hit_chunks = lookup.full_chunks = max(lookup.full_chunks, stored)
+            if state.newer is not None:
+                state.newer.cancel()
+            state.newer = None if lookups is None else self._submit(lookups, state)
 
     def start_again(self) -> None:
         """Start the lookups of requests that arrived before lookups were possible."""

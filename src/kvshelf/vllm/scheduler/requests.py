@@ -219,14 +219,13 @@ class RequestState:
         return self.request.num_computed_tokens == 0 and not self.loading
 
     def admit_again(self) -> None:
-        """Begin anew after a preemption."""
+        """Begin anew after a preemption. What was seen of the request's chunks still counts."""
         self.admission = self.request.num_preemptions
         self.loaded = self.gave_up = False
-        self.offered_alone = None
+        self.offered_alone = self.waiting_since = None
         if self.awaited is not None and self.awaited.outcome is not None:
             # Promised chunks are there, or are not waited for again.
             self.awaited.deadline = math.inf
-        self.drop_lookup()
 
     def cancel_lookups(self) -> None:
         """Note that no answer is needed any more."""

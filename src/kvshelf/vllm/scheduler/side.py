@@ -168,6 +168,7 @@ class SchedulerSide:
             state.admit_again()
             if state.reads:
                 self._read_ahead.wait(state.id, first=True)
+                self.lookups.look_up_again(state)
         self._read_ahead.asked(state.id)
         self.drafts.asked(request, computed)
         return self._answers.answer(state, computed)
