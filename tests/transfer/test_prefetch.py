@@ -221,9 +221,9 @@ def test_what_cannot_be_had_is_known_before_the_load_comes(
     chunks = waiting.put(0)
     damage(waiting, chunks[1])
     waiting.prefetcher.add("a#b", chunks)
-    found: list[tuple[str, Chunk, Failure]] = []
+    found: list[tuple[Chunk, Failure]] = []
     until(lambda: bool(found.extend(waiting.prefetcher.take_failures()) or found))
-    assert found == [("a#b", chunks[1], failure)]
+    assert found == [(chunks[1], failure)]
     assert waiting.here(chunks) == 1
 
 
@@ -353,9 +353,9 @@ def test_all_who_want_what_cannot_be_had_learn_it_and_give_up_what_is_behind(
     for name in ("one", "other"):
         waiting.prefetcher.add(name, chunks)
     waiting.prefetcher.add("third", others)
-    found: list[tuple[str, Chunk, Failure]] = []
+    found: list[tuple[Chunk, Failure]] = []
     until(lambda: bool(found.extend(waiting.prefetcher.take_failures()) or found))
-    assert found == [(name, chunks[1], Failure.MISSING) for name in ("one", "other")]
+    assert found == [(chunks[1], Failure.MISSING)]
     # There is room for others now.
     until(lambda: (waiting.here(chunks), waiting.here(others)) == (1, 3))
 

@@ -34,7 +34,6 @@ from kvshelf.vllm.groups import CacheGroups
 from kvshelf.vllm.item_ids import ItemIds
 from kvshelf.vllm.metadata import (
     Facts,
-    LoadFailure,
     Orders,
     StepMetadata,
     WeightsReport,
@@ -279,9 +278,9 @@ class Side:
         """Tell how long the load of a request took."""
         self.tell(load_seconds=[(self.side.requests[name].load, name, seconds)])
 
-    def fail(self, name: str, index: int, key: bytes = b"", *, bad: bool = False) -> None:
-        """Report that a chunk of a request could not be loaded."""
-        self.tell(failures=[LoadFailure(name, index, key, bad)])
+    def fail(self, key: bytes, *, bad: bool = False) -> None:
+        """Report that a chunk could not be loaded."""
+        self.tell(failures=[(key, bad)])
 
     def load(self, request: Request, tokens: int) -> None:
         """Give a request blocks, and have it load so many tokens."""

@@ -69,7 +69,6 @@ with warnings.catch_warnings():
     from kvshelf.vllm.metadata import (
         NULL_BLOCK,
         Facts,
-        LoadFailure,
         LoadOp,
         Orders,
         StepMetadata,
@@ -1008,41 +1007,36 @@ class ScheduledEngine:
             received.add(op.request_id)
             if cancelled:
                 continue
-            found = self._load(op)
-            if found:
-                self._facts.next.failures += found
+            if not self._load(op):
                 failed.add(op.request_id)
-            else:
-                self.loads.append(op)
-                if self.has_kv:
-                    self._load_drafts(op)
+                continue
+            self.loads.append(op)
+            if self.has_kv:
+                self._load_drafts(op)
         return received, failed
 
-    def _load(self, op: LoadOp) -> list[LoadFailure]:
-        """Fill the blocks of a load; return what failed."""
+    def _load(self, op: LoadOp) -> bool:
+        """Fill the blocks of a load; return whether that succeeded."""
         chunks = {FULL: op.chunks, WINDOW: op.windows, STATE: op.states}
         pieces = [(kind, chunk) for kind, some in chunks.items() for chunk in some]
         if op.round != self.round or not self._settled:
-            return [
-                LoadFailure(op.request_id, op.start // self.chunk_size, b"", False, FULL, op.number)
-            ]
+            return False
         assert pieces, "nothing is known of a load"
         assert all(self.world.texts[chunk.key][1] == self.weights for _, chunk in pieces)
         if self.failing_loads:
             self.failing_loads -= 1
             kind, chunk = pieces[-1]
-            return [LoadFailure(op.request_id, chunk.index, chunk.key, False, kind, op.number)]
-        failures = []
+            self._facts.next.failures.append((kind_key(chunk.key, kind), False))
+            return False
+        failures: list[tuple[bytes, bool]] = []
         for kind, chunk in pieces:
             content = self.world.contents.get(kind_key(chunk.key, kind))
             if content is None or content == DAMAGED:
-                bad = content is not None
-                failures.append(
-                    LoadFailure(op.request_id, chunk.index, chunk.key, bad, kind, op.number)
-                )
+                failures.append((kind_key(chunk.key, kind), content is not None))
             else:
                 self._fill(op, kind, chunk, content)
-        return failures
+        self._facts.next.failures += failures
+        return not failures
 
     def _fill(self, op: LoadOp, kind: Kind, chunk: Chunk, content: bytes) -> None:
         size = self.chunk_size

@@ -234,7 +234,6 @@ def test_a_load_that_was_cut_limits_no_hit_after_a_preemption(engine: Engine) ->
     engine.learn(0.1)
     request = engine.request(65)
     engine.patience(request)
-    engine.side.fail(request.request_id, 2)
     request.num_preemptions += 1
     assert engine.side.ask(request) == 64
 
@@ -303,7 +302,6 @@ def test_a_request_counts_its_wait_for_the_load_of_another(engine: Engine) -> No
     second = engine.side.known("second", prompt(201, engine.count))
     assert engine.side.side.matched_tokens(second, 0) is None
     engine.clock.now += 0.5
-    engine.side.fail(first.request_id, 3)
     engine.side.side.loads.done({first.request_id})
     engine.side.load(second, engine.side.ask(second))
     (op,) = engine.side.step().loads

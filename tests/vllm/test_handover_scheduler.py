@@ -27,7 +27,6 @@ from kvshelf.shelf.waits import WaitService
 from kvshelf.vllm import handshake
 from kvshelf.vllm.adapters import AdapterDigests
 from kvshelf.vllm.handover import Handover, no_handover, read_handover
-from kvshelf.vllm.metadata import LoadFailure
 from kvshelf.vllm.scheduler import SchedulerSide, handovers, hits
 from kvshelf.vllm.scheduler.requests import Awaited
 from tests.support.clocks import Clock
@@ -431,9 +430,7 @@ def test_a_load_that_fails_ends_no_wait_that_goes_on(
     engine = start("Gemma 3")
     engine.add("r", tokens, answer=1, transfer=handover.params())
     step_until(engine, lambda: awaited_of(engine).wait is not None)
-    # Of an earlier request with this id.
-    failure = LoadFailure("r", 6, b"", False)
-    rig.tell(side_of(engine), failures=[failure])
+    rig.tell(side_of(engine), failures=[(last.key, False)])
     engine.step()
     assert waits(engine, "r")
     world.put(producer.fmt, last, FULL, content)

@@ -210,10 +210,10 @@ def test_a_hole_is_stored_though_it_is_long_until_it_is_computed(
     request = Request("r", prompt(40))
     side.ask(request)
     key = side.chunks(prompt(40))[2].key
-    side.fail("r", 2, key)
-    # What other requests know of it is forgotten.
+    side.fail(key)
+    # A lookup that begins now asks the storage for it again.
     request.num_computed_tokens = 16
-    side.reset()
+    time.sleep(3600)
     meta = side.step({"r": (16, 24)})
     assert stored_chunks(meta) == [2]
 
@@ -543,7 +543,7 @@ def test_what_is_admitted_behind_another_connector_s_load_waits_if_it_shares_its
 def test_a_reset_forgets_loads_that_failed_also_without_their_requests(side: Side) -> None:
     side.put(prompt(40))
     key = side.chunks(prompt(40))[1].key
-    side.fail("gone", 1, key, bad=True)
+    side.fail(key, bad=True)
     assert side.ask(Request("before", prompt(40))) == 8
     side.reset()
     assert side.ask(Request("after", prompt(40))) == 36
@@ -935,12 +935,12 @@ def test_a_bad_chunk_is_trusted_again_when_all_ranks_have_repaired_it(make: Make
     request = Request("r", prompt(20))
     assert side.ask(request) == 16
     key = side.chunks(prompt(20))[1].key
-    side.fail("r", 1, key, bad=True)
+    side.fail(key, bad=True)
     for number, repaired in enumerate([[], [key], [key]]):
         side.tell(repaired=repaired)
         assert side.ask(Request(f"before {number}", prompt(20))) == 8
     # Found bad once more: what was repaired before counts no longer.
-    side.fail("r", 1, key, bad=True)
+    side.fail(key, bad=True)
     side.tell(1, repaired=[key])
     assert side.ask(Request("still", prompt(20))) == 8
     side.tell(repaired=[key])

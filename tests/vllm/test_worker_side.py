@@ -19,7 +19,6 @@ from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.transfer.staging import StagingPool
 from kvshelf.vllm.connector import SharedStorageConnector
 from kvshelf.vllm.metadata import (
-    LoadFailure,
     LoadOp,
     StepMetadata,
     WorkerMetadata,
@@ -261,13 +260,11 @@ def test_a_load_that_is_not_reported_before_its_caches_or_weights_go_fails(
     else:
         rig.connector.weights_changed()
     gate.set()
-    finished, bad, meta = rig.step(ordered(cancelled=[loads[0].number]))
+    finished, bad, _ = rig.step(ordered(cancelled=[loads[0].number]))
     while finished != {"gone", "r"}:
         more = rig.step(StepMetadata(idle=True))
-        finished, bad, meta = finished | more[0], bad | more[1], meta or more[2]
+        finished, bad = finished | more[0], bad | more[1]
     assert bad >= set(kept)
-    assert meta is not None
-    assert LoadFailure("r", 0, b"", False, load=loads[1].number) in meta.failures
     # Who has gone needs no blocks.
     assert not bad & set(gone)
 

@@ -50,16 +50,13 @@ class FailedKeys:
         return self._get(key) is True
 
     def _get(self, key: bytes) -> bool | None:
-        found = self._keys.get(key)
-        if found is None:
-            return None
-        until, bad, seconds = found
-        late = time.monotonic() - until
-        if late > seconds:
-            with self._lock:
-                if self._keys.get(key) is found:
-                    del self._keys[key]
-        return None if late >= 0 else bad
+        until, bad, _ = self._keys.get(key, (0.0, None, 0.0))
+        return bad if time.monotonic() < until else None
+
+    def refutes(self, key: bytes, seen_at: float) -> bool:
+        """Whether `key` is failed, or has failed since it was seen, however long ago that was."""
+        until, _, seconds = self._keys.get(key, (0.0, None, 0.0))
+        return time.monotonic() < until or seen_at < until - seconds
 
     def subscribe(self, listener: Callable[[bytes], None]) -> None:
         """Call `listener` with each key that is added from now on. It must not block."""

@@ -275,7 +275,6 @@ class IntoMemory(KVMemory):
 class _Request:
     """A waiting request, and the chunks that are prefetched for it."""
 
-    request_id: str
     #: Chunks for which no memory is reserved yet.
     chunks: deque[Chunk] = field(default_factory=deque)
     #: Keys of the others, and the early loads that bring them.
@@ -317,13 +316,13 @@ class Prefetcher:
         self._retry_at = 0.0
         #: Early loads that ended; any thread appends.
         self._finished: deque[Piece] = deque()
-        self._failures: list[tuple[str, Chunk, Failure]] = []
+        self._failures: list[tuple[Chunk, Failure]] = []
 
     def add(self, request_id: str, chunks: Sequence[Chunk]) -> None:
         """Prefetch further chunks for a waiting request."""
         request = self._requests.get(request_id)
         if request is None:
-            request = self._requests[request_id] = _Request(request_id)
+            request = self._requests[request_id] = _Request()
         if not request.ended:
             request.chunks.extend(chunks)
         self._advance()
@@ -353,8 +352,8 @@ class Prefetcher:
         for request_id in list(self._requests):
             self.release(request_id)
 
-    def take_failures(self) -> list[tuple[str, Chunk, Failure]]:
-        """Return the chunks that could not be read since the last call: request, chunk, reason.
+    def take_failures(self) -> list[tuple[Chunk, Failure]]:
+        """Return the chunks that could not be read since the last call, each with the reason.
 
         Called once per step.
         """
@@ -449,14 +448,14 @@ class Prefetcher:
         self._forget(gone)
 
     def _give_up(self, chunk: Chunk, failure: Failure) -> None:
-        """Report a chunk as failed for all requests that need it, and end their reads there."""
+        """Report a chunk as failed, and end the reads of all requests that need it there."""
+        self._failures.append((chunk, failure))
         for request in dict.fromkeys(self._users[chunk.key]):
             if request.ended:
                 continue
-            self._failures.append((request.request_id, chunk, failure))
             request.chunks.clear()
             first = request.keys.index(chunk.key)
-            rest = _Request(request.request_id, keys=request.keys[first:], ended=True)
+            rest = _Request(keys=request.keys[first:], ended=True)
             del request.keys[first:]
             for key in rest.keys:
                 users = self._users[key]

@@ -317,32 +317,6 @@ class WeightsReport:
     problem: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class LoadFailure:
-    """One chunk that a worker could not load.
-
-    Attributes
-    ----------
-    request_id : str
-    chunk_index : int
-    key : bytes
-        Empty when the object is not the cause.
-    bad : bool
-        The object is damaged.
-    kind : Kind
-        What of the chunk could not be loaded.
-    load : int
-        The number of the load; 0 where the chunk was read ahead.
-    """
-
-    request_id: str
-    chunk_index: int
-    key: bytes
-    bad: bool
-    kind: Kind = FULL
-    load: int = 0
-
-
 @dataclass
 class Facts:
     """What the scheduler side must learn of a rank.
@@ -351,7 +325,9 @@ class Facts:
     ----------
     begun : int
         The number of the last load that it has begun, or refused; 0 if there is none to tell.
-    failures : list of LoadFailure
+    failures : list of (bytes, bool)
+        Keys of kinds of chunks that it could not load or read ahead, and whether the object is
+        damaged. A storage that could not be asked is no failure of a chunk.
     repaired : list of bytes
         Keys of kinds of chunks (:func:`~kvshelf.format.kinds.kind_key`) of which it has replaced
         its damaged objects.
@@ -373,7 +349,7 @@ class Facts:
     """
 
     begun: int = 0
-    failures: list[LoadFailure] = field(default_factory=list)
+    failures: list[tuple[bytes, bool]] = field(default_factory=list)
     repaired: list[bytes] = field(default_factory=list)
     breaker_open: bool | None = None
     writes_refused: bool | None = None

@@ -110,10 +110,9 @@ class Hits:
         items = items_of(state.request) if self.whole_items else ()
         return any(start < tokens < end for start, end in items)
 
-    def is_stored(self, state: RequestState, lookup: Lookup, chunk: Chunk, kind: Kind) -> bool:
-        """Whether the lookup saw a kind of a chunk on the shelf, and no load of it failed."""
-        key = kind_key(chunk.key, kind)
-        if key in state.failures or key in self._failed:
+    def is_stored(self, lookup: Lookup, chunk: Chunk, kind: Kind) -> bool:
+        """Whether the lookup saw a kind of a chunk on the shelf, and no load of it failed since."""
+        if self._failed.refutes(kind_key(chunk.key, kind), lookup.as_of):
             return False
         if kind == FULL:
             return chunk.index < self.full_chunks(lookup)
@@ -123,10 +122,9 @@ class Hits:
         """Return how many leading full chunks were seen on the shelf; 0 without kind full."""
         return lookup.full_chunks if FULL in self._groups.kinds else 0
 
-    def must_repair(self, state: RequestState, chunk: Chunk, kind: Kind) -> bool:
+    def must_repair(self, chunk: Chunk, kind: Kind) -> bool:
         """Whether a load found a kind of a chunk damaged, so that a store must replace it."""
-        key = kind_key(chunk.key, kind)
-        return state.failures.get(key, False) or self._failed.is_bad(key)
+        return self._failed.is_bad(kind_key(chunk.key, kind))
 
     def ranges(self, start: int, end: int) -> dict[Kind, range]:
         """Return the chunks of each kind that a load of tokens ``[start, end)`` needs."""

@@ -15,7 +15,6 @@ Contracts
 * A damaged chunk counts as missing until every rank that has layers of its kind has replaced it.
 * Each step names the loads that not all ranks are known to have begun. That of a request that has
   ended is named without chunks, so that a rank which has not begun it reports its end.
-* What a report says of an earlier load of a request changes nothing for a later one.
 * Runs on the engine's step thread.
 """
 
@@ -25,8 +24,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from kvshelf.format.kinds import FULL, STATE, WINDOW, kind_key, kind_of_key
-from kvshelf.vllm.metadata import Facts, LoadFailure, LoadOp, StepMetadata
+from kvshelf.format.kinds import FULL, STATE, WINDOW, kind_of_key
+from kvshelf.vllm.metadata import Facts, LoadOp, StepMetadata
 from kvshelf.vllm.scheduler.admission import Admission
 from kvshelf.vllm.scheduler.periods import BlockPeriods
 from kvshelf.vllm.scheduler.read_ahead import ReadAhead
@@ -211,21 +210,11 @@ class Loads(SharingPart):
             known = min(self._begun.values())
             for number in [number for number in self.planned if number <= known]:
                 del self.planned[number]
-        for failure in facts.failures:
-            self._note_failure(failure)
+        for key, bad in facts.failures:
+            self._engine.failed.add(key, bad=bad)
+            self._repaired.pop(key, None)
         for key in facts.repaired:
             self._note_repaired(key, rank)
-
-    def _note_failure(self, failure: LoadFailure) -> None:
-        key = kind_key(failure.key, failure.kind)
-        if failure.key:
-            self._engine.failed.add(key, bad=failure.bad)
-            self._repaired.pop(key, None)
-        state = self._requests.get(failure.request_id)
-        if state is None or failure.load not in (0, state.load):
-            return
-        if failure.key:
-            state.failures[key] = failure.bad
 
     def _note_repaired(self, key: bytes, rank: int) -> None:
         """Trust a damaged chunk again once every rank that has layers of its kind repaired it."""

@@ -171,8 +171,6 @@ class RequestState:
         The number of its last load; 0 before the first.
     shared : list of LoadOp
         The loads of other requests for which it waits, or has waited.
-    failures : dict
-        Kind keys of chunks that could not be loaded; True where the object is damaged.
     period : int
         The oldest of its blocks, see :mod:`kvshelf.vllm.scheduler.periods`.
     stores : StorePlan
@@ -199,7 +197,6 @@ class RequestState:
     loading: bool = False
     load: int = 0
     shared: list[LoadOp] = field(default_factory=list)
-    failures: dict[bytes, bool] = field(default_factory=dict)
     period: int = 0
     stores: StorePlan = field(default_factory=StorePlan)
 

@@ -166,10 +166,10 @@ class Stores(SharingPart):
             n, first = chunk.index, plan.windows_from
             is_needed = any(n in one and one.start >= first for one in windows)
             for kind in self._groups.kinds:
-                if self._hits.is_stored(state, lookup, chunk, kind):
+                if self._hits.is_stored(lookup, chunk, kind):
                     self._promises.note(state, kind, chunk)
                     continue
-                repairs = self._hits.must_repair(state, chunk, kind)
+                repairs = self._hits.must_repair(chunk, kind)
                 if kind == STATE or (kind == WINDOW and not (is_needed or repairs)):
                     continue
                 tables = tables or stored.tables()
@@ -187,7 +187,7 @@ class Stores(SharingPart):
         state, lookup, plan = stored.state, stored.lookup, stored.state.stores
         for index, blocks in states.items():
             chunk = stored.chain.chunks[index]
-            known = self._hits.is_stored(state, lookup, chunk, STATE) or index == plan.last_state
+            known = self._hits.is_stored(lookup, chunk, STATE) or index == plan.last_state
             if not known and self._ends.is_likely(state, lookup, STATE, index + 1):
                 plan.last_state = index
                 self._store(stored, chunk, STATE, blocks)
@@ -241,7 +241,7 @@ class Stores(SharingPart):
         op = StoreOp(
             chunk,
             tuple(blocks.get(group.index, []) for group in self._groups),
-            self._hits.must_repair(state, chunk, kind),
+            self._hits.must_repair(chunk, kind),
             time.monotonic() - lookup.as_of,
             self._keys.adapters.content(state.request.lora_request),
             self._opening.handshake.round,

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvshelf.assembly import Assembly
-from kvshelf.format.kinds import DRAFT, FULL, WINDOW, Kind
+from kvshelf.format.kinds import DRAFT, FULL, WINDOW, Kind, kind_key
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Failure, Load
 from kvshelf.vllm.adapters import LoadedAdapters
@@ -34,7 +34,6 @@ from kvshelf.vllm.messages import Outbox
 from kvshelf.vllm.metadata import (
     NULL_BLOCK,
     Facts,
-    LoadFailure,
     LoadOp,
     Orders,
     PrefetchOp,
@@ -249,7 +248,7 @@ class WorkerLoads:
 
     def _refuse(self, op: LoadOp) -> None:
         """Report a load as finished that delivers nothing."""
-        self._report(op, functools.partial(self._note_nothing, op))
+        self._report(op, functools.partial(self._note_bad, op, op.start))
 
     def _report(self, op: LoadOp, note: Callable[[], None]) -> None:
         """Report a load as finished, after `note` has noted what it did not deliver."""
@@ -260,21 +259,9 @@ class WorkerLoads:
             logger.error("all tokens of a request are computed after an error", exc_info=error)
         self._finished.add(op.request_id)
 
-    def _note_nothing(self, op: LoadOp) -> None:
-        """Note that none of a load's blocks has KV."""
-        self._note_bad(op, op.start)
-        first = op.start // self._chunk_size
-        self._note_failure(op, first)
-
-    def _note_failure(
-        self, op: LoadOp, index: int, key: bytes = b"", kind: Kind = FULL, *, bad: bool = False
-    ) -> None:
-        failure = LoadFailure(op.request_id, index, key, bad, kind, op.number)
-        self.facts.next.failures.append(failure)
-
     def _note(self, load: Load, op: LoadOp) -> None:
         if load in self._invalidated or not self.adapters.may_load(op.adapter):
-            self._note_nothing(op)
+            self._note_bad(op, op.start)
             return
         if load.cancelled:
             return
@@ -285,12 +272,12 @@ class WorkerLoads:
             self.facts.next.load_seconds.append((op.number, op.request_id, seconds))
         for kind, chunk, failure in load.failures:
             self._refused = self._refused or failure is Failure.UNAVAILABLE
-            # These say nothing about the chunk.
-            unrelated = failure in (Failure.UNAVAILABLE, Failure.CUT)
-            key, bad = b"" if unrelated else chunk.key, failure is Failure.BAD
+            bad = failure is Failure.BAD
             if bad and not self._repairs:
                 self.assembly.counters.add("unrepaired_objects")
-            self._note_failure(op, chunk.index, key, kind, bad=bad)
+            # The others say nothing about the chunk.
+            if failure not in (Failure.UNAVAILABLE, Failure.CUT):
+                self.facts.next.failures.append((kind_key(chunk.key, kind), bad))
         good_until = op.end
         if load.failed:
             good_until = op.start if self.hybrid else self._good_until(load, op)
@@ -347,8 +334,8 @@ class WorkerLoads:
         """Note the chunks that could not be read ahead."""
         for kind, prefetcher in self.model.prefetchers.items():
             self.facts.next.failures += [
-                LoadFailure(request_id, chunk.index, chunk.key, failure is Failure.BAD, kind)
-                for request_id, chunk, failure in prefetcher.take_failures()
+                (kind_key(chunk.key, kind), failure is Failure.BAD)
+                for chunk, failure in prefetcher.take_failures()
             ]
 
     def take_refused(self) -> bool:
