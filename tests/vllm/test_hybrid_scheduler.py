@@ -20,8 +20,10 @@ from tests.server.node import LocalServer
 from tests.support.prompts import prompt
 from tests.support.variants import variants
 from tests.support.waiting import while_patient
+from tests.vllm import rig
 from tests.vllm.hybrid_specs import full, models
 from tests.vllm.scheduled import DAMAGED, ScheduledEngine, Start, World, patch_namespaces
+from tests.vllm.test_questions import Asked
 
 MODELS = models()
 #: So many that a few requests of 200 tokens fit.
@@ -191,6 +193,29 @@ def test_a_prompt_whose_load_failed_is_computed(start: Start, model: str) -> Non
     second.failing_loads = 1
     assert second.run(prompt(331)) == [0]
     assert second.failing_loads == 0
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_answer_with_a_chunk_that_is_known_to_be_gone_is_looked_up_again(
+    start: Start, world: World, model: str
+) -> None:
+    tokens = prompt(203)
+    writer = start(model, interval=1, budget=32)
+    writer.run(tokens)
+    engine = start(model)
+    engine.add("r", tokens)
+    engine.wait_for_lookup("r")
+    gone = writer.chunks_of(tokens)[5]
+    keys = [kind_key(gone.key, kind) for kind in engine.groups.kinds]
+    for kind in engine.groups.kinds:
+        world.remove(writer.fmt, gone, kind)
+    rig.tell(engine.connector._scheduler, failures=[(key, False) for key in keys[-1:]])
+    asked = Asked(engine)
+    engine.step()
+    # No step was given to other requests meanwhile.
+    assert asked.take() == {"r": 160}
+    engine.finish()
+    assert [op.end for op in engine.loads] == [160]
 
 
 @pytest.mark.parametrize(("model", "blocks"), [("Gemma 3", 80), ("Jamba", 50), ("LFM2", 90)])

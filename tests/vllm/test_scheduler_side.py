@@ -218,6 +218,23 @@ def test_a_hole_is_stored_though_it_is_long_until_it_is_computed(
     assert stored_chunks(meta) == [2]
 
 
+@pytest.mark.parametrize(
+    ("computed", "end", "chunks"),
+    [(0, 16, [0, 1]), (8, 16, [1]), (20, 20, []), (24, 36, [3, 4])],
+)
+def test_answer_that_is_older_than_a_failure_ends_before_it(
+    ahead: Side, computed: int, end: int, chunks: list[int]
+) -> None:
+    tokens = prompt(40)
+    ahead.put(tokens)
+    request = ahead.known("r", tokens)
+    ahead.fail(ahead.chunks(tokens)[2].key)
+    # Chunks that vLLM has itself need not be on the shelf.
+    assert computed + ahead.ask(request, computed) == end
+    named = named_chunks(ahead.step()) or named_chunks(ahead.step())
+    assert named.get("r", []) == chunks
+
+
 def test_empty_steps_behind_one_that_computes_are_no_pause(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,17 +33,23 @@ class FailedKeys:
     def __init__(self) -> None:
         #: Until when a key is failed, whether it is bad, and for how long it was failed.
         self._keys: OrderedDict[bytes, tuple[float, bool, float]] = OrderedDict()
+        #: Until when any key is failed.
+        self._until = 0.0
         self._lock = threading.Lock()
         self._listeners: list[Callable[[bytes], None]] = []
+
+    @property
+    def any(self) -> bool:
+        """Whether any key may be failed."""
+        return time.monotonic() < self._until
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, bytes) and self._get(key) is not None
 
     def leading(self, keys: Sequence[bytes]) -> int:
         """Return how many of `keys` come before the first that is failed."""
-        if self._keys.keys().isdisjoint(keys):
-            return len(keys)
-        return next((place for place, key in enumerate(keys) if key in self), len(keys))
+        failed = (n for n, key in enumerate(keys) if key in self._keys and key in self)
+        return next(failed, len(keys)) if self.any else len(keys)
 
     def is_bad(self, key: bytes) -> bool:
         """Whether `key` failed because its object is damaged."""
@@ -81,6 +87,7 @@ class FailedKeys:
                 seconds = max(seconds, known[2])
             self._keys[key] = (now + seconds, bad, seconds)
             self._keys.move_to_end(key)
+            self._until = max(self._until, now + seconds)
             while len(self._keys) > _LIMIT:
                 self._keys.popitem(last=False)
 

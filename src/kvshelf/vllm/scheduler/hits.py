@@ -13,6 +13,9 @@ Contracts
   on which of its tokens one step computes. So no hit ends within an image, because a later step
   would have to continue it.
 * A drafter never changes what is a hit.
+* A hit ends before the first chunk that a load of any request has failed for. Where objects have
+  kinds a shorter hit needs others, so a lookup must search anew (:meth:`Hits.is_refuted`). What a
+  wait for a hand-over has looked for is offered all the same.
 * Everything but :meth:`Hits.ranges` runs on the engine's step thread.
 """
 
@@ -56,10 +59,17 @@ class Hits:
 
     def tokens(self, state: RequestState, lookup: Lookup, computed: int) -> int:
         """Return the leading tokens that can be loaded; vLLM has `computed` of them already."""
+        chunks, size = lookup.hit_chunks, self._size
+        if not self._groups.mixed:
+            places = range(min(computed // size, chunks), chunks)
+            chunks = self._before_failed(state, lookup, FULL, places).stop
+            if self._groups.hybrid:
+                # A search for full chunks alone has no ends.
+                ends = self.ends(state) or ()
+                chunks = ([0, *ends])[bisect_right(ends, chunks)]
         if self._groups.hybrid:
-            return self._hybrid_tokens(state, lookup)
-        size, last = self._size, state.request.num_tokens - 1
-        chunks, whole = lookup.hit_chunks, 0
+            return chunks * size
+        last, whole = state.request.num_tokens - 1, 0
         if state.awaited is not None and not self._has_drafter:
             # A drafter has KV of whole chunks only.
             whole = state.awaited.hit_tokens
@@ -80,13 +90,22 @@ class Hits:
         most = min(tokens - tokens % self._size, tokens - 1)
         return most - most % self._groups.alignment
 
-    def _hybrid_tokens(self, state: RequestState, lookup: Lookup) -> int:
-        chunks = lookup.hit_chunks
+    def is_refuted(self, state: RequestState, lookup: Lookup, computed: int) -> bool:
+        """Whether a hit needs what a load has failed for, and only a search knows a shorter one."""
         if not self._groups.mixed:
-            # A search for full chunks alone has no ends.
-            ends = self.ends(state) or ()
-            chunks = ([0, *ends])[bisect_right(ends, chunks)]
-        return chunks * self._size
+            return False
+        needed = self.ranges(computed, lookup.hit_chunks * self._size).items()
+        return any(self._before_failed(state, lookup, kind, n) != n for kind, n in needed)
+
+    def _before_failed(
+        self, state: RequestState, lookup: Lookup, kind: Kind, places: range
+    ) -> range:
+        """Return those of some chunks that lie before the first that a load has failed for."""
+        is_waited_for = state.awaited is not None and state.awaited.wait is not None
+        if lookup.chain is None or is_waited_for or not self._failed.any:
+            return places
+        chunks = lookup.chain.chunks[places.start : places.stop]
+        return places[: self._failed.leading([kind_key(chunk.key, kind) for chunk in chunks])]
 
     def ends(self, state: RequestState) -> Sequence[int] | None:
         """Return the numbers of chunks at which a hit of a hybrid engine may end, ascending."""
@@ -159,9 +178,12 @@ class Hits:
         if lookup is None or not lookup.done or lookup.given_up or lookup.chain is None:
             return None
         first = state.offered_from
+        if self.is_refuted(state, lookup, first):
+            return None
         if awaited is not None and awaited.outcome is None:
             # Windows and states are useful at the end of the wait only.
             full = range(first // self._size, self.full_chunks(lookup))
+            full = self._before_failed(state, lookup, FULL, full)
             return Loadable(lookup.chain.chunks, {FULL: full} if full else {}, grows=True)
         hit = self.tokens(state, lookup, first)
         if state.gave_up or hit <= first:

@@ -169,6 +169,9 @@ class SchedulerSide:
             if state.reads:
                 self._read_ahead.wait(state.id, first=True)
                 self.lookups.look_up_again(state)
+        lookup = self.lookups.newest(state)
+        if lookup and not state.loaded and self._hits.is_refuted(state, lookup, computed):
+            state.drop_lookup()
         self._read_ahead.asked(state.id)
         self.drafts.asked(request, computed)
         return self._answers.answer(state, computed)
