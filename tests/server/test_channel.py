@@ -162,6 +162,27 @@ def test_callbacks_at_a_connection_send_first(tmp_path: Path) -> None:
         assert service.calls == [("register", b"first"), ("register", b"second")]
 
 
+def test_server_after_a_restart_learns_the_namespaces_in_use_the_newest_first(
+    tmp_path: Path,
+) -> None:
+    records = [b"%d" % number for number in range(1500)]
+    with contextlib.ExitStack() as stack:
+        with serving(tmp_path) as (url, _, service):
+            client = stack.enter_context(channel(url))
+            # The second is in use until the end.
+            for record in records:
+                client.register(record)
+                client.register(records[1])
+            ping(client)
+            assert service.calls == [("register", record) for record in records]
+        until(lambda: not client.connected)
+        with serving(tmp_path) as (_, _, service):
+            assert client.wait_connected(SECONDS)
+            ping(client)
+            in_use = [records[1], *records[:-16:-1]]
+            assert service.calls == [("register", record) for record in in_use]
+
+
 def test_without_a_server_requests_fail_at_once(tmp_path: Path) -> None:
     client = Channel(f"ipc://{tmp_path}/sockets/server")
     with contextlib.closing(client):

@@ -72,6 +72,8 @@ _RETRY_SECONDS: Final = (0.05, 0.2, 0.5)
 _RELEASE_SECONDS: Final = 0.01
 _RELEASE_COUNT: Final = 256
 _CLOSE_SECONDS: Final = 1.0
+#: Namespaces in use: those of so many views does a shelf keep.
+_NAMESPACES: Final = 16
 #: Answers that are handled before anything else is looked at.
 _ROUND: Final = 64
 
@@ -120,7 +122,7 @@ class Channel:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._connection: Connection | None = None
-        #: The records of namespaces that the server must know.
+        #: The records of the namespaces in use, those registered last first.
         self._records: list[bytes] = []
         self._on_connect: list[Callable[[Welcome], None]] = []
         self._is_connected = threading.Event()
@@ -169,7 +171,7 @@ class Channel:
         )
 
     def register(self, record: bytes) -> None:
-        """Have the server know a namespace, now and after each reconnection.
+        """Have the server know a namespace, now and after each reconnection while it is in use.
 
         Parameters
         ----------
@@ -177,11 +179,11 @@ class Channel:
             The bytes of its ``namespace.json``.
         """
         with self._lock:
-            if record in self._records:
-                return
-            self._records.append(record)
+            is_new = record not in self._records
+            others = (other for other in self._records if other != record)
+            self._records = [record, *others][:_NAMESPACES]
             ready = self._ready
-        if ready is not None:
+        if is_new and ready is not None:
             self._register(record)
 
     def _register(self, record: bytes) -> None:
@@ -399,15 +401,16 @@ class Channel:
             self._connection = connection
             if self._device is not None:
                 connection.lock(self._device, self._not_locked)
-        registered = done = 0
+        done, registered = 0, set[bytes]()
         while not connection.ready:
             with self._lock:
-                records, callbacks = self._records[registered:], self._on_connect[done:]
+                records = [record for record in self._records if record not in registered]
+                callbacks = self._on_connect[done:]
                 if not records and not callbacks:
                     connection.ready = True
                     self._is_connected.set()
             for record in records:
-                registered += 1
+                registered.add(record)
                 self._register(record)
             for callback in callbacks:
                 done += 1
