@@ -12,6 +12,7 @@ import torch
 from kvshelf.format.keys import Chunk
 from kvshelf.kv.caches import HostKVCache
 from kvshelf.shelf.view import NamespaceView, ObjectRef
+from kvshelf.transfer import loads
 from kvshelf.transfer.context import ChunkSlots, bytes_at
 from kvshelf.transfer.load import Failure, Piece
 from tests.sim.storage import Fault, FaultyStorage, LendingMemory, Loan, posix
@@ -103,9 +104,19 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Lender]]:
         lender.close()
 
 
-def test_objects_in_memory_are_loaded_without_staging(start: Callable[..., Lender]) -> None:
+def test_objects_in_memory_are_loaded_without_staging(
+    start: Callable[..., Lender], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loads, "_ANNOUNCED", 4)
     lender = start()
-    rig = lender.rig
+    rig, step, announced = lender.rig, threading.current_thread(), lender.lending.expect
+    by_step: list[str] = []
+
+    def expect(names: Sequence[str], sizes: Sequence[int]) -> None:
+        by_step.extend(names if threading.current_thread() is step else ())
+        announced(names, sizes)
+
+    monkeypatch.setattr(lender.lending, "expect", expect)
     chunks = lender.put(5)
     held = [rig.staging.acquire_for_load(timeout=0.0) for _ in range(rig.staging.limit)]
     rig.comes_back(chunks, 20)
@@ -114,7 +125,8 @@ def test_objects_in_memory_are_loaded_without_staging(start: Callable[..., Lende
     for buffer in held:
         assert buffer is not None
         rig.staging.release(*buffer)
-    # All were announced, in the order of the prompt.
+    # All were announced, in the order of the prompt, the first of them by the step thread.
+    assert by_step == [name for name, _ in lender.lending.expected[:4]]
     assert lender.lending.expected == [
         (lender.name(chunk, shard), rig.fmt.object_size(shard))
         for chunk in chunks

@@ -103,8 +103,6 @@ class ServedMemory:
             if self._closed:
                 return
             for name, size in zip(names, sizes, strict=True):
-                if len(self._later) == messages.MAX_NAMES:
-                    break
                 if name not in self._expected:
                     self._later[name] = size, until
             self._ask_ahead()

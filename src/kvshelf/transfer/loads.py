@@ -36,6 +36,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Final
 
 from kvshelf.errors import (
     BadObjectError,
@@ -51,6 +52,10 @@ from kvshelf.transfer.context import ChunkSlots, TransferContext, TransferHalf
 from kvshelf.transfer.load import Failure, Piece
 from kvshelf.transfer.reads import Arrived, Objects, Reads, ReadTask
 from kvshelf.transfer.staging import StagingBuffer
+
+#: Objects of a load that are announced to the shelf at a time, the first ones by the step thread:
+#: a name for each takes a while.
+_ANNOUNCED: Final = 32
 
 
 def _failure_of(error: Exception) -> Failure:
@@ -84,6 +89,7 @@ class Loads(TransferHalf):
         self.chunk_bytes = sum(context.fmt.object_size(shard) for shard in self._shards)
         #: Most objects that a thread takes at once: few enough that all threads find staging.
         self._most = max(1, self._staging.for_loads // threads)
+        self._announced = max(1, _ANNOUNCED // len(self._shards))
         self._chunks_at_once = max(1, context.load_threads // len(self._shards))
         #: Those that are not finished, the oldest first.
         self._active: dict[Piece, None] = {}
@@ -137,10 +143,8 @@ class Loads(TransferHalf):
                 piece.fence = cache.fence()
             except DeviceUnavailableError:
                 usable = False
-        if usable and not early and not at_once:
-            # Without the lock: a name for each object, where it is needed, takes a while. Not where
-            # few are to be read at once: who is told of them reads them all.
-            self._shelf.expect([item.chunk for item in items], self._shards)
+        if usable:
+            self._announce(piece, 0)
         with self._lock:
             if not early:
                 nbytes = bytes_ahead + self.loading_bytes + piece.nbytes
@@ -157,6 +161,13 @@ class Loads(TransferHalf):
                 self._reads.add(piece)
                 self._work.notify(len(items) * len(self._shards))
         return piece
+
+    def _announce(self, piece: Piece, first: int) -> None:
+        """Announce some items of a load to the shelf. Does not hold the lock."""
+        # Where few are to be read at once, who is told of all would read them.
+        if not piece.early and not piece.at_once:
+            items = piece.items[first : first + self._announced]
+            self._shelf.expect([item.chunk for item in items], self._shards)
 
     def cancel(self, piece: Piece, *, count: bool = True) -> None:
         """Give a load up.
@@ -241,6 +252,8 @@ class Loads(TransferHalf):
         # A flag, not the lock: a thread that reads it too early scatters by itself.
         task.reading = True
         try:
+            if task.item % self._announced == 0 and self._shards[0] in task.shards:
+                self._announce(task.piece, task.item + self._announced)
             fetched = self._shelf.fetch(chunk, task.shards, partial(self._staging_for, task))
         except Exception as error:  # noqa: BLE001 - the thread must go on
             return self._load_failed(task, task.shards[0], _failure_of(error), error)
