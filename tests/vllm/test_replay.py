@@ -10,6 +10,7 @@ import os
 import random
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -27,6 +28,7 @@ from kvshelf.errors import TransientStorageError
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tiers import tiered
 from kvshelf.vllm import adapters, connector
+from kvshelf.weights.fingerprints import FingerprintCache
 from tests.native.emulation import emulation, library_path
 from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support.prompts import prompt
@@ -122,11 +124,13 @@ class Hashing:
         self._digest = adapters.lora_digest
         patch.setattr(adapters, "lora_digest", self)
         self.count = 0
+        self.threads: set[threading.Thread] = set()
         self.held = False
         self.gate = threading.Event()
 
     def __call__(self, *args: Any, **options: Any) -> bytes:
         self.count += 1
+        self.threads.add(threading.current_thread())
         assert not self.held or self.gate.wait(PATIENCE)
         return self._digest(*args, **options)
 
@@ -267,6 +271,28 @@ def test_an_adapter_whose_files_cannot_be_read_in_time_delays_no_request(
         return len(objects(backend)) == 2 * plain
 
     until(stored)
+
+
+def test_one_thread_reads_all_adapters_and_another_goes_on_while_files_hang(
+    tmp_path: Path, hashing: Hashing
+) -> None:
+    digests = adapters.AdapterDigests(FingerprintCache(tmp_path / "fingerprints.json"))
+    asked = [adapter(make_adapter(tmp_path / name, name), ord(name)) for name in "abc"]
+    for request in asked:
+        assert digests.ask(request).result(PATIENCE)
+    assert len(hashing.threads) == 1
+    hashing.held = True
+    hangs, waits = digests.ask(asked[0]), digests.ask(asked[1])
+    until(lambda: hashing.count == 4)
+    hashing.held = False
+    time.sleep(1)
+    assert digests.ask(asked[2]).result(PATIENCE)
+    assert waits.result(PATIENCE)
+    assert digests.ask(asked[0]).result(PATIENCE) is None
+    assert len(hashing.threads) == 2
+    hashing.gate.set()
+    assert hangs.result(PATIENCE)
+    digests.close()
 
 
 def test_files_of_an_adapter_are_hashed_again_only_when_they_change(

@@ -24,10 +24,10 @@ copies of their own on other machines: these have other stamps.
 
 Contracts
 ---------
-* Threads of their own, at most one for each adapter, check the files and hash those that have
-  changed. No step waits for them: a request's lookup continues when its digest is known. Where
-  that takes longer than a second, further requests of this adapter are computed without the shelf,
-  so that only these suffer if the files' storage never answers.
+* One thread checks the files of all adapters and hashes those that have changed. No step waits for
+  it: a request's lookup continues when its digest is known. Where an adapter takes longer than a
+  second, further requests of it are computed without the shelf, and another thread goes on with the
+  other adapters: only that one suffers if its files' storage never answers.
 * What vLLM has loaded for an id is compared with a load's chunks when the load begins and again
   when it ends. If the files are replaced between a lookup and the first time that vLLM reads them,
   which may be after the load, one answer may depend on both contents, as with vLLM's own prefix
@@ -42,16 +42,17 @@ import functools
 import hashlib
 import json
 import logging
+import math
+import queue
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from kvshelf.background import try_to_start
+from kvshelf.background import Background
 from kvshelf.errors import ConfigError
 from kvshelf.vllm.messages import Outbox
 from kvshelf.vllm.metadata import AdapterContent, Facts
@@ -99,29 +100,17 @@ class _Content(NamedTuple):
 
 
 class _Hashing(Future[_Content]):
-    """Computes the digest of one adapter's files on a thread of its own."""
+    """What the files of one adapter have."""
 
-    def __init__(self, work: Callable[[], _Content]) -> None:
+    def __init__(self, path: str) -> None:
         super().__init__()
-        self._overdue_at = time.monotonic() + _HASHING_SECONDS
-        thread = threading.Thread(
-            target=self._run, args=(work,), name="kvshelf-adapter", daemon=True
-        )
-        if not try_to_start(thread):
-            self.set_exception(RuntimeError("no thread can be started"))
-
-    def _run(self, work: Callable[[], _Content]) -> None:
-        try:
-            content = work()
-        except Exception as error:  # noqa: BLE001 - who asks for the digest learns of it
-            self.set_exception(error)
-        else:
-            self.set_result(content)
+        self.path = path
+        self.overdue_at = math.inf
 
     @property
     def overdue(self) -> bool:
         """Whether it is not done a second after it began."""
-        return not self.done() and time.monotonic() >= self._overdue_at
+        return not self.done() and time.monotonic() >= self.overdue_at
 
 
 class AdapterDigests:
@@ -144,6 +133,10 @@ class AdapterDigests:
         self._settings = settings
         self._prefix_caching = prefix_caching
         self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[_Hashing] = queue.SimpleQueue()
+        self._thread = Background("kvshelf-adapter", self._read_queued)
+        #: What the thread reads, or has read last.
+        self._reading: _Hashing | None = None
         self._hashings: dict[tuple[int, str], _Hashing] = {}
         #: By path, what was hashed last.
         self._read_before: dict[str, _Content] = {}
@@ -205,10 +198,34 @@ class AdapterDigests:
         path = str(adapter.lora_path)
         name = int(adapter.lora_int_id), path
         with self._lock:
+            if self._reading is not None and self._reading.overdue:
+                self._thread.close()
+                self._thread = Background("kvshelf-adapter", self._read_queued)
+                self._reading = None
+            started = self._thread.start()
             hashing = self._hashings.get(name)
             if hashing is None or hashing.done():
-                hashing = self._hashings[name] = _Hashing(functools.partial(self._read, path))
+                hashing = self._hashings[name] = _Hashing(path)
+                if started:
+                    self._queue.put(hashing)
+                else:
+                    hashing.set_exception(RuntimeError("no thread can be started"))
+            self._thread.wake()
             return hashing
+
+    def _read_queued(self) -> None:
+        # A thread that was stuck leaves the rest to the one in its place.
+        while self._thread.is_current and not self._queue.empty():
+            self._reading = hashing = self._queue.get()
+            hashing.overdue_at = time.monotonic() + _HASHING_SECONDS
+            try:
+                hashing.set_result(self._read(hashing.path))
+            except Exception as error:  # noqa: BLE001 - who asks for the digest learns of it
+                hashing.set_exception(error)
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._thread.close()
 
     def _read(self, path: str) -> _Content:
         """Return an adapter's files as they are now."""

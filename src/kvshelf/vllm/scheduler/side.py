@@ -335,3 +335,4 @@ class SchedulerSide:
         with ExitStack() as stack:
             stack.callback(self.handovers.close)
             stack.callback(self.opening.close)
+            stack.callback(self._adapters.close)
