@@ -6,7 +6,7 @@ import hashlib
 import random
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from kvshelf.tiers.memory_tier import MemoryTier
 from kvshelf.tiers.tiered import TieredShelf
 from kvshelf.transfer.context import ChunkSlots, TransferContext
 from kvshelf.transfer.load import Failure, Load
+from kvshelf.transfer.loads import Loads
 from kvshelf.transfer.prefetch import KindMemory
 from kvshelf.transfer.shares import share_out
 from kvshelf.transfer.staging import StagingPool
@@ -286,6 +287,19 @@ def test_a_part_that_cannot_be_started_fails_the_load_and_leaves_nothing_running
     monkeypatch.setattr(kinds.transfers.loads[STATE], "load", broken)
     kinds.transfers.load("r", kinds.items(wanted))
     assert kinds.finished().failed
+    assert not kinds.transfers.loading
+
+
+@pytest.mark.parametrize("calls", range(6))
+def test_load_that_fails_before_its_first_piece_leaves_no_trace(
+    kinds: Kinds, wanted: dict[Kind, list[Chunk]], monkeypatch: pytest.MonkeyPatch, calls: int
+) -> None:
+    kinds.put(wanted)
+    answers = [0] * calls
+    monkeypatch.setattr(Loads, "loading_bytes", property(lambda self: answers.pop()))
+    with suppress(IndexError):
+        kinds.transfers.load("r", kinds.items(wanted))
+        kinds.finished()
     assert not kinds.transfers.loading
 
 

@@ -132,18 +132,19 @@ class Transfers:
         begun = time.monotonic()
         load = Load(request_id, unfinished=len(wanted), begun=begun)
         cuts = [begun + seconds for seconds in patience]
-        with self._changed:
-            self._active[request_id] = load
         # All share the bandwidth of the storage.
         sizes = {kind: len(items[kind]) * loads.chunk_bytes for kind, loads in wanted}
-        total = sum(loads.loading_bytes for loads in self.loads.values()) + sum(sizes.values())
+        ahead = {kind: loads.loading_bytes for kind, loads in self.loads.items()}
+        total = sum(ahead.values()) + sum(sizes.values())
+        # An error before this line leaves no trace. Each piece behind it ends by itself.
+        with self._changed:
+            self._active[request_id] = load
         for kind, loads in wanted:
             done = functools.partial(self._piece_done, load, kind)
-            others = max(0, total - loads.loading_bytes - sizes[kind])
             try:
                 load.pieces[kind] = loads.load(
                     items[kind],
-                    bytes_ahead=others,
+                    bytes_ahead=total - ahead[kind] - sizes[kind],
                     cuts=cuts * len(items[kind]) if len(cuts) == 1 else cuts,
                     at_once=at_once,
                     on_done=done,
