@@ -641,16 +641,16 @@ class ScheduledEngine:
         told.repaired += [key for op in meta.stores if op.late and (key := self._store(op))]
         assert not any(self.memory[: self.page]), "the null block was written"
         received, failed = self._finish_loads()
-        # Reports end when the namespace was announced.
+        # Reports end when the namespace is announced.
+        self._told = self._told or meta.namespace is not None
         reports = {} if self._told else dict.fromkeys(self.ranks, REPORT)
         weights: dict[int, WeightsReport] = {}
         if not self._settled:
             first, now = f"{0:064x}", f"{self.weights:064x}"
             report = WeightsReport(self.round, first, now, changed=self._changed)
             weights = dict.fromkeys(self.ranks, report)
-        self._told = self._told or meta.namespace is not None
-        draft_reports = {0: REPORT} if self.has_kv and not self._told_of_drafts else {}
         self._told_of_drafts = self._told_of_drafts or meta.draft_namespace is not None
+        draft_reports = {0: REPORT} if self.has_kv and not self._told_of_drafts else {}
         told.without_drafts, self.without_drafts = self.without_drafts, []
         released, self._released = self._released, set()
         result = KVConnectorOutput(

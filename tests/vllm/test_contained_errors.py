@@ -27,6 +27,7 @@ from kvshelf.vllm.scheduler import SchedulerSide
 from kvshelf.vllm.scheduler.opening import Opening
 from kvshelf.vllm.scheduler.read_ahead import ReadAhead
 from kvshelf.vllm.worker.stores import WorkerStores
+from kvshelf.vllm.worker.weights import WorkerWeights
 from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support.prompts import prompt
 from tests.support.threads import named
@@ -296,7 +297,7 @@ def test_a_load_is_reported_where_a_method_fails_beside_it(
     assert state.load_failed is computed
 
 
-def _fail(*_: object) -> float:
+def _fail(*_: object, **__: object) -> float:
     raise RuntimeError("failed")
 
 
@@ -323,6 +324,25 @@ def test_what_was_finished_before_an_error_is_reported_after_it(
     # One had to be computed, the others were loaded.
     assert sum(state.load_failed for state in states.values()) == len(failed) == 1
     assert all(state.loads == 1 for state in states.values())
+
+
+@pytest.mark.parametrize("lost", ["by an error in its step", "on its way"])
+def test_why_a_worker_is_disabled_reaches_the_scheduler_when_its_first_report_is_lost(
+    start: Callable[..., MiniVllm], monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    engine = start()
+    fill(engine)
+    side_of(engine).model.registration.disable("the caches are gone")
+    with monkeypatch.context() as patch:
+        if lost == "on its way":
+            patch.setattr(engine, "deliver", lambda report: [])
+        else:
+            patch.setattr(WorkerWeights, "report", _fail)
+        engine.step()
+        engine.step()
+    engine.step()
+    engine.step()
+    assert engine.scheduler.disabled
 
 
 def test_an_error_at_the_end_of_a_request_leaves_out_no_part(

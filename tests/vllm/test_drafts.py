@@ -284,6 +284,21 @@ def test_after_an_error_the_scheduler_leaves_the_drafter_out(
     assert drafts.left_out
 
 
+def test_a_worker_without_its_drafter_tells_so_when_its_first_report_is_lost(
+    make: Callable[..., Drafting], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make().engine
+    worker = engine.worker
+    assert worker.drafter is not None
+    worker.drafter.disable("an error")
+    with monkeypatch.context() as patch:
+        metadata = worker.worker_metadata
+        patch.setattr(worker, "worker_metadata", lambda: metadata() and None)
+        engine.step([])
+    engine.step([])
+    assert rig.drafts_of(engine.scheduler).left_out
+
+
 @pytest.mark.parametrize("where", ["slots_to_load", "slots_to_store"])
 def test_an_error_of_the_drafter_in_a_worker_leaves_the_models_kv_alone(
     make: Callable[..., Drafting],

@@ -428,8 +428,7 @@ def test_a_worker_s_problem_ends_hits_and_stores_and_is_logged_once(
     request = Request("r", prompt(30))
     assert side.ask(request) == 16
     for _ in range(3):
-        problem = replace(PART, disabled_reason="the weights changed")
-        side.report(reports={0: problem})
+        side.tell(disabled=[("the weights changed", False)])
     assert side.side.matched_tokens(request, 0) == 0
     assert side.side.matched_tokens(Request("s", prompt(20)), 0) == 0
     assert side.step({"r": (0, 30)}, new=("r",)).stores == []

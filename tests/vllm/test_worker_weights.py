@@ -199,7 +199,9 @@ def test_random_weights_are_of_use_to_nobody_else(
 ) -> None:
     config = with_model(backend, model)
     config.load_config.load_format = "dummy"
-    problem = make_worker(config=config, opened=False).reported("disabled_reason")
+    rig = make_worker(config=config, opened=False)
+    until(lambda: bool(rig.disabled_reason()))
+    problem = rig.disabled_reason()
     assert "random weights" in problem
     assert "Set `weights`" in problem
 

@@ -97,6 +97,8 @@ class WorkerRig:
         self.model = model
         self._ratio = self.config.cache_config.block_size // kernel_block
         self._report: WorkerReport | None = None
+        #: What the worker has told of why it is disabled.
+        self._disabled: list[tuple[str, bool]] = []
         #: Up to which number the scheduler's side has taken what the worker tells.
         self._heard = 0
         self.caches = make_caches(BLOCKS * self._ratio, kernel_block)
@@ -141,8 +143,9 @@ class WorkerRig:
 
     def disabled_reason(self) -> str:
         """Why the worker loads and stores nothing; empty while it does."""
-        self.step(StepMetadata())
-        return self.report().disabled_reason
+        _, _, said = self.step(StepMetadata())
+        self._disabled += [] if said is None else said.disabled
+        return "".join(reason for reason, _ in self._disabled)
 
     def reported(self, field: str) -> str:
         """Step until the worker's report has this field; return it."""

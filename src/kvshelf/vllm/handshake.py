@@ -154,9 +154,6 @@ class Handshake:
         if all_spoke and not reports and not weights:
             self._announcing = False
         self._reports.update(reports)
-        for report in reports.values():
-            if report.disabled_reason:
-                self.disable(report.disabled_reason, already_logged=report.already_logged)
         self._weights.update(weights)
         changed = [found for found in weights.values() if found.changed]
         if changed:

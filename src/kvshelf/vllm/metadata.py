@@ -252,10 +252,6 @@ class WorkerReport:
     weights : str, optional
         The weights fingerprint; None until it is known, and on all ranks but rank 0.
         :data:`BY_PARAMETERS` where no file has one.
-    disabled_reason : str
-        Why nothing may be loaded or stored; empty while the worker works.
-    already_logged : bool
-        The worker has already logged `disabled_reason`.
     kinds : tuple of str
         The kind of each layer; empty where there is only full.
     attention_temperature : tuple of str
@@ -276,8 +272,6 @@ class WorkerReport:
     sliding_windows: tuple[int, ...]
     kv_scales: tuple[LayerScales, ...] = ()
     weights: str | None = None
-    disabled_reason: str = ""
-    already_logged: bool = False
     kinds: tuple[str, ...] = ()
     attention_temperature: tuple[str, ...] = ()
     precision: tuple[str, ...] = ()
@@ -346,6 +340,9 @@ class Facts:
     load_seconds : list of (int, str, float)
         Number and request of loads, and how long they took, or would have taken if they had not
         been cut.
+    disabled, drafter_disabled : list of (str, bool)
+        Why the rank loads and stores nothing any more, or nothing of the drafter, and whether it
+        has logged this reason.
     """
 
     begun: int = 0
@@ -357,6 +354,8 @@ class Facts:
     without_drafts: list[tuple[str, int]] = field(default_factory=list)
     postponed: list[Owner] = field(default_factory=list)
     load_seconds: list[tuple[int, str, float]] = field(default_factory=list)
+    disabled: list[tuple[str, bool]] = field(default_factory=list)
+    drafter_disabled: list[tuple[str, bool]] = field(default_factory=list)
 
 
 @dataclass
@@ -370,7 +369,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     facts : dict
         Rank to the facts that it does not know to be taken, with their numbers.
     reports : dict
-        Rank to its report; sent until the scheduler answers with a namespace.
+        Rank to its report; sent until it serves the namespace that the scheduler has named.
     weights : dict
         Rank to the report about its weights; sent at the start, and from the moment when they may
         have changed until the scheduler answers with a namespace.

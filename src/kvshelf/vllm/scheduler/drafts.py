@@ -246,11 +246,15 @@ class DraftScheduler(Part):
         return chain.drafts.chunks[first // size : -(-end // size)]
 
     def take_facts(self, rank: int, facts: Facts) -> None:
-        """Note from which token on loads delivered no KV of the drafter."""
+        """Note from which token on loads delivered no KV of the drafter, or that none will."""
         for request_id, token in facts.without_drafts:
             progress = self._requests.get(request_id)
             if progress is not None:
                 progress.good = min(progress.good, token)
+        for reason, already_logged in facts.drafter_disabled:
+            if not (already_logged or self.left_out):
+                _say_left_out(reason)
+            self.end()
 
     def plan(self, output: Any, meta: StepMetadata) -> None:
         """Note what a step computes."""

@@ -122,7 +122,8 @@ class SchedulerSide:
         watch_engine(self)
 
     def _receivers(self, rank: int) -> list[Callable[[Facts], None]]:
-        return [functools.partial(part.take_facts, rank) for part in self._parts]
+        parts = [functools.partial(part.take_facts, rank) for part in self._parts]
+        return [self.opening.take_facts, *parts]
 
     @property
     def namespace(self) -> Namespace | None:

@@ -149,9 +149,9 @@ class Drafter:
         moves = registration.serves and transfers is not None and DRAFT in transfers.loads
         return registration.memories[FULL] if moves else None
 
-    def take_report(self) -> dict[int, WorkerReport]:
+    def report(self) -> dict[int, WorkerReport]:
         """Return the report about the drafter's layers by rank; empty when the scheduler has it."""
-        report = self.registration.take_report()
+        report = self.registration.report()
         return {} if report is None else {self._engine.rank: report}
 
     def close(self) -> None:

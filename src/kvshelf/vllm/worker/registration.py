@@ -14,8 +14,8 @@ reporting  each step's metadata carries the report; rank   ``open`` → serving,
            0 adds the weights fingerprint when it is known  scheduler has sent a namespace
 serving    the namespace is known, KV moves                ``leave`` → reporting, when the
                                                            weights have another namespace
-disabled   nothing is loaded or stored any more; the       none: the engine must be restarted
-           report says why
+disabled   nothing is loaded or stored any more; a fact    none: the engine must be restarted
+           tells the scheduler why
 ========== =============================================== ===================================
 
 Memory is allocated when caches are registered: vLLM captures CUDA graphs next, and while it does
@@ -161,9 +161,8 @@ class Registration:
         self.memories: Memories = {}
         self.namespace: Namespace | None = None
         self.disabled_reason = ""
-        self._already_logged = False
-        #: The last report carried all that there is to report.
-        self._reported = False
+        #: The reason, until a fact for the scheduler has it, and whether it is logged already.
+        self._untold: list[tuple[str, bool]] = []
         self._weights: str | None = None
         self._published = Published()
         self._identity: WeightsIdentity | None = None
@@ -247,8 +246,6 @@ class Registration:
         """Complete the report."""
         with self._lock:
             self._weights, self._published = weights, published
-            # The engine may serve other weights already, and return to these.
-            self._reported = False
 
     # ------------------------------------------------------------- scheduler
 
@@ -257,26 +254,28 @@ class Registration:
         with self._lock:
             if not self.disabled_reason:
                 self.disabled_reason = reason
-                self._already_logged = already_logged
-                self._reported = False
+                self._untold.append((reason, already_logged))
 
-    def take_report(self) -> WorkerReport | None:
-        """Return the report to send with this step; None when the scheduler has it."""
+    def take_disabled(self) -> list[tuple[str, bool]]:
+        """Return what :attr:`Facts.disabled` tells the scheduler; empty from the next call on."""
         for memory in self.memories.values():
             if memory.cache.problem:
                 # The device's own code has logged its failure.
                 self.disable(memory.cache.problem, already_logged=True)
         with self._lock:
-            if self.caches is None or self._reported:
-                return None
-            self._reported = self.namespace is not None or bool(self.disabled_reason)
+            untold, self._untold = self._untold, []
+        return untold
+
+    def report(self) -> WorkerReport | None:
+        """Return the report, which each step sends until the worker serves or is disabled."""
+        if self.caches is None or self.namespace is not None or self.disabled_reason:
+            return None
+        with self._lock:
             return replace(
                 self.caches.report,
                 weights=self._weights,
                 config=self._published.config,
                 code=self._published.code,
-                disabled_reason=self.disabled_reason,
-                already_logged=self._already_logged,
             )
 
     def open(self, encoded: bytes, slug: str) -> bool:

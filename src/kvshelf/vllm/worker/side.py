@@ -239,14 +239,16 @@ class WorkerSide:
         self._note_storage(self._facts.next)
         meta = WorkerMetadata()
         self.weights.advance(idle=self._meta is None or self._meta.idle)
-        report = self.model.registration.take_report()
+        self._facts.next.disabled += self.model.registration.take_disabled()
+        report = self.model.registration.report()
         if report is not None:
             meta.reports = {self.rank: report}
         weights = self.weights.report(asked=report is not None)
         if weights is not None:
             meta.weights = {self.rank: weights}
         if self.drafter is not None:
-            meta.draft_reports = self.drafter.take_report()
+            self._facts.next.drafter_disabled += self.drafter.registration.take_disabled()
+            meta.draft_reports = self.drafter.report()
         step = self._meta
         if step is not None and step.timed_step:
             meta.timed_steps = {self.rank: step.timed_step}
