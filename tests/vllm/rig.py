@@ -130,6 +130,7 @@ def set_clock(side: SchedulerSide, now: float = 1000.0) -> Clock:
 def take_lookups(side: SchedulerSide) -> LookupService | None:
     """Take a side back to the time before its namespace was known; return what looks up."""
     lookups, side.opening.lookups = side.opening.lookups, None
+    side.opening.handshake._deadline = None
     return lookups
 
 
@@ -269,6 +270,7 @@ class Side:
         self.side.reset()
         found = WeightsReport(round_of(self.side), "aa", "aa")
         self.report(weights=dict.fromkeys(range(self.side.engine.ranks), found))
+        self.report()
 
     def tell(self, rank: int = 0, **facts: Any) -> None:
         """Bring facts that a rank tells."""
@@ -329,6 +331,8 @@ class Side:
                 kv_connector_block_state=KVConnectorBlockState(set(scheduled), blocks, {}),
             )
         )
+        if meta.namespace is not None:
+            self.report()
         for rank in range(self.side.engine.ranks):
             for op in meta.loads:
                 self.tell(rank, begun=op.number)

@@ -7,6 +7,7 @@ import functools
 import inspect
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
+from kvshelf.shelf.shelf import Shelf
 from kvshelf.tools.prompts import TokenPrompt
 from kvshelf.vllm import weight_changes
 from kvshelf.vllm.handshake import Handshake
@@ -29,6 +31,7 @@ from kvshelf.vllm.seeding import OfflineEngine
 from kvshelf.vllm.worker import model_tensors
 from kvshelf.vllm.worker.weights import WorkerWeights
 from kvshelf.weights.parameters import ParameterDigest
+from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support import prompts
 from tests.support.waiting import until, while_patient
 from tests.vllm import rig
@@ -494,6 +497,35 @@ def test_what_an_engine_calls_for_users_may_change_weights(
     core.collective_rpc(lambda: None)
     assert named(engine) == names[-1]
     assert engine.load(prompt(6))[0] == 512
+
+
+def test_hits_are_offered_when_all_ranks_serve_the_new_weights(
+    start: Callable[..., SimulatedEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def update(engine: SimulatedEngine) -> None:
+        for rank in engine.ranks:
+            rank.worker.weights_changed("a test")
+            rank.model.bias.fill_(1.0)
+        named(engine)
+
+    writer = start(ranks=2)
+    update(writer)
+    writer.prefill(prompt(1))
+    storage, gate = FaultyStorage(posix(tmp_path)), threading.Event()
+    monkeypatch.setattr("tests.vllm.simulated.open_shelf", lambda _: Shelf(storage))
+    reader = start(ranks=2)
+    # Rank 1 still publishes what was computed with the weights of the start.
+    storage.add(Fault("write", "*-1of2.safetensors", wait=gate))
+    blocks = reader.blocks_for(512)
+    request = reader.request(prompt(2))
+    reader.matched(request, 0)
+    reader.step([(request.request_id, 0, 512)], blocks)
+    update(reader)
+    assert reader.load(prompt(1))[0] == 0
+    gate.set()
+    until(lambda: (reader.step([]), not reader.scheduler.opening.handshake.announcing)[1])
+    assert reader.load(prompt(1))[0] == 512
+    assert not reader.bad_blocks
 
 
 def test_a_seeder_s_wait_for_stores_begins_no_comparison(

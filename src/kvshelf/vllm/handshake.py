@@ -10,8 +10,8 @@ The hand-shake
    known.
 2. When all ranks have reported and agree, :meth:`Handshake.unite` returns the namespace, and
    the scheduler side opens its lookups in it. Scales of single heads are those of the rank's own.
-3. From :meth:`Handshake.settle` on, steps announce the namespace to the workers, until a step
-   brings no report: then all workers have it.
+3. From :meth:`Handshake.settle` on, steps announce the namespace to the workers, until all of them
+   speak in a step and none reports: then all serve it, and hits are offered.
 
 Rounds
 ------
@@ -31,7 +31,8 @@ Weights that some rank cannot read, or of which other engines hold a part, have 
 
 Contracts
 ---------
-* Requests wait for the namespace until one deadline at most, which the first of them sets.
+* Requests wait for the first namespace until all workers serve it, or until one deadline, which the
+  first of them sets.
 * An engine that is disabled stays so until it is restarted; the reason is logged once.
 * Runs on the engine's step thread.
 """
@@ -85,6 +86,8 @@ class Handshake:
         A round is under way: nothing may be loaded or stored.
     computes : bool
         A step that computes something was handed out since the round began.
+    announcing : bool
+        Some worker may not serve the namespace yet, and would refuse a load.
     namespace : Namespace or None
         None until :meth:`settle`; the last one during a round.
     disabled : bool
@@ -105,7 +108,7 @@ class Handshake:
         self.namespace: Namespace | None = None
         self.disabled = False
         self.round = 0
-        self.checking = self.computes = False
+        self.checking = self.computes = self.announcing = False
         self._reports: dict[int, WorkerReport] = {}
         #: The last report of each rank.
         self._weights: dict[int, WeightsReport] = {}
@@ -121,7 +124,6 @@ class Handshake:
         self._versions: dict[str, str] = {}
         #: The last round that lacked a version.
         self._unnamed_round = 0
-        self._announcing = False
         self._deadline: float | None = None
 
     def may_wait(self) -> bool:
@@ -152,7 +154,8 @@ class Handshake:
             Whether weights changed since the round began, so that there must be another.
         """
         if all_spoke and not reports and not weights:
-            self._announcing = False
+            # After a change of weights no request waits.
+            self.announcing, self._deadline = False, 0.0
         self._reports.update(reports)
         self._weights.update(weights)
         changed = [found for found in weights.values() if found.changed]
@@ -206,7 +209,7 @@ class Handshake:
             self.disable(str(error))
             return None
         if self.namespace is not None:
-            self._announcing = True
+            self.announcing = True
             if not self.checking:
                 return None
         try:
@@ -332,12 +335,12 @@ class Handshake:
         if self.checking:
             self._settled = self._united
         self.checking = self._noticed = self._noticed_late = False
-        self._announcing = True
+        self.announcing = True
 
     @property
     def announcement(self) -> tuple[bytes, str] | None:
         """Record and slug of the namespace, while workers may not have it."""
-        if self.namespace is None or self.checking or not self._announcing:
+        if self.namespace is None or self.checking or not self.announcing:
             return None
         return self.namespace.encoded, self.namespace.slug
 

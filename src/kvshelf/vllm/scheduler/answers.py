@@ -91,9 +91,9 @@ class Answers(SharingPart):
         if handshake.checking:
             return 0
         lookups, overdue = self._opening.lookups, self._handovers.is_overdue(state)
-        if lookups is None:
+        lookup = None if lookups is None else self._lookups.asked(lookups, state)
+        if lookups is None or handshake.announcing:
             return None if not overdue and handshake.may_wait() else 0
-        lookup = self._lookups.asked(lookups, state)
         if self._lookups.breaker_is_open(lookups):
             if not state.refused:
                 state.refused = True
