@@ -133,17 +133,15 @@ def _rows(settings: Settings) -> Iterator[Row]:
 
 def _fresh_rows(run: EngineRun, mount: Any, connector: Mapping[str, Any]) -> Iterator[Row]:
     """Measure the first requests of engines whose first step is slow."""
-    longest = _FRESH_TOKENS + REST_TOKENS
-    prompts = [run.prompt(longest) for _ in range(_FRESH_REQUESTS)]
+    tokens, longest = _FRESH_TOKENS + REST_TOKENS, _LONG + REST_TOKENS
+    prompts = [run.prompt(tokens) for _ in range(_FRESH_REQUESTS)]
     with run.engine("storing for fresh ones", longest) as engine:
         for prompt in prompts:
             engine.ask([prompt])
         run.settle()
     for rate in _FRESH_RATES:
         name = f"fresh at {speed(rate)}"
-        with run.engine(
-            name, longest, connector, prompts=3, switched=True, slow_start=_SLOW_START
-        ) as engine:
+        with run.engine(name, longest, connector, switched=True, slow_start=_SLOW_START) as engine:
             _set_rate(engine, mount, rate, prompts[0])
             times = [engine.ask([prompt], policy=AUTO)["first"][0] for prompt in prompts]
             ways = {
@@ -156,7 +154,7 @@ def _fresh_rows(run: EngineRun, mount: Any, connector: Mapping[str, Any]) -> Ite
         later, best = times[_FRESH_FROM:], min(ways, key=lambda policy: ways[policy])
         yield Row(
             f"admission/fresh/{speed(rate).replace(' ', '')}",
-            f"TTFT from the 4th request on, {longest} tokens, fresh engine, first step"
+            f"TTFT from the 4th request on, {tokens} tokens, fresh engine, first step"
             f" {_SLOW_START:g} s longer, storage {speed(rate)}",
             "the better of always and never loading",
             goal=Goal(1.15),

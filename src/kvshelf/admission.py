@@ -1,32 +1,32 @@
-"""The rule by which a hit is loaded: only where that is expected to be sooner than computing it.
+"""The rule by which a hit is loaded: where that is expected to be sooner than computing it.
 
-Owns the comparison. Of a prompt of n tokens of which vLLM has x, the shelf has h. Computing takes
-C(x→n), loading takes a + b (bytes) + C(h→n), see :mod:`kvshelf.costs`; a and b are those of the
-storage, or of the tiers in front of it if most bytes lie there. The difference is largest
-for all of the hit or none of it, because C grows faster than the bytes. Both also wait for the
-prompts before the request: a load while these are computed, so it costs only what it takes longer.
-And requests whose loads run will wait for a prompt that is computed, half of it on average.
+Owns the comparison. vLLM has the first x of a prompt's n tokens, and the shelf has those up to h.
+Computing takes C(x→n), loading takes a + b (bytes) + C(h→n), see :mod:`kvshelf.costs`. Loads from
+a storage and loads from tiers in front of it have an a and a b of their own. The difference is the
+largest for all of the hit or none of it, because C grows faster than the bytes. Both ways wait for
+the prompts before the request. A load overlaps that wait, so only what it takes longer counts. A
+prompt that is computed delays each request whose load runs, by half of its time on average.
 
 An admitted load is cut as soon as computing the rest would be sooner: at t seconds since kvshelf
-began to make the request wait, with s tokens loaded, if t + C(s→h) > W + (1 + ε) C(x→h), where W is
-what the prompts before the request take if nothing of them is loaded. So a first token comes at
-most ε later, and a step, than it would have been computed, whatever the storage does. That needs
-first chunks that arrive early: from a slow storage only so many are read at once that they take 3/4
-of the time by which the chunks of a steady load may be late. A hit of which no part can be kept is
-cut after W + C(x→h).
+began to make the request wait, with s tokens loaded, if t + C(s→h) > W + (1 + ε) C(x→h). W is what
+the prompts before the request take if nothing of them is loaded. So a first token comes at most
+ε C(x→h) later, and a step, than it would have been computed. A hit of which no part can be kept is
+cut after W + C(x→h). The first chunks must come early: the load reads only so many at once that
+they take 3/4 of the delay that a steady load may have.
 
 Both ways must be known before one is trusted.
 
 * The time of a way is a *guess* until three steps, or loads, of about the prompt's size were timed:
-  those of a start are slow. A step that is twice as fast as expected makes a guess of all before.
-* A hit is loaded where no load of its size is known: only ∛n of its n chunks at once, since nobody
-  knows how far those under way are when it is cut. While no step is known that has computed as
-  much, a load is cut after a second, and one more for each load before it.
-* A way that seems to take longer is tried by one request if what is known of it is a guess, or was
-  not tried for a minute. Trials are a 25th of all time at most, but for the first ones.
-* A load that is tried is cut as others are. Of a hit that is computed as a trial, the last tokens
-  are computed, as many as cost half of the load more. A hit that cannot be divided is computed
-  while a guess says that this takes less than five times as long.
+  the first are slow. A step that takes half of the expected time makes all before it a guess.
+* A hit is loaded while no load of its size is known. If no other load runs, it reads ∛n of its n
+  chunks at once: nobody knows how far chunks are that are under way when a load is cut.
+* While no step is known that computed as much, a load is cut after a second, and one more for each
+  load before it, or after 1 + ε times the usual time of a load.
+* One request tries the way that seems slower if that way's time is a guess, or if no request took
+  it for a minute. Trials of a way are a 25th of all time at most, but for the first ones.
+* A load that is tried is cut as others are. A trial of computing leaves the end of a hit to be
+  computed: the most that makes the request half as slow again at most. A hit that cannot be divided
+  is computed while a guess says that this takes less than five times as long as the load.
 * Steps behind a hit are timed too, however small: they show that a slow start is over.
 
 That all of a hit or none is best, and that a bound makes it safe, is ski rental (Karlin, Manasse,
@@ -50,7 +50,7 @@ MOST_DELAY: Final = 0.25
 _SLACK_SHARE: Final = 0.75
 #: Shares of a load at which the time of what has come is compared.
 _SHARES: Final = tuple(place / 16 for place in range(16))
-#: Share of the time of a prompt that each request waits which is being loaded meanwhile.
+#: Share of a computed prompt's time that each request waits whose load runs.
 _DELAYED: Final = 0.5
 #: Seconds that a load may take while it is not known how long computing takes.
 _UNKNOWN_SECONDS: Final = 1.0
@@ -156,7 +156,7 @@ class AdmissionRule:
         self._computed_at = -math.inf
         self._trials = self._speedups = 0
 
-    def load(self, hit: Hit) -> LoadCosts:
+    def load_costs(self, hit: Hit) -> LoadCosts:
         """Return what loads from where a hit lies cost."""
         return self.tiers if hit.is_near else self.storage
 
@@ -180,7 +180,7 @@ class AdmissionRule:
         # A load that is tried is cut.
         cost = self.prefill.seconds(hit.start, hit.end) * (MOST_DELAY if hit.divisible else 1)
         pause = _TRIAL_PAUSE * cost
-        if self.load(hit).is_certain(hit.nbytes):
+        if self.load_costs(hit).is_certain(hit.nbytes):
             pause = max(pause, _FRESH_SECONDS)
         return hit.end if now - self._loaded_at[hit.is_near] >= pause else hit.start
 
@@ -195,15 +195,15 @@ class AdmissionRule:
 
     def is_unknown(self, hit: Hit) -> bool:
         """Whether no load of a hit's size is known, or no step."""
-        return not (self.load(hit).knows(hit.nbytes) and self.prefill.most)
+        return not (self.load_costs(hit).knows(hit.nbytes) and self.prefill.most)
 
     def admits(self, hit: Hit, before: Before) -> bool:
         """Whether a hit is expected to be loaded sooner than it is computed."""
         if self.is_unknown(hit):
             return True
-        costs, is_known = self.load(hit), self._knows_computing(hit)
+        costs, is_known = self.load_costs(hit), self._knows_computing(hit)
         seconds = self.prefill.seconds if is_known else self.prefill.seconds_at_most
-        load = costs.seconds(self.cost(hit, before))
+        load = costs.seconds(self.bytes_on_way(hit, before))
         rest, whole = seconds(hit.end, hit.tokens), seconds(hit.start, hit.tokens)
         computed = before.computing + whole + _DELAYED * before.loads * (whole - rest)
         loaded = max(before.computing, load) + rest
@@ -216,12 +216,13 @@ class AdmissionRule:
     def _end_beside_trial(self, hit: Hit, now: float) -> int:
         """Return the end of a hit that is loaded, less what of it is computed as a trial now.
 
-        That is all of it, a half, a fourth, and so on: the most that costs little more.
+        A trial computes all of it, a half, a fourth, and so on: the most that costs little more. It
+        is noted here, so the caller asks once for each request that vLLM may schedule.
         """
         if self._speedups != self.prefill.speedups:
             self._speedups, self._trials, self._computed_at = self.prefill.speedups, 0, -math.inf
         is_certain = self.prefill.is_certain(hit.tokens - hit.start)
-        seconds, load = self.prefill.seconds_at_most, self.load(hit).seconds(hit.nbytes)
+        seconds, load = self.prefill.seconds_at_most, self.load_costs(hit).seconds(hit.nbytes)
         rest, length = seconds(hit.end, hit.tokens), hit.end - hit.start
         dearest = _PART_COST * (load + rest)
         if not (hit.divisible or is_certain):
@@ -243,13 +244,13 @@ class AdmissionRule:
             part = part // 2 // hit.unit * hit.unit if hit.divisible else 0
         return hit.end
 
-    def cost(self, hit: Hit, before: Before) -> int:
-        """Return what the time of a load is learned by: its bytes, and those that share its way."""
+    def bytes_on_way(self, hit: Hit, before: Before) -> int:
+        """Return the bytes that predict a load's time: its own, and those of loads beside it."""
         return hit.nbytes + before.beside(hit)
 
     def at_once(self, hit: Hit, before: Before) -> int:
         """Return how many chunks are read at once, so that the first are there before a cut."""
-        costs = self.load(hit)
+        costs = self.load_costs(hit)
         if not (costs.knows(hit.nbytes) or before.loads):
             return int(0.5 + hit.chunks ** (1 / 3))
         if not (hit.divisible and costs.knows(hit.nbytes) and self._knows_computing(hit)):
@@ -274,9 +275,9 @@ class AdmissionRule:
             one also holds for all that follow.
         """
         if not self._knows_computing(hit):
-            costs, longest = self.load(hit), (1 + before.loads) * _UNKNOWN_SECONDS
+            costs, longest = self.load_costs(hit), (1 + before.loads) * _UNKNOWN_SECONDS
             if costs.knows(hit.nbytes):
-                usual = costs.seconds(self.cost(hit, before))
+                usual = costs.seconds(self.bytes_on_way(hit, before))
                 longest = max(longest, (1 + MOST_DELAY) * usual)
             if not self.admits(hit, before):
                 longest = min(longest, self.prefill.seconds_at_most(hit.start, hit.end))
@@ -294,13 +295,13 @@ class AdmissionRule:
     def _slack(self, hit: Hit, before: Before) -> float:
         """Return by how many seconds the chunks of a steady load may come later before it is cut.
 
-        Its chunks come at even times, and the first ones are computed sooner than the last: in
-        between, what has come would have been computed before.
+        Its chunks arrive evenly, but early tokens are computed faster than late ones. So a steady
+        load is behind in its midst.
         """
         seconds, start, length = self.prefill.seconds, hit.start, hit.end - hit.start
         slack = before.unloaded + MOST_DELAY * seconds(start, hit.end)
         if not hit.divisible:
             return slack
-        load = self.load(hit).seconds(hit.nbytes)
+        load = self.load_costs(hit).seconds(hit.nbytes)
         late = (share * load - seconds(start, start + int(share * length)) for share in _SHARES)
         return slack - max(late)

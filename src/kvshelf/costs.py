@@ -9,10 +9,9 @@ Contracts
 ---------
 * No coefficient is negative, so more work is never cheaper.
 * What is learned fades: a model follows an engine or a storage whose speed changes.
-* One outlier changes little. But no step is too fast by accident: the first that takes less than
-  half of what is known of its size makes all times before it count as so much shorter, and what
-  they say as a guess.
-* An estimate is a guess until three steps, or loads, of about its size were timed.
+* One slow step changes little. No step is fast by accident: a step that takes less than half of its
+  expected time shortens all earlier times, and makes every estimate of steps a guess.
+* An estimate is a guess until three steps, or loads, of at least about its size were timed.
 * Not thread-safe; the caller has one thread, or a lock.
 """
 
@@ -21,12 +20,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-#: Of so many times the last ones count as much as all others together.
+#: The last so many times weigh as much as all earlier ones together.
 _MEMORY: Final = 16
 #: The weight of what was learned before, after each new time.
 _FADING: Final = 0.5 ** (1 / _MEMORY)
 _ROUNDS: Final = 16
-#: What was measured also says what work of up to so many times its size takes.
+#: A time supports estimates of work of up to so many times its size.
 EXTRAPOLATED: Final = 4
 #: So many steps or loads of about a size make an estimate certain.
 _CERTAIN: Final = 3
@@ -34,7 +33,7 @@ _CERTAIN: Final = 3
 _SMALL_STEP: Final = 64
 #: The least share of a load's time that its bytes count for, and the least of the rest.
 _LEAST_SHARE: Final = 0.1
-#: Large changes are made in steps, since each changes the shares.
+#: Large changes are divided, because each changes the shares.
 _CHANGE_AT_ONCE: Final = 0.5
 
 
@@ -60,7 +59,7 @@ class Fit:
         self._solved = True
 
     def learn(self, features: Sequence[float], seconds: float) -> None:
-        """Learn that something with these features took so long. Without a time it is left out."""
+        """Learn how long something with these features took; ignore times that are not positive."""
         if seconds <= 0:
             return
         relative = [
@@ -77,6 +76,7 @@ class Fit:
         """Let all times that were learned count as if they had been `factor` times as long."""
         self._products = [[cell / factor**2 for cell in row] for row in self._products]
         self._sums = [total / factor for total in self._sums]
+        self._coefficients = [factor * coefficient for coefficient in self._coefficients]
         self._solved = False
 
     def _solve(self) -> None:
@@ -161,7 +161,7 @@ class PrefillCosts:
     def knows(self, tokens: int) -> bool:
         """Whether the steps that were learned say what it takes to compute so many tokens.
 
-        Small steps take long for their tokens: of more than that they say what it takes at most.
+        Small steps take long for their tokens. For larger work they give only an upper bound.
         """
         return min(tokens, self._step_tokens) <= EXTRAPOLATED * self.most
 
@@ -187,16 +187,16 @@ class PrefillCosts:
             Number of requests of which it computed one more token of the answer.
         seconds : float
         began_slowly : bool
-            It may have taken long only because the engine had paused: a step that is small beside
-            others is then learned only if it took less than expected.
+            The engine had paused, and that may be most of the time. A step that is small beside
+            others is then learned only if it took less than half of the expected time.
         """
         tokens = sum(end - start for start, end in parts)
         pairs = sum(attended(start, end) for start, end in parts)
         features = (tokens, pairs, decodes, 1.0)
         expected = usual = self._fit.seconds(features)
         if not self._sizes.has(tokens):
-            # A small step takes at least its share of the largest one.
-            usual = self._largest(0.0) * tokens / max(tokens, self.most)
+            # A smaller step takes at least its share of the largest one.
+            usual = self._largest_step(0.0) * tokens / max(tokens, self.most)
         if 0 < seconds < usual / 2:
             self._fit.scale(seconds / usual)
             self._sizes.clear()
@@ -209,7 +209,7 @@ class PrefillCosts:
         self.most = max(self.most, tokens)
         return expected
 
-    def _largest(self, behind: float) -> float:
+    def _largest_step(self, behind: float) -> float:
         """Return how long a step of :attr:`most` tokens takes.
 
         Parameters
@@ -221,19 +221,19 @@ class PrefillCosts:
         return self._fit.seconds((self.most, pairs, 0.0, 1.0))
 
     def seconds_at_most(self, start: int, end: int) -> float:
-        """Return how long tokens ``[start, end)`` of a prompt take, in steps of their own.
+        """Return how long tokens ``[start, end)`` of a prompt take at most, with whole steps.
 
-        More tokens than were seen in a step take at most as many such steps.
+        Tokens beyond the largest step that was timed are computed in steps of its size.
         """
         tokens, pairs = work(start, end)
         if min(tokens, self._step_tokens) <= self.most:
             steps = max(1.0, tokens / self._step_tokens) if tokens else 0.0
             return self._fit.seconds((tokens, pairs, 0.0, steps))
         behind = max(0.0, pairs / tokens - self.most / 2)
-        return self._largest(behind) * max(1.0, tokens / max(self.most, _SMALL_STEP))
+        return self._largest_step(behind) * max(1.0, tokens / max(self.most, _SMALL_STEP))
 
     def seconds(self, start: int, end: int) -> float:
-        """Return how long tokens ``[start, end)`` of a prompt take, in steps of their own."""
+        """Return how long tokens ``[start, end)`` of a prompt take, with their share of a step."""
         return self.seconds_of(*work(start, end))
 
     def seconds_of(self, tokens: float, pairs: float) -> float:
@@ -244,9 +244,8 @@ class PrefillCosts:
 class LoadCosts:
     """What it costs to load bytes from one storage: a time until it answers, and one for each byte.
 
-    Each load changes both, in its own proportion of them: speeds are averaged. So a load that is
-    far sooner than expected is believed at once, and one that is late no more than doubles what is
-    expected.
+    Each load changes both by their shares of the time: old and new speeds are averaged. So one load
+    that is far sooner than expected changes the estimate at once, and a late one about doubles it.
 
     Attributes
     ----------
@@ -304,7 +303,7 @@ class LoadCosts:
     def at_once(self, chunk_bytes: float, others: float, seconds: float, most: int) -> int:
         """Return how many chunks may be read at once, so that these are there in time.
 
-        Chunks that are read at once arrive together, late where the storage is slow.
+        Parallel chunks arrive together, so many of them arrive late from a slow storage.
 
         Parameters
         ----------

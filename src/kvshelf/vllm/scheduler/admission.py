@@ -212,7 +212,7 @@ class Admission(SharingPart):
                 self._counters.add("explored_loads")
         rule.begin_load(hit, self.clock())
         chunks = self._hits.to_load(state, start, end)
-        self._loading[state.id] = _Loading(hit, rule.cost(hit, before), chunks)
+        self._loading[state.id] = _Loading(hit, rule.bytes_on_way(hit, before), chunks)
         nbytes = (0, hit.nbytes) if hit.is_near else (hit.nbytes, 0)
         self._running.put(state.id, *work(start, hit.tokens), *nbytes)
         return patience, at_once if at_once < hit.chunks else 0
@@ -351,7 +351,7 @@ class Admission(SharingPart):
         for kind, chunks in loading.chunks.items():
             self._note(kind, chunks)
         if request_id not in self._read_ahead_for:
-            expected = self._rule.load(loading.hit).learn(loading.nbytes, taken)
+            expected = self._rule.load_costs(loading.hit).learn(loading.nbytes, taken)
             self._count("load", expected, taken)
 
     def _count(self, what: str, expected: float, taken: float) -> None:
