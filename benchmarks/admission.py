@@ -140,7 +140,7 @@ def _fresh_rows(run: EngineRun, mount: Any, connector: Mapping[str, Any]) -> Ite
             engine.ask([prompt])
         run.settle()
     for rate in _FRESH_RATES:
-        name = f"fresh at {speed(rate)}"
+        name = f"fresh at {rate / 1e6:g} MBps"
         with run.engine(name, longest, connector, switched=True, slow_start=_SLOW_START) as engine:
             _set_rate(engine, mount, rate, prompts[0])
             times = [engine.ask([prompt], policy=AUTO)["first"][0] for prompt in prompts]
