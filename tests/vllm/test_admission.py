@@ -331,6 +331,21 @@ def test_what_is_handed_over_is_always_loaded(engine: Engine) -> None:
     assert op.patience == ()
 
 
+@pytest.mark.parametrize(("seconds", "expected"), [(0.1, 64), (5.0, 0)])
+def test_what_nobody_has_promised_is_loaded_where_that_pays(
+    engine: Engine, seconds: float, expected: int
+) -> None:
+    engine.learn(seconds)
+    tokens = prompt(64, 500)
+    engine.side.put(tokens, 7)
+    request = engine.side.known("r", tokens, kv_transfer_params={"do_remote_prefill": True})
+    assert engine.side.side.matched_tokens(request, 0) is None
+    engine.side.put(tokens)
+    assert engine.side.ask(request) == expected
+    engine.side.load(request, expected)
+    assert [len(op.patience) for op in engine.side.step().loads] == [8] * (expected // 64)
+
+
 def test_a_saturated_engine_has_time_for_each_load(start: Start) -> None:
     prompts = [prompt(203, number) for number in range(12)]
     start().run(*prompts)

@@ -174,8 +174,9 @@ class Admission(SharingPart):
 
     def _is_free(self, state: RequestState) -> bool:
         """Whether everything that is found is loaded for a request."""
-        handed_over = state.awaited is not None and state.awaited.hit_tokens > 0
-        return self.always or handed_over
+        awaited = state.awaited
+        promised = awaited is not None and awaited.patience is None and awaited.hit_tokens > 0
+        return self.always or promised
 
     def end_of_load(self, state: RequestState, start: int, end: int) -> int:
         """Return up to which token a hit of tokens ``[start, end)`` is to be loaded."""
