@@ -94,7 +94,7 @@ COUNTERS: Mapping[str, str] = {
     "handovers_complete": "requests for which everything promised was there in time",
     "handovers_late": "requests that were computed because their hand-over was late",
     "handovers_vain": "requests that waited for KV that nobody had promised, and none appeared",
-    "handovers_skipped": "requests that did not wait for KV because others had waited in vain",
+    "handovers_skipped": "requests that did not wait for KV that nobody had promised",
     "handovers_gave_up": "requests that were computed because the producer gave up",
     "handovers_refused": "requests that did not wait for a hand-over because too many waited",
     "handovers_other_namespace": (

@@ -15,6 +15,8 @@ pytest.importorskip("vllm")
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL, KINDS, Kind, kind_key
 from kvshelf.vllm import connector
+from kvshelf.vllm.scheduler import handovers
+from kvshelf.vllm.scheduler.bare import BareWaits, Patience
 from tests.support.prompts import prompt
 from tests.vllm import rig
 from tests.vllm.scheduled import ScheduledEngine, Start, World
@@ -155,16 +157,16 @@ def test_the_time_of_a_wait_begins_when_vllm_asks(start: Start) -> None:
 # --------------------------------------------------------------------- waits in vain
 
 
-def test_after_three_waits_in_vain_one_request_in_sixteen_waits(
+def test_after_three_waits_in_vain_one_request_in_sixteen_waits_and_then_fewer(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = start()
-    times = [Consumer(engine).waited() for _ in range(3 + 16)]
-    assert [number for number, took in enumerate(times) if took >= 1] == [0, 1, 2, 18]
+    times = [Consumer(engine).waited() for _ in range(3 + 16 + 32)]
+    assert [number for number, took in enumerate(times) if took >= 1] == [0, 1, 2, 18, 50]
     assert max(took for took in times if took < 1) < STEPS
-    assert counts(engine) == {"vain": 4, "skipped": 15}
+    assert counts(engine) == {"vain": 5, "skipped": 15 + 31}
     # Something appears for one that waits: all do again.
-    for _ in range(15):
+    for _ in range(63):
         assert Consumer(engine).waited() < STEPS
     consumer = Consumer(engine)
     consumer.at(0.5).publish(0)
@@ -172,6 +174,19 @@ def test_after_three_waits_in_vain_one_request_in_sixteen_waits(
     assert consumer.loaded == 203
     assert [Consumer(engine).waited() >= 1 for _ in range(4)] == [True] * 3 + [False]
     assert sum("one such request in 16 waits" in line for line in caplog.messages) == 1
+
+
+def test_chance_to_wait_after_many_waits_in_vain_is_one_in_1024() -> None:
+    bare, waited = BareWaits(), []
+    for number in range(4096):
+        patience = Patience(1.0)
+        if bare.may_begin(patience):
+            waited.append(number)
+            bare.ended(patience)
+            if number > 2:
+                # Another request waited at the same time.
+                bare.ended(patience)
+    assert waited == [0, 1, 2, 18, 50, 114, 242, 498, 1010, 2034, 3058, 4082]
 
 
 def test_what_is_there_already_is_not_waited_for_and_says_nothing(start: Start) -> None:
@@ -206,6 +221,22 @@ def test_on_a_consumer_requests_without_params_wait_for_chunks(
     assert Consumer(engine, params).waited() >= 1
     assert Consumer(engine, params, length=31).waited() < STEPS
     assert counts(engine) == {"complete": 1, "vain": 1}
+
+
+def test_request_to_which_nothing_was_promised_takes_no_place_of_a_hand_over(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handovers, "MAX_WAITING", 1)
+    engine = start(role="kv_consumer")
+    for number in range(2):
+        engine.add(f"plain {number}", prompt(203, number))
+    promised = Promised(engine, prompt(203, seed=2))
+    engine.add("promised", promised.tokens, transfer=promised.handover.params())
+    engine.step()
+    promised.publish(0)
+    engine.finish()
+    assert loaded(engine, "promised") == 203
+    assert counts(engine) == {"complete": 1, "vain": 1, "skipped": 1}
 
 
 @pytest.mark.parametrize("params", [{"do_remote_prefill": False}, ASKED, NOTHING])

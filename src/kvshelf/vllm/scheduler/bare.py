@@ -8,8 +8,9 @@ Contracts
 * A request waits one second for the first piece that is new, from when vLLM first asks for it, and
   then for each further piece twice the longest time that one took. A piece counts as one that took
   a tenth of a second at least: a look at a remote storage takes as long.
-* Once three requests in a row have waited and nothing new has appeared, one in sixteen waits, until
-  something does. The log says so once.
+* Once three requests in a row have waited and nothing new has appeared, one in sixteen waits. Each
+  further wait in vain halves that chance, down to one in 1,024. When something new appears, all
+  wait again. The log says so once.
 * Runs on the engine's step thread.
 """
 
@@ -27,9 +28,10 @@ FIRST_SECONDS: Final = 1.0
 #: The shortest time that a piece takes, in seconds, and how much longer the next one may.
 _LEAST_GAP: Final = 0.1
 _LONGER: Final = 2
-#: Waits in vain after which requests wait no more, but for one in so many.
+#: Waits in vain after which one request in so many waits; and one in how many at least.
 _MOST_IN_VAIN: Final = 3
 _ONE_IN: Final = 16
+_LEAST_ONE_IN: Final = 1024
 
 
 @dataclass(slots=True)
@@ -49,6 +51,8 @@ class Patience:
     longest: float
     ends: float = math.inf
     hopeful: bool = False
+    #: One in so many requests waited when this one arrived.
+    _one_in: int = 1
     _gap: float = _LEAST_GAP
     _last: float = 0.0
 
@@ -68,18 +72,25 @@ class BareWaits:
     def __init__(self) -> None:
         self._in_vain = 0
         self._passed = 0
+        self._one_in = 1
         self._said = False
 
-    def may_begin(self) -> bool:
+    def may_begin(self, patience: Patience) -> bool:
         """Whether a request that has just arrived waits."""
-        if self._in_vain < _MOST_IN_VAIN:
-            return True
-        self._passed = (self._passed + 1) % _ONE_IN
+        self._passed = (self._passed + 1) % self._one_in
+        patience._one_in = self._one_in
         return self._passed == 0
 
-    def ended(self, *, hopeful: bool) -> None:
-        """Note the end of a wait for pieces, and whether any of them had appeared."""
-        self._in_vain = 0 if hopeful else self._in_vain + 1
+    def ended(self, patience: Patience) -> None:
+        """Note the end of a wait for pieces."""
+        self._in_vain = 0 if patience.hopeful else self._in_vain + 1
+        if patience.hopeful:
+            self._one_in = 1
+        elif self._one_in == patience._one_in > 1:
+            # Requests that wait at the same time halve the chance once.
+            self._one_in = min(2 * self._one_in, _LEAST_ONE_IN)
+        elif self._in_vain == _MOST_IN_VAIN:
+            self._one_in = _ONE_IN
         if self._in_vain == _MOST_IN_VAIN and not self._said:
             self._said = True
             logger.warning(

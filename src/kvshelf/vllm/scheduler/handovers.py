@@ -17,7 +17,8 @@ A wait also ends, uncounted, when its request is aborted or served from vLLM's o
 
 Of a *bare* hand-over it is not known what was promised, nor whether: the request waits for all of
 its own prompt, and no longer than :mod:`kvshelf.vllm.scheduler.bare` says. Otherwise it is served
-like any request: it waits for no namespace and no broken storage. Without params only chunks are
+like any request: it waits for no namespace and no broken storage, and is loaded where that pays.
+Such requests take no places of those that were promised something. Without params only chunks are
 waited for, since a producer stores a tail where it is asked to; and where none is missing, nothing
 says that the request is handed over.
 
@@ -61,7 +62,8 @@ from kvshelf.vllm.scheduler.shared import Shared, SharingPart
 
 logger = logging.getLogger(__name__)
 
-#: Most requests that wait at once, of which each probes the storage again and again.
+#: Most requests that wait at once, of which each probes the storage again and again: so many for
+#: what was promised, and so many for what was not.
 MAX_WAITING: Final = 128
 #: Seconds until a lookup that the storage did not answer is started again.
 _RETRY_SECONDS: Final = 0.25
@@ -125,16 +127,17 @@ class Handovers(SharingPart):
         now = self.clock()
         if handover.wait_s is not None:
             longest = min(longest, handover.wait_s)
+        waiting = [bool(awaited.patience) for awaited in self._waiting.values()]
+        is_full = waiting.count(patience is not None) >= MAX_WAITING
         if not longest:
             self._counters.add("handovers_late")
-        elif len(self._waiting) >= MAX_WAITING:
-            self._refuse("refused", f"{MAX_WAITING} requests wait")
-        elif patience is not None and not self._bare.may_begin():
+        elif patience is not None and (is_full or not self._bare.may_begin(patience)):
             self._counters.add("handovers_skipped")
+        elif is_full:
+            self._refuse("refused", f"{MAX_WAITING} requests wait")
         else:
             deadline = math.inf if patience is not None else now + longest
-            state.awaited = Awaited(handover, now, deadline, patience)
-            self._waiting[state.id] = state.awaited
+            self._waiting[state.id] = state.awaited = Awaited(handover, now, deadline, patience)
 
     def _own(self, state: RequestState) -> Handover | None:
         """Return what a bare hand-over has of a prompt; None if that is nothing."""
@@ -158,7 +161,7 @@ class Handovers(SharingPart):
         patience = awaited.patience
         if patience is not None and (patience.hopeful or (awaited.wait and outcome == "vain")):
             # Where nothing was missing, or the lookup took too long, nothing is learnt.
-            self._bare.ended(hopeful=patience.hopeful)
+            self._bare.ended(patience)
         if outcome in ("complete", "gave_up", "late", "vain"):
             self._counters.observe("handover_wait", max(0.0, self.clock() - awaited.arrived))
         if outcome != "invalid":
