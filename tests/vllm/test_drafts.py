@@ -290,7 +290,7 @@ def test_a_worker_without_its_drafter_tells_so_when_its_first_report_is_lost(
     engine = make().engine
     worker = engine.worker
     assert worker.drafter is not None
-    worker.drafter.disable("an error")
+    worker.drafter.registration.disable("an error")
     with monkeypatch.context() as patch:
         metadata = worker.worker_metadata
         patch.setattr(worker, "worker_metadata", lambda: metadata() and None)

@@ -112,7 +112,7 @@ class Drafter:
             if self._has_own_layers():
                 self.registration.register(kv_caches)
         except Exception as error:  # noqa: BLE001 - the engine is served without it
-            self.disable(f"{type(error).__name__}: {error}")
+            self.registration.disable(f"{type(error).__name__}: {error}")
 
     def _has_own_layers(self) -> bool:
         """Whether any layer of the drafter has KV of its own; others read the model's."""
@@ -120,13 +120,6 @@ class Drafter:
             getattr(self._engine.layers.get(name), "kv_sharing_target_layer_name", None)
             for name in draft_layers(self._engine.vllm_config)
         )
-
-    def disable(self, reason: str) -> None:
-        """Load and store nothing any more."""
-        registration = self.registration
-        if self._engine.rank == 0 and not registration.disabled_reason:
-            logger.warning(WITHOUT_DRAFTS, reason)
-        registration.disable(reason, already_logged=True)
 
     def announced(self, namespace: tuple[bytes, str] | None) -> None:
         """Move KV of the namespace that a step announces, beside the model's."""

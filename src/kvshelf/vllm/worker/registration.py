@@ -25,8 +25,8 @@ pipeline stages knows the sizes only when all stages are known, and allocates in
 Contracts
 ---------
 * All methods run on the worker's step thread, except :meth:`Registration.disable`, which any
-  thread may call, and ``_weights_known``, which runs on the fingerprinting thread. `_lock` guards
-  what these threads share.
+  thread may call, and ``_weights_known``, which runs on the fingerprinting thread.
+  `_lock` guards the reason why the worker is disabled.
 * A configuration that does not fit the engine is refused in :meth:`Registration.register`.
 * On a device only the step thread allocates.
 * While the engine sleeps nothing touches the caches.
@@ -163,8 +163,7 @@ class Registration:
         self.disabled_reason = ""
         #: The reason, until a fact for the scheduler has it, and whether it is logged already.
         self._untold: list[tuple[str, bool]] = []
-        self._weights: str | None = None
-        self._published = Published()
+        self._report: WorkerReport | None = None
         self._identity: WeightsIdentity | None = None
 
     @property
@@ -201,13 +200,13 @@ class Registration:
         ops.implementation()
         modules = list(modules)
         found = describe_caches(kv_caches, self._engine)
-        report = replace(
+        self._report = report = replace(
             found.report,
             attention_temperature=attention_temperature(modules),
             # A drafter changes no answer.
             precision=() if self._engine.of_drafter else precision(self._vllm_config, modules),
         )
-        self.caches = replace(found, report=report)
+        self.caches = found
         ops.check_served(found.device)
         self._check_fit(report)
         if not self._engine.rank:
@@ -244,8 +243,10 @@ class Registration:
 
     def _weights_known(self, weights: str, published: Published) -> None:
         """Complete the report."""
-        with self._lock:
-            self._weights, self._published = weights, published
+        assert self._report is not None
+        self._report = replace(
+            self._report, weights=weights, config=published.config, code=published.code
+        )
 
     # ------------------------------------------------------------- scheduler
 
@@ -268,15 +269,7 @@ class Registration:
 
     def report(self) -> WorkerReport | None:
         """Return the report, which each step sends until the worker serves or is disabled."""
-        if self.caches is None or self.namespace is not None or self.disabled_reason:
-            return None
-        with self._lock:
-            return replace(
-                self.caches.report,
-                weights=self._weights,
-                config=self._published.config,
-                code=self._published.code,
-            )
+        return None if self.namespace is not None or self.disabled_reason else self._report
 
     def open(self, encoded: bytes, slug: str) -> bool:
         """Provide memory for a namespace in `memories`; False if there can be none.

@@ -170,7 +170,7 @@ class WorkerSide:
         self.weights.changed(how, version)
         self.loads.stop()
         if self.drafter is not None:
-            self.drafter.disable("the engine's weights were changed in place")
+            self.drafter.registration.disable("the engine's weights were changed in place")
 
     def fall_asleep(self) -> None:
         """Publish what is staged, and stop using the caches: their memory is freed. Idempotent.
