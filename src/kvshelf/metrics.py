@@ -88,6 +88,7 @@ COUNTERS: Mapping[str, str] = {
     "dropped_chunks_weights_changed": (
         "chunks dropped because the weights may have changed since their store was planned"
     ),
+    "weight_comparisons": "comparisons begun because the weights may have changed",
     "dropped_chunks_error": "chunks dropped because their store failed",
     "dropped_chunks_shutdown": "chunks not yet published at shutdown",
     "handovers_promised": "prompts promised to other engines",

@@ -27,6 +27,7 @@ with warnings.catch_warnings():
     vllm = pytest.importorskip("vllm")
     from kvshelf.vllm import connector, metadata, stats
     from kvshelf.vllm.layout_discovery import ATTENTION_UPDATE, MLA_UPDATE, takes
+    from kvshelf.vllm.weight_changes import READING
 
 from tests.vllm.record_signatures import PACKAGES, RECORDS, SUBJECTS, Source, record
 
@@ -404,7 +405,7 @@ def test_what_is_read_of_vllm_s_objects_exists(version: dict[str, Any], name: st
 
 def test_methods_that_are_wrapped_exist(version: dict[str, Any]) -> None:
     worker = the_class(version, "Worker")["methods"]
-    assert {"sleep", "discard", "wake_up", "start_draft_weight_update"} <= set(worker)
+    assert {"sleep", "discard", "wake_up", "start_draft_weight_update", *READING} <= set(worker)
     # By their names, since calls may give them so.
     assert "tags" in signature(worker["wake_up"]).parameters
     assert "tags" in signature(worker["discard"]).parameters

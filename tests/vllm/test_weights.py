@@ -499,6 +499,38 @@ def test_what_an_engine_calls_for_users_may_change_weights(
     assert engine.load(prompt(6))[0] == 512
 
 
+def check_health(worker: object) -> None:
+    """A user's function with the name of a method of vLLM's worker."""
+
+
+@pytest.mark.parametrize(
+    ("method", "comparisons"),
+    [*((name, 0) for name in weight_changes.READING), ("my_monitor", 5), (check_health, 5)],
+)
+def test_call_that_may_write_begins_a_comparison_and_is_named_when_it_interrupts_one(
+    start: Callable[..., SimulatedEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    method: object,
+    comparisons: int,
+) -> None:
+    class EngineCore:
+        def collective_rpc(self, method: object, timeout: float | None = None) -> None: ...
+
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine.core", SimpleNamespace(EngineCore=EngineCore))
+    monkeypatch.setattr(ParameterDigest, "advance", lambda *_: None)
+    engine, core = start(), EngineCore()
+    request, blocks = engine.request(prompt(9)), engine.blocks_for(16)
+    core.collective_rpc(timeout=1.0, method=method)
+    for _ in range(4):
+        engine.step([(request.request_id, 0, 16)], blocks)
+        core.collective_rpc(method)
+    assert rig.round_of(engine.scheduler) == comparisons
+    assert engine.scheduler.counters.snapshot().get("weight_comparisons", 0) == comparisons
+    name = repr(method) if isinstance(method, str) else "check_health"
+    assert caplog.text.count(f"collective_rpc({name}) begins that anew") == bool(comparisons)
+
+
 def test_hits_are_offered_when_all_ranks_serve_the_new_weights(
     start: Callable[..., SimulatedEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -672,6 +704,7 @@ def test_weights_that_are_loaded_into_a_drafter_are_noticed() -> None:
 def test_what_vllm_calls_for_users_is_wrapped() -> None:
     from vllm.model_executor.models.utils import AutoWeightsLoader
     from vllm.v1.engine import core, core_client, llm_engine
+    from vllm.v1.worker import worker_base
 
     assert AutoWeightsLoader.__module__ == "vllm.model_executor.models.utils"
     assert callable(AutoWeightsLoader.__dict__["load_weights"])
@@ -680,6 +713,8 @@ def test_what_vllm_calls_for_users_is_wrapped() -> None:
     assert "self.engine_core.collective_rpc(" in inspect.getsource(core_client.InprocClient)
     assert 'call_utility("collective_rpc"' in inspect.getsource(core_client.SyncMPClient)
     assert 'collective_rpc("apply_model"' in inspect.getsource(llm_engine.LLMEngine)
+    init = inspect.getsource(worker_base.WorkerWrapperBase.init_worker)
+    assert "assert not hasattr(worker_class, attr)" in init
     # Sleep reaches the workers in another way, and resets the connector's cache before.
     assert "reset_connector=reset_connector" in inspect.getsource(core.EngineCore._reset_caches)
     assert "self._reset_caches()" in inspect.getsource(core.EngineCore._finish_pause)

@@ -307,14 +307,8 @@ class Handshake:
     def _unite(self, digests: Mapping[int, str | None]) -> str:
         """Return the digest of all ranks together."""
         parallel = self._vllm_config.parallel_config
-        degrees = [
-            getattr(parallel, name, 1)
-            for name in (
-                "tensor_parallel_size",
-                "pipeline_parallel_size",
-                "prefill_context_parallel_size",
-            )
-        ]
+        names = "tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size"
+        degrees = [getattr(parallel, name, 1) for name in names]
         quantization = self._vllm_config.model_config.quantization
         of_ranks = [digests[rank] for rank in range(self.ranks)]
         lines = [" ".join(map(str, degrees)), str(quantization), *of_ranks]

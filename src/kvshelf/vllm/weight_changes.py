@@ -6,7 +6,7 @@ again. So this module wraps the functions by which these things come, each once:
 
 * ``EngineCore.collective_rpc``, by which everything but LoRA adapters and sleep reaches the
   workers from outside: weight updates, reloads, functions and methods of users. Whatever is called
-  may change weights.
+  may change weights, except a few methods of vLLM's own worker.
 * ``load_weights`` of the loaded model, of its drafter and of vLLM's ``AutoWeightsLoader``, by which
   code inside a worker's process loads weights.
 * the methods of vLLM's worker that free and allocate the KV cache's memory, and the one by which an
@@ -35,13 +35,16 @@ _ENGINE: Final = ("vllm.v1.engine.core", "EngineCore")
 _WORKER: Final = ("vllm.v1.worker.gpu_worker", "Worker")
 _LOADER: Final = ("vllm.model_executor.models.utils", "AutoWeightsLoader")
 _LISTENERS: Final = "_kvshelf_listeners"
+#: Methods of vLLM's worker that monitors call, and that write to no weights. vLLM allows no worker
+#: extension a method of the same name.
+READING: Final = ("check_health", "compute_weight_checksums", "list_loras")
 
 
 class EngineListener(Protocol):
     """What notices changes in the engine's process."""
 
-    def weights_may_change(self) -> None:
-        """All workers are about to run something that may change their weights."""
+    def weights_may_change(self, how: str) -> None:
+        """All workers are about to run what may change their weights; `how` names the call."""
 
 
 class WorkerListener(Protocol):
@@ -59,13 +62,17 @@ class WorkerListener(Protocol):
 
 def watch_engine(listener: EngineListener) -> None:
     """Notify `listener` before any engine of this process calls its workers for a user."""
-    _wrap(_find(_ENGINE), "collective_rpc", listener, lambda one: one.weights_may_change())
+
+    def tell(one: EngineListener, how: str) -> None:
+        one.weights_may_change(how)
+
+    _wrap(_find(_ENGINE), "collective_rpc", listener, tell, named=_by_method)
 
 
 def watch_loading(listener: WorkerListener, model: Any) -> None:
     """Notify `listener` before weights are loaded into `model`, or by vLLM's loader."""
     for owner in (model, _find(_LOADER)):
-        _wrap(owner, "load_weights", listener, lambda one: one.weights_changed("load_weights()"))
+        _wrap(owner, "load_weights", listener, lambda one, how: one.weights_changed(how))
 
 
 def watch_worker(listener: WorkerListener) -> None:
@@ -74,10 +81,10 @@ def watch_worker(listener: WorkerListener) -> None:
     And before the drafter's weights change.
     """
     worker, drafts = _find(_WORKER), "start_draft_weight_update"
-    _wrap(worker, drafts, listener, lambda one: one.weights_changed(f"{drafts}()"))
-    _wrap(worker, "sleep", listener, lambda one: one.fall_asleep())
-    _wrap(worker, "discard", listener, lambda one: one.fall_asleep(), only=_with_cache)
-    _wrap(worker, "wake_up", listener, lambda one: one.wake_up(), only=_with_cache, after=True)
+    _wrap(worker, drafts, listener, lambda one, how: one.weights_changed(how))
+    _wrap(worker, "sleep", listener, lambda one, _: one.fall_asleep())
+    _wrap(worker, "discard", listener, lambda one, _: one.fall_asleep(), named=_by_tags)
+    _wrap(worker, "wake_up", listener, lambda one, _: one.wake_up(), named=_by_tags, after=True)
 
 
 def _find(place: tuple[str, str]) -> Any:
@@ -86,25 +93,40 @@ def _find(place: tuple[str, str]) -> Any:
     return getattr(sys.modules.get(module), name, None)
 
 
-def _always(*_: Any, **__: Any) -> bool:
-    return True
+def _by_method(_: Any, method: Any, *__: Any, **___: Any) -> str:
+    """Name a call of ``collective_rpc``; empty where it writes to no weights."""
+    if isinstance(method, str):
+        return "" if method in READING else f"collective_rpc({method!r})"
+    return f"collective_rpc({getattr(method, '__qualname__', 'a function')})"
 
 
-def _with_cache(_: Any, tags: Collection[str] | None = None) -> bool:
-    """Whether a worker's method with these tags concerns the KV cache's memory."""
-    return tags is None or "kv_cache" in tags
+def _by_tags(_: Any, tags: Collection[str] | None = None) -> str:
+    """Name the KV cache's memory; empty where a worker's method with these tags leaves it."""
+    return "kv_cache" if tags is None or "kv_cache" in tags else ""
 
 
 def _wrap(
     owner: Any,
     name: str,
     listener: Any,
-    tell: Callable[[Any], None],
+    tell: Callable[[Any, str], None],
     *,
-    only: Callable[..., bool] = _always,
+    named: Callable[..., str] | None = None,
     after: bool = False,
 ) -> None:
-    """Notify one more listener of the calls of a function of a class or an object."""
+    """Notify one more listener of the calls of a function of a class or an object.
+
+    Parameters
+    ----------
+    owner, name : object, str
+    listener : object
+    tell : Callable
+        Notifies a listener of a call, which has this name.
+    named : Callable, optional
+        Takes what the function takes. Nobody is told of a call that it gives an empty name.
+    after : bool
+        Notify when the function has returned.
+    """
     function = getattr(owner, name, None)
     if not callable(function):
         return
@@ -114,27 +136,28 @@ def _wrap(
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
+            how = f"{name}()"
             try:
-                told = [*listeners] if only(*args, **kwargs) else []
+                how = how if named is None else named(*args, **kwargs)
             except Exception as error:
-                # vLLM's own function is called all the same.
+                # Listeners are told, and vLLM's own function is called, all the same.
                 logger.error("a call of %s was not understood", name, exc_info=error)
-                told = [*listeners]
+            told = [*listeners] if how else []
+            if not after:
+                _tell(told, tell, how)
+            result = function(*args, **kwargs)
             if after:
-                result = function(*args, **kwargs)
-                _tell(told, tell)
-                return result
-            _tell(told, tell)
-            return function(*args, **kwargs)
+                _tell(told, tell, how)
+            return result
 
         setattr(call, _LISTENERS, listeners)
         setattr(owner, name, call)
     listeners.add(listener)
 
 
-def _tell(listeners: list[Any], tell: Callable[[Any], None]) -> None:
+def _tell(listeners: list[Any], tell: Callable[[Any, str], None], how: str) -> None:
     for listener in listeners:
         try:
-            tell(listener)
+            tell(listener, how)
         except Exception as error:
             logger.error("a listener for changes of weights or memory failed", exc_info=error)

@@ -44,7 +44,7 @@ from kvshelf.vllm.scheduler.shared import Shared
 from kvshelf.vllm.scheduler.steps import Steps
 from kvshelf.vllm.scheduler.stores import Stores
 from kvshelf.vllm.scheduler.unsettled import Unsettled
-from kvshelf.vllm.weight_changes import watch_engine
+from kvshelf.vllm.weight_changes import READING, watch_engine
 
 logger = logging.getLogger(__name__)
 
@@ -281,7 +281,7 @@ class SchedulerSide:
         """Take what the workers report of their caches and weights."""
         handshake, all_spoke = self.opening.handshake, len(meta.heard) == self.engine.ranks
         if handshake.receive(meta.reports, meta.weights, all_spoke=all_spoke):
-            self.weights_may_change()
+            self.weights_may_change("in a worker")
         shelf = self.engine.shelf() if meta.reports or meta.weights else None
         fmt = None if shelf is None else self.opening.unite()
         if shelf is not None and fmt is not None:
@@ -317,18 +317,27 @@ class SchedulerSide:
         self.lookups.reset()
         self._read_ahead.engine_cache_was_reset()
         self._orders.next.reset = True
-        self.weights_may_change(noticed=False)
+        self.weights_may_change()
         return True
 
-    def weights_may_change(self, *, noticed: bool = True) -> None:
+    def weights_may_change(self, how: str = "") -> None:
         """Load and store nothing until it is known which weights the engine has.
 
         Parameters
         ----------
-        noticed : bool
-            Whether something is known that may change them.
+        how : str
+            What may change them; empty if nothing is known that may.
         """
-        self.opening.handshake.begin_round(noticed=noticed)
+        handshake = self.opening.handshake
+        if handshake.checking and handshake.computes:
+            self._log.warning(
+                "nothing is loaded or stored while weights are compared, and %s begins that anew"
+                " before it has ended; only calls of %s begin none",
+                *(how or "a reset of the cache", ", ".join(READING)),
+                about=how,
+            )
+        self.counters.add("weight_comparisons")
+        handshake.begin_round(noticed=bool(how))
         self._periods.begin()
 
     def close(self) -> None:
