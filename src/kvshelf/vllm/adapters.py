@@ -102,10 +102,7 @@ class _Content(NamedTuple):
 class _Hashing(Future[_Content]):
     """What the files of one adapter have."""
 
-    def __init__(self, path: str) -> None:
-        super().__init__()
-        self.path = path
-        self.overdue_at = math.inf
+    overdue_at = math.inf
 
     @property
     def overdue(self) -> bool:
@@ -133,7 +130,7 @@ class AdapterDigests:
         self._settings = settings
         self._prefix_caching = prefix_caching
         self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[_Hashing] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[_Hashing, str]] = queue.SimpleQueue()
         self._thread = Background("kvshelf-adapter", self._read_queued)
         #: What the thread reads, or has read last.
         self._reading: _Hashing | None = None
@@ -205,9 +202,9 @@ class AdapterDigests:
             started = self._thread.start()
             hashing = self._hashings.get(name)
             if hashing is None or hashing.done():
-                hashing = self._hashings[name] = _Hashing(path)
+                hashing = self._hashings[name] = _Hashing()
                 if started:
-                    self._queue.put(hashing)
+                    self._queue.put((hashing, path))
                 else:
                     hashing.set_exception(RuntimeError("no thread can be started"))
             self._thread.wake()
@@ -216,10 +213,11 @@ class AdapterDigests:
     def _read_queued(self) -> None:
         # A thread that was stuck leaves the rest to the one in its place.
         while self._thread.is_current and not self._queue.empty():
-            self._reading = hashing = self._queue.get()
+            hashing, path = self._queue.get()
+            self._reading = hashing
             hashing.overdue_at = time.monotonic() + _HASHING_SECONDS
             try:
-                hashing.set_result(self._read(hashing.path))
+                hashing.set_result(self._read(path))
             except Exception as error:  # noqa: BLE001 - who asks for the digest learns of it
                 hashing.set_exception(error)
 

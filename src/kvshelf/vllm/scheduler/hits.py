@@ -62,7 +62,7 @@ class Hits:
         chunks, size = lookup.hit_chunks, self._size
         if not self._groups.mixed:
             places = range(min(computed // size, chunks), chunks)
-            chunks = self._before_failed(state, lookup, FULL, places).stop
+            chunks = self._unfailed(state, lookup, FULL, places).stop
             if self._groups.hybrid:
                 # A search for full chunks alone has no ends.
                 ends = self.ends(state) or ()
@@ -95,11 +95,9 @@ class Hits:
         if not self._groups.mixed:
             return False
         needed = self.ranges(computed, lookup.hit_chunks * self._size).items()
-        return any(self._before_failed(state, lookup, kind, n) != n for kind, n in needed)
+        return any(self._unfailed(state, lookup, kind, n) != n for kind, n in needed)
 
-    def _before_failed(
-        self, state: RequestState, lookup: Lookup, kind: Kind, places: range
-    ) -> range:
+    def _unfailed(self, state: RequestState, lookup: Lookup, kind: Kind, places: range) -> range:
         """Return those of some chunks that lie before the first that a load has failed for."""
         is_waited_for = state.awaited is not None and state.awaited.wait is not None
         if lookup.chain is None or is_waited_for or not self._failed.any:
@@ -183,7 +181,7 @@ class Hits:
         if awaited is not None and awaited.outcome is None:
             # Windows and states are useful at the end of the wait only.
             full = range(first // self._size, self.full_chunks(lookup))
-            full = self._before_failed(state, lookup, FULL, full)
+            full = self._unfailed(state, lookup, FULL, full)
             return Loadable(lookup.chain.chunks, {FULL: full} if full else {}, grows=True)
         hit = self.tokens(state, lookup, first)
         if state.gave_up or hit <= first:

@@ -31,14 +31,7 @@ from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Failure, Load
 from kvshelf.vllm.adapters import LoadedAdapters
 from kvshelf.vllm.messages import Outbox
-from kvshelf.vllm.metadata import (
-    NULL_BLOCK,
-    Facts,
-    LoadOp,
-    Orders,
-    PrefetchOp,
-    StepMetadata,
-)
+from kvshelf.vllm.metadata import NULL_BLOCK, Facts, LoadOp, Orders, PrefetchOp, StepMetadata
 from kvshelf.vllm.worker.drafter import Drafter
 from kvshelf.vllm.worker.engine import WorkerEngine
 from kvshelf.vllm.worker.parts import Part
@@ -142,7 +135,7 @@ class WorkerLoads:
                 logger.error("a load was not started", exc_info=error)
             self._begun = self.facts.next.begun = op.number
             if load is None:
-                self._refuse(op)
+                self._report(op, functools.partial(self._note_bad, op, op.start))
             self._end_read_ahead(op.request_id, loading=load is not None)
 
     def _start(self, op: LoadOp) -> Load | None:
@@ -245,10 +238,6 @@ class WorkerLoads:
             self._report(op, functools.partial(self._note, load, op))
             self._invalidated.discard(load)
             self._end_read_ahead(load.request_id)
-
-    def _refuse(self, op: LoadOp) -> None:
-        """Report a load as finished that delivers nothing."""
-        self._report(op, functools.partial(self._note_bad, op, op.start))
 
     def _report(self, op: LoadOp, note: Callable[[], None]) -> None:
         """Report a load as finished, after `note` has noted what it did not deliver."""
