@@ -432,7 +432,7 @@ class S3Backend(Backend):
                 self._heeds_create = True
                 return WriteResult.EXISTED
             # Another writer is creating the same name. Either it succeeds, or we retry.
-            if self.stat([name])[0] is not None:
+            if probe(self, name) is not None:
                 return WriteResult.EXISTED
         raise TransientStorageError(
             errno.EBUSY,

@@ -140,13 +140,18 @@ def test_probes_without_a_length_are_made_otherwise(moto: S3Server, store: S3Pro
         assert known(store) == {"no-head-length"}
 
 
-def test_one_write_a_second_for_a_name(moto: S3Server, store: S3Proxy) -> None:
-    """What another engine has just written is there."""
+def test_write_with_put_refused_as_too_many_looks_whether_the_object_exists(
+    moto: S3Server, store: S3Proxy
+) -> None:
     with closing(opened(moto, store)) as backend, closing(opened(moto, store)) as other:
         backend.write("a/0", [b"1"])
         other.write("a/1", [b"1"])
         store.refuses = lambda request: (429, "TooMany") if request.command == "PUT" else None
         assert backend.write("a/1", [b"1"]) is WriteResult.EXISTED
+        statuses = {"PUT": 429, "HEAD": 403}
+        store.refuses = lambda request: (statuses[request.command], "Refused")
+        with pytest.raises(PermanentStorageError, match="probing failed"):
+            backend.write("a/2", [b"1"])
 
 
 @pytest.mark.parametrize("fault", [None, "403"])
