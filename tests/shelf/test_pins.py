@@ -286,3 +286,13 @@ def test_a_pin_that_is_too_large_is_refused(backend: Backend) -> None:
         Pins.add(backend, "large", Pin(keys=keys))
     assert Pins.add(backend, "less", Pin(keys=keys[:15_000]))
     assert probe(backend, pin_file("less"))
+
+
+def test_dry_run_with_failing_probe_says_nothing_of_a_pin(backend: Backend) -> None:
+    faulty = FaultyStorage(backend, Fault("stat", error=TransientStorageError("EIO")))
+    for call in (
+        lambda: Pins.add(faulty, "name", Pin(namespace=ONE), dry_run=True),
+        lambda: Pins.remove(faulty, "name", dry_run=True),
+    ):
+        with pytest.raises(TransientStorageError):
+            call()

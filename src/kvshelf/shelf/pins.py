@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvshelf.backends import Backend
-from kvshelf.backends.base import delete_one
+from kvshelf.backends.base import delete_one, probe
 from kvshelf.errors import ConfigError, ObjectMissingError, StorageError, short_repr
 from kvshelf.format.keys import check_salt_group
 from kvshelf.format.names import parse_namespace_folder
@@ -296,7 +296,7 @@ class Pins:
                 f" {MAX_TOTAL_BYTES} together: remove pins, or pin a namespace or a salt group"
             )
         if dry_run:
-            return replace or not _is_there(backend, name)
+            return replace or probe(backend, pin_file(name)) is None
         result = backend.write(pin_file(name), [data], "replace" if replace else "create")
         return result.value != "existed"
 
@@ -313,11 +313,8 @@ class Pins:
         StorageError
             If it could not be removed.
         """
-        return _is_there(backend, name) if dry_run else delete_one(backend, pin_file(name))
-
-
-def _is_there(backend: Backend, name: str) -> bool:
-    return next(iter(backend.stat([pin_file(name)]))) is not None
+        file = pin_file(name)
+        return probe(backend, file) is not None if dry_run else delete_one(backend, file)
 
 
 def check_pin_name(name: str) -> str:
