@@ -154,7 +154,7 @@ class Properties:
     temporaries : bool
         A writer that is killed may leave a temporary, see :func:`final_name`.
     renews : bool
-        :meth:`Backend.touch` writes the object anew.
+        :meth:`Backend.touch` has the storage copy the object onto itself.
     shared : bool
         Others than the owner of the root may write.
     versions : bool
@@ -518,10 +518,10 @@ class Backend(ABC):
         """Record a use of the object, in one of its times. Best effort.
 
         A directory sets the access time, never the mtime; or the ctime, where the file is another
-        user's. Where :attr:`Properties.renews` holds, the object is written anew, with the same
-        bytes: if it was last changed before `before`, in seconds since the epoch by the clock of
-        the storage. REFUSED, as by default, costs no request once it is known. A missing object is
-        no reason for it.
+        user's. Where :attr:`Properties.renews` holds, the storage copies the object onto itself:
+        if it was last changed before `before`, in seconds since the epoch by the clock of the
+        storage. No backend writes bytes that nobody verified. REFUSED, as by default, costs no
+        request once it is known. A missing object is no reason for it.
 
         Raises
         ------

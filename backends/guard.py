@@ -449,10 +449,7 @@ class GuardedBackend(WrappedBackend):
     def touch(self, name: str, before: float = math.inf) -> Touched:
         """Record a use of an object unless a breaker is open. Best effort."""
         if self.touches:
-            seconds = self.deadlines.write
-            if self.inner.properties.renews:
-                seconds += self.deadlines.read
-            with _Guarded(self, _TOUCH, name, seconds):
+            with _Guarded(self, _TOUCH, name, self.deadlines.write):
                 return self.inner.touch(name, before)
         return Touched.TOUCHED
 

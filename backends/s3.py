@@ -16,8 +16,7 @@ Contracts
   PUT.
 * A store that ignores ``If-None-Match`` may answer CREATED to two writers. Equal names hold equal
   bytes, so the second write does no harm.
-* A use is recorded by writing the object anew, with ``If-Match`` and the version that was read. Not
-  where the store does not heed that, which is learned at the same time.
+* The store records a use: it copies the object onto itself. No bytes pass through this process.
 * The client retries timeouts, 5xx and 429 for a few seconds. A request that still fails becomes
   one typed error that says what to do.
 * Of a body no more bytes are taken than the object had when it was probed, whatever the server
@@ -109,6 +108,8 @@ _PART_ALIGNMENT: Final = 1 << 20
 #: process leaves there.
 _RESERVED: Final = ".kvshelf"
 _LESS_THAN_SLASH: Final = re.compile(r"[\0-.]")
+#: An object that is older than this is younger after a copy, whatever clocks say.
+_SURELY_OLD_SECONDS: Final = 60.0
 #: What is wrong with one object, or with how it was asked for, and says nothing about the others.
 _OF_ONE_OBJECT: Final = (FileNotFoundError, RangeError, ValueError)
 
@@ -211,11 +212,12 @@ class S3Backend(Backend):
         self._knows_ranges = True
         #: Requests for bodies in flight.
         self._bodies = 0
-        #: Whether the store heeds If-None-Match, and If-Match; None while that is unknown.
+        #: Whether the store heeds If-None-Match; None while that is unknown.
         self._heeds_create: bool | None = None
-        self._heeds_match: bool | None = None
-        #: Whether this user may write objects anew; False once that was refused.
+        #: Whether this user may copy objects; False once that was refused.
         self._may_renew = True
+        #: Whether a copy was seen to change an object's time.
+        self._renews = False
         self._learning = threading.Lock()
         self._lock = threading.Lock()
         try:
@@ -238,7 +240,7 @@ class S3Backend(Backend):
             probe_cost=10e-3,
             # Includes the time to open a connection and the client's own retries.
             deadlines=Deadlines(probe=5.0, read=15.0, write=15.0),
-            renews=s3_quirks.NO_MATCH not in self.client.quirks,
+            renews=s3_quirks.NO_SELF_COPY not in self.client.quirks,
             versions=self.client.versions,
         )
 
@@ -300,7 +302,7 @@ class S3Backend(Backend):
             text = "opening failed: no such object"
             raise ObjectMissingError(errno.ENOENT, text, f"{self.url}/{name}")
         assert isinstance(size, int), "a bucket has nothing but objects"
-        return WholeReader(size, lambda: self._fetch(name, size)[0])
+        return WholeReader(size, lambda: self._fetch(name, size))
 
     @property
     def reads_whole(self) -> bool:
@@ -362,10 +364,10 @@ class S3Backend(Backend):
         with self._lock:
             self._bodies += more
 
-    def _fetch(self, name: str, size: int) -> tuple[BytesLike, str | None]:
-        """Return the bytes of an object of this size, and its version."""
+    def _fetch(self, name: str, size: int) -> BytesLike:
+        """Return the bytes of an object of this size."""
         with self._errors("reading", name):
-            found = self.client.get(name, size)
+            found: BytesLike | None = self.client.get(name, size)
         if found is None:
             text = "reading failed: the object was replaced meanwhile"
             raise TransientStorageError(errno.ESTALE, text, f"{self.url}/{name}")
@@ -387,33 +389,30 @@ class S3Backend(Backend):
         return WriteResult.CREATED if existed is None else WriteResult.REPLACED
 
     def _learn(self, name: str, data: Any) -> None:
-        """Learn which conditions the store heeds, by small objects of this client's own.
+        """Learn whether the store heeds If-None-Match, by a small object of this client's own.
 
-        They are its own since some stores take one write a second for each name. Where they could
-        not be deleted again it is the object `name`, which has the bytes `data`.
+        It is its own since some stores take one write a second for each name. Where it could not be
+        deleted again the client writes the object `name`, which has the bytes `data`, once more.
         """
         if not self._learning.acquire(blocking=False):
             return
-        own = [f"{_RESERVED}/{temporary_name('condition')}" for _ in range(2)]
+        own = f"{_RESERVED}/{temporary_name('condition')}"
         deletes = self._may_delete(own)
-        there, missing = own if deletes else (name, name)
         try:
             if deletes:
-                data = b"1"
-                self._put(there, data, create=False)
+                name, data = own, b"1"
+                self._put(name, data, create=False)
             # A store that takes one write a second shows it later.
-            self._heeds_create = self._put(there, data, create=True) is Put.EXISTS
-            with self._errors("writing", missing, writing=True):
-                self._heeds_match = self.client.heeds_match(missing, data)
+            self._heeds_create = self._put(name, data, create=True) is Put.EXISTS
         finally:
             if deletes:
                 self._may_delete(own)
             self._learning.release()
 
-    def _may_delete(self, names: Sequence[str]) -> bool:
-        """Remove objects, whether they are there or not; False where that is refused or fails."""
-        with contextlib.suppress(StorageError), self._errors("deleting", names[0], writing=True):
-            self.client.delete(names)
+    def _may_delete(self, name: str) -> bool:
+        """Remove an object, whether it is there or not; False where that is refused or fails."""
+        with contextlib.suppress(StorageError), self._errors("deleting", name, writing=True):
+            self.client.delete([name])
             return True
         return False
 
@@ -540,31 +539,33 @@ class S3Backend(Backend):
         return True
 
     def touch(self, name: str, before: float = math.inf) -> Touched:
-        """Write the object anew if it was last changed before `before`, and is the same still.
+        """Have the store copy the object onto itself if it was last changed before `before`.
 
-        One that is deleted or replaced meanwhile is not brought back.
+        An object that is deleted or replaced meanwhile is not brought back.
         """
         check_name(name)
-        if self._may_renew and s3_quirks.NO_MATCH not in self.client.quirks:
+        if self._may_renew and s3_quirks.NO_SELF_COPY not in self.client.quirks:
             try:
                 self._renew(name, before)
             except ObjectMissingError:
                 return Touched.TOUCHED
             except ReadOnlyStorageError:
                 self._may_renew = False
-        refused = not self._may_renew or s3_quirks.NO_MATCH in self.client.quirks
+        refused = not self._may_renew or s3_quirks.NO_SELF_COPY in self.client.quirks
         return Touched.REFUSED if refused else Touched.TOUCHED
 
     def _renew(self, name: str, before: float) -> None:
         info = self.info(name)
         if info is None or info.mtime >= before:
             return
-        data, etag = self._fetch(name, info.size)
-        if self._heeds_match is None:
-            self._learn(name, data)
-        if self._heeds_match and etag:
-            with self._errors("recording a use", name, writing=True):
-                self.client.renew(name, data, etag)
+        with self._errors("recording a use", name, writing=True):
+            self.client.renew(name)
+        # Some stores say that they copy and do nothing. Times are whole seconds.
+        if not self._renews and time.time() - info.mtime > _SURELY_OLD_SECONDS:
+            after = self.info(name)
+            self._renews = after is not None and after.mtime > info.mtime
+            if after is not None and not self._renews:
+                self.client.learn(s3_quirks.NO_SELF_COPY)
 
     def close(self) -> None:
         """Close the client."""

@@ -51,7 +51,6 @@ PROBES_AT_ONCE: Final = 64
 DELETES_AT_ONCE: Final = 1000
 #: A body arrives in pieces of about this size.
 _STREAM_BYTES: Final = 1 << 20
-_NO_ETAG: Final = f'"{"0" * 32}"'
 _RETRY_SECONDS: Final = 3.0
 _RETRIES: Final = 5
 
@@ -173,12 +172,10 @@ class Client:
 
     # ------------------------------------------------------------------- on the caller's thread
 
-    def get(self, name: str, size: int) -> tuple[Any, str | None] | None:
-        """Return the bytes and the version of an object of this size; None if it has another."""
+    def get(self, name: str, size: int) -> Any:
+        """Return the bytes of an object of this size; None if it has another."""
         found = self._store.get(name)
-        if int(found.meta["size"]) != size:
-            return None
-        return found.bytes(), found.meta.get("e_tag")
+        return found.bytes() if int(found.meta["size"]) == size else None
 
     def put(self, name: str, data: Any, *, create: bool) -> Put:
         """Write an object; `create`: on the condition that there is none, if the store has such."""
@@ -201,29 +198,18 @@ class Client:
             return refused
         return Put.DONE
 
-    def renew(self, name: str, data: Any, etag: str) -> bool:
-        """Write an object anew if it still is the version `etag`; whether it was."""
+    def renew(self, name: str) -> None:
+        """Have the store copy an object onto itself, which makes it as young as a new one."""
         try:
-            self._store.put(name, data, mode={"e_tag": etag}, use_multipart=False)
+            # Of such a copy alone obstore sends the header that `make_store` names. The copy does
+            # replace: the header is no condition.
+            self._store.copy(name, name, overwrite=False)
         except Exception as exc:
-            if codes_of(str(exc)) & {"404", "409", "412"}:
-                return False
-            raise
-        return True
-
-    def heeds_match(self, name: str, data: Any) -> bool:
-        """Try to write an object as a version that there is not; whether that fails."""
-        if s3_quirks.NO_MATCH in self.quirks:
-            return False
-        try:
-            heeds = not self.renew(name, data, _NO_ETAG)
-        except Exception as exc:
-            if not s3_quirks.shows(exc, s3_quirks.NO_MATCH):
+            if s3_quirks.shows(exc, s3_quirks.NO_SELF_COPY):
+                self.learn(s3_quirks.NO_SELF_COPY)
+            # Another client may be writing it, and records the use.
+            elif _refused_put(exc) is None:
                 raise
-            heeds = False
-        if not heeds:
-            self.learn(s3_quirks.NO_MATCH)
-        return heeds
 
     def delete(self, names: Sequence[str]) -> None:
         """Remove objects, whether they are there or not; raise if one of them stays."""
@@ -474,6 +460,8 @@ def make_store(
         "skip_signature": settings.provide is None,
         "request_payer": bool(options.get("requester_pays")),
         "conditional_put": "etag",
+        # A store refuses to copy an object onto itself unless something changes.
+        "copy_if_not_exists": "header: x-amz-metadata-directive: REPLACE",
         "unsigned_payload": False,
         "s3_express": False,
         "disable_bulk_delete": s3_quirks.NO_DELETE_OBJECTS in quirks,

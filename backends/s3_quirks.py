@@ -13,7 +13,7 @@ from kvshelf.backends.s3_errors import codes_of
 NO_DELETE_OBJECTS: Final = "no-delete-objects"
 NO_CHECKSUMS: Final = "no-checksums"
 NO_CONDITIONS: Final = "no-conditions"
-NO_MATCH: Final = "if-match"
+NO_SELF_COPY: Final = "no-self-copy"
 NO_HEAD_LENGTH: Final = "no-head-length"
 BUCKET_IN_ENDPOINT: Final = "bucket-in-endpoint"
 ANY_ORDER: Final = "any-order"
@@ -23,7 +23,7 @@ QUIRKS: Final = {
     NO_DELETE_OBJECTS: "objects are deleted by a request for each",
     NO_CHECKSUMS: "objects are written without a checksum",
     NO_CONDITIONS: "objects are written without If-None-Match",
-    NO_MATCH: "uses are not recorded: objects age by their last change",
+    NO_SELF_COPY: "uses are not recorded: objects age by their last change",
     NO_HEAD_LENGTH: "objects are probed by GET requests of their first byte",
     BUCKET_IN_ENDPOINT: "the endpoint names the bucket, and the path does not",
     ANY_ORDER: "to find objects of some folders all are listed",
@@ -52,8 +52,8 @@ def shows(exc: Exception, quirk: str) -> bool:
         return bool(codes & {"404", "NoSuchBucket", "NoSuchKey"})
     if quirk == NO_CONDITIONS:
         return bool(codes & _NOT_THERE) or type(exc).__name__ == "NotSupportedError"
-    if quirk == NO_MATCH:
-        return bool(codes & {"400", *_NOT_THERE})
+    if quirk == NO_SELF_COPY:
+        return bool(codes & {"InvalidRequest", "InvalidArgument", *_NOT_THERE})
     # Both are sent with a checksum.
     refused = bool(codes & {"400", "501"}) and _CHECKSUM.search(text) is not None
     return refused or (quirk == NO_DELETE_OBJECTS and bool(codes & _NOT_THERE))

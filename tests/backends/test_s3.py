@@ -368,7 +368,7 @@ def requests_of(proxy: S3Proxy, call: Callable[[], object]) -> list[str]:
 def test_a_store_that_heeds_conditions_is_not_asked_before_a_publication(moto: S3Server) -> None:
     with S3Proxy(moto.endpoint) as proxy, closing(through(moto, proxy)) as backend:
         asked = requests_of(proxy, lambda: backend.write("first", [b"1"]))
-        assert asked == ["probe", "write", "delete", *["write"] * 3, "delete"]
+        assert asked == ["probe", "write", "delete", "write", "write", "delete"]
         for name in ("second", "third"):
             assert requests_of(proxy, lambda name=name: backend.write(name, [b"1"])) == ["write"]  # type: ignore[misc]
         assert backend.write("second", [b"2"]) is WriteResult.EXISTED
@@ -402,7 +402,7 @@ def test_what_a_store_heeds_is_learned_once(moto: S3Server) -> None:
                 "write",
             ]
             others = [what for what in asked if name not in what]
-            assert len(others) == (5 if number == 0 else 0)
+            assert len(others) == (4 if number == 0 else 0)
 
 
 @needs_moto

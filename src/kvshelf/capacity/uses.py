@@ -4,10 +4,10 @@ A hit uses all chunks from the beginning of the prompt, also those that the engi
 already: the next engine would read them. Owns the thread that records uses (``kvshelf-uses``), and
 how often a use is recorded; how is the storage's concern
 (:meth:`kvshelf.backends.base.Backend.touch`): by the access time, by the change of an entry, or by
-writing an object anew.
+a copy of the object onto itself.
 
-A storage that only knows writing anew (S3) does so for an object that was last written longer ago
-than half of the age at which keepers delete chunks; where none deletes any, nothing is written.
+A storage that only knows copies (S3) copies an object that was last written longer ago than half of
+the age at which keepers delete chunks; where none deletes any, nothing is copied.
 
 Contracts
 ---------
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 #: Bounds of :func:`resolution`.
 _FINEST: Final = 60.0
 _COARSEST: Final = 3600.0
-#: Parts of the age of eviction after which a use is recorded, and an object written anew.
+#: Parts of the age of eviction after which a use is recorded, and an object copied.
 _PARTS: Final = 8
 _ANEW_PART: Final = 0.5
 #: Seconds from one question of what keepers say to the next.
