@@ -103,8 +103,6 @@ class Client:
 
     Attributes
     ----------
-    quirks : set of str
-        What the store is known to lack.
     versions : bool
         The answer to the last PUT named a version: the bucket keeps what is replaced.
 
@@ -123,12 +121,13 @@ class Client:
             str(options[name]) for name in ("key", "secret", "token") if options.get(name)
         ]
         self._settings = settings
-        self.quirks = s3_quirks.quirks_of(settings.endpoint, bucket)
-        self.quirks.update(options.get("quirks") or ())
+        for quirk in options.get("quirks") or ():
+            s3_quirks.learn(settings.endpoint, bucket, quirk, math.inf)
         self.versions = False
         self._make = partial(make_store, bucket, prefix, options, settings)
         self._lock = threading.Lock()
-        self._renew()
+        self._made_for = self.quirks
+        self._made = self._make(self._made_for)
         self._running: asyncio.AbstractEventLoop | None = None
 
     def error(
@@ -156,19 +155,25 @@ class Client:
                 left.remove(shown)
                 self.learn(shown)
 
-    def learn(self, quirk: str) -> None:
-        """Take note of what the store lacks, and do without it."""
-        with self._lock:
-            if quirk not in self.quirks:
-                logger.info("%s: %s: %s", self._url, quirk, s3_quirks.QUIRKS[quirk])
-                self.quirks.add(quirk)
-            # Another client may have learned it.
-            if quirk not in self._made_for:
-                self._renew()
+    def learn(self, quirk: str, seconds: float = s3_quirks.LEARNED_SECONDS) -> None:
+        """Take note of what the store lacks, and do without it for some time."""
+        if quirk not in self.quirks:
+            logger.info("%s: %s: %s", self._url, quirk, s3_quirks.QUIRKS[quirk])
+            s3_quirks.learn(self._settings.endpoint, self._bucket, quirk, seconds)
 
-    def _renew(self) -> None:
-        self._made_for = frozenset(self.quirks)
-        self._store = self._make(self._made_for)
+    @property
+    def quirks(self) -> frozenset[str]:
+        """What the store is known to lack."""
+        return s3_quirks.quirks_of(self._settings.endpoint, self._bucket)
+
+    @property
+    def _store(self) -> Any:
+        """What obstore makes requests with, made anew when other quirks are known."""
+        quirks = self.quirks
+        with self._lock:
+            if quirks != self._made_for:
+                self._made, self._made_for = self._make(quirks), quirks
+            return self._made
 
     # ------------------------------------------------------------------- on the caller's thread
 
@@ -284,11 +289,12 @@ class Client:
             quirk = s3_quirks.BUCKET_IN_ENDPOINT
             if not may or quirk in self.quirks or not s3_quirks.shows(exc, quirk):
                 raise
-            self.learn(quirk)
+            # For good: with a path of the bucket every later request would be a miss.
+            self.learn(quirk, math.inf)
             try:
                 next(self.rows("", 1, seconds), None)
             except Exception:  # noqa: BLE001 - the host is only called like the bucket
-                self.quirks.discard(quirk)
+                s3_quirks.learn(self._settings.endpoint, self._bucket, quirk, 0.0)
                 raise exc from None
 
     def rows(

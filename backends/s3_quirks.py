@@ -1,11 +1,13 @@
 """What stores that speak S3 may lack: the table, and what this process has learned of each store.
 
-A quirk is learned from the first answer that shows it, or set by the storage option ``quirks``.
+A quirk is learned from an answer that says so and from no other, and forgotten after an hour. The
+storage option ``quirks`` sets one for good.
 """
 
 from __future__ import annotations
 
 import re
+import time
 from typing import Final
 
 from kvshelf.backends.s3_errors import codes_of
@@ -34,12 +36,23 @@ _CHECKSUM: Final = re.compile(
     r"|(checksum|header)[^<]*(unsupported|not supported|not implemented|unknown)",
     re.IGNORECASE,
 )
-_learned: Final[dict[tuple[str, str], set[str]]] = {}
+#: Seconds for which a quirk that was learned is known.
+LEARNED_SECONDS: Final = 3600.0
+#: For each store until when a quirk is known, which all clients of this process share.
+_known_until: Final[dict[tuple[str, str], dict[str, float]]] = {}
 
 
-def quirks_of(endpoint: str, bucket: str) -> set[str]:
-    """Return the set of what is known of a store, which all clients of this process share."""
-    return _learned.setdefault((endpoint, bucket), set())
+def quirks_of(endpoint: str, bucket: str) -> frozenset[str]:
+    """Return what is known of a store at present."""
+    now, known = time.monotonic(), _known_until.get((endpoint, bucket), {})
+    return frozenset(quirk for quirk, until in known.items() if now < until)
+
+
+def learn(endpoint: str, bucket: str, quirk: str, seconds: float) -> None:
+    """Know a quirk of a store for some time; 0 forgets it."""
+    known = _known_until.get((endpoint, bucket), {})
+    # Other threads go through the one that was there.
+    _known_until[endpoint, bucket] = known | {quirk: time.monotonic() + seconds}
 
 
 def shows(exc: Exception, quirk: str) -> bool:
@@ -49,7 +62,8 @@ def shows(exc: Exception, quirk: str) -> bool:
     if quirk == NO_HEAD_LENGTH:
         return "content-length header missing" in text.lower()
     if quirk == BUCKET_IN_ENDPOINT:
-        return bool(codes & {"404", "NoSuchBucket", "NoSuchKey"})
+        # The store took the path of the bucket for a key.
+        return "NoSuchKey" in codes
     if quirk == NO_CONDITIONS:
         return bool(codes & _NOT_THERE) or type(exc).__name__ == "NotSupportedError"
     if quirk == NO_SELF_COPY:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -37,7 +39,7 @@ def moto() -> Iterator[S3Server]:
 @pytest.fixture
 def store(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Proxy]:
     # Another proxy may have had its port.
-    monkeypatch.setattr(s3_quirks, "_learned", {})
+    monkeypatch.setattr(s3_quirks, "_known_until", {})
     with S3Proxy(moto.endpoint) as proxy:
         yield proxy
 
@@ -48,7 +50,7 @@ def opened(moto: S3Server, store: S3Proxy, **options: Any) -> Backend:
 
 
 def known(store: S3Proxy) -> set[str]:
-    return s3_quirks.quirks_of(store.endpoint, BUCKET)
+    return set(s3_quirks.quirks_of(store.endpoint, BUCKET))
 
 
 def round_trip(backend: Backend, *names: str) -> None:
@@ -90,8 +92,12 @@ def no_head_length(request: Any) -> tuple[int, str] | None:
         (no_conditions, {"no-conditions"}),
     ],
 )
-def test_a_quirk_is_learned_from_a_refusal_and_remembered(
-    moto: S3Server, store: S3Proxy, refuses: Any, quirks: set[str]
+def test_quirk_with_refusal_is_learned_for_an_hour(
+    moto: S3Server,
+    store: S3Proxy,
+    refuses: Any,
+    quirks: set[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     refused: list[str] = []
 
@@ -111,7 +117,13 @@ def test_a_quirk_is_learned_from_a_refusal_and_remembered(
         seen = len(refused)
     with closing(opened(moto, store)) as backend:
         round_trip(backend, "a/5", "a/6")
-    assert len(refused) == seen
+        assert len(refused) == seen
+        later = time.monotonic() + s3_quirks.LEARNED_SECONDS
+        monkeypatch.setattr(s3_quirks, "time", SimpleNamespace(monotonic=lambda: later))
+        assert known(store) == set()
+        round_trip(backend, "a/7", "a/8")
+        assert len(refused) > seen
+        assert known(store) == quirks
 
 
 def test_a_quirk_that_is_set_is_not_met(moto: S3Server, store: S3Proxy) -> None:
@@ -208,10 +220,17 @@ def test_an_endpoint_that_names_the_bucket(moto: S3Server, store: S3Proxy) -> No
     with closing(open_backend(f"s3://{bucket}/in", storage_options=options)) as backend:
         round_trip(backend, "a/1")
     assert seen[-1].startswith("/in/")
-    assert s3_quirks.quirks_of(f"http://{host}", bucket) == {"bucket-in-endpoint"}
+    assert set(s3_quirks.quirks_of(f"http://{host}", bucket)) == {"bucket-in-endpoint"}
     store.refuses = lambda _: (404, "NoSuchBucket")
     with pytest.raises(PermanentStorageError, match="no bucket '127'"):
         open_backend(f"s3://{bucket}/in", storage_options=options)
+
+
+def test_missing_bucket_called_like_the_host_is_no_quirk(moto: S3Server) -> None:
+    """A listing without a bucket is answered too: by all buckets."""
+    with pytest.raises(PermanentStorageError, match=r"there is no bucket '127\.0'"):
+        open_backend("s3://127.0/in", storage_options=moto.options())
+    assert not set(s3_quirks.quirks_of(moto.endpoint, "127.0"))
 
 
 def test_doctor_shows_what_a_store_lacks(moto: S3Server, store: S3Proxy) -> None:

@@ -116,7 +116,7 @@ def no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def asked(server: Recorder, options: dict[str, Any]) -> Counter[tuple[str, str, tuple[str, ...]]]:
     """Do what engines do, and return the requests."""
     server.requests.clear()
-    s3_quirks._learned.clear()
+    s3_quirks._known_until.clear()
     with contextlib.closing(open_backend("s3://bucket/kv", storage_options=options)) as backend:
         calls: list[Callable[[], object]] = [
             lambda: backend.write("a/x", [b"1"]),

@@ -69,7 +69,7 @@ class Bucket:
 
 @pytest.fixture
 def bucket(moto: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    monkeypatch.setattr(s3_quirks, "_learned", {})
+    monkeypatch.setattr(s3_quirks, "_known_until", {})
     with closing(Bucket(moto, tmp_path.name)) as bucket:
         yield bucket
 
