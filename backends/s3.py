@@ -99,9 +99,10 @@ _CONFLICTS: Final = 4
 #: bucket with many delete markers are legitimate.
 _ROWS: Final = 1000
 _ROWS_SECONDS: Final = 60.0
-#: Seconds for all folders in one place, which are as many as 50 000 entries, and for the request
-#: that opens a shelf. Until then the client collects them in memory.
-_FOLDERS_SECONDS: Final = 8.0
+#: Seconds for all folders in one place, and for the request that opens a shelf, beyond those for
+#: which the client waits for one answer: whatever takes longer has had answers. The client collects
+#: them in memory.
+_MORE_SECONDS: Final = 1.0
 
 _PART_ALIGNMENT: Final = 1 << 20
 #: The folder of what is written to learn what the store honours. Visits remove what a killed
@@ -221,8 +222,9 @@ class S3Backend(Backend):
         self._learning = threading.Lock()
         self._lock = threading.Lock()
         try:
-            with self._errors("opening the shelf", "", seconds=_FOLDERS_SECONDS):
-                self.client.check(_FOLDERS_SECONDS)
+            seconds = client.answer_seconds + _MORE_SECONDS
+            with self._errors("opening the shelf", "", seconds=seconds):
+                self.client.check(seconds)
         except BaseException:
             client.close()
             raise
@@ -502,8 +504,9 @@ class S3Backend(Backend):
     def folders(self, prefix: str = "") -> Sequence[str]:
         """Names of the folders directly below `prefix`."""
         check_folder(prefix)
-        with self._errors("listing", prefix, seconds=_FOLDERS_SECONDS):
-            names = self.client.folders(prefix, _FOLDERS_SECONDS)
+        seconds = self.client.answer_seconds + _MORE_SECONDS
+        with self._errors("listing", prefix, seconds=seconds):
+            names = self.client.folders(prefix, seconds)
         return sorted(name for name in names if name and name[0] != "." and name.isascii())
 
     # ------------------------------------------------------------------------------ other changes

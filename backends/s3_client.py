@@ -103,6 +103,8 @@ class Client:
 
     Attributes
     ----------
+    answer_seconds : float
+        The client waits for an answer for so many seconds at most.
     versions : bool
         The answer to the last PUT named a version: the bucket keeps what is replaced.
 
@@ -121,6 +123,7 @@ class Client:
             str(options[name]) for name in ("key", "secret", "token") if options.get(name)
         ]
         self._settings = settings
+        self.answer_seconds = sum(_limits(options))
         for quirk in options.get("quirks") or ():
             s3_quirks.learn(settings.endpoint, bucket, quirk, math.inf)
         self.versions = False
@@ -413,6 +416,15 @@ def _info(name: str, row: Any) -> ObjectInfo:
     return ObjectInfo(name, size, row["last_modified"].timestamp(), held=size)
 
 
+def _limits(options: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the seconds for which the client waits for a connection, and then for an answer."""
+    limits = mapping_of(options, "config_kwargs")
+    return (
+        float(limits.get("connect_timeout", CONNECT_SECONDS)),
+        float(limits.get("read_timeout", READ_SECONDS)),
+    )
+
+
 def make_store(
     bucket: str,
     prefix: str,
@@ -433,7 +445,7 @@ def make_store(
     """
     from obstore.store import S3Store
 
-    limits = mapping_of(options, "config_kwargs")
+    connect_seconds, read_seconds = _limits(options)
     in_endpoint = s3_quirks.BUCKET_IN_ENDPOINT in quirks
     endpoint = settings.endpoint if in_endpoint else settings.endpoint_of(bucket)
     checksum = options.get("checksum", True)
@@ -443,8 +455,8 @@ def make_store(
         )
     client: dict[str, Any] = {
         "allow_http": endpoint.startswith("http://"),
-        "connect_timeout": timedelta(seconds=float(limits.get("connect_timeout", CONNECT_SECONDS))),
-        "read_timeout": timedelta(seconds=float(limits.get("read_timeout", READ_SECONDS))),
+        "connect_timeout": timedelta(seconds=connect_seconds),
+        "read_timeout": timedelta(seconds=read_seconds),
         # Of a whole request. Bodies are read as they arrive; read_timeout bounds each wait.
         "timeout": timedelta(hours=1),
     }

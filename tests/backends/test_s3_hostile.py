@@ -33,7 +33,7 @@ pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[
 
 from kvshelf.backends import generic as generic_module
 from kvshelf.backends import s3 as s3_module
-from kvshelf.backends import s3_quirks
+from kvshelf.backends import s3_client, s3_quirks
 from kvshelf.backends.s3 import S3Backend
 from tests.support.backend_suite import read_into
 from tests.support.filled import namespace
@@ -155,9 +155,10 @@ def backend(hostile: Hostile) -> Iterator[Backend]:
 
 
 @pytest.fixture
-def soon(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3_module, "_ROWS_SECONDS", 0.5)
-    monkeypatch.setattr(s3_module, "_FOLDERS_SECONDS", 0.5)
+    of_answer = s3_client.CONNECT_SECONDS + s3_client.READ_SECONDS
+    monkeypatch.setattr(s3_module, "_MORE_SECONDS", 0.5 - of_answer)
     monkeypatch.setattr(generic_module, "_FOLDERS_SECONDS", 0.5)
     monkeypatch.setattr(generic_module, "_LISTING_SECONDS", 0.5)
 
@@ -185,6 +186,22 @@ def test_a_listing_of_empty_pages_ends_with_an_error(hostile: Hostile, backend: 
     result = CliRunner().invoke(app, ["ls"], env=hostile.env())
     assert result.exit_code == 3
     assert "prefix of its own" in result.stderr
+
+
+def test_listing_with_no_answer_at_all_may_pass(
+    hostile: Hostile, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client gives a request up by itself, if it is not given up before."""
+
+    of_answer = s3_client.CONNECT_SECONDS + s3_client.READ_SECONDS
+
+    def wait(_: object, __: object, seconds: float) -> None:
+        raise TimeoutError if seconds <= of_answer else OSError("timed out")
+
+    monkeypatch.setattr(s3_client.Client, "_wait", wait)
+    for call in (backend.folders, lambda: open_backend("s3://b", storage_options=hostile.options)):
+        with pytest.raises(TransientStorageError, match="up and reachable"):
+            call()
 
 
 def test_that_one_object_of_many_may_not_be_deleted_is_a_refusal(
@@ -217,7 +234,9 @@ def test_folders_without_end_end_with_an_error(hostile: Hostile, backend: Backen
 
 @pytest.mark.long
 @pytest.mark.usefixtures("soon")
-def test_the_other_client_ends_listings_too(hostile: Hostile) -> None:
+def test_the_other_client_ends_listings_too(
+    hostile: Hostile, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As those of other object stores do."""
     pytest.importorskip("s3fs", reason="s3fs is missing: pip install s3fs")
     other = open_backend("s3://b", storage_options={**hostile.options, "client": "s3fs"})
@@ -230,6 +249,12 @@ def test_the_other_client_ends_listings_too(hostile: Hostile) -> None:
     with pytest.raises(PermanentStorageError, match="did not end within"):
         list(other.list("a"))
     assert settled(hostile)
+    gate = threading.Event()
+    hostile.answer = lambda _: page("", last=gate.wait())
+    monkeypatch.setattr(generic_module, "_ANSWER_SECONDS", 0.1)
+    with pytest.raises(TransientStorageError):
+        other.folders()
+    gate.set()
     forged_answer(hostile)
     with pytest.raises(StorageError) as found:
         other.folders()
