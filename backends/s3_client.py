@@ -38,7 +38,13 @@ from urllib.parse import urlsplit
 from kvshelf.backends import s3_quirks
 from kvshelf.backends.base import ObjectInfo
 from kvshelf.backends.options import mapping_of
-from kvshelf.backends.s3_errors import ALREADY_THERE, codes_of, obstore_error, shorten
+from kvshelf.backends.s3_errors import (
+    ALREADY_THERE,
+    codes_of,
+    obstore_error,
+    refuses_keys,
+    shorten,
+)
 from kvshelf.backends.s3_settings import CONNECT_SECONDS, READ_SECONDS, Settings
 from kvshelf.background import THREAD_LIMIT, try_to_start
 from kvshelf.errors import ConfigError, StorageError, TransientStorageError
@@ -129,7 +135,8 @@ class Client:
         self.versions = False
         self._make = partial(make_store, bucket, prefix, options, settings)
         self._lock = threading.Lock()
-        self._made_for = self.quirks
+        #: The quirks that `_made` was made for; None where it has to be made anew.
+        self._made_for: frozenset[str] | None = self.quirks
         self._made = self._make(self._made_for)
         self._running: asyncio.AbstractEventLoop | None = None
 
@@ -141,7 +148,13 @@ class Client:
         for secret in self._secrets:
             text = text.replace(secret, "***")
         path = f"{self._url}/{name}" if name else self._url
-        at = self._bucket, None if self._settings.is_aws else shown_url(self._settings.endpoint)
+        settings = self._settings
+        if settings.keys is not None and refuses_keys(exc) and settings.keys.reread():
+            with self._lock:
+                # obstore keeps keys for minutes, and what is made anew asks for them.
+                self._made_for = None
+        endpoint = None if settings.is_aws else shown_url(settings.endpoint)
+        at = self._bucket, endpoint, {row.name: row.source for row in settings.rows}["keys"]
         return obstore_error(exc, text, what, path, at, writing=writing)
 
     def _adapting(self, call: Callable[[], T], *quirks: str) -> T:
@@ -475,7 +488,7 @@ def make_store(
         "aws_endpoint_url_s3": endpoint,
         "virtual_hosted_style_request": in_endpoint or settings.style == "virtual",
         "region": settings.region,
-        "skip_signature": settings.provide is None,
+        "skip_signature": settings.keys is None,
         "request_payer": bool(options.get("requester_pays")),
         "conditional_put": "etag",
         # A store refuses to copy an object onto itself unless something changes.
@@ -495,7 +508,7 @@ def make_store(
             config=config,
             client_options=client,
             # Requests that are not signed need none.
-            credential_provider=settings.provide or dict,
+            credential_provider=settings.keys.provide if settings.keys is not None else dict,
             retry_config={
                 "max_retries": _RETRIES,
                 "retry_timeout": timedelta(seconds=_RETRY_SECONDS),

@@ -72,7 +72,7 @@ def obstore_error(
     text: str,
     what: str,
     path: str,
-    at: tuple[str, str | None],
+    at: tuple[str, str | None, str],
     *,
     writing: bool,
 ) -> StorageError:
@@ -85,7 +85,7 @@ def obstore_error(
     text : str
         The exception's text, without secrets.
     at : tuple of str
-        The bucket and the endpoint, for advice; endpoint None is AWS.
+        The bucket, the endpoint and where the keys come from, for advice; endpoint None is AWS.
     """
     limit = process_limit(exc, what, path)
     if limit is not None:
@@ -95,16 +95,11 @@ def obstore_error(
         return TransientStorageError(errno.EIO, said, path)
     text = text.partition("\n\nDebug source")[0].strip() or type(exc).__name__
     status = _STATUS.search(text)
-    codes = codes_of(text)
-    kind = type(exc).__name__
+    codes = _codes(exc, text)
     if "NoSuchBucket" not in codes and isinstance(exc, FileNotFoundError):
         return ObjectMissingError(errno.ENOENT, f"{what} failed: no such object", path)
     if status is not None and status[1] in ("301", "307"):
         codes |= _OTHER_REGION
-    if kind in ("PermissionDeniedError", "UnauthenticatedError"):
-        codes |= {"403"}
-    if kind == "PreconditionError":
-        codes |= {"412"}
     said = f"{what} failed: {shorten(text)}"
     known = _explained(codes, text, at, writing=writing)
     if known is not None:
@@ -123,8 +118,24 @@ def obstore_error(
     return PermanentStorageError(errno.EIO, said, path)
 
 
+def refuses_keys(exc: BaseException) -> bool:
+    """Whether other keys may be what a refused request lacks."""
+    codes = _codes(exc, str(exc))
+    return bool(codes & {"401", "403", *_BAD_KEYS}) or codes == {"400"}
+
+
+def _codes(exc: BaseException, text: str) -> set[str]:
+    """Return the error code and the status of an answer, also where only the class says it."""
+    of_kind = {
+        "PermissionDeniedError": "403",
+        "UnauthenticatedError": "401",
+        "PreconditionError": "412",
+    }.get(type(exc).__name__)
+    return codes_of(text.partition("\n\nDebug source")[0]) | ({of_kind} if of_kind else set())
+
+
 def _explained(
-    codes: set[str], text: str, at: tuple[str, str | None], *, writing: bool
+    codes: set[str], text: str, at: tuple[str, str | None, str], *, writing: bool
 ) -> tuple[type[StorageError], int, str] | None:
     """Return error class, errno and hint for an answer that a user has to act on, else None."""
     if "NoSuchBucket" in codes:
@@ -140,16 +151,20 @@ def _explained(
             f"the bucket is in another region{found}: set client_kwargs.region_name in"
             " storage_options, or AWS_REGION",
         )
-    if codes & _BAD_KEYS:
-        return (
-            PermanentStorageError,
-            errno.EACCES,
-            "the access key, its secret or its token is not accepted: correct key, secret and"
-            " token in storage_options, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-        )
-    if codes & {"403", "401", "AccessDenied"}:
+    if "RequestTimeTooSkewed" in codes:
+        hint = "this machine's clock and the store's differ: correct the one that is wrong"
+        return PermanentStorageError, errno.EACCES, hint
+    keys = f"the access key, its secret or its token is not accepted: correct what {at[2]} says"
+    # The answer to a HEAD has no code. 400 is that to a token which has expired.
+    if codes & {"401", *_BAD_KEYS} or codes == {"400"}:
+        return PermanentStorageError, errno.EACCES, keys
+    if codes & {"403", "AccessDenied"}:
         refused = ReadOnlyStorageError if writing else PermanentStorageError
-        return refused, errno.EACCES, _RIGHTS
+        return (
+            refused,
+            errno.EACCES,
+            _RIGHTS if "AccessDenied" in codes else f"{keys}; or {_RIGHTS}",
+        )
     if codes & _FULL:
         return NoSpaceStorageError, errno.ENOSPC, "free some space or raise the quota"
     return None

@@ -64,7 +64,7 @@ def open_with_s3fs(url: str, options: Mapping[str, Any]) -> GenericBackend:
     config = mapping_of(options, "config_kwargs")
     more: dict[str, Any] = {
         "endpoint_url": settings.endpoint,
-        "anon": settings.provide is None,
+        "anon": settings.keys is None,
         "profile": options.get("profile"),
         "client_kwargs": client,
         "config_kwargs": {
@@ -85,9 +85,9 @@ def open_with_s3fs(url: str, options: Mapping[str, Any]) -> GenericBackend:
             },
         },
     }
-    if settings.provide is None:
+    if settings.keys is None:
         more["config_kwargs"].pop("signature_version", None)
-    if settings.provide is None or options.get("key"):
+    if settings.keys is None or options.get("key"):
         # No profile of the environment, which may not exist.
         more["session_vars"] = {"profile": (None, None, None, None)}
     return GenericBackend(url, {**usual, **options, **more})

@@ -10,7 +10,10 @@ are given. So both are given every setting, also those that nobody has set.
 
 from __future__ import annotations
 
+import math
 import os
+import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -58,6 +61,8 @@ ELSEWHERE: Final = {
 CONNECT_SECONDS: Final = 3.0
 READ_SECONDS: Final = 10.0
 _REFRESH: Final = timedelta(minutes=5)
+#: Keys that are refused are read again after so many seconds at the earliest.
+_AGAIN_SECONDS: Final = 5.0
 _GIVEN: Final = "storage_options"
 
 
@@ -81,8 +86,8 @@ class Settings:
         Nobody has set it: it is AWS's for the region.
     region, style : str
         `style` is ``path`` or ``virtual``.
-    provide : Callable or None
-        Returns the present keys as obstore wants them; None: requests are not signed.
+    keys : Keys or None
+        None: requests are not signed.
     verify : object
         Which certificates are trusted: a path, False for any, None for the usual ones.
     rows : tuple of Setting
@@ -93,7 +98,7 @@ class Settings:
     is_aws: bool
     region: str
     style: str
-    provide: Callable[[], dict[str, Any]] | None
+    keys: Keys | None
     verify: Any
     rows: tuple[Setting, ...]
 
@@ -174,12 +179,12 @@ class _Search:
             self._profile.get("ca_bundle"),
             None,
         )
-        provide = self._keys()
+        keys = self._keys()
         # The only settings that obstore takes from the environment: no option has them.
         for variable in ("AWS_SERVER_SIDE_ENCRYPTION", "AWS_SSE_KMS_KEY_ID"):
             if variable in os.environ:
                 self._rows.append(Setting("encryption", os.environ[variable], variable))
-        return Settings(endpoint, is_aws, region, style, provide, verify, tuple(self._rows))
+        return Settings(endpoint, is_aws, region, style, keys, verify, tuple(self._rows))
 
     def _first(self, name: str, given: Any, variables: Any, profile: Any, usual: Any) -> Any:
         """Return the first value that is set, and note it for people."""
@@ -239,46 +244,82 @@ class _Search:
         scheme = "http" if self._options.get("use_ssl") is False else "https"
         return f"{scheme}://{found['hostname'] if found else f's3.{region}.amazonaws.com'}"
 
-    def _keys(self) -> Callable[[], dict[str, Any]] | None:
+    def _keys(self) -> Keys | None:
+        from botocore.credentials import Credentials
+        from botocore.exceptions import BotoCoreError
+        from botocore.session import Session
+
         if self._unsigned:
             self._rows.append(Setting("keys", "none: requests are not signed", _GIVEN))
             return None
-        key, secret = (self._options.get(name) for name in ("key", "secret"))
+        key, secret, profile = (self._options.get(name) for name in ("key", "secret", "profile"))
         if key:
             token = self._options.get("token") or None
             also = " with a session token" if token else ""
             self._rows.append(Setting("keys", f"an access key{also}", f"{_GIVEN}: key, secret"))
-            static = _obstore_keys(key, secret, token, None)
-            return lambda: static
-        from botocore.exceptions import BotoCoreError
-
+            return Keys(lambda: Credentials(key, secret, token))
         try:
-            found = self._session.get_credentials()
+            keys = Keys(lambda: Session(profile=profile).get_credentials())
         except BotoCoreError as exc:
             # The last provider of the chain asks the instance metadata service, over the network.
             raise ConfigError(f"{NO_CREDENTIALS} ({type(exc).__name__})") from exc
-        if found is None:
+        if keys.credentials is None:
             raise ConfigError(NO_CREDENTIALS)
-        method = str(found.method)
+        method = str(keys.credentials.method)
         # As botocore calls it: shared-credentials-file, sso, iam-role and others.
         source = "AWS_ACCESS_KEY_ID" if method == "env" else f"{self._profile_name}, {method}"
         self._rows.append(Setting("keys", "an access key", source))
-
-        def provide() -> dict[str, Any]:
-            now = found.get_frozen_credentials()
-            until = datetime.now(UTC) + _REFRESH
-            return _obstore_keys(now.access_key, now.secret_key, now.token, until)
-
-        return provide
+        return keys
 
 
-def _obstore_keys(key: Any, secret: Any, token: Any, until: datetime | None) -> dict[str, Any]:
-    return {
-        "access_key_id": key,
-        "secret_access_key": secret,
-        "token": token,
-        "expires_at": until,
-    }
+class Keys:
+    """The keys of requests.
+
+    Parameters
+    ----------
+    find : Callable
+        Reads them from where they are, for botocore. botocore itself does so once.
+
+    Attributes
+    ----------
+    credentials : botocore.credentials.Credentials or None
+    """
+
+    def __init__(self, find: Callable[[], Any]) -> None:
+        self.credentials = find()
+        self._find = find
+        self._read_at = -math.inf
+        self._lock = threading.Lock()
+
+    def provide(self) -> dict[str, Any]:
+        """Return the present keys as obstore wants them."""
+        now = self.credentials.get_frozen_credentials()
+        return {
+            "access_key_id": now.access_key,
+            "secret_access_key": now.secret_key,
+            "token": now.token,
+            "expires_at": datetime.now(UTC) + _REFRESH,
+        }
+
+    def reread(self) -> bool:
+        """Read the keys again, unless that was done just now; return whether they are others."""
+        from botocore.credentials import RefreshableCredentials
+        from botocore.exceptions import BotoCoreError
+
+        with self._lock:
+            is_early = time.monotonic() < self._read_at + _AGAIN_SECONDS
+            # botocore renews those that expire by itself.
+            if is_early or isinstance(self.credentials, RefreshableCredentials):
+                return False
+            self._read_at = time.monotonic()
+        try:
+            credentials = self._find()
+        except BotoCoreError:
+            return False
+        if credentials is None or vars(credentials) == vars(self.credentials):
+            return False
+        self.credentials = credentials
+        return True
 
 
 def check_options(options: Mapping[str, Any]) -> None:

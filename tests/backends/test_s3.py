@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 from typer.testing import CliRunner
 
-from kvshelf.backends import Backend, open_backend
+from kvshelf.backends import Backend, open_backend, s3_settings
 from kvshelf.backends.base import WriteResult, delete_one
 from kvshelf.cli.app import app
 from kvshelf.errors import (
@@ -229,10 +230,26 @@ def opened(server: S3Server, bucket: str = BUCKET, prefix: str = "", **options: 
 def test_wrong_keys_are_told_at_the_start(rclone: S3Server, changed: dict[str, str]) -> None:
     with pytest.raises(PermanentStorageError, match="key, its secret or its token") as caught:
         opened(rclone, **changed)
-    assert "AWS_ACCESS_KEY_ID" in str(caught.value)
+    assert "correct what storage_options: key, secret says" in str(caught.value)
     assert "\n" not in str(caught.value)
     for secret in (SECRET, *changed.values()):
         assert secret not in str(caught.value)
+
+
+@needs_moto
+@pytest.mark.parametrize(
+    ("code", "hint"),
+    [
+        ("AccessDenied", "allow s3:ListBucket"),
+        ("RequestTimeTooSkewed", "this machine's clock and the store's differ"),
+    ],
+)
+def test_refusal_names_its_own_remedy(server: S3Server, code: str, hint: str) -> None:
+    with S3Proxy(server.endpoint) as proxy:
+        proxy.refuses = lambda _: (403, code)
+        with pytest.raises(PermanentStorageError, match=hint) as caught:
+            through(server, proxy)
+        assert "its secret" not in str(caught.value)
 
 
 @needs_moto
@@ -309,6 +326,55 @@ def test_credentials_of_a_profile(
         assert backend.write("x", [b"1"]) is WriteResult.CREATED
     with pytest.raises(ConfigError, match="nobody"):
         open_backend(f"s3://{BUCKET}/x", storage_options={**options, "profile": "nobody"})
+
+
+@needs_moto
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(403, "InvalidAccessKeyId"), (400, "ExpiredToken"), (401, "AuthFailure"), (403, "")],
+)
+def test_keys_with_file_rewritten_are_read_again_when_refused(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int, code: str
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    file = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    clock = SimpleNamespace(seconds=0.0, monotonic=lambda: clock.seconds)
+    monkeypatch.setattr(s3_settings, "time", clock)
+
+    def rewrite(key: str) -> None:
+        file.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = s\n")
+
+    def accept(key: str) -> None:
+        proxy.refuses = lambda request: (
+            None if f"={key}/" in request.headers["Authorization"] else (status, code)
+        )
+
+    rewrite("first")
+    with S3Proxy(server.endpoint) as proxy:
+        accept("first")
+        options = {"endpoint_url": proxy.endpoint}
+        with closing(open_backend(f"s3://{BUCKET}/keys", storage_options=options)) as backend:
+            rewrite("second")
+            assert backend.stat(["a"]) == [None]
+            accept("second")
+            [answer] = backend.stat(["a"])
+            assert "correct what profile default, shared-credentials-file says" in str(answer)
+            assert backend.stat(["a"]) == [None]
+            # At most once in five seconds.
+            rewrite("third")
+            accept("third")
+            for seconds, answered in ((4.9, False), (5.0, False), (5.0, True)):
+                clock.seconds = seconds
+                assert (backend.stat(["a"]) == [None]) is answered
+            # Where the file has no others, they are what they were.
+            clock.seconds = 10.0
+            file.unlink()
+            accept("fourth")
+            assert isinstance(backend.stat(["a"])[0], PermanentStorageError)
+            accept("third")
+            assert backend.stat(["a"]) == [None]
 
 
 @pytest.mark.parametrize(
