@@ -151,7 +151,7 @@ class PosixBackend(Backend):
                 f"{self._root!r} is not a directory: give the shelf a directory of its own"
             ) from exc
         mount = self._place.find_mount()
-        self._publisher = Publisher(self._place, self._folders, fsync=fsync)
+        self._publisher = Publisher(self._place, self._folders, fsync=fsync, local=mount.local)
         self._times = Times(self._place, self._folders, mount)
         self._listing = Listing(self._place, self._folders, mount)
         self._properties = Properties(

@@ -10,24 +10,22 @@ import contextlib
 import ctypes
 import errno
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvshelf.backends.base import BytesLike, WriteMode, WriteResult, check_name, temporary_name
+from kvshelf.backends.oserrors import storage_error
 from kvshelf.backends.posix_folders import SCAN, Folders, libc, not_regular, occupied
 from kvshelf.backends.posix_mount import Root
-from kvshelf.errors import PermanentStorageError, StorageError, TransientStorageError
+from kvshelf.errors import StorageError, TransientStorageError
 
 CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-#: Errors of `link` if the filesystem has no hard links.
-NO_LINKS: Final = frozenset((errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS))
 _IOV_MAX: Final = max(16, os.sysconf("SC_IOV_MAX"))
-#: Ways to publish, the best first; a backend only ever moves down this list.
-_LINK, _NOREPLACE, _RENAME = range(3)
-#: Errors of `renameat2` if the filesystem does not support RENAME_NOREPLACE.
-_NO_NOREPLACE: Final = frozenset((errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP))
-#: Errors of `rename` if the filesystem renames nothing.
-_NO_RENAME: Final = frozenset((errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP))
+#: Seconds from one look at a file's size to the next, where a mount shows it late.
+_LATE_SECONDS: Final = (0.1, 0.9, 3.0)
+#: Errors of `link` and `rename` that say nothing of the filesystem.
+_OF_ONE_OBJECT: Final = frozenset((errno.EEXIST, errno.ENOENT, errno.ENOSPC, errno.EDQUOT))
 _RENAME_NOREPLACE: Final = 1
 _renameat2: Callable[..., int] | None = getattr(libc, "renameat2", None)
 
@@ -51,13 +49,17 @@ class Publisher:
     folders : Folders
     fsync : bool
         Flush each object and its folder to the disk.
+    local : bool
+        No other machine changes the files, and the filesystem shows their sizes at once.
     """
 
-    def __init__(self, root: Root, folders: Folders, *, fsync: bool) -> None:
+    def __init__(self, root: Root, folders: Folders, *, fsync: bool, local: bool) -> None:
         self._root = root
         self._folders = folders
         self._fsync = fsync
-        self._how = _LINK
+        self._pauses = () if local else _LATE_SECONDS
+        #: What gives a temporary its name, the best first. Those before one that works are dropped.
+        self._ways = [_link, rename_noreplace, _rename]
 
     def write(
         self, name: str, buffers: Sequence[BytesLike], mode: WriteMode = "create"
@@ -100,28 +102,33 @@ class Publisher:
                 self._folders.give_file(fd)
                 total = _write_all(fd, views)
                 size = os.fstat(fd).st_size
-                if size != total:
-                    raise TransientStorageError(
-                        errno.EIO,
-                        f"the storage has {size} of {total} bytes written; nothing was published",
-                        base,
-                    )
                 if self._fsync:
                     os.fsync(fd)
             finally:
                 # Before publishing: NFS and FUSE report delayed write errors here.
                 os.close(fd)
-            if mode == "replace":
-                try:
+            if size != total:
+                self._check_size(temporary, base, dir_fd, total)
+            is_named = True
+            try:
+                if mode == "replace":
                     os.replace(temporary, base, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
-                except (IsADirectoryError, NotADirectoryError) as exc:
-                    path = f"{self._root.base}{folder}/{base}"
-                    raise not_regular(exc.errno, "a folder", path) from exc
-                left = False
-                result = WriteResult.REPLACED if existed else WriteResult.CREATED
-            else:
-                created, left = self._publish(temporary, base, dir_fd)
-                result = WriteResult.CREATED if created else WriteResult.EXISTED
+                else:
+                    self._publish(temporary, base, dir_fd)
+                left = mode == "create" and self._ways[0] is _link
+            except (IsADirectoryError, NotADirectoryError) as exc:
+                raise not_regular(
+                    exc.errno, "a folder", f"{self._root.base}{folder}/{base}"
+                ) from exc
+            except OSError as exc:
+                # NFS repeats a request whose answer was lost, and some mounts do what they say has
+                # failed.
+                is_named = _has_name(temporary, base, dir_fd, total)
+                if not (is_named or isinstance(exc, FileExistsError)):
+                    raise
+            result = WriteResult.REPLACED if existed else WriteResult.CREATED
+            if not is_named:
+                result = WriteResult.EXISTED
             if self._fsync:
                 self._sync_folder(folder)
             return result
@@ -131,47 +138,40 @@ class Publisher:
                     os.unlink(temporary, dir_fd=dir_fd)
             os.close(dir_fd)
 
-    def _publish(self, temporary: str, base: str, dir_fd: int) -> tuple[bool, bool]:
-        """Give a finished temporary its name; return (created, temporary still exists)."""
-        if self._how == _LINK:
+    def _check_size(self, temporary: str, base: str, dir_fd: int, total: int) -> None:
+        """Raise TransientStorageError unless the closed file shows `total` bytes, soon at least.
+
+        Some mounts show the size of an open file late, and others that of one just closed.
+        """
+        for pause in (0.0, *self._pauses):
+            time.sleep(pause)
+            size = os.lstat(temporary, dir_fd=dir_fd).st_size
+            if size == total:
+                return
+        raise TransientStorageError(
+            errno.EIO,
+            f"the storage has {size} of {total} bytes written; nothing was published",
+            base,
+        )
+
+    def _publish(self, temporary: str, base: str, dir_fd: int) -> None:
+        """Give a finished temporary its name if it is free, else raise FileExistsError."""
+        for way in self._ways:
             try:
-                os.link(
-                    temporary, base, src_dir_fd=dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False
-                )
-                return True, True
-            except FileExistsError:
-                # NFS repeats a request if the answer was lost: then the link is ours.
-                return os.lstat(temporary, dir_fd=dir_fd).st_nlink == 2, True
+                way(temporary, base, dir_fd)
             except OSError as exc:
-                if exc.errno not in NO_LINKS:
+                error = storage_error(exc, "publishing", self._root.base + base, writing=True)
+                # Errors that may pass say nothing of the way.
+                if error.retryable or exc.errno in _OF_ONE_OBJECT:
                     raise
-                self._how = _NOREPLACE
-        if self._how == _NOREPLACE:
-            try:
-                rename_noreplace(temporary, base, dir_fd)
-                return True, False
-            except FileExistsError:
-                return False, True
-            except OSError as exc:
-                if exc.errno not in _NO_NOREPLACE:
-                    raise
-                self._how = _RENAME
-        # Two concurrent writers may both get CREATED here. Equal names hold equal bytes, so the
-        # second rename does no harm.
-        if occupied(base, dir_fd):
-            return False, True
-        try:
-            os.rename(temporary, base, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
-        except OSError as exc:
-            if exc.errno not in _NO_RENAME:
-                raise
-            raise PermanentStorageError(
-                exc.errno,
-                f"publishing failed: {os.strerror(exc.errno)} ({errno.errorcode[exc.errno]}): this"
-                " mount renames no files, as Mountpoint for S3; use s3://bucket/prefix",
-                f"{self._root.base}{base}",
-            ) from exc
-        return True, False
+            else:
+                self._ways = self._ways[self._ways.index(way) :]
+                return
+        text = (
+            f"{error.strerror}; a mount that neither links nor renames files, as Mountpoint for S3,"
+            " takes no objects: use s3://bucket/prefix, or mount it otherwise"
+        )
+        raise type(error)(error.errno, text, error.filename)
 
     def _sync_folder(self, folder: str) -> None:
         fd = self._folders.open(folder, SCAN)
@@ -179,6 +179,26 @@ class Publisher:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+def _link(temporary: str, base: str, dir_fd: int) -> None:
+    os.link(temporary, base, src_dir_fd=dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
+
+
+def _rename(temporary: str, base: str, dir_fd: int) -> None:
+    # Two concurrent writers may both succeed here. Equal names hold equal bytes, so the second
+    # rename does no harm.
+    if occupied(base, dir_fd):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), base)
+    os.rename(temporary, base, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+
+
+def _has_name(temporary: str, base: str, dir_fd: int, total: int) -> bool:
+    """Whether a temporary of `total` bytes has got its name."""
+    try:
+        return os.lstat(temporary, dir_fd=dir_fd).st_nlink == 2
+    except FileNotFoundError:
+        return os.lstat(base, dir_fd=dir_fd).st_size == total
 
 
 def _as_bytes(buffer: BytesLike) -> memoryview:

@@ -15,10 +15,14 @@ from typing import Final
 from kvshelf.backends.base import Touched, check_name, temporary_name
 from kvshelf.backends.posix_folders import Folders, libc
 from kvshelf.backends.posix_mount import Mount, Root
-from kvshelf.backends.posix_publish import NO_LINKS
 
 #: Errors of `utimensat` if this user may not set the times, or the filesystem has none.
-_NO_TIMES: Final = frozenset((errno.EACCES, errno.EROFS, *NO_LINKS))
+_NO_TIMES: Final = frozenset(
+    (
+        *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EXDEV),
+        *(errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS),
+    )
+)
 #: A filesystem may know times no better than to so many seconds.
 _COARSE_SECONDS: Final = 60.0
 

@@ -393,6 +393,36 @@ def test_how_long_caches_may_lie(kind: str, options: str, seconds: float) -> Non
     assert Mount(kind, frozenset(options.split(","))).cache_seconds == seconds
 
 
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [("link", {"error": errno.EACCES})],
+        [("link", {"error": errno.EXDEV})],
+        [("link", {"error": errno.EPERM}), ("rename", {"answer": errno.EIO, "times": 1})],
+        # Looks at a file that is open, or was closed just now, show no bytes.
+        [("getattr", {"late": 0.0})],
+        [("getattr", {"late": 0.5})],
+    ],
+    ids=["link: EACCES", "link: EXDEV", "EIO behind", "size 0", "size late"],
+)
+def test_publication_on_mount_as_people_have_it_is_whole(
+    tmp_path: Path, rules: list[tuple[str, dict[str, Any]]]
+) -> None:
+    with mounted(tmp_path) as mount, closing(PosixBackend(mount.path / "kv")) as backend:
+        for operation, fields in rules:
+            mount.add(operation, "*.tmp", **fields)
+        for name in ("a/x", "a/y"):
+            assert backend.write(name, [b"12345"]) is WriteResult.CREATED
+            assert backend.write(name, [b"12345"]) is WriteResult.EXISTED
+            assert backend.stat([name]) == [5]
+        mount.add("rename", answer=errno.EIO, times=1)
+        assert backend.write("a/x", [b"123456"], "replace") is WriteResult.REPLACED
+        assert {path.name: path.stat().st_size for path in (mount.source / "kv/a").iterdir()} == {
+            "x": 6,
+            "y": 5,
+        }
+
+
 def test_a_mount_that_renames_no_files_is_named_and_gets_no_more(tmp_path: Path) -> None:
     """As Mountpoint for S3: it links nothing, renames nothing, and may delete nothing."""
     with mounted(tmp_path) as mount:
@@ -402,7 +432,9 @@ def test_a_mount_that_renames_no_files_is_named_and_gets_no_more(tmp_path: Path)
         mount.add("rename", error=errno.ENOSYS)
         with closing(GuardedBackend(PosixBackend(shelf))) as opened:
             for number in range(LEAST_FAILURES):
-                with pytest.raises(PermanentStorageError, match=r"renames no files.*use s3://"):
+                with pytest.raises(
+                    PermanentStorageError, match=r"neither links nor renames.*use s3://"
+                ):
                     opened.write(f"o{number}", [b"x"])
             assert opened.takes_no_stores
             with pytest.raises(UnavailableStorageError):

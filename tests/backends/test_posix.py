@@ -329,6 +329,8 @@ def test_one_folder_without_permission_does_not_make_the_shelf_read_only(
     backend.write("a/x", [b"1"])
     with monkeypatch.context() as patch:
         patch.setattr(os, "link", failing(errno.EACCES))
+        patch.setattr(posix_publish, "_renameat2", None)
+        patch.setattr(os, "rename", failing(errno.EACCES))
         with pytest.raises(ReadOnlyStorageError):
             backend.write("a/y", [b"1"])
     assert not backend.properties.read_only
@@ -539,7 +541,41 @@ def test_loser_of_a_race_leaves_the_winner(
     assert (root / "a/x").read_bytes() == b"winner"
 
 
-@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS])
+@pytest.mark.parametrize("call", ["link", "replace"])
+def test_publication_with_error_after_the_fact_is_done(
+    backend: PosixBackend, root: Path, monkeypatch: Any, call: str
+) -> None:
+    real = getattr(os, call)
+
+    def done(*args: Any, **kwargs: Any) -> None:
+        real(*args, **kwargs)
+        raise OSError(errno.EIO, "stale")
+
+    backend.write("a/y", [b"1"])
+    monkeypatch.setattr(os, call, done)
+    assert backend.write("a/x", [b"1"]) is WriteResult.CREATED
+    assert backend.write("a/x", [b"22"], "replace") is WriteResult.REPLACED
+    assert files(root) == {"a/x", "a/y"}
+    assert (root / "a/x").read_bytes() == b"22"
+
+
+def test_link_with_error_that_may_pass_is_tried_again(
+    backend: PosixBackend, root: Path, monkeypatch: Any
+) -> None:
+    backend.write("a/y", [b"1"])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", failing(errno.EIO))
+        with pytest.raises(TransientStorageError):
+            backend.write("a/x", [b"1"])
+    monkeypatch.setattr(posix_publish, "_renameat2", None)
+    monkeypatch.setattr(os, "rename", failing(errno.EIO))
+    assert backend.write("a/x", [b"1"]) is WriteResult.CREATED
+    assert files(root) == {"a/x", "a/y"}
+
+
+@pytest.mark.parametrize(
+    "code", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EACCES, errno.EXDEV, errno.EINVAL]
+)
 def test_way_to_publish_is_remembered(
     backend: PosixBackend, root: Path, monkeypatch: Any, code: int
 ) -> None:
@@ -555,7 +591,7 @@ def test_way_to_publish_is_remembered(
     assert len(calls) == 1
     assert not backend.properties.read_only
     assert files(root) == {"a/x", "a/y"}
-    monkeypatch.setattr(posix_publish, "rename_noreplace", failing(errno.EINVAL))
+    monkeypatch.setattr(posix_publish, "_renameat2", None)
     assert backend.write("a/z", [b"1"]) is WriteResult.CREATED
     assert backend.write("a/z", [b"1"]) is WriteResult.EXISTED
     assert files(root) == {"a/x", "a/y", "a/z"}

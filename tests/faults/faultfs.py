@@ -25,6 +25,7 @@ import dataclasses
 import fnmatch
 import importlib.util
 import json
+import math
 import os
 import shutil
 import signal
@@ -60,6 +61,10 @@ class Rule:
         The filesystem's process is killed.
     error : int
         An errno value to fail with.
+    answer : int
+        An errno value to fail with although it is done, of a rename.
+    late : float, optional
+        Looks at a file show no bytes until it has been closed for so many seconds.
     cut : bool
         A read returns half of what it should, a write stores half of what it says.
     keep : int, optional
@@ -77,6 +82,8 @@ class Rule:
     rate: float = 0.0
     kill: bool = False
     error: int = 0
+    answer: int = 0
+    late: float | None = None
     cut: bool = False
     keep: int | None = None
     flip: bool = False
@@ -205,6 +212,8 @@ def _serve_filesystem(source: str, mountpoint: str, socket_path: str, options: s
     given = json.loads(options)
     ahead = int(given.pop("ahead") * 10**9)
     rules = _Rules()
+    #: When files were closed.
+    closed: dict[str, float] = {}
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(socket_path)
     listener.listen()
@@ -219,12 +228,15 @@ def _serve_filesystem(source: str, mountpoint: str, socket_path: str, options: s
             return source + path
 
         def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
-            at = self._at("getattr", path)
-            info = os.lstat(at) if fh is None else os.fstat(fh)
+            met = rules.meet("getattr", path)
+            info = os.lstat(source + path) if fh is None else os.fstat(fh)
             found = {
                 name: getattr(info, name)
                 for name in ("st_mode", "st_nlink", "st_size", "st_uid", "st_gid", "st_ino")
             }
+            open_seconds = time.monotonic() - closed.get(path, math.inf)
+            if any(rule.late is not None and open_seconds < rule.late for rule in met):
+                found["st_size"] = 0
             return found | {f"st_{t}": getattr(info, f"st_{t}_ns") + ahead for t in _TIMES}
 
         def statfs(self, path: str) -> dict[str, int]:
@@ -267,7 +279,11 @@ def _serve_filesystem(source: str, mountpoint: str, socket_path: str, options: s
             return 0
 
         def rename(self, old: str, new: str) -> int:
-            os.rename(self._at("rename", old), source + new)
+            met = rules.meet("rename", old)
+            os.rename(source + old, source + new)
+            for rule in met:
+                if rule.answer:
+                    raise OSError(rule.answer, os.strerror(rule.answer))
             return 0
 
         def chmod(self, path: str, mode: int) -> int:
@@ -319,6 +335,7 @@ def _serve_filesystem(source: str, mountpoint: str, socket_path: str, options: s
 
         def release(self, path: str, fh: int) -> int:
             os.close(fh)
+            closed[path] = time.monotonic()
             return 0
 
     if mfusepy.fuse_version_major == 2:
