@@ -93,11 +93,14 @@ class Space:
         Bytes of the whole filesystem.
     memory : bool
         The objects lie in the host's memory (tmpfs, ramfs).
+    files : int or None
+        Files that this user may still make; None where their number has no bound.
     """
 
     free: int
     total: int
     memory: bool = False
+    files: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

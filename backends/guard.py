@@ -174,7 +174,7 @@ class GuardedBackend(WrappedBackend):
     written : set of str
         The first parts of the names that were written, until a caller clears it.
     on_full : Callable
-        Called when a write found the storage full. It must not block.
+        Called with the error of a write that found the storage full. It must not block.
     """
 
     #: Effect of an open breaker, for the log.
@@ -198,10 +198,10 @@ class GuardedBackend(WrappedBackend):
         self._breakers |= {_WRITE: self.writes, _DELETE: self.writes, _TOUCH: self.writes}
         self.bound: StoreBound | None = None
         self.written: set[str] = set()
-        self.on_full: Callable[[], None] = _do_nothing
+        self.on_full: Callable[[NoSpaceStorageError], None] = _do_nothing
         self._calls: dict[int, _Call] = {}
         self._watchers: list[Watcher] = []
-        self._count: Callable[[str], None] = _count_nothing
+        self._count: Callable[[str], None] = _do_nothing
         #: The error because of which a breaker opened first.
         self._first_error = ""
         self._trials = Trials(self, self.reads, self.deadlines)
@@ -399,8 +399,8 @@ class GuardedBackend(WrappedBackend):
         try:
             with _Guarded(self, _WRITE, name, self.deadlines.to_write(size)):
                 result = self.inner.write(name, buffers, mode)
-        except NoSpaceStorageError:
-            self.on_full()
+        except NoSpaceStorageError as error:
+            self.on_full(error)
             raise
         finally:
             if bound is not None:
@@ -634,12 +634,8 @@ class GuardedBackend(WrappedBackend):
 os.register_at_fork(after_in_child=lambda: _forks.append(None))
 
 
-def _do_nothing() -> None:
-    pass
-
-
-def _count_nothing(name: str) -> None:
-    """Count nothing: the default until :meth:`GuardedBackend.count_into`."""
+def _do_nothing(_: object) -> None:
+    """Ignore what happens: the default of callbacks."""
 
 
 _PLAIN_ANSWERS: Final = frozenset((int, bool, type(None)))

@@ -62,6 +62,12 @@ _LIMITS: Final = {
     errno.ENFILE: "this machine has too many files open: raise fs.file-max",
     errno.ENOMEM: "this process gets no more memory: give it more, or let it use less",
 }
+#: What to do where a storage is full.
+_FULL: Final = {
+    "bytes": "free some space or raise the quota",
+    "inodes": "no inodes are left (`df -i` shows them): delete files, or give it more inodes",
+    "quota": "a quota is reached, whatever room there is: raise it, or delete files",
+}
 #: How libraries written in Rust say the error of the system.
 _RUST: Final = re.compile(r"os error (\d+)|Os \{\s*code: (\d+)")
 
@@ -96,6 +102,13 @@ def process_limit(exc: BaseException, what: str, path: str) -> ProcessLimitError
     return None
 
 
+def no_space(code: int, text: str, path: str, short_of: str) -> NoSpaceStorageError:
+    """Return the error of a storage that is full, and say of what."""
+    error = NoSpaceStorageError(code, f"{text}; {_FULL[short_of]}", path)
+    error.short_of = short_of
+    return error
+
+
 def storage_error(exc: OSError, what: str, path: str, *, writing: bool = False) -> StorageError:
     """Translate `exc` to a class of :mod:`kvshelf.errors`.
 
@@ -125,7 +138,7 @@ def storage_error(exc: OSError, what: str, path: str, *, writing: bool = False) 
     if code == errno.ENOENT:
         return ObjectMissingError(code, text, path)
     if code in _NO_SPACE:
-        return NoSpaceStorageError(code, f"{text}; free some space or raise the quota", path)
+        return no_space(code, text, path, "quota" if code == errno.EDQUOT else "bytes")
     if code in _TRANSIENT:
         return TransientStorageError(code, text, path)
     if writing and code in _READ_ONLY:

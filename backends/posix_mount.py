@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvshelf.backends.base import HIGH_LATENCY_SECONDS, Space
-from kvshelf.backends.oserrors import storage_error
+from kvshelf.backends.oserrors import no_space, storage_error
 from kvshelf.errors import ReadOnlyStorageError, StorageError, UnavailableStorageError
 
 #: Seconds for which writes fail at once after the storage refused one.
@@ -48,6 +48,9 @@ _ATTRIBUTE_CACHES: Final = frozenset(("nfs", "nfs4", "cifs", "smb3"))
 #: Upper bound of a local mount's probe cost. That of any other mount is at least
 #: :data:`HIGH_LATENCY_SECONDS`.
 _LOCAL_PROBE_SECONDS: Final = HIGH_LATENCY_SECONDS / 2
+#: With fewer files left a filesystem is full by their number, and with more bytes not by these.
+_FEW_FILES: Final = 16
+_MUCH_SPACE: Final = 64 << 20
 _MEASURED_PROBES: Final = 5
 #: Time budget of the measurement, in seconds.
 _MEASURE_SECONDS: Final = 10e-3
@@ -236,6 +239,14 @@ class Root:
     def failed(self, exc: OSError, what: str, name: str, *, writing: bool = False) -> StorageError:
         """Return the typed error; remember a write that was refused for the whole shelf."""
         error = storage_error(exc, what, self.base + name, writing=writing)
+        if exc.errno == errno.ENOSPC:
+            with contextlib.suppress(OSError):
+                found = os.statvfs(self.path)
+                text = f"{what} failed: {exc.strerror} (ENOSPC)"
+                if found.f_files and found.f_favail < _FEW_FILES:
+                    return no_space(errno.ENOSPC, text, self.base + name, "inodes")
+                if found.f_bavail * found.f_frsize > _MUCH_SPACE:
+                    return no_space(errno.ENOSPC, text, self.base + name, "quota")
         if isinstance(error, ReadOnlyStorageError) and (
             error.errno == errno.EROFS or not os.access(self.path, os.W_OK)
         ):
@@ -285,7 +296,8 @@ class Root:
         if not found.f_blocks:
             return None
         unit = found.f_frsize
-        return Space(found.f_bavail * unit, found.f_blocks * unit, self._mount.in_memory)
+        files = found.f_favail if found.f_files else None
+        return Space(found.f_bavail * unit, found.f_blocks * unit, self._mount.in_memory, files)
 
 
 def _device_above(path: str) -> int:

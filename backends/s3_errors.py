@@ -10,9 +10,8 @@ import errno
 import re
 from typing import Final
 
-from kvshelf.backends.oserrors import process_limit
+from kvshelf.backends.oserrors import no_space, process_limit
 from kvshelf.errors import (
-    NoSpaceStorageError,
     ObjectMissingError,
     PermanentStorageError,
     ReadOnlyStorageError,
@@ -105,6 +104,8 @@ def obstore_error(
     if known is not None:
         make, number, hint = known
         return make(number, f"{said}; {hint}", path)
+    if codes & _FULL:
+        return no_space(errno.ENOSPC, said, path, "quota")
     if codes & ALREADY_THERE:
         return TransientStorageError(
             errno.ESTALE, f"{said}; the object was replaced meanwhile", path
@@ -165,8 +166,6 @@ def _explained(
             errno.EACCES,
             _RIGHTS if "AccessDenied" in codes else f"{keys}; or {_RIGHTS}",
         )
-    if codes & _FULL:
-        return NoSpaceStorageError, errno.ENOSPC, "free some space or raise the quota"
     return None
 
 

@@ -103,7 +103,15 @@ class ReadOnlyStorageError(PermanentStorageError, PermissionError):
 
 
 class NoSpaceStorageError(PermanentStorageError):
-    """The storage has no room (ENOSPC, EDQUOT)."""
+    """The storage has no room (ENOSPC, EDQUOT).
+
+    Attributes
+    ----------
+    short_of : str
+        What it has too little of: ``bytes``, ``inodes``, or the bytes or files of a ``quota``.
+    """
+
+    short_of: str = "bytes"
 
 
 class BoundReachedError(PermanentStorageError):

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from kvshelf.backends import (
     Touched,
@@ -29,6 +30,7 @@ from kvshelf.backends.base import delete_one
 from kvshelf.backends.oserrors import storage_error
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.posix_mount import READ_ONLY_MEMORY, Mount, find_mount
+from kvshelf.cli.app import app
 from kvshelf.errors import (
     ConfigError,
     NoSpaceStorageError,
@@ -467,6 +469,51 @@ def test_probe_errors_are_answers(backend: PosixBackend, monkeypatch: Any) -> No
     assert (second, third) == (1, None)
     with pytest.raises(TransientStorageError):
         backend.info("a/x")
+
+
+@pytest.mark.parametrize(
+    ("code", "files", "files_free", "bytes_free", "short_of", "hint"),
+    [
+        (errno.ENOSPC, 0, 0, 1 << 20, "bytes", "free some space"),
+        (errno.ENOSPC, 100, 15, 1 << 30, "inodes", "no inodes are left"),
+        (errno.ENOSPC, 100, 50, 1 << 30, "quota", "a quota is reached"),
+        (errno.ENOSPC, 0, 0, 1 << 30, "quota", "a quota is reached"),
+        (errno.EDQUOT, 100, 50, 0, "quota", "a quota is reached"),
+    ],
+)
+def test_full_storage_names_what_it_lacks(
+    backend: PosixBackend,
+    monkeypatch: Any,
+    code: int,
+    files: int,
+    files_free: int,
+    bytes_free: int,
+    short_of: str,
+    hint: str,
+) -> None:
+    backend.write("a/x", [b"1"])
+    found = SimpleNamespace(f_files=files, f_favail=files_free, f_bavail=bytes_free, f_frsize=1)
+    monkeypatch.setattr(os, "statvfs", lambda _: found)
+    monkeypatch.setattr(os, "writev", failing(code))
+    with pytest.raises(NoSpaceStorageError, match=hint) as caught:
+        backend.write("a/y", [b"1"])
+    assert caught.value.short_of == short_of
+
+
+@pytest.mark.real
+def test_mount_with_no_inodes_left_says_so(read_only_mount: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,nr_inodes=8", str(read_only_mount)], check=True)
+    backend = PosixBackend(read_only_mount)
+    fill = (backend.write(f"a/{number}", [b"1"]) for number in range(8))
+    with pytest.raises(NoSpaceStorageError, match="no inodes are left") as caught:
+        list(fill)
+    assert caught.value.short_of == "inodes"
+    space = backend.space()
+    # Of tmpfs a hard link takes one.
+    assert space is not None and space.files == 1
+    result = CliRunner().invoke(app, ["doctor", str(read_only_mount)])
+    assert "1 more file can be made: its inodes run out" in result.stdout
+    assert "no inodes are left" in result.stdout
 
 
 def test_error_messages_name_what_to_do() -> None:

