@@ -66,6 +66,9 @@ from kvshelf.backends.posix_times import Times
 from kvshelf.errors import ConfigError, ObjectNameError, PermanentStorageError, StorageError
 
 _DOTS: Final = frozenset(("", ".", ".."))
+#: Where a smaller part is free a FUSE program is doubted, and a file of so many bytes shows it.
+_LITTLE_PART: Final = 0.1
+_TRIAL_BYTES: Final = 4 << 20
 
 
 class PosixReader(Reader):
@@ -162,6 +165,8 @@ class PosixBackend(Backend):
             sets_aside=True,
             temporaries=True,
         )
+        #: Whether the mount says that less is free when a file was written; None: not known.
+        self._shows_writes = None if mount.kind.startswith("fuse") else True
 
     def __repr__(self) -> str:
         return f"PosixBackend({self.url!r})"
@@ -385,5 +390,21 @@ class PosixBackend(Backend):
         return self._listing.folders(prefix)
 
     def space(self) -> Space | None:
-        """Return what `statvfs` says of the root; None for filesystems that do not report it."""
-        return self._place.space()
+        """Return what `statvfs` says of the root; None where it does not, or what is not true.
+
+        Some FUSE programs always say the same. One that says that little is free is believed if a
+        file of some size makes it less.
+        """
+        space = self._place.space()
+        if space is None or space.free > space.total * _LITTLE_PART:
+            return space
+        if self._shows_writes is None:
+            name = temporary_name("space")
+            try:
+                self.write(name, [os.urandom(_TRIAL_BYTES)])
+                after = self._place.space()
+                self._shows_writes = after is None or after.free < space.free
+            except StorageError:
+                self._shows_writes = True  # it may be full indeed
+            delete_each([name], self._delete)
+        return space if self._shows_writes else None

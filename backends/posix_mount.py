@@ -34,6 +34,8 @@ _LOCAL: Final = frozenset(
     )
 )
 _MEMORY: Final = frozenset(("tmpfs", "ramfs"))
+#: Programs whose mounts say how much is free where they keep copies.
+_SHOW_CACHE: Final = frozenset(("blobfuse", "blobfuse2", "rclone"))
 #: Seconds for which a client's caches may be outdated by default: attribute caches of NFS and SMB,
 #: metadata caches of FUSE programs.
 _CACHE_SECONDS: Final = {
@@ -94,6 +96,11 @@ class Mount:
     def in_memory(self) -> bool:
         """Whether the files lie in the host's memory."""
         return self.kind in _MEMORY
+
+    @property
+    def shows_cache(self) -> bool:
+        """Whether its free space is that of a disk with copies on this machine."""
+        return not _SHOW_CACHE.isdisjoint((self.kind.partition(".")[2], self.source))
 
     @property
     def cache_seconds(self) -> float:
@@ -285,8 +292,10 @@ class Root:
         return max(HIGH_LATENCY_SECONDS, best if best < math.inf else 1e-3)
 
     def space(self) -> Space | None:
-        """Return what `statvfs` says; None for filesystems that do not report it."""
+        """Return what `statvfs` says; None for filesystems that do not report it, or not truly."""
         self.check()
+        if self._mount.shows_cache:
+            return None
         try:
             found = os.statvfs(self.path)
         except FileNotFoundError:

@@ -63,6 +63,8 @@ class Rule:
         An errno value to fail with.
     answer : int
         An errno value to fail with although it is done, of a rename.
+    free : int, optional
+        So many parts of a hundred are said to be free, of statfs.
     late : float, optional
         Looks at a file show no bytes until it has been closed for so many seconds.
     cut : bool
@@ -83,6 +85,7 @@ class Rule:
     kill: bool = False
     error: int = 0
     answer: int = 0
+    free: int | None = None
     late: float | None = None
     cut: bool = False
     keep: int | None = None
@@ -240,8 +243,13 @@ def _serve_filesystem(source: str, mountpoint: str, socket_path: str, options: s
             return found | {f"st_{t}": getattr(info, f"st_{t}_ns") + ahead for t in _TIMES}
 
         def statfs(self, path: str) -> dict[str, int]:
-            info = os.statvfs(self._at("statfs", path))
-            return {name: getattr(info, name) for name in dir(info) if name.startswith("f_")}
+            met = rules.meet("statfs", path)
+            info = os.statvfs(source + path)
+            said = {name: getattr(info, name) for name in dir(info) if name.startswith("f_")}
+            for rule in met:
+                if rule.free is not None:
+                    said["f_bavail"] = said["f_bfree"] = said["f_blocks"] * rule.free // 100
+            return said
 
         def opendir(self, path: str) -> int:
             self._at("opendir", path)

@@ -345,6 +345,10 @@ class _Examination:
                 f"; {size_text(space.free)} of {size_text(space.total)} are free: without max_bytes"
                 " each store deletes as many bytes of the oldest chunks, with it nothing is stored"
             )
+        if space is None and self._backend.properties.filesystem.startswith("fuse"):
+            text += (
+                "; what the mount says of free space is a cache's or never changes: not looked at"
+            )
         if space is not None and space.files is not None and space.files < _FEW_FILES:
             text += f"; {number(space.files, 'more file')} can be made: its inodes run out"
         return text
