@@ -461,6 +461,21 @@ def test_writers_at_the_bound_stay_below_it_and_lose_few_stores(
     assert fleet.dropped <= 0.01 * fleet.offered
 
 
+@pytest.mark.long
+def test_bound_with_tenants_that_come_and_go_is_used_for_hours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """S3 names no group whose last object was deleted: the group has no bytes any more."""
+    monkeypatch.setattr(simulated, "STEP", 1.0)
+    fleet = Fleet(monkeypatch, S3)
+    writer = fleet.add(1.0, max_bytes=500 * MIB)
+    for tenant in range(120):
+        writer.group = f"{tenant:016x}"
+        fleet.run(120)
+        assert fleet.fills[-1] >= min(120 * tenant, 450) * MIB
+    assert fleet.most <= 500 * MIB
+
+
 def test_a_slow_writer_stays_below_the_bound_of_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     """It writes less between two of its markers than it may between two visits."""
     monkeypatch.setattr(simulated, "STEP", 1.0)

@@ -208,6 +208,11 @@ class MemoryStorage(Backend):
             return False
         entry = entries.pop(base)
         self._tree.pop(name, None)
+        # What deletes many at once has objects and no folders.
+        while self._properties.deletes_at_once > 1 and folder and not self._tree[folder]:
+            del self._tree[folder]
+            folder, _, base = folder.rpartition("/")
+            del self._tree[folder][base]
         self.nbytes -= 0 if entry is None else entry.size
         return True
 

@@ -47,7 +47,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Final
 
 from kvshelf.backends.base import NEVER_OLD, Space, time_for_ages
@@ -59,6 +58,7 @@ from kvshelf.capacity.visit import (
     FANS,
     HOUR,
     KEEPERS,
+    Cut,
     Cuts,
     Lister,
     Outcome,
@@ -72,7 +72,6 @@ from kvshelf.capacity.visit import (
     reason_to_delete,
     same_age,
     score,
-    score_to_free,
 )
 from kvshelf.config import CapacityConfig
 from kvshelf.errors import NoSpaceStorageError, StorageError, printable
@@ -89,8 +88,6 @@ SLICE: Final = 2048
 #: down to the second in any case.
 LOW: Final = 0.92
 HIGH: Final = 0.97
-#: A visit deletes at most so many times what it has to on average.
-_MOST_PART: Final = 2.0
 #: Part of a slice's share of the bound that is written from one visit to the next.
 _STEP: Final = 0.05
 #: Part of the bound that may be written before the first visit has ended, and by its first chunk.
@@ -140,40 +137,6 @@ def least_free(space: Space) -> int:
     return min(int(space.total * _FREE_PART), _FREE_BYTES)
 
 
-@dataclass(slots=True)
-class _Cut:
-    """The score from which on the units of a shelf or a group are deleted, smoothed over visits.
-
-    Attributes
-    ----------
-    at : float or None
-        None: nothing had to be deleted yet.
-    """
-
-    at: float | None = None
-
-    def move(self, units: list[tuple[float, int]], low: float, high: float, weight: float) -> float:
-        """Return the score from which on units of a visit are deleted.
-
-        Parameters
-        ----------
-        units : list of (float, int)
-            Scores and bytes of the units that may be deleted, the largest score first.
-        low, high : float
-            Bytes to delete of them: on average over slices, and in any case.
-        weight : float
-            Of this visit against those before.
-        """
-        if low <= 0:
-            return math.inf
-        found = score_to_free(units, low)
-        if found < math.inf:
-            self.at = found if self.at is None else self.at + (found - self.at) * weight
-        at = math.inf if self.at is None else self.at
-        # Where most units have about the same age, all of them may be older than what was learned.
-        return max(min(at, score_to_free(units, high)), score_to_free(units, _MOST_PART * low))
-
-
 class Keeper:
     """One process's part in keeping a shelf within its bounds.
 
@@ -215,12 +178,11 @@ class Keeper:
         self._next = secrets.randbelow(FANS)
         #: Folders of a slice, as the last visit had them.
         self._width = 1
-        #: Estimated bytes by folders of groups, and of all; the cuts by the same, and "" for all.
-        self._held: dict[str, float] = {}
+        #: Estimated bytes of all groups, and the cut of the whole shelf.
         self._sum = 0.0
+        self._cut = Cut()
         #: Bytes that came since they were estimated, if the others write as much as this process.
         self._more = 0.0
-        self._cuts: dict[str, _Cut] = {}
         #: The number of keepers; what the storage's clock is ahead of the monotonic one, and when
         #: that was learned.
         self._keepers = 1
@@ -544,8 +506,7 @@ class Keeper:
 
     def _evicts_after(self) -> float | None:
         """Return the age at which chunks that were used are deleted."""
-        cut = self._cuts.get("")
-        return None if cut is None or cut.at is None else max(cut.at, 1.0)
+        return None if self._cut.at is None else max(self._cut.at, 1.0)
 
     def _visit(self) -> None:
         """List the next slice, and delete from it."""
@@ -612,12 +573,12 @@ class Keeper:
             found[unit.where] += unit.nbytes
         for where, nbytes in found.items():
             seen, _ = part.seen[where]
-            before, now = self._held.get(where), nbytes / seen
-            weight = 1.0 if before is None else max(seen, 1 / _SMOOTH)
-            self._held[where] = now if before is None else before + (now - before) * weight
+            group, now = self._lister.group(where), nbytes / seen
+            before = now if group.nbytes is None else group.nbytes
+            group.nbytes = before + (now - before) * max(seen, 1 / _SMOOTH)
         self._more *= 1 - max(share, 1 / _SMOOTH)
-        self._held = {name: held for name, held in self._held.items() if self._lister.knows(name)}
-        self._sum = sum(self._held.values())
+        spaces = self._lister.groups.values()
+        self._sum = sum(group.nbytes or 0.0 for space in spaces for group in space.values())
 
     def _delete_from(self, part: Part, now: float, share: float, largest: int) -> Outcome:
         """Delete what the rules say from a slice."""
@@ -663,13 +624,14 @@ class Keeper:
                 if unit.group != "_":
                     groups.setdefault(unit.where, []).append(i)
             for where, some in groups.items():
-                (seen, _), held = part.seen[where], self._held.get(where, 0.0)
-                cut = self._cuts.setdefault(where, _Cut())
+                (seen, _), group = part.seen[where], self._lister.group(where)
+                held = group.nbytes or 0.0
                 units = [(scores[i], part.units[i].nbytes) for i in some]
                 low, high = LOW * self._group_max_bytes, HIGH * self._group_max_bytes
-                cuts[where] = cut.move(units, (held - low) * seen, (held - high) * seen, weight)
+                cuts[where] = group.cut.move(
+                    units, (held - low) * seen, (held - high) * seen, weight
+                )
         units = [(scores[i], part.units[i].nbytes) for i in order]
-        cut = self._cuts.setdefault("", _Cut())
         if self._max_bytes is not None:
             held = self._used()
             # There must be room for one more store of each keeper, also below a small bound.
@@ -677,13 +639,13 @@ class Keeper:
             low = min(LOW * self._max_bytes, self._max_bytes - room)
             high = min(HIGH * self._max_bytes, self._max_bytes - room / 2)
             seen = sum(unit.nbytes for unit in part.units) / max(held, 1.0)
-            cuts[""] = cut.move(units, (held - low) * seen, (held - high) * seen, weight)
+            cuts[""] = self._cut.move(units, (held - low) * seen, (held - high) * seen, weight)
         elif self._pays:
             old = [
                 (scores[i], part.units[i].nbytes) for i in order if part.units[i].used < now - HOUR
             ]
             owed = max(4 * largest - self._free, 0.0)
-            cuts[""] = cut.move(old, owed, owed, weight)
+            cuts[""] = self._cut.move(old, owed, owed, weight)
             if old:
                 cuts[""] = max(cuts[""], min(scored for scored, _ in old))
         return cuts

@@ -36,6 +36,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -72,6 +73,8 @@ _LEAST_SAME: Final = 1.0
 _HALF_DEPTH: Final = 64
 #: What the place counts for among equal ages, against the rest of the age.
 _DEPTH_PART: Final = 0.95
+#: A visit deletes at most so many times what it has to on average.
+_MOST_PART: Final = 2.0
 #: Width of a slice from which on it is cheaper to ask first which folders there are.
 _WIDE: Final = 16
 #: Refused deletions, without an allowed one, after which no more are tried.
@@ -207,6 +210,56 @@ class Rules:
 Cuts = Mapping[str, float]
 
 
+@dataclass(slots=True)
+class Cut:
+    """The score from which on the units of a shelf or a group are deleted, smoothed over visits.
+
+    Attributes
+    ----------
+    at : float or None
+        None: nothing had to be deleted yet.
+    """
+
+    at: float | None = None
+
+    def move(self, units: list[tuple[float, int]], low: float, high: float, weight: float) -> float:
+        """Return the score from which on units of a visit are deleted.
+
+        Parameters
+        ----------
+        units : list of (float, int)
+            Scores and bytes of the units that may be deleted, the largest score first.
+        low, high : float
+            Bytes to delete of them: on average over slices, and in any case.
+        weight : float
+            Of this visit against those before.
+        """
+        if low <= 0:
+            return math.inf
+        found = score_to_free(units, low)
+        if found < math.inf:
+            self.at = found if self.at is None else self.at + (found - self.at) * weight
+        at = math.inf if self.at is None else self.at
+        # Where most units have about the same age, all of them may be older than what was learned.
+        return max(min(at, score_to_free(units, high)), score_to_free(units, _MOST_PART * low))
+
+
+@dataclass(slots=True)
+class Group:
+    """What is known of a salt group.
+
+    Attributes
+    ----------
+    files, nbytes : float or None
+        As estimated; None: it was not listed yet.
+    cut : Cut
+    """
+
+    files: float | None = None
+    nbytes: float | None = None
+    cut: Cut = field(default_factory=Cut)
+
+
 # ------------------------------------------------------------------------- pure functions
 
 
@@ -340,6 +393,8 @@ class Part:
     leftovers : list of Leftover
     others : dict of str and Total
         Files that are no objects, by what they are, for display.
+    groups : dict of str and set of str
+        The groups of each namespace that was listed.
     seen : dict of str and (float, int)
         By folders of groups, the part of each that was listed (1 is all), and the files in it.
     skipped : dict of str and StorageError
@@ -352,6 +407,7 @@ class Part:
     units: list[Unit] = field(default_factory=list)
     leftovers: list[Leftover] = field(default_factory=list)
     others: dict[str, Total] = field(default_factory=dict)
+    groups: dict[str, set[str]] = field(default_factory=dict)
     seen: dict[str, tuple[float, int]] = field(default_factory=dict)
     skipped: dict[str, StorageError] = field(default_factory=dict)
     files: int = 0
@@ -362,6 +418,8 @@ class Part:
         self.units += other.units
         self.leftovers += other.leftovers
         self.files += other.files
+        for space, groups in other.groups.items():
+            self.groups.setdefault(space, set()).update(groups)
         for where, (seen, files) in other.seen.items():
             before = self.seen.get(where, (0.0, 0))
             self.seen[where] = before[0] + seen, before[1] + files
@@ -427,6 +485,11 @@ class Lister:
         Called now and then; True ends a listing early.
     pace : Callable
         Called for each file; may sleep.
+
+    Attributes
+    ----------
+    groups : dict of str and dict of str and Group
+        By namespace. What the last listing did not name is not there.
     """
 
     def __init__(
@@ -439,8 +502,7 @@ class Lister:
         self._backend = backend
         self._stop = stop
         self._pace = pace
-        #: Files of namespaces, and of folders of groups, as far as they are known.
-        self._files: dict[str, float] = {}
+        self.groups: dict[str, dict[str, Group]] = {}
 
     def visit(self, first: int, width: int, chunks: int, now: float) -> tuple[Part, int]:
         """Return what lies in the next slice of the shelf, and how many fan-out folders it has.
@@ -462,11 +524,7 @@ class Lister:
             If the shelf itself cannot be listed, or none of its folders.
         """
         spaces = [name for name in self._backend.folders() if parse_namespace_folder(name)]
-        # What is gone is forgotten.
-        there = set(spaces)
-        self._files = {
-            name: files for name, files in self._files.items() if name.partition("/")[0] in there
-        }
+        self.groups = {space: self.groups[space] for space in spaces if space in self.groups}
         part, listed = Part(), 0
         while listed < FANS and part.chunks < chunks and not self._stop():
             begin = (first + listed) % FANS
@@ -478,19 +536,16 @@ class Lister:
             width = listed
         if part.skipped and not part.seen:
             raise next(iter(part.skipped.values()))
+        for space, names in part.groups.items():
+            groups = self.groups.get(space, {})
+            self.groups[space] = {name: groups.get(name, Group()) for name in names}
         for where, (seen, files) in part.seen.items():
-            self._files[where] = files / seen
-        sums = dict.fromkeys(spaces, 0.0)
-        for name, estimate in self._files.items():
-            space, inside, _ = name.partition("/")
-            if inside:
-                sums[space] += estimate
-        self._files |= sums
+            self.group(where).files = files / seen
         return part, listed
 
     def _slice(self, spaces: list[str], first: int, last: int, now: float, part: Part) -> None:
         """Add what lies in some fan-out folders of all namespaces."""
-        due = [name for name in spaces if first <= fan_of(name) <= last or not self._small(name)]
+        due = [name for name in spaces if first <= fan_of(name) <= last or not self._is_small(name)]
         threads = threads_for_calls(self._backend) if len(due) > 1 else 0
         work = in_parallel(lambda name: self._space(name, first, last, now), due, threads)
         with closing(work) as found:
@@ -538,11 +593,12 @@ class Lister:
     def _space(self, space: str, first: int, last: int, now: float) -> Part:
         """Return what lies in some fan-out folders of a namespace; called on any thread."""
         part = Part()
-        small, mine = self._small(space), first <= fan_of(space) <= last
+        small, mine = self._is_small(space), first <= fan_of(space) <= last
         for group in self._groups(space, now, part, beside=mine):
             where = f"{space}/{group}"
-            whole = small or (self._small(where) and first <= fan_of(where) <= last)
-            if not whole and self._small(where):
+            small_group = self._is_small(space, group)
+            whole = small or (small_group and first <= fan_of(where) <= last)
+            if not whole and small_group:
                 continue
             files, bad = 0, 0
             fans = (0, FANS - 1) if whole else (first, last)
@@ -564,6 +620,7 @@ class Lister:
             if beside:
                 self._add(space, now, part, between=_HIDDEN)
             groups = self._backend.folders(space)
+            part.groups[space] = set(groups)
             if beside and not groups:
                 self._note_unused(space, part)
         except StorageError as error:
@@ -571,12 +628,19 @@ class Lister:
             return ()
         return groups
 
-    def knows(self, where: str) -> bool:
-        """Whether the folder of a group was listed, and its namespace is still there."""
-        return where in self._files
+    def group(self, where: str) -> Group:
+        """Return what is known of a group that was listed, by its folder."""
+        space, _, name = where.partition("/")
+        return self.groups[space][name]
 
-    def _small(self, name: str) -> bool:
-        return self._files.get(name, PAGE + 1) <= PAGE
+    def _is_small(self, space: str, group: str | None = None) -> bool:
+        """Whether a namespace, or one of its groups, is known to have few files."""
+        groups = self.groups.get(space)
+        if groups is None:
+            return False
+        if group is not None:
+            return (groups.get(group, Group()).files or math.inf) <= PAGE
+        return sum(known.files or 0.0 for known in groups.values()) <= PAGE
 
     def _add(
         self, folder: str, now: float, part: Part, *, between: tuple[str, str] | None = None
