@@ -494,8 +494,9 @@ class Backend(ABC):
         -------
         list of bool or StorageError
             For each name whether it was there, or why it still is; True for what was gone where the
-            storage does not report it. After an error that may pass the others are not tried, and
-            have the same answer. Any of them may be gone if the process is killed meanwhile.
+            storage does not report it. After :data:`MOST_FAILURES` errors in a row that may pass
+            the others are not tried, and have the last answer. Any of them may be gone if the
+            process is killed meanwhile.
 
         Raises
         ------
@@ -569,16 +570,21 @@ def delete_each(names: Sequence[str], delete: Callable[[str], bool]) -> DeleteRe
     for name in names:
         check_name(name)
     answers: DeleteResults = []
+    failures = 0
     for name in names:
         try:
             answers.append(delete(name))
+            failures = 0
         except StorageError as error:
             answers.append(error)
-            if error.retryable:
+            failures += error.retryable
+            if failures == MOST_FAILURES:
                 break
     return answers + answers[-1:] * (len(names) - len(answers))
 
 
+#: Errors in a row that may pass after which nothing more is deleted: the storage may be down.
+MOST_FAILURES: Final = 3
 _TEMPORARY: Final = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp", re.ASCII)
 
 

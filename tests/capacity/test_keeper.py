@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from kvshelf.backends.base import Space
+from kvshelf.backends.oserrors import storage_error
 from kvshelf.capacity import keeper as keeper_module
 from kvshelf.capacity import keepers
 from kvshelf.capacity.keeper import Keeper, least_free
@@ -150,10 +151,32 @@ def test_a_folder_that_cannot_be_listed_is_named_and_the_rest_is_bounded(
     assert f"{bad} cannot be listed" in caplog.text
 
 
+@pytest.mark.parametrize("code", [errno.EIO, errno.EBUSY, errno.EACCES])
+@pytest.mark.parametrize("operation", ["delete", "info"])
+@pytest.mark.parametrize("bad", ["the oldest object", "a leftover"])
+def test_visit_with_a_file_that_cannot_be_deleted_deletes_the_others(
+    place: Place, caplog: pytest.LogCaptureFixture, bad: str, operation: str, code: int
+) -> None:
+    """Each visit has to make room for one chunk, for which the oldest would go."""
+    [name, *_] = place.put(FMT, chunks(1), age=20 * HOUR)
+    place.put(FMT, chunks(9, seed=1), age=10 * HOUR)
+    if bad == "a leftover":
+        name = f"{FMT.namespace.folder}/_/aa/.{'aa' * 32}-0-0of2.safetensors.{'0' * 16}.tmp"
+        place.write(name, age=2 * HOUR)
+    place.faults.add(Fault(operation, name, error=storage_error(OSError(code, "bad"), "x", name)))
+    keeper = place.keeper(max_bytes=10 * SIZE)
+    for turn in range(8):
+        place.put(FMT, chunks(1, seed=9 + turn))
+        place.round(keeper)
+    assert len(place.objects()) <= 10 * FMT.shards
+    assert ("could not be deleted" in caplog.text) == (bad != "a leftover" or operation != "info")
+    assert place.count("visit_errors") == 0 and keeper._trouble_until == 0
+
+
 def test_who_may_not_delete_says_so_once_and_tries_again_in_an_hour(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place.put(FMT, chunks(9), age=HOUR)
+    place.put(FMT, chunks(40), age=HOUR)
     place.faults.add(Fault("delete", error=PermanentStorageError(errno.EPERM, "no", "x")))
     keeper = place.keeper(max_bytes=SIZE)
     for _ in range(5):

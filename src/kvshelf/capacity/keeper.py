@@ -211,6 +211,9 @@ class Keeper:
         self._full_at = 0.0
         #: Folders that were visited in vain: stores have no room, and nothing could be deleted.
         self._vain = 0
+        #: Names of files that could not be deleted, and until when that is not tried again.
+        self._stuck: set[str] = set()
+        self._stuck_until = 0.0
         #: Until when there may be leftovers of this process.
         self._leaves_until = -math.inf
         if self._max_bytes is not None:
@@ -522,6 +525,8 @@ class Keeper:
 
     def _visit_next(self) -> None:
         now = self._now()
+        if time.monotonic() >= self._stuck_until:
+            self._stuck, self._stuck_until = set(), time.monotonic() + HOUR
         with self._lock:
             self._refused, largest = False, self._largest
             self._more += self._keepers * self._written
@@ -547,8 +552,16 @@ class Keeper:
         self._vain = 0 if has_room or outcome.nbytes else self._vain + listed
         if outcome.count:
             self._say(outcome)
-        if outcome.error is not None and (outcome.error.retryable or not outcome.count):
-            raise outcome.error
+        if outcome.error is not None:
+            if outcome.is_refused:
+                raise outcome.error
+            self._log.warning(
+                "%s: %d files could not be deleted, which is tried again in an hour: %s",
+                self._guard.url,
+                outcome.failed,
+                outcome.error,
+                about="stuck",
+            )
 
     def _say_skipped(self, part: Part) -> None:
         self._counters.set_gauge("unlisted_folders", len(part.skipped))
@@ -588,18 +601,24 @@ class Keeper:
         pins = Pins.load(storage, old_at if old_at != NEVER_OLD else now)
         if pins.problem is not None:
             self._log.warning("%s: %s", self._guard.url, pins.problem, about="pins")
+        # Where the oldest cannot be deleted, the next ones are.
+        part.units = [unit for unit in part.units if self._stuck.isdisjoint(unit.names)]
         kept = [bool(pins) and pins.covers(u.space, u.group, u.key) for u in part.units]
         same = same_age(self._evicts_after() or HOUR, self._resolution)
         scores = [score(aged(unit, now), unit.index, same) for unit in part.units]
         cuts = self._move_cuts(part, scores, kept, now, max(share, 1 / _SMOOTH), largest)
-        picked: list[Picked] = [
-            (one, one.reason) for one in part.leftovers if is_old(one, rules, old_at)
-        ]
+        picked: list[Picked] = []
         for unit, scored, pinned in zip(part.units, scores, kept, strict=True):
             why = reason_to_delete(unit, rules, cuts, scored, old_at, pinned=pinned)
             if why is not None:
                 picked.append((unit, why))
+        picked += (
+            (leftover, leftover.reason)
+            for leftover in part.leftovers
+            if is_old(leftover, rules, old_at) and leftover.name not in self._stuck
+        )
         outcome = delete(storage, picked, now=now, stop=self._stops, pace=GilPace().rest)
+        self._stuck |= outcome.stuck
         self._count(outcome)
         return outcome
 

@@ -147,13 +147,14 @@ class Attempts:
 
     Attributes
     ----------
+    pauses : Sequence of float
     stop : threading.Event
         Ends all pauses; nothing is retried afterwards.
     """
 
     def __init__(self, pauses: Sequence[float] | None = None) -> None:
         self.stop = threading.Event()
-        self._pauses = PAUSES if pauses is None else pauses
+        self.pauses = PAUSES if pauses is None else pauses
         self._successes = 0
         #: Successes when an item failed last.
         self._failed_at = 0
@@ -171,7 +172,7 @@ class Attempts:
             If the storage seems to answer no more: no call has succeeded yet, or none since another
             one failed finally.
         """
-        pauses = iter(self._pauses)
+        pauses = iter(self.pauses)
         while True:
             try:
                 call()

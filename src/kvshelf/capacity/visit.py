@@ -77,8 +77,9 @@ _DEPTH_PART: Final = 0.95
 _MOST_PART: Final = 2.0
 #: Width of a slice from which on it is cheaper to ask first which folders there are.
 _WIDE: Final = 16
-#: Refused deletions, without an allowed one, after which no more are tried.
+#: Deletions that fail, without one that does not, after which no more are tried.
 _MOST_REFUSED: Final = 64
+_MOST_STUCK: Final = 4096
 #: Most units that are deleted together where each is looked at.
 _AT_ONCE: Final = 32
 #: Most files that are looked at beside the objects of a namespace, and of a shelf.
@@ -735,9 +736,11 @@ class Outcome:
     gone : Total
         Files that another process had deleted.
     failed : int
-        Files that the storage did not allow to delete.
+        Files that could not be deleted.
     error : StorageError or None
-        The first such refusal, or the error of the storage that ended the deletion.
+        Why the first of them could not, or the error of the storage that ended the deletion.
+    stuck : set of str
+        Names of such files, at most :data:`_MOST_STUCK`.
     """
 
     deleted: dict[Reason, Total] = field(default_factory=dict)
@@ -746,6 +749,12 @@ class Outcome:
     gone: Total = field(default_factory=Total)
     failed: int = 0
     error: StorageError | None = None
+    stuck: set[str] = field(default_factory=set)
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether many files could not be deleted, and none was: no more are tried."""
+        return self.failed >= _MOST_REFUSED and not self.count
 
     @property
     def nbytes(self) -> int:
@@ -794,7 +803,8 @@ def delete(
     pace : Callable
         Called for each look, on any thread; may sleep.
     pauses : Sequence of float
-        Seconds between the attempts where the storage fails; none: it fails at once.
+        Seconds between the attempts where the storage fails. Without any, a deletion that fails
+        is that of its file alone.
     on_progress : Callable
         Called after each request.
     outcome : Outcome, optional
@@ -823,12 +833,14 @@ def delete(
                 outcome.kept.add(kept.nbytes, kept.count)
                 outcome.gone.add(gone.nbytes, gone.count)
                 outcome.failed += len(problems)
-                outcome.error = outcome.error or error or next(iter(problems), None)
+                outcome.error = outcome.error or error or next(iter(problems.values()), None)
+                if len(outcome.stuck) < _MOST_STUCK:
+                    outcome.stuck |= problems.keys()
             on_progress(outcome)
             if error is not None:
                 outcome.error = error
                 return outcome
-            if (outcome.failed >= _MOST_REFUSED and not outcome.count) or stop():
+            if outcome.is_refused or stop():
                 return outcome
     return outcome
 
@@ -855,7 +867,7 @@ class _Done(NamedTuple):
     deleted: Total
     kept: Total
     gone: Total
-    problems: list[StorageError]
+    problems: dict[str, StorageError]
 
 
 class _Deletions:
@@ -873,32 +885,30 @@ class _Deletions:
 
     def __call__(self, group: Sequence[Picked]) -> tuple[list[_Done], StorageError | None]:
         """Return what became of each, and the error that ends the work."""
-        done = [_Done(Total(), Total(), Total(), []) for _ in group]
-        left: list[tuple[int, str, int]] | None = None
+        done = [_Done(Total(), Total(), Total(), {}) for _ in group]
+        left = [
+            (number, name, nbytes)
+            for number, (what, reason) in enumerate(group)
+            for name, nbytes in self._look(what, reason, done[number])
+        ]
 
         def make() -> None:
             nonlocal left
-            if left is None:
-                left = [
-                    (number, name, nbytes)
-                    for number, (what, reason) in enumerate(group)
-                    for name, nbytes in self._look(what, reason, done[number])
-                ]
             names = [name for _, name, _ in left]
             answers = self._backend.delete(names) if names else []
             again, trouble = [], None
             for file, answer in zip(left, answers, strict=True):
-                number, _, nbytes = file
+                number, name, nbytes = file
                 if not isinstance(answer, StorageError):
                     (done[number].deleted if answer else done[number].gone).add(nbytes)
                 elif isinstance(answer, NotRegularError):
                     # It was replaced, or is a folder in which there is something again.
                     done[number].kept.add(nbytes)
-                elif answer.retryable:
+                elif answer.retryable and self._attempts.pauses:
                     trouble = answer
                     again.append(file)
                 else:
-                    done[number].problems.append(answer)
+                    done[number].problems[name] = answer
             left = again
             if trouble is not None:
                 raise trouble
@@ -908,8 +918,8 @@ class _Deletions:
         except StorageError as trouble:
             return done, trouble
         if error is not None:
-            for number, _, _ in left or ():
-                done[number].problems.append(error)
+            for number, name, _ in left:
+                done[number].problems[name] = error
         return done, None
 
     def _look(
@@ -930,7 +940,11 @@ class _Deletions:
         shared = self._backend.properties.shared
         for name in what.names:
             self._pace()
-            info = self._backend.info(name)
+            try:
+                info = self._backend.info(name)
+            except StorageError as error:
+                done.problems[name] = error
+                return []
             if info is None:
                 done.gone.add(each)
             elif last_use(info, self._now, shared=shared) > what.used:
