@@ -647,6 +647,15 @@ def check_folder(name: str) -> str:
     return check_name(name) if name else name
 
 
+#: What no name has: a part that is empty, ``.`` or ``..``, a backslash, NUL.
+_NO_NAME: Final = re.compile(r"(?:^|/)\.{0,2}(?:/|\Z)|[\\\0]")
+
+
+def is_name(name: str) -> bool:
+    """Whether `name` is safe. No listing has any other: it is somebody else's."""
+    return name.isascii() and _NO_NAME.search(name) is None
+
+
 def check_name(name: str) -> str:
     """Return `name` if it is a safe relative name.
 
@@ -655,11 +664,9 @@ def check_name(name: str) -> str:
     ObjectNameError
         If `name` is empty, absolute, not ASCII, or has an empty, ``.`` or ``..`` part.
     """
-    if not name or not name.isascii() or "\\" in name or "\0" in name:
-        raise ObjectNameError(f"{name!r} is not an object name: expected relative ASCII parts")
-    for part in name.split("/"):
-        if part in ("", ".", ".."):
-            raise ObjectNameError(
-                f"{name!r} is not an object name: {part!r} is not allowed between slashes"
-            )
+    if not is_name(name):
+        raise ObjectNameError(
+            f"{name!r} is not an object name: expected relative ASCII parts without backslashes,"
+            " none of which is empty, '.' or '..'"
+        )
     return name

@@ -51,6 +51,7 @@ from kvshelf.backends.base import (
     check_name,
     delete_each,
     endless_listing,
+    is_name,
     probe,
     temporary_name,
 )
@@ -484,7 +485,7 @@ class GenericBackend(Backend):
             full = str(found.get("name", "")).strip("/")
             base = full.rpartition("/")[2]
             # Object stores also list the marker of the folder itself.
-            if base and full != start and (hidden or base[0] != ".") and base.isascii():
+            if is_name(base) and full != start and (hidden or base[0] != "."):
                 yield (f"{folder}/{base}" if folder else base), found
 
     # ------------------------------------------------------------------------------ other changes

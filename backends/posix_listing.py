@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from kvshelf.backends.base import ObjectInfo, check_folder, final_name
+from kvshelf.backends.base import ObjectInfo, check_folder, final_name, is_name
 from kvshelf.backends.oserrors import storage_error
 from kvshelf.backends.posix_folders import SCAN, Folders
 from kvshelf.backends.posix_mount import Mount, Root
@@ -89,7 +89,7 @@ class Listing:
                     except OSError as exc:
                         raise storage_error(exc, "listing", self._root.base + folder) from exc
                     name = entry.name
-                    if (name[0] != "." or hidden) and name.isascii() and name != _LOST:
+                    if (name[0] != "." or hidden) and is_name(name) and name != _LOST:
                         yield entry
 
 

@@ -60,6 +60,7 @@ from kvshelf.backends.base import (
     check_name,
     delete_each,
     endless_listing,
+    is_name,
     is_whole,
     probe,
     temporary_name,
@@ -460,7 +461,7 @@ class S3Backend(Backend):
         Raises :class:`~kvshelf.errors.PermanentStorageError` if no rows arrive for a minute or
         rows are repeated: such a listing may have no end.
         """
-        is_listed = _is_name if hidden else _is_listed
+        is_listed = is_name if hidden else _is_listed
         folder = check_name(prefix) + "/" if prefix else ""
         for row in self._rows(prefix, folder + _just_before(between[0]) if between else None):
             name = row.name[len(folder) :]
@@ -507,7 +508,7 @@ class S3Backend(Backend):
         seconds = self.client.answer_seconds + _MORE_SECONDS
         with self._errors("listing", prefix, seconds=seconds):
             names = self.client.folders(prefix, seconds)
-        return sorted(name for name in names if name and name[0] != "." and name.isascii())
+        return sorted(filter(_is_listed, names))
 
     # ------------------------------------------------------------------------------ other changes
 
@@ -586,8 +587,4 @@ def _just_before(first: str) -> str:
 
 
 def _is_listed(name: str) -> bool:
-    return _is_name(name) and not any(part[0] == "." for part in name.split("/"))
-
-
-def _is_name(name: str) -> bool:
-    return name.isascii() and not any(part in ("", ".", "..") for part in name.split("/"))
+    return is_name(name) and not any(part[0] == "." for part in name.split("/"))

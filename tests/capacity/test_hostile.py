@@ -111,6 +111,12 @@ def not_files(root: Path) -> None:
     (root / f"x-{TAG}/_/ee/{key}-0-0of1.safetensors").mkdir()
 
 
+def odd_names(root: Path) -> None:
+    """As in archives from Windows."""
+    for name in (f"{FMT.namespace.folder}/a\\b/c", ".kvshelf/a\\b"):
+        os.utime(write(root, name, b"x"), (0, 0))
+
+
 HOSTILE = [
     small_bound,
     many_keepers,
@@ -121,6 +127,7 @@ HOSTILE = [
     sparse,
     deep,
     not_files,
+    odd_names,
 ]
 hostile_files = pytest.mark.parametrize("hostile", HOSTILE, ids=lambda one: one.__name__)
 

@@ -536,6 +536,16 @@ class BackendSuite:
             ".kvshelf/pins/z.json"
         ]
 
+    def test_names_that_are_refused_are_not_listed(self, backend: Backend, oracle: Oracle) -> None:
+        """All that a listing names can be asked for."""
+        for name in ("a/x", "a/b\\c/x", "a/d\\e", ".kvshelf/f\\g"):
+            oracle.put(name, b"1")
+        for prefix in ("", "a", ".kvshelf"):
+            names = [row.name for row in backend.list(prefix, hidden=True)]
+            assert backend.stat(names) == [1] * len(names)
+            assert ("a/x" in names) == (prefix != ".kvshelf")
+        assert (backend.folders(), backend.folders("a")) == (["a"], [])
+
     def test_only_some_folders_are_listed(self, backend: Backend, oracle: Oracle) -> None:
         """They are next to each other by name; those whose names begin alike are not the same."""
         temporary = ".0f.0123456789abcdef.tmp"
