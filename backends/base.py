@@ -448,6 +448,7 @@ class Backend(ABC):
         *,
         hidden: bool = False,
         between: tuple[str, str] | None = None,
+        flat: bool = False,
     ) -> Iterator[ObjectInfo]:
         """Stream all objects below the folder `prefix`, in any order.
 
@@ -466,6 +467,9 @@ class Backend(ABC):
         between : tuple of str, optional
             Only files and folders directly in `prefix` whose names lie behind the first of these,
             or, of folders, are equal to it, up to the last. Other folders are not opened.
+        flat : bool
+            Only objects directly in `prefix`. No other folder is opened: a storage with folders
+            never fails because of them.
 
         Raises
         ------

@@ -421,6 +421,7 @@ class GenericBackend(Backend):
         *,
         hidden: bool = False,
         between: tuple[str, str] | None = None,
+        flat: bool = False,
     ) -> Iterator[ObjectInfo]:
         """Stream all objects below `prefix`, with one listing per folder."""
         pending = [check_folder(prefix)]
@@ -430,7 +431,7 @@ class GenericBackend(Backend):
                 if between is not None and not between[0] <= base <= between[1]:
                     continue
                 if _is_folder(found):
-                    pending.append(name)
+                    pending += [] if flat else [name]
                 elif _is_file(found):
                     yield _object_info(name, found)
             between = None

@@ -414,10 +414,11 @@ class GuardedBackend(WrappedBackend):
         *,
         hidden: bool = False,
         between: tuple[str, str] | None = None,
+        flat: bool = False,
     ) -> Iterator[ObjectInfo]:
         """Stream the objects below a folder; every few of them have a deadline of their own."""
         with _Guarded(self, LIST, prefix, self.deadlines.read):
-            rows = iter(self.inner.list(prefix, hidden=hidden, between=between))
+            rows = iter(self.inner.list(prefix, hidden=hidden, between=between, flat=flat))
         while True:
             with _Guarded(self, LIST, prefix, self.deadlines.read):
                 some = [*itertools.islice(rows, _ROWS)]

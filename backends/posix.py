@@ -381,9 +381,10 @@ class PosixBackend(Backend):
         *,
         hidden: bool = False,
         between: tuple[str, str] | None = None,
+        flat: bool = False,
     ) -> Iterator[ObjectInfo]:
         """Stream all objects below `prefix`, one open folder at a time."""
-        return self._listing.walk(prefix, hidden, between)
+        return self._listing.walk(prefix, hidden, between, flat)
 
     def folders(self, prefix: str = "") -> Sequence[str]:
         """Names of the folders directly below `prefix`."""

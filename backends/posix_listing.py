@@ -37,6 +37,7 @@ class Listing:
         prefix: str,
         hidden: bool = False,
         between: tuple[str, str] | None = None,
+        flat: bool = False,
     ) -> Iterator[ObjectInfo]:
         """Stream the files below `prefix`, see :meth:`kvshelf.backends.base.Backend.list`."""
         check_folder(prefix)
@@ -51,7 +52,7 @@ class Listing:
                 whole = entry.name[0] == "." and final_name(entry.name) is not None
                 try:
                     if not whole and entry.is_dir(follow_symlinks=False):
-                        pending.append(start + entry.name)
+                        pending += [] if flat else [start + entry.name]
                     elif whole or entry.is_file(follow_symlinks=False):
                         found = entry.stat(follow_symlinks=False)
                         yield self.info(start + entry.name, found)

@@ -454,6 +454,7 @@ class S3Backend(Backend):
         *,
         hidden: bool = False,
         between: tuple[str, str] | None = None,
+        flat: bool = False,
     ) -> Iterator[ObjectInfo]:
         """Stream all objects below `prefix`, a thousand per request.
 
@@ -475,7 +476,7 @@ class S3Backend(Backend):
                     if behind and s3_quirks.ANY_ORDER not in self.client.quirks:
                         return
                     continue
-            if is_listed(name):
+            if is_listed(name) and not (flat and "/" in name):
                 yield row
 
     def _rows(self, prefix: str, after: str | None) -> Iterator[ObjectInfo]:

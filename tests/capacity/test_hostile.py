@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from kvshelf.capacity import keepers
 from kvshelf.capacity.visit import KEEPERS
 from kvshelf.cli.app import app
+from kvshelf.shelf.pins import PINS
 from tests.capacity.shelves import FMT, SIZE, Place, chunks
 from tests.server.serve_process import ServeProcess
 from tests.sim.memory import MemoryStorage
@@ -88,16 +89,26 @@ def sparse(root: Path) -> None:
     os.truncate(write(root, temporary, b""), 1 << 43)
 
 
-def deep(root: Path) -> None:
-    at = f"{FMT.namespace.folder}/_/ab/" + "/".join(["d" * 250] * 15)
-    (root / at).mkdir(parents=True)
-    folder = os.open(root / at, os.O_DIRECTORY)
-    for _ in range(3):
+def make_chain(path: Path) -> None:
+    """Make folders in each other of which the last have too long a path to be listed."""
+    path.mkdir(parents=True)
+    folder = os.open(path, os.O_DIRECTORY)
+    for _ in range(18):
         os.mkdir("d" * 250, dir_fd=folder)
         inner = os.open("d" * 250, os.O_DIRECTORY, dir_fd=folder)
         os.close(folder)
         folder = inner
     os.close(folder)
+
+
+def deep(root: Path) -> None:
+    make_chain(root / FMT.namespace.folder / "_/ab/d")
+
+
+def deep_in_reserved_folders(root: Path) -> None:
+    inner = f"{FMT.namespace.folder}/.kvshelf"
+    for place in (".kvshelf", KEEPERS, PINS, inner, f"{inner}/gave-up"):
+        make_chain(root / place / "d")
 
 
 def not_files(root: Path) -> None:
@@ -126,6 +137,7 @@ HOSTILE = [
     other_version,
     sparse,
     deep,
+    deep_in_reserved_folders,
     not_files,
     odd_names,
 ]

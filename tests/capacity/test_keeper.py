@@ -173,6 +173,16 @@ def test_visit_with_a_file_that_cannot_be_deleted_deletes_the_others(
     assert place.count("visit_errors") == 0 and keeper._trouble_until == 0
 
 
+def test_visit_that_fails_is_followed_by_one_of_another_slice(place: Place) -> None:
+    place.put(FMT, chunks(5), age=HOUR)
+    keeper, first = place.keeper(max_bytes=SIZE), 7
+    keeper._next = first
+    place.faults.add(Fault("folders", error=TransientStorageError(errno.EIO, "down", "x")))
+    with pytest.raises(TransientStorageError):
+        keeper._visit()
+    assert keeper._next == first + 1
+
+
 def test_who_may_not_delete_says_so_once_and_tries_again_in_an_hour(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:

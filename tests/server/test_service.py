@@ -516,7 +516,7 @@ def test_calls_go_to_the_storage(desk: Desk, shelf: Path) -> None:
     names = [name_of(FMT, chunk) for chunk in chunks]
     for chunk in chunks:
         put(shelf, FMT, chunk)
-    rows, more = call("list", folder, None, None)
+    rows, more = call("list", folder, None, None, False)
     assert more is None
     assert {row[0] for row in rows} == {*names, f"{folder}/namespace.json"}
     desk.fetch(B, names[:1], [SIZE])
@@ -537,7 +537,7 @@ def test_calls_go_to_the_storage(desk: Desk, shelf: Path) -> None:
         ("stat", ["a"], "PermanentStorageError"),
         ("close", [], "PermanentStorageError"),
         ("perform", ["a"], "PermanentStorageError"),
-        ("list", ["", 77, None], "PermanentStorageError"),
+        ("list", ["", 77, None, False], "PermanentStorageError"),
         ("write", [name_of(FMT, make_chunks(FMT, 1)[0]), "create"], "ObjectNameError"),
         ("watch", ["x"], "PermanentStorageError"),
     ],
@@ -556,7 +556,7 @@ def test_long_listings_come_in_pages(desk: Desk, shelf: Path) -> None:
     names: set[str] = set()
     more, pages = None, 0
     while more is not None or not pages:
-        rows, more = desk.ask("call", A, "list", ["many", more, None], b"").value
+        rows, more = desk.ask("call", A, "list", ["many", more, None, False], b"").value
         names |= {row[0] for row in rows}
         pages += 1
     assert len(names) == 2500

@@ -157,11 +157,12 @@ class MemoryStorage(Backend):
         *,
         hidden: bool = False,
         between: tuple[str, str] | None = None,
+        flat: bool = False,
     ) -> Iterator[ObjectInfo]:
         """List objects, folder by folder."""
         self._meet("list", prefix)
         rows = 0
-        for name, entry in self._walk(prefix, hidden, between):
+        for name, entry in self._walk(prefix, hidden, between, flat):
             if not rows % 1000:
                 self.lists += 1
             rows += 1
@@ -169,7 +170,11 @@ class MemoryStorage(Backend):
         self.lists += not rows
 
     def _walk(
-        self, folder: str, hidden: bool, between: tuple[str, str] | None = None
+        self,
+        folder: str,
+        hidden: bool,
+        between: tuple[str, str] | None = None,
+        flat: bool = False,
     ) -> Iterator[tuple[str, Entry]]:
         inner = []
         for base, entry in sorted(self._tree.get(folder, {}).items()):
@@ -182,7 +187,7 @@ class MemoryStorage(Backend):
                 inner.append(name)
             else:
                 yield name, entry
-        for name in inner:
+        for name in () if flat else inner:
             self._meet("list", name)
             yield from self._walk(name, hidden)
 

@@ -568,6 +568,9 @@ class BackendSuite:
                 f"a/{name}" for name in names if first <= name.partition("/")[0] <= last
             )
         assert list(backend.list("a", between=(".0", ".~"))) == []
+        for between, expected in ((None, {"0e", temporary}), ((".0", ".~"), {temporary})):
+            found = backend.list("a", hidden=True, between=between, flat=True)
+            assert {row.name for row in found} == {f"a/{name}" for name in expected}
         assert [row.name for row in backend.list(between=("b", "b"))] == ["b/0f/x"]
 
     # ---------------------------------------------------------------------------- other changes

@@ -531,10 +531,13 @@ class Keeper:
             self._refused, largest = False, self._largest
             self._more += self._keepers * self._written
             self._written = 0
-        part, listed = self._lister.visit(self._next, self._width, SLICE, now)
+        first = self._next
+        # What fails is not met again at once.
+        self._next = (first + self._width) % FANS
+        part, listed = self._lister.visit(first, self._width, SLICE, now)
+        self._next = (first + listed) % FANS
         if self._stops():
             return
-        self._next = (self._next + listed) % FANS
         self._width = min(FANS, max(1, -(-listed * SLICE // max(part.chunks, 1))))
         self._aged_at = time.monotonic()
         self._full_left = max(0, self._full_left - listed)

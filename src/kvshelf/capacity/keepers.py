@@ -40,7 +40,7 @@ _BYTES: Final = 4096
 
 def _markers(backend: Backend) -> list[ObjectInfo]:
     """Return the markers, the newest first."""
-    found = list(itertools.islice(backend.list(KEEPERS), MOST))
+    found = list(itertools.islice(backend.list(KEEPERS, flat=True), MOST))
     return sorted(found, key=_at, reverse=True)
 
 

@@ -522,7 +522,7 @@ class Lister:
         Raises
         ------
         StorageError
-            If the shelf itself cannot be listed, or none of its folders.
+            If the shelf itself cannot be listed, or none of its namespaces.
         """
         spaces = [name for name in self._backend.folders() if parse_namespace_folder(name)]
         self.groups = {space: self.groups[space] for space in spaces if space in self.groups}
@@ -535,8 +535,8 @@ class Lister:
             part.chunks += len({unit.key for unit in part.units[before:]})
             listed += width
             width = listed
-        if part.skipped and not part.seen:
-            raise next(iter(part.skipped.values()))
+        if spaces and part.skipped.keys() >= set(spaces):
+            raise part.skipped[spaces[0]]
         for space, names in part.groups.items():
             groups = self.groups.get(space, {})
             self.groups[space] = {name: groups.get(name, Group()) for name in names}
@@ -555,7 +555,7 @@ class Lister:
                 if self._stop():
                     return
         if first == 0:
-            self._add(RESERVED, now, part)
+            self._add_beside("", now, part)
 
     def whole(
         self, folders: Collection[str] | None, now: float, group: str | None = None
@@ -577,10 +577,7 @@ class Lister:
         """
         if folders is None:
             part = Part()
-            try:
-                self._add(RESERVED, now, part)
-            except StorageError as error:
-                part.skipped[RESERVED] = error
+            self._add_beside("", now, part)
             yield part
             folders = [name for name in self._backend.folders() if parse_namespace_folder(name)]
         for space in folders:
@@ -617,9 +614,9 @@ class Lister:
 
     def _groups(self, space: str, now: float, part: Part, *, beside: bool) -> Sequence[str]:
         """Return the folders of a namespace's groups; add what lies `beside` them."""
+        if beside:
+            self._add_beside(space, now, part)
         try:
-            if beside:
-                self._add(space, now, part, between=_HIDDEN)
             groups = self._backend.folders(space)
             part.groups[space] = set(groups)
             if beside and not groups:
@@ -643,11 +640,23 @@ class Lister:
             return (groups.get(group, Group()).files or math.inf) <= PAGE
         return sum(known.files or 0.0 for known in groups.values()) <= PAGE
 
-    def _add(
-        self, folder: str, now: float, part: Part, *, between: tuple[str, str] | None = None
-    ) -> None:
-        rows = self._backend.list(folder, hidden=True, between=between)
-        part.add_rows(itertools.islice(rows, _MOST_BESIDE), now, shared=False)
+    def _add_beside(self, space: str, now: float, part: Part) -> None:
+        """Add what lies beside the objects of a namespace; for "" beside all namespaces."""
+        backend, reserved = self._backend, f"{space}/{RESERVED}".lstrip("/")
+        places = [space or RESERVED]
+        # Where there are folders each can fail, and what lies deeper is nobody's.
+        flat = backend.properties.deletes_at_once == 1
+        if flat:
+            places += [reserved] if space else []
+            with contextlib.suppress(StorageError):
+                places += (f"{reserved}/{name}" for name in backend.folders(reserved))
+        for place in places:
+            between = _HIDDEN if place == space else None
+            try:
+                rows = backend.list(place, hidden=True, between=between, flat=flat)
+                part.add_rows(itertools.islice(rows, _MOST_BESIDE), now, shared=False)
+            except StorageError as error:
+                part.skipped[place] = error
 
     def _note_unused(self, space: str, part: Part) -> None:
         """Note a namespace in which there is nothing but its description."""
@@ -695,7 +704,8 @@ class Lister:
         for fan in fans:
             folder, part = f"{where}/{fan}", Part()
             try:
-                part.add_rows(self._paced(backend.list(folder, hidden=True)), now, shared=shared)
+                rows = self._paced(backend.list(folder, hidden=True, flat=True))
+                part.add_rows(rows, now, shared=shared)
             except StorageError as error:
                 part = Part(skipped={folder: error})
             else:

@@ -213,6 +213,7 @@ class ServedBackend(Backend):
         *,
         hidden: bool = False,
         between: tuple[str, str] | None = None,
+        flat: bool = False,
     ) -> Iterator[ObjectInfo]:
         """Stream the storage's listing, in pages."""
         check_folder(prefix)
@@ -220,7 +221,7 @@ class ServedBackend(Backend):
         method: messages.Method = "entries" if hidden else "list"
         number: int | None = None
         while True:
-            rows, number = self._call(method, prefix, number, between)
+            rows, number = self._call(method, prefix, number, between, flat)
             yield from itertools.starmap(ObjectInfo, rows)
             if number is None:
                 return

@@ -110,7 +110,7 @@ class Calls:
         StorageError
             If the storage failed.
         """
-        listing = tuple[str, int | None, tuple[str, str] | None]
+        listing = tuple[str, int | None, tuple[str, str] | None, bool]
         own: dict[str, tuple[Any, Callable[..., Any]]] = {
             "list": (listing, partial(self._list, client)),
             "entries": (listing, partial(self._list, client, hidden=True)),
@@ -158,12 +158,13 @@ class Calls:
         folder: str,
         number: int | None,
         between: tuple[str, str] | None,
+        flat: bool,
         *,
         hidden: bool = False,
     ) -> list[Any]:
         rows: Iterator[ObjectInfo] | None
         if number is None:
-            rows = self._backend.list(folder, hidden=hidden, between=between)
+            rows = self._backend.list(folder, hidden=hidden, between=between, flat=flat)
         else:
             with self._lock:
                 rows = self._listings.get(client, {}).pop(number, None)

@@ -346,7 +346,7 @@ def pin_file(name: str) -> str:
 
 def _files(backend: Backend) -> Iterator[tuple[str, int]]:
     """Yield names and sizes of the files of pins; what else lies there is skipped."""
-    for row in backend.list(PINS):
+    for row in backend.list(PINS, flat=True):
         folder, _, base = row.name.rpartition("/")
         name = base.removesuffix(".json")
         if folder == PINS and name != base and _NAME.fullmatch(name) is not None:
