@@ -108,6 +108,23 @@ def test_pins_keep_what_they_name_and_do_not_lift_the_bound(
     assert "of max_bytes" in caplog.text
 
 
+@pytest.mark.parametrize("middle", ["{index}t1", "4294967295"])
+def test_empty_file_with_the_name_of_a_pinned_chunk_takes_no_pin(place: Place, middle: str) -> None:
+    names = place.put(FMT, chunks(9), age=9 * DAY)
+    Pins.add(place.backend, "x", Pin(keys=[chunk.key for chunk in chunks(9)]))
+    for chunk in chunks(9):
+        name = f"{chunk.key.hex()}-{middle.format(index=chunk.index)}-0of1.safetensors"
+        folder = f"{FMT.namespace.folder}/_/{name[:2]}"
+        place.write(f"{folder}/{name}", b"", age=9 * DAY)
+    place.round(place.keeper())
+    assert set(names) <= place.objects()
+    # Nor is a chunk that is not pinned the first to go.
+    place.path(f"{PINS}/x.json").unlink()
+    place.round(place.keeper(max_bytes=8 * SIZE))
+    left = {name.split("-")[-2] for name in place.objects() & set(names)}
+    assert left == {str(index) for index in range(len(left))} and len(left) >= 6
+
+
 def test_while_pins_cannot_be_read_nothing_is_deleted(place: Place) -> None:
     names = place.put(FMT, chunks(5), age=9 * DAY)
     place.write(f"{PINS}/x.json")

@@ -257,13 +257,14 @@ def test_what_lies_beside_objects_is_told_apart(tmp_path: Path) -> None:
     place.write(f"{PINS}/x.json")
     place.write(f"{folder}/notes.txt")
     place.write(f"{folder}/_/aa/{temporary}")
-    os.truncate(place.write(f"{folder}/_/aa/{'ab' * 32}-0-0of2.safetensors"), 1 << 43)
+    for key in ("aa" * 32, "ab" * 32):
+        os.truncate(place.write(f"{folder}/_/aa/{key}-0-0of2.safetensors"), 1 << 43)
     found = Part()
     for part in Lister(place.backend).whole(None, place.now):
         found.join(part)
     assert {(one.kind, one.tail) for one in found.units} == {(FULL, False), (FULL, True)}
     told = Counter(one.reason for one in found.leftovers)
-    # A file of eight TiB is no object, and needs no space.
+    # A file of eight TiB is no object, and needs no space; without the name of one it is foreign.
     assert told[Reason.TEMPORARY] == 4 and told[Reason.MARKER] == told[Reason.RESERVED] == 1
     assert sum(one.nbytes for one in found.leftovers) < 1 << 20
 

@@ -430,7 +430,7 @@ class Part:
 
     def add_rows(self, rows: Iterable[ObjectInfo], now: float, *, shared: bool) -> None:
         """Add what is listed in one fan-out folder, or in a reserved one."""
-        found: dict[tuple[str, bytes, Kind], Unit] = {}
+        found: dict[tuple[str, bytes, Kind, int, int | None], Unit] = {}
         for info in rows:
             self.files += 1
             space, _, inner = info.name.partition("/")
@@ -438,7 +438,8 @@ class Part:
             if parsed is None or info.size > _MOST_BYTES:
                 self._add_other(space, inner, info)
                 continue
-            at = parsed.salt_group, parsed.key, parsed.kind
+            # No name decides about the objects of another one.
+            at = parsed.salt_group, parsed.key, parsed.kind, parsed.index, parsed.tail_tokens
             unit = found.get(at)
             if unit is None:
                 tail = parsed.tail_tokens is not None
@@ -457,7 +458,7 @@ class Part:
         changed = max(info.mtime, info.ctime or 0.0)
         folder, _, base = inner.rpartition("/")
         reason: Reason | None = None
-        if is_temporary(info.name) or info.size > _MOST_BYTES:
+        if is_temporary(info.name) or parse_object_name(inner) is not None:
             reason = Reason.TEMPORARY
         elif space == RESERVED:
             stays = info.name.startswith(f"{PINS}/") or info.name == TIER
