@@ -130,7 +130,7 @@ def test_the_file_is_that_of_the_format(backend: Backend, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"", "not JSON"),
+        (b"", "0 bytes; expected"),
         (b"\xff\xfe{", "not JSON"),
         (b"[" * 100_000, "not JSON"),
         (b"[]", "expected an object"),
@@ -150,7 +150,7 @@ def test_the_file_is_that_of_the_format(backend: Backend, tmp_path: Path) -> Non
         (b'{"version":1,"group":"_","until":true}', "expires at"),
         (b'{"version":1,"group":"_","until":"never"}', "expires at"),
         (b'{"version":1,"group":"_","until":1' + b"0" * 400 + b"}", "expires at"),
-        (b" " * (MAX_BYTES + 1), "bytes; expected at most"),
+        (b" " * (MAX_BYTES + 1), f"{MAX_BYTES + 1} bytes; expected"),
     ],
 )
 def test_a_file_that_is_no_pin_pins_nothing_and_is_named_once(
@@ -234,18 +234,31 @@ def test_what_else_lies_beside_pins_is_skipped(backend: Backend, tmp_path: Path)
     assert not pins.unreadable
 
 
-def test_pins_beyond_the_bound_of_all_pin_nothing(
-    backend: Backend, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("limit", "value"), [("MAX_TOTAL_BYTES", 150), ("MAX_PINS", 1)])
+def test_more_pins_than_are_read_pin_the_whole_shelf(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
 ) -> None:
     Pins.add(backend, "a", Pin(namespace=ONE))
     Pins.add(backend, "b", Pin(namespace=TWO))
-    size = len(Pin(namespace=ONE).to_bytes())
-    monkeypatch.setattr(pins_module, "MAX_TOTAL_BYTES", size * 2 - 1)
+    monkeypatch.setattr(pins_module, limit, value)
     pins = Pins.load(backend)
-    assert pins.all.keys() == {"a"}
-    assert "together" in pins.unreadable["b"]
+    assert pins.all.keys() == {"a"} and pins.covers(TWO, GROUP, key(1))
+    assert pins.problem is not None and "found more than" in pins.problem
     with pytest.raises(ConfigError, match="together"):
         Pins.add(backend, "c", Pin(namespace=TWO))
+
+
+def test_files_that_can_be_no_pins_take_the_place_of_none(backend: Backend, tmp_path: Path) -> None:
+    """64 sparse files are as large as all pins may be together."""
+    Pins.add(backend, "z", Pin(namespace=ONE))
+    for number in range(70):
+        path = tmp_path / "shelf" / pin_file(f"{number:03}")
+        path.touch()
+        os.truncate(path, number % 2 * (MAX_BYTES + 1))
+    faulty = FaultyStorage(backend)
+    pins = Pins.load(faulty)
+    assert pins.all.keys() == {"z"} and pins.problem is None
+    assert faulty.counts["open"] == 1
 
 
 def test_a_storage_that_does_not_answer_is_no_shelf_without_pins(backend: Backend) -> None:

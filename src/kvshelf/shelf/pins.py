@@ -10,7 +10,8 @@ Contracts
 * A damaged or expired pin pins nothing, and does not stop a visit. One that may not be read, or
   that a later version wrote, pins all of the namespace and group that can be read in it, or else of
   the shelf. A storage that does not answer is an error: without the pins nothing may be deleted.
-* What is read is bounded: 1 MiB for each pin, 64 MiB for all.
+* What is read is bounded: 1 MiB for each pin, 4096 pins, 64 MiB for all. More of them pin the whole
+  shelf. An empty file and one that is too large are not read.
 
 Threads
 -------
@@ -26,6 +27,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final
 
 from kvshelf.backends import Backend
@@ -43,7 +45,8 @@ _log: Final = RateLimitedLog(logger, lines=8)
 PINS: Final = ".kvshelf/pins"
 #: Most bytes of one pin.
 MAX_BYTES: Final = 1 << 20
-#: Most bytes of all pins; those that come after, by name, pin nothing.
+#: Most pins, and bytes of all of them; while there are more, all is pinned.
+MAX_PINS: Final = 4096
 MAX_TOTAL_BYTES: Final = 64 << 20
 _VERSION: Final = 1
 _FIELDS: Final = {"version", "namespace", "group", "keys", "until"}
@@ -245,12 +248,16 @@ class Pins:
         pins: dict[str, Pin] = {}
         unreadable: dict[str, str] = {}
         unknown: dict[str, tuple[Pin, str]] = {}
-        left = MAX_TOTAL_BYTES
-        for name, size in sorted(_files(backend)):
-            left -= min(size, MAX_BYTES)
-            if left < 0:
-                unreadable[name] = f"all pins together have more than {MAX_TOTAL_BYTES} bytes"
+        total = 0
+        for number, (name, size) in enumerate(sorted(islice(_files(backend), MAX_PINS + 1))):
+            if not 0 < size <= MAX_BYTES:
+                unreadable[name] = f"it has {size} bytes; expected 1 to {MAX_BYTES}"
                 continue
+            total += size
+            if number == MAX_PINS or total > MAX_TOTAL_BYTES:
+                most = f"{MAX_PINS} pins with {MAX_TOTAL_BYTES} bytes together"
+                unknown[name] = Pin(), f"found more than {most}"
+                break
             try:
                 pins[name] = Pin.from_bytes(read_small(backend, pin_file(name), MAX_BYTES))
             except ObjectMissingError:
@@ -289,11 +296,12 @@ class Pins:
         """
         check_pin_name(name)
         data = pin.to_bytes()
-        others = sum(min(size, MAX_BYTES) for other, size in _files(backend) if other != name)
-        if others + len(data) > MAX_TOTAL_BYTES:
+        others = [size for other, size in _files(backend) if other != name and size <= MAX_BYTES]
+        if len(others) >= MAX_PINS or sum(others) + len(data) > MAX_TOTAL_BYTES:
             raise ConfigError(
-                f"the other pins have {others} bytes, and this one {len(data)}; expected at most"
-                f" {MAX_TOTAL_BYTES} together: remove pins, or pin a namespace or a salt group"
+                f"the other {len(others)} pins have {sum(others)} bytes, and this one {len(data)};"
+                f" expected at most {MAX_PINS} pins with {MAX_TOTAL_BYTES} bytes together: remove"
+                " pins, or pin a namespace or a salt group"
             )
         if dry_run:
             return replace or probe(backend, pin_file(name)) is None
