@@ -19,7 +19,7 @@ to pay             the disk is nearly full, and a store was refused
 
 Without ``max_bytes`` a directory of which little is free pays for a store by deleting as many bytes
 as it writes, the oldest first, nothing used within an hour: the shelf stops growing, and does not
-shrink because others write to the disk.
+shrink because others write to the disk. Stores end where half of what they leave free is left.
 
 Contracts
 ---------
@@ -386,9 +386,10 @@ class Keeper:
             least = self._largest if left >= self._largest else 0
             self._free = max(left / 2, least, 0.0) if kept else math.inf
             full = self._free < max(self._largest, 1) or self._full_left > 0
-            self._pays = full and self._max_bytes is None and kept > 0
+            # What is deleted may free nothing: a backup may link to it, a snapshot may have it.
+            self._pays = full and self._max_bytes is None and space.free > kept / 2 > 0
             if self._pays:
-                self._free = max(0.0, paid)
+                self._free = max(0.0, min(paid, space.free - kept / 2))
             pays = self._pays
             if not full and self._why[0] == "free":
                 self._why = ("", "")
@@ -434,7 +435,8 @@ class Keeper:
             used = self._credit < max(self._granted / 2, meanwhile) or (
                 self._refused and self._credit < self._largest
             )
-            pays = self._pays and self._refused
+            pays_ahead = self._written and self._free < 2 * self._largest
+            pays = self._pays and (self._refused or pays_ahead)
         held, bound = self._used(), self._max_bytes
         rested = self._ended + self._cost * _REST - now
         # Where whole rounds found nothing to delete for stores, they wait for ages and for others,
@@ -608,12 +610,14 @@ class Keeper:
         part.units = [unit for unit in part.units if self._stuck.isdisjoint(unit.names)]
         kept = [bool(pins) and pins.covers(u.space, u.group, u.key) for u in part.units]
         same = same_age(self._evicts_after() or HOUR, self._resolution)
-        scores = [score(aged(unit, now), unit.index, same) for unit in part.units]
+        scores = [score(aged(unit, now), unit.place, same) for unit in part.units]
         cuts = self._move_cuts(part, scores, kept, now, max(share, 1 / _SMOOTH), largest)
         picked: list[Picked] = []
         for unit, scored, pinned in zip(part.units, scores, kept, strict=True):
             why = reason_to_delete(unit, rules, cuts, scored, old_at, pinned=pinned)
-            if why is not None:
+            # What pays for stores was not used within an hour.
+            pays = why is Reason.SIZE and self._max_bytes is None
+            if why is not None and not (pays and unit.used >= now - HOUR):
                 picked.append((unit, why))
         picked += (
             (leftover, leftover.reason)
@@ -668,8 +672,6 @@ class Keeper:
             ]
             owed = max(4 * largest - self._free, 0.0)
             cuts[""] = self._cut.move(old, owed, owed, weight)
-            if old:
-                cuts[""] = max(cuts[""], min(scored for scored, _ in old))
         return cuts
 
     def _count(self, outcome: Outcome) -> None:
@@ -683,6 +685,7 @@ class Keeper:
                 self._counters.add("leftovers_deleted", total.count)
         self._more -= sum(lost.nbytes for lost in outcome.lost.values())
         if self._pays:
+            self._looked_at = -math.inf
             with self._lock:
                 self._free += outcome.nbytes
                 self._changed.notify_all()

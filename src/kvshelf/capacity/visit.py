@@ -75,6 +75,8 @@ _HALF_DEPTH: Final = 64
 _DEPTH_PART: Final = 0.95
 #: A visit deletes at most so many times what it has to on average.
 _MOST_PART: Final = 2.0
+#: What the key adds to the place of a chunk at most.
+_TIE_PART: Final = 1e-3
 #: Width of a slice from which on it is cheaper to ask first which folders there are.
 _WIDE: Final = 16
 #: Deletions that fail, without one that does not, after which no more are tried.
@@ -153,6 +155,14 @@ class Unit:
     def where(self) -> str:
         """The folder of its salt group."""
         return f"{self.space}/{self.group}"
+
+    @property
+    def place(self) -> float:
+        """Its place in the order of eviction among units of one age: all may have the same time.
+
+        The key breaks ties. The beginning of the key says in which slice the unit is.
+        """
+        return self.index + _TIE_PART * int.from_bytes(self.key[4:8], "big") / 2**32
 
 
 class Leftover(NamedTuple):
@@ -287,21 +297,21 @@ def aged(unit: Unit, now: float) -> float:
     return max(now - unit.used, 0.0) * (1.0 if unit.hit else _NEVER_USED_AGES)
 
 
-def score(age: float, index: int, same: float) -> float:
+def score(age: float, place: float, same: float) -> float:
     """Return the score of a unit, in seconds; a larger one is evicted first.
 
     Parameters
     ----------
     age : float
         By how much it has :func:`aged`.
-    index : int
-        Its place in the prompt.
+    place : float
+        See :attr:`Unit.place`.
     same : float
         Seconds within which ages count as equal, and the place in the prompt decides. Of equal
         places the older goes first, so that few units have the same score.
     """
     equal, rest = divmod(age, same)
-    return same * (equal + _DEPTH_PART * index / (index + _HALF_DEPTH)) + (1 - _DEPTH_PART) * rest
+    return same * (equal + _DEPTH_PART * place / (place + _HALF_DEPTH)) + (1 - _DEPTH_PART) * rest
 
 
 def same_age(age: float, most: float) -> float:

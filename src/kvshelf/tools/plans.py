@@ -142,21 +142,21 @@ class _Group:
 
     Attributes
     ----------
-    aged, index, nbytes, files : array
+    aged, place, nbytes, files : array
         Of each unit, see :func:`kvshelf.capacity.visit.score`.
     held : int
         Bytes of all units, also of those that it may not delete.
     """
 
     aged: array[float] = field(default_factory=lambda: array("d"))
-    index: array[int] = field(default_factory=lambda: array("I"))
+    place: array[float] = field(default_factory=lambda: array("d"))
     nbytes: array[int] = field(default_factory=lambda: array("q"))
     files: array[int] = field(default_factory=lambda: array("I"))
     held: int = 0
 
     def add(self, unit: Unit, now: float) -> None:
         self.aged.append(aged(unit, now))
-        self.index.append(unit.index)
+        self.place.append(unit.place)
         self.nbytes.append(unit.nbytes)
         self.files.append(len(unit.names))
 
@@ -241,7 +241,7 @@ def _decide(
 
 
 def _reason(plan: Plan, unit: Unit, rules: Rules) -> Reason | None:
-    scored = score(aged(unit, plan.now), unit.index, plan.same)
+    scored = score(aged(unit, plan.now), unit.place, plan.same)
     return reason_to_delete(unit, rules, plan.cuts, scored, plan.old_at, pinned=plan.pins_it(unit))
 
 
@@ -277,7 +277,7 @@ def _cut(plan: Plan, groups: dict[str, _Group]) -> None:
     bound, quota = plan.max_bytes, plan.group_max_bytes
     left: list[_Columns] = []
     for where, one in groups.items():
-        scores = np.fromiter(map(score, one.aged, one.index, repeat(plan.same)), float)
+        scores = np.fromiter(map(score, one.aged, one.place, repeat(plan.same)), float)
         columns = scores, np.asarray(one.nbytes), np.asarray(one.files)
         if quota is not None and not where.endswith("/_"):
             columns = _take(plan, where, Reason.GROUP, columns, one.held - LOW * quota)
