@@ -193,7 +193,7 @@ class ObjectInfo(NamedTuple):
 
     `ctime` is the last change of the entry itself (its times, links, owner), where that is known.
     `held` is the bytes that the storage holds for it, which every backend sets: fewer than `size`
-    where a file has holes.
+    where a file has holes, or several links.
     """
 
     # Not a dataclass, which takes four times as long to make: a listing has millions of rows.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -29,7 +30,7 @@ class Listing:
     def __init__(self, root: Root, folders: Folders, mount: Mount) -> None:
         self._root = root
         self._folders = folders
-        # Some FUSE programs say 0 for every file.
+        # Some FUSE programs say 0 for every file: until they say more, sizes count.
         self._counts_blocks = not mount.kind.startswith("fuse")
 
     def walk(
@@ -70,10 +71,14 @@ class Listing:
 
     def info(self, name: str, found: os.stat_result) -> ObjectInfo:
         """Return the row of a listing."""
-        held = found.st_size
+        held, blocks = found.st_size, found.st_blocks * 512
+        if stat.S_ISREG(found.st_mode) and 0 < held <= blocks:
+            self._counts_blocks = True
         if self._counts_blocks:
             # A small file may lie in its entry, and a block of a large one be used in part.
-            held = min(held, found.st_blocks * 512 + 4096)
+            held = min(held, blocks + 4096)
+        # Each link has its part.
+        held //= max(found.st_nlink, 1)
         return ObjectInfo(name, found.st_size, found.st_mtime, found.st_atime, found.st_ctime, held)
 
     def _scan(self, folder: str, hidden: bool = False) -> Iterator[os.DirEntry[str]]:

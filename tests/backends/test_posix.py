@@ -810,3 +810,26 @@ def test_the_root_is_entered_before_it_is_looked_at(
     monkeypatch.setattr(posix_folders, "enter", lambda path: Path(path).mkdir(mode=0o750))
     assert PosixBackend(root).write("o", [b"x"]) is WriteResult.CREATED
     assert stat.S_IMODE((root / "o").stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize("mount", ["ext4", "fuse.program"])
+def test_sparse_and_linked_files_hold_fewer_bytes_than_their_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mount: str
+) -> None:
+    """On FUSE blocks count once a file shows that its program reports them."""
+    monkeypatch.setattr(posix_mount, "find_mount", lambda _: Mount(mount))
+    backend = PosixBackend(tmp_path)
+
+    def held(name: str) -> int:
+        info = backend.info(name)
+        assert info is not None
+        return info.held
+
+    (tmp_path / "sparse").touch()
+    os.truncate(tmp_path / "sparse", 1 << 40)
+    assert (held("sparse") < 1 << 20) == (mount == "ext4")
+    backend.write("whole", [bytes(1 << 20)])
+    assert held("whole") == 1 << 20
+    assert held("sparse") < 1 << 20
+    os.link(tmp_path / "whole", tmp_path / "link")
+    assert held("whole") == held("link") == 1 << 19

@@ -101,6 +101,13 @@ def make_chain(path: Path) -> None:
     os.close(folder)
 
 
+def hard_links(root: Path) -> None:
+    folder = f"x-{TAG}/_/aa"
+    first = write(root, f"{folder}/{'aa' * 32}-0-0of1.safetensors", bytes(10 * SIZE))
+    for index in range(1, 300):
+        os.link(first, root / folder / f"{'aa' * 32}-{index}-0of1.safetensors")
+
+
 def deep(root: Path) -> None:
     make_chain(root / FMT.namespace.folder / "_/ab/d")
 
@@ -136,6 +143,7 @@ HOSTILE = [
     no_windows,
     other_version,
     sparse,
+    hard_links,
     deep,
     deep_in_reserved_folders,
     not_files,

@@ -95,6 +95,17 @@ def test_a_group_has_a_quota_and_pushes_out_no_other(place: Place) -> None:
     assert 8 <= sum(f"/{GROUP}/" in name for name in left) / FMT.shards <= 9.3
 
 
+def test_more_than_the_storage_says_is_used_is_not_believed(fleet: Fleet) -> None:
+    """Files may share their blocks in ways that no listing shows, or have holes."""
+    fill(fleet, 50, HOUR)
+    fleet.storage.put(f"{NAMESPACE}/_/ab/{'ab' * 32}-0-0of1.safetensors", 60 * GIB)
+    fleet.storage.free = lambda: Space(1000 * MIB - (fleet.storage.nbytes - 60 * GIB), 1000 * MIB)
+    writer = fleet.add(1.0, max_bytes=100 * MIB)
+    fleet.run(20)
+    assert fleet.count("shelf_evicted_objects") == 0 and not writer.dropped
+    assert writer.counters.gauges()["shelf_used_bytes"] <= 75 * MIB
+
+
 def test_pins_keep_what_they_name_and_do_not_lift_the_bound(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:

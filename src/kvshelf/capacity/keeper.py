@@ -178,8 +178,9 @@ class Keeper:
         self._next = secrets.randbelow(FANS)
         #: Folders of a slice, as the last visit had them.
         self._width = 1
-        #: Estimated bytes of all groups, and the cut of the whole shelf.
+        #: Estimated bytes of all groups, the bytes used on the storage, the cut of the whole shelf.
         self._sum = 0.0
+        self._taken = math.inf
         self._cut = Cut()
         #: Bytes that came since they were estimated, if the others write as much as this process.
         self._more = 0.0
@@ -379,6 +380,7 @@ class Keeper:
             return
         kept = least_free(space)
         self._counters.set_gauge("storage_free_bytes", space.free)
+        self._taken = space.total - space.free if space.total else math.inf
         with self._lock:
             left = space.free - kept - self._begun
             paid = self._free if self._pays else 0.0
@@ -581,8 +583,8 @@ class Keeper:
             break
 
     def _used(self) -> float:
-        """Return the estimated bytes of all objects on the shelf."""
-        return max(0.0, self._sum + self._more)
+        """Return the estimated bytes of all objects: never more than the storage says is used."""
+        return max(0.0, min(self._sum + self._more, self._taken))
 
     def _note_held(self, part: Part, share: float) -> None:
         """Update the estimated bytes of each group by what a share of the shelf has."""
