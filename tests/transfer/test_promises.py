@@ -75,7 +75,7 @@ def test_a_promise_is_broken_when_a_store_fails_or_is_lost(
 ) -> None:
     promises.watch(ONE)(chunk(), result)
     promises.close(PATIENCE)
-    broken = result in (StoreResult.FAILED, StoreResult.LOST)
+    broken = result.value in ("failed", "dropped", "lost")
     assert marked(rig) == ({ONE} if broken else set())
 
 
@@ -264,7 +264,7 @@ class StagingIsShort(RuleBasedStateMachine):
         done = self.promises.watch(attempt)
 
         def ended(chunk: Chunk, result: StoreResult) -> None:
-            bad = result in (StoreResult.FAILED, StoreResult.LOST)
+            bad = result.value in ("failed", "dropped", "lost")
             (self.broken if bad else self.kept).add(attempt)
             done(chunk, result)
 

@@ -438,7 +438,7 @@ def test_a_store_that_fails_takes_those_behind_it_out_of_the_queue(
     gate.set()
     assert rig.transfer.drain(PATIENCE) == 0
     until(lambda: len(ended) == 4)
-    assert ended == ["0 published", "1 failed", "2 failed", "3 failed"]
+    assert ended == ["0 published", "1 failed", "2 dropped", "3 dropped"]
     assert rig.count("dropped_chunks_error") == 1
     assert rig.count("dropped_chunks_parent_dropped") == 2
     assert not rig.path(chunks[3], 0).exists()

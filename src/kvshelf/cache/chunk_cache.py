@@ -48,12 +48,12 @@ from kvshelf.cache.operations import (
 )
 from kvshelf.cache.parts import KindParts, Shared
 from kvshelf.cache.prompts import (
-    PLAIN,
     ChunkKey,
     KVLike,
     Mask,
     PromptIdentity,
     Tokens,
+    identity_of,
     require,
     tiers_of,
 )
@@ -309,7 +309,7 @@ class ChunkCache:
         self,
         tokens: Tokens | None = None,
         *,
-        identity: PromptIdentity = PLAIN,
+        identity: PromptIdentity | None = None,
         timeout: float | None = None,
     ) -> int:
         """Return how many leading tokens of a prompt an engine could load, of all kinds.
@@ -337,7 +337,7 @@ class ChunkCache:
         tokens: Tokens | None = None,
         state: Mapping[str, Tensor] | None = None,
         *,
-        identity: PromptIdentity = PLAIN,
+        identity: PromptIdentity | None = None,
         timeout: float | None = None,
     ) -> StoreReport:
         """Store the state after the last of `tokens`, unless it is on the shelf.
@@ -374,7 +374,7 @@ class ChunkCache:
         self,
         tokens: Tokens | None = None,
         *,
-        identity: PromptIdentity = PLAIN,
+        identity: PromptIdentity | None = None,
         timeout: float | None = None,
     ) -> dict[str, Tensor] | None:
         """Load the state after the last of `tokens`.
@@ -436,7 +436,7 @@ class ChunkCache:
         tokens: Tokens | None = None,
         mask: Mask = None,
         *,
-        identity: PromptIdentity = PLAIN,
+        identity: PromptIdentity | None = None,
     ) -> list[ChunkKey]:
         """Return the whole chunks of a prompt that `mask` selects, with their keys.
 
@@ -466,7 +466,7 @@ class ChunkCache:
         tokens: Tokens | None = None,
         *,
         tiers: Collection[str] | None = None,
-        identity: PromptIdentity = PLAIN,
+        identity: PromptIdentity | None = None,
         timeout: float | None = None,
     ) -> int:
         """Return how many leading tokens of a prompt can be retrieved.
@@ -498,7 +498,7 @@ class ChunkCache:
         tokens: Tokens | None = None,
         *,
         tiers: Collection[str] | None = None,
-        identity: PromptIdentity = PLAIN,
+        identity: PromptIdentity | None = None,
     ) -> Handle[int]:
         """Start :meth:`lookup` in the background: the same arguments and errors, no timeout."""
         prompt = self._parts.prompt("lookup", tokens, None, identity)
@@ -514,7 +514,7 @@ class ChunkCache:
         kv: KVLike | None = None,
         *,
         slot_mapping: Tensor | None = None,
-        identity: PromptIdentity = PLAIN,
+        identity: PromptIdentity | None = None,
         timeout: float | None = None,
     ) -> StoreReport:
         """Store the whole chunks of a prompt that are not on the shelf; wait until they are stored.
@@ -553,7 +553,7 @@ class ChunkCache:
         kv: KVLike | None = None,
         *,
         slot_mapping: Tensor | None = None,
-        identity: PromptIdentity = PLAIN,
+        identity: PromptIdentity | None = None,
     ) -> Handle[StoreReport]:
         """Copy the whole chunks of a prompt and store them in the background.
 
@@ -572,7 +572,7 @@ class ChunkCache:
         kv: KVLike | None = None,
         *,
         slot_mapping: Tensor | None = None,
-        identity: PromptIdentity = PLAIN,
+        identity: PromptIdentity | None = None,
         timeout: float | None = None,
     ) -> Tensor:
         """Load the leading whole chunks of a prompt into the caller's memory.
@@ -613,7 +613,7 @@ class ChunkCache:
         kv: KVLike | None = None,
         *,
         slot_mapping: Tensor | None = None,
-        identity: PromptIdentity = PLAIN,
+        identity: PromptIdentity | None = None,
     ) -> Handle[Tensor]:
         """Start :meth:`retrieve` in the background: the same arguments and errors, no timeout.
 
@@ -627,7 +627,7 @@ class ChunkCache:
         tokens: Tokens | None = None,
         mask: Mask = None,
         *,
-        identity: PromptIdentity = PLAIN,
+        identity: PromptIdentity | None = None,
         timeout: float | None = None,
     ) -> int:
         """Load the leading whole chunks of a prompt into memory, for a later retrieve.
@@ -657,7 +657,7 @@ class ChunkCache:
         tokens: Tokens | None = None,
         mask: Mask = None,
         *,
-        identity: PromptIdentity = PLAIN,
+        identity: PromptIdentity | None = None,
     ) -> Handle[int]:
         """Start :meth:`prefetch` in the background: the same arguments and errors, no timeout.
 
@@ -673,7 +673,7 @@ class ChunkCache:
         key: ChunkKey,
         *,
         tiers: Collection[str] | None = None,
-        identity: PromptIdentity = PLAIN,
+        identity: PromptIdentity | None = None,
     ) -> bool:
         """Remove the objects of one chunk. A store of it that is running may bring it back.
 
@@ -685,7 +685,7 @@ class ChunkCache:
             See :meth:`chunk_keys`. Of several kinds, the one of this cache is removed.
         tiers : Collection[str], optional
             Where to remove it, see :meth:`lookup`; everywhere by default.
-        identity : PromptIdentity
+        identity : PromptIdentity, optional
             That of the prompt: with ``group_by_salt`` it names the folder.
 
         Returns
@@ -700,9 +700,8 @@ class ChunkCache:
         """
         self._shared.check_open()
         require("key", key, ChunkKey)
-        require("identity", identity, PromptIdentity)
         size = self.chunk_size
-        group = self._parts.chain(identity).salt_group
+        group = self._parts.chain(identity_of(identity)).salt_group
         chunk = Chunk(key.key, bytes(32), key.start // size, size, salt_group=group)
         return self._parts.remove(chunk, tiers_of(tiers))
 

@@ -50,7 +50,8 @@ class StoreReport:
     existed : int
         On the shelf since before this store.
     dropped : int
-        Not copied: staging was full, or the storage is read-only.
+        Not stored: staging was full, a bound left no room, the storage is read-only, or a chunk
+        before it was not stored.
     failed : int
         Not published: the storage refused the write or failed.
     pending : int
@@ -366,11 +367,11 @@ class _Storing:
                 self.count("existed" if outcome is StoreOutcome.KNOWN else "dropped")
 
     def _on_chunk_done(self, chunk: Chunk, result: StoreResult) -> None:
-        lost = result in (StoreResult.FAILED, StoreResult.LOST)
-        if not lost:
+        if result.is_stored:
             self._parts.shared.failed.forget(self._parts.kind_key(chunk))
-        existed = result is StoreResult.EXISTED
-        self.count("failed" if lost else "existed" if existed else "published")
+            self.count("existed" if result is StoreResult.EXISTED else "published")
+        else:
+            self.count("dropped" if result is StoreResult.DROPPED else "failed")
 
     def _report(self) -> StoreReport:
         with self._lock:

@@ -31,7 +31,7 @@ from kvshelf.cache.prompts import (
     Tokens,
     false_run,
     form_of,
-    require,
+    identity_of,
     token_ids,
 )
 from kvshelf.capacity.uses import Uses
@@ -161,7 +161,7 @@ class KindParts:
     # ------------------------------------------------------------- keys
 
     def prompt(
-        self, method: str, tokens: Tokens | None, mask: Mask, identity: PromptIdentity
+        self, method: str, tokens: Tokens | None, mask: Mask, identity: PromptIdentity | None
     ) -> Prompt:
         """Return the prompt that a call of `method` was given.
 
@@ -171,12 +171,12 @@ class KindParts:
             If tokens are missing or are not token ids, or the mask does not fit them.
         """
         self.shared.check_open()
-        require("identity", identity, PromptIdentity)
+        given = identity_of(identity)
         if tokens is None:
             raise ValueError(f"{method}() needs tokens, which is missing")
         ids, size = token_ids(tokens), self.fmt.chunk_size
         first = 0 if mask is None else false_run(mask, len(ids), size) // size
-        return Prompt(ids, first, size, partial(self.chain, identity))
+        return Prompt(ids, first, size, partial(self.chain, given))
 
     def chain(self, identity: PromptIdentity) -> KeyChain:
         """Return the keys of a prompt, still without tokens."""

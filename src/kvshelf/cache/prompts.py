@@ -73,6 +73,15 @@ class PromptIdentity:
 PLAIN: Final = PromptIdentity()
 
 
+def identity_of(value: object) -> PromptIdentity:
+    """Return the identity that a call was given; None stands for a prompt of tokens alone."""
+    if value is None:
+        return PLAIN
+    require("identity", value, PromptIdentity)
+    assert isinstance(value, PromptIdentity)
+    return value
+
+
 class ChunkKey(NamedTuple):
     """A chunk of a prompt: tokens [start, end) and the chunk's key."""
 

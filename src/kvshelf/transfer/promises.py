@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 _BROKEN_MEMORY: Final = 4096
 #: Most markers that wait to be written.
 _MOST_QUEUED: Final = 1024
-_LOST: Final = frozenset((StoreResult.FAILED, StoreResult.LOST))
 
 
 class Promises:
@@ -100,7 +99,7 @@ class Promises:
             self.give_up(attempt)
 
     def _ended(self, attempt: str, chunk: Chunk, result: StoreResult) -> None:
-        if result not in _LOST:
+        if result.is_stored:
             self.unmarked = False
         elif attempt:
             self.give_up(attempt)

@@ -83,8 +83,15 @@ class StoreResult(Enum):
     EXISTED = "existed"
     REPAIRED = "repaired"
     FAILED = "failed"
+    #: A bound of the shelf left no room for it, or the chunk before it was not stored.
+    DROPPED = "dropped"
     #: The stores were closed before.
     LOST = "lost"
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the chunk is on the shelf."""
+        return self in (StoreResult.PUBLISHED, StoreResult.EXISTED, StoreResult.REPAIRED)
 
 
 OnStored = Callable[[Chunk, StoreResult], None]
@@ -291,11 +298,14 @@ class Stores(TransferHalf):
                 job.pending.wait()
                 if self.known.follows_dropped(job.chunk, job.seen):
                     self._context.count("dropped_chunks_parent_dropped")
+                    result = StoreResult.DROPPED
                 else:
                     with trace_range("kvshelf store"):
                         result = self._publish(job)
             except Exception as error:  # noqa: BLE001 - the thread must go on
                 self._store_failed(job, error)
+                if isinstance(error, BoundReachedError):
+                    result = StoreResult.DROPPED
             finally:
                 self._staging.release(*job.buffers)
                 self._end(threading.get_ident(), job, result)
@@ -374,7 +384,7 @@ class Stores(TransferHalf):
         with self._lock:
             if self._running.get(thread) is job:
                 del self._running[thread]
-            if result is not StoreResult.FAILED:
+            if result.is_stored:
                 self.known.note_published(job.chunk.key)
                 if job.repair:
                     self.known.note_repaired(job.chunk.key)
