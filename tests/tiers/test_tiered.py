@@ -26,6 +26,7 @@ from kvshelf.backends import Backend
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.cli.app import app
+from kvshelf.config import Config, DiskTierConfig
 from kvshelf.errors import (
     ConfigError,
     NoSpaceStorageError,
@@ -42,7 +43,7 @@ from kvshelf.shelf.view import ObjectRef
 from kvshelf.tiers import disk_tier as tier_module
 from kvshelf.tiers import tiered
 from kvshelf.tiers.disk_tier import DiskTier
-from kvshelf.tiers.tiered import TieredShelf, open_late
+from kvshelf.tiers.tiered import TieredShelf, open_configured, open_late
 from kvshelf.transfer.stores import StoreOutcome
 from tests.faults import tier_child
 from tests.sim.storage import FAR, Fault, FaultyStorage, posix
@@ -716,6 +717,19 @@ def test_a_tier_that_opens_after_it_was_closed_is_closed(
     assert not tier.available
 
 
+@pytest.mark.parametrize("with_tier", [False, True])
+@pytest.mark.parametrize("late", [False, True])
+def test_shelf_with_the_directory_of_a_disk_tier_is_refused(
+    tmp_path: Path, late: bool, with_tier: bool
+) -> None:
+    with closing(DiskTier(tmp_path / "tier", ROOM, open_seconds=PATIENCE)):
+        pass
+    near = DiskTierConfig(path=str(tmp_path / "near"), max_bytes=ROOM) if with_tier else None
+    config = Config(shared_storage_path=str(tmp_path / "tier"), disk_tier=near)
+    with pytest.raises(ConfigError, match="is the directory of a disk tier"):
+        open_configured(str(tmp_path / "tier"), config, Counters(), late=late)
+
+
 def test_a_file_in_place_of_the_tier_is_a_mistake(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a directory")
     with pytest.raises(ConfigError, match="not a directory"):
@@ -737,10 +751,15 @@ def test_a_tier_that_is_the_shelf_by_another_name_removes_nothing(
     with closing(Rig(posix(root), fmt=FMT)) as rig:
         rig.put(chunks)
     before = files(root)
-    for folder in {root, (root / within).resolve()}:
-        # Otherwise it is refused as a shelf of its own.
-        (folder / ".kvshelf").mkdir(parents=True, exist_ok=True)
-        (folder / ".kvshelf" / "tier").touch()
+
+    def mark() -> None:
+        """Otherwise it is refused as a shelf of its own."""
+        for folder in {root, (root / within).resolve()}:
+            (folder / ".kvshelf").mkdir(parents=True, exist_ok=True)
+            (folder / ".kvshelf" / "tier").touch()
+
+    if order != "shelf first":
+        mark()
     (root / "near").mkdir(exist_ok=True)
     (tmp_path / "link").symlink_to((root / within).resolve())
     seconds = PATIENCE
@@ -752,6 +771,7 @@ def test_a_tier_that_is_the_shelf_by_another_name_removes_nothing(
                 open_late(f"file://{root}", tier)
         elif order == "shelf first":
             shelf = open_late(f"file://{root}", tier)
+            mark()
             go.set()
             until(lambda: "a directory of its own" in caplog.text)
             shelf.close()

@@ -49,6 +49,22 @@ def mark(directory: Backend) -> None:
         directory.write(TIER, [b""])
 
 
+def refuse_tier(backend: Backend) -> None:
+    """Refuse a shelf that is the directory of a disk tier: what is stored there is evicted.
+
+    Raises
+    ------
+    ConfigError
+    """
+    root = _root_of(backend)
+    if root is not None and os.path.lexists(os.path.join(root, TIER)):
+        raise ConfigError(
+            f"the shelf {root} is the directory of a disk tier, which evicts objects when it is"
+            f" full: give shared_storage_path another directory. If it is a tier no longer, delete"
+            f" {TIER} in it"
+        )
+
+
 def share_files(one: Backend, other: Backend) -> bool:
     """Whether both are directories, and one is the other or lies in it, by whatever path."""
     root, other_root = _root_of(one), _root_of(other)

@@ -43,6 +43,7 @@ from kvshelf.shelf.view import (
     Presence,
     ShelfView,
 )
+from kvshelf.tiers.directories import refuse_tier
 from kvshelf.urls import shown_url
 
 if TYPE_CHECKING:
@@ -339,6 +340,7 @@ def open_late(
         try:
             if tier is not None:
                 tier.check_disjoint(opened)
+            refuse_tier(opened)
         except BaseException:
             opened.close()
             raise
@@ -403,14 +405,17 @@ def open_configured(
         "counters": counters,
     }
     place = config.disk_tier
-    if place is None:
-        shelf = open_late(url, None, **options) if late else open_shelf(url, **options)
-        return shelf, None
-    # It needs torch, and most engines do not need it.
-    from kvshelf.tiers.disk_tier import DiskTier
-
-    begin = time.monotonic()
     with contextlib.ExitStack() as undo:
+        if place is None:
+            shelf = open_late(url, None, **options) if late else open_shelf(url, **options)
+            undo.callback(shelf.close)
+            refuse_tier(shelf.backend)
+            undo.pop_all()
+            return shelf, None
+        # It needs torch, and most engines do not need it.
+        from kvshelf.tiers.disk_tier import DiskTier
+
+        begin = time.monotonic()
         tier = DiskTier(
             place.path,
             place.max_bytes,
