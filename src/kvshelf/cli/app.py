@@ -7,7 +7,9 @@ module of a command is imported when that command is run or completed, not for t
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+from collections.abc import Iterator
 from typing import Annotated, Any, Final
 
 import typer
@@ -33,7 +35,7 @@ COMMANDS: Final = {
     ),
     "rm": ("Delete chosen objects.", "/mnt/kv --unused-for 2w --yes"),
     "pin": (
-        "Keep chunks from being deleted; list and remove pins.",
+        "Keep chunks from being deleted; remove pins (`ls` lists them).",
         "/mnt/kv system-prompts prompts.jsonl --until 7d",
     ),
     "seed": (
@@ -50,8 +52,9 @@ class _Commands(TyperGroup):
 
     _listing = False
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(COMMANDS)
+    def __init__(self, **attributes: Any) -> None:
+        # Of their names typer makes the help, and what it suggests for a misspelt one.
+        super().__init__(**attributes | {"commands": dict.fromkeys(COMMANDS)})
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
@@ -71,13 +74,35 @@ class _Commands(TyperGroup):
         super().format_help(ctx, formatter)
         self._listing = False
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] == "help":
+            args = [*args[1:2], "--help"]
+        if args[0] == "--help":
+            typer.echo(ctx.get_help())
+            ctx.exit()
+        return super().resolve_command(ctx, args)
+
     def make_context(self, *args: Any, **more: Any) -> Any:
-        with in_one_line():
+        with in_one_line(), _told():
             return super().make_context(*args, **more)
 
     def invoke(self, ctx: Any) -> Any:
-        with in_one_line():
+        with in_one_line(), _told():
             return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Say more than typer of options that only stand behind a command, less of values."""
+    try:
+        yield
+    except Exception as raised:
+        error: Any = raised
+        if getattr(error, "option_name", None) in ("--yes", "--dry-run", "--json", "--namespace"):
+            error.message += "; if the command has it, write it behind the command's name"
+        elif hasattr(error, "message"):
+            error.message = error.message.replace("Value error, ", "")
+        raise
 
 
 app = typer.Typer(

@@ -26,6 +26,7 @@ EXIT_CODES: Final = {
     USAGE: "the command line or the configuration cannot be used",
     UNREACHABLE: "the shelf cannot be reached",
     UNEXPECTED: "the command met something that kvshelf does not expect",
+    INTERRUPTED: "the command was interrupted",
 }
 
 

@@ -64,11 +64,18 @@ def option(name: str, metavar: str, about: str, short: str = "", **more: Any) ->
     return typer.Option(*names, metavar=metavar, help=about, show_default=False, **more)
 
 
+# All commands that change something take both. They differ in what they do without either.
 YesOption: TypeAlias = Annotated[
-    bool, typer.Option("--yes", "-y", help="Do it; without it nothing is changed.")
+    bool,
+    typer.Option(
+        "--yes/--dry-run", "-y", help="Do it, or only say what would be done, which is the default."
+    ),
 ]
 DryRunOption: TypeAlias = Annotated[
-    bool, typer.Option("--dry-run", help="Only say what would be done; change nothing.")
+    bool,
+    typer.Option(
+        "--dry-run/--yes", help="Only say what would be done, or do it, which is the default."
+    ),
 ]
 JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="Write JSON.")]
 
@@ -207,9 +214,9 @@ def tell_skipped(skipped: Mapping[str, StorageError]) -> None:
         message(f"{number(more, 'more folder')} cannot be listed")
 
 
-def interruption() -> typer.Exit:
-    """Print how to continue; return the exit after an interrupt."""
-    message("interrupted; start it again to continue")
+def interruption(again: str) -> typer.Exit:
+    """Print what it does when it is started again; return the exit after an interrupt."""
+    message(f"interrupted; start it again {again}")
     return typer.Exit(INTERRUPTED)
 
 

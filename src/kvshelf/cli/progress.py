@@ -36,6 +36,7 @@ class Display:
         self._problems: list[dict[str, Any]] = []
         self._left_out = 0
         self._listed = 0
+        self._begun = False
         self._json = as_json
         self._doing = doing
         self._bar: Any = None
@@ -62,6 +63,7 @@ class Display:
 
     def show(self, done: int, total: int, nbytes: int | None = None) -> None:
         """Show how many things of how many are done, and the bytes of them."""
+        self._begun = True
         amount = "" if nbytes is None else f", {size_text(nbytes)}"
         self.stage(f"{self._doing}: {done}/{total}{amount}", completed=done, total=total)
 
@@ -87,6 +89,7 @@ class Display:
         row: Callable[[], dict[str, Any]],
         summary: Callable[[], str],
         complete: Callable[[], bool],
+        again: str = "to continue",
     ) -> None:
         """Do the work of a command, write what was done however it ends, and end the command.
 
@@ -97,9 +100,12 @@ class Display:
         row : Callable
             Returns the JSON object, without problems.
         summary : Callable
-            Returns the text that is written without ``--json``.
+            Returns the text that is written without ``--json``, unless the work failed before it
+            began.
         complete : Callable
             Returns whether all went well.
+        again : str
+            Why the command is started again after an interrupt.
 
         Raises
         ------
@@ -111,14 +117,14 @@ class Display:
             with self:
                 work()
         except KeyboardInterrupt:
-            ended, interrupted = interruption(), True
+            ended, interrupted = interruption(again), True
         except StorageError as error:
             message(told(error))
             ended = typer.Exit(exit_code(error))
         if self._json:
             more = {"interrupted": interrupted, "problems": self._problems}
             write_json(row() | more | {"problems_left_out": self._left_out})
-        else:
+        elif ended is None or self._begun:
             write_out(summary())
         if ended is None and not complete():
             ended = typer.Exit(PROBLEM)

@@ -50,8 +50,8 @@ def verify(
         list[str] | None,
         typer.Argument(
             metavar="OBJECT",
-            help="Only these: paths, names inside the shelf, or keys or how these begin, of which"
-            " all objects are meant.",
+            help="Check only these objects: each a path, a name inside the shelf, or a key or its"
+            " first characters, which mean all objects of that key.",
             show_default=False,
         ),
     ] = None,
@@ -67,8 +67,8 @@ def verify(
         bool,
         typer.Option(
             "--repair",
-            help="With --yes: set bad objects aside, delete what was set aside or left by killed"
-            " writers an hour ago.",
+            help="With --yes: rename bad objects, which nobody loads then, and delete renamed"
+            " objects and temporary files that are older than an hour.",
         ),
     ] = False,
     yes: YesOption = False,
@@ -78,10 +78,10 @@ def verify(
     some = _sample(sample)
     if objects and (namespaces or sample):
         raise ConfigError("found OBJECT beside --namespace or --sample; give one of them")
-    if (long and not objects) or (yes and not repair):
-        raise ConfigError(
-            "found --long without OBJECT, or --yes without --repair; give both, or neither"
-        )
+    if long and not objects:
+        raise ConfigError("found --long without OBJECT; give both, or neither")
+    if yes and not repair:
+        raise ConfigError("found --yes without --repair; give both, or neither")
     report = VerifyReport()
     display = Display("verifying", as_json=as_json)
     with open_found(shelf, change=yes) as opened:
@@ -108,7 +108,8 @@ def verify(
                 | {"dry_run": not yes, "headers": headers}
             ),
             summary=lambda: _summary(report, repair, yes),
-            complete=lambda: report.sound,
+            complete=lambda: report.sound is True,
+            again="from the beginning",
         )
 
 
@@ -143,9 +144,11 @@ def _of_key(shelf: Shelf, text: str) -> list[str]:
     """Return the names of all objects of the one key that begins with a text."""
     found = [each for each in shelf.objects() if each.parsed.key.hex().startswith(text)]
     keys = sorted({each.parsed.key.hex() for each in found})
-    if len(keys) != 1:
+    if not keys:
+        raise ConfigError(f"no key on {shelf.url} begins with {text}")
+    if len(keys) > 1:
         raise ConfigError(
-            f"{text} begins {number(len(keys), 'key')} on {shelf.url}: {shown(keys)}; expected one"
+            f"{len(keys)} keys on {shelf.url} begin with {text}: {shown(keys)}; give more of one"
         )
     return [each.name for each in found]
 

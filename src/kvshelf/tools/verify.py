@@ -101,6 +101,8 @@ class VerifyReport:
     removed : int
         Of these, the ones that a repair deleted.
     seconds : float
+    finished : bool
+        All that was selected has been looked at.
     """
 
     found: int = 0
@@ -120,6 +122,7 @@ class VerifyReport:
     leftover_bytes: int = 0
     removed: int = 0
     seconds: float = 0.0
+    finished: bool = False
 
     @property
     def done(self) -> int:
@@ -127,8 +130,10 @@ class VerifyReport:
         return self.intact + self.unverified + self.bad + self.failed + self.gone
 
     @property
-    def sound(self) -> bool:
-        """Whether nothing is wrong, or nothing any more."""
+    def sound(self) -> bool | None:
+        """Whether nothing is wrong, or nothing any more; None where not all was looked at."""
+        if not self.finished:
+            return None
         wrong = self.descriptions or self.failed or self.reserved or self.unlisted
         return self.bad == self.moved and not wrong
 
@@ -212,6 +217,7 @@ def verify_shelf(
                     raise outcome.error
             for name, problem in _damaged_pins(backend) if folders is None else ():
                 work.problem("reserved", name, problem)
+        report.finished = True
     finally:
         report.seconds = time.monotonic() - begin
     return report
