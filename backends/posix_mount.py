@@ -263,11 +263,11 @@ class Root:
     def check_writable(self, name: str) -> None:
         """Raise ReadOnlyStorageError if the shelf takes no writes at present."""
         if self.read_only:
-            why = (
-                "the shelf was opened read-only"
-                if self._opened_read_only
-                else "the shelf refused a write within the last minute"
-            )
+            why = "the shelf refused a write within the last minute"
+            if self._opened_read_only:
+                why = "the shelf was opened read-only"
+            elif os.statvfs(self.path).f_flag & os.ST_RDONLY:
+                why = "the filesystem is mounted read-only"
             raise ReadOnlyStorageError(errno.EROFS, why, self.base + name)
 
     def probe_cost(self, mount: Mount) -> float:
