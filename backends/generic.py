@@ -74,9 +74,13 @@ _ATOMIC_PUT: Final = frozenset(
 )
 #: What to install for a protocol.
 _PACKAGES: Final = {
-    "sftp": "kvshelf[sftp]",
-    "ssh": "kvshelf[sftp]",
+    "sftp": "sshfs",
+    "ssh": "sshfs",
 }
+#: What to do about a protocol for which fsspec has no filesystem.
+_REMEDIES: Final = dict.fromkeys(
+    ("nfs", "nfs4", "cephfs", "lustre", "cifs"), "mount it, and give its directory"
+) | dict.fromkeys(("minio", "ceph"), "give s3:// with the storage option endpoint_url")
 #: URLs of LMCache, for which fsspec has no filesystem.
 _LMCACHE: Final = frozenset(
     ("fs", "infinistore", "lm", "mooncakestore", "redis", "redis-sentinel", "rediss", "valkey")
@@ -183,12 +187,12 @@ class GenericBackend(Backend):
             fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, **options)
         except ImportError as exc:
             package = _PACKAGES.get(protocol)
-            hint = f"pip install '{package}'" if package else self._clean(str(exc))
+            hint = f"pip install {package}" if package else self._clean(str(exc))
             raise ConfigError(
                 f"{self.url}: a package for {protocol}:// is missing: {hint}"
             ) from exc
         except (ValueError, TypeError, KeyError) as exc:
-            hint = ""
+            hint = f" ({_REMEDIES[protocol]})" if protocol in _REMEDIES else ""
             if protocol in _LMCACHE:
                 hint = (
                     f" ({protocol}:// is a URL of LMCache: docs/which-store.md says what to use"
@@ -203,7 +207,7 @@ class GenericBackend(Backend):
         if protocol in _SSH and not getattr(fs, "async_impl", False):
             raise ConfigError(
                 f"{self.url}: fsspec's own SFTP client mixes up the answers to concurrent threads:"
-                f" pip install '{_PACKAGES[protocol]}'"
+                f" pip install {_PACKAGES[protocol]}"
             )
         return fs, str(root)
 

@@ -144,8 +144,7 @@ def open_s3(url: str, storage_options: Mapping[str, Any] | None = None) -> Backe
     bucket, prefix = _place(url)
     for package in (client, "botocore"):
         if importlib.util.find_spec(package) is None:
-            extra = "s3fs" if client == "s3fs" else "'kvshelf[s3]'"
-            raise ConfigError(f"{shown_url(url)} needs {package}: pip install {extra}")
+            raise ConfigError(f"{shown_url(url)} needs {package}: pip install {client} botocore")
     if client == "s3fs":
         from kvshelf.backends.s3_s3fs import open_with_s3fs
 

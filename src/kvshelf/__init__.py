@@ -81,8 +81,8 @@ def __getattr__(name: str) -> object:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        text = f"kvshelf.{name} needs torch, which is not installed: pip install 'kvshelf[torch]'"
-        raise ModuleNotFoundError(text, name="torch") from error
+        text = f"kvshelf.{name} needs torch, which is not installed: pip install torch"
+        raise ModuleNotFoundError(text, name="torch") from None
 
 
 def __dir__() -> list[str]:

@@ -1,5 +1,12 @@
 """The node server: one memory tier and one set of storage connections for all engines of a machine.
 
-Owns nothing itself; :mod:`kvshelf.server.messages` describes the protocol. Everything here needs
-the extra ``kvshelf[server]``, so other packages import it only where a server is configured.
+Owns what installs its packages; :mod:`kvshelf.server.messages` describes the protocol. All modules
+here need these packages, so other packages import them only where a server is configured.
 """
+
+from __future__ import annotations
+
+from typing import Final
+
+#: What installs the packages of the extra ``server``: kvshelf itself is on no index.
+INSTALL: Final = "pip install msgspec prometheus-client pyzmq"
