@@ -65,7 +65,7 @@ def facts(**changes: Any) -> ModelFacts:
         "kv_heads": HEADS,
         "head_size": SIZE,
         "dtype": "bfloat16",
-        "weights": "test",
+        "weights": "name:test",
         "name": "test",
     }
     return ModelFacts(**{**given, **changes})

@@ -36,7 +36,7 @@ def facts(**changes: Any) -> ModelFacts:
         "kv_heads": (4, 2, 0, 0, 4, 0),
         "head_size": (8, 16, 0, 0, 8, 0),
         "dtype": "bfloat16",
-        "weights": "test",
+        "weights": "name:test",
         "name": "hybrid",
         "kinds": ("full", "window", "state", "state", "full", "state"),
         "sliding_windows": (-1, WINDOW, -1, -1, -1, -1),

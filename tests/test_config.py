@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +11,7 @@ import pytest
 
 import kvshelf
 from kvshelf.backends import open_backend
-from kvshelf.config import (
-    Config,
-    default_shelf_path,
-)
+from kvshelf.config import CapacityConfig, Config, default_shelf_path
 from kvshelf.errors import ConfigError
 from kvshelf.paths import cache_dir
 
@@ -35,12 +31,6 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "kvshelf.yaml"
 
 
-def test_an_empty_file_and_an_empty_variable_count_as_absent(file: Path) -> None:
-    file.write_text("# nothing yet\n")
-    environ = {"KVSHELF_CONFIG": str(file), "KVSHELF_MEMORY": "", "KVSHELF_VERSION": ""}
-    assert load({}, environ) == load()
-
-
 def test_paths_become_absolute_and_urls_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     assert load({"shared_storage_path": "~/kv"}).shared_storage_path == "/home/someone/kv"
@@ -49,44 +39,13 @@ def test_paths_become_absolute_and_urls_stay(monkeypatch: pytest.MonkeyPatch) ->
         assert load({"shared_storage_path": url}).shared_storage_path == url
 
 
-@pytest.mark.parametrize(
-    ("written", "told"),
-    [
-        ("kv", "is relative to a working directory"),
-        ("./kv", "is relative to a working directory"),
-        ("$HOME/kv", "holds $HOME, which nothing replaces here"),
-        ("/data/${NODE}/kv", "holds ${NODE}, which nothing replaces here"),
-        ("/mnt/kv\n", "holds '\\n'; a file or a Secret"),
-        ("/mnt/\tkv", "holds '\\t'"),
-        (" /mnt/kv", "begins or ends with a blank"),
-        ("s3://bucket/kv ", "begins or ends with a blank"),
-        ("None", "is a program's word for no value"),
-        ("null", "is a program's word for no value"),
-        ("s3:bucket/kv", "has no // behind s3: expected s3://bucket/kv, or ./s3:bucket/kv"),
-        ("s3:/bucket/kv", "expected s3://bucket/kv"),
-        ("file:/mnt/kv", "expected file:///mnt/kv"),
-        ("C:\\kv", "is a path of Windows"),
-        (
-            "http://minio:9000/bucket/kv",
-            'expected s3://bucket/kv with storage_options {"endpoint_url": "http://minio:9000"}',
-        ),
-        (
-            "https://user:secret@minio",
-            'expected s3://bucket/prefix with storage_options {"endpoint',
-        ),
-    ],
-)
-def test_what_is_written_by_mistake_is_refused_with_what_was_meant(written: str, told: str) -> None:
-    for text in (
-        problem({"shared_storage_path": written}),
-        problem({}, {"KVSHELF_SHARED_STORAGE_PATH": written}),
-        problem({"disk_tier": {"path": written, "max_bytes": "1GiB"}}),
-    ):
-        assert told in text
-        assert "secret" not in text
-    if not written.lstrip("./").startswith("kv"):
-        with pytest.raises(ConfigError, match=re.escape(told)):
-            open_backend(written)
+@pytest.mark.parametrize("address", ["//nas/kv", "s3:/bucket/kv", "None", "/mnt/kv\n"])
+def test_address_that_was_written_by_mistake_is_refused_by_each_reader(address: str) -> None:
+    """:mod:`tests.test_inputs` has what is said of them."""
+    problem({"shared_storage_path": address})
+    problem({"disk_tier": {"path": address, "max_bytes": "1GiB"}})
+    with pytest.raises(ConfigError):
+        open_backend(address)
 
 
 def test_the_address_of_a_node_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,14 +89,6 @@ def test_variables_of_a_kubernetes_service_are_no_options() -> None:
     assert "KVSHELF_PROXY_HOST" in problem({}, {**environ, "KVSHELF_PROXY_HOST": "x"})
 
 
-@pytest.mark.parametrize("text", ["/models/llama", "./llama", "../llama", "~/llama"])
-def test_weights_that_name_a_path_are_refused(text: str) -> None:
-    found = problem({"weights": text})
-    assert "weights in kv_connector_extra_config" in found
-    assert "names a path" in found
-    assert "variable KVSHELF_WEIGHTS in the environment" in problem({}, {"KVSHELF_WEIGHTS": text})
-
-
 def test_the_constructor_explains_as_load_does() -> None:
     with pytest.raises(ConfigError, match=r"unknown key 'local_cpu' in the arguments of Config"):
         Config(local_cpu=True)  # type: ignore[call-arg]
@@ -145,9 +96,17 @@ def test_the_constructor_explains_as_load_does() -> None:
         Config(chunk_size=0)
     with pytest.raises(ConfigError, match="read_only and save_decode are both true"):
         Config(read_only=True, save_decode=True)
+    with pytest.raises(ConfigError, match=r"memory in the arguments of Config: found 1; expected"):
+        Config(memory=1)
     with pytest.raises(ConfigError) as found:
         Config(storage_options="secret")  # type: ignore[arg-type]
     assert "secret" not in str(found.value)
+
+
+def test_numbers_in_arguments_are_bytes_and_seconds() -> None:
+    config = Config(memory=1 << 30, capacity=CapacityConfig(max_bytes=7, max_age=300))
+    assert (config.memory, config.capacity.max_bytes, config.capacity.max_age) == (1 << 30, 7, 300)
+    assert config.bounds_told == "memory 1.0 GiB, max_bytes 7 B, max_age 300s"
 
 
 @pytest.mark.parametrize(
@@ -171,7 +130,7 @@ def test_keys_of_others_are_told_what_they_are_here(key: str, meant: str) -> Non
 
 
 def test_wrong_keys_and_wrong_values_are_named_together(file: Path) -> None:
-    file.write_text("versoin: a\nmemory: 0\n")
+    file.write_text("versoin: a\nmemory: 0\nversion:\n")
     text = problem(
         {"chunk_siz": 1, "layuot": 2, "read_only": "x", "config_file": str(file)},
         {"KVSHELF_SAVE_DECODE": "perhaps"},
@@ -180,63 +139,7 @@ def test_wrong_keys_and_wrong_values_are_named_together(file: Path) -> None:
         assert told in text
     for option in ("read_only", "KVSHELF_SAVE_DECODE", "memory in the file"):
         assert option in text
-    assert text.count("\n  - ") == 6
-
-
-@pytest.mark.parametrize(
-    ("option", "told"),
-    [
-        ({"capacity": {"max_byte": "2TiB"}}, "max_byte: no such key; did you mean max_bytes?"),
-        ({"capacity": {"max_size": "2TiB"}}, "max_size: no such key; did you mean max_"),
-        ({"disk_tier": {"path": "/kv", "size": 1}}, "size: no such key; known: max_bytes, path"),
-        ({"capacity": {"max_age": "10s"}}, "max_age: is 10 s; expected at least 120s"),
-        ({"chunk_size": 10**9}, "less than or equal to 65536"),
-    ],
-)
-def test_what_is_wrong_inside_an_option(option: dict[str, object], told: str) -> None:
-    assert told in problem(option)
-
-
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {"chunk_size": 0},
-        {"chunk_size": True},
-        {"chunk_size": 1.5},
-        {"handover_wait_s": -1},
-        {"handover_wait_s": "nan"},
-        {"layout": "native"},
-        {"memory": 0},
-        {"memory": "1 fortnight"},
-        {"memory": {"max_bytes": "1GiB"}},
-        {"weights": ""},
-        {"version": ""},
-        {"shared_storage_path": ""},
-        {"shared_storage_path": 3},
-        {"storage_options": "anon"},
-        {"read_only": "perhaps"},
-        {"disk_tier": "/nvme"},
-        {"disk_tier": {"path": "/nvme"}},
-        {"disk_tier": {"path": "", "max_bytes": 1}},
-        {"disk_tier": {"path": "s3://bucket", "max_bytes": 1}},
-        {"disk_tier": {"path": "/nvme", "max_bytes": 0}},
-        {"disk_tier": {"path": "/nvme", "max_bytes": True}},
-        {"disk_tier": {"path": "/nvme", "max_bytes": 1, "max_byte": 2}},
-        {"capacity": "1TiB"},
-        {"capacity": None},
-        {"capacity": {"max_bytes": 0}},
-        {"capacity": {"max_byte": 1}},
-        {"capacity": {"max_age": "1m"}},
-        {"capacity": {"max_age": "1 fortnight"}},
-        {"capacity": {"max_age": "nand"}},
-        {"capacity": {"max_age": True}},
-        {"_env_file": "/etc/passwd"},
-        {"config_file": 3},
-    ],
-)
-def test_values_that_cannot_be_used(extra: dict[str, object]) -> None:
-    (key,) = extra
-    assert key in problem(extra)
+    assert text.count("\n  - ") == 7
 
 
 def test_without_a_memory_tier_only_far_storage_is_read_ahead() -> None:
@@ -250,33 +153,15 @@ def test_without_a_memory_tier_only_far_storage_is_read_ahead() -> None:
 def test_a_disk_tier_is_not_where_the_private_shelf_is(tmp_path: Path) -> None:
     environ = {"KVSHELF_CACHE_DIR": str(tmp_path)}
     for path in (tmp_path, tmp_path / "shelf", tmp_path / "shelf" / "near"):
-        text = problem({"disk_tier": {"path": str(path), "max_bytes": 1}}, environ)
+        text = problem({"disk_tier": {"path": str(path), "max_bytes": "1B"}}, environ)
         assert "one is inside the other" in text
-    load({"disk_tier": {"path": str(tmp_path / "tier"), "max_bytes": 1}}, environ)
+    load({"disk_tier": {"path": str(tmp_path / "tier"), "max_bytes": "1B"}}, environ)
 
 
 def test_a_bound_of_salt_groups_needs_salt_groups() -> None:
     bound = {"capacity": {"group_max_bytes": "1GiB"}}
     assert "set group_by_salt to true, or remove group_max_bytes" in problem(bound)
     assert load({**bound, "group_by_salt": True}).capacity.group_max_bytes == 1 << 30
-
-
-def test_a_variable_that_is_not_json_is_named() -> None:
-    text = problem({}, {"KVSHELF_CAPACITY": "2TiB", "KVSHELF_STORAGE_OPTIONS": "{}"})
-    assert "variable KVSHELF_CAPACITY in the environment is not JSON; expected an object" in text
-    assert "STORAGE_OPTIONS" not in text
-
-
-@pytest.mark.parametrize("content", ["a: [", "- a\n- b\n", "\x00", "just text"])
-def test_a_file_that_is_no_mapping(file: Path, content: str) -> None:
-    file.write_text(content)
-    text = problem({}, {"KVSHELF_CONFIG": str(file)})
-    assert str(file) in text
-    assert "KVSHELF_CONFIG" in text
-
-
-def test_a_file_that_is_missing(file: Path) -> None:
-    assert str(file) in problem({"config_file": str(file)})
 
 
 def test_no_message_holds_a_secret(file: Path) -> None:

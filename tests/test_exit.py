@@ -54,7 +54,7 @@ class Frozen(WrappedBackend):
         return super().folders(prefix)
 
 
-facts = ModelFacts(layers=2, kv_heads=2, head_size=16, weights="test", dtype="bfloat16")
+facts = ModelFacts(layers=2, kv_heads=2, head_size=16, weights="name:test", dtype="bfloat16")
 shelf = Shelf(Frozen(open_backend(root)), deadlines=patient)
 cache = ChunkCache(shelf, facts.namespace(chunk_size=8), staging_bytes=1 << 20, drain_s=0.5)
 kv = torch.ones(2, 2, 24, 32, dtype=torch.bfloat16)

@@ -21,12 +21,11 @@ from __future__ import annotations
 import difflib
 import json
 import logging
-import math
 import os
 import re
 import stat
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +36,6 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ByteSize,
     Field,
     ValidationError,
     ValidationInfo,
@@ -54,9 +52,10 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from kvshelf.errors import ConfigError
-from kvshelf.paths import cache_dir, names_a_path
+from kvshelf.errors import ConfigError, size_text
+from kvshelf.paths import cache_dir
 from kvshelf.urls import directory_of, refuse_mistakes, shown_url
+from kvshelf.values import parse_age, parse_number, parse_size, weights_name
 
 ENV_PREFIX: Final = "KVSHELF_"
 
@@ -95,17 +94,15 @@ _OF_THE_SERVER: Final = (
 _PREFETCH_BYTES: Final = 256 << 20
 #: Bytes of host memory for chunks in transit where a model needs no more.
 LEAST_STAGING: Final = 1 << 30
-_LEAST_MEMORY: Final = 4096
+LEAST_MEMORY: Final = 4096
 #: A shorter age would delete chunks in use: uses are recorded about once a minute at most.
 LEAST_MAX_AGE: Final = 120.0
-#: Seconds of the units of time that options know.
-TIME_UNITS: Final = types.MappingProxyType({"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800})
 _PREFETCH_FROM_PROBE_SECONDS: Final = 1e-3
 #: Options that are mappings, and what they look like.
 _MAPPINGS: Final = types.MappingProxyType(
     {
-        "disk_tier": '{"path": …, "max_bytes": …}',
-        "capacity": '{"max_bytes": …, "max_age": …}',
+        "disk_tier": '{"path": "/nvme/kv", "max_bytes": "200GiB"}',
+        "capacity": '{"max_bytes": "2TiB", "max_age": "7d"}',
     }
 )
 #: Keys of LMCache and of vLLM's own tiers, and what they are here.
@@ -161,19 +158,8 @@ def _absolute(value: object) -> object:
 
 
 def _weights(value: str) -> str:
-    # Equal names would mean equal weights, whatever lies at the path.
-    if value not in ("content", "sampled") and names_a_path(value):
-        raise ValueError(
-            "names a path, and a name does not say what lies there; leave the option out: the "
-            "weight files that the engine loads are then read (`content`). Or give a name that is "
-            "no path, such as my-model-v1"
-        )
-    return value
-
-
-def _no_boolean(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError("is a boolean; expected a number")
+    if value not in ("content", "sampled") and weights_name(value) is None:
+        raise ValueError("expected content, sampled, or name: and a text, as name:my-model-v1")
     return value
 
 
@@ -203,43 +189,33 @@ def _directory(value: object) -> object:
     return place
 
 
-#: A number that is not a boolean, which pydantic would take for 0 or 1.
-_Count: TypeAlias = Annotated[int, BeforeValidator(_no_boolean)]
-_Size: TypeAlias = Annotated[ByteSize, BeforeValidator(_no_boolean)]
+def _quantity(parse: Callable[[str, Any], float], least: float) -> BeforeValidator:
+    """Check a text with a unit; among the arguments of Config also bytes or seconds as a number."""
+
+    def check(value: object) -> object:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and _sources.get() is None and value >= least:  # type: ignore[operator]
+            return value
+        return parse(value if isinstance(value, str) else "", least)
+
+    return BeforeValidator(check)
 
 
-def parse_duration(value: object) -> object:
-    """Return the seconds that a text such as ``2w``, ``7d``, ``12h``, ``30m`` or ``90s`` means.
-
-    Anything but a text that ends in one of these units is returned as it is.
-
-    Raises
-    ------
-    ValueError
-        If what stands before the unit is not a finite number.
-    """
-    text = value.strip() if isinstance(value, str) else ""
-    unit = text[-1:].lower()
-    if unit not in TIME_UNITS:
-        return value
-    try:
-        seconds = float(text[:-1]) * TIME_UNITS[unit]
-    except ValueError:
-        seconds = math.nan
-    if not math.isfinite(seconds):
-        raise ValueError("is not a time; expected seconds, or a number and s, m, h, d or w: 7d")
-    return seconds
+def _whole(value: object) -> object:
+    text = value if isinstance(value, str) else str(value) if type(value) is int else ""
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError("expected a whole number such as 256")
+    return int(text)
 
 
-def _old_enough(seconds: float) -> float:
-    if seconds < LEAST_MAX_AGE:
-        raise ValueError(f"is {seconds:g} s; expected at least {LEAST_MAX_AGE:.0f}s")
-    return seconds
+def _seconds(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("expected a number of seconds such as 30")
+    return parse_number(value) if isinstance(value, str) else value
 
 
-_Duration: TypeAlias = Annotated[
-    float, BeforeValidator(_no_boolean), BeforeValidator(parse_duration)
-]
+_Size: TypeAlias = Annotated[int, _quantity(parse_size, 1)]
+_Age: TypeAlias = Annotated[float, _quantity(parse_age, LEAST_MAX_AGE)]
 
 
 class CapacityConfig(BaseModel):
@@ -258,9 +234,9 @@ class CapacityConfig(BaseModel):
 
     model_config = ModelOptions(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    max_bytes: Annotated[_Size, Field(gt=0)] | None = None
-    max_age: Annotated[_Duration, AfterValidator(_old_enough)] | None = None
-    group_max_bytes: Annotated[_Size, Field(gt=0)] | None = None
+    max_bytes: _Size | None = None
+    max_age: _Age | None = None
+    group_max_bytes: _Size | None = None
 
 
 class DiskTierConfig(BaseModel):
@@ -270,14 +246,14 @@ class DiskTierConfig(BaseModel):
     ----------
     path : str
         A directory, absolute.
-    max_bytes : ByteSize
+    max_bytes : int
         Largest total size of its objects, in bytes.
     """
 
     model_config = ModelOptions(frozen=True, extra="forbid")
 
     path: Annotated[str, BeforeValidator(_directory)]
-    max_bytes: Annotated[_Size, Field(gt=0)]
+    max_bytes: _Size
 
 
 _NESTED: Final[Mapping[str, type[BaseModel]]] = types.MappingProxyType(
@@ -324,7 +300,6 @@ class Config(BaseSettings):
         frozen=True,
         extra="forbid",
         env_prefix=ENV_PREFIX,
-        env_ignore_empty=True,
         allow_inf_nan=False,
     )
 
@@ -351,7 +326,7 @@ class Config(BaseSettings):
     bounds and tiers are then options of the server: `shared_storage_path`, `storage_options`,
     `capacity`, `disk_tier` and `memory` must not be set together with this option. While the server
     does not answer, the engine computes everything. See [Storage](storage.md)."""
-    memory: Annotated[_Size, Field(ge=_LEAST_MEMORY)] | None = None
+    memory: Annotated[int, _quantity(parse_size, LEAST_MEMORY)] | None = None
     """Host memory of the engine on each machine, in front of the disk tier: `20GiB`. The ranks of a
     machine have equal parts. It keeps copies of objects that were loaded from the shelf or stored
     on it, and later loads read them in place. All of it is taken when the engine starts; if so much
@@ -364,17 +339,17 @@ class Config(BaseSettings):
     """Bounds of the shelf, all optional: `{"max_bytes": "2TiB", "max_age": "7d"}`. `max_bytes`
     bounds all objects on the shelf, of all models and engines together. Near it, engines delete the
     chunks that were used longest ago. If engines give several values, each deletes down to its own.
-    `max_age` deletes a chunk that long after its last use: seconds (at least 120), or a number and
-    `s`, `m`, `h`, `d` or `w`. `group_max_bytes` bounds each salt group, with `group_by_salt` only.
+    `max_age` deletes a chunk that long after its last use: a number and `s`, `m`, `h`, `d` or `w`,
+    at least `120s`. `group_max_bytes` bounds each salt group, with `group_by_salt` only.
     In any case stores leave 5 % of the storage free, at most 20 GiB, and 10 % of a filesystem in
-    memory (tmpfs). With less, they are dropped and counted; without `max_bytes` engines then delete
-    as much as they store. An engine with `read_only` deletes nothing. See [Keep it
-    bounded](capacity.md)."""
+    memory (tmpfs). When less than that is free, new chunks are dropped and counted; an engine
+    without `max_bytes` deletes old chunks instead to make room. An engine with `read_only` deletes
+    nothing. See [Keep it bounded](capacity.md)."""
     read_only: bool = False
     """Load from the shelf, never write to it. kvshelf detects a shelf that cannot be written (a
     read-only mount, missing permission) without this option. Set it for a shelf that is writable
     but must not be written."""
-    chunk_size: _Count = Field(default=256, ge=1, le=1 << 16)
+    chunk_size: Annotated[int, BeforeValidator(_whole)] = Field(default=256, ge=1, le=1 << 16)
     """Tokens per chunk. A hit is a whole number of chunks, so prompts shorter than a chunk are
     never stored. Smaller chunks make hits slightly longer; larger ones need fewer objects and read
     faster. Engines share chunks only if they use the same size. For hybrid models it must be a
@@ -387,12 +362,13 @@ class Config(BaseSettings):
     fastest, but only engines with the same permutation and block size can load them. `canonical`
     stores `[2, tokens, heads, head_size]`, which every engine can load. Engines that do not permute
     always store canonical. See [How it works](how-it-works.md#layouts)."""
-    weights: Annotated[str, AfterValidator(_weights)] = Field(default="content", min_length=1)
+    weights: Annotated[str, AfterValidator(_weights)] = "content"
     """How the model's weights are identified. `content` reads the weight files once, in the
     background, and caches the result until a file changes. `sampled` reads parts of them: faster,
-    but it can miss a change. Both use the loaded parameters where vLLM reads no files of this
-    machine. Any other string is the name of the weights: you promise that equal names mean equal
-    weights. A path is rejected. See [What is shared](sharing.md#how-the-weights-are-identified)."""
+    but it can miss a change. Where vLLM loads weights from elsewhere (S3, tensorizer), both hash
+    the parameters in memory instead of files. `name:` and a text, such as `name:my-model-v1`, names
+    the weights: you promise that equal names mean equal weights. A name that is a path is rejected.
+    See [What is shared](sharing.md#how-the-weights-are-identified)."""
     version: str | None = Field(default=None, min_length=1)
     """A string of your choice. Engines with different versions never load each other's chunks. Set
     it where engines differ in something that kvshelf [cannot see](sharing.md#your-duty)."""
@@ -415,9 +391,9 @@ class Config(BaseSettings):
     computing, by the times that the engine has measured, and a load that turns out slower is
     stopped. `always`: every hit is loaded. KV that another engine hands over is loaded in either
     case. See [How it works](how-it-works.md#admission)."""
-    handover_wait_s: float = Field(default=30.0, ge=0)
-    """Longest time, in seconds from its arrival, that a request waits for KV that another engine
-    has promised to store, or is said to. What is missing then is computed. A request's params may
+    handover_wait_s: Annotated[float, BeforeValidator(_seconds)] = Field(default=30.0, ge=0)
+    """How many seconds after its arrival a request may wait for KV that a producer has promised, or
+    that a router only says is coming. What is missing then is computed. A request's params may
     shorten its own wait. See [Prefill and decode](disaggregation.md)."""
 
     if not TYPE_CHECKING:  # a type checker makes the constructor's arguments of the fields
@@ -440,7 +416,7 @@ class Config(BaseSettings):
         absent = cls.model_fields[name].default is None and value is None
         if absent or isinstance(value, Mapping | BaseModel):
             return value
-        raise ValueError(f"is not a mapping; expected {_MAPPINGS[name]}, as JSON")
+        raise ValueError(f"expected a mapping such as {_MAPPINGS[name]}")
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         """Leave the password of a URL out."""
@@ -458,8 +434,8 @@ class Config(BaseSettings):
         """What bounds memory and shelf, for the log."""
         capacity = self.capacity
         told = {
-            "memory": self.memory and self.memory.human_readable(),
-            "max_bytes": capacity.max_bytes and capacity.max_bytes.human_readable(),
+            "memory": self.memory and size_text(self.memory),
+            "max_bytes": capacity.max_bytes and size_text(capacity.max_bytes),
             "max_age": capacity.max_age and f"{capacity.max_age:.0f}s",
         }
         return ", ".join(f"{name} {value}" for name, value in told.items() if value) or "no bounds"
@@ -535,6 +511,8 @@ class Config(BaseSettings):
         cls,
         extra: Mapping[str, Any] | None = None,
         environ: Mapping[str, str] | None = None,
+        *,
+        file: str | None = None,
     ) -> Config:
         """Read all sources, check them and return the configuration.
 
@@ -545,6 +523,8 @@ class Config(BaseSettings):
             a YAML file and has precedence over the variable ``KVSHELF_CONFIG``.
         environ : Mapping, optional
             The environment; ``os.environ`` when absent.
+        file : str, optional
+            The YAML file that a command's ``--config`` names, in place of ``KVSHELF_CONFIG``.
 
         Returns
         -------
@@ -559,23 +539,25 @@ class Config(BaseSettings):
         """
         environ = os.environ if environ is None else environ
         given = dict(extra or {})
-        path = given.pop(FILE_KEY, None)
-        named_by = f"{FILE_KEY} of {_EXTRA}"
+        path, named_by = given.pop(FILE_KEY, None), f"{FILE_KEY} of {_EXTRA}"
+        if path is None:
+            path, named_by = file, "--config"
         if path is None:
             path, named_by = environ.get("KVSHELF_CONFIG") or None, "KVSHELF_CONFIG"
-        file = {} if path is None else _read_file(path, named_by)
+        content = {} if path is None else _read_file(path, named_by)
         file_source = f"the file {path}"
 
         problems = [
             *_unknown_keys(given, _EXTRA, {FILE_KEY}),
-            *_unknown_variables(environ),
-            *_unknown_keys(file, file_source, set()),
+            *_wrong_variables(environ),
+            *_unknown_keys(content, file_source, set()),
+            *_without_value(content, file_source),
         ]
-        given, file = (
+        given, content = (
             {name: value for name, value in values.items() if name in cls.model_fields}
-            for values in (given, file)
+            for values in (given, content)
         )
-        token = _sources.set(_Sources(environ, file))
+        token = _sources.set(_Sources(environ, content))
         try:
             config = cls(**given)
         except ValidationError as error:
@@ -635,22 +617,34 @@ def default_shelf_path(environ: Mapping[str, str] | None = None) -> Path:
     return folder / "shelf"
 
 
+class _Loader(yaml.SafeLoader):
+    """Reads YAML in which no mapping has a key twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise yaml.MarkedYAMLError(problem=f"the key {twice[0]} is given twice")
+        return super().construct_mapping(node, deep)
+
+
 def _read_file(path: object, named_by: str) -> dict[str, Any]:
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"{named_by} is {path!r}; expected the path of a YAML file")
     try:
         with open(path, encoding="utf-8") as file:
-            content = yaml.safe_load(file)
+            content = yaml.load(file, _Loader)  # noqa: S506 - it is a SafeLoader
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the file {path} (from {named_by}): {error}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"the file {path} (from {named_by}) is not YAML: {error}") from error
-    if content is None:
-        return {}
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"the file {path} (from {named_by}) cannot be used as YAML: {reason}"
+        ) from error
     if not isinstance(content, dict):
         raise ConfigError(
-            f"the file {path} (from {named_by}) holds a {type(content).__name__}; expected "
-            "a mapping of options, one `key: value` on each line"
+            f"the file {path} (from {named_by}) "
+            + ("is empty" if content is None else f"holds a {type(content).__name__}")
+            + "; expected a mapping of options, one `key: value` on each line"
         )
     return content
 
@@ -662,9 +656,13 @@ def _error(problems: list[str]) -> ConfigError:
     return ConfigError(f"kvshelf's configuration cannot be used:{lines}")
 
 
-def _suggest(word: str, candidates: list[str]) -> str:
-    near = difflib.get_close_matches(word, candidates, n=1, cutoff=0.5)
-    return f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(candidates))}"
+def _suggest(word: str, names: list[str], shown: Callable[[str], str] = str) -> str:
+    """Return which of these names was meant, or all; `shown` writes a name as the user does."""
+    if word == "shelf":
+        word = "shared_storage_path"
+    if near := difflib.get_close_matches(word, names, n=1, cutoff=0.7):
+        return f"did you mean {shown(near[0])}?"
+    return f"known: {', '.join(map(shown, sorted(names)))}"
 
 
 def _unknown_keys(values: Mapping[Any, Any], source: str, also: set[str]) -> list[str]:
@@ -681,14 +679,32 @@ def variable_of(field: str) -> str:
     return ENV_PREFIX + field.upper()
 
 
-def _unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    known = [*map(variable_of, Config.model_fields), *PROCESS_VARIABLES]
+def _wrong_variables(environ: Mapping[str, str]) -> list[str]:
+    """Return a problem for each variable that is unknown or empty."""
+    known = [name.removeprefix(ENV_PREFIX).lower() for name in PROCESS_VARIABLES]
+    known += Config.model_fields
+    problems = []
+    for name in sorted(environ):
+        if not name.upper().startswith(ENV_PREFIX) or _OF_A_SERVICE.fullmatch(name):
+            continue
+        if (word := name[len(ENV_PREFIX) :].lower()) not in known:
+            meant = _OTHERS.get(word) or _suggest(word, known, variable_of)
+            problems.append(f"unknown variable {name} in the environment; {meant}")
+        elif not environ[name]:
+            problems.append(f"variable {name} in the environment is empty; unset or set it")
+    return problems
+
+
+def _without_value(content: Mapping[str, Any], source: str) -> list[str]:
+    """Return a problem for each key of a file with nothing behind it."""
+    rows = {str(name): value for name, value in content.items()}
+    for name in _MAPPINGS:
+        if isinstance(inner := content.get(name), dict):
+            rows |= {f"{key} of {name}": value for key, value in inner.items()}
     return [
-        f"unknown variable {name} in the environment; {_suggest(name.upper(), known)}"
-        for name in sorted(environ)
-        if name.upper().startswith(ENV_PREFIX)
-        and name.upper() not in known
-        and not _OF_A_SERVICE.fullmatch(name)
+        f"{name} in {source} has no value; remove the line, or give one"
+        for name, value in rows.items()
+        if value is None
     ]
 
 
@@ -730,16 +746,21 @@ def _explain(
             problems[""] = reason
             continue
         field = str(detail["loc"][0])
-        if field not in _SECRET_FIELDS and len(detail["loc"]) > 1:
-            reason = f"{'.'.join(map(str, detail['loc'][1:]))}: {reason}"
         if field in given:
             where = f"{field} in {extra}"
         elif variable_of(field) in variables:
             where = f"variable {variable_of(field)} in the environment"
         else:
             where = f"{field} in {file_source}"
+        if field not in _SECRET_FIELDS and len(detail["loc"]) > 1:
+            where = f"{'.'.join(map(str, detail['loc'][1:]))} of {where}"
         value = detail["input"]
         value = shown_url(value) if isinstance(value, str) else value
-        shown = "" if field in _SECRET_FIELDS else f" {value!r}"
-        problems.setdefault(field, f"{where}: the value{shown} cannot be used: {reason}")
+        if field in _SECRET_FIELDS:
+            told = f"the value cannot be used: {reason}"
+        elif reason.startswith("expected"):
+            told = f"found {value!r}; {reason}"
+        else:
+            told = f"the value {value!r} cannot be used: {reason}"
+        problems.setdefault(field, f"{where}: {told}")
     return list(problems.values())

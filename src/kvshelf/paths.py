@@ -1,15 +1,10 @@
-"""Paths: whether a text is one, and the folders of the files that kvshelf keeps for a user."""
+"""The folder of the files that kvshelf keeps for a user."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
-
-
-def names_a_path(text: str) -> bool:
-    """Whether a text is written like a path, or a file or folder of that name exists."""
-    return text.strip().startswith(("/", "~", "./", "../")) or os.path.lexists(text)
 
 
 def cache_dir(environ: Mapping[str, str] | None = None) -> Path:

@@ -16,6 +16,7 @@ _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _HALF_URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _VARIABLE: Final = re.compile(r"\$(?:\w+|\{\w+\})")
 _DRIVE: Final = re.compile(r"[A-Za-z]:[\\/]")
+_AWS: Final = re.compile(r"(?:([^/]+)\.)?s3[.-](?:[\w-]+\.)?amazonaws\.com(?:\.cn)?")
 _WORD: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(?!:|//)(.*)")
 
 
@@ -34,6 +35,10 @@ def refuse_mistakes(text: str) -> None:
         )
     if text != text.strip():
         raise ValueError("begins or ends with a blank; remove it")
+    if text.startswith("//"):
+        raise ValueError(f"begins with two slashes; expected a mounted path: /{text.lstrip('/')}")
+    if text.startswith(("/", "~")) and (url := _SCHEME.search(text)):
+        raise ValueError(f"has a URL inside a path; expected {shown_url(text[url.start() :])}")
     if text.lower() in ("none", "null"):
         raise ValueError("is a program's word for no value; leave the option out, or give ./None")
     if found := _VARIABLE.search(text):
@@ -41,6 +46,9 @@ def refuse_mistakes(text: str) -> None:
     if text.lower().startswith(("http://", "https://")):
         place = text.partition("://")[2]
         server, _, bucket = place.rpartition("@")[2].partition("/")
+        if aws := _AWS.fullmatch(server):
+            meant = f"{aws[1]}/{bucket}" if aws[1] else bucket
+            raise ValueError(f"is the address of a bucket; expected s3://{meant}")
         raise ValueError(
             f"is the address of a server; expected s3://{bucket or 'bucket/prefix'} with"
             f' storage_options {{"endpoint_url": "{text.partition("://")[0].lower()}://{server}"}}'

@@ -49,7 +49,7 @@ def facts(**changes: Any) -> ModelFacts:
         "kv_heads": HEADS,
         "head_size": SIZE,
         "dtype": "bfloat16",
-        "weights": "test",
+        "weights": "name:test",
     }
     return ModelFacts(**{**given, **changes})
 
@@ -257,7 +257,7 @@ def test_the_modes_are_domains_of_their_own(server: StandIn, engine: Engine) -> 
 def test_hashes_of_another_model_find_nothing(server: StandIn, make_engine: Make) -> None:
     one = make_engine(seed=1)
     one.store("a", op("hashes", range(PER_CHUNK), 1))
-    other = make_engine(namespace=namespace(weights="other"))
+    other = make_engine(namespace=namespace(weights="name:other"))
     assert one.hit("b", **asked("hashes", 1)) == CHUNK
     assert other.hit("b", **asked("hashes", 1)) == 0
 

@@ -188,7 +188,7 @@ def test_a_node_server_keeps_its_bound_beside_one_file(
     place = Place(root, ahead=0.0)
     place.put(FMT, CHUNKS, age=3600.0)
     hostile(root)
-    bound = {"KVSHELF_CAPACITY": json.dumps({"max_bytes": 6 * SIZE})}
+    bound = {"KVSHELF_CAPACITY": json.dumps({"max_bytes": f"{6 * SIZE}B"})}
     with ServeProcess(root, tmp_path / "socket", **bound) as server:
         if hostile is not no_reserved_folder:
             until(lambda: server.metrics()["shelf_evicted_objects"] >= 4 * FMT.shards)

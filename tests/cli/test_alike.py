@@ -1,4 +1,4 @@
-"""What the commands have in common: values of options, the choice of a shelf, dry runs, JSON."""
+"""What the commands have in common: the choice of a shelf, dry runs, JSON."""
 
 from __future__ import annotations
 
@@ -23,62 +23,6 @@ def shelf(tmp_path: Path) -> Path:
     root = tmp_path / "shelf"
     fill(root, namespace(), prompt(0, 2))
     return root
-
-
-# ------------------------------------------------------------------------------ sizes and ages
-
-AGES = [
-    ["gc", "{shelf}", "--max-age"],
-    ["rm", "{shelf}", "--unused-for"],
-    ["pin", "{shelf}", "a", "--group", "_", "--until"],
-]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("arguments", AGES, ids=" ".join)
-def test_each_option_takes_the_same_ages(shelf: Path, arguments: list[str]) -> None:
-    given = [one.format(shelf=shelf) for one in arguments]
-    for age in ("300s", "9.5m", "12h", "7d", "2w", "7D"):
-        result = run(*given, age, *(["--replace"] if given[0] == "pin" else []))
-        assert result.exit_code == 0, result.output
-    for age in ("soon", "-7d", "", "7y", "nand", "infw"):
-        result = run(*given, age)
-        assert result.exit_code == 2
-        assert given[-1] in result.stderr
-        assert "expected an age such as 90s, 30m, 12h, 7d or 2w" in result.stderr
-
-
-def test_each_size_and_age_has_a_unit(shelf: Path) -> None:
-    for given in (
-        ["gc", shelf, "--max-age", "300"],
-        ["rm", shelf, "--unused-for", "300"],
-        ["gc", shelf, "--max-bytes", "1000"],
-        ["gc", shelf, "--group-max-bytes", "1000"],
-    ):
-        assert "expected a" in done(*given, code=2).stderr
-    assert "at least 120s" in run("gc", shelf, "--max-age", "30s").stderr
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["gc", "{shelf}", "--max-bytes"],
-        ["gc", "{shelf}", "--group-max-bytes"],
-        ["serve", "--memory"],
-        ["serve", "--max-bytes"],
-    ],
-    ids=" ".join,
-)
-def test_each_option_takes_the_same_sizes(shelf: Path, arguments: list[str]) -> None:
-    given = [one.format(shelf=shelf) for one in arguments]
-    for size in ("100000B", "1M", "1.5MB", "2 TiB") if given[0] == "gc" else ():
-        assert run(*given, size).exit_code == 0
-    for size in ("many", "-5", "", "1YB"):
-        result = run(*given, size)
-        assert result.exit_code == 2
-        assert f"{given[-1]}: found" in result.stderr
-        assert "expected a size such as 500MB, 20GiB or 2TiB" in result.stderr
 
 
 # ------------------------------------------------------------------------------ what is chosen

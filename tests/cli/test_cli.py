@@ -148,7 +148,7 @@ def test_storage_options_go_to_the_shelf_that_they_belong_to(
     if by == "file":
         file = tmp_path / "config.yaml"
         names = {"storage_options": {"key": "a"}, "shared_storage_path": configured}
-        file.write_text(json.dumps(names | {"chunk_size": "no engine's business"}))
+        file.write_text(json.dumps({name: value for name, value in names.items() if value}))
         env, given = {}, [*given, "--config", str(file)]
     result = run(*given, env={name: value for name, value in env.items() if value})
     if not expected:
@@ -160,20 +160,23 @@ def test_storage_options_go_to_the_shelf_that_they_belong_to(
 def test_options_of_two_sources_are_of_one_shelf(
     opened: list[tuple[str, dict[str, Any]]], tmp_path: Path
 ) -> None:
-    """Secrets may be in the environment, and the rest in a file, unless they name two shelves."""
+    """Secrets may be in the environment, and the rest in a file, as for engines."""
     file = tmp_path / "config.yaml"
     env = {"KVSHELF_STORAGE_OPTIONS": '{"secret": "b"}', "KVSHELF_CONFIG": str(file)}
     file.write_text(json.dumps({"shared_storage_path": S3, "storage_options": {"key": "a"}}))
     run("ls", env=env)
     run("ls", env=env | {"KVSHELF_SHARED_STORAGE_PATH": "s3://other/kv"})
-    assert opened == [(S3, {"key": "a", "secret": "b"}), ("s3://other/kv", {"secret": "b"})]
+    assert opened == [
+        (S3, {"key": "a", "secret": "b"}),
+        ("s3://other/kv", {"key": "a", "secret": "b"}),
+    ]
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         (["ls", "--storage-options", "[]"], "--storage-options: expected a JSON object"),
-        (["ls", "--config", "/dev/null/x"], "--config: /dev/null/x cannot be read"),
+        (["ls", "--config", "/dev/null/x"], "cannot read the file /dev/null/x (from --config)"),
         (["copy", "a", "a"], "expected two places"),
         (["copy", "a", "a/b"], "expected two places"),
         (["copy", "a/b", "a"], "expected two places"),
@@ -481,7 +484,7 @@ def test_doctor_asks_the_node_server_for_its_shelf(shelf: Path, tmp_path: Path) 
         assert found["delete"]["state"] == "ok"
         # Commands on a shelf work past the server.
         assert run("ls", shelf, env=env).exit_code == 0
-        assert "name the shelf on the command line" in run("ls", env=env).stderr
+        assert "expected SHELF on the command line" in run("ls", env=env).stderr
     result = run("doctor", "--json", env=env)
     assert result.exit_code == 3
     assert checks(result)["open"]["hint"] == "start it: kvshelf serve"
@@ -591,7 +594,7 @@ def test_doctor_notices_that_vllm_would_not_find_the_connector(
 ) -> None:
     monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: ())
     monkeypatch.setattr(doctor_module, "_ENGINES", ("kvshelf",))
-    monkeypatch.setattr("kvshelf.vllm.check_vllm_version", lambda _: None)
+    monkeypatch.setattr("kvshelf.cli.doctor.check_vllm_version", lambda _: None)
     result = run("doctor", "--json")
     assert result.exit_code == 1
     assert "reinstall" in checks(result)["vllm"]["hint"]

@@ -16,8 +16,6 @@ import signal
 import sys
 from typing import Any
 
-from pydantic import ByteSize
-
 from kvshelf.backends import posix_folders, posix_publish
 from kvshelf.capacity.keeper import Keeper
 from kvshelf.config import CapacityConfig
@@ -87,7 +85,7 @@ def _run(
     fmt = make_format()
     with open_shelf(root, storage_options={"fsync": fsync}) as shelf:
         if job == "visit":
-            Keeper(shelf.backend, CapacityConfig(max_bytes=ByteSize(1)), Counters())._visit()
+            Keeper(shelf.backend, CapacityConfig(max_bytes=1), Counters())._visit()
             return
         for chunk in make_chunks(fmt, 2):
             for shard in range(fmt.shards):

@@ -41,7 +41,7 @@ def facts(**changes: Any) -> ModelFacts:
         "kv_heads": 8,
         "head_size": 64,
         "dtype": "bfloat16",
-        "weights": "w",
+        "weights": "name:w",
     }
     return ModelFacts(**{**given, **changes})
 
@@ -65,7 +65,7 @@ def test_the_options_of_a_configuration_decide_too() -> None:
     assert (record["chunk_size"], record["shards"]) == (256, 8)
     record = facts().namespace(chunk_size=100, shards=2, version="v").record
     assert (record["chunk_size"], record["shards"], record["version"]) == (100, 2, "v")
-    assert facts().namespace(weights="named").record["weights"] == "user:named"
+    assert facts().namespace(weights="name:named").record["weights"] == "user:named"
     assert facts().namespace().record["weights"] == "user:w"
 
 
@@ -87,20 +87,31 @@ def test_weights_are_known_by_their_content(checkpoint: Path) -> None:
     assert sampled == sampled_fingerprint(files)
 
 
-@pytest.mark.parametrize("text", ["/not/there", "./x", "../x", "~/x", "~", ".", " /x"])
-def test_a_text_that_is_written_like_a_path_is_no_name_of_weights(text: str) -> None:
+@pytest.mark.parametrize("text", ["/not/there", "./x", "../x", "~/x", "~", " /x"])
+def test_weights_with_a_text_that_is_written_like_a_path_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"pathlib\.Path"):
-        facts(weights=text)
+        facts(weights=f"name:{text}")
     with pytest.raises(ConfigError, match=r"pathlib\.Path"):
         facts(weights=None, fingerprint=text)
     with pytest.raises(ConfigError, match=r"pathlib\.Path"):
-        facts().namespace(weights=text)
+        facts().namespace(weights=f"name:{text}")
+
+
+@pytest.mark.parametrize("text", ["my-model", "content", "Content", "name:", "name: x", "Name:x"])
+def test_weights_without_the_form_of_a_name_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="name:my-model-v1"):
+        facts(weights=text)
 
 
 @pytest.mark.parametrize("name", ["my-model-v1", "org/Model-8B", "s3://bucket/model", "v1.0 ~ 2"])
-def test_names_of_weights_stay_as_they_are(name: str) -> None:
-    assert facts(weights=name).namespace().record["weights"] == f"user:{name}"
-    assert facts().namespace(weights=name).record["weights"] == f"user:{name}"
+def test_names_of_weights_stay_as_they_are(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the working directory happens to have a file of that name."""
+    (tmp_path / "my-model-v1").touch()
+    monkeypatch.chdir(tmp_path)
+    assert facts(weights=f"name:{name}").namespace().record["weights"] == f"user:{name}"
+    assert facts().namespace(weights=f"name:{name}").record["weights"] == f"user:{name}"
 
 
 @pytest.mark.parametrize(
@@ -149,24 +160,24 @@ def llama(**changes: Any) -> SimpleNamespace:
 
 
 def test_facts_come_from_a_configuration() -> None:
-    found = ModelFacts.from_transformers(llama(), weights="w")
+    found = ModelFacts.from_transformers(llama(), weights="name:w")
     assert found == facts(
         rope='{"rope_parameters":{"rope_theta":10000.0,"rope_type":"default"}}',
         sliding_windows=(-1, -1),
         name="model",
     )
     without = llama(head_dim=None, num_key_value_heads=None)
-    found = ModelFacts.from_transformers(without, weights="w")
+    found = ModelFacts.from_transformers(without, weights="name:w")
     assert (found.kv_heads, found.head_size) == (16, 64)
 
 
 def test_windows_are_those_of_each_layer() -> None:
     mixed = llama(layer_types=["full_attention", "sliding_attention"], sliding_window=100)
-    assert ModelFacts.from_transformers(mixed, weights="w").sliding_windows == (-1, 100)
+    assert ModelFacts.from_transformers(mixed, weights="name:w").sliding_windows == (-1, 100)
     everywhere = llama(sliding_window=100)
-    assert ModelFacts.from_transformers(everywhere, weights="w").sliding_windows == (100, 100)
+    assert ModelFacts.from_transformers(everywhere, weights="name:w").sliding_windows == (100, 100)
     unused = llama(sliding_window=100, use_sliding_window=False)
-    assert ModelFacts.from_transformers(unused, weights="w").sliding_windows == (-1, -1)
+    assert ModelFacts.from_transformers(unused, weights="name:w").sliding_windows == (-1, -1)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +193,7 @@ def test_what_a_configuration_cannot_say_is_refused(
     changes: dict[str, Any], error: type[Exception], problem: str
 ) -> None:
     with pytest.raises(error, match=problem):
-        ModelFacts.from_transformers(llama(**changes), weights="w")
+        ModelFacts.from_transformers(llama(**changes), weights="name:w")
 
 
 def test_rope_that_depends_on_the_longest_prompt_holds_its_length() -> None:

@@ -320,7 +320,7 @@ def test_staging_that_cannot_be_page_locked(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_chunk_cache_on_paged_caches(tmp_path: Path) -> None:
     first, second = (pages_of("bhnc-hnd", blocks=64, heads=2, seed=seed) for seed in (1, 2))
-    facts = ModelFacts(layers=3, kv_heads=2, head_size=32, dtype="bfloat16", weights="gpu-v1")
+    facts = ModelFacts(layers=3, kv_heads=2, head_size=32, dtype="bfloat16", weights="name:gpu-v1")
     prompt, mine, theirs = list(range(600)), *(slots_of(first, 1, 600, n, 0)[0] for n in (1, 2))
     with ChunkCache.open(Config(shared_storage_path=str(tmp_path)), facts) as cache:
         cache.bind(first.caches, first.layout)

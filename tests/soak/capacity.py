@@ -184,7 +184,7 @@ def run(seconds: float, folder: Path, seed: int, pool: int) -> tuple[Report, Loo
                 extra_config={
                     "shared_storage_path": str(ground.shelf),
                     "staging_bytes": 64 << 20,
-                    "capacity": {"max_bytes": MAX_BYTES},
+                    "capacity": {"max_bytes": f"{MAX_BYTES}B"},
                     "least_free": MIN_FREE,
                 },
                 core=cores[number % len(cores)],

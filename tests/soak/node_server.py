@@ -22,8 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from pydantic import ByteSize, TypeAdapter
-
+from kvshelf.values import parse_size
 from tests.server.client_child import SIZE
 from tests.server.serve_process import ClientProcess, ServeProcess
 from tests.support.waiting import until
@@ -101,7 +100,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    memory = int(TypeAdapter(ByteSize).validate_python(args.memory))
+    memory = parse_size(args.memory)
     chunks = min(4096, 3 * memory // SIZE)
     begin = time.monotonic()
     most_resident = most_bytes = first_resident = 0

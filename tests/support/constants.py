@@ -84,9 +84,11 @@ def split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def taken(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the constants among `options`; return the options."""
+    """Replace the constants among `options`; return the options. Memory gets its unit."""
     rest, ours = split(options)
     put(**ours)
+    if isinstance(rest.get("memory"), int):
+        rest["memory"] = f"{rest['memory']}B"
     return rest
 
 

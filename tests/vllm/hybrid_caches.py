@@ -251,7 +251,7 @@ class HybridWorker:
         self.allocate()
         config = Config(
             shared_storage_path="/nowhere",
-            weights="test",
+            weights="name:test",
             chunk_size=CHUNK,
             **constants.taken({"staging_bytes": 8 << 20, **options}),
         )

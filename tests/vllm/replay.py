@@ -133,7 +133,7 @@ def make_config(
     options = {
         **({} if "server" in extra else {"shared_storage_path": shelf}),
         "chunk_size": 8,
-        "weights": "test",
+        "weights": "name:test",
         **constants.taken({"staging_bytes": 1 << 20, **extra}),
     }
     layers = {

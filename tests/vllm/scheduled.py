@@ -296,7 +296,7 @@ def make_vllm_config(
         kv_load_failure_policy="recompute",
         kv_connector_extra_config={
             "shared_storage_path": None if "server" in options else str(root),
-            "weights": "test",
+            "weights": "name:test",
             "admission": "auto",
             **constants.taken(options),
         },

@@ -357,7 +357,7 @@ class SimulatedEngine:
         config = Config(
             **{
                 "shared_storage_path": str(shelf),
-                "weights": "simulated",
+                "weights": "name:simulated",
                 "admission": "always",
                 **constants.taken({"staging_bytes": 8 << 20, **options}),
             }

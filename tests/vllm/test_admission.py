@@ -485,7 +485,7 @@ class BehindDiskTier(Engine):
 
     def __init__(self, root: Path, folder: Path) -> None:
         tier = DiskTier(folder, 1 << 30)
-        place = {"path": str(folder), "max_bytes": 1 << 30}
+        place = {"path": str(folder), "max_bytes": "1GiB"}
         super().__init__(root, TieredShelf(Shelf(posix(root)), [tier]), disk_tier=place)
         self.learn_computing()
         self.far, self.near = ([self.request(65) for _ in range(4)] for _ in range(2))

@@ -103,7 +103,7 @@ def test_a_bound_holds_and_what_was_deleted_is_computed(
     start: Start, places: Places, chunk_bytes: int, inert: Engine, ask: Ask, prompt: MakePrompt
 ) -> None:
     bound = 10 * chunk_bytes
-    engine = start("bounded", {"max_bytes": bound}, least_free=0)
+    engine = start("bounded", {"max_bytes": f"{bound}B"}, least_free=0)
     shelf = ShelfFiles(places.root / "bounded")
     known(engine, prompt, "shelf_limit_bytes")
     prompts = [prompt(1100) for _ in range(PROMPTS)]

@@ -564,7 +564,7 @@ def test_clocks_that_are_wrong(
                 "shared_storage_path": str(own.root),
                 "handover_wait_s": NEVER,
                 # Files that are newer than an engine's start do not identify its weights.
-                "weights": "those of this test",
+                "weights": "name:those of this test",
             },
             core=int(role == "kv_consumer"),
         )

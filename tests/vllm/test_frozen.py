@@ -123,7 +123,7 @@ def test_engines_write_what_is_recorded(
     assert RECORD or recorded is not None, f"{file} is missing"
     shelf = ShelfFiles(tmp_path / "shelf")
     options, arguments, requests = conversation(tmp_path)
-    options |= {"weights": "frozen"}
+    options |= {"weights": "name:frozen"}
     arguments |= {"core": 0, "max_num_batched_tokens": 2048}
     turns: dict[Path, int] = {}
     with engines.on_shelf(f"frozen {file.stem}", shelf.root, options, **arguments) as engine:

@@ -751,7 +751,7 @@ RECORD: dict[str, Any] = {
         (
             {"weights": "x" * 100, "chunk_size": 128},
             f"weights is '{'x' * 59}… there and 'user:test' here: serve the same weights, or set"
-            " weights to the same name in both engines",
+            " weights to the same name:<text> in both engines",
         ),
         (
             {"precision": ["8 bfloat16"]},

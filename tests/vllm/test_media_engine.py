@@ -153,7 +153,7 @@ def bucket(model: Path) -> Iterator[tuple[str, dict[str, str]]]:
 def test_a_hub_s_snapshot_and_a_copy_share_images_under_one_name(
     start: Callable[..., Engine], model: Path, tmp_path: Path
 ) -> None:
-    named = {"weights": "our llava", "shelf": tmp_path / "shelf"}
+    named = {"weights": "name:our llava", "shelf": tmp_path / "shelf"}
     with start(model, **named) as one:
         stored = one.generate(PROMPT, images=[1, 2])
     name = make_snapshot(model, tmp_path / "hub")
@@ -168,7 +168,7 @@ def test_an_object_storage_and_a_copy_share_images_under_one_name(
     start: Callable[..., Engine], model: Path, tmp_path: Path, bucket: tuple[str, dict[str, str]]
 ) -> None:
     pytest.importorskip("runai_model_streamer", reason="pip install 'runai-model-streamer[s3]'")
-    named = {"weights": "our llava", "shelf": tmp_path / "shelf"}
+    named = {"weights": "name:our llava", "shelf": tmp_path / "shelf"}
     with start(model, **named) as one:
         stored = one.generate(PROMPT, images=[1, 2])
     url, environment = bucket

@@ -286,7 +286,7 @@ def passed_on(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...
 
 
 STRATEGY = ParallelStrategy(True, 2, 1, 4, 2, 2, 2)
-FACTS = ModelFacts(layers=2, kv_heads=4, head_size=8, dtype="bfloat16", weights="w")
+FACTS = ModelFacts(layers=2, kv_heads=4, head_size=8, dtype="bfloat16", weights="name:w")
 
 
 def test_attributes_of_the_strategy(passed_on: list[Any]) -> None:
@@ -365,7 +365,7 @@ def test_a_strategy_of_vllm_is_taken(passed_on: list[Any]) -> None:
 
 def test_counted_ranks_are_those_of_the_stages(passed_on: list[Any]) -> None:
     facts = ModelFacts(
-        layers=2, kv_heads=4, head_size=8, dtype="bfloat16", weights="w", stages=(1, 1)
+        layers=2, kv_heads=4, head_size=8, dtype="bfloat16", weights="name:w", stages=(1, 1)
     )
     space = facts.namespace(chunk_size=CHUNK)
     for model in (facts, space):
@@ -419,7 +419,7 @@ def test_a_strategy_says_which_shards_a_worker_holds() -> None:
         kv_heads=1,
         head_size=8,
         dtype="bfloat16",
-        weights="w",
+        weights="name:w",
         layer_shapes=("*,24", "*,24"),
         attention=("mla", "mla"),
         stages=(1, 1),
@@ -542,7 +542,7 @@ def test_what_only_a_loaded_model_knows_needs_a_namespace(
     with pytest.raises(ConfigError, match="only to the loaded model: pass namespace"):
         MPSchedulerAdapter(*arguments, vllm_config=described)
     facts = ModelFacts(
-        layers=1, kv_heads=1, head_size=8, dtype="bfloat16", weights="w", precision=("8 int8",)
+        layers=1, kv_heads=1, head_size=8, dtype="bfloat16", weights="name:w", precision=("8 int8",)
     )
     MPSchedulerAdapter(*arguments, vllm_config=described, namespace=facts)
     assert passed_on[-1][1] == ("url", facts, BLOCK)

@@ -184,7 +184,7 @@ def test_scales_of_heads_are_the_same_facts_on_one_rank_and_on_two(
         shelf = ShelfFiles(engines.places.root / f"shelf of scales on {ranks}")
         name = f"scales of heads, {ranks} ranks"
         with start(
-            engines, name, shelf, ranks, weights="scaled", arguments={"model": model}
+            engines, name, shelf, ranks, weights="name:scaled", arguments={"model": model}
         ) as one:
             tokens = prompt(600)
             one.generate(tokens)

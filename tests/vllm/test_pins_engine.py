@@ -57,7 +57,7 @@ def test_pinned_prompts_outlive_a_flood_and_go_when_they_are_deleted(
 
     options = {
         "shared_storage_path": place.url,
-        "capacity": {"max_bytes": bound},
+        "capacity": {"max_bytes": f"{bound}B"},
         "least_free": 0,
     }
     with start(engines, "with pins", **options) as engine:

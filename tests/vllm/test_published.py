@@ -98,7 +98,7 @@ def test_a_folder_a_copy_and_a_hub_s_snapshot_are_one(model: Path, tmp_path: Pat
         ModelFacts(**facts, config=str(model))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["the weights", "content"])
+@pytest.mark.parametrize("name", ["name:the weights", "content"])
 def test_which_of_a_copy_a_hub_and_an_object_storage_are_one(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -141,7 +141,7 @@ def test_which_of_a_copy_a_hub_and_an_object_storage_are_one(
         assert others[0][0].startswith("sha256:")
         assert others[1][0] == BY_PARAMETERS
     else:
-        assert {*copies, *others} == {(f"user:{name}", Published(published_lines(CONFIG)))}
+        assert {*copies, *others} == {(f"user:{name[5:]}", Published(published_lines(CONFIG)))}
 
 
 def test_weights_that_are_replaced_while_they_are_read_name_nothing(
@@ -279,7 +279,7 @@ def test_layers_that_scale_queries_by_their_position() -> None:
         "kv_heads": 2,
         "head_size": 8,
         "dtype": "bfloat16",
-        "weights": "w",
+        "weights": "name:w",
     }
 
     def namespace(*layers: object) -> Any:

@@ -55,7 +55,7 @@ def of(model: str) -> tuple[ObjectFormat, ShardPlan]:
     """The objects of a model, and the shards of the first rank."""
     layers, heads, size, ranks = MODELS[model]
     facts = ModelFacts(
-        layers=layers, kv_heads=heads, head_size=size, dtype="bfloat16", weights="some"
+        layers=layers, kv_heads=heads, head_size=size, dtype="bfloat16", weights="name:some"
     )
     fmt = ObjectFormat(facts.namespace(chunk_size=256))
     return fmt, ShardPlan(tuple(range(fmt.shards // ranks)))

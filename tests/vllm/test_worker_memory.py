@@ -97,5 +97,5 @@ def test_the_ranks_of_a_machine_share_the_memory() -> None:
     config.parallel_config.data_parallel_size_local = 2
     made = SharedStorageConnector(config, KVConnectorRole.WORKER, make_groups(config))  # type: ignore[arg-type]
     assert made._config.memory_bytes == 2 << 20
-    assert "memory 2.0MiB" in made._config.bounds_told
+    assert "memory 2.0 MiB" in made._config.bounds_told
     made.shutdown()

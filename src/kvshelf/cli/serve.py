@@ -1,25 +1,22 @@
 """``kvshelf serve``: the node server of a machine.
 
-The work is in :mod:`kvshelf.server`, whose packages the extra ``kvshelf[server]`` installs; they
-are imported when the command runs. It takes all options of a server from the configuration.
+The work is in :mod:`kvshelf.server`, whose packages are imported when the command runs. It takes
+all options of a server from the configuration.
 """
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, Any
 
 import typer
 
 from kvshelf.cli.codes import GIVEN
 from kvshelf.cli.common import option
-from kvshelf.cli.shelves import ShelfArgument, configured, find_shelf
+from kvshelf.cli.shelves import NO_SHELF, ShelfArgument, find_shelf
 from kvshelf.cli.values import MaxAgeOption, MaxBytesOption, max_age, size
-from kvshelf.config import Config
+from kvshelf.config import LEAST_MEMORY, Config
 from kvshelf.errors import ConfigError, size_text
-
-#: Fewest bytes of memory, and of a shelf.
-_LEAST = 4096
+from kvshelf.server import INSTALL
 
 
 def serve(
@@ -53,22 +50,25 @@ def serve(
     ] = 30.0,
 ) -> None:
     """Serve one memory tier and one shelf to all engines of this machine."""
-    bounds = {"max_bytes": size(max_bytes, "--max-bytes"), "max_age": max_age(age)}
-    nbytes = size(memory, "--memory", least=_LEAST)
+    # What is wrong is said of these options, not of those that they stand for.
+    size(max_bytes, "--max-bytes")
+    max_age(age)
+    size(memory, "--memory", least=LEAST_MEMORY)
     where = None if http is None else _address(http)
-    configured()  # names the option that gives a file that cannot be read
     # The same file or environment may name this server to engines.
     given: dict[str, Any] = {"server": None}
     if shelf is not None:
         given["shared_storage_path"], (_, options) = shelf, find_shelf(shelf)
-    if nbytes is not None:
-        given["memory"] = nbytes
+    if memory is not None:
+        given["memory"] = memory
+    bounds = {"max_bytes": max_bytes, "max_age": age}
     if capacity := {name: value for name, value in bounds.items() if value is not None}:
         given["capacity"] = capacity
-    file = {"KVSHELF_CONFIG": GIVEN["config"]} if GIVEN["config"] else {}
-    config = Config.load(given, os.environ | file)
+    config = Config.load(given, file=GIVEN["config"])
     if shelf is not None:
         config = config.model_copy(update={"storage_options": options})
+    if config.shared_storage_path is None:
+        raise ConfigError(NO_SHELF)
     if not config.memory_bytes:
         raise ConfigError("the server has no memory: give --memory 20GiB")
     nbytes = config.memory_bytes
@@ -77,8 +77,7 @@ def serve(
         from kvshelf.server.process import serve as run
     except ImportError as error:
         raise ConfigError(
-            f"kvshelf serve needs packages that are missing ({error}):"
-            " pip install 'kvshelf[server]'"
+            f"kvshelf serve needs packages that are missing ({error}): {INSTALL}"
         ) from error
     url = socket or default_socket()
 

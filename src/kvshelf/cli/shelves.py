@@ -1,10 +1,11 @@
 """Which shelf a command works on, with which storage options, and how it is opened.
 
-Owns the arguments that name a shelf and its namespaces. Of a configuration only the shelf's address
-and its storage options are read.
+Owns the arguments that name a shelf and its namespaces. The configuration is that of engines; of it
+only the shelf's address and its storage options are used.
 
 Contracts
 ---------
+* Without a shelf a command ends: the private one of engines without a shelf is not meant.
 * Options that are configured go to the shelf that they are configured with; without a configured
   shelf to the one that is named, if it is a URL. ``--storage-options`` goes to the one that is
   named.
@@ -37,7 +38,11 @@ PATIENT: Final = types.MappingProxyType(
 )
 #: Most characters of a file that an option names.
 _MOST_TEXT: Final = 1 << 20
-_CONFIGURED: Final = ("shared_storage_path", "storage_options", "server")
+#: Also said where engines have a node server, of which the shelf is an option.
+NO_SHELF: Final = (
+    "found no shelf; expected SHELF on the command line, the variable KVSHELF_SHARED_STORAGE_PATH,"
+    " or shared_storage_path in the file of --config or KVSHELF_CONFIG"
+)
 
 
 def _namespaces(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -66,58 +71,30 @@ NamespacesOption: TypeAlias = Annotated[
     option(
         "--namespace",
         "X",
-        "Only this namespace: its folder, its 16 hex, or how either begins. Repeatable.",
+        "Only this namespace: the name of its folder, its 16-digit id, or the first characters of"
+        " either. Repeatable. (-n is no dry run.)",
         "-n",
         autocompletion=_namespaces,
     ),
 ]
 
 
-def configured() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what is configured of the shelf's address, and the storage options of that.
+def configured() -> tuple[str | None, dict[str, Any]]:
+    """Return the shelf that is configured, None without one, and its storage options.
 
     Raises
     ------
     ConfigError
-        If the file or a variable cannot be used.
+        If the configuration cannot be used, as in an engine.
     """
-    found: dict[str, Any] = {}
-    options: dict[str, Any] = {}
-    for source in (_file(), _variables()):
-        address = source.get("shared_storage_path")
-        if address and found.get("shared_storage_path", address) != address:
-            options = {}  # they are of the other shelf
-        found |= {name: value for name, value in source.items() if value}
-        options |= source.get("storage_options") or {}
-    return found, options
+    if not GIVEN["config"] and not any(name.upper().startswith("KVSHELF_") for name in os.environ):
+        # To import what reads options takes longer than `ls`.
+        return None, {}
+    from kvshelf.config import Config
 
-
-def _variables() -> dict[str, Any]:
-    found: dict[str, Any] = {
-        name: os.environ.get(f"KVSHELF_{name.upper()}") for name in _CONFIGURED
-    }
-    text = found["storage_options"]
-    found["storage_options"] = json_object(text, "KVSHELF_STORAGE_OPTIONS") if text else {}
-    return found
-
-
-def _file() -> dict[str, Any]:
-    path = GIVEN["config"] or os.environ.get("KVSHELF_CONFIG")
-    if not path:
-        return {}
-    import yaml
-
-    named_by = "--config" if GIVEN["config"] else "KVSHELF_CONFIG"
-    try:
-        content = yaml.safe_load(read_text(Path(path), named_by)) or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{named_by}: {path} is not YAML: {error}") from None
-    if not isinstance(content, Mapping):
-        raise ConfigError(f"{named_by}: {path} is no mapping of options, `key: value`")
-    found = {name: content.get(name) for name in _CONFIGURED}
-    if not isinstance(found["storage_options"], Mapping | None):
-        raise ConfigError(f"{named_by}: storage_options of {path} are no mapping")
-    return found
+    # Engines may have a node server, of which the shelf is an option.
+    config = Config.load({"server": None}, file=GIVEN["config"])
+    return config.shared_storage_path, config.storage_options
 
 
 def options_of(
@@ -138,9 +115,8 @@ def options_of(
     ConfigError
         If the configured options may be those of either.
     """
-    found, options = configured()
-    address = found.get("shared_storage_path")
-    if address:
+    address, options = configured()
+    if address is not None:
         options = options if place_of(address) == place_of(url) else {}
     elif is_local(url):
         options = {}
@@ -171,27 +147,18 @@ def find_shelf(shelf: str | None) -> tuple[str, dict[str, Any]]:
     Parameters
     ----------
     shelf : str or None
-        The command line's shelf; None selects the configured shelf, else the private one.
+        The command line's shelf; None selects the configured shelf.
 
     Raises
     ------
     ConfigError
-        If the configuration cannot be used, or it names a node server, which alone knows its
-        shelf.
+        If the configuration cannot be used, or there is no shelf.
     """
     text = GIVEN["storage_options"]
     given = None if text is None else json_object(text, "--storage-options")
-    found = configured()[0]
-    url = shelf or found.get("shared_storage_path")
-    if url is None and (server := found.get("server")):
-        raise ConfigError(
-            f"server is {server}, so the shelf is an option of that server: name the shelf on the"
-            " command line"
-        )
+    url = configured()[0] if shelf is None else shelf
     if url is None:
-        from kvshelf.config import default_shelf_path
-
-        url = str(default_shelf_path())
+        raise ConfigError(NO_SHELF)
     url = located(url)
     return url, options_of(url, given)
 
@@ -204,8 +171,10 @@ def located(url: str) -> str:
     Raises
     ------
     ConfigError
-        If it was written by mistake, see :func:`kvshelf.urls.check_shelf`.
+        If it is empty or was written by mistake, see :func:`kvshelf.urls.check_shelf`.
     """
+    if not url.strip():
+        raise ConfigError(f"found {url!r} for a shelf; expected a directory or a URL")
     check_shelf(url)
     return url if "://" in url else os.path.abspath(os.path.expanduser(url))
 

@@ -1,21 +1,19 @@
-"""Sizes and ages as values of options: what is accepted, and what is said of the rest.
+"""Sizes and ages as values of a command's options.
 
-Owns the forms and the messages. Each size and each age has a unit.
+Owns these options, and the errors that name them; :mod:`kvshelf.values` reads the values.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Final, TypeAlias
-
-from pydantic import ByteSize, TypeAdapter, ValidationError
+from collections.abc import Callable
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 from kvshelf.cli.common import option
-from kvshelf.config import LEAST_MAX_AGE, parse_duration
+from kvshelf.config import LEAST_MAX_AGE
 from kvshelf.errors import ConfigError
+from kvshelf.values import parse_age, parse_size
 
-#: What is said of a value that is none.
-SIZES: Final = "a size such as 500MB, 20GiB or 2TiB"
-AGES: Final = "an age such as 90s, 30m, 12h, 7d or 2w"
+_T = TypeVar("_T", int, float)
 
 MaxBytesOption: TypeAlias = Annotated[
     str | None,
@@ -30,8 +28,6 @@ MaxAgeOption: TypeAlias = Annotated[
     option("--max-age", "AGE", "Time after its last use at which a chunk is deleted, such as 7d."),
 ]
 
-_SIZE: Final = TypeAdapter(ByteSize)
-
 
 def size(text: str | None, option: str, *, least: int = 1) -> int | None:
     """Return the bytes that the value of an option means, such as ``20GiB``; None for None.
@@ -41,16 +37,7 @@ def size(text: str | None, option: str, *, least: int = 1) -> int | None:
     ConfigError
         If `text` is no size with a unit, or less than `least`.
     """
-    if text is None:
-        return None
-    try:
-        found = int(_SIZE.validate_python(text)) if text.strip()[-1:].isalpha() else -1
-    except (ValidationError, OverflowError):
-        found = -1
-    if found < least:
-        more = f", at least {least} bytes" if least > 1 else ""
-        raise ConfigError(f"{option}: found {text!r}; expected {SIZES}{more}")
-    return found
+    return _read(parse_size, text, option, least)
 
 
 def age(text: str | None, option: str, *, least: float = 0.0) -> float | None:
@@ -61,18 +48,16 @@ def age(text: str | None, option: str, *, least: float = 0.0) -> float | None:
     ConfigError
         If `text` is no age with a unit, or less than `least`.
     """
-    if text is None:
-        return None
-    try:
-        seconds = parse_duration(text)
-    except ValueError:
-        seconds = None
-    if not isinstance(seconds, float) or seconds < least:
-        more = f", at least {least:g}s" if least else ""
-        raise ConfigError(f"{option}: found {text!r}; expected {AGES}{more}")
-    return seconds
+    return _read(parse_age, text, option, least)
 
 
 def max_age(text: str | None) -> float | None:
     """Return the seconds of ``--max-age``: uses that are more recent may not be recorded yet."""
     return age(text, "--max-age", least=LEAST_MAX_AGE)
+
+
+def _read(parse: Callable[[str, Any], _T], text: str | None, option: str, least: _T) -> _T | None:
+    try:
+        return None if text is None else parse(text, least)
+    except ValueError as error:
+        raise ConfigError(f"{option}: found {text!r}; {error}") from None

@@ -14,7 +14,7 @@ _SHOWN: Final = 60
 
 #: What to set where a field differs, the likeliest cause first.
 _ADVICE: Final[Mapping[str, str]] = {
-    "weights": "serve the same weights, or set weights to the same name",
+    "weights": "serve the same weights, or set weights to the same name:<text>",
     "config": "serve the same configuration files",
     "code": "serve the same remote code",
     "attention_temperature": (

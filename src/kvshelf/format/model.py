@@ -29,7 +29,8 @@ from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.kinds import FULL, KINDS, SHARDS_FIELDS, STATE, Kind, layers_by_kind
 from kvshelf.format.namespace import FORMAT, FieldValue, Namespace, slugify
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.paths import cache_dir, names_a_path
+from kvshelf.paths import cache_dir
+from kvshelf.values import names_a_path, weights_name
 from kvshelf.weights.configuration import CONFIG, ROPE_FIELDS, published_lines
 from kvshelf.weights.fingerprints import (
     FingerprintCache,
@@ -146,10 +147,10 @@ class ModelFacts:
         Dtype of the KV cache: ``bfloat16``, ``float16``, ``float32``, ``fp8_e4m3``,
         ``fp8_e5m2``. Any other name needs `layer_dtypes`.
     weights : str or path or tuple of paths, optional
-        Identifies the weights. A string is their name: you promise that equal names mean
-        equal weights, as with the option ``weights``. A ``pathlib.Path`` (a model's folder or a
-        weight file) or a tuple of paths (the weight files) is fingerprinted. A string that is
-        written like a path, or names a file or folder that exists, is refused.
+        Identifies the weights. A string such as ``name:my-model-v1`` is their name: you promise
+        that equal names mean equal weights, as with the option ``weights``. A ``pathlib.Path`` (a
+        model's folder or a weight file) or a tuple of paths (the weight files) is fingerprinted.
+        Any other string is refused.
     fingerprint : str, optional
         In place of `weights`: the field ``weights`` of a namespace record.
     name : str
@@ -238,9 +239,10 @@ class ModelFacts:
     def __post_init__(self) -> None:
         if self.weights is not None and self.fingerprint is not None:
             raise ConfigError("weights and fingerprint are both given: leave one out")
-        for field, text in (("weights", self.weights), ("fingerprint", self.fingerprint)):
-            if isinstance(text, str) and names_a_path(text):
-                raise _path_as_name(field, text)
+        if isinstance(self.weights, str):
+            _named("weights", self.weights)
+        if self.fingerprint is not None and names_a_path(self.fingerprint):
+            raise _not_identified("fingerprint", self.fingerprint, "it names a path")
         if isinstance(self.config, str):
             raise ConfigError(
                 f"config is the text {self.config!r}; expected a pathlib.Path of the model's folder"
@@ -470,13 +472,11 @@ class ModelFacts:
 
     def _weights_field(self, option: str) -> str:
         if option not in ("content", "sampled"):
-            if names_a_path(option):
-                raise _path_as_name("weights", option)
-            return f"user:{option}"
+            return f"user:{_named('weights', option)}"
         if self.fingerprint is not None:
             return self.fingerprint
         if isinstance(self.weights, str):
-            return f"user:{self.weights}"
+            return f"user:{_named('weights', self.weights)}"
         if self.weights is None:
             raise ConfigError(
                 "weights is missing: name the weights, or give the model's folder as a Path"
@@ -491,11 +491,21 @@ class ModelFacts:
         return weights_fingerprint(files, cache=FingerprintCache(cache_dir() / "fingerprints.json"))
 
 
-def _path_as_name(field: str, text: str) -> ConfigError:
+def _named(field: str, text: str) -> str:
+    """Return the name of weights in a text such as ``name:my-model-v1``."""
+    try:
+        name = weights_name(text)
+    except ValueError as error:
+        raise _not_identified(field, text, str(error)) from None
+    if name is None:
+        raise _not_identified(field, text, "a name of weights begins with name:")
+    return name
+
+
+def _not_identified(field: str, text: str, problem: str) -> ConfigError:
     return ConfigError(
-        f"{field} is the text {text!r}, which names a path: as a name it would stay the same when"
-        f" other weights lie there. Pass weights=pathlib.Path({text!r}) to identify the files by"
-        " their content, or a name that is no path, such as 'my-model-v1'"
+        f"{field} is the text {text!r}: {problem}. Pass weights=pathlib.Path(folder) to identify"
+        " files by their content, or a name such as 'name:my-model-v1'"
     )
 
 

@@ -30,7 +30,6 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 import torch
-from pydantic import ByteSize
 
 from kvshelf.backends import Backend, BytesLike, WriteResult
 from kvshelf.backends.base import delete_one
@@ -242,7 +241,7 @@ class DiskTier:
         opened = Shelf(guard)
         self._keeper = Keeper(
             guard,
-            CapacityConfig(max_bytes=ByteSize(self.max_bytes)),
+            CapacityConfig(max_bytes=self.max_bytes),
             _KeeperCounters(self._counters),
             on_thread_start=self._on_thread_start,
         )

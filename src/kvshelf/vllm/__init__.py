@@ -9,6 +9,8 @@ multimodal items (:mod:`kvshelf.vllm.item_ids`) and records when configurations 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from kvshelf.errors import UnsupportedError
 
@@ -41,6 +43,22 @@ def register() -> None:
         mark_ids()
     except (ImportError, AttributeError) as error:
         logger.warning("ids of images, audio and video are not marked: %r", error)
+
+
+def own_options(transfer: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the ``kv_connector_extra_config`` of each of our connectors in a configuration.
+
+    Parameters
+    ----------
+    transfer : Mapping
+        As ``--kv-transfer-config`` has it; its connector may be a MultiConnector.
+    """
+    extra = transfer.get("kv_connector_extra_config") or {}
+    if transfer.get("kv_connector") in (CONNECTOR_NAME, EARLIER_NAME):
+        yield extra
+    elif transfer.get("kv_connector") == "MultiConnector":
+        for child in extra.get("connectors", ()):
+            yield from own_options(child)
 
 
 def check_vllm_version(version: str) -> None:

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 import torch
 import vllm
-from pydantic import ByteSize
 
 from kvshelf.vllm import CONNECTOR_NAME, EARLIER_NAME, check_vllm_version, register
 
@@ -49,6 +48,7 @@ from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.namespace import Namespace
 from kvshelf.logs import RateLimitedLog, prefixed
 from kvshelf.metrics import Counters
+from kvshelf.server import INSTALL
 from kvshelf.urls import directory_of
 from kvshelf.vllm.affinity import widen_cpu_affinity
 from kvshelf.vllm.groups import CacheGroups, with_chunk_size
@@ -147,7 +147,7 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
         self._groups = CacheGroups(vllm_config, kv_cache_config)
         self._config = with_chunk_size(self._config, self._groups)
         if (memory := self._config.memory) is not None:
-            each = ByteSize(memory // local_ranks(vllm_config))
+            each = memory // local_ranks(vllm_config)
             self._config = self._config.model_copy(update={"memory": each})
         if self._config.save_decode and _answers_see_a_window(kv_cache_config):
             self._config = self._config.model_copy(update={"save_decode": False})
@@ -543,8 +543,7 @@ def _open_served(
         from kvshelf.server.shelf import open_served
     except ImportError as error:
         raise ConfigError(
-            f"server is {server}, but a package for node servers is missing ({error}): install"
-            " kvshelf[server]"
+            f"server is {server}, but a package for node servers is missing ({error}): {INSTALL}"
         ) from error
 
     return open_served(

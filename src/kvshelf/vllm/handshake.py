@@ -269,7 +269,8 @@ class Handshake:
             return None
         self.disable(
             "the log of rank 0 says why no file identifies the weights, and the loaded parameters"
-            f" cannot: {problem}. Set `weights` to a string that identifies them"
+            f" cannot: {problem}. Set `weights` to"
+            " `name:` and a text that identifies them"
         )
         return None
 

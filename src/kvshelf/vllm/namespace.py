@@ -33,6 +33,7 @@ from kvshelf.format.tensors import shape_heads
 from kvshelf.kv.topology import Topology, head_groups
 from kvshelf.paths import cache_dir
 from kvshelf.urls import shown_url
+from kvshelf.values import weights_name
 from kvshelf.vllm.affinity import widen_cpu_affinity
 from kvshelf.vllm.metadata import BY_PARAMETERS, LayerScales, WorkerReport
 from kvshelf.vllm.published import Published, check_unchanged, hub_snapshot, read_published
@@ -56,7 +57,7 @@ _NOT_IDENTIFIED = {
     "configuration": "{}; nothing is stored or loaded",
     "weights": (
         "the weights could not be fingerprinted ({}); nothing is stored or loaded. Set `weights` to"
-        " a string that identifies them"
+        " `name:` and a text that identifies them"
     ),
 }
 _FP8 = {"fp8": "F8_E4M3", "fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
@@ -600,7 +601,7 @@ class WeightsIdentity:
         thread = threading.Thread(target=self._run, name="kvshelf-weights", daemon=True)
         if not try_to_start(thread):
             self._run()
-        elif given not in ("content", "sampled"):
+        elif weights_name(given) is not None:
             thread.join(_JOIN_SECONDS)
 
     def cancel(self) -> None:
@@ -620,9 +621,8 @@ class WeightsIdentity:
         self._on_known(found, published)
 
     def _find(self) -> str:
-        given = self._config.weights
-        if given not in ("content", "sampled"):
-            return f"user:{given}"
+        if (name := weights_name(self._config.weights)) is not None:
+            return f"user:{name}"
         load_format = str(getattr(self._vllm_config.load_config, "load_format", "auto"))
         if load_format == "dummy":
             # Objects of such weights would fill the shelf, and no later engine could load them.

@@ -20,6 +20,7 @@ from typing import Any
 from kvshelf.config import Config
 from kvshelf.errors import UnsupportedError
 from kvshelf.format.namespace import Namespace
+from kvshelf.values import weights_name
 
 #: Logged with a reason.
 WITHOUT_DRAFTS = (
@@ -206,7 +207,7 @@ def draft_config(vllm_config: Any, config: Config, target: Namespace | None) -> 
     """
     same = vllm_config.speculative_config.draft_model_config.model == vllm_config.model_config.model
     # The name of the model's weights does not identify another checkpoint.
-    named = config.weights not in ("content", "sampled") and not same
+    named = weights_name(config.weights) is not None and not same
     return config.model_copy(
         update={
             "version": f"drafter of {'' if target is None else target.digest.hex()}",

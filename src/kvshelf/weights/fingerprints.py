@@ -107,7 +107,7 @@ def weight_files(
     folder = Path(model_dir)
     if folder.is_file():
         return [folder]
-    remedy = "set `weights` to a string of your own that changes whenever the weights change"
+    remedy = "set `weights` to `name:` and a text that changes whenever the weights change"
     if not folder.is_dir():
         raise ConfigError(
             f"{folder} is not a local folder, so its weights cannot be read; {remedy}"
