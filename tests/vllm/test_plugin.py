@@ -11,7 +11,9 @@ pytest.importorskip("vllm")
 
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.engine.arg_utils import EngineArgs
 
+from kvshelf.errors import ConfigError
 from kvshelf.vllm import CONNECTOR_NAME, EARLIER_NAME, register
 
 MODULE = "kvshelf.vllm.connector"
@@ -47,3 +49,32 @@ def test_a_connector_of_another_plugin_keeps_its_name(
     assert connector_of(EARLIER_NAME) is SharedStorageConnector
     assert connector_of(CONNECTOR_NAME).__module__ == MODULE
     assert connector_of(EARLIER_NAME, kv_connector_module_path=MODULE).__module__ == MODULE
+
+
+MISSPELT = {"shared_storge_path": "/mnt/kv"}
+CHILD = {"kv_connector": CONNECTOR_NAME, "kv_role": "kv_both"}
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        (CONNECTOR_NAME, MISSPELT),
+        (EARLIER_NAME, MISSPELT),
+        ("MultiConnector", {"connectors": [CHILD | {"kv_connector_extra_config": MISSPELT}]}),
+    ],
+)
+@pytest.mark.parametrize("program", ["vllm", "mine.py"])
+def test_option_that_is_unknown_ends_the_first_process(
+    monkeypatch: pytest.MonkeyPatch, program: str, name: str, extra: dict[str, Any]
+) -> None:
+    """Before vLLM makes its configuration, and workers; in one line in a program of its own."""
+    register()
+    monkeypatch.setattr("sys.argv", [f"/bin/{program}"])
+    transfer = KVTransferConfig(
+        kv_connector=name, kv_role="kv_both", kv_connector_extra_config=extra
+    )
+    arguments = EngineArgs(model="/nowhere", kv_transfer_config=transfer)
+    with pytest.raises(SystemExit if program == "vllm" else ConfigError) as error:
+        arguments.create_engine_config()
+    assert "did you mean shared_storage_path?" in str(error.value)
+    assert "\n" not in str(error.value)

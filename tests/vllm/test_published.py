@@ -264,7 +264,7 @@ def test_an_engine_s_processes_know_when_its_configuration_was_begun(
     )
     published.note_begins.__wrapped__()
     before = time.time()
-    EngineArgs.create_engine_config(SimpleNamespace())  # type: ignore[arg-type]
+    EngineArgs.create_engine_config(SimpleNamespace(kv_transfer_config=None))  # type: ignore[arg-type]
     assert before <= seen[0] <= time.time()
 
 

@@ -93,9 +93,11 @@ ATTRIBUTES = {
     "AttentionSpec": ("max_tp_shards",),
     "CachedRequestData": ("num_computed_tokens", "req_ids"),
     "CacheHitSource": ("DISK",),
+    "EngineArgs": ("kv_transfer_config",),
     "KVCacheBlocks": ("get_block_ids",),
     "KVCacheGroupSpec": ("kv_cache_spec", "layer_names"),
     "KVConnectorTransferResults": ("failed_recving", "finished_recving"),
+    "KVTransferConfig": ("kv_connector", "kv_connector_extra_config"),
     "LoRAConfig": (
         "enable_moe_shared_loras",
         "enable_tower_connector_lora",

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvshelf.errors import ConfigError
+from kvshelf.vllm import check_options
 from kvshelf.weights.configuration import (
     READ_NO_TOKEN_IDS,
     code_lines,
@@ -52,13 +53,17 @@ class Published:
 
 @functools.cache
 def note_begins() -> None:
-    """Record for an engine's processes when vLLM began to make its configuration. Idempotent."""
+    """Record for an engine's processes when vLLM began to make its configuration. Idempotent.
+
+    Options are checked first: this is the process that the user started, and there is no worker.
+    """
     from vllm.engine.arg_utils import EngineArgs
 
     create: Any = EngineArgs.create_engine_config
 
     @functools.wraps(create)
     def create_and_note(self: Any, *args: Any, **kwargs: Any) -> Any:
+        check_options(self.kv_transfer_config)
         # Processes that are started for the engine inherit it.
         os.environ[_BEGAN] = repr(time.time())
         return create(self, *args, **kwargs)
