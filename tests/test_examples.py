@@ -207,7 +207,8 @@ def test_the_commands_that_show_a_hit(tmp_path: Path, page: str) -> None:
     assert [shown.ask(listed), shown.ask(listed)] == shown.answers
     lines = re.findall(r"kvshelf: (shelf .*)", shown.log.read_text())
     assert [re.sub(r"m-\w{16}", "", line) for line in lines] == [
-        f"shelf {tmp_path}/kv, namespace , 256 tokens a chunk, no bounds"
+        f"shelf {tmp_path}/kv, 256 tokens a chunk, no bounds",
+        f"shelf {tmp_path}/kv, namespace ",
     ]
 
 

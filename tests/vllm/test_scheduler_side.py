@@ -735,11 +735,22 @@ def test_failed_loads_are_recomputed(
 ) -> None:
     config = make_config(str(tmp_path))
     config.kv_transfer_config.kv_load_failure_policy = before
-    with caplog.at_level("INFO", "kvshelf"):
+    with caplog.at_level("DEBUG", "kvshelf"):
         SharedStorageConnector(config, KVConnectorRole.SCHEDULER, make_groups(config)).shutdown()
     assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
     assert log in caplog.text
     assert log or "policy" not in caplog.text
+
+
+def test_start_of_an_engine_names_shelf_bounds_and_memory_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(str(tmp_path), memory="8MiB", capacity={"max_bytes": "2TiB"})
+    with caplog.at_level("INFO", "kvshelf"):
+        for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER):
+            SharedStorageConnector(config, role, make_groups(config)).shutdown()
+    line = f"shelf {tmp_path}, 8 tokens a chunk, memory 8.0 MiB, max_bytes 2.0 TiB"
+    assert [record.getMessage() for record in caplog.records].count(line) == 1
 
 
 class MultiConnector:

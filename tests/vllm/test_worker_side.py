@@ -120,6 +120,7 @@ def test_a_layer_that_vllm_does_not_know_stops_the_start(backend: FaultyStorage)
     ("options", "message"),
     [
         ({"staging_bytes": 8192}, "make chunk_size smaller"),
+        ({"capacity": {"max_bytes": "8KiB"}}, "max_bytes is 8.0 KiB, and a chunk of this model has"),
     ],
 )
 @pytest.mark.parametrize("weights", ["name:test", "content"])
@@ -133,6 +134,25 @@ def test_configurations_that_do_not_fit_the_model_stop_the_start(
     with pytest.raises(ConfigError, match=message):
         made.register_kv_caches(caches)
     made.shutdown()
+
+
+@pytest.mark.parametrize(("chunks", "warned"), [(1.9, None), (2, True), (511, True), (512, False)])
+def test_bound_below_two_chunks_is_refused_and_below_a_prompt_warned_of(
+    make_worker: Callable[..., WorkerRig],
+    caplog: pytest.LogCaptureFixture,
+    chunks: float,
+    warned: bool | None,
+) -> None:
+    rig = make_worker()
+    chunk = sum(rig.fmt.object_size(shard) for shard in range(rig.fmt.shards))
+    assert rig.config.model_config.max_model_len == 512 * rig.fmt.chunk_size
+    options = {"capacity": {"max_bytes": f"{int(chunks * chunk)}B"}}
+    if warned is None:
+        with pytest.raises(ConfigError, match="for two chunks"):
+            make_worker(**options)
+        return
+    make_worker(**options)
+    assert ("a prompt of 4096 tokens (--max-model-len) needs" in caplog.text) is warned
 
 
 def test_releases_of_vllm_share_unless_the_layout_is_unknown(

@@ -191,6 +191,12 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
         context = context_ranks(vllm_config, kv_cache_config)
         refuses = _why_no_stores(self._config, transfer, context)
         if role is KVConnectorRole.SCHEDULER:
+            logger.info(
+                "shelf %s, %d tokens a chunk, %s",
+                self._assembly.url,
+                self._config.chunk_size,
+                self._config.bounds_told,
+            )
             if context > 1 and transfer.is_kv_producer:
                 logger.warning("this engine loads KV from the shelf and stores none: %s", refuses)
             second_runner = getattr(vllm_config, "use_v2_model_runner", False)
@@ -635,7 +641,7 @@ def _recompute_failed_loads(transfer: Any) -> None:
             ' "kv_connector": "MultiConnector"'
         )
     transfer.kv_load_failure_policy = "recompute"
-    logger.info("kv_load_failure_policy is set to recompute: vLLM computes tokens whose load fails")
+    logger.debug("kv_load_failure_policy is set to recompute: vLLM computes what cannot be loaded")
 
 
 #: Connectors that fetch the KV of a whole prompt from the engine that ``kv_transfer_params`` name.

@@ -125,13 +125,7 @@ class Opening:
         self.shelf, self.views, self.lookups = shelf, views, lookups
         self.ranks_of = ranks_with(fmt, self.handshake.ranks)
         self.tails = fmt.tails and not self._groups.hybrid and self._engine.drafter is None
-        logger.info(
-            "shelf %s, namespace %s, %d tokens a chunk, %s",
-            shelf.backend.url,
-            fmt.namespace.folder,
-            fmt.chunk_size,
-            self._config.bounds_told,
-        )
+        logger.info("shelf %s, namespace %s", shelf.backend.url, fmt.namespace.folder)
 
     def _check_whole_shards(self, fmt: ObjectFormat) -> None:
         """Store nothing where no rank holds all heads of a shard."""

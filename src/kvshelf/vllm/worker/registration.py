@@ -46,7 +46,7 @@ from vllm.distributed.parallel_state import get_dcp_group, model_parallel_is_ini
 
 from kvshelf.backends import Properties
 from kvshelf.config import LEAST_STAGING
-from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.errors import ConfigError, UnsupportedError, size_text
 from kvshelf.format.kinds import STATE, Kind
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
@@ -226,7 +226,9 @@ class Registration:
         stages = self._vllm_config.parallel_config.pipeline_parallel_size
         if stages == 1:
             namespace = build_namespace(self._vllm_config, self._config, [report], _ANY_WEIGHTS)
-            self.memories = self._allocate(ObjectFormat(namespace))
+            fmt = ObjectFormat(namespace)
+            self._check_bound(fmt)
+            self.memories = self._allocate(fmt)
         else:
             # The other stages' layers are not known here.
             config_overrides(self._vllm_config.model_config, self._config)
@@ -234,6 +236,28 @@ class Registration:
                 self._vllm_config,
                 [report] * stages,
                 decode_context=self._engine.context_ranks,
+            )
+
+    def _check_bound(self, fmt: ObjectFormat) -> None:
+        """Refuse a bound of the shelf that two chunks exceed; warn of one that a prompt exceeds."""
+        bound = self._config.capacity.max_bytes
+        if bound is None or self._config.read_only or self._engine.rank or self._engine.of_drafter:
+            return
+        formats = [fmt.of(kind) for kind in fmt.kinds]
+        chunk = sum(one.object_size(shard) for one in formats for shard in range(one.shards))
+        if bound < 2 * chunk:
+            raise ConfigError(
+                f"capacity.max_bytes is {size_text(bound)}, and a chunk of this model has"
+                f" {size_text(chunk)}: expected at least {size_text(2 * chunk)}, for two chunks"
+            )
+        tokens = int(self._vllm_config.model_config.max_model_len)
+        if bound < (needed := tokens // fmt.chunk_size * chunk):
+            logger.warning(
+                "capacity.max_bytes is %s, and a prompt of %d tokens (--max-model-len) needs %s:"
+                " of such prompts only a part is stored. Give more, or set --max-model-len lower",
+                size_text(bound),
+                tokens,
+                size_text(needed),
             )
 
     def cancel_weights(self) -> None:
