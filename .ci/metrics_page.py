@@ -40,8 +40,8 @@ def render() -> str:
         + _table(reasons, "metric, reason")
         + "\n### Metrics of the node server\n"
         + _table({health.PREFIX + name: text for name, text in server.items()})
-        + f"\nWith the same meaning as of an engine, behind `{health.PREFIX}`: "
-        + ", ".join(f"`{name}`" for name in shared)
+        + "\nWith the same meaning as of an engine: "
+        + ", ".join(f"`{health.PREFIX}{name}`" for name in shared)
         + ".\n"
     )
 

@@ -23,8 +23,10 @@ SHELL = ("bash", "console", "shell", "sh", "")
 
 
 def test_the_generated_pages_are_up_to_date() -> None:
-    assert config_page.PAGE.read_text() == config_page.render_page(), "run `make docs`"
-    assert config_page.CLI.read_text() == config_page.render_commands(), "run `make docs`"
+    is_current = config_page.PAGE.read_text() == config_page.render_page()
+    assert is_current, "docs/configuration.md is not what the code says: run `make docs`"
+    is_current = config_page.CLI.read_text() == config_page.render_commands()
+    assert is_current, "docs/cli.md is not what the code says: run `make docs`"
 
 
 def test_every_option_is_explained() -> None:

@@ -43,7 +43,7 @@ COUNTERS: Mapping[str, str] = {
     ),
     "probes": "objects probed",
     "probe_errors": "probes that failed",
-    "refused_hits": "requests whose hit was computed: that is sooner, or it never fits",
+    "refused_hits": "hits that were computed instead: that is faster, or the hit does not fit into the KV cache",
     "refused_tokens": "tokens of such hits",
     "cut_loads": "loads that were cut because computing the rest was expected to be sooner",
     "explored_loads": "loads of hits that would be refused, to learn how long they take",
@@ -66,7 +66,7 @@ COUNTERS: Mapping[str, str] = {
     "draft_loaded_chunks": "chunks of a drafter's KV loaded",
     **_of_kind("window", "windows"),
     **_of_kind("state", "states"),
-    "hours_without_loads": "hours in which much was stored and nothing loaded",
+    "hours_without_loads": "hours in which 1000 chunks or more were stored and none was loaded",
     "existing_chunks": "chunks already on the shelf when their store began",
     "repaired_objects": "bad objects replaced with good ones",
     "unrepaired_objects": (
