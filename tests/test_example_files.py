@@ -76,7 +76,7 @@ def test_pods_are_whole(overlay: str) -> None:
     names = [(one["kind"], one["metadata"]["name"]) for one in rendered(overlay)]
     assert len(set(names)) == len(names)
     sets = [one for one in rendered(overlay) if one["kind"] == "StatefulSet"]
-    assert len(sets) == (2 if overlay.endswith("pd") else 1)
+    assert len(sets) == (2 if "pd" in overlay else 1)
     for one in sets:
         pod = one["spec"]["template"]
         (engine,) = pod["spec"]["containers"]
@@ -87,10 +87,20 @@ def test_pods_are_whole(overlay: str) -> None:
         (options,) = (each["configMap"] for each in pod["spec"]["volumes"] if "configMap" in each)
         assert ("ConfigMap", options["name"]) in names
         assert ("Service", one["spec"]["serviceName"]) in names
+        on_gpus = "nvidia.com/gpu" in engine["resources"]["limits"]
+        assert on_gpus is overlay.endswith("gpu")
+        assert on_gpus is not any("kv-cache-memory-bytes" in word for word in engine["args"])
+        balancing = [
+            service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+            for service in rendered(overlay)
+            if service["kind"] == "Service" and "clusterIP" not in service["spec"]
+        ]
+        assert balancing.count(True) == 1
         assert one["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
     for one in (one for one in rendered(overlay) if one["kind"] == "ConfigMap"):
         config = Config.load(yaml.safe_load(one["data"]["options.yaml"]), {})
-        assert ("://" in str(config.shared_storage_path)) == overlay.endswith("s3")
+        assert ("://" in str(config.shared_storage_path)) == ("s3" in overlay)
+        assert config.capacity.max_bytes
 
 
 def test_the_pods_run_as_the_user_of_the_image() -> None:
@@ -111,6 +121,7 @@ def test_the_compose_file() -> None:
     found = yaml.safe_load((EXAMPLES / "compose.yaml").read_text())
     engine = found["services"]["engine"]
     check_command(engine["command"], engine["environment"])
+    assert "max_bytes" in json.loads(engine["environment"]["KVSHELF_CAPACITY"])
     for volume in (volume for one in mappings(found) for volume in one.get("volumes", ())):
         file = str(volume).partition(":")[0]
         assert not file.startswith(".") or (EXAMPLES / file).exists()
