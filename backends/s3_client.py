@@ -57,6 +57,8 @@ PROBES_AT_ONCE: Final = 64
 DELETES_AT_ONCE: Final = 1000
 #: A body arrives in pieces of about this size.
 _STREAM_BYTES: Final = 1 << 20
+#: What has no more characters is no key of a store, and a part of many a word.
+_SHORT_KEY: Final = 3
 _RETRY_SECONDS: Final = 3.0
 _RETRIES: Final = 5
 
@@ -125,9 +127,8 @@ class Client:
     ) -> None:
         self._bucket = bucket
         self._url = f"s3://{bucket}/{prefix}".rstrip("/")
-        self._secrets = [
-            str(options[name]) for name in ("key", "secret", "token") if options.get(name)
-        ]
+        keys = (str(options.get(name) or "") for name in ("key", "secret", "token"))
+        self._secrets = [key for key in keys if len(key) > _SHORT_KEY]
         self._settings = settings
         self.answer_seconds = sum(_limits(options))
         for quirk in options.get("quirks") or ():

@@ -224,8 +224,13 @@ class _Search:
         )
         if found is not None:
             _, value, source = self._rows[-1]
-            if urlsplit(str(found)).scheme not in ("http", "https"):
-                raise ConfigError(f"{source} is {value!r}; expected http(s)://host")
+            parts = urlsplit(str(found))
+            is_plain = not (parts.username or parts.query or parts.fragment)
+            if parts.scheme not in ("http", "https") or not is_plain:
+                raise ConfigError(
+                    f"{source} is {value!r}; expected http(s)://host, without user or query: keys"
+                    " are options of their own"
+                )
             return str(found).rstrip("/"), False
         endpoint = self._endpoint_of_aws(region)
         self._rows[-1] = Setting("endpoint", endpoint, f"AWS, region {region}")

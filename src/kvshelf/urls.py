@@ -44,7 +44,7 @@ def refuse_mistakes(text: str) -> None:
     if found := _VARIABLE.search(text):
         raise ValueError(f"holds {found[0]}, which nothing replaces here; write its value instead")
     if text.lower().startswith(("http://", "https://")):
-        place = text.partition("://")[2]
+        place = re.split("[?#]", text.partition("://")[2])[0]
         server, _, bucket = place.rpartition("@")[2].partition("/")
         if aws := _AWS.fullmatch(server):
             meant = f"{aws[1]}/{bucket}" if aws[1] else bucket
@@ -56,10 +56,11 @@ def refuse_mistakes(text: str) -> None:
     if _DRIVE.match(text):
         raise ValueError("is a path of Windows; expected one of this system, such as /mnt/kv")
     if word := _WORD.match(text):
+        if "@" in text:
+            raise ValueError("has no // behind its protocol: expected one such as s3://bucket/kv")
         slash = "/" if word[1].lower() in ("file", "local") else ""
         meant = shown_url(f"{word[1]}://{slash}{word[2].lstrip('/')}")
-        folder = "" if "@" in text else f", or ./{text} for a folder"
-        raise ValueError(f"has no // behind {word[1]}: expected {meant}{folder}")
+        raise ValueError(f"has no // behind {word[1]}: expected {meant}, or ./{text} for a folder")
 
 
 def check_shelf(url: str) -> None:
@@ -80,19 +81,20 @@ def shown_url(url: str | os.PathLike[str]) -> str:
     """Return a URL without its secrets: user, password, query and fragment.
 
     If the end of the password is ambiguous, only the protocol is left. Paths are returned
-    unchanged.
+    unchanged. What is neither a path nor a URL may be a URL without its protocol.
     """
     text = os.fspath(url)
     protocol, mark, rest = text.partition("://")
+    user, at, behind = text.rpartition("@")
     if not mark:
-        half = _HALF_URL.match(text)
-        return f"{half[0]}…" if half and "@" in text else text
+        is_path = text.startswith(("/", ".", "~")) and not text.startswith("//")
+        return text if is_path or ":" not in user else f"…{at}{re.split('[?#]', behind)[0]}"
     protocol = protocol.lower()
-    if protocol in ("file", "local"):
-        return text
     place = re.split("[/?#]", rest, maxsplit=1)[0]
     tail = rest[len(place) :]
-    if ":" in place and "@" in tail:
+    if protocol in ("file", "local"):
+        return f"{protocol}://{place.rpartition('@')[2]}{tail}"
+    if ":" in rest.rpartition("@")[0] and "@" in tail:
         # The password may contain a slash.
         return f"{protocol}://…"
     return f"{protocol}://{place.rpartition('@')[2]}{re.split('[?#]', tail, maxsplit=1)[0]}"
@@ -122,8 +124,8 @@ def directory_of(url: str | os.PathLike[str]) -> str | None:
     parts = urlsplit(text)
     if parts.netloc not in ("", "localhost"):
         raise ConfigError(
-            f"{text!r} names the host {parts.netloc!r}: expected three slashes, as in "
-            f"{protocol}:///{parts.netloc}{parts.path}"
+            f"{shown_url(text)!r} names a host: expected three slashes, as in "
+            f"{protocol}:///{parts.netloc.rpartition('@')[2]}{parts.path}"
         )
     # urlsplit would cut the path at ? and #, which are ordinary characters in a path.
     path = unquote(text[scheme.end() + len(parts.netloc) :])

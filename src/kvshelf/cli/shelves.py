@@ -247,7 +247,7 @@ def read_text(file: Path, option: str) -> str:
             return opened.read(_MOST_TEXT)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{option}: {file} cannot be read: {reason}") from None
+        raise ConfigError(f"{option}: {shown_url(file)} cannot be read: {reason}") from None
 
 
 def json_object(text: str, option: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from kvshelf.errors import ConfigError
+from kvshelf.urls import shown_url
 
 _MOST_SHOWN: Final = 10
 
@@ -38,7 +39,7 @@ def folders_named(wanted: str, folders: Iterable[str], where: str) -> list[str]:
         raise ConfigError(
             f"{wanted} begins several namespaces on {where}: {shown(found)}; give more of it"
         )
-    raise ConfigError(f"no namespace {wanted} on {where}; it has: {shown(known)}")
+    raise ConfigError(f"no namespace {shown_url(wanted)} on {where}; it has: {shown(known)}")
 
 
 def shown(names: Sequence[str]) -> str:
