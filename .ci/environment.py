@@ -2,8 +2,9 @@
 
 Run by the Makefile with any Python >= 3.11; needs nothing but the standard library. uv, which is
 installed into the environment, installs the versions of ``tests/versions.txt``; pip does where uv
-cannot be had. pip's own settings (its files and ``PIP_*``) say where packages come from; where no
-index there has a CPU build of torch, the index given with ``--torch-index`` is asked as well.
+fails. pip's own settings (its files and ``PIP_*``) say where packages come from, and which
+certificates and hosts are trusted; where no index there has a CPU build of torch, the index given
+with ``--torch-index`` is asked as well.
 
 The packages are installed again only when their lists change, and kvshelf itself, editable, when
 what it is built from changes: ``cuda/``, ``pyproject.toml``, the version. Other runs need no
@@ -28,6 +29,14 @@ EXTRAS = ("cpu", "server", "s3", "sftp", "test", "docs")
 #: Only tests of engines that see images have it on their path, see tests/vllm/tiny_llava.py: its
 #: wheels cannot be imported beside a CPU build of torch without a change.
 TORCHVISION = "torchvision==0.28.0"
+#: uv's variables for pip's settings.
+UV_VARIABLES = {
+    "cert": "SSL_CERT_FILE",
+    "extra-index-url": "UV_EXTRA_INDEX_URL",
+    "find-links": "UV_FIND_LINKS",
+    "index-url": "UV_INDEX_URL",
+    "trusted-host": "UV_INSECURE_HOST",
+}
 SOURCES = ("pyproject.toml", "src/kvshelf/__init__.py", "cuda")
 
 
@@ -50,38 +59,39 @@ def run(title: str, *command: object, required: bool = True) -> bool:
     return code == 0
 
 
-def installer(python: Path) -> list[str]:
-    """Return the command that installs packages: uv's with pip's settings, or pip's."""
-    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input"]
-    if not run("uv", *pip, "install", "-q", "uv", required=False):
-        return [*pip, "install", "-q"]
-    listed = subprocess.run([*pip, "config", "list"], text=True, stdout=subprocess.PIPE, check=True)
-    for key, value in re.findall(
-        r"^\S+\.(index-url|extra-index-url|find-links)='(.*)'$", listed.stdout, re.MULTILINE
-    ):
-        os.environ.setdefault(f"UV_{key.upper().replace('-', '_')}", " ".join(value.split("\\n")))
-    os.environ["UV_INDEX_STRATEGY"] = "unsafe-best-match"  # as pip does
-    return [str(python.with_name("uv")), "pip", "install", "-q", "--python", str(python)]
+def settings_for_uv(listed: str) -> dict[str, str]:
+    """Return uv's variables for what ``pip config list`` prints."""
+    settings = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # as pip does
+    for key, value in re.findall(r"^\S+\.([a-z-]+)='(.*)'$", listed, re.MULTILINE):
+        if key in UV_VARIABLES:
+            # A variable comes before the files, and counts.
+            settings.setdefault(UV_VARIABLES[key], " ".join(value.split("\\n")))
+    return settings
 
 
 def install(python: Path, torch_index: str) -> None:
-    """Install all packages but kvshelf."""
-    command = installer(python)
-    what: list[object] = ["--no-deps", "--requirement", LOCK]
+    """Install all packages but kvshelf: by uv, or by pip where uv fails."""
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input"]
     alone: list[object] = ["--no-deps", "--target", python.parents[1] / "torchvision", TORCHVISION]
-    if command[0].endswith("uv"):
+    installers: list[tuple[list[object], list[object], list[object]]] = []
+    if run("uv", *pip, "install", "-q", "uv", required=False):
+        listed = subprocess.check_output([*pip, "config", "list"], text=True)
+        os.environ.update(settings_for_uv(listed) | os.environ)
         extras = [part for extra in EXTRAS for part in ("--extra", extra)]
-        what = ["--constraints", LOCK, "--requirements", "pyproject.toml", *extras]
-        what += ["--group", "build"]
-        alone.append("--no-config")  # which leaves torchvision out
+        uv: list[object] = [python.with_name("uv"), "pip", "install", "-q", "--python", python]
+        what = ["--constraints", LOCK, "--requirements", "pyproject.toml", "--group", "build"]
+        # --no-config: the project's own leaves torchvision out.
+        installers.append((uv, [*what, *extras], [*alone, "--no-config"]))
+    installers.append(([*pip, "install", "-q"], ["--no-deps", "--requirement", LOCK], alone))
     torch = next(line for line in LOCK.read_text().splitlines() if line.startswith("torch=="))
-    for source in ([f"{torch}+cpu"], ["--extra-index-url", torch_index, f"{torch}+cpu"], [torch]):
-        if run(f"packages, with {source[-1]}", *command, *what, *source, required=False):
-            break
-    else:
-        raise SystemExit("set-up failed: see above; make ... TORCH_INDEX=URL names torch's index")
-    if not run(TORCHVISION, *command, *alone, required=False):
-        print("  Note: tests of engines that see images will be skipped")
+    sources = [f"{torch}+cpu"], ["--extra-index-url", torch_index, f"{torch}+cpu"], [torch]
+    for command, what, torchvision in installers:
+        for source in sources:
+            if run(f"packages, with {source[-1]}", *command, *what, *source, required=False):
+                if not run(TORCHVISION, *command, *torchvision, required=False):
+                    print("  Note: tests of engines that see images will be skipped")
+                return
+    raise SystemExit("set-up failed: see above; make ... TORCH_INDEX=URL names torch's index")
 
 
 def install_kvshelf(python: Path) -> None:
