@@ -43,7 +43,9 @@ COUNTERS: Mapping[str, str] = {
     ),
     "probes": "objects probed",
     "probe_errors": "probes that failed",
-    "refused_hits": "hits that were computed instead: that is faster, or the hit does not fit into the KV cache",
+    "refused_hits": (
+        "hits that were computed instead: that is faster, or the hit does not fit into the KV cache"
+    ),
     "refused_tokens": "tokens of such hits",
     "cut_loads": "loads that were cut because computing the rest was expected to be sooner",
     "explored_loads": "loads of hits that would be refused, to learn how long they take",
