@@ -301,7 +301,10 @@ def test_mount_that_becomes_read_only_and_writable_again(
     with pytest.raises(ReadOnlyStorageError):
         backend.write("a/y", [b"1"])
     assert backend.properties.read_only
-    assert PosixBackend(read_only_mount).properties.read_only
+    anew = PosixBackend(read_only_mount)
+    assert anew.properties.read_only
+    with pytest.raises(ReadOnlyStorageError, match="the filesystem is mounted read-only"):
+        anew.write("a/y", [b"1"])
     remount(read_only_mount, "rw")
     with pytest.raises(ReadOnlyStorageError, match="within the last minute"):
         backend.write("a/y", [b"1"])

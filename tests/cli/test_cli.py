@@ -203,6 +203,24 @@ def test_a_permission_that_is_missing_says_whose_the_place_is(
     assert f", mode {mode:04o}, and you are user 4000000000" in result.stderr
 
 
+def test_name_of_a_folder_with_a_line_end_makes_no_line_of_its_own(
+    shelf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = PosixBackend.folders
+    forged = "x\nkvshelf: all is well"
+
+    def folders(self: PosixBackend, prefix: str = "") -> list[str]:
+        if prefix.endswith(forged):
+            raise PermanentStorageError(13, "Permission denied", prefix)
+        return [*real(self, prefix), *([forged] if prefix else [])]
+
+    monkeypatch.setattr(PosixBackend, "folders", folders)
+    result = run("ls", shelf)
+    assert result.exit_code == 1
+    [line] = result.stderr.splitlines()
+    assert "x\\nkvshelf: all is well cannot be listed" in line
+
+
 def test_the_first_error_is_told_and_breakers_are_silent(
     shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -272,8 +272,8 @@ def test_an_interrupt_has_a_code_of_its_own(tmp_path: Path) -> None:
     out, err = child.communicate(timeout=60)
     assert child.returncode == 130, err
     report = json.loads(next(line for line in out.splitlines() if line[0] == "{"))
-    assert report["interrupted"] is True
-    assert "start it again" in err
+    assert (report["interrupted"], report["sound"]) == (True, None)
+    assert "start it again from the beginning" in err
 
 
 @pytest.mark.parametrize("module", ["kvshelf.cli.app", "kvshelf.cli.ls", "kvshelf.tools.usage"])

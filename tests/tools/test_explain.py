@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from kvshelf.capacity.visit import KEEPERS
 from kvshelf.cli.app import app
-from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.format.keys import Chunk, KeyChain, salt_group_of
 from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind
 from kvshelf.format.namespace import Namespace
 from kvshelf.shelf.shelf import open_shelf
@@ -138,6 +138,9 @@ def test_a_prompt_is_found_in_the_salt_group_in_which_it_is(rig: Rig) -> None:
     with open_shelf(rig.root) as shelf:
         store(shelf, namespace(), TOKENS, salt="tenant")
     assert rig.explain(salt="tenant").hits
+    # One of another tenant is missing where an engine with group_by_salt would store it.
+    [piece, *_] = rig.explain(salt="other").missing
+    assert all(f"/{salt_group_of('other')}/" in name for name in piece.objects)
 
 
 # --------------------------------------------------------------------------- hybrid models

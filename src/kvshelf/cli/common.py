@@ -209,7 +209,7 @@ def message(text: str, *, error: bool = True) -> None:
 def tell_skipped(skipped: Mapping[str, StorageError]) -> None:
     """Name the first folders of a shelf that could not be listed, and say how many more."""
     for folder, error in list(skipped.items())[:_MOST_FOLDERS]:
-        message(f"{folder} cannot be listed, and is left out: {told(error)}")
+        message(f"{printable(folder)} cannot be listed, and is left out: {printable(told(error))}")
     if (more := len(skipped) - _MOST_FOLDERS) > 0:
         message(f"{number(more, 'more folder')} cannot be listed")
 

@@ -220,11 +220,15 @@ class Explainer:
         self._folder = folder
         self._problems: list[Cause] = []
         self._formats: dict[str, ObjectFormat] = {}
+        #: The namespaces with salt groups.
+        self._grouped: set[str] = set()
         for info in shelf.namespaces():
             try:
                 self._formats[info.folder] = known_format(info)
             except ConfigError as error:
                 self._problems.append(Cause("description", str(error)))
+            if {*shelf.backend.folders(info.folder)} - {"_"}:
+                self._grouped.add(info.folder)
 
     def explain(self, prompt: AnyPrompt) -> Explanation:
         """Explain one prompt, which is token ids.
@@ -265,6 +269,9 @@ class Explainer:
     def _best(self, folder: str, prompt: AnyPrompt) -> _Found:
         """Look a prompt up in the salt group in which the most of it is."""
         groups = ["_", salt_group_of(prompt.salt)] if prompt.salt else ["_"]
+        if folder in self._grouped:
+            # Where neither has any, an engine would store it there.
+            groups.reverse()
         found = [self._look(folder, prompt, group, prompt.salt) for group in groups]
         return max(found, key=lambda one: one.hit)
 
