@@ -310,12 +310,11 @@ class Config(BaseSettings):
     first try on one machine. Chained URLs (`a::b`) are not supported. See [Storage](storage.md)."""
     storage_options: dict[str, Any] = Field(default_factory=dict, repr=False)
     """Arguments for the storage. For a URL they are passed to its client: credentials, endpoint,
-    region. A directory has two. `create` (default `true`): with `false` an engine does not
-    start without the directory, for instance one that is not mounted, and never makes it
-    while it runs. `fsync` (default `false`): `true` flushes each object to disk before it is
-    published. Loads verify what they read in either case. Sources are merged key by key, so
-    secrets can stay in the environment (`KVSHELF_STORAGE_OPTIONS` is a JSON object) and the
-    rest in a file."""
+    region. A directory has two. `create` (default `true`): with `false` an engine does not start
+    without the directory, for instance one that is not mounted, and never makes it while it runs.
+    `fsync` (default `false`): `true` flushes each object to disk before it is published. Loads
+    verify what they read in either case. Sources are merged key by key, so secrets can stay in the
+    environment (`KVSHELF_STORAGE_OPTIONS` is a JSON object) and the rest in a file."""
     disk_tier: DiskTierConfig | None = None
     """A directory on a local disk that keeps copies of the shelf's objects: `{"path": "/nvme/kv",
     "max_bytes": "200GiB"}`. Objects that are loaded from the shelf or stored on it are copied

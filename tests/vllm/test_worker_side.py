@@ -122,7 +122,7 @@ def test_a_layer_that_vllm_does_not_know_stops_the_start(backend: FaultyStorage)
         ({"staging_bytes": 8192}, "make chunk_size smaller"),
         (
             {"capacity": {"max_bytes": "8KiB"}},
-            "max_bytes is 8.0 KiB, and a chunk of this model has",
+            "max_bytes is 8.0 KiB, and a chunk of this model",
         ),
     ],
 )
