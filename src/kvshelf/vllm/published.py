@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvshelf.errors import ConfigError
-from kvshelf.vllm import check_options
+from kvshelf.vllm.options import check_options
 from kvshelf.weights.configuration import (
     READ_NO_TOKEN_IDS,
     code_lines,

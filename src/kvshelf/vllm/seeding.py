@@ -21,7 +21,8 @@ from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.tools.prompts import Prompt, TokenPrompt, raise_bad_lines
-from kvshelf.vllm import CONNECTOR_NAME, check_vllm_version
+from kvshelf.vllm import check_vllm_version
+from kvshelf.vllm.options import CONNECTOR_NAME
 
 _OURS: Final = ("model", "kv_transfer_config")
 #: Options that seeding overrides. With a disk tier, chunks that only the tier has would not be
