@@ -201,17 +201,9 @@ def _quantity(parse: Callable[[str, Any], float], least: float) -> BeforeValidat
     return BeforeValidator(check)
 
 
-def _whole(value: object) -> object:
-    text = value if isinstance(value, str) else str(value) if type(value) is int else ""
-    if not (text.isascii() and text.isdigit()):
-        raise ValueError("expected a whole number such as 256")
-    return int(text)
-
-
-def _seconds(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError("expected a number of seconds such as 30")
-    return parse_number(value) if isinstance(value, str) else value
+def _number(value: object) -> object:
+    """Refuse what pydantic would take for a number, such as ``1_000`` and true."""
+    return parse_number(str(value)) if isinstance(value, str | bool) else value
 
 
 _Size: TypeAlias = Annotated[int, _quantity(parse_size, 1)]
@@ -349,7 +341,7 @@ class Config(BaseSettings):
     """Load from the shelf, never write to it. kvshelf detects a shelf that cannot be written (a
     read-only mount, missing permission) without this option. Set it for a shelf that is writable
     but must not be written."""
-    chunk_size: Annotated[int, BeforeValidator(_whole)] = Field(default=256, ge=1, le=1 << 16)
+    chunk_size: Annotated[int, BeforeValidator(_number)] = Field(default=256, ge=1, le=1 << 16)
     """Tokens per chunk. A hit is a whole number of chunks, so prompts shorter than a chunk are
     never stored. Smaller chunks make hits slightly longer; larger ones need fewer objects and read
     faster. Engines share chunks only if they use the same size. For hybrid models it must be a
@@ -391,7 +383,7 @@ class Config(BaseSettings):
     computing, by the times that the engine has measured, and a load that turns out slower is
     stopped. `always`: every hit is loaded. KV that another engine hands over is loaded in either
     case. See [How it works](how-it-works.md#admission)."""
-    handover_wait_s: Annotated[float, BeforeValidator(_seconds)] = Field(default=30.0, ge=0)
+    handover_wait_s: Annotated[float, BeforeValidator(_number)] = Field(default=30.0, ge=0)
     """How many seconds after its arrival a request may wait for KV that a producer has promised, or
     that a router only says is coming. What is missing then is computed. A request's params may
     shorten its own wait. See [Prefill and decode](disaggregation.md)."""
@@ -551,7 +543,6 @@ class Config(BaseSettings):
             *_unknown_keys(given, _EXTRA, {FILE_KEY}),
             *_wrong_variables(environ),
             *_unknown_keys(content, file_source, set()),
-            *_without_value(content, file_source),
         ]
         given, content = (
             {name: value for name, value in values.items() if name in cls.model_fields}
@@ -618,12 +609,15 @@ def default_shelf_path(environ: Mapping[str, str] | None = None) -> Path:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML in which no mapping has a key twice."""
+    """Reads YAML in which each key is given once, with a value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := [key for key in keys if keys.count(key) > 1]:
-            raise yaml.MarkedYAMLError(problem=f"the key {twice[0]} is given twice")
+        names = [key.value for key, _ in node.value]
+        for key, value in node.value:
+            if names.count(key.value) > 1:
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value} is given twice")
+            if value.value == "" and value.tag.endswith(":null"):
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value} has no value")
         return super().construct_mapping(node, deep)
 
 
@@ -693,19 +687,6 @@ def _wrong_variables(environ: Mapping[str, str]) -> list[str]:
         elif not environ[name]:
             problems.append(f"variable {name} in the environment is empty; unset or set it")
     return problems
-
-
-def _without_value(content: Mapping[str, Any], source: str) -> list[str]:
-    """Return a problem for each key of a file with nothing behind it."""
-    rows = {str(name): value for name, value in content.items()}
-    for name in _MAPPINGS:
-        if isinstance(inner := content.get(name), dict):
-            rows |= {f"{key} of {name}": value for key, value in inner.items()}
-    return [
-        f"{name} in {source} has no value; remove the line, or give one"
-        for name, value in rows.items()
-        if value is None
-    ]
 
 
 def _not_json(environ: Mapping[str, str]) -> list[str]:

@@ -56,7 +56,7 @@ def parse_age(text: str, least: float = 0.0) -> float:
 
 
 def parse_number(text: str) -> float:
-    """Return a number that is written in digits, such as ``30`` or ``0.5``.
+    """Return a number that is written in digits, such as ``256`` or ``0.5``.
 
     Raises
     ------
@@ -64,7 +64,7 @@ def parse_number(text: str) -> float:
         If it is none.
     """
     if re.fullmatch(_NUMBER, text, re.ASCII) is None:
-        raise ValueError("expected a number such as 30 or 0.5")
+        raise ValueError("expected a number such as 256 or 0.5")
     return float(text)
 
 
