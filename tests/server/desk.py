@@ -30,6 +30,12 @@ def name_of(fmt: ObjectFormat, chunk: Chunk, shard: int = 0) -> str:
     return f"{fmt.namespace.folder}/{object_name(chunk, shard, fmt.shards, fmt.kind)}"
 
 
+def look_up_chunks(session: str, chains: Sequence[Sequence[str]]) -> LookUpChunks:
+    """Return the request for the objects of some chunks."""
+    names = [name for chain in chains for name in chain]
+    return LookUpChunks(session, names, list(map(len, chains)))
+
+
 def put(shelf: Path, fmt: ObjectFormat, chunk: Chunk, shard: int = 0) -> str:
     """Publish an object as another machine would; return its name."""
     name = name_of(fmt, chunk, shard)
@@ -103,9 +109,10 @@ class Desk:
 
     def ask(self, method: str, client: bytes, *args: Any) -> Any:
         """Ask what a message asks for, by the fields of this; return the reply."""
-        make = {"find": Find, "lookup": LookUpChunks, "call": Call}[method]
+        make: dict[str, Callable[..., Any]]
+        make = {"find": Find, "lookup": look_up_chunks, "call": Call}
         replies: list[Any] = []
-        getattr(self.service, method)(client, make(*args), replies.append)
+        getattr(self.service, method)(client, make[method](*args), replies.append)
         return self.reply(replies)
 
     def reply(self, replies: list[Any]) -> Any:

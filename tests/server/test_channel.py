@@ -73,7 +73,7 @@ def test_requests_get_their_answers(tmp_path: Path) -> None:
         service.put("a", b"hello")
         assert client.request(Register(b"{}")).result(SECONDS) == Done()
         assert client.request(Find(["a", "b"], [])).result(SECONDS) == FoundSizes([4096, -1])
-        assert client.request(LookUpChunks("r", [["a"], ["b"]])).result(SECONDS) == LookedUp(1)
+        assert client.request(LookUpChunks("r", ["a", "b"], [1, 1])).result(SECONDS) == LookedUp(1)
         assert client.welcome is not None
         assert client.welcome.chunk_size == 256
         call = client.request(Call("write", ["x", None, 1.5, ["y"]], b"data"))
@@ -470,7 +470,7 @@ def test_random_operations_lose_no_lease(tmp_path: Path) -> None:
             elif action < 80 and mine:
                 mine.pop(chance.randrange(len(mine))).release()
             elif action < 90:
-                client.request(LookUpChunks(session, [[name]])).result(SECONDS)
+                client.request(LookUpChunks(session, [name], [1])).result(SECONDS)
             elif action < 99:
                 client.end_session(session)
             else:

@@ -99,7 +99,7 @@ class Hostile:
             [
                 Find(names, sizes),
                 Fetch(chance.choice("ab"), names, sizes),
-                LookUpChunks(chance.choice("ab"), [names, self.names()]),
+                LookUpChunks(chance.choice("ab"), names, [chance.choice([0, 1, 9, 2**48])] * 3),
                 Release(leases),
                 EndSession(chance.choice("ab")),
                 Register(chance.choice([b"{}", b"null", b"\xff", chance.randbytes(100)])),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import struct
-from typing import Any
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from kvshelf import errors
 from kvshelf.format import invalid
 from kvshelf.server import messages
+from kvshelf.server.interface import ServerClient
 from kvshelf.server.messages import (
     Call,
     Done,
@@ -47,7 +50,7 @@ REQUESTS: list[Request] = [
     Ping(),
     Register(b"{}"),
     Find(["a/b"], []),
-    LookUpChunks("r1", [["a", "b"], ["c"]]),
+    LookUpChunks("r1", ["a", "b", "c"], [2, 1]),
     Fetch("r1", ["a", "b"], [1, 2]),
     Release([1, 2**64 - 1]),
     EndSession("r1"),
@@ -77,6 +80,23 @@ def test_replies_survive_their_encoding(reply: Reply) -> None:
     assert messages.decode_reply(memoryview(messages.encode_reply(5, reply))) == (5, reply)
 
 
+@pytest.mark.parametrize(
+    ("chunks", "objects", "length", "asked"),
+    [(4096, 8, 100, 4096), (8192, 1, 100, 8192), (9000, 1, 100, 8192), (400, 100, 1, 327)],
+)
+def test_lookup_of_long_prompt_asks_for_what_fits_into_one_message(
+    chunks: int, objects: int, length: int, asked: int
+) -> None:
+    requests: list[LookUpChunks] = []
+    channel = SimpleNamespace(request=lambda request: requests.append(request) or Future())
+    client = ServerClient("ipc://x", channel=cast(Any, channel))
+    client.look_up("r", [["a" * length] * objects] * chunks)
+    [request] = requests
+    frame = memoryview(messages.encode_request(TOKEN, 1, request))
+    assert messages.decode_request(frame) == request
+    assert request.chains == [["a" * length] * objects] * asked
+
+
 def test_greetings_survive_their_encoding() -> None:
     hello = Hello(messages.PROTOCOL, TOKEN, 1 << 30)
     assert messages.decode_hello(messages.encode_greeting(hello)) == hello
@@ -98,7 +118,10 @@ def test_greetings_survive_their_encoding() -> None:
         ["find", ["a"], [-1]],
         ["find", ["a"], [1 << 60]],
         ["find", ["a"] * (messages.MAX_NAMES + 1), []],
-        ["lookup", "r" * 1000, []],
+        ["lookup", "r" * 1000, [], []],
+        # Two million names: to read them would take a tenth of a second.
+        ["lookup", "r", [["a"] * messages.MAX_NAMES] * 245],
+        ["lookup", "r", ["a"] * (messages.MAX_OPEN + 1), [1]],
         ["store", "a", -1, 1],
         ["store", "a", 0, 1, "append"],
         ["store", "a", 0, 1, "create", False, -1],

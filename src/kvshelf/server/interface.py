@@ -43,6 +43,7 @@ from kvshelf.server.channel import Channel
 from kvshelf.server.connection import Leased
 from kvshelf.server.messages import (
     MAX_NAMES,
+    MAX_OPEN,
     MAX_REQUEST,
     LookedUp,
     LookUpChunks,
@@ -116,7 +117,9 @@ class ServerClient:
             The names of all objects of each chunk. As many chunks are asked for as fit into one
             message, which are those of a million tokens or more.
         """
-        request = LookUpChunks(session, _fitting(chunks))
+        fitting = _fitting(chunks)
+        names = [name for names in fitting for name in names]
+        request = LookUpChunks(session, names, list(map(len, fitting)))
         return _answer(self.channel.request(request), LookedUp, lambda found: found.chunks)
 
     # ------------------------------------------------------------------------- stores
@@ -197,13 +200,12 @@ def _answer(
     return answer
 
 
-def _fitting(chunks: Sequence[Sequence[str]]) -> list[list[str]]:
+def _fitting(chunks: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
     """Return the leading chunks whose names fit into one message."""
-    left = MAX_REQUEST - _BESIDE_NAMES
-    fitting = []
-    for names in chunks[:MAX_NAMES]:
-        left -= sum(len(name) + _BESIDE_NAME for name in names)
-        if left < 0:
-            break
-        fitting.append(list(names))
-    return fitting
+    bytes_free, names_free = MAX_REQUEST - _BESIDE_NAMES, MAX_OPEN
+    for number, names in enumerate(chunks):
+        bytes_free -= sum(len(name) + _BESIDE_NAME for name in names)
+        names_free -= len(names)
+        if min(bytes_free, names_free) < 0 or number == MAX_NAMES:
+            return chunks[:number]
+    return chunks

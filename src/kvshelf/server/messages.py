@@ -42,6 +42,7 @@ Everything is safe to call from any thread.
 from __future__ import annotations
 
 import struct
+from itertools import islice
 from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar, cast
 
 import msgspec
@@ -266,12 +267,21 @@ class LookUpChunks(Message, frozen=True, tag="lookup"):
     ----------
     session : str
         A name of the client's choice: a request's id.
-    chains : list of list of str
-        The objects of each chunk, in the order of the prompt.
+    names : list of str
+        The objects of all chunks, in the order of the prompt: one list has one bound.
+    counts : list of int
+        How many of them each chunk has.
     """
 
     session: SessionName
-    chains: Annotated[list[Names], msgspec.Meta(max_length=MAX_NAMES)]
+    names: Annotated[list[Name], msgspec.Meta(max_length=MAX_OPEN)]
+    counts: Sizes
+
+    @property
+    def chains(self) -> list[list[str]]:
+        """The objects of each chunk."""
+        names = iter(self.names)
+        return [list(islice(names, count)) for count in self.counts]
 
 
 class Fetch(Message, frozen=True, tag="fetch"):
