@@ -110,6 +110,6 @@ def test_a_process_whose_storage_never_answers_ends(
         _, errors = process.communicate(timeout=60)
     finally:
         process.kill()
-    # Nothing is retrieved; of the store the chunk that hangs fails, and those behind it.
-    assert line.split() == (["3", "True"] if operation == "write" else ["0", "True"]), errors
+    # Nothing is retrieved. Of the store the chunk that hangs fails, and those behind it drop.
+    assert line.split() == (["1", "True"] if operation == "write" else ["0", "True"]), errors
     assert process.returncode == (1 if end == "exception" else 0), errors

@@ -624,15 +624,17 @@ class _Loader(yaml.SafeLoader):
 def _read_file(path: object, named_by: str) -> dict[str, Any]:
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"{named_by} is {path!r}; expected the path of a YAML file")
+    shown = shown_url(path)
     try:
         with open(path, encoding="utf-8") as file:
             content = yaml.load(file, _Loader)  # noqa: S506 - it is a SafeLoader
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the file {path} (from {named_by}): {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot read the file {shown} (from {named_by}): {reason}") from error
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise ConfigError(
-            f"the file {path} (from {named_by}) cannot be used as YAML: {reason}"
+            f"the file {shown} (from {named_by}) cannot be used as YAML: {reason}"
         ) from error
     if not isinstance(content, dict):
         raise ConfigError(

@@ -283,8 +283,8 @@ def test_unusable_urls(url: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("package", "client", "install"),
     [
-        ("obstore", "obstore", r"kvshelf\[s3\]"),
-        ("botocore", "obstore", r"kvshelf\[s3\]"),
+        ("obstore", "obstore", "install obstore botocore"),
+        ("botocore", "obstore", "install obstore botocore"),
         ("s3fs", "s3fs", "install s3fs"),
     ],
 )
