@@ -481,24 +481,29 @@ class S3Backend(Backend):
     def _rows(self, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
         """Yield what the store lists; where the order is not that of names, each name once."""
         pages = self.client.rows(prefix, _ROWS, _ROWS_SECONDS, after)
-        last, seen = "", set[str]()
+        last = previous = ""
+        seen, markers = set[str](), set[str]()
         while True:
             with self._errors("listing", prefix, seconds=_ROWS_SECONDS):
                 rows = next(pages, None)
             if rows is None:
                 return
-            # Empty ones may be markers of folders: without its slash a key has another place.
+            # Empty ones may be markers of folders: without its slash a key has another place, where
+            # an object may be.
             for row in rows:
-                if row.size and (seen or row.name <= last):
-                    if row.name in seen:
+                names = seen if row.size else markers
+                if row.name <= (last if row.size else previous) or (row.size and seen):
+                    if row.name in names:
                         raise PermanentStorageError(
                             errno.ELOOP,
                             "listing failed: the server lists the same objects again and again",
                             f"{self.url}/{prefix}" if prefix else self.url,
                         )
-                    self.client.learn(s3_quirks.ANY_ORDER)
-                    seen.add(row.name)
+                    names.add(row.name)
+                    if row.size:
+                        self.client.learn(s3_quirks.ANY_ORDER)
                 last = row.name if row.size else last
+                previous = row.name
             # Only now: the end of a range shows where the order is that of names.
             yield from rows
 
