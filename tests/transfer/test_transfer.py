@@ -28,6 +28,7 @@ from kvshelf.errors import (
     ReadOnlyStorageError,
     TransientStorageError,
 )
+from kvshelf.format.keys import Chunk
 from kvshelf.format.names import parse_path
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.caches import DONE, HostKVCache, LayerRun, PendingCopy, layer_calls
@@ -41,8 +42,8 @@ from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Failure
 from kvshelf.transfer.prefetch import KindMemory
 from kvshelf.transfer.stores import StoreOutcome
-from tests.sim.storage import Fault, FaultyStorage, LendingMemory, Loan, posix
-from tests.support.formats import make_format
+from tests.sim.storage import FAR, Fault, FaultyStorage, LendingMemory, Loan, posix
+from tests.support.formats import make_format, sealed
 from tests.support.prompts import make_chunks
 from tests.support.threads import none_can_be_started
 from tests.support.transfers import Destination, Rig, content
@@ -119,6 +120,32 @@ def test_a_chunk_in_flight_or_published_is_not_gathered_again(
     assert rig.transfer.drain(PATIENCE) == 0
     assert rig.count("stored_chunks") == 1
     assert rig.count("existing_chunks") == 2
+
+
+def test_store_on_storage_far_away_probes_only_after_a_write_that_found_an_object(
+    tmp_path: Path,
+) -> None:
+    backend = FaultyStorage(posix(tmp_path / "shelf"), **FAR)
+    with closing(Rig(backend)) as rig:
+        first, stored, cut, last = make_chunks(rig.fmt, 4)
+
+        def probes_of(chunk: Chunk) -> int:
+            before = backend.counts["stat_names"]
+            rig.put([chunk])
+            return backend.counts["stat_names"] - before
+
+        assert probes_of(first) == 0
+        rig.path(cut, 0).parent.mkdir(exist_ok=True)
+        rig.path(cut, 0).write_bytes(b"cut")
+        # The write finds it, and it is looked at then.
+        assert probes_of(cut) == 1
+        assert rig.count("repaired_objects") == 1
+        for shard in range(rig.fmt.shards):
+            rig.path(stored, shard).parent.mkdir(exist_ok=True)
+            rig.path(stored, shard).write_bytes(sealed(rig.fmt, stored, shard))
+        assert probes_of(stored) == rig.fmt.shards
+        assert rig.count("existing_chunks") == 1
+        assert probes_of(last) == rig.fmt.shards
 
 
 def test_a_deleted_chunk_is_stored_again(rig: Rig) -> None:

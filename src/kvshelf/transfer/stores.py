@@ -4,7 +4,9 @@ Owns the queue of stores and the threads that publish.
 
 A store: the step thread gathers the shards of a chunk into staging buffers
 (:meth:`Stores.store`); on a device it only begins to. A store thread waits for the copy,
-probes the shelf for the objects, hashes those that are missing and publishes them.
+probes the shelf for the objects, hashes those that are missing and publishes them. On a storage of
+high latency it does not probe: a lookup has just seen the chunk missing, and the write tells. Once
+a write has found an object, stores probe for a minute.
 
 The rules are those of the write (:class:`~kvshelf.backends.guard.GuardedBackend`): it creates an
 object at most once, and none beyond the bound of the shelf. What is asked before only saves work:
@@ -35,12 +37,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Final
 
 from kvshelf.backends import WriteResult
 from kvshelf.errors import (
@@ -57,6 +61,9 @@ from kvshelf.traces import trace_range
 from kvshelf.transfer.context import ChunkSlots, TransferContext, TransferHalf
 from kvshelf.transfer.known_chunks import KnownChunks
 from kvshelf.transfer.staging import StagingBuffer
+
+#: Seconds for which stores probe after a write found an object there.
+_PROBES_SECONDS: Final = 60.0
 
 
 class StoreOutcome(Enum):
@@ -133,6 +140,8 @@ class Stores(TransferHalf):
         self._queue: deque[_StoreJob] = deque()
         #: Queued stores that are promised: they run before those in the queue.
         self._promised: deque[_StoreJob] = deque()
+        #: Until when stores probe a storage of high latency.
+        self._probes_until = -math.inf
         #: The job of each store thread.
         self._running: dict[int, _StoreJob] = {}
         #: Queued and running jobs, by the chunk's key.
@@ -326,9 +335,13 @@ class Stores(TransferHalf):
         written = 0
         repaired = 0
         refs = [ObjectRef(chunk, shard) for shard in self._plan.writes(chunk.index)]
+        answers = [Presence.MISSING] * len(refs)
+        is_far = shelf.backend.properties.high_latency
+        if job.repair or not is_far or time.monotonic() < self._probes_until:
+            answers = shelf.probe(refs)
         found = [
             (ref, answer, buffer, fmt.object_size(ref.shard, chunk.tokens))
-            for ref, answer, buffer in zip(refs, shelf.probe(refs), job.buffers, strict=True)
+            for ref, answer, buffer in zip(refs, answers, job.buffers, strict=True)
             if answer is not Presence.PRESENT or job.repair
         ]
         if found and not shelf.backend.allows(sum(size for *_, size in found)):
@@ -338,17 +351,19 @@ class Stores(TransferHalf):
             object_buffer = buffer.view[:size]
             fmt.seal(object_buffer, *ref)
             suspect = answer is not Presence.MISSING
-            if shelf.publish(ref, object_buffer, suspect=suspect) is WriteResult.EXISTED:
+            result = shelf.publish(ref, object_buffer, suspect=suspect)
+            if result is WriteResult.EXISTED:
+                self._probes_until = time.monotonic() + _PROBES_SECONDS
                 continue
             written += size
-            if suspect:
+            if suspect or result is WriteResult.REPLACED:
                 repaired += 1
                 name = object_name(*ref, fmt.shards, fmt.kind)
                 # A load that met the object has logged it already, under the same subject.
                 self._log.warning(
                     "object %s was bad (%s) and has been replaced",
                     name,
-                    answer.value,
+                    answer.value if suspect else Presence.WRONG_SIZE.value,
                     about=("load", name),
                 )
         if written:
