@@ -142,13 +142,13 @@ class _Call:
 
 
 class StoreBound(Protocol):
-    """What bounds how much is stored. Its methods must not block."""
+    """What bounds how much is stored. No other method than :meth:`begin` may block."""
 
     def allows(self, nbytes: int) -> bool:
-        """Whether `nbytes` may be written now."""
+        """Whether `nbytes` may be written now or soon."""
 
     def begin(self, nbytes: int) -> bool:
-        """Reserve space for a write that begins now; False, and nothing is reserved, if not."""
+        """Reserve space for a write, and wait some seconds for it; False if there is none."""
 
     def end(self, nbytes: int, written: bool) -> None:
         """Note that a write which has begun is over, and whether it wrote anything."""
@@ -239,7 +239,7 @@ class GuardedBackend(WrappedBackend):
         return sum(call.late for call in list(self._calls.values()))
 
     def allows(self, nbytes: int) -> bool:
-        """Whether the bound on writes allows `nbytes` now. Never blocks."""
+        """Whether the bound on writes allows `nbytes` now or soon. Never blocks."""
         bound = self.bound
         return bound is None or bound.allows(nbytes)
 
@@ -375,7 +375,7 @@ class GuardedBackend(WrappedBackend):
     def write(
         self, name: str, buffers: Sequence[BytesLike], mode: WriteMode = "create"
     ) -> WriteResult:
-        """Publish one object, unless the bound on writes forbids it.
+        """Publish one object, unless the bound on writes forbids it; wait some seconds until not.
 
         An empty one is written even while the write breaker is open, since a full disk may take it,
         and is neither bound nor counted, unless it is late.

@@ -77,9 +77,11 @@ class Place:
         return path
 
     def keeper(self, **capacity: object) -> Keeper:
-        """Return a keeper of this shelf, which is not started: :meth:`round` drives it."""
+        """Return the only keeper of this shelf, which is not started: :meth:`round` drives it."""
         config = CapacityConfig.model_validate(capacity)
-        return Keeper(self.shelf.backend, config, self.counters)
+        keeper = Keeper(self.shelf.backend, config, self.counters)
+        keeper._unknown = 0
+        return keeper
 
     def round(self, keeper: Keeper) -> None:
         """Have a keeper visit all of the shelf; raise what a visit raises."""

@@ -65,6 +65,21 @@ def test_what_is_above_the_bound_is_deleted_and_the_beginning_stays(tmp_path: Pa
         assert cache.lookup(TOKENS) >= CHUNK
 
 
+def test_small_bound_is_used(tmp_path: Path) -> None:
+    """What has no room waits for the next visit: prompts of twelve chunks, a bound of eighty."""
+    with opened(tmp_path) as cache:
+        put(cache, TOKENS[:CHUNK])
+    nbytes = sum(path.stat().st_size for path in objects(tmp_path))
+    with opened(tmp_path, max_bytes=80 * nbytes) as cache:
+        for number in range(12):
+            tokens = prompt(12 * CHUNK, seed=number)
+            report = cache.store(tokens, kv=truth(tokens))
+            assert report.published + report.existed == report.chunks == 12
+            held = sum(path.stat().st_size for path in objects(tmp_path))
+            assert min(0.85 * 80, 12 * number) * nbytes <= held <= 80 * nbytes
+        assert "dropped_chunks_no_room" not in cache.counters.snapshot()
+
+
 def test_without_a_bound_nothing_is_deleted(tmp_path: Path) -> None:
     with opened(tmp_path) as cache:
         put(cache, TOKENS)

@@ -113,9 +113,11 @@ def test_pins_keep_what_they_name_and_do_not_lift_the_bound(
     place.put(FMT, chunks(5, seed=1), age=HOUR)
     Pins.add(place.backend, "x", Pin(keys=[chunk.key for chunk in chunks(5)]))
     keeper = place.keeper(max_bytes=4 * SIZE, max_age="1d")
-    place.round(keeper)
-    assert place.objects() == set(pinned)
-    assert not keeper.allows(SIZE)
+    # The first visit deletes something, and the next one shows that no more will.
+    for soon in (True, False):
+        place.round(keeper)
+        assert place.objects() == set(pinned)
+        assert keeper.allows(SIZE) is soon
     assert "of max_bytes" in caplog.text
 
 
@@ -299,6 +301,7 @@ def test_a_store_that_ends_during_a_visit_makes_no_visit_vain(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keeper = place.keeper(max_bytes=10 * SIZE)
+    assert keeper.allows(SIZE)
     keeper._turn()
     place.put(FMT, chunks(2))
     assert keeper.begin(SIZE)
@@ -345,6 +348,48 @@ def test_it_bounds_stores_from_its_start_to_its_end(place: Place) -> None:
             place.backend.write("x/z", [bytes(4 * SIZE)])
     assert place.backend.bound is None
     place.backend.write("x/y", [bytes(9 * SIZE)])
+
+
+def test_nothing_is_stored_before_the_first_visit_and_then_at_once(place: Place) -> None:
+    place.later.ahead = 0.0
+    with closing(place.keeper(max_bytes=100 * SIZE)) as keeper:
+        keeper._asked = True
+        assert keeper._credit == 0 and keeper.allows(SIZE)
+        keeper.start()
+        begun = time.monotonic()
+        assert keeper.begin(SIZE)
+        assert time.monotonic() - begun < 1 and place.count("visits") == 1
+
+
+def test_write_without_room_waits_for_a_visit_and_a_step_does_not(place: Place) -> None:
+    place.put(FMT, chunks(10), age=HOUR)
+    keeper = place.keeper(max_bytes=10 * SIZE)
+    begun, results = time.monotonic(), []
+    assert keeper.allows(SIZE) and time.monotonic() - begun < 0.01
+    thread = threading.Thread(target=lambda: results.append(keeper.begin(SIZE)))
+    thread.start()
+    time.sleep(2)
+    assert not results
+    keeper._turn()
+    thread.join(2)
+    assert results == [True] and keeper._begun == SIZE
+    # Where no visit comes it ends.
+    assert not keeper.begin(5 * SIZE) and 5 < time.monotonic() - begun < 10
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{"_vain": FANS}, {"_trouble_until": math.inf}, {"_free": 0.0}, {"_end": threading.Event()}],
+    ids=lambda state: next(iter(state)),
+)
+def test_write_for_which_no_visit_can_make_room_does_not_wait(
+    place: Place, state: dict[str, Any]
+) -> None:
+    keeper = place.keeper(max_bytes=10 * SIZE)
+    vars(keeper).update(state)
+    begun = time.monotonic()
+    assert not keeper.allows(SIZE) and not keeper.begin(SIZE)
+    assert time.monotonic() - begun < 0.1
 
 
 # ----------------------------------------------------------------------------- a disk nearly full
@@ -492,8 +537,9 @@ def test_keepers_know_how_many_they_are_and_the_storage_s_time() -> None:
     storage = MemoryStorage()
     storage.ahead = 500.0
     for number in range(3):
-        now, count = keepers.say(storage, f"{number:016x}", {"max_bytes": 7})
-        assert count == number + 1 and abs(now - time.time() - 500.0) < 1
+        now, place, count = keepers.say(storage, f"{9 - number:016x}", {"max_bytes": 7})
+        assert (place, count) == (0, number + 1) and abs(now - time.time() - 500.0) < 1
+    assert keepers.say(storage, f"{9:016x}", {"max_bytes": 7})[1:] == (2, 3)
     said = keepers.read(storage)
     assert len(said) == 3 and all(one["max_bytes"] == 7 for one in said.values())
 
@@ -514,7 +560,7 @@ def test_forged_markers_are_bounded_and_decide_nothing(fleet: Fleet) -> None:
     fill(fleet, 300, HOUR)
     writer = fleet.add(1.0, max_bytes=1000 * MIB)
     fleet.run(60)
-    assert writer.keeper._keepers <= keepers.MOST_KEEPERS
+    assert writer.keeper._keepers <= keepers.MOST
     assert fleet.count("shelf_evicted_objects") == 0 and writer.dropped < 0.05 * writer.offered
     fleet.now += 2 * DAY
     fleet.run(600)
@@ -528,10 +574,10 @@ def test_where_no_marker_can_be_written_the_own_one_is_touched() -> None:
     full = NoSpaceStorageError(errno.ENOSPC, "full", "x")
     storage.fail = lambda operation, name: full if operation == "write" else None
     storage.ahead = 100.0
-    now, _ = keepers.say(storage, "a" * 16, {})
+    now, *_ = keepers.say(storage, "a" * 16, {})
     assert abs(now - time.time() - 100.0) < 1
     # Another one has the time of the newest.
-    now, _ = keepers.say(storage, "b" * 16, {})
+    now, *_ = keepers.say(storage, "b" * 16, {})
     assert abs(now - time.time() - 100.0) < 1
 
 
@@ -569,6 +615,35 @@ def test_bound_with_tenants_that_come_and_go_is_used_for_hours(
         fleet.run(120)
         assert fleet.fills[-1] >= min(120 * tenant, 450) * MIB
     assert fleet.most <= 500 * MIB
+
+
+@pytest.mark.parametrize(
+    ("processes", "rate", "bound"), [(1, 5.0, 20), (1, 20.0, 80), (16, 10.0, 80), (16, 40.0, 600)]
+)
+def test_bound_is_used_and_few_stores_are_dropped(
+    fleet: Fleet, processes: int, rate: float, bound: int
+) -> None:
+    for _ in range(processes):
+        fleet.add(rate / processes, max_bytes=bound * MIB)
+    fleet.run(40 + bound / rate)
+    assert fleet.most <= 1.02 * bound * MIB
+    assert min(fleet.fills[-600:]) >= 0.85 * bound * MIB
+    assert fleet.dropped <= 0.05 * fleet.offered
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("bound", [80, 1500])
+@pytest.mark.parametrize("processes", [8, 64, 256])
+def test_processes_that_begin_together_stay_below_the_bound(
+    fleet: Fleet, processes: int, bound: int
+) -> None:
+    """Each has a chunk to store at once, on a shelf that is at its bound."""
+    fill(fleet, int(0.92 * bound), HOUR)
+    for _ in range(processes):
+        fleet.add(100.0 / processes, max_bytes=bound * MIB).owed = 1.0
+    fleet.run(3)
+    assert fleet.most <= 1.05 * bound * MIB
+    assert fleet.fills[-1] >= 0.85 * bound * MIB
 
 
 def test_a_slow_writer_stays_below_the_bound_of_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:

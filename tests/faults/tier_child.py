@@ -12,10 +12,10 @@ import os
 import signal
 import sys
 
+from kvshelf.capacity import keeper
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.metrics import Counters
 from kvshelf.shelf.view import ObjectRef
-from kvshelf.tiers import disk_tier
 from kvshelf.tiers.disk_tier import DiskTier
 from tests.faults.crash_child import CHUNK, make_format
 from tests.support.formats import sealed
@@ -32,7 +32,7 @@ def make_chunk(writer: int, number: int) -> Chunk:
 def write(path: str, max_bytes: int, writer: int, objects: int, half: bool) -> dict[str, float]:
     """Copy objects to the tier, one after the other."""
     counters = Counters()
-    disk_tier._ROOM_SECONDS = 60.0  # type: ignore[misc]
+    keeper._WAIT_SECONDS = 60.0  # type: ignore[misc]
     tier = DiskTier(path, max_bytes, counters=counters)
     for number in range(objects):
         if half and number == objects - 1:

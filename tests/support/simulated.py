@@ -2,12 +2,15 @@
 
 Nothing runs at the same time as another thing: after each step of the clock writers store, and the
 keepers whose time has come do what is due. What that costs is added to the clock of the keeper.
+A chunk without room waits in its writer's staging. It is dropped where that is full, or after
+:data:`WAIT_SECONDS`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -27,6 +30,9 @@ from tests.sim.memory import MemoryStorage
 
 NAMESPACE = "model-0123456789abcdef"
 STEP = 0.05
+#: Chunks for which a writer has staging, and seconds that each waits for room.
+STAGING = 16
+WAIT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,15 @@ class Costs:
 
 DIRECTORY = Costs(30e-6, 0.0, {"temporaries": True, "sets_aside": True})
 S3 = Costs(10e-6, 0.05, {"renews": True, "deletes_at_once": 1000, "probe_cost": 0.0})
+
+
+@dataclass
+class Waiting:
+    """A chunk in staging: the beginning of its objects' names, and how many were stored."""
+
+    since: float
+    start: str
+    stored: int = 0
 
 
 @dataclass
@@ -60,6 +75,7 @@ class Writer:
     busy_until: float = 0.0
     cpu: float = 0.0
     stopped: bool = False
+    staging: deque[Waiting] = field(default_factory=deque)
 
 
 class Fleet:
@@ -83,6 +99,7 @@ class Fleet:
         )
         for module in (base, guard, keeper_module, memory, pacing):
             monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(keeper_module, "_WAIT_SECONDS", 0.0)
         listed = self.storage._walk
 
         def walk(*arguments: Any) -> Any:
@@ -108,25 +125,34 @@ class Fleet:
         return writer
 
     def store(self, writer: Writer) -> bool:
-        """Store one new chunk; return whether that was allowed."""
+        """Store one new chunk now or later; return False if it was dropped at once."""
         writer.offered += 1
-        if not writer.guard.allows(writer.objects * writer.nbytes):
+        room = writer.guard.allows(writer.objects * writer.nbytes)
+        if not room or len(writer.staging) >= STAGING:
             writer.dropped += 1
             return False
         key = hashlib.sha256(self._random.randbytes(16)).hexdigest()
         index = self._random.randrange(64)
-        for shard in range(writer.objects):
-            name = (
-                f"{writer.space}/{writer.group}/{key[:2]}/"
-                f"{key}-{index}-{shard}of{writer.objects}.safetensors"
-            )
-            if not writer.keeper.begin(writer.nbytes):
-                writer.dropped += 1
-                return False
-            self.storage.put(name, writer.nbytes)
-            writer.guard.written.add(writer.space)
-            writer.keeper.end(writer.nbytes, written=True)
+        start = f"{writer.space}/{writer.group}/{key[:2]}/{key}-{index}"
+        writer.staging.append(Waiting(self.now, start))
+        self.publish(writer)
         return True
+
+    def publish(self, writer: Writer) -> None:
+        """Store what is in staging, as far as there is room."""
+        while writer.staging:
+            chunk = writer.staging[0]
+            while chunk.stored < writer.objects and writer.keeper.begin(writer.nbytes):
+                name = f"{chunk.start}-{chunk.stored}of{writer.objects}.safetensors"
+                self.storage.put(name, writer.nbytes)
+                writer.guard.written.add(writer.space)
+                writer.keeper.end(writer.nbytes, written=True)
+                chunk.stored += 1
+            if chunk.stored < writer.objects:
+                if self.now < chunk.since + WAIT_SECONDS:
+                    return
+                writer.dropped += 1
+            writer.staging.popleft()
 
     def run(self, seconds: float, each: Callable[[], object] = lambda: None) -> None:
         """Let time pass; `each` is called after each step of the clock."""
@@ -136,6 +162,7 @@ class Fleet:
             for writer in self.writers:
                 if writer.stopped:
                     continue
+                self.publish(writer)
                 writer.owed += writer.rate * STEP
                 while writer.owed >= 1:
                     writer.owed -= 1

@@ -4,7 +4,9 @@ Owns that thread, and what bounds the stores of one process (:class:`Keeper`). E
 stores to a shelf has a keeper, and each pays for what it stores: it may write a part of what is
 left below ``max_bytes`` (its *credit*), and then visits the next slice of the shelf. A *visit*
 lists the slice and deletes from it (:mod:`kvshelf.capacity.visit`). Nothing that a visit finds is
-kept but a few numbers: how many bytes each group has, and at which age chunks are deleted.
+kept but a few numbers: how many bytes each group has, and at which age chunks are deleted. A write
+without credit waits for the next visit. Where there is no room for a chunk of each keeper, they
+take turns by the storage's clock, in the order of their names.
 
 =================  =====================================================================
 a visit is due     when
@@ -27,11 +29,10 @@ Contracts
   where they are refused nine tenths. Each takes as long as a slice with :data:`SLICE` chunks needs.
 * Nothing is deleted because of its age while the storage's clock, by the time of the keeper's own
   marker, and this machine's differ by more than an hour.
-* No other thread waits for this one. It calls the storage without the deadlines of loads and
-  stores: its errors open no circuit breaker. While the one for reads is open it leaves the storage
-  alone.
-* :meth:`Keeper.allows`, :meth:`Keeper.begin` and :meth:`Keeper.end` may be called on any thread,
-  and never block.
+* No thread waits for this one but those that write, for a few seconds. It calls the storage
+  without the deadlines of loads and stores: its errors open no circuit breaker. While the one for
+  reads is open it leaves the storage alone.
+* :meth:`Keeper.allows` and :meth:`Keeper.end` may be called on any thread, and never block.
 * An error ends a visit, is logged, and the next begins later. Where deleting is not allowed, one
   log line an hour says so.
 """
@@ -90,9 +91,17 @@ LOW: Final = 0.92
 HIGH: Final = 0.97
 #: Part of a slice's share of the bound that is written from one visit to the next.
 _STEP: Final = 0.05
-#: Part of the bound that may be written before the first visit has ended, and by its first chunk.
-_FIRST: Final = 1 / 256
-_FIRST_CHUNK: Final = 1 / 8
+#: Those that begin together do not know each other yet: at the first look at the markers so many
+#: keepers are assumed, and at each later one a part of them.
+_MOST_UNKNOWN: Final = 256
+_KNOWN_PART: Final = 16
+#: Most keepers that share the visits for ages.
+_MOST_SHARING: Final = 64
+#: Seconds for which a credit counts, and of a turn where there is no room for all.
+_CREDIT_SECONDS: Final = 30.0
+_TURN_SECONDS: Final = 0.25
+#: Seconds that a write waits for a visit to make room.
+_WAIT_SECONDS: Final = 5.0
 #: Slices over which numbers are smoothed.
 _SMOOTH: Final = 5
 #: What stores leave free: a part of the storage, at most this many bytes; of a filesystem in
@@ -184,9 +193,10 @@ class Keeper:
         self._cut = Cut()
         #: Bytes that came since they were estimated, if the others write as much as this process.
         self._more = 0.0
-        #: The number of keepers; what the storage's clock is ahead of the monotonic one, and when
-        #: that was learned.
+        #: The number of keepers, the place of this one, how many there may be; what the storage's
+        #: clock is ahead of the monotonic one, and when that was learned.
         self._keepers = 1
+        self._rank, self._unknown = 0, _MOST_UNKNOWN * _KNOWN_PART
         self._ahead = 0.0
         self._said_at = -math.inf
         self._said_for = 0.1
@@ -200,8 +210,11 @@ class Keeper:
         #: What may be written for the bound, and because of free space; what is under way.
         self._granted = self._credit = math.inf
         self._free = math.inf
-        #: What may be written at most, for a chunk that is larger than the credit.
-        self._room = 0.0
+        #: Until when the credit counts, and how many keepers have one at a time.
+        self._credit_until = math.inf
+        self._at_once = self._unknown
+        #: Whether the last visit left room for a store of one of them.
+        self._has_room = True
         self._begun = self._written = self._largest = 0
         self._asked = self._refused = False
         self._why = ("", "")
@@ -218,8 +231,10 @@ class Keeper:
         #: Until when there may be leftovers of this process.
         self._leaves_until = -math.inf
         if self._max_bytes is not None:
-            self._granted = self._credit = self._max_bytes * _FIRST
-            self._room = self._max_bytes * _FIRST_CHUNK
+            # Nothing is stored before the first visit.
+            self._granted = self._credit = 0.0
+            text = "a store is dropped: the first visit has not ended; loads continue"
+            self._why = "max_bytes", text
             counters.set_gauge("shelf_limit_bytes", self._max_bytes)
 
     def start(self) -> None:
@@ -243,11 +258,17 @@ class Keeper:
     # ------------------------------------------------------------- stores
 
     def allows(self, nbytes: int) -> bool:
-        """Whether `nbytes` may be stored now. The log says once that there is no space."""
+        """Whether `nbytes` may be stored now, or once the next visit has made room. Never blocks.
+
+        The log says once why not.
+        """
         return self._ask(nbytes, take=False)
 
     def begin(self, nbytes: int) -> bool:
-        """Reserve space for a write that begins now; False, and nothing is reserved, if not."""
+        """Reserve space for a write that begins now, and wait for it if visits may make room.
+
+        Returns False, and reserves nothing, where there is none.
+        """
         return self._ask(nbytes, take=True)
 
     def end(self, nbytes: int, written: bool) -> None:
@@ -259,20 +280,6 @@ class Keeper:
             else:
                 self._credit += nbytes
                 self._free += nbytes
-
-    def wait_for(self, nbytes: int, seconds: float) -> bool:
-        """Wait until `nbytes` may be stored; return whether they may."""
-        end = time.monotonic() + seconds
-        with self._changed:
-            while nbytes > min(self._credit, self._free):
-                left = end - time.monotonic()
-                if left <= 0:
-                    return False
-                # Each visit begins anew with what was refused.
-                self._refused = True
-                self._thread.wake()
-                self._changed.wait(min(left, _LOOK_SECONDS))
-            return True
 
     def found_full(self, _: NoSpaceStorageError) -> None:
         """Note that a write found the storage full."""
@@ -290,26 +297,41 @@ class Keeper:
             self._thread.wake()
 
     def _ask(self, nbytes: int, take: bool) -> bool:
-        with self._lock:
-            first, self._asked = not self._asked, True
+        end = time.monotonic() + _WAIT_SECONDS
+        with self._changed:
+            self._asked = True
             # Nothing is deleted for what will never fit.
             if self._largest < nbytes <= (self._max_bytes or math.inf):
                 self._largest = nbytes
-                if self._credit == self._granted < nbytes <= self._room:
-                    self._granted = self._credit = nbytes
-            allowed = nbytes <= min(self._credit, self._free)
+            while not (allowed := nbytes <= min(self._usable_credit(), self._free)):
+                # Each visit begins anew with what was refused.
+                self._refused = True
+                self._thread.wake()
+                left, soon = end - time.monotonic(), self._may_make_room(nbytes)
+                if not (soon and take and left > 0):
+                    break
+                self._changed.wait(min(left, _LOOK_SECONDS))
             if allowed and take:
                 self._begun += nbytes
                 self._credit -= nbytes
                 self._free -= nbytes
-            self._refused |= not allowed
+            if self._credit < self._granted / 2:
+                self._thread.wake()
             why, text = self._why
-            wake = first or not allowed or self._credit < self._granted / 2
-        if wake:
-            self._thread.wake()
-        if not allowed and why:
+        if allowed or (soon and not take):
+            return True
+        if why:
             self._log.warning("%s: %s", self._guard.url, text, about=why)
-        return allowed
+        return False
+
+    def _usable_credit(self) -> float:
+        return self._credit if time.monotonic() < self._credit_until else 0.0
+
+    def _may_make_room(self, nbytes: int) -> bool:
+        """Whether visits may soon make room for `nbytes`. Holds the lock."""
+        fits = nbytes <= (self._max_bytes or math.inf) and (self._pays or nbytes <= self._free)
+        works = self._end is None and time.monotonic() >= self._trouble_until
+        return fits and works and self._vain < FANS
 
     # ------------------------------------------------------------- its thread
 
@@ -435,7 +457,7 @@ class Keeper:
             # What is written while a visit takes place must fit as well.
             meanwhile = self._written / max(now - self._ended, _LEAST_PAUSE) * self._wall
             used = self._credit < max(self._granted / 2, meanwhile) or (
-                self._refused and self._credit < self._largest
+                self._refused and self._usable_credit() < self._largest
             )
             pays_ahead = self._written and self._free < 2 * self._largest
             pays = self._pays and (self._refused or pays_ahead)
@@ -451,11 +473,11 @@ class Keeper:
         if bound is not None and (not self._ended or held > HIGH * bound):
             due = rested
         if bound is not None and used:
-            due = hurried
+            due = max(hurried, -self._turn_left())
         if pays or self._full_left:
             due = min(due, hurried)
         if self._ages:
-            pause = self._period * self._width / FANS * self._keepers
+            pause = self._period * self._width / FANS * min(self._keepers, _MOST_SHARING)
             due = min(due, max(rested, self._aged_at + pause - now))
         quota = self._group_max_bytes
         if quota is not None:
@@ -464,6 +486,19 @@ class Keeper:
             elif self._written:
                 due = min(due, max(rested, self._ended + _IDLE_SECONDS - now))
         return max(due, self._trouble_until - now)
+
+    def _turn_left(self) -> float:
+        """Return the seconds for which this keeper may have a credit; below 0: until it may.
+
+        Where there is no room for a store of each keeper, some have a turn, and then the next ones.
+        """
+        now, count = time.monotonic() + self._ahead, max(self._keepers, self._unknown)
+        turns, passed = (self._rank - int(now // _TURN_SECONDS)) % count, now % _TURN_SECONDS
+        if count <= self._at_once:
+            return _CREDIT_SECONDS
+        if turns < self._at_once:
+            return min((turns + 1) * _TURN_SECONDS - passed, _CREDIT_SECONDS)
+        return passed - (turns - self._at_once + 1) * _TURN_SECONDS
 
     # ------------------------------------------------------------- a visit
 
@@ -482,10 +517,8 @@ class Keeper:
             }
             self._said_at, self._knows_time = time.monotonic(), True
             try:
-                at, self._keepers = keepers.say(self._guard.inner, self._name, said)
+                at, self._rank, self._keepers = keepers.say(self._guard.inner, self._name, said)
             except StorageError as error:
-                if error.retryable:
-                    raise
                 at, self._knows_time = time.time(), False
                 self._log.warning(
                     "%s: the time of the storage is not known, and nothing is deleted because of"
@@ -495,6 +528,7 @@ class Keeper:
                     KEEPERS,
                     about="time",
                 )
+            self._unknown //= _KNOWN_PART
             self._ahead = at - self._said_at
             self._counters.set_gauge("clock_difference_seconds", round(abs(at - time.time())))
         return time.monotonic() + self._ahead
@@ -508,7 +542,6 @@ class Keeper:
         left = self._said_at + pause - time.monotonic()
         if left <= 0:
             self._now()
-            self._grant()
         return max(left, _LEAST_PAUSE)
 
     def _evicts_after(self) -> float | None:
@@ -554,8 +587,7 @@ class Keeper:
         outcome = self._delete_from(part, now, listed / FANS, largest)
         self._grant()
         # What others took of the storage no visit gives back.
-        room = self._free if self._pays else self._granted
-        has_room = room >= max(self._largest, 1)
+        has_room = self._free >= self._largest if self._pays else self._has_room
         self._vain = 0 if has_room or outcome.nbytes else self._vain + listed
         if outcome.count:
             self._say(outcome)
@@ -662,8 +694,8 @@ class Keeper:
         units = [(scores[i], part.units[i].nbytes) for i in order]
         if self._max_bytes is not None:
             held = self._used()
-            # There must be room for one more store of each keeper, also below a small bound.
-            room = min(self._keepers * 2 * largest, self._max_bytes / 2)
+            # There must be room for one more store, also below a small bound.
+            room = min(2 * largest, self._max_bytes / 2)
             low = min(LOW * self._max_bytes, self._max_bytes - room)
             high = min(HIGH * self._max_bytes, self._max_bytes - room / 2)
             seen = sum(unit.nbytes for unit in part.units) / max(held, 1.0)
@@ -699,16 +731,20 @@ class Keeper:
         if bound is None:
             return
         with self._lock:
-            left = bound - held - self._begun
-            share = bound * self._width / FANS
-            far = min(LOW * bound - held, _STEP * bound) / self._keepers
-            granted = min(left / self._keepers, max(_STEP * share, far))
-            self._room = left / self._keepers
-            if granted < self._largest <= self._room:
-                granted = self._largest
-            self._granted = max(0.0, granted)
+            count = max(self._keepers, self._unknown)
+            left = max(0.0, bound - held - self._begun)
+            if left < count * self._largest:
+                # Those whose turn it is do not know what the last ones still write.
+                left /= 2
+            self._has_room = left >= max(self._largest, 1)
+            self._at_once = min(count, max(1, int(left // max(self._largest, 1))))
+            far = min(LOW * bound - held, _STEP * bound) / count
+            step = max(_STEP * bound * self._width / FANS, far, self._largest)
+            seconds = self._turn_left()
+            self._granted = min(left / self._at_once, step) if seconds > 0 else 0.0
+            self._credit_until = time.monotonic() + seconds
             # `held` lacks what was written since the last visit began.
-            self._credit = max(0.0, granted - self._written)
+            self._credit = max(0.0, self._granted - self._written)
             self._changed.notify_all()
             if self._why[0] != "free":
                 self._why = (

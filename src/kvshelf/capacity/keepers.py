@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from bisect import bisect
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final
@@ -30,9 +31,8 @@ from kvshelf.shelf.leftovers import read_small
 
 #: Seconds without a visit after which a keeper does not count.
 ALIVE_SECONDS: Final = 600.0
-#: Most markers that are looked at, and most keepers that count.
+#: Most markers that are looked at.
 MOST: Final = 1024
-MOST_KEEPERS: Final = 64
 #: Most markers that are read, and most bytes of each.
 _MOST_READ: Final = 64
 _BYTES: Final = 4096
@@ -49,8 +49,8 @@ def _at(info: ObjectInfo) -> float:
     return max(info.mtime, info.atime or 0.0)
 
 
-def say(backend: Backend, name: str, said: Mapping[str, Any]) -> tuple[float, int]:
-    """Write a keeper's marker; return the storage's time, and the number of keepers.
+def say(backend: Backend, name: str, said: Mapping[str, Any]) -> tuple[float, int, int]:
+    """Write a keeper's marker; return the storage's time, its place among keepers, their number.
 
     Where it cannot be written it is touched, and the newest time of any marker counts.
 
@@ -73,8 +73,8 @@ def say(backend: Backend, name: str, said: Mapping[str, Any]) -> tuple[float, in
     if own is None:
         raise problem or StorageError(0, "its markers of keepers are not listed", backend.url)
     now = _at(own)
-    alive = sum(_at(info) > now - ALIVE_SECONDS for info in found)
-    return now, min(max(alive, 1), MOST_KEEPERS)
+    alive = sorted(info.name for info in found if _at(info) > now - ALIVE_SECONDS)
+    return now, bisect(alive, f"{KEEPERS}/{name}") - 1, max(len(alive), 1)
 
 
 def read(backend: Backend) -> dict[str, dict[str, Any]]:

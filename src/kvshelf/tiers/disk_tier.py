@@ -71,8 +71,6 @@ QUEUE_BYTES: Final = 256 << 20
 #: Seconds after which a use of the same copy is recorded again.
 _USE_SECONDS: Final = 0.5
 _CLOSE_SECONDS: Final = 1.0
-#: Seconds for which a copy waits until others were evicted.
-_ROOM_SECONDS: Final = 5.0
 #: What its keeper counts, as the tier's.
 _COUNTED: Final = {
     "shelf_evicted_objects": "disk_tier_evicted_objects",
@@ -497,20 +495,12 @@ class DiskTier:
                     self._work.notify_all()
 
     def _write(self, shelf: Shelf, item: _Copy) -> None:
-        keeper = self._keeper
-        assert keeper is not None
         size = len(item.buffer)
         if size > self.max_bytes or self._refused:
             self._counters.add("disk_tier_dropped_objects")
             return
         mark(shelf.backend)
-        view = shelf.view(item.fmt)
-        try:
-            result = view.publish(item.ref, item.buffer.view)
-        except BoundReachedError:
-            if not keeper.wait_for(size, _ROOM_SECONDS):
-                raise
-            result = view.publish(item.ref, item.buffer.view)
+        result = shelf.view(item.fmt).publish(item.ref, item.buffer.view)
         if result is not WriteResult.EXISTED:
             self._counters.add("disk_tier_stored_bytes", size)
 
