@@ -17,7 +17,7 @@ def clean(backend: Backend, later: float = 0.0) -> int:
         Number of files that were deleted.
     """
     name = "0" * 16
-    now, _ = keepers.say(backend, name, {})
+    now = keepers.say(backend, name, {})[0]
     backend.delete([f"{KEEPERS}/{name}"])
     old_at = time_for_ages(now, backend.url) + later
     old = [
