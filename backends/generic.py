@@ -93,8 +93,6 @@ _SSH_OPTIONS: Final = {"connect_timeout": 10, "keepalive_interval": 15}
 #: that of a folder of which only the folders inside are wanted.
 _LISTING_SECONDS: Final = 60.0
 _FOLDERS_SECONDS: Final = 10.0
-#: Seconds in which a storage that answers says something of its root.
-_ANSWER_SECONDS: Final = 2.0
 _PROBES_AT_ONCE: Final = 64
 #: Most characters of an answer of the filesystem that are shown.
 _SHOWN_CHARACTERS: Final = 500
@@ -457,23 +455,12 @@ class GenericBackend(Backend):
         try:
             return list(sync(fs.loop, fs._ls, path, detail=True, timeout=seconds))
         except TimeoutError as exc:
-            if not (self._atomic_put and self._answers()):
+            # Clients give up an answer that does not come before the time for a whole listing.
+            if not self._atomic_put or seconds < _LISTING_SECONDS:
                 raise
             raise PermanentStorageError(
                 errno.EOVERFLOW, f"listing failed: {endless_listing(seconds)}", self.url
             ) from exc
-
-    def _answers(self) -> bool:
-        """Whether the storage answers at present, whatever it says."""
-        from fsspec.asyn import sync
-
-        try:
-            sync(self._fs.loop, self._fs._info, self._root, timeout=_ANSWER_SECONDS)
-        except TimeoutError:
-            return False
-        except Exception:  # noqa: BLE001, S110
-            pass
-        return True
 
     def _entries(
         self, folder: str, seconds: float, hidden: bool = False

@@ -113,8 +113,9 @@ class PosixBackend(Backend):
     read_only : bool
         Refuse every change with :class:`~kvshelf.errors.ReadOnlyStorageError`.
     create : bool
-        Make the root if it is missing, now or after it was deleted: with mode 0700 the first
-        time, later with its previous mode and group. False: writes without a root fail.
+        Make the root if it is missing, now or after it was deleted: the first time with mode 0700,
+        or for the group of what is above, if that group and not everybody may write there; later
+        with its previous mode and group. False: writes without a root fail.
     fsync : bool
         Flush each object and its folder to the disk before the write returns. Not needed for
         correctness: loads verify every object.

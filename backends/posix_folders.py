@@ -130,18 +130,27 @@ class Folders:
                 if not make:
                     return
                 writing = True
-                os.makedirs(os.path.dirname(root), exist_ok=True)
+                parent = os.path.dirname(root)
+                os.makedirs(parent, exist_ok=True)
+                info = os.stat(parent)
+                # What everybody may write to, as /tmp, is no group's.
+                if self._gid == -1 and info.st_mode & 0o022 == 0o020:
+                    self._mode, self._gid = 0o700 | info.st_mode & 0o2070, info.st_gid
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(root, self._mode)
                     self._give(root, self._mode)
                 info = os.stat(root)
             if not stat_module.S_ISDIR(info.st_mode):
                 raise NotADirectoryError(errno.ENOTDIR, "the shelf's root is a file", root)
+            if not os.access(root, os.R_OK | os.X_OK, effective_ids=True):
+                raise PermissionError(errno.EACCES, "permission denied", root)
             self._mode = stat_module.S_IMODE(info.st_mode)
             self.file_mode = self._mode & 0o666
             self._gid = info.st_gid
             self._root.learn(info)
         except OSError as exc:
+            if exc.errno == errno.EACCES:
+                exc.strerror = f"{exc.strerror}: {_whose(root)}"
             raise storage_error(exc, "opening the shelf", root, writing=writing) from exc
 
     def give_file(self, fd: int) -> None:
@@ -283,6 +292,20 @@ class Folders:
                 return PermanentStorageError(exc.errno, f"{what} failed: {text}", path)
         text = "the path to its root now contains a link; open the shelf again"
         return PermanentStorageError(exc.errno, f"{what} failed: {text}", self._root.path)
+
+
+def _whose(path: str) -> str:
+    """Say of a folder, or of the one above that can be looked at, who may enter it."""
+    while True:
+        with contextlib.suppress(OSError):
+            info = os.stat(path)
+            return (
+                f"{path} belongs to user {info.st_uid} and group {info.st_gid}, with mode"
+                f" {stat_module.S_IMODE(info.st_mode):o}, and this is user {os.geteuid()} of group"
+                f" {os.getegid()}; let a group of both enter and write (chmod g+rwxs), or make the"
+                " folder beforehand for it"
+            )
+        path = os.path.dirname(path)
 
 
 def not_regular(code: int | None, found: str, path: str) -> NotRegularError:

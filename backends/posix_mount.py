@@ -98,11 +98,6 @@ class Mount:
         return self.kind in _MEMORY
 
     @property
-    def shows_cache(self) -> bool:
-        """Whether its free space is that of a disk with copies on this machine."""
-        return not _SHOW_CACHE.isdisjoint((self.kind.partition(".")[2], self.source))
-
-    @property
     def cache_seconds(self) -> float:
         """Seconds for which the mount may give outdated answers."""
         if self.local:
@@ -249,11 +244,11 @@ class Root:
         if exc.errno == errno.ENOSPC:
             with contextlib.suppress(OSError):
                 found = os.statvfs(self.path)
-                text = f"{what} failed: {exc.strerror} (ENOSPC)"
+                short_of = "quota" if found.f_bavail * found.f_frsize > _MUCH_SPACE else "bytes"
                 if found.f_files and found.f_favail < _FEW_FILES:
-                    return no_space(errno.ENOSPC, text, self.base + name, "inodes")
-                if found.f_bavail * found.f_frsize > _MUCH_SPACE:
-                    return no_space(errno.ENOSPC, text, self.base + name, "quota")
+                    short_of = "inodes"
+                text = f"{what} failed: {exc.strerror} (ENOSPC)"
+                return no_space(errno.ENOSPC, text, self.base + name, short_of)
         if isinstance(error, ReadOnlyStorageError) and (
             error.errno == errno.EROFS or not os.access(self.path, os.W_OK)
         ):
@@ -294,7 +289,7 @@ class Root:
     def space(self) -> Space | None:
         """Return what `statvfs` says; None for filesystems that do not report it, or not truly."""
         self.check()
-        if self._mount.shows_cache:
+        if not _SHOW_CACHE.isdisjoint((self._mount.kind.partition(".")[2], self._mount.source)):
             return None
         try:
             found = os.statvfs(self.path)

@@ -6,23 +6,17 @@ Owns what is known of how a filesystem keeps the times that are set.
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import time
 from collections.abc import Callable
 from typing import Final
 
 from kvshelf.backends.base import Touched, check_name, temporary_name
+from kvshelf.backends.oserrors import storage_error
 from kvshelf.backends.posix_folders import Folders, libc
 from kvshelf.backends.posix_mount import Mount, Root
+from kvshelf.errors import NoSpaceStorageError, ObjectMissingError
 
-#: Errors of `utimensat` if this user may not set the times, or the filesystem has none.
-_NO_TIMES: Final = frozenset(
-    (
-        *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EXDEV),
-        *(errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS),
-    )
-)
 #: A filesystem may know times no better than to so many seconds.
 _COARSE_SECONDS: Final = 60.0
 
@@ -80,7 +74,9 @@ class Times:
             finally:
                 os.close(fd)
         except OSError as exc:
-            if exc.errno in _NO_TIMES:
+            error = storage_error(exc, "recording a use", name)
+            passes = isinstance(error, ObjectMissingError | NoSpaceStorageError)
+            if not (passes or error.retryable):
                 return Touched.REFUSED
         return Touched.TOUCHED
 

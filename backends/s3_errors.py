@@ -49,6 +49,11 @@ _RETRYABLE: Final = frozenset(
 )
 #: Answers to a condition that does not hold.
 ALREADY_THERE: Final = frozenset(("412", "PreconditionFailed"))
+_OF_KIND: Final = {
+    "PermissionDeniedError": "403",
+    "UnauthenticatedError": "401",
+    "PreconditionError": "412",
+}
 #: Most characters of an answer that are shown.
 SHOWN_CHARACTERS: Final = 300
 NO_CREDENTIALS: Final = (
@@ -127,12 +132,8 @@ def refuses_keys(exc: BaseException) -> bool:
 
 def _codes(exc: BaseException, text: str) -> set[str]:
     """Return the error code and the status of an answer, also where only the class says it."""
-    of_kind = {
-        "PermissionDeniedError": "403",
-        "UnauthenticatedError": "401",
-        "PreconditionError": "412",
-    }.get(type(exc).__name__)
-    return codes_of(text.partition("\n\nDebug source")[0]) | ({of_kind} if of_kind else set())
+    codes = codes_of(text.partition("\n\nDebug source")[0])
+    return codes | {_OF_KIND.get(type(exc).__name__, "")} - {""}
 
 
 def _explained(

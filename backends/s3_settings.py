@@ -308,18 +308,15 @@ class Keys:
 
     def reread(self) -> bool:
         """Read the keys again, unless that was done just now; return whether they are others."""
-        from botocore.credentials import RefreshableCredentials
-        from botocore.exceptions import BotoCoreError
-
         with self._lock:
             is_early = time.monotonic() < self._read_at + _AGAIN_SECONDS
             # botocore renews those that expire by itself.
-            if is_early or isinstance(self.credentials, RefreshableCredentials):
+            if is_early or hasattr(self.credentials, "refresh_needed"):
                 return False
             self._read_at = time.monotonic()
         try:
             credentials = self._find()
-        except BotoCoreError:
+        except Exception:  # noqa: BLE001 - a file may be half written
             return False
         if credentials is None or vars(credentials) == vars(self.credentials):
             return False

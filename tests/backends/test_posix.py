@@ -159,6 +159,38 @@ def test_modes_and_group_come_from_the_root_whatever_the_umask(root: Path) -> No
         assert info.st_gid == root.stat().st_gid
 
 
+@pytest.mark.parametrize(
+    ("above", "mode"),
+    [(0o2775, 0o2770), (0o770, 0o770), (0o775, 0o770), (0o1777, 0o700), (0o755, 0o700)],
+)
+def test_root_below_folder_of_a_group_is_made_for_the_group(
+    tmp_path: Path, above: int, mode: int
+) -> None:
+    volume, root = tmp_path / "volume", tmp_path / "volume/shelf"
+    volume.mkdir()
+    if IS_ROOT:
+        os.chown(volume, -1, 54321)
+    volume.chmod(above)
+    with umask(0o022):
+        PosixBackend(root).write("a/x", [b"1"])
+    for folder in (root, root / "a"):
+        info = folder.stat()
+        assert stat.S_IMODE(info.st_mode) == mode
+        assert mode == 0o700 or info.st_gid == volume.stat().st_gid
+    assert stat.S_IMODE((root / "a/x").stat().st_mode) == mode & 0o666
+
+
+def test_root_of_another_user_is_named_once_at_the_start(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "shelf").mkdir(mode=0o700)
+    monkeypatch.setattr(os, "access", lambda *args, **options: False)
+    with pytest.raises(PermanentStorageError, match=r"opening the shelf failed") as caught:
+        PosixBackend(tmp_path / "shelf")
+    text = str(caught.value)
+    assert f"{tmp_path}/shelf belongs to user {os.getuid()} and group {os.getgid()}" in text
+    assert f"with mode 700, and this is user {os.geteuid()}" in text
+    assert "chmod g+rwxs" in text
+
+
 def test_group_without_setgid(root: Path) -> None:
     if not IS_ROOT:
         pytest.skip("only root may give files to any group")

@@ -159,7 +159,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3_module, "_ROWS_SECONDS", 0.5)
     of_answer = s3_client.CONNECT_SECONDS + s3_client.READ_SECONDS
     monkeypatch.setattr(s3_module, "_MORE_SECONDS", 0.5 - of_answer)
-    monkeypatch.setattr(generic_module, "_FOLDERS_SECONDS", 0.5)
+    monkeypatch.setattr(generic_module, "_FOLDERS_SECONDS", 0.4)
     monkeypatch.setattr(generic_module, "_LISTING_SECONDS", 0.5)
 
 
@@ -234,9 +234,7 @@ def test_folders_without_end_end_with_an_error(hostile: Hostile, backend: Backen
 
 @pytest.mark.long
 @pytest.mark.usefixtures("soon")
-def test_the_other_client_ends_listings_too(
-    hostile: Hostile, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_other_client_ends_listings_too(hostile: Hostile) -> None:
     """As those of other object stores do."""
     pytest.importorskip("s3fs", reason="s3fs is missing: pip install s3fs")
     other = open_backend("s3://b", storage_options={**hostile.options, "client": "s3fs"})
@@ -244,17 +242,12 @@ def test_the_other_client_ends_listings_too(
     hostile.answer = lambda _: page(
         "".join(folder(f"f{next(numbers)}") for _ in range(10)), last=False
     )
-    with pytest.raises(PermanentStorageError, match="did not end within"):
+    # Of fewer seconds nobody knows whether answers came.
+    with pytest.raises(TransientStorageError):
         other.folders()
     with pytest.raises(PermanentStorageError, match="did not end within"):
         list(other.list("a"))
     assert settled(hostile)
-    gate = threading.Event()
-    hostile.answer = lambda _: page("", last=gate.wait())
-    monkeypatch.setattr(generic_module, "_ANSWER_SECONDS", 0.1)
-    with pytest.raises(TransientStorageError):
-        other.folders()
-    gate.set()
     forged_answer(hostile)
     with pytest.raises(StorageError) as found:
         other.folders()

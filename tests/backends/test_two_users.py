@@ -124,5 +124,14 @@ def test_a_shelf_that_others_only_read(root: Path) -> None:
     ]
 
 
+def test_shelf_that_only_its_maker_may_enter_is_refused_at_the_start(root: Path) -> None:
+    root.chmod(0o700)
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        as_user(SECOND, root, "read", "write")
+    line = caught.value.stderr.splitlines()[-1]
+    assert f"{root} belongs to user {FIRST} and group {FIRST}, with mode 700" in line
+    assert f"this is user {SECOND} of group {SECOND}" in line
+
+
 if __name__ == "__main__":
     _be(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

@@ -163,7 +163,8 @@ def told(error: Exception) -> str:
     if isinstance(error, UnavailableStorageError) and error.reason:
         return error.reason
     text = str(error)
-    if not isinstance(error, StorageError) or error.errno not in (errno.EACCES, errno.EPERM):
+    is_permission = isinstance(error, StorageError) and error.errno in (errno.EACCES, errno.EPERM)
+    if not isinstance(error, StorageError) or not is_permission or " belongs to " in text:
         return text
     place = Path(os.fsdecode(error.filename or ""))
     for path in (place, *place.parents) if place.is_absolute() else ():
