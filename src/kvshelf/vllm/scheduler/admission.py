@@ -6,7 +6,7 @@ in tiers.
 Contracts
 ---------
 * With ``admission: always`` everything is loaded, and nothing is timed.
-* What a hand-over brings is loaded in any case, and never cut.
+* What a hand-over promises is loaded in any case, and never cut.
 * Steps without prompts are not learned. A small one after a pause is only if it took less than
   expected. The tokens behind a hit are a prompt, even a single one.
 * What runs before a request is a sum that is kept: a question costs the same however many requests
