@@ -150,6 +150,8 @@ class Properties:
         Number of names for which one call of ``delete`` takes little longer than for one.
     probe_cost : float
         Seconds for one probe, typical or as measured.
+    local : bool
+        Files have the times of this machine's clock.
     read_only : bool
         The storage is known to refuse writes.
     sets_aside : bool
@@ -173,6 +175,7 @@ class Properties:
     concurrency: int = 8
     deletes_at_once: int = 1
     probe_cost: float = 10e-6
+    local: bool = False
     read_only: bool = False
     sets_aside: bool = False
     temporaries: bool = False

@@ -21,7 +21,8 @@ to pay             the disk is nearly full, and a store was refused
 
 Without ``max_bytes`` a directory of which little is free pays for a store by deleting as many bytes
 as it writes, the oldest first, nothing used within an hour: the shelf stops growing, and does not
-shrink because others write to the disk. Stores end where half of what they leave free is left.
+shrink because others write to the disk. Where less than half of what stores leave free is left, it
+pays only with what the storage shows as free after the deletion.
 
 Contracts
 ---------
@@ -218,8 +219,11 @@ class Keeper:
         self._begun = self._written = self._largest = 0
         self._asked = self._refused = False
         self._why = ("", "")
-        #: Whether stores are paid for, and what is paid.
+        #: Whether stores are paid for, and when that may be tried again; bytes that are free on the
+        #: storage, and that stores leave free.
         self._pays = False
+        self._pays_at = -math.inf
+        self._storage_free = self._reserve = 0
         #: Slices to visit because a write found no space, and when that may be tried again.
         self._full_left = 0
         self._full_at = 0.0
@@ -341,7 +345,7 @@ class Keeper:
     def _turn(self) -> float | None:
         """Do what is due; return the seconds to the next call."""
         if self._end is not None:
-            if self._knows_time:
+            if self._said_at > -math.inf:
                 with suppress(StorageError):
                     self._guard.inner.delete([f"{KEEPERS}/{self._name}"])
             self._end.set()
@@ -388,9 +392,9 @@ class Keeper:
         seconds = _LOOK_SECONDS if self._asked else _IDLE_SECONDS
         return max(0.0, self._looked_at + seconds - time.monotonic())
 
-    def _look(self) -> None:
-        """Update what stores may write because of free space."""
-        if self._look_in() > 0:
+    def _look(self, *, at_once: bool = False) -> None:
+        """Update what stores may write because of free space, if it is time."""
+        if self._look_in() > 0 and not at_once:
             return
         self._asked, self._looked_at = False, time.monotonic()
         try:
@@ -403,6 +407,7 @@ class Keeper:
         kept = least_free(space)
         self._counters.set_gauge("storage_free_bytes", space.free)
         self._taken = space.total - space.free if space.total else math.inf
+        self._storage_free, self._reserve = space.free, kept
         with self._lock:
             left = space.free - kept - self._begun
             paid = self._free if self._pays else 0.0
@@ -410,10 +415,10 @@ class Keeper:
             least = self._largest if left >= self._largest else 0
             self._free = max(left / 2, least, 0.0) if kept else math.inf
             full = self._free < max(self._largest, 1) or self._full_left > 0
-            # What is deleted may free nothing: a backup may link to it, a snapshot may have it.
-            self._pays = full and self._max_bytes is None and space.free > kept / 2 > 0
+            pays = full and self._max_bytes is None and kept > 0
+            self._pays = pays and time.monotonic() >= self._pays_at
             if self._pays:
-                self._free = max(0.0, min(paid, space.free - kept / 2))
+                self._free = max(0.0, min(paid, space.free))
             pays = self._pays
             if not full and self._why[0] == "free":
                 self._why = ("", "")
@@ -519,15 +524,16 @@ class Keeper:
             try:
                 at, self._rank, self._keepers = keepers.say(self._guard.inner, self._name, said)
             except StorageError as error:
-                at, self._knows_time = time.time(), False
-                self._log.warning(
-                    "%s: the time of the storage is not known, and nothing is deleted because of"
-                    " its age: %s. Allow this user to write below %s",
-                    self._guard.url,
-                    error,
-                    KEEPERS,
-                    about="time",
-                )
+                at, self._knows_time = time.time(), self._guard.inner.properties.local
+                if not self._knows_time:
+                    self._log.warning(
+                        "%s: the time of the storage is not known, and nothing is deleted because"
+                        " of its age: %s. Allow this user to write below %s",
+                        self._guard.url,
+                        error,
+                        KEEPERS,
+                        about="time",
+                    )
             self._unknown //= _KNOWN_PART
             self._ahead = at - self._said_at
             self._counters.set_gauge("clock_difference_seconds", round(abs(at - time.time())))
@@ -584,6 +590,8 @@ class Keeper:
         self._note_held(part, listed / FANS)
         # Stores need not wait for the deletion.
         self._grant()
+        if self._pays:
+            self._look(at_once=True)
         outcome = self._delete_from(part, now, listed / FANS, largest)
         self._grant()
         # What others took of the storage no visit gives back.
@@ -718,10 +726,16 @@ class Keeper:
             else:
                 self._counters.add("leftovers_deleted", total.count)
         self._more -= sum(lost.nbytes for lost in outcome.lost.values())
-        if self._pays:
-            self._looked_at = -math.inf
+        if self._pays and outcome.nbytes:
+            before = self._storage_free
+            self._look(at_once=True)
+            paid = float(outcome.nbytes)
+            if before < self._reserve / 2:
+                # What was deleted may free nothing: a backup may link to it, a snapshot have it.
+                paid = max(0.0, min(paid, self._storage_free - before))
+                self._pays_at = time.monotonic() + (0.0 if paid else _FULL_SECONDS)
             with self._lock:
-                self._free += outcome.nbytes
+                self._free += paid
                 self._changed.notify_all()
 
     def _grant(self) -> None:

@@ -52,7 +52,8 @@ def _at(info: ObjectInfo) -> float:
 def say(backend: Backend, name: str, said: Mapping[str, Any]) -> tuple[float, int, int]:
     """Write a keeper's marker; return the storage's time, its place among keepers, their number.
 
-    Where it cannot be written it is touched, and the newest time of any marker counts.
+    Where it cannot be written it is touched, or made without a byte, which a full disk may take.
+    Else the newest time of any marker counts.
 
     Raises
     ------
@@ -65,6 +66,8 @@ def say(backend: Backend, name: str, said: Mapping[str, Any]) -> tuple[float, in
     except StorageError as error:
         problem = error
         with suppress(StorageError):
+            if backend.info(f"{KEEPERS}/{name}") is None:
+                backend.write(f"{KEEPERS}/{name}", [b""])
             backend.touch(f"{KEEPERS}/{name}")
     found = _markers(backend)
     own = next((info for info in found if info.name == f"{KEEPERS}/{name}"), None)
