@@ -166,6 +166,9 @@ class Properties:
         The storage is known to keep older versions of what is replaced or deleted.
     deadlines : Deadlines
         Upper bounds for calls when the storage works.
+    local_path : str
+        Absolute path of the root, where this machine's kernel is the only one that changes files;
+        empty elsewhere.
     available : bool
         False: the circuit breaker is open, and calls fail at once without being tried.
     """
@@ -182,6 +185,7 @@ class Properties:
     renews: bool = False
     shared: bool = False
     versions: bool = False
+    local_path: str = ""
     deadlines: Deadlines = Deadlines()
     available: bool = True
 

@@ -166,6 +166,7 @@ class PosixBackend(Backend):
             local=mount.local,
             sets_aside=True,
             temporaries=True,
+            local_path=self._root if mount.local else "",
         )
         #: Whether the mount says that less is free when a file was written; None: not known.
         self._shows_writes = None if mount.kind.startswith("fuse") else True

@@ -50,6 +50,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
     seed = item.config.getoption("--seed")
     with ExitStack() as stack:
         stack.enter_context(runtime.simulated(f"{seed} {item.nodeid}" if seed else ""))
+        # Its threads wait for the kernel.
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setitem(sys.modules, "kvshelf.shelf.notices", None)
         item.stash[_SIMULATION] = stack
         return (yield)
 

@@ -14,6 +14,10 @@ rounds take a bounded share of one core, a smaller one when nothing has appeared
 on a storage of low latency, where the pause is 20 milliseconds at most. Now and then the markers of
 producers that gave up are probed too.
 
+On a local filesystem the thread is woken when the last object of a wait appears
+(:mod:`kvshelf.shelf.notices`). While it expects that of all waits, it probes every
+:data:`_NOTICED` seconds only: for what comes before, and for what the system fails to tell.
+
 Contracts
 ---------
 * :class:`Wait` and :class:`WaitService` are used on an engine's step thread: their calls take
@@ -29,11 +33,12 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import Kind, kind_key
@@ -41,7 +46,10 @@ from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
 from kvshelf.shelf.pacing import GilPace
 from kvshelf.shelf.threads import StorageThreads
-from kvshelf.shelf.view import Presence, ShelfView, find_pieces
+from kvshelf.shelf.view import ObjectRef, Presence, ShelfView, find_pieces
+
+if TYPE_CHECKING:
+    from kvshelf.shelf.notices import Notice
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +66,8 @@ _QUIET_SECONDS: Final = 1.0
 #: of others.
 _SHORTEST: Final = 2e-3
 _LONGEST: Final = 20e-3
+#: The pause while notices are expected.
+_NOTICED: Final = 0.1
 #: The pause after an error.
 _AFTER_ERROR: Final = 0.1
 #: Least cost of one probe of a high-latency storage: other threads and a server work on it as well.
@@ -154,6 +164,8 @@ class WaitService:
         self._log = RateLimitedLog(logger)
         self._lock = threading.Lock()
         self._waits: dict[Wait, None] = {}
+        #: The notice of each wait's last object; None where there is none. Of the thread alone.
+        self._notices: dict[Wait, Notice | None] = {}
         self._closed = False
         #: Wakes the thread that probes, and sleeping steps.
         self._wake = threading.Event()
@@ -230,20 +242,33 @@ class WaitService:
         while True:
             # What is done before a wake-up is looked at behind this.
             self._wake.clear()
-            if self._closed or self._threads.replaced():
+            if self._threads.replaced():
                 # The wake-up may have been another thread's.
                 self._wake.set()
                 return
             with self._lock:
-                waits = list(self._waits)
-            self._wake.wait(self._poll(waits) if waits else None)
+                waits, closed = list(self._waits), self._closed
+            pause = self._poll(waits) if waits else None
+            for wait in [wait for wait in self._notices if wait not in self._waits]:
+                notice = self._notices.pop(wait)
+                if notice is not None:
+                    notice.close()
+            if closed:
+                self._wake.set()
+                return
+            self._wake.wait(pause)
 
     def _poll(self, waits: Sequence[Wait]) -> float:
         """Probe for all waits; return the pause behind that, in seconds."""
         high_latency = self._backend.properties.high_latency
-        shortest, used = _LONGEST if high_latency else _SHORTEST, time.thread_time()
+        shortest = _LONGEST if high_latency else _SHORTEST
         cost = len(waits) * _HIGH_LATENCY_COST if high_latency else 0.0
         try:
+            # Before all others.
+            hopeful = [wait for wait, notice in self._notices.items() if notice and notice.came]
+            while hopeful:
+                hopeful = self._round(hopeful)
+            used = time.thread_time()
             hopeful = self._round(waits)
             cost = max(cost, time.thread_time() - used)
             while hopeful:
@@ -257,7 +282,39 @@ class WaitService:
         quiet = time.monotonic() - self._progress_at > _QUIET_SECONDS
         # A high-latency storage is spared also beyond the longest pause.
         longest = math.inf if high_latency else _LONGEST
-        return max(shortest, min(cost / (_QUIET_SHARE if quiet else _SHARE), longest))
+        pause = max(shortest, min(cost / (_QUIET_SHARE if quiet else _SHARE), longest))
+        return max(pause, _NOTICED) if self._expects_notices(waits) else pause
+
+    def _expects_notices(self, waits: Sequence[Wait]) -> bool:
+        """Return whether notices of all waits are to come; ask for those of new waits."""
+        root = self._backend.properties.local_path
+        if not root or self._threads.replaced():
+            return False
+        new = [wait for wait in waits if wait not in self._notices and not wait.ended]
+        for wait in new:
+            self._notices[wait] = self._notice_of(wait, root)
+        notices = [self._notices[wait] for wait in waits if not wait.ended]
+        # What came before it was watched for is probed soon.
+        return not new and all(notice is not None and not notice.came for notice in notices)
+
+    def _notice_of(self, wait: Wait, root: str) -> Notice | None:
+        kind, chunk, shard = wait._objects[-1]
+        name = self._views[kind].on_storage.name(ObjectRef(chunk, shard.start))
+        try:
+            from kvshelf.shelf.notices import Notice
+
+            return Notice(os.path.join(root, name), self._wake.set)
+        except (ImportError, FileNotFoundError):
+            # watchdog is not installed, or the folder has no object yet.
+            return None
+        except (OSError, RuntimeError) as error:
+            self._log.warning(
+                "no notice of new files in %s (%s), so requests that wait for objects probe for"
+                " them more often: raise fs.inotify.max_user_watches and max_user_instances",
+                *(root, error),
+                about=root,
+            )
+            return None
 
     def _round(self, waits: Sequence[Wait]) -> list[Wait]:
         """Probe what these waits need next; return those of which more may be there."""
