@@ -239,6 +239,7 @@ class Rank:
             block_size=engine.block_size,
             blocks=blocks,
             parallel_config=configs.parallel_config(
+                world_size=engine.tensor_parallel * engine.prefill_context,
                 tensor_parallel_size=engine.tensor_parallel,
                 prefill_context_parallel_size=engine.prefill_context,
                 decode_context_parallel_size=engine.decode_context,

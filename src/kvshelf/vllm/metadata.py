@@ -175,6 +175,8 @@ class Orders:
         Requests whose blocks are no longer theirs: their postponed stores are dropped.
     held : list of Owner
         Requests that have ended and keep their blocks until each worker has reported them.
+    ranks_file : str
+        The file that all ranks must find on the shelf.
     """
 
     reset: bool = False
@@ -182,6 +184,7 @@ class Orders:
     prefetch_ended: list[str] = field(default_factory=list)
     gone: list[Owner] = field(default_factory=list)
     held: list[Owner] = field(default_factory=list)
+    ranks_file: str = ""
 
 
 @dataclass
@@ -343,6 +346,8 @@ class Facts:
     disabled, drafter_disabled : list of (str, bool)
         Why the rank loads and stores nothing any more, or nothing of the drafter, and whether it
         has logged this reason.
+    ranks_file : str
+        The file that rank 0 has written for the others.
     """
 
     begun: int = 0
@@ -356,6 +361,7 @@ class Facts:
     load_seconds: list[tuple[int, str, float]] = field(default_factory=list)
     disabled: list[tuple[str, bool]] = field(default_factory=list)
     drafter_disabled: list[tuple[str, bool]] = field(default_factory=list)
+    ranks_file: str = ""
 
 
 @dataclass

@@ -26,7 +26,6 @@ from kvshelf.shelf.view import ShelfView
 from kvshelf.tiers.tiered import AnyShelf
 from kvshelf.vllm.affinity import widen_cpu_affinity
 from kvshelf.vllm.handshake import Handshake
-from kvshelf.vllm.metadata import Facts
 from kvshelf.vllm.namespace import topologies_of
 from kvshelf.vllm.scheduler.engine import Engine
 from kvshelf.vllm.speculation import drafter_has_kv
@@ -84,11 +83,6 @@ class Opening:
     def looks_up(self) -> LookupService | None:
         """What looks up now; None while the namespace is not known or the weights are compared."""
         return None if self.handshake.checking else self.lookups
-
-    def take_facts(self, facts: Facts) -> None:
-        """Load and store nothing any more where a rank cannot."""
-        for reason, already_logged in facts.disabled:
-            self.handshake.disable(reason, already_logged=already_logged)
 
     def unite(self) -> ObjectFormat | None:
         """Return the format of the namespace that the reports make; None when there is no new one.

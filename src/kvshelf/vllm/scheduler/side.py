@@ -123,7 +123,13 @@ class SchedulerSide:
 
     def _receivers(self, rank: int) -> list[Callable[[Facts], None]]:
         parts = [functools.partial(part.take_facts, rank) for part in self._parts]
-        return [self.opening.take_facts, *parts]
+        return [self._take_facts, *parts]
+
+    def _take_facts(self, facts: Facts) -> None:
+        """Take what concerns the engine as a whole."""
+        for reason, already_logged in facts.disabled:
+            self.opening.handshake.disable(reason, already_logged=already_logged)
+        self._orders.next.ranks_file = facts.ranks_file or self._orders.next.ranks_file
 
     @property
     def namespace(self) -> Namespace | None:

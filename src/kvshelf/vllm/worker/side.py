@@ -33,6 +33,7 @@ import torch
 from kvshelf.assembly import Assembly
 from kvshelf.backends.breaker import BreakerState
 from kvshelf.errors import UnsupportedError
+from kvshelf.urls import directory_of
 from kvshelf.vllm.adapters import LoadedAdapters
 from kvshelf.vllm.groups import CacheGroups
 from kvshelf.vllm.messages import Inbox, Outbox
@@ -41,6 +42,7 @@ from kvshelf.vllm.worker.drafter import Drafter
 from kvshelf.vllm.worker.engine import WorkerEngine
 from kvshelf.vllm.worker.loads import WorkerLoads
 from kvshelf.vllm.worker.parts import Part
+from kvshelf.vllm.worker.ranks import RanksFile
 from kvshelf.vllm.worker.registration import Registration
 from kvshelf.vllm.worker.stores import WorkerStores
 from kvshelf.vllm.worker.weights import WorkerWeights
@@ -113,7 +115,14 @@ class WorkerSide:
         of_parts = self.model, self.drafter, self.weights, self.adapters
         self.loads = WorkerLoads(engine, assembly, *of_parts, facts, groups.hybrid, may_store)
         self.stores = WorkerStores(engine, self.counters, *of_parts, facts, others_fill)
-        receivers = self.model.take_orders, self.loads.take_orders, self.stores.take_orders
+        receivers = [self.model.take_orders, self.loads.take_orders, self.stores.take_orders]
+        self._ranks_file: RanksFile | None = None
+        config, several = engine.config, engine.vllm_config.parallel_config.world_size > 1
+        in_directory = config.server is None and directory_of(config.shared_storage_path or "")
+        if several and in_directory and (self.rank or may_store):
+            disable = self.model.registration.disable
+            self._ranks_file = RanksFile(self.rank, assembly.shelf, disable)
+            receivers.append(self._ranks_file.take_orders)
         self._orders = Inbox[Orders](receivers)
         self._meta: StepMetadata | None = None
         #: When the hour is over in which something should be loaded; what was counted before it.
@@ -240,6 +249,8 @@ class WorkerSide:
         meta = WorkerMetadata()
         self.weights.advance(idle=self._meta is None or self._meta.idle)
         self._facts.next.disabled += self.model.registration.take_disabled()
+        if self._ranks_file is not None:
+            self._facts.next.ranks_file += self._ranks_file.take_written()
         report = self.model.registration.report()
         if report is not None:
             meta.reports = {self.rank: report}
@@ -336,6 +347,8 @@ class WorkerSide:
                     stack.callback(closing.close)
             stack.callback(self._assembly.close)
             stack.callback(self._close_model, DRAIN_SECONDS)
+            if self._ranks_file is not None:
+                stack.callback(self._ranks_file.close)
             stack.callback(self.stores.drop_postponed)
             for registration in self._registrations:
                 stack.callback(registration.cancel_weights)
