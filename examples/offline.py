@@ -1,7 +1,7 @@
 """Offline inference with a shelf: run it twice, and the second run computes only the question.
 
-    python examples/offline.py --shelf /tmp/my-shelf
-    python examples/offline.py --shelf /tmp/my-shelf
+    python examples/offline.py --shelf ~/my-shelf
+    python examples/offline.py --shelf ~/my-shelf
 
 Without ``--model`` a tiny model with random weights is made on the spot, always in the same folder;
 ``--seed`` gives it other weights there. Without ``--shelf`` everything is computed.

@@ -5,7 +5,7 @@ the second request, with another question behind the same document, computes onl
 document's last whole chunk of 256 tokens. Run it twice on one shelf, and the first request
 loads the document, too.
 
-    python examples/openai_server.py --shelf /tmp/my-shelf
+    python examples/openai_server.py --shelf ~/my-shelf
 
 Without ``--model`` a tiny model with random weights and a tokenizer with a token for each byte is
 made on the spot; its answers are noise. The server's log is in ``build/openai_server.log``.

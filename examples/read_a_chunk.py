@@ -4,7 +4,7 @@ Every object is a plain safetensors file, so every program that reads safetensor
 This program prints the metadata of an object, and for each layer, or each part of its state, the
 shape and the Euclidean norm.
 
-    python examples/read_a_chunk.py /tmp/my-shelf            the first object of every namespace,
+    python examples/read_a_chunk.py ~/my-shelf            the first object of every namespace,
                                                              of each kind
     python examples/read_a_chunk.py path/to/an/object.safetensors
 

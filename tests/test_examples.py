@@ -116,7 +116,7 @@ def test_answers_stay_the_same(tmp_path: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))
     answers: dict[str, str] = {}
     for program, line, promised in recipes:
-        arguments = line.replace("/tmp/kv", str(tmp_path / "kv")).split()
+        arguments = line.replace("~/kv", str(tmp_path / "kv")).split()
         ranks = int(arguments[-1]) if "--tensor-parallel-size" in arguments else 1
         bound = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
         output = output_of(tmp_path, program, *arguments, VLLM_CPU_OMP_THREADS_BIND=bound)
@@ -140,8 +140,8 @@ class Shown:
         for printed, here in (
             ("localhost:8000", self.url.removeprefix("http://")),
             ("/mnt/kv", shelf),
-            ("/tmp/kv", shelf),
-            ("/tmp/model", str(folder / "model")),
+            ("~/kv", shelf),
+            ("~/model", str(folder / "model")),
             ("--model MODEL", f"--model {folder}/model"),
             ("python -m ", python),
             ("\nkvshelf ", f"\n{python}kvshelf "),
@@ -199,7 +199,7 @@ class Shown:
 @pytest.mark.parametrize("page", ["README.md", "docs/quick-start.md"])
 def test_the_commands_that_show_a_hit(tmp_path: Path, page: str) -> None:
     shown = Shown(page, tmp_path, str(tmp_path / "kv"))
-    make = "python examples/models/make_model.py /tmp/model --recipe tiny --tokenizer"
+    make = "python examples/models/make_model.py ~/model --recipe tiny --tokenizer"
     assert make in (ROOT / "docs" / "quick-start.md").read_text()
     make_model(tmp_path / "model", "tiny", tokenizer=True)
     listed = f"{sys.executable} -m kvshelf ls {tmp_path}/kv"

@@ -475,6 +475,18 @@ def test_markers_change_nothing_of_what_is_listed_and_checked(shelf: Path) -> No
     assert marker.exists()
 
 
+def test_doctor_of_a_shelf_that_others_clean_says_so(
+    shelf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(doctor_module, "cleaner_of", lambda path: asked.append(path) or "somebody")
+    result = run("doctor", shelf, "--json")
+    assert result.exit_code == 0
+    assert checks(result)["cleaners"]["state"] == "note"
+    assert checks(result)["cleaners"]["found"] == "somebody"
+    assert asked == [str(shelf.resolve())]
+
+
 def test_doctor_without_a_shelf_writes_nothing(tmp_path: Path) -> None:
     env = {"KVSHELF_CACHE_DIR": str(tmp_path / "cache")}
     result = run("doctor", "--json", env=env)

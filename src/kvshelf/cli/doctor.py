@@ -48,6 +48,8 @@ from kvshelf.format.names import parse_namespace_folder
 from kvshelf.paths import cache_dir
 from kvshelf.server import INSTALL
 from kvshelf.shelf.shelf import is_missing
+from kvshelf.tools.cleaners import cleaner_of
+from kvshelf.urls import directory_of
 from kvshelf.vllm import check_vllm_version
 from kvshelf.vllm.options import CONNECTOR_NAME, own_options
 
@@ -238,6 +240,10 @@ def _shelf(
     read_only = config.read_only or dry_run
     opener = functools.partial(open_backend, url, storage_options=options, read_only=read_only)
     yield from _Examination(opener, read_only, timeout).run()
+    directory = os.path.expanduser(directory_of(url) or "")
+    if directory and (cleaner := cleaner_of(os.path.realpath(directory))):
+        hint = "use a directory that is left alone, such as ~/kv or /var/lib/kv"
+        yield Check("cleaners", State.NOTE, cleaner, hint)
     # Behind it: what the storage lacks has been learned.
     yield from (Check(name, State.OK, text) for name, text in settings_of(url, options))
     tier = config.disk_tier
