@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,12 @@ from kvshelf.backends import Space, open_backend
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.cli import doctor as doctor_module
 from kvshelf.cli.codes import EXIT_CODES
-from kvshelf.errors import PermanentStorageError, StorageError, TransientStorageError
+from kvshelf.errors import (
+    PermanentStorageError,
+    StorageError,
+    TransientStorageError,
+    UnsupportedError,
+)
 from kvshelf.format.namespace import Namespace
 from kvshelf.shelf.shelf import open_shelf
 from tests.server.node import LocalServer
@@ -219,6 +225,22 @@ def test_name_of_a_folder_with_a_line_end_makes_no_line_of_its_own(
     assert result.exit_code == 1
     [line] = result.stderr.splitlines()
     assert "x\\nkvshelf: all is well cannot be listed" in line
+
+
+def test_import_of_vllm_for_a_tokenizer_is_announced_unless_quiet(
+    shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def render(prompts: object) -> None:
+        raise UnsupportedError("no such model")
+
+    renderer = SimpleNamespace(of_model=lambda model: SimpleNamespace(render=render))
+    module = SimpleNamespace(PromptRenderer=renderer)
+    monkeypatch.setitem(sys.modules, "kvshelf.vllm.seeding", module)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('"a text"\n')
+    loud, quiet = (run("explain", shelf, prompts, "--model", "m", *more) for more in ((), ("-q",)))
+    assert loud.stderr.startswith("kvshelf: importing vLLM, whose tokenizer of m reads the prompts")
+    assert quiet.stderr == "kvshelf: no such model\n"
 
 
 def test_the_first_error_is_told_and_breakers_are_silent(

@@ -5,6 +5,7 @@ Owns how a file of prompts becomes token ids: as they are, or by the tokenizer o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, TypeAlias
@@ -15,6 +16,8 @@ from kvshelf.cli.common import option
 from kvshelf.errors import ConfigError, ObjectNameError
 from kvshelf.format.keys import check_salt_group
 from kvshelf.tools.prompts import Prompt, TokenPrompt, read_prompts
+
+logger = logging.getLogger(__name__)
 
 PromptsArgument: TypeAlias = Annotated[
     Path,
@@ -55,6 +58,7 @@ def token_prompts(file: Path, model: str | None) -> Sequence[Prompt | TokenPromp
             f"{file}: line {text.line} is text; name the model whose tokenizer reads it with"
             " --model, or give token ids"
         )
+    logger.warning("importing vLLM, whose tokenizer of %s reads the prompts", model)
     from kvshelf.vllm.seeding import PromptRenderer
 
     return PromptRenderer.of_model(model).render(prompts)
