@@ -200,7 +200,7 @@ def make_pool(no_leaks: None) -> Iterator[Callable[..., BufferPool]]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """An S3 server that keeps its objects in a folder."""
-    pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
+    pytest.importorskip("obstore", reason="obstore is missing: pip install '.[s3]'")
     if command("rclone") is None:
         pytest.skip("rclone is not installed")
     with rclone_s3(tmp_path_factory.mktemp("bucket")) as running:

@@ -173,7 +173,7 @@ class _RcloneMount:
     def __init__(self, folder: Path) -> None:
         program, reason = command("rclone"), why_not()
         if reason is not None or program is None:
-            skip(reason or "no FUSE by rclone: it is missing (pip install 'kvshelf[test]')")
+            skip(reason or "no FUSE by rclone: it is missing (pip install '.[test]')")
         source, self.path = folder / "source", folder / "mount"
         source.mkdir()
         self.path.mkdir()

@@ -44,7 +44,7 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.real
 
-pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
+pytest.importorskip("obstore", reason="obstore is missing: pip install '.[s3]'")
 pytest.importorskip("s3fs", reason="s3fs is missing: pip install s3fs")
 
 needs_rclone = pytest.mark.skipif(command("rclone") is None, reason="rclone is not installed")

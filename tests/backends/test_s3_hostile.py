@@ -29,7 +29,7 @@ from kvshelf.errors import (
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import Shelf
 
-pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
+pytest.importorskip("obstore", reason="obstore is missing: pip install '.[s3]'")
 
 from kvshelf.backends import generic as generic_module
 from kvshelf.backends import s3 as s3_module

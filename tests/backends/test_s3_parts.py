@@ -28,7 +28,7 @@ from tests.support.servers import BUCKET, S3Server, command, moto_s3, rclone_s3
 pytestmark = pytest.mark.real
 
 if importlib.util.find_spec("obstore") is None:
-    pytest.skip("obstore is not installed: pip install 'kvshelf[s3]'", allow_module_level=True)
+    pytest.skip("obstore is not installed: pip install '.[s3]'", allow_module_level=True)
 
 MIB = 1 << 20
 FMT = make_format(LARGE, 8)

@@ -18,7 +18,7 @@ from kvshelf.cli.app import app
 from kvshelf.errors import ConfigError, PermanentStorageError
 from tests.support.servers import BUCKET, S3Server, command, moto_s3
 
-pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
+pytest.importorskip("obstore", reason="obstore is missing: pip install '.[s3]'")
 
 from kvshelf.backends import s3_quirks
 from tests.faults.s3proxy import S3Proxy

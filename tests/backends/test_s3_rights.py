@@ -30,7 +30,7 @@ from kvshelf.shelf.shelf import open_shelf
 from tests.support.filled import CHUNK, namespace, prompt
 from tests.support.servers import BUCKET, S3Server, moto_s3
 
-pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
+pytest.importorskip("obstore", reason="obstore is missing: pip install '.[s3]'")
 pytest.importorskip("moto", reason="moto is missing: pip install 'moto[server]'")
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]

@@ -21,7 +21,7 @@ from kvshelf.backends import open_backend, s3_quirks
 from kvshelf.cli.app import app
 from kvshelf.errors import ConfigError, StorageError
 
-pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
+pytest.importorskip("obstore", reason="obstore is missing: pip install '.[s3]'")
 
 from kvshelf.backends.s3_settings import resolve
 

@@ -24,7 +24,7 @@ from tests.support.servers import (
     rclone_s3,
 )
 
-pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
+pytest.importorskip("obstore", reason="obstore is missing: pip install '.[s3]'")
 
 from kvshelf.backends import s3_quirks
 from tests.faults.s3proxy import S3Proxy

@@ -24,9 +24,7 @@ pytestmark = pytest.mark.real
 
 for package in ("asyncssh", "sshfs"):
     if importlib.util.find_spec(package) is None:
-        pytest.skip(
-            f"{package} is not installed: pip install 'kvshelf[test]'", allow_module_level=True
-        )
+        pytest.skip(f"{package} is not installed: pip install '.[test]'", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")

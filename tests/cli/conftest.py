@@ -17,7 +17,7 @@ def storage(request: pytest.FixtureRequest) -> Iterator[S3Server | None]:
     if request.param == "local":
         yield None
         return
-    pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
+    pytest.importorskip("obstore", reason="obstore is missing: pip install '.[s3]'")
     if command("moto_server") is None:
         pytest.skip("moto_server is missing: pip install 'moto[server]'")
     with moto_s3() as server:

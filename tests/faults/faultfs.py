@@ -372,7 +372,7 @@ def why_not() -> str | None:
     if shutil.which("fusermount3") is None:
         return "no FUSE: fusermount3 is missing (on Debian: apt install fuse3)"
     if importlib.util.find_spec("mfusepy") is None:
-        return "no FUSE: mfusepy is missing (pip install 'kvshelf[test]')"
+        return "no FUSE: mfusepy is missing (pip install '.[test]')"
     return None
 
 

@@ -31,7 +31,7 @@ ONE, TWO, THREE = ("0123456789abcdef" * 2, "f" * 32, "0" * 32)
 @pytest.fixture(scope="module")
 def moto() -> Iterator[S3Server]:
     if command("moto_server") is None or importlib.util.find_spec("obstore") is None:
-        pytest.skip("moto or obstore is not installed: pip install 'kvshelf[s3]' 'moto[server]'")
+        pytest.skip("moto or obstore is not installed: pip install '.[s3]' 'moto[server]'")
     with moto_s3() as server:
         yield server
 

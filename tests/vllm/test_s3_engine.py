@@ -28,7 +28,7 @@ pytestmark = [
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[S3Server]:
     # One for each test: tests kill it.
-    pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
+    pytest.importorskip("obstore", reason="obstore is missing: pip install '.[s3]'")
     with rclone_s3(tmp_path / "bucket") as server:
         yield server
 
@@ -61,7 +61,7 @@ def test_engines_share_a_bucket_and_its_copy(
 def test_a_disk_tier_serves_while_the_bucket_is_away(
     engines: Engines, tmp_path: Path, ask: Ask, prompt: MakePrompt
 ) -> None:
-    pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
+    pytest.importorskip("obstore", reason="obstore is missing: pip install '.[s3]'")
     near = tmp_path / "near"
     tokens = prompt(1000)
     with rclone_s3(tmp_path) as server:
