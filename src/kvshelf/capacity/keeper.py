@@ -325,7 +325,7 @@ class Keeper:
         if allowed or (soon and not take):
             return True
         if why:
-            self._log.warning("%s: %s", self._guard.url, text, about=why)
+            self._warn(why, text)
         return False
 
     def _usable_credit(self) -> float:
@@ -359,7 +359,16 @@ class Keeper:
                 self._visit()
                 self._look()
         except StorageError as error:
-            pause = self._handle(error)
+            self._counters.add("visit_errors")
+            logger.debug("%s: a visit failed: %s", self._guard.url, error)
+            pause = _TROUBLE_SECONDS if error.retryable else _REFUSED_SECONDS
+            if not error.retryable:
+                self._warn(
+                    "refused",
+                    f"the storage does not allow to list or to delete ({error}): its bounds are not"
+                    " kept by this process, which tries again in an hour. Allow it, or run"
+                    " `kvshelf gc` as a user who may",
+                )
         except Exception as error:  # noqa: BLE001  no file on a shelf may lift its bounds
             self._counters.add("visit_errors")
             self._log.error("%s: a visit failed", self._guard.url, exc_info=error)
@@ -369,21 +378,9 @@ class Keeper:
         self._trouble_until = time.monotonic() + pause
         return self._look_in()
 
-    def _handle(self, error: StorageError) -> float:
-        """Log an error of the storage; return the seconds for which nothing is tried."""
-        self._counters.add("visit_errors")
-        if error.retryable:
-            logger.debug("%s: a visit failed: %s", self._guard.url, error)
-            return _TROUBLE_SECONDS
-        self._log.warning(
-            "%s: the storage does not allow to list or to delete (%s): its bounds are not kept by"
-            " this process, which tries again in an hour. Allow it, or run `kvshelf gc` as a user"
-            " who may",
-            self._guard.url,
-            error,
-            about="refused",
-        )
-        return _REFUSED_SECONDS
+    def _warn(self, about: str, text: str) -> None:
+        """Log a warning, one an hour about each subject."""
+        self._log.warning("%s: %s", self._guard.url, text, about=about)
 
     # ------------------------------------------------------------- free space
 
@@ -429,27 +426,14 @@ class Keeper:
                     " until more is free; loads continue",
                 )
         if pays:
-            self._log.warning(
-                "%s: %d bytes are free, and stores leave %d free: each store deletes as many bytes"
-                " of the chunks that were used longest ago. capacity.max_bytes bounds the shelf",
-                self._guard.url,
-                space.free,
-                kept,
-                about="pays",
+            self._warn(
+                "pays",
+                f"{space.free} bytes are free, and stores leave {kept} free: each store deletes as"
+                " many bytes of the chunks that were used longest ago. capacity.max_bytes bounds"
+                " the shelf",
             )
 
     # ------------------------------------------------------------- when a visit is due
-
-    @property
-    def _period(self) -> float:
-        """Seconds in which all of the shelf is visited because of ages."""
-        age = self._rules.max_age
-        return HOUR if age is None else min(HOUR, max(age / 8, 60.0))
-
-    @property
-    def _ages(self) -> bool:
-        """Whether anything may be deleted because of its age."""
-        return self._rules.max_age is not None or time.monotonic() < self._leaves_until
 
     def _pause(self) -> float:
         """Return the seconds until a visit is due."""
@@ -481,8 +465,11 @@ class Keeper:
             due = max(hurried, -self._turn_left())
         if pays or self._full_left:
             due = min(due, hurried)
-        if self._ages:
-            pause = self._period * self._width / FANS * min(self._keepers, _MOST_SHARING)
+        age = self._rules.max_age
+        if age is not None or now < self._leaves_until:
+            # All keepers together visit all of the shelf in a period.
+            period = HOUR if age is None else min(HOUR, max(age / 8, 60.0))
+            pause = period * self._width / FANS * min(self._keepers, _MOST_SHARING)
             due = min(due, max(rested, self._aged_at + pause - now))
         quota = self._group_max_bytes
         if quota is not None:
@@ -526,13 +513,10 @@ class Keeper:
             except StorageError as error:
                 at, self._knows_time = time.time(), self._guard.inner.properties.local
                 if not self._knows_time:
-                    self._log.warning(
-                        "%s: the time of the storage is not known, and nothing is deleted because"
-                        " of its age: %s. Allow this user to write below %s",
-                        self._guard.url,
-                        error,
-                        KEEPERS,
-                        about="time",
+                    self._warn(
+                        "time",
+                        "the time of the storage is not known, and nothing is deleted because of"
+                        f" its age: {error}. Allow this user to write below {KEEPERS}",
                     )
             self._unknown //= _KNOWN_PART
             self._ahead = at - self._said_at
@@ -586,7 +570,10 @@ class Keeper:
         self._full_left = max(0, self._full_left - listed)
         if not self._full_left:
             self._full_at = time.monotonic() + _FULL_SECONDS
-        self._say_skipped(part)
+        self._counters.set_gauge("unlisted_folders", len(part.skipped))
+        for folder, error in list(part.skipped.items())[:1]:
+            text = f"the folder {printable(folder)} cannot be listed, and nothing in it is deleted"
+            self._warn(folder, f"{text}: {error}")
         self._note_held(part, listed / FANS)
         # Stores need not wait for the deletion.
         self._grant()
@@ -602,25 +589,8 @@ class Keeper:
         if outcome.error is not None:
             if outcome.is_refused:
                 raise outcome.error
-            self._log.warning(
-                "%s: %d files could not be deleted, which is tried again in an hour: %s",
-                self._guard.url,
-                outcome.failed,
-                outcome.error,
-                about="stuck",
-            )
-
-    def _say_skipped(self, part: Part) -> None:
-        self._counters.set_gauge("unlisted_folders", len(part.skipped))
-        for folder, error in part.skipped.items():
-            self._log.warning(
-                "%s: the folder %s cannot be listed, and nothing in it is deleted: %s",
-                self._guard.url,
-                printable(folder),
-                error,
-                about=folder,
-            )
-            break
+            text = f"{outcome.failed} files could not be deleted, which is tried again in an hour"
+            self._warn("stuck", f"{text}: {outcome.error}")
 
     def _used(self) -> float:
         """Return the estimated bytes of all objects: never more than the storage says is used."""
@@ -647,7 +617,7 @@ class Keeper:
         # Without the pins nothing may be deleted but leftovers.
         pins = Pins.load(storage, old_at if old_at != NEVER_OLD else now)
         if pins.problem is not None:
-            self._log.warning("%s: %s", self._guard.url, pins.problem, about="pins")
+            self._warn("pins", pins.problem)
         # Where the oldest cannot be deleted, the next ones are.
         part.units = [unit for unit in part.units if self._stuck.isdisjoint(unit.names)]
         kept = [bool(pins) and pins.covers(u.space, u.group, u.key) for u in part.units]
