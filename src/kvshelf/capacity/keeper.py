@@ -60,8 +60,8 @@ from kvshelf.capacity.visit import (
     FANS,
     HOUR,
     KEEPERS,
-    Cut,
     Cuts,
+    Group,
     Lister,
     Outcome,
     Part,
@@ -188,10 +188,9 @@ class Keeper:
         self._next = secrets.randbelow(FANS)
         #: Folders of a slice, as the last visit had them.
         self._width = 1
-        #: Estimated bytes of all groups, the bytes used on the storage, the cut of the whole shelf.
-        self._sum = 0.0
+        #: The bytes used on the storage, and what is known of the shelf.
         self._taken = math.inf
-        self._cut = Cut()
+        self._whole = Group(nbytes=0.0)
         #: Bytes that came since they were estimated, if the others write as much as this process.
         self._more = 0.0
         #: The number of keepers, the place of this one, how many there may be; what the storage's
@@ -536,7 +535,7 @@ class Keeper:
 
     def _evicts_after(self) -> float | None:
         """Return the age at which chunks that were used are deleted."""
-        return None if self._cut.at is None else max(self._cut.at, 1.0)
+        return None if self._whole.cut is None else max(self._whole.cut, 1.0)
 
     def _visit(self) -> None:
         """List the next slice, and delete from it."""
@@ -594,7 +593,7 @@ class Keeper:
 
     def _used(self) -> float:
         """Return the estimated bytes of all objects: never more than the storage says is used."""
-        return max(0.0, min(self._sum + self._more, self._taken))
+        return max(0.0, min((self._whole.nbytes or 0.0) + self._more, self._taken))
 
     def _note_held(self, part: Part, share: float) -> None:
         """Update the estimated bytes of each group by what a share of the shelf has."""
@@ -608,7 +607,9 @@ class Keeper:
             group.nbytes = before + (now - before) * max(seen, 1 / _SMOOTH)
         self._more *= 1 - max(share, 1 / _SMOOTH)
         spaces = self._lister.groups.values()
-        self._sum = sum(group.nbytes or 0.0 for space in spaces for group in space.values())
+        self._whole.nbytes = sum(
+            group.nbytes or 0.0 for space in spaces for group in space.values()
+        )
 
     def _delete_from(self, part: Part, now: float, share: float, largest: int) -> Outcome:
         """Delete what the rules say from a slice."""
@@ -666,9 +667,7 @@ class Keeper:
                 held = group.nbytes or 0.0
                 units = [(scores[i], part.units[i].nbytes) for i in some]
                 low, high = LOW * self._group_max_bytes, HIGH * self._group_max_bytes
-                cuts[where] = group.cut.move(
-                    units, (held - low) * seen, (held - high) * seen, weight
-                )
+                cuts[where] = group.move_cut(units, seen, held - low, held - high, weight)
         units = [(scores[i], part.units[i].nbytes) for i in order]
         if self._max_bytes is not None:
             held = self._used()
@@ -677,13 +676,13 @@ class Keeper:
             low = min(LOW * self._max_bytes, self._max_bytes - room)
             high = min(HIGH * self._max_bytes, self._max_bytes - room / 2)
             seen = sum(unit.nbytes for unit in part.units) / max(held, 1.0)
-            cuts[""] = self._cut.move(units, (held - low) * seen, (held - high) * seen, weight)
+            cuts[""] = self._whole.move_cut(units, seen, held - low, held - high, weight)
         elif self._pays:
             old = [
                 (scores[i], part.units[i].nbytes) for i in order if part.units[i].used < now - HOUR
             ]
             owed = max(4 * largest - self._free, 0.0)
-            cuts[""] = self._cut.move(old, owed, owed, weight)
+            cuts[""] = self._whole.move_cut(old, 1.0, owed, owed, weight)
         return cuts
 
     def _count(self, outcome: Outcome) -> None:

@@ -222,53 +222,46 @@ Cuts = Mapping[str, float]
 
 
 @dataclass(slots=True)
-class Cut:
-    """The score from which on the units of a shelf or a group are deleted, smoothed over visits.
+class Group:
+    """What is known of a salt group, or of the whole shelf.
 
     Attributes
     ----------
-    at : float or None
-        None: nothing had to be deleted yet.
+    files, nbytes : float or None
+        As estimated; None: it was not listed yet.
+    cut : float or None
+        The score from which on its units are deleted, smoothed over visits; None: none were.
     """
 
-    at: float | None = None
+    files: float | None = None
+    nbytes: float | None = None
+    cut: float | None = None
 
-    def move(self, units: list[tuple[float, int]], low: float, high: float, weight: float) -> float:
+    def move_cut(
+        self, units: list[tuple[float, int]], seen: float, low: float, high: float, weight: float
+    ) -> float:
         """Return the score from which on units of a visit are deleted.
 
         Parameters
         ----------
         units : list of (float, int)
             Scores and bytes of the units that may be deleted, the largest score first.
+        seen : float
+            What part of all they are.
         low, high : float
-            Bytes to delete of them: on average over slices, and in any case.
+            Bytes to delete of all: on average over slices, and in any case.
         weight : float
             Of this visit against those before.
         """
         if low <= 0:
             return math.inf
-        found = score_to_free(units, low)
+        found = score_to_free(units, low * seen)
         if found < math.inf:
-            self.at = found if self.at is None else self.at + (found - self.at) * weight
-        at = math.inf if self.at is None else self.at
+            self.cut = found if self.cut is None else self.cut + (found - self.cut) * weight
+        cut = math.inf if self.cut is None else self.cut
         # Where most units have about the same age, all of them may be older than what was learned.
-        return max(min(at, score_to_free(units, high)), score_to_free(units, _MOST_PART * low))
-
-
-@dataclass(slots=True)
-class Group:
-    """What is known of a salt group.
-
-    Attributes
-    ----------
-    files, nbytes : float or None
-        As estimated; None: it was not listed yet.
-    cut : Cut
-    """
-
-    files: float | None = None
-    nbytes: float | None = None
-    cut: Cut = field(default_factory=Cut)
+        most = score_to_free(units, _MOST_PART * low * seen)
+        return max(min(cut, score_to_free(units, high * seen)), most)
 
 
 # ------------------------------------------------------------------------- pure functions
