@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
-from collections.abc import Callable
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from kvshelf.backends import Backend, ObjectInfo
+from kvshelf.backends.guard import GuardedBackend
+from kvshelf.backends.oserrors import storage_error
 from kvshelf.capacity import keepers
-from kvshelf.capacity.visit import KEEPERS
+from kvshelf.capacity.keeper import Keeper
+from kvshelf.capacity.visit import FANS, KEEPERS
 from kvshelf.cli.app import app
-from kvshelf.shelf.pins import PINS
-from tests.capacity.shelves import FMT, SIZE, Place, chunks
+from kvshelf.config import CapacityConfig
+from kvshelf.errors import StorageError
+from kvshelf.metrics import Counters
+from kvshelf.shelf.pins import PINS, Pin, Pins
+from tests.capacity.shelves import DAY, FMT, SIZE, Place, chunks, tail_of
 from tests.server.serve_process import ServeProcess
 from tests.sim.memory import MemoryStorage
+from tests.sim.storage import FaultyStorage, LaterBackend, posix
 from tests.support.waiting import until
 
 TAG = "0123456789abcdef"
@@ -213,3 +228,97 @@ def test_commands_end_beside_one_file(tmp_path: Path, hostile: Callable[[Path], 
         assert result.exit_code in ((0, 1, 3) if hostile is no_reserved_folder else (0, 1))
         assert isinstance(result.exception, SystemExit | None), result.exception
     assert before <= place.objects()
+
+
+# ------------------------------------------------------------------------ calls, one by one
+
+
+class OneBadCall(FaultyStorage):
+    """Has a fault at its call of a number, and at all later ones for the same entry.
+
+    What concerns the shelf as a whole is well again some seconds later.
+    """
+
+    def __init__(self, inner: Backend, number: int, fault: int | str) -> None:
+        super().__init__(inner, local=False)
+        self.calls: list[tuple[str, str]] = []
+        self.bad = ("", "none")
+        self._number, self._fault = number, fault
+        self._well_at = math.inf
+
+    @property
+    def concerns_all(self) -> bool:
+        return not self.bad[1] or self.bad[1].startswith((KEEPERS, PINS))
+
+    def meet(self, operation: str, name: str) -> Sequence[Callable[[bytearray], object]]:
+        self.calls.append((operation, name))
+        if len(self.calls) == self._number:
+            self.bad = operation, name
+            self._well_at = time.monotonic() + 8 if self.concerns_all else math.inf
+        if (operation, name) == self.bad and time.monotonic() < self._well_at:
+            if self._fault == "hangs":
+                threading.Event().wait(8 if self.concerns_all else None)
+            elif isinstance(self._fault, int):
+                raise storage_error(OSError(self._fault, "injected"), operation, name)
+        return ()
+
+    def list(self, prefix: str = "", **options: Any) -> Iterator[ObjectInfo]:
+        self.meet("list", prefix)
+        yield from super().list(prefix, **options)
+
+
+def visit_copy(place: Place, number: int, fault: int | str, odd: str = "") -> OneBadCall:
+    """Visit a copy of a shelf, and again a while later; return the storage with its calls."""
+    root = place.root.parent / "copy"
+    shutil.rmtree(root, ignore_errors=True)
+    shutil.copytree(place.root, root)
+    if fault == "odd name" and (root / odd).is_dir():
+        (root / odd / "a\\b").touch()
+        (root / odd / "c\\d").mkdir()
+    storage = OneBadCall(LaterBackend(posix(root), place.later.ahead), number, fault)
+    rules = CapacityConfig.model_validate({"max_age": "1d"})
+    keeper = Keeper(GuardedBackend(storage), rules, Counters())
+    keeper._width, keeper._unknown = FANS, 0
+    for _ in range(2):
+        with suppress(StorageError):
+            keeper._visit()
+        time.sleep(10)
+    return storage
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", [errno.EIO, errno.EBUSY, errno.EACCES, "hangs", "odd name"])
+def test_visit_with_one_bad_call_deletes_all_but_what_the_call_is_for(
+    tmp_path: Path, fault: int | str
+) -> None:
+    place = Place(tmp_path / "shelf")
+    place.put(FMT, chunks(3), age=3 * DAY)
+    place.put(FMT, chunks(2, seed=1), age=60.0)
+    place.put(FMT, [tail_of()], age=3 * DAY)
+    space, temporary = FMT.namespace.folder, f".x.{TAG}.tmp"
+    for name in (f".kvshelf/{temporary}", f"{space}/.kvshelf/gave-up/{'a' * 32}", ".kvshelf/a/b"):
+        place.write(name, b"", age=3 * DAY)
+    Pins.add(place.backend, "x", Pin(namespace="other-" + TAG))
+
+    def left() -> set[str]:
+        paths = [path for path in (tmp_path / "copy").rglob("*") if path.is_file()]
+        names = [str(path.relative_to(tmp_path / "copy")) for path in paths]
+        return {name for name in names if not name.startswith(KEEPERS)}
+
+    calls = visit_copy(place, 0, "").calls
+    expected = left()
+    assert sum(name.endswith(".safetensors") for name in expected) == 2 * FMT.shards
+    assert not any(name.endswith((".tmp", "a" * 32, "/b")) for name in expected)
+    for number, (_, odd) in enumerate(calls, 1):
+        operation, bad = visit_copy(place, number, fault, odd).bad
+        bad = "none" if fault == "odd name" else bad
+        # A listing fails for its folder, a look or a deletion for a chunk.
+        folder = bad.rpartition("/")[0] if operation == "entries" else bad
+        key = bad.rpartition("/")[2].partition("-")[0]
+        more = {
+            name
+            for name in left() - expected
+            if not name.startswith((f"{folder}/", bad)) and key not in name and "\\" not in name
+        }
+        assert not more, (operation, bad)
+        assert expected <= left(), (operation, bad)

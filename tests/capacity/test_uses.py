@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import threading
@@ -139,9 +140,8 @@ def test_a_shelf_that_takes_no_writes_is_left_alone(tmp_path: Path) -> None:
 def test_a_storage_in_trouble_is_asked_again_at_the_next_hit(place: Place) -> None:
     place.faults.add(Fault("touch", error=TransientStorageError(5, "down", "x"), times=1))
     with closing(place.uses()) as uses:
-        place.record(uses, CHUNKS[:2])
-        assert place.fresh() == []
-        place.record(uses, CHUNKS[:2])
+        for _ in range(2):
+            place.record(uses, CHUNKS[:2])
         assert place.fresh() == [0, 1]
 
 
@@ -166,6 +166,30 @@ def test_what_a_storage_that_fails_has_not_recorded_is_recorded_later(place: Pla
         backend.writes.close()
         place.record(uses, CHUNKS[:2])
     assert place.fresh() == [0, 1]
+
+
+@pytest.mark.parametrize("fault", ["hangs", "fails"])
+def test_use_of_an_object_that_hangs_or_fails_takes_no_other_with_it(
+    tmp_path: Path, fault: str
+) -> None:
+    place = Place(tmp_path, lambda inner: FaultyStorage(inner, local=False))
+    bad = place.view.name(ObjectRef(CHUNKS[1], 0))
+    error = TransientStorageError(errno.EIO, "bad block", bad) if fault == "fails" else None
+    hang = threading.Event() if fault == "hangs" else None
+    place.faults.add(Fault("touch", bad, wait=hang, error=error))
+    with closing(place.shelf), closing(place.uses()) as uses:
+        for _ in range(2):
+            place.record(uses, CHUNKS[:4])
+        # The chunk's other objects are asked again, and the bad one where it does not hang still.
+        again = FMT.shards - (fault == "hangs")
+        assert place.faults.counts["touch"] == 4 * FMT.shards + again
+        times = [place.path(CHUNKS[1], shard).stat().st_atime for shard in range(FMT.shards)]
+        assert [time > place.then + 1 for time in times] == [False] + [True] * (FMT.shards - 1)
+        place.path(CHUNKS[1]).touch()
+        os.utime(place.path(CHUNKS[1]), (time.time(), place.then))
+        assert place.fresh() == [0, 1, 2, 3]
+        if hang is not None:
+            hang.set()
 
 
 @pytest.mark.long

@@ -235,11 +235,14 @@ def test_one_folder_that_cannot_be_listed_is_named_and_the_rest_is_seen() -> Non
     assert part.seen[where][0] == (FANS - 1) / FANS
 
 
-def test_a_shelf_of_which_nothing_can_be_listed_is_an_error() -> None:
+def test_shelf_whose_namespaces_cannot_be_listed_is_no_error_unless_it_is_its_root() -> None:
     storage = MemoryStorage()
     filled(1, storage)
     down = TransientStorageError(errno.EIO, "down", "x")
     storage.fail = lambda operation, name: down if name else None
+    part, _ = Lister(storage).visit(0, FANS, 10, NOW)
+    assert {*storage.folders()} < part.skipped.keys() and not part.seen
+    storage.fail = lambda operation, name: down
     with pytest.raises(TransientStorageError):
         Lister(storage).visit(0, FANS, 10, NOW)
 

@@ -49,12 +49,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 from kvshelf.backends.base import NEVER_OLD, Space, time_for_ages
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.background import Background
 from kvshelf.capacity import keepers
+from kvshelf.capacity.parallel import PatientBackend
 from kvshelf.capacity.uses import resolution
 from kvshelf.capacity.visit import (
     FANS,
@@ -80,7 +82,7 @@ from kvshelf.errors import NoSpaceStorageError, StorageError, printable
 from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
 from kvshelf.shelf.pacing import GilPace
-from kvshelf.shelf.pins import Pins
+from kvshelf.shelf.pins import PINS, Pins
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +105,8 @@ _CREDIT_SECONDS: Final = 30.0
 _TURN_SECONDS: Final = 0.25
 #: Seconds that a write waits for a visit to make room.
 _WAIT_SECONDS: Final = 5.0
+#: Seconds in which all pins are read.
+_PINS_SECONDS: Final = 60.0
 #: Slices over which numbers are smoothed.
 _SMOOTH: Final = 5
 #: What stores leave free: a part of the storage, at most this many bytes; of a filesystem in
@@ -184,7 +188,8 @@ class Keeper:
         self._thread = Background("kvshelf-capacity", self._turn, on_start=on_thread_start)
         self._end: threading.Event | None = None
         self._name = secrets.token_hex(8)
-        self._lister = Lister(self._guard.inner, stop=self._stops, pace=GilPace().rest)
+        self._storage = PatientBackend(guard.inner)
+        self._lister = Lister(self._storage, stop=self._stops, pace=GilPace().rest)
         self._next = secrets.randbelow(FANS)
         #: Folders of a slice, as the last visit had them.
         self._width = 1
@@ -346,7 +351,7 @@ class Keeper:
         if self._end is not None:
             if self._said_at > -math.inf:
                 with suppress(StorageError):
-                    self._guard.inner.delete([f"{KEEPERS}/{self._name}"])
+                    self._storage.delete([f"{KEEPERS}/{self._name}"])
             self._end.set()
             return None
         if self._stops():
@@ -394,7 +399,7 @@ class Keeper:
             return
         self._asked, self._looked_at = False, time.monotonic()
         try:
-            space = self._guard.inner.space()
+            space = self._storage.make("", self._guard.inner.space)
         except StorageError as error:
             logger.debug("%s: its free space is not known: %s", self._guard.url, error)
             return
@@ -508,7 +513,8 @@ class Keeper:
             }
             self._said_at, self._knows_time = time.monotonic(), True
             try:
-                at, self._rank, self._keepers = keepers.say(self._guard.inner, self._name, said)
+                say = partial(keepers.say, self._guard.inner, self._name, said)
+                at, self._rank, self._keepers = self._storage.make(KEEPERS, say)
             except StorageError as error:
                 at, self._knows_time = time.time(), self._guard.inner.properties.local
                 if not self._knows_time:
@@ -539,11 +545,12 @@ class Keeper:
 
     def _visit(self) -> None:
         """List the next slice, and delete from it."""
-        begin, begun = time.thread_time(), time.monotonic()
+        begin = time.thread_time() + self._storage.cpu_seconds
+        begun = time.monotonic()
         try:
             self._visit_next()
         finally:
-            self._cost = time.thread_time() - begin
+            self._cost = time.thread_time() + self._storage.cpu_seconds - begin
             self._ended = time.monotonic()
             self._wall = self._ended - begun
             self._counters.add("visit_seconds", self._cost)
@@ -605,7 +612,8 @@ class Keeper:
             group, now = self._lister.group(where), nbytes / seen
             before = now if group.nbytes is None else group.nbytes
             group.nbytes = before + (now - before) * max(seen, 1 / _SMOOTH)
-        self._more *= 1 - max(share, 1 / _SMOOTH)
+        if found:
+            self._more *= 1 - max(share, 1 / _SMOOTH)
         spaces = self._lister.groups.values()
         self._whole.nbytes = sum(
             group.nbytes or 0.0 for space in spaces for group in space.values()
@@ -613,10 +621,11 @@ class Keeper:
 
     def _delete_from(self, part: Part, now: float, share: float, largest: int) -> Outcome:
         """Delete what the rules say from a slice."""
-        storage, rules = self._guard.inner, self._rules
+        storage, rules = self._storage, self._rules
         old_at = time_for_ages(now, self._guard.url) if self._knows_time else NEVER_OLD
         # Without the pins nothing may be deleted but leftovers.
-        pins = Pins.load(storage, old_at if old_at != NEVER_OLD else now)
+        load = partial(Pins.load, self._guard.inner, old_at if old_at != NEVER_OLD else now)
+        pins = storage.make(PINS, load, _PINS_SECONDS)
         if pins.problem is not None:
             self._warn("pins", pins.problem)
         # Where the oldest cannot be deleted, the next ones are.

@@ -1,4 +1,4 @@
-"""Work on many objects of a storage at the same time: threads, retries and interrupts.
+"""Work on many objects of a storage: threads, retries and interrupts, and calls that hang.
 
 Contracts
 ---------
@@ -7,6 +7,7 @@ Contracts
 * An error with one item that may pass is retried after pauses. If it remains although other items
   succeed, it is the item's; if nothing has succeeded yet, or nothing between the errors of two
   items, it ends the work.
+* A call that hangs costs its object or folder, and a thread (:class:`PatientBackend`).
 
 Threads
 -------
@@ -16,14 +17,19 @@ own (``kvshelf-parallel``), so that a storage that hangs cannot keep the process
 
 from __future__ import annotations
 
+import errno
 import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
-from kvshelf.backends import Backend
+from kvshelf.backends import Backend, ObjectInfo
+from kvshelf.backends.base import DeleteResults, delete_each, delete_one
+from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.background import try_to_start
 from kvshelf.errors import (
     BadObjectError,
@@ -31,7 +37,9 @@ from kvshelf.errors import (
     ObjectMissingError,
     ReadOnlyStorageError,
     StorageError,
+    TransientStorageError,
 )
+from kvshelf.shelf.pacing import GilPace
 
 #: More threads than this make no storage faster.
 _MOST_THREADS: Final = 16
@@ -42,6 +50,9 @@ PAUSES: Final = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 _AHEAD: Final = 1024
 #: Seconds that an interrupt waits for the items in progress.
 _INTERRUPT_SECONDS: Final = 5.0
+#: Most calls of a storage that hang, and rows of a listing that are one call.
+_MOST_HANGING: Final = 32
+_ROWS: Final = 256
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -267,3 +278,85 @@ class Work(Generic[_R]):
 
         for _ in in_parallel(attempt, items, threads, self.attempts.stop):
             pass
+
+
+class PatientBackend(WrappedBackend):
+    """Gives up a call that hangs, and its thread with it; makes no other one for the same entry.
+
+    The files of this machine do not hang one by one, and the client of S3 has limits of its own:
+    there calls are made as they are. A listing rests for other threads.
+
+    Attributes
+    ----------
+    cpu_seconds : float
+        That its threads have taken.
+    """
+
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner)
+        self.cpu_seconds = 0.0
+        self._hanging: set[str] = set()
+
+    def make(self, name: str, call: Callable[[], _R], seconds: float | None = None) -> _R:
+        """Return what a call for an entry returns.
+
+        Raises
+        ------
+        TransientStorageError
+            If it takes longer than some seconds, by default those of a read, or still hangs.
+        """
+        properties, future = self.inner.properties, Future[_R]()
+        if properties.local or properties.deletes_at_once > 1:
+            return call()
+        hangs = TransientStorageError(errno.ETIMEDOUT, "the call hangs", f"{self.url}/{name}")
+        if name in self._hanging or len(self._hanging) >= _MOST_HANGING:
+            raise hangs
+
+        def run() -> None:
+            begin = time.thread_time()
+            try:
+                future.set_result(call())
+            except BaseException as error:  # noqa: BLE001  raised by the caller's thread
+                future.set_exception(error)
+            self.cpu_seconds += time.thread_time() - begin
+            self._hanging.discard(name)
+
+        if not try_to_start(threading.Thread(target=run, name="kvshelf-patient", daemon=True)):
+            run()
+        try:
+            return future.result(properties.deadlines.read if seconds is None else seconds)
+        except TimeoutError:
+            self._hanging.add(name)
+            if future.done():
+                self._hanging.discard(name)
+            raise hangs from None
+
+    def info(self, name: str) -> ObjectInfo | None:
+        """Look at one entry."""
+        return self.make(name, lambda: self.inner.info(name))
+
+    def folders(self, prefix: str = "") -> Sequence[str]:
+        """List folders."""
+        return self.make(prefix, lambda: self.inner.folders(prefix))
+
+    def list(self, prefix: str = "", **options: Any) -> Iterator[ObjectInfo]:
+        """Stream objects, by a call for some of them."""
+        rows, pace = iter(self.inner.list(prefix, **options)), GilPace()
+
+        def take() -> Sequence[ObjectInfo]:
+            some = []
+            for row in itertools.islice(rows, _ROWS):
+                some.append(row)
+                pace.rest()
+            return some
+
+        while some := self.make(prefix, take):
+            yield from some
+
+    def delete(self, names: Sequence[str]) -> DeleteResults:
+        """Remove entries, one by one where each may hang."""
+        if self.inner.properties.deletes_at_once > 1:
+            return self.inner.delete(names)
+        return delete_each(
+            names, lambda name: self.make(name, partial(delete_one, self.inner, name))
+        )

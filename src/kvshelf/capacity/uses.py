@@ -33,11 +33,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
+from weakref import WeakKeyDictionary
 
 from kvshelf.backends import Touched
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.background import Background
 from kvshelf.capacity import keepers
+from kvshelf.capacity.parallel import PatientBackend
+from kvshelf.capacity.visit import KEEPERS
 from kvshelf.config import Config
 from kvshelf.errors import StorageError
 from kvshelf.format.keys import Chunk
@@ -136,6 +139,7 @@ class Uses:
         self._ask_at = -math.inf
         self._log = RateLimitedLog(logger)
         self._thread = Background("kvshelf-uses", self._step, on_start=on_thread_start)
+        self._patient = WeakKeyDictionary[GuardedBackend, PatientBackend]()
         self._lock = threading.Lock()
         self._queue: deque[_Noted] = deque()
         #: How many chunks and names wait in the queue, and since when.
@@ -255,10 +259,7 @@ class Uses:
             flushes, self._flushes = self._flushes, []
         try:
             while not self.closed and (noted := self._next()) is not None:
-                try:
-                    self._record(noted)
-                except StorageError as error:
-                    logger.debug("uses were not recorded: %s", error)
+                self._record(noted)
         except Exception as error:  # noqa: BLE001 - the thread must go on
             self._log.error("uses of chunks were not recorded", exc_info=error)
         finally:
@@ -279,7 +280,8 @@ class Uses:
         # On a full storage uses can be recorded.
         if properties.read_only or not backend.touches:
             return
-        self._ask_keepers(backend)
+        patient = self._patient.setdefault(backend, PatientBackend(backend.inner))
+        self._ask_keepers(patient)
         if properties.renews and self._age is None:
             return
         before = time.time() - (self._age or 0.0) * _ANEW_PART
@@ -290,25 +292,33 @@ class Uses:
                 return
             if time.monotonic() < self._due.get(key, -math.inf):
                 continue
-            touched, names = 0, find()
+            touched, failed, names = 0, False, find()
             parsed = parse_path(names[0])
             if parsed is None:
                 continue
             for name in names:
-                touched += backend.touch(name, before) is Touched.TOUCHED
+                try:
+                    touch = partial(backend.touch, name, before)
+                    touched += patient.make(name, touch) is Touched.TOUCHED
+                except StorageError as error:
+                    # It takes the use of no other object with it.
+                    logger.debug("a use was not recorded: %s", error)
+                    failed = True
                 pace.rest()
             if touched:
                 self._counters.add("touched_objects", touched)
-            self._remember(key, self.resolution if parsed.tail_tokens is None else _FINEST)
+            if not failed:
+                self._remember(key, self.resolution if parsed.tail_tokens is None else _FINEST)
 
-    def _ask_keepers(self, backend: GuardedBackend) -> None:
+    def _ask_keepers(self, patient: PatientBackend) -> None:
         """Learn at which age chunks are deleted."""
         now = time.monotonic()
         if not self._asks or now < self._ask_at:
             return
         self._ask_at = now + _ASK_SECONDS
         with suppress(StorageError):
-            ages = (self._max_age, keepers.evicts_after(backend.inner))
+            asked = patient.make(KEEPERS, partial(keepers.evicts_after, patient.inner))
+            ages = (self._max_age, asked)
             self._age = min((age for age in ages if age is not None), default=None)
             self.resolution = resolution(self._age)
 

@@ -526,7 +526,7 @@ class Lister:
         Raises
         ------
         StorageError
-            If the shelf itself cannot be listed, or none of its namespaces.
+            If the shelf itself cannot be listed.
         """
         spaces = [name for name in self._backend.folders() if parse_namespace_folder(name)]
         self.groups = {space: self.groups[space] for space in spaces if space in self.groups}
@@ -539,8 +539,6 @@ class Lister:
             part.chunks += len({unit.key for unit in part.units[before:]})
             listed += width
             width = listed
-        if spaces and part.skipped.keys() >= set(spaces):
-            raise part.skipped[spaces[0]]
         for space, names in part.groups.items():
             groups = self.groups.get(space, {})
             self.groups[space] = {name: groups.get(name, Group()) for name in names}
