@@ -33,7 +33,7 @@ from kvshelf.errors import (
 from kvshelf.shelf.pins import PINS, Pin, Pins
 from tests.capacity.shelves import FMT, SIZE, Place, chunks, salted, tail_of
 from tests.sim.memory import MemoryStorage
-from tests.sim.storage import Fault
+from tests.sim.storage import Fault, FaultyStorage
 from tests.support import simulated
 from tests.support.simulated import DIRECTORY, NAMESPACE, S3, Costs, Fleet
 from tests.support.waiting import until
@@ -585,6 +585,30 @@ def test_forged_markers_are_bounded_and_decide_nothing(fleet: Fleet) -> None:
     fleet.run(600)
     # They are leftovers as well.
     assert not [name for name in fleet.storage._tree[KEEPERS] if name.startswith("0000")]
+
+
+def test_markers_from_the_future_count_for_nobody_and_hide_nobody() -> None:
+    storage = MemoryStorage()
+    storage.ahead = 2 * HOUR
+    for number in range(63):
+        keepers.say(storage, f"{number:016x}", {"max_age": 1.0})
+    storage.ahead = 0.0
+    assert keepers.say(storage, "a" * 16, {"max_age": 7.0})[1:] == (0, 1)
+    assert keepers.read(storage).keys() == {"a" * 16}
+    assert keepers.evicts_after(storage) == 7.0
+    # Where all are from the future it is this machine's clock that is behind.
+    storage._delete(f"{KEEPERS}/{'a' * 16}")
+    assert len(keepers.read(storage)) == 63
+
+
+def test_three_newest_markers_tell_the_age_of_eviction() -> None:
+    storage = MemoryStorage(renews=True, deletes_at_once=1000)
+    counting = FaultyStorage(storage)
+    for number in range(64):
+        storage.ahead = number
+        keepers.say(storage, f"{number:016x}", {"max_age": 1000.0 - number})
+    assert keepers.evicts_after(counting) == 1000.0 - 63
+    assert counting.counts["open"] == 3 and counting.counts["list"] == 1
 
 
 def test_where_no_marker_can_be_written_the_own_one_is_touched() -> None:

@@ -352,6 +352,15 @@ def test_empty_folders_go_a_day_after_they_became_empty(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_use_that_others_record_by_a_link_is_a_use_where_they_do(shared: bool) -> None:
+    """Elsewhere an object that was copied with its old times was not used since."""
+    name = f"{SPACE}/_/ab/{'ab' * 32}-3-0of1.safetensors"
+    part = Part()
+    part.add_rows([ObjectInfo(name, 1, NOW - 9, NOW - 9, NOW - 1, 1)], NOW, shared=shared)
+    assert part.units[0].used == NOW - 1 and part.units[0].hit is shared
+
+
 def test_windows_are_units_of_their_own() -> None:
     storage = MemoryStorage()
     key = "ab" * 32

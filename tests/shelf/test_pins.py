@@ -261,6 +261,28 @@ def test_files_that_can_be_no_pins_take_the_place_of_none(backend: Backend, tmp_
     assert faulty.counts["open"] == 1
 
 
+def test_pin_whose_file_did_not_change_is_not_read_again(backend: Backend, tmp_path: Path) -> None:
+    faulty, path = FaultyStorage(backend), tmp_path / "shelf" / pin_file("a")
+    Pins.add(backend, "a", Pin(namespace=ONE))
+    pins, now = None, path.stat().st_mtime
+    # A file that has just changed may change again within the precision of its time.
+    for seconds, reads in ((0, 1), (50, 2), (61, 3), (62, 3)):
+        pins = Pins.load(faulty, now + seconds, pins)
+        assert pins.covers(ONE, "_", key(1)) and not pins.covers(TWO, "_", key(1))
+        assert faulty.counts["open"] == reads
+    Pins.add(backend, "a", Pin(namespace=TWO), replace=True)
+    os.utime(path, (now + 1, now + 1))
+    pins = Pins.load(faulty, now + 100, pins)
+    assert pins.covers(TWO, "_", key(1)) and not pins.covers(ONE, "_", key(1))
+    # An expiry is seen all the same, and a pin that is gone.
+    Pins.add(backend, "b", Pin(namespace=ONE, until=now + 500))
+    for seconds, expected in ((200, True), (600, False)):
+        pins = Pins.load(faulty, now + seconds, pins)
+        assert pins.covers(ONE, "_", key(1)) is expected
+    path.unlink()
+    assert not Pins.load(faulty, now + 700, pins)
+
+
 def test_a_storage_that_does_not_answer_is_no_shelf_without_pins(backend: Backend) -> None:
     Pins.add(backend, "a", Pin(namespace=ONE))
     faulty = FaultyStorage(backend, Fault("open", error=TransientStorageError("EIO")))

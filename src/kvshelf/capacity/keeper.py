@@ -233,6 +233,7 @@ class Keeper:
         self._full_at = 0.0
         #: Folders that were visited in vain: stores have no room, and nothing could be deleted.
         self._vain = 0
+        self._pins: Pins | None = None
         #: Names of files that could not be deleted, and until when that is not tried again.
         self._stuck: set[str] = set()
         self._stuck_until = 0.0
@@ -624,8 +625,9 @@ class Keeper:
         storage, rules = self._storage, self._rules
         old_at = time_for_ages(now, self._guard.url) if self._knows_time else NEVER_OLD
         # Without the pins nothing may be deleted but leftovers.
-        load = partial(Pins.load, self._guard.inner, old_at if old_at != NEVER_OLD else now)
-        pins = storage.make(PINS, load, _PINS_SECONDS)
+        pins_at = old_at if old_at != NEVER_OLD else now
+        load = partial(Pins.load, self._guard.inner, pins_at, self._pins)
+        pins = self._pins = storage.make(PINS, load, _PINS_SECONDS)
         if pins.problem is not None:
             self._warn("pins", pins.problem)
         # Where the oldest cannot be deleted, the next ones are.

@@ -6,7 +6,7 @@ the storage's clock; the number of recent ones is the number of keepers.
 Contracts
 ---------
 * A marker decides no deletion: forged ones make stores smaller, visits because of ages rarer, and
-  uses recorded more often.
+  uses recorded more often, or not.
 * What is read is bounded: :data:`MOST` names of a listing, 4 KiB of a marker.
 
 Threads
@@ -19,12 +19,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import time
 from bisect import bisect
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final
 
 from kvshelf.backends import Backend, ObjectInfo
+from kvshelf.backends.base import MOST_APART
 from kvshelf.capacity.visit import KEEPERS
 from kvshelf.errors import StorageError
 from kvshelf.shelf.leftovers import read_small
@@ -35,6 +37,7 @@ ALIVE_SECONDS: Final = 600.0
 MOST: Final = 1024
 #: Most markers that are read, and most bytes of each.
 _MOST_READ: Final = 64
+_NEWEST: Final = 3
 _BYTES: Final = 4096
 
 
@@ -76,12 +79,12 @@ def say(backend: Backend, name: str, said: Mapping[str, Any]) -> tuple[float, in
     if own is None:
         raise problem or StorageError(0, "its markers of keepers are not listed", backend.url)
     now = _at(own)
-    alive = sorted(info.name for info in found if _at(info) > now - ALIVE_SECONDS)
+    alive = sorted(info.name for info in found if abs(_at(info) - now) < ALIVE_SECONDS)
     return now, bisect(alive, f"{KEEPERS}/{name}") - 1, max(len(alive), 1)
 
 
-def read(backend: Backend) -> dict[str, dict[str, Any]]:
-    """Return what the keepers that are alive say, by name; ``at`` is when.
+def read(backend: Backend, most: int = _MOST_READ) -> dict[str, dict[str, Any]]:
+    """Return what the keepers that spoke last say, by name; ``at`` is when.
 
     Alive are those that were as recent as the newest, so that no clock is needed.
 
@@ -91,8 +94,11 @@ def read(backend: Backend) -> dict[str, dict[str, Any]]:
         If the storage failed.
     """
     found = _markers(backend)
+    # One from the future would hide the others; unless all are, and this machine's clock is behind.
+    end = time.time() + MOST_APART
+    found = [info for info in found if _at(info) < end] or found
     said: dict[str, dict[str, Any]] = {}
-    for info in found[:_MOST_READ]:
+    for info in found[:most]:
         if _at(info) <= _at(found[0]) - ALIVE_SECONDS:
             continue
         with suppress(StorageError, ValueError, RecursionError):
@@ -112,10 +118,10 @@ def number(said: Mapping[str, Any], name: str) -> float | None:
 
 
 def evicts_after(backend: Backend) -> float | None:
-    """Return the least age in seconds at which any keeper deletes chunks; None: none does."""
+    """Return the least age in seconds at which a keeper that spoke last deletes chunks, or None."""
     ages = [
         age
-        for said in read(backend).values()
+        for said in read(backend, _NEWEST).values()
         for name in ("evicts_after", "max_age")
         if (age := number(said, name)) is not None
     ]

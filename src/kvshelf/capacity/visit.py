@@ -453,7 +453,8 @@ class Part:
             unit.used = max(unit.used, used)
             # Where there are no access times, all units age alike.
             read = info.atime
-            unit.hit |= read is None or (used > info.mtime + _USE_SECONDS and read == used)
+            is_use = used > info.mtime + _USE_SECONDS and (shared or read == used)
+            unit.hit |= read is None or is_use
             unit.nbytes += info.held
             unit.names.append(info.name)
 

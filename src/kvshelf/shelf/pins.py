@@ -48,6 +48,8 @@ MAX_BYTES: Final = 1 << 20
 #: Most pins, and bytes of all of them; while there are more, all is pinned.
 MAX_PINS: Final = 4096
 MAX_TOTAL_BYTES: Final = 64 << 20
+#: Seconds after a change before a file's size and time tell it from any later one.
+_SETTLED_SECONDS: Final = 60.0
 _VERSION: Final = 1
 _FIELDS: Final = {"version", "namespace", "group", "keys", "until"}
 _LATEST: Final = 1 << 53
@@ -199,6 +201,8 @@ class Pins:
                 keys.setdefault(scope, set()).update(pin.keys)
         self._whole: Final = whole
         self._keys: Final = keys
+        #: Sizes and times of the files of pins that will not change without one of them.
+        self._files: Mapping[str, tuple[int, float]] = {}
 
     def __bool__(self) -> bool:
         """Whether anything can be covered."""
@@ -216,7 +220,7 @@ class Pins:
         return None
 
     @classmethod
-    def load(cls, backend: Backend, now: float | None = None) -> Pins:
+    def load(cls, backend: Backend, now: float | None = None, before: Pins | None = None) -> Pins:
         """Read the pins of a shelf; log one warning for each that is damaged.
 
         Parameters
@@ -224,13 +228,15 @@ class Pins:
         backend : Backend
         now : float, optional
             Seconds since the epoch, by the clock of the storage; this machine's when absent.
+        before : Pins, optional
+            Those that were read before: a pin whose file did not change is not read again.
 
         Raises
         ------
         StorageError
             If the storage did not answer, or does not allow that pins are listed.
         """
-        pins = cls.read(backend, now)
+        pins = cls.read(backend, now, before)
         for name, problem in pins.unreadable.items():
             _log.warning(
                 "the pin %s on %s pins nothing: %s. Make it anew, or remove it"
@@ -243,13 +249,16 @@ class Pins:
         return pins
 
     @classmethod
-    def read(cls, backend: Backend, now: float | None = None) -> Pins:
+    def read(cls, backend: Backend, now: float | None = None, before: Pins | None = None) -> Pins:
         """As :meth:`load`, without warnings."""
+        now = time.time() if now is None else now
+        files: dict[str, tuple[int, float]] = {}
         pins: dict[str, Pin] = {}
         unreadable: dict[str, str] = {}
         unknown: dict[str, tuple[Pin, str]] = {}
         total = 0
-        for number, (name, size) in enumerate(sorted(islice(_files(backend), MAX_PINS + 1))):
+        rows = sorted(islice(_files(backend), MAX_PINS + 1))
+        for number, (name, size, changed) in enumerate(rows):
             if not 0 < size <= MAX_BYTES:
                 unreadable[name] = f"it has {size} bytes; expected 1 to {MAX_BYTES}"
                 continue
@@ -258,6 +267,11 @@ class Pins:
                 most = f"{MAX_PINS} pins with {MAX_TOTAL_BYTES} bytes together"
                 unknown[name] = Pin(), f"found more than {most}"
                 break
+            if changed < now - _SETTLED_SECONDS:
+                files[name] = size, changed
+            if before is not None and before._files.get(name) == (size, changed):
+                pins[name] = before.all[name]
+                continue
             try:
                 pins[name] = Pin.from_bytes(read_small(backend, pin_file(name), MAX_BYTES))
             except ObjectMissingError:
@@ -271,7 +285,9 @@ class Pins:
                 if error.retryable:
                     raise
                 unknown[name] = Pin(), str(error)
-        return cls(pins, unreadable, time.time() if now is None else now, unknown)
+        found = cls(pins, unreadable, now, unknown)
+        found._files = {name: file for name, file in files.items() if name in pins}
+        return found
 
     def covers(self, namespace_folder: str, group: str, key: bytes) -> bool:
         """Whether a chunk of one salt group (``_`` or 16 hex) of one namespace is pinned."""
@@ -296,7 +312,8 @@ class Pins:
         """
         check_pin_name(name)
         data = pin.to_bytes()
-        others = [size for other, size in _files(backend) if other != name and size <= MAX_BYTES]
+        files = _files(backend)
+        others = [size for other, size, _ in files if other != name and size <= MAX_BYTES]
         if len(others) >= MAX_PINS or sum(others) + len(data) > MAX_TOTAL_BYTES:
             raise ConfigError(
                 f"the other {len(others)} pins have {sum(others)} bytes, and this one {len(data)};"
@@ -352,13 +369,13 @@ def pin_file(name: str) -> str:
     return f"{PINS}/{check_pin_name(name)}.json"
 
 
-def _files(backend: Backend) -> Iterator[tuple[str, int]]:
-    """Yield names and sizes of the files of pins; what else lies there is skipped."""
+def _files(backend: Backend) -> Iterator[tuple[str, int, float]]:
+    """Yield names, sizes and times of the files of pins; what else lies there is skipped."""
     for row in backend.list(PINS, flat=True):
         folder, _, base = row.name.rpartition("/")
         name = base.removesuffix(".json")
         if folder == PINS and name != base and _NAME.fullmatch(name) is not None:
-            yield name, row.size
+            yield name, row.size, row.mtime
 
 
 def _widest(value: Mapping[str, Any]) -> Pin:
