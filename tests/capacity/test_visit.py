@@ -8,7 +8,6 @@ import os
 import random
 from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -310,20 +309,6 @@ def test_a_refusal_is_told_and_many_end_the_deletion(tmp_path: Path) -> None:
     place.faults.add(Fault("delete", error=PermanentStorageError(errno.EPERM, "no", "x")))
     outcome = delete(place.backend, [(one, Reason.SIZE) for one in picked(place)], now=place.now)
     assert 64 <= outcome.failed < 200 and outcome.error is not None
-
-
-def test_an_error_that_passes_is_tried_again_or_ends_the_deletion(tmp_path: Path) -> None:
-    place = Place(tmp_path)
-    place.put(FMT, chunks(3), age=DAY)
-    units = [(one, Reason.SIZE) for one in picked(place)]
-    fault = Fault("delete", error=TransientStorageError(errno.EIO, "down", "x"), times=2)
-    place.faults.add(fault)
-    outcome = delete(place.backend, units, now=place.now, pauses=(0.01,) * 4)
-    assert outcome.error is None and not place.objects()
-    place.put(FMT, chunks(3), age=DAY)
-    place.faults.add(replace(fault, times=None))
-    outcome = delete(place.backend, units, now=place.now)
-    assert outcome.error is not None and outcome.error.retryable
 
 
 def test_empty_folders_go_a_day_after_they_became_empty(tmp_path: Path) -> None:

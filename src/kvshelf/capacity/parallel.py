@@ -158,14 +158,13 @@ class Attempts:
 
     Attributes
     ----------
-    pauses : Sequence of float
     stop : threading.Event
         Ends all pauses; nothing is retried afterwards.
     """
 
     def __init__(self, pauses: Sequence[float] | None = None) -> None:
         self.stop = threading.Event()
-        self.pauses = PAUSES if pauses is None else pauses
+        self._pauses = PAUSES if pauses is None else pauses
         self._successes = 0
         #: Successes when an item failed last.
         self._failed_at = 0
@@ -183,7 +182,7 @@ class Attempts:
             If the storage seems to answer no more: no call has succeeded yet, or none since another
             one failed finally.
         """
-        pauses = iter(self.pauses)
+        pauses = iter(self._pauses)
         while True:
             try:
                 call()

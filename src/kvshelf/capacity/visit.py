@@ -41,10 +41,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import closing
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Final, NamedTuple
 
 from kvshelf.backends import Backend, ObjectInfo
-from kvshelf.capacity.parallel import Attempts, in_parallel, threads_for_calls
+from kvshelf.capacity.parallel import in_parallel, threads_for_calls
 from kvshelf.errors import NotRegularError, StorageError
 from kvshelf.format.kinds import Kind
 from kvshelf.format.names import DESCRIPTION, parse_namespace_folder, parse_object_name
@@ -751,7 +752,7 @@ class Outcome:
     failed : int
         Files that could not be deleted.
     error : StorageError or None
-        Why the first of them could not, or the error of the storage that ended the deletion.
+        Why the first of them could not.
     stuck : set of str
         Names of such files, at most :data:`_MOST_STUCK`.
     """
@@ -796,11 +797,10 @@ def delete(
     now: float,
     stop: Callable[[], bool] = lambda: False,
     pace: Callable[[], None] = lambda: None,
-    pauses: Sequence[float] = (),
     on_progress: Callable[[Outcome], None] = lambda outcome: None,
     outcome: Outcome | None = None,
 ) -> Outcome:
-    """Delete units and leftovers.
+    """Delete units and leftovers. A deletion that fails is that of its file alone.
 
     A process that is killed meanwhile leaves some objects of a unit at most, which costs a miss.
 
@@ -815,9 +815,6 @@ def delete(
         Called after each request; True ends the deletion.
     pace : Callable
         Called for each look, on any thread; may sleep.
-    pauses : Sequence of float
-        Seconds between the attempts where the storage fails. Without any, a deletion that fails
-        is that of its file alone.
     on_progress : Callable
         Called after each request.
     outcome : Outcome, optional
@@ -826,15 +823,14 @@ def delete(
     Returns
     -------
     Outcome
-        Also what was done before an error of the storage, which is in it and is not raised.
+        No error of the storage is raised.
     """
     outcome = Outcome() if outcome is None else outcome
-    attempts = Attempts(pauses)
-    work = _Deletions(backend, now, pace, attempts)
+    work = partial(_delete_group, backend, now, pace)
     threads = threads_for_calls(backend)
     groups = _groups(picked, backend.properties.deletes_at_once)
-    with closing(in_parallel(work, groups, threads, attempts.stop)) as results:
-        for group, (files, error) in results:
+    with closing(in_parallel(work, groups, threads)) as results:
+        for group, files in results:
             for (what, reason), (deleted, kept, gone, problems) in zip(group, files, strict=True):
                 if deleted.count:
                     total = outcome.deleted.setdefault(reason, Total())
@@ -846,13 +842,10 @@ def delete(
                 outcome.kept.add(kept.nbytes, kept.count)
                 outcome.gone.add(gone.nbytes, gone.count)
                 outcome.failed += len(problems)
-                outcome.error = outcome.error or error or next(iter(problems.values()), None)
+                outcome.error = outcome.error or next(iter(problems.values()), None)
                 if len(outcome.stuck) < _MOST_STUCK:
                     outcome.stuck |= problems.keys()
             on_progress(outcome)
-            if error is not None:
-                outcome.error = error
-                return outcome
             if outcome.is_refused or stop():
                 return outcome
     return outcome
@@ -883,86 +876,62 @@ class _Done(NamedTuple):
     problems: dict[str, StorageError]
 
 
-class _Deletions:
-    """Looks at some files, and deletes them; called by any thread."""
+def _delete_group(
+    backend: Backend, now: float, pace: Callable[[], None], group: Sequence[Picked]
+) -> list[_Done]:
+    """Look at some files, and delete them; return what became of each. Called on any thread."""
+    done = [_Done(Total(), Total(), Total(), {}) for _ in group]
+    files = [
+        (number, name, nbytes)
+        for number, (what, reason) in enumerate(group)
+        for name, nbytes in _look(backend, now, pace, what, reason, done[number])
+    ]
+    answers = backend.delete([name for _, name, _ in files]) if files else []
+    for (number, name, nbytes), answer in zip(files, answers, strict=True):
+        if not isinstance(answer, StorageError):
+            (done[number].deleted if answer else done[number].gone).add(nbytes)
+        elif isinstance(answer, NotRegularError):
+            # It was replaced, or is a folder in which there is something again.
+            done[number].kept.add(nbytes)
+        else:
+            done[number].problems[name] = answer
+    return done
 
-    def __init__(
-        self, backend: Backend, now: float, pace: Callable[[], None], attempts: Attempts
-    ) -> None:
-        self._backend = backend
-        self._now = now
-        self._pace = pace
-        self._attempts = attempts
-        #: Where one request deletes many, a look at each would take a hundred times as long.
-        self._looks = backend.properties.deletes_at_once == 1
 
-    def __call__(self, group: Sequence[Picked]) -> tuple[list[_Done], StorageError | None]:
-        """Return what became of each, and the error that ends the work."""
-        done = [_Done(Total(), Total(), Total(), {}) for _ in group]
-        left = [
-            (number, name, nbytes)
-            for number, (what, reason) in enumerate(group)
-            for name, nbytes in self._look(what, reason, done[number])
-        ]
-
-        def make() -> None:
-            nonlocal left
-            names = [name for _, name, _ in left]
-            answers = self._backend.delete(names) if names else []
-            again, trouble = [], None
-            for file, answer in zip(left, answers, strict=True):
-                number, name, nbytes = file
-                if not isinstance(answer, StorageError):
-                    (done[number].deleted if answer else done[number].gone).add(nbytes)
-                elif isinstance(answer, NotRegularError):
-                    # It was replaced, or is a folder in which there is something again.
-                    done[number].kept.add(nbytes)
-                elif answer.retryable and self._attempts.pauses:
-                    trouble = answer
-                    again.append(file)
-                else:
-                    done[number].problems[name] = answer
-            left = again
-            if trouble is not None:
-                raise trouble
-
+def _look(
+    backend: Backend,
+    now: float,
+    pace: Callable[[], None],
+    what: Unit | Leftover,
+    reason: Reason,
+    done: _Done,
+) -> Iterable[tuple[str, int]]:
+    """Return names and bytes of the files to delete of a unit or a leftover."""
+    # Where one request deletes many, a look at each would take a hundred times as long.
+    looks = backend.properties.deletes_at_once == 1
+    if isinstance(what, Leftover):
+        if reason is not Reason.EMPTY or "/" in what.name:
+            return [(what.name, what.nbytes)]
+        # A namespace without objects: an engine that uses it describes it anew.
+        inner = (DESCRIPTION, MARKERS, RESERVED) if looks else (DESCRIPTION,)
+        names = [f"{what.name}/{name}" for name in inner]
+        return [(name, 0) for name in ([*names, what.name] if looks else names)]
+    each = what.nbytes // len(what.names)
+    if not looks or reason is Reason.CHOSEN:
+        return [(name, each) for name in what.names]
+    found: list[tuple[str, int]] = []
+    for name in what.names:
+        pace()
         try:
-            error = self._attempts.make(make)
-        except StorageError as trouble:
-            return done, trouble
-        if error is not None:
-            for number, name, _ in left:
-                done[number].problems[name] = error
-        return done, None
-
-    def _look(
-        self, what: Unit | Leftover, reason: Reason, done: _Done
-    ) -> Iterable[tuple[str, int]]:
-        """Return names and bytes of the files to delete."""
-        if isinstance(what, Leftover):
-            if reason is not Reason.EMPTY or "/" in what.name:
-                return [(what.name, what.nbytes)]
-            # A namespace without objects: an engine that uses it describes it anew.
-            inner = (DESCRIPTION, MARKERS, RESERVED) if self._looks else (DESCRIPTION,)
-            names = [f"{what.name}/{name}" for name in inner]
-            return [(name, 0) for name in ([*names, what.name] if self._looks else names)]
-        each = what.nbytes // len(what.names)
-        if not self._looks or reason is Reason.CHOSEN:
-            return [(name, each) for name in what.names]
-        found: list[tuple[str, int]] = []
-        shared = self._backend.properties.shared
-        for name in what.names:
-            self._pace()
-            try:
-                info = self._backend.info(name)
-            except StorageError as error:
-                done.problems[name] = error
-                return []
-            if info is None:
-                done.gone.add(each)
-            elif last_use(info, self._now, shared=shared) > what.used:
-                done.kept.add(each, len(what.names))
-                return []
-            else:
-                found.append((name, info.held))
-        return found
+            info = backend.info(name)
+        except StorageError as error:
+            done.problems[name] = error
+            return []
+        if info is None:
+            done.gone.add(each)
+        elif last_use(info, now, shared=backend.properties.shared) > what.used:
+            done.kept.add(each, len(what.names))
+            return []
+        else:
+            found.append((name, info.held))
+    return found

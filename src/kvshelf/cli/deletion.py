@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Final
 
-from kvshelf.capacity.parallel import PAUSES
 from kvshelf.capacity.visit import Outcome, Reason, Total
 from kvshelf.capacity.visit import delete as delete_picked
 from kvshelf.cli.codes import write_out
@@ -74,15 +73,12 @@ def _carry_out(shelf: Shelf, plan: Plan, on_progress: Callable[[], None], outcom
         shelf.backend,
         pick(shelf, plan),
         now=plan.now,
-        pauses=PAUSES,
         on_progress=lambda _: on_progress(),
         outcome=outcome,
     )
-    if outcome.failed and outcome.error is not None:
+    if outcome.error is not None:
         first = told(outcome.error)
         message(f"{outcome.failed} files could not be deleted, the first of them: {first}")
-    elif outcome.error is not None:
-        raise outcome.error
 
 
 _by_group = columns(10, 10, -16, 0)
