@@ -246,6 +246,39 @@ def test_shelf_whose_namespaces_cannot_be_listed_is_no_error_unless_it_is_its_ro
         Lister(storage).visit(0, FANS, 10, NOW)
 
 
+@pytest.mark.parametrize("at_once", [1, 1000], ids=["directory", "s3"])
+def test_folder_with_very_many_units_is_sampled_by_visits_and_whole_for_commands(
+    at_once: int,
+) -> None:
+    storage, draw = MemoryStorage(deletes_at_once=at_once), random.Random(3)
+    for _ in range(20_000):
+        key = f"ab{draw.randbytes(31).hex()}"
+        storage.put(f"{SPACE}/_/ab/{key}-0-0of1.safetensors", 100)
+    temporary = f"{SPACE}/_/ab/.{'ab' * 32}-0-0of1.safetensors.{'0' * 16}.tmp"
+    storage.put(temporary, 1)
+    lister, seen, leftovers, rests = Lister(storage, samples=True), 0.0, set(), []
+    lister._pace = lambda: rests.append(None)
+    for _ in range(40):
+        part, _ = lister.visit(0xAB, 1, 1, NOW)
+        assert len(part.units) <= 2 * 20_000 / 8
+        seen += len(part.units) / part.seen[f"{SPACE}/_"][0] / FANS / 40
+        leftovers |= {leftover.name for leftover in part.leftovers}
+    assert 0.9 * 20_000 <= seen <= 1.1 * 20_000 and temporary in leftovers
+    assert len(rests) >= 20_000
+    assert sum(len(part.units) for part in Lister(storage).whole(None, NOW)) == 20_000
+
+
+def test_folder_whose_keys_are_no_hashes_is_looked_at_in_pieces() -> None:
+    storage = MemoryStorage()
+    for index in range(9000):
+        storage.put(f"{SPACE}/_/ab/{'ab' * 32}-{index}-0of1.safetensors", 100)
+    lister = Lister(storage, samples=True)
+    for expected in (8193, 807, 0):
+        part, _ = lister.visit(0xAB, 1, 1, NOW)
+        assert len(part.units) == expected
+        storage.delete([name for unit in part.units for name in unit.names])
+
+
 def test_what_lies_beside_objects_is_told_apart(tmp_path: Path) -> None:
     place = Place(tmp_path)
     folder = FMT.namespace.folder

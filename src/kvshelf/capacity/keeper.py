@@ -62,6 +62,7 @@ from kvshelf.capacity.visit import (
     FANS,
     HOUR,
     KEEPERS,
+    SLICE,
     Cuts,
     Group,
     Lister,
@@ -86,8 +87,6 @@ from kvshelf.shelf.pins import PINS, Pins
 
 logger = logging.getLogger(__name__)
 
-#: Chunks of which a slice has at least so many.
-SLICE: Final = 2048
 #: Shares of a bound: above the first a visit deletes chunks down to it, on average over slices;
 #: down to the second in any case.
 LOW: Final = 0.92
@@ -189,7 +188,8 @@ class Keeper:
         self._end: threading.Event | None = None
         self._name = secrets.token_hex(8)
         self._storage = PatientBackend(guard.inner)
-        self._lister = Lister(self._storage, stop=self._stops, pace=GilPace().rest)
+        pace = GilPace().rest
+        self._lister = Lister(self._storage, stop=self._stops, pace=pace, samples=True)
         self._next = secrets.randbelow(FANS)
         #: Folders of a slice, as the last visit had them.
         self._width = 1

@@ -37,6 +37,7 @@ import contextlib
 import hashlib
 import itertools
 import math
+import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -54,6 +55,8 @@ from kvshelf.shelf.markers import MARKERS, is_attempt
 from kvshelf.shelf.pins import PINS
 
 FANS: Final = 256
+#: Chunks of which a slice has at least so many.
+SLICE: Final = 2048
 #: Files of a namespace or a salt group that is listed whole.
 PAGE: Final = 1000
 HOUR: Final = 3600.0
@@ -85,6 +88,9 @@ _MOST_REFUSED: Final = 64
 _MOST_STUCK: Final = 4096
 #: Most units that are deleted together where each is looked at.
 _AT_ONCE: Final = 32
+#: Most units of a fan-out folder that are looked at; where there are more it is a sample of them.
+_MOST_UNITS: Final = 4 * SLICE
+_SAMPLES: Final = (1, 8, 64, 512, 4096)
 #: Most files that are looked at beside the objects of a namespace, and of a shelf.
 _MOST_BESIDE: Final = 16384
 #: What lies in the folder of a namespace beside its description: temporaries, the reserved folder.
@@ -407,6 +413,8 @@ class Part:
     files : int
     chunks : int
         As far as they were counted.
+    share : float
+        The part of a fan-out folder that was listed.
     """
 
     units: list[Unit] = field(default_factory=list)
@@ -417,6 +425,7 @@ class Part:
     skipped: dict[str, StorageError] = field(default_factory=dict)
     files: int = 0
     chunks: int = 0
+    share: float = 1.0
 
     def join(self, other: Part) -> None:
         """Add what lies in another part."""
@@ -432,10 +441,14 @@ class Part:
         for sort, total in other.others.items():
             self.others.setdefault(sort, Total()).add(total.nbytes, total.count)
 
-    def add_rows(self, rows: Iterable[ObjectInfo], now: float, *, shared: bool) -> None:
-        """Add what is listed in one fan-out folder, or in a reserved one."""
+    def add_rows(
+        self, rows: Iterable[ObjectInfo], now: float, *, shared: bool, most: float = math.inf
+    ) -> None:
+        """Add what is listed in one fan-out folder, or in a reserved one, up to `most` units."""
         found: dict[tuple[str, bytes, Kind, int, int | None], Unit] = {}
         for info in rows:
+            if len(found) > most:
+                return
             self.files += 1
             space, _, inner = info.name.partition("/")
             parsed = parse_object_name(inner)
@@ -491,7 +504,9 @@ class Lister:
     stop : Callable
         Called now and then; True ends a listing early.
     pace : Callable
-        Called for each file; may sleep.
+        Called for each file and folder; may sleep.
+    samples : bool
+        Of a fan-out folder with very many units list a sample.
 
     Attributes
     ----------
@@ -505,8 +520,10 @@ class Lister:
         *,
         stop: Callable[[], bool] = lambda: False,
         pace: Callable[[], None] = lambda: None,
+        samples: bool = False,
     ) -> None:
         self._backend = backend
+        self._samples = samples
         self._stop = stop
         self._pace = pace
         self.groups: dict[str, dict[str, Group]] = {}
@@ -602,12 +619,12 @@ class Lister:
             whole = small or (small_group and first <= fan_of(where) <= last)
             if not whole and small_group:
                 continue
-            files, bad = 0, 0
+            files, bad = 0, 0.0
             fans = (0, FANS - 1) if whole else (first, last)
             for one in self._fans(where, *fans, now):
                 part.join(one)
                 files += one.files
-                bad += FANS if where in one.skipped else len(one.skipped)
+                bad += FANS if where in one.skipped else len(one.skipped) + 1 - one.share
             good = fans[1] - fans[0] + 1 - bad
             if good > 0:
                 part.seen[where] = good / FANS, files
@@ -618,6 +635,7 @@ class Lister:
 
     def _groups(self, space: str, now: float, part: Part, *, beside: bool) -> Sequence[str]:
         """Return the folders of a namespace's groups; add what lies `beside` them."""
+        self._pace()
         if beside:
             self._add_beside(space, now, part)
         try:
@@ -679,8 +697,8 @@ class Lister:
     def _fans(self, where: str, first: int, last: int, now: float) -> Iterator[Part]:
         """Yield a part for each fan-out folder of a group that is there."""
         backend = self._backend
-        shared = backend.properties.shared
-        if backend.properties.deletes_at_once > 1:
+        if backend.properties.deletes_at_once > 1 and first < last:
+            shared = backend.properties.shared
             rows = backend.list(where, hidden=True, between=(f"{first:02x}", f"{last:02x}"))
             part = Part()
             try:
@@ -706,10 +724,10 @@ class Lister:
                 yield part
             fans = sorted(set(fans) & set(there))
         for fan in fans:
-            folder, part = f"{where}/{fan}", Part()
+            self._pace()
+            folder = f"{where}/{fan}"
             try:
-                rows = self._paced(backend.list(folder, hidden=True, flat=True))
-                part.add_rows(rows, now, shared=shared)
+                part = self._folder(where, fan, now)
             except StorageError as error:
                 part = Part(skipped={folder: error})
             else:
@@ -718,6 +736,27 @@ class Lister:
             yield part
             if self._stop():
                 return
+
+    def _folder(self, where: str, fan: str, now: float) -> Part:
+        """Return what lies in a fan-out folder, or in a fair sample of it if that is too much."""
+        shared, parts = self._backend.properties.shared, list[Part]()
+        for count in _SAMPLES if self._samples else (1,):
+            number, between = secrets.randbelow(count), None
+            if count > 1:
+                first, last = (0x10000 * at // count for at in (number, number + 1))
+                # Temporaries come before all keys.
+                between = (f"{fan}{first:04x}" if number else ".", f"{fan}{last - 1:04x}~")
+            rows = self._backend.list(f"{where}/{fan}", hidden=True, between=between, flat=True)
+            part = Part(share=1 / count)
+            most = _MOST_UNITS if self._samples else math.inf
+            part.add_rows(self._paced(rows), now, shared=shared, most=most)
+            # A fair sample has a share of what was too much. Keys that are no hashes have none.
+            least = 0 if count == 1 else _MOST_UNITS // 32
+            if least <= len(part.units) <= most:
+                return part
+            parts.append(part)
+        # Deleting some makes progress.
+        return parts[0]
 
     def _paced(self, rows: Iterable[ObjectInfo]) -> Iterator[ObjectInfo]:
         for row in rows:
