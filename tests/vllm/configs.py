@@ -65,6 +65,8 @@ def vllm_config(
             enable_chunked_prefill=True, max_num_batched_tokens=2048
         ),
         "speculative_config": None,
+        "num_speculative_tokens": 0,
+        "num_lookahead_tokens": 0,
         "compilation_config": SimpleNamespace(static_forward_context=layers),
         "load_config": SimpleNamespace(load_format="auto", download_dir=None),
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from kvshelf.format.kinds import FULL, STATE, WINDOW, kind_key
 from tests.server.node import LocalServer
 from tests.support.prompts import prompt
 from tests.support.variants import variants
-from tests.support.waiting import while_patient
 from tests.vllm import rig
 from tests.vllm.hybrid_specs import full, models
 from tests.vllm.scheduled import DAMAGED, ScheduledEngine, Start, World, patch_namespaces
@@ -228,20 +226,34 @@ def test_one_of_more_than_half_of_the_cache_too(start: Start, model: str, blocks
     assert second.run(prompt(40, seed=5)) == [0]
 
 
-def test_a_hit_that_fits_only_without_a_load_is_computed(start: Start) -> None:
-    """Beside a load vLLM keeps blocks free for drafts."""
+@pytest.mark.parametrize(
+    ("model", "drafts", "blocks", "loaded"),
+    [
+        # The fewest in which vLLM computes the prompt, and the fewest in which it takes the hit.
+        ("plain", 16, 44, 46),
+        ("gpt-oss", 16, 50, 53),
+        ("Gemma 3", 16, 60, 62),
+        ("GLM-5-next", 3, 23, 24),
+        ("DeepSeek V4", 16, 25, 25),
+        ("Jamba", 16, 77, 77),
+        ("plain", 0, 42, 42),
+    ],
+)
+def test_a_hit_is_refused_exactly_where_vllm_would_never_take_it(
+    start: Start, model: str, drafts: int, blocks: int, loaded: int
+) -> None:
+    """Beside a load vLLM keeps blocks free for drafts, and waits for them."""
     tokens = prompt(327)
-    start(drafts=16, interval=1, budget=32).run(tokens)
-    second = start(drafts=16, blocks=44, budget=32)
-    second.add("r", tokens, 2)
-    second.wait_for_lookup("r")
-    for _ in while_patient():
-        if not second.scheduler.has_requests():
-            break
-        second.step()
-        time.sleep(0.01)
-    assert not second.scheduler.has_requests()
-    assert not second.loads
+    start(model, drafts=drafts, interval=1, budget=32).run(tokens)
+    for count in range(blocks, loaded + 2):
+        engine = start(model, drafts=drafts, blocks=count, budget=32, read_only=True)
+        engine.add("r", tokens)
+        engine.wait_for_lookup("r")
+        for _ in range(60):
+            engine.step()
+        assert not engine.scheduler.has_requests()
+        assert bool(engine.loads) is (count >= loaded)
+        assert engine.counted["refused_hits"] == (count < loaded)
 
 
 @pytest.mark.parametrize("model", MODELS)

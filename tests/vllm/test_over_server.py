@@ -105,7 +105,7 @@ def test_what_is_stored_is_a_hit_without_a_read(
 def test_a_fresh_server_reads_each_object_once(
     one: Engine, node: ServeProcess, shelf: ShelfFiles, reference: Reference, prompt: MakePrompt
 ) -> None:
-    """The server is restarted in order while its engine runs, which may compute and store the last tokens again."""
+    """The server is restarted in order while its engine runs, which may store the last tokens."""
     tokens = prompt(1500)
     one.generate(tokens)
     size = sum(path.stat().st_size for chunk in shelf.wait_stored(tokens) for path in chunk)

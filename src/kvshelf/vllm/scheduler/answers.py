@@ -10,29 +10,18 @@ Contracts
 * While the weights are compared (:mod:`kvshelf.vllm.handshake`), no other request waits.
 * While a storage breaker of the scheduler or of a worker is open there are no hits, and no
   other request waits.
-* A hit that vLLM does not take for half a minute, while nothing else is computed or loaded, is not
-  offered any more: the request would wait for ever.
+* A hit for whose load vLLM never has the blocks is not offered: the request would wait for ever.
 * Runs on the engine's step thread.
 """
 
 from __future__ import annotations
 
-import time
-from typing import Final
-
-from kvshelf.shelf.lookup import Lookup, LookupService
 from kvshelf.vllm.scheduler.admission import Admission
 from kvshelf.vllm.scheduler.handovers import Handovers
 from kvshelf.vllm.scheduler.loads import Loads
 from kvshelf.vllm.scheduler.lookups import Lookups
 from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.scheduler.shared import Shared, SharingPart
-
-#: How long a hit is offered while nothing else is computed or loaded: longer than ended requests
-#: hold blocks, and others load.
-_ADMISSION_SECONDS: Final = 30.0
-#: vLLM asks in each step, but where it pauses.
-_PAUSE_SECONDS: Final = 1.0
 
 
 class Answers(SharingPart):
@@ -75,7 +64,7 @@ class Answers(SharingPart):
         return found
 
     def _answer(self, state: RequestState, computed: int) -> int | None:
-        """Take what is asked for a request a step further."""
+        """Take what is asked for a request a step further: its waits, then what is found."""
         if not state.reads or self._requests.is_transferred(state.request):
             # vLLM would not use it, or another connector brings it.
             return 0
@@ -104,22 +93,9 @@ class Answers(SharingPart):
             state.offered_from = computed
             self._count(state, computed, 0)
             return 0
-        found = self._wait(lookups, state, lookup, computed, overdue=overdue)
-        self._lookups.held += found is None
-        return found
-
-    def _wait(
-        self,
-        lookups: LookupService,
-        state: RequestState,
-        lookup: Lookup | None,
-        computed: int,
-        *,
-        overdue: bool,
-    ) -> int | None:
-        """Wait for a lookup, or for another's load; then offer what is found."""
         done = lookup is not None and self._lookups.wait(lookups, lookup)
         if not done and not overdue and not (lookup and self._lookups.too_long(lookups, state)):
+            self._lookups.held += 1
             return None
         if lookup is None or not done or lookup.given_up:
             state.gave_up = True
@@ -128,35 +104,17 @@ class Answers(SharingPart):
         if not self._keys.trusts(state):
             return 0
         hit = self._hits.tokens(state, self._lookups.newest(state) or lookup, computed)
-        end = hit
-        if hit > computed:
-            end = self._admission.end_of_load(state, computed, hit)
+        has_room = hit > computed and self._hits.has_room(hit)
+        end = self._admission.end_of_load(state, computed, hit) if has_room else computed
         if computed < end == hit and self._loads.shares(state, computed, hit):
+            self._lookups.held += 1
             return None
         state.offered_from = computed
         first = self._count(state, computed, max(0, hit - computed))
         if first and end < hit:
             self._counters.add("refused_hits", end == computed)
             self._counters.add("refused_tokens", hit - end)
-        if end <= computed:
-            return 0
-        if state.fits and self._never_fits(state):
-            state.fits = False
-            self._counters.add("refused_hits")
-            self._counters.add("refused_tokens", end - computed)
-        return end - computed if state.fits else 0
-
-    def _never_fits(self, state: RequestState) -> bool:
-        """Whether a hit was offered in vain for long while kvshelf knows of nothing else to do.
-
-        Beside a load vLLM keeps blocks free, for requests whose load failed and for drafts.
-        """
-        now = time.monotonic()
-        began, last = state.offered_alone or (now, now)
-        if not self._steps.rests or self._loads.any_running or now - last > _PAUSE_SECONDS:
-            began = now
-        state.offered_alone = began, now
-        return now - began > _ADMISSION_SECONDS
+        return max(0, end - computed)
 
     def _count(self, state: RequestState, computed: int, found: int) -> bool:
         """Count what was looked up and found for a request, once; return whether it was now."""

@@ -21,12 +21,14 @@ Contracts
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 
 from kvshelf.format.keys import Chunk, KeyChain
-from kvshelf.format.kinds import FULL, Kind, kind_key
+from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind, kind_key
 from kvshelf.shelf.lookup import Lookup
+from kvshelf.vllm.groups import CacheGroup
 from kvshelf.vllm.scheduler.engine import Engine
 from kvshelf.vllm.scheduler.read_ahead import Loadable
 from kvshelf.vllm.scheduler.requests import RequestState, items_of
@@ -54,8 +56,22 @@ class Hits:
         self._failed = engine.failed
         self._has_drafter = engine.drafter is not None
         self.whole_items = bool(getattr(engine.vllm_config.model_config, "is_mm_prefix_lm", False))
-        speculative_config = getattr(engine.vllm_config, "speculative_config", None)
+        config = engine.vllm_config
+        speculative_config = getattr(config, "speculative_config", None)
         self.dropped = self._groups.alignment if drops_last_block(speculative_config) else 0
+        drafts = config.num_speculative_tokens
+        tokens = 1 + drafts + config.num_lookahead_tokens if drafts else 0
+        #: Blocks that vLLM keeps free for drafts beside a load, of which most groups have some.
+        self._kept = sum(-(-tokens // one.block_size) for one in self._groups if one.kind != STATE)
+        #: The size of each group's blocks, and the most of them that a request has behind a hit.
+        self._blocks = [(one.block_size, self._most_blocks(one, drafts)) for one in self._groups]
+        self._cache = config.cache_config
+
+    def _most_blocks(self, group: CacheGroup, drafts: int) -> int:
+        if group.kind == WINDOW:
+            return -(-(group.window - 1) // group.block_size)
+        scratch = group.index in self._groups.scratch
+        return 1 if scratch else 1 + drafts if group.kind == STATE else sys.maxsize
 
     def tokens(self, state: RequestState, lookup: Lookup, computed: int) -> int:
         """Return the leading tokens that can be loaded; vLLM has `computed` of them already."""
@@ -83,6 +99,13 @@ class Hits:
                 if start < min(hit, last) < end:
                     hit = start - start % self._groups.alignment
         return hit
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether vLLM has the blocks for a load of so many tokens when nothing else has any."""
+        # Without drafts it has: they are blocks that the request takes in any case.
+        needed = self._kept + sum(min(-(-tokens // size), most) for size, most in self._blocks)
+        # One block is never used.
+        return not self._kept or bool(needed < self._cache.num_gpu_blocks)
 
     def most(self, state: RequestState) -> int:
         """Return the most leading tokens that a hit without a tail or a hand-over may have."""

@@ -109,8 +109,7 @@ class Loads(SharingPart):
         self._read_ahead.note_in_engine_cache(op.chunks)
         self._plan(op)
         if self._are_shared:
-            pieces = (*op.chunks, *op.windows, *op.states)
-            self._brought |= {chunk.key: op for chunk in pieces}
+            self._brought |= {chunk.key: op for chunk in (*op.chunks, *op.windows, *op.states)}
 
     def _begin(self, state: RequestState | None) -> int:
         """Return the number of a new load, of which nothing is known yet but that vLLM waits."""
@@ -129,11 +128,6 @@ class Loads(SharingPart):
             number = self._begin(self._requests.get(request_id))
             # Without its blocks, the workers have all tokens of the request computed.
             self._plan(self._without_chunks(number, request_id, external))
-
-    @property
-    def any_running(self) -> bool:
-        """Whether a load runs."""
-        return bool(self._running)
 
     def shares(self, state: RequestState, start: int, end: int) -> bool:
         """Whether a request waits for a load that runs, before its own of tokens ``[start, end)``.
@@ -159,16 +153,15 @@ class Loads(SharingPart):
         return self._running.get(op.request_id) is op
 
     def _kept(self, op: LoadOp, state: RequestState) -> int:
-        """Return the tokens behind which vLLM keeps windows and states of a load for a request.
+        """Return up to which token vLLM can hit behind a load of another request.
 
-        They end with a prompt, of which requests with prompts of one length have the same; and
-        where vLLM has seen prompts part. It sees that by the full KV that a first load brings.
+        It keeps windows and states at the end of a prompt: prompts of one length are taken for
+        equal. It also keeps them where it has seen prompts part, by the full KV of a first load.
         """
-        loading, request = self._requests[op.request_id].request, state.request
-        kept, dropped = request.num_tokens - 1, self._hits.dropped
-        if loading.num_tokens != request.num_tokens:
-            learns = not state.shared and FULL in self._groups.kinds and dropped < self._size
-            kept = kept if learns else request.shared_prefix_boundary
+        request, dropped = state.request, self._hits.dropped
+        as_long = self._requests[op.request_id].request.num_tokens == request.num_tokens
+        learns = not state.shared and FULL in self._groups.kinds and dropped < self._size
+        kept = request.num_tokens - 1 if as_long or learns else request.shared_prefix_boundary
         return int(kept - dropped)
 
     def _ended(self, request_id: str) -> None:

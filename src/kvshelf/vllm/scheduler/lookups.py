@@ -114,12 +114,6 @@ class Lookups(SharingPart):
                 state.waiting_since, state.newer = None, self._submit(lookups, state)
                 return
 
-    def _budget(self) -> float:
-        """Return how long this step may wait for lookups, in seconds."""
-        if self._steps.may_wait:
-            return _IDLE_LOOKUP_SECONDS
-        return min(_STEP_SHARE * self._steps.seconds, _LONGEST_LOOKUP_SECONDS)
-
     # ------------------------------------------------------------- begin and end
 
     def start_in_turn(self, state: RequestState) -> None:
@@ -148,8 +142,6 @@ class Lookups(SharingPart):
             if not self._groups.mixed:
                 stored = min(state.stores.next_chunk, len(lookup.chain.chunks))
                 lookup.hit_chunks = lookup.full_chunks = max(lookup.full_chunks, stored)
-            if state.newer is not None:
-                state.newer.cancel()
             state.newer = None if lookups is None else self._submit(lookups, state)
 
     def start_again(self) -> None:
@@ -237,10 +229,11 @@ class Lookups(SharingPart):
         """Wait within the step's budget; return whether the lookup is done."""
         if lookup.done:
             return True
-        left = self._budget() - self._waited
+        idle = self._steps.may_wait
+        share = min(_STEP_SHARE * self._steps.seconds, _LONGEST_LOOKUP_SECONDS)
+        left = (_IDLE_LOOKUP_SECONDS if idle else share) - self._waited
         # A wait that times out lasts longer than its timeout: until the lookup thread releases the
         # GIL.
-        idle = self._steps.may_wait
         if left <= 0 or not (idle or lookups.answers_soon(lookup)):
             return False
         begin = time.monotonic()

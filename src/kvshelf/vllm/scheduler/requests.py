@@ -161,10 +161,6 @@ class RequestState:
         Whether its lookup was counted, and that an open breaker kept it from one.
     offered_from : int
         Tokens that vLLM had when it last asked.
-    offered_alone : tuple of (float, float), or None
-        Since when vLLM is offered a hit while nothing else is computed or loaded, and when last.
-    fits : bool
-        False once vLLM took no hit for long: it keeps too many blocks free beside a load.
     loaded, loading : bool
         Whether a load was planned since it was admitted, and whether it runs.
     load : int
@@ -191,8 +187,6 @@ class RequestState:
     counted: bool = False
     refused: bool = False
     offered_from: int = 0
-    offered_alone: tuple[float, float] | None = None
-    fits: bool = True
     loaded: bool = False
     loading: bool = False
     load: int = 0
@@ -219,7 +213,7 @@ class RequestState:
         """Begin anew after a preemption. What was seen of the request's chunks still counts."""
         self.admission = self.request.num_preemptions
         self.loaded = self.gave_up = False
-        self.offered_alone = self.waiting_since = None
+        self.waiting_since = None
         if self.awaited is not None and self.awaited.outcome is not None:
             # Promised chunks are there, or are not waited for again.
             self.awaited.deadline = math.inf
