@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -50,9 +51,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
     seed = item.config.getoption("--seed")
     with ExitStack() as stack:
         stack.enter_context(runtime.simulated(f"{seed} {item.nodeid}" if seed else ""))
-        # Its threads wait for the kernel.
+        # Threads of watchdog wait for the kernel: as if no folder were there to be watched.
+        notices = mock.Mock(Notice=mock.Mock(side_effect=FileNotFoundError))
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setitem(sys.modules, "kvshelf.shelf.notices", None)
+        patch.setitem(sys.modules, "kvshelf.shelf.notices", notices)
         item.stash[_SIMULATION] = stack
         return (yield)
 

@@ -8,8 +8,7 @@ Contracts
 * A notice may fail to come: the system drops events, and folders are moved away. So the waiting
   side also probes for its file, less often.
 * The thread that makes or closes a notice may wait for the filesystem.
-* :mod:`kvshelf.shelf.waits` imports this module for local directories only, and does without it
-  where watchdog is not installed.
+* :mod:`kvshelf.shelf.waits` imports this module for local directories only.
 """
 
 from __future__ import annotations

@@ -304,8 +304,8 @@ class WaitService:
             from kvshelf.shelf.notices import Notice
 
             return Notice(os.path.join(root, name), self._wake.set)
-        except (ImportError, FileNotFoundError):
-            # watchdog is not installed, or the folder has no object yet.
+        except FileNotFoundError:
+            # The folder has no object yet.
             return None
         except (OSError, RuntimeError) as error:
             self._log.warning(
