@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,6 +69,32 @@ def test_a_step_asks_for_few_requests_of_a_long_queue(start: Start) -> None:
         engine.step()
         assert len(asked.take()) <= 20
         assert len(rig.with_lookups(side)) <= 300
+
+
+@pytest.mark.parametrize("cause", ["load", "lookup"])
+def test_a_step_leaves_at_most_256_requests_waiting(
+    start: Start, backend: FaultyStorage, cause: str
+) -> None:
+    """The next is computed: it fills the step, and brings others what they wait for."""
+    tokens = prompt(400)
+    start(budget=1024).run([*tokens, 1])
+    engine = start(blocks=2000, budget=512, seqs=80)
+    asked, engine.holds_loads = Asked(engine), True
+    hung = threading.Event()
+    if cause == "lookup":
+        backend.add(Fault("stat", wait=hung))
+    for number in range(400):
+        engine.add(f"{number}", [*tokens, 1, number])
+        if cause == "load" and number < 256:
+            engine.wait_for_lookup(f"{number}")
+    engine.step()
+    answers = list(asked.take().values())
+    assert answers.count(None) == 256
+    assert 0 in answers
+    assert len(answers) <= 256 + 80
+    hung.set()
+    engine.holds_loads = False
+    engine.finish()
 
 
 # --------------------------------------------------------------------------- preempted requests

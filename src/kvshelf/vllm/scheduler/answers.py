@@ -10,6 +10,9 @@ Contracts
 * While the weights are compared (:mod:`kvshelf.vllm.handshake`), no other request waits.
 * While a storage breaker of the scheduler or of a worker is open there are no hits, and no
   other request waits.
+* A step leaves at most :data:`~kvshelf.vllm.scheduler.lookups.LONG_QUEUE` requests waiting for
+  lookups and loads, and has the next computed. vLLM asks for one after the other until a step is
+  full, at some 17 µs each. What is computed of a beginning that all share, they find in its cache.
 * A hit for whose load vLLM never has the blocks is not offered: the request would wait for ever.
 * Runs on the engine's step thread.
 """
@@ -19,7 +22,7 @@ from __future__ import annotations
 from kvshelf.vllm.scheduler.admission import Admission
 from kvshelf.vllm.scheduler.handovers import Handovers
 from kvshelf.vllm.scheduler.loads import Loads
-from kvshelf.vllm.scheduler.lookups import Lookups
+from kvshelf.vllm.scheduler.lookups import LONG_QUEUE, Lookups
 from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.scheduler.shared import Shared, SharingPart
 
@@ -56,6 +59,11 @@ class Answers(SharingPart):
         if state.unanswered is None:
             state.unanswered = clock()
         found = self._answer(state, computed)
+        if found is None and state.unanswered is not None:
+            self._lookups.held += 1
+            if self._lookups.held > LONG_QUEUE:
+                # While nobody has an answer, vLLM would ask for the whole queue in each step.
+                found = 0
         if found is not None and state.unanswered is not None:
             # What vLLM makes the request wait behind that is not kvshelf's.
             state.answered_after, state.unanswered = clock() - state.unanswered, None
@@ -95,7 +103,6 @@ class Answers(SharingPart):
             return 0
         done = lookup is not None and self._lookups.wait(lookups, lookup)
         if not done and not overdue and not (lookup and self._lookups.too_long(lookups, state)):
-            self._lookups.held += 1
             return None
         if lookup is None or not done or lookup.given_up:
             state.gave_up = True
@@ -107,7 +114,6 @@ class Answers(SharingPart):
         has_room = hit > computed and self._hits.has_room(hit)
         end = self._admission.end_of_load(state, computed, hit) if has_room else computed
         if computed < end == hit and self._loads.shares(state, computed, hit):
-            self._lookups.held += 1
             return None
         state.offered_from = computed
         first = self._count(state, computed, max(0, hit - computed))

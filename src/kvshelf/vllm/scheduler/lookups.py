@@ -49,8 +49,9 @@ _LONGEST_LOOKUP_SECONDS: Final = 4e-3
 _STALE_SECONDS: Final = 1.0
 #: Age of an answer at which one of the first waiting requests is looked up again.
 _ANSWER_SECONDS: Final = 1.0
-#: Waiting requests whose lookups are made before vLLM asks for them.
-_LOOKUPS_AHEAD: Final = 256
+#: Waiting requests whose lookups are made before vLLM asks for them; and those that one step asks
+#: for and leaves waiting.
+LONG_QUEUE: Final = 256
 #: The front of the queue: the first of these, whose answers are renewed; and of the requests that
 #: one step asks for and leaves waiting, the first, whose lookups the question starts.
 _FRONT: Final = 16
@@ -94,7 +95,7 @@ class Lookups(SharingPart):
         lookups = self._opening.looks_up
         if lookups is None:
             return
-        while len(self._ahead) < _LOOKUPS_AHEAD and self._later:
+        while len(self._ahead) < LONG_QUEUE and self._later:
             request_id, _ = self._later.popitem(last=False)
             state = self._requests.get(request_id)
             if state is not None and state.lookup is None:
@@ -124,7 +125,7 @@ class Lookups(SharingPart):
         lookups = self._opening.looks_up
         if lookups is None or not state.addressable:
             return
-        has_turn = state.id in self._ahead or len(self._ahead) < _LOOKUPS_AHEAD
+        has_turn = state.id in self._ahead or len(self._ahead) < LONG_QUEUE
         if has_turn or state.awaited is not None:
             self.start(lookups, state)
         else:
