@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from kvshelf.backends.base import Space
-from kvshelf.backends.oserrors import storage_error
+from kvshelf.backends.oserrors import no_space, storage_error
 from kvshelf.capacity import keeper as keeper_module
 from kvshelf.capacity import keepers
 from kvshelf.capacity.keeper import Keeper, least_free
@@ -28,6 +28,7 @@ from kvshelf.errors import (
     BoundReachedError,
     NoSpaceStorageError,
     PermanentStorageError,
+    StorageError,
     TransientStorageError,
 )
 from kvshelf.shelf.pins import PINS, Pin, Pins
@@ -502,6 +503,41 @@ def test_stores_go_on_soon_after_another_program_filled_the_disk_for_a_while(fle
     disk.others, before = 0, writer.dropped
     fleet.run(30)
     assert writer.dropped - before <= 4
+
+
+@pytest.mark.parametrize("short_of", ["inodes", "quota"])
+@pytest.mark.parametrize("bound", [{}, {"max_bytes": "1GiB"}])
+def test_stores_where_inodes_or_quota_ran_out_are_paid_for_by_the_oldest(
+    place: Place,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    bound: dict[str, str],
+    short_of: str,
+) -> None:
+    old = place.put(FMT, chunks(30), age=3 * HOUR)
+    write = place.faults.write
+
+    def refuse(name: str, *arguments: Any) -> Any:
+        if len(place.objects()) >= len(old):
+            raise no_space(errno.ENOSPC, "not written", name, short_of)
+        return write(name, *arguments)
+
+    clock = SimpleNamespace(**vars(time) | {"time": lambda: time.time() + 3 * DAY})
+    monkeypatch.setattr(keeper_module, "time", clock)
+    monkeypatch.setattr(place.faults, "write", refuse)
+    monkeypatch.setattr(keeper_module, "_WAIT_SECONDS", 0.0)
+    place.age(place.path(old[-1]), 4 * HOUR)
+    keeper = place.keeper(**bound)
+    place.backend.bound, place.backend.on_full = keeper, keeper.found_full
+    stored = 0
+    for chunk in chunks(20, seed=1):
+        keeper._turn()
+        with suppress(StorageError):
+            stored += len(place.put(FMT, [chunk]))
+        place.backend.writes.close()
+    assert stored >= 36
+    assert len(place.objects()) >= len(old) - 10 and old[-1] not in place.objects()
+    assert caplog.text.count(f"its {short_of} ran out") == 1
 
 
 def test_what_came_with_old_times_stays_on_a_disk_nearly_full(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ to pay             the disk is nearly full, and a store was refused
 Without ``max_bytes`` a directory of which little is free pays for a store by deleting as many bytes
 as it writes, the oldest first, nothing used within an hour: the shelf stops growing, and does not
 shrink because others write to the disk. Where less than half of what stores leave free is left, it
-pays only with what the storage shows as free after the deletion.
+pays only with what the storage shows as free after the deletion. Where a write found no inode, or a
+quota reached, stores are paid for during an hour, also below ``max_bytes``.
 
 Contracts
 ---------
@@ -106,6 +107,8 @@ _TURN_SECONDS: Final = 0.25
 _WAIT_SECONDS: Final = 5.0
 #: Seconds in which all pins are read.
 _PINS_SECONDS: Final = 60.0
+#: Of a storage that says nothing.
+_UNKNOWN: Final = Space(free=1 << 62, total=0)
 #: Slices over which numbers are smoothed.
 _SMOOTH: Final = 5
 #: What stores leave free: a part of the storage, at most this many bytes; of a filesystem in
@@ -227,6 +230,9 @@ class Keeper:
         #: storage, and that stores leave free.
         self._pays = False
         self._pays_at = -math.inf
+        #: What is used up beside bytes, and until when stores are paid for because of it.
+        self._short_of = ""
+        self._short_until = -math.inf
         self._storage_free = self._reserve = 0
         #: Slices to visit because a write found no space, and when that may be tried again.
         self._full_left = 0
@@ -290,9 +296,13 @@ class Keeper:
                 self._credit += nbytes
                 self._free += nbytes
 
-    def found_full(self, _: NoSpaceStorageError) -> None:
-        """Note that a write found the storage full."""
+    def found_full(self, error: NoSpaceStorageError) -> None:
+        """Note that a write found the storage full, and of what."""
         with self._lock:
+            if error.short_of != "bytes":
+                self._short_of, self._short_until = error.short_of, time.monotonic() + HOUR
+                # Others may have taken what was paid for.
+                self._free = 0.0
             if not self._full_left and time.monotonic() >= self._full_at:
                 self._full_left = FANS
         self._looked_at = -math.inf
@@ -324,7 +334,8 @@ class Keeper:
                 self._begun += nbytes
                 self._credit -= nbytes
                 self._free -= nbytes
-            if self._credit < self._granted / 2:
+            pays_ahead = self._pays and self._free < 2 * self._largest
+            if pays_ahead or self._credit < self._granted / 2:
                 self._thread.wake()
             why, text = self._why
         if allowed or (soon and not take):
@@ -400,14 +411,13 @@ class Keeper:
             return
         self._asked, self._looked_at = False, time.monotonic()
         try:
-            space = self._storage.make("", self._guard.inner.space)
+            space = self._storage.make("", self._guard.inner.space) or _UNKNOWN
         except StorageError as error:
             logger.debug("%s: its free space is not known: %s", self._guard.url, error)
             return
-        if space is None:
-            return
         kept = least_free(space)
-        self._counters.set_gauge("storage_free_bytes", space.free)
+        if space.total:
+            self._counters.set_gauge("storage_free_bytes", space.free)
         self._taken = space.total - space.free if space.total else math.inf
         self._storage_free, self._reserve = space.free, kept
         with self._lock:
@@ -416,8 +426,9 @@ class Keeper:
             # All processes see the same free space.
             least = self._largest if left >= self._largest else 0
             self._free = max(left / 2, least, 0.0) if kept else math.inf
-            full = self._free < max(self._largest, 1) or self._full_left > 0
-            pays = full and self._max_bytes is None and kept > 0
+            short = time.monotonic() < self._short_until
+            full = short or self._free < max(self._largest, 1) or self._full_left > 0
+            pays = short or (full and self._max_bytes is None and kept > 0)
             self._pays = pays and time.monotonic() >= self._pays_at
             if self._pays:
                 self._free = max(0.0, min(paid, space.free))
@@ -431,11 +442,13 @@ class Keeper:
                     " until more is free; loads continue",
                 )
         if pays:
+            why = f"{space.free} bytes are free, and stores leave {kept} free"
+            if short:
+                why = f"its {self._short_of} ran out, which is looked at again in an hour"
             self._warn(
                 "pays",
-                f"{space.free} bytes are free, and stores leave {kept} free: each store deletes as"
-                " many bytes of the chunks that were used longest ago. capacity.max_bytes bounds"
-                " the shelf",
+                f"{why}: each store deletes as many bytes of the chunks that were used longest ago."
+                " capacity.max_bytes bounds the shelf",
             )
 
     # ------------------------------------------------------------- when a visit is due
@@ -679,21 +692,20 @@ class Keeper:
                 units = [(scores[i], part.units[i].nbytes) for i in some]
                 low, high = LOW * self._group_max_bytes, HIGH * self._group_max_bytes
                 cuts[where] = group.move_cut(units, seen, held - low, held - high, weight)
-        units = [(scores[i], part.units[i].nbytes) for i in order]
-        if self._max_bytes is not None:
+        owed = max(4.0 * largest - self._free, 0.0) if self._pays else 0.0
+        low = high = owed
+        if self._max_bytes is None:
+            order = [i for i in order if part.units[i].used < now - HOUR]
+        else:
             held = self._used()
             # There must be room for one more store, also below a small bound.
             room = min(2 * largest, self._max_bytes / 2)
-            low = min(LOW * self._max_bytes, self._max_bytes - room)
-            high = min(HIGH * self._max_bytes, self._max_bytes - room / 2)
+            low = held - min(LOW * self._max_bytes, self._max_bytes - room)
+            high = held - min(HIGH * self._max_bytes, self._max_bytes - room / 2)
             seen = sum(unit.nbytes for unit in part.units) / max(held, 1.0)
-            cuts[""] = self._whole.move_cut(units, seen, held - low, held - high, weight)
-        elif self._pays:
-            old = [
-                (scores[i], part.units[i].nbytes) for i in order if part.units[i].used < now - HOUR
-            ]
-            owed = max(4 * largest - self._free, 0.0)
-            cuts[""] = self._whole.move_cut(old, 1.0, owed, owed, weight)
+            low, high = max(low * seen, owed), max(high * seen, owed)
+        units = [(scores[i], part.units[i].nbytes) for i in order]
+        cuts[""] = self._whole.move_cut(units, 1.0, low, high, weight)
         return cuts
 
     def _count(self, outcome: Outcome) -> None:
