@@ -55,17 +55,18 @@ def parse_age(text: str, least: float = 0.0) -> float:
     raise ValueError(f"expected {AGES}{f', at least {least:g}s' if least else ''}")
 
 
-def parse_number(text: str) -> float:
+def parse_number(text: str, least: float = 0.0) -> float:
     """Return a number that is written in digits, such as ``256`` or ``0.5``.
 
     Raises
     ------
     ValueError
-        If it is none.
+        If it is none, or less than `least`.
     """
-    if re.fullmatch(_NUMBER, text, re.ASCII) is None:
-        raise ValueError("expected a number such as 256 or 0.5")
-    return float(text)
+    if re.fullmatch(_NUMBER, text, re.ASCII) is not None and float(text) >= least:
+        return float(text)
+    more = f", at least {least:g}" if least else ""
+    raise ValueError(f"expected a number such as 256 or 0.5{more}")
 
 
 def weights_name(text: str) -> str | None:

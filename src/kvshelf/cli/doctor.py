@@ -34,6 +34,7 @@ from kvshelf.capacity.keeper import least_free
 from kvshelf.cli.codes import GIVEN, OK, PROBLEM, UNREACHABLE, ending_at_once
 from kvshelf.cli.common import DryRunOption, JsonOption, number, option, told, write_json
 from kvshelf.cli.shelves import ShelfArgument, find_shelf, is_local, json_object
+from kvshelf.cli.values import seconds
 from kvshelf.config import Config
 from kvshelf.errors import (
     ConfigError,
@@ -97,9 +98,9 @@ class Check:
 def doctor(
     shelf: ShelfArgument = None,
     timeout: Annotated[
-        float,
-        typer.Option("--timeout", min=0.1, help="Deadline of each step on the shelf, in seconds."),
-    ] = 10.0,
+        str,
+        typer.Option(metavar="SECONDS", help="Deadline of each step on the shelf."),
+    ] = "10",
     transfer: Annotated[
         str | None,
         option("--kv-transfer-config", "JSON", "Also check these options, as an engine has them."),
@@ -108,9 +109,9 @@ def doctor(
     as_json: JsonOption = False,
 ) -> None:
     """Check the installation and, step by step, access to a shelf."""
-    extra = _own_options(transfer)
+    extra, deadline = _own_options(transfer), seconds(timeout, "--timeout")
     checks = []
-    for check in itertools.chain(_installation(), _shelf(shelf, extra, timeout, dry_run)):
+    for check in itertools.chain(_installation(), _shelf(shelf, extra, deadline, dry_run)):
         checks.append(check)
         if not as_json:
             _print(check)

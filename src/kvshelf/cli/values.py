@@ -1,4 +1,4 @@
-"""Sizes and ages as values of a command's options.
+"""Sizes, ages and numbers as values of a command's options.
 
 Owns these options, and the errors that name them; :mod:`kvshelf.values` reads the values.
 """
@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 from kvshelf.cli.common import option
 from kvshelf.config import LEAST_MAX_AGE
 from kvshelf.errors import ConfigError
-from kvshelf.values import parse_age, parse_size
+from kvshelf.values import parse_age, parse_number, parse_size
 
 _T = TypeVar("_T", int, float)
 
@@ -49,6 +49,17 @@ def age(text: str | None, option: str, *, least: float = 0.0) -> float | None:
         If `text` is no age with a unit, or less than `least`.
     """
     return _read(parse_age, text, option, least)
+
+
+def seconds(text: str, option: str) -> float:
+    """Return a number of seconds, at least a tenth, that the value of an option is.
+
+    Raises
+    ------
+    ConfigError
+        If `text` is no number that is written in digits, or less.
+    """
+    return _read(parse_number, text, option, 0.1) or 0.0
 
 
 def max_age(text: str | None) -> float | None:
