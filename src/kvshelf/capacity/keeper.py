@@ -532,10 +532,12 @@ class Keeper:
             except StorageError as error:
                 at, self._knows_time = time.time(), self._guard.inner.properties.local
                 if not self._knows_time:
+                    refused = isinstance(error, PermissionError)
+                    advice = f". Allow this user to write below {KEEPERS}" if refused else ""
                     self._warn(
                         "time",
                         "the time of the storage is not known, and nothing is deleted because of"
-                        f" its age: {error}. Allow this user to write below {KEEPERS}",
+                        f" its age: {error}{advice}",
                     )
             self._unknown //= _KNOWN_PART
             self._ahead = at - self._said_at

@@ -16,6 +16,7 @@ All functions block on the storage, and may be called on any thread.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import math
@@ -77,7 +78,8 @@ def say(backend: Backend, name: str, said: Mapping[str, Any]) -> tuple[float, in
     if own is None:
         own = backend.info(f"{KEEPERS}/{name}") or next(iter(found), None)
     if own is None:
-        raise problem or StorageError(0, "its markers of keepers are not listed", backend.url)
+        late = "what was just written is not listed"
+        raise problem or StorageError(errno.ENOENT, late, backend.url)
     now = _at(own)
     alive = sorted(info.name for info in found if abs(_at(info) - now) < ALIVE_SECONDS)
     return now, bisect(alive, f"{KEEPERS}/{name}") - 1, max(len(alive), 1)
