@@ -596,11 +596,11 @@ class Keeper:
         for folder, error in list(part.skipped.items())[:1]:
             text = f"the folder {printable(folder)} cannot be listed, and nothing in it is deleted"
             self._warn(folder, f"{text}: {error}")
+        # What the storage says is used lacks what was written since it was asked.
+        self._look(at_once=True)
         self._note_held(part, listed / FANS)
         # Stores need not wait for the deletion.
         self._grant()
-        if self._pays:
-            self._look(at_once=True)
         outcome = self._delete_from(part, now, listed / FANS, largest)
         self._grant()
         # What others took of the storage no visit gives back.
