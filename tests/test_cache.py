@@ -27,6 +27,7 @@ from kvshelf.errors import (
     ConfigError,
     DeviceUnavailableError,
     TransientStorageError,
+    UnavailableStorageError,
     UnsupportedError,
 )
 from kvshelf.format.keys import KeyChain
@@ -46,6 +47,7 @@ from kvshelf.kv.layout import PagedLayout
 from kvshelf.memory.size_classes import SizeClasses
 from kvshelf.server.shelf import open_served
 from kvshelf.tiers.disk_tier import DiskTier
+from kvshelf.transfer.loads import Loads
 from tests.native.simulated_device import SimulatedStreams
 from tests.server.node import LocalServer
 from tests.sim.storage import FAR, Fault, FaultyStorage, posix
@@ -548,6 +550,18 @@ def test_storage_trouble_is_a_miss_and_no_exception(
 
 
 @past_the_server
+def test_a_chunk_that_was_not_tried_has_not_failed(
+    cache: ChunkCache, backend: FaultyStorage
+) -> None:
+    tokens = prompt(CHUNK)
+    put(cache, tokens)
+    backend.add(Fault("read", error=lambda: UnavailableStorageError("not tried")))
+    assert fetch(cache, tokens) == 0
+    backend.heal()
+    assert fetch(cache, tokens) == CHUNK
+
+
+@past_the_server
 def test_a_storage_that_hangs_ends_nothing_but_the_hit(make: Make, backend: FaultyStorage) -> None:
     cache = make(timeout_s=0.2)
     tokens = prompt(3 * CHUNK)
@@ -617,6 +631,35 @@ def test_a_cancelled_retrieve_is_over_at_once(
     assert not held.read().any()
 
 
+@past_the_server
+def test_a_retrieve_cancelled_while_its_load_begins_touches_nothing_later(
+    cache: ChunkCache, backend: FaultyStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = prompt(3 * CHUNK)
+    put(cache, tokens)
+    begins, goes_on, gate = threading.Event(), threading.Event(), threading.Event()
+    load = Loads.load
+
+    def begin(*args: Any, **fields: Any) -> Any:
+        begins.set()
+        goes_on.wait()
+        return load(*args, **fields)
+
+    monkeypatch.setattr(Loads, "load", begin)
+    backend.add(Fault("read", wait=gate))
+    memory = as_blob(nothing(len(tokens)))
+    handle = cache.submit_retrieve(tokens, **memory.arguments)
+    assert begins.wait(PATIENCE)
+    canceller = threading.Thread(target=handle.cancel)
+    canceller.start()
+    canceller.join(0.1)
+    goes_on.set()
+    canceller.join(1.0)
+    assert not canceller.is_alive()
+    gate.set()
+    assert not memory.read().any()
+
+
 # ------------------------------------------------------------------------- prefetch
 
 
@@ -668,6 +711,10 @@ def test_a_chunk_that_is_removed_is_missing_and_can_be_stored_again(
         report = cache.store(tokens, kv=truth(tokens), identity=identity)
         assert (report.published, report.existed) == (1, 3)
         assert fetch(cache, tokens, identity=identity) == 4 * CHUNK
+        # A copy in a tier is not on the shelf.
+        assert tier.drain(PATIENCE)
+        assert cache.remove(key, tiers=["shelf"], identity=identity)
+        assert cache.store(tokens, kv=truth(tokens), identity=identity).published == 1
         with pytest.raises(ValueError, match="expected some of memory, disk, shelf"):
             cache.remove(key, tiers=["attic"], identity=identity)
 
@@ -915,8 +962,9 @@ def test_native_namespaces_take_whole_blocks(make: Make) -> None:
         assert same(paged[blocks[:1]], old[blocks[:1]])
         assert same(paged[blocks[2:]], old[blocks[2:]])
         assert not paged[blocks[1]].any()
-    with pytest.raises(ValueError, match="not one whole block of 4"):
-        cache.store(tokens, kv=PagedKV(caches, layout, slots.roll(1)))
+    for wrong in (slots.roll(1), torch.arange(1, len(slots) + 1)):
+        with pytest.raises(ValueError, match="not one whole block of 4"):
+            cache.store(tokens, kv=PagedKV(caches, layout, wrong))
     with pytest.raises(ValueError, match="canonical"):
         cache.retrieve(tokens, kv=nothing(len(tokens)))
 

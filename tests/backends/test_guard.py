@@ -225,6 +225,23 @@ def test_a_trial_that_fails_after_another_worked_does_not_stop_it_again() -> Non
     assert breaker.state is BreakerState.CLOSED
 
 
+def test_the_backoff_of_a_storage_that_flaps_goes_on_growing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = make_clock(monkeypatch)
+    breaker = Breaker(["read"], Backoff(1.0, 60.0), lambda *_: None)
+    for longest in (1.0, 2.0, 4.0, 8.0):
+        breaker.trip("broken")
+        assert longest / 2 <= breaker.retry_at - now[0] <= longest
+        now[0] = breaker.retry_at
+        assert breaker.try_half_open()
+        breaker.close()
+        now[0] += 1.0
+    now[0] += 60.0
+    breaker.trip("broken")
+    assert breaker.retry_at - now[0] <= 1.0, "a minute of rest ends it"
+
+
 def test_the_backoff_grows_up_to_a_bound_and_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     now = make_clock(monkeypatch)
     seen: set[float] = set()

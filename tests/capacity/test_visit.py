@@ -73,6 +73,7 @@ def unit(used: float = NOW, **fields: object) -> Unit:
         # Times in the future, by more than a day.
         (2 * DAY, None, None, False, 0.0),
         (2 * DAY, None, -40 * DAY, False, -40 * DAY),
+        (-HOUR, 2 * DAY, None, False, -HOUR),
         (HOUR, None, None, False, HOUR),
     ],
 )

@@ -73,6 +73,9 @@ def test_a_name_that_may_be_several_is_told(shelf: Path, prompts: Path) -> None:
 def test_keys_are_named_by_a_beginning(shelf: Path) -> None:
     key = next(iter(KeyChain(namespace().digest, CHUNK).extend(prompt(0, 2)))).key.hex()
     assert "2 of 2 objects" in done("verify", shelf, key[:8]).stdout  # both shards
+    file = next(shelf.rglob(f"{key}*"))
+    file.with_name(file.name.replace(key, key[:-1] + "10"[key[-1] == "1"])).touch()
+    assert "2 keys" in run("verify", shelf, key[:8]).stderr
 
 
 # ------------------------------------------------------------------------------ dry runs

@@ -60,6 +60,8 @@ def test_prompts_are_pinned_in_the_namespace_that_has_them(place: Place, tmp_pat
 def test_prompts_of_several_namespaces_make_one_pin(place: Place, tmp_path: Path) -> None:
     other = hybrid()
     place.fill(other, prompt(1, chunks=2))
+    spaces = ("-n", namespace().folder[-16:], "-n", other.folder[-16:])
+    assert place.run("pin", "all", *spaces).exit_code == 2 and not pins_of(place).all
     (row,) = place.rows("pin", "both", write_prompts(tmp_path, prompt(1, chunks=3)))
     assert row["namespaces"] == sorted([namespace().folder, other.folder])
     assert (row["namespace"], row["chunks"], row["stored"]) == (None, 6, 5)

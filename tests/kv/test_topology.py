@@ -102,6 +102,11 @@ def test_plans(topology: Topology, expected: list[ShardPlan]) -> None:
     assert [topology.plan(worker) for worker in range(len(expected))] == expected
 
 
+def test_ranks_that_share_the_tokens_of_a_head_hold_the_same_part() -> None:
+    topology = Topology(1, 1, 4, decode_context=2, most_kv_heads=2)
+    assert [topology.plan(worker).part(2) for worker in range(4)] == [0, 0, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -207,6 +207,19 @@ def test_what_a_dead_client_asked_for_and_nobody_has_begun_is_forgotten(desk: De
     assert desk.store(B, name_of(FMT, chunk), sealed(FMT, chunk)) == Stored("created")
 
 
+def test_stores_of_a_dead_client_are_forgotten_or_end_once(make_desk: MakeDesk) -> None:
+    desk = make_desk(16 * 16384)
+    gate = desk.hold("write")
+    chunks = make_chunks(FMT, 48)
+    replies = [desk.begin_store(A, name_of(FMT, one), sealed(FMT, one)) for one in chunks]
+    assert desk.stat("waiting") > 0
+    desk.service.client_gone(A)
+    gate.set()
+    desk.settle()
+    assert {len(answers) for answers in replies} == {1}
+    assert desk.stat("waiting") == desk.stat("pinned_bytes") == 0
+
+
 @mock.patch("kvshelf.server.service._FEW_THREADS", 2)
 def test_a_read_that_others_wait_for_outlives_the_client_that_asked_first(
     make_desk: MakeDesk, shelf: Path
@@ -481,7 +494,13 @@ def test_a_name_that_is_no_object_of_a_known_namespace_is_refused(
 
 
 def test_a_record_that_is_none_is_refused(desk: Desk) -> None:
-    desk.service.register(make_format(shards=1).namespace.encoded)
+    small = make_format(shards=1)
+    desk.service.register(small.namespace.encoded)
+    # Of digests only the beginning is in the name of a folder.
+    known = desk.service._namespaces._known
+    known[small.namespace.digest.hex()[:16]] = known[FMT.namespace.digest.hex()[:16]]
+    with pytest.raises(ConfigError, match="has the folder of another one"):
+        desk.service.register(small.namespace.encoded)
     record = FMT.namespace.record | {
         "shards": 4096,
         "kv_heads": 4096,

@@ -226,6 +226,9 @@ def test_two_folders_of_one_namespace_are_read_as_one(shelf: Shelf, root: Path) 
             with pytest.raises(ObjectMissingError):
                 load(fresh, CHUNKS[2], fmt=mine)
     assert len(list(root.iterdir())) == 2
+    os.truncate(path_of(shelf, CHUNKS[0]), 100)
+    with open_shelf(root) as fresh:
+        assert fresh.view(FMT).probe([(CHUNKS[0], 0)]) == [Presence.WRONG_SIZE]
 
 
 def test_each_folder_of_a_namespace_gets_its_description(shelf: Shelf, root: Path) -> None:

@@ -216,11 +216,20 @@ def test_pieces_are_seen_as_they_come(over: Rig, pieces: list[Piece]) -> None:
 
 
 def test_pieces_win_over_a_marker(over: Rig) -> None:
-    pieces = all_kinds(2)
+    """Also where they come while it is looked for."""
+    pieces, gate, looks = all_kinds(2), threading.Event(), threading.Event()
+
+    def pause() -> None:
+        looks.set()
+        gate.wait(PATIENCE)
+
     over.give_up()
+    over.faults.add(Fault("stat", f"{MARKERS}/*", error=pause))
+    wait = over.submit(pieces)
+    assert looks.wait(PATIENCE)
     for piece in pieces:
         over.put(piece)
-    wait = over.submit(pieces)
+    gate.set()
     until(lambda: wait.ended)
     assert wait.complete and not wait.gave_up
 

@@ -84,6 +84,9 @@ def test_what_is_on_the_shelf_is_not_computed(tmp_path: Path) -> None:
     again, _ = seed(tmp_path, prompts, engine)
     assert len(engine.calls) == 1
     assert (again.existed, again.short, again.chunks) == (5, 1, 0)
+    # A chunk without one of its shards is missing.
+    next(tmp_path.rglob("*-1of2.*")).unlink()
+    assert seed(tmp_path, prompts, engine)[0].chunks == 1
 
 
 def test_what_is_dropped_again_and_again_is_named(tmp_path: Path) -> None:

@@ -103,6 +103,8 @@ def test_in_which_keys_configurations_differ(tmp_path: Path) -> None:
     ]:
         write(other, **changes)
         assert (published_lines(one) == published_lines(other)) is (not keys)
+    first = LLAMA | {"architectures": ["Other", *LLAMA["architectures"]]}
+    assert published_lines(first) != published_lines(first | {"eos_token_id": 7})
 
 
 def test_a_folder_s_files(tmp_path: Path) -> None:

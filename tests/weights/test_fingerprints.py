@@ -198,13 +198,15 @@ def test_golden_fingerprint(tmp_path: Path) -> None:
 
 
 def test_links_that_are_no_hub_blobs_are_hashed(tmp_path: Path) -> None:
-    touch(tmp_path, "model/a.safetensors", "elsewhere/blobs/" + "z" * 64)
+    touch(tmp_path, "model/a.safetensors")
     plain = weights_fingerprint(weight_files(tmp_path / "model"))
     (tmp_path / "linked").mkdir()
     link = tmp_path / "linked" / "a.safetensors"
-    link.symlink_to(tmp_path / "model" / "a.safetensors")
-    assert weights_fingerprint([link]) == plain
-    link.unlink()
+    for target in (tmp_path / "model" / "a.safetensors", tmp_path / "model" / ("0" * 64)):
+        link.symlink_to(target)
+        target.write_bytes(b"model/a.safetensors")
+        assert weights_fingerprint([link]) == plain
+        link.unlink()
     link.symlink_to(tmp_path / "elsewhere" / "blobs" / ("0" * 64))
     with pytest.raises(FileNotFoundError):
         weights_fingerprint([link])
@@ -316,7 +318,8 @@ def test_a_file_that_never_rests_is_an_error(
     number = iter(range(10**9))
 
     def readv(descriptor: int, buffers: Any) -> int:
-        model[0].write_bytes(b"x" * (1 + next(number) % 7))
+        model[0].write_bytes(b"as many")
+        os.utime(model[0], ns=(0, next(number)))
         return real(descriptor, buffers)
 
     monkeypatch.setattr(fingerprints.os, "readv", readv)
