@@ -697,7 +697,13 @@ def test_bound_with_tenants_that_come_and_go_is_used_for_hours(
 
 
 @pytest.mark.parametrize(
-    ("processes", "rate", "bound"), [(1, 5.0, 20), (1, 20.0, 80), (16, 10.0, 80), (16, 40.0, 600)]
+    ("processes", "rate", "bound"),
+    [
+        (1, 5.0, 20),
+        (1, 20.0, 80),
+        (16, 10.0, 80),
+        pytest.param(16, 40.0, 600, marks=pytest.mark.long),
+    ],
 )
 def test_bound_is_used_and_few_stores_are_dropped(
     fleet: Fleet, processes: int, rate: float, bound: int
