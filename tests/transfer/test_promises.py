@@ -127,9 +127,9 @@ def test_what_is_not_an_attempt_harms_nothing(rig: Rig, promises: Promises) -> N
 def test_the_keeper_learns_of_hand_overs(rig: Rig) -> None:
     keeper = Keeper(rig.shelf.backend, CapacityConfig(), rig.counters)
     promises = Promises(rig.shelf.view(FMT), rig.counters, keeper=keeper)
-    assert not keeper._ages
+    assert keeper._leaves_until < 0
     promises.watch(ONE)
-    assert keeper._ages
+    assert keeper._leaves_until > 0
 
 
 # ------------------------------------------------------------------------------- trouble
