@@ -692,8 +692,8 @@ class Keeper:
                 (seen, _), group = part.seen[where], self._lister.group(where)
                 held = group.nbytes or 0.0
                 units = [(scores[i], part.units[i].nbytes) for i in some]
-                low, high = LOW * self._group_max_bytes, HIGH * self._group_max_bytes
-                cuts[where] = group.move_cut(units, seen, held - low, held - high, weight)
+                low, high = ((held - share * self._group_max_bytes) * seen for share in (LOW, HIGH))
+                cuts[where] = group.move_cut(units, low, high, weight)
         owed = max(4.0 * largest - self._free, 0.0) if self._pays else 0.0
         low = high = owed
         if self._max_bytes is None:
@@ -707,7 +707,7 @@ class Keeper:
             seen = sum(unit.nbytes for unit in part.units) / max(held, 1.0)
             low, high = max(low * seen, owed), max(high * seen, owed)
         units = [(scores[i], part.units[i].nbytes) for i in order]
-        cuts[""] = self._whole.move_cut(units, 1.0, low, high, weight)
+        cuts[""] = self._whole.move_cut(units, low, high, weight)
         return cuts
 
     def _count(self, outcome: Outcome) -> None:

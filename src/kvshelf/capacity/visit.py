@@ -245,7 +245,7 @@ class Group:
     cut: float | None = None
 
     def move_cut(
-        self, units: list[tuple[float, int]], seen: float, low: float, high: float, weight: float
+        self, units: list[tuple[float, int]], low: float, high: float, weight: float
     ) -> float:
         """Return the score from which on units of a visit are deleted.
 
@@ -253,22 +253,20 @@ class Group:
         ----------
         units : list of (float, int)
             Scores and bytes of the units that may be deleted, the largest score first.
-        seen : float
-            What part of all they are.
         low, high : float
-            Bytes to delete of all: on average over slices, and in any case.
+            Bytes to delete of them: on average over slices, and in any case.
         weight : float
             Of this visit against those before.
         """
         if low <= 0:
             return math.inf
-        found = score_to_free(units, low * seen)
+        found = score_to_free(units, low)
         if found < math.inf:
             self.cut = found if self.cut is None else self.cut + (found - self.cut) * weight
         cut = math.inf if self.cut is None else self.cut
         # Where most units have about the same age, all of them may be older than what was learned.
-        most = score_to_free(units, _MOST_PART * low * seen)
-        return max(min(cut, score_to_free(units, high * seen)), most)
+        most = score_to_free(units, _MOST_PART * low)
+        return max(min(cut, score_to_free(units, high)), most)
 
 
 # ------------------------------------------------------------------------- pure functions
