@@ -150,8 +150,6 @@ class Properties:
         Number of names for which one call of ``delete`` takes little longer than for one.
     probe_cost : float
         Seconds for one probe, typical or as measured.
-    local : bool
-        Files have the times of this machine's clock.
     read_only : bool
         The storage is known to refuse writes.
     sets_aside : bool
@@ -167,8 +165,8 @@ class Properties:
     deadlines : Deadlines
         Upper bounds for calls when the storage works.
     local_path : str
-        Absolute path of the root, where this machine's kernel is the only one that changes files;
-        empty elsewhere.
+        Absolute path of the root, where this machine's kernel is the only one that changes files,
+        and gives them the times of its clock; empty elsewhere.
     available : bool
         False: the circuit breaker is open, and calls fail at once without being tried.
     """
@@ -178,7 +176,6 @@ class Properties:
     concurrency: int = 8
     deletes_at_once: int = 1
     probe_cost: float = 10e-6
-    local: bool = False
     read_only: bool = False
     sets_aside: bool = False
     temporaries: bool = False

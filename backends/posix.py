@@ -163,7 +163,6 @@ class PosixBackend(Backend):
             cache_seconds=mount.cache_seconds,
             concurrency=8 if mount.local else 32,
             probe_cost=self._place.probe_cost(mount),
-            local=mount.local,
             sets_aside=True,
             temporaries=True,
             local_path=self._root if mount.local else "",

@@ -240,7 +240,7 @@ class OneBadCall(FaultyStorage):
     """
 
     def __init__(self, inner: Backend, number: int, fault: int | str) -> None:
-        super().__init__(inner, local=False)
+        super().__init__(inner, local_path="")
         self.calls: list[tuple[str, str]] = []
         self.bad = ("", "none")
         self._number, self._fault = number, fault

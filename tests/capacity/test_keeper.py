@@ -562,7 +562,7 @@ def test_old_temporaries_on_a_disk_without_a_free_byte_go(
         place = Place(tmp_path)
         clock = SimpleNamespace(**vars(time) | {"time": lambda: time.time() + 3 * DAY})
         monkeypatch.setattr(keeper_module, "time", clock)
-        place.faults._stated = {"local": local}
+        place.faults._stated = {"local_path": str(place.root) if local else ""}
         names = place.put(FMT, chunks(4))
         for fan in ("00", "7f", "ff"):
             name = f".{fan * 32}-0-0of2.safetensors.{'0' * 16}.tmp"

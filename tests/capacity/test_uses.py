@@ -172,7 +172,7 @@ def test_what_a_storage_that_fails_has_not_recorded_is_recorded_later(place: Pla
 def test_use_of_an_object_that_hangs_or_fails_takes_no_other_with_it(
     tmp_path: Path, fault: str
 ) -> None:
-    place = Place(tmp_path, lambda inner: FaultyStorage(inner, local=False))
+    place = Place(tmp_path, lambda inner: FaultyStorage(inner, local_path=""))
     bad = place.view.name(ObjectRef(CHUNKS[1], 0))
     error = TransientStorageError(errno.EIO, "bad block", bad) if fault == "fails" else None
     hang = threading.Event() if fault == "hangs" else None

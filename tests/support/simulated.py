@@ -45,7 +45,7 @@ class Costs:
 
 
 #: A local one: in others each call has a thread, in case it hangs.
-DIRECTORY = Costs(30e-6, 0.0, {"local": True, "temporaries": True, "sets_aside": True})
+DIRECTORY = Costs(30e-6, 0.0, {"local_path": "/", "temporaries": True, "sets_aside": True})
 S3 = Costs(10e-6, 0.05, {"renews": True, "deletes_at_once": 1000, "probe_cost": 0.0})
 
 

@@ -530,7 +530,8 @@ class Keeper:
                 say = partial(keepers.say, self._guard.inner, self._name, said)
                 at, self._rank, self._keepers = self._storage.make(KEEPERS, say)
             except StorageError as error:
-                at, self._knows_time = time.time(), self._guard.inner.properties.local
+                at = time.time()
+                self._knows_time = bool(self._guard.inner.properties.local_path)
                 if not self._knows_time:
                     refused = isinstance(error, PermissionError)
                     advice = f". Allow this user to write below {KEEPERS}" if refused else ""

@@ -305,7 +305,7 @@ class PatientBackend(WrappedBackend):
             If it takes longer than some seconds, by default those of a read, or still hangs.
         """
         properties, future = self.inner.properties, Future[_R]()
-        if properties.local or properties.deletes_at_once > 1:
+        if properties.local_path or properties.deletes_at_once > 1:
             return call()
         hangs = TransientStorageError(errno.ETIMEDOUT, "the call hangs", f"{self.url}/{name}")
         if name in self._hanging or len(self._hanging) >= _MOST_HANGING:
