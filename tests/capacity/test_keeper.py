@@ -734,6 +734,17 @@ def test_processes_that_begin_together_stay_below_the_bound(
     assert fleet.fills[-1] >= 0.85 * bound * MIB
 
 
+def test_full_bucket_is_not_said_to_have_bytes_free(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It does not say how many are free."""
+    keeper = Fleet(monkeypatch, S3).add(1.0, max_bytes=100 * MIB).keeper
+    keeper.found_full(NoSpaceStorageError(errno.ENOSPC, "full", "s3://bucket/kv"))
+    keeper._look()
+    assert not keeper.begin(200 * MIB)
+    assert "a store is dropped" in caplog.text and "bytes are free" not in caplog.text
+
+
 def test_a_slow_writer_stays_below_the_bound_of_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     """It writes less between two of its markers than it may between two visits."""
     monkeypatch.setattr(simulated, "STEP", 1.0)

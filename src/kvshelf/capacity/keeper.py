@@ -435,7 +435,7 @@ class Keeper:
             pays = self._pays
             if not full and self._why[0] == "free":
                 self._why = ("", "")
-            elif full and not self._pays:
+            elif full and kept and not self._pays:
                 self._why = (
                     "free",
                     f"{space.free} bytes are free, and stores leave {kept} free: nothing is stored"
