@@ -28,7 +28,7 @@ from watchdog.events import (
 from watchdog.observers import Observer
 from watchdog.observers.api import BaseObserver, ObservedWatch
 
-# A thread of it that is told to end may log that as an error.
+# watchdog's threads may log it as an error that they are told to end.
 logging.getLogger("watchdog.observers.inotify").setLevel(logging.CRITICAL)
 
 #: Guards the two below. The observer's threads never take it.
@@ -38,7 +38,7 @@ _watches: Counter[ObservedWatch] = Counter()
 
 
 def _running_observer() -> BaseObserver:
-    """Return the observer; start it before the first notice, and in a process that was forked."""
+    """Return the observer; start one for the first notice, and anew in a forked process."""
     if not (_observers and _observers[0].is_alive()):
         observer = Observer()
         observer.name = "kvshelf-notices"
@@ -49,19 +49,19 @@ def _running_observer() -> BaseObserver:
 
 
 class Notice(FileSystemEventHandler):
-    """The notice of one file, from now on. Its owner closes it.
+    """Wakes whoever waits for one file, if the file appears from now on. Its owner closes it.
 
     Parameters
     ----------
     path : str
-        Absolute, in a folder that exists, without links.
+        Absolute, without symbolic links, in a folder that exists.
     wake : Callable
         Called on the observer's thread when the file has appeared. It must not block.
 
     Attributes
     ----------
     came : bool
-        The file has appeared since.
+        The file has appeared since the notice was made.
 
     Raises
     ------
@@ -81,7 +81,7 @@ class Notice(FileSystemEventHandler):
             _watches[self._watch] += 1
 
     def on_any_event(self, event: FileSystemEvent) -> None:
-        """Note a file that was made, linked or renamed."""
+        """Wake the owner if the file was made, linked or renamed."""
         if self._path == (event.dest_path or event.src_path):
             self.came = True
             self._wake()

@@ -12,7 +12,10 @@ from typing import Final
 
 #: Where rules lie. Of files with one name the last one counts.
 _FOLDERS: Final = (
-    *("usr/lib/tmpfiles.d", "usr/local/lib/tmpfiles.d", "run/tmpfiles.d", "etc/tmpfiles.d"),
+    "usr/lib/tmpfiles.d",
+    "usr/local/lib/tmpfiles.d",
+    "run/tmpfiles.d",
+    "etc/tmpfiles.d",
 )
 #: logind leaves the files of system users, whose ids are smaller.
 _FIRST_USER: Final = 1000

@@ -1,19 +1,19 @@
 """The answers to vLLM's question how much of a prompt the shelf has.
 
-Owns the order in which a request is asked for: vLLM's answer, and what is counted of it.
+Owns the order of the checks that lead to an answer, and what is counted of answers.
 
 Contracts
 ---------
 * vLLM asks until it gets a number. A request waits for its lookup at most a second, and
-  not at all where no hit may have more than vLLM has in memory.
+  not at all where vLLM has as much in memory as any hit could bring.
 * A request that brings a hand-over waits for it first (:mod:`kvshelf.vllm.scheduler.handovers`).
 * While the weights are compared (:mod:`kvshelf.vllm.handshake`), no other request waits.
 * While a storage breaker of the scheduler or of a worker is open there are no hits, and no
   other request waits.
 * A step leaves at most :data:`~kvshelf.vllm.scheduler.lookups.LONG_QUEUE` requests waiting for
   lookups and loads, and has the next computed. vLLM asks for one after the other until a step is
-  full, at some 17 µs each. What is computed of a beginning that all share, they find in its cache.
-* A hit for whose load vLLM never has the blocks is not offered: the request would wait for ever.
+  full, at some 17 µs each. Requests that share a computed prefix find it in vLLM's cache.
+* A hit is not offered if vLLM never has the blocks for its load: the request would wait for ever.
 * Runs on the engine's step thread.
 """
 
@@ -65,7 +65,7 @@ class Answers(SharingPart):
                 # While nobody has an answer, vLLM would ask for the whole queue in each step.
                 found = 0
         if found is not None and state.unanswered is not None:
-            # What vLLM makes the request wait behind that is not kvshelf's.
+            # Later waits are vLLM's.
             state.answered_after, state.unanswered = clock() - state.unanswered, None
         if found == 0 and not self._requests.is_transferred(state.request):
             self._admission.computes(state, computed)
@@ -74,7 +74,7 @@ class Answers(SharingPart):
     def _answer(self, state: RequestState, computed: int) -> int | None:
         """Take what is asked for a request a step further: its waits, then what is found."""
         if not state.reads or self._requests.is_transferred(state.request):
-            # vLLM would not use it, or another connector brings it.
+            # vLLM would not use a hit, or another connector brings the KV.
             return 0
         handshake = self._opening.handshake
         if state.loaded or state.gave_up or handshake.disabled or handshake.needs_version:
@@ -82,7 +82,7 @@ class Answers(SharingPart):
         if self._handovers.is_short(state, computed):
             return 0
         if self._handovers.wait(state, computed):
-            # For its producer, not for kvshelf.
+            # This wait is for the producer, and not counted as one for kvshelf.
             state.unanswered = None
             return None
         if handshake.checking:

@@ -1,15 +1,16 @@
-"""Whether all ranks of an engine see one directory: rank 0 writes a file, the others look for it.
+"""Finds out whether all ranks see one directory: rank 0 writes a file, the others look for it.
 
-Ranks on several machines may have a directory of the same name on a disk each. A hit, which needs
-the objects of all ranks, would then never come. Owns the file and the thread that writes or looks.
+On several machines, directories of the same name may lie on a disk of each machine. A hit, which
+needs the objects of all ranks, would then never come. Owns the file and the thread of it.
 
 Contracts
 ---------
-* The file is a temporary, so what a killed engine leaves goes like any other. Rank 0 writes it anew
-  before it is old, and deletes it at the end.
-* The scheduler tells the other ranks the file's name once it is written. Only a rank that does not
-  find it, in spite of its mount's caches, is disabled: an error of the storage says nothing.
-* All methods run on the worker's step thread and never touch the storage.
+* The file is a temporary: those of killed engines are deleted an hour after they were written.
+  Rank 0 writes it anew before that, and deletes it at the end.
+* The scheduler tells the other ranks the file's name once it is written. A rank is disabled that
+  misses the file for longer than its mount's caches may. Errors of the storage disable nobody.
+* Public methods run on the worker's step thread and never touch the storage. ``kvshelf-ranks``
+  does, on each rank.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from kvshelf.vllm.metadata import Orders
 
 logger = logging.getLogger(__name__)
 
-#: Seconds from one look to the next, and for which a file may be missing beside a mount's caches.
+#: Seconds from one look to the next, also for a shelf that is not open yet.
 _LOOK_SECONDS: Final = 1.0
+#: Seconds for which the file may be missing, in addition to those of a mount's caches.
 _MISSING_SECONDS: Final = 10.0
 #: Seconds after which the file is written anew: temporaries are deleted after an hour.
 _RENEW_SECONDS: Final = 600.0
@@ -45,7 +47,7 @@ class RanksFile:
     shelf : Callable[[], AnyShelf or None]
         Returns the shelf, None while it is not open.
     disable : Callable[[str], object]
-        Called on the thread with the reason, on a rank that does not see the file.
+        Called on ``kvshelf-ranks`` with the reason, on a rank that does not see the file.
     """
 
     def __init__(
@@ -68,18 +70,18 @@ class RanksFile:
         return self._name
 
     def take_orders(self, orders: Orders) -> None:
-        """Look for the file that the scheduler names."""
+        """Begin to look for the file that the scheduler names."""
         if orders.ranks_file and self._rank:
             self._name = orders.ranks_file
             self._thread.start()
 
     def close(self) -> None:
-        """Delete the file, in the background."""
+        """End the thread, which deletes the file on rank 0."""
         self._closing = True
         self._thread.wake()
 
     def _write(self) -> float:
-        """Write the file, or delete it at the end; return the seconds until it is written anew."""
+        """Write the file, or delete it at the end; return the seconds to the next call."""
         shelf = self._shelf()
         try:
             if self._closing:
