@@ -15,11 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvshelf.backends.base import NEVER_OLD, ObjectInfo
+from kvshelf.capacity import visit as visit_module
 from kvshelf.capacity.visit import (
     DAY,
     FANS,
     HOUR,
     Choice,
+    Group,
     Leftover,
     Lister,
     Part,
@@ -247,12 +249,20 @@ def test_shelf_whose_namespaces_cannot_be_listed_is_no_error_unless_it_is_its_ro
         Lister(storage).visit(0, FANS, 10, NOW)
 
 
+def test_cut_after_a_visit_of_the_whole_shelf_is_the_score_that_frees_enough() -> None:
+    # Of these two numbers `a + (b - a)` is more than b.
+    group = Group(cut=1.672)
+    units = [(0.433, 100), (0.4, 100)]
+    assert group.move_cut(units, low=50.0, high=0.0, weight=1.0) == units[0][0]
+
+
 @pytest.mark.parametrize("at_once", [1, 1000], ids=["directory", "s3"])
 def test_folder_with_very_many_units_is_sampled_by_visits_and_whole_for_commands(
-    at_once: int,
+    monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
+    monkeypatch.setattr(visit_module, "_MOST_UNITS", 2000)
     storage, draw = MemoryStorage(deletes_at_once=at_once), random.Random(3)
-    for _ in range(20_000):
+    for _ in range(5000):
         key = f"ab{draw.randbytes(31).hex()}"
         storage.put(f"{SPACE}/_/ab/{key}-0-0of1.safetensors", 100)
     temporary = f"{SPACE}/_/ab/.{'ab' * 32}-0-0of1.safetensors.{'0' * 16}.tmp"
@@ -261,12 +271,12 @@ def test_folder_with_very_many_units_is_sampled_by_visits_and_whole_for_commands
     lister._pace = lambda: rests.append(None)
     for _ in range(40):
         part, _ = lister.visit(0xAB, 1, 1, NOW)
-        assert len(part.units) <= 2 * 20_000 / 8
+        assert len(part.units) <= 2 * 5000 / 8
         seen += len(part.units) / part.seen[f"{SPACE}/_"][0] / FANS / 40
         leftovers |= {leftover.name for leftover in part.leftovers}
-    assert 0.9 * 20_000 <= seen <= 1.1 * 20_000 and temporary in leftovers
-    assert len(rests) >= 20_000
-    assert sum(len(part.units) for part in Lister(storage).whole(None, NOW)) == 20_000
+    assert 0.9 * 5000 <= seen <= 1.1 * 5000 and temporary in leftovers
+    assert len(rests) >= 5000
+    assert sum(len(part.units) for part in Lister(storage).whole(None, NOW)) == 5000
 
 
 def test_folder_whose_keys_are_no_hashes_is_looked_at_in_pieces() -> None:

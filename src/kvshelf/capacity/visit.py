@@ -262,7 +262,9 @@ class Group:
             return math.inf
         found = score_to_free(units, low)
         if found < math.inf:
-            self.cut = found if self.cut is None else self.cut + (found - self.cut) * weight
+            # A visit of the whole shelf sets exactly what it found: an ulp more deletes nothing.
+            learned = found if self.cut is None else self.cut
+            self.cut = learned * (1 - weight) + found * weight
         cut = math.inf if self.cut is None else self.cut
         # Where most units have about the same age, all of them may be older than what was learned.
         most = score_to_free(units, _MOST_PART * low)
