@@ -295,6 +295,8 @@ class PatientBackend(WrappedBackend):
         super().__init__(inner)
         self.cpu_seconds = 0.0
         self._hanging: set[str] = set()
+        properties = inner.properties
+        self._may_hang = not properties.local_path and properties.deletes_at_once == 1
 
     def make(self, name: str, call: Callable[[], _R], seconds: float | None = None) -> _R:
         """Return what a call for an entry returns.
@@ -304,12 +306,12 @@ class PatientBackend(WrappedBackend):
         TransientStorageError
             If it takes longer than some seconds, by default those of a read, or still hangs.
         """
-        properties, future = self.inner.properties, Future[_R]()
-        if properties.local_path or properties.deletes_at_once > 1:
+        if not self._may_hang:
             return call()
         hangs = TransientStorageError(errno.ETIMEDOUT, "the call hangs", f"{self.url}/{name}")
         if name in self._hanging or len(self._hanging) >= _MOST_HANGING:
             raise hangs
+        future: Future[_R] = Future()
 
         def run() -> None:
             begin = time.thread_time()
@@ -323,7 +325,8 @@ class PatientBackend(WrappedBackend):
         if not try_to_start(threading.Thread(target=run, name="kvshelf-patient", daemon=True)):
             run()
         try:
-            return future.result(properties.deadlines.read if seconds is None else seconds)
+            deadline = self.inner.properties.deadlines.read if seconds is None else seconds
+            return future.result(deadline)
         except TimeoutError:
             self._hanging.add(name)
             if future.done():
@@ -339,8 +342,11 @@ class PatientBackend(WrappedBackend):
         return self.make(prefix, lambda: self.inner.folders(prefix))
 
     def list(self, prefix: str = "", **options: Any) -> Iterator[ObjectInfo]:
-        """Stream objects, by a call for some of them."""
+        """Stream objects; where a call may hang, by a call for some of them."""
         rows, pace = iter(self.inner.list(prefix, **options)), GilPace()
+        if not self._may_hang:
+            yield from rows
+            return
 
         def take() -> Sequence[ObjectInfo]:
             some = []
@@ -354,7 +360,7 @@ class PatientBackend(WrappedBackend):
 
     def delete(self, names: Sequence[str]) -> DeleteResults:
         """Remove entries, one by one where each may hang."""
-        if self.inner.properties.deletes_at_once > 1:
+        if not self._may_hang:
             return self.inner.delete(names)
         return delete_each(
             names, lambda name: self.make(name, partial(delete_one, self.inner, name))
