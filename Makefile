@@ -37,11 +37,14 @@ PYTHON ?= $(shell $(find_python))
 
 BESIDE := $(BIN)/python .ci/beside.py
 
-# Tests of the marks $(1), or all: those of vLLM's connector, with all real engines, and of servers in one process, the
-# others in a second one, which takes as long, and mypy beside them.
+# Tests of the marks $(1), or all: those of vLLM's connector, with all real engines, and of servers in one process, those
+# of other real seams in a second one, and what is simulated in a third one. The first two wait half of their time. mypy
+# runs beside them.
 ENGINES := tests/vllm tests/test_examples.py tests/server
-PYTEST = $(BIN)/python -m pytest $(if $(1),-m "$(1)") $(PYTEST_ARGS)
-run_tests = $(BESIDE) $(BIN)/mypy -- $(PYTEST) $(ENGINES) -- $(PYTEST) $(addprefix --ignore=,$(ENGINES))
+PYTEST = $(BIN)/python -m pytest $(PYTEST_ARGS)
+others = $(PYTEST) $(addprefix --ignore=,$(ENGINES)) -m "$(if $(1),$(1) and )$(2)"
+run_tests = $(BESIDE) $(BIN)/mypy -- $(PYTEST) $(if $(1),-m "$(1)") $(ENGINES) -- $(call others,$(1),real) \
+	-- $(call others,$(1),not real)
 
 .PHONY: help
 help:  ## show this list

@@ -667,7 +667,7 @@ both = pytest.mark.parametrize("costs", [DIRECTORY, S3], ids=["directory", "s3"]
 
 @pytest.mark.long
 @both
-@pytest.mark.parametrize("count", [1, 3, 8])
+@pytest.mark.parametrize("count", [1, 8])
 def test_writers_at_the_bound_stay_below_it_and_lose_few_stores(
     monkeypatch: pytest.MonkeyPatch, costs: Costs, count: int
 ) -> None:
