@@ -37,10 +37,10 @@ PYTHON ?= $(shell $(find_python))
 
 BESIDE := $(BIN)/python .ci/beside.py
 
-# Tests of the marks $(1), or all: those of vLLM's connector, with all real engines, and of servers in one process, those
-# of other real seams in a second one, and what is simulated in a third one. The first two wait half of their time. mypy
-# runs beside them.
-ENGINES := tests/vllm tests/test_examples.py tests/server
+# Tests of the marks $(1), or all: those of vLLM's connector, with all real engines, in one process, those of other real
+# seams in a second one, and what is simulated in a third one. The first two wait half of their time. mypy runs beside
+# them.
+ENGINES := tests/vllm tests/test_examples.py
 PYTEST = $(BIN)/python -m pytest $(PYTEST_ARGS)
 others = $(PYTEST) $(addprefix --ignore=,$(ENGINES)) -m "$(if $(1),$(1) and )$(2)"
 run_tests = $(BESIDE) $(BIN)/mypy -- $(PYTEST) $(if $(1),-m "$(1)") $(ENGINES) -- $(call others,$(1),real) \

@@ -577,7 +577,8 @@ def test_old_temporaries_on_a_disk_without_a_free_byte_go(
             place.backend.write("x/y", [bytes(4096)])
         for _ in range(20):
             keeper._turn()
-        assert os.statvfs(tmp_path).f_bavail >= 3 and place.objects() == set(names)
+        # A marker may have one of the three blocks.
+        assert os.statvfs(tmp_path).f_bavail >= 2 and place.objects() == set(names)
         assert not list(tmp_path.rglob("*.tmp"))
         place.backend.writes.close()
         place.backend.write("x/y", [bytes(4096)])
@@ -673,13 +674,13 @@ def test_writers_at_the_bound_stay_below_it_and_lose_few_stores(
 ) -> None:
     fleet = Fleet(monkeypatch, costs)
     # A slice is a third of the shelf.
-    monkeypatch.setattr(keeper_module, "SLICE", 300)
+    monkeypatch.setattr(keeper_module, "SLICE", 200)
     for _ in range(count):
-        fleet.add(16.0 / count, max_bytes=1000 * MIB)
-    fleet.run(120)
+        fleet.add(16.0 / count, max_bytes=600 * MIB)
+    fleet.run(80)
     late = sorted(fleet.fills[len(fleet.fills) * 3 // 4 :])
-    assert fleet.most <= 1.02 * 1000 * MIB
-    assert late[len(late) // 2] >= 0.85 * 1000 * MIB
+    assert fleet.most <= 1.02 * 600 * MIB
+    assert late[len(late) // 2] >= 0.85 * 600 * MIB
     assert fleet.dropped <= 0.01 * fleet.offered
 
 
@@ -690,12 +691,12 @@ def test_bound_with_tenants_that_come_and_go_is_used_for_hours(
     """S3 names no group whose last object was deleted: the group has no bytes any more."""
     monkeypatch.setattr(simulated, "STEP", 1.0)
     fleet = Fleet(monkeypatch, S3)
-    writer = fleet.add(1.0, max_bytes=500 * MIB)
+    writer = fleet.add(0.25, max_bytes=125 * MIB)
     for tenant in range(120):
         writer.group = f"{tenant:016x}"
         fleet.run(120)
-        assert fleet.fills[-1] >= min(120 * tenant, 450) * MIB
-    assert fleet.most <= 500 * MIB
+        assert fleet.fills[-1] >= min(30 * tenant, 112) * MIB
+    assert fleet.most <= 125 * MIB
 
 
 @pytest.mark.parametrize(
@@ -722,7 +723,7 @@ def test_bound_is_used_and_few_stores_are_dropped(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("bound", [80, 600])
+@pytest.mark.parametrize("bound", [80, 300])
 @pytest.mark.parametrize("processes", [8, 64, 256])
 def test_processes_that_begin_together_stay_below_the_bound(
     fleet: Fleet, processes: int, bound: int
