@@ -292,8 +292,8 @@ def test_visit_with_one_bad_call_deletes_all_but_what_the_call_is_for(
     tmp_path: Path, fault: int | str
 ) -> None:
     place = Place(tmp_path / "shelf")
-    place.put(FMT, chunks(3), age=3 * DAY)
-    place.put(FMT, chunks(2, seed=1), age=60.0)
+    place.put(FMT, chunks(2), age=3 * DAY)
+    place.put(FMT, chunks(1, seed=1), age=60.0)
     place.put(FMT, [tail_of()], age=3 * DAY)
     space, temporary = FMT.namespace.folder, f".x.{TAG}.tmp"
     for name in (f".kvshelf/{temporary}", f"{space}/.kvshelf/gave-up/{'a' * 32}", ".kvshelf/a/b"):
@@ -307,7 +307,7 @@ def test_visit_with_one_bad_call_deletes_all_but_what_the_call_is_for(
 
     calls = visit_copy(place, 0, "").calls
     expected = left()
-    assert sum(name.endswith(".safetensors") for name in expected) == 2 * FMT.shards
+    assert sum(name.endswith(".safetensors") for name in expected) == FMT.shards
     assert not any(name.endswith((".tmp", "a" * 32, "/b")) for name in expected)
     for number, (_, odd) in enumerate(calls, 1):
         operation, bad = visit_copy(place, number, fault, odd).bad
