@@ -347,7 +347,10 @@ def test_slots_can_be_checked_beforehand(bad: int, implementation: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("form", ["bhnc-nhd", "2bnhd", "native"])
+@pytest.mark.parametrize(
+    "form",
+    ["bhnc-nhd", *(pytest.param(form, marks=pytest.mark.slow) for form in ("2bnhd", "native"))],
+)
 def test_opcheck(form: str, implementation: str) -> None:
     paged = make_paged(form, torch.bfloat16)
     slots = torch.tensor([2, -1, 0])
