@@ -540,6 +540,43 @@ def test_stores_where_inodes_or_quota_ran_out_are_paid_for_by_the_oldest(
     assert caplog.text.count(f"its {short_of} ran out") == 1
 
 
+@pytest.mark.parametrize("frees", [True, False])
+def test_quota_that_is_reached_again_and_again_is_paid_for_by_larger_parts(
+    place: Place, monkeypatch: pytest.MonkeyPatch, frees: bool
+) -> None:
+    """A store takes five times of the quota what the deletion of an object gives back, or more."""
+    old = place.put(FMT, chunks(400), age=3 * HOUR)
+    write, limit, stored, refused = place.faults.write, len(old), 0, 0
+
+    def refuse(name: str, *arguments: Any) -> Any:
+        nonlocal stored, refused
+        deleted = len(old) - len(place.objects().intersection(old))
+        if 5 * stored >= (deleted if frees else 0):
+            refused += 1
+            raise no_space(errno.EDQUOT, "not written", name, "quota")
+        stored += 1
+        return write(name, *arguments)
+
+    clock = SimpleNamespace(**vars(time) | {"time": lambda: time.time() + 3 * DAY})
+    monkeypatch.setattr(keeper_module, "time", clock)
+    monkeypatch.setattr(place.faults, "write", refuse)
+    monkeypatch.setattr(keeper_module, "_WAIT_SECONDS", 0.0)
+    keeper = place.keeper()
+    place.backend.bound, place.backend.on_full = keeper, keeper.found_full
+    for chunk in chunks(40, seed=1):
+        time.sleep(1)
+        keeper._turn()
+        with suppress(StorageError):
+            place.put(FMT, [chunk])
+        place.backend.writes.close()
+    deleted = limit - len(place.objects().intersection(old))
+    if frees:
+        assert stored >= 50 and refused <= 25
+    else:
+        # It frees 4, 16, 64 and 256 times the largest store, and then nothing.
+        assert not stored and 300 <= deleted <= 520
+
+
 def test_what_came_with_old_times_stays_on_a_disk_nearly_full(tmp_path: Path) -> None:
     place = Place(tmp_path, ahead=0.0)
     names = place.put(FMT, chunks(50), age=300 * DAY)

@@ -23,7 +23,8 @@ Without ``max_bytes`` a directory of which little is free pays for a store by de
 as it writes, the oldest first, nothing used within an hour: the shelf stops growing, and does not
 shrink because others write to the disk. Where less than half of what stores leave free is left, it
 pays only with what the storage shows as free after the deletion. Where a write found no inode, or a
-quota reached, stores are paid for during an hour, also below ``max_bytes``.
+quota reached, stores are paid for during an hour, also below ``max_bytes``. Each further write that
+finds it makes a visit free four times as much: a quota may count a deletion late, or a store more.
 
 Contracts
 ---------
@@ -135,6 +136,9 @@ _TROUBLE_SECONDS: Final = 30.0
 _REFUSED_SECONDS: Final = 3600.0
 #: Seconds from one round for leftovers on a full disk to the next.
 _FULL_SECONDS: Final = 600.0
+#: Times the largest store that a visit frees at once, and at most where a quota is reached again.
+_FREED_AT_ONCE: Final = 4.0
+_MOST_FREED_AT_ONCE: Final = 256.0
 #: Most groups that lost objects of which a log line tells.
 _MOST_GROUPS: Final = 32
 _JOIN_SECONDS: Final = 0.5
@@ -233,6 +237,7 @@ class Keeper:
         #: What is used up beside bytes, and until when stores are paid for because of it.
         self._short_of = ""
         self._short_until = -math.inf
+        self._freed_at_once = _FREED_AT_ONCE
         self._storage_free = self._reserve = 0
         #: Slices to visit because a write found no space, and when that may be tried again.
         self._full_left = 0
@@ -300,9 +305,17 @@ class Keeper:
         """Note that a write found the storage full, and of what."""
         with self._lock:
             if error.short_of != "bytes":
-                self._short_of, self._short_until = error.short_of, time.monotonic() + HOUR
+                now = time.monotonic()
+                if now >= self._short_until:
+                    self._freed_at_once = _FREED_AT_ONCE
+                elif self._free > 0 and self._freed_at_once < _MOST_FREED_AT_ONCE:
+                    self._freed_at_once *= 4
+                elif self._free > 0 and not self._written:
+                    # What is deleted frees nothing.
+                    self._pays_at = now + _FULL_SECONDS
+                self._short_of, self._short_until = error.short_of, now + HOUR
                 # Others may have taken what was paid for.
-                self._free = 0.0
+                self._free, self._refused = 0.0, True
             if not self._full_left and time.monotonic() >= self._full_at:
                 self._full_left = FANS
         self._looked_at = -math.inf
@@ -695,7 +708,7 @@ class Keeper:
                 units = [(scores[i], part.units[i].nbytes) for i in some]
                 low, high = ((held - share * self._group_max_bytes) * seen for share in (LOW, HIGH))
                 cuts[where] = group.move_cut(units, low, high, weight)
-        owed = max(4.0 * largest - self._free, 0.0) if self._pays else 0.0
+        owed = max(self._freed_at_once * largest - self._free, 0.0) if self._pays else 0.0
         low = high = owed
         if self._max_bytes is None:
             order = [i for i in order if part.units[i].used < now - HOUR]
