@@ -119,8 +119,10 @@ def obstore_error(
         return TransientStorageError(errno.EIO, said, path)
     if status is None:
         # No connection, a timeout, or a body that ended early.
-        hint = "" if codes else f"; is {at[1] or 'the endpoint of S3'} up and reachable?"
-        return TransientStorageError(errno.EIO, said + hint, path)
+        if not codes:
+            hint = f"is {at[1] or 'the endpoint of S3'} up and reachable?"
+            said = f"{what} failed: {hint} {shorten(text)}"
+        return TransientStorageError(errno.EIO, said, path)
     return PermanentStorageError(errno.EIO, said, path)
 
 

@@ -265,7 +265,7 @@ def test_a_bucket_that_is_not_there_is_told_at_the_start(server: S3Server) -> No
 def test_a_dead_endpoint_is_told_and_tried_again() -> None:
     endpoint = f"http://127.0.0.1:{free_port()}"
     options = {"key": "k", "secret": "s", "endpoint_url": endpoint}
-    with pytest.raises(TransientStorageError, match=f"is {endpoint} up and reachable"):
+    with pytest.raises(TransientStorageError, match=f"failed: is {endpoint} up and reachable"):
         open_backend(f"s3://{BUCKET}/x", storage_options=options)
 
 
@@ -274,7 +274,7 @@ def test_a_dead_endpoint_is_told_and_tried_again() -> None:
     ("changed", "message"),
     [
         ({"secret": "wrong wrong wrong"}, "the access key, its secret or its token is not"),
-        ({"endpoint_url": "http://127.0.0.1:9"}, "is http://127.0.0.1:9 up and reachable?"),
+        ({"endpoint_url": "http://127.0.0.1:9"}, "failed: is http://127.0.0.1:9 up and reachable?"),
         ({"bucket": "nobody-s-bucket"}, "there is no bucket 'nobody-s-bucket'"),
     ],
 )

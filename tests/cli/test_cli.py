@@ -567,6 +567,7 @@ def test_doctor_reports_a_read_only_shelf_as_such(
     result = run("doctor", unchanged, "--json")
     assert result.exit_code == 0
     assert checks(result)["write"]["state"] == "note"
+    assert checks(result)["write"]["hint"] == "mount it for writing where engines are to store"
     assert "read" not in checks(result)
 
 

@@ -10,6 +10,7 @@ disk tier if there is one. They are deleted at the end, and as any temporary if 
 
 from __future__ import annotations
 
+import errno
 import functools
 import importlib.metadata
 import itertools
@@ -344,6 +345,8 @@ class _Examination:
             what = "read-only: engines load but do not store"
             if self._written:
                 what = "not permitted, but engines do not need it"
+            elif error.errno == errno.EROFS:
+                hint = "mount it for writing where engines are to store"
             state, found = State.NOTE, f"{what}: {told(error)}"
         except (KVShelfError, OSError) as error:
             state, found = State.PROBLEM, told(error)
