@@ -1,16 +1,16 @@
 """The rule by which a hit is loaded: where that is expected to be sooner than computing it.
 
 Owns the comparison. vLLM has the first x of a prompt's n tokens, and the shelf has those up to h.
-Computing takes C(x→n), loading takes a + b (bytes) + C(h→n), see :mod:`kvshelf.costs`. Loads from
+Computing takes C(x→n) seconds, loading a + b (bytes) + C(h→n), see :mod:`kvshelf.costs`. Loads from
 a storage and loads from tiers in front of it have an a and a b of their own. The difference is the
 largest for all of the hit or none of it, because C grows faster than the bytes. Both ways wait for
-the prompts before the request. A load overlaps that wait, so only what it takes longer counts. A
+the prompts before the request. A load overlaps that wait: only its time beyond the wait counts. A
 prompt that is computed delays each request whose load runs, by half of its time on average.
 
 An admitted load is cut as soon as computing the rest would be sooner: at t seconds since kvshelf
 began to make the request wait, with s tokens loaded, if t + C(s→h) > W + (1 + ε) C(x→h). W is what
 the prompts before the request take if nothing of them is loaded. So a first token comes at most
-ε C(x→h) later, and a step, than it would have been computed. A hit of which no part can be kept is
+one step and ε C(x→h) later than if it had been computed. A hit of which no part can be kept is
 cut after W + C(x→h). The first chunks must come early: the load reads only so many at once that
 they take 3/4 of the delay that a steady load may have.
 
@@ -19,14 +19,14 @@ Both ways must be known before one is trusted.
 * The time of a way is a *guess* until three steps, or loads, of about the prompt's size were timed:
   the first are slow. A step that takes half of the expected time makes all before it a guess.
 * A hit is loaded while no load of its size is known. If no other load runs, it reads ∛n of its n
-  chunks at once: nobody knows how far chunks are that are under way when a load is cut.
+  chunks at once: chunks that have come in part when a load is cut are lost.
 * While no step is known that computed as much, a load is cut after a second, and one more for each
   load before it, or after 1 + ε times the usual time of a load.
 * One request tries the way that seems slower if that way's time is a guess, or if no request took
   it for a minute. Trials of a way are a 25th of all time at most, but for the first ones.
 * A load that is tried is cut as others are. A trial of computing leaves the end of a hit to be
-  computed: the most that makes the request half as slow again at most. A hit that cannot be divided
-  is computed while a guess says that this takes less than five times as long as the load.
+  computed, as much as makes the request 1.5 times as long at most. A hit that cannot be divided is
+  computed as a trial while a guess says that this takes less than five times as long as the load.
 * Steps behind a hit are timed too, however small: they show that a slow start is over.
 
 That all of a hit or none is best, and that a bound makes it safe, is ski rental (Karlin, Manasse,
@@ -46,9 +46,9 @@ from kvshelf.costs import LoadCosts, PrefillCosts
 
 #: ε: share of the time of computing a hit by which its load may delay the first token.
 MOST_DELAY: Final = 0.25
-#: Share of the time that a load has until it is cut in which chunks read at once are to arrive.
+#: Chunks that are read at once are to arrive within this share of the time until a cut.
 _SLACK_SHARE: Final = 0.75
-#: Shares of a load at which the time of what has come is compared.
+#: Shares of a load at which it is compared with computing as much.
 _SHARES: Final = tuple(place / 16 for place in range(16))
 #: Share of a computed prompt's time that each request waits whose load runs.
 _DELAYED: Final = 0.5

@@ -5,8 +5,8 @@ Contracts
 * An error or an interrupt lets what is in progress finish, for at most five seconds; then the
   caller continues without it. Queued work is dropped.
 * An error with one item that may pass is retried after pauses. If it remains although other items
-  succeed, it is the item's; if nothing has succeeded yet, or nothing between the errors of two
-  items, it ends the work.
+  succeed, it is the item's. If nothing has succeeded yet, or nothing since the error of another
+  item, it ends the work.
 * A call that hangs costs its object or folder, and a thread (:class:`PatientBackend`).
 
 Threads
@@ -46,11 +46,11 @@ _MOST_THREADS: Final = 16
 #: Seconds between the attempts for one item of a command.
 PAUSES: Final = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 
-#: Most items that are taken before their results are.
+#: Most items that are taken from the source while their results are not yielded.
 _AHEAD: Final = 1024
 #: Seconds that an interrupt waits for the items in progress.
 _INTERRUPT_SECONDS: Final = 5.0
-#: Most calls of a storage that hang, and rows of a listing that are one call.
+#: While so many calls of a storage hang, no further one is made; rows of a listing in one call.
 _MOST_HANGING: Final = 32
 _ROWS: Final = 256
 
@@ -66,7 +66,7 @@ def threads_for(*backends: Backend) -> int:
 def threads_for_calls(backend: Backend) -> int:
     """Return how many threads should make small calls of a storage; 0: the caller's own.
 
-    With low latency that is faster in Python.
+    Where latency is low, the caller's thread alone is faster.
     """
     return threads_for(backend) if backend.properties.high_latency else 0
 
@@ -95,7 +95,7 @@ def in_parallel(
         return
     ending = threading.Event() if stop is None else stop
     todo: queue.SimpleQueue[list[_T]] = queue.SimpleQueue()
-    #: None of each thread that ends.
+    #: Each thread that ends puts None.
     done: queue.SimpleQueue[tuple[_T, _R] | BaseException | None] = queue.SimpleQueue()
 
     def run() -> None:
@@ -280,10 +280,10 @@ class Work(Generic[_R]):
 
 
 class PatientBackend(WrappedBackend):
-    """Gives up a call that hangs, and its thread with it; makes no other one for the same entry.
+    """Gives up a call that hangs, and its thread; makes no other for the entry while it hangs.
 
     The files of this machine do not hang one by one, and the client of S3 has limits of its own:
-    there calls are made as they are. A listing rests for other threads.
+    there calls are made as they are. Elsewhere the thread of a listing rests for other threads.
 
     Attributes
     ----------
@@ -304,7 +304,8 @@ class PatientBackend(WrappedBackend):
         Raises
         ------
         TransientStorageError
-            If it takes longer than some seconds, by default those of a read, or still hangs.
+            If it takes longer than some seconds, by default those of a read, or still hangs, or if
+            too many calls hang.
         """
         if not self._may_hang:
             return call()

@@ -4,15 +4,16 @@ Owns the order of the checks that lead to an answer, and what is counted of answ
 
 Contracts
 ---------
-* vLLM asks until it gets a number. A request waits for its lookup at most a second, and
-  not at all where vLLM has as much in memory as any hit could bring.
-* A request that brings a hand-over waits for it first (:mod:`kvshelf.vllm.scheduler.handovers`).
-* While the weights are compared (:mod:`kvshelf.vllm.handshake`), no other request waits.
-* While a storage breaker of the scheduler or of a worker is open there are no hits, and no
-  other request waits.
-* A step leaves at most :data:`~kvshelf.vllm.scheduler.lookups.LONG_QUEUE` requests waiting for
-  lookups and loads, and has the next computed. vLLM asks for one after the other until a step is
-  full, at some 17 µs each. Requests that share a computed prefix find it in vLLM's cache.
+* vLLM asks until it gets a number. A request waits for its lookup at most a second. It does not
+  wait where vLLM has as much in memory as any hit could bring, unless it brings a hand-over.
+* A request that brings a hand-over waits for it before its lookup counts
+  (:mod:`kvshelf.vllm.scheduler.handovers`).
+* While the weights are compared (:mod:`kvshelf.vllm.handshake`), and while a storage breaker of the
+  scheduler or of a worker is open, there are no hits. Only requests that wait for a hand-over wait.
+* A step leaves at most :data:`~kvshelf.vllm.scheduler.lookups.LONG_QUEUE` requests waiting for a
+  lookup, or for the load of another request. Further ones get 0, since each question takes vLLM
+  about 17 µs. Those that share a computed prefix find it in vLLM's cache.
+* The shelf may offer a part of a hit. The rest counts as refused.
 * A hit is not offered if vLLM never has the blocks for its load: the request would wait for ever.
 * Runs on the engine's step thread.
 """
@@ -58,21 +59,21 @@ class Answers(SharingPart):
         clock = self._admission.clock
         if state.unanswered is None:
             state.unanswered = clock()
-        found = self._answer(state, computed)
-        if found is None and state.unanswered is not None:
-            self._lookups.held += 1
-            if self._lookups.held > LONG_QUEUE:
-                # While nobody has an answer, vLLM would ask for the whole queue in each step.
-                found = 0
-        if found is not None and state.unanswered is not None:
-            # Later waits are vLLM's.
+        tokens = self._answer(state, computed)
+        if tokens is None and state.unanswered is not None:
+            self._lookups.waiting_in_step += 1
+            if self._lookups.waiting_in_step > LONG_QUEUE:
+                # Otherwise vLLM would ask about each request of a long queue in each step.
+                tokens = 0
+        if tokens is not None and state.unanswered is not None:
+            # The time from here to the load is vLLM's.
             state.answered_after, state.unanswered = clock() - state.unanswered, None
-        if found == 0 and not self._requests.is_transferred(state.request):
+        if tokens == 0 and not self._requests.is_transferred(state.request):
             self._admission.computes(state, computed)
-        return found
+        return tokens
 
     def _answer(self, state: RequestState, computed: int) -> int | None:
-        """Take what is asked for a request a step further: its waits, then what is found."""
+        """Run the checks in their order; return tokens to load, or None to be asked again."""
         if not state.reads or self._requests.is_transferred(state.request):
             # vLLM would not use a hit, or another connector brings the KV.
             return 0
@@ -97,7 +98,7 @@ class Answers(SharingPart):
                 self._counters.add("skipped_lookups")
             return 0
         if state.awaited is None and self._hits.most(state) <= computed:
-            # No hit may have more than vLLM has.
+            # No hit could bring more than vLLM has.
             state.offered_from = computed
             self._count(state, computed, 0)
             return 0

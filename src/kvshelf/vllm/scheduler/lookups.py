@@ -66,7 +66,7 @@ class Lookups(SharingPart):
 
     Attributes
     ----------
-    held : int
+    waiting_in_step : int
         Requests that wait for a lookup or for the load of another, of those that vLLM has asked for
         since the last step.
     """
@@ -80,7 +80,7 @@ class Lookups(SharingPart):
         self._later: OrderedDict[str, None] = OrderedDict()
         #: Ranks whose storage breaker is open.
         self._open_breakers: set[int] = set()
-        self.held = 0
+        self.waiting_in_step = 0
         #: How long this step has waited for lookups.
         self._waited = 0.0
 
@@ -88,7 +88,7 @@ class Lookups(SharingPart):
 
     def plan(self, output: Any, meta: StepMetadata) -> None:
         """Start lookups of the next waiting requests, in place of those that no longer wait."""
-        self._waited, self.held = 0.0, 0
+        self._waited, self.waiting_in_step = 0.0, 0
         for waiting in (self._ahead, self._later):
             for request_id in waiting.keys() & output.num_scheduled_tokens.keys():
                 del waiting[request_id]
@@ -153,7 +153,7 @@ class Lookups(SharingPart):
 
     def asked(self, lookups: LookupService, state: RequestState) -> Lookup | None:
         """Return the lookup of a request that vLLM asks for; None if others come first."""
-        if state.lookup is None and self.held < _FRONT:
+        if state.lookup is None and self.waiting_in_step < _FRONT:
             self.start(lookups, state)
         return state.lookup
 
