@@ -258,7 +258,7 @@ def test_an_error_of_its_own_lifts_no_bound(
 
 def test_an_end_while_it_works_is_no_error(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     keeper, end = place.keeper(max_bytes=SIZE), threading.Event()
-    monkeypatch.setattr(keeper, "_look", lambda: setattr(keeper, "_end", end))
+    monkeypatch.setattr(keeper, "_update_free_space", lambda: setattr(keeper, "_end", end))
     assert keeper._turn() is not None
     assert keeper._turn() is None and end.is_set()
     assert place.count("visit_errors") == 0
@@ -316,7 +316,7 @@ def test_a_store_that_ends_during_a_visit_makes_no_visit_vain(
 
     monkeypatch.setattr(keeper._lister, "visit", end)
     place.round(keeper)
-    assert keeper._vain == 0
+    assert keeper._folders_without_gain == 0
 
 
 def test_a_write_that_fails_gives_its_room_back(place: Place) -> None:
@@ -382,7 +382,12 @@ def test_write_without_room_waits_for_a_visit_and_a_step_does_not(place: Place) 
 
 @pytest.mark.parametrize(
     "state",
-    [{"_vain": FANS}, {"_trouble_until": math.inf}, {"_free": 0.0}, {"_end": threading.Event()}],
+    [
+        {"_folders_without_gain": FANS},
+        {"_trouble_until": math.inf},
+        {"_free": 0.0},
+        {"_end": threading.Event()},
+    ],
     ids=lambda state: next(iter(state)),
 )
 def test_write_for_which_no_visit_can_make_room_does_not_wait(
@@ -581,7 +586,7 @@ def test_what_came_with_old_times_stays_on_a_disk_nearly_full(tmp_path: Path) ->
     place = Place(tmp_path, ahead=0.0)
     names = place.put(FMT, chunks(50), age=300 * DAY)
     keeper = place.keeper()
-    keeper._pays, keeper._free, keeper._largest, keeper._refused = True, 0.0, SIZE, True
+    keeper._frees_disk_space, keeper._free, keeper._largest, keeper._refused = True, 0.0, SIZE, True
     place.round(keeper)
     assert place.objects() == set(names)
 
@@ -780,7 +785,7 @@ def test_full_bucket_is_not_said_to_have_bytes_free(
     """It does not say how many are free."""
     keeper = Fleet(monkeypatch, S3).add(1.0, max_bytes=100 * MIB).keeper
     keeper.found_full(NoSpaceStorageError(errno.ENOSPC, "full", "s3://bucket/kv"))
-    keeper._look()
+    keeper._update_free_space()
     assert not keeper.begin(200 * MIB)
     assert "a store is dropped" in caplog.text and "bytes are free" not in caplog.text
 

@@ -121,9 +121,9 @@ _FREE_PART_IN_MEMORY: Final = 0.10
 _LOOK_SECONDS: Final = 1.0
 _IDLE_SECONDS: Final = 60.0
 #: Seconds for which the time of the own marker counts.
-_SAID_SECONDS: Final = 30.0
+_HEARTBEAT_SECONDS: Final = 30.0
 #: Processes that begin together know each other once they say so at this pace.
-_KNOWN_SECONDS: Final = 1.0
+_FIRST_HEARTBEATS_SECONDS: Final = 1.0
 #: Seconds of rest for each second of work; where stores need it soon, and where they were refused.
 _REST: Final = 99.0
 _HURRY: Final = 3.0
@@ -201,23 +201,23 @@ class Keeper:
         #: Folders of a slice, as the last visit had them.
         self._width = 1
         #: The bytes used on the storage, and what is known of the shelf.
-        self._taken = math.inf
-        self._whole = Group(nbytes=0.0)
+        self._storage_used = math.inf
+        self._shelf = Group(nbytes=0.0)
         #: Bytes that came since they were estimated, if the others write as much as this process.
-        self._more = 0.0
+        self._bytes_since_listed = 0.0
         #: The number of keepers, the place of this one, how many there may be; what the storage's
         #: clock is ahead of the monotonic one, and when that was learned.
         self._keepers = 1
         self._rank, self._unknown = 0, _MOST_UNKNOWN * _KNOWN_PART
-        self._ahead = 0.0
-        self._said_at = -math.inf
-        self._said_for = 0.1
+        self._clock_ahead = 0.0
+        self._heartbeat_at = -math.inf
+        self._heartbeat_seconds = 0.1
         self._knows_time = False
         #: When visits are possible again, the last one ended, and the seconds that it worked.
         self._trouble_until = 0.0
         self._ended = 0.0
         self._cost = self._wall = 0.0
-        self._aged_at = 0.0
+        self._visited_for_ages_at = 0.0
         self._looked_at = -math.inf
         #: What may be written for the bound, and because of free space; what is under way.
         self._granted = self._credit = math.inf
@@ -232,8 +232,8 @@ class Keeper:
         self._why = ("", "")
         #: Whether stores are paid for, and when that may be tried again; bytes that are free on the
         #: storage, and that stores leave free.
-        self._pays = False
-        self._pays_at = -math.inf
+        self._frees_disk_space = False
+        self._frees_again_at = -math.inf
         #: What is used up beside bytes, and until when stores are paid for because of it.
         self._short_of = ""
         self._short_until = -math.inf
@@ -243,7 +243,7 @@ class Keeper:
         self._full_left = 0
         self._full_at = 0.0
         #: Folders that were visited in vain: stores have no room, and nothing could be deleted.
-        self._vain = 0
+        self._folders_without_gain = 0
         self._pins: Pins | None = None
         #: Names of files that could not be deleted, and until when that is not tried again.
         self._stuck: set[str] = set()
@@ -312,7 +312,7 @@ class Keeper:
                     self._freed_at_once *= 4
                 elif self._free > 0 and not self._written:
                     # What is deleted frees nothing.
-                    self._pays_at = now + _FULL_SECONDS
+                    self._frees_again_at = now + _FULL_SECONDS
                 self._short_of, self._short_until = error.short_of, now + HOUR
                 # Others may have taken what was paid for.
                 self._free, self._refused = 0.0, True
@@ -347,7 +347,7 @@ class Keeper:
                 self._begun += nbytes
                 self._credit -= nbytes
                 self._free -= nbytes
-            pays_ahead = self._pays and self._free < 2 * self._largest
+            pays_ahead = self._frees_disk_space and self._free < 2 * self._largest
             if pays_ahead or self._credit < self._granted / 2:
                 self._thread.wake()
             why, text = self._why
@@ -362,9 +362,11 @@ class Keeper:
 
     def _may_make_room(self, nbytes: int) -> bool:
         """Whether visits may soon make room for `nbytes`. Holds the lock."""
-        fits = nbytes <= (self._max_bytes or math.inf) and (self._pays or nbytes <= self._free)
+        fits = nbytes <= (self._max_bytes or math.inf) and (
+            self._frees_disk_space or nbytes <= self._free
+        )
         works = self._end is None and time.monotonic() >= self._trouble_until
-        return fits and works and self._vain < FANS
+        return fits and works and self._folders_without_gain < FANS
 
     # ------------------------------------------------------------- its thread
 
@@ -374,7 +376,7 @@ class Keeper:
     def _turn(self) -> float | None:
         """Do what is due; return the seconds to the next call."""
         if self._end is not None:
-            if self._said_at > -math.inf:
+            if self._heartbeat_at > -math.inf:
                 with suppress(StorageError):
                     self._storage.delete([f"{KEEPERS}/{self._name}"])
             self._end.set()
@@ -382,11 +384,11 @@ class Keeper:
         if self._stops():
             return _TROUBLE_SECONDS
         try:
-            self._look()
-            self._say_again()
-            while (pause := self._pause()) <= 0 and not self._stops():
+            self._update_free_space()
+            self._renew_heartbeat()
+            while (pause := self._seconds_to_visit()) <= 0 and not self._stops():
                 self._visit()
-                self._look()
+                self._update_free_space()
         except StorageError as error:
             self._counters.add("visit_errors")
             logger.debug("%s: a visit failed: %s", self._guard.url, error)
@@ -403,9 +405,9 @@ class Keeper:
             self._log.error("%s: a visit failed", self._guard.url, exc_info=error)
             pause = _REFUSED_SECONDS
         else:
-            return max(_LEAST_PAUSE, min(pause, self._look_in(), self._say_again()))
+            return max(_LEAST_PAUSE, min(pause, self._seconds_to_look(), self._renew_heartbeat()))
         self._trouble_until = time.monotonic() + pause
-        return self._look_in()
+        return self._seconds_to_look()
 
     def _warn(self, about: str, text: str) -> None:
         """Log a warning, one an hour about each subject."""
@@ -413,14 +415,14 @@ class Keeper:
 
     # ------------------------------------------------------------- free space
 
-    def _look_in(self) -> float:
+    def _seconds_to_look(self) -> float:
         """Return the seconds to the next look at the free space."""
         seconds = _LOOK_SECONDS if self._asked else _IDLE_SECONDS
         return max(0.0, self._looked_at + seconds - time.monotonic())
 
-    def _look(self, *, at_once: bool = False) -> None:
+    def _update_free_space(self, *, at_once: bool = False) -> None:
         """Update what stores may write because of free space, if it is time."""
-        if self._look_in() > 0 and not at_once:
+        if self._seconds_to_look() > 0 and not at_once:
             return
         self._asked, self._looked_at = False, time.monotonic()
         try:
@@ -431,24 +433,24 @@ class Keeper:
         kept = least_free(space)
         if space.total:
             self._counters.set_gauge("storage_free_bytes", space.free)
-        self._taken = space.total - space.free if space.total else math.inf
+        self._storage_used = space.total - space.free if space.total else math.inf
         self._storage_free, self._reserve = space.free, kept
         with self._lock:
             left = space.free - kept - self._begun
-            paid = self._free if self._pays else 0.0
+            paid = self._free if self._frees_disk_space else 0.0
             # All processes see the same free space.
             least = self._largest if left >= self._largest else 0
             self._free = max(left / 2, least, 0.0) if kept else math.inf
             short = time.monotonic() < self._short_until
             full = short or self._free < max(self._largest, 1) or self._full_left > 0
             pays = short or (full and self._max_bytes is None and kept > 0)
-            self._pays = pays and time.monotonic() >= self._pays_at
-            if self._pays:
+            self._frees_disk_space = pays and time.monotonic() >= self._frees_again_at
+            if self._frees_disk_space:
                 self._free = max(0.0, min(paid, space.free))
-            pays = self._pays
+            pays = self._frees_disk_space
             if not full and self._why[0] == "free":
                 self._why = ("", "")
-            elif full and kept and not self._pays:
+            elif full and kept and not self._frees_disk_space:
                 self._why = (
                     "free",
                     f"{space.free} bytes are free, and stores leave {kept} free: nothing is stored"
@@ -466,8 +468,8 @@ class Keeper:
 
     # ------------------------------------------------------------- when a visit is due
 
-    def _pause(self) -> float:
-        """Return the seconds until a visit is due."""
+    def _seconds_to_visit(self) -> float:
+        """Return the seconds until the next visit; 0 or less: it is due."""
         now = time.monotonic()
         if self._guard.written:
             self._guard.written.clear()
@@ -475,47 +477,51 @@ class Keeper:
                 self._leaves_until = now + _LEAVES_SECONDS
         with self._lock:
             # What is written while a visit takes place must fit as well.
-            meanwhile = self._written / max(now - self._ended, _LEAST_PAUSE) * self._wall
-            used = self._credit < max(self._granted / 2, meanwhile) or (
+            written_during_visit = self._written / max(now - self._ended, _LEAST_PAUSE) * self._wall
+            credit_is_low = self._credit < max(self._granted / 2, written_during_visit) or (
                 self._refused and self._usable_credit() < self._largest
             )
             pays_ahead = self._written and self._free < 2 * self._largest
-            pays = self._pays and (self._refused or pays_ahead)
-        held, bound = self._used(), self._max_bytes
-        rested = self._ended + self._cost * _REST - now
+            pays_for_stores = self._frees_disk_space and (self._refused or pays_ahead)
+        used_bytes, bound = self._used(), self._max_bytes
+        earliest_visit_in = self._ended + self._cost * _REST - now
         # Where whole rounds found nothing to delete for stores, they wait for ages and for others,
         # longer with each round.
-        hurried = self._ended + self._cost * (_HURRY if not self._refused else _RUSH) - now
-        if self._vain >= FANS:
-            pause = min(self._vain / FANS, _IDLE_SECONDS)
-            hurried = max(rested, self._ended + pause - now)
-        due = math.inf
-        if bound is not None and (not self._ended or held > HIGH * bound):
-            due = rested
-        if bound is not None and used:
-            due = max(hurried, -self._turn_left())
-        if pays or self._full_left:
-            due = min(due, hurried)
+        urgent_visit_in = self._ended + self._cost * (_HURRY if not self._refused else _RUSH) - now
+        if self._folders_without_gain >= FANS:
+            pause = min(self._folders_without_gain / FANS, _IDLE_SECONDS)
+            urgent_visit_in = max(earliest_visit_in, self._ended + pause - now)
+        next_visit_in = math.inf
+        if bound is not None and (not self._ended or used_bytes > HIGH * bound):
+            next_visit_in = earliest_visit_in
+        if bound is not None and credit_is_low:
+            next_visit_in = max(urgent_visit_in, -self._turn_left())
+        if pays_for_stores or self._full_left:
+            next_visit_in = min(next_visit_in, urgent_visit_in)
         age = self._rules.max_age
         if age is not None or now < self._leaves_until:
             # All keepers together visit all of the shelf in a period.
             period = HOUR if age is None else min(HOUR, max(age / 8, 60.0))
             pause = period * self._width / FANS * min(self._keepers, _MOST_SHARING)
-            due = min(due, max(rested, self._aged_at + pause - now))
+            next_visit_in = min(
+                next_visit_in, max(earliest_visit_in, self._visited_for_ages_at + pause - now)
+            )
         quota = self._group_max_bytes
         if quota is not None:
             if self._written >= _STEP * quota * self._width / FANS:
-                due = min(due, rested)
+                next_visit_in = min(next_visit_in, earliest_visit_in)
             elif self._written:
-                due = min(due, max(rested, self._ended + _IDLE_SECONDS - now))
-        return max(due, self._trouble_until - now)
+                next_visit_in = min(
+                    next_visit_in, max(earliest_visit_in, self._ended + _IDLE_SECONDS - now)
+                )
+        return max(next_visit_in, self._trouble_until - now)
 
     def _turn_left(self) -> float:
         """Return the seconds for which this keeper may have a credit; below 0: until it may.
 
         Where there is no room for a store of each keeper, some have a turn, and then the next ones.
         """
-        now, count = time.monotonic() + self._ahead, max(self._keepers, self._unknown)
+        now, count = time.monotonic() + self._clock_ahead, max(self._keepers, self._unknown)
         turns, passed = (self._rank - int(now // _TURN_SECONDS)) % count, now % _TURN_SECONDS
         if count <= self._at_once:
             return _CREDIT_SECONDS
@@ -525,11 +531,11 @@ class Keeper:
 
     # ------------------------------------------------------------- a visit
 
-    def _now(self) -> float:
+    def _heartbeat(self) -> float:
         """Return the storage's time; write this keeper's marker if that was not done lately."""
-        if time.monotonic() >= self._said_at + self._said_for:
+        if time.monotonic() >= self._heartbeat_at + self._heartbeat_seconds:
             # Those that begin together soon know each other.
-            self._said_for = min(2 * self._said_for, _SAID_SECONDS)
+            self._heartbeat_seconds = min(2 * self._heartbeat_seconds, _HEARTBEAT_SECONDS)
             said = {
                 "by": f"{socket.gethostname()[:80]} {os.getpid()}",
                 "bytes": int(self._used()),
@@ -538,7 +544,7 @@ class Keeper:
                 "group_max_bytes": self._group_max_bytes,
                 "evicts_after": self._evicts_after(),
             }
-            self._said_at, self._knows_time = time.monotonic(), True
+            self._heartbeat_at, self._knows_time = time.monotonic(), True
             try:
                 say = partial(keepers.say, self._guard.inner, self._name, said)
                 at, self._rank, self._keepers = self._storage.make(KEEPERS, say)
@@ -554,24 +560,24 @@ class Keeper:
                         f" its age: {error}{advice}",
                     )
             self._unknown //= _KNOWN_PART
-            self._ahead = at - self._said_at
+            self._clock_ahead = at - self._heartbeat_at
             self._counters.set_gauge("clock_difference_seconds", round(abs(at - time.time())))
-        return time.monotonic() + self._ahead
+        return time.monotonic() + self._clock_ahead
 
-    def _say_again(self) -> float:
+    def _renew_heartbeat(self) -> float:
         """Write the marker if it is time, where no visit did; return the seconds until it is."""
-        begins = self._said_for < _KNOWN_SECONDS
+        begins = self._heartbeat_seconds < _FIRST_HEARTBEATS_SECONDS
         if not self._ended or not (begins or self._written):
             return math.inf
-        pause = self._said_for if begins else keepers.ALIVE_SECONDS / 2
-        left = self._said_at + pause - time.monotonic()
+        pause = self._heartbeat_seconds if begins else keepers.ALIVE_SECONDS / 2
+        left = self._heartbeat_at + pause - time.monotonic()
         if left <= 0:
-            self._now()
+            self._heartbeat()
         return max(left, _LEAST_PAUSE)
 
     def _evicts_after(self) -> float | None:
         """Return the age at which chunks that were used are deleted."""
-        return None if self._whole.cut is None else max(self._whole.cut, 1.0)
+        return None if self._shelf.cut is None else max(self._shelf.cut, 1.0)
 
     def _visit(self) -> None:
         """List the next slice, and delete from it."""
@@ -587,12 +593,12 @@ class Keeper:
         self._counters.add("visits")
 
     def _visit_next(self) -> None:
-        now = self._now()
+        now = self._heartbeat()
         if time.monotonic() >= self._stuck_until:
             self._stuck, self._stuck_until = set(), time.monotonic() + HOUR
         with self._lock:
             self._refused, largest = False, self._largest
-            self._more += self._keepers * self._written
+            self._bytes_since_listed += self._keepers * self._written
             self._written = 0
         first = self._next
         # What fails is not met again at once.
@@ -602,7 +608,7 @@ class Keeper:
         if self._stops():
             return
         self._width = min(FANS, max(1, -(-listed * SLICE // max(part.chunks, 1))))
-        self._aged_at = time.monotonic()
+        self._visited_for_ages_at = time.monotonic()
         self._full_left = max(0, self._full_left - listed)
         if not self._full_left:
             self._full_at = time.monotonic() + _FULL_SECONDS
@@ -611,17 +617,19 @@ class Keeper:
             text = f"the folder {printable(folder)} cannot be listed, and nothing in it is deleted"
             self._warn(folder, f"{text}: {error}")
         # What the storage says is used lacks what was written since it was asked.
-        self._look(at_once=True)
+        self._update_free_space(at_once=True)
         self._note_held(part, listed / FANS)
         # Stores need not wait for the deletion.
         self._grant()
         outcome = self._delete_from(part, now, listed / FANS, largest)
         self._grant()
         # What others took of the storage no visit gives back.
-        has_room = self._free >= self._largest if self._pays else self._has_room
-        self._vain = 0 if has_room or outcome.nbytes else self._vain + listed
+        has_room = self._free >= self._largest if self._frees_disk_space else self._has_room
+        self._folders_without_gain = (
+            0 if has_room or outcome.nbytes else self._folders_without_gain + listed
+        )
         if outcome.count:
-            self._say(outcome)
+            self._log_deletions(outcome)
         if outcome.error is not None:
             if outcome.is_refused:
                 raise outcome.error
@@ -630,7 +638,9 @@ class Keeper:
 
     def _used(self) -> float:
         """Return the estimated bytes of all objects: never more than the storage says is used."""
-        return max(0.0, min((self._whole.nbytes or 0.0) + self._more, self._taken))
+        return max(
+            0.0, min((self._shelf.nbytes or 0.0) + self._bytes_since_listed, self._storage_used)
+        )
 
     def _note_held(self, part: Part, share: float) -> None:
         """Update the estimated bytes of each group by what a share of the shelf has."""
@@ -643,9 +653,9 @@ class Keeper:
             before = now if group.nbytes is None else group.nbytes
             group.nbytes = before + (now - before) * max(seen, 1 / _SMOOTH)
         if found:
-            self._more *= 1 - max(share, 1 / _SMOOTH)
+            self._bytes_since_listed *= 1 - max(share, 1 / _SMOOTH)
         spaces = self._lister.groups.values()
-        self._whole.nbytes = sum(
+        self._shelf.nbytes = sum(
             group.nbytes or 0.0 for space in spaces for group in space.values()
         )
 
@@ -664,7 +674,7 @@ class Keeper:
         kept = [bool(pins) and pins.covers(u.space, u.group, u.key) for u in part.units]
         same = same_age(self._evicts_after() or HOUR, self._resolution)
         scores = [score(aged(unit, now), unit.place, same) for unit in part.units]
-        cuts = self._move_cuts(part, scores, kept, now, max(share, 1 / _SMOOTH), largest)
+        cuts = self._update_thresholds(part, scores, kept, now, max(share, 1 / _SMOOTH), largest)
         picked: list[Picked] = []
         for unit, scored, pinned in zip(part.units, scores, kept, strict=True):
             why = reason_to_delete(unit, rules, cuts, scored, old_at, pinned=pinned)
@@ -682,7 +692,7 @@ class Keeper:
         self._count(outcome)
         return outcome
 
-    def _move_cuts(
+    def _update_thresholds(
         self,
         part: Part,
         scores: list[float],
@@ -691,37 +701,45 @@ class Keeper:
         weight: float,
         largest: int,
     ) -> Cuts:
-        """Return the scores from which on units are deleted."""
+        """Update the scores from which on units are deleted; return them by group."""
         cuts: dict[str, float] = {}
-        order = sorted(
+        oldest_first = sorted(
             (i for i, pinned in enumerate(kept) if not pinned), key=scores.__getitem__, reverse=True
         )
         if self._group_max_bytes is not None:
             groups: dict[str, list[int]] = {}
-            for i in order:
+            for i in oldest_first:
                 unit = part.units[i]
                 if unit.group != "_":
                     groups.setdefault(unit.where, []).append(i)
-            for where, some in groups.items():
-                (seen, _), group = part.seen[where], self._lister.group(where)
-                held = group.nbytes or 0.0
-                units = [(scores[i], part.units[i].nbytes) for i in some]
-                low, high = ((held - share * self._group_max_bytes) * seen for share in (LOW, HIGH))
+            for where, group_units in groups.items():
+                (sampled_fraction, _), group = part.seen[where], self._lister.group(where)
+                estimated_bytes = group.nbytes or 0.0
+                units = [(scores[i], part.units[i].nbytes) for i in group_units]
+                low, high = (
+                    (estimated_bytes - share * self._group_max_bytes) * sampled_fraction
+                    for share in (LOW, HIGH)
+                )
                 cuts[where] = group.move_cut(units, low, high, weight)
-        owed = max(self._freed_at_once * largest - self._free, 0.0) if self._pays else 0.0
-        low = high = owed
+        bytes_to_free = (
+            max(self._freed_at_once * largest - self._free, 0.0) if self._frees_disk_space else 0.0
+        )
+        low = high = bytes_to_free
         if self._max_bytes is None:
-            order = [i for i in order if part.units[i].used < now - HOUR]
+            oldest_first = [i for i in oldest_first if part.units[i].used < now - HOUR]
         else:
-            held = self._used()
+            estimated_bytes = self._used()
             # There must be room for one more store, also below a small bound.
             room = min(2 * largest, self._max_bytes / 2)
-            low = held - min(LOW * self._max_bytes, self._max_bytes - room)
-            high = held - min(HIGH * self._max_bytes, self._max_bytes - room / 2)
-            seen = sum(unit.nbytes for unit in part.units) / max(held, 1.0)
-            low, high = max(low * seen, owed), max(high * seen, owed)
-        units = [(scores[i], part.units[i].nbytes) for i in order]
-        cuts[""] = self._whole.move_cut(units, low, high, weight)
+            low = estimated_bytes - min(LOW * self._max_bytes, self._max_bytes - room)
+            high = estimated_bytes - min(HIGH * self._max_bytes, self._max_bytes - room / 2)
+            sampled_fraction = sum(unit.nbytes for unit in part.units) / max(estimated_bytes, 1.0)
+            low, high = (
+                max(low * sampled_fraction, bytes_to_free),
+                max(high * sampled_fraction, bytes_to_free),
+            )
+        units = [(scores[i], part.units[i].nbytes) for i in oldest_first]
+        cuts[""] = self._shelf.move_cut(units, low, high, weight)
         return cuts
 
     def _count(self, outcome: Outcome) -> None:
@@ -733,15 +751,15 @@ class Keeper:
                 self._counters.add("shelf_evicted_bytes", total.nbytes)
             else:
                 self._counters.add("leftovers_deleted", total.count)
-        self._more -= sum(lost.nbytes for lost in outcome.lost.values())
-        if self._pays and outcome.nbytes:
+        self._bytes_since_listed -= sum(lost.nbytes for lost in outcome.lost.values())
+        if self._frees_disk_space and outcome.nbytes:
             before = self._storage_free
-            self._look(at_once=True)
+            self._update_free_space(at_once=True)
             paid = float(outcome.nbytes)
             if before < self._reserve / 2:
                 # What was deleted may free nothing: a backup may link to it, a snapshot have it.
                 paid = max(0.0, min(paid, self._storage_free - before))
-                self._pays_at = time.monotonic() + (0.0 if paid else _FULL_SECONDS)
+                self._frees_again_at = time.monotonic() + (0.0 if paid else _FULL_SECONDS)
             with self._lock:
                 self._free += paid
                 self._changed.notify_all()
@@ -775,9 +793,9 @@ class Keeper:
                     " this process has written what it may until its next visit; loads continue",
                 )
 
-    def _say(self, outcome: Outcome) -> None:
+    def _log_deletions(self, outcome: Outcome) -> None:
         """Log what was deleted."""
-        now, groups = time.monotonic() + self._ahead, []
+        now, groups = time.monotonic() + self._clock_ahead, []
         for (where, reason), lost in list(outcome.lost.items())[:_MOST_GROUPS]:
             idle = max(0.0, now - lost.oldest)
             groups.append(
