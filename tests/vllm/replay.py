@@ -453,7 +453,23 @@ class MiniVllm:
             self.step()
         raise AssertionError(f"not done: {self.states}")
 
+    def end(self) -> None:
+        """Abort what is left, and step until every block has been given back."""
+        for request_id in list(self.states):
+            self.abort(request_id)
+        for _ in while_patient():
+            if not self.states:
+                break
+            self.step()
+        assert not any(self.users.values()), "blocks are not given back"
+        assert sorted(self.free) == sorted(set(self.free)), "a block is given back twice"
+
     def close(self) -> None:
+        self.end()
+        self.shut_down()
+
+    def shut_down(self) -> None:
+        """Stop the threads, whatever is left."""
         self.worker.shutdown()
         self.scheduler.shutdown()
         if self.device is not None:
@@ -469,8 +485,10 @@ class MiniVllm:
     def __enter__(self) -> MiniVllm:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.end()
+        self.shut_down()
 
     # One step
 

@@ -603,6 +603,18 @@ class ScheduledEngine:
             text = self.texts[name]
             assert tokens == text.tokens[text.prompt :][: len(tokens)]
 
+    def end(self) -> None:
+        """Abort what is left, and step until every block has been given back."""
+        self.holds_loads = False
+        for name in list(self.scheduler.requests):
+            self.abort(name)
+        for _ in while_patient():
+            if not self.scheduler.requests and not self.results:
+                break
+            self.step()
+        pool = self.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks are not given back"
+
     def close(self) -> None:
         self.connector.shutdown()
 
@@ -1085,6 +1097,7 @@ def start_engines(
 
     yield start
     for engine in engines:
+        engine.end()
         engine.close()
     # Of an error that was contained there would be such a line.
     assert not [line for line in caplog.messages if "the engine goes on" in line]
