@@ -24,6 +24,7 @@ from hypothesis import HealthCheck, settings
 from kvshelf.buffers import Buffer, BufferPool
 from kvshelf.shelf import repairs
 from tests import budgets, not_tested
+from tests.sim.kept import Owners
 from tests.support.servers import S3Server, command, rclone_s3
 from tests.support.waiting import PATIENCE
 
@@ -75,6 +76,20 @@ def end_of_simulation(request: pytest.FixtureRequest) -> Iterator[None]:
     """End it behind the fixtures of the test, and before those of modules: some are processes."""
     with request.node.stash.get(_SIMULATION, ExitStack()).pop_all():
         yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(request: pytest.FixtureRequest, end_of_simulation: None) -> Iterator[None]:
+    """Fail a test in simulated time behind which staging, pins, leases or loads are in use."""
+    if runtime.Simulation.current is None:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        owners = Owners(patch)
+        yield
+        patch.undo()
+        kept = owners.settle()
+    assert not kept, "; ".join(kept)
 
 
 @pytest.hookimpl(tryfirst=True)

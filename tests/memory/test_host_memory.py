@@ -41,6 +41,16 @@ def use(memory: HostMemory, names: Iterable[object]) -> None:
         memory.unpin(slot)
 
 
+def end_all(
+    memory: HostMemory, pinned: Iterable[Slot | None] = (), coming: Iterable[Slot | None] = ()
+) -> None:
+    """End pins and reservations."""
+    for slot in filter(None, pinned):
+        memory.unpin(slot)
+    for slot in filter(None, coming):
+        memory.abandon(slot)
+
+
 def held(memory: HostMemory, names: str) -> str:
     return "".join(n for n, here in zip(names, memory.holds(names), strict=True) if here)
 
@@ -94,13 +104,13 @@ def test_leaves_between_pins_do_not_go_for_what_fits_elsewhere() -> None:
     memory = make_memory(256 * PAGE)
     for name in range(256):
         put(memory, name)
-    for name in range(0, 200, 4):
-        memory.pin(name)
+    pinned = [memory.pin(name) for name in range(0, 200, 4)]
     # The least recently used leaves lie between pins.
     for number in range(8):
         assert put(memory, f"large {number}", 6 * PAGE) is not None
     assert memory.stats().evictions < 2 * 8 * 6
     assert all(memory.holds(range(196)))
+    end_all(memory, pinned)
 
 
 class _CountedLock:
@@ -140,22 +150,23 @@ def test_no_call_is_long_under_the_lock_however_many_objects_there_are(
     memory, lock = _with_counted_lock(count * PAGE, monkeypatch)
     for name in range(count):
         put(memory, name, parent=name - 1 if name % 5 else None)
-    for name in range(0, count, 16):
-        memory.pin(name)
+    pinned = [memory.pin(name) for name in range(0, count, 16)]
     assert memory.reserve("too large", 40 * PAGE) is None
-    assert memory.reserve("large", 12 * PAGE) is not None
+    coming = [memory.reserve("large", 12 * PAGE)]
     # All places in the queue are wrong now.
     use(memory, range(count))
     assert put(memory, "small") is not None
-    memory.pin_all(range(count // 2))
-    assert memory.reserve("large", 12 * PAGE) is not None
+    pinned += memory.pin_all(range(count // 2))
+    coming.append(memory.reserve("large", 12 * PAGE))
     for name in range(count // 2, count):
         if name % 16:
             memory.forget(name)
-    assert memory.reserve("larger", 14 * PAGE) is not None
+    coming.append(memory.reserve("larger", 14 * PAGE))
+    assert None not in coming
     memory.close()
     # A thousand calls take less than a millisecond.
     assert lock.most < 1000
+    end_all(memory, pinned, coming)
 
 
 class _Name:
@@ -510,15 +521,18 @@ def test_an_owner_reserves_no_more_than_its_budget_or_one_object() -> None:
     assert first is not None
     assert second is not None
     assert memory.reserve("c", PAGE, owner=stores) is None
-    assert memory.reserve("d", PAGE) is not None
+    coming = [memory.reserve("d", PAGE)]
     assert memory.publish(first)
     assert stores.used == 2 * PAGE
-    assert memory.reserve("c", PAGE, owner=stores) is not None
+    coming.append(memory.reserve("c", PAGE, owner=stores))
     memory.abandon(second)
     assert memory.reserve("e", 4 * PAGE, owner=stores) is None
-    assert memory.reserve("e", 2 * PAGE, owner=stores) is not None
+    coming.append(memory.reserve("e", 2 * PAGE, owner=stores))
     large = Budget(PAGE)
-    assert memory.reserve("f", 2 * PAGE, owner=large) is not None
+    coming.append(memory.reserve("f", 2 * PAGE, owner=large))
+    assert None not in coming
+    end_all(memory, coming=coming)
+    assert stores.used == large.used == 0
 
 
 def test_a_closed_memory_is_freed_with_its_last_pin() -> None:

@@ -107,6 +107,13 @@ class Desk:
 
         self.run_until(idle)
 
+    def end(self) -> None:
+        """Have all clients leave, and compare what is held with nothing."""
+        for client in list(self.service._clients):
+            self.service.client_gone(client)
+        self.settle()
+        assert self.service._fetches.leases.stats() == (0, 0), "leases of clients that are gone"
+
     def ask(self, method: str, client: bytes, *args: Any) -> Any:
         """Ask what a message asks for, by the fields of this; return the reply."""
         make: dict[str, Callable[..., Any]]

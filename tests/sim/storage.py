@@ -40,6 +40,8 @@ from kvshelf.errors import StorageError, TransientStorageError
 
 #: Properties of a storage whose probes are dear, so that its answers are remembered.
 FAR = {"probe_cost": 0.02, "concurrency": 8}
+#: More calls than a test has waiting.
+_MANY = 10_000
 
 
 def posix(path: Path) -> PosixBackend:
@@ -117,6 +119,8 @@ class FaultyStorage(WrappedBackend):
         self.touched = touched
         self._stated = properties
         self._faults: list[Fault] = [*faults]
+        #: All that calls have waited for.
+        self._waits: list[threading.Event | threading.Semaphore] = []
         self._lock = threading.Lock()
 
     @property
@@ -135,6 +139,15 @@ class FaultyStorage(WrappedBackend):
         with self._lock:
             self._faults.clear()
 
+    def let_go(self) -> None:
+        """Remove all faults, and let the calls go on that wait in one."""
+        self.heal()
+        for wait in self._waits:
+            if isinstance(wait, threading.Event):
+                wait.set()
+            else:
+                wait.release(_MANY)
+
     def meet(self, operation: str, name: str) -> Sequence[Callable[[bytearray], object]]:
         """Wait or fail as the faults of an operation say; return what damages its bytes."""
         damages: list[Callable[[bytearray], object]] = []
@@ -150,6 +163,8 @@ class FaultyStorage(WrappedBackend):
                 if fault.times is not None:
                     fault.times -= 1
         for fault in met:
+            if isinstance(fault.wait, threading.Event | threading.Semaphore):
+                self._waits.append(fault.wait)
             if isinstance(fault.wait, threading.Event):
                 fault.wait.wait()
             elif isinstance(fault.wait, threading.Semaphore):

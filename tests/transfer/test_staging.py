@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import mmap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,29 @@ from tests.native.fake_cudart import fake_cudart
 SIZE = 10_000
 ROUNDED = 12_288
 GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def buffers_come_back() -> Iterator[None]:
+    """Release what a test still has: it stands for the transfers that would."""
+    taken: list[StagingBuffer] = []
+
+    def note(acquire: Callable[..., list[StagingBuffer] | None]) -> Callable[..., Any]:
+        def acquire_and_note(*arguments: Any, **options: Any) -> list[StagingBuffer] | None:
+            buffers = acquire(*arguments, **options)
+            taken.extend(buffers or ())
+            return buffers
+
+        return acquire_and_note
+
+    with pytest.MonkeyPatch.context() as patch:
+        for method in ("acquire_for_store", "acquire_for_load"):
+            patch.setattr(StagingPool, method, note(getattr(StagingPool, method)))
+        yield
+    for buffer in dict.fromkeys(taken):
+        pool = buffer._pool
+        if pool.in_use and buffer not in pool._free:
+            buffer.release()
 
 
 def test_buffers_are_aligned_and_writable_both_ways() -> None:
