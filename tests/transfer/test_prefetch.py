@@ -360,6 +360,31 @@ def test_all_who_want_what_cannot_be_had_learn_it_and_give_up_what_is_behind(
     until(lambda: (waiting.here(chunks), waiting.here(others)) == (1, 3))
 
 
+def test_chunk_that_is_read_when_its_request_gives_it_up_leaves_nothing(
+    make: Callable[..., Waiting],
+) -> None:
+    waiting = make(4)
+    chunks, others = waiting.put(0, 4), waiting.put(1)
+    waiting.rig.path(chunks[1], 0).unlink()
+    gate = threading.Event()
+    waiting.faults.add(Fault("read", f"*{chunks[2].key.hex()}*", wait=gate))
+    waiting.prefetcher.add("r", chunks[:2])
+    waiting.prefetcher.add("r", chunks[2:])
+    until(lambda: bool(waiting.prefetcher.take_failures()))
+    gate.set()
+    waiting.has_room_for(others)
+    assert waiting.memory.kept(chunks) == 1
+
+
+def test_object_that_is_retained_twice_is_dropped_at_once(make: Callable[..., Waiting]) -> None:
+    waiting = make(keeps=True)
+    (chunk,) = waiting.put(0, 1)
+    for _ in range(2):
+        assert waiting.memory.retain(ObjectRef(chunk, 0))
+    waiting.memory.drop([chunk.key])
+    assert not waiting.keeps
+
+
 def test_many_chunks_are_given_back_in_several_steps(make: Callable[..., Waiting]) -> None:
     waiting = make()
     chunks = [chunk for seed in range(5) for chunk in waiting.put(seed, 9)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -188,6 +189,21 @@ def test_a_store_that_may_wait_gets_what_comes_back() -> None:
     thread.join(20)
     assert len(got) == 1
     assert got[0] is not None
+
+
+def test_load_gets_a_buffer_that_is_too_little_for_a_store_that_waited_before() -> None:
+    pool = StagingPool(4 * ROUNDED, SIZE, together=2)
+    taken = pool.acquire_for_load(4)
+    assert taken is not None
+    got: list[object] = []
+    threading.Thread(target=pool.acquire_for_store, args=(2, 20.0)).start()
+    time.sleep(1)
+    load = threading.Thread(target=lambda: got.append(pool.acquire_for_load()))
+    load.start()
+    time.sleep(1)
+    pool.release(taken[0])
+    load.join(1)
+    assert got == [[taken[0]]]
 
 
 @pytest.mark.usefixtures("no_leaks")

@@ -389,6 +389,8 @@ def test_a_bound_that_is_reached_while_a_store_is_queued_drops_it(
     assert rig.count("dropped_chunks_error") == bound.written == 0
     assert rig.guard.writes.is_closed, "this says nothing about the storage"
     assert not caplog.records
+    bound.left = 1 << 40
+    assert rig.stores.store(item, age=PATIENCE) == StoreOutcome.QUEUED, "it is not published"
 
 
 def test_once_a_chunk_is_dropped_those_behind_it_are_too_and_others_are_not(

@@ -254,6 +254,23 @@ def test_all_who_share_a_read_that_fails_learn_it(rig: Rig, gate: Gate) -> None:
         assert load.failures == [(chunks[1], Failure.MISSING)]
 
 
+def test_load_whose_later_chunk_fails_first_ends_at_the_earlier_one(gate: Gate) -> None:
+    with closing(Rig(gate, blocks=400, options={"load_threads": 4})) as rig:
+        chunks = make_chunks(rig.fmt, 3)
+        rig.put(chunks)
+        for chunk in chunks[1:]:
+            rig.path(chunk, 0).unlink()
+        gate.shut()
+        load = rig.start("r", rig.items(chunks, 100))
+        gate.let(2, chunks[0])
+        until(lambda: gate.reads_of(chunks[1:]) == 4)
+        for chunk in reversed(chunks[1:]):
+            gate.let(2, chunk)
+            until(lambda chunk=chunk: (chunk, Failure.MISSING) in load.failures)
+        until(lambda: load.finished)
+        assert load.failed_at == 1
+
+
 def test_all_who_share_a_read_that_hangs_are_given_up_and_later_ones_read_anew(
     gate: Gate,
 ) -> None:
