@@ -962,6 +962,14 @@ def image(identifier: str, offset: int, length: int) -> SimpleNamespace:
     )
 
 
+def make_adapter(folder: Path, text: str) -> Path:
+    """Write the files of a LoRA adapter; return their folder."""
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_text(text)
+    return folder
+
+
 def adapter(path: object, number: int = 1, **options: Any) -> SimpleNamespace:
     """A LoRA request."""
     values: Mapping[str, Any] = {"load_inplace": False, **options}

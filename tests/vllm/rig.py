@@ -306,10 +306,11 @@ class Side:
         preempted: tuple[str, ...] = (),
         blocks: Callable[[str], tuple[list[int], ...]] = lambda _: (list(range(1, 100)),),
         sync_loads: bool = False,
+        silent: frozenset[int] = frozenset(),
     ) -> StepMetadata:
         """Build a step in which requests compute ``(computed before, scheduled)`` tokens.
 
-        All ranks answer it at once.
+        All ranks answer it at once, but for those that are `silent`.
         """
         scheduled = scheduled or {}
         cached = [r for r in scheduled if r not in new]
@@ -333,7 +334,7 @@ class Side:
         )
         if meta.namespace is not None:
             self.report()
-        for rank in range(self.side.engine.ranks):
+        for rank in sorted({*range(self.side.engine.ranks)} - silent):
             for op in meta.loads:
                 self.tell(rank, begun=op.number)
             for number, _ in meta.orders:

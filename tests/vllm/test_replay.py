@@ -28,6 +28,8 @@ from kvshelf.errors import TransientStorageError
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tiers import tiered
 from kvshelf.vllm import adapters, connector
+from kvshelf.vllm.messages import Outbox
+from kvshelf.vllm.metadata import AdapterContent, Facts
 from kvshelf.weights.fingerprints import FingerprintCache
 from tests.native.emulation import emulation, library_path
 from tests.sim.storage import Fault, FaultyStorage, posix
@@ -35,10 +37,12 @@ from tests.support.prompts import prompt
 from tests.support.waiting import PATIENCE, until
 from tests.vllm.replay import (
     RUNNERS,
+    Adapters,
     MiniVllm,
     Request,
     Start,
     adapter,
+    make_adapter,
     make_config,
     side_of,
 )
@@ -108,13 +112,6 @@ def hit(length: int) -> int:
 
 
 # ------------------------------------------------------------------------- adapters
-
-
-def make_adapter(folder: Path, text: str) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "adapter_config.json").write_text("{}")
-    (folder / "adapter_model.safetensors").write_text(text)
-    return folder
 
 
 class Hashing:
@@ -217,6 +214,47 @@ def test_an_adapter_under_the_name_of_another_is_not_stored(
     settle(engine)
     assert run(engine, prompt(40, 2, shared=16), lora_request=late) == [0]
     assert objects(backend) == before
+
+
+def test_adapter_whose_files_change_while_vllm_reads_them_is_not_stored(
+    start: Start, backend: FaultyStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, read = make_adapter(tmp_path / "a", "before"), Adapters._load_adapter
+
+    def change_and_read(self: Adapters, asked: Any) -> str:
+        make_adapter(folder, "after, and longer")
+        return read(self, asked)
+
+    monkeypatch.setattr(Adapters, "_load_adapter", change_and_read)
+    run(start(), prompt(20), lora_request=adapter(folder))
+    assert not objects(backend)
+
+
+def test_worker_that_loaded_two_contents_of_an_adapter_agrees_with_neither(tmp_path: Path) -> None:
+    asked, loaded = adapter(tmp_path / "a"), adapters.LoadedAdapters(Outbox(Facts))
+    contents = []
+    for text in ("before", "after, and longer"):
+        stamp, _ = adapters._stamp(str(make_adapter(tmp_path / "a", text)))
+        loaded.loaded(asked, stamp)
+        contents.append(AdapterContent(asked.lora_int_id, (stamp,)))
+    for content in contents:
+        assert not loaded.may_store(content)
+        assert not loaded.may_load(content)
+
+
+def test_adapter_whose_files_change_while_they_are_hashed_is_not_stored(
+    engine: MiniVllm, backend: FaultyStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, digest = make_adapter(tmp_path / "a", "before"), adapters.lora_digest
+
+    def change_and_digest(*arguments: Any, **options: Any) -> bytes:
+        make_adapter(folder, "after, and longer")
+        return digest(*arguments, **options)
+
+    engine.adapters.use(adapter(folder))
+    monkeypatch.setattr(adapters, "lora_digest", change_and_digest)
+    run(engine, prompt(20), lora_request=adapter(folder))
+    assert not objects(backend)
 
 
 def test_an_adapter_loaded_again_is_not_trusted_though_its_files_look_unchanged(
@@ -351,6 +389,20 @@ def test_an_engine_that_may_not_store_loads_and_stores_nothing(
 
 
 # ------------------------------------------------------------------------- preemption and aborts
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_chunks_of_forward_pass_that_raised_are_not_stored(
+    start: Start, backend: FaultyStorage, runner: str
+) -> None:
+    engine = start(runner=runner)
+    engine.add(Request("r", prompt(20)))
+    engine.forward_error = RuntimeError("the model failed")
+    with pytest.raises(RuntimeError, match="the model failed"):
+        engine.run()
+    engine.forward_error = None
+    drain(engine)
+    assert not objects(backend)
 
 
 @pytest.mark.parametrize("runner", RUNNERS)

@@ -33,6 +33,7 @@ from kvshelf.vllm import check_vllm_version, connector
 from kvshelf.vllm.connector import SharedStorageConnector
 from kvshelf.vllm.item_ids import CLIENT, CONTENT
 from kvshelf.vllm.metadata import (
+    WeightsReport,
     WorkerMetadata,
     WorkerReport,
 )
@@ -48,7 +49,9 @@ from tests.vllm.replay import (
     LAYERS,
     Blocks,
     Request,
+    adapter,
     image,
+    make_adapter,
     make_config,
     make_groups,
 )
@@ -60,6 +63,7 @@ from tests.vllm.rig import (
     make_connector,
     named_chunks,
     orders_of,
+    round_of,
     stored_chunks,
 )
 
@@ -974,6 +978,56 @@ def test_a_bad_chunk_is_trusted_again_when_all_ranks_have_repaired_it(make: Make
     assert side.ask(Request("after", prompt(20))) == 16
 
 
+def test_load_and_its_end_are_announced_until_every_rank_has_begun(make: Make) -> None:
+    side = _ranks(make)
+    side.report(reports={0: PART, 1: replace(PART, weights=None)})
+    side.put(prompt(20))
+    request = Request("r", prompt(20))
+    side.ask(request)
+    side.load(request, 16)
+    load = side.side.requests["r"].load
+    for _ in range(3):
+        meta = side.step(silent=frozenset({1}))
+        assert [op.number for op in meta.loads] == [load]
+    side.side.finished("r")
+    for _ in range(3):
+        meta = side.step(silent=frozenset({1}))
+        assert orders_of(meta).cancelled == [load]
+    side.step()
+    meta = side.step()
+    assert not meta.loads
+    assert not meta.orders
+
+
+def test_adapter_that_is_distrusted_after_its_digest_is_neither_loaded_nor_stored(
+    side: Side, tmp_path: Path
+) -> None:
+    named = {"lora_request": adapter(make_adapter(tmp_path / "a", "a"))}
+    side.known("first", prompt(20), **named)
+    chain = side.lookup("first").chain
+    assert chain is not None
+    for chunk in chain.chunks:
+        side.put_chunk(chunk)
+    requests = [side.known(f"{seed}", prompt(20, seed), **named) for seed in (0, 1)]
+    side.tell(other_adapters=[1])
+    assert [side.ask(request) for request in requests] == [0, 0]
+    assert not stored_chunks(side.step({"1": (0, 20)}, new=("1",)))
+
+
+def test_request_that_waits_gets_keys_of_the_new_weights(side: Side) -> None:
+    side.known("r", prompt(20))
+    before = side.lookup("r")
+    side.side.weights_may_change("a test")
+    found = WeightsReport(round_of(side.side), "aa", "bb")
+    side.report(weights={0: found})
+    side.report()
+    assert side.side.namespace != side.fmt.namespace
+    until(lambda: side.lookup("r").done)
+    chains = before.chain, side.lookup("r").chain
+    old, new = ({chunk.key for chunk in chain.chunks} for chain in chains if chain is not None)
+    assert not old & new
+
+
 # ------------------------------------------------------------------------- requests that wait
 
 
@@ -1060,11 +1114,13 @@ def test_no_hit_ends_within_an_image_that_is_computed_as_a_whole(
 
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("doubtful", [False, True])
+@pytest.mark.parametrize("images", [[(18, 10)], [(18, 10), (30, 8)]])
 def test_what_follows_the_beginning_of_a_divided_image_is_not_stored(
-    make: Make, whole: bool, doubtful: bool
+    make: Make, whole: bool, doubtful: bool, images: list[tuple[int, int]]
 ) -> None:
     side = make(change=_whole_items if whole else lambda config: None)
-    request = Request("r", prompt(41), mm_features=[image("x", 18, 10)])
+    features = [image(str(offset), offset, length) for offset, length in images]
+    request = Request("r", prompt(41), mm_features=features)
     assert side.ask(request) == 0
     stored = []
     for at, count in ((0, 20), (20, 12), (32, 8)):

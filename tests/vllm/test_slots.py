@@ -12,10 +12,17 @@ from hypothesis import strategies as st
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm")
-    from kvshelf.vllm.worker.slots import TokenSlots, slots_to_load, slots_to_store
+    from kvshelf.vllm.worker.slots import (
+        StateBlocks,
+        TokenSlots,
+        slots_to_load,
+        slots_to_store,
+        state_to_load,
+    )
 
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.kv.interleave import InterleavedBlocks
+from kvshelf.kv.states import StateSlots
 from kvshelf.kv.topology import ShardPlan
 
 CHUNK = 16
@@ -97,6 +104,30 @@ def test_each_rank_of_a_context_parallel_group_loads_its_tokens_of_a_tail(
         if turn % 4 == rank:
             expected[at] = ids[at // 16] * 4 + turn // 4 * interleave + token
     assert found == expected
+
+
+@given(ranks=st.sampled_from([1, 2, 4]), index=st.integers(0, 5))
+def test_ranks_of_a_context_parallel_group_store_the_tokens_that_they_load(
+    ranks: int, index: int
+) -> None:
+    ids = [5, 2, 9, 7, 4, 3, 8, 6, 1, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25]
+    chunks = chunks_of(6 * CHUNK)
+    first, end = index * CHUNK // (12 * ranks), -(-(index + 1) * CHUNK // (12 * ranks))
+    for rank in range(ranks):
+        plan = ShardPlan((0,), context_ranks=ranks, context_rank=rank)
+        slots = [TokenSlots(0, InterleavedBlocks(12)).of_rank(plan, 1)]
+        (item,) = slots_to_load(
+            slots, [chunks[index]], (ids,), index * CHUNK, (index + 1) * CHUNK, CHUNK
+        )
+        stored = slots_to_store(slots, (ids[first:end],), index, CHUNK)
+        assert stored.tolist() == item.slots.tolist()
+
+
+@pytest.mark.parametrize(("ids", "end"), [([0, 0, 3], 32), ([1, 2, 3], 40), ([1], 32), ([1], 0)])
+def test_state_without_a_block_of_its_own_is_not_loaded(ids: list[int], end: int) -> None:
+    groups = [StateBlocks(0, StateSlots((1,)), 16)]
+    with pytest.raises(ValueError, match=f"the state after {end} tokens has no block"):
+        state_to_load(groups, chunks_of(CHUNK)[0], (ids,), end)
 
 
 def test_a_tail_cannot_fill_more_tokens_than_it_has() -> None:

@@ -760,17 +760,24 @@ def test_where_parameters_cannot_name_weights_one_line_says_what_to_set(
     assert "Set `weights`" in line
 
 
-def test_the_period_of_a_block_is_that_of_the_oldest_block_before_it() -> None:
+def of_period(period: int) -> Any:
+    """A request, as far as the periods of blocks look at it."""
+    return SimpleNamespace(period=period)
+
+
+def block_periods(
+    *, hybrid: bool = False, block_size: int = 1
+) -> tuple[BlockPeriods, Callable[[list[int], int], Any]]:
+    """The periods of blocks, and what admits a request there."""
     shared = MagicMock()
-    shared.engine.groups = groups = MagicMock(scratch=(), hybrid=False)
-    groups.__iter__.side_effect = lambda: iter([SimpleNamespace(index=0, block_size=1)])
+    shared.engine.groups = groups = MagicMock(scratch=(), hybrid=hybrid)
+    groups.__iter__.side_effect = lambda: iter([SimpleNamespace(index=0, block_size=block_size)])
     periods = BlockPeriods(shared)
+    return periods, lambda blocks, computed: of_period(periods.admit([blocks], computed, None))
 
-    def admit(blocks: list[int], computed: int) -> Any:
-        return SimpleNamespace(period=periods.admit([blocks], computed, None))
 
-    def of(period: int) -> Any:
-        return SimpleNamespace(period=period)
+def test_the_period_of_a_block_is_that_of_the_oldest_block_before_it() -> None:
+    periods, admit = block_periods()
 
     assert admit([1, 2, 3], 0).period == 0
     periods.begin()
@@ -779,12 +786,35 @@ def test_the_period_of_a_block_is_that_of_the_oldest_block_before_it() -> None:
     assert admit([6, 7, 8], 2).period == 1
     # The null block stands for those that a window has passed.
     assert admit([0, 7, 8], 2).period == 1
-    assert periods.is_valid(of(0))
+    assert periods.is_valid(of_period(0))
     periods.settle(changed=True)
-    assert not periods.is_valid(of(0))
-    assert periods.is_valid(of(1))
+    assert not periods.is_valid(of_period(0))
+    assert periods.is_valid(of_period(1))
     # Computed since, but behind old blocks.
     assert admit([6, 4, 9], 2).period == 0
     periods.begin()
     periods.settle(changed=False)
     assert periods.is_valid(admit([6, 7, 9], 2))
+
+
+def test_blocks_count_as_old_after_a_step_that_was_lost() -> None:
+    periods, admit = block_periods()
+    periods.lose()
+    assert periods.is_valid(admit([1, 2], 0)), "there were no other weights yet"
+    periods.begin()
+    before = admit([3, 4], 0)
+    assert periods.is_valid(before)
+    periods.lose()
+    assert not periods.is_valid(before)
+    assert not periods.is_valid(admit([3, 5], 1))
+    assert periods.is_valid(admit([6, 7], 0))
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_block_that_a_hybrid_engine_copied_has_no_known_weights(hybrid: bool) -> None:
+    periods, admit = block_periods(hybrid=hybrid, block_size=4)
+    periods.begin()
+    periods.settle(changed=True)
+    assert periods.is_valid(admit([1, 2], 0))
+    assert periods.is_valid(admit([1, 3], 4))
+    assert periods.is_valid(admit([1, 4], 3)) is not hybrid

@@ -35,7 +35,7 @@ from tests.vllm.replay import (
     make_groups,
 )
 from tests.vllm.rig import next_number, ordered
-from tests.vllm.worker_rig import BLOCK, WorkerRig
+from tests.vllm.worker_rig import BLOCK, WorkerRig, store_op
 
 # ------------------------------------------------------------------------- caches
 
@@ -258,8 +258,28 @@ def test_caches_are_registered_once(make_worker: Callable[..., WorkerRig]) -> No
         rig.register()
 
 
-@pytest.mark.parametrize("how", ["sleep", "weights"])
-@pytest.mark.parametrize("scattered", [True, False])
+def test_what_is_staged_is_published_before_an_engine_sleeps(
+    make_worker: Callable[..., WorkerRig], backend: FaultyStorage
+) -> None:
+    rig = make_worker()
+    chunks = rig.chunks(2)
+    backend.add(Fault("write", "*.safetensors", wait=0.1))
+    ops = [store_op(chunk) for chunk in chunks]
+    rig.step(StepMetadata(stores=ops))
+    rig.connector.unregister_kv_caches()
+    assert all(rig.path(chunk).exists() for chunk in chunks)
+
+
+@pytest.mark.parametrize(
+    ("how", "scattered"),
+    [
+        ("sleep", True),
+        ("sleep", False),
+        ("weights", True),
+        ("weights", False),
+        ("comparison", False),
+    ],
+)
 def test_a_load_that_is_not_reported_before_its_caches_or_weights_go_fails(
     make_worker: Callable[..., WorkerRig], backend: FaultyStorage, how: str, scattered: bool
 ) -> None:
@@ -280,10 +300,12 @@ def test_a_load_that_is_not_reported_before_its_caches_or_weights_go_fails(
     if how == "sleep":
         rig.connector.unregister_kv_caches()
         rig.connector.restore_kv_caches()
-    else:
+    elif how == "weights":
         rig.connector.weights_changed()
     gate.set()
-    finished, bad, _ = rig.step(ordered(cancelled=[loads[0].number]))
+    meta = ordered(cancelled=[loads[0].number])
+    meta.weights_round = int(how == "comparison")
+    finished, bad, _ = rig.step(meta)
     while finished != {"gone", "r"}:
         more = rig.step(StepMetadata(idle=True))
         finished, bad = finished | more[0], bad | more[1]

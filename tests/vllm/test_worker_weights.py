@@ -152,7 +152,8 @@ def test_weights_that_change_in_place_end_loads_and_stores_at_once(
     rig.connector.weights_changed()
     rig.side.weights_changed("another reason")
     # The scheduler does not know yet: what it planned meanwhile is not done.
-    rig.step(StepMetadata(stores=[store_op(chunks[2], [9, 10])]))
+    named = rig.namespace()
+    rig.step(StepMetadata(stores=[store_op(chunks[2], [9, 10])], namespace=named))
     rig.drain()
     assert rig.counts["stored_chunks"] == 2
     before = rig.rows(20)
