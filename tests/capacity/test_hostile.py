@@ -240,7 +240,8 @@ class OneBadCall(FaultyStorage):
     """
 
     def __init__(self, inner: Backend, number: int, fault: int | str) -> None:
-        super().__init__(inner, local_path="")
+        # Where calls may hang, each has a thread.
+        super().__init__(inner, **({"local_path": ""} if fault == "hangs" else {}))
         self.calls: list[tuple[str, str]] = []
         self.bad = ("", "none")
         self._number, self._fault = number, fault

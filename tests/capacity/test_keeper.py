@@ -765,8 +765,18 @@ def test_bound_is_used_and_few_stores_are_dropped(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("bound", [80, 300])
-@pytest.mark.parametrize("processes", [8, pytest.param(64, marks=pytest.mark.slow), 256])
+@pytest.mark.parametrize(
+    ("processes", "bound"),
+    [
+        (8, 80),
+        (8, 300),
+        (256, 80),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((64, 80), (64, 300), (256, 300))
+        ),
+    ],
+)
 def test_processes_that_begin_together_stay_below_the_bound(
     fleet: Fleet, processes: int, bound: int
 ) -> None:
