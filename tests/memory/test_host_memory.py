@@ -387,11 +387,11 @@ class EqualMachine(MemoryMachine):
 
 
 TestMemory = MemoryMachine.TestCase
-TestMemory.settings = settings(stateful_step_count=80)
+TestMemory.settings = settings(max_examples=60, stateful_step_count=80)
 TestBorderedMemory = BorderedMachine.TestCase
-TestBorderedMemory.settings = settings(stateful_step_count=80)
+TestBorderedMemory.settings = settings(max_examples=60, stateful_step_count=80)
 TestEqualMemory = EqualMachine.TestCase
-TestEqualMemory.settings = settings(stateful_step_count=80)
+TestEqualMemory.settings = settings(max_examples=60, stateful_step_count=80)
 
 
 def test_threads_that_use_it_at_once_leave_nothing_behind() -> None:

@@ -271,7 +271,7 @@ class Model:
         assert (stats["objects"], stats["bytes"]) == (pages, stats["capacity_bytes"])
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_random_operations_lose_no_memory_and_lend_no_wrong_bytes(
     seed: int, tmp_path: Path
 ) -> None:
