@@ -241,7 +241,8 @@ class OneBadCall(FaultyStorage):
 
     def __init__(self, inner: Backend, number: int, fault: int | str) -> None:
         # Where calls may hang, each has a thread.
-        super().__init__(inner, **({"local_path": ""} if fault == "hangs" else {}))
+        local_path = "" if fault == "hangs" else inner.properties.local_path
+        super().__init__(inner, local_path=local_path)
         self.calls: list[tuple[str, str]] = []
         self.bad = ("", "none")
         self._number, self._fault = number, fault
@@ -288,7 +289,16 @@ def visit_copy(place: Place, number: int, fault: int | str, odd: str = "") -> On
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fault", [errno.EIO, errno.EACCES, "hangs", "odd name"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        errno.EIO,
+        errno.EACCES,
+        "hangs",
+        "odd name",
+        pytest.param(errno.EBUSY, marks=pytest.mark.slow),
+    ],
+)
 def test_visit_with_one_bad_call_deletes_all_but_what_the_call_is_for(
     tmp_path: Path, fault: int | str
 ) -> None:

@@ -549,7 +549,7 @@ def test_stores_where_inodes_or_quota_ran_out_are_paid_for_by_the_oldest(
 def test_quota_that_is_reached_again_and_again_is_paid_for_by_larger_parts(
     place: Place, monkeypatch: pytest.MonkeyPatch, frees: bool
 ) -> None:
-    """A store takes five times of the quota what the deletion of an object gives back, or more."""
+    """Five deletions give back what a store takes of the quota; or none gives anything back."""
     old = place.put(FMT, chunks(400), age=3 * HOUR)
     write, limit, stored, refused = place.faults.write, len(old), 0, 0
 
@@ -619,8 +619,9 @@ def test_old_temporaries_on_a_disk_without_a_free_byte_go(
             place.backend.write("x/y", [bytes(4096)])
         for _ in range(20):
             keeper._turn()
-        # A marker may have one of the three blocks.
-        assert os.statvfs(tmp_path).f_bavail >= 2 and place.objects() == set(names)
+        # A marker that is written where there is room again takes one of the three blocks.
+        markers = sum(marker.stat().st_blocks > 0 for marker in (tmp_path / KEEPERS).iterdir())
+        assert os.statvfs(tmp_path).f_bavail + markers >= 3 and place.objects() == set(names)
         assert not list(tmp_path.rglob("*.tmp"))
         place.backend.writes.close()
         place.backend.write("x/y", [bytes(4096)])
@@ -710,7 +711,7 @@ both = pytest.mark.parametrize("costs", [DIRECTORY, S3], ids=["directory", "s3"]
 
 @pytest.mark.long
 @both
-@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.slow), 8])
 def test_writers_at_the_bound_stay_below_it_and_lose_few_stores(
     monkeypatch: pytest.MonkeyPatch, costs: Costs, count: int
 ) -> None:
@@ -773,7 +774,7 @@ def test_bound_is_used_and_few_stores_are_dropped(
         (256, 80),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((64, 80), (64, 300), (256, 300))
+            for case in ((64, 80), (256, 300), (8, 1500), (64, 1500), (256, 1500))
         ),
     ],
 )
@@ -792,7 +793,7 @@ def test_processes_that_begin_together_stay_below_the_bound(
 def test_full_bucket_is_not_said_to_have_bytes_free(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It does not say how many are free."""
+    """S3 does not say how many bytes are free."""
     keeper = Fleet(monkeypatch, S3).add(1.0, max_bytes=100 * MIB).keeper
     keeper.found_full(NoSpaceStorageError(errno.ENOSPC, "full", "s3://bucket/kv"))
     keeper._update_free_space()

@@ -344,10 +344,10 @@ class PatientBackend(WrappedBackend):
 
     def list(self, prefix: str = "", **options: Any) -> Iterator[ObjectInfo]:
         """Stream objects; where a call may hang, by a call for some of them."""
-        rows, pace = iter(self.inner.list(prefix, **options)), GilPace()
         if not self._may_hang:
-            yield from rows
+            yield from self.inner.list(prefix, **options)
             return
+        rows, pace = iter(self.inner.list(prefix, **options)), GilPace()
 
         def take() -> Sequence[ObjectInfo]:
             some = []
