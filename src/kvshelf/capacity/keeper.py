@@ -11,20 +11,22 @@ take turns by the storage's clock, in the order of their names.
 =================  =====================================================================
 a visit is due     when
 =================  =====================================================================
-for ``max_bytes``  half of the credit is used up, or the shelf is above its bound
+for ``max_bytes``  half of the credit is used up, or the shelf is above 97 % of its bound
 for ages           a part of the least age has passed: all keepers together visit all of
                    the shelf in an eighth of ``max_age``, in an hour at most
-for quotas         a twentieth of a quota was written, by the share of the slice
+for quotas         a twentieth of the slice's share of a quota was written, or a minute passed
 for a full disk    a write found no space, for one round
-to pay             the disk is nearly full, and a store was refused
+to pay             stores are paid for, and one was refused or the next ones would be
+for leftovers      a process stored within three hours: as for ages, all of it in an hour
 =================  =====================================================================
 
 Without ``max_bytes`` a directory of which little is free pays for a store by deleting as many bytes
 as it writes, the oldest first, nothing used within an hour: the shelf stops growing, and does not
-shrink because others write to the disk. Where less than half of what stores leave free is left, it
-pays only with what the storage shows as free after the deletion. Where a write found no inode, or a
-quota reached, stores are paid for during an hour, also below ``max_bytes``. Each further write that
-finds it makes a visit free four times as much: a quota may count a deletion late, or a store more.
+shrink because others write to the disk. Below half of the reserve that stores leave free, it pays
+only with what the storage shows as free after the deletion. Where a write found no inode, or a
+quota reached, stores are paid for during an hour, also below ``max_bytes``. A write that finds it
+again although stores were paid for makes visits free four times as much, up to
+:data:`_MOST_FREED_AT_ONCE`. A quota may count deletions late, or count more than a store's bytes.
 
 Contracts
 ---------
@@ -32,9 +34,9 @@ Contracts
   where they are refused nine tenths. Each takes as long as a slice with :data:`SLICE` chunks needs.
 * Nothing is deleted because of its age while the storage's clock, by the time of the keeper's own
   marker, and this machine's differ by more than an hour.
-* No thread waits for this one but those that write, for a few seconds. It calls the storage
-  without the deadlines of loads and stores: its errors open no circuit breaker. While the one for
-  reads is open it leaves the storage alone.
+* Threads that write wait for this one, for a few seconds, and so does :meth:`Keeper.close`, for
+  half a second. It calls the storage without the deadlines of loads and stores: its errors open
+  no circuit breaker. While the one for reads is open it leaves the storage alone.
 * :meth:`Keeper.allows` and :meth:`Keeper.end` may be called on any thread, and never block.
 * An error ends a visit, is logged, and the next begins later. Where deleting is not allowed, one
   log line an hour says so.
@@ -128,10 +130,10 @@ _FIRST_HEARTBEATS_SECONDS: Final = 1.0
 _REST: Final = 99.0
 _HURRY: Final = 3.0
 _RUSH: Final = 0.1
-#: Least pause between two visits, and the pauses after an error and after a refusal.
-_LEAST_PAUSE: Final = 0.02
 #: Seconds after its last store for which a process looks for leftovers of an hour.
 _LEAVES_SECONDS: Final = 3 * HOUR
+#: Least pause of the thread, and the pauses after an error and after a refusal.
+_LEAST_PAUSE: Final = 0.02
 _TROUBLE_SECONDS: Final = 30.0
 _REFUSED_SECONDS: Final = 3600.0
 #: Seconds from one round for leftovers on a full disk to the next.
@@ -203,7 +205,7 @@ class Keeper:
         #: The bytes used on the storage, and what is known of the shelf.
         self._storage_used = math.inf
         self._shelf = Group(nbytes=0.0)
-        #: Bytes that came since they were estimated, if the others write as much as this process.
+        #: Estimated bytes written since the last listing, if all keepers write as much as this one.
         self._bytes_since_listed = 0.0
         #: The number of keepers, the place of this one, how many there may be; what the storage's
         #: clock is ahead of the monotonic one, and when that was learned.
@@ -280,7 +282,7 @@ class Keeper:
     def allows(self, nbytes: int) -> bool:
         """Whether `nbytes` may be stored now, or once the next visit has made room. Never blocks.
 
-        The log says once why not.
+        The log says why not, once an hour for each cause.
         """
         return self._ask(nbytes, take=False)
 
@@ -623,7 +625,7 @@ class Keeper:
         self._grant()
         outcome = self._delete_from(part, now, listed / FANS, largest)
         self._grant()
-        # What others took of the storage no visit gives back.
+        # No visit gives back what others took of the storage.
         has_room = self._free >= self._largest if self._frees_disk_space else self._has_room
         self._folders_without_gain = (
             0 if has_room or outcome.nbytes else self._folders_without_gain + listed
