@@ -225,6 +225,20 @@ def test_load_while_computing_is_unknown_may_take_as_long_as_usual() -> None:
     assert rule.patience(hit, Before()) == pytest.approx((1.5,))
 
 
+@pytest.mark.parametrize(("load_seconds", "admitted"), [(0.9, True), (1.1, False)])
+def test_hit_that_cannot_be_divided_is_admitted_if_it_loads_before_its_cut(
+    load_seconds: float, *, admitted: bool
+) -> None:
+    rule = AdmissionRule(STEP_TOKENS)
+    hit = Hit(0, 512, 513, CHUNK, 512 * TOKEN_BYTES, divisible=False)
+    for _ in range(3):
+        rule.prefill.learn([(0, 512)], 0, 1.0)
+        rule.storage.learn(hit.nbytes, load_seconds)
+    (cut,) = rule.patience(hit, Before())
+    assert (load_seconds < cut) == admitted
+    assert rule.admits(hit, Before()) == admitted
+
+
 def table() -> Iterator[str]:
     """Yield all points, and which of them miss a goal."""
     yield "hits, drafts, prompts, MB/s, slow steps: first (s), median, worst sum of 100"

@@ -209,8 +209,11 @@ class AdmissionRule:
         loaded = max(before.computing, load) + rest
         if not is_known:
             return loaded < computed
-        at_first = self.at_once(hit, before) if hit.divisible else 1
-        first = costs.seconds(before.beside(hit) + at_first * hit.nbytes / hit.chunks)
+        if not hit.divisible:
+            # A load that would be cut brings nothing.
+            return loaded < computed and load < before.unloaded + whole - rest
+        first_bytes = self.at_once(hit, before) * hit.nbytes / hit.chunks
+        first = costs.seconds(before.beside(hit) + first_bytes)
         return loaded < computed and first < self._slack(hit, before)
 
     def _end_beside_trial(self, hit: Hit, now: float) -> int:
@@ -293,15 +296,13 @@ class AdmissionRule:
         )
 
     def _slack(self, hit: Hit, before: Before) -> float:
-        """Return by how many seconds the chunks of a steady load may come later before it is cut.
+        """Return how many seconds later the chunks of a steady load may come before it is cut.
 
-        Its chunks arrive evenly, but early tokens are computed faster than late ones. So a steady
-        load is behind in its midst.
+        The hit can be divided. Its chunks arrive evenly, but early tokens are computed faster than
+        late ones. So a steady load is behind in its midst.
         """
         seconds, start, length = self.prefill.seconds, hit.start, hit.end - hit.start
         slack = before.unloaded + MOST_DELAY * seconds(start, hit.end)
-        if not hit.divisible:
-            return slack
         load = self.load_costs(hit).seconds(hit.nbytes)
         late = (share * load - seconds(start, start + int(share * length)) for share in _SHARES)
         return slack - max(late)
