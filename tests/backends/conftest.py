@@ -1,13 +1,19 @@
-"""Readable failures for the asserts inside the suite, and the matrix of a run."""
+"""Readable failures inside the suite, the matrix of a run, and a bucket with a script."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from kvshelf.backends import Backend
+from tests.sim.s3 import ScriptedS3
 
 pytest.register_assert_rewrite("tests.support.backend_suite")
 
@@ -25,6 +31,33 @@ def note_storage(
         words = _WORD.findall(request.cls.__name__.removeprefix("Test"))
         test = request.node.originalname.removeprefix("test_")
         record_property("suite", (" ".join(words).lower(), test.replace("_", " ")))
+
+
+@pytest.fixture
+def no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nobody's own configuration has a part in the tests."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+@pytest.fixture
+def store(no_account: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedS3]:
+    """An S3 store of which nothing is known."""
+    pytest.importorskip("obstore", reason="obstore is missing: pip install '.[s3]'")
+    # Another store may have had its port.
+    monkeypatch.setattr("kvshelf.backends.s3_quirks._known_until", {})
+    with ScriptedS3() as store:
+        yield store
+
+
+@pytest.fixture
+def bucket(store: ScriptedS3) -> Iterator[Backend]:
+    """A shelf in a bucket of the store."""
+    with closing(store.open()) as backend:
+        yield backend
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -26,8 +26,8 @@ from kvshelf.errors import (
     ReadOnlyStorageError,
     TransientStorageError,
 )
-from tests.faults.s3proxy import S3Proxy
-from tests.support.backend_suite import BackendSuite, read_into
+from tests.sim.s3 import Answer, Request, ScriptedS3, refusal
+from tests.support.backend_suite import BackendSuite
 from tests.support.oracles import FolderOracle, Oracle
 from tests.support.servers import (
     BUCKET,
@@ -42,23 +42,13 @@ from tests.support.servers import (
 )
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("no_account")]
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install '.[s3]'")
 pytest.importorskip("s3fs", reason="s3fs is missing: pip install s3fs")
 
 needs_rclone = pytest.mark.skipif(command("rclone") is None, reason="rclone is not installed")
 needs_moto = pytest.mark.skipif(command("moto_server") is None, reason="moto is not installed")
-
-
-@pytest.fixture(autouse=True)
-def no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nobody's own configuration has a part in the tests."""
-    for name in ("AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no config"))
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no credentials"))
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
 
 
 @pytest.fixture(scope="module")
@@ -208,35 +198,17 @@ class TestS3fsOnSeaweed(TestObstoreOnSeaweed):
 # ------------------------------------------------------------------------- what users meet
 
 
-@pytest.fixture
-def server(moto: S3Server) -> S3Server:
-    return moto
-
-
-def through(server: S3Server, proxy: S3Proxy, prefix: str = "") -> Backend:
-    """Open a shelf behind a proxy."""
-    return opened(server, prefix=prefix, endpoint_url=proxy.endpoint)
-
-
-def opened(server: S3Server, bucket: str = BUCKET, prefix: str = "", **options: Any) -> Backend:
-    """Open a shelf, by default one of its own."""
-    return open_backend(
-        f"s3://{bucket}/{prefix or uuid.uuid4().hex}", storage_options=server.options(**options)
-    )
-
-
 @needs_rclone
 @pytest.mark.parametrize("changed", [{"secret": "wrong wrong wrong"}, {"key": "nobody"}])
 def test_wrong_keys_are_told_at_the_start(rclone: S3Server, changed: dict[str, str]) -> None:
     with pytest.raises(PermanentStorageError, match="key, its secret or its token") as caught:
-        opened(rclone, **changed)
+        open_backend(f"s3://{BUCKET}/x", storage_options=rclone.options(**changed))
     assert "correct what storage_options: key, secret says" in str(caught.value)
     assert "\n" not in str(caught.value)
     for secret in (SECRET, *changed.values()):
         assert secret not in str(caught.value)
 
 
-@needs_moto
 @pytest.mark.parametrize(
     ("code", "hint"),
     [
@@ -244,21 +216,31 @@ def test_wrong_keys_are_told_at_the_start(rclone: S3Server, changed: dict[str, s
         ("RequestTimeTooSkewed", "this machine's clock and the store's differ"),
     ],
 )
-def test_refusal_names_its_own_remedy(server: S3Server, code: str, hint: str) -> None:
-    with S3Proxy(server.endpoint) as proxy:
-        proxy.refuses = lambda _: (403, code)
-        with pytest.raises(PermanentStorageError, match=hint) as caught:
-            through(server, proxy)
-        assert "its secret" not in str(caught.value)
+def test_refusal_names_its_own_remedy(store: ScriptedS3, code: str, hint: str) -> None:
+    store.script = lambda _: refusal(403, code)
+    with pytest.raises(PermanentStorageError, match=hint) as caught:
+        store.open()
+    assert "its secret" not in str(caught.value)
 
 
-@needs_moto
-def test_a_bucket_that_is_not_there_is_told_at_the_start(server: S3Server) -> None:
-    before = set(threading.enumerate())
-    with pytest.raises(PermanentStorageError, match="there is no bucket 'nobody-s-bucket'"):
-        opened(server, "nobody-s-bucket")
+def test_missing_bucket_is_told_whenever_it_is_missing(store: ScriptedS3, bucket: Any) -> None:
+    """A shelf whose bucket was deleted is no shelf without objects."""
+    bucket.write("a/x", [b"1"])
+    with bucket.open("a/x") as reader:
+        store.buckets.clear()
+        for call in (
+            lambda: reader.read_into(memoryview(bytearray(1)), 0),
+            lambda: bucket.write("a/y", [b"1"], "replace"),
+            lambda: list(bucket.list()),
+            bucket.folders,
+        ):
+            with pytest.raises(PermanentStorageError, match=f"there is no bucket '{BUCKET}'"):
+                call()
+    with pytest.raises(PermanentStorageError, match=f"there is no bucket '{BUCKET}'"):
+        store.open()
+    bucket.close()
     # An engine tries again every ten seconds.
-    until(lambda: set(threading.enumerate()) <= before)
+    until(lambda: not any(thread.name == "kvshelf-s3" for thread in threading.enumerate()))
 
 
 @pytest.mark.slow
@@ -293,17 +275,13 @@ def test_doctor_says_what_to_do(rclone: S3Server, changed: dict[str, str], messa
 @pytest.mark.long
 @pytest.mark.parametrize("client", ["obstore", "s3fs"])
 def test_no_credentials_at_all(monkeypatch: pytest.MonkeyPatch, client: str) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
     options = {"endpoint_url": "http://127.0.0.1:9", "client": client}
     with pytest.raises(ConfigError, match="no AWS credentials were found"):
         open_backend(f"s3://{BUCKET}/x", storage_options=options)
 
 
 def test_a_chain_of_credentials_that_ends_at_a_dead_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("no_proxy", "NO_PROXY"):
+    for name in ("no_proxy", "NO_PROXY", "AWS_EC2_METADATA_DISABLED"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", "http://user:hunter2@127.0.0.1:9")
     options = {"endpoint_url": "http://127.0.0.1:9", "client": "obstore"}
@@ -312,34 +290,25 @@ def test_a_chain_of_credentials_that_ends_at_a_dead_proxy(monkeypatch: pytest.Mo
     assert "hunter2" not in str(error.value)
 
 
-@needs_moto
-def test_credentials_of_a_profile(
-    server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    file = tmp_path / "credentials"
-    file.write_text("[team]\naws_access_key_id = abc\naws_secret_access_key = def\n")
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
-    options = {"profile": "team", "endpoint_url": server.endpoint}
+def test_credentials_of_a_profile_sign_requests(store: ScriptedS3, tmp_path: Path) -> None:
+    keys = "[team]\naws_access_key_id = abc\naws_secret_access_key = def\n"
+    (tmp_path / "credentials").write_text(keys)
+    options = {"profile": "team", "endpoint_url": store.endpoint}
     with closing(open_backend(f"s3://{BUCKET}/profile", storage_options=options)) as backend:
         assert backend.write("x", [b"1"]) is WriteResult.CREATED
+    assert all("Credential=abc/" in request.headers["Authorization"] for request in store.requests)
     with pytest.raises(ConfigError, match="nobody"):
         open_backend(f"s3://{BUCKET}/x", storage_options={**options, "profile": "nobody"})
 
 
-@needs_moto
 @pytest.mark.parametrize(
     ("status", "code"),
     [(403, "InvalidAccessKeyId"), (400, "ExpiredToken"), (401, "AuthFailure"), (403, "")],
 )
 def test_keys_with_file_rewritten_are_read_again_when_refused(
-    server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int, code: str
+    store: ScriptedS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int, code: str
 ) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
     file = tmp_path / "credentials"
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
     clock = SimpleNamespace(seconds=0.0, monotonic=lambda: clock.seconds)
     monkeypatch.setattr(s3_settings, "time", clock)
 
@@ -347,34 +316,33 @@ def test_keys_with_file_rewritten_are_read_again_when_refused(
         file.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = s\n")
 
     def accept(key: str) -> None:
-        proxy.refuses = lambda request: (
-            None if f"={key}/" in request.headers["Authorization"] else (status, code)
+        store.script = lambda request: (
+            None if f"={key}/" in request.headers["Authorization"] else refusal(status, code)
         )
 
     rewrite("first")
-    with S3Proxy(server.endpoint) as proxy:
-        accept("first")
-        options = {"endpoint_url": proxy.endpoint}
-        with closing(open_backend(f"s3://{BUCKET}/keys", storage_options=options)) as backend:
-            rewrite("second")
-            assert backend.stat(["a"]) == [None]
-            accept("second")
-            [answer] = backend.stat(["a"])
-            assert "correct what profile default, shared-credentials-file says" in str(answer)
-            assert backend.stat(["a"]) == [None]
-            # At most once in five seconds.
-            rewrite("third")
-            accept("third")
-            for seconds, answered in ((4.9, False), (5.0, False), (5.0, True)):
-                clock.seconds = seconds
-                assert (backend.stat(["a"]) == [None]) is answered
-            # Where the file has no others, they are what they were.
-            clock.seconds = 10.0
-            file.unlink()
-            accept("fourth")
-            assert isinstance(backend.stat(["a"])[0], PermanentStorageError)
-            accept("third")
-            assert backend.stat(["a"]) == [None]
+    accept("first")
+    options = {"endpoint_url": store.endpoint}
+    with closing(open_backend(f"s3://{BUCKET}/keys", storage_options=options)) as backend:
+        rewrite("second")
+        assert backend.stat(["a"]) == [None]
+        accept("second")
+        [answer] = backend.stat(["a"])
+        assert "correct what profile default, shared-credentials-file says" in str(answer)
+        assert backend.stat(["a"]) == [None]
+        # At most once in five seconds.
+        rewrite("third")
+        accept("third")
+        for seconds, answered in ((4.9, False), (5.0, False), (5.0, True)):
+            clock.seconds = seconds
+            assert (backend.stat(["a"]) == [None]) is answered
+        # Where the file has no others, they are what they were.
+        clock.seconds = 10.0
+        file.unlink()
+        accept("fourth")
+        assert isinstance(backend.stat(["a"])[0], PermanentStorageError)
+        accept("third")
+        assert backend.stat(["a"]) == [None]
 
 
 @pytest.mark.parametrize(
@@ -395,123 +363,168 @@ def test_options_that_cannot_be(url: str, options: dict[str, Any], message: str)
     assert "key:secret" not in str(caught.value)
 
 
-@needs_moto
-def test_an_object_is_read_in_pieces(server: S3Server) -> None:
-    with closing(opened(server)) as backend:
-        backend.write("x", [b"0123456789"])
-        with backend.open("x") as reader:
-            assert reader.size == 10
-            buffer = bytearray(10)
-            for at in (0, 3, 6, 9):
-                reader.read_into(memoryview(buffer)[at : at + 3], at)
+# ------------------------------------------------------------------------- requests
+
+
+def test_reads_of_one_object_see_one_version(store: ScriptedS3, bucket: Any) -> None:
+    bucket.write("x", [b"0123456789"])
+    buffer = bytearray(10)
+    with bucket.open("x") as reader, bucket.open("x") as later:
+        assert reader.size == 10
+        for at in (0, 3, 6):
+            reader.read_into(memoryview(buffer)[at : at + 3], at)
+        bucket.write("x", [b"abcdefghijk"], "replace")
+        reader.read_into(memoryview(buffer)[9:], 9)
         assert buffer == b"0123456789"
-        with pytest.raises(ObjectMissingError):
-            backend.open("y")
+        with pytest.raises(TransientStorageError, match="replaced meanwhile"):
+            later.read_into(memoryview(buffer), 0)
+    with pytest.raises(ObjectMissingError):
+        bucket.open("y")
 
 
-@needs_moto
-def test_an_object_that_is_replaced_while_it_is_read(server: S3Server) -> None:
-    with closing(opened(server)) as backend:
-        backend.write("x", [b"0123456789"])
-        buffer = bytearray(2)
-        with backend.open("x") as reader, backend.open("x") as later:
-            reader.read_into(memoryview(buffer), 0)
-            backend.write("x", [b"abcdefghijk"], "replace")
-            reader.read_into(memoryview(buffer), 6)
-            assert buffer == b"67"
-            with pytest.raises(TransientStorageError, match="replaced meanwhile"):
-                later.read_into(memoryview(buffer), 0)
+def test_store_that_heeds_conditions_is_not_asked_before_a_publication(
+    store: ScriptedS3, bucket: Any
+) -> None:
+    """That is learned once, from a small object of its own name, however large the first one is."""
+    asked = store.asked(lambda: bucket.write("first", [bytes(100_000)]))
+    assert asked == ["probe", "write", "delete", "write", "write", "delete"]
+    written = [request for request in store.requests if request.kind == "write"]
+    assert [request.path.endswith("/first") for request in written] == [True, False, False]
+    assert max(len(request.body) for request in written[1:]) == 1
+    for name in ("second", "third"):
+        assert store.asked(lambda name=name: bucket.write(name, [b"1"])) == ["write"]  # type: ignore[misc]
+    assert bucket.write("second", [b"2"]) is WriteResult.EXISTED
+    assert store.asked(lambda: bucket.stat(["second"])) == ["probe"]
+    assert [info.name for info in bucket.list(hidden=True)] == ["first", "second", "third"]
 
 
-def requests_of(proxy: S3Proxy, call: Callable[[], object]) -> list[str]:
-    """Return the requests that `call` makes, as moments of the table of faults."""
-    before = len(proxy.requests)
-    call()
-    return [request.partition(" ")[0] for request in proxy.requests[before:]]
+def test_store_that_ignores_conditions_is_asked_before_a_publication(
+    store: ScriptedS3, bucket: Any
+) -> None:
+    store.heeds_conditions = False
+    bucket.write("first", [b"1"])
+    assert store.asked(lambda: bucket.write("second", [b"1"])) == ["probe", "write"]
+    assert bucket.write("second", [b"2"]) is WriteResult.EXISTED
+    assert store.objects[f"{BUCKET}/kv/second"][0] == b"1"
 
 
-@needs_moto
-def test_a_store_that_heeds_conditions_is_not_asked_before_a_publication(moto: S3Server) -> None:
-    with S3Proxy(moto.endpoint) as proxy, closing(through(moto, proxy)) as backend:
-        asked = requests_of(proxy, lambda: backend.write("first", [b"1"]))
-        assert asked == ["probe", "write", "delete", "write", "write", "delete"]
-        for name in ("second", "third"):
-            assert requests_of(proxy, lambda name=name: backend.write(name, [b"1"])) == ["write"]  # type: ignore[misc]
-        assert backend.write("second", [b"2"]) is WriteResult.EXISTED
-        assert requests_of(proxy, lambda: backend.stat(["second"])) == ["probe"]
-        assert [info.name for info in backend.list()] == ["first", "second", "third"]
-        assert list(backend.list(".kvshelf")) == []
+def test_conditions_with_deletion_refused_are_learned_from_the_object_itself(
+    store: ScriptedS3, bucket: Any
+) -> None:
+    """Where nothing may be deleted, nothing is left behind."""
+    store.script = lambda request: (
+        refusal(403, "AccessDenied") if request.kind == "delete" else None
+    )
+    asked = store.asked(lambda: bucket.write("a/1", [b"1"]))
+    assert asked.count("write") == 2 and list(store.objects) == [f"{BUCKET}/kv/a/1"]
+    assert store.asked(lambda: bucket.write("a/2", [b"1"])) == ["write"]
 
 
-@needs_rclone
-def test_a_store_that_ignores_conditions_is_asked_before_a_publication(rclone: S3Server) -> None:
-    with S3Proxy(rclone.endpoint) as proxy, closing(through(rclone, proxy)) as backend:
-        backend.write("first", [b"1"])
-        assert requests_of(proxy, lambda: backend.write("second", [b"1"])) == ["probe", "write"]
-        assert backend.write("second", [b"2"]) is WriteResult.EXISTED
-        buffer = bytearray(1)
-        read_into(backend, "second", memoryview(buffer))
-        assert buffer == b"1"
+def test_store_with_one_write_a_second_is_met_once(store: ScriptedS3, bucket: Any) -> None:
+    """It does not show whether conditions are heeded, and is not tried for each object."""
+    store.script = lambda request: (
+        refusal(429, "TooMany")
+        if request.kind == "write" and request.path in store.objects
+        else None
+    )
+    for number in range(3):
+        assert bucket.write(f"a/{number}", [b"1"]) is WriteResult.CREATED
+    assert len({request.path for request in store.requests if request.kind == "write"}) == 3 + 1
 
 
-@needs_moto
-def test_what_a_store_heeds_is_learned_once(moto: S3Server) -> None:
-    """From small objects of one's own, however large the first one is."""
-    with S3Proxy(moto.endpoint) as proxy, closing(through(moto, proxy)) as backend:
-        for number in range(2):
-            name = f"large-{number}"
-            seen = len(proxy.requests)
-            assert backend.write(name, [bytes(100_000)]) is WriteResult.CREATED
-            asked = proxy.requests[seen:]
-            assert [what.split()[0] for what in asked if name in what] == [
-                *(["probe"] if number == 0 else []),
-                "write",
-            ]
-            others = [what for what in asked if name not in what]
-            assert len(others) == (4 if number == 0 else 0)
+def test_conflict_with_another_writer_ends_in_what_is_seen(store: ScriptedS3, bucket: Any) -> None:
+    bucket.write("first", [b"1"])
+    refusals = [refusal(409, "OperationAborted")] * 2
+    store.script = lambda request: refusals.pop() if request.kind == "write" and refusals else None
+    assert bucket.write("second", [b"1"]) is WriteResult.CREATED
+    answers: dict[str, Answer] = {}
+    store.script = lambda request: answers.get(request.kind)
+    for status in (409, 429):
+        answers.clear()
+        answers["write"] = refusal(status, "Conflict")
+        assert bucket.write("second", [b"1"]) is WriteResult.EXISTED
+        with pytest.raises(TransientStorageError, match="other writers are creating"):
+            bucket.write("third", [b"1"])
+        answers["probe"] = refusal(403, "Refused")
+        with pytest.raises(PermanentStorageError, match="probing failed"):
+            bucket.write("third", [b"1"])
 
 
-@needs_moto
-def test_a_conflict_is_tried_again(moto: S3Server) -> None:
-    with S3Proxy(moto.endpoint) as proxy, closing(through(moto, proxy)) as backend:
-        backend.write("first", [b"1"])
-        proxy.add("409", "write", "*second*", times=2)
-        assert backend.write("second", [b"1"]) is WriteResult.CREATED
-        assert proxy.met == 2
+def test_thousand_objects_are_deleted_by_one_request(store: ScriptedS3, bucket: Any) -> None:
+    names = [f"a/{number}" for number in range(3)]
+    for name in names:
+        bucket.write(name, [b"1"])
+    others = [f"b/{number}" for number in range(1500)]
+    assert store.asked(lambda: bucket.delete([*others, *names])) == ["delete", "delete"]
+    assert not store.objects
 
 
-@needs_moto
-def test_a_thousand_objects_are_deleted_by_one_request(moto: S3Server) -> None:
-    with S3Proxy(moto.endpoint) as proxy, closing(through(moto, proxy)) as backend:
-        names = [f"a/{number}" for number in range(3)]
-        for name in names:
-            backend.write(name, [b"1"])
-        others = [f"b/{number}" for number in range(1500)]
-        asked = requests_of(proxy, lambda: backend.delete([*others, *names]))
-        assert asked == ["delete", "delete"]
-        assert list(backend.list()) == []
-        for name in names:
-            backend.write(name, [b"1"])
-        proxy.add("403", "delete")
-        answers = backend.delete(names)
-        assert all(isinstance(answer, ReadOnlyStorageError) for answer in answers)
-        assert len(answers) == len(list(backend.list())) == 3
+def test_deletion_of_many_with_some_refused_says_which_stay(store: ScriptedS3, bucket: Any) -> None:
+    names = [f"a/{number}" for number in range(3)]
+    for name in names:
+        bucket.write(name, [b"1"])
+
+    def refuse_second(request: Request) -> Answer | None:
+        is_of_second = b"a/1<" in request.body or request.path.endswith("a/1")
+        if request.kind != "delete" or not is_of_second:
+            return None
+        error = "<Code>AccessDenied</Code><Message>not yours</Message>"
+        text = f"<DeleteResult><Error><Key>kv/a/1</Key>{error}</Error></DeleteResult>"
+        return Answer(body=text.encode())
+
+    store.script = refuse_second
+    first, second, third = bucket.delete(names)
+    assert (first, third) == (True, True)
+    assert isinstance(second, ReadOnlyStorageError) and "allow s3:" in str(second)
+    assert list(store.objects) == [f"{BUCKET}/kv/a/1"]
 
 
-def test_to_close_is_to_wait_for_a_thread_that_hands_over_a_result(
-    moto: S3Server, monkeypatch: pytest.MonkeyPatch
+def test_deletion_of_many_from_store_that_is_down_asks_once(
+    bucket: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    down, calls = TransientStorageError(5, "down"), list[int]()
+
+    def fail(some: Sequence[str]) -> None:
+        calls.append(len(some))
+        if len(calls) > 1:
+            raise down
+
+    monkeypatch.setattr(bucket.client, "delete", fail)
+    assert bucket.delete([f"a/{number}" for number in range(2500)]) == [True] * 1000 + [down] * 1500
+    assert calls == [1000, 1000]
+
+
+def test_request_without_an_answer_is_made_again(store: ScriptedS3) -> None:
+    stalled = [Answer(ends_after=-1, gate=threading.Event())]
+    options = {"config_kwargs": {"read_timeout": 0.5}}
+    with closing(store.open(**options)) as backend:
+        backend.write("a", [b"12"])
+        store.script = lambda _: stalled.pop() if stalled else None
+        assert backend.stat(["a"]) == [2]
+
+
+def test_answers_that_pass_are_asked_for_again(store: ScriptedS3, bucket: Any) -> None:
+    bucket.write("a", [b"12"])
+    passing = [refusal(503, "SlowDown"), refusal(500, "InternalError"), Answer(ends_after=-1)]
+    store.script = lambda _: passing.pop() if passing else None
+    assert bucket.stat(["a"]) == [2]
+    assert not passing
+
+
+def test_client_when_it_is_closed_waits_for_a_thread_that_hands_over_a_result(
+    bucket: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread of obstore's that is there when the process ends aborts it."""
     taken: list[bool] = []
-    with closing(opened(moto)) as backend:
-        backend.stat(["a", "b"])
-        loop = backend.client._running
-        wake = loop._write_to_self
-        monkeypatch.setattr(
-            loop, "_write_to_self", lambda: (taken.append(loop._taking.locked()), wake())
-        )
-        backend.stat(["a", "b"])
-        seen = len(taken)
+    bucket.stat(["a", "b"])
+    loop = bucket.client._running
+    wake = loop._write_to_self
+    monkeypatch.setattr(
+        loop, "_write_to_self", lambda: (taken.append(loop._taking.locked()), wake())
+    )
+    bucket.stat(["a", "b"])
+    seen = len(taken)
+    bucket.close()
     assert len(taken) > seen > 0 and all(taken)
 
 
@@ -519,27 +532,26 @@ class PanicException(BaseException):
     """As Rust libraries raise it."""
 
 
-def test_a_panic_of_the_library_is_an_error_that_may_pass(
-    moto: S3Server, monkeypatch: pytest.MonkeyPatch
+def test_panic_of_the_library_is_an_error_that_may_pass(
+    bucket: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def panic(*_: object, **__: object) -> None:
         raise PanicException("index out of bounds")
 
-    with closing(opened(moto, prefix="panics")) as backend:
-        said = PanicException("index out of bounds")
-        monkeypatch.setattr(backend.client, "heads", lambda names: [said] * len(names))
-        for method in ("get", "put", "delete", "folders"):
-            monkeypatch.setattr(backend.client, method, panic)
-        monkeypatch.setattr(backend.client, "rows", lambda *_, **__: map(panic, [0]))
-        calls = (
-            lambda: backend.info("o"),
-            lambda: backend.open("o"),
-            lambda: backend.write("o", [b"x"], "replace"),
-            lambda: delete_one(backend, "o"),
-            lambda: list(backend.list()),
-            backend.folders,
-        )
-        for call in calls:
-            with pytest.raises(TransientStorageError, match="the S3 library panicked: index out"):
-                call()
-        assert isinstance(backend.stat(["o"])[0], TransientStorageError)
+    said = PanicException("index out of bounds")
+    monkeypatch.setattr(bucket.client, "heads", lambda names: [said] * len(names))
+    for method in ("get", "put", "delete", "folders"):
+        monkeypatch.setattr(bucket.client, method, panic)
+    monkeypatch.setattr(bucket.client, "rows", lambda *_, **__: map(panic, [0]))
+    calls = (
+        lambda: bucket.info("o"),
+        lambda: bucket.open("o"),
+        lambda: bucket.write("o", [b"x"], "replace"),
+        lambda: delete_one(bucket, "o"),
+        lambda: list(bucket.list()),
+        bucket.folders,
+    )
+    for call in calls:
+        with pytest.raises(TransientStorageError, match="the S3 library panicked: index out"):
+            call()
+    assert isinstance(bucket.stat(["o"])[0], TransientStorageError)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
-from pathlib import Path
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -16,19 +14,15 @@ from benchmarks.samples import LARGE, fill, make_chunks, make_format
 from kvshelf.backends import s3
 from kvshelf.backends.base import delete_one
 from kvshelf.backends.breaker import LEAST_FAILURES
-from kvshelf.backends.s3 import Rate, open_s3
+from kvshelf.backends.s3 import Rate, S3Backend
 from kvshelf.backends.s3_client import Span
 from kvshelf.errors import BadObjectError, ObjectMissingError, TransientStorageError
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef, Presence
+from tests.sim.s3 import BUCKET, ScriptedS3
 from tests.support.backend_suite import read_into
-from tests.support.delaying_proxy import DelayingProxy
-from tests.support.servers import BUCKET, S3Server, command, moto_s3, rclone_s3
 
 pytestmark = pytest.mark.real
-
-if importlib.util.find_spec("obstore") is None:
-    pytest.skip("obstore is not installed: pip install '.[s3]'", allow_module_level=True)
 
 MIB = 1 << 20
 FMT = make_format(LARGE, 8)
@@ -38,20 +32,17 @@ PARTS = -(-SIZE // MIB)
 
 
 class Far:
-    """A shelf on a real server, behind a proxy that counts."""
+    """A shelf in a bucket with one object."""
 
-    def __init__(self, server: S3Server, proxy: DelayingProxy, prefix: str) -> None:
-        endpoint = f"http://127.0.0.1:{proxy.port}"
-        self.options = {**server.options(), "endpoint_url": endpoint}
-        self.server = server
-        self.proxy = proxy
-        self.backend = open_s3(f"s3://{BUCKET}/{prefix}", self.options)
+    def __init__(self, store: ScriptedS3) -> None:
+        self.store = store
+        self.backend: S3Backend = store.open()
         self.shelf = Shelf(self.backend)
         self.image = memoryview(bytearray(SIZE))
         fill(self.image)
         FMT.seal(self.image, CHUNK, 0)
-        self.shelf.view(FMT).publish(ObjectRef(CHUNK, 0), self.image)
         self.name = self.shelf.view(FMT).name(ObjectRef(CHUNK, 0))
+        self.put(bytes(self.image))
 
     def load(self) -> bytes:
         found = memoryview(bytearray(SIZE))
@@ -61,53 +52,31 @@ class Far:
         return bytes(found)
 
     def gets(self, work: Callable[[], Any]) -> int:
-        before = self.proxy.requests().get("GET", 0)
-        work()
-        return self.proxy.requests().get("GET", 0) - before
+        return self.store.asked(work).count("read")
 
     def put(self, data: bytes) -> None:
-        key = f"{self.backend.url.rpartition('/')[2]}/{self.name}"
-        self.server.client().put_object(Bucket=BUCKET, Key=key, Body=data)
+        self.store.objects[f"{BUCKET}/kv/{self.name}"] = data, 1e9
 
     def is_whole_again(self) -> bool:
         """Whether a load makes all requests that it may: nothing of an earlier one is under way."""
         self.put(bytes(self.image))
-        return not knows_ranges(self) or self.gets(self.load) == PARTS
+        return not self.store.knows_ranges or self.gets(self.load) == PARTS
 
 
-@pytest.fixture(scope="module", params=[pytest.param("moto", marks=pytest.mark.slow), "rclone"])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    program = {"moto": "moto_server", "rclone": "rclone"}[request.param]
-    if command(program) is None:
-        pytest.skip(f"{program} is not installed")
-    folder = tmp_path_factory.mktemp("s3")
-    with moto_s3() if request.param == "moto" else rclone_s3(folder) as server:
-        yield server
-
-
-@pytest.fixture
+@pytest.fixture(params=[True, False], ids=["ranges", "none"])
 def far(
-    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any
+    store: ScriptedS3, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[Far]:
-    for name in ("AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL"):
-        monkeypatch.delenv(name, raising=False)
+    """How fast the connection is, is known from the first load on."""
+    store.knows_ranges = request.param
     monkeypatch.setattr(s3, "_LARGE_BYTES", 2 * MIB)
     monkeypatch.setattr(s3, "_PART_BYTES", MIB)
     monkeypatch.setattr(s3, "_BODIES_AT_ONCE", PARTS)
     monkeypatch.setattr(s3, "_SLOW_RATE", math.inf)
-    host, _, port = server.endpoint.rpartition("/")[2].partition(":")
-    with ExitStack() as stack:
-        proxy = stack.enter_context(DelayingProxy(host, int(port), 0.0))
-        far = Far(server, proxy, tmp_path.name)
-        stack.callback(far.shelf.close)
-        # How fast the connection is, is known from now on.
+    far = Far(store)
+    with closing(far.shelf):
         assert far.gets(far.load) == 1
         yield far
-
-
-def knows_ranges(far: Far) -> bool:
-    """Whether the server does: that of rclone answers with the whole object."""
-    return far.server.folder is None
 
 
 def test_parts_give_the_same_bytes_or_the_server_is_asked_for_all_at_once(far: Far) -> None:
@@ -115,7 +84,7 @@ def test_parts_give_the_same_bytes_or_the_server_is_asked_for_all_at_once(far: F
         assert far.load() == far.image
 
     asked = far.gets(load)
-    if knows_ranges(far):
+    if far.store.knows_ranges:
         assert asked == PARTS
         assert far.gets(load) == PARTS
     else:
@@ -142,12 +111,12 @@ def test_small_objects_say_nothing_of_a_connection(far: Far) -> None:
         found = memoryview(bytearray(SIZE))
         assert other.view(FMT).load_all(CHUNK, [0], [found]) is None
 
-    with closing(Shelf(open_s3(far.backend.url, far.options))) as other:
+    with closing(Shelf(far.store.open())) as other:
         other.backend.write("a/small", [b"x" * 1000])
         read_into(other.backend, "a/small", memoryview(bytearray(1000)))
         assert other.view(FMT).probe([(CHUNK, 0)]) == [Presence.PRESENT]
         assert far.gets(read) == 1
-        if knows_ranges(far):
+        if far.store.knows_ranges:
             assert far.gets(read) == PARTS
 
 
@@ -269,9 +238,3 @@ def test_parts_go_on_after_there_was_no_thread_for_them(
     no_loop.undo()
     assert far.gets(far.load) + 1 >= PARTS
     assert far.is_whole_again()
-
-
-def test_small_objects_are_never_cut(far: Far) -> None:
-    far.backend.write("a/small", [b"x" * 1000])
-    with far.backend.open("a/small") as reader:
-        assert reader.read_into(memoryview(bytearray(1000)), 0) == 1000

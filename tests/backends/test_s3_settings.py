@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,104 +17,47 @@ from typer.testing import CliRunner
 from kvshelf.backends import open_backend, s3_quirks
 from kvshelf.cli.app import app
 from kvshelf.errors import ConfigError, StorageError
+from tests.sim.s3 import BUCKET, Request, ScriptedS3
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install '.[s3]'")
 
 from kvshelf.backends.s3_settings import resolve
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("no_account")]
 
-PAGE = (
-    "<ListBucketResult><Name>b</Name><Prefix></Prefix><KeyCount>0</KeyCount>"
-    "<MaxKeys>1000</MaxKeys><IsTruncated>false</IsTruncated></ListBucketResult>"
-)
 #: What does not vary of a signature: key, region, signed headers.
 _SIGNED = re.compile(r"Credential=(\w+)/\d+/([\w-]+).*SignedHeaders=([\w;-]+)")
+#: What varies from one request to the next.
+_VARIES = ("x-amz-date", "user-agent", "amz-sdk-invocation-id")
 
-
-class Recorder:
-    """A server of a bucket with one empty object, which remembers what it was asked."""
-
-    def __init__(self) -> None:
-        self.requests: list[tuple[str, str, tuple[str, ...]]] = []
-        recorder = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                recorder.requests.append((self.command, self.path, tuple(self._headers())))
-                listing = self.command == "GET" and "?" in self.path
-                body = PAGE.encode() if listing else b""
-                done = listing or self.command in ("PUT", "POST") or self.path.endswith("/old")
-                self.send_response(200 if done else 404)
-                self.send_header("Last-Modified", "Wed, 01 Jan 2025 00:00:00 GMT")
-                self.send_header("Content-Length", str(len(body)))
-                self.send_header("ETag", '"e"')
-                self.end_headers()
-                self.wfile.write(body)
-
-            def _headers(self) -> Iterator[str]:
-                for name, value in sorted(self.headers.items()):
-                    if name.lower() in ("x-amz-date", "user-agent", "amz-sdk-invocation-id"):
-                        continue
-                    if name.lower() == "authorization":
-                        signed = _SIGNED.search(value)
-                        value = " ".join(signed.groups()) if signed is not None else value
-                    yield f"{name.lower()}: {value}"
-
-            do_PUT = do_HEAD = do_DELETE = do_POST = do_GET  # noqa: N815
-
-            def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-                """Say nothing."""
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-    def options(self, **more: Any) -> dict[str, Any]:
-        """Return options that leave nothing open."""
-        return {
-            "endpoint_url": self.url,
-            "key": "configured",
-            "secret": "a secret",
-            "client_kwargs": {"region_name": "us-west-2"},
-            "config_kwargs": {"s3": {"addressing_style": "path"}},
-            **more,
-        }
+Asked = Counter[tuple[str, str, tuple[str, ...]]]
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[tuple[Recorder, Recorder]]:
+def servers() -> Iterator[tuple[ScriptedS3, ScriptedS3]]:
     """The configured one, and another."""
-    with contextlib.ExitStack() as stack:
-        made = Recorder(), Recorder()
-        for server in made:
-            stack.callback(server.close)
-        yield made
+    with ScriptedS3() as configured, ScriptedS3() as other:
+        yield configured, other
 
 
-@pytest.fixture(autouse=True)
-def no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nobody's own configuration has a part in the tests."""
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+def options_for(server: ScriptedS3, **more: Any) -> dict[str, Any]:
+    """Return options that leave nothing open."""
+    return {
+        "endpoint_url": server.endpoint,
+        "key": "configured",
+        "secret": "a secret",
+        "client_kwargs": {"region_name": "us-west-2"},
+        "config_kwargs": {"s3": {"addressing_style": "path"}},
+        **more,
+    }
 
 
-def asked(server: Recorder, options: dict[str, Any]) -> Counter[tuple[str, str, tuple[str, ...]]]:
+def asked(server: ScriptedS3, options: dict[str, Any]) -> Asked:
     """Do what engines do, and return the requests."""
     server.requests.clear()
+    server.objects[f"{BUCKET}/kv/a/old"] = b"", 1e9
     s3_quirks._known_until.clear()
-    with contextlib.closing(open_backend("s3://bucket/kv", storage_options=options)) as backend:
+    with closing(open_backend(f"s3://{BUCKET}/kv", storage_options=options)) as backend:
         calls: list[Callable[[], object]] = [
             lambda: backend.write("a/x", [b"1"]),
             lambda: backend.stat(["a/x", "a/y"]),
@@ -127,19 +67,26 @@ def asked(server: Recorder, options: dict[str, Any]) -> Counter[tuple[str, str, 
             lambda: backend.delete(["a/x"]),
         ]
         for call in calls:
-            with contextlib.suppress(StorageError):
+            with suppress(StorageError):
                 call()
     # Temporaries have random names, as in what is deleted.
-    varies = r"[0-9a-f]{16}\.tmp"
-    digest = r"(?<=md5: |256: )[\w+/=]{24,}"
     return Counter(
-        (method, re.sub(varies, "", path), tuple(re.sub(digest, "", one) for one in headers))
-        for method, path, headers in server.requests
+        (request.method, re.sub(r"[0-9a-f]{16}\.tmp", "", request.url), tuple(_headers(request)))
+        for request in server.requests
     )
 
 
+def _headers(request: Request) -> Iterator[str]:
+    for name, value in sorted(request.headers.items()):
+        if name.lower() in _VARIES:
+            continue
+        signed = _SIGNED.search(value)
+        shown = " ".join(signed.groups()) if signed is not None else value
+        yield re.sub(r"(?<=md5: |256: )[\w+/=]{24,}", "", f"{name.lower()}: {shown}")
+
+
 @pytest.fixture(scope="module")
-def undisturbed(servers: tuple[Recorder, Recorder]) -> dict[str, Any]:
+def undisturbed(servers: tuple[ScriptedS3, ScriptedS3]) -> dict[str, Any]:
     """What each client asks where nothing but the options says anything; by client."""
     return {}
 
@@ -219,7 +166,7 @@ VARIABLES = {"obstore": OF_OBSTORE | OF_BOTOCORE, "s3fs": OF_BOTOCORE}
     ],
 )
 def test_no_variable_changes_what_is_asked(
-    servers: tuple[Recorder, Recorder],
+    servers: tuple[ScriptedS3, ScriptedS3],
     undisturbed: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -229,13 +176,13 @@ def test_no_variable_changes_what_is_asked(
     """All at once, and in the slow tests each alone."""
     pytest.importorskip(client)
     configured, other = servers
-    options = configured.options(client=client)
+    options = options_for(configured, client=client)
     if client not in undisturbed:
         # What a server does not know is learned once by a process.
         asked(configured, options)
         undisturbed[client] = asked(configured, options)
     for name in names:
-        value = VARIABLES[client][name].replace("OTHER", other.url)
+        value = VARIABLES[client][name].replace("OTHER", other.endpoint)
         if "\n" in value:
             file = tmp_path / "hostile"
             file.write_text(value)
@@ -250,26 +197,26 @@ def test_no_variable_changes_what_is_asked(
 
 
 def test_fsspec_s_configuration_of_s3_has_no_part(
-    servers: tuple[Recorder, Recorder], monkeypatch: pytest.MonkeyPatch
+    servers: tuple[ScriptedS3, ScriptedS3], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("s3fs")
     configured, other = servers
-    options = configured.options(client="s3fs")
+    options = options_for(configured, client="s3fs")
     before = asked(configured, options)
-    foreign = {"token": "foreign", "username": "foreign", "endpoint_url": other.url}
-    more = {"client_kwargs": {"endpoint_url": other.url}, "requester_pays": True}
+    foreign = {"token": "foreign", "username": "foreign", "endpoint_url": other.endpoint}
+    more = {"client_kwargs": {"endpoint_url": other.endpoint}, "requester_pays": True}
     monkeypatch.setitem(fsspec_config.conf, "s3", foreign | more)
     assert asked(configured, options) == before
     assert not other.requests
 
 
 def test_a_checksum_that_the_environment_wants_cannot_be_left_out(
-    servers: tuple[Recorder, Recorder], monkeypatch: pytest.MonkeyPatch
+    servers: tuple[ScriptedS3, ScriptedS3], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_CHECKSUM_ALGORITHM", "SHA256")
-    options = servers[0].options(checksum=False)
+    options = options_for(servers[0], checksum=False)
     with pytest.raises(ConfigError, match="AWS_CHECKSUM_ALGORITHM is set: unset it"):
-        open_backend("s3://bucket/kv", storage_options=options)
+        open_backend("s3://kvshelf-bucket/kv", storage_options=options)
 
 
 PROFILES = """[default]
@@ -340,13 +287,13 @@ def test_what_is_not_in_the_options_comes_from_elsewhere(
 
 
 def test_a_profile_brings_its_keys_to_its_endpoint(
-    servers: tuple[Recorder, Recorder], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    servers: tuple[ScriptedS3, ScriptedS3], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     configured, other = servers
-    content = PROFILES.replace("http://minio:9000", configured.url).replace("virtual", "path")
+    content = PROFILES.replace("http://minio:9000", configured.endpoint).replace("virtual", "path")
     (tmp_path / "config").write_text(content)
     for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
-        monkeypatch.setenv(name, other.url)
+        monkeypatch.setenv(name, other.endpoint)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
         monkeypatch.setenv(name, "foreign")
     requests = asked(configured, {"profile": "minio"})
@@ -395,15 +342,15 @@ def test_options_are_checked_by_name(url: str, options: dict[str, Any], message:
 
 
 def test_doctor_says_where_each_setting_comes_from(
-    servers: tuple[Recorder, Recorder], monkeypatch: pytest.MonkeyPatch
+    servers: tuple[ScriptedS3, ScriptedS3], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_REGION", "of-the-environment")
     monkeypatch.setenv("AWS_SERVER_SIDE_ENCRYPTION", "AES256")
-    options = {"endpoint_url": servers[0].url, "key": "a key", "secret": "a secret"}
+    options = {"endpoint_url": servers[0].endpoint, "key": "a key", "secret": "a secret"}
     env = {"KVSHELF_STORAGE_OPTIONS": json.dumps(options)}
-    result = CliRunner().invoke(app, ["doctor", "s3://bucket/kv", "--json"], env=env)
+    result = CliRunner().invoke(app, ["doctor", "s3://kvshelf-bucket/kv", "--json"], env=env)
     checks = {check["name"]: check["found"] for check in json.loads(result.stdout)["checks"]}
-    assert checks["s3 endpoint"] == f"{servers[0].url} (storage_options: endpoint_url)"
+    assert checks["s3 endpoint"] == f"{servers[0].endpoint} (storage_options: endpoint_url)"
     assert checks["s3 region"] == "of-the-environment (AWS_REGION)"
     assert checks["s3 addressing"] == "path (default)"
     assert checks["s3 keys"] == "an access key (storage_options: key, secret)"
