@@ -568,9 +568,9 @@ class S3Backend(Backend):
         if info is None or info.mtime >= before:
             return
         with self._errors("recording a use", name, writing=True):
-            self.client.renew(name)
+            is_copied = self.client.renew(name)
         # Some stores say that they copy and do nothing. Times are whole seconds.
-        if not self._renews and time.time() - info.mtime > _SURELY_OLD_SECONDS:
+        if is_copied and not self._renews and time.time() - info.mtime > _SURELY_OLD_SECONDS:
             after = self.info(name)
             self._renews = after is not None and after.mtime > info.mtime
             if after is not None and not self._renews:

@@ -220,8 +220,11 @@ class Client:
             return refused
         return Put.DONE
 
-    def renew(self, name: str) -> None:
-        """Have the store copy an object onto itself, which makes it as young as a new one."""
+    def renew(self, name: str) -> bool:
+        """Have the store copy an object onto itself, which makes it as young as a new one.
+
+        False: it refused, or another client is writing the object.
+        """
         try:
             # Of such a copy alone obstore sends the header that `make_store` names. The copy does
             # replace: the header is no condition.
@@ -232,6 +235,8 @@ class Client:
             # Another client may be writing it, and records the use.
             elif _refused_put(exc) is None:
                 raise
+            return False
+        return True
 
     def delete(self, names: Sequence[str]) -> None:
         """Remove objects, whether they are there or not; raise if one of them stays."""

@@ -87,6 +87,20 @@ def test_touch_with_refused_copy_learns_only_from_what_says_so(
     assert known(store) == ({"no-self-copy"} if is_quirk else set())
 
 
+@pytest.mark.parametrize("status", [409, 429])
+def test_touch_during_a_write_of_another_client_teaches_nothing(
+    store: ScriptedS3, bucket: Any, status: int
+) -> None:
+    """The other write records the use, or will: that the time is the old one shows nothing."""
+    store.script = lambda request: (
+        refusal(status, "OperationAborted") if request.method == "PUT" else None
+    )
+    assert touch(store, bucket)[0] is Touched.TOUCHED
+    assert known(store) == set()
+    store.script = lambda _: None
+    assert touch(store, bucket) == (Touched.TOUCHED, ["probe", "write", "probe"])
+
+
 def test_touch_with_store_that_only_says_that_it_copies_is_refused(
     store: ScriptedS3, bucket: Any
 ) -> None:
