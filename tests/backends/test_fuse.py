@@ -23,12 +23,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvshelf.backends import Backend, BytesLike, Touched, WriteResult, posix_mount
+from kvshelf.backends import Backend, BytesLike, Touched, WriteResult
 from kvshelf.backends.base import WriteMode, delete_one
 from kvshelf.backends.breaker import LEAST_FAILURES
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
-from kvshelf.backends.posix_mount import Mount, find_mount
+from kvshelf.backends.posix_mount import find_mount
 from kvshelf.cli.app import app
 from kvshelf.errors import (
     BadObjectError,
@@ -373,28 +373,6 @@ def test_measuring_ends_soon_where_a_probe_takes_long(
         assert mount.met() < 5
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "seconds"),
-    [
-        ("ext4", "rw,relatime", 0.0),
-        ("tmpfs", "rw", 0.0),
-        ("nfs4", "rw,vers=4.2", 60.0),
-        ("nfs4", "rw,acregmin=1,acregmax=3,acdirmin=1,acdirmax=10", 10.0),
-        ("nfs", "rw,acregmax=3", 60.0),
-        ("nfs", "rw,actimeo=2", 2.0),
-        ("nfs", "rw,noac", 0.0),
-        ("cifs", "rw", 1.0),
-        ("cifs", "rw,actimeo=30", 30.0),
-        ("lustre", "rw,flock", 0.0),
-        ("fuse.rclone", "rw", 300.0),
-        ("fuse", "rw,user_id=0", 60.0),
-        ("unheardof", "rw", 60.0),
-    ],
-)
-def test_how_long_caches_may_lie(kind: str, options: str, seconds: float) -> None:
-    assert Mount(kind, frozenset(options.split(","))).cache_seconds == seconds
-
-
 @pytest.mark.parametrize(("free", "is_believed"), [(1, False), (20, True)])
 def test_space_of_mount_that_always_says_the_same_is_not_known(
     tmp_path: Path, free: int, is_believed: bool
@@ -407,24 +385,6 @@ def test_space_of_mount_that_always_says_the_same_is_not_known(
         assert list((mount.source / "kv").iterdir()) == []
         result = CliRunner().invoke(app, ["doctor", backend.url])
         assert ("never changes: not looked at" in result.stdout) is not is_believed
-
-
-@pytest.mark.parametrize(
-    ("mount", "is_known"),
-    [
-        (Mount("fuse", source="blobfuse2"), False),
-        (Mount("fuse.blobfuse", source="x"), False),
-        (Mount("fuse.rclone", source="remote:kv"), False),
-        (Mount("fuse.juicefs", source="JuiceFS:kv"), True),
-        (Mount("ext4", source="/dev/sda"), True),
-    ],
-)
-def test_space_of_mount_that_shows_its_cache_is_not_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mount: Mount, is_known: bool
-) -> None:
-    monkeypatch.setattr(posix_mount, "find_mount", lambda _: mount)
-    with closing(PosixBackend(tmp_path)) as backend:
-        assert (backend.space() is not None) is is_known
 
 
 @pytest.mark.parametrize(

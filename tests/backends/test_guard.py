@@ -7,6 +7,7 @@ import math
 import os
 import random
 import threading
+import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
@@ -22,6 +23,7 @@ from kvshelf.backends import (
     Deadlines,
     Properties,
     Reader,
+    Touched,
     base,
     guard,
     trials,
@@ -34,8 +36,12 @@ from kvshelf.backends.oserrors import storage_error
 from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.errors import (
     BoundReachedError,
+    NoSpaceStorageError,
+    NotRegularError,
+    ObjectMissingError,
     PermanentStorageError,
     ProcessLimitError,
+    ReadOnlyStorageError,
     StorageError,
     TransientStorageError,
     UnavailableStorageError,
@@ -136,8 +142,9 @@ def test_a_storage_that_fails_is_not_asked_any_more(
         lambda: delete_one(rig.guard, "o1"),
         lambda: rig.guard.set_aside("o1"),
     ):
-        with pytest.raises(UnavailableStorageError, match="not tried"):
+        with pytest.raises(UnavailableStorageError, match="not tried") as caught:
             call()
+        assert "EIO" in caught.value.reason
     answers = rig.guard.stat(rig.names)
     assert all(isinstance(answer, UnavailableStorageError) for answer in answers)
     assert len(answers) == len(rig.names)
@@ -146,6 +153,32 @@ def test_a_storage_that_fails_is_not_asked_any_more(
     assert rig.counts == {"breaker_opens": 1}
     (line,) = lines(caplog)
     assert "circuit breaker open ([Errno 5] EIO)" in line
+
+
+SUCCESSES: dict[str, Callable[[Rig], object]] = {
+    "read": lambda rig: rig.read("o1"),
+    "missing": lambda rig: rig.guard.open("none"),
+    "no file": lambda rig: rig.guard.open("folder"),
+}
+
+
+@pytest.mark.parametrize("success", SUCCESSES)
+def test_storage_that_answers_more_often_than_it_fails_is_asked_on(rig: Rig, success: str) -> None:
+    def fail() -> None:
+        assert rig.guard.reads.is_closed
+        with pytest.raises(TransientStorageError):
+            rig.guard.open("o2")
+
+    rig.faults.inner.write("folder/o", [b"x"])
+    rig.faults.add(Fault("open", "o2", error=eio))
+    fail()
+    for _ in range(LEAST_FAILURES + 1):
+        with suppress(ObjectMissingError, NotRegularError):
+            SUCCESSES[success](rig)
+    # To open is a success too, where it is one.
+    for _ in range((LEAST_FAILURES + 1) * (1 + (success == "read")) - 1):
+        fail()
+    assert not rig.guard.reads.is_closed
 
 
 def limit() -> ProcessLimitError:
@@ -205,6 +238,46 @@ def test_what_worked_before_is_tried_first(rig: Rig) -> None:
     until(lambda: not rig.trials())
     assert rig.read("o1") == b"o1"
     assert rig.counts == {"breaker_opens": 1, "breaker_closes": 1}
+
+
+def test_trial_that_finds_the_object_gone_shows_that_the_storage_works(rig: Rig) -> None:
+    fault = rig.faults.add(Fault("open", "o1", error=eio, times=0))
+    assert rig.read("o1") == b"o1"
+    fault.times = None
+    for _ in range(LEAST_FAILURES):
+        with pytest.raises(TransientStorageError):
+            rig.guard.open("o1")
+    assert delete_one(rig.faults.inner, "o1")
+    rig.faults.heal()
+    until(lambda: rig.guard.reads.is_closed)
+    assert rig.faults.counts["folders"] == 0
+
+
+def test_trial_reads_what_it_opens(rig: Rig) -> None:
+    """That it can be opened does not show that its bytes can be read."""
+    assert rig.read("o1") == b"o1"
+    rig.faults.add(Fault("read", error=eio))
+    for _ in range(LEAST_FAILURES):
+        with suppress(TransientStorageError):
+            rig.read("o1")
+        with suppress(TransientStorageError):
+            rig.read("o2")
+    until(lambda: rig.guard.reads.failed_trials > 2)
+    assert not rig.guard.reads.is_closed
+    rig.faults.heal()
+    until(lambda: rig.guard.reads.is_closed)
+
+
+def test_guard_that_is_closed_has_no_thread_and_one_unwatched_tells_nobody(rig: Rig) -> None:
+    watch, former = Watch(), Watch()
+    rig.guard.watch(watch)
+    rig.guard.watch(former)
+    rig.guard.unwatch(former)
+    rig.guard.reads.trip("it was so")
+    assert watch.stopped.is_set() and not former.stopped.is_set()
+    threads = [thread for thread in threading.enumerate() if thread.name == "kvshelf-guard"]
+    rig.guard.close()
+    until(lambda: not any(thread.is_alive() for thread in threads))
 
 
 def test_where_nothing_worked_a_listing_is_tried(rig: Rig) -> None:
@@ -328,6 +401,8 @@ def test_calls_that_never_return_open_the_breaker(rig: Rig, operation: str, brea
     assert watch.stopped.wait(PATIENCE if breaker == "reads" else 0.0) is (breaker == "reads")
     if breaker == "writes":
         assert rig.read("o1") == b"o1"
+        with pytest.raises(UnavailableStorageError):
+            delete_one(rig.guard, "o1")
         assert rig.guard.properties.read_only
         with pytest.raises(UnavailableStorageError):
             rig.guard.write("new", [b"x"])
@@ -350,7 +425,7 @@ def test_too_many_stuck_threads_open_it_whatever_else_goes_well(rig: Rig) -> Non
 def test_a_frozen_storage_is_asked_by_few_threads_and_used_when_it_thaws(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trials, "_MOST", 5)
+    monkeypatch.setattr(trials, "_MOST", 2)
     assert rig.read("o1") == b"o1"
     gate = threading.Event()
     rig.faults.add(Fault("*", wait=gate))
@@ -358,7 +433,7 @@ def test_a_frozen_storage_is_asked_by_few_threads_and_used_when_it_thaws(
         start(rig, partial(Rig.read, name=name))
     until(lambda: rig.guard.reads.failed_trials > 3)
     asking = rig.trials()
-    assert 0 < len(asking) <= 5
+    assert 0 < len(asking) <= 2
     gate.set()
     until(lambda: rig.guard.reads.state is BreakerState.CLOSED)
     assert rig.read("o1") == b"o1"
@@ -523,42 +598,73 @@ def test_calls_of_a_process_that_was_stopped_are_not_late(
 
 
 @pytest.mark.parametrize("code", ["ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM"])
-def test_a_refused_write_stops_writes_for_a_while_and_nothing_else(
-    rig: Rig, code: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_refused_write_stops_writes_for_half_a_minute_and_nothing_else(
+    rig: Rig, code: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(guard, "REFUSED_SECONDS", 0.05)
-
     def refuse() -> StorageError:
         number = getattr(errno, code)
         return storage_error(OSError(number, os.strerror(number)), "writing", "x", writing=True)
 
-    rig.faults.add(Fault("write", error=refuse, times=3))
-    with pytest.raises(StorageError, match=code):
-        rig.guard.write("new", [b"x"])
-    assert rig.guard.properties.read_only
-    assert rig.guard.properties.available
-    with pytest.raises(UnavailableStorageError):
-        rig.guard.write("new", [b"x"])
-    assert rig.read("o1") == b"o1"
-    assert rig.guard.stat(["o1"]) == [2]
-
-    def stored() -> bool:
-        if rig.guard.properties.read_only:
-            return False
-        try:
+    errors: list[NoSpaceStorageError] = []
+    rig.guard.on_full = errors.append
+    rig.faults.add(Fault("write", "new", error=refuse, times=3))
+    for refused in range(1, 4):
+        with pytest.raises(StorageError, match=code):
             rig.guard.write("new", [b"x"])
-        except StorageError:
-            return False
-        return True
-
-    until(stored)
-    assert rig.guard.writes.state is BreakerState.CLOSED
-    assert not rig.guard.properties.read_only
+        rest_ends = time.monotonic() + guard.REFUSED_SECONDS
+        assert len(errors) == refused * (code in ("ENOSPC", "EDQUOT"))
+        assert rig.guard.takes_no_stores and rig.guard.properties.read_only
+        assert rig.guard.properties.available
+        with pytest.raises(UnavailableStorageError):
+            rig.guard.write("new", [b"x"])
+        assert rig.read("o1") == b"o1"
+        # What frees space, what decides about it, and what needs none.
+        assert delete_one(rig.guard, f"o{refused + 1}")
+        assert rig.guard.touch("o1") is Touched.TOUCHED
+        assert rig.guard.write(f"empty{refused}", [b""]) is WriteResult.CREATED
+        assert rig.guard.properties.read_only, "a deletion says nothing of writes"
+        until(lambda: not rig.guard.properties.read_only)
+        assert time.monotonic() >= rest_ends
+        assert delete_one(rig.guard, f"empty{refused}")
+        assert rig.guard.writes.state is BreakerState.HALF_OPEN
+    assert len(rig.faults.touches) == 3 and not rig.guard.written
+    rig.guard.write("new", [b"x"])
+    assert rig.guard.written == {"new"}
+    assert rig.guard.writes.is_closed and not rig.guard.takes_no_stores
     assert rig.counts == {"breaker_opens": 1, "breaker_closes": 1}
     first, second = lines(caplog)
     assert "takes no stores" in first
     assert code in first
     assert "write circuit breaker closed" in second
+
+
+def test_writes_that_fail_after_a_refusal_stop_deletions_too(rig: Rig) -> None:
+    """A storage that fails is another one than a storage that is full."""
+    full = storage_error(OSError(errno.ENOSPC, "full"), "writing", "x", writing=True)
+    rig.faults.add(Fault("write", error=full, times=1))
+    with pytest.raises(StorageError, match="full"):
+        rig.guard.write("new", [b"x"])
+    rig.faults.add(Fault("write", error=eio))
+    until(lambda: not rig.guard.properties.read_only)
+    with pytest.raises(TransientStorageError):
+        rig.guard.write("new", [b"x"])
+    with pytest.raises(UnavailableStorageError):
+        delete_one(rig.guard, "o1")
+    rig.guard.touch("o1")
+    assert not rig.guard.takes_no_stores and not rig.faults.touches
+    assert rig.guard.stat(["o1"]) == [2]
+
+
+@pytest.mark.parametrize("error", [ReadOnlyStorageError, PermanentStorageError])
+def test_deletion_that_is_refused_says_nothing_of_writes(
+    rig: Rig, error: type[StorageError]
+) -> None:
+    """Many users may write and not delete."""
+    rig.faults.add(Fault("delete", error=error(errno.EACCES, "not yours")))
+    for _ in range(3 * LEAST_FAILURES):
+        with pytest.raises(error):
+            delete_one(rig.guard, "o1")
+    assert rig.guard.write("new", [b"x"]) is WriteResult.CREATED
 
 
 # ------------------------------------------------------------------------- whole objects
@@ -728,20 +834,39 @@ def test_writes_that_work_are_not_stopped_by_some_that_never_will(rig: Rig) -> N
 # ------------------------------------------------------------------------- many names, forks
 
 
-def test_a_probe_of_many_names_has_the_time_of_many(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("operation", "names", "seconds", "is_late"),
+    [
+        ("stat", 256, 0.9, False),
+        ("stat", 256, 1.1, True),
+        ("stat", 4096, 15.9, False),
+        ("stat", 4096, 16.1, True),
+        ("delete", 1, 5.1, True),
+        ("delete", 5, 14.9, False),
+        ("delete", 5, 15.1, True),
+    ],
+)
+def test_call_for_many_names_has_the_time_of_its_requests(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    operation: str,
+    names: int,
+    seconds: float,
+    is_late: bool,
 ) -> None:
-    now = make_clock(monkeypatch)
+    """A distant mount answers 256 probes in a second; this storage deletes two by one request."""
+    now, counts = make_clock(monkeypatch), list[str]()
 
-    def distant(names: Sequence[str]) -> list[None]:
-        now[0] += 262e-6 * len(names)
+    def answer(names: Sequence[str]) -> list[None]:
+        now[0] += seconds
         return [None] * len(names)
 
-    monkeypatch.setattr(rig.guard.inner, "stat", distant)
-    for _ in range(4):
-        assert rig.guard.stat(["o"] * 4096) == [None] * 4096
-    assert rig.guard.reads.is_closed
-    assert "late_calls" not in rig.counts
+    inner = FaultyStorage(posix(tmp_path), deletes_at_once=2)
+    monkeypatch.setattr(inner, operation, answer)
+    with closing(GuardedBackend(inner)) as guarded:
+        guarded.count_into(counts.append)
+        assert getattr(guarded, operation)(["o"] * names) == [None] * names
+    assert counts == ["late_calls"] * is_late
 
 
 @pytest.mark.real

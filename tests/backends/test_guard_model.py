@@ -1,7 +1,8 @@
-"""The breaker of reads opens and closes as its rule says, whatever calls do and however late.
+"""What the breaker of reads promises, whatever calls do and however late.
 
-Calls come one after the other; some hang while others are made. The rule is that of
-:mod:`kvshelf.backends.breaker`, written down a second time.
+A storage that fails is soon asked no more, and is used again soon after it works. One that mostly
+works is always asked. A storage that flaps is left alone longer each time. Calls come one after the
+other; some hang while others are made.
 """
 
 from __future__ import annotations
@@ -76,31 +77,29 @@ class Storage(WrappedBackend):
 
 
 class Life:
-    """A guard, the storage behind it, and what the rule says of both."""
+    """A guard, the storage behind it, and what became of calls since the guard closed last."""
 
     def __init__(self, folder: Path) -> None:
         self.storage = Storage(folder)
         self.storage.inner.write("o", [b"x"])
         self.guard = GuardedBackend(self.storage, Deadlines(*[DEADLINE] * 3), BACKOFF)
         self.guard.count_into(self.count)
-        self.began, self.failures, self.successes = -math.inf, 0, 0
-        self.open = False
+        #: Times of failures, with their weights; successes have the weight 0.
+        self.outcomes: list[tuple[float, int]] = []
         #: Late calls that ought to be noticed, and those that were.
         self.late = self.noticed = 0
+        #: When the storage was last used again, and how long the guard had left it alone.
+        self.closed_at, self.rest = -math.inf, 0.0
         self.gate = threading.Event()
         self.stuck: list[tuple[float, threading.Thread]] = []
 
     def count(self, name: str) -> None:
         if name == "late_calls":
             self.noticed += 1
-            self.fail(LATE_WEIGHT)
+            self.note(LATE_WEIGHT)
 
-    def fail(self, weight: int) -> None:
-        now = time.monotonic()
-        if now - self.began > WINDOW_SECONDS:
-            self.began, self.failures, self.successes = now, 0, 0
-        self.failures += weight
-        self.open |= self.failures >= LEAST_FAILURES and self.successes <= self.failures
+    def note(self, weight: int) -> None:
+        self.outcomes.append((time.monotonic(), weight))
 
     def call(self, what: str) -> None:
         seconds, how = CALLS[what]
@@ -116,9 +115,9 @@ class Life:
         if seconds > DEADLINE:
             self.late += 1
         elif how is TransientStorageError:
-            self.fail(1)
+            self.note(1)
         elif how is None or how is ObjectMissingError:
-            self.successes += 1
+            self.note(0)
 
     def hang(self) -> None:
         gate, begun = self.gate, threading.Event()
@@ -143,19 +142,40 @@ class Life:
         self.gate = threading.Event()
 
     def check(self) -> None:
-        if self.open and self.guard.reads.is_closed:
-            # A late call is counted before the breaker hears of it.
-            time.sleep(TICK)
-        assert self.guard.reads.is_closed is not self.open
+        # A late call is counted before the breaker hears of it.
+        time.sleep(TICK)
+        if self.guard.reads.is_closed:
+            assert not self.fails_surely()
+        else:
+            assert self.may_have_failed()
         now = time.monotonic()
         surely = sum(now > began + DEADLINE + 2 * TICK for began, _ in self.stuck)
         assert surely <= self.guard.late_calls <= len(self.stuck)
 
+    def fails_surely(self) -> bool:
+        """Whether so many calls failed in a row that every window has enough of them."""
+        failures = 0
+        for at, weight in reversed(self.outcomes):
+            if not weight or at < self.outcomes[-1][0] - WINDOW_SECONDS:
+                break
+            failures += weight
+        return failures >= 2 * LEAST_FAILURES
+
+    def may_have_failed(self) -> bool:
+        """Whether in some window enough calls failed, and no more succeeded."""
+        for begin, _ in self.outcomes:
+            window = [w for at, w in self.outcomes if begin <= at <= begin + WINDOW_SECONDS]
+            for end in range(1, len(window) + 1):
+                failures = sum(window[:end])
+                if failures >= LEAST_FAILURES and window[:end].count(0) <= failures:
+                    return True
+        return False
+
     def recover(self, ill: float) -> None:
         """See it stay open while the storage is ill, and close by itself afterwards."""
         self.storage.ill, self.storage.trials = True, 0
-        until = time.monotonic() + ill
-        while time.monotonic() < until:
+        begin = time.monotonic()
+        while time.monotonic() < begin + ill:
             with pytest.raises(UnavailableStorageError):
                 self.guard.read_by("o", 1, lambda: pytest.fail("asked while the breaker is open"))
             time.sleep(1.0)
@@ -164,7 +184,8 @@ class Life:
         assert self.storage.trials <= 2 * math.log2(2 + 2 * ill / BACKOFF.first)
         self.storage.ill = False
         longest = BACKOFF.most
-        if self.stuck and time.monotonic() > self.stuck[-1][0] + 5 * DEADLINE:
+        hears = bool(self.stuck) and time.monotonic() > self.stuck[-1][0] + 5 * DEADLINE
+        if hears:
             # That they return shows that the storage works.
             self.go_on()
             longest = BACKOFF.first
@@ -172,13 +193,19 @@ class Life:
         while not self.guard.reads.is_closed:
             assert time.monotonic() < until
             time.sleep(TICK)
-        self.open, self.began = False, -math.inf
+        rest, now = time.monotonic() - begin, time.monotonic()
+        if begin < self.closed_at + BACKOFF.most - 1 and not hears:
+            # It flaps: the back-off has doubled, of which up to half is left out.
+            assert rest >= min(self.rest, BACKOFF.most / 2) - 2 * TICK
+        self.closed_at, self.rest = now, rest
+        self.outcomes.clear()
 
 
 @given(st.lists(operations, min_size=4, max_size=24), st.sampled_from([0.0, 60.0]))
 @example([("fails", 1), ("works", 8), ("fails", 4), ("works", 1)], 0.0)
+@example([("fails", 8)] * 8, 0.0)
 @settings(max_examples=100)
-def test_reads_stop_and_begin_again_as_the_rule_says(
+def test_reads_stop_and_begin_again_as_promised(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]], ill: float
 ) -> None:
     life = Life(tmp_path_factory.mktemp("guard"))
@@ -186,10 +213,10 @@ def test_reads_stop_and_begin_again_as_the_rule_says(
     with closing(life.guard):
         for step, times in steps:
             for _ in range(times):
-                if not life.open:
+                if life.guard.reads.is_closed:
                     life.call(step) if step in CALLS else others[step]()
             life.check()
-            if life.open:
+            if not life.guard.reads.is_closed:
                 life.recover(ill)
         life.go_on()
         life.check()

@@ -155,6 +155,11 @@ def test_a_listing_that_repeats_itself_is_noticed(
         list(bucket.list("a"))
 
 
+def test_listing_that_names_what_is_elsewhere_leaves_it_out(store: ScriptedS3, bucket: Any) -> None:
+    store.script = lambda _: page(row("a/x") + row("ab/y") + row("b/z"))
+    assert [info.name for info in bucket.list("a")] == ["a/x"]
+
+
 def test_markers_of_folders_are_no_disorder(store: ScriptedS3, bucket: Any) -> None:
     """Without its slash a key has another place."""
     marker = row("a/", 0)

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import math
 import threading
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
 import pytest
+from xxhash import xxh3_128_hexdigest
 
 from benchmarks.samples import LARGE, fill, make_chunks, make_format
 from kvshelf.backends import s3
-from kvshelf.backends.base import delete_one
+from kvshelf.backends.base import Whole, delete_one
 from kvshelf.backends.breaker import LEAST_FAILURES
 from kvshelf.backends.s3 import Rate, S3Backend
 from kvshelf.backends.s3_client import Span
-from kvshelf.errors import BadObjectError, ObjectMissingError, TransientStorageError
+from kvshelf.errors import (
+    BadObjectError,
+    ObjectMissingError,
+    PermanentStorageError,
+    TransientStorageError,
+)
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef, Presence
-from tests.sim.s3 import BUCKET, ScriptedS3
+from tests.sim.s3 import BUCKET, ScriptedS3, refusal
 from tests.support.backend_suite import read_into
 
 pytestmark = pytest.mark.real
@@ -201,6 +208,29 @@ def test_all_objects_of_a_chunk_are_asked_for_at_once(
     monkeypatch.setattr(far.backend.client, "fill", note)
     assert view.load_all(CHUNK, shards, found) is None
     assert [len(names) for names in asked] == [FMT.shards]
+
+
+@pytest.mark.parametrize("status", [403, 500])
+def test_object_that_fails_leaves_the_others_of_its_chunk(
+    store: ScriptedS3, bucket: Any, status: int
+) -> None:
+    """Where all fail, the storage does."""
+    part = bytes(300)
+    image = xxh3_128_hexdigest(part).encode().ljust(64) + part
+    store.objects.update({f"{BUCKET}/kv/{name}": (image, 1e9) for name in "ab"})
+    wholes = [Whole(name, b"", b"", b"", array("q", (64, len(image)))) for name in "ab"]
+    buffers = [memoryview(bytearray(len(image))) for _ in wholes]
+    failing = {f"{BUCKET}/kv/a"}
+    store.script = lambda request: (
+        refusal(status, "AccessDenied" if status == 403 else "InternalError")
+        if request.path in failing
+        else None
+    )
+    checked = bucket.read_whole("", b"", wholes, buffers)
+    assert checked is not None and checked.done == [False, True]
+    failing.add(f"{BUCKET}/kv/b")
+    with pytest.raises(PermanentStorageError if status == 403 else TransientStorageError):
+        bucket.read_whole("", b"", wholes, buffers)
 
 
 @pytest.fixture
