@@ -5,31 +5,33 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import xxhash
 
 from kvshelf.errors import ObjectMissingError, UnavailableStorageError
 from kvshelf.format.names import parse_path
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
+from kvshelf.memory.arena import Arena
+from kvshelf.server.calls import Calls
 from kvshelf.server.messages import (
+    Call,
     Done,
+    Facts,
+    FoundSizes,
     LookedUp,
     LookUpChunks,
     Register,
+    Result,
     Store,
     Stored,
+    Welcome,
 )
+from kvshelf.server.segment import Segment
 from kvshelf.server.storage import Copied
-
-
-@dataclass
-class Welcome:
-    chunk_size: int
-    lease_seconds: float = 30.0
-    arena_bytes: int = 1 << 24
 
 
 @dataclass
@@ -47,33 +49,7 @@ class Loan:
         self.released += 1
 
 
-@dataclass
-class SegmentPart:
-    view: memoryview
-    nbytes: int
-    offset: int
-    segment: Segment
-
-    def release(self) -> None:
-        assert self.segment.rooms.pop(self.offset) is self
-
-
-@dataclass
-class Segment:
-    nbytes: int
-    rooms: dict[int, SegmentPart] = field(default_factory=dict)
-    _next: int = 0
-
-    def reserve(self, nbytes: int) -> SegmentPart | None:
-        if sum(room.nbytes for room in self.rooms.values()) + nbytes > self.nbytes:
-            return None
-        self._next += 1
-        room = SegmentPart(memoryview(bytearray(nbytes)), nbytes, self._next, self)
-        self.rooms[self._next] = room
-        return room
-
-
-class StandIn:
+class ScriptedChannel:
     """The server and one connection to it.
 
     `holding`: messages of these types are kept in `held` until :meth:`answer`, as by a server that
@@ -81,9 +57,15 @@ class StandIn:
     """
 
     def __init__(self, chunk_size: int, *, segment_bytes: int = 1 << 24) -> None:
-        self.welcome: Welcome | None = Welcome(chunk_size)
+        self.url = "ipc:///not/used"
+        facts = Facts("memory://", "memory")
+        self.welcome: Welcome | None = Welcome(bytes(16), 1 << 24, 0, 30.0, chunk_size, facts)
         self.connected = True
+        self.page_locked = False
         self.segment = Segment(segment_bytes)
+        assert self.segment.fd is not None
+        self.stored_bytes = Arena.of(self.segment.fd, self.segment.nbytes).view
+        self.calls: Calls | None = None
         self.objects: dict[str, bytes] = {}
         self.formats: dict[str, ObjectFormat] = {}
         self.sessions: dict[str, list[str]] = {}
@@ -139,6 +121,11 @@ class StandIn:
 
     # ------------------------------------------------------------------ for tests
 
+    def change_welcome(self, **fields: Any) -> None:
+        """State other facts to whoever connects or looks from now on."""
+        assert self.welcome is not None
+        self.welcome = msgspec.structs.replace(self.welcome, **fields)
+
     def lose(self) -> None:
         """End the connection, as when the server dies."""
         self.connected = False
@@ -192,12 +179,15 @@ class StandIn:
                 self.sessions.setdefault(message.session, []).extend(names)
                 chunks += 1
             return LookedUp(chunks)
+        if isinstance(message, Call):
+            assert self.calls is not None
+            found = self.calls.perform(b"", message.method, message.args, message.data)
+            return found if isinstance(found, FoundSizes) else Result(found)
         assert isinstance(message, Store)
         self.stores.append(message)
         if message.name in self.refuses:
             raise UnavailableStorageError("no")
-        data = bytes(self.segment.rooms[message.offset].view)
-        assert len(data) == message.nbytes
+        data = bytes(self.stored_bytes[message.offset : message.offset + message.nbytes])
         parsed = parse_path(message.name)
         if message.memory_only:
             assert parsed is None and message.name.startswith("hash/")

@@ -33,7 +33,7 @@ from kvshelf.server.client import (
     WorkerAdapter,
     striding_block_hashes,
 )
-from tests.adapters.standin import StandIn
+from tests.adapters.standin import ScriptedChannel
 from tests.native.simulated_device import SimulatedStreams
 from tests.support.prompts import prompt
 from tests.support.waiting import until
@@ -96,8 +96,8 @@ class Event:
 
 
 @pytest.fixture
-def server() -> StandIn:
-    return StandIn(CHUNK)
+def channel() -> ScriptedChannel:
+    return ScriptedChannel(CHUNK)
 
 
 def answer(scheduler: SchedulerAdapter, request_id: str) -> int:
@@ -195,24 +195,24 @@ Make: TypeAlias = Callable[..., Engine]
 
 
 @pytest.fixture
-def make_engine(server: StandIn) -> Iterator[Make]:
+def make_engine(channel: ScriptedChannel) -> Iterator[Make]:
     made: list[Engine] = []
 
     def make(seed: int | None = None, **options: Any) -> Engine:
-        made.append(Engine(caches(seed), server, **options))
+        made.append(Engine(caches(seed), channel, **options))
         return made[-1]
 
     yield make
-    server.holding = ()
-    server.answer()
+    channel.holding = ()
+    channel.answer()
     for engine in made:
         engine.shutdown()
-    assert not server.segment.rooms
+    assert channel.segment.reserve(channel.segment.nbytes) is not None, "parts are in use"
     # A load has ended when its last chunk is there: what it leased may go back a moment later.
-    until(lambda: all(loan.released for loan in server.loans))
-    assert all(loan.released == 1 for loan in server.loans)
+    until(lambda: all(loan.released for loan in channel.loans))
+    assert all(loan.released == 1 for loan in channel.loans)
     # What was leased for lookups was let go of.
-    assert not server.sessions
+    assert not channel.sessions
 
 
 @pytest.fixture
@@ -241,12 +241,12 @@ def asked(mode: str, chunks: int, seed: int = 0) -> dict[str, Any]:
 # ------------------------------------------------------------------------------ both
 
 
-def test_the_modes_are_domains_of_their_own(server: StandIn, engine: Engine) -> None:
+def test_the_modes_are_domains_of_their_own(channel: ScriptedChannel, engine: Engine) -> None:
     ids = list(range(PER_CHUNK))
     engine.worker.submit_store_request("h", op("hashes", ids, 1), None)
     engine.worker.submit_store_request("t", op("tokens", ids, 1), None)
     engine.stored("h", "t")
-    by_mode = {store.memory_only: store for store in server.stores}
+    by_mode = {store.memory_only: store for store in channel.stores}
     digest = engine.worker.namespace.digest.hex()
     assert by_mode[True].name.startswith(f"hash/{digest}/")
     assert by_mode[False].name.startswith(engine.worker.namespace.folder + "/")
@@ -254,7 +254,7 @@ def test_the_modes_are_domains_of_their_own(server: StandIn, engine: Engine) -> 
     assert hashes(PER_CHUNK)[-1].hex() in by_mode[True].name
 
 
-def test_hashes_of_another_model_find_nothing(server: StandIn, make_engine: Make) -> None:
+def test_hashes_of_another_model_find_nothing(channel: ScriptedChannel, make_engine: Make) -> None:
     one = make_engine(seed=1)
     one.store("a", op("hashes", range(PER_CHUNK), 1))
     other = make_engine(namespace=namespace(weights="name:other"))
@@ -263,7 +263,7 @@ def test_hashes_of_another_model_find_nothing(server: StandIn, make_engine: Make
 
 
 def test_chunks_named_by_hashes_say_what_comes_before_them(
-    server: StandIn, make_engine: Make
+    channel: ScriptedChannel, make_engine: Make
 ) -> None:
     """The server keeps the beginnings of prompts longest, and cannot tell from hashes."""
     engine = make_engine(seed=1, namespace=facts().namespace(chunk_size=CHUNK, shards=1))
@@ -271,15 +271,15 @@ def test_chunks_named_by_hashes_say_what_comes_before_them(
         work = op("hashes", range(chunks * PER_CHUNK), chunks, first=first)
         engine.worker.submit_store_request("a", work)
     engine.stored("a")
-    stores = {store.name: store for store in server.stores}
+    stores = {store.name: store for store in channel.stores}
     ends = [one.hex() for one in striding_block_hashes(hashes(3 * PER_CHUNK), PER_CHUNK)]
     found = [next(name for name in stores if end in name) for end in ends]
     assert [stores[name].parent for name in found] == ["", *found[:-1]]
     engine.store("t", op("tokens", range(PER_CHUNK), 1))
-    assert server.stores[-1].parent == ""
+    assert channel.stores[-1].parent == ""
     # Request "a" has finished: another one of this name begins anew.
     engine.store("a", op("hashes", range(PER_CHUNK), 1, seed=1))
-    assert server.stores[-1].parent == ""
+    assert channel.stores[-1].parent == ""
 
 
 def test_the_last_hash_of_each_chunk_is_taken() -> None:
@@ -289,81 +289,83 @@ def test_the_last_hash_of_each_chunk_is_taken() -> None:
     assert striding_block_hashes(many[:3], 4) == []
 
 
-def test_the_chunk_size_is_the_servers(server: StandIn) -> None:
-    scheduler = SchedulerAdapter(URL, facts(), BLOCK, channel=server)
+def test_the_chunk_size_is_the_servers(channel: ScriptedChannel) -> None:
+    scheduler = SchedulerAdapter(URL, facts(), BLOCK, channel=channel)
     assert scheduler.chunk_size == CHUNK
     assert scheduler.num_blocks_per_chunk() == scheduler.blocks_in_chunk == PER_CHUNK
-    worker = WorkerAdapter(URL, facts(), CHUNK, channel=server)
+    worker = WorkerAdapter(URL, facts(), CHUNK, channel=channel)
     assert worker.num_blocks_per_chunk() == 1
     scheduler.shutdown()
     worker.shutdown()
-    assert not server.closed  # its owner closes it
+    assert not channel.closed  # its owner closes it
 
 
-def test_adapters_say_what_they_are(server: StandIn) -> None:
+def test_adapters_say_what_they_are(channel: ScriptedChannel) -> None:
     space = namespace()
-    scheduler = SchedulerAdapter(URL, space, BLOCK, channel=server)
+    scheduler = SchedulerAdapter(URL, space, BLOCK, channel=channel)
     assert repr(scheduler) == f"<SchedulerAdapter of {URL}, {space.folder}, connected>"
-    server.connected = False
+    channel.connected = False
     assert repr(scheduler).endswith(", not connected>")
 
 
 @pytest.mark.parametrize("adapter", [SchedulerAdapter, WorkerAdapter])
 @pytest.mark.parametrize("block_size", [0, 5, 32])
 def test_the_chunk_size_is_a_multiple_of_the_block_size(
-    adapter: type[Any], block_size: int, server: StandIn
+    adapter: type[Any], block_size: int, channel: ScriptedChannel
 ) -> None:
     with pytest.raises(ValueError, match=f"is {CHUNK}.*size {block_size}.*KVSHELF_CHUNK_SIZE"):
-        adapter(URL, facts(), block_size, channel=server)
+        adapter(URL, facts(), block_size, channel=channel)
 
 
-def test_a_namespace_has_the_servers_chunk_size(server: StandIn) -> None:
+def test_a_namespace_has_the_servers_chunk_size(channel: ScriptedChannel) -> None:
     with pytest.raises(ConfigError, match=r"server is 16 tokens.*namespace is 32"):
-        SchedulerAdapter(URL, facts().namespace(chunk_size=32), BLOCK, channel=server)
+        SchedulerAdapter(URL, facts().namespace(chunk_size=32), BLOCK, channel=channel)
 
 
 def test_without_a_server_there_is_no_chunk_size(
-    server: StandIn, monkeypatch: pytest.MonkeyPatch
+    channel: ScriptedChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection_module, "CONNECT_SECONDS", 0.0)
-    server.connected, server.welcome = False, None
+    channel.connected, channel.welcome = False, None
     with pytest.raises(UnavailableStorageError, match="chunk size is not known"):
-        SchedulerAdapter(URL, facts(), BLOCK, channel=server)
-    engine = Engine(caches(1), server)
+        SchedulerAdapter(URL, facts(), BLOCK, channel=channel)
+    engine = Engine(caches(1), channel)
     assert engine.hit("a", token_ids=prompt(CHUNK)) == 0
     engine.store("a", op("tokens", range(PER_CHUNK), 1))
-    server.welcome = StandIn(CHUNK).welcome
-    server.come_back()
+    channel.welcome = ScriptedChannel(CHUNK).welcome
+    channel.come_back()
     engine.store("b", op("tokens", range(PER_CHUNK), 1))
     assert engine.hit("b", token_ids=prompt(CHUNK)) == CHUNK
     engine.shutdown()
 
 
-def test_a_server_that_comes_back_is_told_the_namespace(server: StandIn, engine: Engine) -> None:
+def test_a_server_that_comes_back_is_told_the_namespace(
+    channel: ScriptedChannel, engine: Engine
+) -> None:
     space = engine.worker.namespace
     for _ in range(2):
         engine.store("t", op("tokens", range(PER_CHUNK), 1))
-        server.lose()
-        server.come_back()
-        assert list(server.formats) == [space.digest.hex()[:16]]
+        channel.lose()
+        channel.come_back()
+        assert list(channel.formats) == [space.digest.hex()[:16]]
 
 
 # ------------------------------------------------------------------------------ scheduler
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_lookup_is_submitted_once(mode: str, server: StandIn, engine: Engine) -> None:
-    server.holding = ("LookUpChunks",)
+def test_a_lookup_is_submitted_once(mode: str, channel: ScriptedChannel, engine: Engine) -> None:
+    channel.holding = ("LookUpChunks",)
     engine.scheduler.maybe_submit_lookup_request("a", **asked(mode, 2))
-    until(lambda: len(server.held) == 1)
+    until(lambda: len(channel.held) == 1)
     # The second call with an id returns whatever its arguments.
     engine.scheduler.maybe_submit_lookup_request("a", None, None)
     engine.scheduler.maybe_submit_lookup_request("a", hashes(4), prompt(4))
     engine.scheduler.maybe_submit_lookup_request("a", **asked(mode, 3))
     assert engine.scheduler.check_lookup_result("a") is None
-    server.answer()
+    channel.answer()
     assert answer(engine.scheduler, "a") == 0
-    assert not server.held
+    assert not channel.held
 
 
 def test_exactly_one_of_hashes_and_tokens(engine: Engine) -> None:
@@ -387,36 +389,36 @@ def test_a_lookup_that_is_not_known_is_named(engine: Engine) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_prompt_shorter_than_a_chunk_finds_nothing(
-    mode: str, server: StandIn, engine: Engine
+    mode: str, channel: ScriptedChannel, engine: Engine
 ) -> None:
-    server.holding = ("LookUpChunks",)
+    channel.holding = ("LookUpChunks",)
     short = {"token_ids": prompt(CHUNK - 1)} if mode == "tokens" else {"block_hashes": hashes(3)}
     engine.scheduler.maybe_submit_lookup_request("a", **short)
     assert engine.scheduler.check_lookup_result("a") == 0
     engine.scheduler.maybe_submit_lookup_request("empty", token_ids=[])
     assert engine.scheduler.check_lookup_result("empty") == 0
-    assert not server.held
+    assert not channel.held
 
 
-def test_without_a_server_nothing_is_found(server: StandIn, engine: Engine) -> None:
-    server.holding = ("LookUpChunks",)
+def test_without_a_server_nothing_is_found(channel: ScriptedChannel, engine: Engine) -> None:
+    channel.holding = ("LookUpChunks",)
     engine.scheduler.maybe_submit_lookup_request("before", token_ids=prompt(CHUNK))
-    until(lambda: bool(server.held))
-    server.lose()
+    until(lambda: bool(channel.held))
+    channel.lose()
     assert answer(engine.scheduler, "before") == 0
     assert engine.hit("after", token_ids=prompt(CHUNK)) == 0
 
 
-def test_a_server_that_hangs_finds_nothing(server: StandIn, make_engine: Make) -> None:
+def test_a_server_that_hangs_finds_nothing(channel: ScriptedChannel, make_engine: Make) -> None:
     engine = make_engine(seed=1, lookup_s=0.0)
     engine.store("s", op("tokens", range(PER_CHUNK), 1))
-    server.holding = ("LookUpChunks",)
+    channel.holding = ("LookUpChunks",)
     engine.scheduler.maybe_submit_lookup_request("a", token_ids=prompt(CHUNK))
-    until(lambda: bool(server.held))
+    until(lambda: bool(channel.held))
     assert engine.scheduler.check_lookup_result("a") == 0
-    server.answer()
+    channel.answer()
     # The answer that came too late changes nothing, and what it leased is let go of.
-    until(lambda: "a" in server.ended)
+    until(lambda: "a" in channel.ended)
     assert engine.scheduler.check_lookup_result("a") == 0
 
 
@@ -426,21 +428,21 @@ def test_tokens_that_are_none_find_nothing(engine: Engine) -> None:
     assert engine.hit("c", block_hashes=[b"x" * (MAX_HASH + 1)] * PER_CHUNK) == 0
 
 
-def test_all_shards_of_all_kinds_make_a_hit(server: StandIn, make_engine: Make) -> None:
+def test_all_shards_of_all_kinds_make_a_hit(channel: ScriptedChannel, make_engine: Make) -> None:
     hybrid = facts(
         layers=3,
         kinds=("full", "window", "full"),
         sliding_windows=(-1, 16, -1),
     ).namespace(chunk_size=CHUNK, shards=2)
-    scheduler = SchedulerAdapter(URL, hybrid, BLOCK, channel=server)
+    scheduler = SchedulerAdapter(URL, hybrid, BLOCK, channel=channel)
     asked_for: list[list[list[str]]] = []
-    serve = server.serve
+    serve = channel.serve
 
     def spy(message: Any) -> Any:
         asked_for.append(getattr(message, "chains", []))
         return serve(message)
 
-    server.serve = spy  # type: ignore[method-assign]
+    channel.serve = spy  # type: ignore[method-assign]
 
     def hit(request_id: str) -> int:
         scheduler.maybe_submit_lookup_request(request_id, token_ids=prompt(2 * CHUNK))
@@ -455,19 +457,21 @@ def test_all_shards_of_all_kinds_make_a_hit(server: StandIn, make_engine: Make) 
     assert [len(set(chain)) for chain in chains] == [sum(shards.values())] * 2
     for name in chains[0]:
         assert hit(f"without {name}") == 0
-        server.objects[name] = b""
+        channel.objects[name] = b""
     assert hit("b") == CHUNK
     with pytest.raises(UnsupportedError, match="full, window"):
-        WorkerAdapter(URL, hybrid, BLOCK, channel=server)
+        WorkerAdapter(URL, hybrid, BLOCK, channel=channel)
     scheduler.shutdown()
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_locks_are_freed_chunk_by_chunk(mode: str, server: StandIn, engine: Engine) -> None:
+def test_locks_are_freed_chunk_by_chunk(
+    mode: str, channel: ScriptedChannel, engine: Engine
+) -> None:
     engine.store("s", op(mode, range(4 * PER_CHUNK), 4))
 
     def held() -> int:
-        return sum(map(len, server.sessions.values())) // engine.worker.fmt.shards
+        return sum(map(len, channel.sessions.values())) // engine.worker.fmt.shards
 
     assert engine.hit("a", **asked(mode, 4)) == 4 * CHUNK
     assert held() == 4
@@ -486,33 +490,34 @@ def test_locks_are_freed_chunk_by_chunk(mode: str, server: StandIn, engine: Engi
     engine.scheduler.free_lookup_locks(request_id="unknown")
 
 
-def test_the_end_of_a_session_frees_all(server: StandIn, engine: Engine) -> None:
+def test_the_end_of_a_session_frees_all(channel: ScriptedChannel, engine: Engine) -> None:
     engine.store("s", op("tokens", range(2 * PER_CHUNK), 2))
     assert engine.hit("a", token_ids=prompt(2 * CHUNK)) == 2 * CHUNK
     engine.scheduler.free_lookup_locks(start=0, end=CHUNK, request_id="a")
     engine.scheduler.end_session("a")
     engine.scheduler.end_session("a")
     engine.scheduler.end_session("unknown")
-    assert not server.sessions
+    assert not channel.sessions
     # The session may end before the answer comes.
-    server.holding = ("LookUpChunks",)
+    channel.holding = ("LookUpChunks",)
     engine.scheduler.maybe_submit_lookup_request("b", token_ids=prompt(2 * CHUNK))
-    until(lambda: bool(server.held))
+    until(lambda: bool(channel.held))
     engine.scheduler.end_session("b")
-    server.answer()
-    until(lambda: not server.sessions)
+    channel.answer()
+    until(lambda: not channel.sessions)
 
 
-def test_what_is_held_is_forgotten_with_its_leases(server: StandIn, make_engine: Make) -> None:
-    assert server.welcome is not None
-    server.welcome.lease_seconds = 0.0
+def test_what_is_held_is_forgotten_with_its_leases(
+    channel: ScriptedChannel, make_engine: Make
+) -> None:
+    channel.change_welcome(lease_seconds=0.0)
     engine = make_engine(lookup_s=0.0)
     for number in range(8):
         engine.scheduler.maybe_submit_lookup_request(str(number), token_ids=prompt(CHUNK))
-    server.ended.clear()
+    channel.ended.clear()
     for number in range(8):
         engine.scheduler.end_session(str(number))
-    assert server.ended == ["7"]
+    assert channel.ended == ["7"]
 
 
 def test_an_identity_separates_prompts(engine: Engine) -> None:
@@ -530,16 +535,16 @@ def test_an_identity_separates_prompts(engine: Engine) -> None:
 
 
 def test_a_prompt_of_millions_of_tokens_is_looked_up_in_part(
-    server: StandIn, engine: Engine
+    channel: ScriptedChannel, engine: Engine
 ) -> None:
     asked_for: list[int] = []
-    serve = server.serve
+    serve = channel.serve
 
     def spy(message: Any) -> Any:
         asked_for.append(len(message.chains))
         return serve(message)
 
-    server.serve = spy  # type: ignore[method-assign]
+    channel.serve = spy  # type: ignore[method-assign]
     assert engine.hit("a", block_hashes=[b"x" * MAX_HASH] * (20_000 * PER_CHUNK)) == 0
     assert 1000 < asked_for[0] <= 8192
 
@@ -547,23 +552,25 @@ def test_a_prompt_of_millions_of_tokens_is_looked_up_in_part(
 # ------------------------------------------------------------------------------ worker
 
 
-def test_all_requests_of_a_batch_keep_their_blocks(server: StandIn, engine: Engine) -> None:
+def test_all_requests_of_a_batch_keep_their_blocks(
+    channel: ScriptedChannel, engine: Engine
+) -> None:
     """The original knows only the first request of a batch, and releases the blocks of others."""
-    server.holding = ("Store",)
+    channel.holding = ("Store",)
     ids = ["a", "b", "c"]
     ops = [
         op("tokens", range(n * PER_CHUNK, (n + 1) * PER_CHUNK), 1, seed=n) for n in range(len(ids))
     ]
     engine.worker.batched_submit_store_requests(ids, ops, None)
-    until(lambda: len(server.held) == 3 * engine.worker.fmt.shards)
+    until(lambda: len(channel.held) == 3 * engine.worker.fmt.shards)
     assert engine.worker.get_finished({"b", "c", "other"}) == ({"other"}, set())
     assert engine.worker.get_finished({"a"}) == (set(), set())
-    server.answer()
+    channel.answer()
     engine.stored(*ids)
 
 
 def test_blocks_of_a_batch_are_read_before_they_are_released(
-    server: StandIn, make_engine: Make
+    channel: ScriptedChannel, make_engine: Make
 ) -> None:
     """The event has not passed: KV is still to be read from the blocks of all requests."""
     engine, other = make_engine(seed=1), make_engine()
@@ -573,7 +580,7 @@ def test_blocks_of_a_batch_are_read_before_they_are_released(
     ops = [op("tokens", range(n * PER_CHUNK, (n + 1) * PER_CHUNK), 1, seed=n) for n in (0, 1)]
     engine.worker.batched_submit_store_requests(ids, ops, event)
     assert engine.worker.get_finished(set(ids)) == (set(), set())
-    assert not server.stores
+    assert not channel.stores
     event.passed.set()
     engine.stored(*ids)
     # Released: other requests overwrite the blocks.
@@ -685,17 +692,17 @@ def test_a_device_that_failed_neither_stores_nor_loads(
     assert engine.worker.get_block_ids_with_load_errors() == set(range(PER_CHUNK))
 
 
-def test_a_failed_store_ends(server: StandIn, engine: Engine) -> None:
+def test_a_failed_store_ends(channel: ScriptedChannel, engine: Engine) -> None:
     work = op("tokens", range(PER_CHUNK), 1)
     engine.store("probe", work)
-    server.refuses = {store.name for store in server.stores}
+    channel.refuses = {store.name for store in channel.stores}
     engine.store("a", work)
 
 
 @pytest.mark.parametrize("where", ["gather", "wait", "seal"])
 def test_any_error_in_one_chunk_ends_it_and_no_other(
     where: str,
-    server: StandIn,
+    channel: ScriptedChannel,
     make_engine: Make,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -723,8 +730,7 @@ def test_any_error_in_one_chunk_ends_it_and_no_other(
     monkeypatch.setattr(HostKVCache, "gather", gather)
     monkeypatch.setattr(ObjectFormat, "seal", seal)
     engine.store("a", op("tokens", range(3 * PER_CHUNK), 3))
-    assert not server.segment.rooms
-    assert len(server.objects) == 2
+    assert len(channel.objects) == 2
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), UnavailableStorageError("gone")])
@@ -744,82 +750,85 @@ def test_any_error_of_a_copy_is_a_load_error(
     assert engine.load("a", work) == set(range(PER_CHUNK))
 
 
-def test_a_store_ends_when_the_server_dies(server: StandIn, engine: Engine) -> None:
-    server.holding = ("Store",)
+def test_a_store_ends_when_the_server_dies(channel: ScriptedChannel, engine: Engine) -> None:
+    channel.holding = ("Store",)
     engine.worker.submit_store_request("a", op("tokens", range(PER_CHUNK), 1), None)
-    until(lambda: bool(server.held))
+    until(lambda: bool(channel.held))
     assert engine.worker.get_finished({"a"}) == (set(), set())
-    server.lose()
+    channel.lose()
     engine.stored("a")
     engine.worker.submit_store_request("b", op("tokens", range(PER_CHUNK), 1), None)
     assert engine.worker.get_finished({"b"}) == ({"b"}, set())
 
 
 def test_a_server_that_hangs_ends_nothing_but_its_own_operations(
-    server: StandIn, make_engine: Make
+    channel: ScriptedChannel, make_engine: Make
 ) -> None:
     engine = make_engine(seed=1, timeout_s=0.2)
     work = op("tokens", range(PER_CHUNK), 1)
     make_engine(seed=1).store("before", work)
-    server.holding = ("Store", "Fetch")
+    channel.holding = ("Store", "Fetch")
     engine.worker.submit_store_request("one", work, None)
     engine.worker.submit_retrieve_request("one", work, None)
-    until(lambda: len(server.held) == 2 * engine.worker.fmt.shards)
+    until(lambda: len(channel.held) == 2 * engine.worker.fmt.shards)
     engine.stored_and_loaded("one")
     assert engine.worker.get_block_ids_with_load_errors() == set(range(PER_CHUNK))
     for cache in engine.kv.values():
         cache.zero_()
-    server.answer()
+    channel.answer()
     # What arrives too late is not written: the blocks may belong to another request.
-    until(lambda: bool(server.loans) and all(loan.released for loan in server.loans))
+    until(lambda: bool(channel.loans) and all(loan.released for loan in channel.loans))
     assert not engine.blocks(range(PER_CHUNK)).any()
 
 
-def test_chunks_without_room_are_not_stored(server: StandIn, engine: Engine) -> None:
-    size = sum(engine.worker.fmt.object_size(s) for s in range(engine.worker.fmt.shards))
-    server.segment.nbytes = 2 * size
-    server.holding = ("Store",)
-    engine.worker.submit_store_request("a", op("tokens", range(4 * PER_CHUNK), 4), None)
-    until(lambda: len(server.held) == 2 * engine.worker.fmt.shards)
-    server.answer()
-    engine.stored("a")
-    assert engine.hit("b", token_ids=prompt(4 * CHUNK)) == 2 * CHUNK
-    engine.scheduler.end_session("b")
+def test_chunks_without_room_are_not_stored() -> None:
+    fmt = ObjectFormat(namespace())
+    pages = sum(-(-fmt.object_size(shard) // 4096) for shard in range(fmt.shards))
+    channel = ScriptedChannel(CHUNK, segment_bytes=2 * 4096 * pages)
+    channel.holding = ("Store",)
+    with Engine(caches(1), channel) as engine:
+        engine.worker.submit_store_request("a", op("tokens", range(4 * PER_CHUNK), 4), None)
+        until(lambda: len(channel.held) == 2 * fmt.shards)
+        channel.answer()
+        engine.stored("a")
+        assert engine.hit("b", token_ids=prompt(4 * CHUNK)) == 2 * CHUNK
 
 
-def test_missing_chunks_are_load_errors(server: StandIn, engine: Engine) -> None:
+def test_missing_chunks_are_load_errors(channel: ScriptedChannel, engine: Engine) -> None:
     engine.store("s", op("tokens", range(PER_CHUNK), 1))
     ids = list(range(20, 20 + 3 * PER_CHUNK))
     assert engine.load("a", op("tokens", ids, 3)) == set(ids[PER_CHUNK:])
     assert engine.worker.get_block_ids_with_load_errors() == set()
-    server.lose()
+    channel.lose()
     engine.worker.submit_retrieve_request("b", op("tokens", ids, 3), None)
     assert engine.worker.get_finished(set()) == (set(), {"b"})
     assert engine.worker.get_block_ids_with_load_errors() == set(ids)
 
 
-def test_a_lease_that_expired_is_a_load_error(server: StandIn, engine: Engine) -> None:
+def test_a_lease_that_expired_is_a_load_error(channel: ScriptedChannel, engine: Engine) -> None:
     work = op("tokens", range(PER_CHUNK), 1)
     engine.store("s", work)
     event = Event()
     engine.worker.submit_retrieve_request("a", work, event)
-    until(lambda: bool(server.loans))
-    for loan in server.loans:
+    until(lambda: bool(channel.loans))
+    for loan in channel.loans:
         loan.good = False
     event.passed.set()
     assert engine.loaded("a") == set(range(PER_CHUNK))
 
 
-def test_another_object_is_a_load_error(server: StandIn, engine: Engine) -> None:
+def test_another_object_is_a_load_error(channel: ScriptedChannel, engine: Engine) -> None:
     for seed in (0, 1):
         work = op("tokens", range(PER_CHUNK), 1, seed=seed)
         engine.store(str(seed), work)
-    first, second = list(server.objects)[:: engine.worker.fmt.shards][:2]
-    server.objects[first] = server.objects[second]
+    first, second = list(channel.objects)[:: engine.worker.fmt.shards][:2]
+    channel.objects[first] = channel.objects[second]
     assert engine.load("a", op("tokens", range(PER_CHUNK), 1)) == set(range(PER_CHUNK))
 
 
-def test_the_first_tokens_of_a_load_are_skipped(server: StandIn, make_engine: Make) -> None:
+def test_the_first_tokens_of_a_load_are_skipped(
+    channel: ScriptedChannel, make_engine: Make
+) -> None:
     one, other = make_engine(seed=1), make_engine()
     ids = list(range(2 * PER_CHUNK))
     one.store("s", op("tokens", ids, 2))
@@ -830,7 +839,7 @@ def test_the_first_tokens_of_a_load_are_skipped(server: StandIn, make_engine: Ma
     assert not other.blocks(ids[:skipped]).any()
     assert torch.equal(other.blocks(ids[skipped:]), one.blocks(ids[skipped:]))
     # Blocks that are not written cannot fail either.
-    server.objects.clear()
+    channel.objects.clear()
     assert other.load("b", work) == set(ids[skipped:])
 
 
@@ -892,8 +901,8 @@ def test_operations_without_a_whole_chunk_end(mode: str, engine: Engine) -> None
     assert engine.worker.get_finished({"a"}) == ({"a"}, {"a"})
 
 
-def test_caches_are_registered_first(server: StandIn) -> None:
-    worker = WorkerAdapter(URL, namespace(), BLOCK, channel=server)
+def test_caches_are_registered_first(channel: ScriptedChannel) -> None:
+    worker = WorkerAdapter(URL, namespace(), BLOCK, channel=channel)
     with pytest.raises(ValueError, match="register_kv_caches first"):
         worker.submit_store_request("a", op("tokens", range(PER_CHUNK), 1), None)
     with pytest.raises(ConfigError, match="needs layout"):
@@ -901,8 +910,8 @@ def test_caches_are_registered_first(server: StandIn) -> None:
     worker.shutdown()
 
 
-def test_caches_fit_the_namespace(server: StandIn) -> None:
-    worker = WorkerAdapter(URL, namespace(), BLOCK, channel=server)
+def test_caches_fit_the_namespace(channel: ScriptedChannel) -> None:
+    worker = WorkerAdapter(URL, namespace(), BLOCK, channel=channel)
     kv = caches()
     with pytest.raises(ConfigError, match=r"layers\.2\.self_attn"):
         worker.register_kv_caches({name: kv[name] for name in names(2)}, layout_of(kv))
@@ -917,17 +926,17 @@ def test_caches_fit_the_namespace(server: StandIn) -> None:
     worker.shutdown()
 
 
-def test_each_rank_stores_and_loads_its_heads(server: StandIn) -> None:
+def test_each_rank_stores_and_loads_its_heads(channel: ScriptedChannel) -> None:
     """Keys hold no rank: two ranks store what one loads, and the other way round."""
     space = namespace()
-    shards = WorkerAdapter(URL, space, BLOCK, channel=server).fmt.shards
-    whole = Engine(caches(1), server)
+    shards = WorkerAdapter(URL, space, BLOCK, channel=channel).fmt.shards
+    whole = Engine(caches(1), channel)
     topology = Topology(HEADS, shards, tensor_parallel=2)
     ranks = []
     for rank in range(2):
         heads = slice(rank * HEADS // 2, (rank + 1) * HEADS // 2)
         kv = {name: cache[:, heads].contiguous() for name, cache in whole.kv.items()}
-        worker = WorkerAdapter(URL, space, BLOCK, plan=topology.plan(rank), channel=server)
+        worker = WorkerAdapter(URL, space, BLOCK, plan=topology.plan(rank), channel=channel)
         worker.register_kv_caches(kv, layout_of(kv))
         ranks.append((worker, kv))
     work = op("tokens", range(2 * PER_CHUNK), 2)
@@ -936,7 +945,7 @@ def test_each_rank_stores_and_loads_its_heads(server: StandIn) -> None:
         until(lambda one=worker: one.get_finished({"a"})[0] == {"a"})
         assert whole.hit(f"after {number}", token_ids=prompt(2 * CHUNK)) == number * 2 * CHUNK
     into = caches()
-    loader = Engine(into, server)
+    loader = Engine(into, channel)
     assert loader.load("l", work) == set()
     assert torch.equal(loader.blocks(range(2 * PER_CHUNK)), whole.blocks(range(2 * PER_CHUNK)))
     for worker, kv in ranks:
@@ -955,7 +964,7 @@ def test_each_rank_stores_and_loads_its_heads(server: StandIn) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_replicas_share_the_chunks_of_a_prompt(
-    mode: str, server: StandIn, make_engine: Make
+    mode: str, channel: ScriptedChannel, make_engine: Make
 ) -> None:
     workers = [
         make_engine(
@@ -967,37 +976,36 @@ def test_replicas_share_the_chunks_of_a_prompt(
     ]
     for engine in workers:
         engine.store("a", op(mode, range(8 * PER_CHUNK), 8))
-    assert len(server.stores) == len(server.objects) == 8 * HEADS
+    assert len(channel.stores) == len(channel.objects) == 8 * HEADS
     assert workers[0].hit("b", **asked(mode, 8)) == 8 * CHUNK
     workers[0].scheduler.end_session("b")
 
 
-def test_leases_are_bounded(server: StandIn, engine: Engine) -> None:
+def test_leases_are_bounded(channel: ScriptedChannel, engine: Engine) -> None:
     ids = range(8 * PER_CHUNK)
     engine.store("s", op("tokens", ids, 8))
-    assert server.welcome is not None
     one = engine.worker.fmt.object_size(0)
-    server.welcome.arena_bytes = 8 * 3 * one
-    server.holding = ("Fetch",)
+    channel.change_welcome(arena_bytes=8 * 3 * one)
+    channel.holding = ("Fetch",)
     engine.worker.submit_retrieve_request("a", op("tokens", ids, 8), None)
-    until(lambda: len(server.held) == 3)
+    until(lambda: len(channel.held) == 3)
     for _ in range(8 * engine.worker.fmt.shards):
-        until(lambda: bool(server.held))
-        assert len(server.held) <= 3
-        server.held.pop()()
+        until(lambda: bool(channel.held))
+        assert len(channel.held) <= 3
+        channel.held.pop()()
     assert engine.loaded("a") == set()
 
 
 def test_shutdown_waits_for_stores_and_then_touches_nothing(
-    server: StandIn, monkeypatch: pytest.MonkeyPatch
+    channel: ScriptedChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(caches(1), server)
-    server.holding = ("Store",)
+    engine = Engine(caches(1), channel)
+    channel.holding = ("Store",)
     engine.worker.submit_store_request("a", op("tokens", range(PER_CHUNK), 1), None)
-    until(lambda: bool(server.held))
+    until(lambda: bool(channel.held))
     closing = threading.Thread(target=engine.worker.shutdown)
     closing.start()
-    server.answer()
+    channel.answer()
     closing.join(30)
     assert not closing.is_alive()
     assert engine.worker.get_finished({"a"}) == ({"a"}, set())
@@ -1009,12 +1017,12 @@ def test_shutdown_waits_for_stores_and_then_touches_nothing(
 
 
 def test_shutdown_does_not_wait_for_a_server_that_hangs(
-    server: StandIn, monkeypatch: pytest.MonkeyPatch
+    channel: ScriptedChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_module, "DRAIN_SECONDS", 0.05)
-    engine = Engine(caches(1), server)
-    server.holding = ("Store",)
+    engine = Engine(caches(1), channel)
+    channel.holding = ("Store",)
     engine.worker.submit_store_request("a", op("tokens", range(PER_CHUNK), 1), None)
-    until(lambda: bool(server.held))
+    until(lambda: bool(channel.held))
     engine.worker.shutdown()
     assert engine.worker.get_finished({"a"}) == ({"a"}, set())

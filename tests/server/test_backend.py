@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,7 +21,6 @@ from kvshelf.backends.posix import PosixBackend
 from kvshelf.errors import (
     BadObjectError,
     ConfigError,
-    NoSpaceStorageError,
     ObjectMissingError,
     ReadOnlyStorageError,
     StorageError,
@@ -32,10 +30,8 @@ from kvshelf.format.keys import KeyChain
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
 from kvshelf.server import backend as backend_module
-from kvshelf.server import memory as memory_module
 from kvshelf.server import session
 from kvshelf.server import shelf as shelf_module
-from kvshelf.server.channel import Channel
 from kvshelf.server.segment import Segment
 from kvshelf.server.shelf import ServedShelf, open_served
 from kvshelf.shelf.failed_keys import FailedKeys
@@ -181,34 +177,6 @@ def test_stores_ask_the_storage_and_lookups_the_memory_as_well(setting: Setting)
     assert setting.path(0).read_bytes() == setting.image(0)
 
 
-def test_what_was_expected_is_leased_and_the_rest_is_given_back(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(memory_module, "EXPECTED_SECONDS", 0.2)
-    setting.place(0, 1, 2)
-    shelf = setting.connect()
-    view = shelf.view(setting.fmt)
-    view.expect(setting.chunks[:4], (0,))
-    until(lambda: setting.stats()["leases"] == 3)
-    assert setting.borrowed(shelf, 1) == setting.image(1)
-    until(lambda: setting.stats()["leases"] == 0)
-    # It can be had all the same.
-    assert setting.borrowed(shelf, 0) == setting.image(0)
-    assert setting.stats()["read_objects"] == 3
-
-
-def test_expectations_take_a_small_part_of_the_memory(make_setting: Callable[..., Setting]) -> None:
-    setting = make_setting(arena_bytes=256 << 10)
-    setting.place(*range(8))
-    shelf = setting.connect()
-    shelf.view(setting.fmt).expect(setting.chunks[:8], (0,))
-    few = (256 << 10) // 8 // setting.fmt.object_size(0)
-    until(lambda: setting.stats()["leases"] == few)
-    for index in range(8):
-        assert setting.borrowed(shelf, index) == setting.image(index)
-    until(lambda: setting.stats()["leases"] == 0)
-
-
 def test_objects_too_large_for_the_memory_come_in_messages(
     make_setting: Callable[..., Setting],
 ) -> None:
@@ -261,59 +229,6 @@ def test_a_gpu_reads_from_memory_that_is_page_locked_in_pieces(
         loan = None
 
 
-class NoAnswer(Future[Any]):
-    """An answer that does not come in time."""
-
-    def result(self, timeout: float | None = None) -> Any:
-        assert timeout is not None
-        self.waited = timeout
-        raise TimeoutError
-
-
-def refusal() -> Future[Any]:
-    full: Future[Any] = Future()
-    full.set_exception(NoSpaceStorageError("the server's memory is full"))
-    return full
-
-
-@pytest.mark.parametrize("answer", [NoAnswer(), refusal()], ids=["in time", "at all"])
-def test_what_the_server_has_no_memory_for_is_read_past_it(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch, answer: Future[Any]
-) -> None:
-    """A server whose memory is full is no storage that fails."""
-    shelf = setting.connect()
-    setting.publish(shelf, 0)
-    monkeypatch.setattr(Channel, "fetch", lambda *_: [answer])
-    assert shelf.view(setting.fmt).pin(setting.ref(0)) is None
-    if isinstance(answer, NoAnswer):
-        # Later than the server itself would say that its storage is late, and in time for the
-        # guard.
-        deadlines, size = shelf.backend.deadlines, setting.fmt.object_size(0)
-        served = setting.server.shelf.backend.deadlines
-        assert served.to_read(size) < answer.waited < deadlines.to_read(size)
-        assert answer.cancelled()
-    assert setting.loaded(shelf, 0) == setting.image(0)
-    assert shelf.available
-
-
-def test_many_objects_are_expected_with_few_messages(make_setting: Callable[..., Setting]) -> None:
-    setting = make_setting(arena_bytes=64 << 20)
-    setting.chunks = make_chunks(setting.fmt, 100)
-    setting.place(*range(100))
-    shelf = setting.connect()
-    view = shelf.view(setting.fmt)
-    view.find([setting.ref(0)])
-    before = setting.server.loop.stats()["requests"]
-    view.expect(setting.chunks, (0,))
-    until(lambda: setting.stats()["leases"] == 32)
-    loans = [view.pin(setting.ref(index)) for index in range(100)]
-    assert setting.server.loop.stats()["requests"] - before <= 10
-    for loan in loans:
-        assert loan is not None and loan.valid()
-        loan.release()
-    until(lambda: setting.stats()["leases"] == 0)
-
-
 def test_a_bad_object_is_set_aside_and_replaced(setting: Setting) -> None:
     setting.place(0)
     path = setting.path(0)
@@ -347,24 +262,6 @@ def test_a_client_that_only_reads(setting: Setting) -> None:
     with pytest.raises(ReadOnlyStorageError):
         shelf.view(setting.fmt).publish(setting.ref(1), setting.image(1))
     assert shelf.view(setting.fmt).find([setting.ref(0)]) == [Presence.PRESENT]
-
-
-def test_stores_wait_for_room_in_the_segment(setting: Setting) -> None:
-    size = setting.fmt.object_size(0)
-    shelf = setting.connect(segment_bytes=-(-size // 4096) * 4096)
-    threads = [threading.Thread(target=setting.publish, args=(shelf, index)) for index in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert [setting.borrowed(shelf, index) for index in range(8)] == [
-        setting.image(index) for index in range(8)
-    ]
-    small = setting.connect(segment_bytes=4096)
-    with pytest.raises(StorageError, match="through which objects are stored"):
-        small.view(setting.fmt).publish(
-            setting.ref(0, 1), sealed(setting.fmt, setting.chunks[0], 1)
-        )
 
 
 def test_a_transfer_stores_and_loads_in_place(setting: Setting) -> None:

@@ -316,20 +316,6 @@ def test_a_page_locked_segment_is_unlocked_when_its_last_room_is_back(tmp_path: 
         assert not runtime.registered
 
 
-def test_the_regions_of_a_segment_leave_room_for_other_objects() -> None:
-    segment = Segment(8192, regions=16384)
-    assert segment.nbytes == 24576
-    taken = [segment.take_region(8192) for _ in range(3)]
-    assert [room is None for room in taken] == [False, False, True]
-    assert segment.reserve(8192) is not None
-    assert taken[1] is not None
-    assert segment.offset_of(taken[1].view[100:200]) == 8292
-    assert segment.offset_of(memoryview(bytearray(10))) is None
-    segment.close()
-    assert segment.take_region(4096) is None
-    assert segment.offset_of(taken[1].view) == 8192
-
-
 def test_a_segment_of_the_caller_outlives_the_channel(tmp_path: Path) -> None:
     segment = Segment(4096, regions=4096)
     room = segment.take_region(5)

@@ -30,14 +30,14 @@ from kvshelf.server.messages import (
 )
 from kvshelf.server.messages import Fault as Refusal
 from kvshelf.tiers.disk_tier import DiskTier
-from tests.server.desk import Desk, name_of, put
+from tests.server.desk import Desk, look_up_chunks, name_of, put
 from tests.sim.storage import Fault, posix
 from tests.support.formats import make_format, sealed
-from tests.support.prompts import make_chunks
+from tests.support.prompts import make_chunks, make_tail
 
 FMT = make_format()
 SIZE = FMT.object_size(0)
-A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
+A, B, C, D = (letter * 16 for letter in (b"a", b"b", b"c", b"d"))
 
 
 MakeDesk: TypeAlias = Callable[..., Desk]
@@ -82,19 +82,70 @@ def test_several_stores_of_one_object_are_one(desk: Desk) -> None:
     assert desk.counts["write"] == 1
 
 
-def test_the_bytes_that_are_verified_are_those_that_are_published(desk: Desk, shelf: Path) -> None:
-    # A client may change its segment at any time, also between two looks of the server at it.
+def test_store_that_replaces_an_object_does_not_join_one_that_creates_it(desk: Desk) -> None:
     gate = desk.hold("write")
+    (chunk,) = make_chunks(FMT, 1)
+    replies: list[Any] = []
+    for mode in ("create", "replace"):
+        desk.begin_store(A, name_of(FMT, chunk), sealed(FMT, chunk), mode, replies)
+    gate.set()
+    desk.run_until(lambda: len(replies) == 2)
+    assert Stored("replaced") in replies or replies == [Stored("created")] * 2
+
+
+def test_object_that_the_shelf_did_not_take_is_not_kept_in_memory(desk: Desk, shelf: Path) -> None:
+    (chunk,) = make_chunks(FMT, 1)
+    (shelf / put(shelf, FMT, chunk)).write_bytes(b"something else")
+    assert desk.store(A, name_of(FMT, chunk), sealed(FMT, chunk)) == Stored("existed")
+    desk.settle()
+    assert desk.stat("objects") == 0
+
+
+@pytest.mark.parametrize("way", ["fetch", "store", "keep"])
+def test_beginnings_of_prompts_stay_longest_in_memory(
+    make_desk: MakeDesk, shelf: Path, way: str
+) -> None:
+    desk = make_desk(16 * 8192)
+    names, parent = [], ""
+    for chunk in make_chunks(FMT, 5):
+        name, data = name_of(FMT, chunk), sealed(FMT, chunk)
+        if way == "fetch":
+            (ready,) = desk.fetch(A, [put(shelf, FMT, chunk)], [SIZE])
+            desk.service.release(A, [ready.lease])
+        elif way == "store":
+            desk.store(A, name, data)
+        else:
+            name = f"hash/{name}"
+            desk.remember(A, name, data, parent=parent)
+            parent = name
+        names.append(name)
+    desk.settle()
+    for name in names:
+        (shelf / name).unlink(missing_ok=True)
+    answers = [SIZE] * 5
+    for number in range(20):
+        if MISSING in answers:
+            break
+        desk.remember(A, f"hash/{number}/0/0", bytes(SIZE))
+        answers = desk.ask("find", A, names, [SIZE] * 5).answers
+    assert answers == [SIZE] * 4 + [MISSING]
+
+
+def test_bytes_that_a_store_has_verified_are_published_whatever_its_client_changes(
+    desk: Desk, shelf: Path
+) -> None:
     (chunk,) = make_chunks(FMT, 1)
     name, data = name_of(FMT, chunk), sealed(FMT, chunk)
     segment = bytearray(data)
-    replies: list[Any] = []
-    desk.begin_store(A, name, segment, replies=replies)
-    desk.run_until(lambda: desk.counts["write"] == 1)
-    segment[:] = bytes(len(segment))
-    gate.set()
-    desk.run_until(lambda: bool(replies))
-    assert replies == [Stored("created")]
+    verify = ObjectFormat.read_named
+
+    def change_afterwards(*args: Any) -> Any:
+        verified = verify(*args)
+        segment[:] = bytes(len(segment))
+        return verified
+
+    with mock.patch.object(ObjectFormat, "read_named", change_afterwards):
+        assert desk.store(A, name, segment) == Stored("created")
     assert (shelf / name).read_bytes() == data
     assert desk.bytes_of(desk.fetch(B, [name], [SIZE])[0]) == data
     assert (shelf / FMT.namespace.folder / "namespace.json").read_bytes() == FMT.namespace.encoded
@@ -213,10 +264,13 @@ def test_stores_of_a_dead_client_are_forgotten_or_end_once(make_desk: MakeDesk) 
     chunks = make_chunks(FMT, 48)
     replies = [desk.begin_store(A, name_of(FMT, one), sealed(FMT, one)) for one in chunks]
     assert desk.stat("waiting") > 0
+    joined = desk.begin_store(B, name_of(FMT, chunks[-1]), sealed(FMT, chunks[-1]))
     desk.service.client_gone(A)
     gate.set()
     desk.settle()
     assert {len(answers) for answers in replies} == {1}
+    # Another client's store of an object that A had not begun to store goes on.
+    assert joined == [Stored("created")]
     assert desk.stat("waiting") == desk.stat("pinned_bytes") == 0
 
 
@@ -263,6 +317,69 @@ def test_requests_that_find_no_room_wait_until_others_give_memory_back(
     assert desk.stat("pinned_bytes") == desk.stat("waiting") == 0
 
 
+def test_clients_wait_for_memory_each_for_its_own_share_and_in_turn(
+    make_desk: MakeDesk, shelf: Path
+) -> None:
+    names = [put(shelf, FMT, chunk) for chunk in make_chunks(FMT, 64)]
+    desk = make_desk(16 * 16384)
+
+    def fetch(client: bytes, first: int, end: int, session: str = "s") -> dict[int, Any]:
+        outcomes = desk.begin_fetch(client, names[first:end], [SIZE] * (end - first), session)
+        desk.settle()
+        return outcomes
+
+    held = fetch(A, 0, 30)
+    share = len(held)
+    later = fetch(A, 30, 31, "another")
+    assert share < 30 and not later
+    # Who waits for its own share holds up nobody else.
+    rest = fetch(B, 30, 40, "another")
+    assert len(rest) == 31 - share
+    # The end of a session ends its waits, and no others.
+    desk.service.end_session(B, "s")
+    desk.service.end_session(A, "s")
+    desk.settle()
+    assert len(held) == 30 and not later
+    assert {outcome.fault.kind for outcome in list(held.values())[share:]} == {
+        "UnavailableStorageError"
+    }
+    assert len(rest) == 31 - share
+    desk.service.end_session(A, "another")
+    assert len(rest) == 31 - share
+    # Memory is full. A lookup counts what can be read later, and waits for nothing.
+    waits = desk.stat("waiting")
+    assert desk.ask("lookup", C, "s", [[names[61]]]) == LookedUp(1)
+    assert desk.stat("waiting") == waits
+    desk.service.end_session(B, "another")
+    # What is given back goes to each in turn, however much one of them waits for.
+    waiting = [fetch(C, 40, 60), fetch(D, 60, 61)]
+    assert not any(waiting)
+    desk.service.release(A, [held[0].lease, held[1].lease])
+    desk.settle()
+    assert [len(outcomes) for outcomes in waiting] == [1, 1]
+
+
+def test_requests_of_a_client_that_waits_are_served_in_their_order(
+    make_desk: MakeDesk, shelf: Path
+) -> None:
+    fmt = make_format(chunk_size=128)
+    size, tail = fmt.object_size(0), make_tail(fmt)
+    names = [put(shelf, fmt, chunk) for chunk in (*make_chunks(fmt, 9), tail)]
+    sizes = [*[size] * 9, fmt.object_size(0, tail.tokens)]
+    desk = make_desk(16 * 16384)
+    desk.service.register(fmt.namespace.encoded)
+    # After the seventh there is room for the small one alone.
+    outcomes = desk.begin_fetch(A, names, sizes)
+    desk.settle()
+    assert sorted(outcomes) == list(range(7))
+    desk.service.release(A, [outcomes[0].lease])
+    desk.settle()
+    assert sorted(outcomes) == list(range(8))
+    desk.service.release(A, [outcomes[1].lease])
+    desk.settle()
+    assert sorted(outcomes) == list(range(10))
+
+
 def test_what_waits_too_long_for_memory_fails(make_desk: MakeDesk, shelf: Path) -> None:
     names = [put(shelf, FMT, chunk) for chunk in make_chunks(FMT, 48)]
     desk = make_desk(16 * 16384)
@@ -286,11 +403,17 @@ def test_a_client_that_asks_for_the_wrong_size_of_what_is_being_read_harms_nobod
     (chunk,) = make_chunks(FMT, 1)
     name = put(shelf, FMT, chunk)
     outcomes = desk.begin_fetch(A, [name], [SIZE])
-    wrong = desk.fetch(B, [name, name], [0, SIZE + 1])
-    assert [one.fault.kind for one in wrong if isinstance(one, Failed)] == ["WrongSize"] * 2
+
+    def is_refused(size: int) -> bool:
+        (outcome,) = desk.fetch(B, [name], [size])
+        return isinstance(outcome, Failed) and outcome.fault.kind == "WrongSize"
+
+    assert is_refused(0) and is_refused(SIZE + 1)
     gate.set()
     desk.run_until(lambda: bool(outcomes))
     assert desk.bytes_of(outcomes[0]) == sealed(FMT, chunk)
+    assert is_refused(0) and is_refused(SIZE + 1)
+    assert desk.stat("leases") == 1
 
 
 def test_what_a_lookup_has_leased_can_be_fetched_whatever_else_waits(
@@ -314,6 +437,51 @@ def test_what_a_lookup_has_leased_can_be_fetched_whatever_else_waits(
     ):
         assert desk.bytes_of(ready) == sealed(FMT, chunk)
     assert desk.stat("leases") == reply.chunks
+
+
+def test_lookup_ends_at_the_first_chunk_that_was_in_memory_only(desk: Desk) -> None:
+    first, second = f"hash/{'0' * 64}/1/0", f"hash/{'0' * 64}/2/0"
+    desk.remember(A, second, b"bytes")
+    assert desk.ask("lookup", A, "request", [[first], [second]]) == LookedUp(0)
+
+
+def test_lookup_of_a_scheduler_holds_no_memory_that_a_worker_has_fetched_and_released(
+    desk: Desk,
+) -> None:
+    (chunk,) = make_chunks(FMT, 1)
+    name = name_of(FMT, chunk)
+    desk.store(A, name, sealed(FMT, chunk))
+    assert desk.ask("lookup", A, "request", [[name]]) == LookedUp(1)
+    (ready,) = desk.fetch(B, [name], [SIZE], "request")
+    assert isinstance(ready, Ready)
+    desk.service.release(B, [ready.lease])
+    assert desk.stat("leases") == desk.stat("pinned_bytes") == 0
+
+
+@pytest.mark.parametrize("is_here", [False, True])
+def test_client_that_goes_during_its_lookup_or_store_leaves_nothing(
+    desk: Desk, shelf: Path, is_here: bool
+) -> None:
+    """Some of its objects are in memory, so that they are pinned meanwhile."""
+    chunks = make_chunks(FMT, 3)
+    for chunk in chunks:
+        put(shelf, FMT, chunk)
+    names = [name_of(FMT, chunk) for chunk in chunks]
+    if is_here:
+        (ready,) = desk.fetch(B, names[:1], [SIZE])
+        desk.service.release(B, [ready.lease])
+    gate = desk.hold("stat", "write")
+    replies: list[Any] = []
+    desk.service.lookup(A, look_up_chunks("s", [[name] for name in names]), replies.append)
+    data = sealed(FMT, chunks[2])
+    first = desk.begin_store(B, names[2], data)
+    joined = desk.begin_store(A, names[2], data)
+    desk.service.client_gone(A)
+    gate.set()
+    desk.settle()
+    assert first == [Stored("existed")]
+    assert not joined
+    assert desk.stat("leases") == desk.stat("pinned_bytes") == 0
 
 
 def test_a_lookup_counts_what_is_in_memory_while_the_shelf_fails(desk: Desk) -> None:
@@ -377,6 +545,21 @@ def test_clients_that_store_take_turns(make_desk: MakeDesk) -> None:
         # more, which is its turn; then the memory is there, and the turn at the thread comes.
         assert others or count < 6
     assert ended + others == [Stored("created")] * 41
+
+
+def test_small_store_waits_behind_large_ones(make_desk: MakeDesk) -> None:
+    fmt = make_format(chunk_size=128)
+    desk = make_desk(32 * 8192)
+    desk.service.register(fmt.namespace.encoded)
+    gate = desk.hold("write")
+    stores = [
+        desk.begin_store(A, name_of(fmt, chunk), sealed(fmt, chunk))
+        for chunk in (*make_chunks(fmt, 5), make_tail(fmt))
+    ]
+    # There is room for three, and for the small one.
+    assert desk.stat("waiting") == 3
+    gate.set()
+    desk.run_until(lambda: all(stores))
 
 
 @mock.patch("kvshelf.server.service._FEW_THREADS", 2)
@@ -567,19 +750,34 @@ def test_calls_of_strangers_are_refused(
     assert desk.ask("call", A, method, args, b"").kind == kind
 
 
-def test_long_listings_come_in_pages(desk: Desk, shelf: Path) -> None:
+def test_long_listing_comes_in_pages_and_ends_with_its_client(desk: Desk, shelf: Path) -> None:
     folder = shelf / "many"
     folder.mkdir(parents=True)
     for number in range(2500):
         (folder / f"{number}").touch()
-    names: set[str] = set()
-    more, pages = None, 0
-    while more is not None or not pages:
-        rows, more = desk.ask("call", A, "list", ["many", more, None, False], b"").value
+
+    def page(number: int | None) -> Any:
+        return desk.ask("call", A, "list", ["many", number, None, False], b"")
+
+    rows, more = page(None).value
+    names = {row[0] for row in rows}
+    while more is not None:
+        rows, more = page(more).value
         names |= {row[0] for row in rows}
-        pages += 1
     assert len(names) == 2500
-    assert pages == 3
+
+    # The client goes between two pages, and while it waits for the first one.
+    more = page(None).value[1]
+    desk.service.client_gone(A)
+    assert isinstance(page(more), Refusal)
+    gate = desk.hold("list")
+    replies: list[Any] = []
+    desk.counts.clear()
+    desk.service.call(A, Call("list", ["many", None, None, False]), replies.append)
+    desk.run_until(lambda: desk.counts["list"] == 1)
+    desk.service.client_gone(A)
+    gate.set()
+    assert isinstance(page(desk.reply(replies).value[1]), Refusal)
 
 
 def test_a_drain_waits_for_stores_and_takes_no_more(desk: Desk) -> None:
@@ -590,6 +788,8 @@ def test_a_drain_waits_for_stores_and_takes_no_more(desk: Desk) -> None:
     assert (
         desk.store(A, name_of(FMT, second), sealed(FMT, second)).kind == "UnavailableStorageError"
     )
+    change = desk.ask("call", A, "delete", [name_of(FMT, second)], b"")
+    assert change.kind == "UnavailableStorageError"
     left: list[int] = []
     drainer = threading.Thread(target=lambda: left.append(desk.service.drain(20.0)))
     drainer.start()
@@ -598,6 +798,35 @@ def test_a_drain_waits_for_stores_and_takes_no_more(desk: Desk) -> None:
     drainer.join()
     assert left == [0]
     assert replies == [Stored("created")]
+
+
+def test_drain_counts_changes_of_the_storage_that_are_not_over(desk: Desk) -> None:
+    gate = desk.hold("delete")
+    replies: list[Any] = []
+    desk.service.call(A, Call("delete", ["x"]), replies.append)
+    assert desk.service.drain(0.0) == 1
+    gate.set()
+    desk.reply(replies)
+    desk.settle()
+    assert desk.service.drain(0.0) == 0
+
+
+def test_tails_and_markers_are_named_for_deletion_when_clients_write_them(
+    make_desk: MakeDesk,
+) -> None:
+    handed_over: list[None] = []
+    desk = make_desk(hands_over=lambda: handed_over.append(None))
+    (chunk,) = make_chunks(FMT, 1)
+    tail, marker = make_tail(FMT), f"{FMT.namespace.folder}/.kvshelf/gave-up/m"
+    counts = []
+    for _ in range(2):
+        for one in (chunk, tail):
+            desk.store(A, name_of(FMT, one), sealed(FMT, one))
+            desk.settle()
+            counts.append(len(handed_over))
+    desk.ask("call", A, "write", [marker, "create"], b"")
+    desk.settle()
+    assert [*counts, len(handed_over)] == [0, 1, 1, 1, 2]
 
 
 def test_a_disk_tier_stands_before_the_shelf(
