@@ -36,7 +36,7 @@ _NO_VLLM = (
 
 _SIMULATION = pytest.StashKey[ExitStack]()
 #: Fixtures that are processes.
-_REAL = {"server", "engines", "mount", "mounts", "bucket_server", "moto"}
+_REAL = {"server", "engines", "mount", "mounts", "moto"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

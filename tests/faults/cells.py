@@ -29,20 +29,11 @@ from kvshelf.shelf.lookup import LookupService
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Failure
 from tests.faults.faultfs import FaultMount
-from tests.faults.s3proxy import (
-    REFUSED,
-    RESET,
-    STALLED,
-    STATUSES,
-    WRONG_BYTES,
-    WRONG_LENGTH,
-    S3Proxy,
-)
+from tests.sim.s3 import Answer, Request, ScriptedS3, refusal
 from tests.sim.storage import Fault, FaultyStorage
 from tests.support.formats import make_format
 from tests.support.prompts import make_chunks
 from tests.support.prompts import prompt as random_tokens
-from tests.support.servers import BUCKET, S3Server
 from tests.support.transfers import Rig
 from tests.support.waiting import LONG, PATIENT, until
 
@@ -83,6 +74,22 @@ BEHIND: Final = "clock behind"
 BACK: Final = "clock set back"
 ODD_TIMES: Final = "odd times"
 STALE: Final = "stale attributes"
+
+#: Statuses that a bucket answers, with the code that goes with each.
+STATUSES: Final = {
+    "403": "AccessDenied",
+    "404": "NoSuchKey",
+    "409": "OperationAborted",
+    "412": "PreconditionFailed",
+    "429": "TooManyRequests",
+    "500": "InternalError",
+    "503": "SlowDown",
+}
+RESET: Final = "reset"
+STALLED: Final = "stalled"
+WRONG_LENGTH: Final = "wrong length"
+WRONG_BYTES: Final = "wrong bytes"
+REFUSED: Final = "no server"
 
 FAULTS: Final = (*ERRNOS, *DAMAGES, *TIMES, KILL)
 BUCKET_FAULTS: Final = (*STATUSES, RESET, STALLED, WRONG_LENGTH, WRONG_BYTES, REFUSED)
@@ -328,38 +335,77 @@ class WrappedStorage(Storage):
 
 
 class BucketStorage(Storage):
-    """A folder of a bucket behind a proxy that makes trouble.
+    """A folder of a bucket whose store makes trouble; `plain` sees its objects by another store.
 
-    The server keeps objects as files, at which `plain` looks.
+    What is written by `plain` is an hour old.
     """
 
     deadline = 2 * DEADLINE
 
-    def __init__(self, server: S3Server) -> None:
-        assert server.folder is not None
+    def __init__(self) -> None:
         self.name = uuid.uuid4().hex
-        self.proxy = S3Proxy(server.endpoint)
-        options = server.options(endpoint_url=self.proxy.endpoint)
-        self.backend = open_backend(f"s3://{BUCKET}/{self.name}", storage_options=options)
-        self.plain = open_backend(server.folder / BUCKET / self.name)
+        self.store, self.well = ScriptedS3(), ScriptedS3()
+        self.well.objects = self.store.objects
+        self.well.clock = lambda: time.time() - 3600
+        self.backend, self.plain = self.store.open(self.name), self.well.open(self.name)
+        self._met, self._is_down, self._gate = 0, False, threading.Event()
 
     def make_trouble(self, fault: str, moment: str) -> None:
-        # What many are deleted with names only the bucket.
-        everything = moment in ("list", "delete")
-        self.proxy.add(fault, moment, f"{BUCKET}*" if everything else f"{BUCKET}/*safetensors*")
+        if fault == REFUSED:
+            self.store.close()
+            self._met, self._is_down = 1, True
+        self.store.script = partial(self._answer, fault, moment, len)
 
     def lose_behind(self, size: int) -> None:
-        self.proxy.add(f"{WRONG_LENGTH} {size}", "write", f"{BUCKET}/*safetensors*")
+        self.store.script = partial(self._answer, WRONG_LENGTH, "write", lambda _: 2 * size)
+
+    def _answer(
+        self, fault: str, moment: str, length: Callable[[bytes], int], request: Request
+    ) -> Answer | None:
+        """Answer a request; a wrong length is half of what `length` says."""
+        # What many are deleted with, and a listing, name only the bucket.
+        is_of_object = "safetensors" in request.path or moment in ("list", "delete")
+        if request.kind != moment.replace("publish", "write") or not is_of_object:
+            return None
+        self._met += 1
+        status = refusal(int(fault), STATUSES[fault]) if fault in STATUSES else None
+        if moment in ("write", "delete", "probe") and fault in (RESET, STALLED):
+            return Answer(ends_after=-1, gate=self._gate if fault == STALLED else None)
+        if moment == "write" and status is None:
+            request.body = _spoil(request.body, fault, length)
+            return None
+        if moment != "publish" and status is not None:
+            return status
+        answer = self.store.answer(request)
+        assert isinstance(answer.body, bytes)
+        if fault in (RESET, STALLED):
+            answer.ends_after = len(answer.body) // 2 if moment != "publish" else -1
+            answer.gate = self._gate if fault == STALLED else None
+        elif status is None:
+            answer.body = _spoil(answer.body, fault, length)
+        return answer if status is None else status
 
     def met(self) -> int:
-        return self.proxy.met
+        return self._met
 
     def heal(self) -> None:
-        self.proxy.clear()
+        self.store.script = lambda _: None
+        self._gate.set()
+        self._gate = threading.Event()
+        if self._is_down:
+            self.store.reopen()
+        self._is_down = False
 
     def close(self) -> None:
         super().close()
-        self.proxy.close()
+        self.store.close()
+        self.well.close()
+
+
+def _spoil(body: bytes, fault: str, length: Callable[[bytes], int]) -> bytes:
+    if fault == WRONG_LENGTH:
+        return body[: length(body) // 2]
+    return body[:-1] + bytes([body[-1] ^ 1]) if body else body
 
 
 class _CountedWait(threading.Event):

@@ -22,7 +22,6 @@ from tests.faults.cells import (
     WrappedStorage,
 )
 from tests.faults.faultfs import FaultMount, mounted
-from tests.support.servers import S3Server, command, rclone_s3
 
 
 @pytest.fixture(scope="session")
@@ -43,15 +42,6 @@ def mounts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., F
 def mount(mounts: Callable[..., FaultMount]) -> FaultMount:
     """The filesystem that most tests share; each has a directory of its own there."""
     return mounts()
-
-
-@pytest.fixture(scope="module")
-def bucket_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """A server of buckets that keeps them as folders, which nobody else changes."""
-    if command("rclone") is None:
-        pytest.skip("rclone is not installed: pip install '.[test]'")
-    with rclone_s3(tmp_path_factory.mktemp("buckets"), cache_seconds=60) as server:
-        yield server
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +67,7 @@ def storage(
         made = MountedStorage(request.getfixturevalue("mount"))
     elif backend == "s3":
         pytest.importorskip("obstore", reason="obstore is missing: pip install '.[s3]'")
-        made = BucketStorage(request.getfixturevalue("bucket_server"))
+        made = BucketStorage()
     else:
         made = WrappedStorage(str(tmp_path / "shelf"))
     yield made

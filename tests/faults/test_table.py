@@ -23,6 +23,8 @@ from tests.faults.cells import (
     MOUNTS,
     RECOVERY,
     STALE,
+    WRONG_BYTES,
+    WRONG_LENGTH,
     EngineStandIn,
     MountedStorage,
     Prompt,
@@ -39,7 +41,6 @@ from tests.faults.cells import (
     within,
 )
 from tests.faults.faultfs import FaultMount
-from tests.faults.s3proxy import WRONG_BYTES, WRONG_LENGTH
 from tests.support.formats import make_format, sealed
 from tests.support.servers import SECRET
 from tests.support.waiting import until

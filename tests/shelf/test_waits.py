@@ -31,8 +31,8 @@ from kvshelf.shelf import waits as module
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.waits import Piece, Wait, WaitService
 from tests.backends.sftpserver import sftp_server
+from tests.sim.s3 import ScriptedS3
 from tests.sim.storage import Fault, FaultyStorage, NamesOnly, posix
-from tests.support.delaying_proxy import DelayingProxy
 from tests.support.formats import format_of_kinds
 from tests.support.prompts import make_chunks
 from tests.support.servers import BUCKET, command, moto_s3, rclone_s3
@@ -151,7 +151,7 @@ _STORAGES = [
     "fsspec directory",
     pytest.param("sftp", marks=pytest.mark.real),
     pytest.param("rclone", marks=[pytest.mark.real, needs("rclone")]),
-    pytest.param("rclone behind a delay", marks=[pytest.mark.real, needs("rclone")]),
+    pytest.param("bucket far away", marks=pytest.mark.real),
     pytest.param("moto", marks=[pytest.mark.real, needs("moto_server")]),
 ]
 
@@ -177,16 +177,16 @@ def opened(
             pytest.importorskip("sshfs")
             options = stack.enter_context(sftp_server(folder)).options()
             yield lambda: open_backend(f"sftp://127.0.0.1/{place}", storage_options=options)
+        elif request.param == "bucket far away":
+            pytest.importorskip("obstore")
+            store = stack.enter_context(ScriptedS3())
+            store.delay_seconds = 20e-3
+            yield lambda: store.open(place)
         else:
             pytest.importorskip("obstore")
             moto = request.param == "moto"
             server = stack.enter_context(moto_s3() if moto else rclone_s3(folder))
-            more = {}
-            if request.param == "rclone behind a delay":
-                port = int(server.endpoint.rpartition(":")[2])
-                proxy = stack.enter_context(DelayingProxy("127.0.0.1", port, 20e-3))
-                more = {"endpoint_url": f"http://127.0.0.1:{proxy.port}"}
-            options = server.options() | more
+            options = server.options()
             yield lambda: open_backend(f"s3://{BUCKET}/{place}", storage_options=options)
 
 

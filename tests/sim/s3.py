@@ -8,7 +8,6 @@ the mark ``real``.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import re
 import struct
 import threading
@@ -114,6 +113,8 @@ class ScriptedS3:
         What it does; a copy that it does not make is answered all the same.
     delay_seconds : float
         Before each answer.
+    clock : Callable
+        The time of what is written.
     requests : list of Request
     script : Callable
         Answers a request in place of the store, unless it returns None.
@@ -123,7 +124,7 @@ class ScriptedS3:
         self.objects: dict[str, tuple[bytes, float]] = {}
         self.buckets, self.versioned = {BUCKET}, set[str]()
         self.heeds_conditions = self.copies = self.knows_ranges = True
-        self.delay_seconds = 0.0
+        self.delay_seconds, self.clock = 0.0, time.time
         self.requests: list[Request] = []
         self.script: Callable[[Request], Answer | None] = lambda _: None
         self.lock = threading.Lock()
@@ -172,7 +173,7 @@ class ScriptedS3:
         if request.path not in self.objects:
             return refusal(404, "NoSuchKey")
         data, modified = self.objects[request.path]
-        headers = {"ETag": _tag(data), "Last-Modified": formatdate(modified)}
+        headers = {"ETag": f'"{hash(data)}"', "Last-Modified": formatdate(modified)}
         wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", request.headers.get("Range", ""))
         if wanted is None or not self.knows_ranges:
             return Answer(200, data, headers)
@@ -200,9 +201,9 @@ class ScriptedS3:
             return refusal(412, "PreconditionFailed")
         data = self.objects[source][0] if source else request.body
         if self.copies or not source:
-            self.objects[request.path] = data, time.time()
-        copied = f"<ETag>{_tag(data)}</ETag><LastModified>{_iso(time.time())}</LastModified>"
-        headers = {"ETag": _tag(data)}
+            self.objects[request.path] = data, self.clock()
+        copied = f"<ETag>{hash(data)}</ETag><LastModified>{_iso(self.clock())}</LastModified>"
+        headers = {"ETag": f'"{hash(data)}"'}
         if bucket[:-1] in self.versioned:
             headers["x-amz-version-id"] = "v"
         return Answer(200, f"<CopyObjectResult>{copied}</CopyObjectResult>".encode(), headers)
@@ -222,10 +223,6 @@ class ScriptedS3:
             is_object = name == path
             rows[name] = row(shown, len(data), _iso(modified)) if is_object else folder(shown)
         return page("".join(rows.values()))
-
-
-def _tag(data: bytes) -> str:
-    return f'"{hashlib.sha256(data).hexdigest()[:32]}"'
 
 
 def _iso(seconds: float) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
-from tests.faults.s3proxy import STALLED, S3Proxy
+from tests.sim.s3 import Answer, Request, ScriptedS3
 from tests.support.engines import Engine, EngineError, assert_same, eventually_hits
 from tests.support.fleet import Ask, Engines, MakePrompt, Reference
 from tests.support.servers import BUCKET, SECRET, S3Server, command, free_port, rclone_s3
@@ -85,31 +87,36 @@ def test_a_disk_tier_serves_while_the_bucket_is_away(
 
 
 def test_a_server_that_is_killed_in_the_middle_of_a_load(
-    engines: Engines, tmp_path: Path, reference: Reference, ask: Ask, prompt: MakePrompt
+    engines: Engines, reference: Reference, ask: Ask, prompt: MakePrompt
 ) -> None:
     tokens, later = prompt(1000), prompt(1000)
-    port = free_port()
-    with rclone_s3(tmp_path, port) as server, S3Proxy(server.endpoint) as proxy:
-        assert server.folder is not None
-        shelf = ShelfFiles(server.folder / BUCKET / "kv")
-        options = {"storage_options": server.options(endpoint_url=proxy.endpoint)}
+    gate, stalled = threading.Event(), list[Request]()
+
+    def stall(request: Request) -> Answer | None:
+        if request.kind != "read" or not request.path.endswith(".safetensors") or stalled:
+            return None
+        stalled.append(request)
+        return replace(store.answer(request), ends_after=1000, gate=gate)
+
+    with ScriptedS3() as store:
+        options = {"storage_options": store.options()}
         with start(engines, "when a server dies", f"s3://{BUCKET}/kv", **options) as engine:
             assert engine.generate(tokens).shelf_tokens == 0
-            shelf.wait_stored(tokens)
-            # A look-up may still remember that nothing was there a moment ago.
+            # Once the last of its three chunks is there, a look-up may still remember that nothing
+            # was, a moment ago.
             eventually_hits(engine, tokens, reference(tokens), 768, BACK_SECONDS)
             engine.reset_prefix_cache()
-            proxy.add(STALLED, "read", "*safetensors*", times=1)
+            store.script = stall
             request = engine.submit(tokens)
-            until(lambda: proxy.met > 0, "half of an object has come")
-            server.process.kill()
-            server.process.wait()
-            proxy.clear()
+            until(lambda: bool(stalled), "a part of an object has come")
+            store.close()
+            gate.set()
             assert_same(request.result(), reference(tokens))
             # Nothing can be stored either.
             ask(engine, later)
-            with rclone_s3(tmp_path, port):
-                eventually_hits(engine, tokens, reference(tokens), 768, BACK_SECONDS)
+            store.script = lambda _: None
+            store.reopen()
+            eventually_hits(engine, tokens, reference(tokens), 768, BACK_SECONDS)
 
 
 def test_an_endpoint_that_answers_later(
