@@ -317,7 +317,10 @@ class Side:
         meta = self.side.step_metadata(
             SimpleNamespace(
                 scheduled_new_reqs=[
-                    SimpleNamespace(req_id=r, num_computed_tokens=scheduled[r][0]) for r in new
+                    SimpleNamespace(
+                        req_id=r, num_computed_tokens=scheduled[r][0], block_ids=blocks(r)
+                    )
+                    for r in new
                 ],
                 scheduled_cached_reqs=SimpleNamespace(
                     req_ids=cached,

@@ -148,11 +148,13 @@ def engine(start: Start) -> ScheduledEngine:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("length", [1, 7, 31, 32, 33, 64, 203])
+@pytest.mark.parametrize(
+    ("length", "budget"), [(1, 64), (7, 64), (31, 30), (32, 64), (33, 32), (64, 64), (203, 64)]
+)
 def test_a_whole_prompt_is_promised_and_stored(
-    start: Start, world: World, length: int, asynchronous: bool
+    start: Start, world: World, length: int, budget: int, asynchronous: bool
 ) -> None:
-    engine = start(asynchronous=asynchronous)
+    engine = start(asynchronous=asynchronous, budget=budget)
     tokens = prompt(length)
     handover = prefill(engine, tokens)
     chunks, tail = engine.chunks_of(tokens), engine.tail_of(tokens)
@@ -397,7 +399,10 @@ def test_of_windows_all_but_a_token_is_handed_over(
 
 
 @pytest.mark.parametrize("model", WITH_WINDOWS)
-@pytest.mark.parametrize(("item", "expected"), [((180, 200), 160), ((100, 200), 96), ((0, 203), 0)])
+@pytest.mark.parametrize(
+    ("item", "expected"),
+    [((180, 200), 160), ((160, 203), 160), ((100, 200), 96), ((0, 203), 0)],
+)
 def test_hybrid_models_use_no_end_within_an_image(
     start: Start, monkeypatch: pytest.MonkeyPatch, model: str, item: tuple[int, int], expected: int
 ) -> None:
@@ -415,6 +420,20 @@ def test_hybrid_models_use_no_end_within_an_image(
     other = prompt(203, seed=1)
     start(model, whole_items=True, interval=100).run(other)
     assert engine.run(other) == [expected]
+
+
+def test_prompt_that_is_handed_over_whole_is_loaded_up_to_an_image_at_its_end(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last token would be computed once more, without the others of its image."""
+    tokens = prompt(203)
+    handover = prefill(start(), tokens)
+    monkeypatch.setattr(hits, "items_of", lambda request: [(180, 203)])
+    engine = start(whole_items=True)
+    engine.add("r", tokens, answer=1, transfer=handover.params())
+    engine.finish()
+    assert loaded(engine, "r") == 176
+    assert counts(engine) == {"complete": 1}
 
 
 @pytest.mark.parametrize(("model", "end"), [("plain", "late"), ("Gemma 3", "complete")])

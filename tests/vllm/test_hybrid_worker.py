@@ -24,6 +24,7 @@ from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.vllm.metadata import LoadOp, StepMetadata, StoreOp
+from kvshelf.vllm.scheduler.opening import ranks_with
 from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support.waiting import PATIENCE, while_patient
 from tests.vllm.hybrid_caches import CHUNK, MODELS, HybridWorker, Layers, names
@@ -376,6 +377,7 @@ def test_pipeline_stages_have_objects_of_their_own_kinds_only(rig: Rig) -> None:
     assert record["stages"] == [4, 4]
     assert record["kinds"] == ["state", "full"] * 2 + ["window", "state"] * 2
     assert (record["shards"], record["window_shards"], record["state_shards"]) == (4, 4, 8)
+    assert ranks_with(ObjectFormat(namespace), 2) == {FULL: 1, WINDOW: 1, STATE: 2}
     chunks = chunks_of(namespace, 2)
     for worker in (first, second):
         open_in(worker, namespace)

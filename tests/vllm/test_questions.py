@@ -177,21 +177,22 @@ def test_of_requests_that_begin_alike_one_loads(
 
 
 @pytest.mark.parametrize(
-    ("model", "drafts"),
+    ("model", "drafts", "longer"),
     [
         # Without full KV it is not known where they part.
-        ("Mamba2", 0),
+        ("Mamba2", 0, 1),
         # A drafter needs the block before: the load brings no windows of that.
-        ("DeepSeek V4", 2),
+        ("DeepSeek V4", 2, 1),
+        ("DeepSeek V4", 2, 0),
     ],
 )
 def test_no_request_waits_for_a_load_of_which_vllm_keeps_nothing_for_it(
-    start: Start, model: str, drafts: int
+    start: Start, model: str, drafts: int, longer: int
 ) -> None:
     start(model, drafts=drafts, budget=1024).run([*prompt(800), 1])
     engine = start(model, drafts=drafts, blocks=2000, budget=2048, seqs=16)
     engine.holds_loads = True
-    begin_alike(engine, 20, longer=1)
+    begin_alike(engine, 20, longer=longer)
     engine.step()
     assert len(engine.loading) == 16
     engine.holds_loads = False

@@ -26,11 +26,14 @@ from kvshelf import assembly
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.keys import MultimodalItem
+from kvshelf.format.kinds import FULL
+from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tiers import tiered
 from kvshelf.vllm import check_vllm_version, connector
 from kvshelf.vllm.connector import SharedStorageConnector
+from kvshelf.vllm.handover import Handover
 from kvshelf.vllm.item_ids import CLIENT, CONTENT
 from kvshelf.vllm.metadata import (
     WeightsReport,
@@ -283,6 +286,8 @@ def test_a_look_up_that_hangs_is_made_again_for_the_keys(make: Make) -> None:
     gate = threading.Event()
     side.faults.add(Fault("stat", wait=gate, times=1))
     request = Request("r", prompt(40, 1))
+    assert side.ask(request) == 0
+    # vLLM asks again for a request that it could not admit.
     assert side.ask(request) == 0
     assert side.side.counters.snapshot()["lookup_timeouts"] == 1
     assert not side.step({"r": (0, 16)}, new=("r",)).stores
@@ -976,6 +981,12 @@ def test_a_bad_chunk_is_trusted_again_when_all_ranks_have_repaired_it(make: Make
     assert side.ask(Request("still", prompt(20))) == 8
     side.tell(repaired=[key])
     assert side.ask(Request("after", prompt(20))) == 16
+    # Where one stage alone has layers of this kind, its ranks are enough.
+    side.side.opening.ranks_of = {FULL: 1}
+    first = side.chunks(prompt(20))[0].key
+    side.fail(first, bad=True)
+    side.tell(1, repaired=[first])
+    assert side.ask(Request("of one stage", prompt(20))) == 16
 
 
 def test_load_and_its_end_are_announced_until_every_rank_has_begun(make: Make) -> None:
@@ -999,6 +1010,18 @@ def test_load_and_its_end_are_announced_until_every_rank_has_begun(make: Make) -
     assert not meta.orders
 
 
+def test_load_whose_end_was_lost_ends_when_its_request_is_computed(side: Side) -> None:
+    side.put(prompt(41))
+    first, second = (side.known(name, prompt(41)) for name in ("first", "second"))
+    assert side.ask(first) == 40
+    side.load(first, 40)
+    for _ in range(3):
+        side.step()
+        assert side.side.matched_tokens(second, 0) is None
+    side.step({"first": (40, 1)}, new=("first",))
+    assert side.ask(second) == 40
+
+
 def test_adapter_that_is_distrusted_after_its_digest_is_neither_loaded_nor_stored(
     side: Side, tmp_path: Path
 ) -> None:
@@ -1014,14 +1037,42 @@ def test_adapter_that_is_distrusted_after_its_digest_is_neither_loaded_nor_store
     assert not stored_chunks(side.step({"1": (0, 20)}, new=("1",)))
 
 
+def _change_weights(side: Side) -> None:
+    """Give the engine other weights in place, and have its workers name them."""
+    side.side.weights_may_change("a test")
+    side.report(weights={0: WeightsReport(round_of(side.side), "aa", "bb")})
+    side.report()
+    assert side.side.namespace not in (None, side.fmt.namespace)
+
+
+def test_what_is_computed_behind_a_load_of_new_weights_is_stored(side: Side) -> None:
+    _change_weights(side)
+    assert side.side.namespace is not None
+    side.fmt = ObjectFormat(side.side.namespace)
+    side.put(prompt(41), 2)
+    request = Request("r", prompt(41))
+    assert side.ask(request) == 16
+    side.load(request, 16)
+    assert stored_chunks(side.step({"r": (16, 25)}, new=("r",))) == [2, 3, 4]
+
+
+def test_weights_without_a_name_end_a_wait_for_a_hand_over(side: Side) -> None:
+    params = Handover(side.fmt.namespace.digest, 8, bytes(32), 0, "0" * 32).params()
+    request = Request("r", prompt(41), kv_transfer_params=params)
+    side.side.new_request(request)
+    side.side.weights_may_change("a test")
+    assert side.side.matched_tokens(request, 0) is None
+    side.report(weights={0: WeightsReport(round_of(side.side), None, None, problem="a test")})
+    assert side.side.matched_tokens(request, 0) == 0
+
+
 def test_request_that_waits_gets_keys_of_the_new_weights(side: Side) -> None:
-    side.known("r", prompt(20))
+    side.put(prompt(20))
+    request = side.known("r", prompt(20))
     before = side.lookup("r")
     side.side.weights_may_change("a test")
-    found = WeightsReport(round_of(side.side), "aa", "bb")
-    side.report(weights={0: found})
-    side.report()
-    assert side.side.namespace != side.fmt.namespace
+    assert side.ask(request) == 0
+    _change_weights(side)
     until(lambda: side.lookup("r").done)
     chains = before.chain, side.lookup("r").chain
     old, new = ({chunk.key for chunk in chain.chunks} for chain in chains if chain is not None)
