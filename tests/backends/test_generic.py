@@ -93,12 +93,16 @@ def test_errors_are_typed(
             list(backend.list())
 
 
-def test_object_that_vanishes_after_it_was_opened(backend: GenericBackend) -> None:
-    backend.write("a/x", [b"1"])
+@pytest.mark.parametrize("other", [None, b"12", b"1234"])
+def test_object_that_changes_after_it_was_opened_is_not_read(
+    backend: GenericBackend, other: bytes | None
+) -> None:
+    backend.write("a/x", [b"123"])
     with backend.open("a/x") as reader:
-        delete_one(backend, "a/x")
-        with pytest.raises(ObjectMissingError):
-            reader.read_into(memoryview(bytearray(1)), 0)
+        delete_one(backend, "a/x") if other is None else backend.write("a/x", [other], "replace")
+        error = ObjectMissingError if other is None else TransientStorageError
+        with pytest.raises(error):
+            reader.read_into(memoryview(bytearray(3)), 0)
 
 
 def test_a_reader_sees_one_version(backend: GenericBackend) -> None:
@@ -114,6 +118,7 @@ def test_a_reader_sees_one_version(backend: GenericBackend) -> None:
 def test_failed_move_leaves_nothing(tmp_path: Path, monkeypatch: Any) -> None:
     backend = GenericBackend(f"file://{tmp_path}")
     backend.write("a/x", [b"1"])
+    assert backend.properties.temporaries, "a killed writer leaves one"
     for broken in ("mv", "pipe_file"):
         with monkeypatch.context() as patch:
             patch.setattr(backend._fs, broken, failing(OSError(errno.EIO, "broken")))

@@ -203,7 +203,8 @@ class Life:
 
 @given(st.lists(operations, min_size=4, max_size=24), st.sampled_from([0.0, 60.0]))
 @example([("fails", 1), ("works", 8), ("fails", 4), ("works", 1)], 0.0)
-@example([("fails", 8)] * 8, 0.0)
+@example([("fails", 3), ("pauses", 22), ("fails", 1)], 0.0)
+@example([("fails", 8)] * 12, 0.0)
 @settings(max_examples=100)
 def test_reads_stop_and_begin_again_as_promised(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]], ill: float

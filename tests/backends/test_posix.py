@@ -795,6 +795,18 @@ def test_foreign_names_are_not_listed(backend: PosixBackend, root: Path) -> None
     assert [info.name for info in backend.list()] == ["a/x"]
 
 
+def test_file_that_vanishes_during_a_listing_is_left_out(backend: PosixBackend, root: Path) -> None:
+    names = {f"a/{number}" for number in range(9)}
+    for name in names:
+        backend.write(name, [b"1"])
+    rows = backend.list()
+    first = next(rows).name
+    gone = sorted(names - {first})[::2]
+    for name in gone:
+        (root / name).unlink()
+    assert {first, *(row.name for row in rows)} == names - {*gone}
+
+
 def test_what_a_filesystem_has_at_its_root_is_left_alone(
     backend: PosixBackend, root: Path, monkeypatch: Any
 ) -> None:

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from kvshelf.backends import Backend, open_backend, s3_settings
 from kvshelf.backends.base import WriteResult, delete_one
+from kvshelf.backends.s3_client import PROBES_AT_ONCE
 from kvshelf.cli.app import app
 from kvshelf.errors import (
     ConfigError,
@@ -40,7 +41,7 @@ from tests.support.servers import (
     rclone_s3,
     seaweed_s3,
 )
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("no_account")]
 
@@ -494,13 +495,35 @@ def test_deletion_of_many_from_store_that_is_down_asks_once(
     assert calls == [1000, 1000]
 
 
+def test_probes_of_many_names_are_made_some_at_once(store: ScriptedS3, bucket: Any) -> None:
+    lock, under_way, most = threading.Lock(), 0, 0
+
+    def note(request: Request) -> None:
+        nonlocal under_way, most
+        with lock:
+            under_way += 1
+            most = max(most, under_way)
+        time.sleep(0.02)
+        with lock:
+            under_way -= 1
+
+    store.script = note
+    assert bucket.stat([f"a/{number}" for number in range(300)]) == [None] * 300
+    assert 1 < most <= PROBES_AT_ONCE
+
+
 def test_request_without_an_answer_is_made_again(store: ScriptedS3) -> None:
-    stalled = [Answer(ends_after=-1, gate=threading.Event())]
-    options = {"config_kwargs": {"read_timeout": 0.5}}
-    with closing(store.open(**options)) as backend:
+    gate = threading.Event()
+    stalled = [Answer(ends_after=-1, gate=gate)]
+    # So that a client that waits for ever fails the test.
+    timer = threading.Timer(PATIENCE, gate.set)
+    with closing(store.open(config_kwargs={"read_timeout": 0.5})) as backend:
         backend.write("a", [b"12"])
         store.script = lambda _: stalled.pop() if stalled else None
+        timer.start()
         assert backend.stat(["a"]) == [2]
+        timer.cancel()
+        assert not gate.is_set()
 
 
 def test_answers_that_pass_are_asked_for_again(store: ScriptedS3, bucket: Any) -> None:

@@ -12,7 +12,7 @@ from kvshelf.backends import Touched
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.errors import StorageError
 from tests.backends.test_s3_quirks import known
-from tests.sim.s3 import BUCKET, Request, ScriptedS3, refusal
+from tests.sim.s3 import BUCKET, Answer, Request, ScriptedS3, refusal
 
 pytestmark = pytest.mark.real
 
@@ -121,7 +121,12 @@ def test_who_may_not_write_records_nothing(store: ScriptedS3, bucket: Any) -> No
 def test_bucket_with_versions_is_known_from_its_answers(store: ScriptedS3, bucket: Any) -> None:
     bucket.write("a/y", [b"1"])
     assert not bucket.properties.versions
-    store.versioned = {BUCKET}
+    # Versions of this bucket were wanted once, and are no more.
+    answer = Answer(headers={"ETag": '"e"', "x-amz-version-id": "null"})
+    store.script = lambda request: answer if request.kind == "write" else None
+    bucket.write("a/y", [b"1"], "replace")
+    assert not bucket.properties.versions
+    store.script, store.versioned = lambda _: None, {BUCKET}
     with closing(store.open()) as backend:
         backend.write("a/z", [b"1"], "replace")
         assert backend.properties.versions

@@ -22,8 +22,6 @@ from tests.sim.storage import FaultyStorage
 from tests.support.backend_suite import BackendSuite, read_into
 from tests.support.oracles import FolderOracle, MemoryOracle, Oracle
 
-SHM = Path("/dev/shm")
-
 
 class _OverFolder(BackendSuite):
     one_creates = True
@@ -58,31 +56,6 @@ class TestGuarded(_OverFolder):
     @pytest.fixture
     def backend(self, root: Path) -> Iterator[Backend]:
         with closing(GuardedBackend(PosixBackend(root))) as backend:
-            yield backend
-
-
-@pytest.mark.slow
-class TestPosixOnTmpfs(TestPosix):
-    examples = 25
-
-    @pytest.fixture
-    def root(self) -> Iterator[Path]:
-        if not os.access(SHM, os.W_OK):
-            pytest.skip(f"{SHM} is not writable here")
-        import shutil
-
-        root = SHM / f"kvshelf-test-{uuid.uuid4().hex}"
-        yield root / "shelf"
-        shutil.rmtree(root, ignore_errors=True)
-
-
-@pytest.mark.slow
-class TestPosixWithFsync(_OverFolder):
-    examples = 5
-
-    @pytest.fixture
-    def backend(self, root: Path) -> Iterator[Backend]:
-        with closing(PosixBackend(root, fsync=True)) as backend:
             yield backend
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from kvshelf.backends import (
-    Backend,
     Checked,
     ObjectInfo,
     Properties,
@@ -20,7 +19,6 @@ from kvshelf.backends import (
     WriteResult,
 )
 from kvshelf.backends.wrappers import ReadOnlyBackend, WrappedBackend
-from kvshelf.shelf.opening import LateBackend, Opening
 
 
 class Opened(Reader):
@@ -75,16 +73,6 @@ def _answering(name: str) -> Callable[..., Any]:
 
 for name in CALLS:
     setattr(Noting, name, _answering(name))
-
-
-def public_names() -> set[str]:
-    return {name for name in vars(Backend) if name[0] != "_"}
-
-
-def late(inner: Backend) -> LateBackend:
-    opening = Opening("noting://", lambda: inner)
-    opening.first(10.0, "nothing is done")
-    return LateBackend(opening)
 
 
 def test_a_read_only_backend_passes_on_what_changes_nothing() -> None:
