@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.kinds import FULL, WINDOW
 from kvshelf.kv.caches import HostKVCache, KVCache, LayerCall, LayerRun, layer_calls
 from kvshelf.kv.device import DeviceKVCache
@@ -118,3 +119,11 @@ def test_a_chunk_needs_the_slots_of_all_groups(
             memory.gather(few, [payload, payload.clone()])
         with pytest.raises(ValueError, match="slot_mapping"):
             memory.scatter(0, few, payload)
+    with pytest.raises(UnsupportedError, match=r"ha(ve|s) no tails"):
+        memory.of_tail(4)
+
+
+def test_heads_that_the_shards_cannot_divide_are_refused() -> None:
+    three = [cache[:, :3] for cache in make_caches()]
+    with pytest.raises(ConfigError, match="3 KV heads cannot be split over 2 shards"):
+        layer_calls(FMT.of(WINDOW), [LayerRun(0, three, PagedLayout.from_bhnc(three[0], SIZE))])

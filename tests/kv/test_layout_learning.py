@@ -314,11 +314,14 @@ def only_the_first_block(found: Engine, write: WritePattern) -> WritePattern:
     return writer
 
 
-def another_place_in(block: int) -> Callable[[Engine, WritePattern], WritePattern]:
-    """Lie in one block: its first two tokens are exchanged."""
+def another_place_in(
+    block: int, *, at_end: bool = False
+) -> Callable[[Engine, WritePattern], WritePattern]:
+    """Lie in one block: its first two tokens, or its last two, are exchanged."""
 
     def change(found: Engine, write: WritePattern) -> WritePattern:
-        first = block * found.shape.block_size
+        size = found.shape.block_size
+        first = block * size + (size - 2) * at_end
 
         def writer(slots: Tensor, key: Tensor, value: Tensor | None) -> None:
             swapped = slots.clone()
@@ -519,10 +522,11 @@ def test_another_layer_of_the_kind_is_confirmed_with_one_write(form: str) -> Non
     assert confirmed.layout == layout, confirmed.reason
     assert confirmed.writes == 1
     assert torch.equal(other.cache, before)
-    lying = another_place_in(2)(other, other.write)
-    refused = confirm_layout(other.cache, other.shape, lying, layout)
-    assert refused.kind == "unknown"
-    assert torch.equal(other.cache, before)
+    for at_end in (False, True):
+        lying = another_place_in(2, at_end=at_end)(other, other.write)
+        refused = confirm_layout(other.cache, other.shape, lying, layout)
+        assert refused.kind == "unknown"
+        assert torch.equal(other.cache, before)
 
 
 def test_a_layout_of_another_shape_is_not_confirmed() -> None:

@@ -7,7 +7,7 @@ lays it out in blocks; one engine gathers, the other scatters.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
@@ -137,6 +137,38 @@ def test_all_states_of_a_model_are_divided_or_none() -> None:
     assert can_divide([divided, divided])
     assert not can_divide([divided, whole])
     assert not can_divide([whole])
+    # Twelve channels make six shards, which two ranks can divide, and four cannot.
+    twelve = Family("short_conv", (12,), ())
+    assert can_divide([twelve.split(2, False)])
+    assert not can_divide([twelve.split(4, False)])
+
+
+def test_drafts_widen_the_block_and_not_what_is_stored() -> None:
+    channels, ssm, drafts = 2 * 64 + 64, (4, 16, 64), 2
+    arguments = ([BF16, F32], 2, False)
+    plain = split_state("gdn_attn", [(ROWS, channels), ssm], *arguments)
+    wide = split_state("gdn_attn", [(ROWS + drafts, channels), ssm], *arguments, drafts=drafts)
+    added = drafts * channels * BF16.itemsize
+    *sections, last = plain.places
+    assert wide.parts == plain.parts
+    assert wide.places == (*sections, replace(last, offset=last.offset + added))
+    assert wide.nbytes == plain.nbytes + added
+
+
+@pytest.mark.parametrize(
+    ("mamba_type", "shapes", "conv_dim_first"),
+    [
+        ("custom", [(ROWS, 192), (4, 16, 64)], False),
+        ("mamba1", [(ROWS, 64), (64, 8)], False),
+        ("gdn_attn", [(192, ROWS), (4, 16, 64)], True),
+        ("gdn_attn", [(2, 192), (4, 16, 64)], False),
+    ],
+)
+def test_states_of_which_drafts_may_have_any_part_are_refused(
+    mamba_type: str, shapes: list[tuple[int, ...]], conv_dim_first: bool
+) -> None:
+    with pytest.raises(UnsupportedError, match="belongs to drafts"):
+        split_state(mamba_type, shapes, [F32, F32], 1, conv_dim_first, drafts=2)
 
 
 def test_a_dtype_without_a_name_in_the_format_is_refused() -> None:

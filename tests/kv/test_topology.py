@@ -6,11 +6,11 @@ its own for each cache form; one engine gathers, the other scatters into other b
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, product
 from math import gcd
 from typing import Any
 
@@ -49,6 +49,14 @@ CONTENT = 24
 BLOCKS = 20
 
 # ------------------------------------------------------------------------- who has what
+
+
+def held_heads(rank: int, ranks: int, heads: int) -> range:
+    """The heads of a layer that vLLM gives a tensor-parallel rank."""
+    if heads < ranks:
+        first = rank // (ranks // heads)
+        return range(first, first + 1)
+    return range(rank * heads // ranks, (rank + 1) * heads // ranks)
 
 
 @pytest.mark.parametrize(
@@ -102,9 +110,59 @@ def test_plans(topology: Topology, expected: list[ShardPlan]) -> None:
     assert [topology.plan(worker) for worker in range(len(expected))] == expected
 
 
-def test_ranks_that_share_the_tokens_of_a_head_hold_the_same_part() -> None:
-    topology = Topology(1, 1, 4, decode_context=2, most_kv_heads=2)
-    assert [topology.plan(worker).part(2) for worker in range(4)] == [0, 0, 1, 1]
+@pytest.mark.parametrize(
+    ("ranks", "copies", "context"),
+    [
+        (ranks, copies, context)
+        for ranks, copies, context in product((1, 2, 4, 8), repeat=3)
+        if ranks * copies <= 8 and ranks * copies % context == 0
+    ],
+)
+def test_each_rank_loads_the_heads_that_vllm_gives_it_and_one_group_stores_them(
+    ranks: int, copies: int, context: int
+) -> None:
+    """All layers with up to eight heads: those with fewest heads, and those with most."""
+    degrees = [(few, most) for few, most in product((1, 2, 4, 8), repeat=2) if few <= most]
+    for few, most in degrees:
+        shards = fitting_shards(few, ranks)
+        arguments = (few, shards, ranks, 1, False, copies, context, most)
+        if ranks * copies // min(most, ranks) % context:
+            with pytest.raises(ConfigError, match="ranks with different KV heads"):
+                Topology(*arguments)
+            continue
+        topology = Topology(*arguments)
+        writers: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        for worker in range(ranks * copies):
+            copy, rank = divmod(worker, ranks)
+            # vLLM fills the groups that share tokens by tensor-parallel rank, then by copy.
+            place = rank * copies + copy
+            plan = topology.plan(worker)
+            assert (plan.context_ranks, plan.context_rank) == (context, place % context)
+            for heads in (few, most):
+                own = held_heads(rank, ranks, heads)
+                each = heads // shards
+                parts = max(1, len(plan.shards) * each // len(own))
+                begin = plan.shards[0] * each + plan.part(parts) * len(own)
+                assert list(own) == list(range(begin, begin + len(own)))
+            for index, shard in product(range(plan.replicas * 2), plan.shards):
+                if shard in plan.writes(index):
+                    writers[index, shard].append(place)
+        if topology.divided:
+            assert not writers
+            continue
+        assert {shard for _, shard in writers} == set(range(shards))
+        for places in writers.values():
+            first = min(places)
+            assert sorted(places) == list(range(first, first + context))
+            assert first % context == 0
+
+
+def test_the_context_ranks_of_a_hybrid_model_hold_whole_states() -> None:
+    fields, ranks, expected = HEADS_OF_RECORDS[-1]
+    assert {
+        kind: found.decode_context
+        for kind, found in Topology.of(fields, ranks, decode_context=2).items()
+    } == dict.fromkeys(expected, 1)
 
 
 @pytest.mark.parametrize(
@@ -346,14 +404,10 @@ class SimulatedEngine:
             self.caches.append(caches)
             self.memories.append(DeviceKVCache(calls) if on_device else HostKVCache(calls))
 
-    def held(self, worker: int, layer: int) -> slice:
+    def held(self, worker: int, layer: int) -> list[int]:
         """The heads of a layer that vLLM gives this worker."""
-        ranks, heads = self.topology.tensor_parallel, self.heads[layer]
-        rank = worker % ranks
-        if heads < ranks:
-            first = rank // (ranks // heads)
-            return slice(first, first + 1)
-        return slice(rank * heads // ranks, (rank + 1) * heads // ranks)
+        ranks = self.topology.tensor_parallel
+        return list(held_heads(worker % ranks, ranks, self.heads[layer]))
 
     def slots(self, seed: int, chunk: int, tokens: int = CHUNK) -> torch.Tensor:
         """Slots of one chunk or tail in scattered blocks, other ones for each seed."""

@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,6 +41,8 @@ from tests.support.waiting import PATIENCE, until
 pytestmark = pytest.mark.real
 
 SHARDS, TOKENS = 2, 6
+#: The caches of each group of layers.
+FORMS = (("bhnc-nhd", torch.bfloat16), ("2bnhd", torch.float32))
 #: How long one direction's copies may keep the copy engine from others.
 QUEUED_SECONDS = 0.2e-3
 
@@ -109,8 +111,7 @@ def native_rig(native: None) -> Iterator[Rig]:
 
 def make_rig(streams: FakeStreams | None = NEW, **options: Any) -> Rig:
     paged = [
-        make_paged("bhnc-nhd", torch.bfloat16, blocks=5),
-        make_paged("2bnhd", torch.float32, blocks=5, seed=7),
+        make_paged(form, dtype, blocks=5, seed=seed) for seed, (form, dtype) in enumerate(FORMS)
     ]
     calls, start = [], 0
     for part in paged:
@@ -911,10 +912,17 @@ def test_after_the_end_nothing_is_begun(rig: Rig) -> None:
         rig.path.scatter(0, torch.tensor(SLOTS), rig.payloads()[0])
 
 
-def test_while_the_engine_sleeps_nothing_is_begun(rig: Rig) -> None:
+@pytest.mark.parametrize("under_way", ["gather", "scatter"])
+def test_while_the_engine_sleeps_nothing_is_begun(rig: Rig, under_way: str) -> None:
     payloads = rig.payloads()
     rig.streams.ended.clear()
-    assert rig.path.gather(torch.tensor(SLOTS), payloads) is not None
+    scatter = (0, torch.tensor(SLOTS), payloads[0])
+    loading = threading.Thread(target=rig.path.scatter, args=scatter)
+    if under_way == "scatter":
+        loading.start()
+        until(lambda: bool(rig.streams.log))
+    else:
+        assert rig.path.gather(torch.tensor(SLOTS), payloads) is not None
     pausing = threading.Thread(target=rig.path.pause)
     pausing.start()
     pausing.join(0.1)
@@ -928,10 +936,37 @@ def test_while_the_engine_sleeps_nothing_is_begun(rig: Rig) -> None:
     with pytest.raises(DeviceUnavailableError, match="sleeps"):
         rig.path.scatter(0, torch.tensor(SLOTS), payloads[0])
     assert not rig.streams.log
+    # An engine that wakes up has its caches at other addresses.
+    for number, paged in enumerate(rig.paged):
+        awake = make_paged(*FORMS[number], blocks=5, seed=20 + number)
+        paged.caches[:] = awake.caches
+        rig.paged[number] = awake
     rig.path.resume()
-    copied = rig.path.gather(torch.tensor(SLOTS), payloads)
-    assert copied is not None
+    gather(rig.path, torch.tensor(SLOTS), payloads)
+    check(payloads, rig.expected(SLOTS))
     rig.path.scatter(0, torch.tensor(SLOTS), payloads[0])
+
+
+def test_a_gather_under_way_is_waited_for_although_the_device_failed(native_rig: Rig) -> None:
+    native_rig.streams.ended.clear()
+    copied = native_rig.path.gather(torch.tensor(SLOTS), native_rig.payloads())
+    assert copied is not None
+    native_rig.streams.broken.update(("copies", "kernels", "queries"))
+    with pytest.raises(DeviceUnavailableError):
+        native_rig.path.scatter(0, torch.tensor(SLOTS), native_rig.payloads()[0])
+
+    def wait() -> None:
+        with suppress(DeviceUnavailableError):
+            copied.wait()
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    waiting.join(0.1)
+    # The device may still write into the staging buffers.
+    assert waiting.is_alive()
+    native_rig.streams.ended.set()
+    waiting.join(30)
+    assert not waiting.is_alive()
 
 
 def test_a_device_that_failed_can_be_closed(

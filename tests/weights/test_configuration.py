@@ -19,7 +19,6 @@ from kvshelf.weights.configuration import (
     canonical_json,
     code_lines,
     config_files,
-    published_digest,
     published_lines,
 )
 
@@ -35,15 +34,20 @@ LLAMA: dict[str, Any] = {
     "vision_config": {"rope_theta": 1.0, "dtype": "float32"},
 }
 
-#: Texts and their canonical form, as in docs/format.md.
-VECTORS = [
-    ('{"b": 1, "a": [true, null]}', '{"a":[true,null],"b":1}'),
-    ('{"a": 1e-05, "b": 0.00001, "c": 1E2}', '{"a":1e-05,"b":1e-05,"c":100.0}'),
-    ('{"a": 1, "b": 1.0, "c": -0.0}', '{"a":1,"b":1.0,"c":-0.0}'),
-    ('{"a": Infinity, "b": -Infinity, "c": NaN}', '{"a":Infinity,"b":-Infinity,"c":NaN}'),
-    ('{"a": 1, "a": 2}', '{"a":2}'),
-    ('{"ä": "\\u00e4\\u2028\\ud83d\\ude00", "z": "/"}', None),
-]
+
+@pytest.mark.parametrize(
+    ("text", "canonical"),
+    [
+        ('{"b": 1, "a": [true, null]}', '{"a":[true,null],"b":1}'),
+        ('{"a": 1e-05, "b": 0.00001, "c": 1E2}', '{"a":1e-05,"b":1e-05,"c":100.0}'),
+        ('{"a": 1, "b": 1.0, "c": -0.0}', '{"a":1,"b":1.0,"c":-0.0}'),
+        ('{"a": Infinity, "b": -Infinity, "c": NaN}', '{"a":Infinity,"b":-Infinity,"c":NaN}'),
+        ('{"a": 1, "a": 2}', '{"a":2}'),
+        ('{"ä": "\u2028😀", "z": "/"}', '{"z":"/","\\u00e4":"\\u2028\\ud83d\\ude00"}'),
+    ],
+)
+def test_canonical_json_is_as_the_format_says(text: str, canonical: str) -> None:
+    assert canonical_json(json.loads(text)) == canonical.encode("ascii")
 
 
 values = st.recursive(
@@ -62,49 +66,61 @@ def test_canonical_json_says_the_same_and_of_it_there_is_one(value: dict[str, An
     assert canonical_json(json.loads(json.dumps(shuffled, indent=3))) == text
 
 
-def changed(**changes: Any) -> str:
-    return published_digest(LLAMA | changes)
-
-
-def test_the_decoder_of_a_model_with_several_parts() -> None:
-    parts = {"text_config": {"rope_theta": 1e4, "dtype": "bfloat16", "n": 1}, "rope_theta": 2.0}
-
-    def digest(**text: Any) -> str:
-        return published_digest(parts | {"text_config": parts["text_config"] | text})  # type: ignore[operator]
-
-    assert digest() == digest(rope_theta=1e6) == digest(dtype="float16")
-    assert digest() != digest(n=2)
-    assert digest() != published_digest(parts | {"rope_theta": 3.0})
-
-
 def write(folder: Path, **files: Any) -> None:
     folder.mkdir(exist_ok=True)
     for name, value in files.items():
         (folder / f"{name}.json").write_text(value if isinstance(value, str) else json.dumps(value))
 
 
-def test_in_which_keys_configurations_differ(tmp_path: Path) -> None:
-    one, other = tmp_path / "one", tmp_path / "other"
+TEXT: dict[str, Any] = {"rope_theta": 1e4, "dtype": "bf16", "n": 1}
+PARTS: dict[str, Any] = {"text_config": TEXT, "rope_theta": 2.0, "dtype": "f"}
+THINKER = {"thinker_config": PARTS}
+FIRST = {"architectures": ["Other", "LlamaForCausalLM"], "eos_token_id": 1}
 
-    def write(folder: Path, **changes: Any) -> None:
-        folder.mkdir(exist_ok=True)
-        content = LLAMA | changes
-        (folder / "config.json").write_text(json.dumps(content))
 
-    write(one)
-    for changes, keys in [
-        ({}, []),
-        ({"use_cache": False, "transformers_version": "9", "eos_token_id": 7}, []),
-        ({"rope_theta": 5e5, "torch_dtype": "float16"}, []),
-        ({"rms_norm_eps": 1e-6, "extra": None}, ["extra", "rms_norm_eps"]),
-        ({"vision_config": {"rope_theta": 2.0, "layers": 1}}, ["dtype", "layers", "rope_theta"]),
-        ({"hidden_size": 64.0}, ["hidden_size"]),
-        ({"vision_config": None}, ["vision_config"]),
-    ]:
-        write(other, **changes)
-        assert (published_lines(one) == published_lines(other)) is (not keys)
-    first = LLAMA | {"architectures": ["Other", *LLAMA["architectures"]]}
-    assert published_lines(first) != published_lines(first | {"eos_token_id": 7})
+@pytest.mark.parametrize(
+    ("published", "changes", "is_same"),
+    [
+        (LLAMA, {}, True),
+        (LLAMA, {"use_cache": False, "transformers_version": "9", "eos_token_id": 7}, True),
+        (LLAMA, {"rope_theta": 5e5, "torch_dtype": "float16"}, True),
+        (LLAMA, {"rms_norm_eps": 1e-6}, False),
+        (LLAMA, {"extra": None}, False),
+        (LLAMA, {"hidden_size": 64.0}, False),
+        (LLAMA, {"vision_config": LLAMA["vision_config"] | {"dtype": "float16"}}, False),
+        (LLAMA, {"vision_config": LLAMA["vision_config"] | {"rope_theta": 2.0}}, False),
+        (LLAMA, {"vision_config": LLAMA["vision_config"] | {"use_cache": True}}, True),
+        (LLAMA, {"vision_config": None}, False),
+        # Labels shape no KV at any depth, also in lists.
+        ({"layers": [{"n": 1, "use_cache": True}]}, {"layers": [{"n": 1}]}, True),
+        ({"layers": [{"n": 1}]}, {"layers": [{"n": 2}]}, False),
+        # Of the architectures the first is loaded, and decides whether ids of tokens count.
+        (FIRST, {"eos_token_id": 7}, False),
+        (FIRST | {"architectures": ["LlamaForCausalLM", "Other"]}, {"eos_token_id": 7}, True),
+        (FIRST | {"architectures": "LlamaForCausalLM"}, {"eos_token_id": 7}, False),
+        # The decoder has a part of its own, or is a part of a part.
+        *(
+            case
+            for whole, wrap in ((PARTS, dict), (THINKER, lambda parts: {"thinker_config": parts}))
+            for case in (
+                (
+                    whole,
+                    wrap(PARTS | {"text_config": TEXT | {"rope_theta": 1}}),
+                    True,
+                ),
+                (whole, wrap(PARTS | {"text_config": TEXT | {"dtype": "f"}}), True),
+                (whole, wrap(PARTS | {"text_config": TEXT | {"n": 2}}), False),
+                (whole, wrap(PARTS | {"rope_theta": 3.0}), False),
+            )
+        ),
+        (PARTS, {"dtype": "other"}, True),
+        (THINKER, {"dtype": "other"}, True),
+    ],
+)
+def test_configurations_differ_in_what_shapes_kv(
+    published: dict[str, Any], changes: dict[str, Any], is_same: bool
+) -> None:
+    assert (published_lines(published) == published_lines(published | changes)) is is_same
 
 
 def test_a_folder_s_files(tmp_path: Path) -> None:
@@ -129,6 +145,10 @@ def test_quantization_that_the_configuration_lacks(tmp_path: Path) -> None:
     assert published_lines(tmp_path) != first
     write(tmp_path, config=LLAMA | {"quantization_config": {"bits": 4}})
     assert len(published_lines(tmp_path)) == 1
+    write(tmp_path, sparse_attention_config={"block": 64})
+    names = [line.split()[0] for line in published_lines(tmp_path)]
+    assert names == ["config.json", "sparse_attention_config.json"]
+    (tmp_path / "sparse_attention_config.json").unlink()
     # Of two formats it may be the second that has it.
     write(tmp_path, params={"dim": 64})
     (tmp_path / "consolidated.safetensors").touch()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from kvshelf.weights.fingerprints import (
     FingerprintCancelledError,
     lora_digest,
     sampled_fingerprint,
+    stamp_of,
     weight_files,
     weights_fingerprint,
 )
@@ -36,9 +38,17 @@ def touch(folder: Path, *names: str) -> None:
         path.write_bytes(name.encode())
 
 
-def write_index(folder: Path, *files: str, name: str = "model.safetensors.index.json") -> None:
+def write_index(folder: Path, *files: str) -> None:
     weight_map = {f"weight{i}": file for i, file in enumerate(files)}
-    (folder / name).write_text(json.dumps({"weight_map": weight_map}))
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.fixture(autouse=True)
+def every_file_is_closed() -> Iterator[None]:
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 MODELS: list[tuple[list[str], list[str], str, list[str]]] = [
@@ -81,6 +91,7 @@ def test_weight_files(
     assert [path.name for path in weight_files(tmp_path, load_format)] == expected
 
 
+#: Files, load format, patterns with which the model names its files itself, expected.
 PATTERNS: list[tuple[list[str], str, list[str], list[str]]] = [
     (
         ["a.safetensors", "vae/v.safetensors", "transformer/t.safetensors", "vision_encoder/e.bin"],
@@ -103,10 +114,6 @@ def test_weight_files_that_the_model_names_itself(
     write_index(tmp_path, "a.safetensors")
     found = weight_files(tmp_path, load_format, patterns=patterns)
     assert [str(path.relative_to(tmp_path)) for path in found] == expected
-    with pytest.raises(ConfigError, match=r"no weight files \(gone\.safetensors\)"):
-        weight_files(tmp_path, load_format, patterns=["gone.safetensors"])
-    with pytest.raises(ConfigError, match="dummy"):
-        weight_files(tmp_path, "dummy", patterns=patterns)
 
 
 @pytest.mark.slow
@@ -117,18 +124,13 @@ def test_weight_files_are_those_of_vllm(tmp_path: Path) -> None:
     from vllm.config.load import LoadConfig
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-    for number, (files, index, load_format, _) in enumerate(MODELS):
+    models = [(files, index, load_format, None) for files, index, load_format, _ in MODELS]
+    named = [(files, ["a.safetensors"], *more) for files, *more, _ in PATTERNS]
+    for number, (files, index, load_format, patterns) in enumerate([*models, *named]):
         folder = tmp_path / str(number)
-        touch(folder, "config.json", *files)
+        touch(folder, *files)
         if index:
             write_index(folder, *index)
-        loader = DefaultModelLoader(LoadConfig(load_format=load_format))
-        _, theirs, _, _ = loader._prepare_weights(str(folder), None, None, True, None)
-        assert weight_files(folder, load_format) == sorted(map(Path, theirs))
-    for number, (files, load_format, patterns, _) in enumerate(PATTERNS):
-        folder = tmp_path / f"patterns {number}"
-        touch(folder, *files)
-        write_index(folder, "a.safetensors")
         loader = DefaultModelLoader(LoadConfig(load_format=load_format))
         _, theirs, _, _ = loader._prepare_weights(str(folder), None, None, True, patterns)
         found = weight_files(folder, load_format, patterns=patterns)
@@ -141,22 +143,35 @@ def test_one_gguf_file_is_its_own_weights(tmp_path: Path) -> None:
     assert len(weight_files(tmp_path, "gguf")) == 2
 
 
-def test_models_without_weight_files_say_what_to_set(tmp_path: Path) -> None:
-    touch(tmp_path, "config.json")
-    with pytest.raises(ConfigError, match="weights"):
-        weight_files(tmp_path)
-    with pytest.raises(ConfigError, match="weights"):
-        weight_files(tmp_path / "absent")
-    touch(tmp_path, "a.safetensors")
-    for load_format in ("dummy", "tensorizer", "my-plugin"):
-        with pytest.raises(ConfigError, match="weights"):
-            weight_files(tmp_path, load_format)
-    write_index(tmp_path, "a.safetensors", "gone.safetensors")
-    with pytest.raises(ConfigError, match=r"gone\.safetensors"):
-        weight_files(tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(ConfigError, match="index"):
-        weight_files(tmp_path)
+@pytest.mark.parametrize(
+    ("files", "index", "load_format", "patterns", "problem"),
+    [
+        (["config.json"], None, "auto", None, r"contains no weight files .*set `weights`"),
+        ([], None, "auto", None, "is not a local folder.*set `weights`"),
+        *(
+            (["a.safetensors"], None, load_format, patterns, f"{load_format}.*set `weights`")
+            for load_format in ("dummy", "tensorizer", "my-plugin")
+            for patterns in (None, ["a.safetensors"])
+        ),
+        (["a.safetensors"], None, "auto", ["gone.bin"], r"no weight files \(gone\.bin\)"),
+        (["a.safetensors"], '{"weight_map": {"w": "gone"}}', "auto", None, "missing files: gone"),
+        (["a.safetensors"], "[]", "auto", None, "is not an index"),
+    ],
+)
+def test_a_model_without_weight_files_is_refused(
+    tmp_path: Path,
+    files: list[str],
+    index: str | None,
+    load_format: str,
+    patterns: list[str] | None,
+    problem: str,
+) -> None:
+    folder = tmp_path / "model"
+    touch(folder, *files)
+    if index is not None:
+        (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ConfigError, match=problem):
+        weight_files(folder, load_format, patterns=patterns)
 
 
 @pytest.fixture
@@ -195,16 +210,22 @@ def test_golden_fingerprint(tmp_path: Path) -> None:
     files = weight_files(snapshot)
     assert weights_fingerprint(files, cache=FingerprintCache(None)) == vector["fingerprint"]
     assert weights_fingerprint(list(reversed(files))) == vector["fingerprint"]
+    sampled = sampled_fingerprint(files)
+    for blob in blobs.iterdir():
+        blob.write_bytes(b"nor sampled")
+    assert sampled_fingerprint(files) == sampled
 
 
 def test_links_that_are_no_hub_blobs_are_hashed(tmp_path: Path) -> None:
-    touch(tmp_path, "model/a.safetensors")
-    plain = weights_fingerprint(weight_files(tmp_path / "model"))
+    touch(tmp_path, "a.safetensors")
+    plain = weights_fingerprint([tmp_path / "a.safetensors"])
     (tmp_path / "linked").mkdir()
     link = tmp_path / "linked" / "a.safetensors"
-    for target in (tmp_path / "model" / "a.safetensors", tmp_path / "model" / ("0" * 64)):
-        link.symlink_to(target)
-        target.write_bytes(b"model/a.safetensors")
+    # No blob: by its name, by its folder, by its length, by its letters.
+    for name in ("a", "0" * 64, "blobs/" + "0" * 40, "blobs/" + "0" * 65, "blobs/" + "A" * 64):
+        touch(tmp_path, name)
+        (tmp_path / name).write_bytes(b"a.safetensors")
+        link.symlink_to(tmp_path / name)
         assert weights_fingerprint([link]) == plain
         link.unlink()
     link.symlink_to(tmp_path / "elsewhere" / "blobs" / ("0" * 64))
@@ -246,16 +267,64 @@ def test_hashes_are_remembered_until_the_file_changes(
     false = weights_fingerprint(model, cache=cache)
     assert false != first
     for path in model:
-        path.write_bytes(path.read_bytes())
+        before = path.stat()
+        # As many bytes, and the time of the change is set back, as rsync does.
+        while path.stat().st_ctime_ns == before.st_ctime_ns:
+            path.write_bytes(path.read_bytes())
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert weights_fingerprint(model, cache=cache) == first
+    assert cache.path.parent.stat().st_mode & 0o077 == 0
+    assert [path.name for path in cache.path.parent.iterdir()] == ["fingerprints.json"]
 
 
+@pytest.mark.parametrize("written", ["now", "now, with an old time"])
 def test_a_file_written_just_now_is_not_remembered(
-    model: list[Path], cache: FingerprintCache
+    model: list[Path], cache: FingerprintCache, written: str
 ) -> None:
+    if written != "now":
+        for path in model:
+            os.utime(path, (1e9, 1e9))
     weights_fingerprint(model, cache=cache)
     assert cache.path is not None
     assert not cache.path.exists()
+
+
+@pytest.mark.parametrize("index", [1, 2, 6, 14, 15])
+def test_a_stamp_tells_inodes_devices_sizes_and_times_apart(index: int) -> None:
+    values = list(range(19))
+    stamp = stamp_of(os.stat_result(values))
+    values[index] += 1
+    assert stamp_of(os.stat_result(values)) != stamp
+
+
+@pytest.mark.usefixtures("later")
+def test_a_file_that_is_replaced_once_it_is_hashed_is_hashed_again(
+    model: list[Path], cache: FingerprintCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = weights_fingerprint(model[:1])
+
+    def replace(*_: int) -> bool:
+        new = model[0].with_suffix(".new")
+        new.write_bytes(b"other")
+        new.replace(model[0])
+        return True
+
+    monkeypatch.setattr(fingerprints, "is_settled", replace)
+    assert weights_fingerprint(model[:1], cache=cache) == first
+    monkeypatch.undo()
+    assert weights_fingerprint(model[:1], cache=cache) == weights_fingerprint(model[:1]) != first
+
+
+@pytest.mark.usefixtures("later")
+def test_the_newest_files_stay_in_a_full_cache(model: list[Path], cache: FingerprintCache) -> None:
+    assert cache.path is not None
+    cache.path.parent.mkdir(parents=True)
+    full = {f"{n}": "0" * 32 for n in range(10_000)}
+    cache.path.write_text(json.dumps({"xxh3-128": full}))
+    weights_fingerprint(model, cache=cache)
+    names = list(json.loads(cache.path.read_text())["xxh3-128"])
+    assert len(names) < 10_000
+    assert names[-3] == "9999" and "9999" not in names[-2:]
 
 
 @pytest.mark.usefixtures("later")
@@ -279,14 +348,6 @@ def test_a_cache_that_cannot_be_written_is_no_error(model: list[Path], tmp_path:
     fingerprint = weights_fingerprint(model)
     unwritable = FingerprintCache(tmp_path / "file" / "fingerprints.json")
     assert weights_fingerprint(model, cache=unwritable) == fingerprint
-
-
-@pytest.mark.usefixtures("later")
-def test_the_cache_is_private(model: list[Path], cache: FingerprintCache) -> None:
-    weights_fingerprint(model, cache=cache)
-    assert cache.path is not None
-    assert cache.path.parent.stat().st_mode & 0o077 == 0
-    assert [path.name for path in cache.path.parent.iterdir()] == ["fingerprints.json"]
 
 
 @pytest.mark.real
@@ -332,11 +393,13 @@ def test_cancelling_does_not_wait_for_a_read_that_hangs(
 ) -> None:
     reading = threading.Event()
     release = threading.Event()
+    reads: list[threading.Thread] = []
 
     def readv(descriptor: int, buffers: Any) -> int:
+        reads.append(threading.current_thread())
         reading.set()
         release.wait(60)
-        return 0
+        return 1
 
     monkeypatch.setattr(fingerprints.os, "readv", readv)
     cancel = threading.Event()
@@ -358,6 +421,10 @@ def test_cancelling_does_not_wait_for_a_read_that_hangs(
         assert isinstance(outcome[0], FingerprintCancelledError)
     finally:
         release.set()
+    for thread in reads:
+        thread.join(30)
+    # No thread reads on, for an hour perhaps, once nobody needs the result.
+    assert len(reads) == len(set(reads))
 
 
 def test_hashing_on_other_processors_gives_the_same(model: list[Path]) -> None:
@@ -406,7 +473,10 @@ def test_samples_see_size_start_and_end(tmp_path: Path) -> None:
         seen.add(sampled_fingerprint([path]))
     path.write_bytes(content + b"\0")
     seen.add(sampled_fingerprint([path]))
-    assert len(seen) == 4
+    for size in (1_000_000, 1_000_001):
+        path.write_bytes(bytes(size))
+        seen.add(sampled_fingerprint([path]))
+    assert len(seen) == 6
 
 
 def test_lora_adapters_by_content(tmp_path: Path) -> None:
