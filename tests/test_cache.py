@@ -21,16 +21,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshelf import ChunkCache, Config, ModelFacts, PromptIdentity, Shelf
-from kvshelf.backends import Backend, open_backend
+from kvshelf.backends import Backend, Touched, open_backend
 from kvshelf.cache.named import Named
+from kvshelf.capacity.uses import Uses
 from kvshelf.errors import (
+    BoundReachedError,
     ConfigError,
     DeviceUnavailableError,
     TransientStorageError,
     UnavailableStorageError,
     UnsupportedError,
 )
-from kvshelf.format.keys import KeyChain
+from kvshelf.format.keys import KeyChain, MultimodalItem
 from kvshelf.forms import (
     BlobKV,
     PagedKV,
@@ -45,7 +47,9 @@ from kvshelf.kv.caches import HostKVCache
 from kvshelf.kv.device_tensors import DeviceTensors
 from kvshelf.kv.layout import PagedLayout
 from kvshelf.memory.size_classes import SizeClasses
+from kvshelf.metrics import Counters
 from kvshelf.server.shelf import open_served
+from kvshelf.shelf.lookup import LookupService
 from kvshelf.tiers.disk_tier import DiskTier
 from kvshelf.transfer.loads import Loads
 from tests.native.simulated_device import SimulatedStreams
@@ -461,7 +465,7 @@ def test_copies_on_a_device_keep_the_order_of_the_callers_current_stream(
 
 @pytest.mark.parametrize("place", ["host"], indirect=True)
 def test_a_device_that_failed_stores_nothing_and_refuses_loads(make: Make) -> None:
-    tokens = prompt(2 * CHUNK)
+    tokens = prompt(4 * CHUNK)
     cache = make()
     put(cache, tokens[:CHUNK])
     streams = SimulatedStreams()
@@ -469,7 +473,7 @@ def test_a_device_that_failed_stores_nothing_and_refuses_loads(make: Make) -> No
         held = as_blob(truth(tokens))
         streams.fail()
         report = cache.store(tokens, **held.arguments)
-        assert (report.existed, report.dropped) == (1, 1)
+        assert (report.existed, report.dropped, report.pending) == (1, 3, 0)
         with pytest.raises(DeviceUnavailableError, match="illegal memory access"):
             cache.retrieve(tokens, **held.arguments)
     assert fetch(cache, tokens) == CHUNK
@@ -562,6 +566,26 @@ def test_a_chunk_that_was_not_tried_has_not_failed(
 
 
 @past_the_server
+def test_chunks_for_which_a_bound_leaves_no_room_are_dropped_and_not_failed(
+    cache: ChunkCache, backend: FaultyStorage
+) -> None:
+    tokens = prompt(2 * CHUNK)
+    backend.add(Fault("write", "*safetensors", error=lambda: BoundReachedError("full")))
+    report = cache.store(tokens, kv=truth(tokens))
+    assert (report.dropped, report.failed) == (2, 0)
+
+
+@past_the_server
+def test_close_waits_for_stores_that_are_under_way(make: Make, backend: FaultyStorage) -> None:
+    cache = make(drain_s=PATIENCE)
+    tokens = prompt(2 * CHUNK)
+    backend.add(Fault("write", wait=1.0))
+    handle = cache.submit_store(tokens, kv=truth(tokens))
+    cache.close()
+    assert handle.result(0).complete
+
+
+@past_the_server
 def test_a_storage_that_hangs_ends_nothing_but_the_hit(make: Make, backend: FaultyStorage) -> None:
     cache = make(timeout_s=0.2)
     tokens = prompt(3 * CHUNK)
@@ -575,7 +599,7 @@ def test_a_storage_that_hangs_ends_nothing_but_the_hit(make: Make, backend: Faul
         assert cache.prefetch(tokens, timeout=0.05) == 0
         other = prompt(3 * CHUNK, seed=1)
         report = cache.store(other, kv=truth(other), timeout=0.1)
-        assert (report.chunks, report.pending) == (3, 3)
+        assert (report.chunks, report.pending, report.complete) == (3, 3, False)
     finally:
         gate.set()
     until(lambda: cache.lookup(other, timeout=PATIENCE) == len(other))
@@ -632,32 +656,94 @@ def test_a_cancelled_retrieve_is_over_at_once(
 
 
 @past_the_server
-def test_a_retrieve_cancelled_while_its_load_begins_touches_nothing_later(
-    cache: ChunkCache, backend: FaultyStorage, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("point", ["lookup answered", "load begins"])
+def test_retrieve_cancelled_between_its_lookup_and_its_load_writes_nothing_later(
+    cache: ChunkCache, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
     tokens = prompt(3 * CHUNK)
     put(cache, tokens)
-    begins, goes_on, gate = threading.Event(), threading.Event(), threading.Event()
-    load = Loads.load
+    reached, goes_on = threading.Event(), threading.Event()
 
-    def begin(*args: Any, **fields: Any) -> Any:
-        begins.set()
-        goes_on.wait()
-        return load(*args, **fields)
+    def paused(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **fields: Any) -> Any:
+            reached.set()
+            goes_on.wait()
+            return function(*args, **fields)
 
-    monkeypatch.setattr(Loads, "load", begin)
-    backend.add(Fault("read", wait=gate))
+        return call
+
+    submit = LookupService.submit
+    if point == "load begins":
+        monkeypatch.setattr(Loads, "load", paused(Loads.load))
+    else:
+        monkeypatch.setattr(
+            LookupService,
+            "submit",
+            lambda *args, on_done, **fields: submit(*args, on_done=paused(on_done), **fields),
+        )
     memory = as_blob(nothing(len(tokens)))
     handle = cache.submit_retrieve(tokens, **memory.arguments)
-    assert begins.wait(PATIENCE)
+    assert reached.wait(PATIENCE)
     canceller = threading.Thread(target=handle.cancel)
     canceller.start()
-    canceller.join(0.1)
+    canceller.join(1.0)
+    # While a load begins, its end is waited for.
+    assert canceller.is_alive() == (point == "load begins")
     goes_on.set()
     canceller.join(1.0)
     assert not canceller.is_alive()
-    gate.set()
+    threading.Event().wait(1.0)
     assert not memory.read().any()
+    assert not handle.result().any()
+
+
+@past_the_server
+def test_retrieved_chunks_are_used_with_those_before_them_and_others_are_not(
+    make: Make, backend: FaultyStorage
+) -> None:
+    storage = FaultyStorage(backend, touched=Touched.TOUCHED)
+    with closing(Uses(Counters())) as uses:
+        cache = make(storage, uses=uses)
+        tokens = prompt(3 * CHUNK)
+        put(cache, tokens)
+        assert cache.lookup(tokens) == cache.prefetch(tokens) == len(tokens)
+        assert uses.flush(PATIENCE)
+        assert not storage.touches
+        assert fetch(cache, tokens[: 2 * CHUNK], mask=[False] * CHUNK + [True] * CHUNK) == CHUNK
+        assert uses.flush(PATIENCE)
+        assert len(storage.touches) == 2 * cache.fmt.shards
+
+
+@past_the_server
+def test_store_waits_for_staging_that_it_fills_several_times(make: Make) -> None:
+    probe = make()
+    nbytes = sum(probe.fmt.object_size(shard) for shard in range(probe.fmt.shards))
+    cache = make(staging_bytes=3 * nbytes)
+    tokens = prompt(20 * CHUNK)
+    put(cache, tokens)
+    assert fetch(cache, tokens) == len(tokens)
+
+
+@any_place
+@pytest.mark.parametrize(
+    "identity",
+    [
+        PromptIdentity("tenant"),
+        PromptIdentity(lora_digest=bytes(32)),
+        PromptIdentity(items=[MultimodalItem("image", 0, 4)]),
+    ],
+    ids=["salt", "adapter", "image"],
+)
+@pytest.mark.parametrize("group_by_salt", [False, True])
+def test_identity_separates_prompts(
+    make: Make, identity: PromptIdentity, group_by_salt: bool
+) -> None:
+    cache, tokens = make(group_by_salt=group_by_salt), prompt(CHUNK)
+    put(cache, tokens, identity=identity)
+    assert fetch(cache, tokens) == cache.lookup(tokens) == 0
+    assert fetch(cache, tokens, identity=identity) == CHUNK
+    folder = objects(cache)[0].split("/")[1]
+    assert (folder != "_") == (group_by_salt and bool(identity.salt))
 
 
 # ------------------------------------------------------------------------- prefetch
@@ -1092,6 +1178,17 @@ def test_a_configuration_decides_how_much_is_kept_in_memory(config: Config) -> N
             found = cache.lookup(tokens, tiers=["memory"])
             assert found == (len(tokens) if kept else 0)
             assert cache.prefetch(tokens) == len(tokens)
+
+
+def test_a_configuration_decides_the_namespace_and_its_folders(config: Config) -> None:
+    tokens, identity = prompt(2 * CHUNK), PromptIdentity("tenant")
+    found = []
+    for changes in ({}, {"version": "2"}, {"group_by_salt": True}):
+        with ChunkCache.open(config.model_copy(update=changes), facts()) as cache:
+            found.append(cache.lookup(tokens, identity=identity))
+            assert cache.store(tokens, kv=truth(tokens), identity=identity).complete
+    # The salt is in the keys, and with this option in the folders as well.
+    assert found == [0, 0, 0]
 
 
 def test_a_configuration_that_cannot_be_used_is_refused(config: Config) -> None:

@@ -103,6 +103,7 @@ def test_states_of_ranks_that_are_not_divided_have_a_dimension_for_the_ranks(mak
     state = random_state(cache)
     assert state["d.mixer.conv"].shape == (2, 3, 7)
 
+    assert cache.retrieve_state(TOKENS) is None
     assert cache.store_state(TOKENS, state).complete
 
     assert same(cache.retrieve_state(TOKENS), state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -17,9 +18,11 @@ import torch
 from kvshelf import ModelFacts, PromptIdentity
 from kvshelf.adapters import connection as connection_module
 from kvshelf.adapters import worker as worker_module
+from kvshelf.adapters.connection import AdapterThreads
 from kvshelf.adapters.copies import EngineCaches
 from kvshelf.adapters.names import MAX_HASH
 from kvshelf.errors import ConfigError, UnavailableStorageError, UnsupportedError
+from kvshelf.format.keys import MultimodalItem
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv import sources
@@ -507,6 +510,23 @@ def test_the_end_of_a_session_frees_all(channel: ScriptedChannel, engine: Engine
     until(lambda: not channel.sessions)
 
 
+@pytest.mark.parametrize("answers", [0, 1])
+def test_session_that_ends_while_a_part_of_it_is_freed_leaves_no_lease(
+    answers: int, channel: ScriptedChannel, engine: Engine
+) -> None:
+    engine.store("s", op("tokens", range(2 * PER_CHUNK), 2))
+    assert engine.hit("a", token_ids=prompt(2 * CHUNK)) == 2 * CHUNK
+    channel.holding = ("LookUpChunks",)
+    # What is kept is leased in another session, and then again in this one.
+    engine.scheduler.free_lookup_locks(start=0, end=CHUNK, request_id="a")
+    for _ in range(answers):
+        channel.held.pop()()
+    engine.scheduler.end_session("a")
+    while channel.held:
+        channel.answer()
+    assert not channel.sessions
+
+
 def test_what_is_held_is_forgotten_with_its_leases(
     channel: ScriptedChannel, make_engine: Make
 ) -> None:
@@ -520,18 +540,40 @@ def test_what_is_held_is_forgotten_with_its_leases(
     assert channel.ended == ["7"]
 
 
-def test_an_identity_separates_prompts(engine: Engine) -> None:
-    one = PromptIdentity("tenant")
+@pytest.mark.parametrize(
+    "identity",
+    [
+        PromptIdentity("tenant"),
+        PromptIdentity(lora_digest=bytes(32)),
+        PromptIdentity(items=[MultimodalItem("image", 0, 4)]),
+    ],
+    ids=["salt", "adapter", "image"],
+)
+def test_identity_separates_prompts(identity: PromptIdentity, engine: Engine) -> None:
     work = op("tokens", range(PER_CHUNK), 1)
-    engine.worker.submit_store_request("s", work, None, identity=one)
+    engine.worker.submit_store_request("s", work, None, identity=identity)
     engine.stored("s")
     assert engine.hit("a", token_ids=prompt(CHUNK)) == 0
-    assert engine.hit("b", token_ids=prompt(CHUNK), identity=one) == CHUNK
+    assert engine.hit("b", token_ids=prompt(CHUNK), identity=identity) == CHUNK
     engine.worker.batched_submit_retrieve_requests(["a", "b"], [work, work])
     assert engine.loaded("a", "b") == set(range(PER_CHUNK))
-    engine.worker.batched_submit_retrieve_requests(["c"], [work], identities=[one])
+    engine.worker.batched_submit_retrieve_requests(["c"], [work], identities=[identity])
     assert engine.loaded("c") == set()
     engine.scheduler.end_session("b")
+
+
+def test_tokens_that_the_engine_changes_afterwards_are_looked_up_as_they_were(
+    channel: ScriptedChannel, engine: Engine
+) -> None:
+    engine.store("s", op("tokens", range(PER_CHUNK), 1))
+    tokens = prompt(CHUNK)
+    engine.scheduler.maybe_submit_lookup_request("a", token_ids=tokens)
+    tokens[0] += 1
+    assert answer(engine.scheduler, "a") == CHUNK
+    # Its load ends the leases of the lookup.
+    assert channel.sessions
+    assert engine.load("a", op("tokens", range(PER_CHUNK), 1)) == set()
+    assert not channel.sessions
 
 
 def test_a_prompt_of_millions_of_tokens_is_looked_up_in_part(
@@ -573,14 +615,17 @@ def test_blocks_of_a_batch_are_read_before_they_are_released(
     channel: ScriptedChannel, make_engine: Make
 ) -> None:
     """The event has not passed: KV is still to be read from the blocks of all requests."""
-    engine, other = make_engine(seed=1), make_engine()
-    truth = engine.blocks(range(2 * PER_CHUNK)).clone()
+    engine, other = make_engine(), make_engine()
     event = Event()
     ids = ["a", "b"]
     ops = [op("tokens", range(n * PER_CHUNK, (n + 1) * PER_CHUNK), 1, seed=n) for n in (0, 1)]
     engine.worker.batched_submit_store_requests(ids, ops, event)
     assert engine.worker.get_finished(set(ids)) == (set(), set())
+    time.sleep(1.0)
     assert not channel.stores
+    for name, computed in caches(1).items():
+        engine.kv[name].copy_(computed)
+    truth = engine.blocks(range(2 * PER_CHUNK)).clone()
     event.passed.set()
     engine.stored(*ids)
     # Released: other requests overwrite the blocks.
@@ -817,13 +862,17 @@ def test_a_lease_that_expired_is_a_load_error(channel: ScriptedChannel, engine: 
     assert engine.loaded("a") == set(range(PER_CHUNK))
 
 
-def test_another_object_is_a_load_error(channel: ScriptedChannel, engine: Engine) -> None:
-    for seed in (0, 1):
-        work = op("tokens", range(PER_CHUNK), 1, seed=seed)
-        engine.store(str(seed), work)
+@pytest.mark.parametrize("mode", MODES)
+def test_another_object_is_a_load_error(
+    mode: str, channel: ScriptedChannel, engine: Engine
+) -> None:
+    work = op(mode, range(PER_CHUNK), 1)
+    engine.store("0", work)
+    engine.store("1", op(mode, range(PER_CHUNK), 1, seed=1))
     first, second = list(channel.objects)[:: engine.worker.fmt.shards][:2]
-    channel.objects[first] = channel.objects[second]
-    assert engine.load("a", op("tokens", range(PER_CHUNK), 1)) == set(range(PER_CHUNK))
+    # Objects that hashes name do not say what they are, but how long they are.
+    channel.objects[first] = channel.objects[second] + bytes(mode == "hashes")
+    assert engine.load("a", work) == set(range(PER_CHUNK))
 
 
 def test_the_first_tokens_of_a_load_are_skipped(
@@ -831,9 +880,11 @@ def test_the_first_tokens_of_a_load_are_skipped(
 ) -> None:
     one, other = make_engine(seed=1), make_engine()
     ids = list(range(2 * PER_CHUNK))
-    one.store("s", op("tokens", ids, 2))
     work = op("tokens", ids, 2)
     work.skip_first_n_tokens = CHUNK + BLOCK
+    # A store skips nothing.
+    one.store("s", work)
+    assert one.load("s", op("tokens", ids, 2)) == set()
     assert other.load("a", work) == set()
     skipped = PER_CHUNK + 1
     assert not other.blocks(ids[:skipped]).any()
@@ -981,19 +1032,43 @@ def test_replicas_share_the_chunks_of_a_prompt(
     workers[0].scheduler.end_session("b")
 
 
-def test_leases_are_bounded(channel: ScriptedChannel, engine: Engine) -> None:
+@pytest.mark.parametrize("window", [3, 0])
+def test_load_leases_a_part_of_the_memory_at_a_time_or_one_object(
+    window: int, channel: ScriptedChannel, engine: Engine
+) -> None:
     ids = range(8 * PER_CHUNK)
     engine.store("s", op("tokens", ids, 8))
-    one = engine.worker.fmt.object_size(0)
-    channel.change_welcome(arena_bytes=8 * 3 * one)
+    channel.change_welcome(arena_bytes=8 * window * engine.worker.fmt.object_size(0))
     channel.holding = ("Fetch",)
+    most = max(1, window)
     engine.worker.submit_retrieve_request("a", op("tokens", ids, 8), None)
-    until(lambda: len(channel.held) == 3)
+    until(lambda: len(channel.held) == most)
     for _ in range(8 * engine.worker.fmt.shards):
         until(lambda: bool(channel.held))
-        assert len(channel.held) <= 3
+        assert len(channel.held) <= most
         channel.held.pop()()
     assert engine.loaded("a") == set()
+
+
+def test_load_that_is_out_of_time_asks_for_nothing_more(
+    channel: ScriptedChannel, make_engine: Make
+) -> None:
+    engine = make_engine(seed=1, timeout_s=0.2)
+    make_engine(seed=1).store("s", op("tokens", range(8 * PER_CHUNK), 8))
+    channel.change_welcome(arena_bytes=8 * engine.worker.fmt.object_size(0))
+    channel.holding = ("Fetch",)
+    assert engine.load("a", op("tokens", range(8 * PER_CHUNK), 8)) == set(range(8 * PER_CHUNK))
+    channel.answer()
+    until(lambda: bool(channel.loans) and all(loan.released for loan in channel.loans))
+    assert len(channel.fetches) == len(channel.loans) == 1
+
+
+def test_thread_of_an_adapter_outlives_an_error() -> None:
+    threads, done = AdapterThreads(1, mock.Mock()), threading.Event()
+    for work in (mock.Mock(side_effect=RuntimeError), done.set):
+        threads.put(work)
+    assert done.wait(30)
+    threads.close()
 
 
 def test_shutdown_waits_for_stores_and_then_touches_nothing(

@@ -119,6 +119,16 @@ def test_an_operation_does_not_end_while_memory_is_accessed() -> None:
     assert len(ends) == 1
 
 
+def test_request_is_not_named_while_a_store_that_is_late_accesses_its_blocks() -> None:
+    operations = Operations()
+    late = begin(operations, "a")
+    assert late.acquire()
+    late.expire()
+    assert operations.finished(["a"]) == set()
+    late.release()
+    assert operations.finished([]) == {"a"}
+
+
 def test_an_operation_ends_once_for_many_threads() -> None:
     one, ends = operation({0: 64})
     barrier = threading.Barrier(8)

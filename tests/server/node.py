@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
+from typing import Any
+
+import xxhash
 
 from kvshelf.backends import Backend, open_backend
 from kvshelf.memory.arena import Arena
 from kvshelf.server.loop import Loop
+from kvshelf.server.messages import Store, Stored
 from kvshelf.server.service import Service
 from kvshelf.shelf.shelf import Shelf
+from tests.sim.storage import FaultyStorage, posix
+from tests.support.waiting import PATIENCE
 
 
 class LocalServer:
@@ -45,6 +54,36 @@ class LocalServer:
         )
         self._thread.start()
 
+    def put(self, name: str, data: bytes) -> None:
+        """Keep an object in memory only."""
+        stored: Future[Any] = Future()
+        checksum = xxhash.xxh3_64_intdigest(data)
+        request = Store(name, 0, len(data), memory_only=True, checksum=checksum)
+        source = memoryview(data)
+        self.loop.post(lambda: self.service.store(b"", request, source, stored.set_result))
+        assert stored.result(PATIENCE) == Stored("created")
+
+    @property
+    def leases(self) -> int:
+        """Leases of all clients."""
+        return int(self.service.stats()["leases"])
+
+    @contextlib.contextmanager
+    def hanging(self) -> Iterator[None]:
+        """Keep the loop from doing anything meanwhile."""
+        hangs, goes_on = threading.Event(), threading.Event()
+
+        def hang() -> None:
+            hangs.set()
+            goes_on.wait(PATIENCE)
+
+        self.loop.post(hang)
+        assert hangs.wait(PATIENCE)
+        try:
+            yield
+        finally:
+            goes_on.set()
+
     def close(self) -> None:
         """Stop at once. Idempotent."""
         self.loop.stop()
@@ -64,3 +103,8 @@ class LocalServer:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def serve(folder: Path) -> LocalServer:
+    """Start a server on a small folder; its storage meets faults."""
+    return LocalServer(folder / "node", FaultyStorage(posix(folder / "shelf")), 4 << 20)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 
 from kvshelf.errors import ConfigError, ObjectMissingError, UnavailableStorageError
 from kvshelf.server import channel as channel_module
@@ -36,270 +37,263 @@ from kvshelf.server.messages import (
     Stored,
 )
 from kvshelf.server.segment import Segment
+from kvshelf.server.service import Service
 from tests.native.fake_cudart import fake_cudart
-from tests.server.serving import (
-    OBJECT_BYTES,
-    SLOTS,
-    serving,
-    serving_process,
-)
-from tests.support.waiting import until
+from tests.server.node import LocalServer, serve
+from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.real
 
-SECONDS = 30.0
+SIZE = 4096
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[LocalServer]:
+    with serve(tmp_path) as node:
+        yield node
 
 
 @contextlib.contextmanager
-def channel(url: str, segment_bytes: int = 0) -> Iterator[Channel]:
-    opened = Channel(url, segment_bytes=segment_bytes)
-    try:
-        assert opened.wait_connected(SECONDS)
-        yield opened
-    finally:
-        opened.close()
+def connect(node: LocalServer, segment_bytes: int = 0) -> Iterator[Channel]:
+    with contextlib.closing(Channel(node.url, segment_bytes=segment_bytes)) as channel:
+        assert channel.wait_connected(PATIENCE)
+        yield channel
 
 
-def fetch(client: Channel, name: str) -> Leased:
-    return client.fetch("request", [name], [OBJECT_BYTES])[0].result(SECONDS)
+def put(node: LocalServer, *words: str) -> list[str]:
+    """Keep an object for each word in the server's memory; return their names."""
+    names = [f"hash/{word}" for word in words]
+    for word, name in zip(words, names, strict=True):
+        node.put(name, word.encode().ljust(SIZE, b"\0"))
+    return names
 
 
-def ping(client: Channel) -> None:
-    assert client.request(Ping()).result(SECONDS) == Done()
+def fetch(channel: Channel, name: str) -> Leased:
+    return channel.fetch("request", [name], [SIZE])[0].result(PATIENCE)
 
 
-def test_requests_get_their_answers(tmp_path: Path) -> None:
-    with serving(tmp_path) as (url, _, service), channel(url, 1 << 20) as client:
-        service.put("a", b"hello")
-        assert client.request(Register(b"{}")).result(SECONDS) == Done()
-        assert client.request(Find(["a", "b"], [])).result(SECONDS) == FoundSizes([4096, -1])
-        assert client.request(LookUpChunks("r", ["a", "b"], [1, 1])).result(SECONDS) == LookedUp(1)
-        assert client.welcome is not None
-        assert client.welcome.chunk_size == 256
-        call = client.request(Call("write", ["x", None, 1.5, ["y"]], b"data"))
-        assert call.result(SECONDS) == Result(["write", ["x", None, 1.5, ["y"]], b"data"])
-        thread = client.request(Call("read", ["thread"]))
-        assert thread.result(SECONDS) == Result("from a thread")
+def word(leased: Leased) -> str:
+    return bytes(leased.view).rstrip(b"\0").decode()
 
 
-def test_lent_memory_is_the_servers_and_is_given_back(tmp_path: Path) -> None:
-    with serving(tmp_path) as (url, _, service), channel(url) as client:
-        service.put("a", b"hello")
-        lent, missing = client.fetch("r", ["a", "b"], [OBJECT_BYTES] * 2)
-        with pytest.raises(ObjectMissingError, match="b"):
-            missing.result(SECONDS)
-        leased = lent.result(SECONDS)
-        assert bytes(leased.view[:5]) == b"hello"
-        assert len(leased.view) == OBJECT_BYTES
+def ping(channel: Channel) -> None:
+    assert channel.request(Ping()).result(PATIENCE) == Done()
+
+
+def test_requests_get_their_answers(node: LocalServer) -> None:
+    [name] = put(node, "hello")
+    with connect(node, 1 << 20) as channel:
+        found = channel.request(Find([name, "b"], [SIZE, 1])).result(PATIENCE)
+        assert found == FoundSizes([SIZE, messages.MISSING])
+        looked_up = channel.request(LookUpChunks("r", [name, "hash/b"], [1, 1]))
+        assert looked_up.result(PATIENCE) == LookedUp(1)
+        assert channel.welcome is not None
+        assert channel.welcome.chunk_size == 256
+        call = channel.request(Call("write", ["x", "create"], b"data"))
+        assert call.result(PATIENCE) == Result("created")
+        with pytest.raises(ConfigError):
+            channel.request(Register(b"{}")).result(PATIENCE)
+
+
+def test_lent_memory_is_the_servers_and_is_given_back(node: LocalServer) -> None:
+    [name] = put(node, "hello")
+    with connect(node) as channel:
+        lent, missing = channel.fetch("r", [name, "hash/b"], [SIZE] * 2)
+        with pytest.raises(ObjectMissingError, match="hash/b"):
+            missing.result(PATIENCE)
+        leased = lent.result(PATIENCE)
+        assert word(leased) == "hello"
+        assert len(leased.view) == SIZE
         assert leased.view.readonly
         assert leased.valid()
-        service.generations[0] += 1
-        assert not leased.valid()
-        assert service.pins.total() == 1
+        assert node.leases == 1
         leased.release()
         leased.release()
-        until(lambda: not service.pins)
+        until(lambda: not node.leases)
 
 
-def test_stored_bytes_lie_in_the_segment(tmp_path: Path) -> None:
-    with serving(tmp_path) as (url, _, _), channel(url, 64 << 10) as client:
-        assert client.segment is not None
-        room = client.segment.reserve(5)
-        assert room is not None
-        room.view[:] = b"hello"
-        stored = client.request(Store("a", room.offset, room.nbytes))
-        assert stored.result(SECONDS) == Stored("created")
-        room.release()
-        room.release()
-        assert bytes(fetch(client, "a").view[:5]) == b"hello"
-        rooms = [client.segment.reserve(16 << 10) for _ in range(5)]
-        assert [room is None for room in rooms] == [False] * 4 + [True]
+def test_stored_bytes_lie_in_the_segment(node: LocalServer) -> None:
+    segment = Segment(64 << 10, regions=4096)
+    region = segment.take_region(5)
+    assert region is not None
+    # It outlives channels.
+    for name in ("hash/a", "hash/b"):
+        with contextlib.closing(Channel(node.url, segment=segment)) as channel:
+            assert channel.wait_connected(PATIENCE)
+            region.view[:] = b"hello"
+            checksum = xxhash.xxh3_64_intdigest(b"hello")
+            store = Store(name, region.offset, 5, memory_only=True, checksum=checksum)
+            assert channel.request(store).result(PATIENCE) == Stored("created")
+            [lent] = channel.fetch("r", [name], [5])
+            assert word(lent.result(PATIENCE)) == "hello"
+            for offset, nbytes in ((0, (68 << 10) + 1), (68 << 10, 1), (1 << 40, 1)):
+                with pytest.raises(OSError, match="segment of 69632"):
+                    channel.request(Store("a", offset, nbytes)).result(PATIENCE)
+    assert segment.fd is not None
+    region.release()
+    segment.close()
+    assert segment.fd is None
 
 
-def test_a_segment_is_bounded(tmp_path: Path) -> None:
-    with serving(tmp_path) as (url, _, _), channel(url, 4096) as client:
-        for offset, nbytes in ((0, 4097), (4096, 1), (1 << 40, 1)):
-            with pytest.raises(OSError, match="segment of 4096"):
-                client.request(Store("a", offset, nbytes)).result(SECONDS)
+def test_failure_of_the_service_ends_one_request(
+    node: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the service is broken")
 
-
-def test_a_broken_service_fails_one_request(tmp_path: Path) -> None:
-    with serving(tmp_path) as (url, _, _), channel(url) as client:
+    monkeypatch.setattr(node.service, "find", fail)
+    with connect(node) as channel:
         with pytest.raises(OSError, match="the service is broken"):
-            client.request(Call("read", ["raise"])).result(SECONDS)
-        ping(client)
+            channel.request(Find([], [])).result(PATIENCE)
+        ping(channel)
 
 
-def test_leases_that_nobody_wants_are_given_back(tmp_path: Path) -> None:
-    with serving_process(tmp_path) as (url, pid), channel(url) as client:
-        os.kill(pid, signal.SIGSTOP)
-        cancelled = client.fetch("r", ["1", "2"], [OBJECT_BYTES] * 2)
-        dropped = client.fetch("r", ["3"], [OBJECT_BYTES])
-        assert cancelled[0].cancel()
-        os.kill(pid, signal.SIGCONT)
-        cancelled[1].result(SECONDS).release()
-        dropped[0].result(SECONDS)
+def test_leases_that_nobody_wants_are_given_back(node: LocalServer) -> None:
+    names = put(node, *map(str, range(64)))
+    with connect(node) as channel:
+        with node.hanging():
+            cancelled = channel.fetch("r", names[:2], [SIZE] * 2)
+            dropped = channel.fetch("r", names[2:3], [SIZE])
+            assert cancelled[0].cancel()
+        cancelled[1].result(PATIENCE).release()
+        dropped[0].result(PATIENCE)
         del dropped
         gc.collect()
         # The quota of the service is not reached, however often this is done.
         for _ in range(40):
-            futures = client.fetch("r", [str(n) for n in range(SLOTS)], [OBJECT_BYTES] * SLOTS)
-            wait(futures, SECONDS)
+            futures = channel.fetch("r", names, [SIZE] * len(names))
+            wait(futures, PATIENCE)
             del futures
-        ping(client)
+        ping(channel)
+        until(lambda: not node.leases)
 
 
-def test_callbacks_at_a_connection_send_first(tmp_path: Path) -> None:
-    with serving(tmp_path) as (url, _, service):
-        client = Channel(url)
-        client.on_connect(lambda _: client.request(Register(b"first")) and None)
-        with contextlib.closing(client):
-            assert client.wait_connected(SECONDS)
-            client.request(Register(b"second")).result(SECONDS)
-            late: list[object] = []
-            client.on_connect(late.append)
-            assert late == [client.welcome]
-        assert service.calls == [("register", b"first"), ("register", b"second")]
+def test_callbacks_at_a_connection_send_first(
+    node: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records: list[bytes] = []
+    monkeypatch.setattr(node.service, "register", records.append)
+    with contextlib.closing(Channel(node.url)) as channel:
+        channel.on_connect(lambda _: channel.request(Register(b"first")) and None)
+        assert channel.wait_connected(PATIENCE)
+        channel.request(Register(b"second")).result(PATIENCE)
+        late: list[object] = []
+        channel.on_connect(late.append)
+        assert late == [channel.welcome]
+    assert records == [b"first", b"second"]
 
 
 def test_server_after_a_restart_learns_the_namespaces_in_use_the_newest_first(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records = [b"%d" % number for number in range(1500)]
+    registered: list[bytes] = []
+    monkeypatch.setattr(Service, "register", lambda _, record: registered.append(record))
     with contextlib.ExitStack() as stack:
-        with serving(tmp_path) as (url, _, service):
-            client = stack.enter_context(channel(url))
+        with serve(tmp_path) as node:
+            channel = stack.enter_context(connect(node))
             # The second is in use until the end.
             for place, record in enumerate(records):
-                client.register(record)
-                client.register(records[1])
+                channel.register(record)
+                channel.register(records[1])
                 if place % 100 == 99:
                     # Only so many messages may wait.
-                    ping(client)
-            assert service.calls == [("register", record) for record in records]
-        until(lambda: not client.connected)
-        with serving(tmp_path) as (_, _, service):
-            assert client.wait_connected(SECONDS)
-            ping(client)
-            in_use = [records[1], *records[:-16:-1]]
-            assert service.calls == [("register", record) for record in in_use]
+                    ping(channel)
+            assert registered == records
+        until(lambda: not channel.connected)
+        registered.clear()
+        with serve(tmp_path):
+            assert channel.wait_connected(PATIENCE)
+            ping(channel)
+            assert registered == [records[1], *records[:-16:-1]]
 
 
 def test_without_a_server_requests_fail_at_once(tmp_path: Path) -> None:
-    client = Channel(f"ipc://{tmp_path}/sockets/server")
-    with contextlib.closing(client):
-        assert not client.connected
+    with contextlib.closing(Channel(f"ipc://{tmp_path}/node/node.sock")) as channel:
+        assert not channel.connected
         with pytest.raises(UnavailableStorageError, match="not connected"):
-            client.request(Ping()).result(0)
+            channel.request(Ping()).result(0)
         with pytest.raises(UnavailableStorageError):
-            client.fetch("r", ["a"], [1])[0].result(0)
-        with serving(tmp_path):
-            assert client.wait_connected(SECONDS)
-            ping(client)
+            channel.fetch("r", ["a"], [1])[0].result(0)
+        with serve(tmp_path):
+            assert channel.wait_connected(PATIENCE)
+            ping(channel)
     with pytest.raises(UnavailableStorageError, match="closed"):
-        client.request(Ping()).result(0)
+        channel.request(Ping()).result(0)
     with pytest.raises(ConfigError):
         Channel("tcp://127.0.0.1:1")
 
 
-def test_a_killed_server_fails_what_waits_and_is_found_again(tmp_path: Path) -> None:
-    connections: list[object] = []
-    with serving_process(tmp_path) as (url, pid):
-        client = Channel(url, segment_bytes=64 << 10)
-        client.on_connect(connections.append)
-        assert client.wait_connected(SECONDS)
-        lent = fetch(client, "7")
-        waits = client.request(Call("read", ["never"]))
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(UnavailableStorageError, match="gone"):
-            waits.result(SECONDS)
-        assert not client.connected
-        # Its memory stays as long as somebody has it.
-        assert bytes(lent.view[:1]) == b"7"
-    with serving_process(tmp_path) as (url, pid), contextlib.closing(client):
-        assert client.wait_connected(SECONDS)
-        assert len(connections) == 2
-        assert bytes(lent.view[:1]) == b"7"
-        lent.release()
-        again = fetch(client, "7")
-        assert again.valid()
-        assert client.segment is not None
-        room = client.segment.reserve(1)
-        assert room is not None
-        room.view[:] = b"x"
-        client.request(Store("7", room.offset, 1)).result(SECONDS)
-        assert bytes(again.view[:1]) == b"x"
-
-
-def test_old_memory_is_unmapped_with_its_last_view(tmp_path: Path) -> None:
+def test_server_that_dies_fails_what_waits_and_is_found_again(tmp_path: Path) -> None:
     def mappings() -> int:
         return Path("/proc/self/maps").read_text().count("/memfd:")
 
-    with serving_process(tmp_path) as (url, pid):
-        client = Channel(url)
-        assert client.wait_connected(SECONDS)
-        lent = fetch(client, "7")
+    connections: list[object] = []
+    with contextlib.ExitStack() as stack:
+        with serve(tmp_path) as node:
+            [name] = put(node, "old")
+            channel = stack.enter_context(connect(node))
+            channel.on_connect(connections.append)
+            lent = fetch(channel, name)
+            with node.hanging():
+                waits = channel.request(Ping())
+                node.loop.stop()
+        with pytest.raises(UnavailableStorageError, match="gone"):
+            waits.result(PATIENCE)
+        until(lambda: not channel.connected)
+        # Its memory stays as long as somebody has it.
         before = mappings()
-        os.kill(pid, signal.SIGKILL)
-        until(lambda: not client.connected)
-        assert mappings() == before
-    lent.release()
-    del lent
-    until(lambda: mappings() < before)
-    client.close()
-
-
-def test_a_servers_memory_is_page_locked_as_long_as_anything_of_it_is_lent(tmp_path: Path) -> None:
-    with fake_cudart() as runtime:
-        with serving(tmp_path) as (url, _, service), channel(url) as client:
-            service.put("a", b"hello")
-            assert not client.page_locked
-            for _ in range(2):
-                client.page_lock(torch.device("cuda", 0))
-            until(lambda: client.page_locked)
-            lent = fetch(client, "a")
-            assert runtime.holds(lent.view)
-        assert not client.page_locked
-        assert runtime.holds(lent.view)
+        assert word(lent) == "old"
         lent.release()
         del lent
+        until(lambda: mappings() < before)
+        with serve(tmp_path) as node:
+            assert channel.wait_connected(PATIENCE)
+            assert len(connections) == 2
+            [name] = put(node, "new")
+            again = fetch(channel, name)
+            assert again.valid()
+            assert word(again) == "new"
+            again.release()
+            del again
 
 
-def test_the_memory_of_a_later_server_is_page_locked_too(tmp_path: Path) -> None:
-    with fake_cudart() as runtime, contextlib.ExitStack() as stack:
-        with serving(tmp_path) as (url, _, service):
-            client = stack.enter_context(channel(url))
-            client.page_lock(torch.device("cuda", 0))
-            until(lambda: client.page_locked)
-        until(lambda: not client.connected)
-        assert not client.page_locked
-        until(lambda: not runtime.registered)
-        with serving(tmp_path) as (url, _, service):
-            service.put("a", b"hello")
-            until(lambda: client.connected and client.page_locked)
-            lent = fetch(client, "a")
+def test_memory_of_each_server_is_page_locked_as_long_as_anything_of_it_is_lent(
+    tmp_path: Path,
+) -> None:
+    with fake_cudart() as runtime, contextlib.ExitStack() as stack, serve(tmp_path) as node:
+        channel = stack.enter_context(connect(node))
+        assert not channel.page_locked
+        for _ in range(2):
+            channel.page_lock(torch.device("cuda", 0))
+        for server in (node, None):
+            server = server or stack.enter_context(serve(tmp_path))
+            until(lambda: channel.connected and channel.page_locked)
+            lent = fetch(channel, put(server, "hello")[0])
+            assert runtime.holds(lent.view)
+            server.close()
+            until(lambda: not channel.connected)
+            assert not channel.page_locked
             assert runtime.holds(lent.view)
             lent.release()
             del lent
-            client.close()
+            until(lambda: not runtime.registered)
 
 
 def test_memory_that_cannot_be_page_locked_is_lent_all_the_same(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    node: LocalServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As on GPUs that lock no memory which is mapped for reading only."""
-    with fake_cudart() as runtime, serving(tmp_path) as (url, _, service), channel(url) as client:
+    [name] = put(node, "hello")
+    with fake_cudart() as runtime, connect(node) as channel:
         runtime.reads_only = False
-        service.put("a", b"hello")
-        client.page_lock(torch.device("cuda", 0))
+        channel.page_lock(torch.device("cuda", 0))
         until(lambda: "operation not supported" in caplog.text)
-        assert not client.page_locked
-        lent = fetch(client, "a")
-        assert bytes(lent.view[:5]) == b"hello"
-        lent.release()
+        assert not channel.page_locked
+        assert word(fetch(channel, name)) == "hello"
 
 
-def test_a_page_locked_segment_is_unlocked_when_its_last_room_is_back(tmp_path: Path) -> None:
+def test_a_page_locked_segment_is_unlocked_when_its_last_room_is_back() -> None:
     with fake_cudart() as runtime:
         segment = Segment(1 << 20)
         for _ in range(2):
@@ -308,7 +302,6 @@ def test_a_page_locked_segment_is_unlocked_when_its_last_room_is_back(tmp_path: 
         assert room is not None
         assert runtime.holds(room.view)
         segment.close()
-        assert segment.fd is None
         assert segment.reserve(1) is None
         # A GPU may still copy to it.
         assert runtime.holds(room.view)
@@ -316,72 +309,50 @@ def test_a_page_locked_segment_is_unlocked_when_its_last_room_is_back(tmp_path: 
         assert not runtime.registered
 
 
-def test_a_segment_of_the_caller_outlives_the_channel(tmp_path: Path) -> None:
-    segment = Segment(4096, regions=4096)
-    room = segment.take_region(5)
-    assert room is not None
-    for folder in ("one", "other"):
-        (tmp_path / folder).mkdir()
-        with serving(tmp_path / folder) as (url, _, _):
-            client = Channel(url, segment=segment)
-            assert client.wait_connected(SECONDS)
-            room.view[:] = b"hello"
-            stored = client.request(Store("a", room.offset, room.nbytes))
-            assert stored.result(SECONDS) == Stored("created")
-            client.close()
-    assert segment.fd is not None
-    room.release()
-    segment.close()
-    assert segment.fd is None
-
-
-def test_a_server_that_hangs_blocks_nobody(tmp_path: Path) -> None:
-    with serving_process(tmp_path) as (url, pid), channel(url) as client:
-        os.kill(pid, signal.SIGSTOP)
-        # Many more than are allowed, and large ones: none waits for the server.
-        large = Find(["x" * 500] * 1000, [])
-        futures: list[Future[Any]] = [client.request(large) for _ in range(300)]
-        for _ in range(5):
-            futures += client.fetch("r", ["1"] * messages.MAX_NAMES, [1] * messages.MAX_NAMES)
-        assert not futures[0].done()
-        with pytest.raises(UnavailableStorageError, match="has not answered"):
-            futures[-1].result(0)
-        os.kill(pid, signal.SIGCONT)
-        assert isinstance(futures[0].result(SECONDS), FoundSizes)
-        wait(futures, SECONDS)
-        ping(client)
-
-
-def test_closing_does_not_wait_for_a_server_that_hangs(tmp_path: Path) -> None:
-    with serving_process(tmp_path) as (url, pid):
-        with channel(url) as client:
-            os.kill(pid, signal.SIGSTOP)
-            waits = client.request(Ping())
-        with pytest.raises(UnavailableStorageError, match="closed"):
-            waits.result(0)
+def test_a_server_that_hangs_blocks_nobody(node: LocalServer) -> None:
+    with connect(node) as channel:
+        with node.hanging():
+            # Many more than are allowed, and large ones: none waits for the server.
+            large = Find(["x" * 500] * 1000, [])
+            futures: list[Future[Any]] = [channel.request(large) for _ in range(300)]
+            for _ in range(5):
+                futures += channel.fetch("r", ["1"] * messages.MAX_NAMES, [1] * messages.MAX_NAMES)
+            assert not futures[0].done()
+            with pytest.raises(UnavailableStorageError, match="has not answered"):
+                futures[-1].result(0)
+        wait(futures, PATIENCE)
+        ping(channel)
+        with node.hanging():
+            waits = channel.request(Ping())
+            channel.close()
+            with pytest.raises(UnavailableStorageError, match="closed"):
+                waits.result(0)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_process_uses_nothing_of_its_parents_channel(tmp_path: Path) -> None:
-    with serving(tmp_path) as (url, _, service):
-        service.put("a", b"hello")
-        noted = tmp_path / "child"
-        parent = multiprocessing.get_context("spawn").Process(target=_fork, args=(url, noted))
-        parent.start()
-        try:
-            until(lambda: parent.exitcode is not None)
-            assert parent.exitcode == 0
-            # The child still lives, and the server has seen the end of its parent.
-            assert service.gone.acquire(timeout=SECONDS)
-            assert not service.pins
-        finally:
-            os.kill(int(noted.read_text()), signal.SIGKILL)
+def test_a_forked_process_uses_nothing_of_its_parents_channel(
+    node: LocalServer, tmp_path: Path
+) -> None:
+    [name] = put(node, "hello")
+    noted = tmp_path / "child"
+    parent = multiprocessing.get_context("spawn").Process(
+        target=_fork, args=(node.url, name, noted)
+    )
+    parent.start()
+    try:
+        until(lambda: parent.exitcode is not None)
+        assert parent.exitcode == 0
+        # The child still lives, and the server has seen the end of its parent.
+        until(lambda: not node.leases)
+        assert node.loop.stats()["clients"] == 0
+    finally:
+        os.kill(int(noted.read_text()), signal.SIGKILL)
 
 
-def _fork(url: str, noted: Path) -> None:
+def _fork(url: str, name: str, noted: Path) -> None:
     client = Channel(url, segment_bytes=4096)
-    assert client.wait_connected(SECONDS)
-    lent = fetch(client, "a")
+    assert client.wait_connected(PATIENCE)
+    lent = fetch(client, name)
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -402,95 +373,72 @@ def _fork(url: str, noted: Path) -> None:
     # The child's release was none of this process.
     ping(client)
     assert lent.valid()
-    assert bytes(lent.view[:5]) == b"hello"
+    assert word(lent) == "hello"
     os._exit(0)
 
 
-def test_many_threads_share_a_channel(tmp_path: Path) -> None:
-    with serving_process(tmp_path) as (url, _), channel(url) as client:
-        problems: list[BaseException] = []
+def test_threads_that_share_channels_lose_no_lease(node: LocalServer) -> None:
+    names = put(node, *map(str, range(64)))
+    problems: list[BaseException] = []
 
-        def work(seed: int) -> None:
-            chance = random.Random(seed)
-            try:
-                for _ in range(100):
-                    names = [str(chance.randrange(SLOTS)) for _ in range(chance.randint(1, 20))]
-                    futures = client.fetch(str(seed), names, [OBJECT_BYTES] * len(names))
-                    for name, future in zip(names, futures, strict=True):
-                        lent = future.result(SECONDS)
-                        assert bytes(lent.view).rstrip(b"\0") == name.encode()
-                        assert lent.valid()
-                        lent.release()
-            except BaseException as error:  # noqa: BLE001
-                problems.append(error)
+    def work(channel: Channel, seed: int) -> None:
+        chance = random.Random(seed)
+        lent: list[Leased] = []
+        try:
+            for _ in range(300):
+                session = str(chance.randrange(3))
+                some = chance.sample(names, chance.randint(1, 8))
+                match chance.choice(["fetch", "fetch", "release", "cancel", "look up", "end"]):
+                    case "fetch":
+                        futures = channel.fetch(session, some, [SIZE] * len(some))
+                        for name, future in zip(some, futures, strict=True):
+                            lent.append(future.result(PATIENCE))
+                            assert word(lent[-1]) == name.removeprefix("hash/")
+                    case "cancel":
+                        channel.fetch(session, some[:1], [SIZE])[0].cancel()
+                    case "look up":
+                        request = LookUpChunks(session, some, [1] * len(some))
+                        channel.request(request).result(PATIENCE)
+                    case "end":
+                        channel.end_session(session)
+                chance.shuffle(lent)
+                while len(lent) > 20:
+                    assert lent[-1].valid()
+                    lent.pop().release()
+            for session in "012":
+                channel.end_session(session)
+        except BaseException as error:  # noqa: BLE001
+            problems.append(error)
+        for leased in lent:
+            leased.release()
 
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    with connect(node) as one, connect(node) as other:
+        threads = [
+            threading.Thread(target=work, args=(channel, seed))
+            for seed in range(3)
+            for channel in (one, other)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         assert not problems
-
-
-def test_random_operations_lose_no_lease(tmp_path: Path) -> None:
-    chance = random.Random(11)
-    with serving(tmp_path) as (url, _, service):
-        for number in range(SLOTS):
-            service.put(str(number), b"%d" % number)
-        clients = [Channel(url) for _ in range(3)]
-        lent: list[list[Leased]] = [[] for _ in clients]
-        for client in clients:
-            assert client.wait_connected(SECONDS)
-        for _ in range(10_000):
-            place = chance.randrange(len(clients))
-            client, mine = clients[place], lent[place]
-            action = chance.randrange(100)
-            name = str(chance.randrange(SLOTS + 4))
-            session = str(chance.randrange(3))
-            if action < 35:
-                future = client.fetch(session, [name], [OBJECT_BYTES])[0]
-                if int(name) < SLOTS:
-                    mine.append(future.result(SECONDS))
-                else:
-                    assert isinstance(future.exception(SECONDS), ObjectMissingError)
-            elif action < 45:
-                client.fetch(session, [name], [OBJECT_BYTES])[0].cancel()
-            elif action < 80 and mine:
-                mine.pop(chance.randrange(len(mine))).release()
-            elif action < 90:
-                client.request(LookUpChunks(session, [name], [1])).result(SECONDS)
-            elif action < 99:
-                client.end_session(session)
-            else:
-                client.close()
-                mine.clear()
-                clients[place] = Channel(url)
-                assert clients[place].wait_connected(SECONDS)
-        for client, mine in zip(clients, lent, strict=True):
-            for session in "012":
-                client.end_session(session)
-            for leased in mine:
-                assert leased.valid()
-                leased.release()
-        until(lambda: not service.pins)
-        assert service.leases.stats() == (0, 0)
-        for client in clients:
-            client.close()
+        until(lambda: not node.leases)
+        assert node.service.stats()["pinned_bytes"] == 0
 
 
 def test_descriptors_that_run_out_end_no_channel(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    node: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(tmp_path) as (url, _, _):
-        context = channel_module.zmq.Context
-        failures = [OSError(24, "Too many open files"), channel_module.zmq.ZMQError(24)]
+    context = channel_module.zmq.Context
+    failures = [OSError(24, "Too many open files"), channel_module.zmq.ZMQError(24)]
 
-        def fails() -> object:
-            if failures:
-                raise failures.pop()
-            return context()
+    def fails() -> object:
+        if failures:
+            raise failures.pop()
+        return context()
 
-        monkeypatch.setattr(channel_module.zmq, "Context", fails)
-        with channel(url) as client:
-            assert not failures
-            ping(client)
+    monkeypatch.setattr(channel_module.zmq, "Context", fails)
+    with connect(node) as channel:
+        assert not failures
+        ping(channel)

@@ -8,7 +8,9 @@ import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 import pytest
@@ -22,6 +24,7 @@ from kvshelf.server.loop import Loop
 from kvshelf.server.messages import (
     Call,
     Done,
+    Failed,
     Fault,
     Fetch,
     Fetched,
@@ -33,13 +36,12 @@ from kvshelf.server.messages import (
     Release,
     Reply,
     Request,
+    Result,
 )
-from tests.server.serving import OBJECT_BYTES, MemoryService, serving
-from tests.support.waiting import until
+from tests.server.node import LocalServer, serve
+from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.real
-
-SECONDS = 30.0
 
 
 class RawClient:
@@ -54,7 +56,7 @@ class RawClient:
         if greet:
             hello = Hello(messages.PROTOCOL, self.client, 0)
             path = session.socket_path(url)
-            self.session, welcome, _ = session.connect(path, hello, None, SECONDS)
+            self.session, welcome, _ = session.connect(path, hello, None, PATIENCE)
             self.token = welcome.token
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
@@ -67,7 +69,7 @@ class RawClient:
         frame = messages.encode_request(self.token if token is None else token, number, request)
         self.socket.send(frame)
 
-    def receive(self, seconds: float = SECONDS) -> tuple[int, Reply] | None:
+    def receive(self, seconds: float = PATIENCE) -> tuple[int, Reply] | None:
         if not self.socket.poll(int(seconds * 1000)):
             return None
         return messages.decode_reply(memoryview(self.socket.recv()))
@@ -98,10 +100,10 @@ def raw(
 def neighbour(url: str) -> Iterator[Callable[[], None]]:
     """Give a function that shows that another client is served."""
     with contextlib.closing(Channel(url)) as client:
-        assert client.wait_connected(SECONDS)
+        assert client.wait_connected(PATIENCE)
 
         def is_served() -> None:
-            assert client.request(Find(["a"], [])).result(SECONDS) == FoundSizes([-1])
+            assert client.request(Find(["a"], [1])).result(PATIENCE) == FoundSizes([-1])
 
         is_served()
         yield is_served
@@ -109,53 +111,65 @@ def neighbour(url: str) -> Iterator[Callable[[], None]]:
         assert client.connected
 
 
+def hold_calls(node: LocalServer, monkeypatch: pytest.MonkeyPatch) -> list[Callable[..., None]]:
+    """Answer no call of the storage; return what takes their answers."""
+    held: list[Callable[..., None]] = []
+    monkeypatch.setattr(node.service, "call", lambda *call: held.append(call[-1]))
+    return held
+
+
+def answer_much(node: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answer each call of the storage by a mebibyte."""
+    large = Result(bytes(1 << 20))
+    monkeypatch.setattr(node.service, "call", lambda *call: call[-1](large))
+
+
 def test_without_a_session_nothing_is_answered(tmp_path: Path) -> None:
     with (
-        serving(tmp_path) as (url, loop, service),
-        raw(url, greet=False) as stranger,
-        neighbour(url),
+        serve(tmp_path) as node,
+        raw(node.url, greet=False) as stranger,
+        neighbour(node.url),
     ):
         for token in (bytes(16), os.urandom(16)):
             stranger.send(Ping(), token=token)
-        until(lambda: loop.stats()["refused"] == 2)
+        until(lambda: node.loop.stats()["refused"] == 2)
         assert stranger.receive(0) is None
-        assert stranger.client not in service.clients
+        assert node.loop.stats()["clients"] == 1
 
 
 def test_a_wrong_token_is_refused(tmp_path: Path) -> None:
-    with serving(tmp_path) as (url, loop, _), raw(url) as one, raw(url) as other:
+    with serve(tmp_path) as node, raw(node.url) as one, raw(node.url) as other:
         one.send(Ping(), token=bytes(16))
         one.send(Ping(), token=other.token)
-        until(lambda: loop.stats()["refused"] == 2)
+        until(lambda: node.loop.stats()["refused"] == 2)
         one.send(Ping(), number=7)
         assert one.receive() == (7, Done())
 
 
 def test_a_session_of_another_client_cannot_be_used(tmp_path: Path) -> None:
-    with serving(tmp_path) as (url, loop, service), raw(url) as mine:
+    with serve(tmp_path) as node, raw(node.url) as mine:
         mine.send(Ping())
         assert mine.receive() == (1, Done())
         # With the same id, the second connection is refused by ZMQ.
-        with raw(url, greet=False, client=mine.client) as thief:
+        with raw(node.url, greet=False, client=mine.client) as thief:
             thief.send(Ping(), token=bytes(16))
             mine.send(Ping(), number=2)
             assert mine.receive() == (2, Done())
             assert thief.receive(0) is None
-        assert loop.stats()["clients"] == 1
-        assert not service.calls
+        assert node.loop.stats()["clients"] == 1
 
 
 def test_an_id_that_a_stranger_uses_gives_way_to_another(tmp_path: Path) -> None:
-    with serving(tmp_path) as (url, _, _), raw(url, greet=False) as stranger:
+    with serve(tmp_path) as node, raw(node.url, greet=False) as stranger:
         stranger.send(Ping())
-        with neighbour(url):
+        with neighbour(node.url):
             pass
 
 
 def test_leases_of_others_cannot_be_ended(tmp_path: Path) -> None:
-    with serving(tmp_path) as (url, _, service), raw(url) as one, raw(url) as other:
-        service.put("x", b"hello")
-        one.send(Fetch("r", ["x"], [OBJECT_BYTES]))
+    with serve(tmp_path) as node, raw(node.url) as one, raw(node.url) as other:
+        node.put("hash/x", b"hello")
+        one.send(Fetch("r", ["hash/x"], [5]))
         received = one.answer()
         assert isinstance(received[1], Fetched)
         (ready,) = received[1].outcomes
@@ -163,15 +177,15 @@ def test_leases_of_others_cannot_be_ended(tmp_path: Path) -> None:
         other.send(Release([ready.lease, 0, 2**64 - 1]))
         other.send(Ping())
         assert other.receive() == (1, Done())
-        assert service.pins.total() == 1
+        assert node.leases == 1
         one.send(Release([ready.lease, ready.lease]))
         one.send(Ping())
         assert one.receive() == (1, Done())
-        assert not service.pins
+        assert not node.leases
 
 
 def test_malformed_requests_are_answered_by_a_fault(tmp_path: Path) -> None:
-    with serving(tmp_path) as (url, loop, service), neighbour(url), raw(url) as client:
+    with serve(tmp_path) as node, neighbour(node.url), raw(node.url) as client:
         bodies = [
             b"",
             b"\xc1",
@@ -189,36 +203,37 @@ def test_malformed_requests_are_answered_by_a_fault(tmp_path: Path) -> None:
             answer = client.answer()
             assert answer[0] == number
             assert isinstance(answer[1], Fault)
-        assert not service.objects
-        assert loop.stats()["clients"] == 2
+        assert not node.service.stats()["objects"]
+        assert node.loop.stats()["clients"] == 2
 
 
 def test_what_is_no_request_at_all_is_dropped(tmp_path: Path) -> None:
-    with serving(tmp_path) as (url, loop, _), neighbour(url), raw(url) as client:
+    with serve(tmp_path) as node, neighbour(node.url), raw(node.url) as client:
         frame = messages.encode_request(client.token, 1, Ping())
         client.socket.send(b"")
         client.socket.send(client.token)
         client.socket.send_multipart([frame, frame])
         client.socket.send_multipart([b""] * 1000)
-        until(lambda: loop.stats()["refused"] == 4)
+        until(lambda: node.loop.stats()["refused"] == 4)
         client.send(Ping(), number=5)
         assert client.receive() == (5, Done())
 
 
 def test_frames_over_the_limit_end_the_connection(tmp_path: Path) -> None:
-    with serving(tmp_path) as (url, loop, _), neighbour(url), raw(url) as client:
+    with serve(tmp_path) as node, neighbour(node.url), raw(node.url) as client:
         monitor = client.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         client.socket.send(client.token + bytes(messages.MAX_REQUEST))
-        assert monitor.poll(int(SECONDS * 1000))
+        assert monitor.poll(int(PATIENCE * 1000))
         monitor.close()
-        assert loop.stats()["requests"] == 2
+        assert node.loop.stats()["requests"] == 2
 
 
 def test_requests_without_an_answer_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answers, "MAX_OPEN", 10)
-    with serving(tmp_path) as (url, _, service), neighbour(url), raw(url) as client:
+    with serve(tmp_path) as node, neighbour(node.url), raw(node.url) as client:
+        held = hold_calls(node, monkeypatch)
         for number in range(1, 11):
             client.send(Call("read", ["never"]), number)
         client.send(Ping(), 11)
@@ -226,22 +241,25 @@ def test_requests_without_an_answer_are_bounded(
         assert answer[0] == 11
         assert isinstance(answer[1], Fault)
         assert "10 answers" in answer[1].text
-        until(lambda: len(service.held_back) == 10)
-        service.loop.post(service.held_back.pop())
+        until(lambda: len(held) == 10)
+        node.loop.post(lambda: held.pop()(Done()))
         received = client.answer()
         assert received[1] == Done()
         client.send(Ping(), 12)
         assert client.receive() == (12, Done())
         # What is answered after the client is gone goes nowhere.
         client.close()
-        assert service.gone.acquire(timeout=SECONDS)
-        for answer_late in service.held_back:
-            service.loop.post(answer_late)
+        until(lambda: node.loop.stats()["clients"] == 1)
+        for answer_late in held:
+            node.loop.post(partial(answer_late, Done()))
 
 
-def test_bytes_of_requests_without_an_answer_are_bounded(tmp_path: Path) -> None:
+def test_bytes_of_requests_without_an_answer_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     call = Call("write", ["never"], bytes(messages.MAX_INLINE))
-    with serving(tmp_path) as (url, loop, service), neighbour(url), raw(url) as client:
+    with serve(tmp_path) as node, neighbour(node.url), raw(node.url) as client:
+        held = hold_calls(node, monkeypatch)
         # With what is around each, the 64th is more than 64 MiB.
         for number in range(1, 65):
             client.send(call, number)
@@ -249,21 +267,21 @@ def test_bytes_of_requests_without_an_answer_are_bounded(tmp_path: Path) -> None
         assert received[0] == 64
         assert isinstance(received[1], Fault)
         assert received[1].kind == "TransientStorageError"
-        assert len(service.held_back) == 63
+        assert len(held) == 63
         # An answer makes room for one more.
-        loop.post(service.held_back.pop())
+        node.loop.post(lambda: held.pop()(Done()))
         received = client.answer()
         assert received[1] == Done()
         client.send(call, 65)
-        until(lambda: len(service.held_back) == 63)
+        until(lambda: len(held) == 63)
 
 
 def test_a_fetch_counts_until_its_last_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(tmp_path) as (url, _, service), neighbour(url), raw(url) as client:
-        service.put("x", b"hello")
-        fetch = Fetch("r", ["x"] * 10, [OBJECT_BYTES] * 10)
+    with serve(tmp_path) as node, neighbour(node.url), raw(node.url) as client:
+        node.put("hash/x", b"hello")
+        fetch = Fetch("r", ["hash/x"] * 10, [5] * 10)
         most = len(messages.encode_request(client.token, 1, fetch))
         monkeypatch.setattr(answers, "MAX_OPEN_BYTES", most)
         # One of no objects has no answer.
@@ -276,12 +294,13 @@ def test_a_fetch_counts_until_its_last_answer(
 
 
 def test_a_client_that_does_not_read_loses_its_session_and_nothing_else_waits(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(tmp_path) as (url, loop, service), neighbour(url) as is_served:
-        service.put("x", b"hello")
-        with raw(url, queue=1) as slow:
-            slow.send(Fetch("r", ["x"], [OBJECT_BYTES]))
+    with serve(tmp_path) as node, neighbour(node.url) as is_served:
+        answer_much(node, monkeypatch)
+        node.put("hash/x", b"hello")
+        with raw(node.url, queue=1) as slow:
+            slow.send(Fetch("r", ["hash/x"], [5]))
             frame = messages.encode_request(slow.token, 1, Call("read", ["large"]))
 
             def has_lost_its_session() -> bool:
@@ -295,54 +314,56 @@ def test_a_client_that_does_not_read_loses_its_session_and_nothing_else_waits(
             until(has_lost_its_session)
             # It may still be reading what it was lent.
             is_served()
-            assert service.pins.total() == 1
-            assert loop.stats()["clients"] == 2
-            assert not service.gone.acquire(blocking=False)
-        assert service.gone.acquire(timeout=SECONDS)
-        assert not service.pins
+            assert node.leases == 1
+            assert node.loop.stats()["clients"] == 2
+        until(lambda: node.loop.stats()["clients"] == 1)
+        assert not node.leases
 
 
-def test_many_answers_at_once_reach_a_client_that_reads(tmp_path: Path) -> None:
-    with serving(tmp_path) as (url, _, _), contextlib.closing(Channel(url)) as client:
-        assert client.wait_connected(SECONDS)
+def test_many_answers_at_once_reach_a_client_that_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve(tmp_path) as node, contextlib.closing(Channel(node.url)) as client:
+        answer_much(node, monkeypatch)
+        assert client.wait_connected(PATIENCE)
         # ZMQ keeps 64, and the loop 16 MiB more, however late the client reads.
         futures = [client.request(Call("read", ["large"])) for _ in range(75)]
         for future in futures:
-            assert len(future.result(SECONDS).value) == 1 << 20  # type: ignore[union-attr]
+            assert len(future.result(PATIENCE).value) == 1 << 20  # type: ignore[union-attr]
 
 
 def test_connections_that_say_nothing_are_bounded_and_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(greetings, "_GREETING_SECONDS", 0.5)
-    with serving(tmp_path) as (url, _, _), neighbour(url) as is_served:
-        path = session.socket_path(url) + ".session"
+    with serve(tmp_path) as node, neighbour(node.url) as is_served:
+        path = session.socket_path(node.url) + ".session"
         silent = []
         for _ in range(greetings._MAX_GREETING + 5):
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            connection.settimeout(SECONDS)
+            connection.settimeout(PATIENCE)
             connection.connect(path)
             silent.append(connection)
         is_served()
         for connection in silent:
             connection.recv(4096)
             connection.close()
-        with neighbour(url):
+        with neighbour(node.url):
             pass
 
 
 def test_sessions_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(greetings, "MAX_SESSIONS", 2)
-    with serving(tmp_path) as (url, _, _), neighbour(url), raw(url):
+    with serve(tmp_path) as node, neighbour(node.url), raw(node.url):
         hello = Hello(messages.PROTOCOL, os.urandom(16), 0)
         with pytest.raises(session.SessionError, match="2 clients already"):
-            session.connect(session.socket_path(url), hello, None, SECONDS)
+            session.connect(session.socket_path(node.url), hello, None, PATIENCE)
 
 
 def test_descriptors_that_run_out_end_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(tmp_path) as (url, loop, _), neighbour(url) as is_served:
+    with serve(tmp_path) as node, neighbour(node.url) as is_served:
         problems = [OSError(24, "Too many open files")] * 2
         accept = session.Listener.accept
         tried = threading.Event()
@@ -354,32 +375,42 @@ def test_descriptors_that_run_out_end_nothing(
             return accept(self)
 
         monkeypatch.setattr(session.Listener, "accept", fails)
-        with raw(url) as client:
+        with raw(node.url) as client:
             assert tried.is_set()
             is_served()
             client.send(Ping())
             assert client.receive() == (1, Done())
         assert not problems
-        assert loop.url == url
 
 
-def test_a_fetch_that_fails_half_way_loses_no_lease(tmp_path: Path) -> None:
-    with serving(tmp_path) as (url, _, service), contextlib.closing(Channel(url)) as client:
-        assert client.wait_connected(SECONDS)
-        service.put("x", b"hello")
-        futures = client.fetch("fails half-way", ["x"] * 4, [OBJECT_BYTES] * 4)
-        for future in futures:
+def test_a_fetch_that_fails_half_way_loses_no_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve(tmp_path) as node, contextlib.closing(Channel(node.url)) as client:
+        assert client.wait_connected(PATIENCE)
+        node.put("hash/x", b"hello")
+        fetch, rest = node.service.fetch, list[Callable[[], None]]()
+
+        def fails(client: bytes, request: Fetch, each: Callable[..., None]) -> None:
+            outcomes: list[Ready | Failed] = []
+            fetch(client, request, outcomes.extend)
+            rest.append(lambda: each(outcomes[2:]))
+            each(outcomes[:2])
+            raise RuntimeError("the service is broken")
+
+        monkeypatch.setattr(node.service, "fetch", fails)
+        for future in client.fetch("s", ["hash/x"] * 4, [5] * 4):
             with pytest.raises(OSError, match="broken"):
-                future.result(SECONDS)
-        service.loop.post(service.held_back.pop())
-        until(lambda: not service.pins)
-        assert client.request(Ping()).result(SECONDS) == Done()
+                future.result(PATIENCE)
+        node.loop.post(rest.pop())
+        until(lambda: not node.leases)
+        assert client.request(Ping()).result(PATIENCE) == Done()
 
 
 def test_a_failure_while_a_client_is_greeted_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(tmp_path) as (url, _, _), neighbour(url) as is_served:
+    with serve(tmp_path) as node, neighbour(node.url) as is_served:
         welcome = session.welcome
         failures = [RuntimeError("a mistake")]
 
@@ -391,9 +422,9 @@ def test_a_failure_while_a_client_is_greeted_ends_nothing(
         monkeypatch.setattr(session, "welcome", fails)
         hello = Hello(messages.PROTOCOL, os.urandom(16), 0)
         with pytest.raises(OSError, match="timed out"):
-            session.connect(session.socket_path(url), hello, None, 0.2)
+            session.connect(session.socket_path(node.url), hello, None, 0.2)
         is_served()
-        with neighbour(url):
+        with neighbour(node.url):
             pass
 
 
@@ -403,8 +434,8 @@ def inodes(folder: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize("what", ["lock", "socket", "session", "all", "folder"])
 def test_what_a_cleaner_deletes_at_the_socket_is_made_again(what: str, tmp_path: Path) -> None:
-    with serving(tmp_path) as (url, _, _), raw(url) as old:
-        path = Path(session.socket_path(url))
+    with serve(tmp_path) as node, raw(node.url) as old:
+        path = Path(session.socket_path(node.url))
         names = {
             "lock": [".lock"],
             "socket": [""],
@@ -426,14 +457,14 @@ def test_what_a_cleaner_deletes_at_the_socket_is_made_again(what: str, tmp_path:
                 if before.keys() == after.keys() and all(
                     after[name.name] != before[name.name] for name in gone
                 ):
-                    RawClient(url).close()
+                    RawClient(node.url).close()
                     return True
             return False
 
         until(is_there_again)
         with pytest.raises(ConfigError, match="runs already"):
-            Loop(url)
-        with raw(url) as new:
+            Loop(node.url)
+        with raw(node.url) as new:
             for client in (old, new):
                 client.send(Ping())
                 assert client.receive() == (1, Done())
@@ -451,7 +482,7 @@ def test_a_server_whose_place_was_taken_ends_and_leaves_it(tmp_path: Path) -> No
     with contextlib.closing(second), contextlib.closing(arena):
         before = inodes(tmp_path / "sockets")
         with contextlib.closing(first), pytest.raises(ConfigError, match="taken its place"):
-            first.run(MemoryService(first, arena), arena, chunk_size=16)
+            first.run(mock.Mock(), arena, chunk_size=16)
         assert inodes(tmp_path / "sockets") == before
     assert os.listdir(tmp_path / "sockets") == ["server.lock"]
 
@@ -462,10 +493,10 @@ def test_a_server_whose_folder_cannot_be_made_serves_those_it_has(
     def refused(*_: object, **__: object) -> None:
         raise PermissionError("the user's session is over")
 
-    with serving(tmp_path) as (url, _, _), raw(url) as client:
+    with serve(tmp_path) as node, raw(node.url) as client:
         client.send(Ping())
         assert client.receive() == (1, Done())
-        path = Path(session.socket_path(url))
+        path = Path(session.socket_path(node.url))
         monkeypatch.setattr(os, "mkdir", refused)
         monkeypatch.setattr(os, "makedirs", refused)
         tried = threading.Semaphore(0)
@@ -478,11 +509,11 @@ def test_a_server_whose_folder_cannot_be_made_serves_those_it_has(
         monkeypatch.setattr(session, "Listener", count)
         shutil.rmtree(path.parent)
         for _ in range(3):
-            assert tried.acquire(timeout=SECONDS)
+            assert tried.acquire(timeout=PATIENCE)
         client.send(Ping())
         assert client.receive() == (1, Done())
         monkeypatch.undo()
         until(path.with_name(path.name + ".session").exists)
-        with raw(url) as new:
+        with raw(node.url) as new:
             new.send(Ping())
             assert new.receive() == (1, Done())

@@ -17,7 +17,8 @@ import pytest
 from kvshelf.errors import ConfigError, UnavailableStorageError
 from kvshelf.server import messages, session
 from kvshelf.server.messages import Hello
-from tests.server.serving import serving
+from tests.server.node import serve
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.real
 
@@ -154,23 +155,23 @@ def test_without_a_server_connecting_fails_at_once(tmp_path: Path) -> None:
 
 
 def test_a_session_passes_memory_both_ways(tmp_path: Path) -> None:
-    with serving(tmp_path) as (url, loop, service):
+    with serve(tmp_path) as node:
         before = descriptors()
-        path = session.socket_path(url)
+        path = session.socket_path(node.url)
         fd = memory(4096)
         connection, welcome, arena = session.connect(path, hello(4096), fd, 5.0)
-        service.arena.view[5000:5005] = b"hello"
+        node.arena.view[5000:5005] = b"hello"
         assert bytes(arena[5000:5005]) == b"hello"
         assert welcome.arena_bytes == len(arena)
-        assert loop.stats()["clients"] == 1
+        assert node.loop.stats()["clients"] == 1
         # Read-only, whatever the client does with the memory.
         with pytest.raises(TypeError):
             arena[0] = 1
         with pytest.raises(PermissionError):
-            mmap.mmap(service.arena.fd or -1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            mmap.mmap(node.arena.fd or -1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         connection.close()
         os.close(fd)
-        assert service.gone.acquire(timeout=10)
+        until(lambda: not node.loop.stats()["clients"])
         del arena
         assert descriptors() <= before
 
@@ -193,8 +194,8 @@ def refusal(path: str, message: bytes, passed: list[int]) -> str:
 def test_hostile_greetings_are_refused_and_cost_nothing(tmp_path: Path) -> None:
     fd = memory(4096)
     unsealed = memory(4096, 0)
-    with serving(tmp_path) as (url, loop, service):
-        path = session.socket_path(url)
+    with serve(tmp_path) as node:
+        path = session.socket_path(node.url)
         good, _, _ = session.connect(path, hello(), None, 5.0)
         before = descriptors()
         encode = messages.encode_greeting
@@ -212,17 +213,16 @@ def test_hostile_greetings_are_refused_and_cost_nothing(tmp_path: Path) -> None:
         assert "at most" in refusal(path, encode(hello(1 << 40)), [fd])
         assert "has 4096 bytes" in refusal(path, encode(hello(8192)), [fd])
         assert descriptors() <= before + 1
-        assert loop.stats()["clients"] == 1
+        assert node.loop.stats()["clients"] == 1
         assert not session.has_ended(good)
-        assert not service.calls
         good.close()
     os.close(fd)
     os.close(unsealed)
 
 
 def test_an_id_that_is_taken_is_refused(tmp_path: Path) -> None:
-    with serving(tmp_path) as (url, _, _):
-        path = session.socket_path(url)
+    with serve(tmp_path) as node:
+        path = session.socket_path(node.url)
         mine = hello()
         connection, _, _ = session.connect(path, mine, None, 5.0)
         with pytest.raises(session.SessionError, match="same id"):
@@ -232,10 +232,10 @@ def test_an_id_that_is_taken_is_refused(tmp_path: Path) -> None:
 
 
 def test_whoever_says_more_than_hello_loses_the_session(tmp_path: Path) -> None:
-    with serving(tmp_path) as (url, _, service):
-        connection, _, _ = session.connect(session.socket_path(url), hello(), None, 5.0)
+    with serve(tmp_path) as node:
+        connection, _, _ = session.connect(session.socket_path(node.url), hello(), None, 5.0)
         connection.send(b"more")
-        assert service.gone.acquire(timeout=10)
+        until(lambda: not node.loop.stats()["clients"])
         connection.close()
 
 
@@ -258,10 +258,10 @@ print(connection.recv(4096))
 def test_another_user_is_refused(tmp_path: Path) -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
-        serving(Path(folder)) as (url, loop, service),
+        serve(Path(folder)) as node,
     ):
         os.chmod(folder, 0o755)
-        path = session.socket_path(url) + ".session"
+        path = session.socket_path(node.url) + ".session"
 
         def as_other_user() -> str:
             command = [sys.executable, "-S", "-E", "-c", OTHER_USER, path]
@@ -272,5 +272,4 @@ def test_another_user_is_refused(tmp_path: Path) -> None:
         os.chmod(os.path.dirname(path), 0o777)
         os.chmod(path, 0o777)
         assert "own user only" in as_other_user()
-        assert loop.stats()["clients"] == 0
-        assert not service.clients
+        assert node.loop.stats()["clients"] == 0
