@@ -47,6 +47,8 @@ _RETRYABLE: Final = frozenset(
         *("408", "409", "429", "500", "502", "503", "504"),
     )
 )
+#: What obstore says of a redirect to nowhere, which AWS answers where a bucket is elsewhere.
+_NO_LOCATION: Final = "Received redirect without LOCATION"
 #: Answers to a condition that does not hold.
 ALREADY_THERE: Final = frozenset(("412", "PreconditionFailed"))
 _OF_KIND: Final = {
@@ -102,7 +104,8 @@ def obstore_error(
     codes = _codes(exc, text)
     if "NoSuchBucket" not in codes and isinstance(exc, FileNotFoundError):
         return ObjectMissingError(errno.ENOENT, f"{what} failed: no such object", path)
-    if status is not None and status[1] in ("301", "307"):
+    is_redirect = status is not None and status[1] in ("301", "307")
+    if is_redirect or _NO_LOCATION in text:
         codes |= _OTHER_REGION
     said = f"{what} failed: {shorten(text)}"
     known = _explained(codes, text, at, writing=writing)
