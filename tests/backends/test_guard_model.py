@@ -11,7 +11,6 @@ import errno
 import math
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
@@ -20,17 +19,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvshelf.backends import Deadlines, Reader
+from kvshelf.backends import Deadlines
 from kvshelf.backends.breaker import LEAST_FAILURES, WINDOW_SECONDS, Backoff
 from kvshelf.backends.guard import LATE_WEIGHT, GuardedBackend
-from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.errors import (
     ObjectMissingError,
     ProcessLimitError,
     TransientStorageError,
     UnavailableStorageError,
 )
-from tests.sim.storage import posix
+from tests.sim.storage import Fault, FaultyStorage, posix
 
 DEADLINE = 1.0
 TICK = 0.25
@@ -54,33 +52,11 @@ operations = st.one_of(
 )
 
 
-class Storage(WrappedBackend):
-    """A storage whose trials fail as long as it is ill."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(posix(folder))
-        self.ill = False
-        self.trials = 0
-
-    def open(self, name: str) -> Reader:
-        self.meet()
-        return self.inner.open(name)
-
-    def folders(self, prefix: str = "") -> Sequence[str]:
-        self.meet()
-        return self.inner.folders(prefix)
-
-    def meet(self) -> None:
-        self.trials += 1
-        if self.ill:
-            raise TransientStorageError(errno.EIO, "ill")
-
-
 class Life:
     """A guard, the storage behind it, and what became of calls since the guard closed last."""
 
     def __init__(self, folder: Path) -> None:
-        self.storage = Storage(folder)
+        self.storage = FaultyStorage(posix(folder))
         self.storage.inner.write("o", [b"x"])
         self.guard = GuardedBackend(self.storage, Deadlines(*[DEADLINE] * 3), BACKOFF)
         self.guard.count_into(self.count)
@@ -173,7 +149,8 @@ class Life:
 
     def recover(self, ill: float) -> None:
         """See it stay open while the storage is ill, and close by itself afterwards."""
-        self.storage.ill, self.storage.trials = True, 0
+        self.storage.add(Fault("*", error=TransientStorageError(errno.EIO, "ill")))
+        self.storage.counts.clear()
         begin = time.monotonic()
         while time.monotonic() < begin + ill:
             with pytest.raises(UnavailableStorageError):
@@ -181,8 +158,9 @@ class Life:
             time.sleep(1.0)
             assert not self.guard.reads.is_closed
         # The back-off doubles, and up to half of it is left out; each time there are two trials.
-        assert self.storage.trials <= 2 * math.log2(2 + 2 * ill / BACKOFF.first)
-        self.storage.ill = False
+        trials = self.storage.counts["open"] + self.storage.counts["folders"]
+        assert trials <= 2 * math.log2(2 + 2 * ill / BACKOFF.first)
+        self.storage.heal()
         longest = BACKOFF.most
         hears = bool(self.stuck) and time.monotonic() > self.stuck[-1][0] + 5 * DEADLINE
         if hears:

@@ -131,6 +131,22 @@ def test_no_folder_link_leads_outside(backend: PosixBackend, root: Path, level: 
     assert deeper.read_bytes() == b"secret"
 
 
+def test_folder_that_is_a_link_when_it_is_made_is_not_followed(
+    backend: PosixBackend, root: Path, monkeypatch: Any
+) -> None:
+    outside = root.parent / "outside"
+    outside.mkdir()
+
+    def put_link(part: str, *_: object, dir_fd: int) -> None:
+        os.symlink(outside, part, dir_fd=dir_fd)
+        raise FileExistsError(errno.EEXIST, "a link", part)
+
+    monkeypatch.setattr(os, "mkdir", put_link)
+    with pytest.raises(PermanentStorageError, match="symbolic link"):
+        backend.write("a/x", [b"secret"])
+    assert not everything(outside)
+
+
 # -------------------------------------------------------------------------------- root and modes
 
 

@@ -22,9 +22,12 @@ from kvshelf.backends.s3_client import PROBES_AT_ONCE
 from kvshelf.cli.app import app
 from kvshelf.errors import (
     ConfigError,
+    NoSpaceStorageError,
     ObjectMissingError,
     PermanentStorageError,
+    ProcessLimitError,
     ReadOnlyStorageError,
+    StorageError,
     TransientStorageError,
 )
 from tests.sim.s3 import Answer, Request, ScriptedS3, refusal
@@ -32,6 +35,7 @@ from tests.support.backend_suite import BackendSuite
 from tests.support.oracles import FolderOracle, Oracle
 from tests.support.servers import (
     BUCKET,
+    KEY,
     RCLONE_CACHE_SECONDS,
     SECRET,
     S3Server,
@@ -218,10 +222,54 @@ def test_wrong_keys_are_told_at_the_start(rclone: S3Server, changed: dict[str, s
     ],
 )
 def test_refusal_names_its_own_remedy(store: ScriptedS3, code: str, hint: str) -> None:
-    store.script = lambda _: refusal(403, code)
+    store.script = lambda _: refusal(403, code, f"{KEY} may not, nor who knows {SECRET}")
     with pytest.raises(PermanentStorageError, match=hint) as caught:
         store.open()
+    assert "*** may not, nor who knows ***" in str(caught.value)
     assert "its secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "writing", "listing"),
+    [
+        (507, "InsufficientStorage", NoSpaceStorageError, NoSpaceStorageError),
+        (403, "QuotaExceeded", ReadOnlyStorageError, PermanentStorageError),
+        (400, "QuotaExceeded", NoSpaceStorageError, NoSpaceStorageError),
+        (403, "AccessDenied", ReadOnlyStorageError, PermanentStorageError),
+        (400, "ExpiredToken", PermanentStorageError, PermanentStorageError),
+        (301, "PermanentRedirect", PermanentStorageError, PermanentStorageError),
+        (412, "PreconditionFailed", TransientStorageError, TransientStorageError),
+        (429, "SlowDown", TransientStorageError, TransientStorageError),
+        (503, "SlowDown", TransientStorageError, TransientStorageError),
+        (418, "Teapot", PermanentStorageError, PermanentStorageError),
+    ],
+)
+def test_answer_that_refuses_has_its_class(
+    store: ScriptedS3,
+    bucket: Any,
+    status: int,
+    code: str,
+    writing: type[StorageError],
+    listing: type[StorageError],
+) -> None:
+    store.script = lambda request: (
+        refusal(status, code) if request.kind in ("write", "list") else None
+    )
+    for error, call in (
+        (writing, lambda: bucket.write("a", [b"1"], "replace")),
+        (listing, lambda: list(bucket.list())),
+    ):
+        with pytest.raises(error) as caught:
+            call()
+        assert type(caught.value) is error
+        assert getattr(caught.value, "short_of", "quota") == "quota"
+
+
+def test_request_without_keys_is_not_signed(store: ScriptedS3) -> None:
+    options = {"anon": True, "endpoint_url": store.endpoint}
+    with closing(open_backend(f"s3://{BUCKET}/kv", storage_options=options)) as backend:
+        assert backend.stat(["a"]) == [None]
+    assert not any("Authorization" in request.headers for request in store.requests)
 
 
 def test_missing_bucket_is_told_whenever_it_is_missing(store: ScriptedS3, bucket: Any) -> None:
@@ -549,6 +597,20 @@ def test_client_when_it_is_closed_waits_for_a_thread_that_hands_over_a_result(
     seen = len(taken)
     bucket.close()
     assert len(taken) > seen > 0 and all(taken)
+
+
+@pytest.mark.parametrize(
+    "text", ["Too many open files (os error 24)", "Os { code: 12, kind: Oom }"]
+)
+def test_limit_of_the_process_says_nothing_of_the_store(
+    bucket: Any, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("request failed") from ValueError(text)
+
+    monkeypatch.setattr(bucket.client, "folders", fail)
+    with pytest.raises(ProcessLimitError, match="this process"):
+        bucket.folders()
 
 
 class PanicException(BaseException):

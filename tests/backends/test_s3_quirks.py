@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from kvshelf.backends import Backend, WriteResult, open_backend, s3_quirks
 from kvshelf.cli.app import app
-from kvshelf.errors import ConfigError, PermanentStorageError
+from kvshelf.errors import ConfigError, PermanentStorageError, StorageError
 from tests.sim.s3 import BUCKET, Answer, Request, ScriptedS3, page, refusal
 from tests.support.backend_suite import read_into
 
@@ -145,6 +145,13 @@ def test_endpoint_that_names_the_bucket_is_found_out_for_good(
     store.script = lambda _: refusal(404, "NoSuchBucket")
     with pytest.raises(PermanentStorageError, match="no bucket '127'"):
         open_backend("s3://127/in", storage_options=store.options())
+
+
+def test_host_that_is_only_called_like_the_bucket_is_no_quirk(store: ScriptedS3) -> None:
+    store.script = lambda request: refusal(*(404, "NoSuchKey") if request.path else (403, "No"))
+    with pytest.raises(StorageError, match="NoSuchKey"):
+        open_backend("s3://127/in", storage_options=store.options())
+    assert known(store, "127") == set()
 
 
 def test_missing_bucket_called_like_the_host_is_no_quirk(store: ScriptedS3) -> None:

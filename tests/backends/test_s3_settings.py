@@ -210,6 +210,14 @@ def test_fsspec_s_configuration_of_s3_has_no_part(
     assert not other.requests
 
 
+def test_option_for_who_pays_goes_with_each_request(
+    servers: tuple[ScriptedS3, ScriptedS3],
+) -> None:
+    asked(servers[0], options_for(servers[0], requester_pays=True))
+    payers = {request.headers.get("x-amz-request-payer") for request in servers[0].requests}
+    assert payers == {"requester"}
+
+
 def test_a_checksum_that_the_environment_wants_cannot_be_left_out(
     servers: tuple[ScriptedS3, ScriptedS3], monkeypatch: pytest.MonkeyPatch
 ) -> None:

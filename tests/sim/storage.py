@@ -61,7 +61,7 @@ class Fault:
     operation : str
         ``stat``, ``info``, ``open``, ``read``, ``write``, ``publish`` (after a write
         succeeded, before the caller is told), ``list``, ``folders``, ``delete``, ``set_aside``,
-        ``touch``, ``entries``, ``space``, or ``*``.
+        ``touch``, ``entries``, ``space``, ``close`` of a reader, or ``*``: all but ``close``.
     pattern : str
         Names to which it applies, as for :mod:`fnmatch`.
     wait : threading.Event, threading.Semaphore or float, optional
@@ -308,6 +308,8 @@ class _Reads(Reader):
         return self._storage.read_part(self._name, buffer.cast("B")[:count])
 
     def close(self) -> None:
+        if any(fault.operation == "close" for fault in self._storage._faults):
+            self._storage.meet("close", self._name)
         self._inner.close()
 
 
