@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError
-from kvshelf.format.model import ModelFacts
+from kvshelf.format.model import ModelFacts, rope_text
 from kvshelf.vllm import namespace, published
 from kvshelf.vllm.metadata import BY_PARAMETERS
 from kvshelf.vllm.namespace import WeightsIdentity
@@ -96,6 +96,24 @@ def test_a_folder_a_copy_and_a_hub_s_snapshot_are_one(model: Path, tmp_path: Pat
     assert "config" in by_program.namespace().record
     with pytest.raises(ConfigError, match=r"expected a pathlib\.Path"):
         ModelFacts(**facts, config=str(model))  # type: ignore[arg-type]
+
+
+def test_configuration_edited_beside_equal_weights_is_another_namespace(model: Path) -> None:
+    facts = {"layers": 2, "kv_heads": 2, "head_size": 8, "dtype": "bfloat16", "fingerprint": "w"}
+
+    def namespace_with(**changes: Any) -> bytes:
+        (model / "config.json").write_text(json.dumps(CONFIG | changes))
+        found, rope = read(engine(model)), rope_text(SimpleNamespace(**changes))
+        made = ModelFacts(**facts, rope=rope, config=found.config, code=found.code)  # type: ignore[arg-type]
+        return made.namespace().digest
+
+    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    digests = {namespace_with(), namespace_with(rms_norm_eps=0.1)}
+    digests |= {namespace_with(rope_parameters=scaled)}
+    digests |= {namespace_with(rope_parameters=scaled | {"factor": 4.0})}
+    assert len(digests) == 4
+    # A value that decides nothing, and another version of the library that wrote the file.
+    assert namespace_with(transformers_version="9.9", use_cache=False) == namespace_with()
 
 
 @pytest.mark.parametrize("name", ["name:the weights", "content"])

@@ -21,6 +21,7 @@ from tests.vllm import rig
 from tests.vllm.replay import Request
 from tests.vllm.rig import Make, Side
 from tests.vllm.scheduled import ScheduledEngine, Start
+from tests.vllm.test_handover_scheduler import loaded
 
 
 class Asked:
@@ -95,6 +96,27 @@ def test_a_step_leaves_at_most_256_requests_waiting(
     hung.set()
     engine.holds_loads = False
     engine.finish()
+
+
+def test_request_that_waits_in_the_queue_finds_what_another_engine_stored_meanwhile(
+    start: Start,
+) -> None:
+    document = prompt(203)
+    engine = start(seqs=1, prefix_caching=False)
+    engine.add("runs", prompt(40, 1), 60)
+    for number in range(4):
+        engine.add(f"{number}", [*document, number])
+        engine.wait_for_lookup(f"{number}")
+    engine.step()
+    start().run(document)
+    # An answer is renewed when it is older than a second, one a step.
+    time.sleep(1.2)
+    for _ in range(8):
+        engine.step()
+        time.sleep(0.1)
+    engine.abort("runs")
+    engine.finish()
+    assert [loaded(engine, f"{number}") for number in range(4)] == [192] * 4
 
 
 # --------------------------------------------------------------------------- preempted requests

@@ -552,6 +552,26 @@ def test_a_version_names_the_weights(engine: MiniVllm, caplog: pytest.LogCapture
     assert "was the name of other weights before" in caplog.text
 
 
+def test_shelf_at_its_bound_loses_the_oldest_prompts_and_they_are_computed(
+    start: Start, backend: FaultyStorage
+) -> None:
+    def shelf_bytes() -> int:
+        return sum(info.size for info in backend.list() if info.name.endswith(".safetensors"))
+
+    run(start(), prompt(40))
+    bound = 10 * shelf_bytes()
+    capacity = {"capacity": {"max_bytes": f"{bound}B"}, "least_free": 0}
+    engine = start(capacity, prefix_caching=False)
+    # What an engine may store is known after its first look at the shelf.
+    time.sleep(60)
+    for number in range(1, 30):
+        assert run(engine, prompt(40, number)) == [0]
+        assert shelf_bytes() <= bound
+        time.sleep(60)
+    assert run(engine, prompt(40, 29)) == [hit(40)]
+    assert run(engine, prompt(40, 1)) == [0]
+
+
 # ------------------------------------------------------------------------- anything
 
 
