@@ -72,8 +72,8 @@ test: venv  ## lint, and all tests but the slow ones
 # In THREADED are the tests with threads: 20 other orders of them. HELD_BACK is what a processor can change, layouts of
 # the KV cache and how it is rounded: run as if there were no AVX-512, and as if there were neither bfloat16 nor AMX.
 THREADED := tests/transfer tests/shelf tests/tiers tests/backends/test_guard.py tests/backends/test_guard_model.py
-HELD_BACK := $(addprefix tests/vllm/test_,$(addsuffix .py,layout_discovery precision frozen one_engine layouts_engine \
-	hybrid_engine kv_heads_engine identity_engine))
+HELD_BACK := $(addprefix tests/vllm/test_,$(addsuffix .py,layout_discovery precision frozen one_engine \
+	hybrid_engine))
 .PHONY: test-all
 test-all: venv  ## the same with the slow tests, other orders of threads, seeded faults, lesser processors
 	@$(style)

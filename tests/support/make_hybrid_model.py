@@ -1,9 +1,9 @@
-"""Make a small hybrid model with random weights: Gemma 3, gpt-oss, Qwen3-Next or LFM2 in shape.
+"""Make a small hybrid model with random weights: Gemma 3, gpt-oss or Qwen3-Next in shape.
 
 Layers of several kinds need several kinds of KV: sliding windows in Gemma 3 and gpt-oss, the states
-of gated delta nets in Qwen3-Next, those of short convolutions in LFM2. As with the examples'
-``make_model.py``, nothing is downloaded or trained, the files are a pure function of the recipe and
-the seed, and prompts are token ids (``skip_tokenizer_init=True``).
+of gated delta nets in Qwen3-Next. As with the examples' ``make_model.py``, nothing is downloaded or
+trained, the files are a pure function of the recipe and the seed, and prompts are token ids
+(``skip_tokenizer_init=True``).
 
 Output embeddings are the input embeddings in some of these families, so that plain random weights
 say the last token again and again. Here one half of the residual stream tells tokens apart and
@@ -17,7 +17,7 @@ import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -25,7 +25,7 @@ import torch
 
 from examples.models.make_model import RECIPE_FILE, write_checkpoint
 
-Family = Literal["gemma3", "gpt-oss", "qwen3-next", "lfm2"]
+Family = Literal["gemma3", "gpt-oss", "qwen3-next"]
 #: Standard deviation of attention scores before the softmax: few tokens share a head's attention.
 _SCORE_STD = 4.0
 #: What a branch of a layer adds to the residual stream, relative to the stream.
@@ -36,7 +36,8 @@ _LOGIT_STD = 4.0
 #: Standard deviation of what tokens that are said add to the half that the head reads.
 _SPOKEN = 0.25
 _SPEAKERS = 256
-_CONVOLUTION = {"qwen3-next": 4, "lfm2": 3}
+#: Tokens that the convolution of a gated delta net reads.
+_CONVOLUTION = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class HybridRecipe:
 
     Attributes
     ----------
-    family : {"gemma3", "gpt-oss", "qwen3-next", "lfm2"}
+    family : {"gemma3", "gpt-oss", "qwen3-next"}
     layers : tuple of str
         The kind of each layer, as in ``layer_types`` of its configuration.
     dtype : str
@@ -61,8 +62,6 @@ class HybridRecipe:
     leader : int, optional
         The layer whose attention decides most of what is said, so that a drafter of one layer can
         guess it; None where all layers do.
-    mtp : bool
-        The checkpoint has a head for multi-token prediction, made of the leader's attention.
     """
 
     family: Family
@@ -79,39 +78,23 @@ class HybridRecipe:
     key_heads: int = 0
     value_heads: int = 0
     leader: int | None = None
-    mtp: bool = False
-
-
-_GEMMA3 = HybridRecipe(
-    "gemma3", ("sliding_attention", "sliding_attention", "full_attention") * 2, window=320
-)
-_GPT_OSS = HybridRecipe(
-    "gpt-oss", ("sliding_attention", "full_attention") * 2, window=320, leader=1
-)
-_QWEN3_NEXT = HybridRecipe(
-    "qwen3-next",
-    ("linear_attention",) * 3 + ("full_attention",),
-    "bfloat16",
-    key_heads=2,
-    value_heads=2,
-)
-_LFM2 = HybridRecipe("lfm2", ("conv", "conv", "full_attention") * 2)
 
 
 RECIPES: dict[str, HybridRecipe] = {
-    "gemma3": _GEMMA3,
-    "gpt-oss": _GPT_OSS,
-    "qwen3-next": _QWEN3_NEXT,
-    # With states in float32, vLLM's blocks grow to 640 tokens to be as large as one.
-    "qwen3-next-wide": replace(_QWEN3_NEXT, kv_heads=1, value_heads=8),
-    # The states are behind what leads: wrong ones change what is said.
-    "qwen3-next-mtp": replace(
-        _QWEN3_NEXT,
-        layers=("full_attention", *("linear_attention",) * 3),
-        leader=0,
-        mtp=True,
-    ),
-    "lfm2": _LFM2,
+    recipe.family: recipe
+    for recipe in (
+        HybridRecipe(
+            "gemma3", ("sliding_attention", "sliding_attention", "full_attention") * 2, window=320
+        ),
+        HybridRecipe("gpt-oss", ("sliding_attention", "full_attention") * 2, window=320, leader=1),
+        HybridRecipe(
+            "qwen3-next",
+            ("linear_attention",) * 3 + ("full_attention",),
+            "bfloat16",
+            key_heads=2,
+            value_heads=2,
+        ),
+    )
 }
 
 
@@ -166,7 +149,7 @@ class _Weights:
         )
         self.reading(f"{prefix}.in_proj_qkvz.weight", 2 * keys + 2 * values)
         self.reading(f"{prefix}.in_proj_ba.weight", 2 * recipe.value_heads)
-        taps = _CONVOLUTION[recipe.family]
+        taps = _CONVOLUTION
         self.normal(f"{prefix}.conv1d.weight", 2 * keys + values, 1, taps, std=taps**-0.5)
         self.tensors[f"{prefix}.A_log"] = torch.zeros(recipe.value_heads)
         # Heads forget within some ten to some thousand tokens.
@@ -175,12 +158,6 @@ class _Weights:
         )
         self.tensors[f"{prefix}.norm.weight"] = torch.ones(recipe.head_size, dtype=self.dtype)
         self.adding(f"{prefix}.out_proj.weight", values, gain)
-
-    def short_convolution(self, prefix: str, gain: float) -> None:
-        hidden, taps = self.recipe.hidden, _CONVOLUTION[self.recipe.family]
-        self.reading(f"{prefix}.in_proj.weight", 3 * hidden)
-        self.normal(f"{prefix}.conv.weight", hidden, 1, taps, std=taps**-0.5)
-        self.adding(f"{prefix}.out_proj.weight", hidden, gain)
 
     def embeddings(self, name: str, last_norm: str) -> None:
         """Draw embeddings that are the head as well, and the norm before it."""
@@ -246,24 +223,11 @@ def _qwen3_next_layer(weights: _Weights, layer: int, gain: float) -> None:
     else:
         weights.gated_delta_net(f"{prefix}.linear_attn", gain)
     weights.norm(f"{prefix}.post_attention_layernorm.weight", recipe.hidden)
-    if layer == recipe.leader:
-        # A drafter has its attention only.
-        gain *= _LED_GAINS[0]
-    if layer == _layer_with_experts(recipe):
-        _qwen3_next_experts(weights, f"{prefix}.mlp", gain)
-    else:
-        names = ("gate_proj", "up_proj", "down_proj")
-        weights.mlp(f"{prefix}.mlp", names, recipe.intermediate, gain)
-
-
-def _layer_with_experts(recipe: HybridRecipe) -> int:
-    """Return the layer that has experts: vLLM needs one, and the head with number 0 as well."""
-    return 0 if recipe.mtp else len(recipe.layers) - 1
-
-
-def _qwen3_next_experts(weights: _Weights, mlp: str, gain: float) -> None:
-    """Draw two experts. Each token goes to both: rounding cannot decide which."""
-    names = ("gate_proj", "up_proj", "down_proj")
+    mlp, names = f"{prefix}.mlp", ("gate_proj", "up_proj", "down_proj")
+    if layer < len(recipe.layers) - 1:
+        weights.mlp(mlp, names, recipe.intermediate, gain)
+        return
+    # vLLM needs one layer with experts. Each token goes to both: rounding cannot decide which.
     for expert in range(2):
         weights.mlp(f"{mlp}.experts.{expert}", names, 64, gain)
     weights.mlp(f"{mlp}.shared_expert", names, 64, gain)
@@ -271,51 +235,16 @@ def _qwen3_next_experts(weights: _Weights, mlp: str, gain: float) -> None:
     weights.reading(f"{mlp}.shared_expert_gate.weight", 1)
 
 
-def _qwen3_next_mtp(weights: _Weights) -> None:
-    """Draw the head for multi-token prediction: one layer with the leader's attention."""
-    recipe, prefix = weights.recipe, "mtp.layers.0"
-    hidden, half = recipe.hidden, recipe.hidden // 2
-    leader = f"model.layers.{recipe.leader}.self_attn."
-    for name, tensor in list(weights.tensors.items()):
-        if name.startswith(leader):
-            weights.tensors[f"{prefix}.self_attn.{name.removeprefix(leader)}"] = tensor.clone()
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        weights.norm(f"{prefix}.{name}.weight", hidden)
-    _qwen3_next_experts(weights, f"{prefix}.mlp", 0.0)
-    for name in ("embedding", "hidden"):
-        weights.norm(f"mtp.pre_fc_norm_{name}.weight", hidden)
-    weights.tensors["mtp.norm.weight"] = weights.tensors["model.norm.weight"].clone()
-    # Reads the embedding of the next token, and a little of the model's hidden states. What comes
-    # from before the last token must not be said again.
-    weights.normal("mtp.fc.weight", hidden, 2 * hidden, std=0.02 / math.sqrt(hidden))
-    unit = torch.eye(half, dtype=weights.dtype)
-    weights.tensors["mtp.fc.weight"][:half, :half] = unit
-    weights.tensors["mtp.fc.weight"][half:] = 0
-
-
-def _lfm2_layer(weights: _Weights, layer: int, gain: float) -> None:
-    prefix, recipe = f"model.layers.{layer}", weights.recipe
-    weights.norm(f"{prefix}.operator_norm.weight", recipe.hidden)
-    if recipe.layers[layer] == "full_attention":
-        weights.attention(f"{prefix}.self_attn", gain)
-    else:
-        weights.short_convolution(f"{prefix}.conv", gain)
-    weights.norm(f"{prefix}.ffn_norm.weight", recipe.hidden)
-    weights.mlp(f"{prefix}.feed_forward", ("w1", "w3", "w2"), recipe.intermediate, gain)
-
-
 _LAYERS: dict[Family, Callable[[_Weights, int, float], None]] = {
     "gemma3": _gemma3_layer,
     "gpt-oss": _gpt_oss_layer,
     "qwen3-next": _qwen3_next_layer,
-    "lfm2": _lfm2_layer,
 }
 
 
 def _weights(recipe: HybridRecipe, seed: int) -> dict[str, torch.Tensor]:
     weights = _Weights(recipe, seed)
-    last_norm = "embedding_norm" if recipe.family == "lfm2" else "norm"
-    weights.embeddings("model.embed_tokens.weight", f"model.{last_norm}.weight")
+    weights.embeddings("model.embed_tokens.weight", "model.norm.weight")
     stream = 1.0
     for layer in range(len(recipe.layers)):
         gain = _GAIN * stream
@@ -329,8 +258,6 @@ def _weights(recipe: HybridRecipe, seed: int) -> dict[str, torch.Tensor]:
     if recipe.leader is not None:
         # A drafter's head cannot see the last token's embedding.
         weights.tensors["model.embed_tokens.weight"][:, recipe.hidden // 2 :] = 0
-    if recipe.mtp:
-        _qwen3_next_mtp(weights)
     return weights.tensors
 
 
@@ -380,38 +307,22 @@ def _config(recipe: HybridRecipe) -> dict[str, object]:
             "num_experts_per_tok": 2,
             "tie_word_embeddings": False,
         }
-    if recipe.family == "lfm2":
-        return config | {
-            "architectures": ["Lfm2ForCausalLM"],
-            "model_type": "lfm2",
-            "rope_parameters": rope,
-            "conv_L_cache": _CONVOLUTION["lfm2"],
-            "conv_bias": False,
-            "conv_dim": recipe.hidden,
-            "block_dim": recipe.hidden,
-            "block_ff_dim": recipe.intermediate,
-            "block_auto_adjust_ff_dim": False,
-            "tie_word_embeddings": True,
-        }
     return config | {
         "architectures": ["Qwen3NextForCausalLM"],
         "model_type": "qwen3_next",
         "rope_parameters": rope | {"partial_rotary_factor": 0.25},
-        "linear_conv_kernel_dim": _CONVOLUTION["qwen3-next"],
+        "linear_conv_kernel_dim": _CONVOLUTION,
         "linear_key_head_dim": recipe.head_size,
         "linear_value_head_dim": recipe.head_size,
         "linear_num_key_heads": recipe.key_heads,
         "linear_num_value_heads": recipe.value_heads,
-        "mlp_only_layers": [
-            layer for layer in range(len(recipe.layers)) if layer != _layer_with_experts(recipe)
-        ],
+        "mlp_only_layers": list(range(len(recipe.layers) - 1)),
         "decoder_sparse_step": 1,
         "num_experts": 2,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 64,
         "shared_expert_intermediate_size": 64,
         "tie_word_embeddings": False,
-        **({"num_nextn_predict_layers": 1} if recipe.mtp else {}),
     }
 
 

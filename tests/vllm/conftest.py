@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import random
-import shutil
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -23,10 +22,18 @@ from kvshelf.kv import device
 from kvshelf.shelf.shelf import Shelf
 from tests.sim.storage import FaultyStorage, posix
 from tests.support import constants
-from tests.support.engines import NEAR_TIE, Answer, Engine, assert_same
-from tests.support.fleet import Ask, Engines, MakePrompt, Places, Reference
+from tests.support.engines import (
+    NEAR_TIE,
+    Answer,
+    Ask,
+    Engine,
+    Engines,
+    MakePrompt,
+    Reference,
+    ShelfFiles,
+    assert_same,
+)
 from tests.support.waiting import PATIENCE
-from tests.vllm.shelf_files import ShelfFiles
 
 if TYPE_CHECKING:
     from tests.vllm.scheduled import ScheduledEngine, World
@@ -67,44 +74,35 @@ def copier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.fixture(scope="session")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
-    root = tmp_path_factory.mktemp("vllm")
-    model = make_model(root / "models" / "tiny", "tiny")
-    copied = root / "models" / "a copy"
-    shutil.copytree(model, copied)
-    return Places(root, model, copied, root / "shelf", root / "own shelf")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model that most engines have."""
+    return make_model(tmp_path_factory.mktemp("models") / "tiny", "tiny")
 
 
 @pytest.fixture(scope="session")
-def engines(places: Places) -> Iterator[Engines]:
+def engines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     """All engines; they are stopped, at the latest, when the session ends."""
-    engines = Engines(places)
+    engines = Engines(tmp_path_factory.mktemp("vllm"), tiny_model)
     yield engines
     engines.stop_all()
 
 
 @pytest.fixture(scope="session")
-def shelf(places: Places) -> ShelfFiles:
+def shelf(engines: Engines) -> ShelfFiles:
     """The shelf that most engines share."""
-    return ShelfFiles(places.shelf)
+    return ShelfFiles(engines.shelf)
 
 
-def _engine_fixture(name: str, scope: Literal["session", "module"]) -> Any:
-    def fixture(engines: Engines) -> Iterator[Engine]:
-        engine = engines[name]
-        yield engine
-        if scope == "module":
-            engine.stop(at_once=True)
-
-    return pytest.fixture(scope=scope, name=name)(fixture)
+@pytest.fixture(scope="session")
+def inert(engines: Engines) -> Engine:
+    """An engine without a shelf."""
+    return engines["inert"]
 
 
-inert = _engine_fixture("inert", "session")
-on_shelf = _engine_fixture("on_shelf", "session")
-beside_device = _engine_fixture("beside_device", "module")
-second = _engine_fixture("second", "module")
-third = _engine_fixture("third", "module")
-chatting = _engine_fixture("chatting", "module")
+@pytest.fixture(scope="session")
+def on_shelf(engines: Engines) -> Engine:
+    """An engine on the shelf."""
+    return engines["on_shelf"]
 
 
 @pytest.fixture(scope="session")

@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.engines import Engine
+from tests.support.engines import Engine, ShelfFiles
 from tests.support.waiting import until
-from tests.vllm.shelf_files import ShelfFiles
 
 #: What vLLM's own proxies send to the engine that prefills.
 ASKED: Mapping[str, Any] = {

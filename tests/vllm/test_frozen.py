@@ -9,6 +9,8 @@ Each conversation is held with one engine on an empty shelf and compared with it
 * KV is the same to the bit where this kind of processor, torch and vLLM recorded it. Otherwise
   some values of each tensor are the same up to rounding.
 
+Other engines load what was recorded, and what earlier releases wrote.
+
 These files change only with the format, or with what engines are to store. To record them, or to
 add the bits of this machine's processor to files that hold otherwise::
 
@@ -23,10 +25,11 @@ import json
 import os
 import platform
 import random
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import pytest
 import torch
@@ -34,12 +37,11 @@ import torch
 from examples.models.make_model import make_model
 from kvshelf.format.differences import differing_fields
 from kvshelf.format.namespace import Namespace
-from tests.support.fleet import Engines
+from tests.support.engines import NEAR_TIE, Ask, Engines, ShelfFiles, assert_same, read_object
 from tests.support.make_hybrid_model import make_hybrid_model
 from tests.support.waiting import until
 from tests.vllm.adapter_files import RANK, attention_shapes, make_adapter
 from tests.vllm.handing_over import ASKED
-from tests.vllm.shelf_files import ShelfFiles, check_object
 from tests.vllm.tiny_llava import engine_arguments, make_llava, prompt_with_images
 
 GOLDEN: Final = Path(__file__).parents[1] / "golden" / "frozen"
@@ -50,8 +52,27 @@ TOLERANCES: Final = {"float32": 0.01, "bfloat16": 0.1}
 #: Of elements. Blocks as vLLM packs them hold float32 here.
 _TYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.float32}
 
-#: Options of the connector, arguments of the engine, and the requests.
-Conversation = tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]
+RELEASES: Final = sorted(GOLDEN.parent.glob("v[0-9]*"))
+
+
+class Conversation(NamedTuple):
+    """What is asked of an engine.
+
+    Attributes
+    ----------
+    options : dict
+        Of the connector.
+    arguments : dict
+        Of the engine.
+    requests : list of dict
+    hits : list of (dict, int)
+        Requests to another engine, and how many tokens it finds on the shelf.
+    """
+
+    options: dict[str, Any]
+    arguments: dict[str, Any]
+    requests: list[dict[str, Any]]
+    hits: list[tuple[dict[str, Any], int]]
 
 
 def full(root: Path) -> Conversation:
@@ -61,7 +82,7 @@ def full(root: Path) -> Conversation:
     adapter = make_adapter(root / "adapter", 1, attention_shapes())
     lora = {"lora_name": "one", "lora_int_id": 1, "lora_path": str(adapter)}
     arguments = {"model": make_model(root / "tiny", "tiny"), "dtype": "float32"}
-    return (
+    return Conversation(
         {},
         arguments | {"enable_lora": True, "max_lora_rank": RANK},
         [
@@ -72,13 +93,14 @@ def full(root: Path) -> Conversation:
             {"prompt": TEXT[:600], "lora": lora},
             {"prompt": TEXT[:800]},
         ],
+        [],
     )
 
 
 def windows(root: Path) -> Conversation:
     """Sliding windows: a hand-over, another end of its prompt, and a salt with a folder."""
     model = make_hybrid_model(root / "gemma3", "gemma3")
-    return (
+    return Conversation(
         {"layout": "canonical", "group_by_salt": True},
         {"model": model, "dtype": "float32"},
         [
@@ -86,26 +108,41 @@ def windows(root: Path) -> Conversation:
             {"prompt": TEXT[:600] + TEXT[700:1000]},
             {"prompt": TEXT[:600], "cache_salt": "a tenant"},
         ],
+        [
+            ({"prompt": TEXT[:900]}, 768),
+            ({"prompt": TEXT[:600], "cache_salt": "a tenant"}, 512),
+            ({"prompt": TEXT[:600], "cache_salt": "another"}, 0),
+        ],
     )
 
 
 def states(root: Path) -> Conversation:
     """States: a hand-over, and a second turn."""
     model = make_hybrid_model(root / "qwen3-next", "qwen3-next")
-    return (
+    return Conversation(
         {"layout": "canonical"},
         {"model": model, "mamba_ssm_cache_dtype": "float32"},
         [
             {"prompt": TEXT[:300], "kv_transfer_params": ASKED},
             {"prompt": TEXT[:600]},
         ],
+        [({"prompt": TEXT[:600]}, 512)],
     )
 
 
 def images(root: Path) -> Conversation:
-    """Two images in a text."""
+    """Two images in a text of six chunks: in its second and third, and its fourth and fifth."""
     arguments = engine_arguments() | {"model": make_llava(root / "llava"), "dtype": "float32"}
-    return {"layout": "canonical"}, arguments, [{"prompt": prompt_with_images(1), "images": [1, 2]}]
+    prompt = prompt_with_images(1)
+    return Conversation(
+        {"layout": "canonical"},
+        arguments,
+        [{"prompt": prompt, "images": [1, 2]}],
+        [
+            ({"prompt": prompt, "images": images}, 256 * chunks)
+            for images, chunks in (([1, 2], 6), ([1, 3], 3), ([4, 2], 1))
+        ],
+    )
 
 
 CONVERSATIONS: Final = [
@@ -122,11 +159,13 @@ def test_engines_write_what_is_recorded(
     recorded = json.loads(file.read_text()) if file.exists() else None
     assert RECORD or recorded is not None, f"{file} is missing"
     shelf = ShelfFiles(tmp_path / "shelf")
-    options, arguments, requests = conversation(tmp_path)
+    options, arguments, requests, hits = conversation(tmp_path)
     options |= {"weights": "name:frozen"}
     arguments |= {"core": 0, "max_num_batched_tokens": 2048}
     turns: dict[Path, int] = {}
-    with engines.on_shelf(f"frozen {file.stem}", shelf.root, options, **arguments) as engine:
+    with engines.start(
+        f"frozen {file.stem}", shelf.root, extra_config=options, **arguments
+    ) as engine:
         for turn, request in enumerate(requests):
             engine.generate(**request, max_tokens=1)
             # What a turn stores may depend on what is stored already.
@@ -137,11 +176,56 @@ def test_engines_write_what_is_recorded(
     differing = ["everything"] if recorded is None else differences(recorded, found)
     if not RECORD:
         assert not differing, "\n".join(differing)
+        if hits:
+            check_hits(engines, shelf, options, arguments, hits)
         return
     if not differing:
         found = recorded | {"bits": recorded["bits"] | found["bits"]}
     file.parent.mkdir(exist_ok=True)
     file.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def check_hits(
+    engines: Engines,
+    shelf: ShelfFiles,
+    options: dict[str, Any],
+    arguments: dict[str, Any],
+    hits: list[tuple[dict[str, Any], int]],
+) -> None:
+    """Compare what another engine loads, and what it then answers, with what it computes."""
+    options = options | {"read_only": True}
+    name = f"reads {shelf.folder.name}"
+    with engines.start(name, shelf.root, extra_config=options, **arguments) as reader:
+        for request, hit in hits:
+            reader.reset_prefix_cache()
+            answer = reader.generate(**request)
+            assert answer.shelf_tokens == hit
+            # Log probabilities of a prompt are asked for: nothing comes from a cache.
+            computed = reader.generate(**request, prompt_logprobs=0)
+            assert computed.cached_tokens == 0
+            assert_same(answer, computed, NEAR_TIE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.name)
+def test_shelf_of_a_release_is_loaded_on_every_processor(
+    engines: Engines, ask: Ask, release: Path
+) -> None:
+    """By an engine whose namespace has no more fields than that release's."""
+    stored = json.loads((release / "prompt.json").read_text())
+    shelf = ShelfFiles(engines.root / f"shelf of {release.name}")
+    with engines.start(
+        f"reads {release.name}",
+        shelf.root,
+        connector=("ConnectorWithoutConfiguration", "tests.vllm.earlier_connector"),
+        extra_config={"layout": "canonical"},
+        block_size=64,
+    ) as engine:
+        # So that the engine's namespace is there.
+        shelf.fill(engine, [3] * 300)
+        folder = shelf.folder
+        shutil.copytree(release / "shelf" / folder.name, folder, dirs_exist_ok=True)
+        ask(engine, stored["tokens"], stored["chunks"] * 256, tolerance=NEAR_TIE)
 
 
 def wait_stored(shelf: ShelfFiles, recorded: dict[str, Any] | None, turn: int) -> None:
@@ -174,7 +258,7 @@ def describe(shelf: ShelfFiles, turns: dict[Path, int]) -> dict[str, Any]:
     tensors: list[dict[str, Any]] = []
     bits = []
     for path in sorted(turns):
-        check_object(path)
+        read_object(path)
         data = path.read_bytes()
         start = 8 + int.from_bytes(data[:8], "little")
         header = json.loads(data[8:start])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +30,6 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from kvshelf.metrics import Counters
 from kvshelf.vllm import item_ids, media, register
 from kvshelf.vllm.item_ids import CLIENT, CONTENT, ItemIds
-from tests.support.fleet import Places
 
 register()
 ALGORITHM = "blake3"
@@ -128,9 +128,9 @@ def test_ids_are_those_of_vllm_behind_their_marks(arguments: dict[str, object]) 
 
 
 @pytest.fixture(scope="module")
-def config(places: Places) -> VllmConfig:
+def config(tiny_model: Path) -> VllmConfig:
     arguments = EngineArgs(
-        model=str(places.model), skip_tokenizer_init=True, max_model_len=128, enforce_eager=True
+        model=str(tiny_model), skip_tokenizer_init=True, max_model_len=128, enforce_eager=True
     )
     return arguments.create_engine_config()
 

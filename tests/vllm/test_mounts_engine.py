@@ -8,9 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.faults.faultfs import FaultMount, mounted
-from tests.support.engines import Engine, eventually_hits
-from tests.support.fleet import Ask, Engines, MakePrompt, Reference
-from tests.vllm.shelf_files import ShelfFiles
+from tests.support.engines import (
+    Ask,
+    Engines,
+    MakePrompt,
+    Reference,
+    ShelfFiles,
+    eventually_hits,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -30,10 +35,6 @@ def two_mounts(tmp_path: Path) -> Iterator[tuple[FaultMount, FaultMount]]:
             yield first, second
 
 
-def start(engines: Engines, name: str, mount: FaultMount, core: int) -> Engine:
-    return engines.on_shelf(name, mount.path / "kv", core=core)
-
-
 def test_engines_on_two_mounts_share_a_directory(
     engines: Engines,
     two_mounts: tuple[FaultMount, FaultMount],
@@ -44,8 +45,8 @@ def test_engines_on_two_mounts_share_a_directory(
     known, new = prompt(1000), prompt(1000)
     one, other = two_mounts
     shelf = ShelfFiles(one.source / "kv")
-    writer = start(engines, "on mount a", one, 0)
-    reader = start(engines, "on mount b", other, 1)
+    writer = engines.start("on mount a", one.path / "kv", core=0)
+    reader = engines.start("on mount b", other.path / "kv", core=1)
     with writer, reader:
         assert writer.generate(known).shelf_tokens == 0
         shelf.wait_stored(known)

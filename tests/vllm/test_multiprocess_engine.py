@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.server.serve_process import ServeProcess
-from tests.support.engines import Engine, assert_same
-from tests.support.fleet import Ask, MakePrompt, Places, Reference
+from tests.support.engines import Ask, Engine, MakePrompt, Reference, assert_same
 from tests.support.waiting import until
 
 CHUNK, BLOCK = 256, 128
@@ -27,14 +27,14 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
 
 @pytest.fixture(scope="module")
 def start(
-    places: Places, node: ServeProcess, tmp_path_factory: pytest.TempPathFactory
+    tiny_model: Path, node: ServeProcess, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[], Engine]]:
     started: list[Engine] = []
 
     def engine() -> Engine:
         started.append(
             Engine(
-                places.model,
+                tiny_model,
                 tmp_path_factory.mktemp("engine") / "log",
                 connector=("MPConnector", "tests.vllm.mp_connector"),
                 extra_config={"lmcache.mp.host": node.url, "lmcache.mp.port": 0},

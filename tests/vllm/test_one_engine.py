@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.engines import Engine, assert_same, eventually_hits
-from tests.support.fleet import Ask, MakePrompt, Reference
-from tests.support.variants import variants
-from tests.support.waiting import until
-from tests.vllm.shelf_files import (
+from tests.support.engines import (
     CHUNK,
-    DAMAGE,
-    SEEN_BY_LOOKUP,
+    Ask,
+    Engine,
+    MakePrompt,
+    Reference,
     ShelfFiles,
-    is_repaired,
+    assert_close,
+    assert_same,
+    eventually_hits,
+    flip_byte,
+    read_object,
+    replace_by_fifo,
 )
+from tests.support.waiting import until
+from tests.vllm.handing_over import Counted
 
 BLOCK = 128
 
@@ -34,10 +40,7 @@ def expected_hit(shared: int, length: int) -> int:
     return min(stored, length - 1) // BLOCK * BLOCK
 
 
-@pytest.mark.parametrize(
-    "length",
-    variants([1, 127, 255, 256, 257, 300, 511, 512, 513, 1000, 2300], {1, 256, 257, 1000}),
-)
+@pytest.mark.parametrize("length", [256, 257, 1000, 1])
 def test_equal_prompt(
     engine: Engine,
     shelf: ShelfFiles,
@@ -173,43 +176,34 @@ def test_reset_of_the_connector(engine: Engine, shelf: ShelfFiles, prompt: MakeP
     assert engine.generate(tokens).shelf_tokens == 512
 
 
-@pytest.mark.parametrize("shard", variants([0, 1], {1}))
-# The truncated one has a test of its own in test_named_failures.py.
-@pytest.mark.parametrize(
-    "damage",
-    variants(
-        [damage for damage in DAMAGE if damage != "truncated"],
-        {"flipped byte of the payload", "FIFO"},
-    ),
-)
-def test_bad_object(
-    engine: Engine, shelf: ShelfFiles, ask: Ask, prompt: MakePrompt, damage: str, shard: int
+@pytest.mark.parametrize("damage", [flip_byte, replace_by_fifo])
+def test_bad_object_is_computed_and_repaired(
+    engine: Engine, shelf: ShelfFiles, ask: Ask, prompt: MakePrompt, damage: Callable[[Path], None]
 ) -> None:
+    """A load finds the one bad, and a look-up the other. What may be wrong is tested elsewhere."""
     tokens = prompt(1100)
     engine.generate(tokens)
-    bad = shelf.wait_stored(tokens)[2][shard]
-    good = bad.read_bytes()
-    DAMAGE[damage](bad)
-    before = engine.counters()
+    bad = shelf.wait_stored(tokens)[2][1]
+    metadata, tensors = read_object(bad)
+    damage(bad)
+    counter = "load_failures_bad" if damage is flip_byte else "repaired_objects"
+    counted = Counted(engine)
     lines = lines_of_transfers(engine)
-
     engine.reset_prefix_cache()
     answer = ask(engine, tokens)
     assert answer.finish_reason == "length"
 
-    until(lambda: is_repaired(bad, good), "the object's repair")
+    def is_repaired() -> bool:
+        with contextlib.suppress(AssertionError, LookupError, OSError, ValueError):
+            # Whoever opens a FIFO waits for somebody at its other end.
+            return bad.is_file() and read_object(bad)[0] == metadata
+        return False
 
+    until(is_repaired, "the object's repair")
+    assert_close(read_object(bad)[1], tensors)
     # That reaches the scheduler with a step, and so may be news to the request after the next.
     eventually_hits(engine, tokens, answer, 1024)
-    counter = "repaired_objects" if damage in SEEN_BY_LOOKUP else "load_failures_bad"
-
-    # Counts travel with steps too.
-    def counted() -> float:
-        engine.generate(tokens[:100], max_tokens=1)
-        return engine.counters().get(counter, 0) - before.get(counter, 0)
-
-    until(lambda: counted() > 0, "the count of a bad object")
-    assert counted() == 1
+    counted.wait(**{counter: 1})
     # One line for each bad object, and not more than ten a minute.
     said = len(engine.log_lines(bad.name))
     assert said == 1 or (said == 0 and lines >= 10)

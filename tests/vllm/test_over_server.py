@@ -9,51 +9,32 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.server.serve_process import ServeProcess
 from tests.support.engines import (
-    SHELF_CONNECTOR,
     Answer,
+    Ask,
     Engine,
+    Engines,
+    MakePrompt,
+    Reference,
+    ShelfFiles,
     assert_same,
     assert_same_up_to_ties,
     eventually_hits,
 )
-from tests.support.fleet import Ask, Engines, MakePrompt, Reference
-from tests.support.make_hybrid_model import make_hybrid_model
 from tests.support.waiting import PATIENCE, until
 from tests.vllm.handing_over import Counted, Promises, prefill
-from tests.vllm.hybrid_files import HybridFiles
-from tests.vllm.shelf_files import ShelfFiles
 
 #: Seconds that an engine waits for a hand-over: longer than a test may take.
 NEVER = 600.0
 
 
-def start(engines: Engines, name: str, node: ServeProcess, core: int, **options: object) -> Engine:
-    arguments = options.pop("arguments", {})
-    assert isinstance(arguments, dict)
-    return engines.start(
-        name,
-        connector=SHELF_CONNECTOR,
-        extra_config={
-            "server": node.url,
-            "handover_wait_s": NEVER,
-            "lookup_seconds": PATIENCE,
-            "identity_seconds": PATIENCE,
-            **options,
-        },
-        core=core,
-        **{"model": engines.places.model, **arguments},
-    )
-
-
 @pytest.fixture(scope="module")
 def shelf(engines: Engines) -> ShelfFiles:
-    return ShelfFiles(engines.places.root / "behind a server")
+    return ShelfFiles(engines.root / "behind a server")
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +48,13 @@ def node(shelf: ShelfFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="module")
 def served(engines: Engines, node: ServeProcess, shelf: ShelfFiles) -> Iterator[Engine]:
-    engine = start(engines, "over a server", node, 1)
+    options = {
+        "server": node.url,
+        "handover_wait_s": NEVER,
+        "lookup_seconds": PATIENCE,
+        "identity_seconds": PATIENCE,
+    }
+    engine = engines.start("over a server", extra_config=options, core=1)
     # Tests name hand-overs by its namespace.
     shelf.fill(engine, list(range(2, 302)))
     yield engine
@@ -131,29 +118,6 @@ def test_a_prompt_is_handed_over(one: Engine, ask: Ask, prompt: MakePrompt, leng
     counted.wait(handovers_complete=1, handovers_late=0, handovers_gave_up=0)
 
 
-@pytest.mark.slow
-def test_a_request_that_waits_is_told_by_the_server(
-    engines: Engines,
-    one: Engine,
-    node: ServeProcess,
-    shelf: ShelfFiles,
-    reference: Reference,
-    ask: Ask,
-    prompt: MakePrompt,
-) -> None:
-    beginning = prompt(300)
-    tokens = prompt(400, after=beginning)
-    with start(engines, "over a server, second", node, 0) as other:
-        counted = Counted(other)
-        early = other.submit(tokens, kv_transfer_params=Promises(shelf).params(tokens))
-        ask(other, beginning)
-        prefill(one, tokens)
-        answer = early.result()
-        assert answer.cached_tokens == 700
-        assert_same(answer, reference(tokens))
-        counted.wait(handovers_complete=1, handovers_late=0)
-
-
 def test_a_marker_ends_the_wait(
     one: Engine, shelf: ShelfFiles, reference: Reference, prompt: MakePrompt
 ) -> None:
@@ -202,7 +166,7 @@ def test_the_server_is_killed_under_load_and_restarted(
 def _stores(engine: Engine, tokens: list[int], shelf: ShelfFiles, expected: Answer) -> bool:
     engine.reset_connector()
     assert_same(engine.generate(tokens), expected)
-    return shelf.stores(tokens)
+    return all(path.is_file() for chunk in shelf.of(tokens) for path in chunk)
 
 
 def test_the_server_hangs_while_requests_run(
@@ -242,40 +206,3 @@ def test_an_engine_is_killed_while_it_uses_the_server(
     until(lambda: node.metrics()["clients"] == 0, "the end of a session")
     until(lambda: node.metrics()["leases"] == 0, "no lease left")
     shelf.check_all()
-
-
-# --------------------------------------------------------------------------------- hybrid models
-
-
-def _begins_to_store(engine: Engine, tokens: list[int], shelf: ShelfFiles) -> bool:
-    engine.generate(tokens)
-    return bool(shelf.namespaces())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3", "qwen3-next", "lfm2"])
-def test_a_hybrid_model_hits_over_a_server_that_starts_late(
-    engines: Engines, tmp_path: Path, prompt: MakePrompt, family: str
-) -> None:
-    """Every kind of KV passes through the server: what is loaded is what vLLM has in memory."""
-    chunk = 256 if family == "gemma3" else 128
-    model = make_hybrid_model(engines.places.root / "models" / family, family)
-    arguments: dict[str, object] = {"model": model, "dtype": "float32"}
-    if family == "qwen3-next":
-        arguments = {"model": model, "mamba_ssm_cache_dtype": "float32"}
-    shelf = HybridFiles(tmp_path / "shelf")
-    node = ServeProcess(shelf.root, tmp_path / "socket" / "node.sock", "256MiB", started=False)
-    tokens = prompt(3 * chunk + 40)
-    with start(engines, f"{family} over a server", node, 0, arguments=arguments) as engine, node:
-        node.start()
-        # Until it is connected it computes.
-        until(lambda: _begins_to_store(engine, prompt(2 * chunk), shelf), "a connection")
-        assert engine.generate(tokens).shelf_tokens == 0
-        shelf.wait_hit(tokens, 3 * chunk)
-        own = engine.generate(tokens)
-        assert (own.cached_tokens, own.shelf_tokens) == (3 * chunk, 0)
-        engine.reset_prefix_cache()
-        loaded = engine.generate(tokens)
-        assert (loaded.cached_tokens, loaded.shelf_tokens) == (3 * chunk, 3 * chunk)
-        assert (loaded.tokens, loaded.logprobs) == (own.tokens, own.logprobs)
-        assert shelf.check_all()

@@ -7,28 +7,25 @@ of the same engine, and what one degree stored with what the other stored, as nu
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from tests.support.engines import (
     NEAR_TIE,
     Answer,
     Engine,
+    Engines,
+    MakePrompt,
+    ShelfFiles,
+    assert_close,
     assert_same,
     eventually_hits,
+    flip_byte,
+    read_object,
 )
-from tests.support.fleet import Engines, MakePrompt, of_ranks
-from tests.support.variants import variants
 from tests.support.waiting import until
-from tests.vllm.shelf_files import DAMAGE, ShelfFiles, assert_close
 
 
 @dataclass
@@ -43,14 +40,15 @@ class Degrees:
         return (self.one, self.two)[ranks - 1]
 
 
-def start(engines: Engines, name: str, shelf: ShelfFiles, count: int = 1, **options: Any) -> Engine:
-    arguments = of_ranks(count) | options.pop("arguments", {})
-    return engines.on_shelf(name, shelf.root, options, **arguments)
-
-
 @pytest.fixture(scope="module")
 def degrees(engines: Engines, shelf: ShelfFiles, on_shelf: Engine) -> Iterator[Degrees]:
-    two = start(engines, "two ranks", shelf, 2)
+    two = engines.start(
+        "two ranks",
+        shelf.root,
+        env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+    )
     yield Degrees(shelf, on_shelf, two)
     two.stop(at_once=True)
 
@@ -93,7 +91,7 @@ def test_both_degrees_compute_the_same_kv(degrees: Degrees, prompt: MakePrompt) 
         degrees[ranks].reset_prefix_cache()
         degrees[ranks].generate(tokens)
         chunks = degrees.shelf.wait_stored(tokens)
-        stored.append([[load_file(path) for path in chunk] for chunk in chunks])
+        stored.append([[read_object(path)[1] for path in chunk] for chunk in chunks])
         for chunk in chunks:
             for path in chunk:
                 path.unlink()
@@ -105,21 +103,13 @@ def test_both_degrees_compute_the_same_kv(degrees: Degrees, prompt: MakePrompt) 
 
 
 @pytest.mark.usefixtures("reference")  # so that no near-tie is drawn
-@pytest.mark.parametrize("shard", variants([0, 1], {1}))
-@pytest.mark.parametrize(
-    "damage",
-    [DAMAGE["flipped byte of the payload"], pytest.param(Path.unlink, marks=pytest.mark.slow)],
-    ids=["damaged", "gone"],
-)
-def test_what_one_rank_cannot_load_all_compute_again(
-    degrees: Degrees, prompt: MakePrompt, shard: int, damage: Callable[[Path], None]
-) -> None:
+def test_what_one_rank_cannot_load_all_compute_again(degrees: Degrees, prompt: MakePrompt) -> None:
     engine, shelf = degrees.two, degrees.shelf
     tokens = prompt(900)
     engine.reset_prefix_cache()
     cold = engine.generate(tokens)
-    damaged = shelf.wait_stored(tokens)[1][shard]
-    damage(damaged)
+    damaged = shelf.wait_stored(tokens)[1][1]
+    flip_byte(damaged)
     engine.reset_prefix_cache()
     answer = engine.generate(tokens)
     assert_same(answer, cold)
@@ -143,57 +133,3 @@ def test_many_requests_of_two_ranks(degrees: Degrees, prompt: MakePrompt) -> Non
     assert engine.metrics()["vllm:external_prefix_cache_hits_total"] > before
     for answer, expected in zip(warm, cold, strict=True):
         assert_same(answer, expected, NEAR_TIE)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not torch.backends.cpu.get_cpu_capability().startswith("AVX512"),
-    reason="vLLM has FP8 caches on CPUs with AVX-512 only",
-)
-def test_scales_of_heads_are_the_same_facts_on_one_rank_and_on_two(
-    engines: Engines, prompt: MakePrompt
-) -> None:
-    model = engines.places.root / "models" / "scaled by head"
-    shutil.copytree(engines.places.model, model)
-    config = json.loads((model / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "dense",
-        "config_groups": {},
-        "ignore": [],
-        "kv_cache_scheme": {
-            "num_bits": 8,
-            "type": "float",
-            "strategy": "attn_head",
-            "symmetric": True,
-            "dynamic": False,
-        },
-    }
-    (model / "config.json").write_text(json.dumps(config))
-    heads = {"q": "num_attention_heads", "k": "num_key_value_heads", "v": "num_key_value_heads"}
-    scales = {
-        f"model.layers.{layer}.self_attn.{name}_scale": 0.01
-        * torch.arange(1.0 + layer, 1.0 + layer + config[count]).view(-1, 1, 1)
-        for layer in range(config["num_hidden_layers"])
-        for name, count in heads.items()
-    }
-    [file] = model.glob("*.safetensors")
-    save_file(load_file(file) | scales, file, metadata={"format": "pt"})
-    facts = []
-    for ranks in (1, 2):
-        shelf = ShelfFiles(engines.places.root / f"shelf of scales on {ranks}")
-        name = f"scales of heads, {ranks} ranks"
-        with start(
-            engines, name, shelf, ranks, weights="name:scaled", arguments={"model": model}
-        ) as one:
-            tokens = prompt(600)
-            one.generate(tokens)
-
-            def hits(one: Engine = one, tokens: list[int] = tokens) -> bool:
-                one.reset_prefix_cache()
-                return one.generate(tokens).shelf_tokens == 512
-
-            until(hits, "a hit on what was stored")
-        [folder] = shelf.namespaces()
-        facts.append(json.loads((folder / "namespace.json").read_text())["kv_scales"])
-    assert facts[0] == facts[1]

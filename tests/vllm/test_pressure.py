@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import random
 
-from tests.support.engines import Answer, Engine, assert_same_up_to_ties
-from tests.support.fleet import MakePrompt, Reference
+from tests.support.engines import (
+    Answer,
+    Engine,
+    MakePrompt,
+    Reference,
+    ShelfFiles,
+    assert_same_up_to_ties,
+)
 from tests.support.waiting import until
-from tests.vllm.shelf_files import ShelfFiles
 
 BLOCK = 128
 
@@ -28,7 +33,7 @@ def test_many_requests_with_preemption(
         def preempted() -> bool:
             one.reset_prefix_cache()
             before = one.metrics()["vllm:num_preemptions_total"]
-            found[:] = one.generate_all(prompts, max_tokens=16, timeout=300)
+            found[:] = one.generate_all(prompts, max_tokens=16)
             return one.metrics()["vllm:num_preemptions_total"] > before
 
         # On a busy machine they may come one after the other.

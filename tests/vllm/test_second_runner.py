@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.fleet import Engines
+from tests.support.engines import Engines
 
 CHILD = Path(__file__).with_name("second_runner_child.py")
 
@@ -51,12 +51,12 @@ def test_chunks_are_gathered_behind_the_forward_pass_and_loaded_by_the_next_engi
     engines: Engines, tmp_path: Path, prompt: Callable[[int], list[int]]
 ) -> None:
     tokens = prompt(600)
-    first = run(engines.places.model, tmp_path / "shelf", [tokens, tokens])
+    first = run(engines.model, tmp_path / "shelf", [tokens, tokens])
     (cold, no_hit), (warm, hit) = first["answers"]
     assert (no_hit, hit) == (0, 512)
     assert warm == cold
     # Before vLLM learns that the step is over.
     assert (first["early"], first["late"]) == (2, 0)
-    second = run(engines.places.model, tmp_path / "shelf", [tokens])
+    second = run(engines.model, tmp_path / "shelf", [tokens])
     assert second["answers"] == [[cold, 512]]
     assert second["early"] == 0

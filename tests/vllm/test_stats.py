@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines import Engine
-from tests.support.fleet import MakePrompt
-from tests.vllm.shelf_files import ShelfFiles
+from tests.support.engines import Engine, MakePrompt, ShelfFiles
 
 pytest.importorskip("vllm")
 
@@ -239,7 +237,7 @@ def test_an_engine_shows_what_kvshelf_does(
         assert gained(f"{times}_sum{label}") > 0, operation
     assert after["vllm:kvshelf_staging_limit_bytes"] > 1 << 29
     assert "vllm:kvshelf_staging_used_bytes" in after
-    engine.call("log_stats")
+    engine.call("do_log_stats")
     (*_, line) = engine.log_lines("KV Transfer metrics: ")
     assert "Hit tokens=" in line and "Avg read (ms)=" in line and "Staging limit MB=" in line
 

@@ -1,18 +1,42 @@
-"""A second engine on the same shelf: restarts, races, adapters, shelves that vanish."""
+"""A second engine on the same shelf: restarts, races, adapters."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.engines import Engine, assert_same, assert_same_up_to_ties
-from tests.support.fleet import Ask, Engines, MakePrompt, Places, Reference
+pytest.importorskip("vllm")
+
+from vllm.lora.request import LoRARequest
+
+from tests.support.engines import (
+    Ask,
+    Engine,
+    Engines,
+    MakePrompt,
+    Reference,
+    ShelfFiles,
+    assert_same,
+    assert_same_up_to_ties,
+)
 from tests.support.waiting import until
 from tests.vllm.adapter_files import attention_shapes, make_adapter
-from tests.vllm.shelf_files import ShelfFiles
+
+
+@pytest.fixture(scope="module")
+def second(engines: Engines) -> Iterator[Engine]:
+    """An engine that was started after another one was killed, with large steps."""
+    yield engines["second"]
+    engines["second"].stop(at_once=True)
+
+
+def wait_objects(shelf: ShelfFiles, count: int) -> None:
+    """Wait until the shelf holds `count` objects."""
+    until(lambda: len(shelf.objects()) == count, f"{count} objects on the shelf")
 
 
 def test_killed_while_storing_and_started_again(
@@ -91,7 +115,7 @@ def test_adapters_are_told_apart_by_content(
         cold.append(second.generate(tokens, lora=adapter))
         assert cold[-1].shelf_tokens == 0
         # Two chunks in two shards.
-        shelf.wait_objects(before + 4 * number)
+        wait_objects(shelf, before + 4 * number)
     assert len({tuple(answer.tokens) for answer in cold}) == 3
     for adapter, answer in zip([*adapters, lora(3, copy)], [*cold, cold[1]], strict=True):
         second.reset_prefix_cache()
@@ -117,7 +141,7 @@ def test_adapters_are_told_apart_by_content(
     new = second.generate(tokens, lora=renamed)
     assert new.shelf_tokens == 0
     assert new.tokens != cold[2].tokens
-    shelf.wait_objects(len(objects) + 4)
+    wait_objects(shelf, len(objects) + 4)
     second.reset_prefix_cache()
     warm = second.generate(tokens, lora=renamed)
     assert warm.shelf_tokens == 512
@@ -135,15 +159,15 @@ def test_an_adapter_that_is_swapped_in_place_answers_with_its_new_files(
     tokens, before = prompt(600), len(shelf.objects())
     second.generate(prompt(20), lora=lora)
     old = second.generate(tokens, lora=lora)
-    shelf.wait_objects(before + 4)
+    wait_objects(shelf, before + 4)
     expected = second.generate(
         tokens, lora={"lora_name": "new", "lora_int_id": 12, "lora_path": str(new)}
     )
     assert expected.tokens != old.tokens
-    shelf.wait_objects(before + 8)
+    wait_objects(shelf, before + 8)
     shutil.rmtree(folder)
     make_adapter(folder, 12, shapes)
-    second.call("add_lora", lora=lora | {"load_inplace": True})
+    second.call("add_lora", lora_request=LoRARequest(**lora, load_inplace=True))
     # The server's later requests keep `load_inplace`, those of other clients need not.
     for inplace in (True, False):
         for connector in (False, True):
@@ -163,71 +187,5 @@ def test_stop_publishes_what_is_staged(
         second.generate(tokens, max_tokens=1)
     second.stop()
     for tokens in prompts:
-        shelf.wait_stored(tokens, timeout=0.1)
+        shelf.wait_stored(tokens, seconds=0.1)
     shelf.check_all()
-
-
-@pytest.fixture(scope="module")
-def own(places: Places) -> ShelfFiles:
-    """A shelf that is deleted and write-protected."""
-    return ShelfFiles(places.own)
-
-
-@pytest.mark.slow
-def test_shelf_deleted_while_running(
-    third: Engine,
-    inert: Engine,
-    own: ShelfFiles,
-    reference: Reference,
-    ask: Ask,
-    prompt: MakePrompt,
-) -> None:
-    tokens = prompt(1100)
-    own.fill(third, tokens)
-    prompts = [tokens + prompt(5) for _ in range(6)]
-    requests = [third.submit(each) for each in prompts]
-    own.delete()
-    answers = [request.result() for request in requests]
-    alone = [reference(each) for each in prompts]
-    inert.reset_prefix_cache()
-    inert.generate(tokens)
-    assert_same_up_to_ties(answers, alone, inert.generate_all(prompts))
-    third.reset_prefix_cache()
-    ask(third, tokens)
-    # It comes back by itself: every ten seconds, a store looks whether it is described.
-    until(lambda: bool(third.generate(prompt(300)) and own.namespaces()))
-    new = prompt(600)
-    own.fill(third, new)
-    ask(third, new, 512)
-
-
-@pytest.mark.slow
-def test_read_only_shelf(third: Engine, own: ShelfFiles, ask: Ask, prompt: MakePrompt) -> None:
-    """The last test with the third engine: after a refusal it stores nothing for a while."""
-    if not third.heeds_permissions:
-        pytest.skip("these tests run as a root that cannot give up its privileges")
-    stored, new = prompt(600), [prompt(600) for _ in range(3)]
-    own.fill(third, stored)
-    until(lambda: not own.temporaries(), "temporaries gone")
-    objects = own.objects()
-    # The second, if another write than that of a chunk is refused first.
-    lines = "takes no stores", "takes no writes"
-
-    def said() -> list[int]:
-        return [len(third.log_lines(line)) for line in lines]
-
-    before = said()
-    folders = [own.root, *(path for path in own.root.rglob("*") if path.is_dir())]
-    for folder in folders:
-        folder.chmod(0o555)
-    try:
-        ask(third, stored, 512)
-        for tokens in new:
-            ask(third, tokens, 0)
-        until(lambda: said() > before, "a line in the log")
-        third.generate(prompt(600))
-        assert own.objects() == objects
-        assert all(now - then <= 1 for now, then in zip(said(), before, strict=True))
-    finally:
-        for folder in folders:
-            folder.chmod(0o755)

@@ -24,7 +24,7 @@ import httpx
 import pytest
 
 from examples.models.make_model import make_model
-from tests.support.fork_server import _preloaded
+from tests.support.engines import preloaded_libraries
 from tests.support.servers import BUCKET, command, free_port, rclone_s3
 from tests.support.vllm_router import routing
 from tests.support.waiting import until
@@ -61,7 +61,11 @@ class Server:
             # All that is not computed comes from the shelf.
             *("--no-enable-prefix-caching", "--enable-prompt-tokens-details"),
         ]
-        self._own = {"LD_PRELOAD": _preloaded(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        self._own = {
+            "LD_PRELOAD": preloaded_libraries(),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
         self._stores = role == "kv_producer"
         self.start()
 

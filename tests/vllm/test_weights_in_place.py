@@ -8,17 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.serve_process import ServeProcess
 from tests.support.engines import (
     NEAR_TIE,
-    SHELF_CONNECTOR,
     Answer,
     Engine,
+    Engines,
+    MakePrompt,
+    ShelfFiles,
     assert_same,
 )
-from tests.support.fleet import Engines, MakePrompt
-from tests.support.waiting import PATIENCE, until
-from tests.vllm.shelf_files import ShelfFiles
+from tests.support.waiting import until
 
 EXTENSION = "tests.vllm.trainer_extension.TrainerExtension"
 
@@ -32,10 +31,10 @@ class Trained:
     def update(self, method: str, *, pauses: bool = True, **arguments: int) -> None:
         """A trainer's order of calls: pause, update, resume."""
         if pauses:
-            self.engine.call("pause")
-        self.engine.call("worker", method=method, **arguments)
+            self.engine.call("pause_generation")
+        self.engine.call("collective_rpc", method=method, kwargs=arguments)
         if pauses:
-            self.engine.call("resume")
+            self.engine.call("resume_generation")
         # Its steps are enough to compare the weights.
         self.check([7] * 20, 0, max_tokens=24)
 
@@ -88,7 +87,7 @@ def are_two_chunks(objects: set[Path]) -> bool:
 @pytest.fixture(scope="module")
 def trained(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     shelf = ShelfFiles(tmp_path_factory.mktemp("trained") / "shelf")
-    engine = engines.on_shelf("trained", shelf.root, core=1, worker_extension_cls=EXTENSION)
+    engine = engines.start("trained", shelf.root, core=1, worker_extension_cls=EXTENSION)
     yield Trained(engine, shelf)
     engine.stop(at_once=True)
 
@@ -149,7 +148,7 @@ def test_weights_that_change_while_the_engine_sleeps(
     trained.warm(tokens)
     for step in (level, 0):
         trained.engine.call("sleep", level=level)
-        trained.engine.call("worker", method="write_step", step=step)
+        trained.engine.call("collective_rpc", method="write_step", kwargs={"step": step})
         trained.engine.call("wake_up")
         # Its steps are enough to compare the weights.
         trained.check([7] * 20, 0, max_tokens=24)
@@ -176,40 +175,3 @@ def test_weights_that_vllm_reloads_need_a_version_where_they_cannot_be_read(
         trained.cold(tokens)
         trained.warm(tokens)
         assert "version:step 6" in trained.weights()
-
-
-@pytest.mark.slow
-def test_the_first_step_after_a_change_loads_nothing_of_before_from_a_node_server(
-    engines: Engines, tmp_path: Path, prompt: MakePrompt
-) -> None:
-    shelf = ShelfFiles(tmp_path / "shelf")
-    with (
-        ServeProcess(shelf.root, tmp_path / "run" / "node.sock", "64MiB") as node,
-        engines.start(
-            "trained over a server",
-            connector=SHELF_CONNECTOR,
-            extra_config={
-                "server": node.url,
-                "lookup_seconds": PATIENCE,
-                "identity_seconds": PATIENCE,
-            },
-            core=1,
-            model=engines.places.model,
-            worker_extension_cls=EXTENSION,
-        ) as engine,
-    ):
-        served = Trained(engine, shelf)
-        for step in (1, 2):
-            tokens = prompt(600)
-            served.cold(tokens)
-            served.warm(tokens)
-            engine.call("worker", method="load_step", step=step)
-            loaded = engine.counters()["loaded_tokens"]
-            # vLLM's reset leaves the connector out: the worker alone knows of the change, and
-            # refuses a load that vLLM may be told of.
-            served.check(tokens, 0, 512)
-            # Nor has vLLM's own cache anything of before. These are enough steps to compare.
-            for one, most in ((tokens, 8), ([7] * 20, 24)):
-                answer = engine.generate(one, max_tokens=most)
-                assert_same(answer, served.anew(one, most), NEAR_TIE)
-            assert engine.counters()["loaded_tokens"] == loaded

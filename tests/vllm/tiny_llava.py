@@ -6,7 +6,6 @@ tokens as a chunk holds by default.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
@@ -29,11 +28,6 @@ _TORCHVISION: Final = Path(sys.prefix) / "torchvision"
 IMAGE_TOKEN = 4095
 
 _PIXELS, _PATCH, _HIDDEN, _INTERMEDIATE, _LAYERS = 224, 14, 64, 128, 2
-#: Inputs and outputs of what brings the vision tower's output to the text.
-PROJECTOR: Final = {
-    "multi_modal_projector.linear_1": (_HIDDEN, language.RECIPES["tiny"].hidden),
-    "multi_modal_projector.linear_2": (language.RECIPES["tiny"].hidden,) * 2,
-}
 _PROCESSOR = {
     "image_processor_type": "CLIPImageProcessor",
     "crop_size": {"height": _PIXELS, "width": _PIXELS},
@@ -76,6 +70,15 @@ def _register_no_operators() -> None:
     operators.write_text("".join(line for line in lines if not line.startswith(registering)))
 
 
+def picture(seed: int) -> Any:
+    """Return an image of coloured squares, another one for each seed."""
+    import numpy as np
+    from PIL import Image
+
+    squares = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    return Image.fromarray(squares).resize((64, 64), Image.Resampling.NEAREST)
+
+
 def prompt_with_images(seed: int) -> list[int]:
     """Return a prompt with two images, which becomes six chunks: in the second and fourth."""
     generator = random.Random(seed)
@@ -86,12 +89,8 @@ def prompt_with_images(seed: int) -> list[int]:
     return [*text(300), IMAGE_TOKEN, *text(300), IMAGE_TOKEN, *text(600)]
 
 
-def make_llava(folder: Path, features: str = "default") -> Path:
-    """Make the model in a folder, unless it is there.
-
-    With "full" `features` an image becomes one token more, that of its class. vLLM applies adapters
-    to encoders like this one only so: otherwise it counts too few tokens in the encoder.
-    """
+def make_llava(folder: Path) -> Path:
+    """Make the model in a folder, unless it is there."""
     recipe = language.RECIPES["tiny"]
     text = language._config(recipe)
     config: dict[str, object] = {
@@ -101,7 +100,7 @@ def make_llava(folder: Path, features: str = "default") -> Path:
         "image_token_index": IMAGE_TOKEN,
         "projector_hidden_act": "gelu",
         "vision_feature_layer": -1,
-        "vision_feature_select_strategy": features,
+        "vision_feature_select_strategy": "default",
         "text_config": text,
         "vision_config": {
             "model_type": "clip_vision_model",
@@ -120,8 +119,7 @@ def make_llava(folder: Path, features: str = "default") -> Path:
             f"language_model.{name}": one for name, one in language._weights(recipe, 0).items()
         }
         weights |= _vision(recipe.hidden)
-        add_files = functools.partial(_add_files, features=features)
-        language.write_checkpoint(folder, weights, config, {"model": "llava"}, add_files)
+        language.write_checkpoint(folder, weights, config, {"model": "llava"}, _add_files)
     return folder
 
 
@@ -166,7 +164,7 @@ def _vision(hidden: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _add_files(folder: Path, features: str) -> None:
+def _add_files(folder: Path) -> None:
     """Write the image processor's settings and a tokenizer of single words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -178,7 +176,7 @@ def _add_files(folder: Path, features: str) -> None:
                 "image_token": "<image>",
                 "num_additional_image_tokens": 1,
                 "patch_size": _PATCH,
-                "vision_feature_select_strategy": features,
+                "vision_feature_select_strategy": "default",
             }
         )
     )
