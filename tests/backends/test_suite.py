@@ -128,6 +128,7 @@ class TestGenericOnFolder(_OverFolder):
         return _LinksOnlyOracle(root)
 
 
+@pytest.mark.slow
 class TestWrapped(TestPosix):
     examples = 10
 
