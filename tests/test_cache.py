@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -413,6 +411,9 @@ def test_handles_end_by_themselves(cache: ChunkCache) -> None:
     prefetched = cache.submit_prefetch(tokens)
     assert prefetched.wait()
     assert prefetched.result() == 3 * CHUNK
+    assert [repr(handle) for handle in (stored, looked, retrieved, prefetched)] == [
+        f"<{name}, done>" for name in ("store", "lookup", "retrieve", "prefetch")
+    ]
 
 
 # ------------------------------------------------------------------------- on a device
@@ -826,39 +827,70 @@ def test_prefetched_memory_is_bounded_and_the_oldest_goes_first(make: Make) -> N
 # ------------------------------------------------------------------------- arguments
 
 
-@any_place
-@pytest.mark.parametrize(
-    ("call", "missing"),
-    [
-        (lambda c: c.store(kv=nothing(3)), "tokens"),
-        (lambda c: c.retrieve(kv=nothing(3)), "tokens"),
-        (lambda c: c.lookup(), "tokens"),
-        (lambda c: c.prefetch(), "tokens"),
-        (lambda c: c.chunk_keys(), "tokens"),
-        (lambda c: c.store([1]), "kv"),
-        (lambda c: c.retrieve([1]), "kv"),
-        (lambda c: c.store([1], slot_mapping=torch.arange(1)), "kv"),
-        (lambda c: PagedKV(), "caches and layout and slot_mapping"),
-        (lambda c: PagedKV([], slot_mapping=torch.arange(1)), "layout"),
-    ],
-)
-def test_what_is_missing_is_named(
-    cache: ChunkCache, call: Callable[[ChunkCache], object], missing: str
-) -> None:
-    with pytest.raises(ValueError, match=missing):
-        call(cache)
-
-
-@any_place
-def test_a_slot_mapping_is_asked_for_when_caches_are_bound(cache: ChunkCache) -> None:
+def bound(cache: ChunkCache, **arguments: Any) -> object:
+    """Retrieve to caches that are bound."""
     paged = as_paged(nothing(CHUNK)).arguments["kv"]
     cache.bind(paged.caches, paged.layout)
-    with pytest.raises(ValueError, match="slot_mapping"):
-        cache.retrieve(prompt(CHUNK))
-    with pytest.raises(ValueError, match="both kv and slot_mapping"):
-        cache.retrieve(prompt(CHUNK), kv=paged, slot_mapping=paged.slot_mapping)
-    with pytest.raises(ValueError, match="expected one integer for each token"):
-        cache.retrieve(prompt(CHUNK), slot_mapping=torch.zeros(CHUNK))
+    return cache.retrieve(prompt(CHUNK), **arguments)
+
+
+@any_place
+@pytest.mark.parametrize(
+    ("call", "error", "problem"),
+    [
+        (lambda c: c.store(kv=nothing(3)), ValueError, "tokens"),
+        (lambda c: c.retrieve(kv=nothing(3)), ValueError, "tokens"),
+        (lambda c: c.lookup(), ValueError, "tokens"),
+        (lambda c: c.prefetch(), ValueError, "tokens"),
+        (lambda c: c.chunk_keys(), ValueError, "tokens"),
+        (lambda c: c.store([1]), ValueError, "kv"),
+        (lambda c: c.retrieve([1]), ValueError, "kv"),
+        (lambda c: c.store([1], slot_mapping=torch.arange(1)), ValueError, "kv"),
+        (lambda c: PagedKV(), ValueError, "caches and layout and slot_mapping"),
+        (lambda c: PagedKV([], slot_mapping=torch.arange(1)), ValueError, "layout"),
+        (bound, ValueError, "slot_mapping"),
+        (
+            lambda c: bound(c, kv=nothing(CHUNK), slot_mapping=torch.arange(CHUNK)),
+            ValueError,
+            "both kv and slot_mapping",
+        ),
+        (
+            lambda c: bound(c, slot_mapping=torch.zeros(CHUNK)),
+            ValueError,
+            "expected one integer for each token",
+        ),
+        (lambda c: c.lookup([1, -1]), ValueError, "not a token id"),
+        (lambda c: c.lookup([1, 2**32]), ValueError, "not a token id"),
+        (lambda c: c.lookup([1.5]), ValueError, "not a token id"),
+        (lambda c: c.lookup(["a"]), ValueError, "not a token id"),
+        (lambda c: c.lookup(torch.zeros(2)), ValueError, "not a token id"),
+        (
+            lambda c: c.lookup(torch.zeros(1, 5, dtype=torch.int64)),
+            ValueError,
+            "one prompt at a time",
+        ),
+        (lambda c: c.lookup([1], tiers=[]), ValueError, "memory, disk, shelf"),
+        (lambda c: c.lookup([1], tiers=["cloud"]), ValueError, "memory, disk, shelf"),
+        (lambda c: c.lookup([1], tiers=["memory", "gpu"]), ValueError, "memory, disk, shelf"),
+        (lambda _: PromptIdentity(salt=b"tenant"), TypeError, "^salt is a bytes.*; expected a "),  # type: ignore[arg-type]
+        (lambda _: PromptIdentity(salt=None), TypeError, "^salt is a NoneType.*; expected a "),  # type: ignore[arg-type]
+        (lambda _: PromptIdentity(lora_digest="0"), TypeError, "^lora_digest is a str"),  # type: ignore[arg-type]
+        (lambda _: PromptIdentity(items="image"), TypeError, "^an item of items is a str"),  # type: ignore[arg-type]
+        (lambda c: c.lookup([1], identity="tenant"), TypeError, "^identity is a str"),
+        (lambda c: c.prefetch([1], identity="tenant"), TypeError, "^identity is a str"),
+        (lambda c: c.remove(b"key"), TypeError, "^key is a bytes"),
+        (lambda _: ChunkCache.open("/mnt/kv", facts()), TypeError, "^config is a str"),  # type: ignore[arg-type]
+        (lambda _: ChunkCache.open(Config(), "llama"), TypeError, "^model is a str"),  # type: ignore[arg-type]
+    ],
+)
+def test_arguments_that_are_missing_or_of_another_form_are_refused(
+    cache: ChunkCache,
+    call: Callable[[ChunkCache], object],
+    error: type[Exception],
+    problem: str,
+) -> None:
+    with pytest.raises(error, match=problem):
+        call(cache)
 
 
 @any_place
@@ -884,30 +916,6 @@ def test_masks_of_another_form_are_refused(cache: ChunkCache, mask: Any, problem
     ):
         with pytest.raises(ValueError, match=problem):
             call()
-
-
-@any_place
-@pytest.mark.parametrize(
-    ("tokens", "problem"),
-    [
-        ([1, -1], "not a token id"),
-        ([1, 2**32], "not a token id"),
-        ([1.5], "not a token id"),
-        (["a"], "not a token id"),
-        (torch.zeros(2), "not a token id"),
-        (torch.zeros(1, 5, dtype=torch.int64), "one prompt at a time"),
-    ],
-)
-def test_tokens_of_another_form_are_refused(cache: ChunkCache, tokens: Any, problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        cache.lookup(tokens)
-
-
-@any_place
-@pytest.mark.parametrize("tiers", [[], ["cloud"], ["memory", "gpu"]])
-def test_unknown_tiers_are_refused(cache: ChunkCache, tiers: list[str]) -> None:
-    with pytest.raises(ValueError, match="memory, disk, shelf"):
-        cache.lookup([1], tiers=tiers)
 
 
 TOKENS = 2 * CHUNK
@@ -1001,23 +1009,6 @@ def test_kv_may_be_the_third_argument(cache: ChunkCache) -> None:
     for second in (found, [(found, found)], ["x"]):
         with pytest.raises(ValueError, match="KV goes into kv"):
             cache.retrieve(tokens, second)
-
-
-@any_place
-def test_handles_say_what_they_are(cache: ChunkCache) -> None:
-    tokens = prompt(TOKENS)
-    stored = cache.submit_store(tokens, kv=truth(tokens))
-    assert stored.result().complete
-    handles = [
-        stored,
-        cache.submit_lookup(tokens),
-        cache.submit_retrieve(tokens, kv=nothing(TOKENS)),
-        cache.submit_prefetch(tokens),
-    ]
-    assert [handle.wait(PATIENCE) for handle in handles] == [True] * 4
-    assert [repr(handle) for handle in handles] == [
-        f"<{name}, done>" for name in ("store", "lookup", "retrieve", "prefetch")
-    ]
 
 
 def _strided(heads: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -1200,12 +1191,6 @@ def test_without_a_place_the_shelf_is_private(caplog: pytest.LogCaptureFixture) 
     with ChunkCache.open(Config(), facts()) as cache:
         assert Path(cache.shelf.url).stat().st_mode & 0o077 == 0
     assert "shared_storage_path is not set" in caplog.text
-
-
-@pytest.mark.real
-def test_importing_the_package_loads_no_torch() -> None:
-    code = "import sys, kvshelf; assert 'torch' not in sys.modules; kvshelf.ChunkCache"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_arguments_of_other_types_are_refused_at_the_door(make: Make) -> None:

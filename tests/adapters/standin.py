@@ -62,6 +62,7 @@ class ScriptedChannel:
         self.welcome: Welcome | None = Welcome(bytes(16), 1 << 24, 0, 30.0, chunk_size, facts)
         self.connected = True
         self.page_locked = False
+        self.locked_for: list[Any] = []
         self.segment = Segment(segment_bytes)
         assert self.segment.fd is not None
         self.stored_bytes = Arena.of(self.segment.fd, self.segment.nbytes).view
@@ -84,6 +85,9 @@ class ScriptedChannel:
 
     def register(self, record: bytes) -> None:
         self.on_connect(lambda _: self.serve(Register(record)))
+
+    def page_lock(self, device: Any) -> None:
+        self.locked_for.append(device)
 
     def wait_connected(self, timeout: float) -> bool:
         return self.connected

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 from kvshelf import ChunkCache, Config, Shelf
-from kvshelf.adapters.copies import EngineCaches
 from kvshelf.backends import open_backend
 from kvshelf.errors import ConfigError
 from kvshelf.forms import PagedKV
-from kvshelf.kv import sources
-from kvshelf.kv.device_tensors import DeviceTensors
 from kvshelf.kv.layout import slots_of
-from kvshelf.server.channel import Channel
 from kvshelf.server.client import open_cache
 from tests.adapters.test_adapters import (
     BLOCK,
@@ -36,8 +29,6 @@ from tests.adapters.test_adapters import (
     namespace,
     op,
 )
-from tests.native.fake_cudart import FakeCudart, fake_cudart
-from tests.native.simulated_device import SimulatedStreams
 from tests.server.serve_process import PATIENT, ServeProcess
 from tests.support.prompts import prompt
 from tests.support.waiting import until
@@ -92,46 +83,6 @@ def test_engines_share_what_they_store(mode: str, node: ServeProcess) -> None:
         assert other.load("c", rest) == set()
         until(lambda: node.metrics()["leases"] == 0)
         other.scheduler.end_session("b")
-
-
-class PageableIsSlow(SimulatedStreams):
-    """As CUDA: a copy to ordinary host memory waits for all that is before it on its stream."""
-
-    def __init__(self, runtime: FakeCudart) -> None:
-        super().__init__()
-        self.runtime = runtime
-
-    def enqueue(self, work: Any, *arguments: Any) -> None:
-        super().enqueue(work, *arguments)
-        if getattr(work, "__name__", "") == "copy_":
-            ends = [work.__self__, arguments[0]]
-            if not any(map(self.runtime.holds, ends)):
-                self.current().finish()
-
-
-def test_a_store_on_a_gpu_does_not_wait_for_the_engine(node: ServeProcess) -> None:
-    ids = list(range(PER_CHUNK))
-    with fake_cudart() as runtime:
-        streams = PageableIsSlow(runtime)
-        with (
-            closing(streams),
-            mock.patch.object(sources, "HostKVCache", lambda calls: DeviceTensors(calls, streams)),
-            mock.patch.object(EngineCaches, "device", torch.device("cuda", 0)),
-            closing(Channel(node.url, segment_bytes=SEGMENT)) as channel,
-            Engine(caches(1), channel, node.url) as engine,
-        ):
-            until(lambda: channel.page_locked)
-            work = op("tokens", ids, 1)
-            with streams.hold():
-                engine.worker.submit_store_request("a", work, None)
-                assert engine.worker.get_finished({"a"}) == (set(), set())
-            until(lambda: engine.worker.get_finished(set())[0] == {"a"})
-            stored = engine.blocks(ids).clone()
-            for cache in engine.kv.values():
-                streams.do(cache.zero_)
-            streams.finish()
-            assert engine.load("a", work) == set()
-            assert torch.equal(engine.blocks(ids), stored)
 
 
 def test_tokens_are_on_the_shelf_and_hashes_are_not(node: ServeProcess, shelf: Path) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from kvshelf.backends import WriteResult
 from kvshelf.backends.guard import GuardedBackend
-from kvshelf.errors import TransientStorageError, UnavailableStorageError
+from kvshelf.errors import ObjectMissingError, TransientStorageError, UnavailableStorageError
 from kvshelf.server import messages
 from kvshelf.server.backend import ServedBackend
 from kvshelf.server.calls import Calls
@@ -82,6 +83,18 @@ def test_listings_beyond_a_clients_share_are_ended_the_oldest_first(
     assert len(list(listings[-1])) == 1000
     with pytest.raises(OSError, match="begin another one"):
         list(listings[0])
+
+
+def test_entries_are_those_of_the_storage(backend: ServedBackend) -> None:
+    assert backend.write("a/x", [b"12"]) is WriteResult.CREATED
+    assert backend.write("a/x", [b"12"]) is WriteResult.EXISTED
+    info = backend.info("a/x")
+    assert info is not None and info.size == 2
+    assert backend.info("a/y") is None
+    assert list(backend.folders("")) == ["a"]
+    assert backend.space() is not None
+    with pytest.raises(ObjectMissingError):
+        backend.open("a/y")
 
 
 def test_probe_that_fails_is_no_miss(backend: ServedBackend, storage: FaultyStorage) -> None:

@@ -49,19 +49,6 @@ def test_a_lookup_lease_ends_after_its_time_and_a_renewed_one_later() -> None:
     assert book.stats() == (0, 0)
 
 
-def test_what_is_fetched_ends_the_lookups_of_other_clients_in_its_session() -> None:
-    book = Leases(quota=100)
-    for client, session, slot in ((A, "1", X), (A, "1", Y), (A, "2", X), (B, "1", X)):
-        assert book.grant(client, session, slot, fetched=False)
-    assert book.grant(B, "1", X, fetched=True)
-    assert book.end_lookups(B, "1", X) == [X]
-    assert book.end_lookups(B, "1", X) == []
-    # What was not fetched stays, as does what another request has looked up.
-    assert book.end_session(A, "1") == [Y]
-    assert book.end_session(A, "2") == [X]
-    assert book.stats() == (1, 10)
-
-
 def test_what_is_no_longer_leased_is_forgotten() -> None:
     clock = Clock()
     book = Leases(seconds=30.0, quota=1000, clock=clock)
@@ -132,6 +119,15 @@ class LeaseMachine(RuleBasedStateMachine):
     def end_session(self, client: bytes, session: str) -> None:
         numbers = [n for n, m in self.model.items() if m[:2] == [client, session] and not m[3]]
         self.ended(self.book.end_session(client, session), numbers)
+
+    @rule(client=clients, session=sessions, slot=things)
+    def end_lookups(self, client: bytes, session: str, slot: Thing) -> None:
+        """End those of the other client: this one has fetched the slot."""
+        self.grant(client, session, slot, True)
+        numbers = [
+            n for n, m in self.model.items() if m[0] != client and m[1:4] == [session, slot, False]
+        ]
+        self.ended(self.book.end_lookups(client, session, slot), numbers)
 
     @rule(client=clients)
     def end_client(self, client: bytes) -> None:

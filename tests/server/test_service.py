@@ -206,24 +206,6 @@ def test_an_expired_lease_is_not_valid_and_its_memory_waits_for_its_client(desk:
     assert desk.stat("pinned_bytes") == 0
 
 
-def test_what_a_dead_client_held_and_waited_for_is_taken_back(desk: Desk, shelf: Path) -> None:
-    gate = desk.hold("read")
-    first, second = make_chunks(FMT, 2)
-    desk.store(A, name_of(FMT, first), sealed(FMT, first))
-    put(shelf, FMT, second)
-    (ready,) = desk.fetch(A, [name_of(FMT, first)], [SIZE])
-    assert isinstance(ready, Ready)
-    outcomes = desk.begin_fetch(A, [name_of(FMT, second)], [SIZE])
-    desk.run_until(lambda: desk.counts["open"] == 1)
-    desk.service.client_gone(A)
-    gate.set()
-    desk.settle()
-    assert not outcomes
-    assert desk.stat("leases") == desk.stat("pinned_bytes") == desk.stat("clients") == 0
-    # What was read for it is there for others.
-    assert desk.stat("objects") == 2
-
-
 def test_what_a_dead_client_asked_for_and_nobody_has_begun_is_forgotten(desk: Desk) -> None:
     gate = desk.hold("stat", "write")
     replies: list[Any] = []
@@ -459,29 +441,30 @@ def test_lookup_of_a_scheduler_holds_no_memory_that_a_worker_has_fetched_and_rel
 
 
 @pytest.mark.parametrize("is_here", [False, True])
-def test_client_that_goes_during_its_lookup_or_store_leaves_nothing(
+def test_client_that_goes_while_its_requests_are_served_leaves_nothing(
     desk: Desk, shelf: Path, is_here: bool
 ) -> None:
     """Some of its objects are in memory, so that they are pinned meanwhile."""
-    chunks = make_chunks(FMT, 3)
-    for chunk in chunks:
-        put(shelf, FMT, chunk)
-    names = [name_of(FMT, chunk) for chunk in chunks]
+    chunks = make_chunks(FMT, 4)
+    names = [put(shelf, FMT, chunk) for chunk in chunks]
     if is_here:
-        (ready,) = desk.fetch(B, names[:1], [SIZE])
-        desk.service.release(B, [ready.lease])
-    gate = desk.hold("stat", "write")
+        desk.fetch(A, names[:1], [SIZE])
+    gate = desk.hold("stat", "write", "read")
     replies: list[Any] = []
     desk.service.lookup(A, look_up_chunks("s", [[name] for name in names]), replies.append)
+    fetched = desk.begin_fetch(A, names[3:], [SIZE])
     data = sealed(FMT, chunks[2])
     first = desk.begin_store(B, names[2], data)
     joined = desk.begin_store(A, names[2], data)
+    desk.run_until(lambda: desk.counts["open"] == 1 + is_here)
     desk.service.client_gone(A)
     gate.set()
     desk.settle()
     assert first == [Stored("existed")]
-    assert not joined
+    assert not joined and not fetched
     assert desk.stat("leases") == desk.stat("pinned_bytes") == 0
+    # What was read for it is there for others.
+    assert desk.stat("read_objects") == 1 + is_here
 
 
 def test_a_lookup_counts_what_is_in_memory_while_the_shelf_fails(desk: Desk) -> None:
@@ -560,21 +543,6 @@ def test_small_store_waits_behind_large_ones(make_desk: MakeDesk) -> None:
     assert desk.stat("waiting") == 3
     gate.set()
     desk.run_until(lambda: all(stores))
-
-
-@mock.patch("kvshelf.server.service._FEW_THREADS", 2)
-def test_clients_that_read_take_turns(make_desk: MakeDesk, shelf: Path) -> None:
-    desk = make_desk()
-    gate = desk.hold("read")
-    names = [put(shelf, FMT, chunk) for chunk in make_chunks(FMT, 21)]
-    first = desk.begin_fetch(A, names[:20], [SIZE] * 20)
-    others = desk.begin_fetch(B, names[20:], [SIZE])
-    gate.set()
-    desk.run_until(lambda: bool(others))
-    # One is being read when the other client comes, and one is next by then.
-    assert len(first) < 3
-    desk.run_until(lambda: len(first) == 20)
-    assert all(isinstance(outcome, Ready) for outcome in (*first.values(), *others.values()))
 
 
 def test_a_store_that_waits_too_long_for_memory_blames_no_storage(
@@ -698,36 +666,16 @@ def test_a_record_that_is_none_is_refused(desk: Desk) -> None:
             desk.service.register(wrong)
 
 
-def test_calls_go_to_the_storage(desk: Desk, shelf: Path) -> None:
-
-    def call(method: str, *args: Any, data: bytes = b"") -> Any:
-        reply = desk.ask("call", A, method, list(args), data)
-        return reply.value if isinstance(reply, Result) else reply
-
-    folder = FMT.namespace.folder
-    assert call("write", f"{folder}/namespace.json", "create", data=b"{}") == "created"
-    assert call("write", f"{folder}/namespace.json", "create", data=b"{}") == "existed"
-    assert call("folders", "") == [folder]
-    assert call("stat", [f"{folder}/namespace.json", f"{folder}/x"]) == FoundSizes([2, MISSING])
-    assert call("info", f"{folder}/namespace.json")[:2] == [f"{folder}/namespace.json", 2]
-    assert call("info", f"{folder}/x") is None
-    assert call("read", f"{folder}/namespace.json", 1, 100) == [2, b"}"]
-    assert call("read", f"{folder}/x", 0, 1).kind == "ObjectMissingError"
-    assert call("write", f"{folder}/.kvshelf/gave-up/m", "create") == "created"
-    chunks = make_chunks(FMT, 3)
-    names = [name_of(FMT, chunk) for chunk in chunks]
-    for chunk in chunks:
-        put(shelf, FMT, chunk)
-    rows, more = call("list", folder, None, None, False)
-    assert more is None
-    assert {row[0] for row in rows} == {*names, f"{folder}/namespace.json"}
-    desk.fetch(B, names[:1], [SIZE])
-    assert call("delete", names[0]) is True
-    assert call("delete", names[0]) is False
-    # Gone from memory as well.
-    assert desk.ask("find", A, names[:1], [SIZE]) == FoundSizes([MISSING])
-    assert call("set_aside", names[1]) is True
-    assert not (shelf / names[1]).exists()
+@pytest.mark.parametrize("method", ["delete", "set_aside"])
+def test_object_that_a_client_deletes_is_gone_from_memory_as_well(
+    desk: Desk, shelf: Path, method: str
+) -> None:
+    name = put(shelf, FMT, make_chunks(FMT, 1)[0])
+    desk.fetch(B, [name], [SIZE])
+    for there in (True, False):
+        assert desk.ask("call", A, method, [name], b"") == Result(there)
+    assert not (shelf / name).exists()
+    assert desk.ask("find", A, [name], [SIZE]) == FoundSizes([MISSING])
 
 
 @pytest.mark.parametrize(
