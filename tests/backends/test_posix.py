@@ -775,7 +775,7 @@ def test_use_of_another_user_s_file_is_a_link_to_it_where_others_may_write(
         (Mount("fuse.blobfuse", source="x"), [50], None),
         (Mount("fuse.rclone", source="remote:kv"), [50], None),
         # Some filesystems of programs know no size.
-        (Mount("fuse.some"), [], None),
+        (Mount("ext4", source="/dev/sda"), [], None),
     ],
 )
 def test_space_is_what_the_mount_says_unless_that_is_not_true(
