@@ -189,6 +189,15 @@ def test_chance_to_wait_after_many_waits_in_vain_is_one_in_1024() -> None:
     assert waited == [0, 1, 2, 18, 50, 114, 242, 498, 1010, 2034, 3058, 4082]
 
 
+def test_waits_in_vain_that_are_not_in_a_row_leave_the_chance_to_wait() -> None:
+    bare = BareWaits()
+    for hopeful in (False, True, False, False):
+        patience = Patience(1.0, hopeful=hopeful)
+        assert bare.may_begin(patience)
+        bare.ended(patience)
+    assert bare.may_begin(Patience(1.0))
+
+
 def test_what_is_there_already_is_not_waited_for_and_says_nothing(start: Start) -> None:
     engine = start()
     for number in range(4):

@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.v1.core.sched.output import KVConnectorBlockState
 
 from kvshelf.format.differences import how_to_unite
-from kvshelf.format.keys import Chunk
+from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import FULL, kind_key
 from kvshelf.format.namespace import Namespace
 from kvshelf.shelf.waits import WaitService
@@ -28,6 +28,7 @@ from kvshelf.vllm import handshake
 from kvshelf.vllm.adapters import AdapterDigests
 from kvshelf.vllm.handover import Handover, no_handover, read_handover
 from kvshelf.vllm.scheduler import SchedulerSide, handovers, hits
+from kvshelf.vllm.scheduler.promise import Promise
 from kvshelf.vllm.scheduler.requests import Awaited
 from tests.support.clocks import Clock
 from tests.support.prompts import prompt
@@ -166,6 +167,17 @@ def test_a_whole_prompt_is_promised_and_stored(
     stores = [op for meta in engine.metas for op in meta.stores]
     assert {op.attempt for op in stores} == {handover.attempt}
     assert counts(engine) == {"promised": 1}
+
+
+def test_promise_of_earlier_weights_is_forgotten(start: Start) -> None:
+    engine = start()
+    old, new = (engine._make_namespace(CHUNK, f"user:{name}") for name in ("old", "new"))
+    promise = Promise()
+    for namespace, first, end in ((old, 0, 3), (new, 2, 4)):
+        for chunk in KeyChain(namespace.digest, CHUNK).extend(prompt(4 * CHUNK))[first:end]:
+            promise.add(namespace, FULL, chunk)
+    # The first chunks are in the earlier namespace alone.
+    assert promise.handover(engine.groups, 4 * CHUNK, CHUNK) is None
 
 
 def test_while_a_rank_can_write_nothing_nothing_is_promised(start: Start) -> None:
@@ -420,6 +432,17 @@ def test_hybrid_models_use_no_end_within_an_image(
     other = prompt(203, seed=1)
     start(model, whole_items=True, interval=100).run(other)
     assert engine.run(other) == [expected]
+
+
+def test_engine_without_tails_loads_the_chunks_before_one(start: Start) -> None:
+    tokens = prompt(203)
+    handover = prefill(start(), tokens)
+    engine = start()
+    side_of(engine).opening.tails = False
+    engine.add("r", tokens, answer=1, transfer=handover.params())
+    engine.finish()
+    assert loaded(engine, "r") == 192
+    assert counts(engine)["complete"] == 1
 
 
 def test_prompt_that_is_handed_over_whole_is_loaded_up_to_an_image_at_its_end(

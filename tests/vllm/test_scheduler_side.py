@@ -343,6 +343,57 @@ def test_a_step_whose_blocks_vllm_does_not_name_stores_later(side: Side) -> None
     assert len(side.step({"r": (20, 1)}).stores) == 2
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"prompt_token_ids": None},
+        {"prompt_embeds": object()},
+        {"prompt_is_token_ids": [True] * 40},
+        {"resumable": True},
+    ],
+)
+def test_request_whose_tokens_may_change_is_neither_loaded_nor_stored(
+    side: Side, changed: dict[str, object]
+) -> None:
+    side.put(prompt(40), 3)
+    assert side.ask(Request("r", prompt(40), **changed)) == 0
+    assert not side.step({"r": (0, 40)}, new=("r",)).stores
+
+
+def test_step_of_which_a_part_fails_brings_loads_and_stores_nothing(
+    ahead: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in (0, 1):
+        ahead.put(prompt(20, seed))
+    requests = [ahead.known(name, prompt(20, seed)) for seed, name in enumerate(("r", "s", "t"))]
+    ahead.step()
+    assert ahead.ask(requests[0]) == 16
+    ahead.load(requests[0], 16)
+
+    def broken(*_: object) -> None:
+        raise KeyError("a part that plans after the stores")
+
+    monkeypatch.setattr(ahead.side.admission, "plan", broken)
+    meta = ahead.step({"t": (0, 20)}, new=("t",))
+    assert (meta.stores, meta.prefetches) == ([], [])
+    assert [op.request_id for op in meta.loads] == ["r"]
+
+
+@pytest.mark.parametrize("later", [0, 1, 2])
+def test_blocks_of_a_promised_prompt_are_kept_while_its_stores_may_be_postponed(
+    side: Side, later: int
+) -> None:
+    request = Request("r", prompt(20), kv_transfer_params={"do_remote_decode": True})
+    side.ask(request)
+    assert len(side.step({"r": (0, 20)}, new=("r",)).stores) == 3
+    request.num_computed_tokens = 20
+    for _ in range(later):
+        side.step()
+    keeps_blocks, params = side.side.finished("r")
+    assert params is not None and params["kvshelf_tokens"] == 20
+    assert keeps_blocks is (later < 2)
+
+
 def test_what_to_read_ahead_that_cannot_be_planned_does_not_hold_up_loads(
     ahead: Side, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1004,6 +1055,7 @@ def test_load_and_its_end_are_announced_until_every_rank_has_begun(make: Make) -
     for _ in range(3):
         meta = side.step(silent=frozenset({1}))
         assert orders_of(meta).cancelled == [load]
+        assert [op.chunks for op in meta.loads] == [[]]
     side.step()
     meta = side.step()
     assert not meta.loads

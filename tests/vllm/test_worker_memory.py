@@ -14,12 +14,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from kvshelf.errors import ConfigError
 from kvshelf.vllm.connector import SharedStorageConnector
 from kvshelf.vllm.metadata import (
+    LoadOp,
     PrefetchOp,
     StepMetadata,
 )
 from tests.sim.storage import Fault, FaultyStorage
 from tests.support.waiting import until
 from tests.vllm.replay import make_config, make_groups
+from tests.vllm.rig import next_number
 from tests.vllm.worker_rig import WorkerRig
 
 # ------------------------------------------------------------------------- requests that wait
@@ -82,6 +84,19 @@ def test_a_low_latency_shelf_takes_no_memory_for_waiting_requests(writer: Worker
 
 
 # ------------------------------------------------------------------------- the memory tier
+
+
+@pytest.mark.parametrize("options", [{"memory": TIER}, {}])
+def test_chunk_that_a_worker_stored_is_loaded_from_its_memory(
+    make_worker: Callable[..., WorkerRig], options: dict[str, int]
+) -> None:
+    rig = make_worker(**options)
+    chunks = rig.chunks(1)
+    rig.store(chunks)
+    rig.path(chunks[0]).unlink()
+    _, bad, _ = rig.load(LoadOp(next_number(), "r", 0, 8, chunks, ([20, 21],)))
+    assert rig.same(1, 20) is bool(options)
+    assert bad == (set() if options else {20, 21})
 
 
 def test_an_engine_does_not_start_without_the_memory_of_its_tier(

@@ -139,6 +139,15 @@ def test_configurations_that_do_not_fit_the_model_stop_the_start(
     made.shutdown()
 
 
+def test_report_names_how_the_model_scales_queries(
+    make_worker: Callable[..., WorkerRig],
+) -> None:
+    model = torch.nn.Linear(1, 1)
+    for name, value in (("attn_temperature_tuning", True), ("floor_scale", 9), ("attn_scale", 2)):
+        setattr(model, name, value)
+    assert make_worker(model=model).report().attention_temperature == ("9.0 2.0",)
+
+
 @pytest.mark.parametrize(("chunks", "warned"), [(1.9, None), (2, True), (511, True), (512, False)])
 def test_bound_below_two_chunks_is_refused_and_below_a_prompt_warned_of(
     make_worker: Callable[..., WorkerRig],
@@ -210,6 +219,19 @@ def test_a_load_that_is_refused_is_useless_where_a_window_left_blocks_out(
 
 
 # ------------------------------------------------------------------------- loads that fail
+
+
+def test_failed_load_is_told_until_this_rank_is_heard(
+    make_worker: Callable[..., WorkerRig],
+) -> None:
+    rig = make_worker()
+    rig.load(LoadOp(next_number(), "r", 0, 8, rig.chunks(1), ([20, 21],)))
+    for heard, is_told in (({1: 99}, True), ({0: 99}, False)):
+        meta = StepMetadata(heard=heard)
+        rig.side.bind(meta)
+        said = rig.side.worker_metadata()
+        rig.side.clear(meta)
+        assert bool(said and said.facts) is is_told
 
 
 def test_a_cancelled_load_is_finished_and_no_failure(make_worker: Callable[..., WorkerRig]) -> None:
