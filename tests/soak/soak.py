@@ -62,7 +62,7 @@ RECOVERY_SECONDS = 120.0
 FILESYSTEM_BYTES = 192 << 20
 MAX_BYTES = 24 << 20
 #: What a process may have more in the last fifth of the run than in the second one.
-GROWTH = {"memory, MiB": 200.0, "threads": 30.0, "open files": 30.0}
+GROWTH = {"memory, MiB": 300.0, "threads": 30.0, "open files": 30.0}
 
 ENGINE: dict[str, Any] = {
     "dtype": "float32",
@@ -229,7 +229,7 @@ class Trouble(Worker):
 
     def repeat(self) -> None:
         self.stopping.wait(self._draw.uniform(0.05, 0.5))
-        harms_shelf = self._draw.random() < 0.05
+        harms_shelf = self._draw.random() < 0.1
         name = self._draw.choice(sorted(self._of_shelf if harms_shelf else self._of_objects))
         # What was to be spoilt may be gone, or spoilt already.
         with contextlib.suppress(OSError, IndexError, ValueError, subprocess.SubprocessError):

@@ -572,6 +572,23 @@ def test_shelf_at_its_bound_loses_the_oldest_prompts_and_they_are_computed(
     assert run(engine, prompt(40, 1)) == [0]
 
 
+@pytest.mark.parametrize("damaged", range(5))
+def test_damaged_chunk_is_computed_only_where_a_window_reaches_it(
+    start: Start, backend: FaultyStorage, damaged: int
+) -> None:
+    """vLLM has no blocks for tokens that the window of the token behind a hit does not reach."""
+    window, tokens = 2 * CHUNK, prompt(5 * CHUNK + 3)
+    run(start({"window": window}, window=window), tokens)
+    (path,) = Path(backend.url).rglob(f"*-{damaged}-0of*")
+    good = path.read_bytes()
+    path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    for _ in range(2):
+        # The engine compares all that a step reads with what the model computes.
+        run(start({"window": window}, window=window), tokens)
+    # What was computed instead is stored again. A chunk that is not wanted is not even read.
+    assert (path.read_bytes() == good) is (damaged >= 3)
+
+
 # ------------------------------------------------------------------------- anything
 
 
