@@ -7,10 +7,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.credentials import Credentials
 from fsspec import config as fsspec_config
 from typer.testing import CliRunner
 
@@ -21,7 +23,7 @@ from tests.sim.s3 import BUCKET, Request, ScriptedS3
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install '.[s3]'")
 
-from kvshelf.backends.s3_settings import resolve
+from kvshelf.backends.s3_settings import Keys, resolve
 
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("no_account")]
 
@@ -308,6 +310,27 @@ def test_a_profile_brings_its_keys_to_its_endpoint(
     assert sum("minio of-minio" in " ".join(headers) for *_, headers in requests) >= 5
     assert "foreign" not in str(requests)
     assert not other.requests
+
+
+class Renewing(Credentials):  # type: ignore[misc, unused-ignore]
+    """Keys of a role, which botocore renews by itself."""
+
+    def refresh_needed(self) -> bool:
+        return False
+
+
+def test_keys_are_good_for_minutes_and_those_of_a_role_are_not_read_again() -> None:
+    made: list[Renewing] = []
+
+    def make() -> Renewing:
+        made.append(Renewing(f"k{len(made)}", "s"))
+        return made[-1]
+
+    keys = Keys(make)
+    good_for = keys.provide()["expires_at"] - datetime.now(UTC)
+    assert timedelta(minutes=4) < good_for <= timedelta(minutes=5)
+    assert not keys.reread()
+    assert len(made) == 1
 
 
 def test_an_endpoint_may_begin_with_the_bucket() -> None:
