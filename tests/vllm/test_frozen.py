@@ -9,7 +9,7 @@ Each conversation is held with one engine on an empty shelf and compared with it
 * KV is the same to the bit where this kind of processor, torch and vLLM recorded it. Otherwise
   some values of each tensor are the same up to rounding.
 
-Other engines load what was recorded, and what earlier releases wrote.
+What was recorded is loaded, and so is what earlier releases wrote.
 
 These files change only with the format, or with what engines are to store. To record them, or to
 add the bits of this machine's processor to files that hold otherwise::
@@ -37,7 +37,15 @@ import torch
 from examples.models.make_model import make_model
 from kvshelf.format.differences import differing_fields
 from kvshelf.format.namespace import Namespace
-from tests.support.engines import NEAR_TIE, Ask, Engines, ShelfFiles, assert_same, read_object
+from tests.support.engines import (
+    NEAR_TIE,
+    Ask,
+    Engine,
+    Engines,
+    ShelfFiles,
+    assert_same,
+    read_object,
+)
 from tests.support.make_hybrid_model import make_hybrid_model
 from tests.support.waiting import until
 from tests.vllm.adapter_files import RANK, attention_shapes, make_adapter
@@ -66,7 +74,7 @@ class Conversation(NamedTuple):
         Of the engine.
     requests : list of dict
     hits : list of (dict, int)
-        Requests to another engine, and how many tokens it finds on the shelf.
+        Later requests, and how many tokens come from the shelf.
     """
 
     options: dict[str, Any]
@@ -171,13 +179,13 @@ def test_engines_write_what_is_recorded(
             # What a turn stores may depend on what is stored already.
             wait_stored(shelf, None if RECORD else recorded, turn)
             turns |= dict.fromkeys(shelf.objects() - turns.keys(), turn)
-    turns |= dict.fromkeys(shelf.objects() - turns.keys(), len(requests))
+        engine.reset_connector()
+        turns |= dict.fromkeys(shelf.objects() - turns.keys(), len(requests))
+        check_hits(engine, hits)
     found = describe(shelf, turns)
     differing = ["everything"] if recorded is None else differences(recorded, found)
     if not RECORD:
         assert not differing, "\n".join(differing)
-        if hits:
-            check_hits(engines, shelf, options, arguments, hits)
         return
     if not differing:
         found = recorded | {"bits": recorded["bits"] | found["bits"]}
@@ -185,25 +193,16 @@ def test_engines_write_what_is_recorded(
     file.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def check_hits(
-    engines: Engines,
-    shelf: ShelfFiles,
-    options: dict[str, Any],
-    arguments: dict[str, Any],
-    hits: list[tuple[dict[str, Any], int]],
-) -> None:
-    """Compare what another engine loads, and what it then answers, with what it computes."""
-    options = options | {"read_only": True}
-    name = f"reads {shelf.folder.name}"
-    with engines.start(name, shelf.root, extra_config=options, **arguments) as reader:
-        for request, hit in hits:
-            reader.reset_prefix_cache()
-            answer = reader.generate(**request)
-            assert answer.shelf_tokens == hit
-            # Log probabilities of a prompt are asked for: nothing comes from a cache.
-            computed = reader.generate(**request, prompt_logprobs=0)
-            assert computed.cached_tokens == 0
-            assert_same(answer, computed, NEAR_TIE)
+def check_hits(engine: Engine, hits: list[tuple[dict[str, Any], int]]) -> None:
+    """Assert what is loaded, and compare answers behind it with what the engine computes."""
+    for request, hit in hits:
+        engine.reset_prefix_cache()
+        answer = engine.generate(**request)
+        assert answer.shelf_tokens == hit
+        # Log probabilities of a prompt are asked for: nothing comes from a cache.
+        computed = engine.generate(**request, prompt_logprobs=0)
+        assert computed.cached_tokens == 0
+        assert_same(answer, computed, NEAR_TIE)
 
 
 @pytest.mark.slow

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -15,7 +17,13 @@ pytest.importorskip("vllm")
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 
-from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.errors import (
+    ConfigError,
+    PermanentStorageError,
+    TransientStorageError,
+    UnsupportedError,
+)
+from kvshelf.tiers import tiered
 from kvshelf.transfer.staging import StagingPool
 from kvshelf.vllm.connector import SharedStorageConnector
 from kvshelf.vllm.metadata import (
@@ -232,6 +240,43 @@ def test_failed_load_is_told_until_this_rank_is_heard(
         said = rig.side.worker_metadata()
         rig.side.clear(meta)
         assert bool(said and said.facts) is is_told
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_bad_object_is_counted_where_a_read_only_shelf_keeps_it(
+    make_worker: Callable[..., WorkerRig], read_only: bool
+) -> None:
+    writer = make_worker()
+    chunks = writer.chunks(2)
+    writer.store(chunks)
+    rig = make_worker(read_only=read_only)
+    rig.backend.add(Fault("read", f"*{chunks[1].key.hex()}*", damage=lambda data: data.reverse()))
+    op = LoadOp(next_number(), "r", 0, 16, chunks, ([*range(20, 24)],))
+    finished, _, meta = rig.step(StepMetadata(loads=[op]))
+    while not finished:
+        finished, _, meta = rig.step(StepMetadata())
+    assert meta is not None and meta.failures == [(chunks[1].key, True)]
+    assert rig.counts.get("unrepaired_objects", 0) == read_only
+
+
+@pytest.mark.parametrize(
+    ("error", "starts"),
+    [
+        (PermanentStorageError(13, "refused"), False),
+        (TransientStorageError(), True),
+    ],
+)
+def test_engine_starts_without_its_shelf_where_waiting_may_help(
+    make_worker: Callable[..., WorkerRig],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+    starts: bool,
+) -> None:
+    monkeypatch.setattr(tiered, "open_shelf", mock.Mock(side_effect=error))
+    with contextlib.nullcontext() if starts else pytest.raises(PermanentStorageError):
+        make_worker(opened=False)
+    assert ("until then the engine runs without it" in caplog.text) is starts
 
 
 def test_a_cancelled_load_is_finished_and_no_failure(make_worker: Callable[..., WorkerRig]) -> None:
