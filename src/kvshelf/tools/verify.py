@@ -304,9 +304,9 @@ def _verify(shelf: Shelf, item: _Item, work: Work[VerifyReport], repair: bool) -
     size = None
     try:
         own = item.fmt.of_name(item.parsed)
-        size = own.object_size(item.parsed.shard, item.parsed.tail_tokens)
         # Before the storage is asked: no bytes can make this name right.
         own.named_chunk(item.parsed)
+        size = own.object_size(item.parsed.shard, item.parsed.tail_tokens)
         try:
             _read(shelf.backend, own, item)
         except BadObjectError:
