@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvshelf.backends import Backend, open_backend
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.errors import StorageError
 from kvshelf.format.keys import KeyChain
@@ -98,13 +100,31 @@ def _state(root: Path) -> dict[str, tuple[int, float]]:
     return {str(p): (p.stat().st_size, p.stat().st_mtime) for p in root.parent.rglob("*")}
 
 
+@pytest.fixture
+def opened_for_changes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The shelves that were opened, and not only for reading."""
+    found: list[str] = []
+
+    def note(url: str, *, read_only: bool = False, **options: Any) -> Backend:
+        if not read_only:
+            found.append(url)
+        return open_backend(url, read_only=read_only, **options)
+
+    monkeypatch.setattr("kvshelf.cli.shelves.open_backend", note)
+    monkeypatch.setattr("kvshelf.shelf.shelf.open_backend", note)
+    return found
+
+
 @pytest.mark.parametrize("arguments", DRY, ids=" ".join)
-def test_a_dry_run_changes_nothing(shelf: Path, prompts: Path, arguments: list[str]) -> None:
+def test_a_dry_run_changes_nothing(
+    shelf: Path, prompts: Path, opened_for_changes: list[str], arguments: list[str]
+) -> None:
     if "--remove" in arguments:
         done("pin", shelf, "kept", "-n", FOLDER)
     damaged = next(shelf.rglob("*-0of2*"))
     damaged.write_bytes(b"x" * damaged.stat().st_size)
     before = _state(shelf)
+    opened_for_changes.clear()
     given = [word.format(shelf=shelf, prompts=prompts) for word in arguments]
     dry = [] if arguments[0] in WITH_YES else ["--dry-run"]
     found = run(*given, *dry, "--json")
@@ -112,10 +132,79 @@ def test_a_dry_run_changes_nothing(shelf: Path, prompts: Path, arguments: list[s
     assert arguments[0] == "doctor" or json.loads(found.stdout)["dry_run"] is True
     assert run(*given, *dry).stdout
     assert _state(shelf) == before
+    # So it also works for those who may only read.
+    assert not opened_for_changes
     if arguments[0] != "seed":
         os.utime(damaged, (1e9, 1e9))  # long enough ago for a repair
         run(*given, *([] if dry else ["--yes"]))
         assert _state(shelf) != before or arguments[0] == "doctor"
+
+
+#: Command lines that are refused, and what is said of them.
+REFUSED = [
+    ("", "Usage"),
+    ("nothing", "No such command"),
+    ("pin", "Missing argument"),
+    ("ls {shelf} --no-such-option", "No such option"),
+    ("ls {shelf} --by moon", "moon"),
+    ("ls --storage-options []", "--storage-options: expected a JSON object"),
+    ("ls --config /dev/null/x", "cannot read the file /dev/null/x (from --config)"),
+    ("ls s3:// -n x", "s3://"),
+    ("ls {shelf}/\x1b[2J\nINFO_forged", "holds"),
+    ("ls {shelf} -n other-0123456789abcdef", "it has:"),
+    ("copy {shelf} {shelf}", "expected two places"),
+    ("copy {shelf} {shelf}/b", "expected two places"),
+    ("copy {shelf}/b {shelf}", "expected two places"),
+    ("copy {shelf} {link}", "expected two places"),
+    ("copy {shelf} b --storage-options {{}}", "--source-options"),
+    ("explain p.jsonl .", "is a directory; expected a file of prompts"),
+    ("pin {shelf} a", "expected PROMPTS"),
+    ("pin {shelf} a --remove --group _", "expected PROMPTS"),
+    ("pin {shelf} ../a --group _", "not a name of a pin"),
+    ("pin {shelf} a/b --remove", "not a name of a pin"),
+    ("pin {shelf} a --group tenant", "--group"),
+    ("pin {shelf} a -n unknown", "no namespace unknown"),
+    ("pin {shelf} a --group _ --until soon", "--until"),
+    ("pin {shelf} a /dev/null/nowhere", "cannot be read"),
+    ("pin {shelf} a {text}", "line 2 is text"),
+    ("pin {shelf} a {short}", "no prompt fills a chunk of 32 tokens"),
+    ("rm {shelf} --yes", "nothing to select by"),
+    ("rm {shelf} -n unknown --yes", "no namespace unknown"),
+    ("rm {shelf} --group x --yes", "--group"),
+    ("rm {shelf} --unused-for 2020-01-01 --yes", "--unused-for"),
+    ("rm {shelf} --unused-for 0.0d --yes", "chooses everything"),
+    ("rm {shelf} --prompts /dev/null/nowhere --yes", "cannot be read"),
+    ("gc {shelf} --max-bytes 20 --yes", "--max-bytes"),
+    ("gc {shelf} --max-age 1s --yes", "--max-age"),
+    ("verify {shelf} --long", "--long without OBJECT"),
+    ("verify {shelf} --yes", "--yes without --repair"),
+    ("verify {shelf} --sample 101%", "--sample"),
+    ("verify {shelf} 0123 --sample 1", "OBJECT beside"),
+    ("verify {shelf} 0123 -n tiny", "OBJECT beside"),
+    ("verify {shelf} \x1b]0;title\x07", "is no object of"),
+    ("seed {shelf} /dev/null/nowhere --model m", "cannot be read"),
+    ("seed {shelf} /dev/null --model m", "no prompts"),
+    ("seed {shelf} {short} --model m --engine-arg seed", "NAME=VALUE"),
+    ("seed {shelf} {short} --model m --engine-arg =1", "NAME=VALUE"),
+    ("seed {shelf} {short} --model {shelf} --dry-run", "no folder of a model"),
+]
+
+
+@pytest.mark.parametrize(("line", "told"), REFUSED, ids=[line for line, _ in REFUSED])
+def test_a_command_line_that_cannot_be_used_is_refused_and_changes_nothing(
+    shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, told: str
+) -> None:
+    monkeypatch.setattr("kvshelf.vllm.seeding.OfflineEngine", pytest.fail)
+    names = {name: tmp_path / name for name in ("shelf", "link", "text", "short")}
+    names["link"].symlink_to(shelf)
+    names["text"].write_text('[1, 2]\n"a text"\n')
+    names["short"].write_text("[1, 2, 3]\n")
+    before = _state(shelf)
+    result = run(*(word.format(**names) for word in line.split(" ") if word))
+    assert result.exit_code == 2, result.output
+    assert told in " ".join(result.stderr.split()), result.stderr
+    assert all(letter.isprintable() or letter == "\n" for letter in result.stderr)
+    assert _state(shelf) == before
 
 
 def test_dry_runs_of_pins_tell_what_would_fail(shelf: Path) -> None:

@@ -142,41 +142,6 @@ def test_pins_are_removed_and_no_object_is_touched(place: Place) -> None:
     assert place.names() == before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (("pin", "a"), "expected PROMPTS"),
-        (("pin", "a", "--remove", "--group", "_"), "expected PROMPTS"),
-        (("pin", "../a", "--group", "_"), "not a name of a pin"),
-        (("pin", "a/b", "--remove"), "not a name of a pin"),
-        (("pin", "a", "--group", "tenant"), "--group"),
-        (("pin", "a", "-n", "unknown"), "no namespace unknown"),
-        (("pin", "a", "--group", "_", "--until", "soon"), "--until"),
-        (("pin", "a", "/dev/null/nowhere"), "cannot be read"),
-    ],
-)
-def test_what_cannot_be_used_is_refused(
-    tmp_path: Path, arguments: tuple[str, ...], problem: str
-) -> None:
-    place = Place(str(tmp_path / "shelf"), {})
-    place.fill(namespace(), prompt(1, chunks=1))
-    result = place.run(*arguments)
-    assert result.exit_code == 2, result.output
-    assert problem in result.stderr
-    assert not pins_of(place).all
-
-
-def test_text_needs_a_model_and_short_prompts_have_no_chunk(tmp_path: Path) -> None:
-    place = Place(str(tmp_path / "shelf"), {})
-    place.fill(namespace(), prompt(1, chunks=1))
-    result = place.run("pin", "a", write_prompts(tmp_path, [1, 2], "a text"))
-    assert result.exit_code == 2
-    assert "line 2 is text" in result.stderr
-    result = place.run("pin", "a", write_prompts(tmp_path, [1, 2, 3]))
-    assert result.exit_code == 2
-    assert f"no prompt fills a chunk of {CHUNK} tokens" in result.stderr
-
-
 def test_a_pin_of_a_later_version_keeps_all_from_gc(place: Place) -> None:
     before = place.names()
     with place.open() as shelf:

@@ -295,28 +295,6 @@ def test_foreign_files_and_links_stay(tmp_path: Path) -> None:
     assert (root / "notes.txt").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        ((), "nothing to select by"),
-        (("--yes",), "nothing to select by"),
-        (("-n", "unknown", "--yes"), "no namespace unknown"),
-        (("--group", "x"), "--group"),
-        (("--unused-for", "2020-01-01"), "--unused-for"),
-        (("--prompts", "/dev/null/nowhere"), "cannot be read"),
-    ],
-)
-def test_what_cannot_be_used_is_refused(
-    tmp_path: Path, arguments: tuple[str, ...], problem: str
-) -> None:
-    place = Place(str(tmp_path / "shelf"))
-    place.fill(ONE, prompt(1, chunks=1))
-    result = place.run("rm", *arguments)
-    assert result.exit_code == 2, result.output
-    assert problem in result.stderr
-    assert len(place.names()) == 2
-
-
 def test_a_shelf_that_takes_no_changes_keeps_all(tmp_path: Path) -> None:
     place = Place(str(tmp_path / "shelf"))
     place.fill(ONE, prompt(1, chunks=1))
@@ -324,13 +302,3 @@ def test_a_shelf_that_takes_no_changes_keeps_all(tmp_path: Path) -> None:
         plan = made(shelf, Choice(), time.time())
         assert "read-only" in str(carried_out(shelf, plan).error)
     assert len(place.names()) == 2
-
-
-@pytest.mark.parametrize("age", ["0s", "0.0d"])
-def test_an_age_of_zero_is_not_everything(empty: Place, age: str) -> None:
-    empty.fill(ONE, prompt(1, chunks=1))
-    before = empty.names()
-    result = empty.run("rm", "--unused-for", age, "--yes")
-    assert result.exit_code == 2
-    assert "chooses everything" in result.stderr
-    assert empty.names() == before

@@ -19,14 +19,17 @@ from kvshelf.backends import Backend, open_backend
 from kvshelf.backends.base import ObjectInfo, StatResults
 from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.errors import StorageError, TransientStorageError
-from kvshelf.format.keys import salt_group_of
+from kvshelf.format.keys import KeyChain, salt_group_of
+from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import Shelf, open_shelf
+from kvshelf.shelf.view import ObjectRef
 from kvshelf.tools import copying
 from kvshelf.tools.copying import CopyReport, copy_shelf
 from kvshelf.tools.prompts import Prompt
 from tests.sim.storage import Fault, FaultyStorage
 from tests.support import commands
 from tests.support.filled import CHUNK, contents, fill, namespace, prompt, store, times
+from tests.support.formats import sealed
 from tests.support.servers import BUCKET, S3Server
 from tests.support.waiting import LONG, until
 
@@ -53,6 +56,20 @@ def source(tmp_path: Path) -> Path:
 
 
 # -------------------------------------------------------------------------------- what arrives
+
+
+def test_tails_are_copied_with_the_chunks_before_them(source: Path, tmp_path: Path) -> None:
+    fmt = ObjectFormat(namespace())
+    chain = KeyChain(namespace().digest, CHUNK)
+    chain.extend(prompt(0, 1)[:-3])
+    tail = chain.tail()
+    assert tail is not None
+    with open_shelf(source) as shelf:
+        for shard in range(fmt.shards):
+            shelf.view(fmt).publish(ObjectRef(tail, shard), sealed(fmt, tail, shard))
+    target = tmp_path / "target"
+    run(source, target)
+    assert contents(target) == contents(source)
 
 
 def test_only_what_is_missing_or_of_wrong_size_is_copied(source: Path, tmp_path: Path) -> None:

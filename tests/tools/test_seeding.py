@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,7 +43,11 @@ class Engine:
 
 
 def seed(
-    root: Path, prompts: Sequence[TokenPrompt], engine: Engine, batch_chunks: int = 100
+    root: Path,
+    prompts: Sequence[TokenPrompt],
+    engine: Engine,
+    batch_chunks: int = 100,
+    group_by_salt: bool = True,
 ) -> tuple[SeedReport, list[int]]:
     problems: list[int] = []
     with open_shelf(root) as shelf:
@@ -54,7 +57,7 @@ def seed(
             prompts,
             engine,
             batch_chunks=batch_chunks,
-            group_by_salt=True,
+            group_by_salt=group_by_salt,
             on_problem=lambda line, text: problems.append(line),
         )
     assert report.done == report.prompts
@@ -87,6 +90,32 @@ def test_what_is_on_the_shelf_is_not_computed(tmp_path: Path) -> None:
     # A chunk without one of its shards is missing.
     next(tmp_path.rglob("*-1of2.*")).unlink()
     assert seed(tmp_path, prompts, engine)[0].chunks == 1
+
+
+@pytest.mark.parametrize(
+    ("chunks", "batch_chunks", "sizes"),
+    [
+        # Two prompts fit into staging; one that does not is computed alone.
+        ([2, 2, 2, 5, 1], 4, [2, 1, 1, 1]),
+        ([1] * 65, 1000, [64, 1]),
+    ],
+)
+def test_prompts_are_computed_in_batches_that_staging_can_hold(
+    tmp_path: Path, chunks: list[int], batch_chunks: int, sizes: list[int]
+) -> None:
+    prompts = [TokenPrompt(line, prompt(line, count)) for line, count in enumerate(chunks, 1)]
+    engine = Engine(tmp_path)
+    report, _ = seed(tmp_path, prompts, engine, batch_chunks)
+    assert [len(call) for call in engine.calls] == sizes
+    assert (report.stored, report.chunks) == (len(chunks), sum(chunks))
+
+
+def test_salted_prompts_are_looked_for_where_the_engine_stores_them(tmp_path: Path) -> None:
+    with open_shelf(tmp_path) as shelf:
+        store(shelf, namespace(), prompt(5, 2), salt="tenant")
+    prompts, engine = [TokenPrompt(1, prompt(5, 2), "tenant")], Engine(tmp_path)
+    assert seed(tmp_path, prompts, engine)[0].existed == 1
+    assert seed(tmp_path, prompts, engine, group_by_salt=False)[0].existed == 0
 
 
 def test_what_is_dropped_again_and_again_is_named(tmp_path: Path) -> None:
@@ -164,35 +193,6 @@ def test_many_bad_lines_are_told_together() -> None:
 
 
 run = functools.partial(commands.run, "seed")
-
-
-def test_what_is_wrong_is_said_before_an_engine_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_engine(*_: object) -> None:
-        raise AssertionError("an engine was started")
-
-    monkeypatch.setattr("kvshelf.vllm.seeding.OfflineEngine", no_engine)
-    file = tmp_path / "prompts.jsonl"
-    for arguments, told in (
-        ([file, "--model", "m"], "cannot be read"),
-        ([os.devnull, "--model", "m"], "no prompts"),
-        ([tmp_path, "--model", "m"], "is a directory"),
-    ):
-        result = run(tmp_path / "shelf", *arguments)
-        assert (result.exit_code, told in result.stderr) == (2, True), result.output
-    file.write_text("[1, 2]\n{}\n")
-    result = run(tmp_path / "shelf", file, "--model", "m")
-    assert result.exit_code == 2
-    assert "line 2: " in result.stderr
-    file.write_text("[1, 2]\n")
-    for arguments, told in (
-        (["--model", "m", "--engine-arg", "seed"], "NAME=VALUE"),
-        (["--model", tmp_path / "m", "--dry-run"], "no folder of a model"),
-    ):
-        result = run(tmp_path / "shelf", file, *arguments)
-        assert (result.exit_code, told in result.stderr) == (2, True), result.output
-    assert not (tmp_path / "shelf").exists()
 
 
 @pytest.mark.parametrize("interrupted", [False, True])

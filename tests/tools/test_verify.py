@@ -210,7 +210,8 @@ def test_a_sample_is_a_part(shelf: Path) -> None:
 
 def test_only_one_namespace(shelf: Path) -> None:
     flip(objects(shelf / HYBRID.folder)[0])
-    assert report(shelf, "-n", FOLDER[-16:])["intact"] == 10
+    found = report(shelf, "-n", FOLDER[-16:])
+    assert (found["intact"], found["namespaces"]) == (10, 1)
     assert report(shelf, "-n", HYBRID.folder + "/", code=1)["bad"] == 1
     assert "it has:" in run(shelf, "-n", "x-0123456789abcdef", code=2).stderr
 
