@@ -84,16 +84,11 @@ class RawClient:
             self.session.close()
         self.context.destroy(linger=0)
 
+    def __enter__(self) -> RawClient:
+        return self
 
-@contextlib.contextmanager
-def raw(
-    url: str, *, greet: bool = True, client: bytes | None = None, queue: int = 1000
-) -> Iterator[RawClient]:
-    opened = RawClient(url, greet=greet, client=client, queue=queue)
-    try:
-        yield opened
-    finally:
-        opened.close()
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 @contextlib.contextmanager
@@ -127,7 +122,7 @@ def answer_much(node: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_session_nothing_is_answered(tmp_path: Path) -> None:
     with (
         serve(tmp_path) as node,
-        raw(node.url, greet=False) as stranger,
+        RawClient(node.url, greet=False) as stranger,
         neighbour(node.url),
     ):
         for token in (bytes(16), os.urandom(16)):
@@ -138,7 +133,7 @@ def test_without_a_session_nothing_is_answered(tmp_path: Path) -> None:
 
 
 def test_a_wrong_token_is_refused(tmp_path: Path) -> None:
-    with serve(tmp_path) as node, raw(node.url) as one, raw(node.url) as other:
+    with serve(tmp_path) as node, RawClient(node.url) as one, RawClient(node.url) as other:
         one.send(Ping(), token=bytes(16))
         one.send(Ping(), token=other.token)
         until(lambda: node.loop.stats()["refused"] == 2)
@@ -147,11 +142,11 @@ def test_a_wrong_token_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_session_of_another_client_cannot_be_used(tmp_path: Path) -> None:
-    with serve(tmp_path) as node, raw(node.url) as mine:
+    with serve(tmp_path) as node, RawClient(node.url) as mine:
         mine.send(Ping())
         assert mine.receive() == (1, Done())
         # With the same id, the second connection is refused by ZMQ.
-        with raw(node.url, greet=False, client=mine.client) as thief:
+        with RawClient(node.url, greet=False, client=mine.client) as thief:
             thief.send(Ping(), token=bytes(16))
             mine.send(Ping(), number=2)
             assert mine.receive() == (2, Done())
@@ -160,14 +155,14 @@ def test_a_session_of_another_client_cannot_be_used(tmp_path: Path) -> None:
 
 
 def test_an_id_that_a_stranger_uses_gives_way_to_another(tmp_path: Path) -> None:
-    with serve(tmp_path) as node, raw(node.url, greet=False) as stranger:
+    with serve(tmp_path) as node, RawClient(node.url, greet=False) as stranger:
         stranger.send(Ping())
         with neighbour(node.url):
             pass
 
 
 def test_leases_of_others_cannot_be_ended(tmp_path: Path) -> None:
-    with serve(tmp_path) as node, raw(node.url) as one, raw(node.url) as other:
+    with serve(tmp_path) as node, RawClient(node.url) as one, RawClient(node.url) as other:
         node.put("hash/x", b"hello")
         one.send(Fetch("r", ["hash/x"], [5]))
         received = one.answer()
@@ -185,7 +180,7 @@ def test_leases_of_others_cannot_be_ended(tmp_path: Path) -> None:
 
 
 def test_malformed_requests_are_answered_by_a_fault(tmp_path: Path) -> None:
-    with serve(tmp_path) as node, neighbour(node.url), raw(node.url) as client:
+    with serve(tmp_path) as node, neighbour(node.url), RawClient(node.url) as client:
         bodies = [
             b"",
             b"\xc1",
@@ -208,7 +203,7 @@ def test_malformed_requests_are_answered_by_a_fault(tmp_path: Path) -> None:
 
 
 def test_what_is_no_request_at_all_is_dropped(tmp_path: Path) -> None:
-    with serve(tmp_path) as node, neighbour(node.url), raw(node.url) as client:
+    with serve(tmp_path) as node, neighbour(node.url), RawClient(node.url) as client:
         frame = messages.encode_request(client.token, 1, Ping())
         client.socket.send(b"")
         client.socket.send(client.token)
@@ -220,7 +215,7 @@ def test_what_is_no_request_at_all_is_dropped(tmp_path: Path) -> None:
 
 
 def test_frames_over_the_limit_end_the_connection(tmp_path: Path) -> None:
-    with serve(tmp_path) as node, neighbour(node.url), raw(node.url) as client:
+    with serve(tmp_path) as node, neighbour(node.url), RawClient(node.url) as client:
         monitor = client.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         client.socket.send(client.token + bytes(messages.MAX_REQUEST))
         assert monitor.poll(int(PATIENCE * 1000))
@@ -232,7 +227,7 @@ def test_requests_without_an_answer_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answers, "MAX_OPEN", 10)
-    with serve(tmp_path) as node, neighbour(node.url), raw(node.url) as client:
+    with serve(tmp_path) as node, neighbour(node.url), RawClient(node.url) as client:
         held = hold_calls(node, monkeypatch)
         for number in range(1, 11):
             client.send(Call("read", ["never"]), number)
@@ -258,7 +253,7 @@ def test_bytes_of_requests_without_an_answer_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = Call("write", ["never"], bytes(messages.MAX_INLINE))
-    with serve(tmp_path) as node, neighbour(node.url), raw(node.url) as client:
+    with serve(tmp_path) as node, neighbour(node.url), RawClient(node.url) as client:
         held = hold_calls(node, monkeypatch)
         # With what is around each, the 64th is more than 64 MiB.
         for number in range(1, 65):
@@ -279,7 +274,7 @@ def test_bytes_of_requests_without_an_answer_are_bounded(
 def test_a_fetch_counts_until_its_last_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serve(tmp_path) as node, neighbour(node.url), raw(node.url) as client:
+    with serve(tmp_path) as node, neighbour(node.url), RawClient(node.url) as client:
         node.put("hash/x", b"hello")
         fetch = Fetch("r", ["hash/x"] * 10, [5] * 10)
         most = len(messages.encode_request(client.token, 1, fetch))
@@ -299,7 +294,7 @@ def test_a_client_that_does_not_read_loses_its_session_and_nothing_else_waits(
     with serve(tmp_path) as node, neighbour(node.url) as is_served:
         answer_much(node, monkeypatch)
         node.put("hash/x", b"hello")
-        with raw(node.url, queue=1) as slow:
+        with RawClient(node.url, queue=1) as slow:
             slow.send(Fetch("r", ["hash/x"], [5]))
             frame = messages.encode_request(slow.token, 1, Call("read", ["large"]))
 
@@ -354,7 +349,7 @@ def test_connections_that_say_nothing_are_bounded_and_closed(
 
 def test_sessions_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(greetings, "MAX_SESSIONS", 2)
-    with serve(tmp_path) as node, neighbour(node.url), raw(node.url):
+    with serve(tmp_path) as node, neighbour(node.url), RawClient(node.url):
         hello = Hello(messages.PROTOCOL, os.urandom(16), 0)
         with pytest.raises(session.SessionError, match="2 clients already"):
             session.connect(session.socket_path(node.url), hello, None, PATIENCE)
@@ -375,7 +370,7 @@ def test_descriptors_that_run_out_end_nothing(
             return accept(self)
 
         monkeypatch.setattr(session.Listener, "accept", fails)
-        with raw(node.url) as client:
+        with RawClient(node.url) as client:
             assert tried.is_set()
             is_served()
             client.send(Ping())
@@ -434,7 +429,7 @@ def inodes(folder: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize("what", ["lock", "socket", "session", "all", "folder"])
 def test_what_a_cleaner_deletes_at_the_socket_is_made_again(what: str, tmp_path: Path) -> None:
-    with serve(tmp_path) as node, raw(node.url) as old:
+    with serve(tmp_path) as node, RawClient(node.url) as old:
         path = Path(session.socket_path(node.url))
         names = {
             "lock": [".lock"],
@@ -464,7 +459,7 @@ def test_what_a_cleaner_deletes_at_the_socket_is_made_again(what: str, tmp_path:
         until(is_there_again)
         with pytest.raises(ConfigError, match="runs already"):
             Loop(node.url)
-        with raw(node.url) as new:
+        with RawClient(node.url) as new:
             for client in (old, new):
                 client.send(Ping())
                 assert client.receive() == (1, Done())
@@ -493,7 +488,7 @@ def test_a_server_whose_folder_cannot_be_made_serves_those_it_has(
     def refused(*_: object, **__: object) -> None:
         raise PermissionError("the user's session is over")
 
-    with serve(tmp_path) as node, raw(node.url) as client:
+    with serve(tmp_path) as node, RawClient(node.url) as client:
         client.send(Ping())
         assert client.receive() == (1, Done())
         path = Path(session.socket_path(node.url))
@@ -514,6 +509,6 @@ def test_a_server_whose_folder_cannot_be_made_serves_those_it_has(
         assert client.receive() == (1, Done())
         monkeypatch.undo()
         until(path.with_name(path.name + ".session").exists)
-        with raw(node.url) as new:
+        with RawClient(node.url) as new:
             new.send(Ping())
             assert new.receive() == (1, Done())
