@@ -341,6 +341,37 @@ def test_clients_wait_for_memory_each_for_its_own_share_and_in_turn(
     assert [len(outcomes) for outcomes in waiting] == [1, 1]
 
 
+def test_object_read_for_a_client_that_holds_its_share_by_then_waits(
+    make_desk: MakeDesk, shelf: Path
+) -> None:
+    names = [put(shelf, FMT, chunk) for chunk in make_chunks(FMT, 31)]
+    desk = make_desk(16 * 16384)
+    for ready in desk.fetch(B, names[:26], [SIZE] * 26):
+        desk.service.release(B, [ready.lease])
+    gate = desk.hold("read")
+    outcomes = desk.begin_fetch(A, names[26:27], [SIZE])
+    held = desk.fetch(A, names[:26], [SIZE] * 26)
+    gate.set()
+    desk.settle()
+    assert not outcomes
+    desk.service.release(A, [held[0].lease])
+    desk.settle()
+    assert desk.bytes_of(outcomes[0])
+
+
+def test_object_above_half_of_the_memory_is_refused_at_once(
+    make_desk: MakeDesk, shelf: Path
+) -> None:
+    fmt = make_format(chunk_size=512)
+    (chunk,) = make_chunks(fmt, 1)
+    name, data = put(shelf, fmt, chunk), sealed(fmt, chunk)
+    desk = make_desk(3 * len(data) // 2)
+    desk.service.register(fmt.namespace.encoded)
+    (failed,) = desk.fetch(A, [name], [len(data)])
+    assert isinstance(failed, Failed)
+    assert failed.fault.kind == desk.store(A, name, data).kind == "PermanentStorageError"
+
+
 def test_requests_of_a_client_that_waits_are_served_in_their_order(
     make_desk: MakeDesk, shelf: Path
 ) -> None:
