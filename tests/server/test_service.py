@@ -176,7 +176,8 @@ def test_a_lookup_counts_leading_chunks_and_reads_what_only_the_shelf_has(
     put(shelf, FMT, chunks[3], 0)
     put(shelf, FMT, chunks[4], 0)
     put(shelf, FMT, chunks[4], 1)
-    assert desk.ask("lookup", A, "request", chains) == LookedUp(3)
+    for _ in range(2):
+        assert desk.ask("lookup", A, "request", chains) == LookedUp(3)
     desk.run_until(lambda: desk.stat("objects") == 3 * FMT.shards)
     desk.settle()
     assert desk.stat("pinned_bytes") == 3 * FMT.shards * SIZE
@@ -357,6 +358,31 @@ def test_object_read_for_a_client_that_holds_its_share_by_then_waits(
     desk.service.release(A, [held[0].lease])
     desk.settle()
     assert desk.bytes_of(outcomes[0])
+
+
+def test_memory_that_a_lookup_keeps_until_its_answer_goes_to_those_who_wait(
+    make_desk: MakeDesk, shelf: Path
+) -> None:
+    *names, new = [put(shelf, FMT, chunk) for chunk in make_chunks(FMT, 32)]
+    desk = make_desk(16 * 16384)
+    for first, end in ((0, 26), (26, 31)):
+        for ready in desk.fetch(B, names[first:end], [SIZE] * (end - first)):
+            desk.service.release(B, [ready.lease])
+    (absent,) = make_chunks(FMT, 1, seed=1)
+    chains = [[name_of(FMT, absent)], *[[name] for name in names]]
+    # A hit is within its client's share.
+    assert desk.ask("lookup", C, "s", [*chains[1:], chains[0]]) == LookedUp(26)
+    assert desk.stat("leases") == 26
+    desk.service.end_session(C, "s")
+    gate = desk.hold("stat")
+    replies: list[Any] = []
+    desk.service.lookup(A, look_up_chunks("s", chains), replies.append)
+    outcomes = desk.begin_fetch(B, [new], [SIZE])
+    assert desk.stat("waiting") == 1
+    gate.set()
+    assert desk.reply(replies) == LookedUp(0)
+    desk.settle()
+    assert isinstance(outcomes[0], Ready)
 
 
 def test_object_above_half_of_the_memory_is_refused_at_once(
@@ -690,11 +716,30 @@ def test_a_record_that_is_none_is_refused(desk: Desk) -> None:
         "layouts": ["canonical"] * 3,
     }
     many = Namespace({**record, "data_offset": ObjectFormat.required_data_offset(record)})
-    with pytest.raises(ConfigError, match="are served"):
-        desk.service.register(many.encoded)
+    for large in (many, make_format(layers=1025).namespace):
+        with pytest.raises(ConfigError, match="are served"):
+            desk.service.register(large.encoded)
     for wrong in (b"", b"{}", b"[1]", FMT.namespace.encoded + b" ", b"{" * 2_000_000):
         with pytest.raises(ConfigError):
             desk.service.register(wrong)
+
+
+@mock.patch("kvshelf.server.namespaces._NAMESPACES", 2)
+def test_namespaces_beyond_the_bound_are_forgotten_those_unused_for_longest_first(
+    desk: Desk, shelf: Path
+) -> None:
+    others = [make_format(chunk_size=size) for size in (16, 32)]
+    desk.service.register(others[0].namespace.encoded)
+    used = put(shelf, FMT, make_chunks(FMT, 1)[0])
+    assert isinstance(desk.fetch(A, [used], [SIZE])[0], Ready)
+    desk.service.register(others[1].namespace.encoded)
+    faults = []
+    for fmt in (FMT, *others):
+        name = name_of(fmt, make_chunks(fmt, 2)[1])
+        (failed,) = desk.fetch(A, [name], [fmt.object_size(0)])
+        assert isinstance(failed, Failed)
+        faults.append(failed.fault.kind)
+    assert faults == ["ObjectMissingError", "UnavailableStorageError", "ObjectMissingError"]
 
 
 @pytest.mark.parametrize("method", ["delete", "set_aside"])
@@ -771,7 +816,9 @@ def test_a_drain_waits_for_stores_and_takes_no_more(desk: Desk) -> None:
         desk.store(A, name_of(FMT, second), sealed(FMT, second)).kind == "UnavailableStorageError"
     )
     change = desk.ask("call", A, "delete", [name_of(FMT, second)], b"")
-    assert change.kind == "UnavailableStorageError"
+    (fetched,) = desk.fetch(A, [name_of(FMT, second)], [SIZE])
+    assert isinstance(fetched, Failed)
+    assert change.kind == fetched.fault.kind == "UnavailableStorageError"
     left: list[int] = []
     drainer = threading.Thread(target=lambda: left.append(desk.service.drain(20.0)))
     drainer.start()
@@ -804,16 +851,19 @@ def test_tails_and_markers_are_named_for_deletion_when_clients_write_them(
 def test_a_disk_tier_stands_before_the_shelf(
     make_desk: MakeDesk, tmp_path: Path, shelf: Path
 ) -> None:
-    names = [put(shelf, FMT, chunk) for chunk in make_chunks(FMT, 2)]
+    chunks = make_chunks(FMT, 2)
+    names = [put(shelf, FMT, chunks[0]), name_of(FMT, chunks[1])]
     with closing(DiskTier(tmp_path / "tier", 1 << 30)) as tier:
         desk = make_desk(disk_tier=tier)
-        desk.fetch(A, names, [SIZE] * 2)
+        # It gets what is read, and what is stored.
+        desk.fetch(A, names[:1], [SIZE])
+        desk.store(A, names[1], sealed(FMT, chunks[1]))
         assert tier.drain(20.0)
         desk.close()
         # After a restart the objects come from the tier.
         desk = make_desk(disk_tier=tier)
         assert desk.ask("find", A, names, [SIZE] * 2) == FoundSizes([SIZE] * 2)
-        for ready, chunk in zip(desk.fetch(A, names, [SIZE] * 2), make_chunks(FMT, 2), strict=True):
+        for ready, chunk in zip(desk.fetch(A, names, [SIZE] * 2), chunks, strict=True):
             assert desk.bytes_of(ready) == sealed(FMT, chunk)
         assert not desk.counts
         desk.ask("call", A, "delete", [names[0]], b"")
