@@ -471,6 +471,33 @@ def test_lost_bytes_are_noticed_before_publishing(
     assert files(root) == {"a/x"}
 
 
+@pytest.mark.parametrize(
+    ("kind", "late", "is_written"),
+    [("nfs4", 3, True), ("nfs4", 4, False), ("ext4", 0, True), ("ext4", 1, False)],
+)
+def test_size_that_a_mount_shows_late_is_waited_for(
+    root: Path, monkeypatch: Any, kind: str, late: int, is_written: bool
+) -> None:
+    """While it is open a file seems to be empty, and once it is closed for `late` looks."""
+    monkeypatch.setattr(posix_mount, "find_mount", lambda _: Mount(kind))
+    backend, real, looks = PosixBackend(root), os.lstat, list[str]()
+
+    def lstat(path: str, **options: Any) -> Any:
+        if not path.endswith(".tmp"):
+            return real(path, **options)
+        looks.append(path)
+        return SimpleNamespace(st_size=0) if len(looks) <= late else real(path, **options)
+
+    monkeypatch.setattr(os, "fstat", lambda _: SimpleNamespace(st_size=0))
+    monkeypatch.setattr(os, "lstat", lstat)
+    if is_written:
+        assert backend.write("a/x", [b"12345"]) is WriteResult.CREATED
+    else:
+        with pytest.raises(TransientStorageError, match="0 of 5 bytes"):
+            backend.write("a/x", [b"12345"])
+    assert files(root) == ({"a/x"} if is_written else set())
+
+
 def test_storage_that_takes_few_bytes_at_a_time(
     backend: PosixBackend, root: Path, monkeypatch: Any
 ) -> None:
