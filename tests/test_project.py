@@ -108,16 +108,3 @@ def test_owned_paths_exist() -> None:
         path = line.partition("#")[0].split()
         if path and path[0] != "*":
             assert (ROOT / path[0].strip("/")).exists(), path[0]
-
-
-@pytest.mark.parametrize("page", sorted(GITHUB.glob("*.md")), ids=lambda page: page.name)
-def test_links_of_github_pages_lead_somewhere(page: Path) -> None:
-    for target, anchor in re.findall(r"\]\(([^)#\s]+)(?:#([^)\s]+))?\)", page.read_text()):
-        # From a pull request, files of the repository lie below blob/.
-        file = page.parent / target.replace("../blob/HEAD/", "../")
-        assert file.exists(), f"{page.name} links to {target}"
-        if anchor:
-            text = file.read_text()
-            headings = re.findall(r"^#+ (.*?)(?: \{ #.* \})?$", text, re.MULTILINE)
-            anchors = {re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings}
-            assert anchor in anchors, f"{page.name} links to {target}#{anchor}"

@@ -240,38 +240,32 @@ def _calls() -> list[tuple[str, dict[str, object], str]]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"), [call[1:] for call in _calls()], ids=[call[0] for call in _calls()]
-)
 @pytest.mark.parametrize("operation", [ops.gather_kv, ops.scatter_kv])
 def test_nothing_is_touched_by_a_refused_call(
-    operation: Callable[..., None],
-    changes: dict[str, object],
-    message: str,
-    implementation: str,
+    operation: Callable[..., None], implementation: str
 ) -> None:
-    paged = make_paged("bhnc-hnd", torch.bfloat16)
-    chunk = torch.full((2 * paged.layout.chunk_bytes(3),), 7, dtype=torch.uint8)
-    arguments = {
-        "caches": list(paged.caches),
-        "slots": torch.tensor([0, 1, 2]),
-        "chunk": chunk,
-        "layout": paged.layout,
-        "first_head": 0,
-        "num_heads": None,
-    } | changes
-    second = arguments.pop("second", None)
-    if second is not None:
-        arguments["caches"] = [paged.caches[0], second]
-    given_chunk = arguments["chunk"]
-    assert isinstance(given_chunk, Tensor)
-    buffer = given_chunk.clone()
-    before = [memory.clone() for memory in paged.memory]
-    with pytest.raises(ValueError, match=message):
-        operation(*arguments.values())
-    for memory, old in zip(paged.memory, before, strict=True):
-        np.testing.assert_array_equal(memory, old)
-    assert torch.equal(given_chunk, buffer)
+    for name, changes, message in _calls():
+        paged = make_paged("bhnc-hnd", torch.bfloat16)
+        arguments = {
+            "caches": list(paged.caches),
+            "slots": torch.tensor([0, 1, 2]),
+            "chunk": torch.full((2 * paged.layout.chunk_bytes(3),), 7, dtype=torch.uint8),
+            "layout": paged.layout,
+            "first_head": 0,
+            "num_heads": None,
+        } | changes
+        second = arguments.pop("second", None)
+        if second is not None:
+            arguments["caches"] = [paged.caches[0], second]
+        given_chunk = arguments["chunk"]
+        assert isinstance(given_chunk, Tensor)
+        buffer = given_chunk.clone()
+        before = [memory.clone() for memory in paged.memory]
+        with pytest.raises(ValueError, match=message):
+            operation(*arguments.values())
+        for memory, old in zip(paged.memory, before, strict=True):
+            np.testing.assert_array_equal(memory, old, err_msg=name)
+        assert torch.equal(given_chunk, buffer), name
 
 
 @pytest.mark.parametrize("left", [0, 64])
