@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvshelf.errors import ConfigError, ObjectNameError
-from kvshelf.format.keys import Chunk, KeyChain, MultimodalItem
+from kvshelf.format.keys import Chunk, KeyChain, MultimodalItem, salt_group_of
 from tests.format.golden_format import VECTORS, reference
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -168,3 +168,8 @@ def test_tokens_out_of_range_are_named_and_change_nothing(token: Any) -> None:
 def test_chains_that_cannot_be_are_refused(arguments: dict[str, Any], error: type) -> None:
     with pytest.raises(error):
         KeyChain(**{"namespace_digest": bytes(32), "chunk_size": 4, **arguments})
+
+
+def test_a_salt_group_is_the_first_digits_of_the_salts_digest() -> None:
+    assert salt_group_of("tenant") == hashlib.sha256(b"tenant").hexdigest()[:16]
+    assert salt_group_of("") == "_"

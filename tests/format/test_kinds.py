@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from kvshelf.errors import ConfigError, ObjectNameError
+from kvshelf.format.differences import differing_fields
 from kvshelf.format.keys import Chunk, KeyChain
-from kvshelf.format.kinds import FULL, KINDS, STATE, WINDOW
+from kvshelf.format.kinds import FULL, KINDS, STATE, WINDOW, kind_key, kind_of_key
 from kvshelf.format.names import object_name, parse_object_name
+from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from tests.support.formats import hybrid_format, hybrid_record
 
@@ -127,3 +129,16 @@ def test_states_that_cannot_be_are_refused(
             layer_shapes=[shape, *record["layer_shapes"][1:]],
             layer_dtypes=[dtype, *record["layer_dtypes"][1:]],
         )
+
+
+def test_each_kind_of_a_chunk_has_a_key_of_its_own() -> None:
+    keys = {kind: kind_key(bytes(32), kind) for kind in KINDS}
+    assert len(set(keys.values())) == len(KINDS)
+    assert [kind_of_key(key) for key in keys.values()] == list(keys)
+
+
+@pytest.mark.parametrize("name", ["own", "other"])
+def test_a_field_that_one_of_two_records_lacks_differs(name: str) -> None:
+    short, long = Namespace(hybrid_record(), "a"), Namespace(hybrid_record(version="x"), "a")
+    pair = (long, short) if name == "own" else (short, long)
+    assert differing_fields(*pair) == ["version"]
