@@ -331,6 +331,38 @@ def test_a_write_that_fails_gives_its_room_back(place: Place) -> None:
     assert keeper._credit == before - SIZE
 
 
+def test_writes_under_way_count_against_the_bound(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper_module, "_WAIT_SECONDS", 0.0)
+    keeper, begun = place.keeper(max_bytes=10 * SIZE), 0
+    for _ in range(15):
+        keeper._visit()
+        while keeper.begin(SIZE):
+            begun += 1
+    assert begun == 10
+    keeper.end(SIZE, written=False)
+    keeper._visit()
+    assert keeper.begin(SIZE) and not keeper.begin(SIZE)
+
+
+def test_writes_under_way_count_against_the_space_that_stores_leave_free(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until they end the storage says nothing of them."""
+    monkeypatch.setattr(keeper_module, "_WAIT_SECONDS", 0.0)
+    total, room = 1000 * SIZE, 10
+    space = Space(least_free(Space(0, total)) + room * SIZE, total)
+    monkeypatch.setattr(place.later.inner, "space", lambda: space)
+    keeper, begun = place.keeper(), 0
+    keeper._frees_again_at = math.inf
+    for _ in range(15):
+        keeper._update_free_space(at_once=True)
+        while keeper.begin(SIZE):
+            begun += 1
+    assert begun == room
+
+
 @pytest.mark.parametrize(
     ("total", "memory", "expected"),
     [(GIB, False, GIB // 20), (1 << 50, False, 20 * GIB), (GIB, True, GIB // 10), (0, False, 0)],
@@ -639,8 +671,10 @@ def test_keepers_know_how_many_they_are_and_the_storage_s_time() -> None:
         now, place, count = keepers.say(storage, f"{9 - number:016x}", {"max_bytes": 7})
         assert (place, count) == (0, number + 1) and abs(now - time.time() - 500.0) < 1
     assert keepers.say(storage, f"{9:016x}", {"max_bytes": 7})[1:] == (2, 3)
+    keepers.say(storage, "a" * 16, {"max_bytes": 5, "max_age": math.inf})
     said = keepers.read(storage)
-    assert len(said) == 3 and all(one["max_bytes"] == 7 for one in said.values())
+    assert sorted(one["max_bytes"] for one in said.values()) == [5, 7, 7, 7]
+    assert keepers.bounds(said) == {"max_bytes": 5}, "the smallest, and none without an end"
 
 
 def test_a_keeper_that_is_gone_counts_for_ten_minutes(fleet: Fleet) -> None:

@@ -414,6 +414,7 @@ def calm(*steps: str) -> list[tuple[str, str, list[tuple[str, int, int]]]]:
 @example(True, calm("we store", "ask", "others delete, forget", "ask"), False)
 @example(True, calm("we store", "ask", "load fails", "pause 5", "ask"), False)
 @example(True, calm("ask", "others store", "pause 1.1", "ask"), False)
+@example(True, calm("we store", "ask and go on", "load fails", "pause 5", "ask"), False)
 @example(True, calm("ask", "pause 1.1", "ask and go on", "we store", "ask", "ask"), False)
 @example(True, [*calm("others store", "ask"), *calm("we delete", "we store", "ask")], False)
 @example(False, [("hangs", "closes", [("ask and go on", 0, 1)] * 3)], False)

@@ -13,9 +13,7 @@ import pytest
 
 from kvshelf.backends import Backend, open_backend
 from kvshelf.backends.posix import PosixBackend
-from kvshelf.errors import (
-    TransientStorageError,
-)
+from kvshelf.errors import ObjectNameError, TransientStorageError
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import Shelf
@@ -86,6 +84,19 @@ def test_engines_with_other_names_of_the_model_find_it(backend: Backend) -> None
     other = ObjectFormat(Namespace(record, "other-name"))
     view_of(backend, other).give_up(ONE)
     assert view_of(backend).gave_up([ONE, TWO]) == [True, False]
+
+
+@pytest.mark.parametrize(
+    "attempt", ["", ONE[1:], ONE + "0", ONE.upper(), f"{ONE}/../x", f"{ONE}\n", "../" * 11]
+)
+def test_what_is_no_id_of_an_attempt_becomes_no_name(root: Path, attempt: str) -> None:
+    """Any client may send it."""
+    faulty = FaultyStorage(PosixBackend(root))
+    view = view_of(faulty)
+    assert view.gave_up([attempt]) == [False] and not faulty.counts["stat"]
+    with pytest.raises(ObjectNameError, match="not the id of an attempt"):
+        view.give_up(attempt)
+    assert not root.exists() or not list(root.iterdir())
 
 
 # ------------------------------------------------------------------------------- trouble

@@ -246,6 +246,8 @@ def test_more_pins_than_are_read_pin_the_whole_shelf(
     assert pins.problem is not None and "found more than" in pins.problem
     with pytest.raises(ConfigError, match="together"):
         Pins.add(backend, "c", Pin(namespace=TWO))
+    monkeypatch.setattr(pins_module, limit, 2 * value)
+    assert Pins.add(backend, "b", Pin(namespace=ONE), replace=True), "it takes its own place"
 
 
 def test_files_that_can_be_no_pins_take_the_place_of_none(backend: Backend, tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ def run(case: Case, *, high_latency: bool) -> tuple[Search, list[list[Ask]]]:
         while True:
             asked.append(rounds.send(answers))  # type: ignore[arg-type]
             assert len(set(asked[-1])) == len(asked[-1])
+            assert len(asked) <= 2 * case.count + 8, "a search without an end"
             answers = [
                 case.there[kind][n] >= (shards[kind] if whole else 1)
                 for kind, n, whole in asked[-1]

@@ -305,11 +305,6 @@ class Far:
     backend: Names
     service: WaitService
 
-    def answered(self, wait: Wait) -> None:
-        """Wait until a whole round has begun and ended from now on."""
-        before = len(self.backend.asked)
-        until(lambda: len(self.backend.asked) >= before + 3)
-
 
 def far(*, high_latency: bool) -> Far:
     backend = Names(high_latency=high_latency)
@@ -326,6 +321,20 @@ def distant(request: pytest.FixtureRequest) -> Iterator[Far]:
     yield rig
     rig.backend.gate.set()
     rig.service.close()
+
+
+def test_wait_that_is_cancelled_during_a_round_stays_as_it_was(distant: Far) -> None:
+    others, window = full(1, seed=1), all_kinds(1)[1]
+    for piece in (window, *others):
+        distant.backend.put(piece)
+    distant.backend.gate.clear()
+    wait = distant.service.submit([window], "")
+    until(lambda: len(distant.backend.asked) == 1)
+    wait.cancel()
+    other = distant.service.submit(others, "")
+    distant.backend.gate.set()
+    until(lambda: other.complete)
+    assert (wait.seen, wait.ended) == (0, False)
 
 
 # ------------------------------------------------------------------------------- when things fail
@@ -402,8 +411,6 @@ class Waiting(RuleBasedStateMachine):
         super().__init__()
         self.rig = far(high_latency=self.high_latency)
         self.waits: list[tuple[Wait, list[Piece], str]] = []
-        #: Waits that were cancelled, and their states then.
-        self.cancelled: list[Wait] = []
         self.ever: set[str] = set()
         self.marked: set[str] = set()
 
@@ -465,7 +472,6 @@ class Waiting(RuleBasedStateMachine):
         number = data.draw(st.integers(0, len(self.waits) - 1))
         wait, _, _ = self.waits.pop(number)
         wait.cancel()
-        self.cancelled.append(wait)
 
     @rule()
     def settle(self) -> None:
