@@ -18,12 +18,10 @@ import pytest
 from kvshelf.backends import Touched, WriteResult, open_backend
 from kvshelf.backends.base import delete_one
 from kvshelf.errors import BadObjectError
-from kvshelf.shelf.markers import MARKERS
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef
 from tests.faults.cells import (
     AHEAD,
-    BACK,
     BEHIND,
     LIMIT,
     ODD_TIMES,
@@ -77,16 +75,18 @@ def skewed(skewed_mount: tuple[str, FaultMount]) -> Iterator[Skewed]:
     place.shelf.close()
 
 
-def test_temporaries_go_by_the_clock_of_the_storage(
+def test_leftovers_go_by_the_clock_of_the_storage(
     skewed: Skewed, note_cell: Callable[..., None]
 ) -> None:
+    """A temporary, and the marker of a hand-over."""
     note_cell(skewed.fault, "delete", "fuse")
-    skewed.view.describe(skewed.view.folder())
+    note_cell(skewed.fault, "list", "fuse")
     folder = FMT.namespace.folder
+    skewed.view.give_up("0" * 32)
     (skewed.files / folder / OURS).write_bytes(b"being written")
-    # By the earlier of the two clocks it was changed an hour ago, at most.
+    # By the earlier of the two clocks they were changed an hour ago, at most.
     assert clean(skewed.shelf.backend) == 0
-    assert clean(skewed.shelf.backend, HOUR + HOUR + 60) == 1
+    assert clean(skewed.shelf.backend, HOUR + HOUR + 60) == 2
     assert [row.name for row in skewed.backend.list(hidden=True)] == [f"{folder}/namespace.json"]
 
 
@@ -108,17 +108,6 @@ def test_a_file_that_is_being_copied_stays(skewed: Skewed, note_cell: Callable[.
         assert stored is (WriteResult.CREATED if moved else WriteResult.REPLACED)
 
 
-def test_leftovers_go_by_the_clock_of_the_storage(
-    skewed: Skewed, note_cell: Callable[..., None]
-) -> None:
-    note_cell(skewed.fault, "list", "fuse")
-    folder = f"{FMT.namespace.folder}/{MARKERS}"
-    skewed.view.give_up("0" * 32)
-    assert clean(skewed.shelf.backend) == 0
-    assert clean(skewed.shelf.backend, HOUR + HOUR + 60) == 1
-    assert not list(skewed.backend.list(folder))
-
-
 def test_a_use_is_recorded_in_the_time_of_the_storage(skewed: Skewed) -> None:
     skewed.backend.write("a/used", [b"1"])
     skewed.make_older("a/used", 100.0)
@@ -127,25 +116,6 @@ def test_a_use_is_recorded_in_the_time_of_the_storage(skewed: Skewed) -> None:
     used, later = skewed.backend.info("a/used"), skewed.backend.info("a/later")
     assert used is not None and later is not None and used.ctime is not None
     assert used.mtime + 60 < later.mtime < used.ctime + 60
-
-
-@pytest.mark.parametrize("backend", ["fuse"])
-def test_a_clock_that_is_set_back_stops_nothing(
-    storage: MountedStorage,
-    backend: str,
-    note_cell: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    note_cell(BACK, "read", backend)
-    note_cell(BACK, "write", backend)
-    known, new = make_prompt(FMT, 0), make_prompt(FMT, 1)
-    with closing(EngineStandIn(storage.backend, deadline=LIMIT)) as engine:
-        engine.answer(known)
-        eventually(loads_all(engine, known))
-        real = time.time
-        monkeypatch.setattr(time, "time", lambda: real() - 2 * HOUR)
-        assert engine.answer(new) == 0
-        eventually(loads_all(engine, known, new))
 
 
 #: In 1969, and in the year 30000, which most filesystems take for the end of their time.

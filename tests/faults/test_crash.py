@@ -230,18 +230,6 @@ def test_a_reader_killed_at_every_step_changes_nothing(run: Kill, tmp_path: Path
     check(root)
 
 
-def test_readers_beside_a_writer_that_is_killed(run: Kill, tmp_path: Path) -> None:
-    chance = random.Random(2)
-    for number in range(10):
-        root = tmp_path / str(number)
-        write = {"root": str(root), "job": "write", "half": True, "last": chance.randrange(120)}
-        read = {"root": str(root), "job": "load", "last": NEVER}
-        codes = run(write, read, read)
-        assert codes[1:] == [0, 0]
-        check(root)
-        shutil.rmtree(root)
-
-
 def test_a_young_temporary_is_left_alone(run: Kill, tmp_path: Path) -> None:
     """Another writer may be at it."""
     steps = (n for n in itertools.count())

@@ -107,22 +107,6 @@ def test_a_disk_that_takes_no_writes(
     assert len(list(machine.place.rglob("*.safetensors"))) == 24
 
 
-def test_a_disk_that_fails_reads(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
-    chunks = make_chunks(machine.rig.fmt, 8)
-    machine.put(chunks)
-    machine.mount.add("open|read|getattr", f"{machine.place.name}/*", error=errno.EIO)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            assert machine.load(chunks)
-    assert machine.count("disk_tier_loaded_objects") == 0
-    # Its circuit breaker may have been closed by a trial, and opened again.
-    said = caplog.text.count("the disk tier is not used")
-    assert 1 <= said <= machine.count("disk_tier_breaker_opens")
-    machine.mount.clear()
-    until(lambda: machine.tier.available)
-    until(lambda: machine.load(chunks) and machine.count("disk_tier_loaded_objects") > 0)
-
-
 def test_a_disk_that_hangs_keeps_few_loads(machine: Machine) -> None:
     chunks = make_chunks(machine.rig.fmt, 4)
     machine.put(chunks)
