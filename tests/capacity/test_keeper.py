@@ -22,7 +22,7 @@ from kvshelf.backends.base import Space
 from kvshelf.backends.oserrors import no_space, storage_error
 from kvshelf.capacity import keeper as keeper_module
 from kvshelf.capacity import keepers
-from kvshelf.capacity.keeper import Keeper, least_free
+from kvshelf.capacity.keeper import least_free
 from kvshelf.capacity.visit import DAY, FANS, HOUR, KEEPERS
 from kvshelf.errors import (
     BoundReachedError,
@@ -265,7 +265,7 @@ def test_an_end_while_it_works_is_no_error(place: Place, monkeypatch: pytest.Mon
 
 
 def test_a_store_that_never_fits_deletes_nothing(place: Place) -> None:
-    names = place.put(FMT, chunks(5), age=HOUR)
+    names = place.put(FMT, chunks(8), age=HOUR)
     keeper = place.keeper(max_bytes=10 * SIZE)
     keeper._turn()
     assert not keeper.allows(11 * SIZE)
@@ -319,18 +319,6 @@ def test_a_store_that_ends_during_a_visit_makes_no_visit_vain(
     assert keeper._folders_without_gain == 0
 
 
-def test_a_write_that_fails_gives_its_room_back(place: Place) -> None:
-    keeper = place.keeper(max_bytes=100 * SIZE)
-    keeper._turn()
-    before = keeper._credit
-    assert keeper.begin(SIZE) and keeper._credit == before - SIZE
-    keeper.end(SIZE, written=False)
-    assert keeper._credit == before
-    assert keeper.begin(SIZE)
-    keeper.end(SIZE, written=True)
-    assert keeper._credit == before - SIZE
-
-
 def test_writes_under_way_count_against_the_bound(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,6 +329,9 @@ def test_writes_under_way_count_against_the_bound(
         while keeper.begin(SIZE):
             begun += 1
     assert begun == 10
+    # One that fails gives its room back, also before the next visit.
+    keeper.end(SIZE, written=False)
+    assert keeper.begin(SIZE) and not keeper.begin(SIZE)
     keeper.end(SIZE, written=False)
     keeper._visit()
     assert keeper.begin(SIZE) and not keeper.begin(SIZE)
@@ -383,6 +374,7 @@ def test_it_bounds_stores_from_its_start_to_its_end(place: Place) -> None:
             place.backend.write("x/z", [bytes(4 * SIZE)])
     assert place.backend.bound is None
     place.backend.write("x/y", [bytes(9 * SIZE)])
+    until(lambda: not os.listdir(place.path(KEEPERS)), "others learn at once that it has gone")
 
 
 def test_nothing_is_stored_before_the_first_visit_and_then_at_once(place: Place) -> None:
@@ -740,12 +732,17 @@ def test_where_no_marker_can_be_written_the_own_one_is_touched() -> None:
 
 # ----------------------------------------------------------------------------- fleets
 
-both = pytest.mark.parametrize("costs", [DIRECTORY, S3], ids=["directory", "s3"])
-
 
 @pytest.mark.long
-@both
-@pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize(
+    ("count", "costs"),
+    [
+        pytest.param(1, S3, id="one, S3"),
+        pytest.param(8, DIRECTORY, id="eight, directory"),
+        pytest.param(1, DIRECTORY, id="one, directory", marks=pytest.mark.slow),
+        pytest.param(8, S3, id="eight, S3", marks=pytest.mark.slow),
+    ],
+)
 def test_writers_at_the_bound_stay_below_it_and_lose_few_stores(
     monkeypatch: pytest.MonkeyPatch, costs: Costs, count: int
 ) -> None:
@@ -780,7 +777,6 @@ def test_bound_with_tenants_that_come_and_go_is_used_for_hours(
     ("processes", "rate", "bound"),
     [
         (1, 5.0, 20),
-        (1, 20.0, 80),
         (16, 10.0, 80),
         pytest.param(16, 40.0, 600, marks=[pytest.mark.long, pytest.mark.slow]),
     ],
@@ -804,11 +800,9 @@ def test_bound_is_used_and_few_stores_are_dropped(
     ("processes", "bound"),
     [
         (8, 80),
-        (8, 300),
-        (256, 80),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((64, 80), (256, 300), (8, 1500), (64, 1500), (256, 1500))
+            for case in ((8, 300), (256, 80), (8, 1500), (256, 1500))
         ),
     ],
 )
@@ -931,10 +925,6 @@ def _no_seconds_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None
         return
     monkeypatch.setattr(time, "thread_time", lambda: 0.0)
     yield
-
-
-def test_a_keeper_needs_a_shelf_with_a_backend(place: Place) -> None:
-    assert isinstance(place.keeper(), Keeper)
 
 
 @pytest.mark.parametrize("chunks_of_a_prompt", [1, 3, 64])

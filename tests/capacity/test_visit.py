@@ -39,6 +39,7 @@ from kvshelf.capacity.visit import (
 )
 from kvshelf.errors import PermanentStorageError, StorageError, TransientStorageError
 from kvshelf.format.kinds import FULL, WINDOW
+from kvshelf.shelf.leftovers import TIER
 from kvshelf.shelf.pins import PINS
 from tests.capacity.shelves import FMT, Place, chunks, tail_of
 from tests.sim.memory import MemoryStorage
@@ -190,6 +191,7 @@ def test_slices_of_a_round_are_the_whole_shelf(seed: int, at_once: int) -> None:
         part = Part()
         while listed < FANS:
             found, width = lister.visit((place + listed) % FANS, 8, 200, NOW)
+            assert width <= FANS, "something is listed twice"
             listed += width
             part.join(found)
             seen.update(name for one in found.units for name in one.names)
@@ -290,6 +292,23 @@ def test_folder_whose_keys_are_no_hashes_is_looked_at_in_pieces() -> None:
         storage.delete([name for unit in part.units for name in unit.names])
 
 
+@given(st.permutations([DAY, 3 * HOUR, 5 * HOUR]))
+def test_unit_was_used_when_any_of_its_objects_was(ages: list[float]) -> None:
+    """They were written a day ago, and the first was not used since."""
+    key, part = "ab" * 32, Part()
+    names = [f"{SPACE}/_/ab/{key}-0-{shard}of3.safetensors" for shard in range(3)]
+    rows = [
+        ObjectInfo(name, 10, NOW - DAY, NOW - age) for name, age in zip(names, ages, strict=True)
+    ]
+    temporary = f"{SPACE}/_/ab/.{key}-0-0of3.safetensors.{'0' * 16}.tmp"
+    # Its time may be that of what it was copied from.
+    rows.append(ObjectInfo(temporary, 10, NOW - DAY, None, NOW - 60))
+    part.add_rows(rows, NOW, shared=False)
+    [found], [leftover] = part.units, part.leftovers
+    assert (found.used, found.hit, found.names) == (NOW - 3 * HOUR, True, names)
+    assert leftover.changed == NOW - 60
+
+
 def test_what_lies_beside_objects_is_told_apart(tmp_path: Path) -> None:
     place = Place(tmp_path)
     folder = FMT.namespace.folder
@@ -300,7 +319,11 @@ def test_what_lies_beside_objects_is_told_apart(tmp_path: Path) -> None:
     place.write(f".kvshelf/{temporary}")
     place.write(f"{folder}/.kvshelf/gave-up/{'a' * 32}", b"")
     place.write(".kvshelf/written/x")
+    # Names and sizes that no marker of a hand-over has.
+    place.write(f"{folder}/.kvshelf/gave-up/{'b' * 32}", b"x")
+    place.write(f"{folder}/.kvshelf/gave-up/b", b"")
     place.write(f"{PINS}/x.json")
+    place.write(TIER)
     place.write(f"{folder}/notes.txt")
     place.write(f"{folder}/_/aa/{temporary}")
     for key in ("aa" * 32, "ab" * 32):
@@ -311,7 +334,7 @@ def test_what_lies_beside_objects_is_told_apart(tmp_path: Path) -> None:
     assert {(one.kind, one.tail) for one in found.units} == {(FULL, False), (FULL, True)}
     told = Counter(one.reason for one in found.leftovers)
     # A file of eight TiB is no object, and needs no space; without the name of one it is foreign.
-    assert told[Reason.TEMPORARY] == 4 and told[Reason.MARKER] == told[Reason.RESERVED] == 1
+    assert told == {Reason.TEMPORARY: 4, Reason.MARKER: 1, Reason.RESERVED: 3}
     assert sum(one.nbytes for one in found.leftovers) < 1 << 20
 
 
@@ -336,6 +359,24 @@ def test_what_was_used_or_stored_again_meanwhile_stays_with_all_its_shards(tmp_p
     assert place.objects() == set(used.names)
     assert outcome.lost[f"{FMT.namespace.folder}/_", Reason.SIZE].count == outcome.count
     assert other.nbytes >= sum(FMT.object_size(shard) for shard in range(FMT.shards))
+
+
+def test_deletion_ends_after_the_request_in_which_it_is_stopped(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.put(FMT, chunks(40), age=DAY)
+    units = [(one, Reason.SIZE) for one in picked(place)]
+    outcome = delete(place.backend, units, now=place.now, stop=lambda: True)
+    assert 0 < outcome.count < 40 * FMT.shards == outcome.count + len(place.objects())
+
+
+def test_folder_in_which_there_is_something_again_stays_without_an_error(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    [name, *_] = place.put(FMT, chunks(1))
+    folder = name.rpartition("/")[0]
+    empty = Leftover(folder, Reason.EMPTY, 0, 0.0)
+    outcome = delete(place.backend, [(empty, Reason.EMPTY)], now=place.now)
+    assert (outcome.kept.count, outcome.failed, outcome.count) == (1, 0, 0)
+    assert place.path(name).exists()
 
 
 def test_what_a_command_chose_is_not_looked_at_again(tmp_path: Path) -> None:

@@ -1,9 +1,8 @@
 """The table of faults: which trouble, at which moment, on which kind of storage.
 
-Owns the list of cells with the reasons for those that make no sense, the stand-in for an engine
-that a cell is run with (:class:`EngineStandIn`), and the ways to make trouble (:class:`Storage`):
-on a FUSE mount by rules of its filesystem, in a bucket by a proxy before its server, elsewhere by
-the fault-injecting backend.
+Owns the list of cells, the stand-in for an engine that a cell is run with
+(:class:`EngineStandIn`), and the ways to make trouble (:class:`Storage`): on a FUSE mount by rules
+of its filesystem, in a bucket by the script of its store, elsewhere by the fault-injecting backend.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from tests.support.prompts import prompt as random_tokens
 from tests.support.transfers import Rig
 from tests.support.waiting import LONG, PATIENT, until
 
-MOMENTS: Final = ("probe", "read", "write", "publish", "list", "delete")
 BACKENDS: Final = ("posix", "fuse", "s3")
 
 #: Seconds beyond which a load is given up, in the tests' engines.
@@ -52,30 +50,43 @@ eventually: Final = partial(until, what="use of the storage without a restart", 
 BACK_OFF: Final = 0.05
 CHUNKS: Final = 3
 
-ERRNOS: Final = (
-    *("EIO", "ENOSPC", "EDQUOT", "EACCES", "EROFS", "ESTALE", "ENOENT"),
+#: What a directory and a mount meet, and when. Each fault meets each kind of storage at one moment:
+#: the models of shelf, lookups and transfers draw the others.
+FAULTS: Final = {
+    "EIO": "read",
+    "ENOSPC": "write",
+    "EDQUOT": "publish",
+    "EACCES": "list",
+    "EROFS": "delete",
+    "ESTALE": "probe",
+    "ENOENT": "read",
     # The process's own: too many files open, no memory.
-    *("EMFILE", "ENOMEM"),
-)
-#: What mounts of several kinds say: bad blocks, damaged metadata, tickets of Kerberos that have
-#: expired, and names, links and signals where none was expected.
-MOUNT_ERRNOS: Final = (
-    *("EUCLEAN", "ENODATA", "EKEYEXPIRED", "ETXTBSY", "ELOOP", "ENAMETOOLONG"),
-    "EINTR",
-)
-DAMAGES: Final = ("short read", "short read once", "flipped bit", "flipped bit once")
-TIMES: Final = ("slow, in time", "slow, too late", "blocked for ever")
+    "EMFILE": "probe",
+    "ENOMEM": "read",
+    # Bad blocks, damaged metadata, expired tickets of Kerberos; names, links and signals where none
+    # was expected.
+    "EUCLEAN": "read",
+    "ENODATA": "probe",
+    "EKEYEXPIRED": "write",
+    "ETXTBSY": "publish",
+    "ELOOP": "list",
+    "ENAMETOOLONG": "probe",
+    "EINTR": "read",
+    "short read": "write",
+    "short read once": "read",
+    "flipped bit": "read",
+    "flipped bit once": "write",
+    "slow, in time": "read",
+    "slow, too late": "write",
+    "blocked for ever": "probe",
+}
 KILL: Final = "killed"
-UNMOUNTED: Final = "unmounted"
-COVERED: Final = "another mount"
+FROZEN: Final = "frozen"
 STALE_FOLDER: Final = "ESTALE of folders"
-AHEAD: Final = "clock ahead"
-BEHIND: Final = "clock behind"
-BACK: Final = "clock set back"
-ODD_TIMES: Final = "odd times"
-STALE: Final = "stale attributes"
+#: What a mount meets beside.
+MOUNT_FAULTS: Final = {KILL: "read", FROZEN: "probe", STALE_FOLDER: "list"}
 
-#: Statuses that a bucket answers, with the code that goes with each.
+#: Statuses that are answered, with the code that goes with them.
 STATUSES: Final = {
     "403": "AccessDenied",
     "404": "NoSuchKey",
@@ -90,70 +101,37 @@ STALLED: Final = "stalled"
 WRONG_LENGTH: Final = "wrong length"
 WRONG_BYTES: Final = "wrong bytes"
 REFUSED: Final = "no server"
+#: What a bucket meets, and when, and the counters of which one tells of it: none of a miss.
+BUCKET_FAULTS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
+    "403": ("write", ("dropped_chunks_error", "late_calls")),
+    "404": ("read", ("load_failures_missing",)),
+    "409": ("publish", ("dropped_chunks_error", "late_calls")),
+    "412": ("publish", ()),
+    "429": ("list", ()),
+    "500": ("probe", ("probe_errors", "late_calls")),
+    "503": ("read", ("load_failures_error", "load_failures_timeout")),
+    RESET: ("read", ("load_failures_error", "load_failures_timeout")),
+    STALLED: ("write", ("dropped_chunks_error", "late_calls")),
+    # A client that asks for the size first cannot tell it from an object just replaced.
+    WRONG_LENGTH: ("read", ("load_failures_bad", "load_failures_error")),
+    WRONG_BYTES: ("read", ("load_failures_bad",)),
+    REFUSED: ("probe", ("probe_errors", "late_calls")),
+}
 
-FAULTS: Final = (*ERRNOS, *DAMAGES, *TIMES, KILL)
-BUCKET_FAULTS: Final = (*STATUSES, RESET, STALLED, WRONG_LENGTH, WRONG_BYTES, REFUSED)
+#: Rows of the table that other tests fill.
+UNMOUNTED: Final = "unmounted"
+COVERED: Final = "another mount"
+AHEAD: Final = "clock ahead"
+BEHIND: Final = "clock behind"
+ODD_TIMES: Final = "odd times"
+STALE: Final = "stale attributes"
 
-_NO_BYTES: Final = "no bytes of an object move at this moment"
-_NO_PROCESS: Final = "the storage behind the wrapper has no process (killed writers: test_crash.py)"
-_ONE_MOUNT: Final = "a mount that is gone or covered is so for every call"
-_NO_TIMES: Final = "no decision by time at this moment"
-_ONE_MOMENT: Final = "a real storage meets each fault at one moment"
-#: The moments, those first at which a fault does most.
-_BY_WORTH: Final = ("read", "write", "probe", "list", "publish", "delete")
-_ONE_SERVER: Final = "a server that is gone is gone for every request"
-
-
-def faults_of(backend: str) -> tuple[str, ...]:
-    """Return the faults that a kind of storage knows."""
-    if backend == "s3":
-        return BUCKET_FAULTS
-    return (*FAULTS, *MOUNT_ERRNOS)
-
-
-def why_not_a_cell(fault: str, moment: str, backend: str) -> str | None:
-    """Give the reason why there is no cell, or None.
-
-    A real storage has one for each fault: what the shelf does with a fault does not depend on who
-    made it.
-    """
-    if backend != "posix":
-        possible = (one for one in _BY_WORTH if _why_not(fault, one, backend) is None)
-        if moment != next(possible):
-            return _ONE_MOMENT
-    return _why_not(fault, moment, backend)
-
-
-def _why_not(fault: str, moment: str, backend: str) -> str | None:
-    if backend == "s3":
-        if fault == REFUSED and moment != "probe":
-            return _ONE_SERVER
-        none = ("probe", "publish", "delete") if fault == WRONG_BYTES else ("publish", "delete")
-        return _NO_BYTES if fault in (WRONG_LENGTH, WRONG_BYTES) and moment in none else None
-    if fault in DAMAGES and moment not in ("read", "write"):
-        return _NO_BYTES
-    if fault == KILL and backend != "fuse":
-        return _NO_PROCESS
-    return None
-
-
-MOUNTS: Final = (UNMOUNTED, COVERED, STALE_FOLDER)
-CLOCKS: Final = (AHEAD, BEHIND, BACK, ODD_TIMES)
-
-
-def why_no_cell_of_a_mount(fault: str, moment: str) -> str | None:
-    """Give the reason why there is no cell for what mounts and clocks do, or None."""
-    if fault in (UNMOUNTED, COVERED):
-        return None if moment == "write" else _ONE_MOUNT
-    if fault == STALE_FOLDER:
-        return None if moment in ("probe", "list") else "what follows is the row ESTALE"
-    by_time = {
-        AHEAD: ("write", "list", "delete"),
-        BEHIND: ("write", "list", "delete"),
-        BACK: ("read", "write"),
-        ODD_TIMES: ("read", "list", "delete"),
-    }
-    return None if moment in by_time[fault] else _NO_TIMES
+#: A fault, a moment, and a kind of storage.
+CELLS: Final = [
+    *((*fault, "posix") for fault in FAULTS.items()),
+    *((*fault, "fuse") for fault in (FAULTS | MOUNT_FAULTS).items()),
+    *((fault, moment, "s3") for fault, (moment, _) in BUCKET_FAULTS.items()),
+]
 
 
 # --------------------------------------------------------------------------------------- storage
@@ -229,19 +207,26 @@ class MountedStorage(Storage):
         (mount.source / self.name).mkdir()
         self.backend = open_backend(mount.path / self.name)
         self.plain = open_backend(mount.source / self.name)
-        self._killed = False
+        self._is_killed = self._is_frozen = False
 
     def make_trouble(self, fault: str, moment: str) -> None:
         operation = _FUSE_OPERATIONS.get(moment, "read")
+        pattern = f"{self.name}*" if moment == "list" else f"{self.name}/*safetensors*"
+        if fault == FROZEN:
+            self._is_frozen = True
+            self.mount.freeze()
+            return
         what: dict[str, Any]
-        if fault in (*ERRNOS, *MOUNT_ERRNOS):
+        if fault == STALE_FOLDER:
+            pattern, what = f"{self.name}/*/_/??", {"error": errno.ESTALE}
+        elif hasattr(errno, fault):
             what = {"error": getattr(errno, fault)}
             if fault == "EINTR":
                 # A storm that passes: interrupted calls are made again.
                 what["times"] = 30
             if moment == "read":
                 operation = "open|read"
-        elif fault in DAMAGES:
+        elif fault.startswith(("short", "flipped")):
             what = {"cut" if fault.startswith("short") else "flip": True}
             if fault.endswith("once"):
                 what["times"] = 1
@@ -249,28 +234,29 @@ class MountedStorage(Storage):
                 operation = "write"
         elif fault == KILL:
             what = {"kill": True}
-            self._killed = True
+            self._is_killed = True
         elif fault == "blocked for ever":
             what = {"block": True}
         else:
             what = {"seconds": _SECONDS[fault], "times": 2}
-        pattern = f"{self.name}*" if moment == "list" else f"{self.name}/*safetensors*"
         self.mount.add(operation, pattern, **what)
 
     def lose_behind(self, size: int) -> None:
         self.mount.add("write", f"{self.name}/*safetensors*", keep=size)
 
     def met(self) -> int:
-        if self._killed:
+        if self._is_killed:
             return int(self.mount.died())
-        return self.mount.met()
+        return int(self._is_frozen) or self.mount.met()
 
     def heal(self) -> None:
-        if self._killed:
+        if self._is_frozen:
+            self.mount.thaw()
+        if self._is_killed:
             self.mount.revive()
-            self._killed = False
         else:
             self.mount.clear()
+        self._is_killed = self._is_frozen = False
 
 
 class WrappedStorage(Storage):
@@ -284,7 +270,7 @@ class WrappedStorage(Storage):
 
     def make_trouble(self, fault: str, moment: str) -> None:
         operations = _WRAPPER_OPERATIONS.get(moment, ("read",))
-        if fault in ERRNOS and moment == "read":
+        if hasattr(errno, fault) and moment == "read":
             operations = ("open", "read")
         for operation in operations:
             self.backend.add(self._fault(fault, operation, writing=moment in ("write", "delete")))
@@ -295,15 +281,15 @@ class WrappedStorage(Storage):
 
         pattern = "*" if operation in ("list", "folders") else "*safetensors*"
         made = Fault(operation, pattern)
-        if fault in ERRNOS:
+        if hasattr(errno, fault):
 
             def error() -> BaseException:
                 count()
                 raised = OSError(getattr(errno, fault), f"made by a test, {fault}")
                 return storage_error(raised, operation, "here", writing=writing)
 
-            made.error = error
-        elif fault in DAMAGES:
+            made.error, made.times = error, 30 if fault == "EINTR" else None
+        elif fault.startswith(("short", "flipped")):
 
             def damage(data: bytearray) -> None:
                 count()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from string import ascii_lowercase
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from kvshelf.shelf import failed_keys
 from tests.faults.cells import (
     BACK_OFF,
     BACKENDS,
-    MOMENTS,
     BucketStorage,
     MountedStorage,
     Storage,
@@ -90,16 +88,15 @@ def note_cell(record_property: Callable[[str, object], None]) -> Callable[..., N
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Print the table: how many runs of each cell ended well."""
-    from tests.faults.test_table import rows_of, why_no_cell
-
-    ended: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
+    cells: dict[tuple[str, str], dict[str, Counter[str]]] = defaultdict(dict)
     conditions: dict[str, Counter[str]] = defaultdict(Counter)
     met = killed = 0
     for outcome in ("passed", "failed", "skipped", "error"):
         for report in terminalreporter.stats.get(outcome, ()):
             for name, value in getattr(report, "user_properties", ()):
                 if name == "cell":
-                    ended[tuple(value)][outcome] += 1
+                    fault, moment, backend = value
+                    cells[fault, moment].setdefault(backend, Counter())[outcome] += 1
                 elif name == "condition":
                     conditions[value][outcome] += 1
                 elif name == "met" and outcome == "passed":
@@ -107,44 +104,24 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
                 elif name == "killed":
                     killed += value
     write = terminalreporter.write_line
-    if ended or killed or conditions:
+    if cells or killed or conditions:
         terminalreporter.section("faults")
     for text, counts in conditions.items():
-        outcomes = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-        write(f"{text}: {outcomes}")
+        write(f"{text}: {_text_of(counts)}")
     if killed:
         write(f"{killed} writers and readers were killed, one at each step of what they did.")
-    if not ended:
+    if not cells:
         return
-    total = sum((counts for counts in ended.values()), Counter[str]())
-    write(
-        f"{len(ended)} cells, {total['passed']} runs ended well, "
-        f"{total['failed'] + total['error']} did not, {total['skipped']} were skipped; "
-        f"faults met: {met}."
-    )
     write("Each ends with: KV right, or computed instead; time bounded; nothing published lost;")
-    write("back in use without a restart. A number: runs that ended well. A letter: no such cell.")
-    reasons: dict[str, str] = {}
-    for backend in (backend for backend in BACKENDS if backend in {cell[2] for cell in ended}):
-        write("")
-        write(f"{backend:24}" + "".join(f"{moment:>9}" for moment in MOMENTS))
-        for row in rows_of(backend):
-            line = f"{row:24}"
-            for moment in MOMENTS:
-                counts = ended.get((row, moment, backend), Counter())
-                reason = why_no_cell(row, moment, backend)
-                if counts["failed"] or counts["error"]:
-                    text = f"FAILED {counts['failed'] + counts['error']}"
-                elif counts["passed"]:
-                    text = str(counts["passed"])
-                elif counts["skipped"]:
-                    text = "skipped"
-                elif reason is not None:
-                    text = reasons.setdefault(reason, ascii_lowercase[len(reasons)])
-                else:
-                    text = "."
-                line += f"{text:>9}"
-            write(line)
-    write("")
-    for reason, letter in reasons.items():
-        write(f"{letter}: {reason}")
+    write(f"back in use without a restart. A number: runs that ended well. Faults met: {met}.")
+    write(f"{'':32}" + "".join(f"{backend:>10}" for backend in BACKENDS))
+    for (fault, moment), counted in cells.items():
+        texts = [_text_of(counted.get(backend, Counter())) for backend in BACKENDS]
+        write(f"{f'{fault}, {moment}':32}" + "".join(f"{text:>10}" for text in texts))
+
+
+def _text_of(counts: Counter[str]) -> str:
+    failed = counts["failed"] + counts["error"]
+    if failed:
+        return f"FAILED {failed}"
+    return str(counts["passed"]) if counts["passed"] else "skipped" if counts else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -14,11 +13,8 @@ from kvshelf.errors import UnavailableStorageError
 from tests.faults.cells import (
     COVERED,
     DEADLINE,
-    STALE_FOLDER,
     UNMOUNTED,
     EngineStandIn,
-    MountedStorage,
-    bad_objects,
     eventually,
     make_prompt,
 )
@@ -105,30 +101,3 @@ def test_a_filesystem_mounted_over_a_shelf_is_left_alone(
         ):
             assert engine.answer(known) == 0
             eventually(loads_all(engine, known))
-
-
-@pytest.mark.parametrize("moment", ["probe", "list"])
-@pytest.mark.parametrize("backend", ["fuse"])
-def test_folders_that_are_stale_while_the_mount_works(
-    moment: str, storage: MountedStorage, backend: str, note_cell: Callable[..., None]
-) -> None:
-    note_cell(STALE_FOLDER, moment, backend)
-    known, new = make_prompt(FMT, 0), make_prompt(FMT, 1)
-    with closing(EngineStandIn(storage.backend, deadline=storage.deadline)) as engine:
-        engine.answer(known)
-        eventually(loads_all(engine, known))
-        operation = "getattr" if moment == "probe" else "opendir|readdir"
-        storage.mount.add(operation, f"{storage.name}/*/_/??", error=errno.ESTALE)
-        engine.patience = DEADLINE / 4
-        for _ in range(3):
-            engine.answer(known)
-            engine.answer(new)
-        if moment == "list":
-            with pytest.raises(OSError, match="Stale"):
-                list(storage.backend.list())
-        assert storage.met()
-        storage.heal()
-        engine.be_patient()
-        eventually(loads_all(engine, known, new))
-        engine.check_blocks()
-    assert list(bad_objects(storage.plain, FMT, [known, new])) == []

@@ -72,7 +72,8 @@ def test_a_marker_is_an_empty_object_that_is_written_once(backend: Backend) -> N
     assert view.give_up(ONE)
     assert not view.give_up(ONE)
     assert view.gave_up([TWO, ONE, TWO, ONE]) == [False, True, False, True]
-    assert backend.stat([f"{FOLDER}/.kvshelf/gave-up/{ONE}"]) == [0]
+    names = [f"{FOLDER}/.kvshelf/gave-up/{ONE}", f"{FOLDER}/namespace.json"]
+    assert backend.stat(names) == [0, len(FMT.namespace.encoded)]
     assert [row.name for row in backend.list(f"{FOLDER}/.kvshelf/gave-up")] == [
         f"{FOLDER}/.kvshelf/gave-up/{ONE}"
     ]

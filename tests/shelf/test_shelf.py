@@ -200,6 +200,14 @@ def test_two_folders_of_one_namespace_are_read_as_one(shelf: Shelf, root: Path) 
     os.truncate(path_of(shelf, CHUNKS[0]), 100)
     with open_shelf(root) as fresh:
         assert fresh.view(FMT).probe([(CHUNKS[0], 0)]) == [Presence.WRONG_SIZE]
+        copy = (
+            root
+            / other.namespace.folder
+            / path_of(shelf, CHUNKS[0]).relative_to(root / FMT.namespace.folder)
+        )
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_bytes(image(CHUNKS[0]))
+        assert fresh.view(FMT).probe([(CHUNKS[0], 0)]) == [Presence.PRESENT]
 
 
 def test_each_folder_of_a_namespace_gets_its_description(shelf: Shelf, root: Path) -> None:
@@ -300,6 +308,28 @@ def test_bad_object_stays_on_a_read_only_shelf(shelf: Shelf, root: Path) -> None
             store(reader, CHUNKS[1])
     assert path_of(shelf, CHUNKS[0]).exists()
     assert set_aside(shelf) == []
+
+
+def test_object_that_is_read_damaged_once_is_read_again(root: Path) -> None:
+    """Caches of network filesystems show old contents to an old open."""
+    faulty = FaultyStorage(open_backend(root))
+    with Shelf(faulty) as shelf:
+        store(shelf, CHUNKS[0])
+        faulty.add(Fault("read", damage=zero, times=1))
+        assert load(shelf, CHUNKS[0]) == image(CHUNKS[0])
+        assert not set_aside(shelf)
+
+
+def test_bad_object_is_set_aside_alone_of_those_that_are_loaded_together(shelf: Shelf) -> None:
+    paths = []
+    for shard in range(SHARDS):
+        store(shelf, CHUNKS[0], shard)
+        paths.append(Path(shelf.url, shelf.view(FMT).name(ObjectRef(CHUNKS[0], shard))))
+    flip(paths[1])
+    buffers = [memoryview(bytearray(FMT.object_size(shard))) for shard in range(SHARDS)]
+    failed = shelf.view(FMT).load_all(CHUNKS[0], range(SHARDS), buffers)
+    assert failed is not None and failed.shard == 1
+    assert [path.exists() for path in paths] == [True, False]
 
 
 def test_a_machine_that_reads_wrong_bytes_spares_the_shelf(
