@@ -229,6 +229,15 @@ def test_a_load_that_is_refused_is_useless_where_a_window_left_blocks_out(
 # ------------------------------------------------------------------------- loads that fail
 
 
+def test_load_of_another_round_is_not_begun(make_worker: Callable[..., WorkerRig]) -> None:
+    rig = make_worker()
+    chunks = rig.chunks(1)
+    rig.store(chunks)
+    _, bad, _ = rig.load(LoadOp(next_number(), "r", 0, 8, chunks, ([20, 21],), round=7))
+    assert bad == {20, 21}
+    assert not rig.same(1, 20)
+
+
 def test_failed_load_is_told_until_this_rank_is_heard(
     make_worker: Callable[..., WorkerRig],
 ) -> None:
@@ -336,6 +345,26 @@ def test_what_is_staged_is_published_before_an_engine_sleeps(
     rig.step(StepMetadata(stores=ops))
     rig.connector.unregister_kv_caches()
     assert all(rig.path(chunk).exists() for chunk in chunks)
+
+
+def test_postponed_stores_are_dropped_when_an_engine_sleeps(
+    make_worker: Callable[..., WorkerRig], backend: FaultyStorage
+) -> None:
+    """Their blocks have other content when it wakes up."""
+    rig = make_worker(staging_bytes=4 * 8192)
+    chunks, owner = rig.chunks(16), ("r", 0)
+    gate = threading.Event()
+    backend.add(Fault("write", "*.safetensors", wait=gate))
+    _, _, said = rig.step(StepMetadata(stores=[store_op(chunk, owner=owner) for chunk in chunks]))
+    assert said is not None and said.postponed == [owner]
+    gate.set()
+    rig.connector.unregister_kv_caches()
+    rig.connector.restore_kv_caches()
+    stored = rig.counts["stored_chunks"]
+    rig.step(StepMetadata(again=[owner]))
+    rig.drain()
+    assert rig.counts["stored_chunks"] == stored < 16
+    assert rig.counts["dropped_chunks_staging_full"] == 16 - stored
 
 
 @pytest.mark.parametrize(
