@@ -760,6 +760,7 @@ def test_object_that_a_client_deletes_is_gone_from_memory_as_well(
         ("delete", ["../x"], "ObjectNameError"),
         ("read", ["/etc/passwd", 0, 10], "ObjectNameError"),
         ("read", ["a", 0, 1 << 30], "PermanentStorageError"),
+        ("read", ["a", -1, 10], "PermanentStorageError"),
         ("stat", ["a"], "PermanentStorageError"),
         ("close", [], "PermanentStorageError"),
         ("perform", ["a"], "PermanentStorageError"),
