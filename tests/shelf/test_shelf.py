@@ -330,6 +330,8 @@ def test_bad_object_is_set_aside_alone_of_those_that_are_loaded_together(shelf: 
     failed = shelf.view(FMT).load_all(CHUNKS[0], range(SHARDS), buffers)
     assert failed is not None and failed.shard == 1
     assert [path.exists() for path in paths] == [True, False]
+    # What is gone meanwhile is nobody's to move.
+    assert not shelf.view(FMT).set_aside(ObjectRef(CHUNKS[0], 1), failed.error)  # type: ignore[arg-type]
 
 
 def test_a_machine_that_reads_wrong_bytes_spares_the_shelf(
