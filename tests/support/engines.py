@@ -218,6 +218,7 @@ class EngineProcess:
             self._in_flight -= 1
         completion = output.outputs[0]
         pairs = list(zip(completion.logprobs or (), completion.token_ids, strict=False))
+        prompted = zip(output.prompt_logprobs or (), output.prompt_token_ids, strict=False)
         return Answer(
             tokens=list(completion.token_ids),
             logprobs=[entry[token].logprob for entry, token in pairs],
@@ -225,10 +226,7 @@ class EngineProcess:
                 entry[token].logprob - max(e.logprob for key, e in entry.items() if key != token)
                 for entry, token in pairs
             ],
-            prompt_logprobs=[
-                entry and entry[token].logprob
-                for entry, token in zip(output.prompt_logprobs or (), prompt, strict=False)
-            ],
+            prompt_logprobs=[entry and entry[token].logprob for entry, token in prompted],
             cached_tokens=output.num_cached_tokens or 0,
             shelf_tokens=(
                 self._counts.loaded_tokens - loaded if was_alone and self._begun == begun else None
