@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -12,11 +15,18 @@ from pathlib import Path
 import pytest
 
 from kvshelf.errors import UnavailableStorageError
+from kvshelf.server.segment import Segment
+from kvshelf.server.shelf import open_served
+from kvshelf.shelf.view import ObjectRef, Presence
 from tests.server.client_child import FMT, SIZE
 from tests.server.desk import name_of, put
 from tests.server.serve_process import PATIENT, Client, ClientProcess, ServeProcess, command
-from tests.support.formats import sealed
+from tests.sim.storage import posix
+from tests.support.formats import make_format, sealed
 from tests.support.prompts import make_chunks
+from tests.support.servers import BUCKET, moto_s3
+from tests.support.servers import command as command_of
+from tests.support.transfers import Rig
 from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.real
@@ -173,6 +183,32 @@ def test_a_client_that_is_stopped_beyond_its_lease_in_a_copy_fails_its_load(
         until(lambda: is_good(stopped, 0, 32))
 
 
+@pytest.mark.skipif(
+    command_of("moto_server") is None or importlib.util.find_spec("obstore") is None,
+    reason="moto or obstore is not installed: pip install 'moto[server]' obstore",
+)
+@pytest.mark.slow
+def test_a_shelf_on_s3_is_read_once_for_two_clients(tmp_path: Path) -> None:
+    with moto_s3() as storage:
+        storage.client().create_bucket(Bucket=BUCKET)
+        options = {"KVSHELF_STORAGE_OPTIONS": json.dumps(storage.options())}
+        socket = tmp_path / "sockets" / "node.sock"
+        with ServeProcess(f"s3://{BUCKET}/kv", socket, **options) as server:
+            with ClientProcess(server.url) as client:
+                assert client.ask("store 0 32") == "{'created': 32}"
+            # Memory is empty after a restart, the storage is not.
+            server.kill()
+            server.start()
+            with ClientProcess(server.url) as one, ClientProcess(server.url) as other:
+                for client in (one, other):
+                    client.send("fetch 0 32")
+                for client in (one, other):
+                    assert client.answer() == "32"
+                    assert client.ask("check") == "good"
+            assert server.metrics()["read_bytes"] == 32 * SIZE
+            assert server.stop() == (0, "")
+
+
 @pytest.mark.slow
 def test_a_server_keeps_its_shelf_within_bounds(tmp_path: Path, shelf: Path) -> None:
     fill(shelf, 200)
@@ -206,3 +242,53 @@ def test_what_is_being_stored_is_published_before_the_end(
     for name, chunk in zip(published, CHUNKS, strict=False):
         assert (shelf / name).read_bytes() == sealed(FMT, chunk)
     client.close()
+
+
+@pytest.mark.slow
+def test_stores_under_way_when_the_server_is_killed_are_dropped_and_stored_later(
+    tmp_path: Path, server: ServeProcess
+) -> None:
+    """The staging lies in the memory from which the server takes what is stored."""
+    fmt = make_format()
+    chunks = make_chunks(fmt, 20)
+    refs = [ObjectRef(chunk, shard) for chunk in chunks for shard in range(fmt.shards)]
+    with contextlib.ExitStack() as stack:
+        segment = Segment(4096, regions=1 << 20)
+        shelf = stack.enter_context(open_served(server.url, segment=segment))
+        rig = Rig(
+            posix(tmp_path / "unused"),
+            fmt=fmt,
+            blocks=512,
+            in_front=lambda _: shelf,
+            staging_objects=64,
+            options={"store_threads": 3},
+            regions=segment.take_region,
+        )
+        stack.callback(rig.close)
+        items = rig.items(chunks, 0)
+        for item in items:
+            rig.fill(item)
+
+        def store() -> None:
+            for item in items:
+                rig.stores.store(item)
+
+        store()
+        until(lambda: rig.count("stored_chunks") >= 2)
+        server.kill()
+        assert rig.transfer.drain(PATIENCE) == 0
+        assert rig.staging.in_use == 0
+        server.start()
+        view = shelf.view(fmt)
+
+        def all_are_there() -> bool:
+            store()
+            assert rig.transfer.drain(PATIENCE) == 0
+            return set(view.probe(refs)) == {Presence.PRESENT}
+
+        until(all_are_there)
+        load, loaded = rig.load(chunks, 256)
+        assert not load.failures
+        assert all(rig.holds(item) for item in loaded)
+    segment.close()
+    assert segment.fd is None
