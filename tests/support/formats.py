@@ -108,7 +108,7 @@ def hybrid_format(**fields: Any) -> ObjectFormat:
     return ObjectFormat(Namespace(hybrid_record(**fields), "hybrid"))
 
 
-def format_of_kinds(shards: Mapping[Kind, int], chunk_size: int = 8) -> ObjectFormat:
+def format_of_kinds(shards: Mapping[Kind, int], chunk_size: int = 8, **more: Any) -> ObjectFormat:
     """Return the format of a namespace with one layer of each of some kinds, of the first kind.
 
     Parameters
@@ -116,6 +116,8 @@ def format_of_kinds(shards: Mapping[Kind, int], chunk_size: int = 8) -> ObjectFo
     shards : Mapping[Kind, int]
         Shards of each kind, in the order of kinds: 1 or 2.
     chunk_size : int
+    **more
+        Further fields of its record.
     """
     fields: dict[Kind, tuple[str, str, str]] = {
         FULL: ("canonical", "2,*,2,8", "BF16"),
@@ -129,9 +131,10 @@ def format_of_kinds(shards: Mapping[Kind, int], chunk_size: int = 8) -> ObjectFo
         shards=shards.get(FULL, shards[first]),
         window_shards=shards.get(WINDOW),
         state_shards=shards.get(STATE),
-        kinds=list(shards),
+        kinds=None if list(shards) == [FULL] else list(shards),
         layouts=[fields[kind][0] for kind in shards],
         layer_names=[f"layers.{i}" for i in range(len(shards))],
         layer_shapes=[fields[kind][1] for kind in shards],
         layer_dtypes=[fields[kind][2] for kind in shards],
+        **more,
     )
