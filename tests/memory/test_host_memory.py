@@ -6,8 +6,10 @@ import itertools
 import random
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any
 
@@ -16,10 +18,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvshelf import pages
 from kvshelf.errors import ConfigError
 from kvshelf.memory.arena import Arena
 from kvshelf.memory.host_memory import HostMemory
 from kvshelf.memory.places import Budget, Slot
+from tests.support.waiting import PATIENCE
 
 PAGE = 4096
 KIB, MIB = 1 << 10, 1 << 20
@@ -561,9 +565,59 @@ def test_a_table_of_generations_says_whether_memory_was_reused() -> None:
     slot = put(memory, "a")
     assert slot is not None
     assert memory.offset(slot) == PAGE
-    assert bytes(memory.view(slot)) == bytes(arena.view[PAGE : 2 * PAGE])
+    pinned = memory.pin("a")
+    assert pinned is slot
+    memory.view(slot)[:] = b"a" * PAGE
+    assert bytes(arena.view[PAGE : 2 * PAGE]) == b"a" * PAGE
+    assert table[0] == 0
+    memory.unpin(slot)
     assert table[slot.number] == slot.generation == 0
     memory.forget("a")
     assert table[slot.number] == 1
     with pytest.raises(ConfigError, match="expected space for objects"):
         HostMemory.with_generations(Arena(PAGE))
+
+
+def test_shared_memory_that_clients_page_lock_in_pieces_has_no_object_across_two(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pages, "LOCKED_AT_ONCE", 2 * MIB)
+    memory = HostMemory.with_generations(Arena(8 * MIB, lazy=True))
+    assert memory.most([3 * MIB // 2]) == 4
+
+
+@pytest.mark.parametrize("action", ["forget", "expire", "evict"])
+def test_object_cannot_be_pinned_while_another_thread_changes_a_generation(action: str) -> None:
+    changes, go = threading.Event(), threading.Event()
+
+    def change(number: int, generation: int) -> None:
+        changes.set()
+        assert go.wait(PATIENCE)
+
+    memory = make_memory(2 * PAGE, on_generation=change)
+    put(memory, "a")
+    put(memory, "b")
+    slot = memory.pin("a")
+    assert slot is not None
+    actions: dict[str, Callable[[], Slot | None]] = {
+        "forget": lambda: memory.forget("b") and None,
+        "expire": lambda: memory.expire(slot),
+        "evict": lambda: memory.reserve("c", PAGE),
+    }
+    with ThreadPoolExecutor() as threads:
+        changing = threads.submit(actions[action])
+        assert changes.wait(PATIENCE)
+        pinning = threads.submit(memory.pin, "a")
+        counting = threads.submit(memory.stats)
+        time.sleep(1.0)
+        assert not (pinning.done() or counting.done())
+        go.set()
+        end_all(memory, [slot, pinning.result()], [changing.result()])
+
+
+def test_bytes_that_were_evicted_are_summed_up() -> None:
+    memory = make_memory(4 * PAGE)
+    for name in "abcdef":
+        put(memory, name)
+    stats = memory.stats()
+    assert (stats.evictions, stats.evicted_bytes) == (2, 2 * PAGE)

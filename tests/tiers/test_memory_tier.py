@@ -10,6 +10,7 @@ import torch
 
 from kvshelf import pages
 from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.format.kinds import FULL, WINDOW
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import open_shelf
@@ -17,7 +18,7 @@ from kvshelf.shelf.view import ObjectRef, Pinned
 from kvshelf.tiers.memory_tier import MemoryTier
 from kvshelf.tiers.tiered import Tier, TieredShelf
 from tests.native.fake_cudart import fake_cudart
-from tests.support.formats import make_format
+from tests.support.formats import format_of_kinds, make_format
 from tests.support.prompts import make_chunks
 
 FMT = make_format(shards=2)
@@ -106,6 +107,11 @@ def test_namespaces_and_kinds_do_not_mix(tier: MemoryTier) -> None:
     assert tier.holds(OTHER, [ref(0), ObjectRef(theirs, 0)]) == [False, True]
     assert tier.holds(FMT, [ref(0), ObjectRef(theirs, 0)]) == [True, False]
     assert tier.stats().objects == 2
+    full = format_of_kinds({FULL: 2, WINDOW: 2})
+    (chunk,) = make_chunks(full, 1)
+    tier.keep(full, ObjectRef(chunk, 0), image(6, 0, full, chunk))
+    assert tier.holds(full, [ObjectRef(chunk, 0)]) == [True]
+    assert tier.holds(full.of(WINDOW), [ObjectRef(chunk, 0)]) == [False]
 
 
 def test_a_tail_is_an_object_like_others(tier: MemoryTier) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from kvshelf.backends import open_backend
 from kvshelf.backends.wrappers import ReadOnlyBackend
-from kvshelf.errors import ObjectMissingError, TransientStorageError
+from kvshelf.errors import ObjectMissingError, TransientStorageError, UnavailableStorageError
 from kvshelf.format.invalid import PayloadDamaged
 from kvshelf.format.keys import Chunk
 from kvshelf.format.objects import ObjectFormat
@@ -167,8 +167,15 @@ def test_nothing_is_expected_of_a_storage_that_is_not_asked(
 ) -> None:
     lending = LendingMemory(open_backend(root))
     with PinningShelf(open_backend(root), lending) as shelf:
+        store(shelf, fmt, chunks[0])
         view = shelf.view(fmt)
+        loan = view.pin(ObjectRef(chunks[0], 0))
+        assert loan is not None
+        loan.release()
         shelf.backend.reads.trip("made by a test")
         view.expect(chunks, (0, 1))
         assert not lending.expected
         assert view.find([ObjectRef(chunks[0], 0)]) == [Presence.ERROR]
+        with pytest.raises(UnavailableStorageError):
+            view.pin(ObjectRef(chunks[0], 0))
+        assert len(lending.asked) == 1
